@@ -1,18 +1,18 @@
 # docker build -t warmroute . : requires BuildKit, the two images and crates.io.
 
-# Compiled against the C library of the final image: both are Debian 12. The image has the C compiler and make that two crates
-# need (onig, jemalloc); protoc is not needed.
+# This image is Debian 12, like the final image, so both have the same C library. Two crates (onig, jemalloc) need its C compiler and
+# make. protoc is not needed.
 FROM rust:1.91-bookworm AS build
 WORKDIR /src
 COPY . .
 RUN --mount=type=cache,target=/usr/local/cargo/registry --mount=type=cache,target=/src/target \
     cargo build --release --locked --bin warmroute && cp target/release/warmroute /warmroute
 
-# The image has glibc, libm and libgcc_s, the only libraries that the binary links (checked by a test), CA certificates and
-# time zones, and no shell.
+# This image has CA certificates, time zones and the only libraries that the binary links: glibc, libm and libgcc_s (checked by a
+# test). It has no shell.
 FROM gcr.io/distroless/cc-debian12:nonroot
 COPY --from=build /warmroute /usr/local/bin/warmroute
-# A number, so that Kubernetes can check that it is not root (runAsNonRoot).
+# A numeric id, so that Kubernetes can check that it is not root (runAsNonRoot).
 USER 65532:65532
 # ext_proc, gRPC health, xDS, admin
 EXPOSE 9002 9003 9004 9901

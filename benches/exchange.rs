@@ -1,5 +1,5 @@
-//! Cost of the protocol: whole exchanges through the state machine, next to the minimum of any
-//! implementation in the same run: moving the same bytes once, and encoding the same replies.
+//! Cost of the protocol: whole exchanges through the state machine. The same run measures the
+//! minimum for any implementation: copying the same bytes once, and encoding the same replies.
 
 use std::sync::Arc;
 
@@ -44,7 +44,7 @@ fn route_target() -> RouteTarget {
     }
 }
 
-/// A streaming chat exchange with a request body of `bytes`.
+/// Returns a streaming chat exchange with a request body of `bytes`.
 fn transcript(request: BodyMode, bytes: usize) -> Vec<ExchangeMessage> {
     let head = RequestHead {
         method: "POST".into(),

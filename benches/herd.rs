@@ -1,15 +1,16 @@
-//! Cost of concurrent decisions by several replicas: the same trace, the same workers, and one or
-//! more routers that receive each other's bookings after a delay, or never. Time is simulated, so
-//! the results do not depend on the machine, and the decisions are those of the real router. One
-//! replica is the reference. A choice is stale if a router with complete knowledge would have found
-//! a cheaper rank. It is a duplicate if that is because another replica was faster there.
+//! Cost of concurrent decisions by several replicas. The same trace and workers are simulated with
+//! one or more routers, which receive each other's bookings after a delay, or never. Time is
+//! simulated, so the results do not depend on the machine, and the decisions are those of the real
+//! router. One replica is the reference. A choice is stale if a router with complete knowledge
+//! would have found a cheaper rank. It is a duplicate if the chosen worker has a booking of another
+//! replica that was not received yet.
 //!
 //! `cargo bench --bench herd -- [--trace FILE.jsonl.gz] [--workers N] [--rate REQUESTS_PER_SECOND]`
 
 #![expect(
     clippy::print_stdout,
     clippy::unwrap_used,
-    reason = "a bench prints its results, and a failure ends it"
+    reason = "a bench prints its results and panics on a failure"
 )]
 
 use std::collections::{BTreeMap, BinaryHeap, HashMap, HashSet};
@@ -49,7 +50,7 @@ struct HerdArgs {
     trace: Option<PathBuf>,
     #[arg(long, default_value_t = 32)]
     workers: u64,
-    /// TraceRequest rate to which the trace is scaled.
+    /// Requests per second to which the trace is scaled.
     #[arg(long, default_value_t = 400.0)]
     rate: f64,
     /// Number of requests of the trace to use.
@@ -94,7 +95,7 @@ fn requests(args: &HerdArgs) -> Vec<TraceRequest> {
     lines.truncate(args.requests);
     let first = lines[0].timestamp;
     let last = lines.last().unwrap().timestamp;
-    // The trace has coarse timestamps with many requests each; these are spread evenly.
+    // The trace has coarse timestamps with many requests each, so these requests are spread evenly.
     let mut steps: BTreeMap<u64, usize> = BTreeMap::new();
     lines
         .iter()
@@ -156,7 +157,7 @@ enum BookingSync {
     Never,
 }
 
-/// One router, and the bookings of the others that it has received.
+/// One router, with the bookings of the other routers that it has received.
 struct SimReplica {
     router: Router,
     events: Arc<Mutex<Vec<ReservationEvent>>>,
@@ -175,7 +176,7 @@ enum SimEvent {
     Ended(usize),
 }
 
-/// An event with its time; ties are resolved by creation order.
+/// An event with its time. Ties are resolved by creation order.
 struct ScheduledEvent {
     at: f64,
     number: u64,
@@ -233,7 +234,7 @@ struct HerdSimulation<'t> {
     result: HerdTotals,
 }
 
-/// HerdTotals of the results.
+/// Totals of the results.
 #[derive(Default)]
 struct HerdTotals {
     choices: u64,
@@ -243,7 +244,8 @@ struct HerdTotals {
     cached: u64,
     computed: u64,
     waits: Vec<f64>,
-    /// Spread of the ranks' unfinished prefills at each choice: deviation over mean.
+    /// Sum of the spreads of the ranks' unfinished prefills at each choice. A spread is the
+    /// deviation divided by the mean.
     spread: f64,
     spreads: u64,
 }
@@ -413,17 +415,17 @@ impl<'t> HerdSimulation<'t> {
                 RoutePrompt::Hashed(vec![request.prompt.clone()]),
             )
         };
-        let truth = self.oracle.router.preview(route_request()).unwrap();
+        let reference = self.oracle.router.preview(route_request()).unwrap();
         self.estimate_in_flight(at);
         let placement = self.replicas[at].router.route(route_request()).unwrap();
         let worker = placement.route.to.rank.worker.0 as usize;
-        let cost = truth
+        let cost = reference
             .scores
             .iter()
             .find(|(endpoint, _)| *endpoint == placement.route.to.endpoint)
             .unwrap()
             .1;
-        let least = truth
+        let least = reference
             .scores
             .iter()
             .map(|(_, cost)| *cost)
@@ -580,7 +582,7 @@ fn main() {
     let span = requests.last().unwrap().at;
     let all: usize = requests.iter().map(|request| request.tokens).sum();
     let rate = |computed: f64| computed / (span * args.workers as f64 * BUSY);
-    // The computed tokens depend on the choices, and these on the prefill rate.
+    // The computed tokens depend on the choices, and the choices depend on the prefill rate.
     let mut prefill_rate = rate(all as f64 * 0.7);
     for _ in 0..3 {
         let sums = HerdSimulation::new(&requests, &args, 1, BookingSync::Never, prefill_rate).run();

@@ -1,5 +1,5 @@
-//! Compares warmroute with limits in the same run: a library with the same function, a lower bound
-//! by the bytes to touch, or a fixed goal. One module per topic.
+//! Compares warmroute with limits in the same run. A limit is a library with the same function, a
+//! lower bound given by the bytes to touch, or a fixed goal. There is one module per topic.
 //!
 //! * `cargo bench --bench limits -- [--json FILE] [--only PART_OF_A_NAME] [--rounds N]`
 //! * `cargo bench --bench limits -- --growth FILE`
@@ -22,8 +22,8 @@ use std::path::PathBuf;
 use clap::Parser;
 use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
 
-/// The allocator of the binary. A warm decision allocates some hundred kilobytes for a short time,
-/// which other allocators request from the system each time.
+/// The allocator of the warmroute binary. A warm decision allocates some hundred kilobytes for a
+/// short time. Other allocators request this memory from the system each time.
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
@@ -54,7 +54,7 @@ struct LimitRun {
 }
 
 impl LimitRun {
-    /// Returns true if a measure is selected; checked before its setup.
+    /// Returns true if a measure is selected. It is checked before the setup of the measure.
     fn wants(&self, measure: &str) -> bool {
         measure.contains(&self.only)
     }

@@ -1,6 +1,5 @@
-//! Cost of a decision by stage, each compared with the minimum of any implementation in the same
-//! run: the bare hash of the same bytes, one pass over the same blocks, one pass over as many
-//! candidates.
+//! Cost of a decision by stage. The same run measures the minimum for any implementation: the bare
+//! hash of the same bytes, one pass over the same blocks, and one pass over as many candidates.
 
 use std::num::NonZeroU32;
 use std::sync::Arc;
@@ -206,7 +205,7 @@ fn index_router(size: QuerySize) -> (Router, Vec<RankWriter>, BlockHashes) {
     (router, writers, prompt)
 }
 
-/// The same query to a local index, for comparison with the next row.
+/// Runs the same query on a local index, for comparison with the next row.
 #[divan::bench(args = QUERY_SIZES)]
 fn overlaps_of_own_index(bencher: Bencher<'_, '_>, size: QuerySize) {
     let (router, _writers, prompt) = index_router(size);
@@ -218,7 +217,7 @@ fn overlaps_of_own_index(bencher: Bencher<'_, '_>, size: QuerySize) {
     });
 }
 
-/// A query to an index server on the same machine: encoded, sent, answered and decoded.
+/// Queries an index server on the same machine: the query is encoded, sent, answered and decoded.
 #[divan::bench(args = QUERY_SIZES)]
 fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, size: QuerySize) {
     let (router, _writers, prompt) = index_router(size);

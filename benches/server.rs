@@ -1,6 +1,6 @@
-//! CPU time of the server process behind a real Envoy: warmroute, next to a minimal external
-//! processor that replies to every message at once. Each has its own Envoy with the same traffic,
-//! in alternating rounds.
+//! CPU time of the server process behind a real Envoy: warmroute, and a minimal external processor
+//! that replies to every message at once. Each has its own Envoy with the same traffic, in
+//! alternating rounds.
 
 #![allow(
     clippy::print_stderr,
@@ -28,16 +28,16 @@ use warmroute_testbed::deployment::ModelFiles;
 /// Measures the CPU time of the server.
 #[derive(Debug, Parser)]
 struct ServerBenchArgs {
-    /// Rounds, in each of which both servers run
+    /// Number of rounds; both servers run in each
     #[arg(long, default_value_t = 5)]
     rounds: usize,
     /// Another build of warmroute than the shipped one, with its first arguments
     #[arg(long, num_args = 1.., value_name = "PROGRAM")]
     warmroute: Vec<OsString>,
-    /// Write the rows as JSON
+    /// Write the rows to this file as JSON
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Only rows with this in their names
+    /// Run only rows with this text in their names
     filter: Option<String>,
     /// Argument that Cargo passes to every bench
     #[arg(long, hide = true)]
@@ -108,7 +108,8 @@ impl ServerBenchArgs {
             .is_none_or(|filter| filter.contains("HTTP/2"))
     }
 
-    /// Returns the program to measure: the shipped build, which has its own allocator, by default.
+    /// Returns the program to measure. By default it is the shipped build, which has its own
+    /// allocator.
     fn warmroute_command(&self) -> Vec<OsString> {
         if self.warmroute.is_empty() {
             vec![env!("CARGO_BIN_EXE_warmroute").into()]
@@ -205,14 +206,14 @@ async fn measure_pieces(
     Ok(())
 }
 
-/// Setups and settings of some rows.
+/// Setups and settings of several rows.
 struct RowSource<'a> {
     setups: &'a LoadSetups,
     settings: &'a SweepSettings,
 }
 
 impl RowSource<'_> {
-    /// Measures a case and adds the row of a figure.
+    /// Measures a case and adds a row with one figure.
     async fn add_row(
         &self,
         table: &mut ComparisonTable,

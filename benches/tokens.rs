@@ -1,5 +1,5 @@
-//! Tokenization of the next turn of a long chat, compared with tokenization from the beginning, by
-//! this encoder and by the tokenizer library in the same run.
+//! Tokenization of the next turn of a long chat. It is compared with tokenization from the
+//! beginning, by this encoder and by the tokenizer library, in the same run.
 
 #[expect(dead_code, reason = "shared by benches, each of which uses a part")]
 #[path = "support/chats.rs"]
@@ -21,7 +21,7 @@ fn main() {
     divan::main();
 }
 
-/// A chat with this many messages.
+/// Returns a chat with this many messages.
 fn chat(messages: usize) -> ApiRequest {
     openai::parse(
         ApiKind::ChatCompletions,
@@ -65,7 +65,7 @@ fn whole_chat_first_time(bencher: Bencher<'_, '_>) {
     let request = chat(MESSAGES);
     let rendered = rendered(&encoder, &request);
     let mut number = 0;
-    // A new tenant each time, so that nothing is cached.
+    // Each iteration uses a new tenant, so that nothing is cached.
     let tenant = || {
         number += 1;
         number.to_string()

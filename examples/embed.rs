@@ -1,6 +1,6 @@
-//! The router as a library, without a server, Envoy or a clock: a fleet, an index that receives
-//! cache events, and the load tracker. A request is routed, its first token arrives, and dropping
-//! its route releases it.
+//! The router as a library, without a server, Envoy or a clock. It uses a fleet, an index that
+//! receives cache events, and the load tracker. A request is routed, its first token arrives, and
+//! dropping its route releases it.
 
 use std::sync::Arc;
 use std::time::Instant;

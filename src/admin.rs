@@ -42,7 +42,7 @@ pub struct AdminState {
     pub explain: explain::ExplainContext,
     /// Envoys connected to the xDS server.
     pub envoys: StatusPage,
-    /// Status of the cluster of engines.
+    /// Status of the rules that the cluster defines: objectives and model rewrites.
     pub cluster: StatusPage,
     /// Status of the replicas.
     pub replicas: StatusPage,
@@ -100,7 +100,7 @@ pub fn admin_routes(admin: AdminState) -> Routes {
         .with_state(admin)
 }
 
-/// Index statistics with the status of the remote index servers.
+/// Returns the index statistics with the status of the remote index servers.
 fn index_page(admin: &AdminState) -> Value {
     let mut page = json!(admin.dispatcher.router().index().stats());
     page["remote"] = (admin.remote_index)();

@@ -1,7 +1,7 @@
 //! gRPC service of the router for clients other than Envoy. `proto/warmroute/v1/router.proto`
-//! documents the calls. This module converts between messages and the library. Envoy's streams hold
-//! their bookings until the stream ends; clients of this service hold bookings by name until they
-//! expire.
+//! documents the calls. This module converts between messages and the library. For Envoy, a booking
+//! lasts until its stream ends. Clients of this service name their bookings, which last until they
+//! are freed or expire.
 
 mod bookings;
 pub mod config;
@@ -80,7 +80,7 @@ pub struct ApiDependencies {
     pub metrics: Arc<Metrics>,
     /// Cancelled at shutdown to end open-ended streams.
     pub shutdown: CancellationToken,
-    /// Readiness; copies are refused before it is reached.
+    /// Readiness of the process. Copies are refused until it is ready.
     pub readiness: Readiness,
 }
 
@@ -100,46 +100,46 @@ impl ApiService {
             config.ledger_rules(),
             metrics.clone(),
         );
-        let silence = config.booking_timeout.get();
-        let options = QueryOptions {
+        let idle_timeout = config.booking_timeout.get();
+        let query_options = QueryOptions {
             max_blocks: config.max_prompt_blocks as usize,
             query_shared_cache: true,
         };
-        let at_once = |most| Arc::new(Semaphore::new(most));
+        let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self(Arc::new(ApiState {
             preprocessor,
             dispatcher,
             writers,
             metrics,
             bookings,
-            idle_timeout: silence,
-            query_options: options,
-            dumps: at_once(index_dump::MAX_DUMPS),
-            copies: at_once(index_dump::MAX_DUMPS),
-            watchers: at_once(MAX_WATCHERS),
+            idle_timeout,
+            query_options,
+            dumps: semaphore(index_dump::MAX_DUMPS),
+            copies: semaphore(index_dump::MAX_DUMPS),
+            watchers: semaphore(MAX_WATCHERS),
             shutdown,
             readiness,
         }))
     }
 
-    /// Returns the gRPC server. `largest` is the maximum size of a received message in bytes.
-    pub fn server(&self, largest: usize) -> RouterServer<ApiService> {
+    /// Returns the gRPC server. `max_message_bytes` is the maximum size of a received message.
+    pub fn server(&self, max_message_bytes: usize) -> RouterServer<ApiService> {
         RouterServer::new(self.clone())
-            .max_decoding_message_size(largest)
+            .max_decoding_message_size(max_message_bytes)
             .max_encoding_message_size(usize::MAX)
     }
 
     /// Releases expired bookings periodically. Never returns.
     pub async fn run_expiry(&self) {
-        let pause =
+        let interval =
             (self.0.idle_timeout / 8).clamp(Duration::from_millis(20), Duration::from_secs(30));
-        let mut tick = tokio::time::interval(pause);
+        let mut tick = tokio::time::interval(interval);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tick.tick().await;
-            let silent = self.0.bookings.expire();
-            if silent > 0 {
-                info!(silent, "expired bookings released");
+            let expired = self.0.bookings.expire();
+            if expired > 0 {
+                info!(expired, "expired bookings released");
             }
         }
     }
@@ -174,19 +174,19 @@ impl ApiService {
             .map(|book| request::parse_attempt(Some(book)))
             .transpose()?;
         let session = message.session.map(request::parse_session).transpose()?;
-        let read =
+        let query =
             request::parse_query(&preprocessor.load_full(), message.question, *options).await?;
-        let mut request = read.request;
+        let mut request = query.request;
         if let Some(hints) = message.wishes {
             request::apply_hints(&mut request, hints)?;
         }
         let tokens = if message.with_tokens {
-            read.tokens
+            query.tokens
         } else {
             Vec::new()
         };
         let prompts = response::prompts_to_proto(request.prompt.blocks(), tokens);
-        let session = session.or(read.session);
+        let session = session.or(query.session);
         let Some(attempt) = attempt else {
             return Ok(response::route_to_proto(
                 &dispatcher.preview(request, session.as_ref())?,
@@ -201,16 +201,16 @@ impl ApiService {
                 pb::Booked::Before,
             ));
         }
-        let mut admitted = dispatcher
+        let mut active = dispatcher
             .dispatch(request, session.as_ref(), |_| ())
             .await?;
         // The caller may never report the response status.
         dispatcher
             .router()
-            .confirm_predictions(&mut admitted.placement);
+            .confirm_predictions(&mut active.placement);
         // No await from here on: a cancelled call leaves either nothing or a booking that the
         // caller can find by name.
-        Ok(match bookings.store(attempt, admitted)? {
+        Ok(match bookings.store(attempt, active)? {
             BookOutcome::New(route) => response::route_to_proto(&route, prompts, pb::Booked::Now),
             BookOutcome::Existing(route) => {
                 response::route_to_proto(&route, prompts, pb::Booked::Before)
@@ -255,10 +255,10 @@ impl ApiService {
             ));
         }
         let router = dispatcher.router();
-        let foreign = router
+        let external = router
             .prepare_external(request, rank, options)
             .ok_or(LedgerError::NotServing { rank })?;
-        let (added, booked) = match bookings.add_external(attempt, &foreign, router)? {
+        let (added, booked) = match bookings.add_external(attempt, &external, router)? {
             BookOutcome::New(added) => (added, pb::Booked::Now),
             BookOutcome::Existing(added) => (added, pb::Booked::Before),
         };
@@ -343,8 +343,8 @@ impl ApiService {
             .first()
             .map_or(0, |hashes| hashes.block_size().0.get());
         let prompt_blocks = blocks.iter().map(|hashes| hashes.len() as u64).sum();
-        let surveyed = self.0.dispatcher.router().estimate_all(request)?;
-        let ranks = surveyed
+        let estimates = self.0.dispatcher.router().estimate_all(request)?;
+        let ranks = estimates
             .iter()
             .map(response::overlap_score_to_proto)
             .collect();

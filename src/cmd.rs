@@ -1,4 +1,4 @@
-//! Subcommands.
+//! The subcommands of the command line.
 
 mod admin_client;
 pub mod audit;
@@ -34,8 +34,8 @@ pub fn run(cli: Cli) -> ExitCode {
     ended.map_or_else(|error| report_failure(&error, &mut err), ExitCode::from)
 }
 
-/// Loads a configuration. Writes its errors to `err`, one per line, and returns `None`: the command
-/// ends with [`EXIT_MISCONFIGURED`].
+/// Loads a configuration. If it is invalid, writes its errors to `err`, one per line, and returns
+/// `None`; the command then ends with [`EXIT_MISCONFIGURED`].
 pub fn load_config(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
     config_or_report(Config::load(path), err)
 }
@@ -47,20 +47,20 @@ fn config_or_report(
 ) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
-        Err(mistakes) => write_errors(mistakes, err).map(|()| None),
+        Err(errors) => write_errors(errors, err).map(|()| None),
     }
 }
 
 /// Writes one line per error.
-fn write_errors(mistakes: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
-    mistakes
+fn write_errors(errors: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
+    errors
         .into_iter()
-        .try_for_each(|mistake| writeln!(err, "{mistake}"))
+        .try_for_each(|error| writeln!(err, "{error}"))
 }
 
 /// Prints the error of a command and returns its exit code.
 fn report_failure(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
-    // An error on standard error cannot be reported.
+    // A failed write to standard error cannot be reported.
     let _written = writeln!(err, "warmroute: {error:#}");
     ExitCode::from(exit_code(error))
 }

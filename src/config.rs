@@ -1,7 +1,6 @@
 //! The configuration file. Each section is defined in the module of the code that it configures.
 //! This module combines the sections, fills in defaults and checks sections against each other. An
-//! invalid file is rejected at startup; all errors are reported at once, each with its line and
-//! fix.
+//! invalid file is rejected; all errors are reported at once, each with its line and fix.
 
 mod advice;
 mod check;
@@ -81,7 +80,7 @@ pub struct Config {
     /// Communication with the engines.
     #[serde(default)]
     pub engines: EnginesSection,
-    /// Knowledge about the caches of the workers.
+    /// Index of the workers' caches.
     #[serde(default)]
     pub index: IndexSection,
     /// Selection of the worker for a request.
@@ -102,7 +101,7 @@ pub struct Config {
     /// Contract with the gateway.
     #[serde(default)]
     pub gateway: GatewayConfig,
-    /// Endpoints that are published to Envoy. `None`: none are.
+    /// Publication of endpoints to Envoy. `None`: no endpoints are published.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub envoy: Option<EnvoyConfig>,
     /// Readiness, shutdown, reload and log of the process.
@@ -144,7 +143,7 @@ impl Config {
         }
     }
 
-    /// Builds the configuration from flags alone, without a file.
+    /// Builds a configuration from flags alone, without a file.
     pub fn of_flags(flags: &Flags) -> Result<Self, Vec<ConfigError>> {
         Self::parse_with(
             Path::new("the command line"),
@@ -153,8 +152,8 @@ impl Config {
         )
     }
 
-    /// Parses and checks the text of a configuration file. Relative paths start at the folder of
-    /// `path`.
+    /// Parses and checks the text of a configuration file. Relative paths are resolved against the
+    /// directory of `path`.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
         Self::parse_with(path, bytes, &Flags::default())
     }
@@ -162,8 +161,8 @@ impl Config {
     fn parse_with(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
         let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
         let mut config: Self = document.read()?;
-        // Without a working directory, relative paths stay relative and are reported as missing
-        // below.
+        // Without a working directory, relative paths stay relative, and the checks below report
+        // their files as missing.
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         config.resolve(absolute.parent().unwrap_or(Path::new("")));
         flags.override_config(&mut config);
@@ -175,7 +174,7 @@ impl Config {
         }
     }
 
-    /// Adds file and line to problems that were found after the file was read.
+    /// Adds file and line to problems that were found in a loaded configuration.
     pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
         let read = |error: std::io::Error| {
             ConfigError::of_file(path, format!("the file cannot be read: {error}"))
@@ -186,13 +185,13 @@ impl Config {
         document.map_or_else(|error| vec![error], |document| document.locate(problems))
     }
 
-    /// Resolved configuration with all defaults, as YAML that can be loaded again.
+    /// Returns the resolved configuration with all defaults, as YAML that can be loaded again.
     pub fn to_yaml(&self) -> Result<String, serde_saphyr::SerializeError> {
         let options = serde_saphyr::ser_options! { no_lang_directive: true };
         serde_saphyr::to_string_with_options(self, options)
     }
 
-    /// Properties of the models that discovery uses.
+    /// Returns the properties of the models that discovery uses.
     pub fn served_models(&self) -> Vec<WorkerModel> {
         let served = |model: &ModelConfig| WorkerModel {
             name: model.name.clone(),
@@ -205,7 +204,7 @@ impl Config {
         self.models.iter().map(served).collect()
     }
 
-    /// Settings of the router.
+    /// Returns the settings of the router.
     pub fn router_settings(&self) -> RouterSettings {
         RouterSettings {
             weights: self.routing.weights,
@@ -222,8 +221,9 @@ impl Config {
         }
     }
 
-    /// Models whose prompts only prefill workers may compute: those with `prefill`, or a sole
-    /// model.
+    /// Returns the models whose prompts only prefill workers may compute: with
+    /// `routing.disaggregation.enforce`, the models with `prefill`, and the model if there is only
+    /// one.
     fn enforced_models(&self) -> BTreeSet<ModelName> {
         let applies = |model: &&ModelConfig| model.prefill.is_some() || self.models.len() == 1;
         let models = self
@@ -236,7 +236,7 @@ impl Config {
             .collect()
     }
 
-    /// Source of the fleet.
+    /// Returns the source of the fleet.
     pub fn worker_source(&self) -> WorkerSource {
         match (&self.workers.file, &self.workers.kubernetes) {
             (Some(file), _) => WorkerSource::File(file.clone()),
@@ -244,7 +244,8 @@ impl Config {
             (None, None) if !self.workers.dns.is_empty() => {
                 WorkerSource::Dns(self.workers.dns.clone())
             }
-            // A loaded configuration has passed the same resolution, so it cannot fail here.
+            // The same workers were resolved when the configuration was checked, so this cannot
+            // fail.
             (None, None) => WorkerSource::Fixed(self.fixed_workers().unwrap_or_default()),
         }
     }
@@ -256,7 +257,7 @@ impl Config {
         )
     }
 
-    /// Sample workers of the DNS and Kubernetes sources, one per entry.
+    /// Returns one sample worker for each entry of the DNS and Kubernetes sources.
     pub fn typical_workers(&self) -> Vec<Worker> {
         let pods = self
             .workers

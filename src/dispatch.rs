@@ -1,5 +1,6 @@
-//! Entry point of every request, from any API: session, queue, router. Waiting is a future;
-//! dropping it leaves nothing behind. The audit compares the predictions with the responses.
+//! Entry point of every request, from any API: session, queue, router. A waiting request is a
+//! future; dropping it leaves nothing behind. The audit compares the predictions with the
+//! responses.
 
 mod active_request;
 pub mod audit;

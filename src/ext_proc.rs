@@ -1,7 +1,7 @@
 //! The Envoy side: one gRPC stream per HTTP exchange. [`Exchange`] is the protocol as a pure state
-//! machine. [`service`] feeds it with the messages of a stream and applies its effects.
-//! [`pipeline`] turns a request into a route. Within the request path, only this module knows
-//! Envoy's wire types.
+//! machine. [`service`] passes the messages of a stream to it and applies its effects. [`pipeline`]
+//! turns a request into a route. Within the request path, only this module knows Envoy's wire
+//! types.
 
 mod body_budget;
 pub mod config;

@@ -1,11 +1,11 @@
 //! warmroute routes every LLM request to the worker whose KV cache is already warm for it.
 //!
-//! The crate is a library with one binary on top. Envoy opens one gRPC stream per HTTP exchange. The pure state machine
-//! [`ext_proc`]`::Exchange` turns its messages into replies and effects. The central effect is *route*:
-//! [`Router`](warmroute_core::router::Router) computes it from the [`Fleet`](warmroute_core::fleet::Fleet), the
-//! [`PrefixIndex`](warmroute_core::index::PrefixIndex) and the load by the pure function
-//! [`choose`](warmroute_core::policy::choose). All other components update this state. See `ARCHITECTURE.md` for the
-//! layers.
+//! The crate is a library and one binary. Envoy opens one gRPC stream per HTTP exchange. The pure
+//! state machine [`ext_proc`]`::Exchange` turns its messages into replies and effects. The central
+//! effect is *route*: [`Router`](warmroute_core::router::Router) computes it from the
+//! [`Fleet`](warmroute_core::fleet::Fleet), the [`PrefixIndex`](warmroute_core::index::PrefixIndex)
+//! and the load with the pure function [`choose`](warmroute_core::policy::choose). All other
+//! components update this state. See `ARCHITECTURE.md` for the layers.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]

@@ -1,7 +1,7 @@
-//! Plans and runs remote prefills, so that no sidecar is needed. The modes are: set the headers of
-//! the prefill worker, mirror the request to both workers with a bootstrap room, or call the prefill
-//! worker first and hand its KV transfer parameters to the decode worker. The router chooses the
-//! workers.
+//! Plans and runs remote prefills, so that no sidecar is needed. There are three modes. `header`
+//! sets the headers of the prefill worker. `mirror` sends the request to both workers with a
+//! bootstrap room. `call` calls the prefill worker first and passes its KV transfer parameters to
+//! the decode worker. The router chooses the workers.
 
 mod aborts;
 mod bootstrap;

@@ -1,6 +1,7 @@
 //! Request preprocessing: parse a body, render and tokenize its prompt, hash it, and read the
-//! client's routing hints. Requests come from Envoy, from API clients, or from a file. Every failure
-//! degrades the route by one step with its reason, and never causes an error for the client.
+//! client's routing hints. Requests come from Envoy, from API clients, or from a file. Every
+//! failure degrades the route by one step with its reason, and never causes an error for the
+//! client.
 
 mod body;
 mod cache_queries;

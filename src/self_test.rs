@@ -93,8 +93,8 @@ impl CanarySuite {
         engine: &EngineUrl,
         deadline: Duration,
     ) -> CanaryVerdict {
-        // The render API handles requests like the chat API, `/tokenize` does not in all cases. Not
-        // every engine offers rendering to every client.
+        // The render API handles requests like the chat API. `/tokenize` differs in some cases, but
+        // not every engine offers rendering to every client.
         let mut api = TokenApi::Render;
         let mut compared = 0;
         let mut skipped = BTreeMap::new();
@@ -102,8 +102,8 @@ impl CanarySuite {
             let name = prepared.canary.name.to_owned();
             let ours = match &prepared.ours {
                 Ok(ours) => ours,
-                Err(why) => {
-                    skipped.insert(name, why.clone());
+                Err(reason) => {
+                    skipped.insert(name, reason.clone());
                     continue;
                 }
             };
@@ -112,10 +112,10 @@ impl CanarySuite {
                 continue;
             }
             let mut tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
-            let closed = |error: &EngineError| {
+            let is_unavailable = |error: &EngineError| {
                 matches!(error, EngineError::NotOffered(_)) || error.is_unauthorized()
             };
-            if api == TokenApi::Render && tokens.as_ref().is_err_and(closed) {
+            if api == TokenApi::Render && tokens.as_ref().is_err_and(is_unavailable) {
                 api = TokenApi::Tokenize;
                 tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
             }

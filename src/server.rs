@@ -68,7 +68,7 @@ pub use offline::{
 pub use reload::{ConfigFile, ReadConfig, ReloadOutcome, Reloader};
 pub use settings_poller::parse_engine_settings;
 
-/// Startup step until the service is created.
+/// Startup step that ends when the ext_proc service is served.
 const LOADING: &str = "tokenizers";
 
 /// A running warmroute process.
@@ -98,7 +98,7 @@ pub struct App {
     readiness: Readiness,
     /// Health service of the main listeners; its watches end when they close.
     health: GrpcHealth,
-    /// Health service of the dedicated listener, which runs until the end.
+    /// Health service of the dedicated listener, which serves until the process ends.
     dedicated_health: GrpcHealth,
     reloader: Arc<Reloader>,
     /// Stops accepting exchanges and finishes open ones.
@@ -169,7 +169,7 @@ impl App {
             readiness: app.readiness.clone(),
         };
         app.follow_models(router.clone(), explain, parts.preprocessor.clone());
-        // The parity status of each model exists only from here on.
+        // The checks need the parity status of each model, which was created above.
         app.start_checks(&config, &router);
         app.serve_api(&sockets, &config, parts).await?;
         app.follow_files(&metrics);
@@ -281,8 +281,8 @@ impl App {
         &self.reloader
     }
 
-    /// Serves until `shutdown` completes, then drains: first not ready but serving for the grace
-    /// period, then without new streams until the deadline.
+    /// Serves until `shutdown` completes, then drains. During the grace period the process is not
+    /// ready but serves; then it accepts no new streams until the deadline.
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
         info!(
             admin = %self.admin_address,
@@ -321,15 +321,15 @@ impl App {
             ended = self.servers.join_next() => ended.context("there is no server")??,
             ended = self.pages.join_next() => ended.context("there are no pages")??,
             ended = self.background.join_next() => {
-                // So do background tasks; without the controller the fleet would silently stay
-                // unchanged.
+                // Background tasks end only on failure, too. Without the fleet controller, the
+                // fleet would silently stay unchanged.
                 ended.context("there is no background task")?.context("a background task failed")?;
                 bail!("a background task ended");
             }
         }
     }
 
-    /// Registers the reload of the preprocessor of API and admin pages.
+    /// Registers the participant that replaces the preprocessor of the API and the admin pages.
     fn follow_models(
         &self,
         router: Arc<Router>,
@@ -390,8 +390,7 @@ mod tests {
         let config =
             Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
         let mut app = App::start(config).await.unwrap();
-        app.background
-            .spawn(async { panic!("as the controller might") });
+        app.background.spawn(async { panic!("injected failure") });
         let ended = app.run_until(std::future::pending()).await.unwrap_err();
         assert!(
             format!("{ended:#}").contains("a background task failed"),

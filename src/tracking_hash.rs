@@ -9,7 +9,7 @@ use warmroute_core::block::{BlockHashes, BlockWindows, PromptContent, SequenceHa
 /// Separates these keyed hashes from any other use of the same key.
 const DOMAIN: &[u8] = b"dynamo.router.tracking-hash/keyed-xxh3-v1\0";
 
-/// Separates the keystream of what replicas publish from any other use of the same key.
+/// Separates the keystream for the data that replicas publish from any other use of the same key.
 const STREAM_DOMAIN: &[u8] = b"warmroute.replica.routed/blake3-xof-v1\0";
 
 /// Family of hashes.
@@ -120,7 +120,8 @@ impl FieldFrames {
         self.length_prefixed(bytes);
     }
 
-    /// An empty text is the same as none, as in [`CacheSalt`](warmroute_core::block::CacheSalt).
+    /// Hashes an optional field. An empty text equals a missing one, as in
+    /// [`CacheSalt`](warmroute_core::block::CacheSalt).
     fn optional(&mut self, tag: u8, text: Option<&str>) {
         let text = text.filter(|text| !text.is_empty());
         self.0.update(&[tag, u8::from(text.is_some())]);

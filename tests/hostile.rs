@@ -1,4 +1,5 @@
-//! Memory use of hostile bodies. One process with one test, because memory is measured per process.
+//! Memory use of hostile bodies. The process runs a single test, because memory is measured per
+//! process.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -9,12 +10,12 @@ use warmroute_tokens::openai::{ApiKind, PromptInput, parse};
 
 const MIB: usize = 1 << 20;
 
-/// Returns the peak memory of this process during `of`.
-fn peak(of: impl FnOnce()) -> usize {
-    // Resets the peak memory counter of Linux.
+/// Returns the increase of the peak memory of this process while `run` executes.
+fn peak(run: impl FnOnce()) -> usize {
+    // Linux resets the peak memory counter.
     fs::write("/proc/self/clear_refs", "5").unwrap();
     let before = status("VmRSS:");
-    of();
+    run();
     status("VmHWM:").saturating_sub(before)
 }
 
@@ -27,8 +28,8 @@ fn status(line: &str) -> usize {
     kib.trim().parse::<usize>().unwrap() << 10
 }
 
-/// Builds a body with the maximum number of pieces that are parsed.
-fn most(before: &str, piece: &str, after: &str) -> Vec<u8> {
+/// Builds a body with as many pieces as are parsed at most.
+fn largest_parsed(before: &str, piece: &str, after: &str) -> Vec<u8> {
     let values = piece.matches(['{', '[', ',']).count() + 1;
     let pieces = vec![piece; ((1 << 17) - 64) / values].join(",");
     format!("{before}{pieces}{after}{}", " ".repeat(1 << 18)).into_bytes()
@@ -46,7 +47,7 @@ const MESSAGE: &str = r#"{"model":"m","messages":[{"role":"user","content":"#;
 /// Name, API and body of a request.
 type HostileBody = (&'static str, ApiKind, Vec<u8>);
 
-/// Chat requests of many small parts.
+/// Returns chat requests with many small parts.
 fn chat_bodies() -> Vec<HostileBody> {
     vec![
         (
@@ -82,7 +83,7 @@ fn chat_bodies() -> Vec<HostileBody> {
     ]
 }
 
-/// Requests of the other APIs with many small parts.
+/// Returns requests of the other APIs with many small parts.
 fn other_bodies() -> Vec<HostileBody> {
     vec![
         (
@@ -158,48 +159,48 @@ fn bodies_use_proportional_memory() {
             body.len() / MIB
         );
     }
-    let honest = body(r#"{"model":"m","prompt":["#, "12345", "]}");
+    let token_prompt = body(r#"{"model":"m","prompt":["#, "12345", "]}");
     let took = peak(|| {
         assert!(matches!(
-            parse(ApiKind::Completions, &honest).unwrap().prompt,
+            parse(ApiKind::Completions, &token_prompt).unwrap().prompt,
             PromptInput::Tokens(_)
         ))
     });
-    assert!(took < 3 * honest.len(), "tokens: {} MiB", took / MIB);
+    assert!(took < 3 * token_prompt.len(), "tokens: {} MiB", took / MIB);
 }
 
-/// Requests with as many parts as are parsed.
+/// Returns requests with as many parts as are parsed at most.
 fn largest_parsed_bodies() -> Vec<HostileBody> {
     vec![
         (
             "messages",
             ApiKind::ChatCompletions,
-            most(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
+            largest_parsed(r#"{"model":"m","messages":["#, r#"{"role":""}"#, "]}"),
         ),
         (
             "parts",
             ApiKind::ChatCompletions,
-            most(&format!("{MESSAGE}["), "{}", "]}]}"),
+            largest_parsed(&format!("{MESSAGE}["), "{}", "]}]}"),
         ),
         (
             "bare parts",
             ApiKind::ChatCompletions,
-            most(&format!("{MESSAGE}["), r#""""#, "]}]}"),
+            largest_parsed(&format!("{MESSAGE}["), r#""""#, "]}]}"),
         ),
         (
             "tools",
             ApiKind::ChatCompletions,
-            most(&format!("{MESSAGE}\"x\"}}],\"tools\":["), "0", "]}"),
+            largest_parsed(&format!("{MESSAGE}\"x\"}}],\"tools\":["), "0", "]}"),
         ),
         (
             "lists",
             ApiKind::ChatCompletions,
-            most(&format!("{MESSAGE}\"x\"}}],\"documents\":["), "[]", "]}"),
+            largest_parsed(&format!("{MESSAGE}\"x\"}}],\"documents\":["), "[]", "]}"),
         ),
         (
             "objects",
             ApiKind::ChatCompletions,
-            most(
+            largest_parsed(
                 &format!("{MESSAGE}\"x\"}}],\"documents\":["),
                 r#"{"":0}"#,
                 "]}",
@@ -208,7 +209,7 @@ fn largest_parsed_bodies() -> Vec<HostileBody> {
         (
             "turns",
             ApiKind::Messages,
-            most(
+            largest_parsed(
                 r#"{"model":"m","messages":["#,
                 r#"{"role":"user","content":""}"#,
                 "]}",
@@ -228,7 +229,7 @@ fn parsed_requests_use_little_memory() {
             )
         });
         println!(
-            "{name} that are parsed: {} MiB for {} KiB",
+            "{name}, largest parsed body: {} MiB for {} KiB",
             took / MIB,
             body.len() >> 10
         );

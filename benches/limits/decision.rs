@@ -1,6 +1,6 @@
-//! A complete decision in process, from a request body to a booked worker, compared with the sum of
-//! its stages run alone: JSON parsed into borrowed strings, a hand-written template, tokenization
-//! and hashing of the new part only, and the route of an already hashed prompt.
+//! A complete decision in process, from a request body to a booked worker. It is compared with the
+//! sum of its stages run alone: JSON parsed into borrowed strings, a hand-written template,
+//! tokenization and hashing of the new part only, and the route of an already hashed prompt.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -17,7 +17,7 @@ use super::chats::{body, encoder, fast_library, messages, render_by_hand};
 use warmroute_testbed::comparison::{ComparedMeasure, measure_cpu};
 
 const RANKS: u32 = 64;
-/// Ends a part of a prompt that can be tokenized separately.
+/// Marks the end of a part of a prompt that can be tokenized separately.
 const END: &str = "<|im_end|>";
 
 /// The minimal parsed request.
@@ -76,7 +76,7 @@ struct SideTimes {
 struct StagedDecision {
     pipeline: DecisionPipeline,
     library: Tokenizer,
-    /// The tokens of each message, the minimum to cache.
+    /// Tokens of each message, which is the minimum to cache.
     known: HashMap<u128, Vec<u32>>,
 }
 
@@ -109,8 +109,8 @@ impl StagedDecision {
         DecisionTimes { cold, warm }
     }
 
-    /// Returns the microseconds of all stages, each alone, for the same request with `known` cached
-    /// blocks.
+    /// Returns the microseconds of all stages, each run alone, for the same request with `known`
+    /// cached blocks.
     fn measure_stages(&mut self, body: &Bytes, hashes: &BlockHashes, known: usize) -> f64 {
         let mut chat = None;
         let json = measure_cpu(|| chat = serde_json::from_slice::<MinimalChat<'_>>(body).ok());
@@ -142,7 +142,7 @@ impl StagedDecision {
         (json + template + tokenizer + hash + route) / 1e3
     }
 
-    /// Returns the tokens of a prompt; those of earlier messages are copied.
+    /// Returns the tokens of a prompt. Those of earlier messages are copied.
     fn tokens(&mut self, text: &str) -> Vec<u32> {
         let mut all = Vec::with_capacity(text.len() / 3);
         for piece in text.split_inclusive(END) {

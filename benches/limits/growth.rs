@@ -1,5 +1,5 @@
-//! Growth of the decision time with the prompt length, the number of ranks, and the requests in
-//! flight. The results page plots the points.
+//! Growth of the decision time with the prompt length, the number of ranks, and the number of
+//! requests in flight. The results page plots the points.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use warmroute_testbed::comparison;
 use super::bed::DecisionPipeline;
 use super::chats;
 
-/// Bytes of a message; about five make a token.
+/// Bytes of a message. A token has about five bytes.
 const MESSAGE: usize = 2600;
 /// Messages of the chats with a fixed length.
 const MESSAGES: usize = 50;

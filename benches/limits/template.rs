@@ -8,12 +8,12 @@ use super::LimitRun;
 use super::chats::{body, encoder, messages, render_by_hand};
 use warmroute_testbed::comparison::{ComparedMeasure, measure_cpu};
 
-/// Renderings per round, so that the clock's cost is negligible.
+/// Renderings per round, so that the cost of reading the clock is negligible.
 const TIMES: usize = 20;
 /// Maximum duration of a known template in microseconds.
 const GOAL: f64 = 10.0;
 
-/// Mean CPU time of one call.
+/// Returns the mean CPU time of one call, in microseconds.
 fn microseconds(call: impl Fn() -> usize) -> f64 {
     let total = measure_cpu(|| {
         (0..TIMES)

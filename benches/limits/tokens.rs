@@ -1,4 +1,4 @@
-//! Tokenization: new documents, the next turn of a chat, and adversarial words.
+//! Tokenization of new documents, of the next turn of a chat, and of adversarial words.
 
 use std::path::Path;
 
@@ -37,7 +37,8 @@ pub(super) fn measure(run: &mut LimitRun) {
     hostile(run);
 }
 
-/// Returns the texts of this repository, cut to documents of equal length, prose and code in turns.
+/// Returns the texts of this repository, cut to documents of equal length, with prose and code in
+/// turns.
 fn documents() -> Vec<String> {
     let mut files = Vec::new();
     let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()];
@@ -108,21 +109,21 @@ fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
     (took / 1e3, tokens)
 }
 
-/// Measures each document once; both word caches are warm from previous documents.
+/// Measures each document once. Both word caches are warm from previous documents.
 fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
     let name = "tokenise 32k tokens, first time seen";
     if !run.wants(name) {
         return;
     }
     let encoder = encoder(1 << 28);
-    let (before, fresh) = documents.split_at(documents.len() / 2);
+    let (before, unseen) = documents.split_at(documents.len() / 2);
     for document in before {
         tokenize(&encoder, &completion(document), None);
         library_tokenizes(library, document);
     }
     let mut theirs = Vec::new();
     let mut ours = Vec::new();
-    for document in fresh.iter().take(run.rounds) {
+    for document in unseen.iter().take(run.rounds) {
         let (took, known) = library_tokenizes(library, document);
         theirs.push(took);
         let (took, tokens) = tokenize(&encoder, &completion(document), None);
@@ -132,7 +133,8 @@ fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
     run.add(ComparedMeasure::new(name, "us", Some(0.02)), &theirs, &ours);
 }
 
-/// Measures the same with new encoders, with only the words of the hard texts in their caches.
+/// Measures the same with new encoders. Their caches have only the words of the texts that verify
+/// the fast tokenizer.
 fn just_loaded(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
     let name = "tokenise 32k tokens, first request to the fast way";
     if !run.wants(name) {
@@ -164,8 +166,8 @@ fn chat(texts: &[&str]) -> ApiRequest {
     openai::parse(ApiKind::ChatCompletions, body.as_bytes()).expect("a chat")
 }
 
-/// Measures a chat of which all but the last one or two messages were tokenized before, compared
-/// with the same chat uncached. Every round uses another chat.
+/// Measures a chat of which all but the last one or two messages were tokenized before. The same
+/// chat without a cache is the reference. Every round uses another chat.
 fn next_turn(run: &mut LimitRun, documents: &[String]) {
     let rows = [
         ("tokenise, one new message in a chat of 50", 1, false),
@@ -192,13 +194,13 @@ fn next_turn(run: &mut LimitRun, documents: &[String]) {
         };
         let mut cold = Vec::new();
         let mut warm = Vec::new();
-        let words: String = documents.concat();
+        let corpus: String = documents.concat();
         for round in 0..run.rounds {
-            let start = words.floor_char_boundary(round * 37_003);
+            let start = corpus.floor_char_boundary(round * 37_003);
             let texts: Vec<&str> = (0..MESSAGES)
                 .map(|at| {
-                    let from = words.floor_char_boundary(start + at * MESSAGE);
-                    &words[from..words.floor_char_boundary(from + MESSAGE)]
+                    let from = corpus.floor_char_boundary(start + at * MESSAGE);
+                    &corpus[from..corpus.floor_char_boundary(from + MESSAGE)]
                 })
                 .collect();
             let before = chat(&texts[..MESSAGES - new]);

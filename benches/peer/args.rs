@@ -4,11 +4,11 @@ use std::path::PathBuf;
 
 use clap::Parser;
 
-/// Measures warmroute beside dynamo-kv-router 1.6.1: the same events, the same queries, the same
+/// Compares warmroute with dynamo-kv-router 1.6.1: the same events, the same queries, the same
 /// results.
 #[derive(Debug, Parser)]
 pub struct PeerArgs {
-    /// Requests to replay: one JSON object with `input_length`, `output_length` and `hash_ids` a
+    /// Requests to replay: one JSON object with `input_length`, `output_length` and `hash_ids` per
     /// line, plain or gzipped. Default: a synthetic conversation.
     #[arg(long)]
     pub trace: Option<PathBuf>,
@@ -30,7 +30,7 @@ pub struct PeerArgs {
 }
 
 impl PeerArgs {
-    /// Rounds of each side.
+    /// Returns the number of rounds of each side.
     pub fn rounds(&self) -> usize {
         if self.quick { 2 } else { self.rounds.max(1) }
     }

@@ -1,6 +1,6 @@
 //! Heap size and allocator calls of both sides, measured by the same rule: an allocation counts
-//! with the size that glibc's allocator uses for it. Counting is enabled for the memory rows only;
-//! otherwise it costs one predictable branch.
+//! with the size that glibc's allocator uses for it. Counting is enabled for the memory rows only.
+//! When it is disabled, it costs one predictable branch.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering::Relaxed};
@@ -14,7 +14,8 @@ static BYTES: AtomicU64 = AtomicU64::new(0);
 /// The system allocator with counters.
 pub struct CountingAllocator;
 
-/// Size of an allocation in glibc: an 8-byte header, rounded up to 16 bytes, at least 32.
+/// Returns the size of an allocation in glibc: an 8-byte header, rounded up to 16 bytes, at least
+/// 32 bytes.
 fn allocation_size(size: usize) -> i64 {
     ((size + 8).next_multiple_of(16)).max(32) as i64
 }
@@ -67,7 +68,7 @@ pub struct AllocatorUsage {
 }
 
 /// Returns the heap bytes of a value, including everything that building it leaves behind. The
-/// value is dropped before this returns, and all its memory must be released by then.
+/// value is dropped before the function returns, and all its memory must be released by then.
 pub fn heap_bytes<T>(build: impl FnOnce() -> T) -> f64 {
     let before = LIVE.load(Relaxed);
     COUNTING.store(true, Relaxed);
@@ -75,14 +76,14 @@ pub fn heap_bytes<T>(build: impl FnOnce() -> T) -> f64 {
     let held = LIVE.load(Relaxed) - before;
     drop(built);
     let is_released = || (LIVE.load(Relaxed) - before).abs() < 1_000_000 + held / 50;
-    // Threads that were asked to stop may still hold memory.
+    // Threads that were requested to stop may still hold memory.
     let deadline = Instant::now() + Duration::from_secs(20);
     while !is_released() && Instant::now() < deadline {
         std::thread::yield_now();
     }
     assert!(
         is_released(),
-        "{} of {held} bytes are left after it was dropped",
+        "{} of {held} bytes are not released after the drop",
         LIVE.load(Relaxed) - before
     );
     COUNTING.store(false, Relaxed);

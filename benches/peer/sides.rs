@@ -1,6 +1,6 @@
-//! The index of both sides behind one interface: apply events and measure the cost, answer a query.
-//! Each side applies events on a separate thread, as both do in production. The time is the CPU
-//! time of that thread from the first event to the end of the last.
+//! The index of both sides with the same interface: apply events, measure the cost, and answer a
+//! query. Each side applies events on a separate thread, as both do in production. The time is the
+//! CPU time of that thread from the first event to the end of the last one.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -25,7 +25,7 @@ use warmroute_core::worker::RankSlot;
 use crate::workload::{CacheChange, WorkerEvent};
 use warmroute_testbed::comparison::thread_cpu_nanos;
 
-/// The peer: its compressed radix tree, and a thread that runs its event loop.
+/// The peer's index: its compressed radix tree, and a thread that runs its event loop.
 pub struct PeerIndex {
     pub tree: Arc<ConcurrentRadixTreeCompressed>,
     tasks: flume::Sender<WorkerTask>,
@@ -49,7 +49,7 @@ impl PeerIndex {
         }
     }
 
-    /// Applies events. Returns nanoseconds of CPU time of its thread.
+    /// Applies events. Returns the CPU time of the thread in nanoseconds.
     pub fn apply(&self, events: Vec<RouterEvent>) -> f64 {
         let (gate, gate_rx) = mpsc::channel();
         let start = self.send_marker(Some(gate_rx));
@@ -62,9 +62,9 @@ impl PeerIndex {
         end.cpu_time() - start
     }
 
-    /// Sends a marker that the thread passes between two events, after waiting at the gate if there
-    /// is one. The waker of the peer's own acknowledgement reports the time, because the peer calls
-    /// it on its thread.
+    /// Sends a marker that the thread passes between two events. If there is a gate, the thread
+    /// first waits at it. The waker of the peer's own acknowledgement reports the time, because the
+    /// peer calls it on its thread.
     fn send_marker(&self, gate: Option<mpsc::Receiver<()>>) -> MarkerReport {
         let (report_tx, report_rx) = mpsc::channel();
         let (sender, mut acknowledged) = oneshot::channel();
@@ -96,14 +96,14 @@ impl Drop for PeerIndex {
     }
 }
 
-/// The report of a marker. It owns the acknowledgement receiver, whose waker is the marker.
+/// Report of a marker. It owns the receiver of the acknowledgement, whose waker is the marker.
 struct MarkerReport {
     report_rx: mpsc::Receiver<f64>,
     _acknowledged: oneshot::Receiver<()>,
 }
 
 impl MarkerReport {
-    /// CPU time of the thread when it passed the marker.
+    /// Returns the CPU time of the thread when it passed the marker.
     fn cpu_time(self) -> f64 {
         self.report_rx.recv().expect("the peer thread is running")
     }
@@ -123,7 +123,7 @@ impl Wake for MarkerTask {
     }
 }
 
-/// Warmroute: an index and the writers of its ranks.
+/// warmroute's index, with the writers of its ranks.
 pub struct OurIndex {
     pub index: Arc<PrefixIndex>,
     writers: Vec<RankWriter>,
@@ -138,7 +138,7 @@ impl OurIndex {
         Self { index, writers }
     }
 
-    /// Applies events. Returns nanoseconds of CPU time of the applying thread.
+    /// Applies events. Returns the CPU time of the applying thread in nanoseconds.
     pub fn apply(&mut self, events: Vec<(u32, KvEvent)>) -> f64 {
         let writers = &mut self.writers;
         let apply = || {

@@ -1,5 +1,5 @@
-//! Replayed requests, of a trace or synthetic. One block of a trace is 512 tokens of unknown
-//! content. Each becomes 32 blocks of 16 tokens with hashes derived from its number, so that equal
+//! Replayed requests, from a trace or synthetic. One block of a trace is 512 tokens of unknown
+//! content. It becomes 32 blocks of 16 tokens, with hashes derived from its number, so that equal
 //! numbers are equal content.
 
 use std::fs::File;
@@ -93,7 +93,7 @@ fn request(line: &TraceLine) -> TraceRequest {
     }
 }
 
-/// Hashes of a prompt with these local hashes.
+/// Returns the hashes of a prompt with these local hashes.
 pub fn hashes(locals: Vec<LocalHash>) -> BlockHashes {
     let size: BlockSize = BLOCK;
     BlockHashes::from_locals(locals.len() * size.tokens() + 1, size, locals)

@@ -1,7 +1,7 @@
 //! Events that engines publish while a trace is served. Each request goes to the rank with the
-//! lowest cost: missing blocks plus decaying load. The rank stores the missing blocks in runs of at
-//! most 512, and then one block for every 16 tokens of the answer. With a limited capacity, a rank
-//! evicts the least recently used leaf blocks.
+//! lowest cost, which is the missing blocks plus a decaying load. The rank stores the missing
+//! blocks in runs of at most 512, and then one block for every 16 tokens of the answer. With a
+//! limited capacity, a rank evicts the least recently used leaf blocks.
 
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
@@ -42,7 +42,7 @@ pub enum CacheChange {
 }
 
 impl WorkerEvent {
-    /// Number of blocks in the event.
+    /// Returns the number of blocks in the event.
     pub fn blocks(&self) -> usize {
         match &self.change {
             CacheChange::Stored { blocks, .. } => blocks.len(),
@@ -51,7 +51,7 @@ impl WorkerEvent {
     }
 }
 
-/// Number of blocks in all events.
+/// Returns the number of blocks in all events.
 pub fn blocks(events: &[WorkerEvent]) -> usize {
     events.iter().map(WorkerEvent::blocks).sum()
 }
@@ -179,7 +179,7 @@ fn set_cached(ranks: u64, reached: usize, cached: &mut [usize]) {
     }
 }
 
-/// Iterator over the blocks of an answer: time in milliseconds, block number, event.
+/// Iterator over the blocks of an answer, with time in milliseconds, block number and event.
 struct AnswerBlocks {
     rank: u32,
     number: usize,
@@ -278,7 +278,7 @@ impl BoundedRun {
         }
     }
 
-    /// Evicts blocks for a run and stores it. Returns false if the run's parent is gone.
+    /// Evicts blocks for a run and stores the run. Returns false if the run's parent was evicted.
     fn store_run(&mut self, at: u64, event: WorkerEvent) -> bool {
         let CacheChange::Stored { parent, blocks } = &event.change else {
             return false;
@@ -345,8 +345,8 @@ impl RankCache {
             .for_each(|&name| _ = self.touch_block(at, Some(name)));
     }
 
-    /// Marks a block as used now. Returns the depth of its children, or `None` if the block is
-    /// gone.
+    /// Marks a block as used now. Returns the depth of its children, or `None` if the block was
+    /// evicted.
     fn touch_block(&mut self, at: u64, parent: Option<SequenceHash>) -> Option<usize> {
         let Some(name) = parent else { return Some(0) };
         let found = self.blocks.get_mut(&name)?;
@@ -410,7 +410,7 @@ impl RankCache {
 
     /// Removes a leaf block. Its parent may become a leaf.
     fn remove(&mut self, name: SequenceHash) {
-        let Some(parent) = self.blocks.remove(&name).and_then(|gone| gone.parent) else {
+        let Some(parent) = self.blocks.remove(&name).and_then(|removed| removed.parent) else {
             return;
         };
         let Some(found) = self.blocks.get_mut(&parent) else {

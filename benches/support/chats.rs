@@ -1,4 +1,4 @@
-//! Chats for benches: prose and code of this repository, no two messages alike.
+//! Chats for benches, made of prose and code of this repository. No two messages are equal.
 
 use std::io::Read as _;
 
@@ -44,7 +44,8 @@ pub(crate) fn library() -> tokenizers::Tokenizer {
     tokenizers::Tokenizer::from_bytes(plain).expect("the shipped file")
 }
 
-/// Returns messages of `bytes` bytes each, with a number that separates this chat from others.
+/// Returns messages of about `bytes` bytes each. They contain the number of the chat, so that chats
+/// differ.
 pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     let pages = include_str!("../../README.md").to_owned()
         + include_str!("../../crates/tokens/src/prompt/resume/cache.rs");

@@ -12,7 +12,8 @@ use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable, thread_cpu
 const STREAMS: u32 = 20_000;
 /// Octets that the h2 crate reads at a time.
 const READ: usize = 8 << 10;
-/// Maximum microseconds for a stream with a valid authority: a hundredth of an exchange.
+/// Maximum microseconds for a stream with a valid authority, a hundredth of the time of an
+/// exchange.
 const VALID: f64 = 0.3;
 /// Maximum microseconds for a stream with a replaced authority.
 const REPLACED: f64 = 3.0;
@@ -59,7 +60,7 @@ fn cost(connection: &[u8]) -> f64 {
     (filtered - read(connection)).max(0.0) / 1e3 / f64::from(STREAMS)
 }
 
-/// Returns the nanoseconds for reading everything.
+/// Returns the nanoseconds that reading everything takes.
 fn read(mut io: impl AsyncRead + Unpin) -> f64 {
     let mut context = Context::from_waker(Waker::noop());
     let mut space = vec![0; READ];
@@ -76,7 +77,7 @@ fn read(mut io: impl AsyncRead + Unpin) -> f64 {
 }
 
 /// Builds a connection as Envoy does: fields of the first stream enter the HPACK table, and later
-/// streams refer to them. With `literal` every stream has its authority as a literal.
+/// streams refer to them. If `literal` is true, every stream sends its authority as a literal.
 fn connection(authority: &str, literal: bool) -> Vec<u8> {
     let mut octets = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec();
     octets.extend(frame(4, 0, 0, &[]));
@@ -102,7 +103,7 @@ fn connection(authority: &str, literal: bool) -> Vec<u8> {
             block.retain(|octet| *octet != 0x80 | 62);
             field(&mut block, 0x10, ":authority", authority);
         }
-        // Without indexing, as tracing does.
+        // This field is sent without indexing, as tracing headers are.
         field(
             &mut block,
             0x00,

@@ -1,7 +1,7 @@
 //! Compares aggregated with disaggregated prefill on the same number of engines. The conversations
-//! have long prompts and long answers, as agents have them, so that prompts arrive while other
-//! answers are generated. Half of the engines generate all answers, so the cost of an earlier first
-//! token is printed as well.
+//! have long prompts and long answers, as those of agents do, so that prompts arrive while other
+//! answers are generated. In the disaggregated layout, half of the engines generate all answers.
+//! Time per token and throughput are therefore printed next to the time to first token.
 
 use std::collections::BTreeMap;
 use std::io::{self, Write as _};
@@ -39,7 +39,7 @@ impl PrefillProtocol {
         }
     }
 
-    /// Returns the arguments of an engine with a role and its workers file entry.
+    /// Returns the specification of an engine with a role.
     fn engine_with_role(self, role: &str, id: u64) -> anyhow::Result<EngineSpec> {
         let engine = engine(id);
         Ok(match (self, role) {
@@ -65,8 +65,8 @@ impl PrefillProtocol {
     }
 }
 
-/// Returns the common arguments: 320,000 tokens of cache; a block transfer takes as long as 2 MB
-/// over 200 Gbit/s.
+/// Returns the specification of an engine with the common arguments: 320,000 tokens of cache, and
+/// block transfers as fast as 2 MB over 200 Gbit/s.
 fn engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--num-blocks", "20000", "--transfer-us-per-block", "80"])
 }
@@ -79,32 +79,32 @@ benchmarks. With answers of equal length, the answers that a prompt delays end t
 one another. Separate prefill engines avoid that. With --uneven the effect is smaller, and the four aggregated engines are
 faster.";
 
-/// Layout of the phases on four engines.
+/// Layout of the two phases on four engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PhaseLayout {
     Aggregated,
     Disaggregated,
 }
 
-/// Results of both sides.
+/// Results of both layouts.
 #[derive(Serialize)]
 pub(crate) struct DisaggregationReport {
     #[serde(rename = "by")]
     protocol: &'static str,
     envoy_version: String,
-    /// Sides in the order of their runs.
+    /// Layouts in the order of their runs.
     order: Vec<&'static str>,
-    /// Requests of each run.
+    /// Number of requests of each run.
     requests: usize,
     aggregated: LayoutFigures,
     disaggregated: LayoutFigures,
-    /// Requests with a remote prefill.
+    /// Number of requests with a remote prefill.
     remote_prefills: usize,
     #[serde(skip)]
     first_error: Option<String>,
 }
 
-/// Client-side figures of all runs of one side.
+/// Client-side figures of all runs of one layout.
 #[derive(Serialize)]
 struct LayoutFigures {
     requests: usize,
@@ -147,7 +147,7 @@ fn workload(args: &QuickstartArgs) -> ChatWorkload {
     ChatWorkload::new(args.seed, &shape)
 }
 
-/// Replays the same workload against four engines for both phases and against two and two, in turn.
+/// Replays the same workload on four engines for both phases and on two engines per phase, in turn.
 /// Each run starts with cold engines, and the order alternates. The last run is always the
 /// disaggregated one, and its processes stay running.
 pub(crate) async fn compare(
@@ -209,7 +209,8 @@ pub(crate) async fn compare(
     Ok((report, deployment))
 }
 
-/// Returns the layouts of all runs: each once per round, with the order reversed from round to round.
+/// Returns the layouts of all runs. Each round has every layout once, and the order is reversed
+/// from round to round.
 fn layouts(rounds: u8) -> Vec<PhaseLayout> {
     let round = |remaining: usize| match remaining % 2 {
         0 => [PhaseLayout::Aggregated, PhaseLayout::Disaggregated],
@@ -308,7 +309,7 @@ impl LayoutFigures {
 }
 
 impl DisaggregationReport {
-    /// Returns the reason why the result is not meaningful, if any.
+    /// Returns the reason why the result is not meaningful, if there is one.
     pub(crate) fn flaw(&self) -> Option<String> {
         let errors = self.aggregated.errors + self.disaggregated.errors;
         if let Some(first) = &self.first_error {

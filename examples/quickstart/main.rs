@@ -1,6 +1,6 @@
-//! The main use in one command: four simulated engines, a real Envoy, and a multi-turn chat
-//! workload with real tokens, first balanced by Envoy's round robin alone, then routed by
-//! warmroute. Prints the figures that a user sees.
+//! The main use case in one command: four simulated engines, a real Envoy, and a multi-turn chat
+//! workload with real tokens. The workload is first balanced by Envoy's round robin alone, and then
+//! routed by warmroute. The program prints the figures that a user observes.
 //!
 //! The engines and warmroute run as separate processes: this program starts itself again with
 //! another first argument. Only Cargo and Python are needed.
@@ -32,10 +32,10 @@ use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 #[global_allocator]
 static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
-/// Instance ids of the engines; the last one shows that an id may be any u64.
+/// Instance ids of the engines. The last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
 
-/// KV blocks of each engine: about 32,000 tokens, some ten conversations.
+/// KV blocks of each engine. They hold about 32,000 tokens, which is some ten conversations.
 const ENGINE_BLOCKS: usize = 2_000;
 
 /// Compares Envoy's round robin with warmroute on one workload.
@@ -72,15 +72,15 @@ struct QuickstartArgs {
 #[derive(Serialize)]
 struct QuickstartReport {
     envoy_version: String,
-    /// Requests of each of the two runs.
+    /// Number of requests of each of the two runs.
     requests: usize,
-    /// Errors of both runs.
+    /// Number of errors of both runs.
     errors: usize,
     round_robin: ReplaySummary,
     warmroute: ReplaySummary,
     /// Predictions, as measured by the clients.
     prediction: PredictionAccuracy,
-    /// Predictions, as measured by warmroute, with causes of misses.
+    /// Predictions, as measured by warmroute, with the causes of misses.
     audit: AuditTotals,
 }
 
@@ -141,7 +141,7 @@ fn quickstart(args: &QuickstartArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Returns true if the reader of standard output is gone, as after `| head -1`, which is not
+/// Returns true if the reader of standard output has exited, as after `| head -1`. This error is not
 /// reported.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error
@@ -292,7 +292,7 @@ impl Quickstart<'_> {
     }
 }
 
-/// Returns warmroute's audit of its predictions, once it has seen every response.
+/// Returns warmroute's audit of its predictions, after it has processed every response.
 async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Result<AuditTotals> {
     let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
     loop {
@@ -310,8 +310,9 @@ async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Resul
     }
 }
 
-/// Returns the workload of a chat product: assistants with a system prompt each, and conversations
-/// in which users paste text. Its total size is several times one engine's cache.
+/// Returns the workload of a chat product: assistants with one system prompt each, and
+/// conversations in which users paste text. Its total size is several times the cache of one
+/// engine.
 fn workload_shape(args: &QuickstartArgs) -> WorkloadShape {
     WorkloadShape {
         groups: args.groups.unwrap_or(60),
@@ -326,8 +327,7 @@ fn workload_shape(args: &QuickstartArgs) -> WorkloadShape {
 }
 
 impl QuickstartReport {
-    /// Prints the report. Returns an error if the output is closed, where the print macros would
-    /// panic.
+    /// Prints the report. Returns an error if the output is closed; the print macros would panic.
     fn print(&self, as_json: bool) -> io::Result<()> {
         let mut out = io::stdout().lock();
         if as_json {
@@ -359,7 +359,7 @@ impl QuickstartReport {
         write!(out, "{}", warmroute::cmd::audit::render(&self.audit, None))
     }
 
-    /// Returns the table: name, round robin, warmroute.
+    /// Returns the rows of the table: name, round robin, warmroute.
     fn rows(&self) -> Vec<[String; 3]> {
         let row = |name: &str, cell: &dyn Fn(&ReplaySummary) -> String| {
             [
@@ -395,7 +395,7 @@ impl QuickstartReport {
     }
 }
 
-/// Prints a request to try, on standard error if standard output is machine-readable.
+/// Prints a request to try. It is printed on standard error if standard output is machine-readable.
 fn print_request(args: &QuickstartArgs, deployment: &LocalDeployment) -> io::Result<()> {
     let mut out: Box<dyn io::Write> = if args.json {
         Box::new(io::stderr())

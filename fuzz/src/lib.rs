@@ -1,4 +1,4 @@
-//! The targets that `tests/server/fuzz.rs` also runs for a short time.
+//! The fuzz targets, which `tests/server/fuzz.rs` also runs for a short time.
 
 #[path = "../../tests/server/fuzz/answers.rs"]
 mod answers;
@@ -15,27 +15,27 @@ mod watch;
 #[path = "../../crates/zmtp/tests/fuzz/target.rs"]
 mod zmtp;
 
-/// Parsing and rewriting of responses.
+/// Fuzzes parsing and rewriting of responses.
 pub fn answers(input: &[u8]) {
     answers::answers(input);
 }
 
-/// Parsing and editing of request bodies.
+/// Fuzzes parsing and editing of request bodies.
 pub fn bodies(input: &[u8]) {
     bodies::bodies(input);
 }
 
-/// One exchange, message by message.
+/// Fuzzes one exchange, message by message.
 pub fn exchange(input: &[u8]) {
     exchange::exchange(input);
 }
 
-/// Complete requests.
+/// Fuzzes complete requests.
 pub fn requests(input: &[u8]) {
     requests::requests(input);
 }
 
-/// Bytes of a ZMTP peer, through a socket pair.
+/// Fuzzes the bytes of a ZMTP peer, through a socket pair.
 pub fn zmtp(input: &[u8]) {
     zmtp::run(input);
 }

@@ -9,8 +9,8 @@ use warmroute_settings::Problem;
 
 use super::token::AdminToken;
 
-/// `admin:`. The pages reveal the fleet and its routing, so an address beyond loopback requires
-/// protection.
+/// The `listeners.admin:` section. The pages reveal the fleet and its routing, so an address beyond
+/// loopback requires protection.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminConfig {
@@ -47,7 +47,7 @@ impl AdminConfig {
         }
     }
 
-    /// Returns semantic errors. Reads the configured files.
+    /// Returns the semantic errors of the configuration. Reads the configured files.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if let Some(tls) = &self.tls {
@@ -87,7 +87,7 @@ mod tests {
 
     #[test]
     fn public_listen_address_requires_protection() {
-        for (listen, unprotected, mistaken) in [
+        for (listen, unprotected, is_invalid) in [
             ("127.0.0.1:1", false, false),
             ("127.8.0.1:1", false, false),
             ("[::1]:1", false, false),
@@ -104,7 +104,7 @@ mod tests {
                 unprotected,
                 ..AdminConfig::default()
             };
-            assert_eq!(!config.problems().is_empty(), mistaken, "{config:?}");
+            assert_eq!(!config.problems().is_empty(), is_invalid, "{config:?}");
         }
     }
 
@@ -122,6 +122,10 @@ mod tests {
         std::fs::write(&file, "secret\n").unwrap();
         assert_eq!(config.problems(), []);
         config.unprotected = true;
-        assert_eq!(config.problems().len(), 1, "both");
+        assert_eq!(
+            config.problems().len(),
+            1,
+            "`unprotected` is rejected beside a token"
+        );
     }
 }

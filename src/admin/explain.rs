@@ -1,6 +1,6 @@
-//! `POST /debug/explain`: explains the route that a request would get now. The request has the
-//! path, headers and body that Envoy would send, and passes the same preprocessing. It is routed
-//! without being admitted, so nothing is booked.
+//! `POST /debug/explain`: explains the route that would be chosen for a request now. The request
+//! has the path, headers and body that Envoy would send, and passes the same preprocessing. It is
+//! routed without being admitted, so nothing is booked.
 
 pub mod table;
 
@@ -31,9 +31,9 @@ use crate::request::{RequestBody, RequestPreprocessor};
 pub const EXPLAIN_PATH: &str = "/debug/explain";
 const CHAT_PATH: &str = "/v1/chat/completions";
 const COMPLETIONS_PATH: &str = "/v1/completions";
-/// Factor for JSON escapes in the body text, and space for the headers: the explain request may be
-/// longer than the body it contains.
+/// Maximum growth of a body by JSON escapes. An explain request may be longer than its body.
 const MAX_ESCAPE_FACTOR: usize = 2;
+/// Space for the other fields of an explain request, such as the headers.
 const ENVELOPE_BYTES: usize = 1 << 20;
 /// Maximum number of concurrent explain requests. Each may hold several times the longest body.
 const MAX_CONCURRENT: usize = 2;
@@ -68,7 +68,7 @@ impl ExplainContext {
         self.body_limit.load(Ordering::Relaxed)
     }
 
-    /// Maximum size of an explain request in bytes.
+    /// Returns the maximum size of an explain request in bytes.
     fn max_request_bytes(&self) -> usize {
         self.body_limit()
             .saturating_mul(MAX_ESCAPE_FACTOR)
@@ -232,32 +232,32 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
         .get(header::ACCEPT)
         .and_then(|value| value.to_str().ok());
     let as_table = accept.is_some_and(|wanted| wanted.contains("text/plain"));
-    let arrived = tokio::time::timeout(RECEIVE_TIMEOUT, Bytes::from_request(request, &())).await;
-    let late = |_| {
+    let received = tokio::time::timeout(RECEIVE_TIMEOUT, Bytes::from_request(request, &())).await;
+    let timed_out = |_| {
         error_response(
             StatusCode::REQUEST_TIMEOUT,
             "timed out while receiving the request",
         )
     };
-    let text = arrived
-        .map_err(late)?
+    let text = received
+        .map_err(timed_out)?
         .map_err(IntoResponse::into_response)?;
     let limit = admin.explain.body_limit();
     // Parsing a long body would block the async runtime.
-    let read = tokio::task::spawn_blocking(move || parse_request(&text, limit)).await;
-    let failed = |_| {
+    let parsed = tokio::task::spawn_blocking(move || parse_request(&text, limit)).await;
+    let panicked = |_| {
         error_response(
             StatusCode::INTERNAL_SERVER_ERROR,
             "failed to parse the request",
         )
     };
-    let (question, path, body) = read
-        .map_err(failed)?
-        .map_err(|wrong| error_response(StatusCode::BAD_REQUEST, &wrong))?;
-    let pool = question.resolve_pool(&preprocessor, &path);
-    let (body, requested_model) = question.rewrite_model(&preprocessor, pool.as_deref(), body);
+    let (query, path, body) = parsed
+        .map_err(panicked)?
+        .map_err(|message| error_response(StatusCode::BAD_REQUEST, &message))?;
+    let pool = query.resolve_pool(&preprocessor, &path);
+    let (body, requested_model) = query.rewrite_model(&preprocessor, pool.as_deref(), body);
     let preprocessed = preprocessor
-        .preprocess_for_pool(pool, &path, &|name| question.header(name), &body)
+        .preprocess_for_pool(pool, &path, &|name| query.header(name), &body)
         .await;
     let mut explanation = admin
         .dispatcher
@@ -276,16 +276,16 @@ fn parse_request(
     text: &[u8],
     limit: usize,
 ) -> Result<(ExplainRequest, String, RequestBody), String> {
-    let no_question = |error| {
+    let invalid_request = |error| {
         format!("expected an object of the form {{\"path\", \"headers\", \"body\"}}: {error}")
     };
-    let question: ExplainRequest = serde_json::from_slice(text).map_err(no_question)?;
-    let body = question
+    let query: ExplainRequest = serde_json::from_slice(text).map_err(invalid_request)?;
+    let body = query
         .body()
         .map_err(|error| format!("invalid body string: {error}"))?
         .unwrap_or_default();
-    let path = question.resolve_path(&body).to_owned();
-    Ok((question, path, ExplainRequest::to_body(body, limit)))
+    let path = query.resolve_path(&body).to_owned();
+    Ok((query, path, ExplainRequest::to_body(body, limit)))
 }
 
 fn error_response(status: StatusCode, text: &str) -> Response {

@@ -19,16 +19,16 @@ fn fleet_json(router: &Router) -> Value {
         .as_array_mut()
         .map(Vec::as_mut_slice)
         .unwrap_or_default();
-    for (shown, member) in members.iter_mut().zip(fleet.members()) {
+    for (entry, member) in members.iter_mut().zip(fleet.members()) {
         let mut source = json!(router.source_status(member.rank));
         let facts = json!(router.sources().facts(member.rank));
         if let (Some(source), Value::Object(facts)) = (source.as_object_mut(), facts) {
             source.extend(facts);
         }
-        shown["source"] = source;
+        entry["source"] = source;
         if let Some((learned, mismatches)) = router.sources().engine_settings(member.rank.worker) {
-            shown["learned"] = json!(learned);
-            shown["mismatches"] = json!(mismatches);
+            entry["learned"] = json!(learned);
+            entry["mismatches"] = json!(mismatches);
         }
     }
     page

@@ -74,14 +74,14 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
         .map_or(0.0, |since| since.as_secs_f64());
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
-        let trust = router.source_status(member.rank).freshness;
+        let freshness = router.source_status(member.rank).freshness;
         for state in IndexFreshness::ALL {
             let labels = RankFreshnessLabels::new(&label, state.as_str());
             metrics
                 .kv_events
                 .source_freshness
                 .get_or_create(&labels)
-                .set(i64::from(state == trust));
+                .set(i64::from(state == freshness));
         }
         let Some(facts) = router.sources().facts(member.rank) else {
             continue;
@@ -133,34 +133,34 @@ fn refresh_predictions(metrics: &Metrics, router: &Router) {
 
 fn refresh_queue(metrics: &Metrics, dispatcher: &Dispatcher) {
     metrics.queue.outcomes.clear();
-    for standing in dispatcher.queue().class_statuses() {
+    for status in dispatcher.queue().class_statuses() {
         let label = ClassLabel {
-            class: standing.class.to_string(),
+            class: status.class.to_string(),
         };
-        let pending = standing.depth;
-        let tally = standing.counters;
+        let depth = status.depth;
+        let counters = status.counters;
         metrics
             .queue
             .requests
             .get_or_create(&label)
-            .set(to_gauge(pending.requests));
+            .set(to_gauge(depth.requests));
         metrics
             .queue
             .prompt_tokens
             .get_or_create(&label)
-            .set(to_gauge(pending.prompt_tokens));
+            .set(to_gauge(depth.prompt_tokens));
         metrics
             .queue
             .cached_tokens
             .get_or_create(&label)
-            .set(to_gauge(pending.cached_tokens));
+            .set(to_gauge(depth.cached_tokens));
         let outcomes = [
-            ("admitted", tally.waited),
-            ("request_limit", tally.over_requests),
-            ("prompt_token_limit", tally.over_prompt_tokens),
-            ("cached_token_limit", tally.over_cached_tokens),
-            ("timeout", tally.expired),
-            ("cancelled", tally.cancelled),
+            ("admitted", counters.waited),
+            ("request_limit", counters.over_requests),
+            ("prompt_token_limit", counters.over_prompt_tokens),
+            ("cached_token_limit", counters.over_cached_tokens),
+            ("timeout", counters.expired),
+            ("cancelled", counters.cancelled),
         ];
         for (outcome, count) in outcomes {
             let labels = ClassOutcomeLabels {
@@ -183,7 +183,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
     }
     cached.clear();
     metrics.workers.cached_blocks_limit.clear();
-    let held = router.index().stats().slots;
+    let slots = router.index().stats().slots;
     for load in router.load().snapshot() {
         let label = rank_labels(router, load.rank);
         blocks
@@ -195,11 +195,12 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
         requests
             .get_or_create(&label)
             .set(to_gauge(load.active_requests));
-        // A rank without an event source has no entry in the index: unknown is not zero.
-        let Some(held) = held.iter().find(|held| held.slot == load.slot) else {
+        // A rank without an event source has no entry in the index. Its gauge is absent, because an
+        // unknown value is not zero.
+        let Some(slot) = slots.iter().find(|slot| slot.slot == load.slot) else {
             continue;
         };
-        let counts = held.counts;
+        let counts = slot.counts;
         let tiers = [counts.device, counts.host, counts.disk, counts.external];
         for (tier, count) in StorageTier::ALL.into_iter().zip(tiers) {
             let labels = RankTierLabels::new(&label, tier);
@@ -208,7 +209,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
                 .workers
                 .cached_blocks_limit
                 .get_or_create(&labels)
-                .set(to_gauge(held.limits.for_tier(tier)));
+                .set(to_gauge(slot.limits.for_tier(tier)));
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Bearer token of the admin pages. Only its hash is stored, and hashes are compared in constant
-//! time, so neither a memory dump nor the response time reveals it. Probes need no token, because
-//! orchestrators have none.
+//! time, so neither a memory dump nor the response time reveals the token. Probes need no token,
+//! because orchestrators have none.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -83,10 +83,10 @@ impl FileBacked for AdminToken {
     }
 
     fn reload(&self) {
-        let mut trouble = self.last_error.lock();
+        let mut last_error = self.last_error.lock();
         match Self::hash_file(&self.path) {
             Ok(hash) => {
-                *trouble = None;
+                *last_error = None;
                 if hash != **self.hash.load() {
                     self.hash.store(Arc::new(hash));
                     self.count_reload("applied");
@@ -94,14 +94,14 @@ impl FileBacked for AdminToken {
                 }
             }
             Err(error) => {
-                if trouble.as_ref() != Some(&error) {
+                if last_error.as_ref() != Some(&error) {
                     warn!(
                         error,
                         "admin token reload rejected; the current token stays active"
                     );
                     self.count_reload("invalid");
                 }
-                *trouble = Some(error);
+                *last_error = Some(error);
             }
         }
     }
@@ -202,7 +202,7 @@ mod tests {
         }
         assert!(
             !token.is_authorized(&headers(&["Bearer one"])),
-            "the old one is worth nothing"
+            "the previous token is rejected"
         );
         std::fs::remove_file(&path).unwrap();
         token.reload();

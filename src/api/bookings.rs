@@ -99,12 +99,12 @@ impl BookingTable {
         self.update(|state| state.find_route(attempt))
     }
 
-    /// Stores the booking of a routed request. If the same attempt was booked meanwhile, that
+    /// Stores the booking of a routed request. If the same attempt was booked in the meantime, that
     /// booking stays and this one is dropped.
     pub(super) fn store(
         &self,
         attempt: RequestAttempt<'_>,
-        admitted: ActiveRequest,
+        active: ActiveRequest,
     ) -> Result<BookOutcome<Arc<Route>>, ApiError> {
         let ActiveRequest {
             placement:
@@ -117,9 +117,9 @@ impl BookingTable {
                 },
             session,
             ..
-        } = admitted;
+        } = active;
         let route = Arc::new(route);
-        let added = reservation.bookings().next().map(BookingSummary::new);
+        let summary = reservation.bookings().next().map(BookingSummary::new);
         self.update(|state| {
             if let Some(route) = state.find_route(attempt)? {
                 return Ok(BookOutcome::Existing(route));
@@ -129,7 +129,7 @@ impl BookingTable {
                 attempt,
                 BookingExtras {
                     route: Some(route.clone()),
-                    summary: added,
+                    summary,
                     predictions,
                     probes,
                     _session: session,
@@ -143,61 +143,64 @@ impl BookingTable {
     pub(super) fn add_external(
         &self,
         attempt: RequestAttempt<'_>,
-        foreign: &ExternalBooking,
+        external: &ExternalBooking,
         router: &Router,
     ) -> Result<BookOutcome<BookingSummary>, ApiError> {
         self.update(|state| {
-            if let Some(AttemptState::Booked(_, _, beside) | AttemptState::Ended(beside)) =
+            if let Some(AttemptState::Booked(_, _, extras) | AttemptState::Ended(extras)) =
                 state.ledger.attempt_state(attempt)
-                && let Some(added) = beside.summary
+                && let Some(summary) = extras.summary
             {
-                if added.rank != foreign.booking.rank {
-                    return Err(rank_mismatch_error(attempt, added.rank));
+                if summary.rank != external.booking.rank {
+                    return Err(rank_mismatch_error(attempt, summary.rank));
                 }
                 state.ledger.touch(attempt);
-                return Ok(BookOutcome::Existing(added));
+                return Ok(BookOutcome::Existing(summary));
             }
-            state.ledger.add(attempt, vec![foreign.booking.clone()])?;
-            let added = BookingSummary::new(&foreign.booking);
-            let predictions = router.predict_external(foreign);
+            state.ledger.add(attempt, vec![external.booking.clone()])?;
+            let summary = BookingSummary::new(&external.booking);
+            let predictions = router.predict_external(external);
             state.set_extras(
                 attempt,
                 BookingExtras {
-                    summary: Some(added),
+                    summary: Some(summary),
                     predictions,
                     ..BookingExtras::default()
                 },
             );
-            Ok(BookOutcome::New(added))
+            Ok(BookOutcome::New(summary))
         })
     }
 
-    /// Records the first token: the prefill ends, its duration is learned, and the workers are
-    /// healthy.
+    /// Records the first token: the prefill ends, its duration is recorded, and the workers count
+    /// as healthy.
     pub(super) fn mark_prefill_completed(
         &self,
         attempt: RequestAttempt<'_>,
         router: &Router,
     ) -> Result<LedgerChange, ApiError> {
         self.update(|state| {
-            let (held, since, probes) = match state.ledger.attempt_state(attempt) {
-                Some(AttemptState::Booked(held, since, beside)) => {
-                    (held, since, std::mem::take(&mut beside.probes))
+            let (reservation, since, probes) = match state.ledger.attempt_state(attempt) {
+                Some(AttemptState::Booked(reservation, since, extras)) => {
+                    (reservation, since, std::mem::take(&mut extras.probes))
                 }
                 Some(AttemptState::Ended(_)) => return Ok(LedgerChange::Unchanged),
                 None => return Err(not_booked_error(attempt)),
             };
-            let workers: Vec<_> = held.booked_slots().map(|(_, rank)| rank.worker).collect();
-            let prefill = held
+            let workers: Vec<_> = reservation
+                .booked_slots()
+                .map(|(_, rank)| rank.worker)
+                .collect();
+            let prefill = reservation
                 .bookings()
                 .find(|booking| booking.track_prefill)
                 .cloned();
             let change = state.ledger.mark_prefill_completed(attempt);
             if change == LedgerChange::Applied {
-                let took = router.load().now().saturating_duration_since(since);
+                let duration = router.load().now().saturating_duration_since(since);
                 prefill
                     .iter()
-                    .for_each(|booking| router.record_booking_prefill_time(booking, took));
+                    .for_each(|booking| router.record_booking_prefill_time(booking, duration));
             }
             if change == LedgerChange::Applied || !probes.is_empty() {
                 log_health_changes(router.report_status(&workers, probes, 200), 200);
@@ -213,7 +216,7 @@ impl BookingTable {
     ) -> Result<(), ApiError> {
         self.update(|state| {
             match state.ledger.attempt_state(attempt) {
-                Some(AttemptState::Booked(_, _, beside)) => beside.predictions.add_output_block(),
+                Some(AttemptState::Booked(_, _, extras)) => extras.predictions.add_output_block(),
                 Some(AttemptState::Ended(_)) | None => return Err(not_booked_error(attempt)),
             }
             state.ledger.add_output_block(attempt, fraction);
@@ -229,13 +232,14 @@ impl BookingTable {
         router: &Router,
     ) -> LedgerChange {
         self.update(|state| {
-            if let Some(AttemptState::Booked(held, _, beside)) = state.ledger.attempt_state(attempt)
-                && let (Some(rank), Some(status)) = (held.rank(), status)
+            if let Some(AttemptState::Booked(reservation, _, extras)) =
+                state.ledger.attempt_state(attempt)
+                && let (Some(rank), Some(status)) = (reservation.rank(), status)
             {
                 log_health_changes(
                     router.report_status(
                         &[rank.worker],
-                        std::mem::take(&mut beside.probes),
+                        std::mem::take(&mut extras.probes),
                         status,
                     ),
                     status,
@@ -268,27 +272,27 @@ impl BookingTable {
 
 impl LedgerState {
     fn find_route(&mut self, attempt: RequestAttempt<'_>) -> Result<Option<Arc<Route>>, ApiError> {
-        let beside = match self.ledger.attempt_state(attempt) {
-            Some(AttemptState::Booked(_, _, beside) | AttemptState::Ended(beside)) => beside,
+        let extras = match self.ledger.attempt_state(attempt) {
+            Some(AttemptState::Booked(_, _, extras) | AttemptState::Ended(extras)) => extras,
             None => {
                 self.ledger.ensure_capacity(attempt)?;
                 return Ok(None);
             }
         };
-        match (beside.route.clone(), beside.summary) {
+        match (extras.route.clone(), extras.summary) {
             (Some(route), _) => {
                 self.ledger.touch(attempt);
                 Ok(Some(route))
             }
             // Booked by `AddRequest`: there is no route to return.
-            (None, Some(added)) => Err(rank_mismatch_error(attempt, added.rank)),
+            (None, Some(summary)) => Err(rank_mismatch_error(attempt, summary.rank)),
             (None, None) => Ok(None),
         }
     }
 
     fn set_extras(&mut self, attempt: RequestAttempt<'_>, new: BookingExtras) {
-        if let Some(AttemptState::Booked(_, _, beside)) = self.ledger.attempt_state(attempt) {
-            *beside = new;
+        if let Some(AttemptState::Booked(_, _, extras)) = self.ledger.attempt_state(attempt) {
+            *extras = new;
         }
     }
 }

@@ -9,8 +9,9 @@ use warmroute_core::load::ledger::LedgerRules;
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
 use warmroute_settings::{Period, Problem};
 
-/// `api:`: the router as a gRPC service. Every client that reaches it can book load and pin
-/// requests, and clients are not authenticated. The service is off unless the section exists.
+/// The `listeners.api:` section: the router as a gRPC service. Every client that reaches it can
+/// book load and pin requests, and clients are not authenticated. The service is off unless the
+/// section exists.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApiConfig {
@@ -21,7 +22,7 @@ pub struct ApiConfig {
     pub tls: Option<TlsConfig>,
     /// Whether the service is offered without protection on an address that is not loopback.
     pub unprotected: bool,
-    /// Lifetime of a booking without calls.
+    /// Time without calls after which a booking expires.
     pub booking_timeout: Period,
     /// Maximum number of bookings.
     pub max_bookings: u32,
@@ -46,7 +47,7 @@ impl Default for ApiConfig {
 }
 
 impl ApiConfig {
-    /// Returns semantic errors.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = self.exposure_problems();
         if self.booking_timeout.get() == Duration::ZERO {
@@ -93,15 +94,15 @@ impl ApiConfig {
 
     /// Returns the limits of the ledger.
     pub fn ledger_rules(&self) -> LedgerRules {
-        let most = self.max_bookings as usize;
-        // Enough to recognize repeated calls. With fewer, the oldest ended attempt could be booked
-        // again.
-        let ended = (most / 8).max(64);
+        let max_bookings = self.max_bookings as usize;
+        // This number suffices to recognize repeated calls. An ended attempt beyond it could be
+        // booked again.
+        let max_ended = (max_bookings / 8).max(64);
         LedgerRules {
             idle_timeout: self.booking_timeout.get(),
-            max_bookings: most,
+            max_bookings,
             max_blocks: self.max_booked_blocks as usize,
-            max_ended: ended,
+            max_ended,
         }
     }
 }

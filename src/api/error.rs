@@ -29,7 +29,7 @@ pub enum ApiError {
     /// Unknown model.
     #[error("the model `{0}` is not configured")]
     UnknownModel(String),
-    /// Unknown worker rank, or one without an event source.
+    /// Unknown worker rank, or a rank without an event source.
     #[error("worker rank {0} is not known, or has no KV event source")]
     NoEventSource(WorkerRank),
     /// Unknown booking.
@@ -189,11 +189,11 @@ fn route_error_code(error: RouteError) -> (Code, Option<Duration>) {
 }
 
 impl From<ApiError> for Status {
-    fn from(fault: ApiError) -> Self {
-        let (code, retry) = fault.status_code();
-        let mut status = match fault.details() {
-            Some(details) => Status::with_error_details(code, fault.to_string(), details),
-            None => Status::new(code, fault.to_string()),
+    fn from(error: ApiError) -> Self {
+        let (code, retry) = error.status_code();
+        let mut status = match error.details() {
+            Some(details) => Status::with_error_details(code, error.to_string(), details),
+            None => Status::new(code, error.to_string()),
         };
         if let Some(retry) = retry {
             // Rounded up to whole seconds.
@@ -253,14 +253,14 @@ mod tests {
             (pin(excluded_pin), Code::InvalidArgument, None),
             (RouteError::Unsatisfied.into(), precondition, None),
         ];
-        for (fault, code, retry) in cases {
-            let status = Status::from(fault.clone());
+        for (error, code, retry) in cases {
+            let status = Status::from(error.clone());
             let retry_header = status
                 .metadata()
                 .get("retry-after")
                 .map(|value| value.to_str().unwrap());
-            assert_eq!((status.code(), retry_header), (code, retry), "{fault}");
-            assert_eq!(status.message(), fault.to_string());
+            assert_eq!((status.code(), retry_header), (code, retry), "{error}");
+            assert_eq!(status.message(), error.to_string());
         }
     }
 
@@ -282,18 +282,18 @@ mod tests {
             retry_after,
         };
         let kind = kind.to_string();
-        let of_full = vec![
+        let full_facts = vec![
             ("class", "default"),
             ("current", "70"),
             ("kind", kind.as_str()),
             ("limit", "64"),
         ];
-        let of_late = vec![("class", "default"), ("waited_ms", "30")];
-        for (refusal, reason, expected) in [
-            (full, "QUEUE_FULL", of_full),
-            (late, "QUEUE_DEADLINE", of_late),
+        let late_facts = vec![("class", "default"), ("waited_ms", "30")];
+        for (error, reason, expected) in [
+            (full, "QUEUE_FULL", full_facts),
+            (late, "QUEUE_DEADLINE", late_facts),
         ] {
-            let details = Status::from(ApiError::from(refusal)).get_error_details();
+            let details = Status::from(ApiError::from(error)).get_error_details();
             let info = details.error_info().unwrap();
             let mut facts: Vec<_> = info
                 .metadata

@@ -93,8 +93,8 @@ async fn send_dump(
         let writers = writers.clone();
         // Copying a large rank would block the async runtime.
         let copy = move || writers.read_writer(rank, |writer| writer.snapshot(rank));
-        // A rank that was removed meanwhile holds no blocks.
-        let Some(portrait) = tokio::task::spawn_blocking(copy).await.ok()? else {
+        // A rank that was removed in the meantime holds no blocks.
+        let Some(snapshot) = tokio::task::spawn_blocking(copy).await.ok()? else {
             continue;
         };
         let worker = fleet.worker(rank.worker);
@@ -107,7 +107,7 @@ async fn send_dump(
         }))
         .await?;
         complete.ranks += 1;
-        for event in portrait.events() {
+        for event in snapshot.events() {
             complete.events += 1;
             emit(Kind::Event(event.into())).await?;
         }

@@ -62,13 +62,13 @@ pub(super) fn start_copy(
     Ok(ReceiverStream::new(chunk_rx))
 }
 
-fn write_copy(writers: &RankWriters, rank: WorkerRank, pieces: ChunkWriter) -> std::io::Result<()> {
-    let Some(held) = writers.dump_rank(rank) else {
+fn write_copy(writers: &RankWriters, rank: WorkerRank, chunks: ChunkWriter) -> std::io::Result<()> {
+    let Some(rank_dump) = writers.dump_rank(rank) else {
         return Ok(());
     };
-    let mut out = BufWriter::with_capacity(CHUNK_BYTES, pieces);
+    let mut out = BufWriter::with_capacity(CHUNK_BYTES, chunks);
     dump::write_header(&mut out)?;
-    held.write(&mut out)?;
+    rank_dump.write(&mut out)?;
     dump::write_end(&mut out, 1)?;
     out.flush()
 }

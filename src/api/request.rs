@@ -41,13 +41,13 @@ pub(super) struct QueryOptions {
 
 impl QueryOptions {
     fn check_blocks(self, blocks: usize) -> Result<(), ApiError> {
-        let most = self.max_blocks;
+        let limit = self.max_blocks;
         let text = || {
             format!(
-                "the prompt has {blocks} blocks; `listeners.api.max_prompt_blocks` allows {most}"
+                "the prompt has {blocks} blocks; `listeners.api.max_prompt_blocks` allows {limit}"
             )
         };
-        if blocks > most {
+        if blocks > limit {
             Err(ApiError::InvalidArgument(text()))
         } else {
             Ok(())
@@ -117,15 +117,16 @@ async fn parse_body_query(
         .await;
     if let RoutePrompt::Estimated { because, .. } = &preprocessed.route_request.prompt {
         match because {
-            // Envoy would forward these unrouted. A caller of this service gets an error instead.
+            // Envoy forwards such requests unrouted. A caller of this service receives an error
+            // instead.
             Reason::NotInference | Reason::NoBody | Reason::Unparseable => {
                 return Err(ApiError::InvalidBody(*because));
             }
             Reason::UnknownModel => {
-                let naming = serde_json::from_slice::<ModelField>(&json)
+                let field = serde_json::from_slice::<ModelField>(&json)
                     .ok()
-                    .and_then(|naming| naming.model);
-                return Err(naming.map_or_else(missing_model_error, ApiError::UnknownModel));
+                    .and_then(|field| field.model);
+                return Err(field.map_or_else(missing_model_error, ApiError::UnknownModel));
             }
             _ => {}
         }
@@ -180,10 +181,10 @@ fn parse_block_query(
     let resolved = resolve_model(preprocessor, question)?;
     let size = resolved.model.block_size;
     let count = blocks.local_hashes.len();
-    let names = blocks.sequence_hashes.len();
-    if names != 0 && names != count {
+    let sequence_count = blocks.sequence_hashes.len();
+    if sequence_count != 0 && sequence_count != count {
         return Err(ApiError::invalid_argument(format!(
-            "there are {count} local hashes but {names} sequence hashes"
+            "there are {count} local hashes but {sequence_count} sequence hashes"
         )));
     }
     options.check_blocks(count)?;
@@ -202,7 +203,7 @@ fn parse_block_query(
         RoutePrompt::Hashed(vec![hashes]),
     );
     request.constraints.adapter = resolved.adapter;
-    if names != 0 {
+    if sequence_count != 0 {
         request.tracked_blocks = Some(vec![
             blocks
                 .sequence_hashes

@@ -139,18 +139,18 @@ fn cost_to_proto(cost: &Cost) -> pb::Cost {
     }
 }
 
-pub(super) fn overlap_score_to_proto(surveyed: &WorkerEstimate) -> pb::OverlapScore {
-    let cost = &surveyed.cost;
+pub(super) fn overlap_score_to_proto(estimate: &WorkerEstimate) -> pb::OverlapScore {
+    let cost = &estimate.cost;
     pb::OverlapScore {
-        worker: Some(rank_to_proto(surveyed.rank)),
-        blocks: Some(tiers_to_proto(surveyed.overlap)),
-        shared_blocks_beyond_device: surveyed.shared_beyond_device,
-        effective_blocks: surveyed.effective_blocks,
+        worker: Some(rank_to_proto(estimate.rank)),
+        blocks: Some(tiers_to_proto(estimate.overlap)),
+        shared_blocks_beyond_device: estimate.shared_beyond_device,
+        effective_blocks: estimate.effective_blocks,
         credit_blocks: cost.device_credit
             + cost.host_credit
             + cost.disk_credit
             + cost.shared_credit,
-        cached_tokens: surveyed.cached_tokens,
+        cached_tokens: estimate.cached_tokens,
     }
 }
 
@@ -176,14 +176,14 @@ pub(super) fn shared_cache_to_proto(blocks: &SharedBlocks, enabled: bool) -> pb:
     }
 }
 
-pub(super) fn potential_load_to_proto(surveyed: &WorkerEstimate) -> pb::PotentialLoad {
+pub(super) fn potential_load_to_proto(estimate: &WorkerEstimate) -> pb::PotentialLoad {
     pb::PotentialLoad {
-        worker: Some(rank_to_proto(surveyed.rank)),
-        active_prefill_tokens: surveyed.load.active_prefill_tokens,
-        active_decode_blocks: surveyed.load.active_blocks,
-        active_requests: surveyed.load.active_requests,
-        potential_prefill_tokens: surveyed.potential_prefill_tokens,
-        potential_decode_blocks: surveyed.potential_decode_blocks,
+        worker: Some(rank_to_proto(estimate.rank)),
+        active_prefill_tokens: estimate.load.active_prefill_tokens,
+        active_decode_blocks: estimate.load.active_blocks,
+        active_requests: estimate.load.active_requests,
+        potential_prefill_tokens: estimate.potential_prefill_tokens,
+        potential_decode_blocks: estimate.potential_decode_blocks,
     }
 }
 
@@ -201,12 +201,12 @@ pub(super) fn load_to_proto(load: &RankLoad) -> pb::PotentialLoad {
 
 /// Converts the workers of one model, or of all models.
 pub(super) fn fleet_to_proto(fleet: &Fleet, model: Option<&ModelName>) -> pb::WatchFleetResponse {
-    let wanted = fleet
+    let workers = fleet
         .workers()
         .filter(|worker| model.is_none_or(|model| worker.model == *model));
     pb::WatchFleetResponse {
         generation: fleet.generation(),
-        workers: wanted.map(|found| worker_to_proto(found)).collect(),
+        workers: workers.map(|worker| worker_to_proto(worker)).collect(),
     }
 }
 

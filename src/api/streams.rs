@@ -87,13 +87,13 @@ impl ApiService {
         let model = match message.model.as_str() {
             "" => None,
             name => {
-                let named = self
+                let resolved = self
                     .0
                     .preprocessor
                     .load()
                     .resolve_model(Some(name))
                     .ok_or_else(|| ApiError::UnknownModel(name.to_owned()))?;
-                Some(named.model.name.clone())
+                Some(resolved.model.name.clone())
             }
         };
         let permit = self.0.watchers.clone().try_acquire_owned();

@@ -74,7 +74,8 @@ impl RankWriters {
             .collect()
     }
 
-    /// Copies the index of a rank with its event position. KV events of the rank wait meanwhile.
+    /// Copies the index of a rank with its event position. KV events of the rank wait in the
+    /// meantime.
     pub fn dump_rank(&self, rank: WorkerRank) -> Option<RankDump> {
         let entry = self.writers.lock().get(&rank)?.upgrade()?;
         entry
@@ -83,8 +84,8 @@ impl RankWriters {
     }
 
     /// Runs `read` on the writer of a rank; returns `None` if the rank has none. KV events of this
-    /// rank wait meanwhile. The duration is proportional to the size of the rank: a copy in parts
-    /// would mix old and new state.
+    /// rank wait in the meantime. The duration is proportional to the size of the rank: a copy in
+    /// parts would mix old and new state.
     pub(super) fn read_writer<T>(
         &self,
         rank: WorkerRank,
@@ -101,7 +102,7 @@ impl RankWriters {
 pub struct RegisteredWriter(Arc<WriterEntry>);
 
 impl RegisteredWriter {
-    /// Position of the event source.
+    /// Returns the position of the event source.
     pub fn position(&self) -> &SharedPosition {
         &self.0.position
     }
@@ -142,8 +143,8 @@ impl RegisteredWriter {
         }
     }
 
-    /// Events arrive on runtime threads, which must not block while another thread reads the
-    /// writer.
+    /// Locks the writer. Events arrive on runtime threads, which must not block while another
+    /// thread reads the writer.
     fn lock_writer(&self) -> MutexGuard<'_, Option<RankWriter>> {
         let writer = &self.0.writer;
         writer
@@ -200,26 +201,26 @@ mod tests {
             worker: WorkerId(1),
             rank: DpRank(0),
         };
-        let joined = writers.register(rank, index.create_writer(RankSlot(0)));
-        let ((begun, has_begun), (end, has_ended)) =
+        let registered = writers.register(rank, index.create_writer(RankSlot(0)));
+        let ((begin_tx, begin_rx), (end_tx, end_rx)) =
             (std::sync::mpsc::channel(), std::sync::mpsc::channel::<()>());
         let reading = std::thread::spawn(move || {
             writers.read_writer(rank, |_| {
-                begun.send(()).unwrap();
-                has_ended
+                begin_tx.send(()).unwrap();
+                end_rx
                     .recv_timeout(std::time::Duration::from_secs(20))
                     .unwrap();
             })
         });
-        has_begun.recv().unwrap();
+        begin_rx.recv().unwrap();
         let (started_tx, started_rx) = tokio::sync::oneshot::channel();
         let events = tokio::spawn(async move {
             started_tx.send(()).unwrap();
-            joined.apply(&KvEvent::Cleared)
+            registered.apply(&KvEvent::Cleared)
         });
         started_rx.await.unwrap();
-        // The only thread of the runtime is waiting now, or will in a moment.
-        tokio::spawn(async move { end.send(()).unwrap() })
+        // The only thread of the runtime is waiting now, or will wait soon.
+        tokio::spawn(async move { end_tx.send(()).unwrap() })
             .await
             .unwrap();
         assert_eq!(events.await.unwrap(), ApplyOutcome::Ok);

@@ -1,7 +1,8 @@
 //! Remote index for very large fleets, in which not every replica can receive the events of
-//! thousands of engines. Few replicas maintain the index and serve it (`index.serve`), many query
-//! it (`index.remote`). The protocol is `proto/warmroute/index/v1/index.proto`. A query takes
-//! at most the deadline. Without a response, a request is routed by predictions.
+//! thousands of engines. A few replicas maintain the index and serve it (`index.serve`). The others
+//! query it (`index.remote`). The protocol is defined in `proto/warmroute/index/v1/index.proto`.
+//! A query takes at most the configured timeout. Without a response, a request is routed by
+//! predictions.
 
 mod client;
 pub mod config;
@@ -10,7 +11,7 @@ mod server_pool;
 mod service;
 mod wire;
 
-/// Generated messages, client and server.
+/// Generated messages, client and server of the index protocol.
 #[expect(missing_docs, reason = "generated")]
 #[expect(clippy::too_many_lines, reason = "generated")]
 pub mod pb {

@@ -1,10 +1,10 @@
 //! Synchronization of several routers that share the same workers.
 //!
-//! Each replica decides alone and immediately. Over NATS, replicas publish the changes of their
-//! reservations, session bindings and overload marks, so that each one knows the bookings of the
-//! others. Batches are numbered; a replica that missed some, or is new, requests a snapshot. The
-//! reservations of a replica that times out are dropped. Without NATS each replica works alone. No
-//! request waits for any of this.
+//! Each replica routes requests independently and never waits for other replicas. Over NATS,
+//! replicas publish the changes of their reservations, session bindings and overload marks, so that
+//! each one knows the bookings of the others. Batches of changes are numbered. A replica that has
+//! just started or has missed a batch requests a snapshot. If a replica times out, its reservations
+//! are dropped. While NATS is unavailable, each replica considers only its own bookings.
 
 pub mod config;
 
@@ -42,7 +42,7 @@ mod proto {
     include!(concat!(env!("OUT_DIR"), "/warmroute.replica.v1.rs"));
 }
 
-/// Random id of a process among its peers.
+/// Random id that identifies a process among the replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ReplicaId(pub u64);
 
@@ -58,18 +58,18 @@ impl Serialize for ReplicaId {
     }
 }
 
-/// Event that replicas publish to each other.
+/// Event that a replica publishes to its peers.
 #[derive(Clone, Debug, PartialEq)]
 pub enum ReplicaEvent {
     /// Change of a reservation.
     Load(ReservationEvent),
     /// Change of a session binding.
     Session(SessionUpdate),
-    /// A worker is overloaded for this time.
+    /// Worker that is overloaded, and for how long.
     Overloaded(WorkerId, Duration),
     /// Prompts routed to a worker rank whose cache is predicted.
     Routed(RoutedPrompts),
-    /// First token of the exchange of this name, which another replica may wait for.
+    /// First token of the exchange with this name. Another replica may wait for it.
     FirstToken(String),
 }
 

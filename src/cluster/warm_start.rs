@@ -1,9 +1,9 @@
 //! Warm start of the prefix index.
 //!
-//! Before an event source is connected for the first time, the blocks of its rank and the position
-//! of the last applied event are copied from a ready warmroute process, or restored from the
-//! snapshot file of the last shutdown. The event stream continues from there, so a restart or an
-//! additional replica does not begin with a cold index.
+//! A new process does not start with an empty index. Before it connects to an event source for the
+//! first time, it copies the blocks of the rank and the position of the last applied event from a
+//! ready warmroute process, or reads them from the snapshot file of the last shutdown. The event
+//! stream then continues from that position.
 
 pub mod config;
 mod peer;
@@ -24,7 +24,7 @@ pub use snapshot::write_snapshot;
 use warmroute_core::index::dump::RankDump;
 use warmroute_core::worker::WorkerRank;
 
-/// Sources of warm start data.
+/// Sources of copies for the warm start.
 pub struct WarmStart {
     peer: Option<PeerClient>,
     file: Option<SnapshotFile>,
@@ -33,7 +33,7 @@ pub struct WarmStart {
     on_deadline: DeadlineAction,
 }
 
-/// Snapshot file and its contents, once read.
+/// Snapshot file, and its contents after the first read.
 struct SnapshotFile {
     path: PathBuf,
     max_age: Duration,
@@ -48,7 +48,7 @@ enum CopyOrigin {
 }
 
 impl WarmStart {
-    /// Creates the sources without connecting or reading.
+    /// Creates the sources. It does not connect to the peer or read the file.
     pub fn new(settings: &WarmStartConfig) -> anyhow::Result<Self> {
         let file = |path: &PathBuf| SnapshotFile {
             path: path.clone(),
@@ -59,7 +59,7 @@ impl WarmStart {
             peer: settings
                 .url
                 .as_ref()
-                .map(|from| PeerClient::new(from, settings))
+                .map(|url| PeerClient::new(url, settings))
                 .transpose()?,
             file: settings.snapshot_file.as_ref().map(file),
             deadline: settings.timeout.get(),
@@ -68,32 +68,35 @@ impl WarmStart {
         })
     }
 
-    /// Returns a copy of a rank's blocks, from the peer or else from the file. Returns `None` if
-    /// there is no usable copy in time.
-    pub async fn fetch(&self, rank: WorkerRank, reading: u64) -> Option<Arc<RankDump>> {
+    /// Returns a copy of the blocks of a rank, from the peer or otherwise from the file. Returns
+    /// `None` if neither has a usable copy before the deadline. `reader_digest` identifies the
+    /// engine and the settings by which its events are read.
+    pub async fn fetch(&self, rank: WorkerRank, reader_digest: u64) -> Option<Arc<RankDump>> {
         let copy = self.fetch_from_peer(rank).await.map(Arc::new);
-        if let Some(held) = copy.filter(|held| is_usable(rank, reading, held, CopyOrigin::Peer)) {
-            return Some(held);
+        if let Some(copy) =
+            copy.filter(|copy| is_usable(rank, reader_digest, copy, CopyOrigin::Peer))
+        {
+            return Some(copy);
         }
         self.load_from_file(rank)
             .await
-            .filter(|held| is_usable(rank, reading, held, CopyOrigin::File))
+            .filter(|copy| is_usable(rank, reader_digest, copy, CopyOrigin::File))
     }
 
     async fn fetch_from_peer(&self, rank: WorkerRank) -> Option<RankDump> {
         let peer = self.peer.as_ref()?;
-        // The deadline starts with the first query.
-        let until = *self
+        // The time limit starts with the first query.
+        let deadline = *self
             .expires_at
             .get_or_init(|| Instant::now() + self.deadline);
         match peer
             .fetch_rank(
                 rank,
-                (self.on_deadline == DeadlineAction::Cold).then_some(until),
+                (self.on_deadline == DeadlineAction::Cold).then_some(deadline),
             )
             .await
         {
-            Ok(held) => held,
+            Ok(copy) => copy,
             Err(problem) => {
                 let problem = format!("{problem:#}");
                 warn!(%rank, problem, "warm start: no copy from the peer");
@@ -106,7 +109,7 @@ impl WarmStart {
         let SnapshotFile {
             path,
             max_age,
-            ranks: found,
+            ranks: contents,
         } = self.file.as_ref()?;
         let read = async || {
             let path = path.clone();
@@ -117,20 +120,21 @@ impl WarmStart {
             .await;
             read.unwrap_or_default()
         };
-        // The contents stay in memory, because a source may be started more than once during
+        // The contents are kept in memory, because a source may be started more than once during
         // startup.
-        found.get_or_init(read).await.get(&rank).cloned()
+        contents.get_or_init(read).await.get(&rank).cloned()
     }
 }
 
 /// Returns whether the event stream can continue from the position of the copy.
-fn is_usable(rank: WorkerRank, reading: u64, held: &RankDump, from: CopyOrigin) -> bool {
-    let Some(position) = held.position() else {
+fn is_usable(rank: WorkerRank, reader_digest: u64, copy: &RankDump, from: CopyOrigin) -> bool {
+    let Some(position) = copy.position() else {
         info!(%rank, ?from, "warm start: copy has no event position");
         return false;
     };
-    if position.reader_digest != reading {
-        let reason = "warm start: copy rejected, it is of another engine, or used another block size or media tokens";
+    if position.reader_digest != reader_digest {
+        let reason =
+            "warm start: copy rejected: another engine, or different block size or media tokens";
         warn!(%rank, ?from, "{reason}");
         return false;
     }

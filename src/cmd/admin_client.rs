@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail};
 use reqwest::{Client, ClientBuilder, RequestBuilder};
 use serde_json::Value;
 
-/// Timeout of a request. A long prompt on a busy process takes seconds.
+/// Timeout of a request. Explaining a long prompt on a busy process takes seconds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Client of one process.
@@ -18,7 +18,7 @@ pub(super) struct AdminClient {
 }
 
 impl AdminClient {
-    /// Creates a client for the URL `admin`, with optional token and CA files.
+    /// Creates a client for the admin URL of a process, with optional token and CA files.
     pub(super) fn new(
         admin: &str,
         token_file: Option<&Path>,
@@ -51,14 +51,14 @@ impl AdminClient {
     pub(super) async fn post(
         &self,
         page: &str,
-        question: String,
+        body: String,
         accept: &str,
     ) -> anyhow::Result<String> {
         let request = self
             .client
             .post(self.url(page))
             .header("content-type", "application/json");
-        self.send(request.header("accept", accept).body(question), page)
+        self.send(request.header("accept", accept).body(body), page)
             .await
     }
 
@@ -75,12 +75,12 @@ impl AdminClient {
             if url.starts_with("https:") {
                 format!(
                     "{url} is unreachable, or its certificate is not trusted (--ca-file). \
-            Is warmroute running, and is this its admin.listen? (--admin URL)"
+            Is warmroute running, and is this its listeners.admin.address? (--admin URL)"
                 )
             } else {
                 format!(
                     "{url} is unreachable. Is warmroute running, and is this its \
-            admin.listen? (--admin URL)"
+            listeners.admin.address? (--admin URL)"
                 )
             }
         })?;
@@ -101,8 +101,8 @@ impl AdminClient {
     }
 }
 
-/// Returns a client builder for an admin address. Without TLS the CAs of the system are not loaded,
-/// because it may have none.
+/// Returns a client builder for an admin URL. Without TLS the CA certificates of the system are not
+/// loaded, because the system may have none.
 pub(super) fn client_builder(url: &str, ca_file: Option<&Path>) -> anyhow::Result<ClientBuilder> {
     if url.starts_with("https:") || ca_file.is_some() {
         warmroute_runtime::tls::http_client_with_ca(ca_file)

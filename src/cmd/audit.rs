@@ -1,4 +1,4 @@
-//! `warmroute audit`: predicted against actual cache hits of a running process.
+//! `warmroute audit`: compares predicted and actual cache hits of a running process.
 
 use std::fmt::Write as _;
 use std::io::Write;
@@ -10,28 +10,28 @@ use crate::admin::AUDIT_PATH;
 use crate::cmd::cli::AuditArgs;
 use crate::dispatch::audit::{AuditTotals, MissCause, ModelTotals, share};
 
-/// Prints the totals and returns the exit code.
+/// Prints the totals of the audit and returns the exit code.
 pub fn run(args: &AuditArgs, out: &mut impl Write) -> anyhow::Result<u8> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let pages = AdminClient::new(
+    let client = AdminClient::new(
         &args.admin,
         args.token_file.as_deref(),
         args.ca_file.as_deref(),
     )?;
-    let text = runtime.block_on(pages.get(AUDIT_PATH))?;
-    let no_sums = || {
+    let text = runtime.block_on(client.get(AUDIT_PATH))?;
+    let no_totals = || {
         format!(
-            "{} returned no audit totals; is it another version?",
+            "{} returned no audit totals; is it a different version of warmroute?",
             args.admin
         )
     };
     let text = if args.json {
-        pretty_json(&serde_json::from_str(&text).with_context(no_sums)?)?
+        pretty_json(&serde_json::from_str(&text).with_context(no_totals)?)?
     } else {
         render(
-            &serde_json::from_str(&text).with_context(no_sums)?,
+            &serde_json::from_str(&text).with_context(no_totals)?,
             args.price,
         )
     };
@@ -54,7 +54,7 @@ pub fn render(totals: &AuditTotals, price: Option<f64>) -> String {
     }
     if totals.models.is_empty() {
         text += "No responses were audited yet. The audit needs the usage of responses: set \
-        `observe: usage` or `observe: sampled(p)`.\n";
+        `gateway.observe: usage` or `gateway.observe: sampled(p)`.\n";
     }
     if totals.waiting > 0 {
         _ = writeln!(text, "{} further responses are pending.", totals.waiting);
@@ -72,10 +72,10 @@ fn write_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
 
 /// Writes the number of responses with and without reported cached tokens.
 fn write_coverage(text: &mut String, sums: &ModelTotals) {
-    let silent = sums.no_usage + sums.no_details + sums.undecided;
+    let unreported = sums.no_usage + sums.no_details + sums.undecided;
     _ = writeln!(
         text,
-        "  {} responses reported their cached tokens, {silent} did not",
+        "  {} responses reported their cached tokens, {unreported} did not",
         sums.answers
     );
     let reasons = [
@@ -86,7 +86,7 @@ fn write_coverage(text: &mut String, sums: &ModelTotals) {
         ),
         (
             sums.no_usage,
-            "had no usage: clients request it in streams by stream_options.include_usage",
+            "had no usage: in streams, clients request it with stream_options.include_usage",
         ),
         (
             sums.undecided,
@@ -122,11 +122,11 @@ fn write_tokens(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
         saved,
         &format_worth(saved, price),
     );
-    let more = saved.saturating_sub(sums.by_chance_tokens);
+    let gain = saved.saturating_sub(sums.by_chance_tokens);
     row(
         "  more than with random routing",
-        more,
-        &format_worth(more, price),
+        gain,
+        &format_worth(gain, price),
     );
     row("predicted on the chosen workers", sums.captured_tokens, "");
     row("predicted on the best workers", sums.available_tokens, "");
@@ -147,7 +147,7 @@ fn write_tokens(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
     }
 }
 
-/// Writes the accuracy of the predictions.
+/// Writes the accuracy of the predictions, and the causes of wrong ones.
 fn write_predictions(text: &mut String, sums: &ModelTotals) {
     let predicted = sums.answers - sums.unforeseen;
     let percent = share(sums.equal, predicted) * 100.0;

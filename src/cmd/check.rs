@@ -7,7 +7,7 @@ use crate::cmd::cli::CheckArgs;
 use crate::config::Config;
 use crate::server;
 
-/// Prints the resolved configuration and warnings, or every error. Returns the exit code.
+/// Prints the resolved configuration and warnings, or all errors. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
     let flags = args.serve.flags();
     let path = args.serve.config.as_deref();

@@ -1,4 +1,4 @@
-//! Command line. This is the only module that reads environment variables.
+//! Command line, and the only module that reads environment variables.
 
 mod serve;
 
@@ -130,7 +130,8 @@ pub struct ExplainArgs {
     /// Request path; default: /v1/chat/completions, or /v1/completions if the body has a prompt
     #[arg(long)]
     pub path: Option<String>,
-    /// Pool of the request, as `routing.pool_routes.authorities` or Envoy's dynamic metadata would select it
+    /// Pool of the request, as `routing.pool_routes.authorities` or Envoy's dynamic metadata would
+    /// select it
     #[arg(long, value_name = "POOL")]
     pub pool: Option<Arc<str>>,
     /// Request header; may be repeated
@@ -152,8 +153,9 @@ pub struct ExplainArgs {
 }
 
 fn parse_url(url: &str) -> Result<String, String> {
-    let page = url.starts_with("http://") || url.starts_with("https://");
-    page.then(|| url.to_owned())
+    let has_scheme = url.starts_with("http://") || url.starts_with("https://");
+    has_scheme
+        .then(|| url.to_owned())
         .ok_or_else(|| "expected a URL, for example http://127.0.0.1:9900".to_owned())
 }
 
@@ -171,11 +173,11 @@ fn parse_header(text: &str) -> Result<(String, String), String> {
 pub fn log_filter(level: LogLevel) -> String {
     #[expect(
         clippy::disallowed_methods,
-        reason = "this module is the one that reads the environment"
+        reason = "only this module reads the environment"
     )]
     let from_env = std::env::var("RUST_LOG");
-    // The listener logs a refused server name itself, with the fix and a limit. Discovery logs each
-    // failure of the API server once, with its cause; the library logs every request.
+    // Both libraries would repeat messages of warmroute. Its listeners log rejected TLS server
+    // names with a rate limit, and discovery logs each failure of the API server once.
     let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
     from_env
         .ok()
@@ -199,7 +201,7 @@ mod tests {
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
         let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
         let Command::Check(args) = cli.command else {
-            panic!("another command")
+            panic!("unexpected command")
         };
         assert_eq!(args.serve.config, Some(PathBuf::from("w.yaml")));
     }
@@ -209,7 +211,7 @@ mod tests {
         let doctor =
             |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
         let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
-            panic!("another command")
+            panic!("unexpected command")
         };
         let patience: std::time::Duration = args.patience.into();
         assert_eq!(
@@ -229,7 +231,7 @@ mod tests {
     fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {
         let cli = Cli::try_parse_from(["warmroute", "explain"].iter().chain(more))?;
         let Command::Explain(args) = cli.command else {
-            panic!("another command")
+            panic!("unexpected command")
         };
         Ok(args)
     }
@@ -272,7 +274,7 @@ mod tests {
         );
         assert!(
             explain(&["--config", "w", "--body", "b", "--token-file", "t"]).is_err(),
-            "no process is queried"
+            "--token-file requires --admin"
         );
         let args = explain(&["--admin", "http://h:1", "--body", "b", "--token-file", "t"]).unwrap();
         assert_eq!(args.token_file, Some(PathBuf::from("t")));

@@ -42,7 +42,7 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
         .build()?;
     let progress = DoctorProgress::default();
     let findings = runtime.block_on(progress.report(run_checks(&config, args, &progress), err));
-    // A pending name resolution must not delay the exit.
+    // A pending name resolution on the blocking pool must not delay the exit.
     runtime.shutdown_background();
     let findings = findings?;
     let code = exit_code(&findings);
@@ -104,7 +104,7 @@ async fn run_checks(
     Ok(findings)
 }
 
-/// Checks the tokenizers, and the engines against them.
+/// Checks the tokenizers and the engines.
 async fn check_engines(
     config: &Config,
     args: &DoctorArgs,
@@ -127,14 +127,12 @@ async fn check_engines(
             models.insert(model.name.clone(), loaded);
         }
     }
-    let patience = args.patience.into();
-    let canaries = !args.no_canary;
     let collector = FactCollector {
         config,
         client,
         models,
-        timeout: patience,
-        sends_canaries: canaries,
+        timeout: args.patience.into(),
+        sends_canaries: !args.no_canary,
         progress: progress.clone(),
     };
     findings.extend(
@@ -147,6 +145,7 @@ async fn check_engines(
     Ok(findings)
 }
 
+/// Checks Envoy's configuration, if its admin address is known.
 async fn check_envoy(
     config: &Config,
     args: &DoctorArgs,

@@ -1,6 +1,7 @@
 //! `warmroute explain`: explains the route of a request. With `--admin` it queries a running
-//! process, which knows the caches and the load. Without it, the configuration alone shows how the
-//! request is parsed, which workers are eligible, and their costs with empty caches and no load.
+//! process, which knows the caches and the load. Without it, the explanation follows from the
+//! configuration alone: how the request is parsed, which workers are eligible, and their costs with
+//! empty caches and no load.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write};
@@ -27,7 +28,7 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
         None => None,
     };
     let headers: BTreeMap<String, String> = args.headers.iter().cloned().collect();
-    let question = ExplainRequest {
+    let request = ExplainRequest {
         pool: args.pool.clone(),
         ..ExplainRequest::new(args.path.clone(), headers, read_body(&args.body)?)?
     };
@@ -35,9 +36,9 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
         .enable_all()
         .build()?;
     let text = match (&args.admin, config) {
-        (Some(admin), _) => runtime.block_on(query_process(admin, &question, args))?,
+        (Some(admin), _) => runtime.block_on(query_process(admin, &request, args))?,
         (None, Some(config)) => {
-            let explanation = runtime.block_on(explain_offline(&config, &question))?;
+            let explanation = runtime.block_on(explain_offline(&config, &request))?;
             if args.json {
                 pretty_json(&serde_json::to_value(&explanation)?)?
             } else {
@@ -65,17 +66,17 @@ fn read_body(path: &Path) -> anyhow::Result<Vec<u8>> {
 /// Queries a running process for the explanation, as text or JSON.
 async fn query_process(
     admin: &str,
-    question: &ExplainRequest,
+    request: &ExplainRequest,
     args: &ExplainArgs,
 ) -> anyhow::Result<String> {
-    let pages = AdminClient::new(admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
+    let client = AdminClient::new(admin, args.token_file.as_deref(), args.ca_file.as_deref())?;
     let accept = if args.json {
         "application/json"
     } else {
         "text/plain"
     };
-    let text = pages
-        .post(EXPLAIN_PATH, serde_json::to_string(question)?, accept)
+    let text = client
+        .post(EXPLAIN_PATH, serde_json::to_string(request)?, accept)
         .await?;
     if args.json {
         pretty_json(
@@ -88,29 +89,29 @@ async fn query_process(
 
 async fn explain_offline(
     config: &Config,
-    question: &ExplainRequest,
+    request: &ExplainRequest,
 ) -> anyhow::Result<RouteExplanation> {
-    let parts = OfflineRouter::new(config).await?;
-    let body = question.body()?.unwrap_or_default();
-    let path = question.resolve_path(&body).to_owned();
-    let headers = |name: &str| question.header(name);
-    let pool = question.resolve_pool(&parts.preprocessor, &path);
+    let offline = OfflineRouter::new(config).await?;
+    let body = request.body()?.unwrap_or_default();
+    let path = request.resolve_path(&body).to_owned();
+    let headers = |name: &str| request.header(name);
+    let pool = request.resolve_pool(&offline.preprocessor, &path);
     let body = ExplainRequest::to_body(body, config.requests.limits.max_body_size.bytes());
     let (body, requested_model) =
-        question.rewrite_model(&parts.preprocessor, pool.as_deref(), body);
+        request.rewrite_model(&offline.preprocessor, pool.as_deref(), body);
     let preprocessed = match body {
-        // Only the operator waits, so no deadline applies.
-        RequestBody::Whole(body) => parts
+        // No request waits for the result, so no deadline applies.
+        RequestBody::Whole(body) => offline
             .preprocessor
             .preprocess_blocking(pool, &path, &headers, &body),
         other => {
-            parts
+            offline
                 .preprocessor
                 .preprocess_for_pool(pool, &path, &headers, &other)
                 .await
         }
     };
-    let explanation = parts
+    let explanation = offline
         .dispatcher
         .explain(preprocessed.route_request, preprocessed.session.as_ref());
     Ok(RouteExplanation {

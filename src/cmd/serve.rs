@@ -15,8 +15,8 @@ use crate::config::Config;
 use crate::server::telemetry::{self, LogFilter};
 use crate::server::{self, App, ConfigFile};
 
-/// Serves until SIGTERM or SIGINT, then drains. A second signal ends the drain. Returns the exit
-/// code.
+/// Serves until SIGTERM or SIGINT, then drains. A second signal stops the process immediately.
+/// Returns the exit code.
 pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     let reload = Arc::new(Notify::new());
     let (read, file) = read_config(args, &reload);
@@ -25,7 +25,7 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
     };
     let log = telemetry::init(&config.process.log);
     telemetry::install_panic_hook();
-    // An unreadable workers file is reported by the task that watches it.
+    // An unreadable workers file is ignored here: the task that watches the file reports it.
     for advice in config.advice(&server::listed_workers(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
     }
@@ -33,13 +33,13 @@ pub fn run(args: &ServeArgs, err: &mut impl Write) -> anyhow::Result<u8> {
         .enable_all()
         .build()?;
     let ended = runtime.block_on(serve(config, file, log, reload));
-    // Work on the blocking pool must not delay the exit.
+    // Work on the blocking pool must not delay the exit further.
     runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     ended
 }
 
-/// Reads the configuration of the process, and the file to follow; `None` if the flags are the
-/// configuration.
+/// Reads the configuration of the process. Also returns the file to follow, or `None` if the
+/// configuration consists of flags only.
 fn read_config(
     args: &ServeArgs,
     reload: &Arc<Notify>,
@@ -68,8 +68,8 @@ async fn serve(
     log: LogFilter,
     reload: Arc<Notify>,
 ) -> anyhow::Result<u8> {
-    // Installed first: a signal during startup must stop cleanly, and SIGHUP must not end the
-    // process.
+    // Installed first: a signal during startup must stop the process cleanly, and SIGHUP must not
+    // end it.
     let mut signals = TerminationSignals {
         terminate: signal(SignalKind::terminate())?,
         interrupt: signal(SignalKind::interrupt())?,
@@ -91,7 +91,8 @@ async fn serve(
     let drain = CancellationToken::new();
     let running = app.run_until(drain.clone().cancelled_owned());
     let on_signals = async {
-        // Awaited outside the log macros, which skip their arguments if the level is disabled.
+        // Received outside the log macros, which do not evaluate their arguments if the level is
+        // disabled.
         let signal = signals.recv().await;
         info!(signal, "shutdown requested");
         drain.cancel();
@@ -102,7 +103,7 @@ async fn serve(
         );
     };
     tokio::select! {
-        ended = running => Ok(ended.map_or_else(|error| log_failure("stopped by an error", &error), |()| 0)),
+        ended = running => Ok(ended.map_or_else(|error| log_failure("stopped because of an error", &error), |()| 0)),
         () = on_signals => Ok(0),
     }
 }
@@ -131,7 +132,8 @@ impl TerminationSignals {
     }
 }
 
-/// Requests a configuration reload for each SIGHUP. One during startup is remembered.
+/// Requests a configuration reload for each SIGHUP. A request during startup takes effect when the
+/// reloader runs.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
         info!("SIGHUP");

@@ -1,6 +1,6 @@
-//! Warnings about valid settings that are probably mistakes: prefills without a worker, pools
-//! without workers, suspicious values. The process can serve with them, and the workers may change
-//! at any time, so these are warnings and not errors.
+//! Warnings about valid settings that are probably mistakes: phases or pools without workers, and
+//! suspicious values. The process can serve with them, and the workers may change at any time, so
+//! these are warnings and not errors.
 
 #[cfg(test)]
 mod tests;
@@ -34,7 +34,7 @@ impl fmt::Display for Advice {
 }
 
 impl Config {
-    /// Warnings about the configuration with these workers.
+    /// Returns the warnings about the configuration with these workers.
     pub fn advice(&self, workers: &[Worker]) -> Vec<Advice> {
         let of_models = self.models.iter().flat_map(|model| {
             let roles: Vec<WorkerRole> = workers
@@ -76,37 +76,40 @@ impl Config {
     }
 }
 
-/// A smaller limit is probably a size without its unit.
+/// Body limits below this size are probably written without their unit.
 const SHORT_BODY: Size = Size::kib(64);
 
 /// `message_timeout` of the shipped Envoy files.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// Warns about a small body limit.
 fn short_bodies(config: &Config) -> Option<Advice> {
     let limit = config.requests.limits.max_body_size;
     (limit < SHORT_BODY).then(|| Advice {
         subject: "requests.limits.max_body_size".to_owned(),
         finding: format!(
-            "{} bytes are less than many requests have; longer ones are routed by load only",
+            "{} bytes is less than many request bodies have; requests above the limit are routed by load only",
             limit.0
         ),
-        fix: "write the unit, for example 32MiB".to_owned(),
+        fix: "add the unit, for example 32MiB".to_owned(),
     })
 }
 
+/// Warns about a decision timeout above Envoy's message timeout.
 fn long_deadline(config: &Config) -> Option<Advice> {
     let deadline = config.requests.limits.decision_timeout;
     (deadline.get() >= MESSAGE_TIMEOUT).then(|| Advice {
         subject: "requests.limits.decision_timeout".to_owned(),
         finding: format!(
-            "{deadline} is not less than the message_timeout of the shipped Envoy files (1s), after which Envoy routes \
-                       without an answer"
+            "{deadline} is not less than the message_timeout of the shipped Envoy files (1s), after which Envoy \
+                       continues without a response of warmroute"
         ),
-        fix: "lower it, or raise `message_timeout` of the ext_proc filter above it".to_owned(),
+        fix: "lower it, or set a higher `message_timeout` of the ext_proc filter".to_owned(),
     })
 }
 
-/// Clients that connect without Envoy can send headers that Envoy would remove.
+/// Warns about trusted clients on a listener that is open to all hosts. Clients that connect
+/// without Envoy can send headers that Envoy would remove.
 fn trusted_open_listener(config: &Config) -> Option<Advice> {
     let open = config.listeners.ext_proc.address.filter(|listen| {
         config.listeners.ext_proc.unprotected && !listen.ip().to_canonical().is_loopback()
@@ -114,9 +117,9 @@ fn trusted_open_listener(config: &Config) -> Option<Advice> {
     config.requests.clients.trusted.then(|| Advice {
         subject: "requests.clients.trusted".to_owned(),
         finding: format!(
-            "any client that reaches {open} may pin workers and set priorities, because `listeners.ext_proc.unprotected` is true"
+            "any client that reaches {open} can pin workers and set priorities, because `listeners.ext_proc.unprotected` is true"
         ),
-        fix: "set `listeners.ext_proc.tls.client_ca`, or allow only Envoy by a network policy".to_owned(),
+        fix: "set `listeners.ext_proc.tls.client_ca`, or allow only Envoy with a network policy".to_owned(),
     })
 }
 
@@ -124,7 +127,7 @@ fn prefill_mode(model: &ModelConfig) -> Option<PrefillMode> {
     model.prefill.as_ref().map(|prefill| prefill.mode)
 }
 
-/// Phases without a worker, and prefill workers that receive no requests.
+/// Warns about phases without a worker, and about prefill workers that receive no requests.
 fn pools(model: &ModelConfig, roles: &[WorkerRole]) -> Option<Advice> {
     let has = |role| roles.contains(&role);
     let prefill = has(WorkerRole::Prefill);
@@ -133,33 +136,33 @@ fn pools(model: &ModelConfig, roles: &[WorkerRole]) -> Option<Advice> {
     let (finding, fix) = match prefill_mode(model) {
         _ if roles.is_empty() => return None,
         None if prefill => (
-            "its workers with `role: prefill` are named in headers and nothing else: without a sidecar or a front end that \
-             reads these, no request is prefilled there, and they count as busy",
-            "write `prefill: {mode: call}` (vLLM, TensorRT-LLM) or `prefill: {mode: mirror}` (SGLang) for it, or `prefill: {mode: \
-             header}` if there is such a consumer",
+            "its workers with `role: prefill` are only named in headers: without a sidecar or a front end that reads these \
+             headers, they compute no prefills, but load is booked for them",
+            "set `prefill: {mode: call}` (vLLM, TensorRT-LLM) or `prefill: {mode: mirror}` (SGLang) of the model, or `prefill: \
+             {mode: header}` if there is a sidecar or front end",
         ),
         Some(PrefillMode::Call) if !prefill => (
-            "`prefill: {mode: call}`, and none of its workers has `role: prefill`: decode workers compute every prompt",
-            "write `role: prefill` for some of them, or take `prefill` out",
+            "it has `prefill: {mode: call}`, but no worker with `role: prefill`: decode workers compute every prompt",
+            "set `role: prefill` for some of its workers, or remove `prefill`",
         ),
         Some(PrefillMode::Call) if !decode && !aggregated => (
-            "all of its workers have `role: prefill`: no worker answers",
-            "write `role: decode` for some of them",
+            "all of its workers have `role: prefill`, so none can generate responses",
+            "set `role: decode` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if !prefill && decode => (
-            "`prefill: {mode: mirror}`, and none of its workers has `role: prefill`: its decode workers have no \
-             bootstrap partner, and its requests are refused",
-            "write `role: prefill` for some of them",
+            "it has `prefill: {mode: mirror}`, but no worker with `role: prefill`: its decode workers have no \
+             bootstrap partner, and its requests are rejected",
+            "set `role: prefill` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if prefill && !decode => (
-            "`prefill: {mode: mirror}`, and none of its workers has `role: decode`: its prefill workers have no bootstrap \
+            "it has `prefill: {mode: mirror}`, but no worker with `role: decode`: its prefill workers have no bootstrap \
              partner",
-            "write `role: decode` for some of them",
+            "set `role: decode` for some of its workers",
         ),
         Some(PrefillMode::Mirror) if !prefill && !decode => (
-            "`prefill: {mode: mirror}`, and its workers have no roles: none of them has a bootstrap \
+            "it has `prefill: {mode: mirror}`, but its workers have no roles: none of them has a bootstrap \
              partner",
-            "write `role: prefill` and `role: decode` for them, or take `prefill` out",
+            "set `role: prefill` and `role: decode` for its workers, or remove `prefill`",
         ),
         _ => return None,
     };
@@ -170,22 +173,23 @@ fn pools(model: &ModelConfig, roles: &[WorkerRole]) -> Option<Advice> {
     })
 }
 
+/// Warns about a conditional prefill that a model ignores.
 fn ignored_condition(config: &Config, model: &ModelConfig) -> Option<Advice> {
     let ignored = config.routing.disaggregation.conditional.is_some()
         && prefill_mode(model) == Some(PrefillMode::Mirror);
     ignored.then(|| Advice {
         subject: format!("model {}", model.name),
-        finding: "`routing.disaggregation.conditional` is not for models with `prefill: {mode: mirror}`: their decode workers refuse what \
-               they are to prefill themselves, so every prompt goes to a prefill worker"
+        finding: "`routing.disaggregation.conditional` does not apply to models with `prefill: {mode: mirror}`: their decode workers \
+               cannot compute prompts, so every prompt goes to a prefill worker"
             .to_owned(),
-        fix: "take it out, unless it is meant for other models".to_owned(),
+        fix: "remove it, unless it is meant for other models".to_owned(),
     })
 }
 
-/// `bootstrap` of a worker that never takes part in a bootstrap.
+/// Warns about `bootstrap` of a worker that never takes part in a bootstrap.
 fn unused_bootstrap(config: &Config, worker: &Worker) -> Option<Advice> {
     worker.bootstrap.as_ref()?;
-    let why = match (worker.role, config.prefill_mode(worker)) {
+    let reason = match (worker.role, config.prefill_mode(worker)) {
         (WorkerRole::Prefill, Some(PrefillMode::Mirror)) => return None,
         (WorkerRole::Prefill, _) => format!(
             "the model {} has no `prefill: {{mode: mirror}}`",
@@ -197,14 +201,14 @@ fn unused_bootstrap(config: &Config, worker: &Worker) -> Option<Advice> {
     };
     Some(Advice {
         subject: format!("worker {}", worker.id),
-        finding: format!("`bootstrap` is without effect: {why}"),
-        fix: "take it out, or write what is missing".to_owned(),
+        finding: format!("`bootstrap` has no effect: {reason}"),
+        fix: "remove it, or add the missing setting".to_owned(),
     })
 }
 
-/// Routes to pools without workers. Their requests are rejected.
+/// Warns about routes to pools without workers. Their requests are rejected.
 fn routes_without_workers(config: &Config, workers: &[Worker]) -> Vec<Advice> {
-    // Without any worker there is no warning: a workers file may be filled later.
+    // A fleet without workers causes no warning: the workers file may be filled later.
     let mut pools: Vec<&str> = config.routing.pool_routes.pools().collect();
     pools.sort_unstable();
     pools.dedup();
@@ -213,7 +217,7 @@ fn routes_without_workers(config: &Config, workers: &[Worker]) -> Vec<Advice> {
     });
     let advice = |pool: &str| Advice {
         subject: "routing.pool_routes".to_owned(),
-        finding: format!("no worker is of the pool `{pool}`, so requests for it are refused"),
+        finding: format!("no worker belongs to the pool `{pool}`, so its requests are rejected"),
         fix: match &config.workers.kubernetes {
             Some(kubernetes) => {
                 let titles: Vec<String> = kubernetes
@@ -226,14 +230,15 @@ fn routes_without_workers(config: &Config, workers: &[Worker]) -> Vec<Advice> {
                     titles.join(", ")
                 )
             }
-            None => format!("write the taint `pool={pool}` for its workers"),
+            None => format!("add the taint `pool={pool}` to its workers"),
         },
     };
     without_workers.map(advice).collect()
 }
 
-/// Several pools without a route that restricts requests to one of them. Dynamic metadata `pool`
-/// would restrict them too, but only Envoy's configuration shows whether Envoy sends it.
+/// Warns about several pools without a route that restricts requests to one of them. Dynamic
+/// metadata `pool` would restrict them too, but only Envoy's configuration shows whether Envoy
+/// sends it.
 fn unrestricted_requests(config: &Config, workers: &[Worker]) -> Option<Advice> {
     let of_kubernetes = config
         .workers
@@ -244,39 +249,43 @@ fn unrestricted_requests(config: &Config, workers: &[Worker]) -> Option<Advice> 
         .iter()
         .flat_map(|worker| worker.pools().map(str::to_owned));
     let pools: BTreeSet<String> = of_kubernetes.chain(of_workers).collect();
-    let confine = &config.routing.pool_routes;
+    let pool_routes = &config.routing.pool_routes;
     let unnamed: Vec<String> = pools
         .iter()
-        .filter(|pool| confine.pools().all(|named| named != *pool))
+        .filter(|pool| pool_routes.pools().all(|named| named != *pool))
         .map(|pool| format!("`{pool}`"))
         .collect();
-    // A header may name every pool, and a catch-all rule applies to every request.
-    if pools.len() < 2 || confine.header.is_some() || confine.has_catch_all() || unnamed.is_empty()
+    // A header can select any pool, and a catch-all rule applies to every request.
+    if pools.len() < 2
+        || pool_routes.header.is_some()
+        || pool_routes.has_catch_all()
+        || unnamed.is_empty()
     {
         return None;
     }
     let unnamed = unnamed.join(", ");
-    let finding = if confine.is_empty() {
+    let finding = if pool_routes.is_empty() {
         format!(
-            "the workers belong to the pools {unnamed}, and `routing.pool_routes` is empty: a request may be routed to a worker of another pool than \
-             that of its route"
+            "the workers belong to the pools {unnamed}, and `routing.pool_routes` is empty: a request may be routed to a \
+             worker of another pool than that of its route"
         )
     } else {
         format!(
-            "`routing.pool_routes` does not name the pools {unnamed}: requests for them are not confined, and may be routed to a worker of any pool"
+            "`routing.pool_routes` does not name the pools {unnamed}: their requests may be routed to a worker of any pool"
         )
     };
     Some(Advice {
         subject: "routing.pool_routes".to_owned(),
         finding,
-        fix: "give each pool a Service in front of warmroute and write `routing: {pool_routes: {authorities: {<service>.<namespace>: <pool>}}}`, or \
-               `header` or `rules` of `routing.pool_routes`. Where Envoy sends the dynamic metadata `pool`, write a rule for requests without it"
+        fix: "create a Service in front of warmroute for each pool and set `routing: {pool_routes: {authorities: {<service>.<namespace>: \
+               <pool>}}}`, or set `header` or `rules` of `routing.pool_routes`. If Envoy sends the dynamic metadata `pool`, add a rule for \
+               requests without it"
             .to_owned(),
     })
 }
 
-/// Pods that several entries select. A worker belongs to the first one, so later entries have no
-/// effect.
+/// Warns about entries whose pods are already selected by an earlier entry. A worker belongs to the
+/// first entry, so later ones have no effect.
 fn duplicate_selectors(config: &Config) -> Vec<Advice> {
     let pools = config
         .workers
@@ -284,17 +293,17 @@ fn duplicate_selectors(config: &Config) -> Vec<Advice> {
         .as_ref()
         .map(|kubernetes| &kubernetes.pools[..])
         .unwrap_or_default();
-    let again = pools
+    let duplicates = pools
         .iter()
         .enumerate()
         .filter(|(at, pool)| pools[..*at].iter().any(|other| other.includes(pool)));
     let advice = |(_, pool): (usize, &PodsConfig)| Advice {
         subject: "workers.kubernetes".to_owned(),
         finding: format!(
-            "the pods of `{}` are found by an earlier entry already, so this one finds none",
+            "an earlier entry already selects the pods of `{}`, so this one has no effect",
             pool.title()
         ),
-        fix: "leave one out".to_owned(),
+        fix: "remove one of them".to_owned(),
     };
-    again.map(advice).collect()
+    duplicates.map(advice).collect()
 }

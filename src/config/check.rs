@@ -1,4 +1,5 @@
-//! Checks that involve several sections. The only I/O is the test that named files exist.
+//! Checks of the whole configuration: each section alone, and sections against each other. The only
+//! I/O is to read or to find the files that it names.
 
 mod conflicts;
 mod credentials;
@@ -35,7 +36,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
 struct SectionProblems(Vec<Problem>);
 
 impl SectionProblems {
-    /// Adds the problems of the section at a path, written with dots.
+    /// Adds the problems of the section at a dotted path.
     fn add(&mut self, path: &str, found: impl IntoIterator<Item = Problem>) {
         let within = |problem| {
             let inner_first = path.rsplit('.');
@@ -113,7 +114,7 @@ impl SectionProblems {
     }
 }
 
-/// Path of a key, written with dots.
+/// Splits the dotted path of a key.
 fn steps(path: &str) -> Vec<Step> {
     path.split('.').map(Step::from).collect()
 }
@@ -159,17 +160,17 @@ fn rewrites(config: &Config) -> Vec<Problem> {
         .model_rewrites
         .targets()
         .filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
-    problems.extend(unknown.map(|(place, name)| {
+    problems.extend(unknown.map(|(trail, name)| {
         let text = format!("`{name}` is no model, alias or adapter under `models`; add it there, or name one of these");
-        Problem::at(place, text)
+        Problem::at(trail, text)
     }));
     problems
 }
 
 fn load(config: &Config) -> Vec<Problem> {
-    let shrinks = config.routing.load.prefill_decay && !config.routing.load.prefill_tokens;
+    let is_useless = config.routing.load.prefill_decay && !config.routing.load.prefill_tokens;
     let text = "prefill tokens are not counted, so nothing would shrink; set `prefill_tokens: true`, or leave this out";
-    shrinks
+    is_useless
         .then(|| Problem::of("prefill_decay", text))
         .into_iter()
         .collect()

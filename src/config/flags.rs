@@ -1,6 +1,6 @@
-//! Command-line flags that override or replace the configuration file. Names and meanings are those
-//! that gateway charts and conformance tests pass to an endpoint picker, so that warmroute is a
-//! drop-in replacement.
+//! Command-line flags that override or replace the configuration file. They have the names and
+//! meanings that gateway charts and conformance tests use for an endpoint picker, so that warmroute
+//! is a drop-in replacement.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
@@ -11,10 +11,10 @@ use warmroute_settings::Period;
 
 use super::{Config, LogFormat, LogLevel, PoolConfig};
 
-/// Settings that override the file; none by default.
+/// Settings that override the configuration file. By default, none is set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Flags {
-    /// Name of the pool that is served.
+    /// Name of the served pool.
     pub pool_name: Option<String>,
     /// Namespace of the pool.
     pub pool_namespace: Option<String>,
@@ -27,9 +27,9 @@ pub struct Flags {
     pub secure_serving: Option<bool>,
     /// Folder with the certificate of ext_proc, as `tls.crt` and `tls.key`.
     pub cert_dir: Option<PathBuf>,
-    /// Time of unchanged service after the shutdown signal.
+    /// Time to continue serving after the shutdown signal.
     pub drain_grace: Option<Period>,
-    /// Port of the admin pages. The address is that of the file.
+    /// Port of the admin pages. The IP address stays that of the file.
     pub metrics_port: Option<u16>,
     /// Format of the log.
     pub log_format: Option<LogFormat>,
@@ -38,9 +38,9 @@ pub struct Flags {
 }
 
 impl Flags {
-    /// Configuration without a file. It matches the endpoint picker of the conformance tests, which
-    /// receives flags only: the same ports, TLS and headers. Without a tokenizer, routing is
-    /// load-only.
+    /// Returns the configuration for a process without a file. It matches the endpoint picker of
+    /// the conformance tests, which receives only flags: the same ports, TLS and headers. Without a
+    /// tokenizer, routing is load-only.
     pub(super) fn without_file(&self) -> Value {
         json!({
             "listeners": {"ext_proc": {
@@ -80,7 +80,7 @@ impl Flags {
             config.listeners.ext_proc.health_address = all(port);
         }
         self.apply_tls(&mut config.listeners.ext_proc.tls);
-        // The flag opens the port to all hosts, as charts of endpoint pickers expect.
+        // `grpc_port` opens the port to all hosts, as charts of endpoint pickers expect.
         config.listeners.ext_proc.unprotected |= self.grpc_port.is_some()
             && !config
                 .listeners
@@ -98,7 +98,7 @@ impl Flags {
         config.process.log.level = self.log_level.unwrap_or(config.process.log.level);
     }
 
-    /// Replaces the pool of the file if it is the only one and has no selector.
+    /// Replaces name and namespace of the file's pool if it is the only one and has no selector.
     fn select_pool(&self, config: &mut Config) {
         let Some([pool]) = config
             .workers
@@ -114,7 +114,8 @@ impl Flags {
         }
     }
 
-    /// Chooses the certificate: that of the flag, else that of the file, else a self-signed one.
+    /// Applies `secure_serving` and `cert_dir`. The directory replaces the certificate of the file.
+    /// If `secure_serving` is true and there is no certificate, a self-signed one is used.
     fn apply_tls(&self, tls: &mut Option<TlsConfig>) {
         match (self.secure_serving, &self.cert_dir) {
             (Some(false), _) => *tls = None,
@@ -248,12 +249,12 @@ mod tests {
 
     #[test]
     fn pool_flags_need_a_name_only() {
-        let plain = Flags {
+        let plaintext_flags = Flags {
             secure_serving: Some(false),
             pool_namespace: None,
             ..pool_flags()
         };
-        let config = Config::of_flags(&plain).unwrap();
+        let config = Config::of_flags(&plaintext_flags).unwrap();
         assert_eq!(
             (
                 config.listeners.ext_proc.tls,
@@ -263,22 +264,22 @@ mod tests {
             ),
             (None, None)
         );
-        let wrong = Config::of_flags(&Flags {
+        let errors = Config::of_flags(&Flags {
             pool_name: Some(String::new()),
-            ..plain
+            ..plaintext_flags
         })
         .unwrap_err();
         assert!(
-            wrong
+            errors
                 .iter()
-                .any(|wrong| wrong.to_string().contains("the name is empty")),
-            "{wrong:?}"
+                .any(|error| error.to_string().contains("the name is empty")),
+            "{errors:?}"
         );
     }
 
     #[test]
     fn pool_of_flags_replaces_pool_of_file() {
-        let followed = |pools: &str| {
+        let pools_with_flags = |pools: &str| {
             let text =
                 format!("models: [{{name: m}}]\nworkers: {{kubernetes: {{pools: {pools}}}}}\n");
             let flags = Flags {
@@ -297,18 +298,18 @@ mod tests {
         };
         let own = |name: &str| Some(name.to_owned());
         let named = vec![(own("b"), own("c"))];
-        assert_eq!(followed("[{name: a, namespace: x}]"), named);
+        assert_eq!(pools_with_flags("[{name: a, namespace: x}]"), named);
         assert_eq!(
-            followed("[{worker: {kv_events: {port: 5557}}}]"),
+            pools_with_flags("[{worker: {kv_events: {port: 5557}}}]"),
             named,
-            "the file describes only the workers"
+            "the pool of the file only has a worker template"
         );
         assert_eq!(
-            followed("[{selector: {app: x}, ports: [80]}]"),
+            pools_with_flags("[{selector: {app: x}, ports: [80]}]"),
             [(None, None)]
         );
         assert_eq!(
-            followed("[{name: a}, {name: x}]"),
+            pools_with_flags("[{name: a}, {name: x}]"),
             [(own("a"), None), (own("x"), None)]
         );
     }
@@ -354,7 +355,7 @@ mod tests {
         assert_eq!(
             file.unwrap().client_ca,
             Some("/ca".into()),
-            "the client CA of the file is retained"
+            "the client CA of the file was dropped"
         );
     }
 }

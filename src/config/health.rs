@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 use warmroute_core::health::HealthRules;
 use warmroute_settings::{Period, Problem};
 
-/// Upper limit of the ejection time. A longer one would keep repaired workers out of service.
-const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
+/// Upper limit of the ejection time. A longer time would keep repaired workers out of service.
+const MAX_EJECTION_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The `routing.outlier_detection:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -26,20 +26,20 @@ pub struct HealthConfig {
 impl Default for HealthConfig {
     fn default() -> Self {
         let HealthRules {
-            consecutive_failures: failures,
-            base_ejection_time: first,
-            max_ejection_time: most,
+            consecutive_failures,
+            base_ejection_time,
+            max_ejection_time,
         } = HealthRules::default();
         Self {
-            consecutive_failures: failures,
-            base_ejection_time: Period(first),
-            max_ejection_time: Period(most),
+            consecutive_failures,
+            base_ejection_time: Period(base_ejection_time),
+            max_ejection_time: Period(max_ejection_time),
         }
     }
 }
 
 impl HealthConfig {
-    /// Rules for the core.
+    /// Returns the rules for the core.
     pub fn rules(&self) -> HealthRules {
         HealthRules {
             consecutive_failures: self.consecutive_failures,
@@ -62,7 +62,7 @@ impl HealthConfig {
             );
             problems.push(Problem::of("max_ejection_time", text));
         }
-        if self.max_ejection_time.get() > LONGEST {
+        if self.max_ejection_time.get() > MAX_EJECTION_TIME {
             problems.push(Problem::of(
                 "max_ejection_time",
                 format!(

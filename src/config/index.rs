@@ -1,4 +1,4 @@
-//! `index:`: knowledge about the caches of the workers.
+//! `index:`: index of the workers' caches.
 
 use serde::{Deserialize, Serialize};
 use warmroute_engines::shared_cache::SharedCacheConfig;
@@ -12,9 +12,9 @@ use crate::cluster::warm_start::config::WarmStartConfig;
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct IndexSection {
-    /// Maximum number of blocks of one worker rank, per tier below the device, and on the device if
-    /// the number of its KV blocks is unknown. If it is known, the limit there is four times as
-    /// many.
+    /// Maximum number of blocks of one worker rank in each tier below the device. It also applies
+    /// to the device if the number of its KV blocks is unknown; otherwise the limit is four times
+    /// that number.
     pub max_blocks_per_tier: u64,
     /// Handling of event sources that may be out of date.
     pub freshness: IndexTrustConfig,
@@ -23,12 +23,13 @@ pub struct IndexSection {
     /// Cache that all workers share. `None`: there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared_cache: Option<SharedCacheConfig>,
-    /// Source of the index at startup. `None`: the index is built from the events of the engines.
+    /// Source of the index at startup. `None`: the index is built only from the events of the
+    /// engines.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub warm_start: Option<WarmStartConfig>,
-    /// Answers queries of processes that keep no index of their own.
+    /// True if this process answers queries of processes that keep no index of their own.
     pub serve: bool,
-    /// Servers that are queried in place of an index of this process.
+    /// Servers that are queried instead of keeping an index in this process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remote: Option<RemoteIndexConfig>,
 }

@@ -9,8 +9,8 @@ use warmroute_settings::{Period, Problem};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct IndexTrustConfig {
-    /// Factor for the credit of cached blocks while their event source is stale or catching up, 0
-    /// to 1.
+    /// Factor, from 0 to 1, for the credit of cached blocks while their event source is stale or
+    /// catching up.
     pub stale_credit: f64,
     /// Conditions under which a silent source counts as stale.
     pub stale_after: SilenceConfig,
@@ -22,7 +22,8 @@ pub struct IndexTrustConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SilenceConfig {
-    /// Completed requests that must have stored blocks, without a batch since.
+    /// Number of completed requests that must have stored blocks, without an event batch since the
+    /// first of them.
     pub requests: u32,
     /// Time since the first of these requests.
     pub duration: Period,
@@ -58,7 +59,7 @@ impl Default for SilenceConfig {
 }
 
 impl IndexTrustConfig {
-    /// Rules for the core.
+    /// Returns the rules for the core.
     pub fn rules(&self) -> FreshnessRules {
         FreshnessRules {
             stale_credit: self.stale_credit,

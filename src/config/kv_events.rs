@@ -4,16 +4,16 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{Problem, Size};
 
-/// Smallest limit: the largest batches of a single engine step are some hundred KiB.
+/// Smallest allowed limit. The batches of a single engine step have up to some hundred KiB.
 const SMALLEST_MESSAGE: Size = Size::mib(1);
-/// Largest limit: a message is received whole.
+/// Largest allowed limit, because a message is held in memory as a whole.
 const LARGEST_MESSAGE: Size = Size::mib(1024);
 
 /// The `engines.kv_events:` section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvEventsLimits {
-    /// Largest message that is received; a larger one counts as a lost batch.
+    /// Maximum size of a message. A larger message is skipped and counts as a lost batch.
     pub max_message_size: Size,
 }
 

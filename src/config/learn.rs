@@ -8,7 +8,7 @@ use warmroute_settings::{Period, Problem};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct LearnConfig {
-    /// Queries each worker for its cache settings and the addresses of its event sources.
+    /// True to query each worker for its cache settings and the addresses of its event sources.
     pub enabled: bool,
     /// Interval between two queries to one worker.
     pub interval: Period,

@@ -12,7 +12,7 @@ use crate::ext_proc::config::{ListenConfig, ListenerLimitsConfig};
 pub struct ListenersSection {
     /// ext_proc gRPC server.
     pub ext_proc: ListenConfig,
-    /// HTTP server of metrics, health and status pages.
+    /// HTTP server of the metrics, health and status pages.
     pub admin: AdminConfig,
     /// gRPC server of the router API for callers other than Envoy. `None`: no such server.
     #[serde(skip_serializing_if = "Option::is_none")]

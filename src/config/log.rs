@@ -12,7 +12,7 @@ pub struct LogConfig {
     pub format: LogFormat,
 }
 
-/// Level of a line.
+/// Level of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogLevel {
@@ -30,7 +30,7 @@ pub enum LogLevel {
 }
 
 impl LogLevel {
-    /// Name in log filters.
+    /// Returns the name in log filters.
     pub fn as_str(self) -> &'static str {
         match self {
             LogLevel::Error => "error",
@@ -42,7 +42,7 @@ impl LogLevel {
     }
 }
 
-/// Format of a line.
+/// Format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LogFormat {

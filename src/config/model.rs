@@ -12,7 +12,7 @@ use crate::ext_proc::config::FailureMode;
 use crate::prefill::PrefillConfig;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 
-/// Largest block size. No engine has larger KV blocks, and hardly any prompt would fill one.
+/// Largest block size. No engine has larger KV blocks, and few prompts would fill one.
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
 /// One entry of the list of models.
@@ -24,11 +24,12 @@ pub struct ModelConfig {
     /// Other names that requests may use.
     #[serde(default)]
     pub aliases: Vec<ModelName>,
-    /// `tokenizer.json`, plain or as `.gz`. Without one, requests for the model are routed load-only.
+    /// `tokenizer.json`, plain or as `.gz`. Without one, requests for the model are routed
+    /// load-only.
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
-    /// `tokenizer_config.json`: special tokens and usually the chat template. The model's `config.json`
-    /// is expected in the same folder.
+    /// `tokenizer_config.json`: special tokens and usually the chat template. The model's
+    /// `config.json` is expected in the same folder.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
     /// Jinja file that replaces the template in `tokenizer_config`.
@@ -46,7 +47,7 @@ pub struct ModelConfig {
     /// Placeholder token of a video.
     #[serde(default)]
     pub video_token_id: Option<u32>,
-    /// Placeholders of media in prompts. `None`: a prompt is known up to its first medium.
+    /// Placeholders of media in prompts. `None`: a prompt is only known up to its first medium.
     #[serde(default)]
     pub multimodal: Option<MediaConfig>,
     /// Engine that serves the model.
@@ -55,8 +56,8 @@ pub struct ModelConfig {
     /// Version of the `transformers` library that the engines use.
     #[serde(default)]
     pub transformers_version: TransformersVersion,
-    /// Tokenizer class in the engines, if the files do not name it. `TokenizersBackend` stands for
-    /// `tokenizer.json` without changes.
+    /// Tokenizer class that the engines use, if the files do not name it. With `TokenizersBackend`,
+    /// `tokenizer.json` is used without changes.
     #[serde(default)]
     pub tokenizer_class: Option<String>,
     /// Tokenization by the engines. `None`: warmroute tokenizes.
@@ -65,10 +66,11 @@ pub struct ModelConfig {
     /// Execution of remote prefills. `None`: headers name the prefill worker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillConfig>,
-    /// Handling of requests for which no worker can be chosen. `None`: as for the other models.
+    /// Handling of requests for which no worker can be chosen. `None`: `gateway.failure.mode`
+    /// applies.
     #[serde(default)]
     pub failure_mode: Option<FailureMode>,
-    /// Part of a response that signals its first token.
+    /// Part of a streaming response that signals its first token.
     #[serde(default)]
     pub first_token_signal: FirstToken,
     /// Tokens per KV block of the index; 16 by default. Blocks of engines with another size are
@@ -77,24 +79,24 @@ pub struct ModelConfig {
     pub block_size: Option<BlockSize>,
 }
 
-/// Part of an event stream that signals its first token.
+/// Part of a streaming response that signals its first token.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstToken {
-    /// The first bytes of the body. The engine sends the headers before it computes anything.
+    /// The first bytes of the body. The engine sends the headers before the first token.
     #[default]
     Body,
     /// The headers. The engine sends them with the first token.
     Headers,
 }
 
-fn vllm_default() -> BlockSize {
+fn default_block_size() -> BlockSize {
     const SIXTEEN: std::num::NonZeroU32 = std::num::NonZeroU32::MIN.saturating_add(15);
     BlockSize(SIXTEEN)
 }
 
 impl ModelConfig {
-    /// Makes relative paths absolute; they start at `folder`.
+    /// Resolves relative paths against `folder`.
     pub(super) fn resolve(&mut self, folder: &Path) {
         let files = [
             self.tokenizer.as_mut(),
@@ -112,7 +114,7 @@ impl ModelConfig {
         }
     }
 
-    /// Checks the values, and the existence of the files.
+    /// Checks the values and the existence of the files.
     pub(super) fn problems(&self) -> Vec<Problem> {
         let files = [
             ("tokenizer", self.tokenizer.as_ref()),
@@ -158,12 +160,12 @@ impl ModelConfig {
 }
 
 impl ModelConfig {
-    /// Tokens per KV block.
+    /// Returns the tokens per KV block of the index.
     pub fn blocks(&self) -> BlockSize {
-        self.block_size.unwrap_or_else(vllm_default)
+        self.block_size.unwrap_or_else(default_block_size)
     }
 
-    /// Placeholder tokens of media.
+    /// Returns the placeholder tokens of media.
     pub fn media_tokens(&self) -> MediaTokens {
         MediaTokens {
             image: self.image_token_id,
@@ -195,7 +197,7 @@ impl ModelConfig {
     }
 }
 
-/// Error text for a missing file.
+/// Returns the error text for a path that is not a file.
 pub(super) fn missing(file: &Path) -> String {
     let kind = if file.exists() {
         "is not a file"

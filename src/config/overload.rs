@@ -29,20 +29,20 @@ impl Default for OverloadConfig {
             decode_blocks,
             prefill_tokens,
             prefill_tokens_fraction,
-            mark_duration: mark,
+            mark_duration: backoff,
         } = OverloadThresholds::default();
         Self {
             decode_blocks_threshold: decode_blocks,
             prefill_tokens_threshold: prefill_tokens,
             prefill_tokens_threshold_frac: prefill_tokens_fraction,
-            backoff: Period(mark),
+            backoff: Period(backoff),
             when_all: OverloadAction::Route,
         }
     }
 }
 
 impl OverloadConfig {
-    /// Thresholds for the core.
+    /// Returns the thresholds for the core.
     pub fn thresholds(&self) -> OverloadThresholds {
         OverloadThresholds {
             decode_blocks: self.decode_blocks_threshold,

@@ -1,5 +1,5 @@
-//! `process.pool:`: identity of the pool. It appears in the log, in a metric and in `/debug/config`,
-//! and has no other effect.
+//! `process.pool:`: identity of the pool. It appears in the log, in a metric and in
+//! `/debug/config`, and has no other effect.
 
 use serde::{Deserialize, Serialize};
 

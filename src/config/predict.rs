@@ -1,26 +1,26 @@
-//! `index.approximate:`: prediction of caches whose engines publish no KV events, or publish them
-//! later.
+//! `index.approximate:`: prediction of the caches of engines that publish no KV events, or whose
+//! events have not arrived yet.
 
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::predict::{EvictionPolicy, TtlPolicy};
 use warmroute_settings::{Period, Problem};
 
-/// The `index.approximate:` section. Blocks of routed prompts count as cached.
+/// The `index.approximate:` section. The blocks of routed prompts are predicted to be cached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApproximateConfig {
     /// Eviction of predicted blocks of workers without KV events; `off` predicts nothing for them.
     pub policy: ApproximatePolicy,
-    /// With `ttl`: lifetime of a block after its last use in a prompt. With `lru`: the same, for
-    /// ranks with an unknown number of KV blocks.
+    /// Lifetime of a block after its last use in a prompt. With `lru` it applies only to ranks with
+    /// an unknown number of KV blocks.
     pub ttl: Period,
     /// With `ttl`: maximum number of blocks of one rank.
     pub max_blocks_per_rank: u64,
-    /// With `lru`: KV blocks of a rank that does not report their number.
+    /// With `lru`: number of KV blocks of a rank for which it is unknown.
     pub default_kv_blocks: Option<u64>,
-    /// For workers with KV events: lifetime of a prediction until its event arrives. `None`: no
-    /// predictions.
+    /// For workers with KV events: lifetime of a prediction, which bridges the time until its event
+    /// arrives. `None`: no predictions.
     pub ttl_with_events: Option<Period>,
 }
 
@@ -30,7 +30,7 @@ pub struct ApproximateConfig {
 pub enum ApproximatePolicy {
     /// Nothing is predicted.
     Off,
-    /// Blocks are evicted after a time.
+    /// Blocks are evicted when their lifetime ends.
     #[default]
     Ttl,
     /// The least recently used blocks are evicted when the rank is full.
@@ -51,7 +51,7 @@ impl Default for ApproximateConfig {
 }
 
 impl ApproximateConfig {
-    /// Policy for workers without KV events, if they are predicted.
+    /// Returns the policy for workers without KV events, if these are predicted.
     pub fn without_events(&self) -> Option<EvictionPolicy> {
         let ttl = TtlPolicy {
             ttl: self.ttl.get(),
@@ -67,7 +67,7 @@ impl ApproximateConfig {
         }
     }
 
-    /// Policy for workers with KV events, if they are predicted.
+    /// Returns the policy for workers with KV events, if these are predicted.
     pub fn beside_events(&self) -> Option<EvictionPolicy> {
         let most_blocks_per_rank = self.max_blocks_per_rank;
         self.ttl_with_events.map(|ttl| {

@@ -9,7 +9,7 @@ use super::{LogConfig, PoolConfig};
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProcessSection {
-    /// Pool of workers that this process serves; shown only.
+    /// Pool of workers that this process serves. For display only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pool: Option<PoolConfig>,
     /// Conditions of readiness.

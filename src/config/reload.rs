@@ -1,12 +1,12 @@
-//! Reload of the configuration of a running process. Sockets, tables and queues exist as long as
-//! the process and retain their settings; all other settings are applied.
+//! Reload of the configuration of a running process. The settings of sockets, tables and queues,
+//! which exist as long as the process, stay unchanged; all other settings are applied.
 
 use serde_json::Value;
 use warmroute_settings::Problem;
 
 use super::{Config, check};
 
-/// New configuration, as far as it applies without a restart.
+/// New configuration, restricted to the settings that apply without a restart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Adopted {
     /// Effective configuration.
@@ -58,7 +58,7 @@ impl Config {
         })
     }
 
-    /// The whole configuration as JSON, for the status pages.
+    /// Returns the whole configuration as JSON, for the status pages.
     pub fn to_json(&self) -> Value {
         value(self)
     }
@@ -69,7 +69,7 @@ fn value(config: &Config) -> Value {
     serde_json::to_value(config).unwrap_or_default()
 }
 
-/// Paths of the keys whose values differ.
+/// Returns the paths of the keys whose values differ.
 fn differences(a: &Value, b: &Value) -> Vec<String> {
     let mut found = Vec::new();
     compare("", a, b, &mut found);
@@ -89,10 +89,10 @@ fn compare(path: &str, a: &Value, b: &Value, found: &mut Vec<String>) {
                 } else {
                     format!("{path}.{key}")
                 };
-                let side = |side: &serde_json::Map<String, Value>| {
-                    side.get(key).cloned().unwrap_or_default()
+                let value_of = |map: &serde_json::Map<String, Value>| {
+                    map.get(key).cloned().unwrap_or_default()
                 };
-                compare(&inner, &side(a), &side(b), found);
+                compare(&inner, &value_of(a), &value_of(b), found);
             }
         }
         // List items have no names, so only the list is reported.
@@ -106,10 +106,10 @@ mod tests {
 
     const BASE: &str = "models: [{name: m, block_size: 16}]\nworkers: {list: [{id: 1, endpoint: '10.0.0.1:80'}]}\n";
 
-    fn config(more: &str) -> Config {
+    fn config(extra: &str) -> Config {
         Config::parse(
             std::path::Path::new("w.yaml"),
-            format!("{BASE}{more}").as_bytes(),
+            format!("{BASE}{extra}").as_bytes(),
         )
         .unwrap()
     }
@@ -117,11 +117,11 @@ mod tests {
     #[test]
     fn settings_that_need_a_restart_are_reported() {
         let running = config("");
-        let more = "listeners: {ext_proc: {address: '127.0.0.1:9008'}, admin: {address: '127.0.0.1:9009'}}\n\
+        let extra = "listeners: {ext_proc: {address: '127.0.0.1:9008'}, admin: {address: '127.0.0.1:9009'}}\n\
                     queue: {timeout: 9s}\nsessions: {}\nrouting: {weights: {router_temperature: 0.5}}\n\
                     gateway: {response_headers: {why: true}}\n\
                     process: {log: {level: debug, format: json}, drain: {timeout: 1s}, pool: {name: p}}\n";
-        let adopted = running.adopt(&config(more)).unwrap();
+        let adopted = running.adopt(&config(extra)).unwrap();
         assert_eq!(
             adopted.changed,
             [
@@ -144,14 +144,14 @@ mod tests {
             adopted.config.listeners.ext_proc,
             running.listeners.ext_proc
         );
-        assert_eq!(adopted.config.process.drain, config(more).process.drain);
+        assert_eq!(adopted.config.process.drain, config(extra).process.drain);
     }
 
     #[test]
     fn equal_configuration_changes_nothing() {
         let running = config("");
         let adopted = running
-            .adopt(&config("# in other words\nrouting: {weights: {}}\n"))
+            .adopt(&config("# the default weights\nrouting: {weights: {}}\n"))
             .unwrap();
         assert_eq!((adopted.changed, adopted.needs_restart), (vec![], vec![]));
         assert_eq!(adopted.config, running);

@@ -16,7 +16,7 @@ pub struct RoutingSection {
     pub weights: Weights,
     /// Quantities that count as load.
     pub load: LoadTracking,
-    /// Hash by which the load tracker names prompt blocks.
+    /// Hash that identifies prompt blocks in the load tracker.
     pub block_hash: TrackingHashConfig,
     /// Thresholds above which a worker receives no requests.
     pub overload: OverloadConfig,
@@ -26,6 +26,6 @@ pub struct RoutingSection {
     pub disaggregation: DisaggregationConfig,
     /// Assignment of requests to pools of workers.
     pub pool_routes: PoolRoutesConfig,
-    /// Requests that are sent to another model than they name.
+    /// Rewrites of the requested model to another one.
     pub model_rewrites: RewritesConfig,
 }

@@ -1,5 +1,5 @@
-//! `sessions:`: source of the session id in a request, and affinity of a session to its worker rank.
-//! Without the section, requests have no sessions.
+//! `sessions:`: source of the session id in a request, and affinity of a session to its worker
+//! rank. Without the section, requests have no sessions.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,7 +13,7 @@ use warmroute_settings::{Period, Problem, Step, is_header_name};
 pub struct SessionsConfig {
     /// Affinity of a session to its worker rank.
     pub affinity: Affinity,
-    /// Retention of a session after its last request ended; from 1s to a year.
+    /// Time that a session is retained after its last request ended; from 1s to a year.
     pub ttl: Period,
     /// Headers that may carry the session id. The first one present in a request is used.
     pub headers: Vec<String>,
@@ -23,9 +23,9 @@ pub struct SessionsConfig {
     /// Headers that may carry the id of the parent session. Sessions of one parent share a worker
     /// rank.
     pub parent_headers: Vec<String>,
-    /// Headers that mark the last request of a session by `true` or `1`.
+    /// Headers that mark the last request of a session with `true` or `1`.
     pub final_headers: Vec<String>,
-    /// Maximum wait of a request until the first request of its session is routed.
+    /// Maximum time that a request waits until the first request of its session is routed.
     pub wait_timeout: Period,
     /// Maximum number of sessions. Requests of further sessions are routed without affinity.
     pub max_sessions: usize,
@@ -33,7 +33,7 @@ pub struct SessionsConfig {
     pub max_sessions_per_tenant: usize,
     /// Maximum length of a session or tenant id in bytes. Longer ids are ignored.
     pub max_id_length: usize,
-    /// Calls that open and close sessions on engines. `None`: there are none.
+    /// Calls that open and close sessions on engines. `None`: no calls.
     pub engine: Option<EngineSessionsConfig>,
 }
 
@@ -73,7 +73,7 @@ impl Default for SessionsConfig {
 }
 
 impl SessionsConfig {
-    /// Rules for the core.
+    /// Returns the rules for the core.
     pub fn rules(&self) -> SessionRules {
         SessionRules {
             ttl: self.ttl.get(),

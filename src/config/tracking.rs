@@ -1,5 +1,6 @@
-//! `routing.block_hash:`: hash by which the load tracker names prompt blocks. Keyed hashes reveal
-//! nothing without the key. The key is in a separate file, so that the configuration can be shown.
+//! `routing.block_hash:`: hash that identifies prompt blocks in the load tracker. Keyed hashes
+//! reveal nothing about prompts without the key. The key is in a separate file, so that the
+//! configuration can be shown.
 
 use std::path::{Path, PathBuf};
 
@@ -29,7 +30,7 @@ pub struct TrackingHashConfig {
     pub algorithm: TrackingFamily,
     /// File with the 32 raw bytes of the key.
     pub key_file: Option<PathBuf>,
-    /// Name of the key. All replicas need the same key with the same name.
+    /// Id of the key. All replicas need the same key with the same id.
     pub key_id: Option<String>,
 }
 
@@ -40,7 +41,7 @@ impl TrackingHashConfig {
         }
     }
 
-    /// Reads the key.
+    /// Returns the configured hash. Reads the key from its file, if there is one.
     pub fn load(&self) -> Result<TrackingHash, Problem> {
         if self.algorithm == TrackingFamily::Public {
             let given = [

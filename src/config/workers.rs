@@ -12,7 +12,7 @@ use crate::fleet::discovery::kubernetes::KubernetesConfig;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct WorkersSection {
-    /// File that lists the workers. It is read again when it changes.
+    /// File that lists the workers. It is reloaded when it changes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
     /// Monitoring of that file.

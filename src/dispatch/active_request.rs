@@ -20,7 +20,7 @@ pub struct ActiveRequest {
 }
 
 impl ActiveRequest {
-    /// Request outside of any session.
+    /// Creates a request outside of any session.
     pub fn new(placement: Placement) -> Self {
         Self {
             placement,
@@ -32,8 +32,8 @@ impl ActiveRequest {
 
     /// Handles the endpoint that served the request: moves the booking, and possibly the session,
     /// to it.
-    pub fn on_served_by(&mut self, router: &Router, by: WorkerEndpoint) -> RelocationOutcome {
-        let outcome = router.on_served_by(&mut self.placement, by);
+    pub fn on_served_by(&mut self, router: &Router, endpoint: WorkerEndpoint) -> RelocationOutcome {
+        let outcome = router.on_served_by(&mut self.placement, endpoint);
         if let RelocationOutcome::Moved(target) = outcome {
             self.on_moved(router, target);
         }

@@ -28,7 +28,7 @@ use warmroute_metrics::{
 /// Time that an engine's events may take to arrive.
 const EVENT_GRACE: Duration = Duration::from_secs(1);
 
-/// Maximum number of responses that wait for their events. Beyond it the cause is attributed at
+/// Maximum number of responses that wait for their events. Beyond it, causes are attributed at
 /// once.
 const MAX_PENDING_RESPONSES: usize = 4096;
 /// Maximum number of prompt blocks that the waiting responses may hold.
@@ -91,7 +91,7 @@ impl AuditBacklog {
 }
 
 impl AuditedResponse {
-    /// Response of the chosen worker.
+    /// Creates the response of the chosen worker.
     pub fn new(forecast: HitForecast, usage: ReportedUsage, prompts: Vec<BlockHashes>) -> Self {
         Self {
             forecast,
@@ -133,7 +133,7 @@ impl AuditedResponse {
         }
     }
 
-    /// Leading prompt blocks that a slot holds now.
+    /// Returns the number of leading prompt blocks that a slot holds now.
     fn held_blocks(&self, index: &PrefixIndex, slot: RankSlot) -> u64 {
         let mut overlaps = Overlaps::new();
         let mut held = |hashes| {
@@ -143,8 +143,8 @@ impl AuditedResponse {
         self.prompts.iter().map(&mut held).sum()
     }
 
-    /// Tokens that an engine with smaller blocks may find beyond the predicted whole blocks, over
-    /// all prompts.
+    /// Returns the number of tokens that an engine with smaller blocks may find beyond the
+    /// predicted whole blocks, over all prompts.
     fn rounding_tokens(&self) -> u64 {
         let ours = self.forecast.block_size.tokens();
         let rest = self
@@ -153,9 +153,9 @@ impl AuditedResponse {
         rest as u64 * self.prompts.len() as u64
     }
 
-    /// Whether the events of the chosen rank explain the report. Blocks that were missing have been
-    /// computed and stored again, so they are held now in any case; the question is whether they
-    /// were evicted in between.
+    /// Returns whether the events of the chosen rank explain the report. Blocks that were missing
+    /// have been computed and stored again, so they are held now in any case. The function
+    /// therefore checks whether they were evicted in between.
     fn event_evidence(&self, index: &PrefixIndex, slot: RankSlot) -> EventEvidence {
         let forecast = &self.forecast;
         let Some(cursor) = forecast.event_cursor else {
@@ -209,7 +209,7 @@ impl CacheAudit {
     /// Counts the cached tokens that the worker reported.
     pub fn count_delivered_tokens(&self, forecast: &HitForecast, usage: ReportedUsage) {
         let labels = ModelRoleLabels::new(&forecast.model, forecast.role);
-        // The report is clamped, because a counter cannot be decreased after a bogus value.
+        // The report is clamped, because a counter cannot be decreased after a wrong value.
         let max = usage.prompt_tokens.min(attribution::MAX_PROMPT_TOKENS);
         self.metrics
             .requests
@@ -240,7 +240,7 @@ impl CacheAudit {
             .for_each(|response| self.resolve(&response));
     }
 
-    /// Counts a successful response that did not report its cached tokens. `has_usage` is whether
+    /// Counts a successful response that did not report its cached tokens. `has_usage` is true if
     /// it reported usage at all.
     pub fn record_without_report(&self, model: &ModelName, has_usage: bool) {
         let outcome = if has_usage {
@@ -295,7 +295,7 @@ impl CacheAudit {
             .slot(response.forecast.rank)
             .filter(|_| needs_events);
         let events = if self.router.has_remote_index() {
-            // The index server has the events, and is not queried again only for a cause.
+            // Only the index server has the events, and it is not queried again for a cause.
             EventEvidence::Unknown
         } else {
             slot.map_or(EventEvidence::Absent, |slot| {

@@ -134,36 +134,37 @@ impl Dispatcher {
         let model = session.and_then(|_| self.request_model(&request));
         let name = session.map(|session| session.name(model.as_ref()));
         let state = self.enter_session(name, &mut on_wait).await;
-        let mut hard = None;
+        let mut hard_request = None;
         if let (SessionState::Bound(lease), Some(routing)) = (&state, &self.session_routing) {
             routing.affinity.bind(&mut request, lease.target());
             let is_hard = routing.affinity == SessionAffinity::Hard;
-            hard = is_hard.then(|| request.without_prompt());
+            hard_request = is_hard.then(|| request.without_prompt());
         }
         let prepared = self.queue.placer().prepare(request);
         let placed = self.enter_queue(prepared, &mut on_wait).await?;
         let mut placement = placed.placement;
-        // Only now: a placement that is dropped because its client left must not be predicted.
+        // The prediction is made only now, because the placement of a client that disconnected
+        // earlier must not be predicted.
         self.router.predict_placement(&mut placement);
         let target = placement.route.to.rank;
-        let mut active = self.join_session(placement, state, session, hard.as_ref());
+        let mut active = self.join_session(placement, state, session, hard_request.as_ref());
         active.times = placed.times;
         if let (Some(opener), Some(session), Some(_)) = (opener, session, &active.session) {
             notify_wait(&mut on_wait, Duration::ZERO);
-            // After the deadline the request is sent without an open session.
+            // After the deadline, the request is sent without an open session.
             let _ = Box::pin(timeout(opener.deadline, (opener.open)(target, session))).await;
         }
         Ok(active)
     }
 
-    /// Binds the session of a placed request. `hard` is the request without its prompt if its
-    /// session has hard affinity.
+    /// Binds the session of a placed request. `hard_request` is the request without its prompt, if
+    /// its session has hard affinity.
     fn join_session(
         &self,
         placement: Placement,
         state: SessionState,
         session: Option<&RequestSession>,
-        hard: Option<&RouteRequest>,
+        hard_request: Option<&RouteRequest>,
     ) -> ActiveRequest {
         let target = placement.route.to.rank;
         let mut active = ActiveRequest::new(placement);
@@ -178,7 +179,7 @@ impl Dispatcher {
             SessionState::Bound(mut lease) => {
                 // A session with hard affinity stays bound if its worker is only overloaded: its
                 // cache is worth more than one request.
-                active.keeps_binding = hard.is_some_and(|request| {
+                active.keeps_binding = hard_request.is_some_and(|request| {
                     lease.target() == target
                         || self.router.is_only_overloaded(request, lease.target())
                 });
@@ -200,7 +201,7 @@ impl Dispatcher {
     /// model but still belongs to its session; the model is known if all workers serve the same
     /// one.
     fn request_model(&self, request: &RouteRequest) -> Option<ModelName> {
-        let only = || {
+        let common_model = || {
             let fleet = self.router.fleet();
             let first = fleet.workers().next()?.model.clone();
             fleet
@@ -208,7 +209,7 @@ impl Dispatcher {
                 .all(|worker| worker.model == first)
                 .then_some(first)
         };
-        request.model.clone().or_else(only)
+        request.model.clone().or_else(common_model)
     }
 
     async fn enter_session(
@@ -229,7 +230,8 @@ impl Dispatcher {
                 notify_wait(on_wait, routing.max_wait + queue_time);
                 match timeout(routing.max_wait, wait).await {
                     Ok(entry) => entry,
-                    // The first request of the session is slow; this one is routed without it.
+                    // The first request of the session is slow, so this one is routed without the
+                    // session.
                     Err(_) => return SessionState::None,
                 }
             }

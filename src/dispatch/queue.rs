@@ -3,9 +3,9 @@
 //! this module adds a lock, a clock and the waiting tasks.
 //!
 //! There is no dedicated dispatcher task. [`AdmissionQueue::wake`] notifies the background task and
-//! one waiting request; the one that runs first places the requests that can go. A single slow task
-//! therefore cannot stall the queue. `wake` itself only counts and notifies, because it is called
-//! from drops, under the locks of callers, and from `place`.
+//! one waiting request; the one that runs first places the requests that can be placed. A single
+//! slow task therefore cannot stall the queue. `wake` itself only counts and notifies, because it
+//! is called from drops, under the locks of callers, and from `place`.
 
 mod admission_queue;
 pub mod config;

@@ -17,11 +17,11 @@ impl Dispatcher {
         &self,
         active: &mut ActiveRequest,
         request: RouteRequest,
-        at: Option<WorkerEndpoint>,
+        endpoint: Option<WorkerEndpoint>,
     ) -> Result<(), RouteError> {
-        match at {
+        match endpoint {
             None => self.reroute_anywhere(active, request),
-            Some(at) => self.reroute_to(active, request, at),
+            Some(endpoint) => self.reroute_to(active, request, endpoint),
         }
     }
 
@@ -54,17 +54,17 @@ impl Dispatcher {
     ) -> Result<(), RouteError> {
         let fleet = self.router.fleet();
         let Route { to, model, .. } = &active.placement.route;
-        let is_there = |worker: &&Arc<Worker>| {
+        let has_endpoint = |worker: &&Arc<Worker>| {
             worker.model == *model && worker.endpoint.canonical() == endpoint.canonical()
         };
         let worker = fleet
             .workers()
-            .find(is_there)
+            .find(has_endpoint)
             .ok_or(RouteError::NoCandidate)?;
         // The request headers still name the rank of the first route.
-        let named = Some(to.rank.rank).filter(|rank| worker.ranks.contains(*rank));
-        let rank =
-            (worker.ranks.size.get() > 1).then(|| named.unwrap_or(DpRank(worker.ranks.start)));
+        let header_rank = Some(to.rank.rank).filter(|rank| worker.ranks.contains(*rank));
+        let rank = (worker.ranks.size.get() > 1)
+            .then(|| header_rank.unwrap_or(DpRank(worker.ranks.start)));
         request.constraints.pin = Some(WorkerPin {
             worker: worker.id,
             rank,
@@ -77,7 +77,7 @@ impl Dispatcher {
         Ok(())
     }
 
-    /// Routes a request without the queue, and replaces the placement of an active one.
+    /// Routes a request without the queue, and replaces the placement of an active request.
     fn replace_placement(
         &self,
         active: &mut ActiveRequest,

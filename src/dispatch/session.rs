@@ -25,7 +25,7 @@ pub struct RequestSession {
 }
 
 impl RequestSession {
-    /// The name of the session in the store.
+    /// Returns the name of the session in the store.
     pub(super) fn name<'a>(&'a self, model: Option<&'a ModelName>) -> SessionName<'a> {
         SessionName {
             id: &self.id,
@@ -68,19 +68,19 @@ pub struct SessionRouting {
 pub(super) type OpenSession =
     Box<dyn Fn(WorkerRank, &RequestSession) -> BoxFuture<'static, ()> + Send + Sync>;
 
-/// Opens sessions at engines before their first request.
+/// Opens sessions at engines before the first request of each session.
 pub(super) struct SessionOpener {
-    /// Maximum time that a request waits for it.
+    /// Maximum time that a request waits for the opening.
     pub(super) deadline: Duration,
     pub(super) open: OpenSession,
 }
 
 /// Role of a request in its session.
 pub(super) enum SessionState {
-    /// It has none.
+    /// The request has no session.
     None,
     /// The session is bound to a rank.
     Bound(SessionLease),
-    /// The first request, which binds the session.
+    /// The request is the first of its session and binds it.
     First(PendingBinding),
 }

@@ -41,7 +41,7 @@ impl LoadListener for QueueWaker {
     }
 }
 
-/// A dispatcher for workers that are busy beyond `threshold` prefill tokens.
+/// Returns a dispatcher for workers that are busy beyond `threshold` prefill tokens.
 fn new_dispatcher(
     workers: u64,
     threshold: Option<u64>,
@@ -84,7 +84,7 @@ fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
         .for_each(|member| router.load().close_slot(member.slot));
 }
 
-/// A request with its own prompt of 401 tokens.
+/// Returns a request with its own prompt of 401 tokens.
 fn request(first: u64) -> RouteRequest {
     let locals = (0..100).map(|at| LocalHash(first * 1000 + at)).collect();
     let hashes = BlockHashes::from_locals(401, BlockSize::new(4).unwrap(), locals);
@@ -356,22 +356,25 @@ async fn session_leaves_draining_worker() {
 #[tokio::test]
 async fn requests_for_different_workers_do_not_block_each_other() {
     let dispatcher = new_dispatcher(2, Some(300), SessionAffinity::Hard);
-    let only = |id: u64, first: u64| {
+    let request_for = |id: u64, first: u64| {
         let mut request = request(first);
         request.constraints.allowed = Some([WorkerId(id)].into());
         request
     };
-    let _held = dispatcher.dispatch(only(1, 0), None, |_| {}).await.unwrap();
+    let _held = dispatcher
+        .dispatch(request_for(1, 0), None, |_| {})
+        .await
+        .unwrap();
     let blocked = tokio::spawn({
         let dispatcher = dispatcher.clone();
-        let request = only(1, 1);
+        let request = request_for(1, 1);
         async move { dispatcher.dispatch(request, None, |_| {}).await }
     });
     while dispatcher.queue().class_statuses()[0].depth.requests == 0 {
         tokio::task::yield_now().await;
     }
     let other = dispatcher
-        .dispatch(only(2, 2), None, |_| panic!("the request is queued"))
+        .dispatch(request_for(2, 2), None, |_| panic!("the request is queued"))
         .await
         .unwrap();
     assert_eq!(chosen_worker(&other), 2);
@@ -454,10 +457,10 @@ async fn preview_follows_session_and_excluded_worker_moves_it() {
         home,
         "an idle worker"
     );
-    let mut elsewhere = request(3);
-    elsewhere.constraints.allowed = Some([WorkerId(3 - home)].into());
+    let mut restricted = request(3);
+    restricted.constraints.allowed = Some([WorkerId(3 - home)].into());
     let moved = dispatcher
-        .dispatch(elsewhere, Some(&session("s")), |_| {})
+        .dispatch(restricted, Some(&session("s")), |_| {})
         .await
         .unwrap();
     assert_eq!(moved.session.unwrap().target().worker, WorkerId(3 - home));

@@ -1,4 +1,4 @@
-//! Router as the placer of the queue, with the time of its steps. The core has no clock of its own.
+//! Router as the placer of the queue. It measures its own steps, because the core has no clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ pub struct TimedContext {
     index_time: Duration,
 }
 
-/// Placed request, with the time that it took.
+/// Placed request, with the time that the router needed.
 #[derive(Debug)]
 pub struct TimedPlacement {
     pub(super) placement: Placement,
@@ -33,7 +33,7 @@ pub struct TimedPlacement {
 pub struct TimedRouter(Arc<Router>);
 
 impl TimedRouter {
-    /// Measures the steps of a router.
+    /// Creates a placer that measures the steps of `router`.
     pub fn new(router: Arc<Router>) -> Arc<Self> {
         Arc::new(Self(router))
     }

@@ -8,20 +8,20 @@ use bytes::Bytes;
 
 use warmroute_metrics::Metrics;
 
-/// Bytes that all exchanges hold.
+/// Total size of the bodies that all exchanges hold.
 pub(super) struct BodyBudget {
     bytes: AtomicUsize,
     metrics: Arc<Metrics>,
 }
 
-/// Bytes that one exchange holds. Released by drop.
+/// Size of the bodies that one exchange holds. Released by drop.
 pub(super) struct BodyBudgetShare {
     budget: Arc<BodyBudget>,
     bytes: usize,
 }
 
 impl BodyBudget {
-    /// Creates a budget with nothing held.
+    /// Creates a budget without held bytes.
     pub(super) fn new(metrics: Arc<Metrics>) -> Arc<Self> {
         Arc::new(Self {
             bytes: AtomicUsize::new(0),
@@ -29,7 +29,7 @@ impl BodyBudget {
         })
     }
 
-    /// Opens the share of one exchange.
+    /// Creates an empty share for one exchange.
     pub(super) fn share(self: &Arc<Self>) -> BodyBudgetShare {
         BodyBudgetShare {
             budget: self.clone(),
@@ -46,7 +46,7 @@ impl BodyBudgetShare {
         }
         let budget = &self.budget;
         let total = match bytes.checked_sub(self.bytes) {
-            Some(more) => budget.bytes.fetch_add(more, Ordering::Relaxed) + more,
+            Some(added) => budget.bytes.fetch_add(added, Ordering::Relaxed) + added,
             None => {
                 budget
                     .bytes
@@ -70,7 +70,7 @@ impl Drop for BodyBudgetShare {
     }
 }
 
-/// A body that counts until its last reference is dropped.
+/// A body that counts against the budget until its last reference is dropped.
 struct CountedBody {
     bytes: Bytes,
     _share: BodyBudgetShare,
@@ -83,8 +83,8 @@ impl AsRef<[u8]> for CountedBody {
 }
 
 impl BodyBudget {
-    /// Counts a whole body for as long as a reference to it exists. Returns `None` if all shares
-    /// would exceed `limit`.
+    /// Counts a whole body against the budget for as long as a reference to it exists. Returns
+    /// `None` if all shares would exceed `limit`.
     pub(super) fn retain(self: &Arc<Self>, bytes: Bytes, limit: usize) -> Option<Bytes> {
         let mut share = self.share();
         let over = share.set(bytes.len(), limit);

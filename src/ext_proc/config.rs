@@ -19,17 +19,19 @@ use warmroute_settings::{Period, Problem, Size};
 /// suffix `.new` before it is renamed.
 const MAX_SOCKET_PATH: usize = 103;
 
-/// Envoy's own headers of a call take some hundred bytes, and tracing adds to them.
+/// Minimum of `max_header_list_size`. Envoy's own headers of a gRPC call take several hundred
+/// bytes, and tracing adds to them.
 const MIN_HEADER_LIST: Size = Size::kib(4);
 
-/// A larger value would be no limit.
+/// Maximum of `max_header_list_size`. A larger value would not be an effective limit.
 const MAX_HEADER_LIST: Size = Size::mib(16);
 
 /// Maximum HTTP/2 frame size for clients, in bytes. With the usual 16 KiB a long body arrives in
 /// dozens of frames, each of which is read and processed separately.
 pub const HTTP2_FRAME_BYTES: u32 = 256 << 10;
 
-/// `listen:`: the ext_proc gRPC server with gRPC health, on TCP, on a unix socket, or both.
+/// The `listeners.ext_proc:` section: the ext_proc gRPC server with gRPC health, on TCP, on a unix
+/// socket, or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ListenConfig {
@@ -123,9 +125,9 @@ impl ListenConfig {
 pub struct LimitsConfig {
     /// Maximum size of a request body; at least Envoy's `request_body_buffer_limit`.
     pub max_body_size: Size,
-    /// Bodies up to this size (about a thousand tokens, one or two milliseconds) are tokenized on the
-    /// thread of the stream. Longer ones are tokenized on separate threads, unless recent ones of
-    /// this size were fast. 0: all on separate threads.
+    /// Bodies up to this size (about a thousand tokens, one or two milliseconds) are tokenized on
+    /// the thread of the stream. Longer ones are tokenized on separate threads, unless recent
+    /// bodies of this size were tokenized quickly. 0: all on separate threads.
     pub tokenize_inline_size: Size,
     /// Maximum number of bodies that wait for these threads, half of them above 256 KiB. Further
     /// requests are routed by load only.
@@ -133,11 +135,11 @@ pub struct LimitsConfig {
     /// Size of the prompt cache. A prompt that begins like a cached one is tokenized from there on.
     /// 0: no cache.
     pub prompt_cache_size: Size,
-    /// Maximum time of waiting for these threads and of tokenization. Afterwards the request is
-    /// routed by the tokens computed so far.
+    /// Maximum time for queueing and tokenization. Afterwards, the request is routed by the tokens
+    /// computed so far.
     pub decision_timeout: Period,
     /// Maximum time for the body of a request in full-duplex mode, where Envoy sets no limit.
-    /// Afterwards the request is routed by the part that has arrived.
+    /// Afterwards, the request is routed by the part that has arrived.
     pub upload_timeout: Period,
     /// Maximum total size of buffered request bodies. Beyond it, requests are routed by the part
     /// that has arrived.
@@ -151,7 +153,7 @@ impl Default for LimitsConfig {
             tokenize_inline_size: Size::kib(4),
             tokenize_queue_length: 256,
             prompt_cache_size: Size::mib(256),
-            // Below Envoy's default message_timeout of 1s, so that a slow prompt is still routed by load.
+            // Below Envoy's default `message_timeout` of 1s, so that a slow prompt is still routed.
             decision_timeout: Period::millis(800),
             upload_timeout: Period::millis(30_000),
             max_buffered_bytes: Size::mib(1024),
@@ -191,17 +193,17 @@ impl LimitsConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ListenerLimitsConfig {
-    /// Maximum number of connections. A further connection replaces the one that has been idle for
-    /// longest, or is closed at once if all are in use.
+    /// Maximum number of connections. A further connection replaces the connection that has been
+    /// idle for longest, or is closed at once if all are in use.
     pub max_connections: u32,
     /// Maximum number of connections of one IP address, enforced in the same way.
     pub max_connections_per_peer: u32,
-    /// Maximum time of a TLS handshake, and of the silence of a client after it.
+    /// Maximum time of a TLS handshake, of the connection start after it, and of each header block.
     pub handshake_timeout: Period,
     /// Maximum size of the header list of one gRPC call, as HTTP/2 defines it.
     pub max_header_list_size: Size,
     /// Maximum number of concurrent streams of one connection to ext_proc. `None`: unlimited. Envoy
-    /// opens many before it receives a limit.
+    /// may exceed a limit until it has received it.
     pub max_concurrent_streams: Option<u32>,
 }
 
@@ -257,13 +259,13 @@ impl ListenerLimitsConfig {
         problems
     }
 
-    /// Limits of a listener.
+    /// Returns the limits of a listener.
     pub fn listener_limits(&self, idle: Option<Duration>, quiet: Duration) -> ListenerLimits {
         let total = self.max_connections as usize;
         let per_peer = self.max_connections_per_peer as usize;
         let header_list = usize::try_from(self.max_header_list_size.0).unwrap_or(usize::MAX);
-        // h2 rejects a longer header list with status 431 and continues to read, so the filter has
-        // to accept such a block as well.
+        // h2 rejects a longer header list with status 431 and continues to read. The HTTP/2 filter
+        // in front of h2 therefore accepts such a block as well.
         let header_block = header_list
             .saturating_mul(2)
             .saturating_add(HTTP2_FRAME_BYTES as usize);

@@ -1,9 +1,9 @@
 //! One HTTP exchange as a pure state machine: Envoy's messages in, effects out, no clock and no
 //! I/O. The request side and the response side are separate enums, because a worker may respond
-//! before the request has ended. Each state contains the replies that are still due, and each side
-//! reads the body mode in one place. In full-duplex mode the reply to the headers is held until the
-//! body has ended, has exceeded the limit, or has timed out. Afterwards every byte is returned to
-//! Envoy: closing the stream earlier would silently lose the body.
+//! before the request has ended. Each state contains the replies that are still due. In full-duplex
+//! mode the reply to the headers is held until the body has ended, has exceeded the limit, or has
+//! timed out. Afterwards, every byte is returned to Envoy: closing the stream earlier would
+//! silently lose the body.
 
 mod context;
 mod effect;
@@ -57,7 +57,7 @@ impl Exchange {
         }
     }
 
-    /// Applies the gateway's metadata of a message.
+    /// Applies the gateway's metadata from a message.
     pub fn apply_metadata(&mut self, metadata: GatewayMetadata) {
         if metadata.subset.is_some() {
             self.context.subset = metadata.subset;
@@ -67,28 +67,28 @@ impl Exchange {
         }
     }
 
-    /// The body modes of both directions.
+    /// Returns the body modes of both directions.
     pub fn modes(&self) -> BodyModes {
         self.context.modes
     }
 
-    /// Whether a route was requested and has not been received.
+    /// Returns whether a route was requested and has not been received.
     pub fn is_routing(&self) -> bool {
         matches!(self.request, RequestSide::Routing(_))
     }
 
-    /// Whether the request body is being buffered in full-duplex mode, in which Envoy has no
-    /// timeout for it.
+    /// Returns whether the request body is being buffered in full-duplex mode, in which Envoy has
+    /// no timeout for it.
     pub fn is_gathering(&self) -> bool {
         self.request.is_gathering(&self.context)
     }
 
-    /// Whether the first token can only be reported by the probe filter.
+    /// Returns whether the first token of the response is due and has not been observed.
     pub fn awaits_first_token(&self) -> bool {
         self.response.awaits_first_token()
     }
 
-    /// Buffered bytes of the request.
+    /// Returns the number of buffered request bytes.
     pub fn buffered_bytes(&self) -> usize {
         self.request.buffered_bytes()
     }
@@ -123,7 +123,8 @@ impl Exchange {
     }
 
     /// Handles a message that exceeds the size limit. No message follows it. Returns `None` if the
-    /// stream must end with an error, because Envoy forwards only the bytes that it gets back.
+    /// stream must end with an error, because Envoy forwards only the bytes that are returned to
+    /// it.
     pub fn on_oversize_message(&mut self) -> Option<Vec<Effect>> {
         let effects = self.request.on_oversize_body(&self.context);
         let BodyModes { request, response } = self.context.modes;
@@ -149,7 +150,7 @@ impl Exchange {
         effects
     }
 
-    /// Handles the other answer to [`Effect::Route`]: the client receives `answer`, and no worker
+    /// Handles the other answer to [`Effect::Route`]: the client receives `response`, and no worker
     /// is chosen.
     pub fn on_immediate(&mut self, response: &ImmediateReply) -> Vec<Effect> {
         if !self.is_routing() {
@@ -159,7 +160,7 @@ impl Exchange {
         reply_effects(mutation::immediate_response(response))
     }
 
-    /// Ends the exchange with `answer`, unless the response has begun.
+    /// Ends the exchange with `response`, unless the worker's response has begun.
     pub fn on_abort(&mut self, response: &ImmediateReply) -> Vec<Effect> {
         if !matches!(self.response, ResponseSide::Waiting) {
             return Vec::new();
@@ -170,13 +171,13 @@ impl Exchange {
     }
 
     /// Records that another worker than the chosen one sent the response. Called before the
-    /// response headers are handled, because they name the worker.
+    /// response headers are handled, because the reply to them names the worker.
     pub fn on_served_elsewhere(&mut self, by: ServingWorker) {
         self.context.served_by = Some(by);
     }
 
-    /// Asks Envoy to extend its message timeout to `wait`. Envoy accepts one extension per message.
-    /// In modes without a message timeout there is nothing to extend.
+    /// Returns the effect that asks Envoy to extend its message timeout to `wait`; `None` in modes
+    /// without a message timeout. Envoy accepts one extension per message.
     pub fn extend_timeout(&self, wait: Duration) -> Option<Effect> {
         self.request
             .has_message_timeout()

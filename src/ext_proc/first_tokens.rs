@@ -1,7 +1,7 @@
-//! Exchange of first tokens between the two filters of one exchange. The probe filter is the first
-//! in Envoy's list. It sees the response body and ends its stream after the first piece, so the
-//! cost does not depend on the length of the response. It identifies the exchange by a key in the
-//! dynamic metadata, which the other filter sets and which clients cannot write.
+//! Reports of first tokens from one filter of an exchange to the other. The probe filter is the
+//! first in Envoy's list. It receives the response body and ends its stream after the first piece,
+//! so the cost does not depend on the length of the response. It identifies the exchange by a key
+//! in the dynamic metadata, which the other filter sets and which clients cannot write.
 
 use std::sync::{Arc, OnceLock};
 
@@ -64,7 +64,7 @@ impl FirstTokenRegistry {
 }
 
 impl FirstTokenWaiter {
-    /// Completes once, when the first token was observed.
+    /// Completes once, when the first token has been observed.
     pub(super) async fn notified(&self) {
         self.notify.notified().await;
     }

@@ -46,17 +46,17 @@ impl GatewayTraits {
 mod tests {
     use super::*;
 
-    fn response(from: ResponseSource, has_upstream_time: bool) -> ResponseHead {
+    fn response(source: ResponseSource, has_upstream_time: bool) -> ResponseHead {
         ResponseHead {
             status: 503,
-            source: from,
+            source,
             has_upstream_time,
             ..ResponseHead::default()
         }
     }
 
     #[test]
-    fn missing_header_proves_envoy_only_where_shown_before() {
+    fn missing_header_identifies_envoy_only_if_seen_before() {
         let gateway = GatewayTraits::default();
         let mut unmarked = response(ResponseSource::Ambiguous, false);
         assert_eq!(
@@ -76,9 +76,9 @@ mod tests {
         assert_eq!(gateway.attribute(&mut unmarked), ResponseAttribution::Known);
         assert_eq!(unmarked.source, ResponseSource::Envoy);
 
-        let mut elsewhere = response(ResponseSource::Ambiguous, false);
+        let mut other_gateway = response(ResponseSource::Ambiguous, false);
         assert_eq!(
-            GatewayTraits::default().attribute(&mut elsewhere),
+            GatewayTraits::default().attribute(&mut other_gateway),
             ResponseAttribution::Ambiguous
         );
     }

@@ -62,12 +62,13 @@ pub(super) struct ExchangeGuard {
     output_blocks: u64,
 }
 
-/// Progress of the exchange.
+/// How the exchange ends if its stream closes now.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ExchangeEnd {
     /// The response has not begun.
     Abandoned,
-    /// The response has begun, and its end was not observed: it ended, or the client left.
+    /// The response has begun, and its end was not observed: it is complete, or the client
+    /// disconnected.
     Closed,
     /// The end of the response was observed.
     Complete,
@@ -111,7 +112,8 @@ impl ExchangeGuard {
         let route = self.active.as_ref().map(|active| &active.placement.route);
         self.cache_report_source =
             route.map(|route| CacheReportSource::new(route, remote_prefill.as_ref(), &self.audit));
-        // warmroute calls the prefill worker before it sends the request on.
+        // warmroute calls the prefill worker before it forwards the request, so the prefill is
+        // complete.
         self.prefill_done =
             matches!(remote_prefill, Some(RemotePrefill::Call(_))).then(Instant::now);
         self.remote_prefill = remote_prefill;
@@ -193,7 +195,7 @@ impl ExchangeGuard {
         let Some(active) = self.active.take() else {
             return RetryDecision::Unchanged;
         };
-        // The time before a retry is no part of the prefill time.
+        // The time before a retry is not part of the prefill time.
         self.admitted_at = Instant::now();
         // Boxed, because the future is large and retries are rare.
         let repeated = Box::pin(remote_prefill.retry(dispatcher, active, retried)).await;
@@ -255,7 +257,7 @@ impl ExchangeGuard {
         }
     }
 
-    /// Books a block whenever prompt and output together begin one.
+    /// Books an output block whenever prompt and output together begin another block.
     fn book_output(&mut self) {
         let Some(active) = &mut self.active else {
             return;
@@ -281,22 +283,22 @@ impl ExchangeGuard {
         self.completed_at = Some(Instant::now());
         self.release();
         self.observe_duration();
-        // The last event may lack its empty line.
+        // The last event may lack the empty line that ends it.
         self.usage.finish();
     }
 
     /// Releases the resources of the exchange. A successful response proves that the prompt's
     /// blocks are cached. The headers of an event stream do not: they precede the computation, and
-    /// the client may leave before the first token.
+    /// the client may disconnect before the first token.
     fn release(&mut self) {
-        let begun = match self.end {
+        let has_begun = match self.end {
             ExchangeEnd::Complete => true,
             ExchangeEnd::Closed => self.body_seen || !self.event_stream,
             ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
         };
-        let begun = begun && (200..300).contains(&self.status);
+        let is_success = has_begun && (200..300).contains(&self.status);
         if let Some(mut active) = self.active.take()
-            && begun
+            && is_success
         {
             self.router.start_parity_check(&mut active.placement);
             self.prompts = active.placement.take_prompts();

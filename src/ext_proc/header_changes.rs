@@ -37,7 +37,7 @@ impl HeaderChanges {
         self.set.push((name, value));
     }
 
-    /// The wire message; `None` without changes.
+    /// Returns the wire message; `None` without changes.
     pub(super) fn into_mutation(self) -> Option<HeaderMutation> {
         if self.set.is_empty() && self.remove.is_empty() {
             return None;
@@ -60,7 +60,7 @@ impl HeaderChanges {
 
 #[cfg(test)]
 impl HeaderChanges {
-    /// The headers that are set.
+    /// Returns the headers that are set.
     pub(super) fn pairs(&self) -> impl Iterator<Item = (&str, &str)> {
         self.set.iter().map(|(name, value)| (&**name, &**value))
     }

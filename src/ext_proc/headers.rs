@@ -83,7 +83,7 @@ impl RequestHead {
         }
     }
 
-    /// The last value of a header that is not blank, or else a blank one.
+    /// Returns the last value of a header that is not blank, or else a blank one.
     pub fn get(&self, name: &str) -> Option<Cow<'_, str>> {
         let values = || {
             self.headers
@@ -140,8 +140,8 @@ pub enum ResponseSource {
     Worker(SocketAddr),
     /// Envoy: no worker could be reached.
     Envoy,
-    /// Envoy, for its own reasons: a limit, a timeout, an injected fault. Says nothing about
-    /// workers.
+    /// Envoy, because of a limit, a timeout or an injected fault. The response contains no
+    /// information about workers.
     EnvoyPolicy,
     /// Envoy or the worker: a 503 without attributes, without `x-envoy-upstream-service-time`, and
     /// without headers that engines set. [`GatewayTraits`](super::gateway::GatewayTraits) decides.
@@ -156,7 +156,7 @@ impl ResponseHead {
             source: reported.unwrap_or_default(),
             ..Self::default()
         };
-        let mut is_of_engine = false;
+        let mut has_engine_headers = false;
         for header in headers.iter().flat_map(|map| &map.headers) {
             match header.key.as_str() {
                 ":status" => head.status = value_text(header).parse().unwrap_or(0),
@@ -166,27 +166,29 @@ impl ResponseHead {
                         .to_ascii_lowercase()
                         .starts_with("text/event-stream");
                 }
-                // Envoy's router adds the first to responses of workers, and the second to requests
-                // that it refused to send.
+                // Envoy's router adds this header to responses of workers.
                 "x-envoy-upstream-service-time" => head.has_upstream_time = true,
                 // Envoy adds these to its own responses only after the filters.
-                "date" | "server" => is_of_engine = true,
+                "date" | "server" => has_engine_headers = true,
+                // Envoy's router adds this header to its responses to dropped requests.
                 "x-envoy-overloaded" if reported.is_none() => {
                     head.source = ResponseSource::EnvoyPolicy
                 }
                 _ => {}
             }
         }
-        let is_ambiguous =
-            reported.is_none() && head.status == 503 && !is_of_engine && !head.has_upstream_time;
+        let is_ambiguous = reported.is_none()
+            && head.status == 503
+            && !has_engine_headers
+            && !head.has_upstream_time;
         if is_ambiguous && head.source == ResponseSource::Unknown {
             head.source = ResponseSource::Ambiguous;
         }
         head
     }
 
-    /// Sets the endpoint that served, as the gateway reports it. The last endpoint of a list with
-    /// commas sent the response.
+    /// Sets the endpoint that served, as the gateway reports it. The last endpoint of a
+    /// comma-separated list sent the response.
     #[must_use]
     pub fn with_served_endpoint(mut self, served: Option<&str>) -> Self {
         let address = served.and_then(|text| text.rsplit(',').next()?.trim().parse().ok());
@@ -211,8 +213,9 @@ const RETRIES_EXHAUSTED: u64 = 1 << 15;
 /// the order of Envoy's `CoreResponseFlag`.
 const UNREACHABLE_FLAGS: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
 
-/// `upstream.address` names the last endpoint tried, and `response.flags` the failure if Envoy made
-/// the response. Returns `None` if Envoy is not configured to send them.
+/// Returns the source of a response according to Envoy's attributes; `None` if Envoy is not
+/// configured to send them. `upstream.address` names the last endpoint tried, and `response.flags`
+/// the failure if Envoy made the response.
 fn response_source(attributes: &HashMap<String, Struct>) -> Option<ResponseSource> {
     let flags = match attribute(attributes, "response.flags") {
         Some(Kind::NumberValue(flags)) => Some(*flags as u64 & !RETRIES_EXHAUSTED),
@@ -231,7 +234,7 @@ fn response_source(attributes: &HashMap<String, Struct>) -> Option<ResponseSourc
     }
 }
 
-/// The endpoint that a request is being sent to.
+/// Returns the endpoint that a request is being sent to.
 pub(super) fn upstream_endpoint(attributes: &HashMap<String, Struct>) -> Option<WorkerEndpoint> {
     match attribute(attributes, UPSTREAM_ADDRESS)? {
         Kind::StringValue(address) => address.parse().ok().map(WorkerEndpoint),
@@ -245,7 +248,8 @@ fn attribute<'a>(attributes: &'a HashMap<String, Struct>, name: &str) -> Option<
         .find_map(|group| group.fields.get(name)?.kind.as_ref())
 }
 
-/// The raw value of a header. Envoy fills `raw_value`; other gateways fill the older text field.
+/// Returns the raw value of a header. Envoy fills `raw_value`; other gateways fill the older text
+/// field.
 fn value_bytes(header: &HeaderValue) -> &[u8] {
     if header.raw_value.is_empty() {
         header.value.as_bytes()
@@ -268,9 +272,9 @@ mod tests {
 
     use super::*;
 
-    fn from(
+    fn source_of(
         status: u16,
-        named: Option<&str>,
+        header_name: Option<&str>,
         flags: Option<u64>,
         address: Option<&str>,
     ) -> ResponseSource {
@@ -282,7 +286,7 @@ mod tests {
         let status = header(":status", status.to_string());
         let headers = [status]
             .into_iter()
-            .chain(named.map(|name| header(name, "1".to_owned())))
+            .chain(header_name.map(|name| header(name, "1".to_owned())))
             .collect();
         let mut group = Struct::default();
         let mut add = |name: &str, kind| {
@@ -319,18 +323,18 @@ mod tests {
             (1 << 12, ResponseSource::EnvoyPolicy),
         ] {
             assert_eq!(
-                from(503, None, Some(flags), Some(WORKER)),
+                source_of(503, None, Some(flags), Some(WORKER)),
                 expected,
                 "{flags:#x}"
             );
         }
-        assert_eq!(from(503, None, Some(0), None), ResponseSource::Unknown);
+        assert_eq!(source_of(503, None, Some(0), None), ResponseSource::Unknown);
     }
 
     #[test]
     fn unmarked_503_without_attributes_is_ambiguous() {
         let time = Some("x-envoy-upstream-service-time");
-        for (status, named, expected) in [
+        for (status, header_name, expected) in [
             (503, None, ResponseSource::Ambiguous),
             (503, time, ResponseSource::Unknown),
             (503, Some("date"), ResponseSource::Unknown),
@@ -340,9 +344,9 @@ mod tests {
             (200, None, ResponseSource::Unknown),
         ] {
             assert_eq!(
-                from(status, named, None, None),
+                source_of(status, header_name, None, None),
                 expected,
-                "{status} {named:?}"
+                "{status} {header_name:?}"
             );
         }
     }

@@ -9,7 +9,7 @@ use super::wire::{BodyPiece, ProcessingPart, RawProcessingRequest};
 /// How Envoy sends a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BodyMode {
-    /// It does not.
+    /// Not at all.
     None,
     /// Whole, in one message. Envoy waits for the reply.
     #[default]
@@ -27,7 +27,7 @@ pub enum BodyMode {
 }
 
 impl BodyMode {
-    /// Whether the body reaches its destination only through the replies of warmroute.
+    /// Returns whether the body reaches its destination only through the replies of warmroute.
     pub fn is_sent_back(self) -> bool {
         matches!(self, BodyMode::FullDuplex | BodyMode::Grpc)
     }
@@ -69,7 +69,7 @@ pub struct BodyModes {
 }
 
 impl Default for BodyModes {
-    /// The configuration that was measured as the fastest, for gateways that do not report theirs.
+    /// Returns the modes that were measured as the fastest, for gateways that do not report theirs.
     fn default() -> Self {
         Self {
             request: BodyMode::Buffered,
@@ -110,9 +110,10 @@ pub enum ExchangeMessage {
 pub struct IncomingMessage {
     /// Body modes of Envoy's configuration. Envoy sends them with the first message.
     pub modes: Option<BodyModes>,
-    /// The metadata beside the message.
+    /// The metadata sent with the message.
     pub metadata: GatewayMetadata,
-    /// The message; `None` if it has no known part (flow control, later additions).
+    /// The message; `None` if it has no known part, for example flow control, or a message type of
+    /// a newer Envoy.
     pub message: Option<ExchangeMessage>,
 }
 

@@ -35,7 +35,7 @@ const SCORES_KEY: &str = "x-gateway-destination-endpoint-scores";
 /// small pieces keep its per-stream buffers and flow control effective.
 pub const MAX_CHUNK_BYTES: usize = 62_000;
 
-/// The message of Envoy that a reply belongs to.
+/// The message of Envoy to which a reply belongs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MessageKind {
     /// The request headers.
@@ -48,7 +48,7 @@ pub enum MessageKind {
     ResponseBody,
 }
 
-/// Ends the exchange with an immediate response.
+/// Returns the reply that ends the exchange with an immediate response.
 pub fn immediate_response(answer: &ImmediateReply) -> ProcessingResponse {
     let mut changes = HeaderChanges::default();
     changes.set("content-type", "application/json".to_owned());
@@ -70,8 +70,8 @@ pub fn immediate_response(answer: &ImmediateReply) -> ProcessingResponse {
     }
 }
 
-/// Extends Envoy's message timeout for the next reply. Envoy accepts it once per message, in a
-/// separate reply before.
+/// Returns the reply that extends Envoy's message timeout. Envoy accepts it once per message, as a
+/// separate reply before the actual one.
 pub fn extend_timeout(wait: Duration) -> ProcessingResponse {
     let seconds = i64::try_from(wait.as_secs()).unwrap_or(i64::MAX);
     let timeout = envoy_types::pb::google::protobuf::Duration {
@@ -84,7 +84,7 @@ pub fn extend_timeout(wait: Duration) -> ProcessingResponse {
     }
 }
 
-/// Lets one message continue with changed headers.
+/// Returns the reply that lets a message continue with changed headers.
 pub(super) fn continue_with(to: MessageKind, changes: HeaderChanges) -> ProcessingResponse {
     wrap(
         to,
@@ -167,7 +167,7 @@ fn streamed_body(to: MessageKind, streamed: StreamedBodyResponse) -> ProcessingR
     )
 }
 
-/// The replies to a piece of a body that does not change.
+/// Returns the replies to a piece of a body that does not change.
 pub(super) fn pass_body(
     to: MessageKind,
     mode: BodyMode,
@@ -180,7 +180,7 @@ pub(super) fn pass_body(
     }
 }
 
-/// Lets request trailers continue.
+/// Returns the reply that lets request trailers continue.
 pub fn request_trailers() -> ProcessingResponse {
     ProcessingResponse {
         response: Some(Response::RequestTrailers(TrailersResponse::default())),
@@ -188,7 +188,7 @@ pub fn request_trailers() -> ProcessingResponse {
     }
 }
 
-/// Lets response trailers continue.
+/// Returns the reply that lets response trailers continue.
 pub fn response_trailers() -> ProcessingResponse {
     ProcessingResponse {
         response: Some(Response::ResponseTrailers(TrailersResponse::default())),
@@ -197,8 +197,8 @@ pub fn response_trailers() -> ProcessingResponse {
 }
 
 /// Adds the chosen endpoints as dynamic metadata, and the key of the exchange if another filter
-/// needs it. The worker id is a text: endpoint metadata that Envoy compares it with is text, and a
-/// number would lose ids above 2^53.
+/// needs it. The worker id is a string, because Envoy compares it with strings in endpoint
+/// metadata, and a number could not represent ids above 2^53.
 pub(super) fn with_destination(
     mut reply: ProcessingResponse,
     to: &RankEndpoint,
@@ -282,8 +282,8 @@ fn processing_mode(request: BodySendMode, response: BodySendMode) -> ProcessingM
             BodySendMode::FullDuplexStreamed | BodySendMode::Grpc => HeaderSendMode::Send.into(),
             _ => HeaderSendMode::Skip.into(),
         },
-        // Envoy keeps the gRPC stream open for the trailers until the response ends, which shows
-        // the end.
+        // For the trailers, Envoy keeps the gRPC stream open until the response ends, so warmroute
+        // can observe its end.
         response_trailer_mode: HeaderSendMode::Send.into(),
     }
 }

@@ -66,22 +66,22 @@ impl RequestPipeline {
         })
     }
 
-    /// The dispatcher.
+    /// Returns the dispatcher.
     pub(super) fn dispatcher(&self) -> &Dispatcher {
         &self.dispatcher
     }
 
-    /// The planner of remote prefills.
+    /// Returns the planner of remote prefills.
     pub(super) fn prefill_planner(&self) -> &PrefillPlanner {
         &self.prefill_planner
     }
 
-    /// The pools by the authority of a call.
+    /// Returns the pools by the authority of a call.
     pub(super) fn pool_authorities(&self) -> &PoolAuthorities {
         self.preprocessor.pool_authorities()
     }
 
-    /// The router.
+    /// Returns the router.
     pub fn router(&self) -> &Arc<Router> {
         self.dispatcher.router()
     }
@@ -113,8 +113,8 @@ impl RequestPipeline {
             .plan(&mut preprocessed, &head, &body, self.router());
         // A request may wait in the queue for a long time. Only a handoff still needs its body.
         drop(body);
-        for &(stage, took) in &preprocessed.stage_times {
-            self.metrics.observe_stage(stage, took);
+        for &(stage, duration) in &preprocessed.stage_times {
+            self.metrics.observe_stage(stage, duration);
         }
         if let Some(rejection) = self.strict_rejection(&preprocessed) {
             return self.reject(&rejection, &head, &model);
@@ -166,7 +166,7 @@ impl RequestPipeline {
         started: Instant,
         on_wait: impl FnOnce(Duration),
     ) -> Result<PrefillOutcome, DispatchError> {
-        // Only the reply to a query contains them, and the request may wait for a long time.
+        // Only the reply to a query contains the tokens, and the request may wait for a long time.
         preprocessed.tokens = Vec::new();
         let max_prefill = plan.max_duration();
         let mut on_wait = Some(on_wait);
@@ -210,7 +210,7 @@ impl RequestPipeline {
         }
     }
 
-    /// The pool of a request: from the gateway, or else by the configured rules.
+    /// Returns the pool of a request: from the gateway, or else by the configured rules.
     fn pool_of(&self, inbound: &mut InboundRequest) -> Option<Arc<str>> {
         let from_call = inbound.pool.take();
         from_call.or_else(|| {
@@ -219,8 +219,8 @@ impl RequestPipeline {
         })
     }
 
-    /// Replaces the model in the body, if a header or a rule requires it, before anything else reads
-    /// the body.
+    /// Replaces the model in the body, if a header or a rule requires it, before anything else
+    /// reads the body.
     fn rewrite_model(&self, inbound: &mut InboundRequest, pool: Option<&str>) -> Option<BodyEdit> {
         let RequestBody::Whole(body) = &inbound.body else {
             return None;
@@ -240,7 +240,7 @@ impl RequestPipeline {
         })
     }
 
-    /// The candidate endpoints that a conformance test names.
+    /// Returns the candidate endpoints that a conformance test names.
     fn conformance_subset(&self, head: &RequestHead) -> Option<EndpointSubset> {
         let selection = head
             .get(headers::CONFORMANCE_SELECTION)
@@ -254,18 +254,18 @@ impl RequestPipeline {
             .then_some(selected)
     }
 
-    /// The rejection of a request in a strict mode; `None` if the request is to be routed.
+    /// Returns the rejection of a request in strict mode; `None` if the request is to be routed.
     fn strict_rejection<'t>(
         &self,
         preprocessed: &'t PreprocessedRequest,
     ) -> Option<RequestRejection<'t>> {
         let failure = &self.policy.failure;
-        let because = preprocessed.route_request.prompt.reason()?;
+        let reason = preprocessed.route_request.prompt.reason()?;
         let requested = preprocessed.requested_model.as_deref();
         // A request of an API without a prompt may name an unknown model, too.
-        let unknown = because == Reason::UnknownModel
+        let unknown = reason == Reason::UnknownModel
             || (requested.is_some() && preprocessed.route_request.model.is_none());
-        match because {
+        match reason {
             _ if unknown && failure.strict_models => Some(RequestRejection::UnknownModel(
                 requested.unwrap_or_default(),
             )),
@@ -278,8 +278,8 @@ impl RequestPipeline {
     }
 
     fn failure_mode(&self, model: Option<&ModelName>) -> FailureMode {
-        let own = model.and_then(|model| self.policy.model_failure_modes.get(model));
-        own.copied().unwrap_or(self.policy.failure.mode)
+        let model_mode = model.and_then(|model| self.policy.model_failure_modes.get(model));
+        model_mode.copied().unwrap_or(self.policy.failure.mode)
     }
 
     fn answer_query(

@@ -11,7 +11,7 @@ use super::config::{FailureConfig, FailureMode};
 pub struct ExchangePolicy {
     /// Handling of requests that cannot be routed or read.
     pub failure: FailureConfig,
-    /// Failure modes of models that differ from it.
+    /// Failure modes of models, which take precedence over `failure.mode`.
     pub model_failure_modes: HashMap<ModelName, FailureMode>,
     /// Models whose engines send the response headers together with the first token.
     pub first_token_with_headers: HashSet<ModelName>,

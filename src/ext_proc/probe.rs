@@ -1,6 +1,6 @@
-//! The filter that only observes the first token. It replies before it works, and it ends its
-//! stream after the first piece of the response body. It also replies on streams of unknown
-//! exchanges, such as Envoy's own responses, so that it never blocks a response.
+//! The filter that only observes the first token. It replies before it reports the first token, and
+//! it ends its stream after the first piece of the response body. It also replies on streams of
+//! unknown exchanges, such as Envoy's own responses, so that it never blocks a response.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
@@ -30,7 +30,7 @@ pub(super) struct FirstTokenProbe {
 }
 
 impl FirstTokenProbe {
-    /// Whether a stream with this first message belongs to the filter.
+    /// Returns whether a stream with this first message belongs to the probe filter.
     pub(super) fn is_probe_stream(first: &IncomingMessage) -> bool {
         let response = matches!(
             first.message,
@@ -45,11 +45,11 @@ impl FirstTokenProbe {
         if incoming.metadata.exchange_key.is_some() {
             self.exchange_key = incoming.metadata.exchange_key;
         }
-        let go_on = |to| vec![mutation::continue_with(to, HeaderChanges::default())];
+        let continued = |to| vec![mutation::continue_with(to, HeaderChanges::default())];
         let (replies, seen, is_over) = match incoming.message {
             None => (Vec::new(), false, false),
             Some(ExchangeMessage::RequestHeaders { .. }) => {
-                (go_on(MessageKind::RequestHeaders), false, false)
+                (continued(MessageKind::RequestHeaders), false, false)
             }
             Some(ExchangeMessage::RequestBody(piece)) => (
                 self.pass_body(MessageKind::RequestBody, &piece),
@@ -61,7 +61,7 @@ impl FirstTokenProbe {
             }
             Some(ExchangeMessage::ResponseHeaders {
                 end_of_stream: end, ..
-            }) => (go_on(MessageKind::ResponseHeaders), false, end),
+            }) => (continued(MessageKind::ResponseHeaders), false, end),
             Some(ExchangeMessage::ResponseBody(piece)) => {
                 let seen = !piece.body.is_empty();
                 (
@@ -106,9 +106,9 @@ mod tests {
     use crate::ext_proc::message::BodyMode;
     use crate::ext_proc::metadata::GatewayMetadata;
 
-    fn incoming(message: ExchangeMessage, name: Option<&str>) -> IncomingMessage {
+    fn incoming(message: ExchangeMessage, exchange_key: Option<&str>) -> IncomingMessage {
         let metadata = GatewayMetadata {
-            exchange_key: name.map(str::to_owned),
+            exchange_key: exchange_key.map(str::to_owned),
             ..GatewayMetadata::default()
         };
         IncomingMessage {

@@ -1,5 +1,6 @@
-//! Immediate responses: rejections as OpenAI errors, and the reply to a query for the choice only.
-//! This module alone maps errors to HTTP. For an error without a mapping, Envoy chooses the worker.
+//! Immediate responses: rejections as OpenAI errors, and the reply to a request that only queries
+//! the routing decision. Only this module maps errors to HTTP. For an error without a mapping,
+//! Envoy chooses the worker.
 
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use crate::prefill::UncheckedBodyError;
 /// `retry-after` for errors without a better estimate.
 const DEFAULT_RETRY_AFTER: Duration = Duration::from_secs(1);
 
-/// The response to a request whose mirrored prefill timed out.
+/// Returns the response to a request whose mirrored prefill timed out.
 pub(super) fn prefill_timeout() -> ImmediateReply {
     let message = "the prefill of this request timed out";
     let error = json!({"error": {"message": message, "type": "service_unavailable_error", "param": null, "code": "prefill_failed"}});
@@ -45,7 +46,7 @@ pub enum RequestRejection<'a> {
     Unchecked(UncheckedBodyError),
 }
 
-/// A rejection in terms of HTTP, OpenAI and llm-d.
+/// A rejection as HTTP status, OpenAI error code, and llm-d reason.
 struct ErrorReply {
     status: u16,
     code: &'static str,
@@ -71,7 +72,7 @@ impl ErrorReply {
 }
 
 impl RequestRejection<'_> {
-    /// Reason for the metrics.
+    /// Returns the reason for the metrics.
     pub fn reason(&self) -> Reason {
         match self {
             RequestRejection::Routing(DispatchError::Refused(error), _) => error.reason(),
@@ -89,7 +90,7 @@ impl RequestRejection<'_> {
         }
     }
 
-    /// The response to the client; `None` if Envoy may choose the worker.
+    /// Returns the response to the client; `None` if Envoy may choose the worker.
     pub fn immediate_reply(
         &self,
         request_id: &str,
@@ -211,7 +212,7 @@ impl RequestRejection<'_> {
     }
 }
 
-/// The reply to a request that queries the choice only.
+/// Returns the reply to a request that only queries the routing decision.
 pub(super) fn query_reply(route: &Route, tokens: &[Vec<u32>]) -> ImmediateReply {
     let mut worker_id =
         json!({ "decode_worker_id": route.to.rank.worker.0, "decode_dp_rank": route.to.rank.rank });
@@ -252,6 +253,20 @@ mod tests {
             .map(|(_, value)| value.as_str())
     }
 
+    /// Asserts the parts that all rejections share.
+    fn assert_is_api_error(answer: &ImmediateReply, error: &DispatchError) {
+        let body: serde_json::Value = serde_json::from_slice(&answer.body).unwrap();
+        assert_eq!(body["error"]["message"], error.to_string());
+        assert!(body["error"]["type"].is_string());
+        assert_eq!(header(answer, headers::REQUEST_ID), Some("r-1"));
+        assert_eq!(header(answer, headers::MODE), Some("rejected"));
+        assert_eq!(
+            header(answer, headers::DROPPED_REASON).is_some(),
+            header(answer, "retry-after").is_some(),
+            "{error}"
+        );
+    }
+
     #[test]
     fn rejections_are_openai_errors_unless_failing_open() {
         let overflow = DispatchError::Overflow {
@@ -261,23 +276,31 @@ mod tests {
             limit: 2,
             retry_after: Duration::from_millis(1500),
         };
-        let of = DispatchError::Refused;
+        let refused = DispatchError::Refused;
         let pin = RouteError::Pin(EligibilityError::PinUnknown(WorkerId(7)));
         let overloaded = RouteError::Overloaded(EligibilityError::AllEligibleWorkersOverloaded);
         let unavailable = |code| (503, Some("1"), code);
         let cases = [
-            (of(RouteError::NoFleet), None, unavailable("no_worker")),
-            (of(RouteError::NoCandidate), None, unavailable("no_worker")),
-            (DispatchError::Panicked, None, unavailable("router_error")),
-            (of(pin), Some(400), (400, None, "invalid_worker")),
-            (of(overloaded), Some(429), (429, Some("1"), "overloaded")),
+            (refused(RouteError::NoFleet), None, unavailable("no_worker")),
             (
-                of(RouteError::Unsatisfied),
+                refused(RouteError::NoCandidate),
+                None,
+                unavailable("no_worker"),
+            ),
+            (DispatchError::Panicked, None, unavailable("router_error")),
+            (refused(pin), Some(400), (400, None, "invalid_worker")),
+            (
+                refused(overloaded),
+                Some(429),
+                (429, Some("1"), "overloaded"),
+            ),
+            (
+                refused(RouteError::Unsatisfied),
                 Some(503),
                 unavailable("no_eligible_worker"),
             ),
             (
-                of(RouteError::NoPrefill),
+                refused(RouteError::NoPrefill),
                 Some(503),
                 unavailable("no_prefill_worker"),
             ),
@@ -301,15 +324,7 @@ mod tests {
             let retry = header(&answer, "retry-after");
             let code = body["error"]["code"].as_str().unwrap();
             assert_eq!((answer.status, retry, code), fail_closed, "{error}");
-            assert_eq!(body["error"]["message"], error.to_string());
-            assert!(body["error"]["type"].is_string());
-            assert_eq!(header(&answer, headers::REQUEST_ID), Some("r-1"));
-            assert_eq!(header(&answer, headers::MODE), Some("rejected"));
-            assert_eq!(
-                header(&answer, headers::DROPPED_REASON).is_some(),
-                retry.is_some(),
-                "{error}"
-            );
+            assert_is_api_error(&answer, &error);
         }
     }
 
@@ -342,7 +357,7 @@ mod tests {
             ),
             (RequestRejection::TooLarge, 413, "body_too_large", "larger"),
         ];
-        for (rejection, status, code, word) in cases {
+        for (rejection, status, code, text) in cases {
             let answer = rejection
                 .immediate_reply("", &ExchangePolicy::default())
                 .unwrap();
@@ -352,7 +367,7 @@ mod tests {
                 (status, Some(code))
             );
             assert!(
-                body["error"]["message"].as_str().unwrap().contains(word),
+                body["error"]["message"].as_str().unwrap().contains(text),
                 "{body}"
             );
             assert!(answer.headers.is_empty(), "{:?}", answer.headers);

@@ -1,4 +1,4 @@
-//! Answers to the request for a route: a route with its changes of the request, or an immediate
+//! Answers to the request for a route: a route with changes of the request, or an immediate
 //! response.
 
 use bytes::Bytes;
@@ -67,7 +67,7 @@ pub struct ImmediateReply {
     pub status: u16,
     /// Headers in addition to the content type.
     pub headers: Vec<(&'static str, String)>,
-    /// JSON.
+    /// Body, in JSON.
     pub body: Vec<u8>,
     /// Response details for Envoy's logs.
     pub details: &'static str,

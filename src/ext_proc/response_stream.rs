@@ -1,8 +1,8 @@
 //! The stream of replies to Envoy. The exchange runs inside the task of the gRPC stream. A separate
-//! task would be woken for every message and would wake the other for every reply, which costs more
-//! than most messages do. The gRPC task owns the resources of the exchange, so any end of the
-//! stream releases them, after one last poll for the messages received before. If Envoy does not
-//! read its replies, the exchange stops.
+//! task would cost a wakeup for every message and every reply, which is more than the work for most
+//! messages. The gRPC task owns the resources of the exchange, so any end of the stream releases
+//! them, after one last poll for the messages received before. If Envoy does not read its replies,
+//! the exchange stops.
 
 use std::collections::VecDeque;
 use std::future::poll_fn;
@@ -70,8 +70,8 @@ impl ResponseStream {
 
     fn poll_task(&mut self, cx: &mut Context<'_>) {
         let Some(task) = &mut self.task else { return };
-        // A panic ends the stream without an error status: Envoy treats a reset as an error of the
-        // request.
+        // A panic ends the stream without an error status, because Envoy fails the request after an
+        // error status.
         let polled = catch_unwind(AssertUnwindSafe(|| task.as_mut().poll(cx)));
         if let Ok(Poll::Pending) = polled {
             return;
@@ -84,9 +84,9 @@ impl ResponseStream {
 }
 
 impl Drop for ResponseStream {
-    /// Envoy ends most streams with a reset, after which the stream is not polled again. A last
-    /// poll handles the messages received just before, and a first token that another filter
-    /// observed.
+    /// Polls the exchange once more. Envoy ends most streams with a reset, after which the stream
+    /// is not polled again. The last poll handles the messages received just before, and a first
+    /// token that another filter observed.
     fn drop(&mut self) {
         self.sink.0.lock().clear();
         let last = pin!(tokio::task::unconstrained(poll_fn(|cx| {
@@ -146,17 +146,17 @@ mod tests {
 
     #[tokio::test]
     async fn full_queue_stops_the_exchange() {
-        let made = Arc::new(Mutex::new(0));
-        let counted = made.clone();
+        let sent_replies = Arc::new(Mutex::new(0));
+        let counter = sent_replies.clone();
         let mut stream = ResponseStream::new(|sink| async move {
             for at in 0..100 {
                 sink.send(numbered(at)).await;
-                *counted.lock() += 1;
+                *counter.lock() += 1;
             }
             Ok(())
         });
         stream.next().await.unwrap().unwrap();
-        assert_eq!(*made.lock(), MAX_QUEUED_REPLIES);
+        assert_eq!(*sent_replies.lock(), MAX_QUEUED_REPLIES);
     }
 
     #[tokio::test]

@@ -1,6 +1,6 @@
-//! Retries by Envoy. A filter on the path to the upstream reports each attempt after the first. If
-//! another worker did the prefill, the body of the first attempt is useless for the second, so the
-//! exchange provides a new body. Every other attempt continues unchanged and without delay.
+//! Retries by Envoy. An upstream HTTP filter reports each attempt after the first. If another
+//! worker did the prefill, the body of the first attempt is useless for the second, so the exchange
+//! provides a new body. All other attempts continue unchanged and without delay.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -26,7 +26,7 @@ const TIMEOUT_MARGIN: Duration = Duration::from_secs(1);
 pub(super) struct RetryAttempt {
     /// The request head.
     pub(super) head: RequestHead,
-    /// The endpoint that receives it.
+    /// The endpoint that receives the attempt.
     pub(super) upstream: WorkerEndpoint,
     /// The request body.
     pub(super) body: Bytes,
@@ -37,15 +37,15 @@ pub(super) struct RetryAttempt {
 /// Decision about an attempt.
 #[derive(Debug)]
 pub(super) enum RetryDecision {
-    /// It continues unchanged.
+    /// The attempt continues unchanged.
     Unchanged,
-    /// It continues with this body.
+    /// The attempt continues with this body.
     ReplaceBody(Bytes),
     /// The request has failed, and the client has received an error.
     Abandoned,
 }
 
-/// The exchanges that need to know of retries.
+/// The exchanges that handle their retries.
 #[derive(Debug, Default)]
 pub(super) struct RetryRegistry {
     listeners: DashMap<String, (Duration, mpsc::Sender<RetryAttempt>)>,
@@ -78,12 +78,13 @@ impl RetryRegistry {
         }
     }
 
-    /// The maximum duration of a decision; `None` if no exchange is registered under this key.
+    /// Returns the maximum duration of a decision; `None` if no exchange is registered under this
+    /// key.
     pub(super) fn max_prefill_time(&self, exchange_key: &str) -> Option<Duration> {
         Some(self.listeners.get(exchange_key)?.0)
     }
 
-    /// The decision of the exchange about an attempt.
+    /// Returns the decision of the exchange about an attempt.
     async fn decide(
         &self,
         exchange_key: &str,
@@ -111,7 +112,7 @@ impl RetryRegistry {
 }
 
 impl RetryListener {
-    /// The next attempt.
+    /// Returns the next attempt.
     pub(super) async fn next(&mut self) -> RetryAttempt {
         match self.attempts.recv().await {
             Some(next) => next,
@@ -135,18 +136,18 @@ pub(super) struct RetryFilter {
     max_prefill_time: Duration,
 }
 
-/// Exchange that an attempt belongs to.
+/// Exchange to which an attempt belongs.
 #[derive(Debug)]
 enum RetryOwner {
-    /// Unknown.
+    /// No request headers with an exchange key were received.
     Unknown,
     /// A registered exchange, with the request head and the endpoint of the attempt.
-    Prepared(String, RequestHead, WorkerEndpoint),
-    /// An exchange that has ended or is not registered.
-    Unprepared,
+    Registered(String, RequestHead, WorkerEndpoint),
+    /// An exchange that has ended or was never registered.
+    Unregistered,
 }
 
-/// The reply to Envoy, and the outcome of the attempt with the last message.
+/// The reply to Envoy. The reply to the last message of an attempt has an outcome.
 pub(super) struct RetryReply {
     pub(super) reply: Option<ProcessingResponse>,
     pub(super) outcome: Option<&'static str>,
@@ -161,11 +162,12 @@ impl RetryFilter {
         }
     }
 
-    /// The extended message timeout to send before a message whose handling takes long.
+    /// Returns the reply that extends Envoy's message timeout, if the handling of the message may
+    /// take long.
     pub(super) fn extend_timeout(&self, incoming: &IncomingMessage) -> Option<ProcessingResponse> {
-        let is_prepared = matches!(incoming.message, Some(ExchangeMessage::RequestBody(_)))
-            && matches!(self.owner, RetryOwner::Prepared(..));
-        (is_prepared && !self.max_prefill_time.is_zero())
+        let is_registered = matches!(incoming.message, Some(ExchangeMessage::RequestBody(_)))
+            && matches!(self.owner, RetryOwner::Registered(..));
+        (is_registered && !self.max_prefill_time.is_zero())
             .then(|| mutation::extend_timeout(self.max_prefill_time + TIMEOUT_MARGIN))
     }
 
@@ -193,9 +195,9 @@ impl RetryFilter {
                 self.owner = match (retries.max_prefill_time(&exchange_key), metadata.upstream) {
                     (Some(max_prefill_time), Some(upstream)) => {
                         self.max_prefill_time = max_prefill_time;
-                        RetryOwner::Prepared(exchange_key, head, upstream)
+                        RetryOwner::Registered(exchange_key, head, upstream)
                     }
-                    _ => RetryOwner::Unprepared,
+                    _ => RetryOwner::Unregistered,
                 };
                 RetryReply {
                     outcome: None,
@@ -223,12 +225,12 @@ impl RetryFilter {
     async fn on_body(&mut self, retries: &RetryRegistry, body: Bytes) -> RetryReply {
         let decision = match std::mem::replace(&mut self.owner, RetryOwner::Unknown) {
             RetryOwner::Unknown => return RetryReply::unchanged(MessageKind::RequestBody),
-            RetryOwner::Prepared(exchange_key, head, upstream) => {
+            RetryOwner::Registered(exchange_key, head, upstream) => {
                 retries
                     .decide(&exchange_key, head, upstream, body.clone())
                     .await
             }
-            RetryOwner::Unprepared => RetryDecision::Unchanged,
+            RetryOwner::Unregistered => RetryDecision::Unchanged,
         };
         let (body, outcome) = match decision {
             // KV transfer fields of an exchange that has ended must not be used again.
@@ -236,7 +238,7 @@ impl RetryFilter {
                 StrippedBody::Changed(body) if !self.trusts_clients => (body, "handoff_removed"),
                 _ => return RetryReply::unchanged(MessageKind::RequestBody),
             },
-            // A body that no engine accepts, so that no KV of another request is transferred.
+            // No engine accepts this body, so the KV of another request is not transferred.
             RetryDecision::Abandoned => (Bytes::from_static(b"{}"), "no_worker"),
             RetryDecision::ReplaceBody(body) => (body, "prefilled_again"),
         };
@@ -251,7 +253,7 @@ impl RetryFilter {
 }
 
 impl RetryReply {
-    /// Lets the attempt continue unchanged.
+    /// Returns the reply that lets the attempt continue unchanged.
     fn unchanged(to: MessageKind) -> Self {
         Self {
             reply: Some(mutation::continue_with(to, HeaderChanges::default())),
@@ -281,7 +283,7 @@ mod tests {
         }
     }
 
-    fn sent(reply: &RetryReply) -> Option<&[u8]> {
+    fn sent_body(reply: &RetryReply) -> Option<&[u8]> {
         let Some(Response::RequestBody(body)) = reply.reply.as_ref()?.response.as_ref() else {
             return None;
         };
@@ -300,7 +302,7 @@ mod tests {
 
     const BODY_WITH_KV_FIELDS: &str = r#"{"kv_transfer_params":{"remote_host":"x"},"prompt":"y"}"#;
 
-    /// The outcome for an attempt whose body has KV transfer fields.
+    /// Returns the outcome for an attempt whose body has KV transfer fields.
     async fn outcome_of_attempt(
         retries: &RetryRegistry,
         exchange: Option<&str>,
@@ -317,7 +319,7 @@ mod tests {
         }
         let body = ExchangeMessage::RequestBody(BodyPiece::new(BODY_WITH_KV_FIELDS, true));
         let reply = retry.on_message(retries, incoming(body, exchange)).await;
-        (sent(&reply).map(<[u8]>::to_vec), reply.outcome)
+        (sent_body(&reply).map(<[u8]>::to_vec), reply.outcome)
     }
 
     #[tokio::test]

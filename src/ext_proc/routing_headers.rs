@@ -15,9 +15,9 @@ use super::metadata::SUBSET_KEY;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeaderProfile {
-    /// `x-worker-instance-id`, `x-dp-rank` and the same for the prefill worker.
+    /// `x-worker-instance-id`, `x-dp-rank`, and their counterparts for the prefill worker.
     WorkerId,
-    /// The plain names, and those that Dynamo's workers and front ends read.
+    /// The headers of [`Self::WorkerId`], and those that Dynamo's workers and front ends read.
     Dynamo,
     /// `x-gateway-destination-endpoint`, as inference gateways read it.
     GatewayApi,
@@ -26,7 +26,7 @@ pub enum HeaderProfile {
     LlmD,
 }
 
-/// Value of a header.
+/// Part of a route that a header carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderField {
     WorkerId,
@@ -72,7 +72,7 @@ const RESERVED: [&str; 6] = [
     headers::PREFILL_DESTINATION,
 ];
 
-/// Names in place of those of the profiles. An empty list sets no header for that field.
+/// Header names that replace those of the profiles. An empty list sets no header for that field.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HeaderNames {
@@ -95,7 +95,7 @@ pub struct HeaderNames {
 }
 
 impl HeaderNames {
-    /// The configured names, by the key of their field.
+    /// Returns the configured names, with the key of each field.
     pub fn overrides(&self) -> impl Iterator<Item = (&'static str, &[String])> {
         self.fields()
             .into_iter()
@@ -147,7 +147,7 @@ impl Default for RoutingHeaders {
 }
 
 impl HeaderProfile {
-    /// The default profiles. An unread header is harmless.
+    /// The default profiles. A header that no component reads is harmless.
     pub const DEFAULT: [HeaderProfile; 3] = [
         HeaderProfile::WorkerId,
         HeaderProfile::GatewayApi,
@@ -165,19 +165,20 @@ impl HeaderProfile {
 }
 
 impl RoutingHeaders {
-    /// The headers of these profiles, with the configured names.
+    /// Creates the headers of `profiles`, with the configured `names`.
     pub fn new(profiles: &[HeaderProfile], names: &HeaderNames) -> Self {
-        let other: Vec<_> = names
+        let overrides: Vec<_> = names
             .fields()
             .into_iter()
             .filter_map(|(_, field, names)| Some((field, names.as_ref()?)))
             .collect();
-        let renamed = |field: HeaderField| other.iter().any(|(other, _)| *other == field);
+        let renamed =
+            |field: HeaderField| overrides.iter().any(|(overridden, _)| *overridden == field);
         let of_profiles = profiles.iter().flat_map(|profile| profile.fields());
         let of_profiles = of_profiles
             .filter(|(field, _)| !renamed(*field))
             .map(|(field, name)| (field, name.into()));
-        let of_names = other
+        let of_names = overrides
             .iter()
             .flat_map(|(field, names)| names.iter().map(|name| (*field, lowercase(name))));
         let mut set: Vec<(HeaderField, HeaderKey)> = Vec::new();
@@ -207,28 +208,28 @@ impl RoutingHeaders {
         }
     }
 
-    /// Whether rejections set llm-d's header with the reason.
+    /// Returns whether rejections set llm-d's header with the reason.
     pub fn sets_dropped_reason(&self) -> bool {
         self.has_llm_d
     }
 
-    /// Names of the headers that warmroute sets.
+    /// Returns the names of the headers that warmroute sets.
     pub fn header_names(&self) -> impl Iterator<Item = &str> {
         self.set.iter().map(|(_, name)| &**name)
     }
 
-    /// Names of the headers with the worker's endpoint.
+    /// Returns the names of the headers that carry the worker's endpoint.
     pub fn endpoint_names(&self) -> impl Iterator<Item = &str> {
         let endpoint = |(field, _): &&(HeaderField, HeaderKey)| *field == HeaderField::Endpoint;
         self.set.iter().filter(endpoint).map(|(_, name)| &**name)
     }
 
-    /// Names that only warmroute or the gateway may set.
+    /// Returns the names that only warmroute or the gateway may set.
     pub fn reserved_names(&self) -> impl Iterator<Item = &str> {
         self.reserved_names.iter().map(|name| &**name)
     }
 
-    /// Reserved headers in a client's request, which are to be removed.
+    /// Returns the reserved headers in a client's request, which must be removed.
     pub fn forged_headers(&self, head: &RequestHead) -> Vec<HeaderKey> {
         let sent = |name: &&HeaderKey| {
             head.headers
@@ -268,7 +269,7 @@ impl RoutingHeaders {
     }
 }
 
-/// The endpoints to try, best first, separated by commas.
+/// Returns the endpoints to try, best first, separated by commas.
 pub(super) fn endpoint_list(chosen: WorkerEndpoint, fallbacks: &[WorkerEndpoint]) -> String {
     let mut text = chosen.to_string();
     for other in fallbacks {
@@ -288,7 +289,7 @@ mod tests {
     use warmroute_core::router::{Mode, RankEndpoint};
     use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
-    fn to(worker: u64, port: u16, several_ranks: bool) -> RankEndpoint {
+    fn rank_endpoint(worker: u64, port: u16, several_ranks: bool) -> RankEndpoint {
         let endpoint = WorkerEndpoint(([10, 0, 0, 1], port).into());
         RankEndpoint {
             rank: WorkerRank {
@@ -312,13 +313,13 @@ mod tests {
     #[test]
     fn profiles_set_their_headers() {
         let alone = RouteTarget {
-            to: Some(to(7, 8000, false)),
+            to: Some(rank_endpoint(7, 8000, false)),
             mode: Mode::Exact,
             ..RouteTarget::PASSTHROUGH
         };
         let both = RouteTarget {
-            to: Some(to(7, 8000, true)),
-            prefill: Some(to(9, 9000, false)),
+            to: Some(rank_endpoint(7, 8000, true)),
+            prefill: Some(rank_endpoint(9, 9000, false)),
             ..alone.clone()
         };
         let plain = ["x-worker-instance-id=7", "x-dp-rank=1"];
@@ -351,7 +352,7 @@ mod tests {
             ]
         );
         let listed = RouteTarget {
-            fallbacks: vec![to(8, 8001, false).endpoint],
+            fallbacks: vec![rank_endpoint(8, 8001, false).endpoint],
             ..alone.clone()
         };
         let gateway = RoutingHeaders::new(&[HeaderProfile::GatewayApi], &none);
@@ -365,7 +366,7 @@ mod tests {
     #[test]
     fn configured_names_replace_default_headers() {
         let alone = RouteTarget {
-            to: Some(to(7, 8000, false)),
+            to: Some(rank_endpoint(7, 8000, false)),
             mode: Mode::Exact,
             ..RouteTarget::PASSTHROUGH
         };

@@ -56,7 +56,7 @@ where
             )
             .into_http())));
         }
-        // tonic does not pass the URI on.
+        // tonic does not pass the URI to the service.
         if let Some(authority) = request.uri().authority().cloned() {
             request.extensions_mut().insert(authority);
         }
@@ -76,8 +76,8 @@ where
     }
 }
 
-/// Accepted compression encodings. The message limit applies before and after decompression, and
-/// decompression stops at the limit.
+/// Returns the accepted compression encodings. The message limit applies before and after
+/// decompression, and decompression stops at the limit.
 fn accepted_encodings() -> EnabledCompressionEncodings {
     let mut accepted = EnabledCompressionEncodings::default();
     accepted.enable(CompressionEncoding::Gzip);

@@ -1,6 +1,6 @@
 //! The gRPC service. The task of each stream feeds the exchange and applies its effects. That task
-//! owns the resources of the exchange, so any end of the stream (end of the response, client,
-//! Envoy, or warmroute) releases the load by drop.
+//! owns the resources of the exchange. Any end of the stream therefore releases the load by drop: a
+//! complete response, a disconnected client, or a shutdown of Envoy or warmroute.
 
 use std::future::{Ready, ready};
 use std::sync::Arc;
@@ -75,7 +75,7 @@ impl ExtProcService {
             .await
     }
 
-    /// The pool of a call, by its authority.
+    /// Returns the pool that the authority of a call selects.
     fn pool_of(&self, authority: Option<&Authority>) -> Option<Arc<str>> {
         let authorities = self.config.pipeline.pool_authorities();
         if authorities.is_empty() {
@@ -102,8 +102,8 @@ impl ExtProcService {
             outcome: "cancelled",
         };
         while let Some(message) = next.take() {
-            if let Some(hold) = retry.extend_timeout(&message) {
-                replies.send(hold).await;
+            if let Some(extension) = retry.extend_timeout(&message) {
+                replies.send(extension).await;
             }
             let reply = retry.on_message(&self.state.retries, message).await;
             if let Some(wire) = reply.reply {
@@ -196,7 +196,7 @@ impl CallMetadata {
 /// The filter that opened a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FilterRole {
-    /// The only filter, or one that does not name itself.
+    /// The only filter, or one without a role in its metadata.
     Sole,
     /// The main filter beside a probe filter.
     Probed,

@@ -1,4 +1,4 @@
-//! What the streams of the service share: the configuration of exchanges, and the state of the
+//! Shared state of all streams of the service: the configuration of exchanges, and the state of the
 //! process.
 
 use std::collections::BTreeSet;
@@ -67,25 +67,25 @@ impl ExtProcState {
         })
     }
 
-    /// The metrics.
+    /// Returns the metrics.
     pub fn metrics(&self) -> &Arc<Metrics> {
         &self.metrics
     }
 
-    /// The audit, which compares the cache reports of engines with the predictions.
+    /// Returns the audit, which compares the cache reports of engines with the predictions.
     pub fn audit(&self) -> &Arc<CacheAudit> {
         &self.audit
     }
 
-    /// Registers the listener for first tokens of exchanges of other replicas, which it receives by
-    /// key. Only the first registration takes effect.
+    /// Registers the listener that receives the keys of exchanges of other replicas after this
+    /// process has observed their first tokens. Only the first registration takes effect.
     pub fn on_foreign_first_token(&self, on_foreign: impl Fn(&str) + Send + Sync + 'static) {
         self.first_tokens.on_foreign(on_foreign);
     }
 
-    /// Records the first token of an exchange, observed by another replica.
-    pub fn record_first_token(&self, name: &str) {
-        self.first_tokens.notify(name);
+    /// Records the first token of an exchange, which another replica has observed.
+    pub fn record_first_token(&self, exchange_key: &str) {
+        self.first_tokens.notify(exchange_key);
     }
 
     /// Returns the next message, or `None` after the half-close. An error status ends the stream:

@@ -48,14 +48,14 @@ pub(super) struct ExchangeStream {
     state: Arc<ExtProcState>,
     config: Arc<ExchangeConfig>,
     gateway: GatewayTraits,
-    /// The messages of Envoy; `None` after a message that exceeds the size limit, behind which no
+    /// The messages of Envoy; `None` after a message that exceeds the size limit, after which no
     /// message can be read.
     incoming: Option<Streaming<RawProcessingRequest>>,
     replies: ResponseSink,
     exchange: Exchange,
     guard: ExchangeGuard,
     first_token: Option<FirstTokenWaiter>,
-    /// Key under which other filters know the exchange.
+    /// Key by which other filters identify the exchange.
     exchange_key: Option<String>,
     retry_listener: Option<RetryListener>,
     /// Whether the prefill of the current attempt failed, so that its decode worker received an
@@ -68,8 +68,8 @@ pub(super) struct ExchangeStream {
 
 /// The reason why a stream closes before the exchange has ended.
 enum StreamEnd {
-    /// The client has sent its last message, and all replies to its messages were made.
-    ByClient,
+    /// Envoy has half-closed the stream, and all its messages were handled.
+    HalfClosed,
     /// No further message can be read.
     Failed(Status),
 }
@@ -77,7 +77,7 @@ enum StreamEnd {
 impl StreamEnd {
     fn into_status(self) -> Result<(), Status> {
         match self {
-            StreamEnd::ByClient => Ok(()),
+            StreamEnd::HalfClosed => Ok(()),
             StreamEnd::Failed(status) => Err(status),
         }
     }
@@ -134,7 +134,7 @@ impl ExchangeStream {
         }
     }
 
-    /// Runs to the end of the stream, and returns its status.
+    /// Runs until the end of the stream, and returns its status.
     pub(super) async fn run(mut self, first: IncomingMessage) -> Result<(), Status> {
         // Messages received while a route was chosen.
         let mut early = VecDeque::new();
@@ -194,14 +194,14 @@ impl ExchangeStream {
     }
 
     /// Replies to a message that exceeds the size limit. The stream ends, because no further
-    /// message can be read. Envoy continues the request without it, and its load is not known from
-    /// then on.
+    /// message can be read. Envoy continues the request without the stream, and its load is no
+    /// longer tracked.
     async fn end_at_oversize_message(
         &mut self,
         status: Status,
         early: &mut VecDeque<RawProcessingRequest>,
     ) -> Result<(), Status> {
-        // The rest of the message would be read as the next one. Without a reader its bytes are
+        // The rest of the message would be read as the next one. Without a reader, its bytes are
         // discarded.
         self.incoming = None;
         let effects = self.exchange.on_oversize_message().ok_or(status)?;
@@ -230,7 +230,7 @@ impl ExchangeStream {
             () = first_token => Ok(StreamEvent::FirstToken),
             message = self.state.receive_from(self.incoming.as_mut()) => match message? {
                 Some(message) => Ok(StreamEvent::Message(Box::new(message))),
-                None => Err(StreamEnd::ByClient),
+                None => Err(StreamEnd::HalfClosed),
             },
             () = tokio::time::sleep_until(self.upload_deadline), if self.exchange.is_gathering() => Ok(StreamEvent::Deadline),
             attempt = attempts => Ok(StreamEvent::Retry(Box::new(attempt))),
@@ -265,9 +265,9 @@ impl ExchangeStream {
             return self.abort(early).await;
         }
         if let ExchangeMessage::ResponseHeaders { head, .. } = &message
-            && let Some(by) = self.guard.other_serving_worker(head)
+            && let Some(serving_worker) = self.guard.other_serving_worker(head)
         {
-            self.exchange.on_served_elsewhere(by);
+            self.exchange.on_served_elsewhere(serving_worker);
         }
         let effects = self.exchange.on_message(message);
         self.apply_effects(effects, early).await?;
@@ -303,13 +303,13 @@ impl ExchangeStream {
                         active,
                         remote_prefill,
                     }) => {
-                        if let (Some(remote_prefill), Some(name)) =
+                        if let (Some(remote_prefill), Some(exchange_key)) =
                             (&remote_prefill, &self.exchange_key)
                         {
                             self.retry_listener = Some(
                                 self.state
                                     .retries
-                                    .listen(name.clone(), remote_prefill.max_duration()),
+                                    .listen(exchange_key.clone(), remote_prefill.max_duration()),
                             );
                         }
                         effects.extend(self.exchange.on_route(*reply));
@@ -317,7 +317,7 @@ impl ExchangeStream {
                     }
                 },
                 Effect::ResponseStarted(head) => self.guard.on_response_headers(head),
-                Effect::FirstToken { observed: seen } => self.guard.on_first_token(seen),
+                Effect::FirstToken { observed } => self.guard.on_first_token(observed),
                 Effect::ResponseChunk(chunk) => self.guard.on_response_chunk(&chunk),
                 Effect::Completed => self.guard.on_completed(),
             }
@@ -326,7 +326,7 @@ impl ExchangeStream {
     }
 
     /// Runs another prefill for a request that Envoy sends to another worker. Returns false if the
-    /// request has failed. A client that leaves meanwhile cancels it.
+    /// request has failed. A disconnect of the client cancels it.
     async fn prefill_retry(
         &mut self,
         RetryAttempt {
@@ -360,8 +360,8 @@ impl ExchangeStream {
         self.apply_effects(effects, early).await
     }
 
-    /// Counts a body for as long as a reference to it exists. Bytes that the exchange buffers are
-    /// counted already.
+    /// Counts a body against the budget for as long as a reference to it exists. Bytes that the
+    /// exchange buffers are counted already.
     fn retain_body(&mut self, body: RequestBody) -> RequestBody {
         let retain = |bytes: Bytes| {
             self.state
@@ -387,7 +387,7 @@ impl ExchangeStream {
         }
     }
 
-    /// Chooses a route while reading the stream, so that a client that leaves meanwhile cancels it.
+    /// Chooses a route while reading the stream, so that a disconnect of the client cancels it.
     /// Returns `None` if Envoy began to respond itself.
     async fn route(
         &mut self,
@@ -416,8 +416,8 @@ impl ExchangeStream {
                     self.extend_timeout(wait).await;
                 }
                 message = self.state.receive_from(self.incoming.as_mut()), if can_read_ahead => {
-                    // The replies to earlier messages are still due. If its client has left, Envoy
-                    // resets the stream afterwards, which drops the exchange.
+                    // The replies to earlier messages are still due. If the client has
+                    // disconnected, Envoy resets the stream afterwards, which drops the exchange.
                     let Some(message) = message? else {
                         half_closed = true;
                         continue;
@@ -440,7 +440,7 @@ impl ExchangeStream {
     }
 }
 
-/// The length and the model of a body that does not fit into the budget.
+/// Returns the length and the model of a body that does not fit into the budget.
 fn shed_body(body: &[u8]) -> RequestBody {
     RequestBody::Shed {
         bytes: body.len(),

@@ -82,7 +82,7 @@ impl BodyPiece {
         }
     }
 
-    /// Whether it is the last piece of the body.
+    /// Returns whether it is the last piece of the body.
     pub fn is_last(&self) -> bool {
         self.end_of_stream || self.end_of_stream_without_message
     }
@@ -252,7 +252,7 @@ mod tests {
         }
 
         #[test]
-        fn invalid_bytes_are_rejected_like_by_generated_types(
+        fn any_bytes_decode_like_generated_types(
             bytes in proptest::collection::vec(any::<u8>(), 0..60),
         ) {
             // Skipped fields are not validated, so their errors remain undetected.
@@ -283,7 +283,7 @@ mod tests {
         };
         assert!(
             bytes.as_ptr_range().contains(&read.body.as_ptr()),
-            "it lies in what was received"
+            "the body is a slice of the received buffer"
         );
     }
 }

@@ -1,8 +1,7 @@
 //! Worker discovery.
 //!
-//! A source reports the complete list of workers; the fleet computes the difference to the current
-//! list. Configuration text is resolved into `Worker`s by pure functions. [`file`] follows a
-//! workers file.
+//! Each source reports the complete list of workers; the fleet computes the difference from the
+//! current list. Pure functions resolve the configuration text into `Worker`s.
 
 pub mod config;
 pub mod dns;
@@ -30,12 +29,12 @@ pub struct WorkerModel {
     pub name: ModelName,
     /// Tokens per block.
     pub block_size: BlockSize,
-    /// True if decode workers connect to prefill workers by a bootstrap port (SGLang), so that each
-    /// prefill worker needs a distinct one.
+    /// True if decode workers connect to the bootstrap port of prefill workers (SGLang). Each
+    /// prefill worker then needs a distinct bootstrap address.
     pub uses_bootstrap: bool,
 }
 
-/// Parses a workers file into workers, or returns every error in it. `path` is only used in errors.
+/// Parses a workers file. Returns the workers or all errors. `path` is only used in errors.
 pub fn parse(
     path: &Path,
     bytes: &[u8],
@@ -43,7 +42,7 @@ pub fn parse(
 ) -> Result<Vec<Worker>, Vec<ConfigError>> {
     let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
     if document.tree().value == Value::Null {
-        // The file was most likely read between truncation and writing. An empty fleet must be
+        // The file was probably read between truncation and writing, so an empty fleet must be
         // explicit.
         return Err(vec![ConfigError::of_file(
             path,

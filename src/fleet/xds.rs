@@ -1,5 +1,5 @@
-//! Publication of worker endpoints to Envoy: by an EDS file, which needs no server on a single
-//! machine, or as an xDS server for any number of Envoys. Both contain the same data.
+//! Publication of worker endpoints to Envoy: by an EDS file on the same machine, or by an xDS
+//! server for any number of Envoys. Both publish the same data.
 
 mod assignments;
 mod clients;

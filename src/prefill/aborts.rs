@@ -1,7 +1,7 @@
 //! Aborts requests in engines with SGLang's `abort_request`. Envoy never cancels a mirrored copy,
 //! so without an abort the engine computes it and keeps the result until its own timeout. The abort
-//! is repeated, because it is short and may precede the copy, of which the engine then knows
-//! nothing.
+//! is repeated, because it may arrive before the copy, and engines ignore an abort of an unknown
+//! request.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Weak};
@@ -22,7 +22,8 @@ use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 use warmroute_metrics::{Metrics, OutcomeLabel};
 
-/// Delays of the repeated aborts. A copy may have megabytes, and Envoy may have to connect first.
+/// Delays of the repeated aborts. A copy may be several megabytes long, and Envoy may have to
+/// connect first.
 const SEND_DELAYS: [Duration; 4] = [
     Duration::ZERO,
     Duration::from_millis(500),
@@ -36,7 +37,7 @@ const SENDS_BEFORE_SHUTDOWN: usize = 2;
 /// Maximum number of concurrent calls to one engine.
 const MAX_CONCURRENT_CALLS: usize = 16;
 
-/// Maximum number of queued aborts for one engine. All clients may leave at once.
+/// Maximum number of queued aborts for one engine. All clients may disconnect at once.
 const MAX_QUEUED_ABORTS: usize = 4096;
 
 /// Client for aborts.
@@ -45,11 +46,12 @@ pub struct AbortClient {
     engines: EnginesConfig,
     metrics: Arc<Metrics>,
     task_tracker: TaskTracker,
-    /// Lanes with running aborts. Engines do not wait for each other.
+    /// Lanes of the engines with running aborts. Aborts for different engines do not wait for each
+    /// other.
     lanes: Mutex<HashMap<WorkerEndpoint, Weak<AbortLane>>>,
 }
 
-/// Limits of one engine.
+/// Limits of the aborts for one engine.
 struct AbortLane {
     call_permits: Semaphore,
     queue_permits: Arc<Semaphore>,
@@ -61,10 +63,10 @@ struct AbortRequest {
     lane: Arc<AbortLane>,
     /// Body of the call.
     body: Bytes,
-    /// Credentials of the client.
+    /// Credentials of the client that sent the request.
     credentials: Option<HeaderValue>,
     /// Slot in the queue.
-    _room: OwnedSemaphorePermit,
+    _queue_permit: OwnedSemaphorePermit,
 }
 
 impl AbortClient {
@@ -89,7 +91,7 @@ impl AbortClient {
         }))
     }
 
-    /// The client for another configuration: this one, if nothing relevant changes.
+    /// Returns a client for another configuration: this client, if nothing relevant changes.
     pub fn reconfigure(
         self: &Arc<Self>,
         engines: &EnginesConfig,
@@ -118,16 +120,16 @@ impl AbortClient {
         request: Option<Arc<str>>,
         credentials: Option<HeaderValue>,
     ) -> impl Future<Output = ()> + Send + use<> {
-        let tracked = self.task_tracker.token();
+        let tracker_token = self.task_tracker.token();
         let lane = self.lane(worker);
-        let room = lane.queue_permits.clone().try_acquire_owned();
+        let queue_permit = lane.queue_permits.clone().try_acquire_owned();
         async move {
-            match (request, room) {
+            match (request, queue_permit) {
                 // A request id of a client may be a prefix of other ids, and engines abort all
                 // requests with the prefix.
                 (None, _) => self.count("client_request_id"),
                 (Some(_), Err(_)) => self.count("overflow"),
-                (Some(request), Ok(_room)) => {
+                (Some(request), Ok(_queue_permit)) => {
                     let engine = self.engines.url(worker);
                     let body =
                         Bytes::from(json!({"rid": &*request, "abort_all": false}).to_string());
@@ -137,9 +139,9 @@ impl AbortClient {
                             lane,
                             body,
                             credentials,
-                            _room,
+                            _queue_permit,
                         },
-                        tracked,
+                        tracker_token,
                     )
                     .await;
                 }
@@ -147,14 +149,14 @@ impl AbortClient {
         }
     }
 
-    async fn send_repeatedly(&self, abort: AbortRequest, tracked: TaskTrackerToken) {
-        let mut tracked = Some(tracked);
+    async fn send_repeatedly(&self, abort: AbortRequest, tracker_token: TaskTrackerToken) {
+        let mut tracker_token = Some(tracker_token);
         let started = Instant::now();
         let mut is_received = false;
         let mut failure = "";
         for (sent, delay) in SEND_DELAYS.into_iter().enumerate() {
             if sent == SENDS_BEFORE_SHUTDOWN {
-                tracked = None;
+                tracker_token = None;
             }
             sleep_until(started + delay).await;
             match self.send_once(&abort).await {
@@ -172,7 +174,7 @@ impl AbortClient {
                 }
             }
         }
-        drop(tracked);
+        drop(tracker_token);
         if !is_received {
             self.count(failure);
         }
@@ -180,7 +182,7 @@ impl AbortClient {
 
     async fn send_once(&self, abort: &AbortRequest) -> Result<(), EngineError> {
         // The semaphore is never closed.
-        let _turn = abort.lane.call_permits.acquire().await;
+        let _permit = abort.lane.call_permits.acquire().await;
         self.client
             .notify(
                 &abort.engine,
@@ -214,8 +216,8 @@ impl AbortClient {
     }
 }
 
-/// Configuration without the limit of other calls, so that neither delays the other.
-/// [`MAX_CONCURRENT_CALLS`] limits aborts.
+/// Returns the configuration without its limit of calls, so that aborts and other calls do not
+/// delay each other. [`MAX_CONCURRENT_CALLS`] limits aborts.
 fn client_config(engines: &EnginesConfig) -> EnginesConfig {
     EnginesConfig {
         max_concurrency: u32::MAX,

@@ -21,9 +21,9 @@ impl BootstrapRoom {
     /// index of the rank.
     pub(super) fn draw(ranks: RankRange, rank: DpRank, random: &mut impl Rng) -> Self {
         let size = u64::from(ranks.size.get());
-        let place = u64::from(rank.0.saturating_sub(ranks.start)) % size;
-        let whole = (1 << 63) / size;
-        Self(random.random_range(0..whole) * size + place)
+        let index = u64::from(rank.0.saturating_sub(ranks.start)) % size;
+        let rooms_per_rank = (1 << 63) / size;
+        Self(random.random_range(0..rooms_per_rank) * size + index)
     }
 }
 
@@ -32,7 +32,7 @@ impl BootstrapRoom {
 pub(super) struct BootstrapInfo {
     /// Host of the prefill worker.
     pub(super) host: String,
-    /// Port of its bootstrap server.
+    /// Port of the prefill worker's bootstrap server.
     pub(super) port: u16,
     /// The room.
     pub(super) room: BootstrapRoom,
@@ -49,7 +49,8 @@ pub(super) struct BootstrapBody {
     pub(super) has_own_request_id: bool,
 }
 
-/// Checks whether a request can be mirrored. For several prompts, engines count up from the room.
+/// Checks whether a request can be mirrored. Several prompts are supported: engines use consecutive
+/// rooms for them.
 pub(super) fn check_mirrorable(api: Option<ApiKind>, body: &[u8]) -> Result<(), SplitError> {
     if !matches!(
         api,
@@ -59,7 +60,7 @@ pub(super) fn check_mirrorable(api: Option<ApiKind>, body: &[u8]) -> Result<(), 
     }
     let fields = json_edit::find_values(body, &["n", "sampling_params"]).ok_or(SplitError::Body)?;
     // Engines disagree on the rooms of several outputs.
-    let is_several = |(of, json): &(usize, &[u8])| match of {
+    let is_several = |(field, json): &(usize, &[u8])| match field {
         0 => !matches!(*json, b"1" | b"null"),
         _ => json_edit::find_values(json, &["n"])
             .is_some_and(|fields| fields.iter().any(|(_, n)| !matches!(*n, b"1" | b"null"))),
@@ -71,20 +72,22 @@ pub(super) fn check_mirrorable(api: Option<ApiKind>, body: &[u8]) -> Result<(), 
     }
 }
 
-/// The request ids in the engines: several for a request with several prompts.
-pub(super) fn engine_request_ids(name: &Arc<str>, body: &[u8]) -> Arc<[Arc<str>]> {
+/// Returns the request ids in the engines: several for a request with several prompts.
+pub(super) fn engine_request_ids(request_id: &Arc<str>, body: &[u8]) -> Arc<[Arc<str>]> {
     let fields = json_edit::find_values(body, &["prompt", "text", "input_ids"]).unwrap_or_default();
     match fields
         .iter()
         .map(|(_, json)| handoff::count_prompts(json))
         .max()
     {
-        Some(count @ 2..) => (0..count).map(|at| format!("{name}_{at}").into()).collect(),
-        _ => [name.clone()].into(),
+        Some(count @ 2..) => (0..count)
+            .map(|at| format!("{request_id}_{at}").into())
+            .collect(),
+        _ => [request_id.clone()].into(),
     }
 }
 
-/// Whether the response is streamed.
+/// Returns whether the response is streamed.
 pub(super) fn is_streaming(body: &[u8]) -> bool {
     json_edit::find_values(body, &["stream"])
         .is_some_and(|fields| fields.iter().any(|(_, json)| *json == b"true"))
@@ -143,7 +146,7 @@ mod tests {
                 let room = BootstrapRoom::draw(ranks, DpRank(rank), &mut random).0;
                 assert_eq!(room % u64::from(size), u64::from(rank - start));
                 assert!(room < 1 << 63);
-                assert!(seen.insert(room), "no two are the same");
+                assert!(seen.insert(room), "no room is drawn twice");
             }
         }
         assert!(seen.last().unwrap() > &(1 << 62), "the whole range is used");
@@ -192,7 +195,7 @@ mod tests {
 
     #[test]
     fn retry_replaces_only_own_request_id() {
-        for (rid, previous, expected, by_us) in [
+        for (rid, previous, expected, is_own) in [
             (json!("earlier"), Some("earlier"), json!("ours"), true),
             (json!("theirs"), Some("earlier"), json!("theirs"), false),
             (json!("earlier"), None, json!("earlier"), false),
@@ -203,7 +206,7 @@ mod tests {
                 has_own_request_id,
             } = info().add_to_body(body.as_bytes(), previous).unwrap();
             let sent: Value = serde_json::from_slice(&sent).unwrap();
-            assert_eq!((&sent["rid"], has_own_request_id), (&expected, by_us));
+            assert_eq!((&sent["rid"], has_own_request_id), (&expected, is_own));
             assert_eq!(sent["bootstrap_room"], json!(1_u64 << 62));
         }
     }

@@ -1,7 +1,7 @@
-//! Client of prefill workers. A call can be cancelled until its first byte is sent. Afterwards it
-//! runs to its end even if the client leaves, because an engine keeps the blocks of an interrupted
-//! prefill for a decode worker that never fetches them. The reservations of the request last as
-//! long as the engine works on it.
+//! Client of prefill workers. A call can be cancelled until its first byte is sent. Afterwards, it
+//! runs to its end even if the client disconnects, because an engine keeps the blocks of an
+//! interrupted prefill for a decode worker that never fetches them. The reservations of the request
+//! last as long as the engine works on it.
 
 mod in_flight;
 
@@ -76,8 +76,8 @@ impl PrefillError {
         }
     }
 
-    /// Outcome for the health of the worker; `None` if the error does not depend on it. `is_active`
-    /// returns whether the worker has completed other calls meanwhile.
+    /// Returns the outcome for the health of the worker; `None` if the error does not depend on the
+    /// worker. `is_active` returns whether the worker has completed other calls in the meantime.
     pub fn health_outcome(&self, is_active: impl FnOnce() -> bool) -> Option<WorkerOutcome> {
         match self {
             PrefillError::Rejected(_) => Some(WorkerOutcome::Inconclusive),
@@ -92,7 +92,7 @@ impl PrefillError {
         }
     }
 
-    /// Label in metrics.
+    /// Returns the metric label.
     pub fn label(&self) -> &'static str {
         match self {
             PrefillError::Rejected(_) => "rejected",
@@ -106,12 +106,12 @@ impl PrefillError {
     }
 }
 
-/// Result of a prefill, with the resources held meanwhile; `None` if it was cancelled.
+/// Result of a prefill, with the resources that it held; `None` if it was cancelled.
 type PrefillEnd<T> = Option<(T, Result<PrefillResponse, PrefillError>)>;
 
 /// Signals between a call and its caller.
 struct CallSignals {
-    /// Closed when the client has left.
+    /// Closed when the client has disconnected.
     client_rx: oneshot::Receiver<()>,
     /// Notified at the first byte.
     started_tx: Option<oneshot::Sender<()>>,
@@ -141,7 +141,7 @@ pub struct PrefillClient {
     last_completed: Arc<DashMap<WorkerEndpoint, Instant>>,
     /// Workers about which a warning was logged.
     warned_workers: Arc<DashSet<WorkerEndpoint>>,
-    /// The running calls, including those whose client has left.
+    /// The running calls, including those whose client has disconnected.
     task_tracker: TaskTracker,
     /// Whether a worker may compute a prompt twice after its connection was closed.
     may_repeat: bool,
@@ -181,8 +181,8 @@ impl PrefillClient {
         Self { may_repeat, ..self }
     }
 
-    /// The client for another configuration. It shares the connections and the limit, unless they
-    /// change.
+    /// Returns the client for another configuration. It shares the connections and the limit,
+    /// unless they change.
     pub fn reconfigure(
         &self,
         engines: EnginesConfig,
@@ -196,12 +196,13 @@ impl PrefillClient {
         })
     }
 
-    /// Deadline of one prefill.
+    /// Returns the deadline of one prefill.
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    /// Whether a worker has completed a call since then. If so, it is slow but not dead.
+    /// Returns whether a worker has completed a call since `since`. Such a worker is slow but not
+    /// dead.
     pub fn completed_since(&self, worker: WorkerEndpoint, since: Instant) -> bool {
         self.last_completed
             .get(&worker)
@@ -210,7 +211,7 @@ impl PrefillClient {
 
     /// Records that a worker has completed a call.
     pub fn record_completion(&self, worker: WorkerEndpoint) {
-        // Removes workers that have probably left.
+        // Removes workers that have probably left the fleet.
         if self.last_completed.len() > MAX_REMEMBERED_WORKERS {
             self.last_completed
                 .retain(|_, done| done.elapsed() < self.deadline);
@@ -238,9 +239,9 @@ impl PrefillClient {
         debug!(%worker, %error, "prefill without KV handoff");
     }
 
-    /// Runs a prefill and holds `held` as long as the engine works on it. Dropping the future
-    /// cancels the call if nothing was sent yet. Otherwise the call continues with `held`. `on_end`
-    /// receives the result and the start time in every case.
+    /// Runs a prefill and holds `resources` as long as the engine works on it. Dropping the future
+    /// cancels the call if nothing was sent yet. Otherwise, the call continues with `resources`.
+    /// `on_end` receives the result and the start time in every case.
     pub async fn run<T: Send + 'static>(
         &self,
         call: PrefillCall,
@@ -265,8 +266,8 @@ impl PrefillClient {
         }
     }
 
-    /// Starts a prefill and returns when the worker has received its first byte. Dropping the
-    /// future cancels the call as above. `on_response` receives the response.
+    /// Starts a prefill and returns when its first byte is sent. Dropping the future cancels the
+    /// call as in [`Self::run`]. `on_response` receives the response.
     pub async fn start(
         &self,
         call: PrefillCall,
@@ -318,8 +319,7 @@ impl PrefillClient {
                 started_tx,
             })
         };
-        // A prompt that is computed twice costs time only. A bootstrap room must not be entered
-        // twice.
+        // Computing a prompt twice only costs time. A bootstrap room must not be entered twice.
         let repeat =
             (self.may_repeat && started_tx.is_none()).then(|| notifying(body.clone(), None));
         let engine = self.engines.url(worker);
@@ -337,7 +337,7 @@ impl PrefillClient {
         let answer = tokio::select! {
             biased;
             answer = &mut forwarded => answer,
-            // The sender was dropped.
+            // The sender was dropped, so the client has disconnected.
             Err(_) = signals.client_rx => {
                 let is_cancelled = sending.cancel();
                 self.count(if is_cancelled { "cancelled_before_start" } else { "cancelled_after_start" });
@@ -371,7 +371,8 @@ impl PrefillClient {
     }
 }
 
-/// Resumes a panic of the task. If the runtime has cancelled the task, it ends this one as well.
+/// Resumes a panic of the task. If the runtime has cancelled the task, waits forever, because the
+/// runtime ends this task as well.
 async fn resume_join_error<T>(end: JoinError) -> T {
     match end.try_into_panic() {
         Ok(panic) => std::panic::resume_unwind(panic),
@@ -379,8 +380,8 @@ async fn resume_join_error<T>(end: JoinError) -> T {
     }
 }
 
-/// A body that notifies when its first byte is sent. Then there is a connection, and the engine
-/// will see the request.
+/// A body that notifies when its first byte is sent. At that time a connection exists, and the
+/// engine will receive the request.
 struct NotifyingBody {
     body: Option<Bytes>,
     sending: Arc<SendState>,
@@ -388,9 +389,9 @@ struct NotifyingBody {
     started_tx: Option<oneshot::Sender<()>>,
 }
 
-/// A running prefill. Dropping it means that the client has left.
+/// A running prefill. Dropping it means that the client has disconnected.
 #[derive(Debug)]
-#[must_use = "dropped, its client has left"]
+#[must_use = "dropping it reports that the client has disconnected"]
 pub struct RunningPrefill {
     client_tx: Option<oneshot::Sender<()>>,
     /// `None` after the end of the prefill.
@@ -436,7 +437,7 @@ impl SendState {
         self.transition(Self::CANCELLED)
     }
 
-    /// Returns whether the call is in `state`, now or already before.
+    /// Sets the state if none is set. Returns whether the call is in `state`.
     fn transition(&self, state: u8) -> bool {
         match self
             .0

@@ -30,7 +30,7 @@ pub struct PrefillClients {
 /// Error of a client that could not be created.
 #[derive(Debug, Error)]
 pub enum PrefillClientsError {
-    /// The prefill client of a model.
+    /// The prefill client of a model could not be created.
     #[error("the prefills of {model}")]
     Prefill {
         /// The model.
@@ -38,14 +38,14 @@ pub enum PrefillClientsError {
         /// The error of the HTTP client.
         source: EngineError,
     },
-    /// The client for aborts.
+    /// The client for aborts could not be created.
     #[error(transparent)]
     Aborts(#[from] EngineError),
 }
 
 impl PrefillClients {
-    /// The clients of another configuration, with the unchanged ones of this one. Running prefills
-    /// and aborts of new clients count in `tasks`.
+    /// Returns the clients for another configuration, and reuses unchanged clients. Running
+    /// prefills and aborts of new clients count in `tasks`.
     pub fn reconfigure<'c>(
         &self,
         models: impl IntoIterator<Item = (&'c ModelName, &'c PrefillConfig)>,
@@ -76,7 +76,7 @@ impl PrefillClients {
         Ok(next)
     }
 
-    /// The client of one model: the one of this configuration, as far as it does not change.
+    /// Returns the client of one model. An existing client keeps its unchanged parts.
     fn prefill_client(
         &self,
         model: &ModelName,
@@ -97,8 +97,8 @@ impl PrefillClients {
         Ok(client.with_repeats(may_repeat))
     }
 
-    /// The executor of a model's remote prefills; `None` if only the headers name the prefill
-    /// worker.
+    /// Returns the executor of a model's remote prefills; `None` if only the headers name the
+    /// prefill worker.
     pub fn executor(
         &self,
         model: &ModelName,

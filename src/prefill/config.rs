@@ -1,4 +1,4 @@
-//! `prefill:` of a model: execution of remote prefills.
+//! The `prefill:` section of a model: execution of remote prefills.
 
 use std::time::Duration;
 
@@ -65,7 +65,7 @@ impl Default for PrefillConfig {
 }
 
 impl PrefillConfig {
-    /// Maximum duration of a called prefill, with all attempts.
+    /// Returns the maximum duration of a called prefill, with all attempts.
     pub fn max_call_time(&self) -> Duration {
         if self.mode == PrefillMode::Call {
             self.timeout.get().saturating_mul(self.max_attempts)
@@ -126,7 +126,7 @@ impl PrefillConfig {
 }
 
 impl PrefillMode {
-    /// The value in the configuration.
+    /// Returns the value in the configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             PrefillMode::Header => "header",

@@ -1,5 +1,6 @@
 //! Sequential prefill with its fallbacks: the next prefill worker, then the decode worker itself,
-//! or a rejection if so configured. The request is always booked at exactly the worker that has it.
+//! or a rejection if so configured. The request is always booked at exactly the worker that
+//! processes it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,7 +20,7 @@ use super::report;
 use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{ActiveRequest, Dispatcher};
 
-/// Header with the rank to use, as vLLM's front end reads it.
+/// Header with the data-parallel rank, as vLLM's front end reads it.
 const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Sequential prefills of one model.
@@ -52,7 +53,7 @@ pub struct PrefillRequest {
 pub struct PrefilledRequest {
     /// Its reservations.
     pub active: ActiveRequest,
-    /// Its new body, if KV is handed over.
+    /// Its new body, if KV transfer parameters are handed over.
     pub body: Option<Bytes>,
 }
 
@@ -70,7 +71,7 @@ enum FallbackStep {
 
 /// Values that all steps share.
 struct FallbackContext<'a> {
-    entrance: &'a Dispatcher,
+    dispatcher: &'a Dispatcher,
     request: RouteRequest,
     headers: HeaderMap,
     path: &'static str,
@@ -83,7 +84,7 @@ impl FallbackContext<'_> {
         active: &mut ActiveRequest,
         step: PhaseSelection,
     ) -> Result<(), RouteError> {
-        self.entrance.reroute(
+        self.dispatcher.reroute(
             active,
             RouteRequest {
                 phases: step,
@@ -94,12 +95,12 @@ impl FallbackContext<'_> {
     }
 
     fn may_decode_worker_prefill(&self) -> bool {
-        !self.entrance.router().settings().disaggregation.enforce
+        !self.dispatcher.router().settings().disaggregation.enforce
     }
 }
 
 impl SequentialPrefill {
-    /// Maximum duration, with all attempts.
+    /// Returns the maximum duration, with all attempts.
     pub fn max_duration(&self) -> Duration {
         self.client.deadline().saturating_mul(self.tries)
     }
@@ -117,21 +118,21 @@ impl SequentialPrefill {
             request,
             handoff,
             headers,
-            decode_endpoint: at,
+            decode_endpoint,
         } = request;
         let context = FallbackContext {
-            entrance: dispatcher,
+            dispatcher,
             request,
             headers,
             path: handoff.path(),
-            decode_endpoint: at,
+            decode_endpoint,
         };
         let mut handoff = Some(handoff);
         let mut failed: Vec<WorkerId> = Vec::new();
         while let Some(to) = active.placement.route.prefill().map(|prefill| prefill.to) {
             let step;
             (active, step) = self.try_worker(&context, to, active, &mut handoff).await;
-            let because = match step {
+            let fallback = match step {
                 FallbackStep::HandOff(body) => {
                     return Ok(PrefilledRequest {
                         active,
@@ -154,12 +155,12 @@ impl SequentialPrefill {
                 }
                 step => step,
             };
-            match because {
-                FallbackStep::Aggregate(bypass) => {
-                    context.place_again(&mut active, PhaseSelection::Local(bypass))?
+            match fallback {
+                FallbackStep::Aggregate(reason) => {
+                    context.place_again(&mut active, PhaseSelection::Local(reason))?
                 }
-                FallbackStep::AggregateIfAllowed(bypass) if context.may_decode_worker_prefill() => {
-                    context.place_again(&mut active, PhaseSelection::Local(bypass))?;
+                FallbackStep::AggregateIfAllowed(reason) if context.may_decode_worker_prefill() => {
+                    context.place_again(&mut active, PhaseSelection::Local(reason))?;
                 }
                 _ => return Err(RouteError::NoPrefill),
             }
@@ -175,7 +176,7 @@ impl SequentialPrefill {
         active: ActiveRequest,
         handoff: &mut Option<KvHandoff>,
     ) -> (ActiveRequest, FallbackStep) {
-        let router = context.entrance.router();
+        let router = context.dispatcher.router();
         // The worker has left the fleet.
         let Some(prefilled) = router.completed_prefill(&active.placement.route) else {
             return (active, FallbackStep::NextWorker);
@@ -220,7 +221,7 @@ impl SequentialPrefill {
         let worker = call.worker;
         let audit = self.audit.clone();
         let forecast = self.audit.forecast(&active.placement.route);
-        // Called at the end of the prefill, even if the client has left.
+        // Called at the end of the prefill, even if the client has disconnected.
         let on_end = move |active: &mut ActiveRequest,
                            answer: &Result<PrefillResponse, PrefillError>,
                            since| {
@@ -248,7 +249,7 @@ impl SequentialPrefill {
         self.client.run(call, active, on_end).await
     }
 
-    /// The next step for a result. A successful handoff consumes the request.
+    /// Returns the next step for a result. A successful handoff consumes the request.
     fn fallback_step(
         &self,
         worker: WorkerEndpoint,

@@ -27,7 +27,7 @@ const DISAGGREGATED: &str = "disaggregated_params";
 /// vLLM's field for arbitrary arguments, which the engine merges with its own.
 const EXTRA_ARGS: &str = "vllm_xargs";
 
-/// Fields that select the KV to transfer and the rank that looks for it. Clients must not set them,
+/// Fields that select the KV to transfer and the rank that fetches it. Clients must not set them,
 /// because they give access to the KV of other clients.
 const KV_FIELDS: [&str; 11] = [
     KV_TRANSFER,
@@ -46,7 +46,7 @@ const KV_FIELDS: [&str; 11] = [
 /// Reason why a request cannot be split between two workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum SplitError {
-    /// Engines support the handoff for chats and completions only.
+    /// Engines support the handoff only for chats and completions.
     #[error("no engine hands over requests of its API")]
     Api,
     /// The body was not received, or is not a JSON object.
@@ -79,7 +79,7 @@ pub enum HandoffError {
 }
 
 impl HandoffError {
-    /// Label in metrics.
+    /// Returns the metric label.
     pub fn label(self) -> &'static str {
         match self {
             HandoffError::NoParams => "no_handoff",
@@ -116,7 +116,7 @@ impl PrefillBody {
         }
     }
 
-    /// The body, and the token that ties the response to it.
+    /// Returns the body, and the token that ties the response to it.
     pub(super) fn into_parts(self) -> (Bytes, PendingResponse) {
         (
             self.body,
@@ -159,14 +159,14 @@ pub struct PrefillResponse {
 }
 
 impl PrefillResponse {
-    /// The response, for reading only.
+    /// Returns the response body, for reading only.
     pub(crate) fn body(&self) -> &[u8] {
         &self.body
     }
 }
 
-/// One request that is split between two workers. It is made of the request's body, and consumed
-/// into the body for the decode worker. It cannot be cloned:
+/// One request that is split between two workers. It is created from the request's body, and
+/// consumed to create the body for the decode worker. It cannot be cloned:
 ///
 /// ```compile_fail
 /// fn twice(handoff: warmroute::prefill::KvHandoff) -> [warmroute::prefill::KvHandoff; 2] {
@@ -174,7 +174,7 @@ impl PrefillResponse {
 /// }
 /// ```
 ///
-/// nor used twice:
+/// It cannot be used twice either:
 ///
 /// ```compile_fail
 /// fn reuse(
@@ -213,12 +213,12 @@ impl KvHandoff {
         })
     }
 
-    /// The engine's path for the request.
+    /// Returns the engine's path for the request.
     pub fn path(&self) -> &'static str {
         engine_path(self.api)
     }
 
-    /// The body for the prefill worker: the same prompt, one output token, no stream.
+    /// Returns the body for the prefill worker: the same prompt, one output token, no stream.
     pub fn prefill_body(&self) -> Option<PrefillBody> {
         let (field, instruction) = match self.protocol {
             KvTransferProtocol::Vllm => (KV_TRANSFER, REMOTE_DECODE),
@@ -241,7 +241,7 @@ impl KvHandoff {
         })
     }
 
-    /// The body for the decode worker: the request, with the KV transfer parameters of the
+    /// Returns the body for the decode worker: the request, with the KV transfer parameters of the
     /// response, byte for byte.
     pub fn decode_body(self, response: PrefillResponse) -> Result<Bytes, HandoffError> {
         let PrefillResponse {
@@ -261,7 +261,7 @@ impl KvHandoff {
     }
 }
 
-/// The engine's path for requests that can be split, without the gateway's prefix.
+/// Returns the engine's path for requests that can be split, without the gateway's prefix.
 pub(super) fn engine_path(api: ApiKind) -> &'static str {
     match api {
         ApiKind::Completions => "/v1/completions",
@@ -293,7 +293,7 @@ fn check_splittable(body: &[u8]) -> Result<(), SplitError> {
             "prompt" | "text" | "input_ids" if count_prompts(json) != 1 => {
                 return Err(SplitError::MultipleAnswers);
             }
-            // Embeddings are a further prompt.
+            // Embeddings count as a further prompt.
             "prompt_embeds" => return Err(SplitError::MultipleAnswers),
             // A negative limit depends on the output length.
             "truncate_prompt_tokens" if json.first() == Some(&b'-') => {
@@ -307,12 +307,12 @@ fn check_splittable(body: &[u8]) -> Result<(), SplitError> {
     Ok(())
 }
 
-/// Number of prompts in a field: a text, the tokens of one prompt, or a list of either.
+/// Returns the number of prompts in a field: a text, the tokens of one prompt, or a list of either.
 pub(super) fn count_prompts(json: &[u8]) -> usize {
     #[derive(Deserialize)]
     #[serde(untagged)]
     enum PromptItem {
-        Token(#[expect(dead_code, reason = "only what it is matters")] u64),
+        Token(#[expect(dead_code, reason = "only the variant is used")] u64),
         Other(IgnoredAny),
     }
     match json.first() {
@@ -342,7 +342,7 @@ fn transfer_params(answer: &[u8]) -> Result<&[u8], HandoffError> {
     }
 }
 
-/// TensorRT-LLM's parameters, which are in the choice, with the request type of the decode phase.
+/// Returns TensorRT-LLM's parameters from the choice, with the request type of the decode phase.
 fn disaggregated_params(answer: &[u8]) -> Result<Vec<u8>, HandoffError> {
     #[derive(Deserialize)]
     struct TrtllmResponse<'a> {
@@ -367,8 +367,8 @@ fn disaggregated_params(answer: &[u8]) -> Result<Vec<u8>, HandoffError> {
     else {
         return Err(HandoffError::Unreadable);
     };
-    // An output that ended with its first token must not continue. The decode worker finds the same
-    // end.
+    // An output that ended with its first token must not continue. The decode worker computes the
+    // same end.
     if finish_reason
         .as_deref()
         .is_some_and(|reason| !matches!(reason, "length" | "not_finished"))

@@ -25,17 +25,17 @@ const NOT_FORWARDED: [&str; 14] = [
 
 /// Headers of a client's request. Only requests with a remote prefill read them.
 pub trait ClientHeaders {
-    /// Id of the request, from the client or assigned; empty without one.
+    /// Returns the id of the request, from the client or assigned; empty without one.
     fn request_id(&self) -> &str;
 
-    /// Names and values of all headers, in order.
+    /// Returns the names and values of all headers, in order.
     fn fields(&self) -> Vec<(&str, &[u8])>;
 
-    /// The last value of a header that is not blank.
+    /// Returns the last value of a header that is not blank.
     fn get(&self, name: &str) -> Option<Cow<'_, str>>;
 }
 
-/// The forwarded headers of a request, without the names that clients must not set.
+/// Returns the forwarded headers of a request, without the names that clients must not set.
 pub(super) fn forwarded_headers<'h>(
     headers: impl IntoIterator<Item = (&'h str, &'h [u8])>,
     reserved: impl Fn(&str) -> bool,

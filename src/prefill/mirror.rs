@@ -1,6 +1,7 @@
 //! Mirrored prefill: Envoy sends a copy of the request to the prefill worker. Envoy never cancels a
-//! copy and discards its response, so only the decode worker shows the progress: the prefill runs
-//! until the first token. If the token never arrives, the engine needs an abort.
+//! copy and discards its response, so the only sign of progress is the response of the decode
+//! worker: the prefill has ended at its first token. If the token never arrives, the engine needs
+//! an abort.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,7 +57,8 @@ pub struct BootstrapPair {
 }
 
 impl BootstrapPair {
-    /// The endpoint that receives the copy of the gateway; `None` if warmroute sends the copy.
+    /// Returns the endpoint that receives the copy of the gateway; `None` if warmroute sends the
+    /// copy.
     pub(super) fn mirror_target(&self) -> Option<MirrorTarget> {
         let cluster = self.mirrored_prefill.cluster()?;
         Some(MirrorTarget {
@@ -67,7 +69,7 @@ impl BootstrapPair {
 }
 
 impl PrefillMirror {
-    /// Draws a room for the two workers of a route, for a copy by the gateway. Returns `None` if
+    /// Draws a room for the two workers of a route, whose copy the gateway sends. Returns `None` if
     /// there is no prefill worker.
     pub fn bootstrap(
         self: &Arc<Self>,
@@ -89,8 +91,8 @@ impl PrefillMirror {
             request_id: request,
         };
         let bootstrap = info.add_to_body(body, context.request_id.as_deref())?;
-        let name = bootstrap.has_own_request_id.then_some(info.request_id);
-        // A further attempt gets at least half of the timeout.
+        let request_id = bootstrap.has_own_request_id.then_some(info.request_id);
+        // Each further attempt has at least half of the timeout.
         let now = Instant::now();
         let deadline = context.deadline.map_or(now + self.deadline, |deadline| {
             deadline.max(now + self.deadline / 2)
@@ -100,10 +102,12 @@ impl PrefillMirror {
             worker: to.endpoint,
             started: std::time::Instant::now(),
             deadline: Some(deadline),
-            request_ids: name.as_ref().map(|name| engine_request_ids(name, body)),
+            request_ids: request_id
+                .as_ref()
+                .map(|request_id| engine_request_ids(request_id, body)),
             running: None,
             context: MirrorContext {
-                request_id: name,
+                request_id,
                 deadline: Some(deadline),
                 ..context
             },
@@ -149,7 +153,7 @@ impl MirrorContext {
 #[must_use = "dropping it aborts the prefill"]
 pub struct MirroredPrefill {
     pub(super) mirror: Arc<PrefillMirror>,
-    /// The prefill worker, and the start time.
+    /// The prefill worker.
     worker: WorkerEndpoint,
     started: std::time::Instant,
     /// Deadline of the prefill.
@@ -179,7 +183,8 @@ impl MirroredPrefill {
         self.running.is_none().then(|| self.mirror.cluster.clone())
     }
 
-    /// Whether warmroute sent the copy and receives the response. Otherwise Envoy discards it.
+    /// Returns whether warmroute sent the copy and receives the response. Otherwise Envoy discards
+    /// it.
     pub fn receives_response(&self) -> bool {
         self.running.is_some()
     }
@@ -215,7 +220,8 @@ impl MirroredPrefill {
                 self.is_over = true;
                 match end {
                     Ok(()) => {
-                        // The output has no deadline, and a further attempt has its own.
+                        // The rest of the output has no deadline, and a further attempt has its
+                        // own.
                         self.deadline = None;
                         self.context.deadline = None;
                         PrefillEvent::Done
@@ -247,7 +253,7 @@ impl MirroredPrefill {
         }
     }
 
-    /// Whether the worker has completed no other call since the start.
+    /// Returns whether the worker has completed no other call since the start.
     fn is_worker_unresponsive(&self) -> bool {
         !self
             .mirror
@@ -273,16 +279,16 @@ impl MirroredPrefill {
     }
 
     fn send_abort(&self, worker: WorkerEndpoint) {
-        // At shutdown there is no runtime left.
+        // At shutdown, there may be no runtime.
         if let Ok(runtime) = Handle::try_current() {
             let aborts = &self.mirror.aborts;
             match &self.request_ids {
                 None => drop(runtime.spawn(aborts.clone().abort(worker, None, None))),
                 Some(request_ids) => {
-                    for name in request_ids.iter() {
+                    for request_id in request_ids.iter() {
                         runtime.spawn(aborts.clone().abort(
                             worker,
-                            Some(name.clone()),
+                            Some(request_id.clone()),
                             self.context.credentials.clone(),
                         ));
                     }

@@ -28,7 +28,7 @@ use crate::request::{PreprocessedRequest, RequestBody};
 /// Header with the id of a request, for logs.
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// Planner of remote prefills. For a model without an executor only the headers name the prefill
+/// Planner of remote prefills. For a model without an executor, only the headers name the prefill
 /// worker.
 #[derive(Default)]
 pub struct PrefillPlanner {
@@ -108,12 +108,12 @@ impl PrefillPlanner {
         preprocessed: &PreprocessedRequest,
         body: &mut RequestBody,
     ) -> Result<Option<Bytes>, UncheckedBodyError> {
-        let concerned = preprocessed
+        let has_executor = preprocessed
             .route_request
             .model
             .as_ref()
             .is_none_or(|model| self.executors.contains_key(model));
-        if self.executors.is_empty() || self.trusts_clients || !concerned {
+        if self.executors.is_empty() || self.trusts_clients || !has_executor {
             return Ok(None);
         }
         let is_prompt = preprocessed
@@ -217,14 +217,14 @@ impl PrefillPlanner {
         }
     }
 
-    /// The headers of a request that are forwarded to workers.
+    /// Returns the headers of a request that are forwarded to workers.
     pub(crate) fn worker_headers(&self, headers: &dyn ClientHeaders) -> HeaderMap {
         let mut map = forwarded_headers(headers.fields(), |name| {
             self.reserved_headers
                 .iter()
                 .any(|reserved| **reserved == *name)
         });
-        // A request without an id was assigned one.
+        // A request without an id has an assigned one.
         if let Ok(id) = headers.request_id().parse() {
             map.insert(REQUEST_ID, id);
         }
@@ -233,7 +233,7 @@ impl PrefillPlanner {
 }
 
 impl PrefillPlan<'_> {
-    /// Maximum duration of the prefill.
+    /// Returns the maximum duration of the prefill.
     pub(crate) fn max_duration(&self) -> Duration {
         match self {
             PrefillPlan::HeaderOnly | PrefillPlan::Mirror(_) => Duration::ZERO,
@@ -279,7 +279,7 @@ impl CallPlan<'_> {
     ) -> Result<PrefillOutcome, RouteError> {
         let record = PrefillRecord::new(self.executor, self.api, self.request.request.clone());
         let prefilled = self.executor.run(dispatcher, self.request, active).await?;
-        // A retry of a request without handoff needs no second prefill.
+        // A retry of a request without a KV handoff needs no second prefill.
         let remote_prefill = prefilled
             .body
             .is_some()

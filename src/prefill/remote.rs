@@ -28,7 +28,7 @@ pub struct RepeatedPrefill {
 }
 
 impl RemotePrefill {
-    /// Maximum duration of another attempt.
+    /// Returns the maximum duration of another attempt.
     pub fn max_duration(&self) -> Duration {
         match self {
             RemotePrefill::Call(record) => record.max_duration(),
@@ -36,7 +36,7 @@ impl RemotePrefill {
         }
     }
 
-    /// Whether warmroute receives the response of the prefill worker.
+    /// Returns whether warmroute receives the response of the prefill worker.
     pub fn receives_response(&self) -> bool {
         match self {
             RemotePrefill::Call(_) => true,

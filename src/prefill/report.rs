@@ -11,7 +11,7 @@ use super::handoff::PrefillResponse;
 use crate::dispatch::audit::{AuditedResponse, CacheAudit, HitForecast, ReportedUsage};
 
 impl PrefillResponse {
-    /// The usage that the prefill worker reports; `None` if it reports no prompt tokens.
+    /// Returns the usage that the prefill worker reports; `None` if it reports no prompt tokens.
     pub(super) fn usage(&self) -> Option<TokenUsage> {
         TokenUsage::from_document(self.body()).filter(|usage| usage.prompt_tokens > 0)
     }

@@ -58,7 +58,7 @@ impl PrefillRecord {
         }
     }
 
-    /// Maximum duration of another attempt.
+    /// Returns the maximum duration of another attempt.
     pub fn max_duration(&self) -> Duration {
         self.prefill.max_duration()
     }
@@ -129,7 +129,7 @@ impl PrefillMirror {
     ) -> Result<BootstrapPair, RouteError> {
         let router = dispatcher.router();
         let mut failed = context.failed_workers.clone();
-        let place = |active: &mut ActiveRequest, failed: &[WorkerId]| {
+        let reroute = |active: &mut ActiveRequest, failed: &[WorkerId]| {
             let replaced = RouteRequest {
                 phases: PhaseSelection::Retry {
                     failed: failed.to_vec(),
@@ -175,14 +175,14 @@ impl PrefillMirror {
             if let Some(outcome) = failure.health_outcome(|| false) {
                 record_prefill_outcome(router, active, outcome);
             }
-            if place(active, &failed).is_err() {
+            if reroute(active, &failed).is_err() {
                 // All workers have failed. A stale connection may be the cause, or a worker that
                 // has restarted, so all are tried once more.
                 if !std::mem::take(&mut retry_all) {
                     return Err(RouteError::NoPrefill);
                 }
                 failed.clear();
-                place(active, &failed)?;
+                reroute(active, &failed)?;
             }
         }
     }
@@ -228,7 +228,7 @@ impl MirroredPrefill {
             ..context.request.clone()
         };
         let placed = dispatcher.reroute(active, replaced(failed.clone()), Some(to));
-        // A worker that failed is better than none.
+        // A failed prefill worker is better than none.
         placed.or_else(|_| dispatcher.reroute(active, replaced(Vec::new()), Some(to)))?;
         let copy = MirrorCopy {
             path,
@@ -244,8 +244,8 @@ impl MirroredPrefill {
     }
 }
 
-/// The prefill worker to avoid in a retry: one that refuses connections, or one whose transfer
-/// failed although both workers accept connections.
+/// Returns the prefill worker to avoid in a retry: one that refuses connections, or one whose
+/// transfer failed although both workers accept connections.
 async fn failed_prefill_worker(
     dispatcher: &Dispatcher,
     active: &mut ActiveRequest,
@@ -261,8 +261,8 @@ async fn failed_prefill_worker(
     (is_decode_alive || !is_prefill_alive).then_some(prefill.rank.worker)
 }
 
-/// Whether the decode worker of the failed attempt accepts connections. Otherwise reports the
-/// failure.
+/// Returns whether the decode worker of the failed attempt accepts connections. Otherwise reports
+/// the failure.
 async fn probe_decode_worker(dispatcher: &Dispatcher, active: &mut ActiveRequest) -> bool {
     let is_alive = accepts_connections(active.placement.route.to.endpoint).await;
     if !is_alive {
@@ -280,7 +280,7 @@ async fn probe_decode_worker(dispatcher: &Dispatcher, active: &mut ActiveRequest
     is_alive
 }
 
-/// Whether an endpoint accepts connections.
+/// Returns whether an endpoint accepts connections.
 pub(super) async fn accepts_connections(WorkerEndpoint(address): WorkerEndpoint) -> bool {
     matches!(
         timeout(CONNECT_TIMEOUT, TcpStream::connect(address)).await,

@@ -26,12 +26,12 @@ pub enum RequestBody {
     TooLarge {
         /// The bytes received.
         shown: Bytes,
-        /// A lower bound of its length.
+        /// A lower bound of the body's length.
         bytes: u64,
     },
     /// A body that did not fit into the budget.
     Shed {
-        /// Its length in bytes.
+        /// The length of the body in bytes.
         bytes: usize,
         /// The model of the body, if a quick search found it.
         model: Option<String>,

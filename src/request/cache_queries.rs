@@ -11,14 +11,14 @@ use super::preprocessor::RequestPreprocessor;
 use crate::cluster::remote_index::{OverlapQuery, RemoteIndexClient};
 
 impl ConfiguredModel {
-    /// Fingerprint of the block hashing, computed from a fixed prompt.
+    /// Returns the fingerprint of the block hashing, computed from a fixed prompt.
     pub fn hash_fingerprint(&self) -> u64 {
         hash_fingerprint(self.block_size, self.windows, self.media)
     }
 }
 
 impl RequestPreprocessor {
-    /// Whether the workers share a cache.
+    /// Returns whether the workers share a cache.
     pub fn has_shared_cache(&self) -> bool {
         self.parts.shared_cache.is_some()
     }

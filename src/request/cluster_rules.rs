@@ -50,20 +50,23 @@ impl ClusterRules {
         Self { status, ..self }
     }
 
-    /// The priority of an objective for requests to a pool. Without a pool, the first priority of
-    /// that name.
+    /// Returns the priority of an objective for requests to a pool. Without a pool, returns the
+    /// first priority of that name.
     pub fn priority(&self, name: &str, pool: Option<&str>) -> Option<i64> {
-        let of_name = self.objectives.get(name)?;
-        let own = |of: &&(Arc<str>, i64)| pool.is_none_or(|pool| *of.0 == *pool);
-        of_name.iter().find(own).map(|(_, priority)| *priority)
+        let entries = self.objectives.get(name)?;
+        let matches_pool = |entry: &&(Arc<str>, i64)| pool.is_none_or(|pool| *entry.0 == *pool);
+        entries
+            .iter()
+            .find(matches_pool)
+            .map(|(_, priority)| *priority)
     }
 
-    /// Whether there are any objectives.
+    /// Returns whether there are any objectives.
     pub fn has_objectives(&self) -> bool {
         !self.objectives.is_empty()
     }
 
-    /// Rewrite rules in addition to the configured ones.
+    /// Returns the rewrite rules in addition to the configured ones.
     pub fn rewrites(&self) -> &RewriteRules {
         &self.rewrites
     }

@@ -4,13 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{Problem, Step};
 
-/// `clients:`: routing hints of clients.
+/// The `requests.clients:` section: routing hints of clients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ClientsConfig {
-    /// Clients may pin workers, set priorities, weights and taints, and query the choice, with
-    /// headers and `nvext`. Off by default, because any client could choose a worker or overtake
-    /// others.
+    /// Clients may pin workers, set priorities, weights and taints, and query the routing decision,
+    /// with headers and `nvext`. Off by default, because any client could choose a worker or
+    /// overtake others.
     pub trusted: bool,
     /// Header that separates the caches of tenants. The engines must read it as well, as Dynamo's
     /// front ends do.
@@ -37,13 +37,13 @@ impl Default for ClientsConfig {
 impl ClientsConfig {
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
-        let bad = |name: &&String| {
+        let is_invalid = |name: &&String| {
             name.is_empty()
                 || !name
                     .bytes()
                     .all(|b| b.is_ascii_alphanumeric() || b == b'-' || b == b'_')
         };
-        let name = self.tenant_header.as_ref().filter(bad);
+        let name = self.tenant_header.as_ref().filter(is_invalid);
         let text = |name: &String| {
             format!("`{name}` is not the name of a header; write for example x-tenant-id")
         };
@@ -52,11 +52,11 @@ impl ClientsConfig {
             .objective_headers
             .iter()
             .enumerate()
-            .filter(|(_, name)| bad(name));
-        let place = |at: usize| [Step::from("objective_headers"), at.into()];
+            .filter(|(_, name)| is_invalid(name));
+        let path = |at: usize| [Step::from("objective_headers"), at.into()];
         let of_objectives = objectives.map(|(at, name)| {
             let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");
-            Problem::at(place(at), text)
+            Problem::at(path(at), text)
         });
         of_tenant.into_iter().chain(of_objectives).collect()
     }

@@ -81,7 +81,8 @@ impl RequestPreprocessor {
         self.without_body(api, bytes, openai::read_model_from_prefix(&body), reason)
     }
 
-    /// A request without a readable body. Its model keeps it on the workers that serve it.
+    /// Returns a request without a readable body. A known model restricts it to the workers that
+    /// serve the model.
     fn without_body(
         &self,
         api: ApiKind,
@@ -103,16 +104,15 @@ impl RequestPreprocessor {
         context: HeaderContext,
         shown: ShownBody,
     ) -> Option<PartialRequest> {
-        let lane = self.large_bodies.acquire(shown.bytes.len()).await?;
+        let large_body_slot = self.large_bodies.acquire(shown.bytes.len()).await?;
         let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)?;
-        // The semaphore is never closed. A panic of the encoder has become an error already.
+        // The semaphore is never closed. A panic of the encoder has already become an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
         let preprocessor = self.clone();
         let encode = move || {
-            // Held until the job is done: a timeout ends the wait and does not stop the job at
-            // once.
+            // Held until the job is done: a timeout ends the wait, but does not stop the job.
             let _permit = permit;
-            let _lane = lane;
+            let _large_body_slot = large_body_slot;
             preprocessor.encode_blocking(api, &context, &shown)
         };
         encoder_pool::run(encode).await
@@ -136,7 +136,7 @@ impl RequestPreprocessor {
             warn!("tokenizer panicked");
             PartialRequest::without_body(api, bytes.len(), Reason::EncodeFailed)
         });
-        // The time of a partial tokenization does not show how long a whole body takes.
+        // The time of a partial tokenization says nothing about the time of a whole body.
         if bytes.len() > self.parts.limits.inline
             && !matches!(partial.prompt, RoutePrompt::Truncated { .. })
         {
@@ -151,7 +151,7 @@ impl RequestPreprocessor {
         self.apply_parity(context, partial)
     }
 
-    /// The session id in a body, if it can only be there.
+    /// Returns the session id in a body, if no header can contain it.
     pub(super) fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
         self.parts
             .session_fields
@@ -182,7 +182,7 @@ impl RequestPreprocessor {
         };
         partial.stage_times.push(("parse", clock.lap()));
         if let Some((text_bytes, because)) = untokenized_prompt(&request.prompt) {
-            // The bytes of an image do not relate to its tokens, and outnumber those of the text.
+            // The size of an image is unrelated to its tokens, and far exceeds that of the text.
             partial.prompt = RoutePrompt::Estimated {
                 tokens: estimate_tokens(text_bytes),
                 because,
@@ -258,7 +258,8 @@ impl RequestPreprocessor {
         partial.stage_times.push(("hash", clock.lap()));
     }
 
-    /// The hashes of the blocks in the load; `None` if they equal the sequence hashes.
+    /// Returns the hashes that identify the blocks in load tracking; `None` if they equal the
+    /// sequence hashes.
     pub(super) fn tracked_blocks(
         &self,
         model: &SaltedModel,
@@ -268,15 +269,16 @@ impl RequestPreprocessor {
         if self.parts.tracking_hash == TrackingHash::Public {
             return None;
         }
-        let names = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
+        let tracked = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
             self.tracked_content_blocks(&model.resolved, &model.content(tokens), hashes)
                 .unwrap_or_default()
                 .pop()
         });
-        names.collect()
+        tracked.collect()
     }
 
-    /// The hashes of one prompt's blocks in the load; `None` if they equal the sequence hashes.
+    /// Returns the hashes that identify one prompt's blocks in load tracking; `None` if they equal
+    /// the sequence hashes.
     pub(super) fn tracked_content_blocks(
         &self,
         resolved: &ResolvedModel,
@@ -296,7 +298,7 @@ impl RequestPreprocessor {
     }
 }
 
-/// The bytes of text in a prompt that is not tokenized, and the reason.
+/// Returns the bytes of text in a prompt that is not tokenized, and the reason.
 fn untokenized_prompt(prompt: &openai::PromptInput) -> Option<(usize, Reason)> {
     match prompt {
         openai::PromptInput::Chat(chat) if chat.has_media() => {

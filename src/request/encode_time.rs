@@ -1,5 +1,5 @@
 //! Estimator of encoding times. It decides between the stream's own thread and an encoder thread. A
-//! handover costs two context switches and the caches of two cores, which dominates if the
+//! handover costs two context switches and cache misses on both cores, which dominates if the
 //! beginning of the prompt is cached or the tokenizer is fast. A long encoding on the stream's
 //! thread would delay all its exchanges. Parsed and tokenized bodies are measured separately,
 //! because parsing alone takes hardly any time.
@@ -11,8 +11,8 @@ use std::time::Duration;
 const MAX_INLINE_TIME: Duration = Duration::from_millis(1);
 /// Longer bodies always go to an encoder thread, in case the estimate is wrong.
 const MAX_INLINE_BYTES: usize = 256 << 10;
-/// Weight of a longer time in the moving average: one part in this number. Shorter times have less
-/// weight, so a slow body raises the estimate for a while.
+/// Inverse weight of a measurement above the moving average. Measurements below it have less
+/// weight, so one slow body raises the estimate for a while.
 const RISE_DIVISOR: i64 = 8;
 const FALL_DIVISOR: i64 = 64;
 
@@ -33,32 +33,32 @@ pub(super) struct EncodeTimeEstimator {
 }
 
 impl EncodeTimeEstimator {
-    /// Whether a body is expected to be quick. Bodies of up to `inline` bytes always are; with 0 no
-    /// body is.
+    /// Returns whether a body is expected to be quick. Bodies of up to `inline` bytes always are.
+    /// If `inline` is 0, no body is.
     pub(super) fn is_quick(&self, bytes: usize, inline: usize) -> bool {
         bytes <= inline || (inline > 0 && self.is_expected_quick(bytes))
     }
 
     fn is_expected_quick(&self, bytes: usize) -> bool {
-        let estimator = match self.tokenized_pace.load(Ordering::Relaxed) {
+        let pace = match self.tokenized_pace.load(Ordering::Relaxed) {
             0 => self.parsed_pace.load(Ordering::Relaxed),
-            estimator => estimator,
+            pace => pace,
         };
-        estimator > 0
+        pace > 0
             && bytes <= MAX_INLINE_BYTES
-            && estimator.saturating_mul(bytes as u64) / 1000 <= MAX_INLINE_TIME.as_nanos() as u64
+            && pace.saturating_mul(bytes as u64) / 1000 <= MAX_INLINE_TIME.as_nanos() as u64
     }
 
-    /// Records the duration of a body. Small bodies must not be recorded, because a fixed cost
-    /// dominates their duration.
+    /// Records the encoding time of a body. Small bodies must not be recorded, because a fixed cost
+    /// dominates their time.
     pub(super) fn record(&self, kind: EncodeKind, bytes: usize, elapsed: Duration) {
-        let estimator = match kind {
+        let pace = match kind {
             EncodeKind::Tokenized => &self.tokenized_pace,
             EncodeKind::ParsedOnly => &self.parsed_pace,
         };
         let measured = (elapsed.as_nanos() as u64).saturating_mul(1000) / bytes.max(1) as u64;
         let measured = i64::try_from(measured).unwrap_or(i64::MAX >> 8).max(1);
-        let before = estimator.load(Ordering::Relaxed) as i64;
+        let before = pace.load(Ordering::Relaxed) as i64;
         let difference = measured - before;
         let next = match before {
             0 => measured,
@@ -66,7 +66,7 @@ impl EncodeTimeEstimator {
             _ => before + difference / FALL_DIVISOR,
         };
         // Of two concurrent updates one is lost, which is harmless.
-        estimator.store(next.max(1) as u64, Ordering::Relaxed);
+        pace.store(next.max(1) as u64, Ordering::Relaxed);
     }
 }
 
@@ -80,7 +80,7 @@ mod tests {
         assert!(!estimator.is_expected_quick(1));
         assert!(
             estimator.is_quick(4, 4) && !estimator.is_quick(5, 4) && !estimator.is_quick(1, 0),
-            "but for what always is"
+            "only bodies of up to `inline` bytes are quick"
         );
     }
 
@@ -125,7 +125,7 @@ mod tests {
         estimator.record(EncodeKind::ParsedOnly, 10_000, Duration::from_micros(10));
         assert!(
             estimator.is_expected_quick(MAX_INLINE_BYTES),
-            "nothing was tokenised"
+            "no body was tokenized"
         );
         estimator.record(EncodeKind::Tokenized, 10_000, Duration::from_millis(10));
         for _ in 0..10_000 {
@@ -138,7 +138,7 @@ mod tests {
     fn mixed_times_stay_slow() {
         let estimator = EncodeTimeEstimator::default();
         for at in 0..1000 {
-            // One body in ten continues no cached prompt.
+            // One body in ten does not continue a cached prompt.
             estimator.record(
                 EncodeKind::Tokenized,
                 100_000,

@@ -1,7 +1,8 @@
 //! Threads for bodies that take long to encode: one per core and at least two, so that a large body
-//! leaves one to others. The fast tokenizer caches words per thread, up to a hundred megabytes per
-//! model. Few threads therefore bound the memory. The threads live as long as the process, because
-//! a new thread, as in tokio's blocking pool, starts with an empty cache.
+//! leaves a thread to other bodies. The fast tokenizer caches words per thread, up to a hundred
+//! megabytes per model. The small number of threads therefore bounds the memory. The threads live
+//! as long as the process, because a new thread, as in tokio's blocking pool, starts with an empty
+//! cache.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +17,7 @@ static ENCODER_POOL: LazyLock<EncoderPool> = LazyLock::new(EncoderPool::start);
 
 type EncodeJob = Box<dyn FnOnce() + Send>;
 
-/// Number of encoder threads.
+/// Returns the number of encoder threads.
 pub(super) fn thread_count() -> usize {
     thread::available_parallelism()
         .map_or(1, std::num::NonZero::get)
@@ -24,9 +25,9 @@ pub(super) fn thread_count() -> usize {
 }
 
 /// Runs a job on an encoder thread. Returns `None` if it panics.
-pub(super) async fn run<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+pub(super) async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (result_tx, result_rx) = oneshot::channel();
-    ENCODER_POOL.submit(Box::new(move || _ = result_tx.send(work())));
+    ENCODER_POOL.submit(Box::new(move || _ = result_tx.send(job())));
     result_rx.await.ok()
 }
 
@@ -55,13 +56,13 @@ impl EncoderPool {
         Self { queue, threads }
     }
 
-    fn submit(&self, work: EncodeJob) {
+    fn submit(&self, job: EncodeJob) {
         if self.threads == 0 {
-            // Without threads the job runs on the caller's.
-            return work();
+            // If no thread could be started, the job runs on the caller's thread.
+            return job();
         }
         let mut queue = self.queue.lock();
-        queue.jobs.push_back(work);
+        queue.jobs.push_back(job);
         let thread = queue.idle.pop();
         drop(queue);
         if let Some(thread) = thread {
@@ -71,18 +72,18 @@ impl EncoderPool {
 }
 
 fn run_worker(queue: &Mutex<EncodeQueue>) {
-    let me = thread::current();
+    let current = thread::current();
     loop {
         let mut state = queue.lock();
-        if let Some(work) = state.jobs.pop_front() {
+        if let Some(job) = state.jobs.pop_front() {
             drop(state);
-            // A panic drops the channel, which the caller sees.
-            _ = catch_unwind(AssertUnwindSafe(work));
+            // A panic drops the channel, which the caller detects.
+            _ = catch_unwind(AssertUnwindSafe(job));
             continue;
         }
         // Threads may wake spuriously.
-        if state.idle.iter().all(|idle| idle.id() != me.id()) {
-            state.idle.push(me.clone());
+        if state.idle.iter().all(|idle| idle.id() != current.id()) {
+            state.idle.push(current.clone());
         }
         drop(state);
         thread::park();
@@ -98,22 +99,22 @@ mod tests {
 
     #[tokio::test]
     async fn jobs_run_on_all_encoder_threads_only() {
-        let mut seen = HashSet::new();
+        let mut thread_ids = HashSet::new();
         for _ in 0..20 {
             // The jobs wait for each other, so each needs a thread of its own.
-            let together = Arc::new(Barrier::new(thread_count()));
-            let works = (0..thread_count()).map(|_| {
-                let together = together.clone();
+            let barrier = Arc::new(Barrier::new(thread_count()));
+            let jobs = (0..thread_count()).map(|_| {
+                let barrier = barrier.clone();
                 tokio::spawn(run(move || {
-                    together.wait();
+                    barrier.wait();
                     thread::current().id()
                 }))
             });
-            for work in works.collect::<Vec<_>>() {
-                seen.insert(work.await.unwrap().unwrap());
+            for job in jobs.collect::<Vec<_>>() {
+                thread_ids.insert(job.await.unwrap().unwrap());
             }
         }
-        assert_eq!(seen.len(), thread_count());
+        assert_eq!(thread_ids.len(), thread_count());
     }
 
     #[tokio::test]
@@ -126,11 +127,11 @@ mod tests {
 
     #[tokio::test]
     async fn more_jobs_than_threads_complete() {
-        let works: Vec<_> = (0..1000)
+        let jobs: Vec<_> = (0..1000)
             .map(|index| tokio::spawn(run(move || index)))
             .collect();
-        for (index, work) in works.into_iter().enumerate() {
-            assert_eq!(work.await.unwrap(), Some(index));
+        for (index, job) in jobs.into_iter().enumerate() {
+            assert_eq!(job.await.unwrap(), Some(index));
         }
     }
 }

@@ -1,5 +1,5 @@
-//! Prompts by the tokens of engines: queries an engine before the body is encoded, replaces the
-//! local tokens, and degrades prompts whose local tokens have broken parity.
+//! Prompts from engine tokens: queries an engine before the body is encoded, replaces the local
+//! tokens, and degrades prompts whose local tokens have broken parity.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -27,7 +27,7 @@ use super::preprocessor::RequestPreprocessor;
 use super::queue_slot::EncodeQueueSlot;
 use super::tokenized::StageTimer;
 
-/// While parity is broken, one prompt of this number is also tokenized locally and compared.
+/// While parity is broken, one in this many prompts is also tokenized locally and compared.
 const SHADOW_INTERVAL: usize = 8;
 
 impl RequestPreprocessor {
@@ -85,7 +85,7 @@ impl RequestPreprocessor {
         context.engine_wait = started.elapsed();
     }
 
-    /// The tokens of a body; `None` if engines cannot be queried for it.
+    /// Returns the tokens of a body; `None` if engines cannot be queried for it.
     async fn query_engines(
         self: &Arc<Self>,
         engine: &EngineTokensClient,
@@ -110,11 +110,11 @@ impl RequestPreprocessor {
                     .await,
             ),
             Ok(None) => None,
-            Err(why) => Some(Err(why)),
+            Err(outcome) => Some(Err(outcome)),
         }
     }
 
-    /// Prepares the query. For a long body this happens on an encoder thread, in the same queue as
+    /// Prepares the query. For a long body, this happens on an encoder thread, in the same queue as
     /// prompts.
     async fn prepare_query(
         self: &Arc<Self>,
@@ -134,7 +134,7 @@ impl RequestPreprocessor {
         if body.len() <= self.parts.limits.inline {
             return Ok(query(self, model, body));
         }
-        let _place = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)
+        let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)
             .ok_or("busy")?;
         let permit = self
             .encoders
@@ -182,38 +182,40 @@ impl RequestPreprocessor {
             .extension
             .as_ref()
             .is_some_and(|extension| extension.token_data.is_some());
-        let prompt_count = match &request.prompt {
-            openai::PromptInput::Chat(_) => 1,
-            openai::PromptInput::Texts(texts) => texts.len(),
-            openai::PromptInput::Tokens(lists) => lists.len(),
-            // Too many prompts, or prompts that tokens do not describe completely.
-            _ => return false,
+        let Some(prompt_count) = prompt_count(&request.prompt) else {
+            return false;
         };
         // `/tokenize` does not return images.
         if has_own_tokens || (has_media && tokenize_only) || rendered.len() != prompt_count {
             return false;
         }
         let max_tokens = self.max_prompt_tokens(&model.resolved);
-        if rendered.iter().any(|one| one.token_ids.len() > max_tokens) {
+        if rendered
+            .iter()
+            .any(|rendering| rendering.token_ids.len() > max_tokens)
+        {
             partial.set_reason(Reason::PromptTooLong);
             // A prompt with images is not hashed in part: its blocks need the image objects, and
             // the engine refuses the prompt.
-            if let [one] = &rendered[..]
-                && one.objects.is_empty()
+            if let [rendering] = &rendered[..]
+                && rendering.objects.is_empty()
             {
-                let tokens = one.token_ids[..max_tokens].to_vec();
+                let tokens = rendering.token_ids[..max_tokens].to_vec();
                 self.set_prefix(model, tokens.into(), partial);
             }
             return true;
         }
-        let prompts: Vec<_> = rendered.iter().map(|one| one.token_ids.clone()).collect();
+        let prompts: Vec<_> = rendered
+            .iter()
+            .map(|rendering| rendering.token_ids.clone())
+            .collect();
         let (hashes, tracked): (Vec<_>, Vec<_>) = rendered
             .iter()
-            .map(|one| self.engine_blocks(model, one))
+            .map(|rendering| self.engine_blocks(model, rendering))
             .unzip();
         partial.tracked_blocks = tracked
             .into_iter()
-            .map(|mut names| names.as_mut().and_then(Vec::pop))
+            .map(|mut tracked_blocks| tracked_blocks.as_mut().and_then(Vec::pop))
             .collect();
         partial.prompt = RoutePrompt::Hashed(hashes);
         if source.parity.is_mistrusted() && !has_media {
@@ -224,7 +226,8 @@ impl RequestPreprocessor {
         true
     }
 
-    /// The block hashes of a rendered prompt, and those of its blocks in the load.
+    /// Returns the block hashes of a rendered prompt, and the hashes that identify its blocks in
+    /// load tracking.
     fn engine_blocks(
         &self,
         model: &SaltedModel,
@@ -244,13 +247,13 @@ impl RequestPreprocessor {
         };
         let configured = &model.resolved.model;
         let hashes = placeholders::prompt_hashes(&content, configured.block_size, configured.media);
-        let names = self.tracked_content_blocks(&model.resolved, &content, &hashes);
-        (hashes, names)
+        let tracked_blocks = self.tracked_content_blocks(&model.resolved, &content, &hashes);
+        (hashes, tracked_blocks)
     }
 
-    /// The block hashes of a request by the local tokens, for one of [`SHADOW_INTERVAL`] requests.
-    /// Parity compares them with the events of the engine. Their tokenization has the limits of
-    /// every prompt.
+    /// Returns the block hashes of the local tokens, for one in [`SHADOW_INTERVAL`] requests. The
+    /// parity check compares them with the events of the engine. The usual limits of tokenization
+    /// apply.
     fn shadow_expectation(
         &self,
         model: &SaltedModel,
@@ -341,6 +344,17 @@ impl RequestPreprocessor {
         partial.tracked_blocks = None;
         partial.tokens = Vec::new();
         partial
+    }
+}
+
+/// Returns the number of prompts whose tokens an engine reports. `None` for too many prompts, and
+/// for prompts that tokens do not describe completely.
+fn prompt_count(prompt: &openai::PromptInput) -> Option<usize> {
+    match prompt {
+        openai::PromptInput::Chat(_) => Some(1),
+        openai::PromptInput::Texts(texts) => Some(texts.len()),
+        openai::PromptInput::Tokens(lists) => Some(lists.len()),
+        _ => None,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Settings that depend on the engines, as far as all engines of a model report the same value.
+//! Settings that all engines of a model report with the same value.
 
 use warmroute_core::engine_settings::CommonSettings;
 use warmroute_tokens::openai;
@@ -11,16 +11,16 @@ use super::preprocessor::RequestPreprocessor;
 const DEFAULT_MAX_TOKENS: usize = 1 << 20;
 
 impl RequestPreprocessor {
-    /// Maximum number of tokens of a prompt that are computed and hashed. No engine accepts a
-    /// longer prompt.
+    /// Returns the maximum number of tokens of a prompt that are computed and hashed. No engine
+    /// accepts a longer prompt.
     pub(super) fn max_prompt_tokens(&self, resolved: &ResolvedModel) -> usize {
-        let max_length = self.common_setting(resolved, |agreed| agreed.max_model_len);
+        let max_length = self.common_setting(resolved, |settings| settings.max_model_len);
         max_length.map_or(DEFAULT_MAX_TOKENS, |max_length| {
             usize::try_from(max_length).unwrap_or(usize::MAX)
         })
     }
 
-    /// A setting that all engines of a model report alike.
+    /// Returns a setting that all engines of a model report with the same value.
     pub(super) fn common_setting<T>(
         &self,
         resolved: &ResolvedModel,
@@ -49,7 +49,7 @@ impl RequestPreprocessor {
                 .is_none_or(|encoder| encoder.engine() == EngineKind::Vllm)
         };
         let max_length = self
-            .common_setting(resolved, |agreed| agreed.max_model_len)
+            .common_setting(resolved, |settings| settings.max_model_len)
             .filter(|_| is_vllm());
         if let Some(max_length) = max_length {
             request.resolve_truncation(max_length);

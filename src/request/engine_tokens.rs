@@ -1,8 +1,8 @@
 //! Tokens from engines. The request body is sent to a worker or to a render server, which returns
 //! the tokens of the prompt as it would compute them, including images. This costs one call per
 //! request, so it is configured per model: always, or only while parity of the local tokens is
-//! broken. A slow call is hedged with a second one, a circuit breaker rests failing servers, and
-//! the fallback is the local tokenizer or load-only routing.
+//! broken. A slow call is hedged with a second one, a circuit breaker pauses calls to failing
+//! servers, and the fallback is the local tokenizer or load-only routing.
 
 mod breaker;
 pub mod config;
@@ -87,7 +87,7 @@ pub struct EngineTokensClient {
     pub(super) in_flight: Semaphore,
 }
 
-/// A query, for all servers that are called.
+/// One query, which all called servers receive.
 #[derive(Clone)]
 pub(super) struct RenderQuery {
     pub(super) api: RenderApi,
@@ -105,7 +105,7 @@ impl EngineTokensClient {
         metrics: Arc<Metrics>,
     ) -> Self {
         let token_file = config.token_file.clone().or(engines.token_file.clone());
-        // A request calls two servers at most. The second call must not lack a permit.
+        // A request calls at most two servers. The second call must not lack a permit.
         let in_flight = config.max_concurrency.saturating_mul(MAX_TRIES as u32);
         Self {
             client: client.with_credentials(token_file, in_flight),
@@ -126,12 +126,12 @@ impl EngineTokensClient {
         }
     }
 
-    /// Whether the configuration requests tokens of engines at this parity status.
+    /// Returns whether the configuration requests tokens of engines at this parity status.
     pub(super) fn is_wanted(&self, parity: &ParityStatus) -> bool {
         self.config.mode == EngineTokensTrigger::Always || parity.is_mistrusted()
     }
 
-    /// The servers to call, rotated for each request.
+    /// Returns the servers to call, rotated for each request.
     fn targets(&self, model: &ModelName) -> Vec<EngineUrl> {
         let mut targets = self.urls.clone();
         if targets.is_empty() {
@@ -197,8 +197,8 @@ impl EngineTokensClient {
                 () = &mut hedge, if is_hedge_pending => None,
             };
             is_hedge_pending = is_hedge_pending && failure.is_some();
-            let late = query.started.elapsed() >= self.config.timeout.get();
-            let another = if tries < MAX_TRIES && !late {
+            let is_late = query.started.elapsed() >= self.config.timeout.get();
+            let another = if tries < MAX_TRIES && !is_late {
                 next()
             } else {
                 None
@@ -219,7 +219,7 @@ impl EngineTokensClient {
         url: EngineUrl,
         query: RenderQuery,
     ) -> Result<Vec<EngineRendering>, EngineError> {
-        let left = self
+        let remaining = self
             .config
             .timeout
             .get()
@@ -230,9 +230,13 @@ impl EngineTokensClient {
             started: Some(Instant::now()),
         };
         let result = match self.config.endpoint {
-            RenderPath::Render => self.client.render(&url, query.api, query.body, left).await,
+            RenderPath::Render => {
+                self.client
+                    .render(&url, query.api, query.body, remaining)
+                    .await
+            }
             RenderPath::Tokenize => {
-                let tokenized = self.client.tokenize(&url, query.body, left).await;
+                let tokenized = self.client.tokenize(&url, query.body, remaining).await;
                 tokenized.map(|TokenizeResponse { tokens, .. }| {
                     vec![EngineRendering {
                         token_ids: tokens,
@@ -245,7 +249,7 @@ impl EngineTokensClient {
         let mut breakers = self.breakers.lock();
         let breaker = breakers.entry(url).or_default();
         match &result {
-            // A local failure.
+            // The server did not cause the failure.
             Err(EngineError::Busy | EngineError::Client(_)) => {}
             Err(error) if !error.is_refusal() => {
                 breaker.record_failure(
@@ -260,7 +264,7 @@ impl EngineTokensClient {
         result
     }
 
-    /// The body of the query; `None` if the result would differ from the prompt.
+    /// Returns the body of the query; `None` if the result would differ from the prompt.
     pub(super) fn render_query(&self, api: ApiKind, body: &Bytes) -> Option<(RenderApi, Bytes)> {
         let render = match api {
             ApiKind::ChatCompletions => RenderApi::Chat,
@@ -274,38 +278,38 @@ impl EngineTokensClient {
             return None;
         }
         match self.config.endpoint {
-            // Without it the response contains every pixel.
+            // Without this field, the response contains every pixel.
             RenderPath::Render => Some((
                 render,
                 openai::json_edit::set_field(body, "mm_payload", b"\"none\"")?.into(),
             )),
             RenderPath::Tokenize => {
                 let keys: BTreeMap<String, &RawValue> = serde_json::from_slice(body).ok()?;
-                let read = !UNTOKENIZED_FIELDS.iter().any(|key| keys.contains_key(*key))
+                let is_covered = !UNTOKENIZED_FIELDS.iter().any(|key| keys.contains_key(*key))
                     && !refuses_tools(&keys)
                     && memchr::memmem::find(body, UNTOKENIZED_KEY).is_none();
-                let known = matches!(render, RenderApi::Chat | RenderApi::Completions);
-                (known && read).then(|| (render, body.clone()))
+                let is_supported = matches!(render, RenderApi::Chat | RenderApi::Completions);
+                (is_supported && is_covered).then(|| (render, body.clone()))
             }
         }
     }
 }
 
-/// Whether tools are offered while `tool_choice` is `none`. Engines with
-/// `--exclude-tools-when-tool-choice-none` then omit them from the prompt, and `/tokenize` does
+/// Returns whether tools are offered while `tool_choice` is `none`. Engines with
+/// `--exclude-tools-when-tool-choice-none` then omit them from the prompt, but `/tokenize` does
 /// not.
 fn refuses_tools(keys: &BTreeMap<String, &RawValue>) -> bool {
-    let read = |key: &str| {
+    let value_of = |key: &str| {
         keys.get(key)
             .and_then(|raw| serde_json::from_str::<Value>(raw.get()).ok())
     };
-    read("tool_choice").is_some_and(|choice| choice == "none")
-        && read("tools")
+    value_of("tool_choice").is_some_and(|choice| choice == "none")
+        && value_of("tools")
             .is_some_and(|tools| tools.as_array().is_some_and(|tools| !tools.is_empty()))
 }
 
 /// One running call. If it is dropped without a result after the hedge delay, it counts as failed.
-/// Otherwise a hanging server would never rest.
+/// Otherwise, the breaker of a hanging server would never open.
 struct RenderCall<'a> {
     client: &'a EngineTokensClient,
     url: EngineUrl,

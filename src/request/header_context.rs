@@ -1,10 +1,11 @@
-//! The parts of the headers that reading the body needs, and the tokens that engines returned.
+//! Values from the headers that are needed to encode the body, and the tokens that engines
+//! returned.
 
 use std::time::{Duration, Instant};
 
 use super::engine_tokens::EngineTokensResult;
 
-/// The parts of the headers that are needed to read the body.
+/// Values that are needed to encode the body.
 pub(super) struct HeaderContext {
     /// Boundary of the parts of a form.
     pub(super) form_boundary: Option<String>,
@@ -21,7 +22,7 @@ pub(super) struct HeaderContext {
 }
 
 impl HeaderContext {
-    /// The rest of a deadline after the wait for engines.
+    /// Returns the remaining part of a deadline after the wait for engines.
     pub(super) fn remaining_deadline(&self, deadline: Duration) -> Duration {
         deadline.saturating_sub(self.engine_wait)
     }

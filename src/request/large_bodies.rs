@@ -1,11 +1,12 @@
-//! Limits the encoder threads that large bodies use, so that one thread is always left for others.
+//! Limits the encoder threads that large bodies use, so that one thread is always left for other
+//! bodies.
 
 use std::sync::Arc;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// Size above which a body is large, in bytes. It takes ten milliseconds or more, as long as a
-/// hundred usual bodies.
+/// Size above which a body is large, in bytes. Encoding it takes ten milliseconds or more, as long
+/// as a hundred usual bodies.
 const LARGE_BODY_BYTES: usize = 256 << 10;
 
 /// The permits of large bodies.
@@ -16,17 +17,17 @@ pub(super) struct LargeBodies {
 
 /// The permit that a body holds until it is encoded.
 pub(super) enum LargeBodySlot {
-    /// None, because the body is not large.
+    /// No permit, because the body is not large.
     Free,
     /// One slot in the queue of large bodies, and one of their threads.
     Large {
-        _place: OwnedSemaphorePermit,
+        _slot: OwnedSemaphorePermit,
         _thread: OwnedSemaphorePermit,
     },
 }
 
 impl LargeBodies {
-    /// Permits for all threads but one and for half of the queue.
+    /// Creates permits for all threads but one, and for half of the queue.
     pub(super) fn new(threads: usize, queue: usize) -> Self {
         let semaphore =
             |permits: usize| Arc::new(Semaphore::new(permits.clamp(1, Semaphore::MAX_PERMITS)));
@@ -41,10 +42,10 @@ impl LargeBodies {
         if bytes <= LARGE_BODY_BYTES {
             return Some(LargeBodySlot::Free);
         }
-        let place = self.queue.clone().try_acquire_owned().ok()?;
+        let slot = self.queue.clone().try_acquire_owned().ok()?;
         let thread = self.threads.clone().acquire_owned().await.ok()?;
         Some(LargeBodySlot::Large {
-            _place: place,
+            _slot: slot,
             _thread: thread,
         })
     }
@@ -68,7 +69,7 @@ mod tests {
         assert!(soon.is_err(), "the last thread is for others");
         assert!(
             large.acquire(LARGE_BODY_BYTES + 1).await.is_none(),
-            "three places are all"
+            "all three queue slots are in use"
         );
         assert!(matches!(
             large.acquire(LARGE_BODY_BYTES).await,

@@ -1,4 +1,4 @@
-//! The configured models by all their names: their own, their aliases, and their adapters.
+//! The configured models by name, by alias, and by adapter.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct ConfiguredModel {
     pub encoder: Option<Arc<Encoder>>,
 }
 
-/// Model that a requested name refers to.
+/// Model to which a requested name refers.
 #[derive(Clone)]
 pub struct ResolvedModel {
     /// The model.
@@ -90,12 +90,12 @@ impl SaltedModel {
         Self { resolved, salt }
     }
 
-    /// The block hashes of one prompt.
+    /// Returns the block hashes of one prompt.
     pub(super) fn block_hashes(&self, tokens: &[u32]) -> BlockHashes {
         BlockHashes::from_content(&self.content(tokens), self.resolved.model.block_size)
     }
 
-    /// The block hashes of one prompt, continued from those of a cached prompt.
+    /// Returns the block hashes of one prompt, continued from those of a cached prompt.
     pub(super) fn resumed_block_hashes(&self, tokens: &PromptTokens) -> BlockHashes {
         let model = &self.resolved.model;
         tokens.block_hashes(&self.salt, model.block_size, model.windows)

@@ -25,9 +25,9 @@ impl RequestPreprocessor {
         let Some(encoder) = &resolved.model.encoder else {
             return partial.set_reason(Reason::NoTokenizer);
         };
-        let root = self.common_setting(resolved, |agreed| match &agreed.root {
+        let root = self.common_setting(resolved, |settings| match &settings.root {
             Some(root) => Some(EngineModelName::Same(root.clone())),
-            None => agreed.roots_differ.then_some(EngineModelName::Different),
+            None => settings.roots_differ.then_some(EngineModelName::Different),
         });
         let is_over = clock.expiry_check();
         let budget = TokenBudget::new(self.max_prompt_tokens(resolved), &is_over);

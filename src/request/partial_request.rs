@@ -80,7 +80,7 @@ impl PartialRequest {
             .or(request.cache_salt.take())
     }
 
-    /// A request whose body was not read, and the reason.
+    /// Returns a request whose body was not read, and the reason.
     pub(super) fn without_body(api: ApiKind, bytes: usize, because: Reason) -> Self {
         match api.workload() {
             // A request without a prompt causes no load, whatever its error.
@@ -146,7 +146,7 @@ impl PartialRequest {
     }
 }
 
-/// Estimated tokens of a body of which only the length is known.
+/// Returns the estimated number of tokens of a body of which only the length is known.
 pub(super) fn estimate_tokens(bytes: usize) -> u64 {
     (bytes as u64 / BYTES_PER_TOKEN).min(MAX_ESTIMATED_TOKENS)
 }

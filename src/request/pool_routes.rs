@@ -42,12 +42,12 @@ impl From<&PoolRoutesConfig> for PoolAuthorities {
 }
 
 impl PoolAuthorities {
-    /// Whether no authority selects a pool.
+    /// Returns whether no authority selects a pool.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The pool of a call with this authority.
+    /// Returns the pool of a call with this authority.
     pub fn pool_of(&self, authority: &str) -> Option<Arc<str>> {
         self.0.get(&service_of_authority(authority)).cloned()
     }
@@ -77,19 +77,19 @@ enum HostMatch {
 }
 
 impl PoolRoutesConfig {
-    /// Whether no request is restricted.
+    /// Returns whether no request is restricted.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Whether a rule applies to all requests without another rule.
+    /// Returns whether a rule without conditions matches all requests.
     pub fn has_catch_all(&self) -> bool {
         self.rules
             .iter()
             .any(|rule| rule.hosts.is_empty() && rule.paths.is_empty())
     }
 
-    /// The pools that the configuration names.
+    /// Returns the pools that the configuration names.
     pub fn pools(&self) -> impl Iterator<Item = &str> {
         self.rules
             .iter()
@@ -98,7 +98,7 @@ impl PoolRoutesConfig {
             .map(|pool| &**pool)
     }
 
-    /// The pool of a request; `None` allows any worker.
+    /// Returns the pool of a request; `None` allows any worker.
     pub fn pool_of(&self, path: &str, headers: HeaderLookup<'_>) -> Option<Arc<str>> {
         let header = self.header.as_deref().and_then(headers);
         if let Some(name) = header
@@ -115,13 +115,14 @@ impl PoolRoutesConfig {
             .or_else(|| headers("host"))
             .map(|host| host_without_port(&host).to_ascii_lowercase());
         let path = path.split(['?', '#']).next().unwrap_or_default();
-        let fits = self
+        let matches = self
             .rules
             .iter()
             .filter_map(|rule| Some((rule.match_rank(host.as_deref(), path)?, rule)));
-        // The first of several equal matches.
-        fits.rev()
-            .max_by_key(|(fit, _)| *fit)
+        // `max_by_key` returns the last of several equal matches, and the first rule has to win.
+        matches
+            .rev()
+            .max_by_key(|(rank, _)| *rank)
             .map(|(_, rule)| rule.pool.clone())
     }
 
@@ -156,22 +157,22 @@ impl PoolRoutesConfig {
         let mut problems = Vec::new();
         let mut names: HashMap<String, &str> = HashMap::new();
         for (authority, pool) in &self.authorities {
-            let mut refuse = |text: String| {
+            let mut report = |text: String| {
                 problems.push(Problem::at(
                     ["authorities".into(), Step::from(authority.as_str())],
                     text,
                 ));
             };
             if authority.is_empty() || authority.contains(char::is_whitespace) {
-                refuse(format!(
+                report(format!(
                     "`{authority}` is no authority; write for example warmroute-qwen.inference"
                 ));
             }
             if pool.is_empty() {
-                refuse("the name of the pool is empty".to_owned());
+                report("the name of the pool is empty".to_owned());
             }
             if let Some(earlier) = names.insert(service_of_authority(authority), authority) {
-                refuse(format!("`{earlier}` names the same Service; leave one out"));
+                report(format!("`{earlier}` names the same Service; leave one out"));
             }
         }
         problems

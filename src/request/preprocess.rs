@@ -1,4 +1,4 @@
-//! One request from its headers and body to the input of the router.
+//! Conversion of one request, from its headers and body to the input of the router.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ pub struct PreprocessedRequest {
     pub parse_error: Option<String>,
     /// The session of the request.
     pub session: Option<RequestSession>,
-    /// Whether the client queries the choice only.
+    /// Whether the client only queries the routing decision.
     pub is_query: bool,
     /// The tokens of each prompt, if known.
     pub tokens: Vec<Vec<u32>>,
@@ -138,21 +138,21 @@ impl RequestPreprocessor {
             .and_then(|extension| extension.session_control.as_ref());
         let session = self.session(headers, partial.session, control);
         let PartialRequest {
-            requested_model: asked_model,
+            requested_model,
             tokens,
-            stage_times: times,
-            parse_error: unreadable,
+            stage_times,
+            parse_error,
             ..
         } = partial;
         PreprocessedRequest {
             route_request: request,
             api: None,
-            requested_model: asked_model,
-            parse_error: unreadable,
+            requested_model,
+            parse_error,
             session,
             is_query: query,
             tokens,
-            stage_times: times,
+            stage_times,
         }
     }
 
@@ -173,7 +173,7 @@ impl RequestPreprocessor {
     }
 }
 
-/// Whether an engine computes a prompt for requests of this API. Unknown paths may.
+/// Returns whether an engine computes a prompt for requests of this API. Unknown paths may do so.
 fn computes_prompt(api: Option<ApiKind>) -> bool {
     api.is_none_or(|api| api.workload() != ApiWorkload::None)
 }

@@ -1,4 +1,4 @@
-//! The preprocessor: its components, and its limits of concurrent encoding.
+//! The preprocessor, its components, and its limits of concurrent encoding.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
@@ -45,7 +45,7 @@ pub struct PreprocessorParts {
     pub clients: ClientsConfig,
     /// Rules that restrict requests to one pool.
     pub pool_routes: PoolRoutesConfig,
-    /// Rules that send requests to other models. Those of the cluster follow them.
+    /// Rules that send requests to other models. They precede the rules of the cluster.
     pub rewrites: RewriteRules,
     /// Headers that name the model and override the rules.
     pub rewrite_headers: Vec<String>,
@@ -53,7 +53,7 @@ pub struct PreprocessorParts {
     pub cluster: SharedClusterRules,
     /// Limits of concurrent encoding.
     pub limits: EncodeLimits,
-    /// Hash of the blocks in the load.
+    /// Hash that identifies blocks in load tracking.
     pub tracking_hash: TrackingHash,
     /// Fields with the session id; `None` without sessions.
     pub session_fields: Option<SessionFields>,
@@ -92,7 +92,7 @@ impl RequestPreprocessor {
         })
     }
 
-    /// The parity status of each model's tokens.
+    /// Returns the parity status of each model's tokens.
     pub fn parity_statuses(&self) -> impl Iterator<Item = (ModelName, Arc<ParityStatus>)> + '_ {
         self.parts
             .token_sources
@@ -100,12 +100,13 @@ impl RequestPreprocessor {
             .map(|(model, source)| (model.clone(), source.parity.clone()))
     }
 
-    /// The API of a request.
+    /// Returns the API of a request.
     pub fn api(&self, path: &str, headers: HeaderLookup<'_>) -> Option<ApiKind> {
         self.parts.paths.api_of_request(path, headers)
     }
 
-    /// Whether the body of a request is read at all. Envoy need not send other bodies.
+    /// Returns whether the body of a request is read at all. Envoy does not have to send other
+    /// bodies.
     pub fn wants_body(&self, path: &str, headers: HeaderLookup<'_>) -> bool {
         self.api(path, headers).is_some_and(ApiKind::wants_body)
     }

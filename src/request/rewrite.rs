@@ -1,5 +1,5 @@
 //! Replacement of the requested model: by a header, or by weighted rules, for canaries and for
-//! stable names of changing models. Pure: the caller passes the random number.
+//! stable names of changing models. The module is pure: the caller passes the random number.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -39,7 +39,7 @@ pub struct RewriteRule {
 pub struct RewriteTarget {
     /// The model, as the engines serve it.
     pub model: ModelName,
-    /// Weight against the other targets. Without any weights the shares are equal.
+    /// Weight relative to the other targets. Without any weights the shares are equal.
     #[serde(default)]
     pub weight: Option<u32>,
 }
@@ -108,8 +108,8 @@ impl RewriteRules {
         }
     }
 
-    /// The model to send a request to; `None` keeps the requested one. `later` are further rules,
-    /// after these. `random` is at least 0 and below 1.
+    /// Returns the model to send a request to; `None` keeps the requested one. `later` contains
+    /// rules that apply after these. `random` is at least 0 and below 1.
     pub fn choose_model<'a>(
         &'a self,
         later: &'a Self,
@@ -124,7 +124,7 @@ impl RewriteRules {
         (Some(chosen) != requested.name).then_some(chosen)
     }
 
-    /// Whether there are no rules.
+    /// Returns whether there are no rules.
     pub fn is_empty(&self) -> bool {
         self.rules.is_empty()
     }
@@ -170,12 +170,12 @@ impl RewriteRule {
             }
         };
         let total: u64 = self.targets.iter().map(weight).sum();
-        let mut left = random * total as f64;
+        let mut remaining = random * total as f64;
         let mut chosen = None;
         for target in self.targets.iter().filter(|target| weight(target) > 0) {
             chosen = Some(target.model.as_str());
-            left -= weight(target) as f64;
-            if left < 0.0 {
+            remaining -= weight(target) as f64;
+            if remaining < 0.0 {
                 break;
             }
         }
@@ -222,15 +222,15 @@ impl RewriteRule {
             .map(|(at, name)| ([Step::from("models"), at.into()], name));
         let empty = names.filter(|(_, name)| name.as_str().is_empty());
         problems
-            .extend(empty.map(|(place, _)| Problem::at(place, "the name is empty; leave it out")));
+            .extend(empty.map(|(path, _)| Problem::at(path, "the name is empty; leave it out")));
         let targets = self
             .targets
             .iter()
             .enumerate()
             .filter(|(_, target)| target.model.as_str().is_empty());
-        let place = |at: usize| [Step::from("targets"), at.into(), "model".into()];
+        let path = |at: usize| [Step::from("targets"), at.into(), "model".into()];
         problems.extend(
-            targets.map(|(at, _)| Problem::at(place(at), "the name is empty; give a model's")),
+            targets.map(|(at, _)| Problem::at(path(at), "the name is empty; give a model's")),
         );
         problems
     }
@@ -254,7 +254,7 @@ impl RewritesConfig {
         let mut named = HashSet::new();
         let mut for_all = false;
         for (at, rule) in self.rules.iter().enumerate() {
-            let place = [Step::from("rules"), at.into()];
+            let path = [Step::from("rules"), at.into()];
             let new = rule
                 .models
                 .iter()
@@ -268,7 +268,7 @@ impl RewritesConfig {
             if !reached {
                 let text =
                     "earlier rules match all requests of this one, so it is never used; remove one";
-                problems.push(Problem::at(place, text));
+                problems.push(Problem::at(path, text));
             }
             problems.extend(
                 rule.problems()
@@ -279,9 +279,9 @@ impl RewritesConfig {
         problems
     }
 
-    /// Every target with its path in the configuration.
+    /// Returns every target with its path in the configuration.
     pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
-        let place = |rule: usize, target: usize| {
+        let path = |rule: usize, target: usize| {
             [
                 Step::from("rules"),
                 rule.into(),
@@ -295,7 +295,7 @@ impl RewritesConfig {
             rule.targets
                 .iter()
                 .enumerate()
-                .map(move |(at, target)| (place(nth, at), &target.model))
+                .map(move |(at, target)| (path(nth, at), &target.model))
         })
     }
 }

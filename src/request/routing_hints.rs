@@ -1,6 +1,6 @@
 //! Routing hints of a client, from its headers and from `nvext`. Headers take precedence over the
-//! body. A deprecated header is read only if the canonical one is absent. Unreadable values are
-//! ignored, because they are hints and not conditions.
+//! body. A deprecated header is read only if the canonical one is absent. Invalid values are
+//! ignored, because hints are not conditions.
 
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
@@ -39,7 +39,7 @@ pub struct RoutingHints {
     pub expected_output_tokens: Option<u64>,
     /// Priority in the queue.
     pub priority: RequestPriority,
-    /// Whether the client queries the choice only.
+    /// Whether the client only queries the routing decision.
     pub is_query: bool,
 }
 
@@ -100,7 +100,7 @@ fn finite_weights(weights: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
         .collect()
 }
 
-/// The allowed workers. A list with an invalid id is ignored.
+/// Returns the allowed workers. A list with an invalid id is ignored.
 fn allowed_workers(headers: HeaderLookup<'_>, body: &NvExt) -> Option<BTreeSet<WorkerId>> {
     let Some(list) = headers(ALLOWED_WORKERS) else {
         return body
@@ -124,7 +124,7 @@ fn weight_overrides(headers: HeaderLookup<'_>, body: &NvExt) -> RouterOverrides 
         .unwrap_or_default()
 }
 
-/// The value of the first present header.
+/// Returns the value of the first present header.
 fn first_present<'h>(headers: HeaderLookup<'h>, names: &[&str]) -> Option<Cow<'h, str>> {
     names.iter().find_map(|name| headers(name))
 }
@@ -137,7 +137,7 @@ fn parse_header<T: FromStr>(headers: HeaderLookup<'_>, names: &[&str]) -> Option
 mod tests {
     use super::*;
 
-    fn read(headers: &[(&str, &str)], nvext: &str) -> RoutingHints {
+    fn parse_hints(headers: &[(&str, &str)], nvext: &str) -> RoutingHints {
         let body = format!(r#"{{"model":"m","prompt":"x","nvext":{nvext}}}"#);
         let request = warmroute_tokens::openai::parse(
             warmroute_tokens::openai::ApiKind::Completions,
@@ -218,7 +218,7 @@ mod tests {
             ),
         ];
         for (headers, nvext, decode, prefill) in cases {
-            let hints = read(headers, nvext);
+            let hints = parse_hints(headers, nvext);
             let pins = (hints.constraints.pin, hints.prefill_pin);
             assert_eq!(pins, (decode, prefill), "{headers:?} {nvext}");
         }
@@ -226,7 +226,7 @@ mod tests {
 
     #[test]
     fn invalid_hint_does_not_hide_valid_ones() {
-        let hints = read(
+        let hints = parse_hints(
             &[("x-dynamo-request-strict-priority", "high")],
             r#"{"dp_rank":"one","unknown":1,"agent_hints":{"priority":5,"strict_priority":2,"osl":64},
                 "routing_constraints":{"required_taints":["a"],"preferred_taints":{"b":0.5}},
@@ -270,7 +270,7 @@ mod tests {
         ];
         for (headers, nvext, expected) in cases {
             assert_eq!(
-                read(headers, nvext).constraints.allowed,
+                parse_hints(headers, nvext).constraints.allowed,
                 expected,
                 "{headers:?} {nvext}"
             );
@@ -279,12 +279,12 @@ mod tests {
 
     #[test]
     fn weights_out_of_range_are_ignored() {
-        let hints = read(
+        let hints = parse_hints(
             &[("x-warmroute-override", r#"{"overlap_score_credit":-1}"#)],
             "{}",
         );
         assert_eq!(hints.overrides, RouterOverrides::default());
-        let hints = read(
+        let hints = parse_hints(
             &[("x-warmroute-override", r#"{"overlap_score_credit":2}"#)],
             "{}",
         );

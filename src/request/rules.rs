@@ -15,18 +15,18 @@ use super::routing_hints::HeaderLookup;
 use crate::dispatch::RequestSession;
 
 impl RequestPreprocessor {
-    /// The pools by the authority of a call.
+    /// Returns the pools by the authority of a call.
     pub fn pool_authorities(&self) -> &PoolAuthorities {
         &self.pool_authorities
     }
 
-    /// The pool of a request; `None` allows any worker.
+    /// Returns the pool of a request; `None` allows any worker.
     pub fn pool_of(&self, path: &str, headers: HeaderLookup<'_>) -> Option<Arc<str>> {
         self.parts.pool_routes.pool_of(path, headers)
     }
 
-    /// Replaces the model of a body, if a header or a rule requires it. `random` selects among weighted
-    /// models: at least 0, below 1.
+    /// Replaces the model of a body, if a header or a rule requires it. `random` is at least 0 and
+    /// below 1, and selects among weighted models.
     pub fn rewrite_model(
         &self,
         pool: Option<&str>,
@@ -48,7 +48,8 @@ impl RequestPreprocessor {
             return None;
         }
         let requested = openai::read_model(body);
-        // The requested name is restored in every piece of the response.
+        // A long name is not rewritten, because the requested name is restored in every piece of
+        // the response.
         let is_too_long = |name: &str| name.len() > openai::MAX_MODEL_NAME_BYTES;
         if [&requested, &header]
             .into_iter()
@@ -73,13 +74,13 @@ impl RequestPreprocessor {
         })
     }
 
-    /// The current rules of the cluster.
+    /// Returns the current rules of the cluster.
     pub fn cluster_rules(&self) -> Arc<ClusterRules> {
         self.parts.cluster.load_full()
     }
 
-    /// The priority of the objective that a request names. Every client may name one, because only
-    /// the cluster defines them.
+    /// Returns the priority of the objective that a request names. Every client may name an
+    /// objective, because only the cluster defines objectives.
     pub(super) fn objective_priority(
         &self,
         headers: HeaderLookup<'_>,
@@ -96,7 +97,7 @@ impl RequestPreprocessor {
         cluster.priority(name.trim(), pool)
     }
 
-    /// The tenant of the client, if `requests.clients.tenant_header` is set.
+    /// Returns the tenant of the client, if `requests.clients.tenant_header` is set.
     pub(super) fn tenant(&self, headers: HeaderLookup<'_>) -> Option<String> {
         let tenant = self
             .parts
@@ -109,7 +110,7 @@ impl RequestPreprocessor {
             .filter(|tenant| !tenant.is_empty())
     }
 
-    /// The session of a request, with its tenant.
+    /// Returns the session of a request, with its tenant.
     pub(super) fn session(
         &self,
         headers: HeaderLookup<'_>,

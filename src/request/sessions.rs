@@ -19,12 +19,12 @@ pub struct SessionFields {
 }
 
 impl SessionFields {
-    /// Whether the id can only be in the body.
+    /// Returns whether the id can only be in the body.
     pub(super) fn is_only_in_body(&self, headers: HeaderLookup<'_>) -> bool {
         self.body_field.is_some() && first_value(headers, &self.headers).is_none()
     }
 
-    /// The session id in a body.
+    /// Returns the session id in a body.
     pub(super) fn id_in_body(&self, body: &[u8]) -> Option<String> {
         openai::text_at_path(body, self.body_field.as_deref()?).filter(|id| !id.is_empty())
     }

@@ -18,8 +18,8 @@ pub struct SharedCacheLookup {
 }
 
 impl SharedCacheLookup {
-    /// The cached blocks of the prompt. Block ranges of several prompts would be ambiguous, so they
-    /// are not queried.
+    /// Returns the cached blocks of the prompt. Block ranges of several prompts would be ambiguous,
+    /// so they are not queried.
     pub(super) async fn query(&self, request: &RouteRequest) -> SharedBlocks {
         let (Some(model), [prompt]) = (&request.model, request.prompt.blocks()) else {
             return SharedBlocks::NotQueried;
@@ -41,11 +41,11 @@ impl SharedCacheLookup {
             .observe(started.elapsed().as_secs_f64());
         match answer {
             Ok(ranges) => {
-                let held: u64 = ranges
+                let cached_blocks: u64 = ranges
                     .iter()
                     .map(|range| u64::from(range.end - range.start))
                     .sum();
-                let rate = held as f64 / prompt.len() as f64;
+                let rate = cached_blocks as f64 / prompt.len() as f64;
                 self.metrics
                     .index
                     .shared_cache_hit_ratio

@@ -1,4 +1,4 @@
-//! Requests with bodies, from the outside of the preprocessor.
+//! Requests with bodies, through the public functions of the preprocessor.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ fn preprocessor_parts(
     }
 }
 
-/// A preprocessor with the shipped tokenizer and a short deadline.
+/// Returns a preprocessor with the shipped tokenizer and a short deadline.
 fn preprocessor_with_short_deadline() -> Arc<RequestPreprocessor> {
     preprocessor_with_tokenizer(EncodeLimits {
         inline: 4096,
@@ -74,7 +74,7 @@ fn preprocessor_with_tokenizer(limits: EncodeLimits) -> Arc<RequestPreprocessor>
     RequestPreprocessor::new(preprocessor_parts(models, ClientsConfig::default(), limits))
 }
 
-/// A preprocessor for token prompts only.
+/// Returns a preprocessor for token prompts only.
 fn preprocessor_without_tokenizer(clients: ClientsConfig) -> Arc<RequestPreprocessor> {
     let mut models = ModelRegistry::default();
     let size = BlockSize::new(4).unwrap();
@@ -94,7 +94,7 @@ fn preprocessor_without_tokenizer(clients: ClientsConfig) -> Arc<RequestPreproce
     RequestPreprocessor::new(preprocessor_parts(models, clients, limits))
 }
 
-/// The beginning of a PNG of 56 by 56 pixels with this color, as a data URL.
+/// Returns the beginning of a PNG file of 56 by 56 pixels with this color type, as a data URL.
 fn png_data_url(color: u8) -> String {
     use base64::Engine as _;
     let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\0\x38\0\0\0\x38\x08".to_vec();

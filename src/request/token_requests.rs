@@ -6,12 +6,12 @@ use super::models::{ResolvedModel, SaltedModel};
 use super::preprocessor::RequestPreprocessor;
 
 impl RequestPreprocessor {
-    /// Resolves a model name. Without a name it is the only configured model.
+    /// Resolves a model name. Without a name, returns the only configured model.
     pub fn resolve_model(&self, name: Option<&str>) -> Option<ResolvedModel> {
         self.parts.models.resolve(name)
     }
 
-    /// A request with these tokens, for a model and optionally an adapter.
+    /// Returns a request with these tokens, for a model and optionally an adapter.
     pub fn preprocess_tokens(
         &self,
         resolved: &ResolvedModel,

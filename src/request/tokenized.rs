@@ -11,7 +11,7 @@ use super::models::SaltedModel;
 use super::partial_request::PartialRequest;
 use super::preprocessor::RequestPreprocessor;
 
-/// The tokens of the prompts of a request, or the first of them.
+/// The tokens of a request's prompts, or their first tokens.
 pub(super) struct TokenizedPrompts {
     pub(super) prompts: Vec<PromptTokens>,
     /// The reason why tokenization stopped early.
@@ -89,7 +89,7 @@ pub(super) fn encode_error_reason(error: EncodeError) -> Reason {
         EncodeError::NoTemplate => Reason::NoChatTemplate,
         error => {
             // The error is not logged, because a template error may quote the prompt.
-            debug!(because = error.label(), "prompt refused");
+            debug!(reason = error.label(), "prompt refused");
             Reason::EncodeFailed
         }
     }

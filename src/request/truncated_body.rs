@@ -1,6 +1,6 @@
 //! Prefix of a prompt whose body is truncated. The last tokens before the end are dropped, because
-//! the missing text may merge with them, and so is an incomplete block. If the beginning of the
-//! prompt is uncertain, the request is routed load-only.
+//! the missing text may merge with them. An incomplete block is dropped as well. If the beginning
+//! of the prompt is uncertain, the request is routed by load only.
 
 use tracing::debug;
 use warmroute_core::router::{Reason, RoutePrompt};
@@ -117,7 +117,7 @@ impl RequestPreprocessor {
             if body.reason != Reason::BodyTooLarge {
                 partial.set_reason(stop_reason);
             }
-            // The rest of the body may change the last tokens, also where the limit cuts the
+            // The rest of the body may change the last tokens, even if the limit truncates the
             // prompt.
             tokens.truncate(tokens.len().saturating_sub(UNSTABLE_TOKENS));
             return self.set_prefix(&model, tokens, partial);
@@ -167,7 +167,7 @@ impl RequestPreprocessor {
     }
 }
 
-/// Parses the longest beginning that is valid.
+/// Parses the longest valid prefix.
 fn parse_truncated(
     api: ApiKind,
     context: &HeaderContext,
@@ -183,11 +183,11 @@ fn parse_truncated(
     None
 }
 
-/// The request, if its prompt is a prefix of the complete prompt. Parts that precede the prompt or
-/// change all of it may follow the truncation: tools, `system`, developer messages, template
-/// arguments, effort, documents, and a salt. They are assumed to be absent unless the received part
-/// suggests them, because most requests have none. The result is therefore no evidence about the
-/// engine's tokens.
+/// Returns the request, if its prompt is a prefix of the complete prompt. Parts that precede the
+/// prompt or change all of it may follow the truncation: tools, `system`, developer messages,
+/// template arguments, effort, documents, and a salt. They are assumed to be absent unless the
+/// received part suggests them, because most requests have none. The result therefore does not
+/// count as evidence about the engine's tokens.
 fn stable_prefix(
     mut request: openai::ApiRequest,
     truncation: &CutPoint,
@@ -208,7 +208,7 @@ fn stable_prefix(
                 "token_ids",
             ],
         ),
-        // The truncation is behind the prompt, or before it, and then there is no prompt.
+        // The truncation is after the prompt, or before it. In the second case, there is no prompt.
         _ => path.is_empty(),
     };
     match &mut request.prompt {
@@ -231,7 +231,8 @@ fn stable_prefix(
         .then_some(request)
 }
 
-/// Whether the path is the text of a message. The argument of a call may have any name.
+/// Returns whether the path is the text of a message. Arguments of tool calls are excluded, because
+/// they may have any name.
 fn is_message_text(path: &[PathSegment]) -> bool {
     let argument = |step: &PathSegment| is_key(step, &["input", "arguments", "tool_calls"]);
     path.last()
@@ -249,13 +250,13 @@ fn without_partial_name(repaired: RepairedJson) -> Option<RepairedJson> {
         "tool_use_id",
         "call_id",
     ];
-    let begun = match &repaired.cut {
+    let is_partial_name = match &repaired.cut {
         CutPoint::InText(path) => {
             path.len() > 1 && path.last().is_some_and(|step| is_key(step, &NAMES))
         }
         _ => false,
     };
-    if begun {
+    if is_partial_name {
         repaired.drop_innermost()
     } else {
         Some(repaired)
@@ -268,8 +269,8 @@ fn is_key(step: &PathSegment, keys: &[&str]) -> bool {
 
 /// Reduces a conversation to a prefix of a longer one.
 fn truncate_chat(chat: &mut ChatPrompt, open_text: bool) -> Option<()> {
-    let calls = |message: &ChatMessage| message.role == "tool" || message.tool_calls.is_some();
-    if chat.tools.is_none() && chat.messages.iter().any(calls) {
+    let uses_tools = |message: &ChatMessage| message.role == "tool" || message.tool_calls.is_some();
+    if chat.tools.is_none() && chat.messages.iter().any(uses_tools) {
         return None;
     }
     // Other APIs have a field for the system prompt, and nearly all requests set it.
@@ -284,15 +285,15 @@ fn truncate_chat(chat: &mut ChatPrompt, open_text: bool) -> Option<()> {
     chat.is_partial = true;
     chat.add_generation_prompt = false;
     chat.continue_final_message = open_text;
-    // The truncation may be inside a media item, which changes it. The messages before it are
+    // The truncation may be inside a media item, which changes it. The messages before the item are
     // certain.
-    let shows = |message: &ChatMessage| match &message.content {
+    let has_media = |message: &ChatMessage| match &message.content {
         Some(MessageContent::Parts(parts)) => parts
             .iter()
             .any(|part| !matches!(part.meaning(), PartMeaning::Text(_) | PartMeaning::Skipped)),
         _ => false,
     };
-    if let Some(first) = chat.messages.iter().position(shows) {
+    if let Some(first) = chat.messages.iter().position(has_media) {
         chat.messages.truncate(first);
         chat.continue_final_message = false;
     }

@@ -96,7 +96,8 @@ fn chat_bodies() -> Vec<(&'static str, Value)> {
             "chat_long",
             json!({"messages": [system, message("user", &long_text())]}),
         ),
-        // Engines accept it without a tool call parser; the prompt contains the tools anyway.
+        // Engines accept `tool_choice: none` without a tool call parser, and the prompt contains
+        // the tools anyway.
         (
             "chat_tools",
             json!({"messages": [system, user], "tools": tool_definitions(), "tool_choice": "none"}),
@@ -122,8 +123,8 @@ fn documents_body() -> Value {
     weighs 20 g."}])
 }
 
-/// A history with reasoning. Templates show or omit earlier reasoning depending on the later
-/// messages.
+/// Returns a history with reasoning. Templates show or omit earlier reasoning depending on the
+/// later messages.
 fn reasoning_history() -> Value {
     json!([
         message("user", "Is 91 a prime?"),

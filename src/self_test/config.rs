@@ -34,7 +34,7 @@ impl Default for SelfTestConfig {
 }
 
 impl SelfTestConfig {
-    /// Returns semantic errors.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let cases = [
             (

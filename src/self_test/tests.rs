@@ -10,26 +10,26 @@ use warmroute_tokens::prompt;
 
 use super::*;
 
-const SOON: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Behavior of a simulated engine.
 #[derive(Clone, Copy, PartialEq)]
 enum Engine {
-    Right,
+    Correct,
     /// Has no `/tokenize`.
     RendersOnly,
     /// Does not render, and its `/tokenize` ignores documents, effort and reasoning.
     TokenizesOnly,
-    /// Omits reasoning.
-    Thoughtless,
+    /// Ignores the reasoning in the history.
+    OmitsReasoning,
     /// Rejects tools.
     NoTools,
-    Denies,
-    KnowsNoModel,
+    RequiresToken,
+    UnknownModel,
     /// Returns another last token for long prompts.
-    Wrong,
+    WrongToken,
     /// Omits the last token of long prompts.
-    Short,
+    MissingToken,
 }
 
 /// A template that renders reasoning.
@@ -53,7 +53,7 @@ async fn answer(
     body: String,
 ) -> (StatusCode, String) {
     let mut request: Value = serde_json::from_str(&body).unwrap();
-    if matches!(engine, Engine::Thoughtless | Engine::TokenizesOnly)
+    if matches!(engine, Engine::OmitsReasoning | Engine::TokenizesOnly)
         && !request["messages"].is_null()
     {
         let messages = request["messages"].as_array_mut().unwrap();
@@ -63,10 +63,10 @@ async fn answer(
     }
     let body = request.to_string();
     match engine {
-        Engine::Denies => return (StatusCode::UNAUTHORIZED, String::new()),
-        Engine::KnowsNoModel => {
-            let said = json!({"error": {"message": "The model `m` does not exist."}});
-            return (StatusCode::NOT_FOUND, said.to_string());
+        Engine::RequiresToken => return (StatusCode::UNAUTHORIZED, String::new()),
+        Engine::UnknownModel => {
+            let response = json!({"error": {"message": "The model `m` does not exist."}});
+            return (StatusCode::NOT_FOUND, response.to_string());
         }
         Engine::RendersOnly if uri.path() == "/tokenize" => {
             return (StatusCode::NOT_FOUND, String::new());
@@ -94,17 +94,17 @@ async fn answer(
         .remove(0);
     if tokens.len() > 1000 {
         match engine {
-            Engine::Wrong => *tokens.last_mut().unwrap() = 5,
-            Engine::Short => _ = tokens.pop(),
+            Engine::WrongToken => *tokens.last_mut().unwrap() = 5,
+            Engine::MissingToken => _ = tokens.pop(),
             _ => {}
         }
     }
-    let said = match uri.path() {
+    let response = match uri.path() {
         "/tokenize" => json!({"tokens": tokens}),
         "/v1/completions/render" => json!([{"token_ids": tokens}]),
         _ => json!({"token_ids": tokens}),
     };
-    (StatusCode::OK, said.to_string())
+    (StatusCode::OK, response.to_string())
 }
 
 async fn verdict(engine: Engine) -> CanaryVerdict {
@@ -125,7 +125,7 @@ async fn verdict(engine: Engine) -> CanaryVerdict {
     let client = EngineClient::new(&EnginesConfig::default()).unwrap();
     let verdict = CanarySuite::new(&model)
         .unwrap()
-        .compare(&client, &url, SOON)
+        .compare(&client, &url, TIMEOUT)
         .await;
     server.abort();
     verdict
@@ -133,18 +133,18 @@ async fn verdict(engine: Engine) -> CanaryVerdict {
 
 #[tokio::test]
 async fn equal_tokens_agree_by_render_and_tokenize() {
-    for engine in [Engine::Right, Engine::RendersOnly, Engine::TokenizesOnly] {
+    for engine in [Engine::Correct, Engine::RendersOnly, Engine::TokenizesOnly] {
         let CanaryVerdict::Agrees { compared, skipped } = verdict(engine).await else {
-            panic!("it differs")
+            panic!("the tokens differ")
         };
         assert!(compared >= 10, "{compared}");
         // Features that `/tokenize` ignores are compared by rendering or not at all.
-        let unread = skipped
+        let render_only = skipped
             .values()
             .filter(|why| *why == RENDER_ONLY_REASON)
             .count();
         assert_eq!(
-            unread,
+            render_only,
             if engine == Engine::TokenizesOnly {
                 3
             } else {
@@ -157,8 +157,8 @@ async fn equal_tokens_agree_by_render_and_tokenize() {
 
 #[tokio::test]
 async fn omitted_reasoning_is_found_by_rendering() {
-    let CanaryVerdict::Differs { difference } = verdict(Engine::Thoughtless).await else {
-        panic!("it is not found")
+    let CanaryVerdict::Differs { difference } = verdict(Engine::OmitsReasoning).await else {
+        panic!("no difference was found")
     };
     assert_eq!(difference.canary.as_deref(), Some("chat_thoughts"));
 }
@@ -171,16 +171,19 @@ async fn rejected_canaries_are_skipped_by_name() {
             skipped: before,
         },
         CanaryVerdict::Agrees { compared, skipped },
-    ) = (verdict(Engine::Right).await, verdict(Engine::NoTools).await)
+    ) = (
+        verdict(Engine::Correct).await,
+        verdict(Engine::NoTools).await,
+    )
     else {
-        panic!("it differs")
+        panic!("the tokens differ")
     };
     let tools: Vec<_> = skipped
         .iter()
         .filter(|(_, why)| why.contains("no tools here"))
         .map(|(name, _)| name)
         .collect();
-    // Canaries that warmroute cannot render are skipped before.
+    // Canaries that warmroute cannot render are skipped before the engine is queried.
     assert!(
         tools
             .iter()
@@ -193,11 +196,11 @@ async fn rejected_canaries_are_skipped_by_name() {
 #[tokio::test]
 async fn differing_last_token_is_reported_with_context() {
     for (engine, what) in [
-        (Engine::Wrong, ComparedItem::Tokens),
-        (Engine::Short, ComparedItem::Length),
+        (Engine::WrongToken, ComparedItem::Tokens),
+        (Engine::MissingToken, ComparedItem::Length),
     ] {
         let CanaryVerdict::Differs { difference } = verdict(engine).await else {
-            panic!("it is not found")
+            panic!("no difference was found")
         };
         assert_eq!(
             (difference.what, difference.block),
@@ -207,20 +210,23 @@ async fn differing_last_token_is_reported_with_context() {
             difference.at >= 1000 && difference.canary.as_ref().unwrap().contains("long"),
             "{difference:?}"
         );
-        assert_eq!(difference.theirs, (engine == Engine::Wrong).then_some(5));
+        assert_eq!(
+            difference.theirs,
+            (engine == Engine::WrongToken).then_some(5)
+        );
         assert_ne!(difference.our_text, difference.their_text);
     }
 }
 
 #[tokio::test]
 async fn unavailable_engine_is_untested_with_fix() {
-    for (engine, words) in [
-        (Engine::Denies, "engines.http.token_file"),
-        (Engine::KnowsNoModel, "does not exist"),
+    for (engine, text) in [
+        (Engine::RequiresToken, "engines.http.token_file"),
+        (Engine::UnknownModel, "does not exist"),
     ] {
         let CanaryVerdict::CannotTest { why, is_transient } = verdict(engine).await else {
-            panic!("{words}")
+            panic!("{text}")
         };
-        assert!(why.contains(words) && !is_transient, "not transient: {why}");
+        assert!(why.contains(text) && !is_transient, "{why}");
     }
 }

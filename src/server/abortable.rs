@@ -1,7 +1,7 @@
 //! Connections that can be aborted while the process is still running.
 //!
-//! The runtime can only end the task of a connection together with all other tasks; then the
-//! notifications of an aborted exchange would never be sent.
+//! The tasks of connections belong to tonic and could only be ended together with the runtime. The
+//! notifications of aborted exchanges would then never be sent.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -20,11 +20,11 @@ pub(super) struct AbortableConnection<S> {
 }
 
 impl<S> AbortableConnection<S> {
-    pub(super) fn new(socket: S, cut: &CancellationToken) -> Self {
-        // Of its own, so that no connection waits for another's lock.
+    pub(super) fn new(socket: S, abort: &CancellationToken) -> Self {
+        // A child token for each connection, so that connections do not share one lock.
         Self {
             socket,
-            aborted: Box::pin(cut.child_token().cancelled_owned()),
+            aborted: Box::pin(abort.child_token().cancelled_owned()),
         }
     }
 }
@@ -33,11 +33,11 @@ impl<S: AsyncRead + Unpin> AsyncRead for AbortableConnection<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        into: &mut ReadBuf<'_>,
+        buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         match self.aborted.as_mut().poll(cx) {
             Poll::Ready(()) => Poll::Ready(Ok(())),
-            Poll::Pending => Pin::new(&mut self.socket).poll_read(cx, into),
+            Poll::Pending => Pin::new(&mut self.socket).poll_read(cx, buffer),
         }
     }
 }
@@ -60,9 +60,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for AbortableConnection<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        from: &[u8],
+        buffer: &[u8],
     ) -> Poll<io::Result<usize>> {
-        let polled = Pin::new(&mut self.socket).poll_write(cx, from);
+        let polled = Pin::new(&mut self.socket).poll_write(cx, buffer);
         self.after_write(cx, polled)
     }
 
@@ -79,9 +79,9 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for AbortableConnection<S> {
     fn poll_write_vectored(
         mut self: Pin<&mut Self>,
         cx: &mut Context<'_>,
-        from: &[IoSlice<'_>],
+        buffers: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        let polled = Pin::new(&mut self.socket).poll_write_vectored(cx, from);
+        let polled = Pin::new(&mut self.socket).poll_write_vectored(cx, buffers);
         self.after_write(cx, polled)
     }
 
@@ -106,13 +106,13 @@ mod tests {
 
     #[tokio::test]
     async fn blocked_write_ends_on_abort() {
-        let cut = CancellationToken::new();
+        let abort = CancellationToken::new();
         let (server, _client) = duplex(8);
-        let mut connection = AbortableConnection::new(server, &cut);
+        let mut connection = AbortableConnection::new(server, &abort);
         let writing = tokio::spawn(async move { connection.write_all(&[0; 64]).await });
         tokio::task::yield_now().await;
         assert!(!writing.is_finished());
-        cut.cancel();
+        abort.cancel();
         let ended = tokio::time::timeout(std::time::Duration::from_secs(5), writing)
             .await
             .unwrap()

@@ -40,20 +40,21 @@ const REPLICAS: &str = "replica sync";
 const SESSION_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl App {
-    /// Reloads certificates and tokens when their files change, and with the configuration.
+    /// Reloads certificates and tokens when their files change and when the configuration is
+    /// reloaded.
     pub(super) fn follow_files(&mut self, metrics: &Arc<Metrics>) {
-        let secrets = self.reloadable_files.clone();
-        let read_again = self.reloadable_files.clone();
+        let files = self.reloadable_files.clone();
+        let reloaded_files = self.reloadable_files.clone();
         self.reloader.register("secrets", move |_| {
-            let secrets = read_again.clone();
-            Ok(Box::new(move || secrets.reload()))
+            let files = reloaded_files.clone();
+            Ok(Box::new(move || files.reload()))
         });
         let metrics = metrics.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("secrets", &metrics, stop, || {
-                let secrets = secrets.clone();
-                async move { match secrets.follow(SECRETS_WATCH).await {} }
+                let files = files.clone();
+                async move { match files.follow(SECRETS_WATCH).await {} }
             })
             .await;
         });
@@ -189,15 +190,15 @@ impl App {
 
     /// Starts the queue timer and the expiry of old entries.
     pub(super) fn start_timers(&mut self, dispatcher: &Arc<Dispatcher>, metrics: &Arc<Metrics>) {
-        let metrics_of_sweep = metrics.clone();
-        let waiting = dispatcher.clone();
+        let sweep_metrics = metrics.clone();
+        let queue_dispatcher = dispatcher.clone();
         let metrics = metrics.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("admission", &metrics, stop, || {
-                let waiting = waiting.clone();
+                let queue_dispatcher = queue_dispatcher.clone();
                 async move {
-                    waiting.queue().run().await;
+                    queue_dispatcher.queue().run().await;
                     Ok(())
                 }
             })
@@ -207,7 +208,7 @@ impl App {
         let audit = self.audit.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
-            supervise("sweep", &metrics_of_sweep, stop, || {
+            supervise("sweep", &sweep_metrics, stop, || {
                 sweep(dispatcher.clone(), audit.clone())
             })
             .await;
@@ -257,9 +258,9 @@ impl App {
             dispatcher.router().clone(),
             metrics.clone(),
         );
-        let renewed = engines.clone();
+        let reloaded = engines.clone();
         self.reloader.register("engine_sessions", move |next| {
-            let engines = renewed.clone();
+            let engines = reloaded.clone();
             let access = EngineAccess::new(&next.client, &next.config.engines.http);
             Ok(Box::new(move || engines.set_access(access)))
         });

@@ -22,13 +22,13 @@ pub(super) struct CoreListener {
     /// Set after construction, because the queue places requests through the router.
     queue: OnceLock<Weak<AdmissionQueue<TimedRouter>>>,
     replica_events: Option<LocalEvents>,
-    /// Whether engine sessions follow the moves of sessions.
+    /// True if engine sessions follow the moves of sessions.
     has_engine_sessions: bool,
     session_moves: Arc<Notify>,
 }
 
 impl CoreListener {
-    /// Creates the listener of a server. The listener of an offline command is the default one.
+    /// Creates the listener of a server. Offline commands use the default listener.
     pub(super) fn for_server(config: &Config, replica_events: Option<LocalEvents>) -> Self {
         let sessions = config.sessions.as_ref();
         Self {
@@ -38,13 +38,13 @@ impl CoreListener {
         }
     }
 
-    /// Sets the queue that freed capacity wakes.
+    /// Sets the queue that is woken when capacity is freed.
     pub(super) fn set_queue(&self, queue: &Arc<AdmissionQueue<TimedRouter>>) {
-        // Set once, by the composition root.
+        // The composition root sets it once, so this cannot fail.
         self.queue.set(Arc::downgrade(queue)).ok();
     }
 
-    /// Returns the changes that the session store has to record.
+    /// Returns which changes the session store records.
     pub(super) fn session_recording(&self) -> SessionRecording {
         let replica = self.replica_events.as_ref();
         SessionRecording {

@@ -23,21 +23,21 @@ const ABORT_GRACE: Duration = Duration::from_secs(2);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 impl App {
-    /// Serves for the grace period or until successor took over the unix socket, then finishes open
-    /// exchanges up to the deadline.
+    /// Serves for the grace period or until a successor takes over the unix socket, then finishes
+    /// open exchanges up to the deadline.
     pub(super) async fn drain(&mut self) -> anyhow::Result<()> {
         let drain = self.reloader.running().process.drain.clone();
         info!(grace = %drain.grace_period, deadline = %drain.timeout, "draining");
-        let mut superseded = pin!(wait_for_successor(self.socket.take()));
-        let mut have_successor = false;
+        let mut successor = pin!(wait_for_successor(self.socket.take()));
+        let mut has_successor = false;
         if !drain.grace_period.get().is_zero() {
             tokio::select! {
                 () = tokio::time::sleep(drain.grace_period.get()) => {}
-                () = &mut superseded => have_successor = true,
+                () = &mut successor => has_successor = true,
                 failed = self.wait_for_failure() => return failed,
             }
         }
-        if have_successor {
+        if has_successor {
             self.release_addresses().await;
         }
         self.closing.cancel();
@@ -50,8 +50,8 @@ impl App {
             tokio::select! {
                 _ended = self.servers.join_next(), if !self.servers.is_empty() => {}
                 () = exchange_tasks.wait(), if self.servers.is_empty() => return Ok(()),
-                () = &mut superseded, if !have_successor => {
-                    have_successor = true;
+                () = &mut successor, if !has_successor => {
+                    has_successor = true;
                     self.release_addresses().await;
                 }
                 () = &mut deadline => {
@@ -72,10 +72,10 @@ impl App {
         self.abort.cancel();
         let notified = async {
             let open = || self.reloader.metrics.ext_proc.open_exchanges.get() > 0;
-            let mut more = true;
-            while more {
+            let mut was_open = true;
+            while was_open {
                 // An exchange queues its notifications shortly after it has ended.
-                more = open();
+                was_open = open();
                 tokio::time::sleep(POLL_INTERVAL).await;
             }
             self.exchange_tasks.wait().await;
@@ -98,9 +98,9 @@ impl App {
 }
 
 /// Waits until a successor owns the unix socket; pending without one.
-async fn wait_for_successor(place: Option<SocketIdentity>) {
-    match place {
-        Some(place) => place.wait_replaced().await,
+async fn wait_for_successor(socket: Option<SocketIdentity>) {
+    match socket {
+        Some(socket) => socket.wait_replaced().await,
         None => std::future::pending().await,
     }
 }

@@ -45,7 +45,8 @@ impl EncoderRegistry {
         }
     }
 
-    /// Loads the tokenizers that are not loaded yet, concurrently.
+    /// Loads the models of a configuration. Tokenizers that are not loaded yet are loaded
+    /// concurrently.
     pub(super) async fn load(&self, config: &Config) -> anyhow::Result<LoadedModels> {
         let known = self.by_fingerprint.lock().clone();
         let loading: Vec<_> = config
@@ -164,13 +165,14 @@ fn load_encoder(
     prompts: Arc<PromptCache>,
 ) -> Result<(ModelFingerprint, Arc<Encoder>), LoadError> {
     let started = Instant::now();
-    // Computed before loading, so that a change meanwhile is detected by the next reload.
+    // Computed before loading, so that the next reload detects a change in the meantime.
     let fingerprint = files.fingerprint()?.with_traits(traits)?;
     if let Some(encoder) = known.get(&fingerprint) {
         return Ok((fingerprint, encoder.clone()));
     }
-    let (encoder, resumes) = Encoder::load_with_traits(files, traits)?.with_prompt_cache(prompts);
-    if let Err(reason) = resumes {
+    let (encoder, prompt_cache) =
+        Encoder::load_with_traits(files, traits)?.with_prompt_cache(prompts);
+    if let Err(reason) = prompt_cache {
         info!(%model, reason, "tokenizer cannot resume prompts; every prompt is tokenized from the start");
     }
     info!(%model, took = ?started.elapsed(), "tokenizer loaded");

@@ -1,4 +1,4 @@
-//! Publication of endpoints to Envoy, by file and by xDS, and waiting until Envoy uses them.
+//! Publishes endpoints to Envoy, by file and by xDS, and waits until Envoy uses them.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use warmroute_metrics::Metrics;
 use crate::fleet::xds::config::EnvoyConfig;
 use crate::fleet::xds::{XdsClients, eds_file};
 
-/// Time that Envoy needs to read a new endpoint file; 4 ms were measured.
+/// Upper bound of the time that Envoy needs to read a new endpoint file; 4 ms were measured.
 const FILE_READ_DELAY: Duration = Duration::from_millis(100);
 
 /// Timeout for xDS acknowledgments, so that an unresponsive Envoy delays publication only once.
@@ -97,7 +97,7 @@ impl EndpointPublisher {
                 envoys.skip_slow(generation);
                 warn!(
                     generation,
-                    "not every Envoy acknowledged the new endpoints in time; continuing without it"
+                    "some Envoys did not acknowledge the new endpoints in time; continuing without them"
                 );
             }
         };

@@ -75,9 +75,9 @@ impl ExtProcFactory {
             upload_timeout: config.requests.limits.upload_timeout.get(),
             held_body_limit: config.requests.limits.max_buffered_bytes.bytes(),
         };
-        // The default limit of tonic, 4 MiB, would reject bodies that the configuration allows.
-        // With `failure_mode_allow` Envoy would then send the request to a random worker.
         let service = ExtProcService::new(exchange_config, self.state.clone());
+        // The default message limit of tonic, 4 MiB, would reject bodies that the configuration
+        // allows. With `failure_mode_allow` Envoy would then send the request to a random worker.
         Ok((
             ExtProcServer::new(service, super::servers::max_message_bytes(config)),
             prefill_clients,
@@ -132,7 +132,7 @@ fn policy(config: &Config) -> ExchangePolicy {
 }
 
 fn options(config: &Config) -> ExchangeOptions {
-    let assumed = match config.gateway.default_body_mode {
+    let assumed_modes = match config.gateway.default_body_mode {
         AssumedBodies::Buffered => BodyModes::default(),
         AssumedBodies::FullDuplex => BodyModes {
             request: BodyMode::FullDuplex,
@@ -144,7 +144,7 @@ fn options(config: &Config) -> ExchangeOptions {
         body_limit: config.requests.limits.max_body_size.bytes(),
         routing_headers: config.gateway.routing_headers(),
         clear_route_cache: config.gateway.clear_route_cache,
-        assumed_modes: assumed,
+        assumed_modes,
         observe: config.gateway.observe,
         output_blocks: config.routing.load.output_blocks,
         conformance: config.gateway.conformance,

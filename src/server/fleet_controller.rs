@@ -34,6 +34,7 @@ use crate::config::Config;
 use crate::dispatch::Dispatcher;
 use event_sources::SourceHandle;
 
+/// Controller of the fleet and of its event sources.
 pub(super) struct FleetController {
     router: Arc<Router>,
     dispatcher: Arc<Dispatcher>,
@@ -42,7 +43,7 @@ pub(super) struct FleetController {
     readiness: Readiness,
     sources: HashMap<WorkerRank, SourceHandle>,
     initial_workers: Option<(usize, ReadyGuard)>,
-    /// Initial workers whose settings were not queried yet.
+    /// Initial workers whose settings have not been queried yet.
     pending_settings: Option<PendingEngineSettings>,
     sources_deadline: Instant,
     publisher: EndpointPublisher,
@@ -92,20 +93,21 @@ impl FleetController {
             publisher,
             warm_start,
         } = parts;
-        let least = config.process.readiness.min_workers as usize;
+        let min_workers = config.process.readiness.min_workers as usize;
         let prefill = if config.routing.disaggregation.enforce {
             ", and prefill workers (`routing.disaggregation.enforce`)"
         } else {
             ""
         };
-        let guard = readiness.begin_step(format!("initial workers: at least {least}{prefill}"));
+        let guard =
+            readiness.begin_step(format!("initial workers: at least {min_workers}{prefill}"));
         Self {
             router: dispatcher.router().clone(),
             dispatcher,
             writers,
             metrics,
             sources: HashMap::new(),
-            initial_workers: Some((least, guard)),
+            initial_workers: Some((min_workers, guard)),
             pending_settings: None,
             sources_deadline: Instant::now() + config.process.readiness.event_sources_timeout.get(),
             publisher,
@@ -153,14 +155,14 @@ impl FleetController {
             self.configured = desired.configured;
             let workers = self.apply_engine_settings(desired.workers);
             if self.publisher.is_enabled()
-                && let Some(rest) = without_removed(&self.router.fleet(), &workers)
+                && let Some(retained) = without_removed(&self.router.fleet(), &workers)
             {
-                self.apply_fleet(rest).await;
+                self.apply_fleet(retained).await;
             }
             self.apply_fleet(workers).await;
             self.check_pending_settings();
         }
-        // If startup is not complete, the snapshot file knows more than this process.
+        // If startup is not complete, the existing snapshot is more complete than the index.
         if let Some(file) = self
             .snapshot_path
             .take()
@@ -168,11 +170,11 @@ impl FleetController {
         {
             let writers = self.writers.clone();
             let router = self.router.clone();
-            let left = tokio::task::spawn_blocking(move || {
+            let written = tokio::task::spawn_blocking(move || {
                 source_task::save_snapshot(&file, &writers, &router)
             })
             .await;
-            if let Err(problem) = left {
+            if let Err(problem) = written {
                 warn!(%problem, "warm start: snapshot not written");
             }
         }
@@ -228,8 +230,8 @@ impl FleetController {
         workers
     }
 
-    /// Sets the media tokens. Event sources with changed tokens restart, because earlier events
-    /// were read with the old tokens.
+    /// Applies a set of workers: opens new members, publishes the fleet, and closes removed
+    /// members.
     async fn apply_fleet(&mut self, desired: Vec<Worker>) {
         let before = self.router.fleet();
         let change = before.reconcile(desired);
@@ -254,8 +256,9 @@ impl FleetController {
         }
         self.router.set_fleet(fleet.clone());
         self.writers.publish_fleet(&fleet);
-        // No endpoint is chosen that Envoy does not know; additional endpoints do no harm.
-        let _told = self.publisher.publish(fleet.workers());
+        // Not waited for: removed endpoints are no longer chosen, so additional ones in Envoy do no
+        // harm.
+        let _receipt = self.publisher.publish(fleet.workers());
         for member in &change.removed {
             self.router.load().close_slot(member.slot);
             self.router.predictors().close_rank(member);
@@ -289,13 +292,17 @@ impl FleetController {
         metrics.fleet_generation.set(fleet.generation() as i64);
     }
 
-    /// Ends the startup step of the initial workers when there are enough. The step of their
-    /// engine settings follows.
+    /// Ends the startup step of the initial workers when there are enough, and begins the step of
+    /// their engine settings.
     fn check_initial_workers(&mut self, fleet: &Fleet) {
         let found = fleet.workers().count();
         let lacks_prefill = lacks_prefill(fleet, &self.router.settings());
-        let suffice = |least: usize| found >= least && (least == 0 || !lacks_prefill);
-        if let Some((_, guard)) = self.initial_workers.take_if(|(least, _)| suffice(*least)) {
+        let is_enough =
+            |min_workers: usize| found >= min_workers && (min_workers == 0 || !lacks_prefill);
+        if let Some((_, guard)) = self
+            .initial_workers
+            .take_if(|(min_workers, _)| is_enough(*min_workers))
+        {
             let workers = fleet
                 .workers()
                 .map(|worker| (worker.id, worker.endpoint))
@@ -306,27 +313,27 @@ impl FleetController {
     }
 
     /// Ends the startup step when the settings of all initial workers were queried, with or without
-    /// an answer. Event sources from these settings are startup steps of their own by now.
+    /// a response. Event sources from these settings have separate startup steps by then.
     fn check_pending_settings(&mut self) {
         let Some(pending) = &mut self.pending_settings else {
             return;
         };
         let fleet = self.router.fleet();
         let reports = &self.applied_reports;
-        let is_there = |engine: &EngineKey| {
+        let is_member = |engine: &EngineKey| {
             fleet
                 .worker(engine.0)
                 .is_some_and(|worker| worker.endpoint == engine.1)
         };
         pending.workers.retain(|engine| {
-            is_there(engine) && !reports.is_disabled && !reports.queried.contains(engine)
+            is_member(engine) && !reports.is_disabled && !reports.queried.contains(engine)
         });
         if pending.workers.is_empty() || Instant::now() >= self.sources_deadline {
             self.finish_startup();
         }
     }
 
-    /// Completes startup: later workers are not initial workers.
+    /// Completes startup. Workers that join later do not affect readiness.
     fn finish_startup(&mut self) {
         if let Some(PendingEngineSettings { workers, ready }) = self.pending_settings.take() {
             if workers.is_empty() {
@@ -356,9 +363,9 @@ impl FleetController {
 /// Returns the first half of a change that adds and removes workers: the current workers without
 /// the removed ones.
 ///
-/// New workers are not chosen before Envoy knows them, and meanwhile no request should go to a
-/// removed worker. Returns `None` if a model would have no worker: then one that may be gone is
-/// better than none.
+/// New workers are not chosen before Envoy knows them, and until then no request should go to a
+/// removed worker. Returns `None` if a removed worker has no remaining substitute of its model and
+/// role: a worker that may be gone is better than none.
 fn without_removed(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
     let change = before.reconcile(desired.to_vec());
     if change.added.is_empty() || change.removed.is_empty() {
@@ -369,19 +376,24 @@ fn without_removed(before: &Fleet, desired: &[Worker]) -> Option<Vec<Worker>> {
         .iter()
         .map(|member| member.rank.worker)
         .collect();
-    let stays =
+    let is_retained =
         |worker: &&Worker| before.worker(worker.id).is_some() && !removed.contains(&worker.id);
-    let rest: Vec<Worker> = desired.iter().filter(stays).cloned().collect();
-    let replaced = |left: &FleetMember| {
-        let like =
-            |worker: &Worker| worker.model == left.worker.model && worker.role == left.worker.role;
-        rest.iter().any(like)
+    let retained: Vec<Worker> = desired.iter().filter(is_retained).cloned().collect();
+    let has_substitute = |removed_member: &FleetMember| {
+        let is_substitute = |worker: &Worker| {
+            worker.model == removed_member.worker.model && worker.role == removed_member.worker.role
+        };
+        retained.iter().any(is_substitute)
     };
-    change.removed.iter().all(replaced).then_some(rest)
+    change
+        .removed
+        .iter()
+        .all(has_substitute)
+        .then_some(retained)
 }
 
-/// Returns whether `routing.disaggregation.enforce` would reject the requests of a model that has no
-/// prefill worker.
+/// Returns whether a model has no prefill worker although `routing.disaggregation.enforce` requires
+/// one.
 fn lacks_prefill(fleet: &Fleet, settings: &RouterSettings) -> bool {
     let has_prefill = |model: &ModelName| {
         fleet
@@ -432,13 +444,13 @@ mod tests {
 
     #[test]
     fn removed_workers_go_first_unless_model_would_be_empty() {
-        // The id in thousands, and the port.
+        // Each number is 1000 times the worker id, plus the offset of its port.
         let before = workers(&[(1001, "m"), (2002, "m"), (9009, "n")]);
         let fleet = Fleet::empty().reconcile(before).fleet;
         type Case<'a> = (&'a [(u64, &'a str)], Option<&'a [u64]>);
         let cases: [Case<'_>; 6] = [
             (&[(1001, "m"), (3003, "m"), (9009, "n")], Some(&[1, 9])),
-            // One that moved leaves and comes.
+            // A worker with a new endpoint counts as removed and added.
             (&[(1001, "m"), (2005, "m"), (9009, "n")], Some(&[1, 9])),
             (&[(1001, "m"), (9009, "n")], None),
             (&[(1001, "m"), (2002, "m"), (3003, "m"), (9009, "n")], None),

@@ -39,9 +39,9 @@ pub(super) struct FleetSource {
 #[derive(Clone, Debug)]
 pub(super) struct DesiredFleet {
     pub(super) workers: Vec<Worker>,
-    /// Media tokens for the events of new workers, and of the others if they changed.
+    /// Media tokens of the models, which event sources need.
     pub(super) media: Arc<MediaTokensByModel>,
-    /// Configured settings that engines may report differently.
+    /// Configured settings, to be compared with those that engines report.
     pub(super) configured: Arc<ConfiguredSettingsByModel>,
 }
 

@@ -1,8 +1,8 @@
 //! gRPC health services.
 //!
-//! `liveness` reports whether the process answers. All other names follow readiness, which ends
-//! with the stop signal. `draining` is for a successor: only a process that reports it gives up its
-//! unix socket.
+//! `liveness` is always serving. `draining` is serving once shutdown has begun; a successor
+//! replaces the unix socket only of such a process. All other names follow readiness, which ends
+//! with the stop signal.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use tonic_health::server::{HealthReporter, HealthService};
 
 use warmroute_runtime::lifecycle::Readiness;
 
-/// Serving while the process answers.
+/// Service that is always serving.
 pub(super) const LIVENESS: &str = "liveness";
 
-/// Serving from the stop signal on.
+/// Service that is serving once shutdown has begun.
 pub(super) const DRAINING: &str = "draining";
 
 /// Services that follow readiness: the whole process, the probe names of gateway charts, and the
@@ -69,7 +69,7 @@ impl GrpcHealth {
         std::future::pending().await
     }
 
-    /// Removes all services, which ends watches.
+    /// Removes all services, which ends their watches.
     pub(super) async fn clear(&self) {
         let mut reporter = self.reporter.clone();
         for name in READINESS_SERVICES.into_iter().chain([LIVENESS, DRAINING]) {

@@ -24,7 +24,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent checks.
 const CONCURRENCY: usize = 64;
 
-/// Engine client and addresses.
+/// Engine client, and the settings that determine the URL of an engine.
 #[derive(Clone)]
 struct HealthCheckClient {
     engines: EnginesConfig,

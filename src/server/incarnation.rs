@@ -1,5 +1,5 @@
-//! Incarnation of a worker: detects that the engine behind it was replaced or restarted, so that
-//! earlier findings may not hold.
+//! Incarnation of a worker: detects that the engine behind it may have been replaced or restarted,
+//! so that earlier findings may not hold.
 
 use std::collections::HashSet;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use std::time::Duration;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{Worker, WorkerEndpoint, WorkerId, WorkerRank};
 
-/// Delay before a worker is queried again that did not answer or may have been restarted. An engine
-/// that starts is queried as soon as it serves.
+/// Delay before a worker is queried again after it did not respond or may have been restarted, so
+/// that a starting engine is queried soon after it begins to serve.
 pub(super) const REQUERY_DELAY: Duration = Duration::from_secs(5);
 
 /// Returns the delay before a possibly restarted worker is queried, given the time since its last
@@ -34,7 +34,7 @@ pub(super) fn ejected_workers(router: &Router) -> HashSet<WorkerId> {
 
 impl Incarnation {
     /// Returns the current incarnation of a worker.
-    pub(super) fn of(worker: &Worker, router: &Router, out: &HashSet<WorkerId>) -> Self {
+    pub(super) fn of(worker: &Worker, router: &Router, ejected: &HashSet<WorkerId>) -> Self {
         let facts = |rank| {
             router.sources().facts(WorkerRank {
                 worker: worker.id,
@@ -49,7 +49,7 @@ impl Incarnation {
             .sum();
         Self {
             endpoint: worker.endpoint,
-            is_ejected: out.contains(&worker.id),
+            is_ejected: ejected.contains(&worker.id),
             restarts,
         }
     }
@@ -57,8 +57,8 @@ impl Incarnation {
     /// Returns whether the engine may have been replaced since `before`: the worker was readmitted,
     /// restarted, or changed its endpoint.
     pub(super) fn may_differ_from(&self, before: &Incarnation) -> bool {
-        let back = before.is_ejected && !self.is_ejected;
-        back || before.restarts != self.restarts || before.endpoint != self.endpoint
+        let is_readmitted = before.is_ejected && !self.is_ejected;
+        is_readmitted || before.restarts != self.restarts || before.endpoint != self.endpoint
     }
 }
 

@@ -40,15 +40,15 @@ const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Limits for ext_proc. One connection carries the exchanges of thousands of clients. Envoy resets
-/// the streams of requests that time out or are cancelled, many at once if warmroute was busy. The
-/// default limit would close the connection and end all other exchanges.
+/// the streams of requests that time out or are cancelled, many at once if warmroute was busy. With
+/// the default limits, that would close the connection and end all other exchanges.
 const EXT_PROC_RESETS: ResetLimits = ResetLimits {
     pending: 100_000,
     local_errors: 100_000,
 };
 
 /// Limits for all other listeners: the defaults of the h2 crate against rapid resets
-/// (CVE-2023-44487). tonic leaves the second one unbounded.
+/// (CVE-2023-44487). tonic does not limit `local_errors` by default.
 const RESETS: ResetLimits = ResetLimits {
     pending: 20,
     local_errors: 1024,
@@ -77,7 +77,7 @@ pub(super) struct ListenerFactory {
     pub(super) limits: ListenerLimitsConfig,
     /// True if a draining process owns the addresses. Then binding waits for them.
     pub(super) wait_for_addresses: bool,
-    /// Registry of their certificates and tokens.
+    /// Registry of the listeners' certificates and tokens.
     pub(super) reloadable_files: ReloadableFiles,
     pub(super) metrics: Arc<Metrics>,
 }
@@ -145,7 +145,7 @@ impl GrpcListener {
         self,
         routes: Routes,
         closing: CancellationToken,
-        cut: CancellationToken,
+        abort: CancellationToken,
     ) -> anyhow::Result<()> {
         let closing = closing.cancelled_owned();
         let server = Server::builder()
@@ -164,7 +164,7 @@ impl GrpcListener {
                     .add_routes(routes);
                 let incoming = listener
                     .into_stream()
-                    .map_ok(|connection| AbortableConnection::new(connection, &cut));
+                    .map_ok(|connection| AbortableConnection::new(connection, &abort));
                 server
                     .serve_with_incoming_shutdown(incoming, closing)
                     .await?;
@@ -174,7 +174,7 @@ impl GrpcListener {
                 let server = server.add_routes(routes);
                 let incoming = listener
                     .into_stream()
-                    .map_ok(|connection| AbortableConnection::new(connection, &cut));
+                    .map_ok(|connection| AbortableConnection::new(connection, &abort));
                 server
                     .serve_with_incoming_shutdown(incoming, closing)
                     .await?;
@@ -238,7 +238,7 @@ impl ListenerFactory {
         self.grpc(profile, address).await
     }
 
-    /// Binds the listener of callers that are not Envoy.
+    /// Binds the listener of the router API.
     pub(super) async fn bind_api(&self, api: &ApiConfig) -> anyhow::Result<GrpcListener> {
         let limits = self.limits.listener_limits(None, QUIET_PERIOD);
         let profile = self.profile("api", ListenerProtocol::Grpc, api.tls.as_ref(), limits)?;
@@ -265,7 +265,7 @@ impl ListenerFactory {
         let token = token
             .transpose()
             .map_err(anyhow::Error::msg)
-            .context("the token of the admin pages")?;
+            .context("the token of the admin pages cannot be loaded")?;
         if let Some(token) = &token {
             self.reloadable_files.add(token.clone());
         }
@@ -342,7 +342,7 @@ impl ListenerFactory {
                 (Box::pin(connections(listener)), address)
             }
             Err(error) if self.wait_for_addresses && error.kind() == io::ErrorKind::AddrInUse => {
-                info!(listener = name, %address, "waiting for this address until the process that is leaving has left it");
+                info!(listener = name, %address, "address in use by a draining process; waiting");
                 let later =
                     stream::once(unix_socket::bind_when_free(name, address)).map(connections);
                 (Box::pin(later.flatten()), address)
@@ -391,7 +391,7 @@ impl AdminListener {
                 }
             });
         }
-        // Responses in progress are completed.
+        // Responses in progress are completed, up to the timeout.
         let _expired = tokio::time::timeout(ADMIN_GRACE, graceful.shutdown()).await;
         Ok(())
     }

@@ -61,7 +61,7 @@ impl OfflineRouter {
 pub struct LoadReport {
     /// Errors with which `serve` would not start.
     pub problems: Vec<Problem>,
-    /// Warnings about models with reduced function, for example without a chat template.
+    /// Warnings about models with reduced functionality, for example without a chat template.
     pub warnings: Vec<Advice>,
 }
 
@@ -86,11 +86,11 @@ pub async fn try_load(config: &Config) -> LoadReport {
 
 /// Returns a warning if the tokenizer of a model has no chat template.
 pub fn missing_template_advice(model: &ConfiguredModel) -> Option<Advice> {
-    let lacks = model
+    let lacks_template = model
         .encoder
         .as_ref()
         .is_some_and(|encoder| !encoder.has_chat_template());
-    lacks.then(|| Advice {
+    lacks_template.then(|| Advice {
         subject: format!("model {}", model.name),
         finding: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
                is routed by load only"
@@ -121,10 +121,11 @@ fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
 
 fn try_clients(config: &Config) -> Result<(), Problem> {
     let metrics = Arc::new(Metrics::new());
-    let of = |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
+    let problem_of =
+        |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
     EngineClient::new(&config.engines.http)
         .map_err(|error| Problem::of("engines", error.to_string()))?;
-    parts::index_client(config, &metrics).map_err(of("index.remote"))?;
+    parts::index_client(config, &metrics).map_err(problem_of("index.remote"))?;
     let shared = config
         .index
         .shared_cache
@@ -151,7 +152,7 @@ pub async fn load_model(
     Ok(models.resolve(None).map(|named| named.model))
 }
 
-/// Returns the workers, listed or discovered now.
+/// Returns the listed workers, or those that discovery finds now.
 pub async fn load_workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     match config.worker_source() {
         WorkerSource::Dns(names) => {
@@ -164,8 +165,8 @@ pub async fn load_workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     }
 }
 
-/// Returns the listed workers without network access. For discovered workers, one sample of each
-/// entry.
+/// Returns the listed workers, or one sample worker for each entry of a discovery source. Needs no
+/// network access.
 pub fn listed_workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
     let path = match config.worker_source() {
         WorkerSource::Fixed(workers) => return Ok(workers),

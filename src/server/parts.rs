@@ -58,7 +58,7 @@ pub(super) fn dispatcher(
     };
     let admission = AdmissionQueue::new(TimedRouter::new(router.clone()), &config.queue, prefill);
     listener.set_queue(&admission);
-    let affinities = config.sessions.as_ref().map(|sessions| SessionRouting {
+    let session_routing = config.sessions.as_ref().map(|sessions| SessionRouting {
         sessions: SessionStore::with_listener(
             sessions.rules(),
             Instant::now,
@@ -71,7 +71,12 @@ pub(super) fn dispatcher(
         },
         max_wait: sessions.wait_timeout.get(),
     });
-    Dispatcher::new(router, admission, affinities, config.queue.timeout.get())
+    Dispatcher::new(
+        router,
+        admission,
+        session_routing,
+        config.queue.timeout.get(),
+    )
 }
 
 /// Creates the registry of xDS clients, if xDS is configured.
@@ -122,14 +127,14 @@ pub(super) fn preprocessor(
         .as_ref()
         .map(HttpSharedCache::new)
         .transpose()?;
-    let signs = config.sessions.as_ref().map(|sessions| SessionFields {
+    let session_fields = config.sessions.as_ref().map(|sessions| SessionFields {
         headers: sessions.headers.clone(),
         body_field: sessions.body_field.clone(),
         parent_headers: sessions.parent_headers.clone(),
         final_headers: sessions.final_headers.clone(),
     });
     let tokens = token_sources(config, client, router, metrics);
-    let tracking = config
+    let tracking_hash = config
         .routing
         .block_hash
         .load()
@@ -147,8 +152,8 @@ pub(super) fn preprocessor(
             queue: config.requests.limits.tokenize_queue_length as usize,
             deadline: config.requests.limits.decision_timeout.get(),
         },
-        tracking_hash: tracking,
-        session_fields: signs,
+        tracking_hash,
+        session_fields,
         token_sources: tokens,
         index_client: remote,
         shared_cache: shared.map(|cache| SharedCacheLookup {

@@ -29,14 +29,14 @@ use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{Adopted, Config};
 use crate::request::{RequestPreprocessor, SharedClusterRules};
 
-/// Input of the participants.
+/// New configuration and the components built from it; the input of the participants.
 pub(super) struct ReloadCandidate {
     pub(super) config: Arc<Config>,
     /// Preprocessor of the new configuration.
     pub(super) preprocessor: Arc<RequestPreprocessor>,
-    /// Engine client.
+    /// Engine client of the new configuration.
     pub(super) client: EngineClient,
-    /// Self-test subjects.
+    /// Self-test subjects of the new configuration.
     pub(super) subjects: Arc<Subjects>,
 }
 
@@ -74,7 +74,7 @@ pub struct Reloader {
     router: Arc<Router>,
     /// Rules of the Kubernetes cluster, independent of reloads.
     pub(super) cluster: SharedClusterRules,
-    /// Client of the remote index, independent of reloads.
+    /// Client of the remote index, independent of reloads. `None` without a remote index.
     pub(super) index_client: Option<Arc<RemoteIndexClient>>,
     encoders: EncoderRegistry,
     client: ArcSwap<EngineClient>,
@@ -83,7 +83,7 @@ pub struct Reloader {
     running: ArcSwap<Config>,
     /// Configuration on the status page.
     status: Arc<ArcSwap<Value>>,
-    /// Number of the configuration in use; locked during a reload.
+    /// Generation of the configuration in use; locked during a reload.
     generation: Mutex<u64>,
 }
 
@@ -97,11 +97,11 @@ impl Reloader {
         let client = ArcSwap::from_pointee(EngineClient::new(&config.engines.http)?);
         let index_client = parts::index_client(&config, &metrics)
             .context("remote index client cannot be created")?;
-        let shown = Arc::new(ArcSwap::from_pointee(status_page(1, &config, &[])));
+        let status = Arc::new(ArcSwap::from_pointee(status_page(1, &config, &[])));
         metrics.config.generation.set(1);
         record_valid_read(&metrics);
         let encoders = EncoderRegistry::new(&metrics);
-        let parts = parking_lot::Mutex::default();
+        let participants = parking_lot::Mutex::default();
         Ok(Self {
             metrics,
             router,
@@ -110,14 +110,14 @@ impl Reloader {
             encoders,
             client,
             subjects: ArcSwap::default(),
-            participants: parts,
+            participants,
             running: ArcSwap::new(config),
-            status: shown,
+            status,
             generation: Mutex::new(1),
         })
     }
 
-    /// Registers a participant.
+    /// Registers a participant, which prepares and then applies its part of a reload.
     pub(super) fn register(
         &self,
         name: &'static str,
@@ -146,17 +146,17 @@ impl Reloader {
         self.status.clone()
     }
 
-    /// Engine client.
+    /// Returns the engine client.
     pub(super) fn client(&self) -> EngineClient {
         EngineClient::clone(&self.client.load())
     }
 
-    /// Self-test subjects.
+    /// Returns the self-test subjects.
     pub(super) fn subjects(&self) -> Arc<Subjects> {
         self.subjects.load_full()
     }
 
-    /// Loads the models of the initial configuration with tokenizers and self-test subjects.
+    /// Loads the models of the initial configuration, with their tokenizers and self-test subjects.
     pub(super) async fn load_models(&self) -> anyhow::Result<crate::request::ModelRegistry> {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
@@ -167,7 +167,7 @@ impl Reloader {
         Ok(loaded.models)
     }
 
-    /// Applies a configuration that was read.
+    /// Applies a configuration, or records why it could not be read.
     pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> ReloadOutcome {
         let mut generation = self.generation.lock().await;
         let outcome = match self.attempt(read, *generation + 1).await {
@@ -194,7 +194,7 @@ impl Reloader {
     ) -> Result<ReloadOutcome, Vec<String>> {
         let read =
             read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
-        let unfit = |problems: Vec<Problem>| {
+        let conflict_texts = |problems: Vec<Problem>| {
             let text = |problem: Problem| {
                 let trail: Vec<String> = problem.trail.iter().map(path_step).collect();
                 format!(
@@ -210,7 +210,7 @@ impl Reloader {
             config,
             changed,
             needs_restart,
-        } = running.adopt(&read).map_err(unfit)?;
+        } = running.adopt(&read).map_err(conflict_texts)?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![format!("{error:#}")];
@@ -220,8 +220,8 @@ impl Reloader {
             .build_candidate(&config, &loaded)
             .await
             .map_err(failed)?;
-        let switches = self.prepare(&candidate).map_err(failed)?;
-        switches.into_iter().for_each(|switch| switch());
+        let commits = self.prepare(&candidate).map_err(failed)?;
+        commits.into_iter().for_each(|commit| commit());
         self.encoders.commit(&loaded);
         self.metrics
             .config
@@ -318,7 +318,7 @@ impl Reloader {
     }
 }
 
-/// Follows the file, and reloads it on request.
+/// Reloads the configuration when its file changes or a reload is requested.
 pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> anyhow::Result<()> {
     let watcher = FileWatcher::new(slice::from_ref(&file.path));
     let mut requested = false;
@@ -349,7 +349,7 @@ pub struct ConfigFile {
     pub path: PathBuf,
     /// Reads and checks the file.
     pub read: ReadConfig,
-    /// Requests a reload.
+    /// Notified to request a reload.
     pub reload_requested: Arc<Notify>,
     /// Bytes of the last read, to detect changes.
     pub last_bytes: parking_lot::Mutex<Option<Vec<u8>>>,
@@ -362,7 +362,7 @@ fn path_step(step: &Step) -> String {
     }
 }
 
-/// Records a valid read.
+/// Records in the metrics that a valid configuration was read.
 fn record_valid_read(metrics: &Metrics) {
     metrics.config.last_reload_successful.set(1);
     let now = SystemTime::now()
@@ -374,8 +374,8 @@ fn record_valid_read(metrics: &Metrics) {
         .set(now);
 }
 
-/// Returns the keys that require a restart, with the running and the new value where these are
-/// short.
+/// Describes the keys that require a restart: with the running and the new value, if these are
+/// scalars.
 fn pending_changes(keys: &[String], running: &Value, file: &Value) -> Vec<String> {
     let value_at = |config: &Value, key: &str| {
         let value = config

@@ -1,5 +1,6 @@
-//! Periodic comparison of tokens with the engines: canaries when a worker joins, when it may have
-//! been restarted, and after each interval; and the KV events of completed requests.
+//! Compares warmroute's tokens with those of the engines. Canaries are sent when a worker joins,
+//! when it may have been restarted, and after each interval. The KV events of completed requests
+//! are compared as well.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
@@ -33,7 +34,7 @@ const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of concurrent tests.
 const MAX_CONCURRENT_TESTS: usize = 4;
 
-/// Configuration of the self-test.
+/// Settings, engine client and subjects of the self-test.
 struct SelfTestPlan {
     config: SelfTestConfig,
     engines: EnginesConfig,
@@ -65,6 +66,7 @@ struct SelfTestTarget {
     last_test: Option<Instant>,
 }
 
+/// State of the self-test.
 struct SelfTestRunner {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
@@ -76,7 +78,7 @@ struct SelfTestRunner {
 impl App {
     /// Starts the self-test.
     pub(super) fn start_self_test(&mut self, config: &Config, router: &Arc<Router>) {
-        let task = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
+        let plan = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
             Arc::new(SelfTestPlan {
                 config: config.engines.parity_check.clone(),
                 engines: config.engines.http.clone(),
@@ -84,19 +86,19 @@ impl App {
                 subjects,
             })
         };
-        let (tasks, task_of_runner) = watch::channel(task(
+        let (plan_tx, plan_rx) = watch::channel(plan(
             config,
             self.reloader.client(),
             self.reloader.subjects(),
         ));
         self.reloader
             .register("self_test", move |next: &ReloadCandidate| {
-                let tasks = tasks.clone();
-                let task = task(&next.config, next.client.clone(), next.subjects.clone());
+                let plan_tx = plan_tx.clone();
+                let plan = plan(&next.config, next.client.clone(), next.subjects.clone());
                 Ok(Box::new(move || {
-                    tasks.send_if_modified(|running| {
-                        let changed = !running.is_equivalent(&task);
-                        *running = task;
+                    plan_tx.send_if_modified(|running| {
+                        let changed = !running.is_equivalent(&plan);
+                        *running = plan;
                         changed
                     });
                 }))
@@ -107,7 +109,7 @@ impl App {
         self.background.spawn(async move {
             supervise("self_test", &metrics, stop, || {
                 let runner = SelfTestRunner::new(router.clone(), metrics.clone());
-                runner.run(task_of_runner.clone())
+                runner.run(plan_rx.clone())
             })
             .await;
         });
@@ -124,17 +126,18 @@ impl SelfTestRunner {
         }
     }
 
-    async fn run(mut self, mut tasks: watch::Receiver<Arc<SelfTestPlan>>) -> anyhow::Result<()> {
+    async fn run(mut self, mut plan_rx: watch::Receiver<Arc<SelfTestPlan>>) -> anyhow::Result<()> {
         let mut tick = tokio::time::interval(SCAN_INTERVAL);
         tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        // Tests wait for engines, but the checks of real requests must not wait for tests.
+        // Tests wait for engines. They run concurrently, because the checks of real requests must
+        // not wait for them.
         let mut tests = None;
-        let mut subjects = tasks.borrow().subjects.clone();
+        let mut subjects = plan_rx.borrow().subjects.clone();
         loop {
             tokio::select! {
                 _ = tick.tick() => {}
                 tested = finish_tests(&mut tests), if tests.is_some() => self.apply_results(tested),
-                changed = tasks.changed() => {
+                changed = plan_rx.changed() => {
                     changed?;
                     // Tokenizers or connections have changed, so results of running tests are
                     // obsolete.
@@ -144,65 +147,65 @@ impl SelfTestRunner {
             }
             // The value is not marked as seen, so that a concurrent change triggers another
             // iteration.
-            let task = tasks.borrow().clone();
+            let plan = plan_rx.borrow().clone();
             self.reset_changed_subjects(
-                &std::mem::replace(&mut subjects, task.subjects.clone()),
-                &task.subjects,
+                &std::mem::replace(&mut subjects, plan.subjects.clone()),
+                &plan.subjects,
             );
             if tests.is_none() {
-                let due = self.due_workers(&task);
+                let due = self.due_workers(&plan);
                 if !due.is_empty() {
-                    tests = Some(Box::pin(run_tests(task.clone(), due)));
+                    tests = Some(Box::pin(run_tests(plan.clone(), due)));
                 }
             }
-            self.check_events(&task.config);
+            self.check_events(&plan.config);
             self.publish_metrics();
         }
     }
 
-    /// Clears the findings of models whose tokens have changed.
+    /// Clears the findings of models whose tokenizer has changed.
     fn reset_changed_subjects(&self, before: &Arc<Subjects>, now: &Arc<Subjects>) {
         if Arc::ptr_eq(before, now) {
             return;
         }
         for (name, subject) in before.iter() {
-            let others = now
+            let has_changed = now
                 .get(name)
                 .is_some_and(|now| !now.shares_encoder(subject));
-            if let Some(standing) = self.router.parity().model_status(name).filter(|_| others) {
-                log_change(name, None, standing.clear_canaries(), "tokenizer changed");
-                log_change(name, None, standing.clear_events(), "tokenizer changed");
+            if let Some(status) = self
+                .router
+                .parity()
+                .model_status(name)
+                .filter(|_| has_changed)
+            {
+                log_change(name, None, status.clear_canaries(), "tokenizer changed");
+                log_change(name, None, status.clear_events(), "tokenizer changed");
             }
         }
     }
 
-    /// Returns the workers to test now.
-    fn due_workers(&mut self, task: &SelfTestPlan) -> Vec<Arc<Worker>> {
+    /// Returns the workers to test now, and removes findings that no longer apply.
+    fn due_workers(&mut self, plan: &SelfTestPlan) -> Vec<Arc<Worker>> {
         let fleet = self.router.fleet();
         let now = Instant::now();
-        let out = incarnation::ejected_workers(&self.router);
+        let ejected = incarnation::ejected_workers(&self.router);
         self.targets.retain(|id, _| fleet.worker(*id).is_some());
-        for (model, standing) in self.router.parity().statuses() {
+        for (model, status) in self.router.parity().statuses() {
             let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
-            log_change(&model, None, standing.retain(serves), "fleet changed");
-            if !task.subjects.contains_key(&model) {
-                log_change(&model, None, standing.clear_canaries(), "canaries disabled");
+            log_change(&model, None, status.retain(serves), "fleet changed");
+            if !plan.subjects.contains_key(&model) {
+                log_change(&model, None, status.clear_canaries(), "canaries disabled");
             }
-            if !task.config.sample_requests {
-                log_change(
-                    &model,
-                    None,
-                    standing.clear_events(),
-                    "event checks disabled",
-                );
+            if !plan.config.sample_requests {
+                log_change(&model, None, status.clear_events(), "event checks disabled");
             }
         }
         let tested = fleet
             .workers()
-            .filter(|worker| task.subjects.contains_key(&worker.model));
+            .filter(|worker| plan.subjects.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
-            let incarnation = Incarnation::of(worker, &self.router, &out);
+            let incarnation = Incarnation::of(worker, &self.router, &ejected);
             let known = self
                 .targets
                 .entry(worker.id)
@@ -215,26 +218,26 @@ impl SelfTestRunner {
                 known.next_test = known.next_test.min(
                     now + incarnation::requery_delay(known.last_test.map(|tested| now - tested)),
                 );
-                if let Some(standing) = self.router.parity().model_status(&worker.model) {
-                    standing.mark_restarted(worker.id);
+                if let Some(status) = self.router.parity().model_status(&worker.model) {
+                    status.mark_restarted(worker.id);
                 }
             }
             known.incarnation = incarnation;
             if known.next_test <= now && !known.incarnation.is_ejected {
-                (known.next_test, known.last_test) = (now + task.config.interval.get(), Some(now));
+                (known.next_test, known.last_test) = (now + plan.config.interval.get(), Some(now));
                 due.push(worker.clone());
             }
         }
         due
     }
 
-    /// Stores test results.
+    /// Stores test results, and logs changes.
     fn apply_results(&mut self, tested: Vec<SelfTestResult>) {
         for SelfTestResult { worker, verdict } in tested {
-            let Some(standing) = self.router.parity().model_status(&worker.model) else {
+            let Some(status) = self.router.parity().model_status(&worker.model) else {
                 continue;
             };
-            let before = standing
+            let before = status
                 .parity()
                 .workers
                 .get(&worker.id)
@@ -252,7 +255,7 @@ impl SelfTestRunner {
             {
                 known.next_test = known.next_test.min(Instant::now() + REQUERY_DELAY);
             }
-            let change = standing.record_canaries(worker.id, verdict.clone());
+            let change = status.record_canaries(worker.id, verdict.clone());
             if before != verdict {
                 self.report(&worker, &before, &verdict);
             }
@@ -309,23 +312,20 @@ impl SelfTestRunner {
     /// Checks the KV events of requests that completed some time ago.
     fn check_events(&mut self, config: &SelfTestConfig) {
         let now = Instant::now();
-        for (model, standing) in self.router.parity().statuses() {
-            let ready = standing.take_ready_checks();
-            self.pending_checks.extend(
-                ready
-                    .into_iter()
-                    .map(|sighting| (now, model.clone(), sighting)),
-            );
+        for (model, status) in self.router.parity().statuses() {
+            let ready = status.take_ready_checks();
+            self.pending_checks
+                .extend(ready.into_iter().map(|check| (now, model.clone(), check)));
         }
         if !config.sample_requests {
             self.pending_checks.clear();
         }
         while let Some((since, ..)) = self.pending_checks.front()
             && since.elapsed() >= config.event_delay.get()
-            && let Some((_, model, sighting)) = self.pending_checks.pop_front()
+            && let Some((_, model, check)) = self.pending_checks.pop_front()
         {
-            let worker = sighting.rank().worker;
-            let found = self.router.evaluate_parity_check(sighting);
+            let worker = check.rank().worker;
+            let found = self.router.evaluate_parity_check(check);
             let outcome = match found {
                 None => "unknown",
                 Some((BlockEvidence::Confirmed, _)) => "confirmed",
@@ -349,7 +349,7 @@ impl SelfTestRunner {
                     %model,
                     %worker,
                     block,
-                    "KV events do not contain the blocks of several consecutive requests, but other blocks"
+                    "KV events contain other blocks than several consecutive requests should have stored"
                 );
             }
             log_change(&model, Some(worker), change, "events");
@@ -357,19 +357,19 @@ impl SelfTestRunner {
     }
 
     fn publish_metrics(&self) {
-        for (model, standing) in self.router.parity().statuses() {
-            let mistrusted = i64::from(standing.is_mistrusted());
+        for (model, status) in self.router.parity().statuses() {
+            let tokens_disabled = i64::from(status.is_mistrusted());
             self.metrics
                 .parity
                 .tokens_disabled
                 .get_or_create(&ModelLabel::from(&model))
-                .set(mistrusted);
-            self.publish_worker_counts(&model, &standing);
+                .set(tokens_disabled);
+            self.publish_worker_counts(&model, &status);
         }
     }
 
-    fn publish_worker_counts(&self, model: &ModelName, standing: &ParityStatus) {
-        let parity = standing.parity();
+    fn publish_worker_counts(&self, model: &ModelName, status: &ParityStatus) {
+        let parity = status.parity();
         for label in ["untested", "agrees", "differs", "cannot_test"] {
             let workers = parity
                 .workers
@@ -394,7 +394,7 @@ struct SelfTestResult {
 
 type RunningTests = std::pin::Pin<Box<dyn Future<Output = Vec<SelfTestResult>> + Send>>;
 
-/// Waits for the running tests.
+/// Waits for the running tests and returns their results.
 async fn finish_tests(tests: &mut Option<RunningTests>) -> Vec<SelfTestResult> {
     let Some(running) = tests else {
         return Vec::new();
@@ -404,27 +404,27 @@ async fn finish_tests(tests: &mut Option<RunningTests>) -> Vec<SelfTestResult> {
     tested
 }
 
-async fn run_tests(task: Arc<SelfTestPlan>, due: Vec<Arc<Worker>>) -> Vec<SelfTestResult> {
-    let one = |worker: Arc<Worker>| {
-        let task = task.clone();
+async fn run_tests(plan: Arc<SelfTestPlan>, due: Vec<Arc<Worker>>) -> Vec<SelfTestResult> {
+    let test_worker = |worker: Arc<Worker>| {
+        let plan = plan.clone();
         async move {
-            let url: EngineUrl = task.engines.url(worker.endpoint);
-            let subject = task.subjects.get(&worker.model)?;
+            let url: EngineUrl = plan.engines.url(worker.endpoint);
+            let subject = plan.subjects.get(&worker.model)?;
             let verdict = subject
-                .compare(&task.client, &url, task.config.timeout.get())
+                .compare(&plan.client, &url, plan.config.timeout.get())
                 .await;
             Some(SelfTestResult { worker, verdict })
         }
     };
     stream::iter(due)
-        .map(one)
+        .map(test_worker)
         .buffer_unordered(MAX_CONCURRENT_TESTS)
         .filter_map(std::future::ready)
         .collect()
         .await
 }
 
-/// Logs the consequence of a result.
+/// Logs a change of the parity of a worker or a model.
 fn log_change(model: &ModelName, worker: Option<WorkerId>, change: ParityChange, by: &str) {
     let worker = worker.map(tracing::field::display);
     match change {
@@ -470,7 +470,7 @@ mod tests {
             "m".into(),
             BlockSize::new(16).unwrap(),
         ));
-        for passes in [false, true] {
+        for is_transient in [false, true] {
             let due = Instant::now() + Duration::from_secs(300);
             let incarnation =
                 Incarnation::of(&worker, &router, &incarnation::ejected_workers(&router));
@@ -484,13 +484,13 @@ mod tests {
             );
             let verdict = CanaryVerdict::CannotTest {
                 why: String::new(),
-                is_transient: passes,
+                is_transient,
             };
             runner.apply_results(vec![SelfTestResult {
                 worker: worker.clone(),
                 verdict,
             }]);
-            assert_eq!(runner.targets[&worker.id].next_test < due, passes);
+            assert_eq!(runner.targets[&worker.id].next_test < due, is_transient);
         }
     }
 }

@@ -1,5 +1,5 @@
-//! The canaries of all models, tokenized once per tokenizer on blocking threads, because that takes
-//! milliseconds.
+//! The canaries of all models. They are tokenized once per tokenizer, on blocking threads, because
+//! that takes milliseconds.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,11 +10,11 @@ use crate::config::Config;
 use crate::request::ModelRegistry;
 use crate::self_test::CanarySuite;
 
-/// Tested models.
+/// Canaries by model.
 pub(super) type Subjects = HashMap<ModelName, Arc<CanarySuite>>;
 
-/// Returns the subjects of a configuration. Unchanged ones are reused from `before`. Empty if the
-/// self-test is disabled.
+/// Loads the subjects of a configuration. Unchanged ones are reused from `before`. There are none
+/// if the self-test is disabled.
 pub(super) async fn load(
     config: &Config,
     models: &ModelRegistry,

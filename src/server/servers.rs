@@ -59,7 +59,7 @@ impl App {
         Ok(())
     }
 
-    /// Returns the state of the admin pages.
+    /// Creates the state of the admin pages.
     pub(super) fn admin_pages(
         &self,
         dispatcher: &Arc<Dispatcher>,
@@ -79,7 +79,7 @@ impl App {
                 .as_ref()
                 .map_or(Value::Null, |client| client.status())
         };
-        let listeners = move || {
+        let envoy_statuses = move || {
             envoys
                 .as_ref()
                 .map_or(Value::Null, |envoys| json!(envoys.statuses()))
@@ -91,15 +91,16 @@ impl App {
             readiness: self.readiness.clone(),
             config: self.reloader.status(),
             explain: explain.clone(),
-            envoys: Arc::new(listeners),
+            envoys: Arc::new(envoy_statuses),
             cluster: Arc::new(move || cluster.load().status.clone()),
             replicas: Arc::new(replicas),
             remote_index: Arc::new(remote_index),
         }
     }
 
-    /// Creates the xDS service. Returns it if it belongs to the ext_proc listener. With its own
-    /// address it starts immediately, so that Envoy receives the workers while tokenizers load.
+    /// Creates the xDS service, if configured, and returns it if it belongs to the ext_proc
+    /// listener. With its own address it starts immediately, so that Envoy receives the workers
+    /// while tokenizers load.
     pub(super) async fn start_xds(
         &mut self,
         sockets: &ListenerFactory,
@@ -145,8 +146,8 @@ impl App {
         if let Some(socket) = &config.listeners.ext_proc.unix_socket {
             unix_socket::wait_turn(socket, &self.readiness, LOADING).await;
         }
-        // Bound last: a socket that accepts but does not answer would hold each request until Envoy
-        // times out, while a closed port fails immediately.
+        // Bound last: a socket that accepts but does not respond would delay each request until
+        // Envoy times out, while a closed port fails immediately.
         let listeners = sockets.bind(&config.listeners.ext_proc).await?;
         self.ext_proc_address = listeners.iter().find_map(GrpcListener::address);
         self.ext_proc_socket = listeners.iter().find_map(GrpcListener::path);
@@ -154,7 +155,7 @@ impl App {
         Ok(listeners)
     }
 
-    /// Serves ext_proc, health and, without an address of its own, xDS.
+    /// Serves ext_proc, health and, if `discovery` is set, xDS.
     pub(super) fn serve_ext_proc(
         &mut self,
         listeners: Vec<GrpcListener>,
@@ -180,39 +181,40 @@ impl App {
         dispatcher: Arc<Dispatcher>,
         replica: Option<Arc<ReplicaSync>>,
     ) -> anyhow::Result<ReloadableService<ExtProcServer>> {
-        let shared = ExtProcState::new(self.reloader.metrics.clone(), self.audit.clone());
+        let state = ExtProcState::new(self.reloader.metrics.clone(), self.audit.clone());
         if let Some(replica) = replica {
-            let weak = Arc::downgrade(&shared);
+            let weak_state = Arc::downgrade(&state);
             replica.on_first_token(move |name| {
-                weak.upgrade()
+                weak_state
+                    .upgrade()
                     .into_iter()
-                    .for_each(|shared| shared.record_first_token(name));
+                    .for_each(|state| state.record_first_token(name));
             });
-            shared.on_foreign_first_token(move |name| replica.publish_first_token(name));
+            state.on_foreign_first_token(move |name| replica.publish_first_token(name));
         }
-        let gateway = ExtProcFactory::new(dispatcher, shared, self.exchange_tasks.clone());
-        let (service, callers) = gateway.prepare(config, preprocessor)?;
-        gateway.commit(callers);
-        let live = ReloadableService::new(service);
-        let current = live.clone();
+        let factory = ExtProcFactory::new(dispatcher, state, self.exchange_tasks.clone());
+        let (service, prefill_clients) = factory.prepare(config, preprocessor)?;
+        factory.commit(prefill_clients);
+        let reloadable = ReloadableService::new(service);
+        let current = reloadable.clone();
         self.reloader
             .register("ext_proc", move |next: &ReloadCandidate| {
-                let (service, callers) =
-                    gateway.prepare(&next.config, next.preprocessor.clone())?;
+                let (service, prefill_clients) =
+                    factory.prepare(&next.config, next.preprocessor.clone())?;
                 let current = current.clone();
-                let gateway = gateway.clone();
+                let factory = factory.clone();
                 Ok(Box::new(move || {
-                    gateway.commit(callers);
+                    factory.commit(prefill_clients);
                     current.replace(service);
                 }))
             });
-        Ok(live)
+        Ok(reloadable)
     }
 
-    /// Creates the index service for routers without their own index.
+    /// Creates the index service, for processes that keep no index of their own.
     fn served_index(&self, parts: &api::ApiDependencies, settings: &ApiConfig) -> IndexService {
         let preprocessor = parts.preprocessor.clone();
-        let find = move |name: Option<&str>| {
+        let find_model = move |name: Option<&str>| {
             let model = preprocessor.load().resolve_model(name)?.model;
             let hashing = model.hash_fingerprint();
             Some(IndexedModel {
@@ -223,7 +225,7 @@ impl App {
         };
         IndexService::new(remote_index::IndexServiceParts {
             router: parts.dispatcher.router().clone(),
-            find_model: Box::new(find),
+            find_model: Box::new(find_model),
             readiness: self.readiness.clone(),
             metrics: parts.metrics.clone(),
             most_blocks: settings.max_prompt_blocks as usize,
@@ -273,7 +275,7 @@ impl App {
     }
 }
 
-/// Returns the maximum size of a message with a body.
+/// Returns the maximum size of a gRPC message that contains a request body.
 pub(super) fn max_message_bytes(config: &Config) -> usize {
     config
         .requests

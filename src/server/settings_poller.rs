@@ -1,7 +1,7 @@
 //! Polls the settings of engines: when a worker joins, when it may have been restarted, and
 //! periodically.
 //!
-//! Engines without these endpoints work as well. Only readiness waits for an answer, once at
+//! Engines without these endpoints are supported. Only readiness waits for responses, once at
 //! startup.
 
 mod responses;
@@ -30,7 +30,7 @@ use responses::{EngineResponses, base_model};
 
 pub use responses::parse_engine_settings;
 
-/// Worker and the endpoint that was queried.
+/// Worker id, and the endpoint that is queried.
 pub(super) type EngineKey = (WorkerId, WorkerEndpoint);
 
 /// Settings reported by all engines.
@@ -38,7 +38,7 @@ pub(super) type EngineKey = (WorkerId, WorkerEndpoint);
 pub(super) struct EngineReports {
     /// Settings of each engine that reported any.
     pub(super) settings: HashMap<EngineKey, EngineSettings>,
-    /// Engines that were queried, with or without an answer.
+    /// Engines that were queried, with or without a response.
     pub(super) queried: HashSet<EngineKey>,
     /// True if polling is disabled.
     pub(super) is_disabled: bool,
@@ -49,14 +49,14 @@ const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of concurrent queries.
 const MAX_CONCURRENT_QUERIES: usize = 16;
 
-/// Configuration of the poller.
+/// Settings and engine client of the poller.
 struct SettingsPollConfig {
     settings: LearnConfig,
     engines: EnginesConfig,
     client: EngineClient,
 }
 
-/// The poller.
+/// Poller of engine settings.
 struct EngineSettingsPoller {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
@@ -82,7 +82,7 @@ impl App {
         router: &Arc<Router>,
         reports: watch::Sender<Arc<EngineReports>>,
     ) {
-        let task = |config: &Config, client: &EngineClient| {
+        let poll_config = |config: &Config, client: &EngineClient| {
             let settings = config.engines.discovery.clone();
             let engines = config.engines.http.clone();
             let client = client.clone();
@@ -92,15 +92,15 @@ impl App {
                 client,
             })
         };
-        let (tasks, config_rx) = watch::channel(task(config, &self.reloader.client()));
+        let (config_tx, config_rx) = watch::channel(poll_config(config, &self.reloader.client()));
         self.reloader
             .register("learn", move |next: &ReloadCandidate| {
-                let tasks = tasks.clone();
-                let task = task(&next.config, &next.client);
+                let config_tx = config_tx.clone();
+                let poll_config = poll_config(&next.config, &next.client);
                 Ok(Box::new(move || {
-                    tasks.send_if_modified(|running| {
-                        let changed = !running.is_equivalent(&task);
-                        *running = task;
+                    config_tx.send_if_modified(|running| {
+                        let changed = !running.is_equivalent(&poll_config);
+                        *running = poll_config;
                         changed
                     });
                 }))
@@ -115,8 +115,8 @@ impl App {
         self.background.spawn(async move {
             supervise("settings of engines", &metrics, stop, || {
                 let poller = poller.clone();
-                let tasks = config_rx.clone();
-                async move { poller.run(tasks).await }
+                let config_rx = config_rx.clone();
+                async move { poller.run(config_rx).await }
             })
             .await;
         });
@@ -132,31 +132,34 @@ impl SettingsPollConfig {
 }
 
 impl EngineSettingsPoller {
-    /// Runs the poller.
-    async fn run(&self, mut tasks: watch::Receiver<Arc<SettingsPollConfig>>) -> anyhow::Result<()> {
+    /// Queries due engines until the task is cancelled.
+    async fn run(
+        &self,
+        mut config_rx: watch::Receiver<Arc<SettingsPollConfig>>,
+    ) -> anyhow::Result<()> {
         let mut known: HashMap<EngineKey, PolledEngine> = HashMap::new();
         let mut queries = PendingQueries::new();
         let mut ticks = tokio::time::interval(SCAN_INTERVAL);
         loop {
             tokio::select! {
                 _ = ticks.tick() => {}
-                Some((key, pages)) = queries.next(), if !queries.is_empty() => {
+                Some((key, responses)) = queries.next(), if !queries.is_empty() => {
                     if let Some(known) = known.get_mut(&key) {
-                        let wait = if pages.is_retryable() { REQUERY_DELAY } else { tasks.borrow().settings.interval.get() };
+                        let wait = if responses.is_retryable() { REQUERY_DELAY } else { config_rx.borrow().settings.interval.get() };
                         known.next_query = Some(Instant::now() + wait);
-                        self.apply_response(key, pages);
+                        self.apply_response(key, responses);
                     }
                 }
-                changed = tasks.changed() => {
+                changed = config_rx.changed() => {
                     changed?;
-                    // The settings of the queries have changed.
+                    // Running queries use the old settings, so all engines are queried again.
                     (known, queries) = (HashMap::new(), PendingQueries::new());
                 }
             }
             // The value is not marked as seen, so that a concurrent change triggers another
             // iteration.
-            let task = tasks.borrow().clone();
-            if !task.settings.enabled {
+            let poll_config = config_rx.borrow().clone();
+            if !poll_config.settings.enabled {
                 self.reports.send_if_modified(|reports| {
                     !std::mem::replace(reports, disabled()).is_disabled
                 });
@@ -168,7 +171,7 @@ impl EngineSettingsPoller {
                 MAX_CONCURRENT_QUERIES.saturating_sub(queries.len()),
             ) {
                 queries.push(Box::pin(query_engine(
-                    task.clone(),
+                    poll_config.clone(),
                     self.metrics.clone(),
                     key,
                     model,
@@ -180,38 +183,39 @@ impl EngineSettingsPoller {
     /// Removes the engines that left the fleet, and their settings.
     fn retain(&self, known: &mut HashMap<EngineKey, PolledEngine>) {
         let fleet = self.router.fleet();
-        let stays = |key: &EngineKey| {
+        let is_member = |key: &EngineKey| {
             fleet
                 .worker(key.0)
                 .is_some_and(|worker| worker.endpoint == key.1)
         };
-        known.retain(|key, _| stays(key));
+        known.retain(|key, _| is_member(key));
         self.reports.send_if_modified(|reports| {
             let all = || reports.settings.keys().chain(&reports.queried);
-            if !reports.is_disabled && all().all(stays) {
+            if !reports.is_disabled && all().all(is_member) {
                 return false;
             }
             let reports = Arc::make_mut(reports);
             reports.is_disabled = false;
-            reports.settings.retain(|key, _| stays(key));
-            reports.queried.retain(|key| stays(key));
+            reports.settings.retain(|key, _| is_member(key));
+            reports.queried.retain(|key| is_member(key));
             true
         });
     }
 
-    /// Returns the engines to query now, at most `most`. Engines without a query come first.
+    /// Returns the engines to query now, at most `limit`. Engines that were never queried come
+    /// first.
     fn due_engines(
         &self,
         known: &mut HashMap<EngineKey, PolledEngine>,
-        most: usize,
+        limit: usize,
     ) -> Vec<(EngineKey, ModelName)> {
         let fleet = self.router.fleet();
         let now = Instant::now();
-        let out = incarnation::ejected_workers(&self.router);
+        let ejected = incarnation::ejected_workers(&self.router);
         let mut due = Vec::new();
         for worker in fleet.workers() {
             let key = (worker.id, worker.endpoint);
-            let incarnation = Incarnation::of(worker, &self.router, &out);
+            let incarnation = Incarnation::of(worker, &self.router, &ejected);
             let known = known.entry(key).or_insert_with(|| PolledEngine {
                 incarnation: incarnation.clone(),
                 next_query: Some(now),
@@ -220,9 +224,9 @@ impl EngineSettingsPoller {
             // An engine that restarts during a query is queried again.
             if known.next_query.is_some() {
                 if incarnation.may_differ_from(&known.incarnation) {
-                    let soon =
+                    let earliest =
                         now + incarnation::requery_delay(known.last_query.map(|last| now - last));
-                    known.next_query = known.next_query.map(|due| due.min(soon));
+                    known.next_query = known.next_query.map(|due| due.min(earliest));
                 }
                 known.incarnation = incarnation;
             }
@@ -231,7 +235,7 @@ impl EngineSettingsPoller {
             }
         }
         due.sort_by_key(|(was_queried, ..)| *was_queried);
-        due.truncate(most);
+        due.truncate(limit);
         for (_, key, _) in &due {
             if let Some(known) = known.get_mut(key) {
                 (known.next_query, known.last_query) = (None, Some(now));
@@ -242,10 +246,10 @@ impl EngineSettingsPoller {
             .collect()
     }
 
-    /// Stores a response.
-    fn apply_response(&self, key: EngineKey, pages: EngineResponses) {
+    /// Stores the responses of an engine.
+    fn apply_response(&self, key: EngineKey, responses: EngineResponses) {
         self.reports.send_if_modified(|reports| {
-            let settings = pages.merge(key.1, reports.settings.get(&key));
+            let settings = responses.merge(key.1, reports.settings.get(&key));
             let changed = reports
                 .settings
                 .get(&key)
@@ -274,27 +278,27 @@ pub(super) fn disabled() -> Arc<EngineReports> {
 }
 
 async fn query_engine(
-    task: Arc<SettingsPollConfig>,
+    poll_config: Arc<SettingsPollConfig>,
     metrics: Arc<Metrics>,
     key: EngineKey,
     model: ModelName,
 ) -> (EngineKey, EngineResponses) {
-    let client = &task.client;
-    let url = task.engines.url(key.1);
+    let client = &poll_config.client;
+    let url = poll_config.engines.url(key.1);
     let (page, sources, models) = tokio::join!(
         client.metrics(&url),
         client.kv_event_sources(&url),
         client.models(&url)
     );
-    let pages = EngineResponses {
+    let responses = EngineResponses {
         caches: count_outcome(&metrics, page.map(|page| page.caches())),
         sources: count_outcome(&metrics, sources),
         model: count_outcome(&metrics, models.map(|models| base_model(models, &model))),
     };
-    (key, pages)
+    (key, responses)
 }
 
-/// Counts the outcome. A missing endpoint counts as an empty answer.
+/// Counts the outcome of a query. A missing endpoint counts as an empty response.
 fn count_outcome<T: Default>(
     metrics: &Metrics,
     answer: Result<T, EngineError>,
@@ -356,7 +360,7 @@ mod tests {
         assert_eq!(
             poller.due_engines(&mut known, 1).len(),
             1,
-            "it has just come"
+            "the worker is new"
         );
         let later = Instant::now() + Duration::from_secs(300);
         known.get_mut(&key).unwrap().next_query = Some(later);
@@ -364,13 +368,13 @@ mod tests {
             source.lock().record_restart();
             assert!(
                 poller.due_engines(&mut known, 1).is_empty(),
-                "it was asked a moment ago"
+                "the engine was queried a moment ago"
             );
         }
         let due = known[&key].next_query.unwrap();
         assert!(
             due <= Instant::now() + REQUERY_DELAY,
-            "but it is asked soon"
+            "the engine is queried again soon"
         );
         known.get_mut(&key).unwrap().last_query = Some(Instant::now() - REQUERY_DELAY);
         source.lock().record_restart();

@@ -1,5 +1,5 @@
-//! Task of one event source: warm start, application of its events to the index, and publication of
-//! its freshness.
+//! Task of one event source: performs its warm start, applies its events to the index, and
+//! publishes its freshness.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -23,21 +23,21 @@ use crate::cluster::warm_start::{self, WarmStart};
 /// Interval of checks for silent sources.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Returns the task name in metrics.
+/// Returns the name of the task in metrics.
 pub(super) fn task_name(rank: WorkerRank) -> String {
     format!("kv_events {rank}")
 }
 
 /// Writes the index snapshot for the next start.
 pub(super) fn save_snapshot(file: &Path, writers: &RankWriters, router: &Router) {
-    // The blocks of a rank without connected source may have changed.
+    // Without a connected source, the blocks of a rank may have changed.
     let connected = writers
         .ranks()
         .into_iter()
         .filter(|rank| router.source_status(*rank).is_attached());
     let ranks = connected
         .filter_map(|rank| writers.dump_rank(rank))
-        .filter(|held| held.position().is_some());
+        .filter(|dump| dump.position().is_some());
     match warm_start::write_snapshot(file, ranks) {
         Ok(0) => {
             info!(file = %file.display(), "warm start: nothing to write to the snapshot")
@@ -68,38 +68,38 @@ impl SourceTask {
     /// Runs the source until it is stopped.
     pub(super) async fn run(mut self, ready: Option<ReadyGuard>, stop: CancellationToken) {
         let (state, states) = watch::channel(SourceState::Connecting);
-        let witness = SourceMonitor::default();
+        let monitor = SourceMonitor::default();
         self.router
             .sources()
-            .register(self.spec.rank, witness.source().clone());
+            .register(self.spec.rank, monitor.source().clone());
         let name = task_name(self.spec.rank);
-        // Only at the first start; after a failure the engine has newer data.
+        // Only at the first start: after a failure, the copy is older than the engine's events.
         let mut warm_start = self.warm_start.take();
         let source = supervise(&name, &self.metrics, stop, || {
             let spec = self.spec.clone();
             let metrics = self.metrics.clone();
             let state = state.clone();
-            let (joined, sink) = self.open_sink();
+            let (writer, sink) = self.open_sink();
             let warm_start = warm_start.take();
             // The blocks of the previous connection have been removed from the index.
-            witness.reset();
+            monitor.reset();
             let detached = DetachGuard(state.clone());
-            let witness = witness.clone();
+            let monitor = monitor.clone();
             async move {
                 let _detached = detached;
                 if let Some((warm_start, ready)) = warm_start {
-                    if let Some(held) = warm_start.fetch(spec.rank, spec.settings_digest()).await {
-                        tokio::task::spawn_blocking(move || joined.restore(&held)).await?;
+                    if let Some(dump) = warm_start.fetch(spec.rank, spec.settings_digest()).await {
+                        tokio::task::spawn_blocking(move || writer.restore(&dump)).await?;
                     }
                     ready.complete();
                 }
-                kv_events::run(spec, sink, metrics, state, witness).await;
+                kv_events::run(spec, sink, metrics, state, monitor).await;
                 Ok(())
             }
         });
         tokio::select! {
             () = source => {}
-            () = self.follow_state(states, &witness, ready) => {}
+            () = self.follow_state(states, &monitor, ready) => {}
         }
     }
 
@@ -107,42 +107,42 @@ impl SourceTask {
     /// index.
     fn open_sink(&self) -> (Arc<RegisteredWriter>, RankSink) {
         let slot = self.member.slot;
-        let joined = Arc::new(
+        let writer = Arc::new(
             self.writers
                 .register(self.spec.rank, self.router.index().create_writer(slot)),
         );
-        // The capacity may have become known after the source was started.
+        // The capacity may have become known after the source started.
         let fleet = self.router.fleet();
         let current = fleet
             .member(slot)
             .filter(|member| member.rank == self.member.rank);
         self.router
             .set_block_limits(current.unwrap_or(&self.member));
-        let on_stale = joined.clone();
-        let on_resolved = joined.clone();
-        let position = joined.position().clone();
-        let applied = joined.clone();
+        let loss_writer = writer.clone();
+        let reconcile_writer = writer.clone();
+        let position = writer.position().clone();
+        let apply_writer = writer.clone();
         let sink = RankSink {
-            apply: Box::new(move |event| applied.apply(event)),
-            record_loss: Box::new(move || on_stale.mark_lossy()),
-            reconcile: Box::new(move || on_resolved.reconcile()),
+            apply: Box::new(move |event| apply_writer.apply(event)),
+            record_loss: Box::new(move || loss_writer.mark_lossy()),
+            reconcile: Box::new(move || reconcile_writer.reconcile()),
             position,
         };
-        (joined, sink)
+        (writer, sink)
     }
 
-    /// Publishes the state of the source to the router, and ends the startup step when the source
-    /// has caught up or the deadline has passed.
+    /// Publishes the state of the source to the router. Ends the startup step when the source has
+    /// caught up or the deadline has passed.
     async fn follow_state(
         &self,
         mut states: watch::Receiver<SourceState>,
-        witness: &SourceMonitor,
+        monitor: &SourceMonitor,
         mut ready: Option<ReadyGuard>,
     ) {
         let mut ticks = tokio::time::interval(CHECK_INTERVAL);
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
-            self.publish_status(witness.status());
+            self.publish_status(monitor.status());
             if live {
                 ready.take().into_iter().for_each(ReadyGuard::complete);
             }
@@ -151,30 +151,30 @@ impl SourceTask {
                 () = tokio::time::sleep_until(self.deadline), if ready.is_some() => {
                     ready.take().into_iter().for_each(ReadyGuard::give_up);
                 }
-                () = witness.changed() => {}
-                _ = ticks.tick() => self.check_silence(witness),
+                () = monitor.changed() => {}
+                _ = ticks.tick() => self.check_silence(monitor),
             }
         }
     }
 
     /// Publishes the freshness to the router, and logs changes.
-    fn publish_status(&self, standing: SourceStatus) {
+    fn publish_status(&self, status: SourceStatus) {
         let rank = self.spec.rank;
         let before = self.router.source_status(rank);
-        self.router.set_source_status(rank, standing);
-        if (before.freshness, before.reason) != (standing.freshness, standing.reason) {
-            let reason = standing.reason.map(StaleReason::as_str);
-            tracing::info!(%rank, trust = standing.freshness.as_str(), reason, "KV event source freshness changed");
+        self.router.set_source_status(rank, status);
+        if (before.freshness, before.reason) != (status.freshness, status.reason) {
+            let reason = status.reason.map(StaleReason::as_str);
+            tracing::info!(%rank, freshness = status.freshness.as_str(), reason, "KV event source freshness changed");
         }
     }
 
     /// Reconnects a source that has become silent, because its connection may be dead without an
     /// error.
-    fn check_silence(&self, witness: &SourceMonitor) {
+    fn check_silence(&self, monitor: &SourceMonitor) {
         let rules = self.router.settings().freshness;
-        let was_silent = witness.source().lock().is_silent();
+        let was_silent = monitor.source().lock().is_silent();
         // Responses may have resolved stale blocks since the last batch.
-        witness.update(|source| {
+        monitor.update(|source| {
             self.router
                 .index()
                 .stale_block_count(self.member.slot)
@@ -182,17 +182,17 @@ impl SourceTask {
                 .for_each(|stale| source.set_stale_blocks(stale));
             source.check_silence(std::time::Instant::now(), &rules);
         });
-        if !was_silent && witness.source().lock().is_silent() {
+        if !was_silent && monitor.source().lock().is_silent() {
             warn!(
                 rank = %self.spec.rank,
                 "KV event source is silent although requests completed; reconnecting"
             );
-            witness.request_reconnect();
+            monitor.request_reconnect();
         }
     }
 }
 
-/// Resets the state to connecting on drop: after a failure, the index contains nothing of the rank.
+/// Resets the state to connecting on drop, because the index then contains no blocks of the rank.
 struct DetachGuard(watch::Sender<SourceState>);
 
 impl Drop for DetachGuard {

@@ -1,5 +1,4 @@
-//! Logging. One subscriber writes to standard error, so that standard output contains only the
-//! output of commands.
+//! Logging to standard error, so that standard output contains only the output of commands.
 
 use std::any::Any;
 use std::io::IsTerminal;
@@ -16,7 +15,7 @@ pub struct LogFilter(Box<dyn Fn(EnvFilter) + Send + Sync>);
 
 impl LogFilter {
     fn new<S: 'static>(handle: Handle<EnvFilter, S>) -> Self {
-        // Fails only if the subscriber is gone, and then nothing is logged.
+        // Fails only if the subscriber no longer exists, and then nothing is logged.
         Self(Box::new(move |filter| _ = handle.reload(filter)))
     }
 
@@ -26,8 +25,8 @@ impl LogFilter {
     }
 }
 
-/// Installs a panic hook that logs the location of a panic. The message may quote a prompt, for
-/// example if a text was sliced inside a character.
+/// Installs a panic hook that logs the location of a panic. The message is logged only if it is a
+/// constant, because it may quote a prompt, for example if a text was sliced inside a character.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|panic| {
         let location = panic
@@ -55,11 +54,11 @@ fn panic_message(payload: &dyn Any) -> &'static str {
 
 /// Starts logging. An existing subscriber stays in place.
 pub fn init(config: &LogConfig) -> LogFilter {
-    let colours = std::io::stderr().is_terminal();
+    let has_colors = std::io::stderr().is_terminal();
     let lines = tracing_subscriber::fmt()
         .with_env_filter(env_filter(config.level))
         .with_writer(std::io::stderr);
-    let lines = lines.with_ansi(colours);
+    let lines = lines.with_ansi(has_colors);
     match config.format {
         LogFormat::Text => {
             let lines = lines.with_filter_reloading();

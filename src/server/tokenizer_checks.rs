@@ -1,5 +1,5 @@
-//! Enables the fast path of each tokenizer in the background, and compares it with the library on
-//! pieces of real prompts. A difference disables the fast path permanently.
+//! Enables the fast path of each tokenizer in the background, and compares it on pieces of real
+//! prompts with the library that engines use. A difference disables the fast path permanently.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -56,8 +56,8 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
                 }
                 _ => {}
             }
-            if let Some(standing) = router.parity().model_status(&model) {
-                standing.set_slow_reason(reason);
+            if let Some(status) = router.parity().model_status(&model) {
+                status.set_slow_reason(reason);
             }
             now.push((encoder, reason));
         }
@@ -65,7 +65,7 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
     }
 }
 
-/// Returns the reason why the fast path of a model is disabled.
+/// Compares one tokenizer with the library. Returns the reason if its fast path is disabled.
 async fn compare_one(
     metrics: &Metrics,
     model: &ModelName,
@@ -78,7 +78,7 @@ async fn compare_one(
             .ok()
             .and_then(|()| compared.verify_sample())
     };
-    // The others are compared even where this one panics.
+    // A panic of one comparison does not end the others.
     if let Ok(Some(differs)) = tokio::task::spawn_blocking(compare).await {
         let outcome = if differs { "differs" } else { "agrees" };
         metrics

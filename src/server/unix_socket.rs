@@ -27,14 +27,14 @@ use super::health::DRAINING;
 /// and is not replaced.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Maximum time that the socket of a draining process is not replaced while this process still
-/// loads; less than the grace period.
+/// Maximum time that this process delays the replacement of a draining process while it still
+/// loads. Must be less than the grace period.
 const MAX_TURN_WAIT: Duration = Duration::from_secs(2);
 
 /// Interval of warnings about an address in use.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Poll interval.
+/// Poll interval for the owner of a socket or an address.
 const POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Identity of a socket file: path, device and inode. The inode does not change while a process
@@ -53,7 +53,7 @@ impl SocketIdentity {
         })
     }
 
-    /// Waits until the file was replaced.
+    /// Waits until the file is replaced or removed.
     pub(super) async fn wait_replaced(&self) {
         while fs::symlink_metadata(&self.path).is_ok_and(|found| file_id(&found) == self.file) {
             tokio::time::sleep(POLL_INTERVAL).await;
@@ -67,16 +67,18 @@ fn file_id(metadata: &fs::Metadata) -> (u64, u64) {
 
 /// The file of a unix socket, removed on drop unless a successor has replaced it.
 ///
-/// It is dropped after the listener, so a connection that succeeds belongs to another process.
-/// Comparing inodes would not suffice, because their numbers are reused.
+/// It is dropped after the listener, so if a connection succeeds, another process owns the socket.
+/// Comparing inodes would not be sufficient, because their numbers are reused.
 pub(super) struct SocketFile(SocketIdentity);
 
 /// Owner of a socket.
 #[derive(Debug, PartialEq, Eq)]
 enum SocketOwner {
+    /// No process listens.
     Vacant,
-    /// Serves and waits for a successor.
+    /// A process that drains and can be replaced.
     Draining,
+    /// A process that serves or is starting.
     Active,
 }
 
@@ -96,10 +98,10 @@ impl Drop for SocketFile {
         let Ok(folder) = File::open(folder::of(path)) else {
             return;
         };
-        // If the folder is locked, a successor is replacing the socket.
+        // If the directory is locked, a successor is replacing the socket.
         let ours = folder.try_lock().is_ok() && is_socket(path);
         if ours && std::os::unix::net::UnixStream::connect(path).is_err() {
-            // The file may already be gone.
+            // The file may already be removed.
             let _removed = fs::remove_file(path);
         }
     }
@@ -132,8 +134,9 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
     Ok((listener, SocketFile(identity)))
 }
 
-/// Returns whether the owner at `path` is draining or dead, so that its other addresses will become
-/// free. A regular shutdown removes the file, so a file without owner means a crash.
+/// Returns whether the owner of the socket at `path` is draining or dead, so that its other
+/// addresses will become free. A regular shutdown removes the file, so a file without an owner
+/// means a crash.
 pub(super) async fn is_replaceable(path: &Path) -> bool {
     match socket_owner(path).await {
         SocketOwner::Draining => true,
@@ -158,14 +161,14 @@ pub(super) async fn bind_when_free(name: &str, address: SocketAddr) -> TcpListen
     }
 }
 
-/// Waits, if a draining process owns the socket, until this process can replace it without loss:
-/// all startup steps except `besides` have ended, the owner is gone, or a timeout has passed.
-pub(super) async fn wait_turn(path: &Path, readiness: &Readiness, besides: &str) {
-    let able = async {
+/// If a draining process owns the socket, waits until this process can replace it: until all
+/// startup steps except `own_step` have ended, the owner has stopped, or a timeout has passed.
+pub(super) async fn wait_turn(path: &Path, readiness: &Readiness, own_step: &str) {
+    let is_loaded = async {
         let mut changes = readiness.subscribe();
         // The channel closes with the process.
         let _changed = changes
-            .wait_for(|pending| pending.iter().all(|step| step == besides))
+            .wait_for(|pending| pending.iter().all(|step| step == own_step))
             .await;
     };
     let owner_gone = async {
@@ -174,7 +177,7 @@ pub(super) async fn wait_turn(path: &Path, readiness: &Readiness, besides: &str)
         }
     };
     tokio::select! {
-        () = able => {}
+        () = is_loaded => {}
         () = owner_gone => {}
         () = tokio::time::sleep(MAX_TURN_WAIT) => {}
     }
@@ -198,7 +201,7 @@ async fn socket_owner(path: &Path) -> SocketOwner {
 }
 
 async fn is_draining(path: &Path) -> anyhow::Result<bool> {
-    let path = path.to_str().context("the path is no text")?;
+    let path = path.to_str().context("the path is not valid UTF-8")?;
     let channel = Endpoint::from_shared(format!("unix:{path}"))?
         .connect()
         .await?;
@@ -243,7 +246,7 @@ mod tests {
         drop(old_file);
         assert!(
             UnixStream::connect(&path).await.is_ok(),
-            "the successor's socket is gone"
+            "the successor's socket was removed"
         );
         drop(listener);
         drop(file);
@@ -259,15 +262,12 @@ mod tests {
         health.publish(&readiness).await;
         let serving = Server::builder().add_service(health.service());
         let server = tokio::spawn(serving.serve_with_incoming(UnixListenerStream::new(listener)));
-        assert!(
-            bind(&path).await.is_err(),
-            "a process that stays was replaced"
-        );
-        let starting = readiness.begin_step("something");
+        assert!(bind(&path).await.is_err(), "an active process was replaced");
+        let starting = readiness.begin_step("a step");
         health.publish(&readiness).await;
         assert!(
             bind(&path).await.is_err(),
-            "a process that starts was replaced"
+            "a starting process was replaced"
         );
         drop(starting);
         readiness.drain();
@@ -275,12 +275,12 @@ mod tests {
         let (successor, _file) = bind(&path).await.unwrap();
         tokio::time::timeout(Duration::from_secs(20), old_file.identity().wait_replaced())
             .await
-            .expect("the old one does not see it");
+            .expect("the old process does not detect the replacement");
         drop(old_file);
         UnixStream::connect(&path).await.unwrap();
         assert!(
             successor.accept().await.is_ok(),
-            "a new connection reaches the successor"
+            "a new connection does not reach the successor"
         );
         server.abort();
     }

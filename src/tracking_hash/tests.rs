@@ -127,7 +127,7 @@ fn keyed_hashes_differ_by_every_field() {
     assert_eq!(
         hashes_of(&k1, &PromptContent::text(&TOKENS, &empty), SCOPE),
         all[0],
-        "an empty salt is none"
+        "an empty salt equals no salt"
     );
 }
 

@@ -8,7 +8,7 @@ use serde_json::Value;
 
 const JSON: &str = "application/json";
 
-/// A client with all rights.
+/// A client with all rights in the cluster.
 #[derive(Clone, Debug)]
 pub(crate) struct AdminClient {
     http: reqwest::Client,
@@ -16,7 +16,7 @@ pub(crate) struct AdminClient {
     token: String,
 }
 
-/// Path of the objects of one kind, in a namespace or without one.
+/// Returns the path of the objects of one kind, in a namespace or cluster-wide.
 pub(crate) fn collection(api: &str, namespace: Option<&str>, plural: &str) -> String {
     let root = if api.contains('/') { "apis" } else { "api" };
     match namespace {
@@ -77,7 +77,7 @@ impl AdminClient {
         Ok(body)
     }
 
-    /// Status and body; an error only without a response.
+    /// Returns status and body. Fails only if there is no response.
     pub(crate) async fn try_get(&self, path: &str) -> anyhow::Result<(StatusCode, Value)> {
         self.send(Method::GET, path, (JSON, String::new())).await
     }
@@ -87,7 +87,7 @@ impl AdminClient {
             .await
     }
 
-    /// Status of a creation that the API server may refuse.
+    /// Returns the status of a creation that the API server may reject.
     pub(crate) async fn try_create(
         &self,
         path: &str,
@@ -108,7 +108,7 @@ impl AdminClient {
         .await
     }
 
-    /// Server-side apply with strict validation, as `kubectl apply --server-side` does.
+    /// Applies an object with strict validation, as `kubectl apply --server-side` does.
     pub(crate) async fn apply(&self, path: &str, yaml: &str) -> anyhow::Result<Value> {
         let path = format!("{path}?fieldManager=test&force=true&fieldValidation=Strict");
         self.expect(

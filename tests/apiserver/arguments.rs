@@ -1,28 +1,29 @@
-//! Command line of libtest, with the flags that Cargo and users pass to every test target.
+//! Command line of the suite, compatible with libtest: it accepts the flags that Cargo passes to
+//! every test target.
 
 /// Runs the cases against a real API server.
 #[derive(Debug, clap::Parser)]
 #[command(disable_version_flag = true)]
 pub(crate) struct SuiteArguments {
-    /// Runs only cases whose names contain one of these texts.
+    /// Runs only cases whose names contain one of these filters.
     filters: Vec<String>,
     /// Prints the names of the cases.
     #[arg(long)]
     pub(crate) list: bool,
-    /// A filter is a whole name.
+    /// A filter must equal the whole name.
     #[arg(long)]
     exact: bool,
-    /// Leaves out cases whose names contain this text.
+    /// Skips cases whose names contain this filter.
     #[arg(long)]
     skip: Vec<String>,
-    /// Runs ignored cases only; there are none.
+    /// Runs ignored cases only. The suite has none.
     #[arg(long)]
     ignored: bool,
     #[command(flatten)]
     _accepted: AcceptedFlags,
 }
 
-/// Flags of libtest without an effect here.
+/// Flags of libtest that are accepted without an effect.
 #[derive(Debug, clap::Args)]
 struct AcceptedFlags {
     #[arg(long, hide = true)]

@@ -1,4 +1,5 @@
-//! etcd and kube-apiserver on the loopback: TLS, RBAC, an audit log, no kubelet and no controllers.
+//! etcd and kube-apiserver on the loopback interface, with TLS, RBAC and an audit log, but without
+//! kubelet and controllers.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -19,9 +20,9 @@ use crate::install::ControlPlanePrograms;
 use crate::pki::TestAuthority;
 
 const ADMIN_TOKEN: &str = "admin-token";
-/// Limit for the start of an API server on a busy machine.
+/// Timeout for the start of an API server on a busy machine.
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// Requests of service accounts, one line for each.
+/// Audit policy that logs the requests of service accounts without their bodies.
 const AUDIT_POLICY: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}]}"#;
 const CRD_FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/crds");
@@ -71,7 +72,7 @@ pub(crate) struct AuditRecord {
     pub(crate) resource: String,
 }
 
-/// The two processes, with an administrator's client.
+/// The two processes, with a client that has all rights.
 pub(crate) struct TestControlPlane {
     pub(crate) admin: AdminClient,
     pub(crate) authority: TestAuthority,
@@ -86,8 +87,8 @@ pub(crate) struct TestControlPlane {
 }
 
 impl TestControlPlane {
-    /// Starts both and waits until the API server is ready; with all definitions of the test data
-    /// if `install` is set.
+    /// Starts both processes and waits until the API server is ready. If `install` is set, also
+    /// installs all definitions of the test data.
     pub(crate) async fn start(
         programs: &ControlPlanePrograms,
         install: bool,
@@ -148,7 +149,7 @@ impl TestControlPlane {
         self.dir.path()
     }
 
-    /// Returns a unique number.
+    /// Returns a number that is unique in this control plane.
     pub(crate) fn next_serial(&self) -> u64 {
         self.serial.fetch_add(1, Ordering::Relaxed)
     }
@@ -188,14 +189,14 @@ impl TestControlPlane {
         Ok(())
     }
 
-    /// Ends etcd as `kill -9` does.
+    /// Kills etcd with SIGKILL.
     pub(crate) fn kill_etcd(&self) {
         if let Some(etcd) = self.etcd.lock().take() {
             etcd.kill9();
         }
     }
 
-    /// Discards the history of all changes: a watch that resumes from before gets 410.
+    /// Compacts the history. A watch that resumes from an older version gets 410.
     pub(crate) async fn compact(&self) -> anyhow::Result<()> {
         let call = async |path: &str, body: Value| -> anyhow::Result<Value> {
             let response = self
@@ -289,12 +290,12 @@ impl TestControlPlane {
         self.api_server.lock().clone().context("no API server runs")
     }
 
-    /// Ends the API server as `kill -9` does.
+    /// Kills the API server with SIGKILL.
     pub(crate) async fn kill_api_server(&self) -> anyhow::Result<()> {
         self.stop_api_server(Duration::ZERO).await
     }
 
-    /// Ends the API server with SIGTERM, and after the grace period with SIGKILL, as a kubelet
+    /// Stops the API server with SIGTERM, and with SIGKILL after the grace period, as a kubelet
     /// does.
     pub(crate) async fn stop_api_server(&self, grace: Duration) -> anyhow::Result<()> {
         let Some(child) = self.api_server.lock().take() else {
@@ -308,7 +309,7 @@ impl TestControlPlane {
         child.kill9();
         ensure!(
             until(Duration::from_secs(10), ended).await,
-            "the API server did not end"
+            "the API server did not exit"
         );
         Ok(())
     }
@@ -377,18 +378,18 @@ impl TestControlPlane {
         Ok(())
     }
 
-    /// Requests of the service account `warmroute` of a namespace so far.
+    /// Returns all requests of the service account `warmroute` of a namespace so far.
     pub(crate) fn audit(&self, namespace: &str) -> anyhow::Result<Vec<AuditRecord>> {
         let user = format!("system:serviceaccount:{namespace}:warmroute");
         let text = std::fs::read_to_string(self.dir.path().join("audit.log"))?;
         let mut records = IndexMap::new();
         for line in text.lines().filter(|line| line.contains(&user)) {
-            // The last line may not be whole yet.
+            // The last line may be incomplete.
             let Ok(event) = serde_json::from_str::<Value>(line) else {
                 continue;
             };
             let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-            // A watch has two lines: when it starts and when it ends.
+            // A watch has two lines, one for its start and one for its end.
             records.insert(
                 text(&event["auditID"]),
                 AuditRecord {
@@ -403,7 +404,7 @@ impl TestControlPlane {
 
 impl Drop for TestControlPlane {
     fn drop(&mut self) {
-        // A graceful shutdown takes seconds, and no data is needed afterwards.
+        // SIGKILL: a graceful shutdown takes seconds, and the data is no longer needed.
         if let Some(child) = self.api_server.get_mut() {
             child.kill9();
         }

@@ -1,5 +1,5 @@
-//! etcd and kube-apiserver: named by `ETCD_BIN` and `KUBE_APISERVER_BIN`, else built with Go under
-//! Cargo's target directory.
+//! Location of etcd and kube-apiserver: `ETCD_BIN` and `KUBE_APISERVER_BIN`, or a build with Go
+//! below Cargo's target directory.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -8,14 +8,14 @@ use warmroute_testbed::programs::{environment, find_on_path, is_executable, targ
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apiserver/build.sh");
 
-/// The programs of the control plane.
+/// Paths of the two programs.
 #[derive(Clone, Debug)]
 pub(crate) struct ControlPlanePrograms {
     pub(crate) etcd: PathBuf,
     pub(crate) api_server: PathBuf,
 }
 
-/// Reason that the suite cannot run.
+/// Reason why the suite cannot run.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MissingProgramError {
     #[error("{variable} is {}, which is not an executable file", path.display())]
@@ -32,7 +32,7 @@ pub(crate) enum MissingProgramError {
 }
 
 impl MissingProgramError {
-    /// True if the machine should be able to run the suite.
+    /// Returns true if the suite must fail instead of reporting `NOT RUN`.
     pub(crate) fn is_failure(&self) -> bool {
         match self {
             Self::NotExecutable { .. } => true,
@@ -49,7 +49,8 @@ pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
         try_mount()?;
         return Ok(ControlPlanePrograms { etcd, api_server });
     }
-    // Checked before the build, which takes minutes, to report a missing Go.
+    // A build takes minutes, so mounting is checked first. If Go is missing, that is reported
+    // instead.
     if find_on_path("go").is_some() {
         try_mount()?;
     }
@@ -73,12 +74,12 @@ fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError>
     }
 }
 
-/// Runs the script, which builds nothing if the programs are there, and waits for another process
-/// that builds them.
+/// Runs the build script. It builds nothing if the programs exist, and waits if another process is
+/// building them.
 fn build() -> Result<PathBuf, String> {
     let target = target_dir().map_err(|error| error.to_string())?;
     let mut command = Command::new("bash");
-    // Progress and errors of the build go to the terminal.
+    // The script prints progress and errors to the terminal.
     command
         .arg(BUILD_SCRIPT)
         .arg(target)

@@ -1,9 +1,9 @@
-//! Discovery by Kubernetes against a real etcd and kube-apiserver on the loopback, with TLS and
-//! RBAC. warmroute runs as in a pod, with a mounted service account that has the Role of
+//! Kubernetes discovery against a real etcd and kube-apiserver on the loopback interface, with TLS
+//! and RBAC. warmroute runs as in a pod, with a mounted service account that has the Role of
 //! `examples/kubernetes/warmroute/rbac.yaml`.
 //!
 //! `cargo test --test apiserver -- [FILTER]` runs the cases whose names contain the filter and
-//! prints a table with one row for each. Without the two programs, and without Go to build them,
+//! prints a table with one row per case. If the two programs are missing and Go is not installed,
 //! the last line is `NOT RUN: reason`.
 
 #![expect(clippy::print_stdout, reason = "the suite prints a table")]

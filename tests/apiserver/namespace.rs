@@ -1,4 +1,4 @@
-//! A namespace of one case: its service account and Role, its pools and pods.
+//! Namespace of one case, with its service account, Role, pools and pods.
 
 use std::sync::Arc;
 
@@ -13,23 +13,23 @@ use crate::router::{MountedAccount, RouterOptions, RouterProcess};
 const RBAC: &str = include_str!("../../examples/kubernetes/warmroute/rbac.yaml");
 const RBAC_API: &str = "rbac.authorization.k8s.io/v1";
 
-/// Rules of the Role.
+/// Rules of the Role in a namespace.
 #[derive(Clone, Debug)]
 pub(crate) enum RoleRules {
-    /// The shipped Role.
+    /// The rules of the shipped Role.
     Shipped,
-    /// With the rule of the shipped file that is commented out.
+    /// The shipped rules and the commented-out rule for the optional kinds.
     WithOptionalKinds,
-    /// Explicit rules.
+    /// Other rules.
     Rules(Value),
 }
 
-/// A rule of a Role.
+/// Returns a rule of a Role.
 pub(crate) fn rule(group: &str, resources: &[&str], verbs: &[&str]) -> Value {
     json!({"apiGroups": [group], "resources": resources, "verbs": verbs})
 }
 
-/// Rules for pods and pools.
+/// Returns rules for pods and pools.
 pub(crate) fn rules_with(pod_verbs: &[&str], pool_verbs: &[&str]) -> RoleRules {
     let pods = (!pod_verbs.is_empty()).then(|| rule("", &["pods"], pod_verbs));
     let pools = rule(
@@ -41,7 +41,7 @@ pub(crate) fn rules_with(pod_verbs: &[&str], pool_verbs: &[&str]) -> RoleRules {
     RoleRules::Rules(pods.into_iter().chain(pools).collect())
 }
 
-/// All verbs of the shipped Role.
+/// The verbs of the shipped Role.
 pub(crate) const READ: [&str; 3] = ["get", "list", "watch"];
 
 /// A namespace with a service account for warmroute.
@@ -51,7 +51,7 @@ pub(crate) struct TestNamespace {
 }
 
 impl TestNamespace {
-    /// With the shipped Role.
+    /// Creates a namespace with the shipped Role.
     pub(crate) async fn create(plane: &Arc<TestControlPlane>) -> anyhow::Result<Self> {
         Self::create_with(plane, RoleRules::Shipped).await
     }
@@ -67,7 +67,7 @@ impl TestNamespace {
         };
         let object = json!({"metadata": {"name": namespace.name}});
         plane.admin.create("/api/v1/namespaces", &object).await?;
-        // A controller does this in a cluster; pods are refused without it.
+        // Pods are rejected without this account. In a real cluster, a controller creates it.
         namespace
             .create_object(
                 "v1",
@@ -161,7 +161,7 @@ impl TestNamespace {
             .await
     }
 
-    /// The InferencePool of the shipped manifests with these ports.
+    /// Creates the InferencePool of the shipped manifests with these ports.
     pub(crate) async fn create_pool(&self, ports: &[u16]) -> anyhow::Result<()> {
         self.create_of(
             INFERENCE_POOLS,
@@ -171,14 +171,14 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// A pod of the pool without a status.
+    /// Creates a pod of the pool without a status.
     pub(crate) async fn create_pending(&self, name: &str) -> anyhow::Result<()> {
         self.create_object("v1", "pods", &pod(name, &engine_labels()))
             .await?;
         Ok(())
     }
 
-    /// A pod of the pool that is ready.
+    /// Creates a ready pod of the pool.
     pub(crate) async fn create_pod(&self, name: &str, ip: &str) -> anyhow::Result<()> {
         self.create_pod_with(name, ip, &engine_labels()).await
     }
@@ -208,7 +208,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// Deletes a pod gracefully: without a kubelet, it remains until it is removed.
+    /// Deletes a pod gracefully. Without a kubelet, it stays until [`Self::remove_pod`].
     pub(crate) async fn delete_pod(&self, name: &str) -> anyhow::Result<()> {
         self.plane
             .admin
@@ -255,7 +255,7 @@ impl TestNamespace {
         Ok(())
     }
 
-    /// Files that a kubelet mounts.
+    /// Returns the service account files that a kubelet would mount.
     pub(crate) async fn account(&self) -> anyhow::Result<MountedAccount> {
         let ca = self.plane.authority.cert.clone();
         Ok(MountedAccount {
@@ -270,7 +270,7 @@ impl TestNamespace {
         self.start_router_with(json!({})).await
     }
 
-    /// The same with `config` merged into the configuration.
+    /// Like [`Self::start_router`], with `config` merged into the configuration.
     pub(crate) async fn start_router_with(&self, config: Value) -> anyhow::Result<RouterProcess> {
         RouterProcess::start(self.options(config).await?).await
     }
@@ -285,7 +285,7 @@ impl TestNamespace {
         })
     }
 
-    /// Requests of warmroute so far.
+    /// Returns all requests of warmroute so far.
     pub(crate) fn audit(&self) -> anyhow::Result<Vec<AuditRecord>> {
         self.plane.audit(&self.name)
     }

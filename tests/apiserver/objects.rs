@@ -1,16 +1,17 @@
-//! Objects of Kubernetes as JSON.
+//! Kubernetes objects as JSON.
 
 use anyhow::Context as _;
 use serde_json::{Value, json};
 
-/// The InferencePool of the shipped manifests, and the label of its pods.
+/// Name of the InferencePool of the shipped manifests, and value of the `app` label of its pods.
 pub(crate) const POOL: &str = "vllm-qwen";
 
 pub(crate) fn engine_labels() -> Value {
     json!({"app": POOL})
 }
 
-/// A pod on a node, so that it is deleted with grace. It has no status.
+/// Returns a pod without a status. It is assigned to a node, so that it is deleted with a grace
+/// period.
 pub(crate) fn pod(name: &str, labels: &Value) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
@@ -19,7 +20,7 @@ pub(crate) fn pod(name: &str, labels: &Value) -> Value {
     })
 }
 
-/// A status of a pod as a kubelet writes it.
+/// Returns the status of a pod as a kubelet writes it.
 pub(crate) fn running(ips: &[&str], is_ready: bool) -> Value {
     let all: Vec<Value> = ips.iter().map(|ip| json!({"ip": ip})).collect();
     let ready = if is_ready { "True" } else { "False" };
@@ -57,7 +58,7 @@ pub(crate) fn rewrite(name: &str, model: &str, target: &str) -> Value {
     })
 }
 
-/// The objects of a manifest, moved into a namespace.
+/// Returns the objects of a manifest, moved into a namespace.
 pub(crate) fn manifest(text: &str, namespace: &str) -> anyhow::Result<Vec<Value>> {
     let documents = text
         .split("\n---\n")

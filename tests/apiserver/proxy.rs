@@ -1,5 +1,5 @@
-//! TLS proxy between warmroute and the API server that injects faults of a network and of a load
-//! balancer.
+//! TLS proxy between warmroute and the API server that injects faults of networks and load
+//! balancers.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -18,23 +18,23 @@ use tokio_rustls::{TlsAcceptor, TlsConnector};
 use crate::control_plane::TestControlPlane;
 use crate::pki::TestAuthority;
 
-/// Treatment of requests.
+/// Behaviour of the proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ProxyMode {
-    /// Forwards bytes.
+    /// Forwards all bytes.
     Pass,
-    /// Accepts connections and bytes, and forwards nothing.
+    /// Accepts connections and bytes, but forwards nothing.
     Hold,
     /// Closes every connection.
     Cut,
-    /// Responds to every request with this status.
+    /// Responds to every new connection with this status.
     Status(u16),
 }
 
 #[derive(Clone, Copy, Debug)]
 struct ProxyState {
     mode: ProxyMode,
-    /// Connections before this number never forward anything again.
+    /// Connections with a lower number are dead: they stay open and never forward anything again.
     dead_before: u64,
 }
 
@@ -48,7 +48,7 @@ impl ProxyState {
     }
 }
 
-/// A running proxy; dropping it ends all connections.
+/// A running proxy. Dropping it closes all connections.
 pub(crate) struct ApiProxy {
     pub(crate) address: SocketAddr,
     link: Arc<ProxyLink>,
@@ -106,7 +106,7 @@ impl ApiProxy {
         self.state.send_modify(|state| state.mode = mode);
     }
 
-    /// Closes all connections, and uses a certificate of another authority for new ones.
+    /// Closes all connections, and presents a certificate of another authority on new ones.
     pub(crate) async fn change_authority(&self, authority: &TestAuthority) -> anyhow::Result<()> {
         *self.link.acceptor.lock() = acceptor(authority)?;
         self.set(ProxyMode::Cut);
@@ -115,7 +115,7 @@ impl ApiProxy {
         Ok(())
     }
 
-    /// Existing connections never forward anything again; later ones work.
+    /// Makes all existing connections stay open and never forward anything again. New ones work.
     pub(crate) fn kill_silently(&self) {
         let dead_before = *self.connections.borrow();
         self.state.send_modify(|state| {
@@ -197,7 +197,7 @@ async fn serve(
     }
 }
 
-/// Copies until the end of the stream, and pauses while the connection is held.
+/// Copies a stream to its end. Pauses while the connection is held.
 async fn pump(
     mut from: impl AsyncRead + Unpin,
     mut into: impl AsyncWrite + Unpin,
@@ -225,6 +225,6 @@ async fn wait_released(
 
 async fn wait_cut(mut state: watch::Receiver<ProxyState>, connection: u64) {
     _ = state.wait_for(|state| state.cuts(connection)).await;
-    // Bytes that were on their way may still arrive.
+    // Gives bytes in transit time to arrive.
     tokio::time::sleep(Duration::from_millis(1)).await;
 }

@@ -1,4 +1,4 @@
-//! The real warmroute program as in a pod, with its service account mounted as by a kubelet.
+//! The real warmroute program as in a pod, with a service account mounted as a kubelet mounts it.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -12,14 +12,14 @@ use serde_json::{Value, json};
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::ports::{FreePort, until};
 
-/// Limit that is much longer than any reaction without an intended delay.
+/// Timeout of waits, much longer than any reaction without an intended delay.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
-/// Unit of CPU times in `/proc`, the same on every Linux.
+/// Unit of the CPU times in `/proc`, the same on every Linux system.
 const USER_HZ: u64 = 100;
 const POLL: Duration = Duration::from_millis(20);
 const CONFIG: &str = include_str!("../../examples/kubernetes/gateway-api/warmroute-config.yaml");
-/// In a mount namespace of its own: hides a service account of the machine, and mounts the folder
-/// `$0` unless it is empty.
+/// Runs in a separate mount namespace. Hides the service account of the machine, if any, and mounts
+/// the folder `$0` in its place unless `$0` is empty.
 const MOUNT_SCRIPT: &str = r#"set -e
 mount -t tmpfs tmpfs /var/run
 if [ -n "$0" ]; then
@@ -37,7 +37,7 @@ fn in_mount_namespace(folder: &str) -> Command {
     command
 }
 
-/// True if this machine allows mounting a service account.
+/// Checks that this machine allows mounting a service account.
 pub(crate) fn try_mount() -> Result<(), String> {
     let output = in_mount_namespace("/")
         .arg("true")
@@ -51,7 +51,7 @@ pub(crate) fn try_mount() -> Result<(), String> {
     }
 }
 
-/// Contents of the folder of a service account.
+/// Files in the folder of a service account.
 #[derive(Clone, Debug)]
 pub(crate) struct MountedAccount {
     pub(crate) token: String,
@@ -59,8 +59,8 @@ pub(crate) struct MountedAccount {
     pub(crate) namespace: String,
 }
 
-/// The folder, written as a kubelet does: files are links into `..data`, which is swapped by a
-/// rename.
+/// Service account folder, written as a kubelet writes it: files are links into `..data`, which a
+/// rename replaces.
 struct AccountVolume {
     folder: PathBuf,
     versions: u32,
@@ -97,14 +97,14 @@ impl AccountVolume {
 /// Environment and configuration of a warmroute process.
 pub(crate) struct RouterOptions {
     pub(crate) api_server: SocketAddr,
-    /// Mounted service account, if any.
+    /// Service account to mount, if any.
     pub(crate) account: Option<MountedAccount>,
-    /// Merged into the shipped configuration; null removes a key.
+    /// Merged into the shipped configuration. A null value removes its key.
     pub(crate) config: Value,
     pub(crate) dir: PathBuf,
 }
 
-/// A running warmroute.
+/// A running warmroute process.
 pub(crate) struct RouterProcess {
     child: ChildProcess,
     command: Command,
@@ -116,7 +116,7 @@ pub(crate) struct RouterProcess {
 }
 
 impl RouterProcess {
-    /// Starts it and waits for its admin listener.
+    /// Starts the process and waits for its admin listener.
     pub(crate) async fn start(options: RouterOptions) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new()
             .prefix("router-")
@@ -134,7 +134,7 @@ impl RouterProcess {
             "listeners": {"ext_proc": null, "admin": null},
             "replicas": null,
             "process": {"drain": {"grace_period": "0s", "timeout": "1s"}},
-            // No engines run at the addresses of the pods.
+            // No engines listen at the addresses of the pods.
             "engines": {"discovery": {"enabled": false}, "parity_check": {"enabled": false}},
         });
         merge(&mut config, &own);
@@ -174,7 +174,7 @@ impl RouterProcess {
         Ok(())
     }
 
-    /// Ends it as `kill -9` does and starts it with the same configuration.
+    /// Kills the process with SIGKILL and starts it again with the same configuration.
     pub(crate) async fn restart(&mut self) -> anyhow::Result<()> {
         self.child.kill9();
         ensure!(
@@ -190,7 +190,7 @@ impl RouterProcess {
         self.wait_admin().await
     }
 
-    /// Runs another command of warmroute in the same pod and returns its exit code and output.
+    /// Runs another command of warmroute in the same pod. Returns its exit code and output.
     pub(crate) async fn run(&self, arguments: &[&str]) -> anyhow::Result<(i32, String)> {
         let mut command = tokio::process::Command::from(clone_command(&self.command));
         command
@@ -218,10 +218,10 @@ impl RouterProcess {
         self.child.is_running()
     }
 
-    /// CPU time so far.
+    /// Returns the CPU time of the process so far.
     pub(crate) fn cpu(&self) -> anyhow::Result<Duration> {
         let stat = fs::read_to_string(format!("/proc/{}/stat", self.child.pid()))?;
-        // Fields after the name of the program, which may hold spaces.
+        // The fields follow the name of the program, which may contain spaces.
         let fields: Vec<&str> = stat
             .rsplit(") ")
             .next()
@@ -233,7 +233,7 @@ impl RouterProcess {
         Ok(Duration::from_millis(ticks * 1000 / USER_HZ))
     }
 
-    /// Resident memory in MiB.
+    /// Returns the resident memory in MiB.
     pub(crate) fn resident(&self) -> anyhow::Result<u64> {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.pid()))?;
         let line = status
@@ -247,7 +247,7 @@ impl RouterProcess {
         String::from_utf8_lossy(&fs::read(self.child.log()).unwrap_or_default()).into_owned()
     }
 
-    /// Lines of the log that contain a text.
+    /// Returns the number of log lines that contain a text.
     pub(crate) fn log_lines(&self, text: &str) -> usize {
         self.log()
             .lines()
@@ -266,7 +266,7 @@ impl RouterProcess {
         )?)
     }
 
-    /// `POST /debug/explain` for a completion of a model.
+    /// Sends `POST /debug/explain` for a completion of a model.
     pub(crate) async fn explain(&self, model: &str) -> anyhow::Result<Value> {
         let question = json!({"path": "/v1/completions", "headers": {}, "body": {"model": model, "prompt": "hello"}});
         let url = format!(
@@ -284,7 +284,7 @@ impl RouterProcess {
             .await?)
     }
 
-    /// Name and endpoint of each worker, with a `-` if it drains.
+    /// Returns name and endpoint of each worker, followed by `-` if it is draining.
     pub(crate) async fn fleet(&self) -> anyhow::Result<Vec<String>> {
         self.fleet_by(|worker| {
             let mark = if worker["draining"] == true { " -" } else { "" };
@@ -297,7 +297,7 @@ impl RouterProcess {
         .await
     }
 
-    /// A text for each worker, in order.
+    /// Formats each worker with `text` and sorts the results.
     pub(crate) async fn fleet_by(
         &self,
         text: impl Fn(&Value) -> String,
@@ -312,7 +312,7 @@ impl RouterProcess {
         Ok(fleet)
     }
 
-    /// Waits for a fleet and returns the elapsed time.
+    /// Waits until the fleet is as expected. Returns the elapsed time.
     pub(crate) async fn wait_fleet(&self, expected: &[&str]) -> anyhow::Result<Duration> {
         self.wait_fleet_within(PATIENCE, expected).await
     }
@@ -340,7 +340,7 @@ impl RouterProcess {
         }
     }
 
-    /// Asserts that the fleet does not change for a period.
+    /// Asserts that the fleet stays as expected for a period.
     pub(crate) async fn keeps_fleet(
         &self,
         period: Duration,
@@ -359,7 +359,7 @@ impl RouterProcess {
         Ok(())
     }
 
-    /// Waits for a text in the log.
+    /// Waits until the log contains a text. Returns the elapsed time.
     pub(crate) async fn wait_log(&self, text: &str) -> anyhow::Result<Duration> {
         self.wait_log_within(PATIENCE, text).await
     }
@@ -379,7 +379,7 @@ impl RouterProcess {
         Ok(began.elapsed())
     }
 
-    /// A sample of a metric; `None` if there is none.
+    /// Returns the value of a series, or `None` if it does not exist.
     pub(crate) async fn metric(&self, series: &str) -> anyhow::Result<Option<f64>> {
         let page = self.page("metrics").await?;
         let line = page
@@ -388,7 +388,7 @@ impl RouterProcess {
         Ok(line.map(|value| value.trim().parse()).transpose()?)
     }
 
-    /// `discovery_up` of a pool.
+    /// Returns true if `discovery_up` of a pool is 1.
     pub(crate) async fn is_up(&self, pool: &str) -> anyhow::Result<bool> {
         let value = self
             .metric(&format!("discovery_up{{source=\"kubernetes {pool}\"}}"))
@@ -396,7 +396,7 @@ impl RouterProcess {
         Ok(value.context("no such source")? == 1.0)
     }
 
-    /// Waits until `discovery_up` of a pool has a value, and returns the elapsed time.
+    /// Waits until `discovery_up` of a pool has a value. Returns the elapsed time.
     pub(crate) async fn wait_up(
         &self,
         pool: &str,
@@ -425,7 +425,7 @@ impl RouterProcess {
             .is_ok_and(|answer| answer.status().is_success())
     }
 
-    /// Waits until `/debug/cluster` contains a text, and returns the elapsed time.
+    /// Waits until `/debug/cluster` contains a text. Returns the elapsed time.
     pub(crate) async fn wait_cluster(&self, text: &str) -> anyhow::Result<Duration> {
         let began = Instant::now();
         let page = async || self.page("debug/cluster").await.unwrap_or_default();
@@ -442,12 +442,12 @@ impl RouterProcess {
 
 impl Drop for RouterProcess {
     fn drop(&mut self) {
-        // The process need not drain.
+        // A drain would take time and is not needed.
         self.child.kill9();
     }
 }
 
-/// The pod of a worker, without its namespace.
+/// Returns the name of a worker's pod, without the namespace.
 pub(crate) fn pod_name(worker: &Value) -> &str {
     worker["name"]
         .as_str()
@@ -488,7 +488,8 @@ fn clone_command(command: &Command) -> Command {
     clone
 }
 
-/// Configuration of the shipped ConfigMap without parts that do not work on the loopback.
+/// Returns the configuration of the shipped ConfigMap without the parts that do not work on the
+/// loopback interface.
 fn shipped_config() -> anyhow::Result<Value> {
     let map: Value = serde_saphyr::from_str(CONFIG)?;
     let text = map["data"]["warmroute.yaml"]
@@ -502,12 +503,12 @@ fn shipped_config() -> anyhow::Result<Value> {
     let model = config
         .pointer_mut("/models/0")
         .context("the configuration has no model")?;
-    // Loading the tokenizer takes seconds; the cases that need it name its files.
+    // Loading the tokenizer takes seconds. Cases that need it configure its files.
     merge(model, &json!({"tokenizer": null, "tokenizer_config": null}));
     Ok(config)
 }
 
-/// Merges as RFC 7396 does.
+/// Merges two JSON values as RFC 7396 does.
 fn merge(into: &mut Value, change: &Value) {
     let Some(change) = change.as_object() else {
         *into = change.clone();

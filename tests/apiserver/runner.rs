@@ -1,4 +1,4 @@
-//! Runs cases concurrently and prints a table of observations, durations and verdicts.
+//! Runs cases concurrently, and prints a table of observations, durations and verdicts.
 
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -14,20 +14,20 @@ use crate::install::ControlPlanePrograms;
 
 /// Time limit of a case.
 const CASE_LIMIT: Duration = Duration::from_secs(110);
-/// Maximum number of concurrent cases on a shared API server.
+/// Maximum number of concurrent cases on one API server.
 const MAX_CONCURRENT_CASES: usize = 8;
 
-/// The text of the column `seen`.
+/// Text of the column `seen`, or the error of a failed case.
 pub(crate) type CaseResult = anyhow::Result<String>;
 
 /// Control plane that a case runs against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PlaneKind {
-    /// Case stays in a namespace of its own.
+    /// The case stays in its own namespace.
     Shared,
-    /// Case installs and deletes custom resource definitions.
+    /// The case installs and deletes custom resource definitions.
     Definitions,
-    /// Case stops or restarts the API server or etcd.
+    /// The case stops or restarts the API server or etcd.
     Faults,
 }
 
@@ -45,7 +45,7 @@ struct CaseReport {
     result: CaseResult,
 }
 
-/// Runs the cases; the exit code is that of libtest.
+/// Runs the cases. Returns the exit code that libtest would return.
 pub(crate) fn run(cases: Vec<TestCase>, programs: ControlPlanePrograms) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -164,7 +164,7 @@ async fn run_plane(
         let reports_tx = reports_tx.clone();
         running.spawn_local(async move {
             let began = Instant::now();
-            // The inner task contains a panic.
+            // The inner task turns a panic into an error.
             let finished =
                 tokio::task::spawn_local(tokio::time::timeout(CASE_LIMIT, run(plane))).await;
             let result = match finished {

@@ -1,4 +1,4 @@
-//! A steady stream of ext_proc exchanges, as Envoy would open them.
+//! Steady stream of ext_proc exchanges, as Envoy would open them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -36,7 +36,7 @@ impl TrafficCounters {
     }
 }
 
-/// Exchanges in a background task until it is dropped.
+/// Background task that opens exchanges until it is dropped.
 pub(crate) struct SteadyTraffic {
     counters: Arc<Mutex<TrafficCounters>>,
     task: JoinHandle<()>,
@@ -49,7 +49,7 @@ impl Drop for SteadyTraffic {
 }
 
 impl SteadyTraffic {
-    /// Starts the traffic; every exchange must be routed to one of the endpoints.
+    /// Starts the traffic. Every exchange must be routed to one of the endpoints.
     pub(crate) async fn start(router: &RouterProcess, endpoints: &[&str]) -> anyhow::Result<Self> {
         let channel = channel(router).await?;
         let endpoints: Vec<String> = endpoints
@@ -78,7 +78,7 @@ impl SteadyTraffic {
         Ok(Self { counters, task })
     }
 
-    /// Number of exchanges so far; an error if one was not routed.
+    /// Returns the number of exchanges so far. Fails if one was not routed.
     pub(crate) fn routed(&self) -> anyhow::Result<usize> {
         let counters = self.counters.lock();
         ensure!(
@@ -91,7 +91,8 @@ impl SteadyTraffic {
     }
 }
 
-/// The request body that the engine gets, if the reply has one.
+/// Returns the request body that the engine would receive, or an empty string if the reply has
+/// none.
 fn sent_body(reply: &ProcessingResponse) -> String {
     let Some(Reply::RequestBody(body)) = &reply.response else {
         return String::new();
@@ -116,7 +117,7 @@ async fn channel(router: &RouterProcess) -> anyhow::Result<Channel> {
     )
 }
 
-/// Routes one completion; warmroute's replies as text.
+/// Routes one completion. Returns the replies of warmroute as text.
 pub(crate) async fn route(router: &RouterProcess, model: &str) -> anyhow::Result<String> {
     exchange(&channel(router).await?, model).await
 }

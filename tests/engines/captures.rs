@@ -1,5 +1,6 @@
-//! Event batches captured from a real engine: they decode and convert, different contents have
-//! different blocks, and the overlaps of the index equal the engine's reuse.
+//! Event batches that were captured from a real engine. The tests check that they convert, that
+//! different contents have different block hashes, and that overlaps in the index equal the blocks
+//! that the engine reused.
 
 mod play;
 
@@ -38,7 +39,7 @@ fn captures() -> Vec<PathBuf> {
     files
 }
 
-/// Payloads of one capture, in the order of arrival.
+/// Returns the payloads of one capture in the order of arrival.
 fn payloads(capture: &Value) -> Vec<Vec<u8>> {
     let texts = |key: &str| capture[key].as_array().cloned().unwrap_or_default();
     let live = texts("frames").into_iter().map(|frames| frames[2].clone());
@@ -105,7 +106,7 @@ fn every_captured_batch_converts() {
     );
 }
 
-/// Local hashes of the stored blocks of one capture, event by event.
+/// Returns the local hashes of the stored blocks of one capture, event by event.
 fn locals(name: &str) -> Vec<Vec<u64>> {
     let capture = read(format!("data/kv_events/{name}.json"));
     let mut normalizer = EventNormalizer::new(BlockSize::new(32).unwrap(), MediaTokens::default());
@@ -123,14 +124,14 @@ fn locals(name: &str) -> Vec<Vec<u64>> {
 
 #[test]
 fn tenants_and_adapters_never_share_blocks() {
-    // The same text under no salt, tenant A and tenant B: a01, then the first and third event of
-    // a05.
+    // Capture a01 has a text without a salt. The first and third event of a05 have the same text
+    // with the salts of tenants A and B.
     let plain = &locals("a01-first-and-shared-prefix")[0][..12];
     let salted = locals("a05-cache-salt");
     let adapters = locals("b01-base-then-lora");
     assert_eq!(
         adapters[0], plain,
-        "the base model hashes alike on every engine"
+        "the base model has the same hashes on every engine"
     );
     let variants = [
         plain,
@@ -145,8 +146,8 @@ fn tenants_and_adapters_never_share_blocks() {
             assert!(one.iter().zip(*other).all(|(one, other)| one != other));
         }
     }
-    // Tenant A's next turn has no salt and continues A's chain. The same text without a salt has
-    // another hash.
+    // The next turn of tenant A has no salt and continues A's chain of blocks. The same text in an
+    // unsalted chain has another hash.
     assert_eq!(salted[1].len(), 1);
     assert_ne!(salted[1], salted[3]);
 }
@@ -154,7 +155,8 @@ fn tenants_and_adapters_never_share_blocks() {
 #[test]
 fn different_images_never_share_blocks() {
     let images = locals("e02-image");
-    // Block one contains text and the beginning of the image in both. The placeholders are equal.
+    // In both captures, the first block contains text and the beginning of the image, and the
+    // placeholder tokens are equal.
     assert_eq!(images.len(), 2);
     assert!(
         images[0]
@@ -165,7 +167,8 @@ fn different_images_never_share_blocks() {
 }
 
 /// For each prompt of a captured session, the overlap in the index before the prompt equals the
-/// engine's reuse. Only a reset is late, because the engine announces it with its next batch.
+/// blocks that the engine reused. A cache reset is the exception: the engine announces it only with
+/// its next batch.
 #[test]
 fn hybrid_model_overlaps_match_engine_reuse() {
     let session = read("data/hybrid.json");
@@ -187,7 +190,7 @@ fn hybrid_model_overlaps_match_engine_reuse() {
         index.query_overlaps(&hashes, &mut overlaps);
         let predicted = u64::from(overlaps.get(RankSlot(0)).device) * size.tokens() as u64;
         match request["scenario"].as_str().unwrap() {
-            "d05-reset" => assert_eq!(predicted, 320, "nothing has told of the reset yet"),
+            "d05-reset" => assert_eq!(predicted, 320, "the reset is not announced yet"),
             scenario => assert_eq!(json!(predicted), request["cached_tokens"], "{scenario}"),
         }
         for payload in request["payloads"].as_array().unwrap() {
@@ -198,7 +201,7 @@ fn hybrid_model_overlaps_match_engine_reuse() {
                 match normalizer.convert(event) {
                     ConvertedEvent::Event(event) => drop(writer.apply(&event)),
                     ConvertedEvent::IndexEvents(events, _) => {
-                        panic!("the sizes are the same: {events:?}")
+                        panic!("the block sizes are equal: {events:?}")
                     }
                     ConvertedEvent::GroupEvent(_, share) => {
                         assert_eq!(writer.apply(&share), ApplyOutcome::Ok)
@@ -207,7 +210,7 @@ fn hybrid_model_overlaps_match_engine_reuse() {
                 }
             }
         }
-        // The main group alone would predict more.
+        // The full-attention group alone would predict a longer overlap.
         index.query_overlaps(
             &BlockHashes::from_tokens(
                 &prompt[..prompt.len().min(200)],

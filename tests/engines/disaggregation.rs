@@ -1,6 +1,6 @@
-//! Engine simulators connected over HTTP, in the way a router connects real engines: prefill here,
-//! decode there. The output must equal that of a single engine, and every mistake of a router must
-//! be counted.
+//! Prefill and decode on different engine simulators, connected over HTTP as a router connects real
+//! engines. The output must equal that of a single engine, and every mistake of a router must be
+//! counted.
 
 mod bed;
 mod nixl;

@@ -1,5 +1,6 @@
-//! The subscriber on real ZMQ sockets against an engine with vLLM's protocol: PUB for live batches,
-//! ROUTER for the replay, numbers from zero after every start.
+//! The subscriber of KV events on real ZMQ sockets. The test engine follows vLLM's protocol: a PUB
+//! socket for live batches, a ROUTER socket for the replay, and sequence numbers from zero after
+//! every start.
 
 mod freshness;
 mod malformed;
@@ -30,11 +31,11 @@ const TOPIC: &str = "kv@engine";
 /// Maximum message size of the subscriber.
 const MAX_MESSAGE: usize = 1 << 20;
 
-/// Waits until a condition holds.
-async fn until(what: &str, mut so: impl FnMut() -> bool) {
+/// Waits until a condition holds, or panics after a timeout.
+async fn until(what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
-    while !so() {
-        assert!(Instant::now() < deadline, "never {what}");
+    while !condition() {
+        assert!(Instant::now() < deadline, "timeout: {what}");
         sleep(Duration::from_millis(5)).await;
     }
 }
@@ -60,10 +61,10 @@ fn removal(blocks: &[u64]) -> Vec<u8> {
     rmp_serde::to_vec(&(1.5, [("BlockRemoved", blocks)], 0)).unwrap()
 }
 
-/// Format of replies and of their end.
+/// Format of replay replies and of the reply that ends a replay.
 #[derive(Clone, Copy)]
 enum EventShape {
-    /// `[empty, topic, seq, payload]`, ended by number -1.
+    /// `[empty, topic, seq, payload]`, ended by sequence number -1.
     WithTopic,
     /// `[empty, seq, payload]`, ended by an empty payload.
     Short,
@@ -75,18 +76,18 @@ type MessageLog = Arc<Mutex<Vec<Vec<u8>>>>;
 struct EventEngine {
     publisher: PubSocket,
     log: MessageLog,
-    replays: Option<JoinHandle<()>>,
+    replay_task: Option<JoinHandle<()>>,
 }
 
 impl Drop for EventEngine {
     fn drop(&mut self) {
-        if let Some(replays) = &self.replays {
-            replays.abort();
+        if let Some(replay_task) = &self.replay_task {
+            replay_task.abort();
         }
     }
 }
 
-/// Retries to bind, because the port of the previous engine may still be in use.
+/// Binds a socket. Retries, because the port of the previous engine may still be in use.
 async fn bind(socket: &mut impl Socket, endpoint: &str) -> String {
     let deadline = Instant::now() + Duration::from_secs(10);
     loop {
@@ -99,14 +100,14 @@ async fn bind(socket: &mut impl Socket, endpoint: &str) -> String {
 }
 
 impl EventEngine {
-    /// Starts with a log of batches that were never published live.
+    /// Starts an engine whose replay log contains batches that were never published live.
     async fn start(site: &EventSite, log: Vec<Vec<u8>>) -> Self {
         let log: MessageLog = Arc::new(Mutex::new(log));
-        let mut replays = None;
+        let mut replay_task = None;
         if let Some(endpoint) = &site.replay {
             let mut router = RouterSocket::new();
             bind(&mut router, endpoint).await;
-            replays = Some(tokio::spawn(repeat(router, log.clone(), site.shape)));
+            replay_task = Some(tokio::spawn(serve_replays(router, log.clone(), site.shape)));
         }
         let mut publisher = PubSocket::new();
         match site.attach {
@@ -116,11 +117,11 @@ impl EventEngine {
         Self {
             publisher,
             log,
-            replays,
+            replay_task,
         }
     }
 
-    /// Numbers and stores a batch without publishing it, like a lost message.
+    /// Adds a batch to the replay log without publishing it, as if the message had been lost.
     fn lose(&mut self, payload: Vec<u8>) -> u64 {
         let mut log = self.log.lock();
         log.push(payload);
@@ -136,10 +137,10 @@ impl EventEngine {
     }
 }
 
-async fn repeat(mut router: RouterSocket, log: MessageLog, shape: EventShape) {
+async fn serve_replays(mut router: RouterSocket, log: MessageLog, shape: EventShape) {
     while let Ok(request) = router.recv().await {
         let [client, empty, from] = &request.into_vec()[..] else {
-            panic!("not a request")
+            panic!("not a replay request")
         };
         assert!(empty.is_empty());
         let from = u64::from_be_bytes(from.as_ref().try_into().unwrap());
@@ -171,40 +172,36 @@ struct EventSite {
     shape: EventShape,
 }
 
-/// Sink of a new index that records the events.
-fn recording_sink(held: &Arc<Mutex<HeldMessages>>) -> RankSink {
+/// Returns a sink that records the events and applies them to a new index.
+fn recording_sink(held: &Arc<Mutex<ReportedBlocks>>) -> RankSink {
     let index = PrefixIndex::new();
     let writer = Arc::new(Mutex::new(index.create_writer(RankSlot(0))));
     let targets = (writer.clone(), held.clone());
-    let doubted = (writer.clone(), held.clone());
-    let settled = writer;
-    let settled_of = held.clone();
+    let loss_targets = (writer.clone(), held.clone());
+    let reconciled = writer;
+    let reconcile_target = held.clone();
     RankSink {
         apply: Box::new(move |event| {
             targets.1.lock().apply(event);
             targets.0.lock().apply(event)
         }),
         record_loss: Box::new(move || {
-            doubted.1.lock().doubts += 1;
-            doubted.0.lock().record_gap()
+            loss_targets.1.lock().losses += 1;
+            loss_targets.0.lock().record_gap()
         }),
         reconcile: Box::new(move || {
-            let settled = settled.lock().reconcile();
-            for (name, _) in settled
-                .purged
-                .iter()
-                .flat_map(|forgotten| &forgotten.blocks)
-            {
-                settled_of.lock().blocks.remove(&name.0);
+            let reconciled = reconciled.lock().reconcile();
+            for (name, _) in reconciled.purged.iter().flat_map(|purge| &purge.blocks) {
+                reconcile_target.lock().blocks.remove(&name.0);
             }
-            settled
+            reconciled
         }),
         position: Default::default(),
     }
 }
 
 impl EventSite {
-    /// Uses free ports.
+    /// Returns a site with free ports.
     fn new(attach: SocketAttach, replay: bool) -> Self {
         let free = || {
             let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -223,7 +220,7 @@ impl EventSite {
     }
 
     fn subscribe_with(&self, resync: ResyncMode) -> EventSubscriber {
-        let held = Arc::new(Mutex::new(HeldMessages::default()));
+        let held = Arc::new(Mutex::new(ReportedBlocks::default()));
         let sink = recording_sink(&held);
         let shared = SharedResync::default();
         shared.set(resync);
@@ -246,29 +243,29 @@ impl EventSite {
         };
         let (sender, state) = watch::channel(SourceState::default());
         let metrics = Arc::new(Metrics::new());
-        let witness = SourceMonitor::default();
-        let listening = run(spec, sink, metrics.clone(), sender, witness.clone());
+        let monitor = SourceMonitor::default();
+        let subscription = run(spec, sink, metrics.clone(), sender, monitor.clone());
         let task = tokio::spawn(async move {
-            let _ = listening.await;
+            let _ = subscription.await;
         });
         EventSubscriber {
             held,
             metrics,
             state,
-            witness,
+            monitor,
             task,
         }
     }
 }
 
 #[derive(Default)]
-struct HeldMessages {
+struct ReportedBlocks {
     blocks: HashSet<u64>,
-    doubts: usize,
+    losses: usize,
     clears: usize,
 }
 
-impl HeldMessages {
+impl ReportedBlocks {
     fn apply(&mut self, event: &KvEvent) {
         match event {
             KvEvent::Stored { blocks, .. } => {
@@ -291,10 +288,10 @@ impl HeldMessages {
 }
 
 struct EventSubscriber {
-    held: Arc<Mutex<HeldMessages>>,
+    held: Arc<Mutex<ReportedBlocks>>,
     metrics: Arc<Metrics>,
     state: watch::Receiver<SourceState>,
-    witness: SourceMonitor,
+    monitor: SourceMonitor,
     task: JoinHandle<()>,
 }
 
@@ -305,19 +302,19 @@ impl Drop for EventSubscriber {
 }
 
 impl EventSubscriber {
-    async fn is(&self, state: SourceState) {
+    async fn wait_state(&self, state: SourceState) {
         until(&format!("{state:?}"), || *self.state.borrow() == state).await;
     }
 
-    async fn expect_freshness(&self, trust: IndexFreshness, because: Option<StaleReason>) {
-        let so = || {
-            let standing = self.witness.status();
-            (standing.freshness, standing.reason) == (trust, because)
+    async fn expect_freshness(&self, freshness: IndexFreshness, reason: Option<StaleReason>) {
+        let condition = || {
+            let status = self.monitor.status();
+            (status.freshness, status.reason) == (freshness, reason)
         };
-        until(&format!("{trust:?} because {because:?}"), so).await;
+        until(&format!("{freshness:?} because {reason:?}"), condition).await;
     }
 
-    async fn holds(&self, blocks: impl IntoIterator<Item = u64>) {
+    async fn wait_blocks(&self, blocks: impl IntoIterator<Item = u64>) {
         let blocks: HashSet<u64> = blocks.into_iter().collect();
         until(&format!("holds {blocks:?}"), || {
             self.held.lock().blocks == blocks
@@ -357,11 +354,11 @@ impl EventSubscriber {
             .get()
     }
 
-    /// Publishes until the subscription has taken effect, and then the given blocks.
+    /// Publishes block 0 until the subscription has taken effect, and then the given blocks.
     async fn expect_blocks(&self, engine: &mut EventEngine, blocks: impl IntoIterator<Item = u64>) {
         let deadline = Instant::now() + Duration::from_secs(10);
         while !self.held.lock().blocks.contains(&0) {
-            assert!(Instant::now() < deadline, "nothing arrives");
+            assert!(Instant::now() < deadline, "no batch arrives");
             engine.publish(payload(0)).await;
             sleep(Duration::from_millis(20)).await;
         }
@@ -384,9 +381,9 @@ async fn warm_idle_engine_is_replayed_on_attach() {
         };
         let _engine = EventEngine::start(&site, log(1..=40)).await;
         let subscriber = site.subscribe();
-        subscriber.holds(1..=40).await;
-        subscriber.is(SourceState::Live).await;
-        assert_eq!(subscriber.held.lock().doubts, 0);
+        subscriber.wait_blocks(1..=40).await;
+        subscriber.wait_state(SourceState::Live).await;
+        assert_eq!(subscriber.held.lock().losses, 0);
     }
 }
 
@@ -395,7 +392,7 @@ async fn malformed_messages_do_not_delay_attach_check() {
     let site = EventSite::new(SocketAttach::Connect, true);
     let mut engine = EventEngine::start(&site, log([1])).await;
     let subscriber = site.subscribe();
-    subscriber.holds([1]).await;
+    subscriber.wait_blocks([1]).await;
     engine.lose(payload(2));
     let deadline = Instant::now() + Duration::from_secs(10);
     while !subscriber.held.lock().blocks.contains(&2) {
@@ -415,13 +412,13 @@ async fn warm_engine_without_replay_starts_at_next_event() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, log(1..=40)).await;
     let subscriber = site.subscribe();
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [50, 51]).await;
-    subscriber.holds([0, 50, 51]).await;
+    subscriber.wait_blocks([0, 50, 51]).await;
     assert_eq!(
-        (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+        (subscriber.gaps("lost"), subscriber.held.lock().losses),
         (1, 1),
-        "what came before is not known"
+        "batches before the subscription are lost"
     );
     assert_eq!(subscriber.held.lock().clears, 0);
 }
@@ -436,13 +433,13 @@ async fn late_publisher_is_received_from_first_batch() {
     ] {
         let site = EventSite::new(attach, replay);
         let subscriber = site.subscribe();
-        subscriber.is(SourceState::Connecting).await;
+        subscriber.wait_state(SourceState::Connecting).await;
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_state(SourceState::Live).await;
         subscriber.expect_blocks(&mut engine, [1, 2]).await;
-        subscriber.holds(0..=2).await;
+        subscriber.wait_blocks(0..=2).await;
         assert_eq!(
-            subscriber.held.lock().doubts,
+            subscriber.held.lock().losses,
             0,
             "{attach:?}, replay {replay}"
         );
@@ -455,19 +452,19 @@ async fn gap_is_replayed() {
         let site = EventSite::new(attach, true);
         let subscriber = site.subscribe();
         if attach == SocketAttach::Bind {
-            subscriber.is(SourceState::Connecting).await;
+            subscriber.wait_state(SourceState::Connecting).await;
         }
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_state(SourceState::Live).await;
         subscriber.expect_blocks(&mut engine, [1, 2]).await;
-        subscriber.holds(0..=2).await;
+        subscriber.wait_blocks(0..=2).await;
         engine.lose(payload(3));
         engine.lose(payload(4));
         engine.publish(payload(5)).await;
-        subscriber.holds(0..=5).await;
+        subscriber.wait_blocks(0..=5).await;
         assert!(subscriber.gaps("replayed") >= 1);
         assert_eq!(
-            (subscriber.gaps("lost"), subscriber.held.lock().doubts),
+            (subscriber.gaps("lost"), subscriber.held.lock().losses),
             (0, 0)
         );
         assert_eq!(subscriber.held.lock().clears, 0);
@@ -477,26 +474,28 @@ async fn gap_is_replayed() {
 #[tokio::test]
 async fn engine_restart_on_same_port_is_detected() {
     for attach in [SocketAttach::Connect, SocketAttach::Bind] {
-        // The restarted engine has published nothing, is behind the old one, or has overtaken it
-        // unnoticed.
+        // The restarted engine has published nothing, or fewer batches than the old one, or already
+        // more.
         for ahead in [0, 2, 50] {
             let site = EventSite::new(attach, true);
             let subscriber = site.subscribe();
             let mut engine = EventEngine::start(&site, log(100..110)).await;
-            subscriber.holds(100..110).await;
-            subscriber.is(SourceState::Live).await;
+            subscriber.wait_blocks(100..110).await;
+            subscriber.wait_state(SourceState::Live).await;
             subscriber.expect_blocks(&mut engine, [1]).await;
-            subscriber.holds((100..110).chain([0, 1])).await;
+            subscriber.wait_blocks((100..110).chain([0, 1])).await;
             drop(engine);
-            subscriber.is(SourceState::Connecting).await;
+            subscriber.wait_state(SourceState::Connecting).await;
             let mut engine = EventEngine::start(&site, log(200..200 + ahead)).await;
-            subscriber.holds(200..200 + ahead).await;
-            subscriber.is(SourceState::Live).await;
+            subscriber.wait_blocks(200..200 + ahead).await;
+            subscriber.wait_state(SourceState::Live).await;
             subscriber.expect_blocks(&mut engine, [300]).await;
-            subscriber.holds((200..200 + ahead).chain([0, 300])).await;
+            subscriber
+                .wait_blocks((200..200 + ahead).chain([0, 300]))
+                .await;
             assert_eq!(subscriber.held.lock().clears, 1, "{attach:?} {ahead}");
             assert_eq!(subscriber.metrics.kv_events.engine_restarts.get(), 1);
-            assert_eq!(subscriber.held.lock().doubts, 0);
+            assert_eq!(subscriber.held.lock().losses, 0);
         }
     }
 }
@@ -506,27 +505,27 @@ async fn decreasing_numbers_without_replay_are_restart() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let subscriber = site.subscribe();
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, 1..=200).await;
-    subscriber.holds(0..=200).await;
+    subscriber.wait_blocks(0..=200).await;
     drop(engine);
-    subscriber.is(SourceState::Connecting).await;
+    subscriber.wait_state(SourceState::Connecting).await;
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     let deadline = Instant::now() + Duration::from_secs(10);
     while subscriber.held.lock().clears == 0 {
         assert!(Instant::now() < deadline, "no restart was noticed");
         engine.publish(payload(500)).await;
         sleep(Duration::from_millis(20)).await;
     }
-    subscriber.holds([500]).await;
+    subscriber.wait_blocks([500]).await;
 }
 
 #[tokio::test]
 async fn unix_socket_source_survives_publisher_restart() {
     let folder = tempfile::tempdir().unwrap();
     let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
-    // A stale socket file, where the subscriber has to bind.
+    // A stale socket file exists where the subscriber has to bind.
     drop(std::os::unix::net::UnixListener::bind(folder.path().join("bound")).unwrap());
     for (attach, name) in [
         (SocketAttach::Connect, "connected"),
@@ -541,14 +540,14 @@ async fn unix_socket_source_survives_publisher_restart() {
         };
         let subscriber = site.subscribe();
         let mut engine = EventEngine::start(&site, log([10])).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_state(SourceState::Live).await;
         subscriber.expect_blocks(&mut engine, [1]).await;
-        subscriber.holds([10, 0, 1]).await;
+        subscriber.wait_blocks([10, 0, 1]).await;
         drop(engine);
         let _ = std::fs::remove_file(folder.path().join("connected"));
-        subscriber.is(SourceState::Connecting).await;
+        subscriber.wait_state(SourceState::Connecting).await;
         let _engine = EventEngine::start(&site, log([20])).await;
-        subscriber.holds([20]).await;
+        subscriber.wait_blocks([20]).await;
     }
 }
 
@@ -557,8 +556,8 @@ async fn burst_is_applied_completely_in_order() {
     let site = EventSite::new(SocketAttach::Connect, true);
     let subscriber = site.subscribe();
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, 1..=5000).await;
-    subscriber.holds(0..=5000).await;
-    assert_eq!(subscriber.held.lock().doubts, 0);
+    subscriber.wait_blocks(0..=5000).await;
+    assert_eq!(subscriber.held.lock().losses, 0);
 }

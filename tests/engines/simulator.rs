@@ -1,5 +1,5 @@
-//! The engine simulator as a process, over real HTTP and ZeroMQ. Its responses, events and state must
-//! agree, because benchmarks depend on them.
+//! The engine simulator as a process with real HTTP and ZeroMQ sockets. Its responses, events and
+//! state must agree, because benchmarks depend on them.
 
 mod faults;
 mod formats;
@@ -33,7 +33,7 @@ struct SimulatorProcess {
 }
 
 impl SimulatorProcess {
-    async fn start(more: &[&str]) -> Self {
+    async fn start(flags: &[&str]) -> Self {
         let mut child = Command::new(example_program("engine_sim").unwrap())
             .args([
                 "--listen",
@@ -45,7 +45,7 @@ impl SimulatorProcess {
                 "20",
             ])
             .args(["--tokenizer", "examples/models/qwen2.5/tokenizer.json.gz"])
-            .args(more)
+            .args(flags)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -55,9 +55,9 @@ impl SimulatorProcess {
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
             .await
-            .expect("ready in time")
+            .expect("the engine is not ready in time")
             .unwrap();
-        let ready: Value = serde_json::from_str(&line).expect("one line of JSON");
+        let ready: Value = serde_json::from_str(&line).expect("the engine prints one line of JSON");
         let address = ready["listening"].as_str().unwrap().to_owned();
         let sources = ready["kv_event_sources"].as_array().unwrap().clone();
         Self {
@@ -71,7 +71,7 @@ impl SimulatorProcess {
         }
     }
 
-    async fn with_events(more: &[&str]) -> Self {
+    async fn with_events(flags: &[&str]) -> Self {
         let any = "tcp://127.0.0.1:0";
         let sockets: &[&str] = &[
             "--events-endpoint",
@@ -81,7 +81,7 @@ impl SimulatorProcess {
             "--topic",
             "kv@sim",
         ];
-        Self::start(&[sockets, more].concat()).await
+        Self::start(&[sockets, flags].concat()).await
     }
 
     async fn post(&self, path: &str, body: Value) -> Response {
@@ -148,7 +148,7 @@ impl SimulatorProcess {
         }
     }
 
-    /// Fetches all batches from sequence number `start` on from the replay socket of a rank.
+    /// Fetches all batches from sequence number `start` onwards from the replay socket of a rank.
     async fn replay(&self, rank: usize, start: u64) -> Vec<EventBatch> {
         let mut socket = DealerSocket::new();
         socket
@@ -170,7 +170,7 @@ impl SimulatorProcess {
             assert_eq!(
                 (answer.len(), answer[0].len()),
                 (4, 0),
-                "empty, topic, number, payload"
+                "frames: empty, topic, sequence number, payload"
             );
             if answer[2][..] == (-1_i64).to_be_bytes() {
                 assert!(answer[1].is_empty() && answer[3].is_empty());
@@ -233,7 +233,7 @@ impl EventBatch {
     }
 }
 
-/// A field of an event in map or array encoding.
+/// Returns a field of an event in map or array encoding.
 fn field<'e>(event: &'e Value, name: &str, at: usize) -> &'e Value {
     if event.is_array() {
         &event[at]
@@ -242,7 +242,7 @@ fn field<'e>(event: &'e Value, name: &str, at: usize) -> &'e Value {
     }
 }
 
-/// Number of copies of each block after the events.
+/// Returns the number of copies of each block after the events.
 fn content(batches: &[EventBatch]) -> BTreeMap<u64, u64> {
     let mut content = BTreeMap::new();
     for event in batches.iter().flat_map(|batch| &batch.events) {
@@ -263,7 +263,9 @@ fn content(batches: &[EventBatch]) -> BTreeMap<u64, u64> {
             "BlockRemoved" => {
                 assert_eq!(hashes().count(), 1, "one hash per removed event");
                 for hash in hashes() {
-                    let copies: &mut u64 = content.get_mut(&hash).expect("removed after stored");
+                    let copies: &mut u64 = content
+                        .get_mut(&hash)
+                        .expect("a block is removed before it is stored");
                     *copies -= 1;
                     if *copies == 0 {
                         content.remove(&hash);
@@ -299,7 +301,8 @@ fn cached_tokens(answer: &Value) -> u64 {
         .unwrap()
 }
 
-/// Requests that store, hit, copy and evict blocks, decode past a block boundary, and clear the cache.
+/// Sends requests that store, hit, copy and evict blocks, decode past a block boundary, and clear
+/// the cache.
 async fn traffic(engine: &SimulatorProcess) {
     for _ in 0..3 {
         engine.complete(ids(0..64, 1)).await;
@@ -323,7 +326,7 @@ async fn traffic(engine: &SimulatorProcess) {
 #[tokio::test]
 async fn live_events_replay_and_state_agree() {
     for encoding in ["map", "array"] {
-        let more = [
+        let flags = [
             "--num-blocks",
             "24",
             "--max-num-batched-tokens",
@@ -331,13 +334,14 @@ async fn live_events_replay_and_state_agree() {
             "--event-encoding",
             encoding,
         ];
-        let engine = SimulatorProcess::with_events(&more).await;
+        let engine = SimulatorProcess::with_events(&flags).await;
         let mut live = SubSocket::new();
         live.connect(engine.sources[0]["endpoint"].as_str().unwrap())
             .await
             .unwrap();
         live.subscribe("kv@").await.unwrap();
-        // The subscription takes effect once the engine has read it. Requests are sent until a batch arrives.
+        // The subscription takes effect once the engine has read it. Requests are sent until a
+        // batch arrives.
         let mut received = Vec::new();
         for probe in 0.. {
             engine
@@ -389,7 +393,7 @@ async fn engine_connects_to_listening_subscriber() {
     let mut live = SubSocket::new();
     let endpoint = live.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
     live.subscribe("").await.unwrap();
-    let more = [
+    let flags = [
         "--events-endpoint",
         &endpoint,
         "--events-attach",
@@ -397,7 +401,7 @@ async fn engine_connects_to_listening_subscriber() {
         "--topic",
         "kv@sim",
     ];
-    let engine = SimulatorProcess::start(&more).await;
+    let engine = SimulatorProcess::start(&flags).await;
     for probe in 0.. {
         engine.complete(ids(probe * 100..probe * 100 + 20, 1)).await;
         if let Ok(message) = tokio::time::timeout(Duration::from_millis(50), live.recv()).await {

@@ -1,6 +1,6 @@
-//! The shipped Envoy configurations in a real Envoy: requests that pass, requests that are
-//! rejected, and the behaviour without warmroute. warmroute itself does not run. Tests that need
-//! its replies start a minimal ext_proc server.
+//! The shipped Envoy configurations in a real Envoy: accepted requests, rejected requests, and the
+//! behaviour without warmroute. warmroute itself does not run. Tests that need its replies start a
+//! minimal ext_proc server.
 
 mod disaggregated;
 mod exchanges;
@@ -39,8 +39,8 @@ use warmroute_testbed::ports::{FreePort, until};
 const SOON: Duration = Duration::from_secs(20);
 const MB: usize = 1_000_000;
 
-/// HTTP server that echoes requests. The response at `/v1/held` ends when the test notifies
-/// `end_held`.
+/// HTTP server that echoes requests. The response of `/v1/held` does not end before the test
+/// notifies `end_held`.
 struct EchoWorker {
     endpoint: SocketAddr,
     end_held: Arc<Notify>,
@@ -93,9 +93,9 @@ impl Drop for EchoWorker {
     }
 }
 
-/// An Envoy with the shipped standalone configuration and a directory of its own.
+/// An Envoy with the shipped standalone configuration in its own directory.
 struct EnvoyGateway {
-    // Fields are dropped in order: Envoy must end before its directory is removed.
+    // Fields are dropped in order: Envoy must exit before its directory is removed.
     envoy: ChildProcess,
     dir: tempfile::TempDir,
     port: u16,
@@ -107,8 +107,8 @@ impl EnvoyGateway {
         Self::start_with(endpoints, |shipped| shipped).await
     }
 
-    /// Raises the message timeout of 1 s, which a busy machine can exceed. Envoy would then
-    /// continue without ext_proc, and tests of the ext_proc messages would fail.
+    /// Starts Envoy with a longer message timeout than the shipped 1 s. On a busy machine Envoy
+    /// could exceed 1 s and continue without ext_proc.
     async fn start_patient(endpoints: &[SocketAddr]) -> Self {
         Self::start_with(endpoints, |shipped| {
             assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
@@ -126,8 +126,8 @@ impl EnvoyGateway {
         .await
     }
 
-    /// Starts a disaggregated configuration with decode workers and one prefill worker, and the
-    /// raised timeout.
+    /// Starts a disaggregated configuration with decode workers, one prefill worker, and the longer
+    /// message timeout.
     async fn start_disaggregated(file: &str, decode: &[SocketAddr], prefill: SocketAddr) -> Self {
         let endpoint = |(at, role): (&SocketAddr, &str)| {
             let address = json!({"socket_address": {"address": at.ip(), "port_value": at.port()}});
@@ -143,14 +143,14 @@ impl EnvoyGateway {
             "cluster_name": "workers",
             "endpoints": [{"lb_endpoints": all.map(endpoint).collect::<Vec<_>>()}],
         }]});
-        let patient = |shipped: String| {
+        let raise_timeout = |shipped: String| {
             assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
             shipped.replace(" message_timeout: 1s", " message_timeout: 20s")
         };
         Self::start_file(
             file,
             |file| fs::write(file, resources.to_string()).unwrap(),
-            patient,
+            raise_timeout,
         )
         .await
     }
@@ -165,14 +165,14 @@ impl EnvoyGateway {
         let admin_port = FreePort::find().unwrap();
         let port = port.release();
         let admin_port = admin_port.release();
-        let place = EnvoySetup {
+        let setup = EnvoySetup {
             run_dir: dir.path(),
             port,
             admin_port,
         };
-        list(&place.endpoint_file());
+        list(&setup.endpoint_file());
         let envoy = envoy::start(
-            &change(place.shipped_config(file, &[]).unwrap()),
+            &change(setup.shipped_config(file, &[]).unwrap()),
             dir.path(),
             1,
         )
@@ -186,7 +186,7 @@ impl EnvoyGateway {
         }
     }
 
-    fn place(&self) -> EnvoySetup<'_> {
+    fn setup(&self) -> EnvoySetup<'_> {
         EnvoySetup {
             run_dir: self.dir.path(),
             port: self.port,
@@ -196,12 +196,12 @@ impl EnvoyGateway {
 
     fn post(&self, path: &str, bytes: usize) -> reqwest::RequestBuilder {
         client()
-            .post(self.place().url(path))
+            .post(self.setup().url(path))
             .body(vec![b'a'; bytes])
     }
 
-    /// Status, and the worker that responded. Connections are not reused, so each request is routed
-    /// on its own.
+    /// Returns the status and the worker that responded. Connections are not reused, so Envoy
+    /// selects a worker for each request.
     async fn served_by(&self) -> (u16, Option<String>) {
         let answer = self.post("/v1/completions", 100).send().await.unwrap();
         let status = answer.status().as_u16();
@@ -236,8 +236,8 @@ fn envoy_accepts_every_shipped_configuration() {
     }
 }
 
-/// Responses pass the filters from the last to the first. A probe behind the main filter loses
-/// whole bodies.
+/// Envoy runs the filters in reverse order on responses. With a probe after the main filter, whole
+/// response bodies get lost.
 #[test]
 fn first_token_probe_is_first_http_filter() {
     let mut probes = 0;
@@ -272,11 +272,12 @@ fn first_token_probe_is_first_http_filter() {
     assert!(probes >= 3);
 }
 
-/// Endpoint file of the shipped configurations, which Envoy requires. It is created if it is
-/// missing, and removed afterwards.
+/// Endpoint file that the shipped configurations name. It is created if it is missing, and removed
+/// afterwards.
 struct ShippedEndpointFile {
     made: bool,
-    // All processes share the path, so the lock prevents one from removing the file of another.
+    // All processes share the path. The lock prevents one of them from removing the file of
+    // another.
     _lock: fs::File,
 }
 
@@ -307,13 +308,13 @@ impl Drop for ShippedEndpointFile {
 #[test]
 fn envoy_rejects_unknown_configuration_field() {
     let dir = tempfile::tempdir().unwrap();
-    let place = EnvoySetup {
+    let setup = EnvoySetup {
         run_dir: dir.path(),
         port: 10_000,
         admin_port: 9_900,
     };
-    envoy::write_endpoints(&place.endpoint_file(), &[]).unwrap();
-    let config = place.standalone_config().unwrap();
+    envoy::write_endpoints(&setup.endpoint_file(), &[]).unwrap();
+    let config = setup.standalone_config().unwrap();
     let file = dir.path().join("envoy.yaml");
     fs::write(&file, &config).unwrap();
     envoy::validate(&file).unwrap();
@@ -352,7 +353,7 @@ async fn requests_succeed_without_warmroute() {
     let stats = client()
         .get(
             gateway
-                .place()
+                .setup()
                 .admin_url("/stats?filter=failure_mode_allowed"),
         )
         .send()
@@ -365,7 +366,7 @@ async fn requests_succeed_without_warmroute() {
     );
 }
 
-/// Address without a listener.
+/// Returns an address without a listener.
 async fn unused_address() -> SocketAddr {
     TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .await
@@ -401,7 +402,7 @@ async fn renamed_endpoint_file_is_reloaded() {
     let first = EchoWorker::start().await;
     let second = EchoWorker::start().await;
     let gateway = EnvoyGateway::start(&[]).await;
-    let file = gateway.place().endpoint_file();
+    let file = gateway.setup().endpoint_file();
     assert_eq!(gateway.served_by().await, (503, None));
     for worker in [&first, &second, &first] {
         envoy::write_endpoints(&file, &[worker.endpoint]).unwrap();
@@ -419,7 +420,7 @@ async fn renamed_endpoint_file_is_reloaded() {
 async fn bodies_larger_than_32_mib_are_rejected() {
     let worker = EchoWorker::start().await;
     let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;
-    let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
+    let server = OneEndpoint::start(worker.endpoint, &gateway.setup().ext_proc_socket());
     for bytes in [10 * MB, 32 * MB] {
         assert_eq!(
             echo(gateway.post("/v1/completions", bytes)).await["bytes"],

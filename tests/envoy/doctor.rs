@@ -1,5 +1,5 @@
-//! End-to-end tests of `warmroute doctor`: healthy deployments, and deployments with one fault
-//! each. Engines are simulated, Envoy is real.
+//! End-to-end tests of `warmroute doctor` with simulated engines and a real Envoy: healthy
+//! deployments, and deployments with one fault each.
 
 mod bed;
 mod engines;

@@ -1,6 +1,6 @@
-//! Failures of single components: a real Envoy with the shipped configuration, the real warmroute, and
-//! simulated engines, each a process that is killed, frozen, restarted or sent garbage. In each case,
-//! all clients receive their whole response, and no booking remains.
+//! Failures of single components: a real Envoy with the shipped configuration, the real warmroute,
+//! and simulated engines. Each process is killed, frozen, restarted, or receives invalid bytes. All
+//! clients must receive complete responses, and no booking may remain.
 
 mod bed;
 mod cancels;

@@ -1,6 +1,6 @@
-//! The Envoy configurations that Istio, Envoy AI Gateway and Envoy Gateway generate, in a real
-//! Envoy with the real warmroute. Only addresses and ports of the generated files are replaced;
-//! `rendered.rs` adds the fields that the shipped manifests set beyond them.
+//! Envoy configurations that Istio, Envoy AI Gateway and Envoy Gateway generated, in a real Envoy
+//! with the real warmroute. The tests replace only addresses and ports. `rendered.rs` adds fields
+//! that the shipped manifests set and the generated files lack.
 
 mod bed;
 mod chats;

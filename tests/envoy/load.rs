@@ -1,5 +1,5 @@
-//! The load program with counts too small to measure speed. Each sweep must drive all sides equally,
-//! write a complete report, and leave no process.
+//! The load program with counts that are too small to measure speed. Each sweep must drive all
+//! sides equally, write a complete report, and leave no process.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -10,7 +10,7 @@ use warmroute_testbed::programs::example_program;
 
 use crate::support::model_file;
 
-/// Number of processes whose environment contains the directory for temporary files.
+/// Counts the processes whose environment contains the directory for temporary files.
 fn processes(temporary: &str) -> usize {
     let mark = format!("TMPDIR={temporary}");
     let processes = fs::read_dir("/proc").unwrap().flatten();
@@ -83,7 +83,7 @@ fn sweeps_drive_all_sides_equally_and_exit() {
     }
 }
 
-/// Checks the figures of the three sides at one point of a sweep.
+/// Asserts that the figures of the three sides at one point of a sweep are comparable.
 fn assert_sides_are_comparable(sides: &[&Value]) {
     let names: Vec<_> = sides
         .iter()

@@ -1,4 +1,5 @@
-//! Tests with a real Envoy: deployments of simulated engines and the real warmroute, and the programs that start them.
+//! Tests with a real Envoy: deployments of simulated engines with the real warmroute, and the
+//! programs that start them.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

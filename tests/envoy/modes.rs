@@ -1,6 +1,6 @@
-//! All body modes of Envoy with a real Envoy and a real warmroute: bodies that workers receive,
-//! responses while warmroute fails, the duration of ext_proc streams, and gateway metadata. One Envoy
-//! has a listener per case, each derived from the shipped one.
+//! All body modes of Envoy with a real Envoy and a real warmroute: received bodies, responses while
+//! warmroute fails, the duration of ext_proc streams, and gateway metadata. One Envoy has a
+//! listener per case, each derived from the shipped one.
 
 mod client;
 mod failures;

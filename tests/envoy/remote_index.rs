@@ -1,6 +1,6 @@
-//! The remote index: two real processes serve it, and one queries them without an index of its own,
-//! with real engines behind a real Envoy. Cache hits of requests are compared, and servers are
-//! stopped, killed and restarted.
+//! Remote index: two processes serve their index, and a third process queries them instead of
+//! keeping its own, with simulated engines behind a real Envoy. The tests compare cache hits, and
+//! stop, kill and restart the servers.
 
 use reqwest::StatusCode;
 use serde_json::{Value, json};
@@ -25,7 +25,7 @@ async fn complete(deployment: &TestDeployment, topic: usize) -> ChatAnswer {
     ChatAnswer::read(deployment.post("/v1/completions", &body).await).await
 }
 
-/// Sends the requests. Returns the share of prompt tokens that the engines found cached.
+/// Sends the requests. Returns the share of prompt tokens that the engines had cached.
 async fn hit_rate(deployment: &TestDeployment, from: usize) -> f64 {
     let mut prompt = 0.0;
     let mut cached = 0.0;
@@ -55,8 +55,8 @@ async fn modes(deployment: &TestDeployment, from: usize) -> Vec<String> {
     modes
 }
 
-/// The explanation of each worker for a prompt: overlap, index freshness and cost.
-async fn judged(deployment: &TestDeployment, page: &str, topic: usize) -> Value {
+/// Returns the explanation of each worker for a prompt: overlap, index freshness and cost.
+async fn explanations(deployment: &TestDeployment, page: &str, topic: usize) -> Value {
     let question = json!({"path": "/v1/completions", "body": {"model": MODEL, "prompt": essay(topic), "max_tokens": 1}});
     let answer: Value = deployment
         .http
@@ -111,12 +111,12 @@ async fn remote_index_client_matches_server_and_survives_failures() {
     let query =
         json!({"index": {"remote": {"servers": servers, "timeout": "5s", "hedge_delay": "20ms"}}});
     let client = SecondRouter::start(&deployment, "client", &query).await;
-    // From here on Envoy uses the client.
+    // From here on, Envoy uses the client.
     let envoy = client.envoy_config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
     let of_client = hit_rate(&deployment, 5).await;
     println!(
-        "hit rate of a server {of_server:.4}, of the client {of_client:.4}: {:.4} of it",
+        "hit rate of a server {of_server:.4}, of the client {of_client:.4}: ratio {:.4}",
         of_client / of_server
     );
     assert!(of_client >= 0.98 * of_server, "{of_client} of {of_server}");
@@ -132,13 +132,13 @@ async fn remote_index_client_matches_server_and_survives_failures() {
     assert_failures_are_survived(&mut deployment, &client, second, ports[1]).await;
 }
 
-/// Client and server agree on overlap, freshness and cost.
+/// Asserts that client and server agree on overlap, freshness and cost.
 async fn assert_client_agrees(deployment: &TestDeployment, client: &SecondRouter) {
     let mut found = 0;
     for topic in 0..20 {
-        let ours = judged(deployment, &deployment.admin_url("/debug/explain"), topic).await;
+        let ours = explanations(deployment, &deployment.admin_url("/debug/explain"), topic).await;
         assert_eq!(
-            judged(deployment, &client.url("/debug/explain"), topic).await,
+            explanations(deployment, &client.url("/debug/explain"), topic).await,
             ours
         );
         found += ours
@@ -148,11 +148,11 @@ async fn assert_client_agrees(deployment: &TestDeployment, client: &SecondRouter
             .filter(|rank| rank["overlap"]["device"] != 0)
             .count();
     }
-    assert!(found >= 20, "each prompt is somewhere: {found}");
+    assert!(found >= 20, "each prompt is cached on a worker: {found}");
 }
 
-/// One server hangs and dies, then the second one. Another starts at the port of the second one, and
-/// the engines replay their events.
+/// Freezes and kills one server, then kills the other. A new server starts at the port of the
+/// second one, and the engines replay their events.
 async fn assert_failures_are_survived(
     deployment: &mut TestDeployment,
     client: &SecondRouter,
@@ -173,7 +173,7 @@ async fn assert_failures_are_survived(
     deployment.kill9_router();
     assert_eq!(modes(deployment, 20).await, ["exact"]);
 
-    // The other server dies.
+    // The other server is killed.
     second.child.kill9();
     assert_eq!(modes(deployment, 40).await, ["approximate"]);
     let page = metrics(deployment, client).await;

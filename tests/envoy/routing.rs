@@ -1,5 +1,5 @@
 //! Routing through a real Envoy with the shipped configuration: prefill and decode pools, the
-//! queue, sessions, failing workers, trusted clients, and a load test that checks for leaks. Every
+//! queue, sessions, failing workers, trusted clients, and a load test that checks for leaks. Each
 //! test starts its own deployment on free ports.
 
 mod audit;

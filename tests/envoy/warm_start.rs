@@ -1,5 +1,5 @@
-//! Warm start: several warmroute processes, engines that replay only recent events, and the first
-//! requests of a new process.
+//! Warm start of a process from a peer or a snapshot, with engines that replay only their most
+//! recent events.
 
 use std::time::Duration;
 
@@ -19,8 +19,8 @@ const REQUESTS: [usize; 2] = [1_000, 300];
 /// Number of different prompts.
 const PROMPTS: usize = 200;
 
-/// Engines that replay only eight batches.
-fn forgetful() -> [EngineSpec; 4] {
+/// Returns engines that replay only eight batches.
+fn engines_with_short_replay() -> [EngineSpec; 4] {
     [1, 2, 3, 4].map(|id| fast(id).with(&["--buffer-steps", "8"]))
 }
 
@@ -28,7 +28,7 @@ async fn json_of(http: &reqwest::Client, url: &str) -> Option<Value> {
     http.get(url).send().await.ok()?.json().await.ok()
 }
 
-/// Sends requests and returns the share of prompt tokens that the engines found in their caches.
+/// Sends requests. Returns the share of prompt tokens that the engines had cached.
 async fn hit_rate(deployment: &TestDeployment, from: usize, requests: usize) -> f64 {
     let mut prompt = 0.0;
     let mut cached = 0.0;
@@ -47,13 +47,13 @@ async fn hit_rate(deployment: &TestDeployment, from: usize, requests: usize) -> 
     cached / prompt
 }
 
-/// Returns the number of known device blocks.
+/// Returns the number of device blocks in the index.
 async fn known(another: &SecondRouter) -> u64 {
     another.index().await["total"]["device"].as_u64().unwrap()
 }
 
-/// Waits until the index equals the contents of the engines.
-async fn settles(another: &SecondRouter, deployment: &TestDeployment) {
+/// Waits until the index equals the caches of the engines.
+async fn wait_index_matches(another: &SecondRouter, deployment: &TestDeployment) {
     let same = async || known(another).await == deployment.cached_blocks().await;
     assert!(
         until(PATIENCE, same).await,
@@ -63,9 +63,9 @@ async fn settles(another: &SecondRouter, deployment: &TestDeployment) {
     );
 }
 
-/// A deployment and the API address of its warmroute.
+/// Starts a deployment. Returns it with the API address of its warmroute.
 async fn deployment() -> (TestDeployment, String) {
-    let mut deployment = TestDeployment::engines(&forgetful()).await;
+    let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
     deployment.write_workers().unwrap();
     let api = format!("127.0.0.1:{}", FreePort::find().unwrap().release());
     deployment
@@ -88,36 +88,37 @@ async fn new_replica_starts_with_index_of_peer() {
     let of_peer = hit_rate(&deployment, 3, requests).await;
     deployment.settle().await;
 
-    // One process with a cold start for comparison, and one that copies while requests continue.
+    // One process has a cold start, for comparison. The other copies the index while requests
+    // continue.
     let cold = SecondRouter::start(&deployment, "cold", &json!({})).await;
     let held = deployment.cached_blocks().await;
     assert!(
         known(&cold).await < held / 2,
-        "the engines repeat {} of {held} blocks",
+        "the engines replay {} of {held} blocks",
         known(&cold).await
     );
     let from = json!({"index": {"warm_start": {"url": api}}});
     let starts = SecondRouter::start(&deployment, "new", &from);
     let (new, _) = tokio::join!(starts, hit_rate(&deployment, 1, 100));
-    settles(&new, &deployment).await;
+    wait_index_matches(&new, &deployment).await;
 
     // Envoy switches to the new process.
     let envoy = new.envoy_config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
     let of_new = hit_rate(&deployment, 5, requests).await;
     println!(
-        "hit rate of the peer {of_peer:.4}, of the new one {of_new:.4}: {:.4} of it",
+        "hit rate of the peer {of_peer:.4}, of the new process {of_new:.4}: ratio {:.4}",
         of_new / of_peer
     );
     assert!(of_new >= 0.98 * of_peer, "{of_new} of {of_peer}");
-    // Both stay up to date.
-    settles(&new, &deployment).await;
+    // The peer and the new process both stay up to date.
+    wait_index_matches(&new, &deployment).await;
     deployment.settle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restart_resumes_from_snapshot_unless_engine_changed() {
-    let mut deployment = TestDeployment::engines(&forgetful()).await;
+    let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
     deployment.write_workers().unwrap();
     let own = with_response_headers(
         json!({"index": {"warm_start": {"snapshot_file": "index.warmroute"}}}),
@@ -129,7 +130,7 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
     deployment.settle().await;
     let known = deployment.cached_blocks().await;
 
-    // Engines continue while warmroute is stopped; one of them is replaced.
+    // Engines continue while warmroute is stopped, and one of them is replaced.
     let router = deployment.router().unwrap();
     router.terminate();
     let end = std::time::Instant::now() + PATIENCE;
@@ -161,12 +162,12 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
     deployment.settle().await;
     assert!(
         deployment.cached_blocks().await > known / 2,
-        "three of four engines are as they were"
+        "three of four engines still have their caches"
     );
     assert!(hit_rate(&deployment, 0, 200).await > 0.5);
 
-    // A killed process writes no snapshot and starts with the previous one; blocks missing there
-    // are marked stale and cause no error.
+    // A killed process writes no snapshot, so its successor uses the previous one. Blocks that are
+    // missing there are marked stale and cause no error.
     deployment.settle().await;
     deployment.kill9_router();
     deployment.start_router(&own).await.unwrap();
@@ -196,8 +197,8 @@ async fn unreachable_peer_means_cold_start_or_wait() {
     .await;
     assert!(known(&alone).await < deployment.cached_blocks().await);
 
-    // Two processes that wait for each other are both cold; when one stops waiting, the other one
-    // does too.
+    // If two processes wait for each other, both are cold. As soon as one stops waiting, the other
+    // one does too.
     let [one, two] = [0, 1].map(|_| format!("127.0.0.1:{}", FreePort::find().unwrap().release()));
     let waits = json!({
         "listeners": {"api": {"address": one}},
@@ -211,7 +212,7 @@ async fn unreachable_peer_means_cold_start_or_wait() {
         let page = json_of(&deployment.http, &waits.url("/readyz")).await;
         assert!(
             page.is_none_or(|page| page["ready"] == false),
-            "nobody has told"
+            "no peer has sent an index yet"
         );
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
@@ -231,5 +232,5 @@ async fn unreachable_peer_means_cold_start_or_wait() {
     )
     .await;
     waits.is_ready().await;
-    settles(&waits, &deployment).await;
+    wait_index_matches(&waits, &deployment).await;
 }

@@ -1,6 +1,6 @@
-//! Replaces the endpoint picker of the Gateway API inference extension's conformance tests: the
-//! real program with that fixture's flags and nothing else, an API server that knows only pods and
-//! InferencePools, and a real Envoy configured as a gateway.
+//! warmroute as the endpoint picker of the conformance tests of the Gateway API inference
+//! extension. The real program runs with only the flags of that fixture, with an API server that
+//! knows only pods and InferencePools, and a real Envoy configured as a gateway.
 
 mod site;
 
@@ -15,7 +15,7 @@ use warmroute_testbed::ports::{FreePort, until};
 use crate::support::api_server::ApiServer;
 use site::{ConformanceBackend, ConformanceGateway, EndpointPicker, POOL, PROBED, SOON, pod, pool};
 
-/// Returns true if kubelets with the fixture's probes would consider it ready.
+/// Returns true if the fixture's probes would consider the endpoint picker ready.
 async fn is_ready(picker: &EndpointPicker) -> bool {
     picker.health(PROBED).await == Some(Serving)
 }
@@ -40,10 +40,10 @@ async fn conformance_flags_alone_serve_the_pool() {
     assert_eq!(
         picker.health(PROBED).await,
         Some(NotServing),
-        "there is no pool"
+        "not serving without a pool"
     );
 
-    // One pod is not ready, one is not selected by the pool.
+    // Two pods are not ready, and one is not selected by the pool.
     let first = FreePort::find().unwrap().release();
     let second = FreePort::find().unwrap().release();
     let all = [[127, 0, 0, 1], [127, 0, 0, 2], [127, 0, 0, 3]].map(Ipv4Addr::from);
@@ -54,11 +54,15 @@ async fn conformance_flags_alone_serve_the_pool() {
     server.put("inferencepools", pool(&[first]));
     assert!(
         until(SOON, async || is_ready(&picker).await).await,
-        "the pool is known: {}",
+        "serving with a pool: {}",
         picker.log()
     );
     let gateway = ConformanceGateway::start(picker.grpc, &backends).await;
-    assert_eq!(gateway.ask(None).await.status, 503, "and has no ready pod");
+    assert_eq!(
+        gateway.ask(None).await.status,
+        503,
+        "the pool has no ready pod"
+    );
     server.put("pods", pod("backend-1", all[0], "primary", true));
     server.put("pods", pod("backend-2", all[1], "primary", true));
     assert!(
@@ -71,7 +75,7 @@ async fn conformance_flags_alone_serve_the_pool() {
     let endpoints = [at(0, first), at(1, first), at(2, first)];
     assert_subsets_are_followed(&gateway, &endpoints).await;
 
-    // Data-parallel ranks: several ports, each an endpoint.
+    // Data-parallel ranks: the pool has several ports, and each is an endpoint.
     server.change("inferencepools", POOL, |pool| {
         pool["spec"]["targetPorts"] = json!([{"number": first}, {"number": second}])
     });
@@ -98,7 +102,8 @@ async fn conformance_flags_alone_serve_the_pool() {
     );
 }
 
-/// Deletes the pool, without which no endpoint may be chosen, and adds it with another port.
+/// Asserts that no endpoint is chosen after the deletion of the pool, and that a new pool with
+/// another port is used.
 async fn assert_pool_is_followed(
     server: &ApiServer,
     picker: &EndpointPicker,
@@ -119,14 +124,15 @@ async fn assert_pool_is_followed(
     );
 }
 
-/// Asks for subsets of the two members of the pool. The third endpoint is not a member.
+/// Asserts that requests for subsets of the two pool members reach only these. The third endpoint
+/// is not a member.
 async fn assert_subsets_are_followed(gateway: &ConformanceGateway, endpoints: &[String; 3]) {
-    let [one, two, stranger] = endpoints;
+    let [one, two, non_member] = endpoints;
     gateway.sends(Some(one), &[one]).await;
     let address = two.split(':').next();
     gateway.sends(address, &[two]).await;
     gateway
-        .sends(Some(&format!("{stranger}, {two}")), &[two])
+        .sends(Some(&format!("{non_member}, {two}")), &[two])
         .await;
     let members = [&**one, &**two];
     gateway.sends(Some("192.0.2.9"), &members).await;
@@ -134,7 +140,7 @@ async fn assert_subsets_are_followed(gateway: &ConformanceGateway, endpoints: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ext_proc_uses_self_signed_tls_and_h2_by_default() {
+async fn ext_proc_serves_self_signed_h2_by_default() {
     let server = ApiServer::start().await;
     server.put("inferencepools", pool(&[80]));
     server.put(
@@ -186,7 +192,7 @@ async fn shutdown_fails_probes_and_ends_within_grace() {
         "{}",
         picker.log()
     );
-    // There is no configuration file to reload, and the process must not end.
+    // There is no configuration file to reload, and the process must not exit.
     picker.child.signal(Signal::HUP);
     assert!(
         until(SOON, async || picker.log().contains("SIGHUP")).await,

@@ -1,4 +1,4 @@
-//! Discovery by DNS against a real DNS server whose records change and which is stopped and
+//! Discovery by DNS against a real DNS server, whose records change and which is stopped and
 //! restarted, and one end-to-end test with discovered engines.
 
 use std::collections::BTreeSet;
@@ -34,12 +34,12 @@ impl DnsServer {
             port,
             dir,
         };
-        names.say(records);
+        names.set_records(records);
         names
     }
 
     /// Restarts the server with other records, each in dnsmasq syntax.
-    fn say(&mut self, records: &[&str]) {
+    fn set_records(&mut self, records: &[&str]) {
         self.server = None;
         let mut command = DNSMASQ.command().unwrap();
         command.args([
@@ -66,7 +66,7 @@ impl DnsServer {
     }
 }
 
-/// Background task that follows names.
+/// Background task that discovers workers by DNS names.
 struct DnsFollower {
     fleets: watch::Receiver<Option<Vec<Worker>>>,
     metrics: Arc<Metrics>,
@@ -113,7 +113,7 @@ impl DnsFollower {
         })
     }
 
-    async fn are(&self, endpoints: &[&str]) {
+    async fn wait_endpoints(&self, endpoints: &[&str]) {
         let found = until(PATIENCE, async || {
             self.endpoints().is_some_and(|found| found == endpoints)
         })
@@ -121,7 +121,7 @@ impl DnsFollower {
         assert!(found, "{:?}, not {endpoints:?}", self.endpoints());
     }
 
-    /// Waits for the health metric of a source.
+    /// Waits until the health metric of a source has a value.
     async fn up_is(&self, source: &str, up: i64) {
         wait_source_up(&self.metrics, source, up).await;
     }
@@ -144,19 +144,19 @@ async fn dns_failure_keeps_last_addresses() {
     ]);
     let follows = DnsFollower::start(vec![named("name: e.test, port: 8000", &names)]);
     follows
-        .are(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"])
+        .wait_endpoints(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"])
         .await;
     follows.up_is("dns e.test", 1).await;
-    // A stopped server, and one that answers with an error.
+    // The server is stopped, and later responds with an error.
     names.server = None;
     follows.up_is("dns e.test", 0).await;
     assert_eq!(follows.endpoints().unwrap().len(), 3);
-    names.say(&["host-record=e.test,10.0.0.2"]);
-    follows.are(&["10.0.0.2:8000"]).await;
+    names.set_records(&["host-record=e.test,10.0.0.2"]);
+    follows.wait_endpoints(&["10.0.0.2:8000"]).await;
     follows.up_is("dns e.test", 1).await;
-    // An empty answer removes the workers.
-    names.say(&[]);
-    follows.are(&[]).await;
+    // An empty response removes the workers.
+    names.set_records(&[]);
+    follows.wait_endpoints(&[]).await;
     follows.up_is("dns e.test", 1).await;
 }
 
@@ -180,14 +180,16 @@ async fn failed_dns_name_does_not_affect_others() {
             &names,
         ),
     ]);
-    follows.are(&["10.0.0.1:8001", "10.0.0.2:8002"]).await;
+    follows
+        .wait_endpoints(&["10.0.0.1:8001", "10.0.0.2:8002"])
+        .await;
     follows.up_is("dns _http._tcp.e.test", 1).await;
     follows.up_is("dns e.elsewhere", 0).await;
-    names.say(&[
+    names.set_records(&[
         "srv-host=_http._tcp.e.test,b.test,8003",
         "host-record=b.test,10.0.0.2",
     ]);
-    follows.are(&["10.0.0.2:8003"]).await;
+    follows.wait_endpoints(&["10.0.0.2:8003"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -214,7 +216,7 @@ async fn dns_discovered_engines_receive_requests() {
         "name": "_http._tcp.e.test", "record": "srv", "refresh_interval": "50ms", "resolver": names.resolver(),
         "worker": {"model": warmroute_testbed::deployment::MODEL},
     }]);
-    // The engines report their event sources.
+    // The event sources are discovered from the engines.
     let own = with_response_headers(json!({"workers": {"file": null, "dns": source}}));
     deployment.start_router(&own).await.unwrap();
     let envoy = deployment.envoy_config();
@@ -238,7 +240,7 @@ async fn dns_discovered_engines_receive_requests() {
         served
     };
     assert_eq!(served(1).await, BTreeSet::from([ids[0]]));
-    names.say(&[&both[0], &both[1], &both[2]]);
+    names.set_records(&[&both[0], &both[1], &both[2]]);
     assert_eq!(served(2).await, BTreeSet::from([ids[0], ids[1]]));
     deployment.settle().await;
     let page = deployment.metrics().await;

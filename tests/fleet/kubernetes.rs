@@ -1,7 +1,7 @@
 //! Kubernetes discovery against a small fake API server. The fake injects faults that a real API
 //! server does not produce on demand. One end-to-end test adds, changes and deletes pods under a
-//! steady load, with a real Envoy that is configured by xDS. `tests/apiserver/main.rs` covers the
-//! behaviour that a real API server can show.
+//! steady load, with a real Envoy that is configured by xDS. `tests/apiserver` covers the behaviour
+//! that a real API server can show.
 
 mod faults;
 mod kubectl;
@@ -50,7 +50,7 @@ fn ready(pod: &mut Value, ready: bool) {
     pod["status"]["conditions"][1]["status"] = json!(if ready { "True" } else { "False" });
 }
 
-/// Discovery of pools in a background task.
+/// Background task that discovers the workers of pools.
 struct KubernetesFollower {
     fleets: watch::Receiver<Option<Vec<Worker>>>,
     metrics: Arc<Metrics>,
@@ -102,7 +102,7 @@ impl KubernetesFollower {
         }
     }
 
-    /// Name and endpoint of each worker, with a `-` if it drains.
+    /// Returns name and endpoint of each worker, followed by `-` if it is draining.
     fn fleet(&self) -> Option<Vec<String>> {
         let describe = |worker: &Worker| {
             let name = worker

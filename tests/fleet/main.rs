@@ -1,4 +1,5 @@
-//! Tests of worker discovery: Kubernetes, DNS, the shipped manifests, and the gateway conformance fixture.
+//! Tests of worker discovery: Kubernetes, DNS, the shipped manifests, and the gateway conformance
+//! fixture.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,6 +1,6 @@
 //! Validates the manifests, the chart and the Dockerfile against the schemas of Kubernetes, the
 //! configuration parser of warmroute, a real Envoy, and one another. The `kubectl apply` commands
-//! in the README define the objects of each set.
+//! in the README define which manifests form a set.
 
 mod gateways;
 mod ports;
@@ -22,8 +22,8 @@ use crate::support::manifest_set::{
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// Oldest supported Kubernetes version.
 const KUBERNETES: &str = "1.30";
-/// The sets of the README and the renderings of the chart, the latter together with the engine
-/// manifests. Parsed once for all tests.
+/// Returns the sets of the README and the renderings of the chart together with the engine
+/// manifests. They are parsed once for all tests.
 fn sets() -> &'static [ManifestSet] {
     static SETS: LazyLock<Vec<ManifestSet>> = LazyLock::new(|| {
         let mut sets = ManifestSet::of_readme();
@@ -43,7 +43,7 @@ fn sets() -> &'static [ManifestSet] {
     &SETS
 }
 
-/// A shipped configuration with the tokenizer files of the examples.
+/// Returns a shipped configuration with the tokenizer files of the examples.
 fn prepared(text: &str) -> Value {
     let text = text
         .replace("/models/", &format!("{ROOT}/examples/models/"))
@@ -60,7 +60,8 @@ fn parsed(set: &ManifestSet) -> Config {
     config.unwrap_or_else(|errors| panic!("{}: {errors:?}", set.name))
 }
 
-/// Ports of warmroute: ext_proc, health, admin, and the optional ones of xDS and the API.
+/// Returns the ports of warmroute: ext_proc, health, admin, and the optional ones of xDS and the
+/// API.
 fn listener_ports(config: &Config) -> (u64, u64, u64, [Option<u64>; 2]) {
     let api = config.listeners.api.as_ref().map(|api| api.address);
     let xds = config
@@ -230,7 +231,7 @@ fn referenced_objects_exist() {
             assert_eq!(
                 token,
                 is_warmroute(&pod),
-                "{of}: only warmroute uses the API server"
+                "{of}: only warmroute may use the API server"
             );
         }
         let binding = set.find("RoleBinding", &json!("warmroute"));
@@ -261,7 +262,7 @@ fn referenced_objects_exist() {
         assert_eq!(
             role["rules"],
             json!(rules),
-            "{}: exactly these rules",
+            "{}: rules of the role",
             set.name
         );
     }
@@ -303,7 +304,7 @@ fn selectors_select_pods() {
     }
 }
 
-/// Envoy resolves the address of every replica and balances over them.
+/// Envoy must resolve the address of every replica to balance requests over them.
 #[test]
 fn warmroute_service_is_headless() {
     for set in sets() {
@@ -316,7 +317,7 @@ fn warmroute_service_is_headless() {
     }
 }
 
-/// Each object of the chart equals the manifest with its kind and name. NetworkPolicies are not
+/// Each object of the chart must equal the manifest with its kind and name. NetworkPolicies are not
 /// compared, because the manifests split them differently.
 #[test]
 fn chart_renders_the_manifests() {

@@ -1,4 +1,4 @@
-//! The health metric of discovery sources.
+//! Health metric of discovery sources.
 
 use warmroute_metrics::{Metrics, SourceLabel};
 use warmroute_testbed::ports::until;

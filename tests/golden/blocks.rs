@@ -96,8 +96,8 @@ fn by_block(
         .collect()
 }
 
-/// Returns objects in exactly these blocks, or `None` if one object is in a block twice, which no
-/// request does.
+/// Returns objects in exactly these blocks. Returns `None` if one object is in a block twice, which
+/// no request produces.
 fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<PromptObject>> {
     let mut objects: Vec<PromptObject> = Vec::new();
     for (block, hashes) in by_block.iter().enumerate() {
@@ -118,7 +118,7 @@ fn prompt_objects(by_block: &[Vec<u64>], block_size: BlockSize) -> Option<Vec<Pr
     Some(objects)
 }
 
-/// Names a case by the arguments of its function.
+/// Returns the name of a case, which may consist of the arguments of its function.
 fn name(case: &BlockCase) -> String {
     match case {
         BlockCase::BlockHash { description, .. }

@@ -11,7 +11,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// An intended difference.
+/// Intended difference from the reference.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct GoldenDeviation {
     /// Name of the case.
@@ -20,7 +20,7 @@ pub(crate) struct GoldenDeviation {
     pub(crate) at: &'static str,
     /// This router's answer as JSON.
     pub(crate) ours: &'static str,
-    /// Expected answer in the file as JSON.
+    /// Answer of the reference as JSON.
     pub(crate) theirs: &'static str,
     /// Reason of the difference.
     pub(crate) reason: &'static str,
@@ -40,7 +40,7 @@ impl fmt::Display for GoldenDeviation {
 pub(crate) struct CheckReport {
     pub(crate) run: usize,
     pub(crate) passed: usize,
-    /// Deviations that occurred.
+    /// Listed deviations that occurred.
     pub(crate) deviations: Vec<GoldenDeviation>,
     /// Cases in the deviation table that the file does not contain.
     pub(crate) absent: BTreeSet<&'static str>,
@@ -61,12 +61,12 @@ impl CheckReport {
 /// Comparisons of one case.
 pub(crate) struct CaseCheck {
     allowed: Vec<GoldenDeviation>,
-    met: Vec<GoldenDeviation>,
+    occurred: Vec<GoldenDeviation>,
     failures: Vec<String>,
 }
 
 impl CaseCheck {
-    /// Compares an answer with the expected one.
+    /// Compares the answer of this router with that of the reference.
     pub(crate) fn same(
         &mut self,
         at: impl fmt::Display,
@@ -76,23 +76,23 @@ impl CaseCheck {
         let at = at.to_string();
         let ours = serde_json::to_value(ours).unwrap();
         let theirs = serde_json::to_value(theirs).unwrap();
-        let meant = self.allowed.iter().find(|deviation| deviation.at == at);
-        match meant {
+        let listed = self.allowed.iter().find(|deviation| deviation.at == at);
+        match listed {
             None if ours == theirs => {}
-            None => self
-                .failures
-                .push(format!("{at}: we say {ours}, but it is {theirs}")),
+            None => self.failures.push(format!(
+                "{at}: the answer is {ours}, the reference has {theirs}"
+            )),
             Some(_) if ours == theirs => self
                 .failures
-                .push(format!("{at}: does not differ any more")),
+                .push(format!("{at}: the listed deviation no longer occurs")),
             Some(deviation) => {
-                let meant = [deviation.ours, deviation.theirs]
+                let listed = [deviation.ours, deviation.theirs]
                     .map(|text| serde_json::from_str::<Value>(text).unwrap());
-                if [&ours, &theirs] == [&meant[0], &meant[1]] {
-                    self.met.push(*deviation);
+                if [&ours, &theirs] == [&listed[0], &listed[1]] {
+                    self.occurred.push(*deviation);
                 } else {
                     self.failures.push(format!(
-                        "{at}: we say {ours} and it is {theirs}, not as the deviation has it"
+                        "{at}: the answer is {ours} and the reference has {theirs}, unlike the listed deviation"
                     ));
                 }
             }
@@ -111,7 +111,7 @@ struct GoldenFile {
     _source: String,
 }
 
-/// Runs all cases of a file with `check`; `name` returns a case's name.
+/// Runs all cases of a file with `check`. `name` returns the name of a case.
 pub(crate) fn run_cases<C: DeserializeOwned>(
     text: &str,
     table: &[GoldenDeviation],
@@ -131,7 +131,7 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
     };
     if file.cases.len() != file.case_count {
         report.failures.push(format!(
-            "says it has {} cases and has {}",
+            "case_count is {}, but the file has {} cases",
             file.case_count,
             file.cases.len()
         ));
@@ -139,7 +139,7 @@ pub(crate) fn run_cases<C: DeserializeOwned>(
     let mut names = BTreeSet::new();
     for (at, case) in file.cases.into_iter().enumerate() {
         report.run += 1;
-        // An unreadable case should be reported by its name as well.
+        // Used if the case cannot be parsed.
         let called = case["description"]
             .as_str()
             .map_or_else(|| format!("case {at}"), str::to_owned);
@@ -177,7 +177,7 @@ fn run_case(
     report.absent.remove(name);
     let mut comparisons = CaseCheck {
         allowed,
-        met: Vec::new(),
+        occurred: Vec::new(),
         failures: Vec::new(),
     };
     if let Err(panicked) = quietly(|| check(&mut comparisons)) {
@@ -185,18 +185,19 @@ fn run_case(
     }
     let CaseCheck {
         allowed,
-        met,
+        occurred,
         mut failures,
     } = comparisons;
-    let missed = allowed.iter().filter(|deviation| !met.contains(deviation));
-    failures
-        .extend(missed.map(|deviation| {
-            format!("{}: is named as a deviation, but was not met", deviation.at)
-        }));
-    if failures.is_empty() && met.is_empty() {
+    let missed = allowed
+        .iter()
+        .filter(|deviation| !occurred.contains(deviation));
+    failures.extend(
+        missed.map(|deviation| format!("{}: the listed deviation did not occur", deviation.at)),
+    );
+    if failures.is_empty() && occurred.is_empty() {
         report.passed += 1;
     }
-    report.deviations.extend(met);
+    report.deviations.extend(occurred);
     report.failures.extend(
         failures
             .into_iter()
@@ -205,11 +206,11 @@ fn run_case(
 }
 
 thread_local! {
-    /// Panic message of a failed check; `None` outside of checks.
+    /// Panic message of a failed check. `None` outside of checks.
     static PANIC_MESSAGE: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Runs a check. Returns the message and location of a panic instead of printing it.
+/// Runs a check. Returns the message and location of a panic instead of printing them.
 fn quietly(check: impl FnOnce()) -> Result<(), String> {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {

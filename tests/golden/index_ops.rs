@@ -1,4 +1,4 @@
-//! Prefix index, event by event.
+//! Operations on the prefix index, event by event.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -13,21 +13,21 @@ use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
 use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
-/// All other steps of these cases match the reference.
+/// Intended differences. All other steps of these cases match the reference.
 const DEVIATIONS: &[GoldenDeviation] = &[
     GoldenDeviation {
         case: "remove middle block truncates the rest of that run",
         at: "step 3",
         ours: "3",
         theirs: "1",
-        reason: "exactly the named block is removed; what lies behind it is still held, though not reported",
+        reason: "only the named block is removed; the blocks after it stay in the index, but are not part of an overlap",
     },
     GoldenDeviation {
         case: "remove middle block truncates the rest of that run",
         at: "step 4",
         ours: r#""ok""#,
         theirs: r#"{"error":"BlockNotFound"}"#,
-        reason: "what lies behind a gap is known by name, so its own removal finds it",
+        reason: "blocks after a gap stay in the index, so their removal succeeds",
     },
     GoldenDeviation {
         case: "lower-tier conflicting child hash keeps the first mapping",
@@ -38,14 +38,17 @@ const DEVIATIONS: &[GoldenDeviation] = &[
     },
 ];
 
-/// Output of the reference that this index does not have.
+/// Output of the reference that this index does not produce.
 const NOT_KEPT: &[(&str, &str)] = &[
-    ("frequencies", "always empty in the original"),
+    ("frequencies", "always empty in the reference"),
     (
         "device_last_matched_block_hash",
-        "the tiers are walked in one trie, so no query starts at a block's name",
+        "all tiers are in one trie, so no query starts at a block hash",
     ),
-    ("next_last_hash", "the same"),
+    (
+        "next_last_hash",
+        "all tiers are in one trie, so no query starts at a block hash",
+    ),
 ];
 
 #[derive(Deserialize)]
@@ -61,7 +64,7 @@ struct IndexCase {
 struct IndexStep {
     step: IndexOp,
     result: Value,
-    /// Answer of the reference's other index; where the two differ, it is wrong.
+    /// Answer of the reference's other index, which is wrong where the two differ.
     #[serde(rename = "overlap_concurrent_index")]
     _concurrent: Option<Value>,
 }
@@ -153,7 +156,7 @@ fn rank(row: &serde_json::Map<String, Value>) -> RankKey {
     )
 }
 
-/// Rows of an expected answer by rank. Empty rows equal absent ones.
+/// Returns the rows of an expected answer by rank. Empty rows equal absent ones.
 fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
     let known = [
         "worker_id",
@@ -174,7 +177,7 @@ fn by_rank(value: &Value, key: &str) -> Vec<(u64, u32, f64)> {
     rows
 }
 
-/// Fails on an unknown field.
+/// Panics on an unknown field.
 fn only(row: &serde_json::Map<String, Value>, fields: &[&str]) {
     for field in row.keys() {
         let kept = !NOT_KEPT.iter().any(|(name, _)| name == field);
@@ -220,7 +223,7 @@ impl IndexHarness {
             .collect()
     }
 
-    /// Returns the answer to a step and the expected one in the same format.
+    /// Returns the answer to a step and the expected answer in the same format.
     fn run(&mut self, step: &IndexStep) -> (Value, Value) {
         let expected = &step.result;
         match &step.step {
@@ -269,8 +272,8 @@ impl IndexHarness {
                 self.clear_worker(*worker_id);
                 (Value::Null, expected.clone())
             }
-            // Routing never stops a query early. The cases where the reference does have the same
-            // answer.
+            // This router never stops a query early. The cases in which the reference does have the
+            // same answer.
             IndexOp::Query { local_hashes } | IndexOp::QueryEarlyExit { local_hashes } => {
                 only(expected.as_object().unwrap(), &["overlap"]);
                 let ours = per_rank(&self.query(local_hashes), |blocks| f64::from(blocks.device));
@@ -347,7 +350,7 @@ impl IndexHarness {
         (ours, theirs)
     }
 
-    /// Blocks of the ranks, read from the events of their dumps.
+    /// Returns the blocks of all ranks, read from the events of their dumps.
     fn edges(&self) -> BTreeSet<BlockEdge> {
         let mut edges = BTreeSet::new();
         for (rank, writer) in &self.writers {
@@ -392,7 +395,7 @@ fn per_rank(
     rows.filter(|(_, _, value)| *value > 0.0).collect()
 }
 
-/// The reference splits runs at other positions, so they are compared block by block.
+/// Returns the expected blocks one by one, because the reference splits runs at other positions.
 fn edges(expected: &Value) -> BTreeSet<BlockEdge> {
     let mut edges = BTreeSet::new();
     for row in rows(expected) {
@@ -410,8 +413,8 @@ fn edges(expected: &Value) -> BTreeSet<BlockEdge> {
     edges
 }
 
-/// `submitted` means that the reference applied the event asynchronously without reporting the
-/// result.
+/// Returns both outcomes in the same format. `submitted` means that the reference applied the event
+/// asynchronously without reporting a result.
 fn outcomes(ours: ApplyOutcome, expected: &Value) -> (Value, Value) {
     if expected == "submitted" {
         return (json!("submitted"), expected.clone());
@@ -436,18 +439,18 @@ pub(crate) fn run(text: &str) -> CheckReport {
 
 fn check(case: &IndexCase, check: &mut CaseCheck) {
     let name = case.description.as_str();
-    let mut bench = IndexHarness {
+    let mut harness = IndexHarness {
         index: PrefixIndex::new(),
         slots: vec![],
         writers: BTreeMap::new(),
     };
     for (at, step) in case.steps.iter().enumerate() {
-        let (ours, theirs) = bench.run(step);
+        let (ours, theirs) = harness.run(step);
         check.same(format_args!("step {at}"), ours, theirs);
     }
     let differs = DEVIATIONS.iter().any(|deviation| deviation.case == name);
     assert!(
         case.implementation_specific.is_none() || differs,
-        "is said to be no rule, but we follow it"
+        "the case is implementation-specific, but no deviation is listed"
     );
 }

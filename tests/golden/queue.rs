@@ -1,4 +1,4 @@
-//! Queue order: waiting requests, their classes, and the next request.
+//! Queue order: waiting requests, their classes, and the request that is dispatched next.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -83,7 +83,7 @@ struct DispatchedEntry {
     name: String,
 }
 
-/// The reference's class configuration.
+/// Class configuration in the format of the reference.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct QueueFile {
@@ -173,7 +173,7 @@ impl RequestArrival {
     }
 }
 
-/// Name of a limit in the reference.
+/// Returns the name of a limit in the reference.
 fn reference_kind(kind: &str) -> &str {
     if kind == "prompt_tokens" {
         "raw_isl_tokens"

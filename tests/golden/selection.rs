@@ -39,7 +39,7 @@ struct SelectionCase {
     pinned_worker: Option<(u64, u32)>,
     computed: ComputedCosts,
     result: SelectionOutcome,
-    /// Result of the reference's other policy; this router follows the reference selector.
+    /// Result of the reference's other policy. This router follows the reference selector.
     #[serde(rename = "production_default_policy")]
     _production: Value,
     #[serde(rename = "production_default_policy_with_conditional_disagg")]
@@ -304,9 +304,9 @@ impl SelectionCase {
     }
 }
 
-/// The reference's reason why no worker is eligible. This router's reasons are more specific for
-/// unknown pins.
-fn in_words_of_the_reference(why: EligibilityError) -> String {
+/// Returns the reference's reason why no worker is eligible. This router's reasons for unknown pins
+/// are more specific.
+fn reference_reason(why: EligibilityError) -> String {
     match why {
         EligibilityError::PinnedWorkerOverloaded(worker) => {
             format!("pinned worker {worker} is overloaded")
@@ -351,12 +351,12 @@ fn check_costs(case: &SelectionCase, members: &[&FleetMember]) {
     }
 }
 
-/// Empty ranks equal absent ones.
+/// Compares the effective overlaps. Empty ranks equal absent ones.
 fn check_overlaps(case: &SelectionCase) {
     let Some(expected) = &case.computed.effective_overlap else {
         return;
     };
-    let something = |overlap: &&EffectiveOverlap| overlap.effective_blocks > 0.0;
+    let is_nonzero = |overlap: &&EffectiveOverlap| overlap.effective_blocks > 0.0;
     let weights = case.weights();
     let mut ours = Vec::new();
     for worker in &case.workers {
@@ -381,15 +381,15 @@ fn check_overlaps(case: &SelectionCase) {
             });
         }
     }
-    let ours = ours.iter().filter(something);
-    let expected = expected.iter().filter(something);
+    let ours = ours.iter().filter(is_nonzero);
+    let expected = expected.iter().filter(is_nonzero);
     assert!(
         ours.clone().eq(expected.clone()),
         "{ours:?} against {expected:?}"
     );
 }
 
-/// Cost of every candidate among the others, without taints.
+/// Compares the cost of every candidate among all candidates, without taints.
 fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
     let costs = costs(&case.question(), &case.candidates(members), &case.weights());
     let named = |logit: &&RankLogit, one: &FleetMember| {
@@ -474,7 +474,7 @@ fn check(case: &SelectionCase) {
         }
         Err(why) => {
             assert_eq!(
-                Some(in_words_of_the_reference(why).as_str()),
+                Some(reference_reason(why).as_str()),
                 case.result.error.as_deref()
             );
             assert!(case.result.chosen_workers.is_none());

@@ -1,5 +1,5 @@
-//! Load of active requests, step by step: bookings by id through the ledger, workers through
-//! discovery and the fleet.
+//! Load of active requests, step by step. Bookings use ids through the ledger, and workers come
+//! through discovery and the fleet.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,18 +30,18 @@ use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
 use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
-const ONLY_THE_FLEET: &str =
-    "only the fleet opens slots; a booking for anybody else is refused and counts nowhere";
+const UNKNOWN_RANK_REASON: &str =
+    "only the fleet opens slots; a booking for another rank is rejected and not counted";
 
-/// A deviation where the reference adds an unknown rank on first use.
-macro_rules! lazy {
+/// Deviation in which the reference adds an unknown rank on first use.
+macro_rules! unknown_rank {
     ($case:literal, $at:literal, $ours:expr, $theirs:expr) => {
         GoldenDeviation {
             case: $case,
             at: $at,
             ours: $ours,
             theirs: $theirs,
-            reason: ONLY_THE_FLEET,
+            reason: UNKNOWN_RANK_REASON,
         }
     };
 }
@@ -58,13 +58,13 @@ macro_rules! idle {
 }
 
 const DEVIATIONS: &[GoldenDeviation] = &[
-    lazy!(
+    unknown_rank!(
         "lazy worker registration on add",
         "result of step 0",
         r#""NotServing""#,
         r#""ok""#
     ),
-    lazy!(
+    unknown_rank!(
         "lazy worker registration on add",
         "state after step 0",
         concat!("[", idle!(1), "]"),
@@ -74,19 +74,19 @@ const DEVIATIONS: &[GoldenDeviation] = &[
             r#",{"worker_id":9,"dp_rank":0,"active_blocks":2,"active_prefill_tokens":32,"active_requests":1}]"#
         )
     ),
-    lazy!(
+    unknown_rank!(
         "lazy worker registration on add",
         "result of step 1",
         r#""NoChange""#,
         r#""Applied""#
     ),
-    lazy!(
+    unknown_rank!(
         "lazy worker registration on add",
         "state after step 1",
         concat!("[", idle!(1), "]"),
         concat!("[", idle!(1), ",", idle!(9), "]")
     ),
-    lazy!(
+    unknown_rank!(
         "replica add lazily registers unknown worker rank",
         "state after step 0",
         concat!("[", idle!(1), "]"),
@@ -240,7 +240,8 @@ fn named(request: &str) -> RequestAttempt<'_> {
     RequestAttempt { request, number: 0 }
 }
 
-/// The cases number the blocks of a prompt; real sequence hashes include the preceding blocks.
+/// Returns sequence hashes for block numbers. The cases number the blocks of a prompt, but real
+/// sequence hashes include the preceding blocks.
 fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
     let locals = blocks.iter().copied().map(LocalHash).collect();
     BlockHashes::from_locals(blocks.len() * 16, BlockSize::new(16).unwrap(), locals)
@@ -248,7 +249,7 @@ fn chained(blocks: &[u64]) -> Vec<SequenceHash> {
         .to_vec()
 }
 
-/// Returns the workers as discovery parses them, or an error if it rejects them.
+/// Parses the workers as discovery does. Fails if discovery rejects them.
 fn discover(
     workers: &[SequenceWorker],
     block_size: u32,
@@ -282,7 +283,7 @@ fn discover(
     discovery::parse(Path::new("workers"), text.as_bytes(), &[model]).map_err(|_| ())
 }
 
-/// Lease of another router's bookings; no case waits for it.
+/// Lease of another router's bookings. No case waits for its end.
 const LEASE: Duration = Duration::from_secs(3600);
 
 /// Another router of the same workers, with its bookings and outgoing messages.
@@ -290,8 +291,8 @@ struct OtherRouter {
     tracker: Arc<LoadTracker>,
     ledger: BookingLedger,
     slots: BTreeMap<WorkerRank, RankSlot>,
-    news: Arc<Mutex<Vec<ReservationEvent>>>,
-    own: ReplicaOutbox,
+    events: Arc<Mutex<Vec<ReservationEvent>>>,
+    outbox: ReplicaOutbox,
 }
 
 /// Records the changes of reservations.
@@ -309,17 +310,17 @@ impl LoadListener for EventLog {
 
 impl OtherRouter {
     fn new(router: u64, now: Arc<Mutex<Instant>>) -> Self {
-        let news = Arc::<Mutex<Vec<ReservationEvent>>>::default();
-        let log = Arc::new(EventLog(news.clone()));
+        let events = Arc::<Mutex<Vec<ReservationEvent>>>::default();
+        let log = Arc::new(EventLog(events.clone()));
         let tracker = LoadTracker::with_listener(move || *now.lock(), log);
         let ledger = BookingLedger::new(tracker.clone(), LedgerRules::default());
-        let own = ReplicaOutbox::new(ReplicaId(router), format!("router {router}"));
+        let outbox = ReplicaOutbox::new(ReplicaId(router), format!("router {router}"));
         Self {
             tracker,
             ledger,
             slots: BTreeMap::new(),
-            news,
-            own,
+            events,
+            outbox,
         }
     }
 
@@ -355,7 +356,7 @@ impl OtherRouter {
             } if self.is_on(&request_id, worker) => {
                 self.ledger.free(named(&request_id));
             }
-            // Only the router that booked a request reports on it, so the worker never changes.
+            // Only the router that booked a request reports on it, so its worker never changes.
             RemoteEvent::MarkPrefillCompleted { .. } | RemoteEvent::Free { .. } => {}
         }
     }
@@ -368,10 +369,10 @@ impl OtherRouter {
     }
 
     fn batches(&mut self) -> Vec<Batch> {
-        for news in std::mem::take(&mut *self.news.lock()) {
-            self.own.record(&Message::Load(news));
+        for event in std::mem::take(&mut *self.events.lock()) {
+            self.outbox.record(&Message::Load(event));
         }
-        self.own.take_batches()
+        self.outbox.take_batches()
     }
 }
 
@@ -400,7 +401,7 @@ fn booking(slot: RankSlot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> Loa
 
 struct SequenceHarness {
     block_size: u32,
-    /// Messages of other routers are applied by the replica state.
+    /// State of other routers, if replica sync is enabled.
     peers: Option<PeerTable>,
     others: BTreeMap<u64, OtherRouter>,
     random: SmallRng,
@@ -426,7 +427,7 @@ impl SequenceHarness {
                 ..LedgerRules::default()
             },
         );
-        let mut bench = Self {
+        let mut harness = Self {
             block_size: case.block_size,
             peers: case
                 .replica_sync
@@ -440,11 +441,11 @@ impl SequenceHarness {
             fleet: Fleet::empty(),
             workers: Vec::new(),
         };
-        bench.serve(case.initial_workers.clone()).unwrap();
-        bench
+        harness.serve(case.initial_workers.clone()).unwrap();
+        harness
     }
 
-    /// Changes fleet and load as the fleet controller does.
+    /// Replaces the workers, and changes fleet and load as the fleet controller does.
     fn serve(&mut self, workers: Vec<SequenceWorker>) -> Result<(), ()> {
         let change = self.fleet.reconcile(discover(&workers, self.block_size)?);
         change
@@ -456,11 +457,11 @@ impl SequenceHarness {
             .iter()
             .for_each(|member| self.tracker.open_slot(member.slot, member.rank));
         (self.fleet, self.workers) = (change.fleet, workers);
-        self.with_peers(|peers, world, now, _| peers.tick(world, now));
+        self.with_peers(|peers, view, now, _| peers.tick(view, now));
         Ok(())
     }
 
-    /// Creates the booking of a request. An absent rank has no slot, so any number works.
+    /// Creates the booking of a request. An absent rank has no slot, so any slot number will do.
     fn booking(&self, on: (u64, u32), blocks: Option<&[u64]>, tokens: u64) -> LoadBooking {
         let slot = self.fleet.slot(rank(on)).unwrap_or(RankSlot(u32::MAX));
         booking(slot, rank(on), blocks.unwrap_or(&[]), tokens)
@@ -515,7 +516,7 @@ impl SequenceHarness {
                 Value::Null
             }
             SequenceOp::ApplyReplicaEvents { events } => {
-                events.into_iter().for_each(|event| self.follow(event));
+                events.into_iter().for_each(|event| self.apply_event(event));
                 Value::Null
             }
             SequenceOp::RegisterWorker(worker) => {
@@ -537,7 +538,7 @@ impl SequenceHarness {
         }
     }
 
-    /// A booking for an absent rank is rejected.
+    /// Adds a booking. A booking for an absent rank is rejected.
     fn add(&mut self, request: &str, booking: LoadBooking, expected: &Value) -> Value {
         let requested = booking.rank;
         match self.ledger.add(named(request), vec![booking]) {
@@ -557,7 +558,7 @@ impl SequenceHarness {
         }
     }
 
-    /// Discovery reports rejected lists with its own messages.
+    /// Replaces the workers. Discovery reports rejected lists with its own messages.
     fn reconcile(&mut self, workers: Vec<SequenceWorker>, expected: &Value) -> Value {
         match self.serve(workers) {
             Ok(()) => json!("ok"),
@@ -567,7 +568,7 @@ impl SequenceHarness {
     }
 
     /// Applies an event at another router, which sends it to this one.
-    fn follow(&mut self, event: RemoteEvent) {
+    fn apply_event(&mut self, event: RemoteEvent) {
         let now = self.now.clone();
         let router = event.router();
         let other = self
@@ -586,17 +587,17 @@ impl SequenceHarness {
     fn receive(&mut self, router: u64, batch: &Batch) {
         let batch = Batch::decode(&batch.encode_to_vec()[..]).unwrap();
         let outcome =
-            self.with_peers(|peers, world, now, random| peers.on_batch(batch, world, now, random));
+            self.with_peers(|peers, view, now, random| peers.on_batch(batch, view, now, random));
         if !outcome
             .actions
             .contains(&PeerAction::FetchSnapshot(ReplicaId(router)))
         {
             return;
         }
-        for part in self.others[&router].own.snapshot(&[]) {
+        for part in self.others[&router].outbox.snapshot(&[]) {
             let part = SnapshotPart::decode(&part.encode_to_vec()[..]).unwrap();
-            self.with_peers(|peers, world, now, random| {
-                peers.on_snapshot_part(part, world, now, random)
+            self.with_peers(|peers, view, now, random| {
+                peers.on_snapshot_part(part, view, now, random)
             });
         }
     }
@@ -610,7 +611,7 @@ impl SequenceHarness {
             return PeerUpdate::default();
         };
         let fleet = &self.fleet;
-        let world = LocalView {
+        let view = LocalView {
             load: &self.tracker,
             generation: fleet.generation(),
             slot: &|rank| fleet.slot(rank),
@@ -622,7 +623,7 @@ impl SequenceHarness {
             on_booked: &|_| (),
         };
         let now = *self.now.lock();
-        work(peers, &world, now, &mut self.random)
+        work(peers, &view, now, &mut self.random)
     }
 
     fn project(&self, query: &[u64]) -> Value {
@@ -690,16 +691,16 @@ pub(crate) fn run(text: &str) -> CheckReport {
 }
 
 fn check(case: SequenceCase, check: &mut CaseCheck) {
-    let mut bench = SequenceHarness::new(&case);
+    let mut harness = SequenceHarness::new(&case);
     for (at, step) in case.steps.into_iter().enumerate() {
-        let result = bench.run(step.step, &step.result);
+        let result = harness.run(step.step, &step.result);
         check.same(format_args!("result of step {at}"), result, step.result);
         check.same(
             format_args!("state after step {at}"),
-            bench.state(),
+            harness.state(),
             sorted(step.state_after),
         );
-        let elapsed = bench.tracker.now() - bench.start;
+        let elapsed = harness.tracker.now() - harness.start;
         assert_eq!(elapsed.as_millis(), u128::from(step.elapsed_ms_since_start));
     }
 }

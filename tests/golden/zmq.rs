@@ -13,8 +13,7 @@ use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, MediaTokens}
 
 use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 
-/// Event fields of the reference that are not retained: the session, and fields that only its own
-/// index needs.
+/// Event field of the reference that this router does not keep.
 const NOT_KEPT: [&str; 1] = ["session_id"];
 
 const DEVIATIONS: &[GoldenDeviation] = &[GoldenDeviation {
@@ -26,7 +25,7 @@ const DEVIATIONS: &[GoldenDeviation] = &[GoldenDeviation {
         "storage_tier":"Device"}}"#,
     theirs: r#"{"event":{"data":{"blocks":[],"parent_block_hash":null,"type":"stored"},"dp_rank":0,"event_id":0,
         "storage_tier":"Device"}}"#,
-    reason: "a block of the engine is two of ours, and a store without blocks would make the whole cache unusable",
+    reason: "an engine block is two blocks of this router, and a store without blocks would make the whole cache unusable",
 }];
 
 #[derive(Deserialize)]
@@ -83,7 +82,7 @@ struct MediaCase {
 #[serde(deny_unknown_fields)]
 struct ObjectCase {
     mm_hash: u64,
-    /// The position inside the block enters no hash.
+    /// The position inside the block is not part of the hash.
     #[serde(rename = "offsets")]
     _offsets: Vec<(u32, u32)>,
 }
@@ -141,12 +140,15 @@ fn check(case: &ZmqCase, check: &mut CaseCheck) {
     }
 }
 
-/// The objects in the block hashes are those of the event.
+/// Asserts that the objects in the expected block hashes are those of the event.
 fn check_media(place: &str, event: &EngineEvent, expected: &Value) {
     let EngineEvent::Stored(stored) = event else {
         return;
     };
-    let media = stored.media.clone().unwrap_or_else(|| marked(stored));
+    let media = stored
+        .media
+        .clone()
+        .unwrap_or_else(|| extra_key_objects(stored));
     let blocks = expected["event"]["data"]["blocks"]
         .as_array()
         .cloned()
@@ -168,7 +170,7 @@ fn check_batch(batch: &EventBatch, expected: &DecodedBatch, listener: u32) {
     assert_eq!(batch.events.len(), expected.events.len());
 }
 
-/// Fails on an unknown field.
+/// Panics on an unknown field.
 fn only(value: &Value, fields: &[&str]) {
     for field in value.as_object().unwrap().keys() {
         assert!(
@@ -178,8 +180,8 @@ fn only(value: &Value, fields: &[&str]) {
     }
 }
 
-/// Compares all fields of a decoded event that the reference prints. Strings are compared by their
-/// class.
+/// Compares all fields of a decoded event that the reference prints. Strings are compared after
+/// conversion to the enum of the field.
 fn check_decoded(name: &str, event: &EngineEvent, expected: &Value) {
     let kind = match event {
         EngineEvent::Stored(_) => "BlockStored",
@@ -234,18 +236,18 @@ fn is_of_origin(event: &EngineEvent, field: &str, expected: &Value) -> bool {
         EngineEvent::Removed { origin, .. } => origin,
         _ => return false,
     };
-    let word = || expected.as_str().unwrap();
+    let text = || expected.as_str().unwrap();
     match field {
         "group_idx" => json!(origin.group) == *expected,
-        "kv_cache_spec_kind" => origin.kind == Some(AttentionKind::from(word())),
-        "medium" => origin.medium == StorageMedium::from(word()),
-        "locality" => origin.locality == StorageLocality::from(word()),
-        _ => origin.ownership == BlockOwnership::from(word()),
+        "kv_cache_spec_kind" => origin.kind == Some(AttentionKind::from(text())),
+        "medium" => origin.medium == StorageMedium::from(text()),
+        "locality" => origin.locality == StorageLocality::from(text()),
+        _ => origin.ownership == BlockOwnership::from(text()),
     }
 }
 
-/// Objects that extra keys identify by marks.
-fn marked(stored: &StoredEvent) -> Vec<Vec<u64>> {
+/// Returns the hashes of multimodal objects in the extra keys of each block.
+fn extra_key_objects(stored: &StoredEvent) -> Vec<Vec<u64>> {
     let hash = |key: &ExtraKey| match key {
         ExtraKey::Text(text) => text
             .strip_suffix(&"0".repeat(48))
@@ -287,18 +289,20 @@ fn is_of_store(name: &str, event: &EngineEvent, field: &str, expected: &Value) -
         "lora_name" => json!(stored.lora_name) == *expected,
         "cache_salt" => {
             let keys = stored.extra_keys.iter().take(1).flatten();
-            let mut marked = keys.filter_map(|key| match key {
+            let mut salts = keys.filter_map(|key| match key {
                 ExtraKey::Text(text) => text.strip_prefix("dynamo-cache-salt:"),
                 _ => None,
             });
-            json!(stored.cache_salt.as_deref().or_else(|| marked.next())) == *expected
+            json!(stored.cache_salt.as_deref().or_else(|| salts.next())) == *expected
         }
-        "block_mm_infos" => *stored.media.as_ref().unwrap_or(&marked(stored)) == media(expected),
+        "block_mm_infos" => {
+            *stored.media.as_ref().unwrap_or(&extra_key_objects(stored)) == media(expected)
+        }
         other => NOT_KEPT.contains(&other),
     }
 }
 
-/// Returns the result in the format of the golden file. Counted events take the next number;
+/// Returns the result in the format of the golden file. Converted events take the next id, and
 /// filtered ones take none.
 fn result(converted: ConvertedEvent, rank: u32, next_id: &mut u64) -> Value {
     let event = match converted {
@@ -306,7 +310,9 @@ fn result(converted: ConvertedEvent, rank: u32, next_id: &mut u64) -> Value {
             return json!({ "filtered": reason.as_str() });
         }
         ConvertedEvent::Event(event) => event,
-        ConvertedEvent::BlockSizeChanged(anew) => return result(*anew, rank, next_id),
+        ConvertedEvent::BlockSizeChanged(converted_again) => {
+            return result(*converted_again, rank, next_id);
+        }
         ConvertedEvent::IndexEvents(events, _) => panic!("no case has smaller blocks: {events:?}"),
     };
     let tier = |tier: StorageTier| match tier {
@@ -338,15 +344,15 @@ fn result(converted: ConvertedEvent, rank: u32, next_id: &mut u64) -> Value {
             )
         }
         KvEvent::Cleared => (json!({ "type": "cleared" }), "Device"),
-        group => panic!("{group:?} tells of no prefix"),
+        group => panic!("unexpected group event: {group:?}"),
     };
     let event = json!({ "event": { "data": data, "dp_rank": rank, "event_id": *next_id, "storage_tier": tier } });
     *next_id += 1;
     event
 }
 
-/// Removes fields that are not retained from the golden result: the session, and multimodal hashes
-/// next to the block hash that includes them.
+/// Removes fields from the golden result that this router does not keep: the session, and
+/// multimodal hashes next to the block hash that includes them.
 fn comparable(expected: &Value) -> Value {
     only(expected, &["event", "filtered"]);
     let mut expected = expected.clone();
@@ -356,7 +362,7 @@ fn comparable(expected: &Value) -> Value {
         assert_eq!(
             data.remove("start_position").unwrap_or_default(),
             Value::Null,
-            "nobody names positions"
+            "start_position is always null"
         );
         for block in data
             .get_mut("blocks")

@@ -14,7 +14,7 @@ const SALT_BYTES: u64 = 1 << 28;
 /// Maximum number of block parts per rank, if its blocks are smaller than those of the model.
 const PARTS: u64 = 1 << 21;
 
-/// Returns a prompt of blocks with one token each.
+/// Returns an event with a prompt of one-token blocks.
 fn prompt(from: u64, count: u64, salt: Option<String>) -> EngineEvent {
     let hashes = (from..from + count).map(|at| EngineHash(mix(at))).collect();
     let tokens = EventTokens {
@@ -37,7 +37,7 @@ fn normalizer(block_size: usize) -> EventNormalizer {
     )
 }
 
-/// Returns a block after another one, whose salt it inherits.
+/// Returns an event with a block that follows another one and inherits its salt.
 fn follows(parent: u64) -> EngineEvent {
     let EngineEvent::Stored(stored) = prompt(1 << 50, 1, None) else {
         unreachable!("a store")
@@ -98,7 +98,7 @@ fn bytes_of_salts() {
 #[test]
 fn parts_of_blocks() {
     measure("events::parts_of_blocks", 640, || {
-        // Two parts make a block.
+        // Two parts make one block.
         let mut normalizer = normalizer(2);
         for from in (0..PARTS).step_by(64) {
             normalizer.convert(&prompt(from, 64, None));
@@ -140,7 +140,7 @@ fn decoded_batch() {
         let batch = wire::decode(&largest_batch(1 << 20)).unwrap();
         let error = wire::decode(&largest_batch((1 << 20) + 1)).unwrap_err();
         assert!(matches!(error, wire::WireError::TooLarge(_)), "{error}");
-        // The messages themselves take 2 times 30 MiB.
+        // The messages themselves take 60 MiB.
         (240, batch)
     });
 }

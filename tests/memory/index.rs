@@ -12,7 +12,7 @@ use crate::{measure, mix, setting};
 
 /// Default of `index.max_blocks_per_tier`.
 const BLOCKS: u64 = 1 << 20;
-/// Maximum number of orphans per rank.
+/// Maximum number of orphan blocks per rank.
 const AWAITING: u64 = 1 << 18;
 /// Tiers below the device.
 const LOWER: [StorageTier; 3] = [
@@ -30,7 +30,7 @@ fn limited(blocks: u64) -> IndexWithWriter {
     (index, writer)
 }
 
-/// Returns blocks that differ from all others.
+/// Returns blocks that differ from all other blocks.
 fn blocks(from: u64, count: u64) -> Vec<StoredBlock> {
     let block = |at| StoredBlock {
         engine: EngineHash(mix(at)),
@@ -60,7 +60,7 @@ fn blocks_in_long_prompts() {
     measure("index::blocks_in_long_prompts", 128, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
-        // One more than a divisor of the limit, so that the last prompt is cut.
+        // Not a divisor of the limit, so that the last prompt is truncated.
         store_until_full(&mut writer, 0, 513, StorageTier::Device);
         assert_eq!(index.stats().total.device, most);
         (most, (index, writer))
@@ -81,7 +81,7 @@ fn blocks_in_short_prompts() {
     });
 }
 
-/// The maximum number of hashes in all tiers, each with a further copy, after a gap.
+/// Stores the maximum number of hashes in all tiers, each with an additional copy, after a gap.
 #[test]
 fn hashes_with_copies_after_gap() {
     measure("index::hashes_with_copies_after_gap", 768, || {
@@ -104,7 +104,7 @@ fn hashes_with_copies_after_gap() {
         for tier in LOWER {
             store_until_full(&mut writer, 1 << 30, 1, tier);
         }
-        // Stores further copies until their limit is reached.
+        // Stores additional copies until their limit is reached.
         store_until_full(&mut writer, 0, 64, StorageTier::Device);
         let mut at = 1 << 30;
         while writer.apply(&KvEvent::Stored {
@@ -146,7 +146,7 @@ fn hashes_of_one_block() {
     });
 }
 
-/// The maximum number of shares, each with a further copy, after a gap.
+/// Stores the maximum number of group entries, each with an additional copy, after a gap.
 #[test]
 fn shares_of_cache_groups() {
     measure("index::shares_of_cache_groups", 320, || {

@@ -1,7 +1,9 @@
-//! Memory at the bounds of docs/memory.md. Each test drives one structure to its limit, measures the growth of the resident memory, and
-//! compares it with the documented bound. To print the table: `cargo test --test memory -- --nocapture`. A row is measured in a
-//! process of its own, so that rows do not disturb each other.
-//! `WARMROUTE_LONG_TESTS=1` measures at the default settings instead of an eighth of them.
+//! Memory at the limits that `docs/memory.md` documents. Each test drives one structure to its
+//! limit, measures the growth of the resident memory, and compares it with the documented bound.
+//! Each row of the table is measured in its own process, so that rows do not affect each other.
+//!
+//! `cargo test --test memory -- --nocapture` prints the table. `WARMROUTE_LONG_TESTS=1` uses the
+//! default limits instead of an eighth of them.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::print_stdout, reason = "the tests print a table")]
@@ -31,12 +33,12 @@ const ROW: &str = "WARMROUTE_MEMORY_ROW";
 
 const MIB: u64 = 1 << 20;
 
-/// Maximum ratio of a documented bound to the measured memory. A larger ratio means that the bound
-/// was not reached.
+/// Maximum ratio of a documented bound to the measured memory. A larger ratio means that the
+/// structure did not reach its limit.
 const SLACK: u64 = 3;
 
-/// Memory that a row needs besides its entries: code pages used for the first time, and the first
-/// extents of the allocator.
+/// Memory that a row needs apart from its entries: code pages used for the first time, and the
+/// first extents of the allocator.
 const BASE: u64 = 8 * MIB;
 
 /// Documented memory of a structure at its limit.
@@ -55,9 +57,9 @@ pub(crate) struct MemoryMeter {
 }
 
 impl MemoryMeter {
-    /// Starts measuring.
+    /// Starts measuring a process.
     pub(crate) fn start(process: &str) -> Self {
-        // The kernel resets the peak.
+        // Resets the peak memory counter.
         fs::write(format!("/proc/{process}/clear_refs"), "5").unwrap();
         Self {
             process: process.to_owned(),
@@ -75,7 +77,8 @@ impl MemoryMeter {
         resident(&self.process, "VmHWM:").saturating_sub(self.before)
     }
 
-    /// Prints the row and compares the growth, including temporary allocations, with the bound.
+    /// Prints the row. Asserts that the growth, including temporary allocations, is within the
+    /// bound.
     pub(crate) fn compare(&self, row: &str, bound: MemoryBound) {
         let [growth, peak, limit] = [self.growth(), self.peak(), bound.entries * bound.bytes];
         println!(
@@ -94,7 +97,7 @@ impl MemoryMeter {
         );
         assert!(
             peak * SLACK >= limit,
-            "{row}: the memory grew by {peak} bytes only, {limit} are documented"
+            "{row}: the memory grew by only {peak} bytes, {limit} are documented"
         );
     }
 }
@@ -108,7 +111,8 @@ fn resident(process: &str, line: &str) -> u64 {
     kib.trim().parse::<u64>().unwrap() * 1024
 }
 
-/// Measures a row in a separate process. `fill` drives the structure to its limit and returns it.
+/// Measures a row in a separate process. `fill` drives the structure to its limit, and returns the
+/// number of entries and the structure.
 pub(crate) fn measure<T>(row: &str, bytes: u64, fill: impl FnOnce() -> (u64, T)) {
     measure_after(row, bytes, || (), |()| fill());
 }
@@ -149,12 +153,13 @@ pub(crate) fn measure_after<P, T>(
     );
 }
 
-/// Returns a configurable limit: the default in long tests, and an eighth of it otherwise.
+/// Returns the value of a configurable limit: the default in long tests, and an eighth of it
+/// otherwise.
 pub(crate) fn setting(default: u64) -> u64 {
     support::long_tests::long_or_short(default, default / 8)
 }
 
-/// Spreads numbers over all bits.
+/// Spreads a number over all bits.
 pub(crate) fn mix(number: u64) -> u64 {
     let mixed = (number ^ (number >> 31)).wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (mixed ^ (mixed >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9)

@@ -1,4 +1,5 @@
-//! Memory for requests, connections and xDS streams, measured in a warmroute process, and for queries to the shared cache.
+//! Memory of requests, connections and xDS streams in a warmroute process, and of queries to the
+//! shared cache.
 
 use std::sync::Arc;
 
@@ -33,14 +34,14 @@ use crate::{MemoryBound, MemoryMeter, measure};
 const NAMES: usize = 4096;
 /// Default of `listeners.limits.max_connections`.
 const CONNECTIONS: u64 = 1024;
-/// Blocks in a query to the shared cache.
+/// Number of blocks in a query to the shared cache.
 const QUERIED: u64 = 1 << 16;
 
 fn meter(process: &WarmrouteProcess) -> MemoryMeter {
     MemoryMeter::start(&process.child.pid().to_string())
 }
 
-/// Exchange that has received no message yet.
+/// Exchange that has received no reply yet.
 type PendingExchange = (
     UnboundedSender<ProcessingRequest>,
     Streaming<ProcessingResponse>,
@@ -98,8 +99,8 @@ fn completion(first: usize, tokens: usize) -> Vec<Message> {
     ]
 }
 
-/// Bytes per token: 2 in the body, which stays in the receive buffer of the gRPC stream, and 1 in
-/// the block hashes. The token ids, 4 bytes each, are dropped.
+/// Asserts the memory per token: 2 bytes in the body, which stays in the receive buffer of the gRPC
+/// stream, and 1 byte in the block hashes. The token ids, 4 bytes each, are dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn tokens_of_waiting_requests() {
     const REQUESTS: usize = 32;
@@ -181,7 +182,8 @@ impl XdsStream {
         Self { sender, responses }
     }
 
-    /// Names `count` clusters of `bytes` bytes each, and the cluster of all workers.
+    /// Requests `count` clusters with names of `bytes` bytes each, among them the cluster of all
+    /// workers.
     fn name(&self, count: usize, bytes: usize) {
         let unknown = (1..count).map(|at| format!("{at:0>bytes$}"));
         let resource_names = unknown.chain(["workers".to_owned()]).collect();
@@ -196,7 +198,7 @@ impl XdsStream {
             .unwrap();
     }
 
-    /// Requests resources of unknown types. Each name has `bytes` bytes.
+    /// Requests resources of unknown types with names of `bytes` bytes each.
     fn ask_for_other_types(&self, count: usize, bytes: usize) {
         for at in 0..count {
             let type_url = format!("{at}{}", "x".repeat(bytes));
@@ -218,7 +220,7 @@ impl XdsStream {
     }
 }
 
-/// Names requested by a stream, names in responses, and names on `/debug/envoys`.
+/// Counts the names that streams request, the names in responses, and the names on `/debug/envoys`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_of_xds_streams() {
     const STREAMS: usize = 16;
@@ -229,7 +231,7 @@ async fn names_of_xds_streams() {
     for _ in 0..STREAMS {
         let mut stream = XdsStream::open(channel.clone()).await;
         stream.ask_for_other_types(64, 100 << 10);
-        // Half of the bytes, because the names in responses count again.
+        // Half of the allowed bytes, because the names in responses count as well.
         stream.name(NAMES, 128);
         let response = stream.responses.message().await.unwrap().unwrap();
         assert_eq!(
@@ -258,7 +260,7 @@ async fn names_of_xds_streams() {
     assert_eq!(process.metric("xds_streams").await, STREAMS as f64);
 }
 
-/// The maximum number of concurrent queries, each of a prompt three times as long as a query.
+/// Runs the maximum number of concurrent queries, each for a prompt three times as long as a query.
 #[test]
 fn queries_of_the_shared_cache() {
     const QUERIES: usize = 64;
@@ -271,7 +273,7 @@ fn queries_of_the_shared_cache() {
     });
 }
 
-/// Sends queries to a server that does not read them.
+/// Sends queries to a server that does not read them completely.
 async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, Vec<TcpStream>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/lookup", listener.local_addr().unwrap());

@@ -1,4 +1,4 @@
-//! Memory for the state of replica peers.
+//! Memory of the state of replica peers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,7 +18,7 @@ use crate::{MIB, measure, mix};
 const RESERVATIONS: u64 = 1 << 18;
 /// Maximum number of blocks in the reservations of all peers.
 const RESERVED: u64 = 1 << 24;
-/// Maximum memory of snapshots and batches that wait for the end of a snapshot.
+/// Maximum memory of snapshots, and of batches that wait for the end of a snapshot.
 const PENDING: u64 = 256 * MIB;
 
 struct PeersFixture {
@@ -47,11 +47,15 @@ impl PeersFixture {
 
     fn receive(&mut self, message: &[u8]) {
         let batch = Batch::decode(message).unwrap();
-        self.peers
-            .on_batch(batch, &world(&self.load), Instant::now(), &mut self.random);
+        self.peers.on_batch(
+            batch,
+            &local_view(&self.load),
+            Instant::now(),
+            &mut self.random,
+        );
     }
 
-    /// Sends a snapshot without reservations.
+    /// Delivers a snapshot without reservations.
     fn complete_snapshot(&mut self, replica: u64) {
         let snapshot = SnapshotPart {
             replica,
@@ -61,7 +65,7 @@ impl PeersFixture {
         };
         let outcome = self.peers.on_snapshot_part(
             snapshot,
-            &world(&self.load),
+            &local_view(&self.load),
             Instant::now(),
             &mut self.random,
         );
@@ -74,7 +78,7 @@ impl PeersFixture {
     }
 }
 
-fn world(load: &Arc<LoadTracker>) -> LocalView<'_> {
+fn local_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     LocalView {
         load,
         generation: 0,
@@ -88,7 +92,7 @@ fn world(load: &Arc<LoadTracker>) -> LocalView<'_> {
     }
 }
 
-/// Encodes a field with a length.
+/// Encodes a length-delimited Protobuf field.
 fn field(number: u8, content: &[u8]) -> Vec<u8> {
     let mut out = vec![number << 3 | 2];
     let mut length = content.len();
@@ -110,7 +114,8 @@ fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
     out
 }
 
-/// Batches of empty events, which take two bytes in a message, from the maximum number of peers.
+/// Receives batches of empty events, which take two bytes in a message, from the maximum number of
+/// peers.
 #[test]
 fn batches_pending_snapshots() {
     measure("replicas::batches_pending_snapshots", 1, || {
@@ -119,13 +124,14 @@ fn batches_pending_snapshots() {
         for sequence in 1..10 {
             (1..=128).for_each(|replica| peers.receive(&batch(replica, sequence, &events)));
         }
-        // Without the limit: 128 peers, 9 batches, and 20,000 events of more than 100 bytes.
+        // Without the limit, 128 peers would store 9 batches of 20,000 events with more than 100
+        // bytes each.
         (PENDING, peers)
     });
 }
 
-/// Reservations without block hashes, in messages of 30 bytes, from eight peers. Four of them reach
-/// the limit of all peers.
+/// Receives reservations without block hashes, in messages of 30 bytes, from eight peers. Four
+/// peers suffice to reach the limit of all peers.
 #[test]
 fn reserved_blocks_of_all_peers() {
     let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
@@ -146,16 +152,16 @@ fn reserved_blocks_of_all_peers() {
     });
 }
 
-/// Reservations of one block from one peer.
+/// Receives reservations of one block from one peer.
 #[test]
 fn reservations_of_short_prompts() {
     measure("replicas::reservations_of_short_prompts", 1024, || {
         let mut peers = PeersFixture::new();
         peers.receive(&batch(1, 1, &[]));
         peers.complete_snapshot(1);
-        let of_batch = RESERVATIONS / 64;
+        let batch_size = RESERVATIONS / 64;
         for number in 0..65 {
-            let events: Vec<_> = (number * of_batch..(number + 1) * of_batch)
+            let events: Vec<_> = (number * batch_size..(number + 1) * batch_size)
                 .map(short_reservation)
                 .collect();
             peers.receive(&batch(1, number as u8 + 2, &events));

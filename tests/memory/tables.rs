@@ -49,7 +49,7 @@ fn prompt(number: u64, blocks: u64) -> BlockHashes {
     BlockHashes::from_locals(locals.len() * 16, BlockSize::new(16).unwrap(), locals)
 }
 
-/// The maximum number of confirmed blocks of a rank, in prompts of `blocks` blocks.
+/// Records the maximum number of confirmed blocks of a rank, in prompts of `blocks` blocks.
 fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
     let most = setting(PREDICTED);
     let predictor = predictor(most);
@@ -102,7 +102,7 @@ fn blocks_of_short_prompts_in_flight() {
     });
 }
 
-/// Idle sessions with the longest names, of as many tenants.
+/// Opens idle sessions with the longest ids, each of another tenant.
 #[test]
 fn idle_sessions() {
     measure("tables::idle_sessions", 2560, || {
@@ -116,10 +116,10 @@ fn idle_sessions() {
     });
 }
 
-/// Sessions with requests, and the maximum number of unread session updates.
+/// Opens sessions with requests, and creates the maximum number of unread session updates.
 #[test]
-fn sessions_with_notes() {
-    measure("tables::sessions_with_notes", 4096, || {
+fn sessions_with_unread_updates() {
+    measure("tables::sessions_with_unread_updates", 4096, || {
         let rules = SessionRules::default();
         let recording = SessionRecording {
             moves: true,
@@ -151,7 +151,7 @@ fn sessions_with_notes() {
     });
 }
 
-/// Opens the first request of a session of another tenant.
+/// Opens the first request of a session, each of another tenant.
 fn first(sessions: &Arc<SessionStore>, number: usize) -> SessionLease {
     let [id, tenant] = ["s", "t"].map(|kind| format!("{kind}{number:0>255}"));
     let name = SessionName {
@@ -190,7 +190,7 @@ fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), Ledg
         prefill_time: None,
         end: BookingEnd::RequestEnd,
     };
-    // Ids may have 512 bytes.
+    // Ids may have up to 512 bytes.
     ledger
         .add(
             RequestAttempt {
@@ -205,7 +205,7 @@ fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), Ledg
 #[test]
 fn booked_blocks() {
     measure("tables::booked_blocks", 32, || {
-        // A thirty-second of the default: blocks are alike.
+        // A thirty-second of the default suffices, because all blocks take the same memory.
         let most = BOOKED_BLOCKS / 32;
         let mut ledger = ledger(BOOKINGS, most);
         (0..most / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
@@ -251,7 +251,7 @@ fn fast_encoder() -> Encoder {
 #[test]
 fn prompt_cache() {
     measure_after("tables::prompt_cache", 2, fast_encoder, |encoder| {
-        // `requests.limits.prompt_cache_size`.
+        // Default of `requests.limits.prompt_cache_size`.
         let most = setting(256 * MIB);
         let metrics = Arc::new(Metrics::new());
         let cache = PromptCache::new(most as usize, metrics.clone());

@@ -1,4 +1,4 @@
-//! Checks of the repository.
+//! Architecture rules of the repository.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

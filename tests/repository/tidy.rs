@@ -6,8 +6,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Layer of each module of the server. A module may use lower layers and its own folder. Adapters
-/// (layer 4) do not use one another, except for [`EXCEPTIONS`]. Between crates, Cargo checks the
-/// same.
+/// (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the dependencies
+/// between crates.
 const LAYERS: &[(&str, u8)] = &[
     ("dispatch", 3),
     ("tracking_hash", 3),
@@ -26,7 +26,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("lib", 5),
 ];
 
-/// Allowed uses of one adapter by another, as (user, used).
+/// Pairs of adapters of which the first may use the second.
 const EXCEPTIONS: &[(&str, &str)] = &[
     ("admin", "request"),
     ("api", "request"),
@@ -38,7 +38,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
     ("self_test", "request"),
 ];
 
-/// Text that may appear only in these modules of the server.
+/// Texts that may appear only in the listed modules of the server.
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "fleet", "server"]),
     ("tonic", &["api", "cluster", "ext_proc", "fleet", "server"]),
@@ -48,7 +48,7 @@ const CONFINED: &[(&str, &[&str])] = &[
     ("env::var", &["cmd"]),
 ];
 
-/// Text that may not appear in `warmroute-core`: clocks, randomness and the file system are passed in.
+/// Texts that may not appear in `warmroute-core`, because clocks, randomness and I/O are arguments.
 const NOT_IN_CORE: &[&str] = &[
     "Instant::now",
     "rand::random",
@@ -72,7 +72,7 @@ struct SourceLine {
     text: String,
 }
 
-/// Sources of all crates except the tools.
+/// Returns the sources of all crates except the tools.
 fn sources() -> Vec<SourceFile> {
     let crates = fs::read_dir(package().join("crates")).unwrap();
     let roots = crates.map(|entry| entry.unwrap().path().join("src"));
@@ -81,12 +81,12 @@ fn sources() -> Vec<SourceFile> {
     found
 }
 
-/// Sources of the server and the command line.
+/// Returns the sources of the server and the command line.
 fn server_sources() -> Vec<SourceFile> {
     sources_of("src")
 }
 
-/// Sources below a folder that has many.
+/// Returns the sources below a folder. Panics if there are only few.
 fn sources_of(folder: &str) -> Vec<SourceFile> {
     let found = sources_below(&package().join(folder));
     assert!(found.len() > 20, "only {} source files found", found.len());
@@ -137,8 +137,8 @@ fn source(root: &Path, path: PathBuf) -> SourceFile {
     }
 }
 
-/// Lines of a formatted file without the items below `#[cfg(test)]`. Such an item ends with the next
-/// line of the same indentation that closes a brace or a statement.
+/// Returns the lines of a formatted file without the items below `#[cfg(test)]`. Such an item ends
+/// with the next line of the same indentation that closes a brace or a statement.
 fn production_lines(text: &str) -> Vec<SourceLine> {
     let mut lines = text.lines().enumerate();
     let mut production = Vec::new();
@@ -161,7 +161,7 @@ fn ends_item(line: &str, indentation: usize) -> bool {
     line.len() - text.len() == indentation && (text.ends_with(';') || text.ends_with('}'))
 }
 
-/// Lines that are neither comments nor documentation.
+/// Returns the lines that are neither comments nor documentation.
 fn code(source: &SourceFile) -> impl Iterator<Item = &SourceLine> {
     let lines = source.production.iter();
     lines.filter(|line| !line.text.trim_start().starts_with("//"))
@@ -183,7 +183,7 @@ fn may_use(from: &str, to: &str) -> bool {
     }
     match (layer(from), layer(to)) {
         (4, 4) => EXCEPTIONS.contains(&(from, to)),
-        // Modules use lower layers, and other modules of their own layer outside layer 4.
+        // Outside layer 4, modules may use lower layers and other modules of their own layer.
         (user, used) => used <= user,
     }
 }
@@ -214,7 +214,7 @@ fn imports_follow_the_layer_table() {
     assert!(broken.is_empty(), "{}", broken.join("\n"));
 }
 
-/// Modules in the `crate::` paths of a line.
+/// Returns the modules in the `crate::` paths of a line.
 fn used_modules(line: &str) -> Vec<String> {
     let paths = line.split("crate::").skip(1);
     let targets = paths.flat_map(|path| match path.strip_prefix('{') {

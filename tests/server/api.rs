@@ -1,5 +1,5 @@
-//! End-to-end tests of the gRPC service with a generated client against the whole process: real
-//! sockets, a workers file that changes, and engines that publish KV events.
+//! End-to-end tests of the gRPC service: a generated client, the whole process with real sockets, a
+//! workers file that changes, and engines that publish KV events.
 
 mod arguments;
 mod life;

@@ -1,6 +1,6 @@
 //! Prompts are never logged. A real process with maximum logging receives requests and responses
-//! with a canary text in every field of clients and engines, valid and malformed. The canary must
-//! appear only in messages to Envoy and the client.
+//! with a canary text in every field of clients and engines, valid and malformed. The canary may
+//! appear only in messages to Envoy and to the client.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -20,12 +20,12 @@ use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
 
 /// Text in the fields of clients and engines.
 const CANARY: &str = "CANARY-7f3a";
-/// Ids are not prompts and may be logged, but must not become metric labels.
+/// Text in ids. Ids may be logged, but must not become metric labels.
 const NAME: &str = "NAMED-91bc";
 
 const SOON: Duration = Duration::from_secs(60);
 
-/// One request and its response.
+/// A request body with its API path.
 struct CanaryCase {
     path: &'static str,
     content_type: &'static str,
@@ -52,7 +52,7 @@ fn completion(body: &Value) -> CanaryCase {
     case("/v1/completions", body)
 }
 
-/// Valid requests of every API.
+/// Returns valid requests of every API.
 fn valid_cases() -> Vec<CanaryCase> {
     let user = json!({"role": "user", "content": CANARY});
     let call = json!({"id": CANARY, "type": "function", "function": {"name": CANARY, "arguments": format!("{{\"a\":\"{CANARY}\"}}")}});
@@ -115,7 +115,7 @@ fn valid_cases() -> Vec<CanaryCase> {
     ]
 }
 
-/// Requests that cannot be parsed or rendered.
+/// Returns requests that cannot be parsed or rendered.
 fn invalid_cases() -> Vec<CanaryCase> {
     let mut cases = vec![
         chat(&json!({"model": "m", "messages": CANARY})),
@@ -157,7 +157,7 @@ fn invalid_cases() -> Vec<CanaryCase> {
         ),
         raw("/v1/audio/transcriptions", format!("--B\r\n{CANARY}")),
     ];
-    // Truncated in the middle, as partial bodies and as malformed JSON.
+    // The valid requests, truncated in the middle: partial bodies, or malformed JSON.
     cases.extend(valid_cases().into_iter().map(|case| CanaryCase {
         body: case.body[..case.body.len() * 3 / 4].to_vec(),
         ..case
@@ -212,7 +212,7 @@ fn body(bytes: &[u8], end_of_stream: bool) -> proto::HttpBody {
     }
 }
 
-/// All messages of an exchange, in one of Envoy's body modes.
+/// Returns all messages of an exchange in one of Envoy's body modes.
 fn messages(case: &CanaryCase, at: usize, mode: i32) -> Vec<proto::ProcessingRequest> {
     let (status, kind, answer) = &response_cases()[at % response_cases().len()];
     let head = [
@@ -226,7 +226,7 @@ fn messages(case: &CanaryCase, at: usize, mode: i32) -> Vec<proto::ProcessingReq
         ("x-request-id", "r-1"),
         ("x-warmroute-override", CANARY),
     ];
-    // Envoy truncates a partial buffer at its limit.
+    // A partial buffer has no end, because Envoy truncates it at its limit.
     let end = mode != 3;
     let half = case.body.len() / 2;
     let mut messages = vec![Message::RequestHeaders(headers(&head))];
@@ -301,8 +301,8 @@ async fn send(
                     .unwrap();
                     sender = None;
                 }
-                // In full-duplex mode bodies pass through warmroute. Everything else is generated
-                // by warmroute.
+                // In full-duplex mode, warmroute returns the body to Envoy. All other parts of a
+                // reply come from warmroute itself.
                 Some(Response::RequestBody(body)) => {
                     let mutation = body
                         .response
@@ -332,7 +332,7 @@ async fn send(
     replies_text
 }
 
-/// A process with maximum logging and without engines.
+/// A server process with maximum logging and without engines.
 struct CanarySite {
     child: ChildProcess,
     client: ExternalProcessorClient<Channel>,
@@ -401,7 +401,7 @@ impl CanarySite {
             .unwrap()
     }
 
-    /// All output, after the process has ended.
+    /// Ends the process and returns all of its output.
     fn log(self) -> String {
         self.child.terminate();
         assert!(
@@ -427,7 +427,7 @@ async fn assert_canary_never_appears(format: &str, strict: bool) {
     let site = CanarySite::start(format, strict).await;
     let mut refused = 0;
     for (at, case) in valid_cases().iter().chain(&invalid_cases()).enumerate() {
-        // Buffered, partial and full duplex.
+        // Buffered, partial, and full-duplex request bodies.
         for mode in [2, 3, 4] {
             let replies_text = send(&site.client, messages(case, at, mode)).await;
             assert_absent(

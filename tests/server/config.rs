@@ -1,4 +1,4 @@
-//! Configuration files: errors of broken files, the examples, the `check` command, and a workers
+//! Configuration files: errors of broken files, the example, the `check` command, and a workers
 //! file that changes on a real file system.
 
 mod check;
@@ -27,7 +27,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_settings::Period;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
-/// Timeout of every wait, far longer than any of them takes.
+/// Timeout of waits, far longer than any of them takes.
 const DEADLINE: Duration = Duration::from_secs(20);
 
 fn data(name: &str) -> PathBuf {
@@ -48,8 +48,8 @@ fn yaml_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// One line per error, without the machine-specific part of the path.
-fn mistakes(path: &Path) -> String {
+/// Returns one line per error, without the machine-specific part of the paths.
+fn error_lines(path: &Path) -> String {
     let errors = Config::load(path).expect_err(&format!("{} is accepted", path.display()));
     let data = format!("{}/", data("broken").display());
     errors
@@ -61,13 +61,13 @@ fn mistakes(path: &Path) -> String {
 #[test]
 #[expect(
     clippy::disallowed_methods,
-    reason = "the switch that rewrites the expected texts"
+    reason = "the environment enables rewriting of the expected texts"
 )]
 fn broken_files_are_rejected_with_line_numbers() {
     let rewrite = std::env::var_os("UPDATE_GOLDEN").is_some();
     for path in yaml_files(&data("broken")) {
         let golden = path.with_extension("txt");
-        let found = mistakes(&path);
+        let found = error_lines(&path);
         if rewrite {
             fs::write(&golden, &found).unwrap();
         }
@@ -100,10 +100,10 @@ fn example() -> (PathBuf, String) {
     (path, text)
 }
 
-/// Sections that exclude each other.
+/// Sections of `index` that exclude each other.
 const EXCLUSIVE_SECTIONS: [&str; 2] = ["warm_start", "remote"];
 
-/// The example with every optional setting enabled, except one section of `index`.
+/// Returns the example with every optional setting enabled, except one section of `index`.
 fn example_with_all_but(without: &str) -> (PathBuf, String) {
     let (path, text) = example_with_all();
     let (before, rest) = text.split_once(&format!("\n  {without}:\n")).unwrap();
@@ -113,20 +113,20 @@ fn example_with_all_but(without: &str) -> (PathBuf, String) {
     (path, format!("{before}\n{}", rest.collect::<String>()))
 }
 
-/// The example with every optional setting enabled.
+/// Returns the example with every optional setting enabled.
 fn example_with_all() -> (PathBuf, String) {
     let (path, text) = example();
     let on = |line: &str| match line.split_once('#') {
         Some((indent, rest)) if indent.trim().is_empty() && !rest.starts_with(' ') => {
             format!("{indent}{rest}\n")
         }
-        // Inside an enabled setting.
+        // Comment of an enabled setting.
         Some((indent, rest)) if indent.trim().is_empty() && rest.starts_with("  ") => {
             format!("{indent}{rest}\n")
         }
         _ => format!("{line}\n"),
     };
-    // A shared cache whose blocks have no weight is rejected.
+    // A shared cache is rejected if its blocks have no weight.
     (
         path,
         text.lines().map(on).collect::<String>().replace(
@@ -142,22 +142,22 @@ fn example_has_the_defaults() {
     let mut example = Config::parse(&path, text.as_bytes()).unwrap();
     assert_eq!(example.envoy.take().unwrap().cluster, "workers");
     assert!(example.listeners.ext_proc.unix_socket.take().is_some());
-    let least = Config::load(&data("valid/least.yaml")).unwrap();
+    let minimal = Config::load(&data("valid/least.yaml")).unwrap();
     let model = &example.models[0];
-    let usual = &least.models[0];
+    let usual = &minimal.models[0];
     assert_eq!(
         (model.block_size, model.eagle, &model.adapters),
         (usual.block_size, usual.eagle, &usual.adapters)
     );
-    // Everything else, including keys that are added later.
-    let workers = least.workers.clone();
+    // All other settings, including keys that are added later.
+    let workers = minimal.workers.clone();
     assert_eq!(
         Config {
-            models: least.models.clone(),
+            models: minimal.models.clone(),
             workers,
             ..example
         },
-        least
+        minimal
     );
 }
 
@@ -169,8 +169,8 @@ fn disabled_sections_of_example_have_the_defaults() {
         .index
         .warm_start
         .unwrap();
-    let least = json!({"url": warm_start.url});
-    assert_eq!(warm_start, serde_json::from_value(least).unwrap());
+    let minimal = json!({"url": warm_start.url});
+    assert_eq!(warm_start, serde_json::from_value(minimal).unwrap());
     let (path, text) = example_with_all_but("warm_start");
     let config =
         Config::parse(&path, text.as_bytes()).unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
@@ -210,7 +210,7 @@ fn disabled_sections_of_example_have_the_defaults() {
     );
 }
 
-/// Paths of the keys of a map and of its inner maps. Lists are represented by their first element.
+/// Returns the paths of all keys of nested maps. The first element represents a list.
 fn keys(value: &Value, path: &str) -> Vec<String> {
     match value {
         Value::Object(fields) => {
@@ -229,7 +229,7 @@ fn keys(value: &Value, path: &str) -> Vec<String> {
     }
 }
 
-/// Leaves of a map and of its inner maps, with their paths.
+/// Collects the leaves of nested maps with their paths.
 fn leaves(value: &Value, path: &str, found: &mut Vec<(String, Value)>) {
     match value {
         Value::Object(fields) => fields
@@ -256,7 +256,7 @@ fn valid_files_override_every_default() {
         let set = |file: &Vec<(String, Value)>| !file.contains(&(path.clone(), default.clone()));
         assert!(
             files.iter().any(set),
-            "{path} reads back as itself only because it is the default"
+            "{path} has its default in every file, so its round trip is not tested"
         );
     }
 }
@@ -335,7 +335,8 @@ fn workers_are_parsed_completely() {
         (Some(8192), Some(1000))
     );
     assert_eq!((prefill.draining, decode.draining), (true, false));
-    // Rank r uses port + r, even if the ranks of the process do not start at 0.
+    // The endpoint of rank r has the configured port + r, even if the ranks of the process do not
+    // start at 0.
     let source = prefill.event_source(DpRank(3)).unwrap();
     assert_eq!(source.endpoint, "tcp://engine-0.engines:5560");
     assert_eq!(

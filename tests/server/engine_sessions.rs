@@ -1,5 +1,5 @@
-//! Sessions on engines, with a server that has SGLang's two session endpoints, records the calls
-//! and rejects the same calls as SGLang.
+//! Engine sessions against a server that has SGLang's two session endpoints, records the calls, and
+//! rejects the same calls as SGLang.
 
 pub(crate) mod engine;
 mod server;
@@ -43,7 +43,8 @@ use engine::{EngineBehaviour, SessionEngine, close, open};
 const DEADLINE: Duration = Duration::from_secs(20);
 const TTL: u64 = 60;
 
-/// A session table with workers 1, 2, … at the given addresses, and the client of their engines.
+/// Session table with workers 1, 2, … at the given addresses, and the client of their session
+/// endpoints.
 struct SessionBed {
     sessions: Arc<SessionStore>,
     router: Arc<Router>,
@@ -74,7 +75,7 @@ fn worker(id: u64, address: SocketAddr) -> Worker {
     }
 }
 
-/// Notifies the client of the engines of session moves.
+/// Wakes the session client after a session has moved.
 struct MoveNotifier(Arc<Notify>);
 
 impl SessionListener for MoveNotifier {
@@ -150,7 +151,7 @@ impl SessionBed {
             .retain(|worker| fleet.worker(worker).is_some());
     }
 
-    fn first(&self, id: &str) -> PendingBinding {
+    fn enter_first(&self, id: &str) -> PendingBinding {
         match self
             .sessions
             .enter(SessionName {
@@ -166,7 +167,7 @@ impl SessionBed {
         }
     }
 
-    fn bound(&self, id: &str) -> SessionLease {
+    fn enter_bound(&self, id: &str) -> SessionLease {
         match self
             .sessions
             .enter(SessionName {
@@ -182,7 +183,7 @@ impl SessionBed {
         }
     }
 
-    fn pass(&self, seconds: u64) {
+    fn advance_time(&self, seconds: u64) {
         self.seconds.fetch_add(seconds, Ordering::Relaxed);
         self.sessions.expire();
     }
@@ -195,7 +196,7 @@ impl SessionBed {
             .get()
     }
 
-    /// Waits until warmroute counts no open engine session.
+    /// Waits until no engine session is counted as open.
     async fn wait_for_no_open_session(&self) {
         let closed = async {
             while self.metrics.sessions.engine_sessions.get() > 0 {
@@ -237,14 +238,14 @@ fn rank(worker: u64, rank: u32) -> WorkerRank {
 async fn session_opens_once_and_closes_when_idle() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
-    drop(bed.first("a").bind(rank(1, 0)));
+    drop(bed.enter_first("a").bind(rank(1, 0)));
     bed.wait_for_calls("open", "ok", 1).await;
-    bed.pass(TTL - 1);
-    drop((bed.bound("a"), bed.bound("a")));
-    bed.pass(TTL - 1);
-    drop(bed.bound("a"));
+    bed.advance_time(TTL - 1);
+    drop((bed.enter_bound("a"), bed.enter_bound("a")));
+    bed.advance_time(TTL - 1);
+    drop(bed.enter_bound("a"));
     assert_eq!(bed.metrics.sessions.engine_sessions.get(), 1);
-    bed.pass(TTL);
+    bed.advance_time(TTL);
     assert_eq!(engine.received_calls(2).await, [open("a"), close("a")]);
     bed.wait_for_calls("close", "ok", 1).await;
     assert_eq!(
@@ -260,7 +261,7 @@ async fn session_opens_once_and_closes_when_idle() {
 async fn last_request_of_session_closes_it() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
-    let hold = bed.first("a").bind(rank(1, 0));
+    let hold = bed.enter_first("a").bind(rank(1, 0));
     engine.received_calls(1).await;
     hold.finish();
     assert_eq!(bed.count("close", "ok"), 0, "the request is still active");
@@ -275,12 +276,12 @@ async fn moved_session_closes_and_opens() {
         SessionEngine::start(EngineBehaviour::Well).await,
     ];
     let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
-    let mut hold = bed.first("a").bind(rank(1, 0));
+    let mut hold = bed.enter_first("a").bind(rank(1, 0));
     engines[0].received_calls(1).await;
     hold.rebind(rank(2, 1));
     assert_eq!(engines[0].received_calls(2).await, [open("a"), close("a")]);
     assert_eq!(engines[1].received_calls(1).await, [open("a")]);
-    // Another rank of the same worker has a separate cache, so the session moves.
+    // Another rank of the same worker has a separate cache, so the engine session is opened again.
     hold.rebind(rank(2, 0));
     assert_eq!(
         engines[1].received_calls(3).await,
@@ -298,8 +299,8 @@ async fn sessions_of_removed_worker_are_closed() {
         SessionEngine::start(EngineBehaviour::Well).await,
     ];
     let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
-    drop(bed.first("idle").bind(rank(2, 0)));
-    let _running = bed.first("running").bind(rank(2, 0));
+    drop(bed.enter_first("idle").bind(rank(2, 0)));
+    let _running = bed.enter_first("running").bind(rank(2, 0));
     engines[1].received_calls(2).await;
     bed.serve(&[engines[0].address]);
     engines[1].received_calls(4).await;
@@ -312,10 +313,10 @@ async fn open_and_close_of_one_id_are_ordered() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
     for nth in 0..200 {
-        let hold = bed.first("a").bind(rank(1, 0));
+        let hold = bed.enter_first("a").bind(rank(1, 0));
         engine.received_calls(2 * nth + 1).await;
         hold.finish();
-        // The next session begins before the close call of this one.
+        // The next session with this id begins before the close call of this one.
         drop(hold);
     }
     let calls = engine.received_calls(400).await;
@@ -343,13 +344,13 @@ async fn groups_are_not_opened_and_options_are_sent() {
         panic!("the group is new")
     };
     drop(group.bind(rank(1, 0)));
-    drop(bed.first("a").bind(rank(1, 0)));
+    drop(bed.enter_first("a").bind(rank(1, 0)));
     let expected_options = json!({ "capacity_of_str_len": 1000, "session_id": "a", "streaming": true, "timeout": 90.0 });
     assert_eq!(
         engine.received_calls(1).await,
         [("open_session".to_owned(), expected_options)]
     );
-    bed.pass(TTL);
+    bed.advance_time(TTL);
     assert_eq!(engine.received_calls(2).await[1], close("a"));
 }
 
@@ -367,21 +368,21 @@ async fn failed_calls_are_counted_without_other_effect() {
         .send_modify(|state| state.open.extend(["taken".to_owned()]));
     let bed = SessionBed::start(&[down, engine.address], sglang());
     drop((
-        bed.first("a").bind(rank(1, 0)),
-        bed.first("taken").bind(rank(2, 0)),
+        bed.enter_first("a").bind(rank(1, 0)),
+        bed.enter_first("taken").bind(rank(2, 0)),
     ));
     bed.wait_for_calls("open", "unreachable", 1).await;
     bed.wait_for_calls("open", "status", 1).await;
     assert_eq!(
-        bed.bound("a").target(),
+        bed.enter_bound("a").target(),
         rank(1, 0),
         "the session remains bound"
     );
-    bed.pass(TTL);
-    // An unreachable engine has nothing to close. The rejected session may be left from before a
-    // restart of warmroute.
+    bed.advance_time(TTL);
+    // A session that did not open on an unreachable engine is not closed. The session that the
+    // engine rejected is closed, because it may be left from before a restart of warmroute.
     bed.wait_for_calls("close", "ok", 1).await;
-    drop(bed.first("b").bind(rank(2, 0)));
+    drop(bed.enter_first("b").bind(rank(2, 0)));
     bed.wait_for_calls("open", "ok", 1).await;
     let names: Vec<_> = engine.calls().into_iter().map(|(path, _)| path).collect();
     assert_eq!(names, ["open_session", "close_session", "open_session"]);
@@ -401,13 +402,13 @@ async fn hanging_engine_is_isolated_and_still_closed() {
     };
     let bed = SessionBed::start(&[engines[0].address, engines[1].address], config);
     for nth in 0..100 {
-        drop(bed.first(&format!("slow {nth}")).bind(rank(1, 0)));
+        drop(bed.enter_first(&format!("slow {nth}")).bind(rank(1, 0)));
     }
-    drop(bed.first("quick").bind(rank(2, 0)));
+    drop(bed.enter_first("quick").bind(rank(2, 0)));
     assert_eq!(engines[1].received_calls(1).await, [open("quick")]);
     bed.wait_for_calls("open", "timeout", 100).await;
     assert_eq!(bed.metrics.sessions.engine_sessions.get(), 101);
-    bed.pass(TTL);
+    bed.advance_time(TTL);
     bed.wait_for_calls("close", "timeout", 100).await;
     bed.wait_for_calls("close", "ok", 1).await;
     assert_eq!(bed.metrics.sessions.engine_sessions.get(), 0);
@@ -417,7 +418,7 @@ async fn hanging_engine_is_isolated_and_still_closed() {
 async fn session_of_another_replica_closes_after_inheritance() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
-    let hold = bed.first("a").bind(rank(1, 0));
+    let hold = bed.enter_first("a").bind(rank(1, 0));
     bed.wait_for_calls("open", "ok", 1).await;
     let session = Arc::new(SessionKey {
         model: None,
@@ -446,18 +447,19 @@ async fn session_of_another_replica_closes_after_inheritance() {
         },
         UpdateKind::InUse,
     );
-    // Calls of one session are ordered, so a close call for this end would precede the next open call.
-    drop(bed.first("a").bind(rank(1, 0)));
+    // Calls of one session are ordered. A close call for this end would have preceded the next open
+    // call.
+    drop(bed.enter_first("a").bind(rank(1, 0)));
     bed.wait_for_calls("open", "status", 1).await;
     assert_eq!(engine.calls(), [open("a"), open("a")]);
 
-    // The replica that opened the session leaves. The session is already open, and this replica closes
-    // it.
+    // The replica that opened the session leaves. This replica takes the open session over and
+    // closes it.
     bed.sessions.apply_update(bound(2, 2), UpdateKind::InUse);
     bed.wait_for_no_open_session().await;
     assert_eq!(bed.sessions.take_over_orphans(|_| false), 1);
     bed.wait_for_calls("open", "status", 2).await;
-    bed.pass(TTL);
+    bed.advance_time(TTL);
     bed.wait_for_calls("close", "ok", 1).await;
     assert_eq!(engine.calls()[2..], [open("a"), close("a")]);
 }
@@ -483,7 +485,7 @@ async fn tenants_share_one_engine_session() {
     bed.wait_for_calls("open", "ok", 1).await;
     two.finish();
     drop(two);
-    let _other = bed.first("b").bind(rank(1, 0));
+    let _other = bed.enter_first("b").bind(rank(1, 0));
     bed.wait_for_calls("open", "ok", 2).await;
     assert_eq!(
         engine.calls(),
@@ -534,9 +536,9 @@ async fn shutdown_closes_sessions_and_skips_hanging_engines() {
     ];
     let bed = SessionBed::start(&[engines[0].address, engines[1].address], sglang());
     let holds: Vec<_> = (0..300)
-        .map(|nth| bed.first(&nth.to_string()).bind(rank(1, 0)))
+        .map(|nth| bed.enter_first(&nth.to_string()).bind(rank(1, 0)))
         .collect();
-    let _hangs = bed.first("hangs").bind(rank(2, 0));
+    let _hangs = bed.enter_first("hangs").bind(rank(2, 0));
     bed.wait_for_calls("open", "ok", 300).await;
     engines[1].received_calls(1).await;
     bed.task.abort();
@@ -552,8 +554,8 @@ async fn shutdown_closes_sessions_and_skips_hanging_engines() {
 async fn shutdown_leaves_active_sessions_to_replicas() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
     let bed = SessionBed::start(&[engine.address], sglang());
-    let _used = bed.first("used").bind(rank(1, 0));
-    let ended = bed.first("ended").bind(rank(1, 0));
+    let _used = bed.enter_first("used").bind(rank(1, 0));
+    let ended = bed.enter_first("ended").bind(rank(1, 0));
     bed.wait_for_calls("open", "ok", 2).await;
     bed.task.abort();
     ended.finish();

@@ -1,8 +1,9 @@
-//! Transcripts of exchanges: the messages of a gateway and the expected replies, row by row from
-//! the endpoint picker's reference tests and from measurements of Envoy. Each file of
-//! `tests/golden/exchanges` has a configuration and a script. The script is played to a whole
-//! process over a socket, and the replies are compared in every field. Intended differences from
-//! the reference are explained in the file. `rows.json` names the test of every row.
+//! Transcripts of exchanges. They contain the messages of a gateway and the expected replies, from
+//! the rows of the endpoint picker's reference tests and from measurements of Envoy.
+//!
+//! Each file in `tests/golden/exchanges` has a configuration and a script. A test plays the script
+//! to a whole process over a socket, and compares every field of the replies. The files explain
+//! intended differences from the reference. `rows.json` names the test of every row.
 
 mod compare;
 mod damage;
@@ -22,16 +23,16 @@ use play::PlaybackResult;
 use script::ExchangeScript;
 use tokio::sync::OnceCell;
 
-/// A transcript, with the result of its playback or the error.
+/// File name and content of a transcript, with the result of its playback or the error.
 type TranscriptRun = (String, ExchangeScript, Result<PlaybackResult, String>);
 
-/// Every transcript, played once for all tests.
-async fn games() -> &'static [TranscriptRun] {
-    static GAMES: OnceCell<Vec<TranscriptRun>> = OnceCell::const_new();
+/// Plays every transcript once for all tests.
+async fn played_transcripts() -> &'static [TranscriptRun] {
+    static PLAYED: OnceCell<Vec<TranscriptRun>> = OnceCell::const_new();
     let play_all = || async {
         let scripts = stream::iter(ExchangeScript::all());
-        // Each on its own task, so that a panic is reported like a mismatch.
-        let games = scripts.map(|(name, script)| async {
+        // Each transcript has its own task, so that a panic is reported like a mismatch.
+        let runs = scripts.map(|(name, script)| async {
             let task = tokio::spawn({
                 let script = script.clone();
                 async move { play::play(&script).await }
@@ -43,16 +44,16 @@ async fn games() -> &'static [TranscriptRun] {
                     .map_err(|panicked| format!("could not be played: {panicked}")),
             )
         });
-        games.buffered(8).collect().await
+        runs.buffered(8).collect().await
     };
-    GAMES.get_or_init(play_all).await
+    PLAYED.get_or_init(play_all).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_exchange_matches_its_transcript() {
     let mut report = String::new();
     let mut failed = 0;
-    for (name, script, played) in games().await {
+    for (name, script, played) in played_transcripts().await {
         let wrong = match played {
             Ok(played) => played.wrong(script),
             Err(why) => vec![why.clone()],
@@ -73,5 +74,5 @@ async fn every_exchange_matches_its_transcript() {
             .unwrap();
         }
     }
-    assert_eq!(failed, 0, "transcripts that went otherwise:\n{report}");
+    assert_eq!(failed, 0, "failed transcripts:\n{report}");
 }

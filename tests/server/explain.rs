@@ -12,7 +12,7 @@ use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use warmroute_testbed::deployment::MODEL;
 
-/// A captured chat request of vLLM, for the model of the tests.
+/// Returns a captured chat request of vLLM, with the model of the tests.
 fn captured_chat() -> Value {
     let scenarios = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/scenarios.json");
     let scenarios: Value = serde_json::from_slice(&std::fs::read(scenarios).unwrap()).unwrap();
@@ -38,12 +38,12 @@ async fn explain(args: &[&str], input: &[u8]) -> Output {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.kill_on_drop(true).spawn().unwrap();
-    // A command that reads no input has already exited.
+    // The write fails if the command exits without reading its input.
     let _written = child.stdin.take().unwrap().write_all(input).await;
     child.wait_with_output().await.unwrap()
 }
 
-/// Asserts success and returns the output.
+/// Runs the command, asserts success, and returns the output.
 async fn explained(args: &[&str], input: &[u8]) -> String {
     let output = explain(args, input).await;
     let out = String::from_utf8(output.stdout).unwrap();

@@ -1,6 +1,6 @@
-//! The targets of `fuzz/` without coverage guidance. Every seed input runs unchanged and then with
-//! random changes, for a moment or for `WARMROUTE_FUZZ_SECONDS` seconds each. The random seed is
-//! printed, so that a run can be repeated.
+//! Runs the targets of `fuzz/` without coverage guidance. Every input of the corpus runs unchanged,
+//! then random inputs run for two seconds, or for `WARMROUTE_FUZZ_SECONDS` seconds. The random
+//! seeds are printed, so that a run can be repeated.
 
 #![expect(clippy::print_stdout, reason = "the printed seed repeats a run")]
 
@@ -19,11 +19,11 @@ mod input;
 mod requests;
 mod watch;
 
-/// Random seeds of every run; one more is new each time.
+/// Random seeds of every run. A further seed is random.
 const SEEDS: [u64; 2] = [1, 0x5eed];
 
 /// Maximum length of a generated input.
-const LONGEST: usize = 4096;
+const MAX_LENGTH: usize = 4096;
 
 #[expect(
     clippy::disallowed_methods,
@@ -46,7 +46,7 @@ fn corpus(target: &str) -> Vec<Vec<u8>> {
     files.iter().map(|file| fs::read(file).unwrap()).collect()
 }
 
-/// Prints the failing input.
+/// Prints the input when the test panics.
 struct FailingInput<'a>(&'a str, u64, &'a [u8]);
 
 impl Drop for FailingInput<'_> {
@@ -73,7 +73,7 @@ fn run(name: &str, target: impl Fn(&[u8])) {
         let mut random = SmallRng::seed_from_u64(seed);
         let end = Instant::now() + Duration::from_secs_f64(seconds() / 3.0);
         while Instant::now() < end {
-            let input = made_up(&corpus, &mut random);
+            let input = random_input(&corpus, &mut random);
             let _failing = FailingInput(name, seed, &input);
             target(&input);
             executions += 1;
@@ -82,8 +82,8 @@ fn run(name: &str, target: impl Fn(&[u8])) {
     println!("{name}: {executions} inputs");
 }
 
-/// Generates an input: noise, or a seed input with a few changes.
-fn made_up(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
+/// Generates an input: random bytes, or an input of the corpus with a few changes.
+fn random_input(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
     const WORDS: [&[u8]; 12] = [
         b"\"",
         b"{",
@@ -124,7 +124,7 @@ fn made_up(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
             _ => input.push(random.random()),
         }
     }
-    input.truncate(LONGEST);
+    input.truncate(MAX_LENGTH);
     input
 }
 

@@ -1,4 +1,5 @@
-//! Tests of the server without a gateway: its listeners, its configuration, its process, and its peers.
+//! Tests of the server without a gateway: its listeners, its configuration, its process, and its
+//! peers.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 

@@ -1,5 +1,5 @@
-//! Replica sync against a real NATS server, which is stopped, started and killed: whole processes
-//! by their API, and three replicas behind one Envoy.
+//! Replica sync over a real NATS server, which is stopped, started and killed. The tests use whole
+//! servers through their API, and three replicas behind one Envoy.
 
 mod behind_envoy;
 
@@ -15,7 +15,7 @@ use warmroute_testbed::ports::FreePort;
 use crate::api::site::{ApiSite, attempt, book, worker};
 use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
 
-/// A NATS server.
+/// NATS server process.
 pub(crate) struct NatsServer {
     server: Option<ChildProcess>,
     port: u16,
@@ -25,7 +25,7 @@ pub(crate) struct NatsServer {
 
 impl NatsServer {
     /// Prepares a server without starting it.
-    fn none(args: &[&str]) -> Self {
+    fn stopped(args: &[&str]) -> Self {
         let port = FreePort::find().unwrap().release();
         let args = args.iter().map(|arg| (*arg).to_owned()).collect();
         Self {
@@ -37,7 +37,7 @@ impl NatsServer {
     }
 
     pub(crate) fn started() -> Self {
-        let mut nats = Self::none(&[]);
+        let mut nats = Self::stopped(&[]);
         nats.start();
         nats
     }
@@ -66,7 +66,7 @@ impl NatsServer {
         let mut replicas =
             json!({"nats": {"servers": [self.url()]}, "lease": "1s", "sync_timeout": "2s"});
         merge_config(&mut replicas, more);
-        // JSON is YAML.
+        // JSON is valid YAML.
         format!("replicas: {replicas}\nsessions: {{}}\n")
     }
 
@@ -83,7 +83,7 @@ impl NatsServer {
     }
 }
 
-fn two() -> Vec<String> {
+fn two_workers() -> Vec<String> {
     vec![worker(1, ""), worker(2, "")]
 }
 
@@ -93,20 +93,24 @@ async fn wait_for_peers(site: &ApiSite, peers: usize) {
         let all = page["peers"].as_array().unwrap();
         all.len() == peers && all.iter().all(|peer| peer["level"] == true)
     };
-    site.until(&format!("knows {peers} peers"), level, "debug/replicas")
-        .await;
+    site.until(
+        &format!("the replica is synced with {peers} peers"),
+        level,
+        "debug/replicas",
+    )
+    .await;
 }
 
 #[tokio::test]
 async fn peer_bookings_count_from_start_to_end() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two()).await;
-    let b = nats.replica(&two()).await;
+    let a = nats.replica(&two_workers()).await;
+    let b = nats.replica(&two_workers()).await;
     wait_for_peers(&a, 1).await;
     wait_for_peers(&b, 1).await;
     let first = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap();
     b.loaded((22, 5, 1)).await;
-    // The request goes to the other worker, because b knows the load of the first one.
+    // The second request goes to the other worker, because b knows the load of the first one.
     let route_request = pb::RouteRequest {
         book: None,
         ..book("", 0, 22)
@@ -129,9 +133,13 @@ async fn peer_bookings_count_from_start_to_end() {
     b.loaded((0, 6, 1)).await;
     client.add_output_block(output(Some(0.5))).await.unwrap();
     b.loaded((0, 4, 1)).await;
-    // A later replica receives a snapshot.
-    let c = nats.replica(&two()).await;
-    assert_eq!(c.load().await, (0, 4, 1), "it is ready only when it knows");
+    // A replica that starts later receives a snapshot.
+    let c = nats.replica(&two_workers()).await;
+    assert_eq!(
+        c.load().await,
+        (0, 4, 1),
+        "a replica is ready only after the snapshot"
+    );
     assert!(a.free("r", 0).await);
     b.loaded((0, 0, 0)).await;
     c.loaded((0, 0, 0)).await;
@@ -141,7 +149,7 @@ async fn peer_bookings_count_from_start_to_end() {
     }
 }
 
-/// Routes a request and returns its decode worker.
+/// Routes a request. Returns its decode worker.
 async fn decode_worker(site: &ApiSite, request: pb::RouteRequest) -> Option<pb::WorkerRank> {
     site.route(request).await.unwrap().decode.unwrap().worker
 }
@@ -149,8 +157,8 @@ async fn decode_worker(site: &ApiSite, request: pb::RouteRequest) -> Option<pb::
 #[tokio::test]
 async fn peer_routes_are_predicted_as_cached() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two()).await;
-    let b = nats.replica(&two()).await;
+    let a = nats.replica(&two_workers()).await;
+    let b = nats.replica(&two_workers()).await;
     wait_for_peers(&a, 1).await;
     wait_for_peers(&b, 1).await;
     let route_request = || pb::RouteRequest {
@@ -189,7 +197,7 @@ async fn peer_routes_are_predicted_as_cached() {
             .unwrap()
             .predicted_cached_tokens,
         0,
-        "a question is not a request"
+        "a query is not a routed request"
     );
     b.loaded((0, 0, 0)).await;
     assert_eq!(decode_worker(&b, route_request()).await, there);
@@ -200,21 +208,21 @@ async fn peer_routes_are_predicted_as_cached() {
 }
 
 #[tokio::test]
-async fn killed_replica_expires_by_lease_leaving_one_at_once() {
+async fn killed_replica_expires_and_leaving_one_is_removed() {
     let mut nats = NatsServer::started();
-    let a = nats.replica(&two()).await;
-    let b = nats.replica(&two()).await;
+    let a = nats.replica(&two_workers()).await;
+    let b = nats.replica(&two_workers()).await;
     wait_for_peers(&b, 1).await;
     a.route(book("r", 0, 22)).await.unwrap();
     b.loaded((22, 5, 1)).await;
-    // Without NATS each replica works alone.
+    // Without NATS, each replica works alone.
     nats.kill();
     b.until("alone", |page| page["connected"] == false, "debug/replicas")
         .await;
     assert_eq!(
         b.route(book("own", 0, 9)).await.unwrap().prompt_tokens,
         9,
-        "it goes on"
+        "the replica still routes requests"
     );
     b.loaded((9, 2, 1)).await;
     b.until(
@@ -223,10 +231,10 @@ async fn killed_replica_expires_by_lease_leaving_one_at_once() {
         "debug/replicas",
     )
     .await;
-    // After the restart they agree.
+    // After the restart of NATS, the replicas agree again.
     nats.start();
     wait_for_peers(&b, 1).await;
-    // A replica may not have noticed the outage and detects the gap later.
+    // Replica a may not have noticed the outage. Then it detects the gap later.
     let agree = async || a.load().await.2 == 2;
     assert!(
         warmroute_testbed::ports::until(crate::api::site::PATIENCE, agree).await,
@@ -234,7 +242,7 @@ async fn killed_replica_expires_by_lease_leaving_one_at_once() {
         a.load().await
     );
     b.loaded(a.load().await).await;
-    // A regular shutdown.
+    // Replica a shuts down regularly.
     a.stop();
     a.stopped().await;
     b.until(
@@ -251,8 +259,8 @@ async fn killed_replica_expires_by_lease_leaving_one_at_once() {
 #[tokio::test]
 async fn sessions_and_overload_marks_reach_all_replicas() {
     let nats = NatsServer::started();
-    let a = nats.replica(&two()).await;
-    let b = nats.replica(&two()).await;
+    let a = nats.replica(&two_workers()).await;
+    let b = nats.replica(&two_workers()).await;
     wait_for_peers(&a, 1).await;
     wait_for_peers(&b, 1).await;
     let session = |id: &str| pb::Session {
@@ -263,7 +271,8 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
         session: Some(session(of)),
         ..book(request, 0, 9)
     };
-    // Sessions of a are on both workers; b routes each to its binding regardless of load.
+    // Replica a binds sessions to both workers. Replica b routes each session to its worker
+    // regardless of load.
     let mut bound = Vec::new();
     for nth in 0..6 {
         let of = format!("s{nth}");
@@ -280,7 +289,7 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
         let there = decode_worker(&b, route_request(&format!("b{of}"), of)).await;
         assert_eq!(there, *worker, "{of}");
     }
-    // The first worker reports overload to a.
+    // The first worker reports to replica a that it is overloaded.
     let refused = pb::FreeRequest {
         attempt: attempt("a0", 0),
         status: Some(503),
@@ -330,17 +339,17 @@ async fn engine_session_survives_departure_while_in_use() {
     assert!(a.free("first", 0).await);
     a.stop();
     a.stopped().await;
-    // The engine rejects the second open because the session is open. If it had been closed, it
-    // would be open again.
+    // The engine rejects the second open call because the session is still open. If it had been
+    // closed, the call would have opened it again.
     assert_eq!(engine.received_calls(2).await, [open("s"), open("s")]);
     assert!(engine.state.borrow().open.contains("s"));
     assert!(b.free("second", 0).await);
     assert_eq!(
         engine.received_calls(3).await[2],
         close("s"),
-        "its time is over"
+        "the session has expired"
     );
-    // No other replica could close the session.
+    // This replica is the only one that can close the session.
     b.route(route_request("third")).await.unwrap();
     engine.received_calls(4).await;
     b.stop();
@@ -383,13 +392,13 @@ async fn last_replica_closes_its_sessions() {
 
 #[tokio::test]
 async fn replica_is_ready_without_nats_and_joins_later() {
-    let mut nats = NatsServer::none(&["--user", "router", "--pass", "s3cret"]);
+    let mut nats = NatsServer::stopped(&["--user", "router", "--pass", "s3cret"]);
     let secrets = tempfile::tempdir().unwrap();
     let file = secrets.path().join("password");
     std::fs::write(&file, "wrong\n").unwrap();
     let own =
         nats.settings(&json!({"nats": {"user": "router", "password_file": file}, "name": "first"}));
-    let a = ApiSite::start(&own, &two()).await;
+    let a = ApiSite::start(&own, &two_workers()).await;
     a.route(book("r", 0, 22)).await.unwrap();
     a.until("alone", |page| page["connected"] == false, "debug/replicas")
         .await;
@@ -409,14 +418,14 @@ async fn replica_is_ready_without_nats_and_joins_later() {
         "debug/replicas",
     )
     .await;
-    let b = ApiSite::start(&own, &two()).await;
+    let b = ApiSite::start(&own, &two_workers()).await;
     b.loaded((22, 5, 1)).await;
     let named = |page: &Value| page["peers"][0]["name"] == "first";
     b.until("known by name", named, "debug/replicas").await;
-    // Other groups are independent.
+    // Replicas of another group are independent.
     let other = nats
         .settings(&json!({"nats": {"user": "router", "password_file": file}, "group": "other"}));
-    let c = ApiSite::start(&other, &two()).await;
+    let c = ApiSite::start(&other, &two_workers()).await;
     assert_eq!(c.load().await, (0, 0, 0));
     for site in [a, b, c] {
         site.stop();

@@ -1,4 +1,4 @@
-//! A cache shared by all workers, from the configuration to the choice: an HTTP server with the
+//! Shared cache of all workers, from the configuration to the choice: an HTTP server with the
 //! documented protocol, and a started warmroute that queries it.
 
 use std::net::SocketAddr;
@@ -24,7 +24,7 @@ use warmroute::api::pb::router_client::RouterClient;
 use warmroute::config::Config;
 use warmroute::server::App;
 
-/// Received queries and the response; `None`: status 500.
+/// Received queries, and the response. `None` means status 500.
 #[derive(Default)]
 struct CacheServer {
     ranges: Mutex<Option<Vec<(u64, u64)>>>,
@@ -39,7 +39,7 @@ async fn lookup(State(cache): State<Arc<CacheServer>>, Json(question): Json<Valu
     }
 }
 
-/// A started warmroute with two workers without events, and the cache. Blocks have 4 tokens.
+/// A started warmroute with two workers without events, and the shared cache. Blocks have 4 tokens.
 struct SharedCacheBed {
     cache: Arc<CacheServer>,
     router: RouterClient<Channel>,
@@ -136,7 +136,7 @@ impl SharedCacheBed {
             .into_inner()
     }
 
-    /// The worker that Envoy would send a request with these tokens to.
+    /// Returns the worker to which Envoy would send a request with these tokens.
     async fn worker_of(&self, tokens: std::ops::Range<u32>) -> u64 {
         let tokens: Vec<u32> = tokens.collect();
         let body = json!({ "model": "m", "prompt": "x", "nvext": { "token_data": tokens } });
@@ -233,7 +233,7 @@ fn question(tokens: std::ops::Range<u32>) -> pb::Question {
     }
 }
 
-/// Worker 1 has the prompt cached and runs a small request.
+/// Makes worker 1 cache the prompt and run a small request.
 async fn warm(bed: &SharedCacheBed) {
     bed.book("warm", 1, question(0..17)).await;
     bed.free("warm").await;
@@ -244,7 +244,7 @@ async fn warm(bed: &SharedCacheBed) {
 async fn blocks_of_the_shared_cache_change_the_choice() {
     let bed = SharedCacheBed::start().await;
     warm(&bed).await;
-    // An error is no information: the cached blocks of worker 1 decide.
+    // The cache responds with an error, so only the cached blocks of worker 1 count.
     assert_eq!(bed.worker_of(0..17).await, 1);
     assert_eq!(
         bed.metric("warmroute_shared_cache_lookup_errors_total{reason=\"status\"}")
@@ -256,7 +256,7 @@ async fn blocks_of_the_shared_cache_change_the_choice() {
             .await,
         0.0
     );
-    // Blocks that any worker can load make the load decide.
+    // Every worker can load these blocks, so the load decides.
     bed.holds(&[(2, 4), (0, 2)]);
     assert_eq!(bed.worker_of(0..17).await, 2);
     assert_eq!(
@@ -283,7 +283,7 @@ async fn blocks_of_the_shared_cache_change_the_choice() {
 }
 
 #[tokio::test]
-async fn shared_cache_query_has_the_hashes_of_the_prompt() {
+async fn shared_cache_query_contains_prompt_hashes() {
     let bed = SharedCacheBed::start().await;
     warm(&bed).await;
     bed.holds(&[(2, 4), (0, 2)]);

@@ -1,5 +1,5 @@
-//! TLS, client certificates, tokens and the limits of connections, against the whole process with
-//! real sockets and files that change.
+//! TLS, client certificates, tokens and connection limits of the whole process, with real sockets
+//! and files that change.
 
 mod admission;
 mod http2;

@@ -1,11 +1,12 @@
-//! Tokens and block hashes reused from earlier prompts, compared with those computed from the
+//! Tokens and block hashes that resume from earlier prompts, compared with those computed from the
 //! beginning.
 //!
 //! Conversations are random: many alphabets, texts with special tokens and parts of them, several
-//! turns, changes in the middle, common prefixes, and caches that are too small. Every run tests a
-//! share of them. `WARMROUTE_FUZZ_CONVERSATIONS=100000 cargo test --release --test server --
-//! --nocapture tokens_resume` runs that many for each tokenizer. With `WARMROUTE_TOKENIZERS=DIR` and
-//! `--include-ignored`, the tokenizers in `DIR/NAME/tokenizer.json[.gz]` are tested too.
+//! turns, changes in the middle, common prefixes, and caches that are too small. Each run tests a
+//! fixed and a random seed for a limited time. `WARMROUTE_FUZZ_CONVERSATIONS=100000 cargo test
+//! --release --test server -- --nocapture tokens_resume` runs that many conversations for each
+//! tokenizer. With `WARMROUTE_TOKENIZERS=DIR` and `--include-ignored`, the tokenizers in
+//! `DIR/NAME/tokenizer.json[.gz]` are tested too.
 
 #![expect(
     clippy::disallowed_methods,
@@ -40,19 +41,19 @@ use crate::support::long_tests::long_or_short;
 /// Number of threads that share one tokenizer and one cache.
 const THREADS: u64 = 2;
 
-/// Default duration for each tokenizer, in the long and the short form.
-const SHARE: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(2)];
+/// Duration for each tokenizer, in the long and the short form.
+const DURATION: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(2)];
 
-/// Seed of every run; another seed is random.
+/// Fixed seed of every run. The other seeds are random.
 const SEED: u64 = 20_261_121;
 
-/// A tokenizer with a cache, and texts for its prompts.
+/// A tokenizer with a prompt cache, and texts for its prompts.
 struct TestedTokenizer {
     name: String,
     encoder: Encoder,
     cache: Arc<PromptCache>,
     metrics: Arc<Metrics>,
-    /// Content of its added tokens.
+    /// Contents of its added tokens.
     added: Vec<String>,
     /// System prompts that many conversations share.
     systems: Vec<String>,
@@ -68,8 +69,8 @@ struct RunFigures {
     failed: AtomicUsize,
 }
 
-/// Loads a tokenizer with the template next to it. A downloaded tokenizer with an unsupported
-/// template gets a simple template, with a message.
+/// Loads a tokenizer with the template next to it. If the template of a downloaded tokenizer is not
+/// supported, prints a message and uses a simple template.
 fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     const PLAIN: &str = "{% for message in messages %}{{ bos_token }}{{ message.content }}{{ eos_token }}{% endfor %}";
     let config = |chat_template| Config {
@@ -77,7 +78,7 @@ fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
         tokenizer_config: None,
         chat_template,
     };
-    // Without a model type, the tokenizer is built as written.
+    // Without a model type, the tokenizer is built as its file is written.
     let written = !tokenizer.with_file_name("config.json").is_file();
     let tokenizer_class = written.then(|| "TokenizersBackend".to_owned());
     let traits = ModelTraits {
@@ -87,7 +88,7 @@ fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     match Encoder::load_with_traits(&config(None), &traits) {
         Ok(encoder) => encoder,
         Err(error @ LoadError::Template { .. }) if !ours => {
-            println!("{name}: with a plain template, for {error}");
+            println!("{name}: uses a plain template, because of {error}");
             let mut file = tempfile::NamedTempFile::new().unwrap();
             std::io::Write::write_all(&mut file, PLAIN.as_bytes()).unwrap();
             Encoder::load_with_traits(&config(Some(file.path().to_owned())), &traits).unwrap()
@@ -96,14 +97,14 @@ fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     }
 }
 
-fn subject(name: &str, folder: &Path, ours: bool) -> TestedTokenizer {
+fn tested_tokenizer(name: &str, folder: &Path, ours: bool) -> TestedTokenizer {
     let files = ["tokenizer.json", "tokenizer.json.gz"].map(|name| folder.join(name));
     let tokenizer = files.into_iter().find(|file| file.is_file()).unwrap();
     let metrics = Arc::new(Metrics::new());
     let cache = PromptCache::new(16 << 20, metrics.clone());
     let (encoder, resumes) = load(name, &tokenizer, ours).with_prompt_cache(cache.clone());
     assert_eq!(resumes, Ok(()), "{name}");
-    // Some stay with the library, which must resume as well.
+    // Some tokenizers cannot use the fast path. They must resume as well.
     let _ = encoder.enable_fast_path();
     let added = made::added_tokens(&tokenizer);
     let mut random = SmallRng::seed_from_u64(SEED);
@@ -125,7 +126,7 @@ fn subject(name: &str, folder: &Path, ours: bool) -> TestedTokenizer {
     }
 }
 
-/// Random text of up to `max` bytes, or slightly more.
+/// Returns a random text of up to `most` bytes, or slightly more.
 fn text(random: &mut impl Rng, added: &[String], most: usize) -> String {
     let wanted = random.random_range(0..=most);
     let mut text = String::new();
@@ -191,7 +192,7 @@ const OTHER: &[&str] = &[
     "\u{0df}\u{130}",
 ];
 
-/// Random text of one alphabet.
+/// Appends random text of one alphabet.
 fn piece(random: &mut impl Rng, added: &[String], text: &mut String) {
     let added = added.choose(random).map_or("", String::as_str);
     match random.random_range(0..16) {
@@ -211,7 +212,7 @@ fn piece(random: &mut impl Rng, added: &[String], text: &mut String) {
     }
 }
 
-/// Part of a special token: its beginning, end or middle.
+/// Returns a random part of a special token.
 fn part(random: &mut impl Rng, of: &str) -> String {
     let characters: Vec<char> = of.chars().collect();
     let from = random.random_range(0..=characters.len());
@@ -219,7 +220,7 @@ fn part(random: &mut impl Rng, of: &str) -> String {
     characters[from..to].iter().collect()
 }
 
-/// A request with this text as prompt.
+/// Returns a completion request with this prompt and random options.
 fn completion(random: &mut impl Rng, text: &str) -> Value {
     let mut request = json!({"prompt": text});
     if random.random_bool(0.5) {
@@ -232,18 +233,24 @@ fn completion(random: &mut impl Rng, text: &str) -> Value {
     request
 }
 
-/// The requests of one conversation, turn by turn.
-fn conversation(random: &mut impl Rng, subject: &TestedTokenizer) -> Vec<(ApiKind, Value)> {
+/// Returns the requests of a random conversation, turn by turn.
+fn conversation(
+    random: &mut impl Rng,
+    tested_tokenizer: &TestedTokenizer,
+) -> Vec<(ApiKind, Value)> {
     let turns = random.random_range(1..6);
-    let system = subject.systems.choose(random).unwrap().clone();
-    if subject.has_template && random.random_bool(0.2) {
+    let system = tested_tokenizer.systems.choose(random).unwrap().clone();
+    if tested_tokenizer.has_template && random.random_bool(0.2) {
         let mut messages = vec![json!({"role": "system", "content": system})];
         let turn = |_| {
-            messages.push(json!({"role": "user", "content": text(random, &subject.added, 500)}));
+            messages.push(
+                json!({"role": "user", "content": text(random, &tested_tokenizer.added, 500)}),
+            );
             let request =
                 json!({"messages": messages, "add_special_tokens": random.random_bool(0.2)});
-            messages
-                .push(json!({"role": "assistant", "content": text(random, &subject.added, 500)}));
+            messages.push(
+                json!({"role": "assistant", "content": text(random, &tested_tokenizer.added, 500)}),
+            );
             (ApiKind::ChatCompletions, request)
         };
         return (0..turns).map(turn).collect();
@@ -258,19 +265,29 @@ fn conversation(random: &mut impl Rng, subject: &TestedTokenizer) -> Vec<(ApiKin
             prompt = changed(random, &prompt);
         }
         for content in [
-            text(random, &subject.added, 500),
-            text(random, &subject.added, 200),
+            text(random, &tested_tokenizer.added, 500),
+            text(random, &tested_tokenizer.added, 200),
         ] {
-            prompt.push_str(subject.added.choose(random).map_or("", String::as_str));
+            prompt.push_str(
+                tested_tokenizer
+                    .added
+                    .choose(random)
+                    .map_or("", String::as_str),
+            );
             prompt.push_str(&content);
         }
-        prompt.push_str(subject.added.choose(random).map_or("", String::as_str));
+        prompt.push_str(
+            tested_tokenizer
+                .added
+                .choose(random)
+                .map_or("", String::as_str),
+        );
         (ApiKind::Completions, completion(random, &prompt))
     };
     (0..turns).map(turn).collect()
 }
 
-/// A text with one character changed, removed or inserted.
+/// Returns a text with one character changed, removed or inserted.
 fn changed(random: &mut impl Rng, text: &str) -> String {
     let mut characters: Vec<char> = text.chars().collect();
     let at = random.random_range(0..=characters.len());
@@ -285,7 +302,7 @@ fn changed(random: &mut impl Rng, text: &str) -> String {
 /// Compares tokens and hashes of one prompt with and without the cache.
 fn compare(
     random: &mut impl Rng,
-    subject: &TestedTokenizer,
+    tested_tokenizer: &TestedTokenizer,
     rendered: &RenderedPrompt<'_>,
     figures: &RunFigures,
 ) {
@@ -293,13 +310,15 @@ fn compare(
         .choose(random)
         .filter(|name| !name.is_empty())
         .map(|name| (*name).to_owned());
-    let plain = subject.encoder.tokenize(rendered);
-    let resumed = subject.encoder.tokenize_cached(rendered, tenant.as_deref());
+    let plain = tested_tokenizer.encoder.tokenize(rendered);
+    let resumed = tested_tokenizer
+        .encoder
+        .tokenize_cached(rendered, tenant.as_deref());
     let (plain, resumed) = match (plain, resumed) {
         (Ok(plain), Ok(resumed)) => (plain, resumed),
         (plain, resumed) => {
             figures.failed.fetch_add(1, Ordering::Relaxed);
-            return assert_eq!(plain.err(), resumed.err(), "{}", subject.name);
+            return assert_eq!(plain.err(), resumed.err(), "{}", tested_tokenizer.name);
         }
     };
     assert_eq!(plain.len(), resumed.len());
@@ -318,7 +337,7 @@ fn compare(
         assert!(
             plain == &**resumed,
             "{}: other tokens for {:?}",
-            subject.name,
+            tested_tokenizer.name,
             rendered.texts()
         );
         let hashes = BlockHashes::from_content(
@@ -332,7 +351,7 @@ fn compare(
             resumed.block_hashes(&salt, block_size, windows),
             hashes,
             "{}: {:?}",
-            subject.name,
+            tested_tokenizer.name,
             rendered.texts()
         );
         figures.blocks.fetch_add(hashes.len(), Ordering::Relaxed);
@@ -344,48 +363,48 @@ fn compare(
     );
 }
 
-fn converse(random: &mut impl Rng, subject: &TestedTokenizer, figures: &RunFigures) {
+fn converse(random: &mut impl Rng, tested_tokenizer: &TestedTokenizer, figures: &RunFigures) {
     if random.random_bool(0.02) {
-        // No cache, almost none, room for a few prompts, enough.
-        subject.cache.resize(
+        // No cache, almost none, room for a few prompts, or enough.
+        tested_tokenizer.cache.resize(
             *[0, 3 << 10, 40 << 10, 400 << 10, 16 << 20, 16 << 20]
                 .choose(random)
                 .unwrap(),
         );
     }
-    for (api, request) in conversation(random, subject) {
+    for (api, request) in conversation(random, tested_tokenizer) {
         let request = openai::parse(api, &serde_json::to_vec(&request).unwrap()).unwrap();
         // Templates reject some conversations.
-        if let Ok(rendered) = subject.encoder.render(&request) {
-            compare(random, subject, &rendered, figures);
+        if let Ok(rendered) = tested_tokenizer.encoder.render(&request) {
+            compare(random, tested_tokenizer, &rendered, figures);
         }
     }
     figures.conversations.fetch_add(1, Ordering::Relaxed);
 }
 
-fn hold_against_each_other(name: &str, folder: &Path, ours: bool) {
-    let subject = subject(name, folder, ours);
+fn compare_with_cache(name: &str, folder: &Path, ours: bool) {
+    let tested_tokenizer = tested_tokenizer(name, folder, ours);
     let wanted = std::env::var("WARMROUTE_FUZZ_CONVERSATIONS")
         .ok()
         .map(|count| count.parse::<usize>().unwrap());
-    let [long, short] = SHARE;
+    let [long, short] = DURATION;
     let share = long_or_short(long, short);
     let figures = RunFigures::default();
     let started = Instant::now();
     let new: u64 = rand::random();
     println!(
         "{name}: {} added tokens, random seeds {SEED} and {new}",
-        subject.added.len()
+        tested_tokenizer.added.len()
     );
-    let more = || match wanted {
+    let continues = || match wanted {
         Some(count) => figures.conversations.load(Ordering::Relaxed) < count,
         None => started.elapsed() < share,
     };
     std::thread::scope(|scope| {
         for thread in 0..THREADS {
-            let subject = &subject;
+            let tested_tokenizer = &tested_tokenizer;
             let figures = &figures;
-            let more = &more;
+            let continues = &continues;
             let seed = if thread == 0 {
                 SEED
             } else {
@@ -393,19 +412,19 @@ fn hold_against_each_other(name: &str, folder: &Path, ours: bool) {
             };
             scope.spawn(move || {
                 let mut random = SmallRng::seed_from_u64(seed);
-                while more() {
-                    converse(&mut random, subject, figures);
-                    assert!(subject.cache.bytes() <= 16 << 20);
+                while continues() {
+                    converse(&mut random, tested_tokenizer, figures);
+                    assert!(tested_tokenizer.cache.bytes() <= 16 << 20);
                 }
             });
         }
     });
-    report(name, &subject, &figures, started.elapsed());
+    report(name, &tested_tokenizer, &figures, started.elapsed());
 }
 
-/// Prints the figures of a run and checks that prompts were resumed.
-fn report(name: &str, subject: &TestedTokenizer, figures: &RunFigures, elapsed: Duration) {
-    let metrics = &subject.metrics;
+/// Prints the figures of a run, and asserts that prompts were resumed.
+fn report(name: &str, tested_tokenizer: &TestedTokenizer, figures: &RunFigures, elapsed: Duration) {
+    let metrics = &tested_tokenizer.metrics;
     let lookups = |outcome| {
         metrics
             .tokens
@@ -431,7 +450,7 @@ fn report(name: &str, subject: &TestedTokenizer, figures: &RunFigures, elapsed: 
     // Resuming may fail only if tokenizing from the beginning fails.
     assert!(
         lookups("failed") as usize <= figures.failed.load(Ordering::Relaxed),
-        "{name}: an edge was none"
+        "{name}: resuming failed although tokenizing did not"
     );
     assert!(
         hits > 0 && misses > 0 && resumed > 0,
@@ -452,14 +471,14 @@ fn shipped(name: &str) -> PathBuf {
 
 #[test]
 fn qwen_resumes_with_equal_tokens() {
-    assert!(subject("qwen2.5", &shipped("qwen2.5"), true).has_template);
-    hold_against_each_other("qwen2.5", &shipped("qwen2.5"), true);
+    assert!(tested_tokenizer("qwen2.5", &shipped("qwen2.5"), true).has_template);
+    compare_with_cache("qwen2.5", &shipped("qwen2.5"), true);
 }
 
 #[test]
 fn tinyllama_resumes_with_equal_tokens() {
-    assert!(subject("tinyllama", &shipped("tinyllama"), true).has_template);
-    hold_against_each_other("tinyllama", &shipped("tinyllama"), true);
+    assert!(tested_tokenizer("tinyllama", &shipped("tinyllama"), true).has_template);
+    compare_with_cache("tinyllama", &shipped("tinyllama"), true);
 }
 
 #[test]
@@ -469,40 +488,39 @@ fn synthetic_tokenizers_resume_with_equal_tokens() {
         tokenizer
             .save(folder.path().join("tokenizer.json"), false)
             .unwrap();
-        hold_against_each_other(name, folder.path(), true);
+        compare_with_cache(name, folder.path(), true);
     }
 }
 
 #[test]
 fn prompt_of_boundary_tokens_stays_within_cache_limit() {
-    let subject = subject("qwen2.5", &shipped("qwen2.5"), true);
+    let tested_tokenizer = tested_tokenizer("qwen2.5", &shipped("qwen2.5"), true);
     let mut random = SmallRng::seed_from_u64(SEED);
     let figures = RunFigures::default();
     for limit in [16 << 20, 100_000] {
-        subject.cache.resize(limit);
+        tested_tokenizer.cache.resize(limit);
         for count in [100_000, 100_000, 100_001] {
             let request = json!({"prompt": "<|im_end|>".repeat(count)}).to_string();
             let request = openai::parse(ApiKind::Completions, request.as_bytes()).unwrap();
             compare(
                 &mut random,
-                &subject,
-                &subject.encoder.render(&request).unwrap(),
+                &tested_tokenizer,
+                &tested_tokenizer.encoder.render(&request).unwrap(),
                 &figures,
             );
             assert!(
-                subject.cache.bytes() > 0 && subject.cache.bytes() <= limit,
+                tested_tokenizer.cache.bytes() > 0 && tested_tokenizer.cache.bytes() <= limit,
                 "{}",
-                subject.cache.bytes()
+                tested_tokenizer.cache.bytes()
             );
         }
     }
 }
 
 #[test]
-#[ignore = "reads tokenizers that are not in the repository: WARMROUTE_TOKENIZERS says where"]
+#[ignore = "reads tokenizers in WARMROUTE_TOKENIZERS, which are not in the repository"]
 fn downloaded_tokenizers_resume_with_equal_tokens() {
-    let folder =
-        std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS says where they are");
+    let folder = std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS must be set");
     let mut folders: Vec<_> = std::fs::read_dir(folder)
         .unwrap()
         .map(|entry| entry.unwrap().path())
@@ -511,9 +529,9 @@ fn downloaded_tokenizers_resume_with_equal_tokens() {
         folder.join("tokenizer.json").is_file() || folder.join("tokenizer.json.gz").is_file()
     });
     folders.sort();
-    assert!(!folders.is_empty(), "there are none");
+    assert!(!folders.is_empty(), "the folder contains no tokenizer");
     for folder in folders {
-        hold_against_each_other(
+        compare_with_cache(
             folder.file_name().unwrap().to_str().unwrap(),
             &folder,
             false,

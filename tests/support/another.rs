@@ -9,17 +9,18 @@ use warmroute_testbed::ports::{FreePort, ReadyCheck, wait_ready};
 
 use crate::support::deployment::{PATIENCE, TestDeployment, programs};
 
-/// An additional warmroute process.
+/// An additional warmroute process for the workers of a deployment.
 pub(crate) struct SecondRouter {
     pub(crate) child: ChildProcess,
-    /// Its ext_proc socket.
+    /// ext_proc socket of the process.
     pub(crate) socket: PathBuf,
     admin: String,
     http: reqwest::Client,
 }
 
 impl SecondRouter {
-    /// Starts the process with the configuration of the deployment, its own listeners, and `more`.
+    /// Starts the process with the configuration of the deployment, its own listeners, and `more`
+    /// merged in.
     pub(crate) fn spawn(deployment: &TestDeployment, name: &str, more: &Value) -> Self {
         let text = std::fs::read(deployment.run_dir.join("warmroute.yaml")).unwrap();
         let mut config: Value = serde_json::from_slice(&text).unwrap();
@@ -68,7 +69,7 @@ impl SecondRouter {
         format!("http://{}{page}", self.admin)
     }
 
-    /// Its `/debug/index` page.
+    /// Returns the page `/debug/index`.
     pub(crate) async fn index(&self) -> Value {
         let page = self
             .http
@@ -81,7 +82,7 @@ impl SecondRouter {
             .unwrap_or_else(|error| panic!("{error}\n{}", self.child.log_tail()))
     }
 
-    /// The shipped Envoy configuration with the socket of this process.
+    /// Returns the shipped Envoy configuration with the socket of this process.
     pub(crate) fn envoy_config(&self, deployment: &TestDeployment) -> String {
         let first = deployment.envoy_setup().ext_proc_socket();
         deployment.envoy_config().replace(

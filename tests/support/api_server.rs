@@ -2,8 +2,8 @@
 //! versions, pages, bookmarks and selectors, and API discovery, over TLS with a bearer token. It
 //! grants the Role of the conformance fixture: get, list and watch of these two kinds. Everything
 //! else is forbidden, including the optional kinds until a test allows them. It rejects unknown
-//! query parameters and injects the faults of real API servers. Further methods change the objects,
-//! as a cluster would.
+//! query parameters, and injects the faults of real API servers. Further methods change the
+//! objects, as a cluster would.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -31,7 +31,7 @@ pub(crate) const TOKEN: &str = "a-token-of-a-service-account";
 /// Interval of bookmarks on an idle watch.
 const BOOKMARK: Duration = Duration::from_millis(200);
 
-/// Allowed query parameters; any other is a client error.
+/// Allowed query parameters. Any other parameter is a client error.
 const QUERIES: [&str; 9] = [
     "allowWatchBookmarks",
     "continue",
@@ -57,7 +57,7 @@ pub(crate) const OPTIONAL: [&str; 4] = [
     "inferencemodelrewrites.inference.networking.x-k8s.io",
 ];
 
-/// Change of an object at a version.
+/// Change of an object at a resource version.
 #[derive(Clone)]
 struct ObjectChange {
     version: u64,
@@ -72,26 +72,26 @@ struct ClusterState {
     version: u64,
     objects: BTreeMap<(String, String, String), Value>,
     changes: Vec<ObjectChange>,
-    /// Version up to which changes are discarded.
+    /// Version up to which the history has been discarded.
     compacted: u64,
     /// Kinds that clients may neither list nor watch.
     forbidden: BTreeSet<String>,
-    /// Resources that are not installed.
+    /// Kinds whose definition is not installed.
     missing: BTreeSet<String>,
     /// Number of watches so far.
     watches: u64,
-    /// Number of the last watch that delivers nothing although its connection is open.
+    /// Number of the last watch that delivers no events although its connection is open.
     dead: u64,
-    /// Forbidden or malformed requests of clients.
+    /// Forbidden or malformed requests.
     violations: Vec<String>,
     lists: u64,
-    /// Number of forbidden requests by kind of [`OPTIONAL`].
+    /// Number of forbidden requests for each kind of [`OPTIONAL`].
     refused: BTreeMap<String, u64>,
     /// Number of requests for API discovery.
     discoveries: u64,
     /// Kinds that clients may list but not watch.
     unwatched: BTreeSet<String>,
-    /// Status and `Retry-After` of every response.
+    /// Status and `Retry-After` of all responses, during an outage.
     outage: Option<(u16, u64)>,
     /// True if requests get no response.
     is_frozen: bool,
@@ -115,7 +115,7 @@ struct SharedCluster {
 }
 
 impl ApiServer {
-    /// Starts with an empty cluster.
+    /// Starts the server with an empty cluster.
     pub(crate) async fn start() -> Self {
         let certificate =
             rcgen::generate_simple_self_signed(["127.0.0.1".to_owned(), "localhost".to_owned()])
@@ -135,7 +135,7 @@ impl ApiServer {
         server
     }
 
-    /// Stops the server and closes every connection.
+    /// Stops the server and closes all connections.
     pub(crate) async fn stop(&mut self) {
         if let Some(running) = self.running.take() {
             running.abort();
@@ -170,7 +170,7 @@ impl ApiServer {
         )));
     }
 
-    /// Kubeconfig for a client with this token.
+    /// Returns the kubeconfig of a client with this token.
     pub(crate) fn kubeconfig(&self, token: &str) -> Value {
         let authority = base64(self.certificate.cert.pem().as_bytes());
         json!({
@@ -213,7 +213,7 @@ impl ApiServer {
         self.changed.send_replace(cluster.version);
     }
 
-    /// Discards all changes: a watch that resumes from an older version gets 410 and has to list.
+    /// Discards the history. A watch that resumes from an older version gets 410 and has to list.
     pub(crate) fn compact(&self) {
         let mut cluster = self.cluster.lock();
         // An unrelated change, so that the current version of every client is too old.
@@ -240,7 +240,8 @@ impl ApiServer {
         };
     }
 
-    /// Existing watches deliver nothing from now on, as behind a gateway that dropped their state.
+    /// Makes existing watches deliver no events from now on, as behind a gateway that dropped their
+    /// state.
     pub(crate) fn kill_watches(&self) {
         let mut cluster = self.cluster.lock();
         cluster.dead = cluster.watches;
@@ -255,13 +256,15 @@ impl ApiServer {
         };
     }
 
-    /// Responds to every request with this status and `Retry-After`, and ends all watches.
+    /// Responds to every request with this status and `Retry-After`, and ends all watches. `None`
+    /// ends the outage.
     pub(crate) fn fail_with(&self, outage: Option<(u16, u64)>) {
         self.cluster.lock().outage = outage;
         self.changed.send_replace(0);
     }
 
-    /// Existing watches and new requests get no response, not even after [`thaw`](Self::thaw).
+    /// Stops responding to existing watches and new requests. They stay without a response, even
+    /// after [`thaw`](Self::thaw).
     pub(crate) fn freeze(&self) {
         self.kill_watches();
         self.cluster.lock().is_frozen = true;
@@ -272,12 +275,12 @@ impl ApiServer {
         self.cluster.lock().is_frozen = false;
     }
 
-    /// Accepts this token only.
+    /// Accepts only this token.
     pub(crate) fn set_token(&self, token: &str) {
         self.cluster.lock().token = token.to_owned();
     }
 
-    /// Uses a new certificate from the next [`resume`](Self::resume).
+    /// Uses a new certificate from the next [`resume`](Self::resume) on.
     pub(crate) fn replace_certificate(&mut self) {
         let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
         self.certificate = rcgen::generate_simple_self_signed(names).unwrap();
@@ -287,17 +290,17 @@ impl ApiServer {
         self.certificate.cert.pem()
     }
 
-    /// Number of requests so far.
+    /// Returns the number of requests so far.
     pub(crate) fn requests(&self) -> u64 {
         self.cluster.lock().requests
     }
 
-    /// Number of list requests so far.
+    /// Returns the number of list requests so far.
     pub(crate) fn lists(&self) -> u64 {
         self.cluster.lock().lists
     }
 
-    /// Number of forbidden requests for one of [`OPTIONAL`].
+    /// Returns the number of forbidden requests for a kind of [`OPTIONAL`].
     pub(crate) fn refused(&self, kind: &str) -> u64 {
         self.cluster
             .lock()
@@ -307,12 +310,12 @@ impl ApiServer {
             .unwrap_or_default()
     }
 
-    /// Number of requests for API discovery.
+    /// Returns the number of requests for API discovery.
     pub(crate) fn discoveries(&self) -> u64 {
         self.cluster.lock().discoveries
     }
 
-    /// Forbidden or malformed requests of clients.
+    /// Returns the forbidden or malformed requests.
     pub(crate) fn violations(&self) -> Vec<String> {
         self.cluster.lock().violations.clone()
     }
@@ -348,7 +351,7 @@ fn base64(bytes: &[u8]) -> String {
     base64::engine::general_purpose::STANDARD.encode(bytes)
 }
 
-/// Binds the address, and retries while a connection of another test uses the port.
+/// Binds the address. Retries while a connection of another test uses the port.
 async fn bind(address: SocketAddr) -> TcpListener {
     for _ in 0..100 {
         match TcpListener::bind(address).await {
@@ -361,7 +364,7 @@ async fn bind(address: SocketAddr) -> TcpListener {
     panic!("{address} stays in use");
 }
 
-/// Accepts connections until it is dropped, which closes them.
+/// Accepts connections until the future is dropped, which closes them.
 async fn serve(listener: TcpListener, tls: TlsAcceptor, routes: Router) {
     let (connections_tx, connections) = mpsc::channel(16);
     let address = listener.local_addr().unwrap();
@@ -490,8 +493,8 @@ fn status(code: StatusCode, reason: &str, message: &str) -> Value {
 }
 
 impl ClusterState {
-    /// Response to a request that the cluster refuses. As in a real API server, 403 takes precedence
-    /// over 404.
+    /// Returns the response to a request that the cluster refuses. As in a real API server, 403
+    /// takes precedence over 404.
     fn refusal(&mut self, query: &ListQuery, forbidden: &str) -> Option<Response> {
         let kind = &query.kind;
         if self.forbidden.contains(kind) {
@@ -568,7 +571,7 @@ async fn respond(State(shared): State<SharedCluster>, request: Request) -> Respo
     }
 }
 
-/// Returns the review with the rights of the client to list or watch a kind.
+/// Returns the access review with the rights of the client to list or watch a kind.
 async fn review_access(shared: &SharedCluster, request: Request) -> Response {
     let body = axum::body::to_bytes(request.into_body(), 65_536)
         .await
@@ -595,7 +598,7 @@ async fn review_access(shared: &SharedCluster, request: Request) -> Response {
         .into_response()
 }
 
-/// Namespace and kind of the objects at a path.
+/// Parses the path of a collection. Returns namespace and kind.
 fn parse_collection(path: &str) -> Option<(String, String)> {
     let parts: Vec<&str> = path.trim_start_matches('/').split('/').collect();
     let (namespace, kind) = match parts[..] {
@@ -617,7 +620,7 @@ fn parse_collection(path: &str) -> Option<(String, String)> {
     known.then(|| (namespace.to_owned(), kind))
 }
 
-/// Page of API discovery at a path, for every client with a token.
+/// Returns the page of API discovery at a path, which every client with a token may read.
 fn discovery(path: &str) -> Option<Value> {
     let resource = |plural: &str, singular: &str, kind: &str| {
         let verbs = ["get", "list", "watch"];
@@ -640,7 +643,7 @@ fn discovery(path: &str) -> Option<Value> {
     })
 }
 
-/// Pairs of a selector `a=b,c=d`.
+/// Parses a selector of the form `a=b,c=d`.
 fn pairs(text: &str) -> Result<Vec<(String, String)>, String> {
     let pair = |pair: &str| {
         pair.split_once('=')
@@ -651,7 +654,7 @@ fn pairs(text: &str) -> Result<Vec<(String, String)>, String> {
         .collect()
 }
 
-/// Parsed list or watch request.
+/// Parameters of a list or watch request.
 #[derive(Clone)]
 struct ListQuery {
     namespace: String,
@@ -735,7 +738,7 @@ impl ListQuery {
                 .all(|(name, value)| metadata["labels"][name] == **value)
     }
 
-    /// The watch event of a change, if the request selects the object.
+    /// Returns the watch event of a change, if the request selects the object.
     fn watch_event(&self, change: &ObjectChange) -> Option<Value> {
         if change.kind != self.kind {
             return None;
@@ -835,7 +838,7 @@ fn watch_response(shared: &SharedCluster, list_query: ListQuery) -> Response {
         .into_response()
 }
 
-/// Watch events after a version as text, with the version up to which they go.
+/// Returns the watch events after a version as text, and the version of the last one.
 fn pending_events(
     shared: &SharedCluster,
     list_query: &ListQuery,

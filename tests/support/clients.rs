@@ -1,4 +1,4 @@
-//! TLS clients with and without verification and client certificate.
+//! TLS clients, optionally with server verification and a client certificate.
 
 use std::sync::Arc;
 
@@ -59,8 +59,8 @@ impl ServerCertVerifier for AnyCertificate {
     }
 }
 
-/// Returns a client that trusts `authority`, or any certificate if `None`, with an optional client
-/// certificate and ALPN `protocol`.
+/// Returns a client with the ALPN `protocol` and an optional client certificate. It trusts
+/// `authority`, or any certificate if that is `None`.
 pub(crate) fn client(
     authority: Option<&TestAuthority>,
     own: Option<&CertificatePair>,
@@ -74,7 +74,7 @@ pub(crate) fn client(
     )
 }
 
-/// Same, with the given TLS versions.
+/// Like [`client`], with the given TLS versions.
 pub(crate) fn client_of(
     versions: &[&'static rustls::SupportedProtocolVersion],
     authority: Option<&TestAuthority>,

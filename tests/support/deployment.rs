@@ -1,4 +1,4 @@
-//! A deployment in its own directory, with the queries of the tests.
+//! A deployment in its own directory, with helpers that query its state.
 
 use std::ops::{Deref, DerefMut};
 use std::path::Path;
@@ -40,12 +40,12 @@ impl DerefMut for TestDeployment {
     }
 }
 
-/// An engine twenty times faster than a real one.
+/// Returns an engine that is twenty times faster than a real one.
 pub(crate) fn fast(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--speed", "20"])
 }
 
-/// Executables of warmroute and the engine simulator.
+/// Returns the executables of warmroute and the engine simulator.
 pub(crate) fn programs() -> ProgramCommands {
     ProgramCommands {
         warmroute: vec![env!("CARGO_BIN_EXE_warmroute").into()],
@@ -92,8 +92,8 @@ impl TestDeployment {
         self.start_envoy(&envoy).await.unwrap();
     }
 
-    /// The shipped configuration with a longer message timeout, because one second can pass on a busy
-    /// machine.
+    /// Returns the shipped configuration with a longer message timeout, because one second can pass
+    /// on a busy machine.
     pub(crate) fn envoy_config(&self) -> String {
         let shipped = self.envoy_setup().standalone_config().unwrap();
         assert_eq!(shipped.matches(" message_timeout: 1s").count(), 1);
@@ -109,12 +109,13 @@ impl TestDeployment {
             .unwrap()
     }
 
-    /// Sends a chat with one question that is cheap for the engine.
+    /// Sends a chat with one question, which is cheap for the engine.
     pub(crate) async fn ask(&self, question: &str) -> ChatAnswer {
         ChatAnswer::read(self.post("/v1/chat/completions", &chat(question)).await).await
     }
 
-    /// Sends a completion. Completions need not share a first block, unlike chats with a common template.
+    /// Sends a completion. Completions need not share a first block, unlike chats with a common
+    /// template.
     pub(crate) async fn complete(&self, prompt: &str) -> ChatAnswer {
         let body = json!({"model": MODEL, "prompt": prompt, "max_tokens": 2});
         ChatAnswer::read(self.post("/v1/completions", &body).await).await
@@ -171,7 +172,7 @@ impl TestDeployment {
         );
     }
 
-    /// Distinct blocks cached on the device, summed over the ranks of the engines.
+    /// Returns the number of distinct device blocks in the caches of all engines.
     pub(crate) async fn cached_blocks(&self) -> u64 {
         let mut blocks = 0;
         for engine in &self.stack.engines {
@@ -192,7 +193,7 @@ impl TestDeployment {
         blocks
     }
 
-    /// The log of warmroute.
+    /// Returns the log of warmroute.
     pub(crate) fn router_log(&self) -> String {
         std::fs::read_to_string(self.router().unwrap().log()).unwrap()
     }
@@ -202,14 +203,14 @@ impl TestDeployment {
     }
 }
 
-/// Configuration with response headers for each decision, and without a deadline that a busy machine
-/// would miss.
+/// Returns a configuration with response headers for each decision, and with timeouts that suit a
+/// busy machine.
 #[expect(clippy::needless_pass_by_value, reason = "callers pass literals")]
 pub(crate) fn with_response_headers(more: Value) -> Value {
     let mut config = json!({
         "gateway": {"response_headers": {"worker": true, "prediction": true}},
         "requests": {"limits": {"decision_timeout": "30s"}},
-        // Only a file notification can apply a change in time.
+        // With this interval, only a file notification can apply a change in time.
         "workers": {"file_watch": {"poll_interval": "1h"}},
         "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "info"}},
     });
@@ -221,7 +222,7 @@ pub(crate) fn chat(question: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
 }
 
-/// A few dozen words that share no prefix with other topics.
+/// Returns a few dozen words that share no prefix with other topics.
 pub(crate) fn essay(topic: usize) -> String {
     let words = [
         "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
@@ -232,7 +233,7 @@ pub(crate) fn essay(topic: usize) -> String {
     format!("Number {topic}: {}", body.join(" "))
 }
 
-/// A response and its routing decision.
+/// A response with its routing decision.
 #[derive(Clone, Debug)]
 pub(crate) struct ChatAnswer {
     pub(crate) status: StatusCode,
@@ -272,7 +273,8 @@ impl ChatAnswer {
             .ok()
     }
 
-    /// JSON documents of the response: one for a unary response, one per event for a stream.
+    /// Returns the JSON documents of the response: one for a unary response, one per event for a
+    /// stream.
     pub(crate) fn documents(&self) -> Vec<Value> {
         let text = String::from_utf8(self.body.clone()).unwrap();
         if !self.header("content-type").starts_with("text/event-stream") {
@@ -291,7 +293,7 @@ impl ChatAnswer {
             .collect()
     }
 
-    /// Cached tokens of the usage in the last document.
+    /// Returns the cached tokens in the usage of the last document.
     pub(crate) fn cached_tokens(&self) -> u64 {
         let documents = self.documents();
         let usage = &documents.last().unwrap()["usage"];
@@ -300,7 +302,7 @@ impl ChatAnswer {
             .unwrap_or_else(|| panic!("no usage in {documents:?}"))
     }
 
-    /// Asserts an exact route, and that all headers agree on the worker.
+    /// Asserts that the route is exact and that all headers agree on the worker.
     pub(crate) fn assert_exact(&self) {
         assert_eq!(self.status, StatusCode::OK, "{self:?}");
         assert_eq!(self.mode(), "exact", "{self:?}");

@@ -1,6 +1,7 @@
 //! The long and the short form of tests.
 
-/// Returns the value of the long form if `WARMROUTE_LONG_TESTS` is 1, and that of the short form otherwise.
+/// Returns the value of the long form if `WARMROUTE_LONG_TESTS` is 1, and that of the short form
+/// otherwise.
 #[expect(
     clippy::disallowed_methods,
     clippy::print_stdout,

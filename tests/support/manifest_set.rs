@@ -12,7 +12,7 @@ use warmroute_testbed::pypi::{self, PypiPackages};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kubernetes");
-/// Stored renderings of the chart.
+/// Folder of the stored chart renderings.
 const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
 const VALIDATE: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -24,21 +24,21 @@ const REQUIREMENTS: &str = concat!(
     "/tests/fleet/manifests/requirements.txt"
 );
 
-/// Objects and the name of their origin.
+/// Objects, and the name of their origin.
 pub(crate) struct ManifestSet {
     pub(crate) name: String,
     pub(crate) objects: Vec<Value>,
 }
 
-/// Pods of one template.
+/// Pod template of one workload object.
 pub(crate) struct PodTemplates<'a> {
     pub(crate) owner: &'a Value,
     pub(crate) labels: &'a Value,
     pub(crate) spec: &'a Value,
 }
 
-/// Validates each object against the schemas of a Kubernetes version: null if it is valid, "no
-/// schema", or the error. The first call installs the validator.
+/// Validates each object against the schemas of a Kubernetes version. The result is null for a
+/// valid object, "no schema", or the error. The first call installs the validator.
 pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     let dir = target_dir().unwrap();
     // Changed requirements need a new installation.
@@ -79,7 +79,7 @@ pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// All files of the chart, sorted.
+/// Returns all files of the chart in sorted order.
 fn chart_files(folder: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in fs::read_dir(folder)
@@ -96,8 +96,8 @@ fn chart_files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Stored rendering of the chart with a values file. Panics if the chart has changed since the
-/// rendering. `UPDATE_GOLDEN=1` renders it again with the `helm` on the path.
+/// Returns the stored rendering of the chart with a values file. Panics if the chart has changed
+/// since the rendering. With `UPDATE_GOLDEN=1`, renders it again with the `helm` on the path.
 fn rendered(values: &Path) -> String {
     let chart = PathBuf::from(format!("{FOLDER}/chart"));
     let mut content = Vec::new();
@@ -143,7 +143,7 @@ fn rendered(values: &Path) -> String {
     let text = fs::read_to_string(&stored).unwrap();
     assert!(
         text.starts_with(&head),
-        "{} is of another chart: UPDATE_GOLDEN=1, with helm on the path",
+        "{} is a rendering of another chart version: set UPDATE_GOLDEN=1, with helm on the path",
         stored.display()
     );
     text
@@ -179,7 +179,7 @@ fn yaml_files(path: &Path) -> Vec<PathBuf> {
 }
 
 impl ManifestSet {
-    /// Objects of these files and folders.
+    /// Reads the objects of these files and folders.
     pub(crate) fn of<'a>(name: &str, paths: impl IntoIterator<Item = &'a str>) -> Self {
         let files = paths
             .into_iter()
@@ -196,7 +196,7 @@ impl ManifestSet {
         }
     }
 
-    /// One set for each `kubectl apply` command of the README.
+    /// Reads one set for each `kubectl apply` command of the README.
     pub(crate) fn of_readme() -> Vec<Self> {
         let readme = fs::read_to_string(Path::new(FOLDER).join("README.md")).unwrap();
         let lines = readme
@@ -212,7 +212,7 @@ impl ManifestSet {
             .collect()
     }
 
-    /// Rendering of the chart with a values file.
+    /// Reads the rendering of the chart with a values file.
     pub(crate) fn of_chart(values: &Path) -> Self {
         let objects = documents(&rendered(values), file_name(values));
         Self {
@@ -256,14 +256,14 @@ impl ManifestSet {
         pods.collect()
     }
 
-    /// Pods with these labels; panics if there are none.
+    /// Returns the pod templates with these labels. Panics if there are none.
     pub(crate) fn selected(&self, labels: &Value) -> Vec<PodTemplates<'_>> {
         let required = labels
             .as_object()
             .unwrap_or_else(|| panic!("{}: {labels} is not a selector", self.name));
         assert!(
             !required.is_empty(),
-            "{}: a selector selects everything",
+            "{}: an empty selector selects everything",
             self.name
         );
         let mut pods = self.pods();
@@ -280,7 +280,7 @@ impl ManifestSet {
         pods
     }
 
-    /// File in a ConfigMap.
+    /// Returns a file of a ConfigMap.
     pub(crate) fn text(&self, map: &str, file: &str) -> &str {
         self.find("ConfigMap", &json!(map))["data"][file]
             .as_str()
@@ -293,7 +293,8 @@ impl PodTemplates<'_> {
         self.spec["containers"].as_array().into_iter().flatten()
     }
 
-    /// Number of a container port, by number or name. `None`: no container declares it.
+    /// Returns the number of a container port by number or name, or `None` if no container declares
+    /// it.
     pub(crate) fn port(&self, port: &Value) -> Option<u64> {
         let declared = self
             .containers()
@@ -322,7 +323,7 @@ pub(crate) fn named<'a>(value: &'a Value, key: &str, found: &mut Vec<&'a Value>)
     }
 }
 
-/// Ports that the rules of a policy allow, with ranges expanded.
+/// Returns the ports that the rules of a policy allow, with ranges expanded.
 pub(crate) fn policy_ports(rules: &Value) -> BTreeSet<u64> {
     let mut ports = Vec::new();
     named(rules, "ports", &mut ports);

@@ -1,4 +1,4 @@
-//! Helpers of several test binaries.
+//! Helpers that several test binaries use.
 
 #![allow(dead_code, reason = "each test binary uses its own part of it")]
 

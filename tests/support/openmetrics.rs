@@ -1,8 +1,8 @@
-//! A minimal OpenMetrics parser that rejects invalid pages as Prometheus does.
+//! Minimal OpenMetrics parser that rejects invalid pages as Prometheus does.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// `Accept` header for this format.
+/// Value of the `Accept` header for this format.
 pub(crate) const ACCEPT: &str = "application/openmetrics-text; version=1.0.0";
 
 type MetricLabels = BTreeMap<String, String>;
@@ -15,7 +15,7 @@ pub(crate) struct MetricSample {
     pub(crate) value: f64,
 }
 
-/// A valid page.
+/// A valid metrics page.
 #[derive(Clone, Debug)]
 pub(crate) struct OpenMetricsPage {
     text: String,
@@ -29,7 +29,7 @@ impl OpenMetricsPage {
     pub(crate) fn read(text: &str) -> Self {
         let lines = text
             .strip_suffix("# EOF\n")
-            .unwrap_or_else(|| panic!("no end mark in {text}"))
+            .unwrap_or_else(|| panic!("no `# EOF` in {text}"))
             .lines();
         let mut families = BTreeMap::<String, String>::new();
         let mut helped = BTreeSet::new();
@@ -44,7 +44,7 @@ impl OpenMetricsPage {
                     .any(|suffix| sample.name == format!("{family}{suffix}"));
                 assert!(
                     own,
-                    "{line:?} stands under {family}, a {}",
+                    "{line:?} is not a sample of {family}, a {}",
                     families[&family]
                 );
                 samples.push(sample);
@@ -61,7 +61,7 @@ impl OpenMetricsPage {
                     suffixes(rest);
                     assert!(
                         families.insert(name.to_owned(), rest.to_owned()).is_none(),
-                        "{name} is repeated"
+                        "family {name} is repeated"
                     );
                     name.clone_into(&mut family);
                 }
@@ -87,14 +87,14 @@ impl OpenMetricsPage {
         &self.text
     }
 
-    /// All samples of a name, which is given without `warmroute_`.
+    /// Returns all samples of a metric, whose name is given without `warmroute_`.
     pub(crate) fn samples<'p>(&'p self, name: &'p str) -> impl Iterator<Item = &'p MetricSample> {
         self.samples
             .iter()
             .filter(move |sample| sample.name.strip_prefix("warmroute_") == Some(name))
     }
 
-    /// Sum of the samples of a name with these labels.
+    /// Returns the sum of the samples of a metric that have these labels.
     pub(crate) fn sum(&self, name: &str, labels: &[(&str, &str)]) -> f64 {
         let wanted = |sample: &&MetricSample| {
             labels
@@ -110,7 +110,7 @@ impl OpenMetricsPage {
     fn check_uniqueness(&self) {
         let mut seen = BTreeSet::new();
         for MetricSample { name, labels, .. } in &self.samples {
-            assert!(seen.insert((name, labels)), "{name}{labels:?} comes twice");
+            assert!(seen.insert((name, labels)), "{name}{labels:?} is repeated");
         }
     }
 
@@ -131,7 +131,7 @@ impl OpenMetricsPage {
                 let mut labels = sample.labels.clone();
                 let bound = labels
                     .remove("le")
-                    .expect("a bucket has a bound")
+                    .expect("every bucket has a bound")
                     .parse()
                     .unwrap();
                 series
@@ -151,7 +151,7 @@ impl OpenMetricsPage {
                     .samples
                     .iter()
                     .find(count)
-                    .expect("a histogram has a count")
+                    .expect("every histogram has a count")
                     .value;
                 assert_eq!(
                     buckets.last(),
@@ -163,13 +163,13 @@ impl OpenMetricsPage {
     }
 }
 
-/// Suffixes of sample names of a family.
+/// Returns the suffixes that sample names of a family may have.
 fn suffixes(kind: &str) -> &'static [&'static str] {
     match kind {
         "counter" => &["_total", "_created"],
         "gauge" => &[""],
         "histogram" => &["_bucket", "_count", "_sum", "_created"],
-        other => panic!("the type {other} is not used here"),
+        other => panic!("unexpected metric type {other}"),
     }
 }
 
@@ -194,7 +194,7 @@ fn sample(line: &str) -> MetricSample {
     }
 }
 
-/// Parses labels up to the closing brace. Returns them and the rest.
+/// Parses labels up to the closing brace. Returns them and the rest of the line.
 fn labels(mut rest: &str) -> (MetricLabels, &str) {
     let mut labels = MetricLabels::new();
     loop {

@@ -11,10 +11,10 @@ pub(crate) struct CertificatePair {
 }
 
 impl CertificatePair {
-    /// Writes both into a folder under the names that charts use.
+    /// Writes both files into a folder, under the names of a Kubernetes TLS secret.
     pub(crate) fn write(&self, folder: &Path) {
         std::fs::create_dir_all(folder).unwrap();
-        // The key is written first; between the two writes they do not match in either order.
+        // Between the two writes, key and certificate do not match in either order.
         std::fs::write(folder.join("tls.key"), &self.key).unwrap();
         std::fs::write(folder.join("tls.crt"), &self.cert).unwrap();
     }
@@ -39,7 +39,7 @@ impl TestAuthority {
         }
     }
 
-    /// Signs a certificate for loopback, valid for servers and clients.
+    /// Signs a certificate for the loopback interface, valid for servers and clients.
     pub(crate) fn sign(&self, serial: u64) -> CertificatePair {
         let mut params =
             CertificateParams::new(vec!["localhost".to_owned(), "127.0.0.1".to_owned()]).unwrap();

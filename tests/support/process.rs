@@ -23,10 +23,10 @@ use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::{FreePort, until};
 
-/// Timeout of every wait; far longer than any step takes.
+/// Timeout of waits, far longer than any step takes.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
-/// One process with a temporary folder.
+/// A warmroute process with a temporary folder.
 pub(crate) struct WarmrouteProcess {
     pub(crate) child: ChildProcess,
     pub(crate) dir: tempfile::TempDir,
@@ -102,12 +102,12 @@ impl WarmrouteProcess {
         self.dir.path().join(name)
     }
 
-    /// Returns the configuration file.
+    /// Returns the content of the configuration file.
     pub(crate) fn config(&self) -> Value {
         serde_json::from_slice(&std::fs::read(self.path("warmroute.yaml")).unwrap()).unwrap()
     }
 
-    /// Writes the configuration by a rename.
+    /// Replaces the configuration file by a rename.
     pub(crate) fn configure(&self, text: &str) {
         let new = self.path("warmroute.new");
         std::fs::write(&new, text).unwrap();
@@ -141,12 +141,12 @@ impl WarmrouteProcess {
             .unwrap_or_else(|| panic!("no {page}:\n{}", self.log()))
     }
 
-    /// `/debug/config`.
+    /// Returns the page `/debug/config`.
     pub(crate) async fn shown(&self) -> Value {
         serde_json::from_str(&self.get("/debug/config").await.1).unwrap()
     }
 
-    /// Returns a metric, or 0 if it does not exist.
+    /// Returns the value of a series, or 0 if it does not exist.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
         let (_, page) = self.get("/metrics").await;
         let line = page
@@ -173,7 +173,7 @@ impl WarmrouteProcess {
             .unwrap()
     }
 
-    /// Returns the health of a service, or `None` if it is unknown.
+    /// Returns the health of a service, or `None` if the service is unknown.
     pub(crate) async fn health(
         &self,
         port: u16,
@@ -262,7 +262,7 @@ impl WarmrouteProcess {
 }
 
 impl OpenExchange {
-    /// Sends the response headers and asserts a reply, so the exchange is alive.
+    /// Sends response headers and asserts a reply, which shows that the exchange is alive.
     pub(crate) async fn answers(&mut self) {
         let headers = HttpHeaders {
             headers: Some(map(&[(":status", "200")])),

@@ -1,6 +1,6 @@
-//! Requests to four APIs compared with the tokens of vLLM 0.32
+//! Requests to four APIs, compared with the tokens of vLLM 0.32
 //! (`tests/data/tokens/apis-qwen2_5.json.gz`). The outcome of every case is asserted, so that a
-//! regression shows.
+//! regression becomes visible.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,13 +31,13 @@ struct ApiCase {
 /// Outcomes of the cases of one API.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct CaseOutcomes {
-    /// Tokens equal the engine's.
+    /// Cases whose tokens equal those of the engine.
     equal: usize,
-    /// Tokens differ from the engine's.
+    /// Cases whose tokens differ from those of the engine.
     different: usize,
-    /// The engine accepts the request, but it is not tokenized here.
+    /// Cases that the engine accepts and this encoder does not tokenize.
     declined: usize,
-    /// The engine rejects the request.
+    /// Cases that the engine rejects.
     refused: usize,
 }
 
@@ -88,7 +88,7 @@ const TABLE: [(&str, CaseOutcomes); 4] = [
     ),
 ];
 
-/// Declined cases with the reason.
+/// Cases that are not tokenized, with the reason.
 const DECLINED: [(&str, &str); 4] = [
     (
         "chat transfer params with tokens",

@@ -1,4 +1,4 @@
-//! Small tokenizers built by transformers, class by class (`tests/data/tokens/make_classes.py`),
+//! Small tokenizers that transformers built, class by class (`tests/data/tokens/make_classes.py`),
 //! compared with those built here.
 
 use std::collections::HashMap;
@@ -80,7 +80,7 @@ fn tokens(encoder: &Encoder, text: &str, special: bool) -> Result<Vec<u32>, Enco
 fn every_tokenizer_class_matches_transformers() {
     let made = made();
     let mut equal = 0;
-    let mut doubted = 0;
+    let mut rejected = 0;
     let mut wrong = Vec::new();
     for case in &made.cases {
         let encoder = match load(&made, case, &ModelTraits::default()) {
@@ -98,7 +98,7 @@ fn every_tokenizer_class_matches_transformers() {
                         "{}: {text:?} {special}: {ours:?}, not {theirs:?}",
                         case.name()
                     )),
-                    Err(EncodeError::Uncertain(_)) if special => doubted += 1,
+                    Err(EncodeError::Uncertain(_)) if special => rejected += 1,
                     Err(error) => {
                         wrong.push(format!("{}: {text:?} {special}: {error}", case.name()))
                     }
@@ -114,21 +114,21 @@ fn every_tokenizer_class_matches_transformers() {
         .join("\n");
     assert!(wrong.is_empty(), "{} of {equal}:\n{some}", wrong.len());
     assert!(
-        equal > 6000 && doubted < 600,
-        "{equal} equal, {doubted} doubted"
+        equal > 6000 && rejected < 600,
+        "{equal} equal, {rejected} rejected"
     );
 }
 
 /// Class of a tokenizer that is built as its file is written.
 const AS_WRITTEN: &str = "TokenizersBackend";
 
-/// Settings of a tokenizer whose class is in the model's own code.
+/// Returns the settings of a tokenizer whose class is defined in the model's own code.
 fn own_code() -> Value {
     json!({"auto_map": {"AutoTokenizer": [null, "tokenization.Own"]}})
 }
 
 impl MadeTokenizers {
-    /// Tokenizer of this class, in a model of this type. An empty class is none.
+    /// Returns a case with this class and model type. An empty string means no class.
     fn case(&self, tokenizer: &str, class: &str, model: Option<&str>, more: &Value) -> ClassCase {
         let mut tokenizer_config = self.of(tokenizer, None).tokenizer_config.clone();
         let fields = tokenizer_config.as_object_mut().unwrap();
@@ -164,8 +164,8 @@ fn tokenizer_without_model_type_is_rejected() {
                 "config.json",
                 "CachedGPTNeoXTokenizerFast",
             ),
-            // The model type qwen2 implies Qwen2Tokenizer. Without a class, no file is built as written
-            // for every type.
+            // The model type qwen2 implies Qwen2Tokenizer. Without a class, no tokenizer is built
+            // as written for every model type.
             (
                 made.case("bytes", "PreTrainedTokenizerFast", None, &json!({})),
                 "config.json",
@@ -206,7 +206,7 @@ fn unsupported_tokenizer_class_is_rejected() {
                 "RobertaTokenizer",
                 AS_WRITTEN,
             ),
-            // Distilled from one family into another, with a class that only the engine knows.
+            // A model distilled from another family, with a class that only the engine knows.
             (
                 made.case("bytes", "LlamaTokenizerFast", Some("llama"), &json!({})),
                 "tokenizer_class",
@@ -221,7 +221,7 @@ fn unsupported_tokenizer_class_is_rejected() {
     );
 }
 
-/// Checks that each tokenizer is rejected with a text, and loads with the configured class.
+/// Asserts that each tokenizer is rejected with a text, and loads with the configured class.
 fn assert_rejected(made: &MadeTokenizers, cases: Vec<(ClassCase, &str, &str)>) {
     for (case, named, configured) in cases {
         let refused = load(made, &case, &ModelTraits::default()).unwrap_err();
@@ -267,7 +267,7 @@ fn tokenizer_of_unknown_class_is_built_as_written() {
 }
 
 impl MadeTokenizers {
-    /// Returns the default case of a tokenizer and class.
+    /// Returns the case of a tokenizer and class with default settings.
     fn of(&self, tokenizer: &str, class: Option<&str>) -> &ClassCase {
         let cases = self.cases.iter().filter(|case| case.tokenizer == tokenizer);
         cases
@@ -276,7 +276,7 @@ impl MadeTokenizers {
             .unwrap()
     }
 
-    /// Compares an encoder with the tokens of a class.
+    /// Asserts that an encoder has the tokens of a class.
     fn agrees(&self, encoder: &Encoder, tokenizer: &str, class: &str) {
         let class = class.trim_start_matches("Cached").trim_end_matches("Fast");
         for (text, theirs) in self.texts.iter().zip(&self.of(tokenizer, Some(class)).bare) {

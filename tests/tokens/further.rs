@@ -1,5 +1,5 @@
-//! Captured requests compared with the tokens of this encoder: every `*.json` and `*.json.gz` of a
-//! folder that is a list of tokenization cases or a scenario.
+//! Captured requests, compared with the tokens of this encoder. The test reads every `*.json` and
+//! `*.json.gz` of a folder that is a list of tokenization cases or a scenario.
 //!
 //! `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` reads DIR instead of
 //! `tests/data/tokens/engine`. A file `models.yaml` in the folder lists tokenizers by model name.
@@ -18,9 +18,9 @@ use warmroute_tokens::prompt::{
     Config, Encoder, MediaConfig, ModelTraits, MultimodalPrompt, TokenBudget,
 };
 
-/// Expected counts of each bundled file: cases, equal ones, and those not compared because the
-/// engine or this encoder rejects them. The second number may only rise.
-const OWN: [(&str, [usize; 3]); 9] = [
+/// Expected counts for each bundled file: all cases, equal cases, and cases that are not compared
+/// because the engine or this encoder rejects them. The number of equal cases may only rise.
+const EXPECTED_COUNTS: [(&str, [usize; 3]); 9] = [
     ("tokenization-cases-features.json.gz", [231, 185, 46]),
     ("tokenization-cases-messages-features.json.gz", [46, 38, 8]),
     ("tokenization-cases-messages-qwen2_5.json.gz", [46, 39, 7]),
@@ -33,7 +33,7 @@ const OWN: [(&str, [usize; 3]); 9] = [
 ];
 
 /// Context length of the captured engines (`--max-model-len`).
-const LONGEST: u64 = 16384;
+const MAX_MODEL_LEN: u64 = 16384;
 
 #[test]
 #[expect(
@@ -72,16 +72,16 @@ fn captured_files_of_folder_match() {
         ));
         report += &tally.text(file_name(file));
     }
-    // Written directly to the terminal, because captured output is shown only on failure.
+    // Written directly to the terminal, because captured output is shown only if a test fails.
     std::io::stderr().write_all(report.as_bytes()).unwrap();
     assert_eq!(
         different, 0,
-        "tokens differ from the engine's; the cases are named above"
+        "tokens differ from the engine's; the cases are listed above"
     );
     assert!(compared > 0, "nothing was compared");
     if other.is_none() {
         assert_eq!(
-            found, OWN,
+            found, EXPECTED_COUNTS,
             "cases, equal ones, and those that are not compared"
         );
     }
@@ -93,7 +93,7 @@ fn file_name(path: &Path) -> &str {
         .unwrap_or_default()
 }
 
-/// Content of a file, plain or compressed.
+/// Returns the content of a file, decompressed if necessary.
 pub(super) fn contents(path: &Path) -> Vec<u8> {
     let bytes = std::fs::read(path).unwrap();
     if !bytes.starts_with(&[0x1f, 0x8b]) {
@@ -160,7 +160,7 @@ impl FileResult {
                         .and_then(|one| one["model"].as_str())
                         .map(str::to_owned),
                 );
-                // Engines name their topics `kv@instance@model`.
+                // Engines have topics of the form `kv@instance@model`.
                 let messages = scenario
                     .get("zmq_messages")
                     .and_then(Value::as_array)
@@ -227,7 +227,7 @@ struct CapturedRequest<'j> {
     api: Option<ApiKind>,
     request: &'j Value,
     engine: EngineResult,
-    /// The engine's media ids by modality.
+    /// Media ids of the engine by modality.
     items: Option<&'j serde_json::Map<String, Value>>,
 }
 
@@ -243,8 +243,8 @@ enum EngineResult {
 impl<'j> CapturedRequest<'j> {
     fn of_case(case: &'j Value) -> Self {
         let request = &case["request"];
-        // The prompt that was used overrides the engine's answer in `/tokenize`, which ignores
-        // truncation.
+        // The engine's `/tokenize` ignores truncation, so the prompt that the engine used takes
+        // precedence over it.
         let keys = [
             "chat_prompt_token_ids",
             "prompt_token_ids",
@@ -326,7 +326,7 @@ fn is_refusal(answer: &Value) -> bool {
         || ["HTTP", "status", "code"].iter().any(|key| status(key))
 }
 
-/// Token lists in any response format.
+/// Returns the token lists of a response in any format.
 fn tokens_in(value: &Value) -> Option<Vec<Vec<u32>>> {
     let ids = |list: &[Value]| -> Option<Vec<u32>> {
         list.iter()
@@ -356,7 +356,7 @@ fn compare(
 ) -> RequestOutcome {
     let skipped = |why: String| RequestOutcome::Skipped(why);
     let Some(api) = captured.api else {
-        return skipped("not a request for a prompt".to_owned());
+        return skipped("not a request with a prompt".to_owned());
     };
     let body = serde_json::to_vec(captured.request).unwrap();
     let mut request = match openai::parse(api, &body) {
@@ -369,14 +369,14 @@ fn compare(
         Ok(request) => request,
         Err(error) => return skipped(format!("not read: {error}")),
     };
-    request.resolve_truncation(LONGEST);
+    request.resolve_truncation(MAX_MODEL_LEN);
     let ours = match (&request.prompt, models.find(names)) {
         // Token prompts need no tokenizer.
         (PromptInput::Tokens(_), Err(_)) => models.any().encode(&request),
         (_, Err(why)) => return skipped(why),
         (PromptInput::Chat(chat), Ok(encoder)) if chat.has_media() => {
-            if models.remembers_another(chat) {
-                return skipped("the engine remembers another item of this uuid".to_owned());
+            if models.reuses_id(chat) {
+                return skipped("the engine has cached another item with this uuid".to_owned());
             }
             return match encoder.encode_multimodal(
                 &request,
@@ -410,7 +410,7 @@ fn against(ours: &[Vec<u32>], engine: &EngineResult) -> RequestOutcome {
     }
 }
 
-/// For a prompt known only up to an image, the known tokens must be right.
+/// Compares a prompt that is known only up to an image. The known tokens must be right.
 fn against_multimodal(
     ours: &MultimodalPrompt,
     captured: &CapturedRequest<'_>,
@@ -428,7 +428,7 @@ fn against_multimodal(
                 Some(id) if id == item.id.as_str() => {}
                 other => {
                     return RequestOutcome::Different(format!(
-                        "an item is named {}, by the engine {other:?}",
+                        "an item has the id {}, but {other:?} in the engine",
                         item.id
                     ));
                 }
@@ -473,7 +473,7 @@ fn difference(ours: &[Vec<u32>], engine: &[Vec<u32>]) -> String {
     )
 }
 
-/// One entry of `models.yaml`.
+/// Entry of `models.yaml`.
 #[derive(Deserialize)]
 struct ModelEntry {
     name: String,
@@ -482,12 +482,13 @@ struct ModelEntry {
     config: Option<PathBuf>,
     #[serde(default)]
     chat_template: Option<PathBuf>,
-    /// Media rules; by default those of a `preprocessor_config.json` next to the configuration.
+    /// Media rules. The default is the `preprocessor_config.json` next to the configuration.
     #[serde(default, deserialize_with = "media_rules")]
     media: Option<MediaConfig>,
 }
 
-/// Media rules of captured cases. The keys of this file format are stable; those of the configuration differ.
+/// Parses the media rules of captured cases. The keys of this file format are stable and differ
+/// from those of the configuration.
 fn media_rules<'de, D: serde::Deserializer<'de>>(
     input: D,
 ) -> Result<Option<MediaConfig>, D::Error> {
@@ -509,7 +510,7 @@ fn media_rules<'de, D: serde::Deserializer<'de>>(
     serde_json::from_value(media).map_err(serde::de::Error::custom)
 }
 
-/// TokenizerTable by model name, loaded on first use.
+/// Tokenizers by model name, loaded on first use.
 struct TokenizerTable {
     entries: BTreeMap<String, (Config, Option<MediaConfig>)>,
     loaded: BTreeMap<String, Result<Arc<Encoder>, String>>,
@@ -572,7 +573,7 @@ impl TokenizerTable {
         let name = name.ok_or_else(|| {
             format!(
                 "no tokenizer for {}",
-                names.first().unwrap_or(&"a model without a name")
+                names.first().unwrap_or(&"the request has no model")
             )
         })?;
         if let Some(known) = self.loaded.get(&name) {
@@ -590,14 +591,14 @@ impl TokenizerTable {
             ..ModelTraits::default()
         };
         let loaded = Encoder::load_with_traits(&config, &traits).map(Arc::new);
-        let loaded = loaded.map_err(|error| format!("the model {name} is refused: {error}"));
+        let loaded = loaded.map_err(|error| format!("the model {name} cannot be loaded: {error}"));
         self.loaded.insert(name, loaded.clone());
         loaded
     }
 
-    /// Returns true if an item reuses the id of an earlier item with other content; the engine
+    /// Returns true if an item reuses the id of an earlier item with other content. The engine
     /// trusts the id.
-    fn remembers_another(&mut self, chat: &ChatPrompt) -> bool {
+    fn reuses_id(&mut self, chat: &ChatPrompt) -> bool {
         let mut another = false;
         for media in chat.media_items() {
             let Some(name) = &media.uuid else { continue };
@@ -610,7 +611,7 @@ impl TokenizerTable {
         another
     }
 
-    /// Returns true if the engine's model argument, and thus its image ids, are known.
+    /// Returns true if the engine's `--model` argument is known, on which its image ids depend.
     fn names_media(&self, names: &[&str]) -> bool {
         let entry = names.iter().find_map(|name| self.entries.get(*name));
         entry
@@ -662,7 +663,7 @@ fn bundled_files(name: &str) -> (Config, Option<MediaConfig>) {
     )
 }
 
-/// Media rules from the model's own file.
+/// Returns the media rules from the model's own file.
 fn media_beside(config: &Config) -> Option<MediaConfig> {
     let preprocessor = config
         .tokenizer_config

@@ -42,7 +42,7 @@ fn load(name: &str) -> Encoder {
     Encoder::load(&files(name)).unwrap()
 }
 
-/// An encoder with the fast path; the other encoder uses the library.
+/// Returns an encoder with the fast path. [`load`] returns one that uses the library.
 fn quick() -> Encoder {
     let encoder = load("qwen2.5");
     assert_eq!(encoder.enable_fast_path(), Ok(()));
@@ -76,7 +76,7 @@ struct Case {
     case: String,
     request: Value,
     tokenize: Vec<u32>,
-    /// The engine's tokens, or its error response.
+    /// Tokens of the engine, or its error response.
     engine: Value,
 }
 
@@ -85,8 +85,8 @@ fn captured_chat_requests_match_engine_tokens() {
     let cases: Vec<Case> = data("qwen2_5-cases.json");
     assert_eq!(cases.len(), 14);
     for case in cases {
-        // The only rejected case lacks a server flag (`--enable-auto-tool-choice`); with the flag
-        // it has these tokens.
+        // The only case that the engine rejects lacks a server flag (`--enable-auto-tool-choice`).
+        // With the flag, the engine reports these tokens.
         let engine = serde_json::from_value(case.engine).unwrap_or(case.tokenize);
         assert_eq!(chat(&QWEN, &case.request), Ok(engine), "{}", case.case);
     }
@@ -99,7 +99,7 @@ struct Rendering {
     text: String,
 }
 
-/// Only the templates of these two models are included, because their tokenizers are large or not
+/// The templates of these two models are included without their tokenizers, which are large or not
 /// redistributable. The engine's tokens were decoded to text.
 #[test]
 fn captured_requests_render_as_in_engine() {
@@ -176,7 +176,7 @@ fn captured_scenarios_match_engine_tokens() {
 fn completions_add_special_tokens_by_default() {
     for (prompt, tokens) in [
         (json!({"prompt": "hello"}), vec![1, 22172]),
-        // No space is added to a word after a special token.
+        // No space is added before a word that follows a special token.
         (json!({"prompt": "<s>hello"}), vec![1, 1, 12199]),
         (
             json!({"prompt": "hello", "add_special_tokens": false}),
@@ -444,7 +444,7 @@ fn bos_token_mismatch_makes_special_tokens_uncertain() {
     assert_eq!(chat(&encoder, &chat_request), Err(EncodeError::NoTemplate));
 }
 
-/// A conversation with a tool in the formats of three APIs.
+/// Returns a conversation with a tool in the formats of three APIs.
 fn equal_conversations() -> [(ApiKind, Value); 3] {
     let parameters = json!({"type": "object", "properties": {"city": {"type": "string"}}});
     let arguments = json!({"city": "Paris", "n": [1, 2.5, {"b": 1, "a": null}]});

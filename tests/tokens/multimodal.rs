@@ -44,7 +44,7 @@ fn prompt_ends_before_first_unknown_image() {
     );
     assert!(!ours.is_complete && ours.items.is_empty() && ours.min_tokens > ours.tokens.len());
 
-    // With string content, the engine inserts text before the message.
+    // For string content, the engine inserts text before the message.
     let strings = json!({"messages": [{"role": "system", "content": "S"},
         {"role": "user", "content": [{"type": "text", "text": "look"}, image("https://a/b.png")]}]});
     let ours = encode_media(&QWEN, &strings);
@@ -52,7 +52,7 @@ fn prompt_ends_before_first_unknown_image() {
     assert_eq!(
         vec![ours.tokens.to_vec()],
         completion(&QWEN, &text).unwrap(),
-        "up to the last token that nothing joins"
+        "up to the last token that no later text can change"
     );
     assert_eq!(
         chat(&QWEN, &strings),
@@ -60,7 +60,7 @@ fn prompt_ends_before_first_unknown_image() {
     );
 }
 
-/// Encoder of a vision model whose images have five tokens.
+/// Returns the encoder of a vision model whose images have five tokens.
 fn vision_encoder() -> Encoder {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl");
     let image: MediaItemRule = serde_json::from_value(
@@ -110,14 +110,14 @@ fn images_before_first_unknown_are_expanded() {
     );
     assert_eq!(partial.items, whole.items[..1]);
     assert!(whole.tokens.starts_with(&partial.tokens));
-    // Up to the token that begins the second image.
+    // The prompt is known up to the token that begins the second image.
     assert_eq!(partial.tokens.len(), whole.items[1].range.start - 1);
     for options in ["mm_processor_kwargs", "media_io_kwargs"] {
         let mut request = conversation(&second);
         request[options] = json!({"max_pixels": 1});
         assert!(
             encode_media(&encoder, &request).items.is_empty(),
-            "{options} change what items are"
+            "{options} change the media items"
         );
     }
     let mut truncated = conversation(&second);

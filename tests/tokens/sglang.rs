@@ -43,7 +43,7 @@ fn sglang_renders_messages_differently() {
     assert_eq!(
         chat(&sglang, &with),
         chat(&QWEN, &user_message(&json!("hello"))),
-        "tools that may not be used are not shown"
+        "tools are omitted if tool_choice is none"
     );
     let mut ignored = user_message(&json!("hello"));
     ignored["add_generation_prompt"] = json!(false);
@@ -51,7 +51,7 @@ fn sglang_renders_messages_differently() {
     assert_eq!(
         chat(&sglang, &ignored),
         chat(&QWEN, &user_message(&json!("hello"))),
-        "fields that SGLang ignores"
+        "SGLang ignores these fields"
     );
     let last = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]});
     let as_user =

@@ -1,5 +1,5 @@
-//! Approximate mode: the caches that both sides predict from their own decisions. Every request of
-//! the trace is queried and recorded where it goes, and ends after some others have begun. The peer
+//! Approximate mode: both sides predict caches from their own decisions. Every request of the trace
+//! is queried, recorded for the rank it goes to, and ended after some others have begun. The peer
 //! uses several threads, so the time is the CPU time of the process.
 
 use std::collections::VecDeque;
@@ -27,7 +27,7 @@ use warmroute_testbed::comparison::{ComparisonTable, process_cpu_nanos};
 const TIME: Option<f64> = Some(0.03);
 const HEAP: Option<f64> = Some(0.3);
 
-/// Longer than any run.
+/// A TTL that exceeds the duration of any run.
 const UNREACHED_TTL: Duration = Duration::from_secs(24 * 3600);
 /// A capacity that is never reached.
 const UNREACHED_CAPACITY: usize = 1 << 22;
@@ -85,7 +85,7 @@ const CASES: [ApproximateCase; 3] = [
     },
 ];
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -126,7 +126,7 @@ pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     }
 }
 
-/// Requests and the rank of each.
+/// Requests and the rank of each request.
 struct TraceReplay<'a> {
     requests: &'a [TraceRequest],
     ranks: &'a [u32],
@@ -152,7 +152,8 @@ fn time(
     let mut rounds: [Vec<f64>; 2] = Default::default();
     for _ in 0..bench.args.rounds().min(3) {
         let mut peer = PeerPredictor::new(case, runtime);
-        // Converted before the clock runs, so that the conversion is not charged to the peer.
+        // The requests are converted before the measurement, so that the conversion does not count
+        // for the peer.
         let requests: Vec<PeerRequest> = bench
             .requests
             .iter()
@@ -177,7 +178,7 @@ fn time(
 }
 
 /// Asserts that both sides predict the same before every request if nothing is evicted. With
-/// eviction, the order may differ, and only the number of blocks must agree.
+/// eviction, the order may differ, so only the numbers of blocks must agree.
 fn compare(case: &ApproximateCase, runtime: &Runtime, replay: &TraceReplay<'_>) {
     let mut peer = PeerPredictor::new(case, runtime);
     let mut ours = OurPredictor::new(case);
@@ -200,10 +201,10 @@ fn compare(case: &ApproximateCase, runtime: &Runtime, replay: &TraceReplay<'_>) 
     if evicts {
         assert!(
             (theirs - mine).abs() < 0.01 * theirs,
-            "the peer holds {theirs} blocks, we {mine}"
+            "the peer holds {theirs} blocks, warmroute {mine}"
         );
     } else if let EvictionMode::Lru { .. } = case.eviction {
-        assert_eq!(theirs, mine, "blocks that are held");
+        assert_eq!(theirs, mine, "number of held blocks");
     }
 }
 

@@ -1,5 +1,5 @@
-//! A whole decision: from 256 tokens to a booked worker rank, and its release. On both sides one
-//! rank holds the prompt and must be chosen. The peer runs a decision on several tasks, so the time
+//! A whole decision, from 256 tokens to a booked worker rank, and its release. On both sides, one
+//! rank holds the prompt and must be chosen. The peer runs a decision in several tasks, so the time
 //! is the CPU time of the process. The wall-clock time, including wake-ups, is a separate row.
 
 use dynamo_kv_router::identity::RoutingPartitionId;
@@ -93,7 +93,7 @@ const TIMES: u32 = 500;
 /// The rank that holds the prompt.
 const WARM: u32 = 1;
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (ranks, cpu, wall) in ROWS {
         if bench.args.wants_any(&[cpu.name, wall.name]) {
@@ -115,7 +115,7 @@ pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
 }
 
 /// Raises the limit of open files. The peer opens sockets for the events of every worker, and
-/// rejects a worker without them.
+/// rejects a worker if it cannot open them.
 fn raise_file_limit(ranks: u64) -> bool {
     let needed = ranks * 16 + 4_096;
     let allowed = || getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
@@ -179,13 +179,13 @@ fn count(table: &mut ComparisonTable, row: StaticMeasure, tokens: u32) {
     let theirs = memory::count_allocations(|| peer.decide(&tokens));
     let mine = memory::count_allocations(|| ours.route(request));
     eprintln!(
-        "    of {} bytes by the peer (which hashes as well), of {} by us",
+        "    of {} bytes by the peer (which includes hashing), of {} by warmroute",
         theirs.bytes, mine.bytes
     );
     table.add(row, &[theirs.calls as f64], &[mine.calls as f64]);
 }
 
-/// The event that stores the prompt on the warm rank.
+/// Returns the event that stores the prompt on the warm rank.
 fn stored_event(tokens: &[u32], rank: u32) -> WorkerEvent {
     let hashes = BlockHashes::from_tokens(tokens, BLOCK, &CacheSalt::default());
     let blocks = hashes
@@ -311,7 +311,7 @@ impl PeerRouter {
 
 impl Drop for PeerRouter {
     fn drop(&mut self) {
-        // The listeners would keep running and use CPU time during the next measurement.
+        // Otherwise the listeners would keep running and use CPU time during the next measurement.
         self.core.shutdown();
     }
 }
@@ -347,7 +347,7 @@ impl OurRouter {
         }
         let router = Router::new(index, load, RouterSettings::default(), 7);
         router.set_fleet(fleet.fleet.into());
-        // The state after all event sources have caught up.
+        // Sets the state after all event sources have caught up.
         fleet
             .added
             .iter()

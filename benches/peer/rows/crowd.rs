@@ -1,4 +1,5 @@
-//! Queries under contention: all ranks share a system prompt, or a thread writes concurrently.
+//! Queries under contention: all ranks share a system prompt, or another thread writes
+//! concurrently.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
@@ -31,7 +32,7 @@ const RANKS: u32 = 2_048;
 const SYSTEM: u64 = 128;
 const OWN: u64 = 384;
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     if bench.args.wants(SHARED.name) {
         shared(bench, table);
@@ -41,7 +42,7 @@ pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     }
 }
 
-/// The shared system prompt, followed by blocks of one rank only.
+/// Returns the shared system prompt, followed by blocks that only one rank has.
 fn prompt(rank: u32) -> BlockHashes {
     let system = (0..SYSTEM).map(|at| LocalHash(mix(at)));
     hashes(
@@ -93,7 +94,7 @@ fn shared(bench: &PeerBench, table: &mut ComparisonTable) {
                 .sum::<usize>()
         })
     };
-    // The results are not iterated again: both sides return a lookup by rank, and the results were
+    // The results are not iterated again. Both sides return a lookup by rank, and the results were
     // compared above.
     let mut query = |prompt: &&BlockHashes| {
         ours.index.query_overlaps(prompt, &mut found);
@@ -108,8 +109,8 @@ fn shared(bench: &PeerBench, table: &mut ComparisonTable) {
     );
 }
 
-/// The writer applies all stored events once. The reader queries prompts of the trace until the
-/// writer is done.
+/// Measures queries during writes. The writer applies all stored events once. The reader queries
+/// prompts of the trace until the writer is done.
 fn busy(bench: &PeerBench, table: &mut ComparisonTable) {
     let (stored, _) = workload::unbounded(&bench.requests, 64);
     let prompts: Vec<_> = bench

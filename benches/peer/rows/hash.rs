@@ -81,7 +81,7 @@ const ROWS: [(u32, u32, StaticMeasure); 7] = [
 /// Tokens hashed in one round.
 const ROUND: u32 = 1 << 23;
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (size, tokens, row) in ROWS {
         if bench.args.wants(row.name) {

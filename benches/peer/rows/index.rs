@@ -34,7 +34,7 @@ const CHURN: StaticMeasure = StaticMeasure::new(
 const HEAP: StaticMeasure =
     StaticMeasure::new("heap per resident (rank, block) pair", "B", Some(0.45));
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     let args = &bench.args;
     if args.wants_any(&[STORED.name, DECODED.name, QUERY.name, HEAP.name]) {
@@ -106,7 +106,7 @@ fn unbounded(
     }
 }
 
-/// Mean time of a query over all prompts, in microseconds.
+/// Returns the mean time of a query over all prompts, in microseconds.
 fn peer_queries(requests: &[TraceRequest], peer: &PeerIndex) -> f64 {
     let prompts: Vec<_> = requests
         .iter()
@@ -167,8 +167,8 @@ fn bounded(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasure, r
     table.add(row, &rounds[0], &rounds[1]);
 }
 
-/// Heap bytes per (rank, block) pair. Events are applied in small batches, so that queued events do
-/// not count.
+/// Returns the heap bytes per (rank, block) pair. Events are applied in small batches, so that
+/// queued events do not count.
 fn heap(stored: &[WorkerEvent]) -> (f64, f64) {
     let pairs = workload::blocks(stored) as f64;
     let theirs = memory::heap_bytes(|| {

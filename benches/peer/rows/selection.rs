@@ -45,7 +45,7 @@ const ROWS: [(u32, StaticMeasure); 4] = [
 
 const PROMPT: u64 = 2_048;
 
-/// Measures the rows of this file.
+/// Measures the rows of this module.
 pub fn run(bench: &PeerBench, table: &mut ComparisonTable) {
     for (ranks, row) in ROWS {
         if bench.args.wants(row.name) {
@@ -108,8 +108,8 @@ fn measure_row(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasur
     let inputs: Vec<_> = (0..ranks).map(rank_inputs).collect();
     let mut candidates = Vec::with_capacity(inputs.len());
     let mut random = SmallRng::seed_from_u64(7);
-    // The peer looks up the inputs of each worker inside the measurement, so the conversion is
-    // measured here, too.
+    // The peer looks up the inputs of each worker inside the measurement, so the conversion of the
+    // inputs is measured here, too.
     let mut ours = || {
         candidates.clear();
         candidates.extend(std::hint::black_box(&inputs).iter().map(candidate));

@@ -14,7 +14,7 @@ use crate::worker::{BlockSize, EventSource, RankRange, Worker};
 pub struct EngineSettings {
     /// Tokens per block.
     pub block_size: Option<BlockSize>,
-    /// KV blocks of one rank, in the engine's block size. The minimum of the ranks.
+    /// Minimum number of KV blocks per rank, in the engine's block size.
     pub total_kv_blocks: Option<u64>,
     /// Data-parallel ranks.
     pub ranks: Option<RankRange>,
@@ -49,16 +49,16 @@ pub struct CommonSettings {
 impl CommonSettings {
     /// Computes the common settings.
     pub fn common_to<'l>(all: impl Iterator<Item = &'l EngineSettings> + Clone) -> Self {
-        fn alike<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Option<T> {
+        fn common_value<T: PartialEq>(mut values: impl Iterator<Item = T>) -> Option<T> {
             let first = values.next()?;
             values.all(|other| other == first).then_some(first)
         }
         let mut roots = all.clone().filter_map(|reported| reported.root.as_ref());
-        let root = alike(roots.clone()).cloned();
+        let root = common_value(roots.clone()).cloned();
         Self {
             roots_differ: root.is_none() && roots.next().is_some(),
             root,
-            max_model_len: alike(all.filter_map(|reported| reported.max_model_len)),
+            max_model_len: common_value(all.filter_map(|reported| reported.max_model_len)),
         }
     }
 }
@@ -144,7 +144,7 @@ impl EngineSettings {
         found
     }
 
-    /// Capacity in blocks of the given size.
+    /// Returns the capacity in blocks of the given size.
     pub fn capacity_in_blocks(&self, size: BlockSize) -> Option<u64> {
         let own = self.block_size.unwrap_or(size);
         Some(self.total_kv_blocks?.saturating_mul(own.tokens() as u64) / size.tokens() as u64)
@@ -200,7 +200,8 @@ impl EngineSettings {
     }
 }
 
-/// The part of an endpoint that is compared. Hosts have several names.
+/// Returns the part of an endpoint that is compared: the port of a TCP endpoint. Hosts have several
+/// names.
 fn endpoint_port(endpoint: &str) -> &str {
     match endpoint.strip_prefix("tcp://") {
         Some(address) => address.rsplit_once(':').map_or(address, |(_, port)| port),
@@ -243,19 +244,19 @@ mod tests {
 
     #[test]
     fn common_settings_require_all_engines_to_agree() {
-        let says = |root: Option<&str>, longest| EngineSettings {
+        let reported = |root: Option<&str>, longest| EngineSettings {
             root: root.map(str::to_owned),
             max_model_len: longest,
             ..EngineSettings::default()
         };
         let cases = [
             (vec![], None, false, None),
-            (vec![says(None, None)], None, false, None),
+            (vec![reported(None, None)], None, false, None),
             (
                 vec![
-                    says(Some("a"), Some(8)),
-                    says(None, None),
-                    says(Some("a"), Some(8)),
+                    reported(Some("a"), Some(8)),
+                    reported(None, None),
+                    reported(Some("a"), Some(8)),
                 ],
                 Some("a"),
                 false,
@@ -263,16 +264,16 @@ mod tests {
             ),
             (
                 vec![
-                    says(Some("a"), Some(8)),
-                    says(None, None),
-                    says(Some("b"), Some(8)),
+                    reported(Some("a"), Some(8)),
+                    reported(None, None),
+                    reported(Some("b"), Some(8)),
                 ],
                 None,
                 true,
                 Some(8),
             ),
             (
-                vec![says(Some("a"), Some(8)), says(Some("a"), Some(9))],
+                vec![reported(Some("a"), Some(8)), reported(Some("a"), Some(9))],
                 Some("a"),
                 false,
                 None,
@@ -299,30 +300,32 @@ mod tests {
             (16, None, 7, 7),
         ];
         for (ours, engine, total, expected) in cases {
-            let says = EngineSettings {
+            let reported = EngineSettings {
                 block_size: engine.map(size),
                 total_kv_blocks: Some(total),
                 ..EngineSettings::default()
             };
-            let mut bare = Worker {
+            let mut worker_without_settings = Worker {
                 block_size: size(ours),
                 ..worker()
             };
             assert_eq!(
                 (
-                    says.fill_missing(&mut bare, &ConfiguredSettings::default()),
-                    bare.capacity.total_kv_blocks
+                    reported
+                        .fill_missing(&mut worker_without_settings, &ConfiguredSettings::default()),
+                    worker_without_settings.capacity.total_kv_blocks
                 ),
                 (vec![], Some(expected))
             );
             // Configured values are compared in the same unit.
             assert_eq!(
-                says.fill_missing(&mut bare, &ConfiguredSettings::default()),
+                reported.fill_missing(&mut worker_without_settings, &ConfiguredSettings::default()),
                 [],
                 "{ours} {engine:?}"
             );
-            bare.capacity.total_kv_blocks = Some(expected + 1);
-            let found = says.fill_missing(&mut bare, &ConfiguredSettings::default());
+            worker_without_settings.capacity.total_kv_blocks = Some(expected + 1);
+            let found =
+                reported.fill_missing(&mut worker_without_settings, &ConfiguredSettings::default());
             assert_eq!(
                 (found[0].setting, &found[0].engine),
                 ("total_kv_blocks", &expected.to_string())

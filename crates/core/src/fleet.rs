@@ -154,9 +154,9 @@ impl Fleet {
     /// Returns the snapshot of exactly the `desired` workers, and the difference. If an id occurs
     /// twice, its first worker counts.
     pub fn reconcile(&self, desired: Vec<Worker>) -> FleetDiff {
-        let mut wanted: BTreeMap<WorkerId, Worker> = BTreeMap::new();
+        let mut desired_by_id: BTreeMap<WorkerId, Worker> = BTreeMap::new();
         for worker in desired {
-            wanted.entry(worker.id).or_insert(worker);
+            desired_by_id.entry(worker.id).or_insert(worker);
         }
         let mut diff = FleetDiff {
             fleet: self.clone(),
@@ -165,7 +165,7 @@ impl Fleet {
             updated: vec![],
         };
         let same = |old: &Worker| {
-            wanted
+            desired_by_id
                 .get(&old.id)
                 .is_some_and(|worker| WorkerIdentity::of(worker) == WorkerIdentity::of(old))
         };
@@ -183,12 +183,12 @@ impl Fleet {
         }
         // A task that has not seen the removal yet may still write to the slot, so it stays free
         // for one generation.
-        let mut vacant = SlotAllocator {
+        let mut allocator = SlotAllocator {
             resting: diff.removed.iter().map(|member| member.slot).collect(),
             next: 0,
         };
         let mut workers = BTreeMap::new();
-        for (id, worker) in wanted {
+        for (id, worker) in desired_by_id {
             let kept = self
                 .workers
                 .get(&id)
@@ -197,7 +197,7 @@ impl Fleet {
             let worker = match kept {
                 Some(old) if *old == worker => old,
                 Some(_) => diff.update_worker(Arc::new(worker)),
-                None => diff.add_worker(Arc::new(worker), &mut vacant),
+                None => diff.add_worker(Arc::new(worker), &mut allocator),
             };
             workers.insert(id, worker);
         }
@@ -247,9 +247,9 @@ impl FleetDiff {
         worker
     }
 
-    fn add_worker(&mut self, worker: Arc<Worker>, vacant: &mut SlotAllocator) -> Arc<Worker> {
+    fn add_worker(&mut self, worker: Arc<Worker>, allocator: &mut SlotAllocator) -> Arc<Worker> {
         for rank in worker.ranks.iter() {
-            let slot = vacant.allocate(&mut self.fleet.by_slot);
+            let slot = allocator.allocate(&mut self.fleet.by_slot);
             let member = FleetMember {
                 slot,
                 rank: WorkerRank {

@@ -107,7 +107,8 @@ pub struct EventSourceState {
     /// Whether the engine may hold blocks that were never reported.
     has_unreported: bool,
     unusable_reason: Option<StaleReason>,
-    /// Batches of the own rank since the last one of another rank, while that is recent.
+    /// Number of batches of the own rank since the last batch of another rank. `None` without such
+    /// a batch, or after `OWN_IN_A_ROW` own ones.
     since_foreign: Option<u32>,
     engine_block_size: Option<BlockSize>,
     silence: SilenceDetector,
@@ -178,9 +179,9 @@ impl EventSourceState {
     }
 
     /// Applies a change. Returns whether the status changed.
-    pub fn update(&mut self, unix: f64, how: impl FnOnce(&mut Self)) -> bool {
+    pub fn update(&mut self, unix: f64, change: impl FnOnce(&mut Self)) -> bool {
         let before = self.status();
-        how(self);
+        change(self);
         let changed = self.status() != before;
         if changed {
             self.facts.since = unix;
@@ -267,7 +268,7 @@ impl EventSourceState {
         self.facts.stale_blocks = 0;
     }
 
-    /// Sets the engine's block size, which is usable.
+    /// Sets the engine's block size. The events are usable from now on.
     pub fn set_block_size(&mut self, engine: BlockSize) {
         self.engine_block_size = Some(engine);
         self.unusable_reason = None;
@@ -276,13 +277,13 @@ impl EventSourceState {
     /// Records whether a batch belongs to the expected rank. If two ranks publish to one address,
     /// their batches alternate, so a single batch of the own rank does not show that the other one
     /// is gone.
-    pub fn record_batch_rank(&mut self, own: bool) {
-        self.since_foreign = match own {
+    pub fn record_batch_rank(&mut self, is_own: bool) {
+        self.since_foreign = match is_own {
             false => Some(0),
             true => self
                 .since_foreign
-                .map(|own| own + 1)
-                .filter(|own| *own < OWN_IN_A_ROW),
+                .map(|count| count + 1)
+                .filter(|count| *count < OWN_IN_A_ROW),
         };
     }
 

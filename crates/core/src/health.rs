@@ -81,8 +81,9 @@ pub enum WorkerHealth {
 }
 
 impl From<WorkerHealth> for WorkerAvailability {
-    /// A worker whose probe is due is a candidate like any other. The request that chooses it must
-    /// claim the probe. If another request claimed it first, the decision is repeated.
+    /// Converts the health. A worker whose probe is due is a candidate like any other. The request
+    /// that chooses it must claim the probe. If another request claimed it first, the decision is
+    /// repeated.
     fn from(health: WorkerHealth) -> Self {
         match health {
             WorkerHealth::Healthy | WorkerHealth::ProbeDue => WorkerAvailability::Ready,
@@ -149,7 +150,7 @@ impl WorkerEjection {
 /// Permission to send one request to an ejected worker. Dropping it unreported lets another request
 /// probe.
 #[derive(Debug)]
-#[must_use = "dropping a probe gives it back"]
+#[must_use = "dropping a probe returns it"]
 pub struct HealthProbe {
     health: Arc<HealthTracker>,
     worker: WorkerId,
@@ -298,8 +299,8 @@ impl HealthTracker {
         record.failures = record.failures.saturating_add(1);
         // Requests in flight at the ejection fail with it. Only a failed probe extends the
         // ejection.
-        let is_ejected = record.ejection.is_none() && record.failures >= rules.consecutive_failures;
-        let change = is_ejected.then(|| {
+        let must_eject = record.ejection.is_none() && record.failures >= rules.consecutive_failures;
+        let change = must_eject.then(|| {
             let period = rules.base_ejection_time.min(rules.max_ejection_time);
             record.ejection = Some(WorkerEjection {
                 until: add_saturating(now, period),

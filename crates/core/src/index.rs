@@ -1,7 +1,8 @@
 //! Index of the cached prefixes of all worker ranks, by storage tier.
 //!
-//! Blocks lie in compressed tries that are navigated by local hashes, so a query compares long runs
-//! of memory. The mapping from engine hashes to blocks is private to the writer of each rank.
+//! Blocks are stored in compressed tries that are navigated by local hashes, so a query compares
+//! long runs of memory. The mapping from engine hashes to blocks is private to the writer of each
+//! rank.
 //!
 //! The tries are sharded by the first block of the prompt, with one lock each. A query and a stored
 //! run of blocks each lie in one shard. A reader therefore sees every event completely or not at

@@ -1,8 +1,8 @@
-//! Tokenizer parity: compares our tokens with the engines', per model. If they differ, no cached
-//! prefix is ever found and no error shows it, so there are two tests: responses of workers to
-//! canary prompts, and whether predicted blocks of real requests appear in the events of the worker
-//! that computed them. A worker differs at the first failed canary, and agrees again only after a
-//! complete round.
+//! Tokenizer parity: compares warmroute's tokens with those of the engines, per model. If they
+//! differ, no cached prefix is ever found, and no error shows it. There are two tests. One compares
+//! the responses of workers to canary prompts. The other checks whether the predicted blocks of
+//! real requests appear in the events of the worker that computed them. A worker differs at the
+//! first failed canary, and agrees again only after a complete round.
 //!
 //! Both tests are evaluated per worker. A differing worker is never credited with a prefix, so a
 //! request reaches it by load only. Workers that agree are compared as usual. If no worker agrees
@@ -36,7 +36,7 @@ const MAX_RUNNING_CHECKS: usize = 32;
 #[derive(Debug, Default)]
 pub struct ParityStatus {
     mistrusted: AtomicBool,
-    /// Reason why the slower `tokenizers` library produces our tokens.
+    /// Reason why the slower `tokenizers` library produces warmroute's tokens.
     slow_reason: Mutex<Option<&'static str>>,
     differing_workers: ArcSwap<BTreeSet<WorkerId>>,
     parity: Mutex<ModelParity>,
@@ -49,7 +49,7 @@ pub struct ParityStatus {
 /// Effect of a new result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParityChange {
-    /// No change of trust in our tokens.
+    /// No change of trust in warmroute's tokens.
     None,
     /// The worker differs now, while others agree.
     Differs,
@@ -66,13 +66,13 @@ pub enum ParityChange {
 pub struct ParityReport {
     /// Model name.
     pub model: ModelName,
-    /// True if our tokens are not trusted.
+    /// True if warmroute's tokens are not trusted.
     pub mistrusted: bool,
-    /// Reason why the slower `tokenizers` library produces our tokens. Absent while the fast
-    /// tokenizer agrees with it.
+    /// Reason why the slower `tokenizers` library produces warmroute's tokens. Absent while the
+    /// fast tokenizer agrees with it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenized_by_library: Option<&'static str>,
-    /// Results of the tests.
+    /// Returns the results of the tests.
     #[serde(flatten)]
     pub parity: ModelParity,
     /// Requests whose blocks appeared as predicted.
@@ -82,22 +82,22 @@ pub struct ParityReport {
 }
 
 impl ParityStatus {
-    /// Returns true if our tokens are not trusted.
+    /// Returns true if warmroute's tokens are not trusted.
     pub fn is_mistrusted(&self) -> bool {
         self.mistrusted.load(Ordering::Relaxed)
     }
 
-    /// Results of the tests.
+    /// Returns the results of the tests.
     pub fn parity(&self) -> ModelParity {
         self.parity.lock().clone()
     }
 
-    /// Workers whose tokens are known to differ from ours.
+    /// Returns the workers whose tokens are known to differ from warmroute's.
     pub fn differing_workers(&self) -> Arc<BTreeSet<WorkerId>> {
         self.differing_workers.load_full()
     }
 
-    /// Sets the reason why the slower `tokenizers` library produces our tokens.
+    /// Sets the reason why the slower `tokenizers` library produces warmroute's tokens.
     pub fn set_slow_reason(&self, reason: Option<&'static str>) {
         *self.slow_reason.lock() = reason;
     }
@@ -114,7 +114,7 @@ impl ParityStatus {
         self.update(None, |parity| parity.retain(keep))
     }
 
-    /// Clears the results of the canaries, because our tokenizer changed or was removed.
+    /// Clears the results of the canaries, because warmroute's tokenizer changed or was removed.
     pub fn clear_canaries(&self) -> ParityChange {
         self.update(None, |parity| {
             parity
@@ -124,8 +124,8 @@ impl ParityStatus {
         })
     }
 
-    /// Clears the results of the events, because they are no longer compared or our tokenizer
-    /// changed.
+    /// Clears the results of the events, because they are no longer compared or warmroute's
+    /// tokenizer changed.
     pub fn clear_events(&self) -> ParityChange {
         self.update(None, |parity| {
             parity
@@ -194,9 +194,10 @@ impl ParityStatus {
         // Under the lock, so that concurrent results take effect in order.
         let now = parity.is_mistrusted();
         let differing = parity.differing_workers();
-        let among = |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));
-        let before = among(&self.differing_workers.load());
-        let after = among(&differing);
+        let is_affected =
+            |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));
+        let before = is_affected(&self.differing_workers.load());
+        let after = is_affected(&differing);
         if **self.differing_workers.load() != differing {
             self.differing_workers.store(Arc::new(differing));
         }
@@ -217,24 +218,25 @@ pub struct ParityRegistry {
 }
 
 impl ParityRegistry {
-    /// Status of a model, if it is configured.
+    /// Returns the status of a model, if it is configured.
     pub fn model_status(&self, model: &ModelName) -> Option<Arc<ParityStatus>> {
         self.models.load().get(model).cloned()
     }
 
-    /// Workers whose tokens are known to differ from ours, for one model or for any.
+    /// Returns the workers whose tokens are known to differ from warmroute's, for one model or for
+    /// any.
     pub fn differing_workers(&self, model: Option<&ModelName>) -> Arc<BTreeSet<WorkerId>> {
         let models = self.models.load();
         match model {
             Some(model) => models
                 .get(model)
-                .map(|standing| standing.differing_workers())
+                .map(|status| status.differing_workers())
                 .unwrap_or_default(),
             None => Arc::new(
                 models
                     .values()
-                    .flat_map(|standing| {
-                        standing
+                    .flat_map(|status| {
+                        status
                             .differing_workers()
                             .iter()
                             .copied()
@@ -250,28 +252,28 @@ impl ParityRegistry {
         self.models.store(Arc::new(models.into_iter().collect()));
     }
 
-    /// Reports of all models, sorted by name.
+    /// Returns the reports of all models, sorted by name.
     pub fn reports(&self) -> Vec<ParityReport> {
         let models = self.models.load();
-        let one = |(model, standing): (&ModelName, &Arc<ParityStatus>)| ParityReport {
+        let report = |(model, status): (&ModelName, &Arc<ParityStatus>)| ParityReport {
             model: model.clone(),
-            mistrusted: standing.is_mistrusted(),
-            tokenized_by_library: *standing.slow_reason.lock(),
-            parity: standing.parity(),
-            confirmed: standing.confirmed.load(Ordering::Relaxed),
-            unconfirmed: standing.unconfirmed.load(Ordering::Relaxed),
+            mistrusted: status.is_mistrusted(),
+            tokenized_by_library: *status.slow_reason.lock(),
+            parity: status.parity(),
+            confirmed: status.confirmed.load(Ordering::Relaxed),
+            unconfirmed: status.unconfirmed.load(Ordering::Relaxed),
         };
-        let mut shown: Vec<_> = models.iter().map(one).collect();
-        shown.sort_by(|a, b| a.model.cmp(&b.model));
-        shown
+        let mut reports: Vec<_> = models.iter().map(report).collect();
+        reports.sort_by(|a, b| a.model.cmp(&b.model));
+        reports
     }
 
-    /// Statuses of all models.
+    /// Returns the statuses of all models.
     pub fn statuses(&self) -> Vec<(ModelName, Arc<ParityStatus>)> {
         self.models
             .load()
             .iter()
-            .map(|(model, standing)| (model.clone(), standing.clone()))
+            .map(|(model, status)| (model.clone(), status.clone()))
             .collect()
     }
 }

@@ -1,6 +1,7 @@
-//! Routing policy: chooses the cheapest candidate for a request. A pure function of the input, the
-//! candidates and the weights, with randomness passed in. `cost` computes the cost of one candidate,
-//! and `choose` selects one. `conditional_prefill` decides between a remote and a local prefill.
+//! Routing policy: chooses the cheapest candidate for a request. The choice is a pure function of
+//! the input, the candidates, the weights and a random number generator. `cost` computes the cost
+//! of one candidate, and `choose` selects one. `conditional_prefill` decides between a remote and a
+//! local prefill.
 
 mod candidate;
 mod choose;

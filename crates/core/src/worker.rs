@@ -211,8 +211,8 @@ impl RankRange {
         size: NonZeroU32::MIN,
     };
 
-    /// Maximum number of ranks. More than any engine has: a larger number is an error, and would
-    /// allocate huge tables.
+    /// Maximum number of ranks, more than any engine has. A larger number is a configuration error,
+    /// and would allocate huge tables.
     pub const MAX_SIZE: u32 = 1024;
 
     /// Iterates over the ranks in order.
@@ -230,8 +230,8 @@ impl RankRange {
     }
 }
 
-/// Side of a ZMQ connection that warmroute takes. vLLM's publisher binds only if its endpoint
-/// contains `*`, `::`, `ipc` or `inproc`. Otherwise it connects, and the subscriber has to bind.
+/// Side of a ZMQ connection that binds. vLLM's publisher binds only if its endpoint contains `*`,
+/// `::`, `ipc` or `inproc`. Otherwise it connects, and the subscriber has to bind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SocketAttach {
@@ -391,9 +391,9 @@ impl Worker {
 
     /// Returns whether the worker has a taint, as a label or through its topology.
     pub fn has_taint(&self, taint: &str) -> bool {
-        let place = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');
+        let domain_value = || taint.strip_prefix(TOPOLOGY_TAINT)?.split_once('=');
         self.taints.contains(taint)
-            || place().is_some_and(|(domain, value)| {
+            || domain_value().is_some_and(|(domain, value)| {
                 self.topology.get(domain).is_some_and(|own| own == value)
             })
     }

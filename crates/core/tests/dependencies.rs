@@ -5,8 +5,9 @@ use std::process::Command;
 /// Crates that bring a runtime, a server or a compiler of another language.
 const FORBIDDEN: &[&str] = &["tokio", "tonic", "tracing-subscriber", "cc", "cmake"];
 
-/// By convention, a crate `*-sys` links a foreign library. Crates that only declare functions of
-/// the operating system, such as `libc` and `windows-link`, have other names.
+/// Returns whether a crate is forbidden. By convention, a crate `*-sys` links a foreign library.
+/// Crates that only declare functions of the operating system, such as `libc` and `windows-link`,
+/// have other names.
 fn is_forbidden(name: &str) -> bool {
     FORBIDDEN.contains(&name) || name.ends_with("-sys")
 }

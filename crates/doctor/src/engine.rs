@@ -1,4 +1,4 @@
-//! Checks of the engines. Pure functions from the facts about a worker to findings.
+//! Checks of the engines: pure functions from the facts about a worker to findings.
 
 mod cache;
 mod canary;
@@ -34,7 +34,8 @@ pub fn check_worker(facts: &WorkerFacts) -> Vec<Finding> {
             findings.extend(canary::check(facts, rank));
         }
     }
-    // The metrics and the events may report the same block size mismatch.
+    // The metrics page and the events may report the same block size mismatch, so each finding is
+    // kept once.
     let mut once: Vec<Finding> = Vec::new();
     for finding in findings {
         let twice = |known: &Finding| {

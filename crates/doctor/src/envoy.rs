@@ -1,4 +1,4 @@
-//! Checks of Envoy's configuration from its admin page. Pure functions from the configuration dump
+//! Checks of Envoy's configuration from its admin page: pure functions from the configuration dump
 //! and the expected settings to findings.
 
 mod control_plane;
@@ -34,7 +34,7 @@ pub fn check_envoy(dump: &ConfigDump, expected: &ExpectedEnvoy) -> Vec<Finding> 
     let mut findings: Vec<Finding> = Vec::new();
     for site in &sites {
         for finding in check_site(site) {
-            // Connection managers may share clusters and routes: each finding is reported once.
+            // Connection managers may share clusters and routes, so each finding is reported once.
             if !findings.contains(&finding) {
                 findings.push(finding);
             }
@@ -60,11 +60,11 @@ fn check_site(site: &FilterSite<'_>) -> Vec<Finding> {
 
 fn missing_filter(dump: &ConfigDump, expected: &ExpectedEnvoy) -> Finding {
     let servers = dump.listeners.len();
-    let (words, _) = expected.listen_text();
+    let (listen, _) = expected.listen_text();
     FindingBuilder::new("envoy.filter", "Envoy").error(
         format!(
             "none of its {servers} HTTP connection managers has an ext_proc filter that calls \
-        warmroute, which listens at {words}"
+        warmroute, which listens at {listen}"
         ),
         "add the filter `envoy.filters.http.ext_proc` and the cluster `ext_proc` of \
         envoy/standalone.yaml",

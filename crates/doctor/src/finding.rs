@@ -1,5 +1,5 @@
 //! Findings of the doctor: one per check and subject, with the observed and the expected value. A
-//! problem has a fix: the text to write and its place.
+//! problem has a fix: a text to write, and the place to write it.
 
 use serde::Serialize;
 
@@ -11,7 +11,7 @@ pub enum FindingLevel {
     Error,
     /// The deployment works, but worse than it could, or not in every case.
     Warning,
-    /// A limit that no setting removes, or that the settings accept.
+    /// A limitation that no setting removes, or that the settings accept.
     Note,
     /// The check could not run.
     Skipped,
@@ -43,7 +43,7 @@ pub struct Finding {
     pub subject: String,
     /// Observed value and expected value.
     pub message: String,
-    /// Text to write, and its place.
+    /// Text to write, and the place to write it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fix: Option<String>,
 }
@@ -64,27 +64,27 @@ impl FindingBuilder {
         }
     }
 
-    /// The check passed.
+    /// Returns a finding that the check passed.
     pub fn ok(self, message: impl Into<String>) -> Finding {
         self.build(FindingLevel::Ok, message, None)
     }
 
-    /// The check could not run.
+    /// Returns a finding that the check could not run.
     pub fn skipped(self, why: impl Into<String>) -> Finding {
         self.build(FindingLevel::Skipped, why, None)
     }
 
-    /// A limit that no setting removes.
+    /// Returns a note about a limitation that no setting removes.
     pub fn note(self, message: impl Into<String>) -> Finding {
         self.build(FindingLevel::Note, message, None)
     }
 
-    /// The deployment works, but worse than it could.
+    /// Returns a warning: the deployment works, but worse than it could.
     pub fn warning(self, message: impl Into<String>, fix: impl Into<String>) -> Finding {
         self.build(FindingLevel::Warning, message, Some(fix.into()))
     }
 
-    /// The check failed.
+    /// Returns an error: the check failed.
     pub fn error(self, message: impl Into<String>, fix: impl Into<String>) -> Finding {
         self.build(FindingLevel::Error, message, Some(fix.into()))
     }
@@ -105,7 +105,7 @@ impl FindingBuilder {
     }
 }
 
-/// Returns the exit code of the command: 0 ok, 1 warnings, 2 errors.
+/// Returns the exit code of the command: 0 without problems, 1 with warnings, 2 with errors.
 pub fn exit_code(findings: &[Finding]) -> u8 {
     match findings.iter().map(|finding| finding.level).min() {
         Some(FindingLevel::Error) => 2,

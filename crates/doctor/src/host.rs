@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use super::finding::{Finding, FindingBuilder};
 
-/// Open files beside connections: logs, watches, tokenizers, listeners.
+/// Number of open files besides connections: logs, watches, tokenizers, listeners.
 const BASE_FILES: u64 = 128;
-/// Open files per rank: events, replay, and a request to the engine.
+/// Number of open files per rank: events, replay, and a request to the engine.
 const FILES_PER_RANK: u64 = 3;
 
-/// Summary of the configuration and of the workers that it leads to.
+/// Summary of the configuration and of the resulting workers.
 #[derive(Clone, Debug)]
 pub struct ConfigSummary {
     /// Path of the configuration file.
@@ -40,17 +40,17 @@ pub enum FleetOrigin {
 pub enum TokenizerState {
     /// Loaded, with a chat template and the fast path.
     Fast,
-    /// Loaded, with a chat template. The reason why the fast path is off.
+    /// Loaded with a chat template, but without the fast path for this reason.
     Slow(String),
     /// Loaded without a chat template.
     WithoutTemplate,
     /// Not configured.
     Unconfigured,
-    /// The error of loading it.
+    /// Not loaded, with the error.
     Failed(String),
 }
 
-/// Configured connections, which need open files.
+/// Configured connections. Each needs an open file.
 #[derive(Clone, Copy, Debug)]
 pub struct ConnectionLimits {
     /// Number of ext_proc listeners.
@@ -122,7 +122,7 @@ pub fn check_tokenizer(name: &str, tokenizer: &TokenizerState) -> Finding {
     }
 }
 
-/// Checks the limit of open files, `None` for no limit, against the configured connections.
+/// Checks the limit of open files against the configured connections; `None` means no limit.
 pub fn check_open_files(needs: &ConnectionLimits, limit: Option<u64>) -> Finding {
     let at = FindingBuilder::new("host.files", "this shell");
     let ConnectionLimits {
@@ -153,7 +153,7 @@ pub fn check_open_files(needs: &ConnectionLimits, limit: Option<u64>) -> Finding
     )
 }
 
-/// Checks that warmroute listens at the configured addresses; `None` if unknown.
+/// Checks that warmroute listens at the configured addresses; `None` means that this is unknown.
 pub fn check_listeners(addresses: &[(String, Option<bool>)]) -> Finding {
     let names = |wanted: bool| {
         let found = addresses

@@ -1,4 +1,4 @@
-//! Checks of the Kubernetes pools. Pure functions from reports of the pools to findings.
+//! Checks of the Kubernetes pools: pure functions from reports of the pools to findings.
 
 use std::fmt;
 
@@ -22,9 +22,9 @@ pub struct PoolReport {
     pub pods: usize,
     /// Number of workers: one for each port of each usable pod.
     pub workers: usize,
-    /// Pods that accept no requests, with the reason.
+    /// Pods that are not ready, with the reason.
     pub unready: Vec<(String, String)>,
-    /// Errors of pods that cannot be workers.
+    /// Errors of pods that cannot become workers.
     pub unusable: Vec<String>,
 }
 
@@ -37,7 +37,7 @@ pub enum PoolFailure {
     NoSelector,
     /// The InferencePool does not have the expected form.
     Unreadable(String),
-    /// A failed request: error and kind of cause.
+    /// A request failed, with its error and the kind of its cause.
     Request(String, RequestCause),
 }
 
@@ -46,15 +46,15 @@ pub enum PoolFailure {
 pub enum RequestCause {
     /// There are no usable credentials.
     Credentials,
-    /// 401.
+    /// Status 401.
     Unauthorized,
-    /// 403.
+    /// Status 403.
     Forbidden,
-    /// 404: the kind is not installed.
+    /// Status 404: the resource kind is not installed.
     NotInstalled,
     /// The certificate of the API server is not accepted.
     Certificate,
-    /// The API server cannot be reached, or does not answer.
+    /// The API server cannot be reached or does not respond.
     Unreachable,
     /// Another error status.
     Other,
@@ -82,7 +82,7 @@ impl fmt::Display for PoolFailure {
     }
 }
 
-/// Returns the findings about all pools, and about the conflicts between their workers.
+/// Returns the findings about all pools, and about conflicts between their workers.
 pub fn check_pools(pools: &[PoolReport], conflicts: &[String]) -> Vec<Finding> {
     let of_pools = pools.iter().flat_map(check_pool);
     let conflicts = conflicts.iter().map(|conflict| {

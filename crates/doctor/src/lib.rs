@@ -1,5 +1,5 @@
-//! Checks of `warmroute doctor`. Pure functions from observed facts and expected settings to findings.
-//! The caller collects the facts.
+//! Checks of `warmroute doctor`: pure functions from observed facts and expected settings to
+//! findings. The caller collects the facts.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]

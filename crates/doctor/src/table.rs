@@ -1,4 +1,5 @@
-//! Plain-text form of findings: one row each, the most severe first, with the fix below a problem.
+//! Plain-text form of findings: one row each, the most severe first. The fix of a problem is
+//! printed below it.
 
 use std::fmt::Write as _;
 
@@ -42,7 +43,7 @@ pub fn render(findings: &[Finding]) -> String {
     text
 }
 
-/// Summarizes the number of findings per level.
+/// Returns a line with the number of findings per level.
 fn summary_line(findings: &[Finding]) -> String {
     let count = |level: FindingLevel| {
         findings

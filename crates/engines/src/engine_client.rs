@@ -1,7 +1,6 @@
-//! HTTP client of the engines, for facts that only engines know: the tokens of a request, the block
-//! size, the sources of events. All engines share one connection pool. Calls compete with the
-//! engine's work, so they are limited in time, in response size and in number. Responses are not
-//! trusted.
+//! HTTP client for facts that only engines know: the tokens of a request, the block size and the
+//! event sources. All engines share one connection pool. Calls compete with the engine's work, so
+//! their duration, response size and number are limited. Responses are not trusted.
 
 mod bearer;
 mod body;
@@ -82,7 +81,7 @@ struct EngineClientInner {
     max_answer: usize,
     permits: Arc<Semaphore>,
     deadline: Duration,
-    /// The configuration that the client was created from.
+    /// Configuration that the client was created from.
     config: EnginesConfig,
     ca_bundle: Option<Vec<u8>>,
 }
@@ -109,14 +108,14 @@ pub struct ForwardedRequest<'a> {
     pub headers: HeaderMap,
     /// JSON body.
     pub body: Body,
-    /// A second body for one retry, if a repeated request is harmless.
+    /// Second body for one retry, if the request may be repeated.
     pub retry_body: Option<Body>,
     /// Maximum duration.
     pub deadline: Duration,
 }
 
 impl EngineClient {
-    /// Creates a client. It connects with the first call.
+    /// Creates a client. It connects on the first call.
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
         Self::build(config, read_ca_file(config)?)
     }
@@ -182,13 +181,13 @@ impl EngineClient {
         })
     }
 
-    /// Default maximum duration of a call.
+    /// Returns the default maximum duration of a call.
     pub fn deadline(&self) -> Duration {
         self.shared.deadline
     }
 
-    /// Tokenizes a conversation or a text: `POST /tokenize`. The engine ignores
-    /// `truncate_prompt_tokens`, and of a conversation everything except messages, tools and
+    /// Tokenizes a conversation or a text with `POST /tokenize`. The engine ignores
+    /// `truncate_prompt_tokens`. Of a conversation, it uses only the messages, the tools and the
     /// template settings.
     pub async fn tokenize(
         &self,
@@ -199,8 +198,8 @@ impl EngineClient {
         self.post(engine, "tokenize", body, deadline).await
     }
 
-    /// Renders a request to the tokens that the engine would compute: `POST /v1/…/render` with the
-    /// request itself. Returns one rendering per prompt.
+    /// Renders a request to the tokens that the engine would compute, with `POST /v1/…/render` and
+    /// the request as its body. Returns one rendering per prompt.
     pub async fn render(
         &self,
         engine: &EngineUrl,
@@ -213,7 +212,7 @@ impl EngineClient {
             .into_renderings()
     }
 
-    /// Models that the engine serves: `GET /v1/models`.
+    /// Returns the models that the engine serves, from `GET /v1/models`.
     pub async fn models(&self, engine: &EngineUrl) -> Result<Vec<EngineModel>, EngineError> {
         Ok(self
             .get::<responses::ModelList>(engine, "v1/models")
@@ -221,7 +220,7 @@ impl EngineClient {
             .data)
     }
 
-    /// Engine version: `GET /version`.
+    /// Returns the engine version, from `GET /version`.
     pub async fn version(&self, engine: &EngineUrl) -> Result<String, EngineError> {
         Ok(self
             .get::<responses::VersionResponse>(engine, "version")
@@ -229,7 +228,7 @@ impl EngineClient {
             .version)
     }
 
-    /// Metrics: `GET /metrics`.
+    /// Returns the metrics page, from `GET /metrics`.
     pub async fn metrics(&self, engine: &EngineUrl) -> Result<MetricsPage, EngineError> {
         let page = |page: &[u8]| {
             let text = std::str::from_utf8(page)
@@ -239,7 +238,7 @@ impl EngineClient {
         self.call(&self.get_call(engine, "metrics"), page).await
     }
 
-    /// Event sources of the ranks: `GET /kv_event_sources`, sorted by rank.
+    /// Returns the event sources of the ranks, from `GET /kv_event_sources`, sorted by rank.
     pub async fn kv_event_sources(
         &self,
         engine: &EngineUrl,
@@ -249,13 +248,13 @@ impl EngineClient {
             .into_sources()
     }
 
-    /// Health check: `GET /health`.
+    /// Calls the health check, `GET /health`.
     pub async fn health(&self, engine: &EngineUrl) -> Result<(), EngineError> {
         self.call(&self.get_call(engine, "health"), |_| Ok(()))
             .await
     }
 
-    /// Any other `POST` with a JSON response, to a path below the engine's address.
+    /// Sends a `POST` to a path below the engine's address and parses the JSON response.
     pub async fn post<T: DeserializeOwned + Send + 'static>(
         &self,
         engine: &EngineUrl,
@@ -274,8 +273,8 @@ impl EngineClient {
         self.call(&call, parse_json).await
     }
 
-    /// Any other `POST` whose response is ignored, to a path below the engine's address.
-    /// `credentials` are used if the configuration has none.
+    /// Sends a `POST` to a path below the engine's address and ignores the response. `credentials`
+    /// are used if the configuration has none.
     pub async fn notify(
         &self,
         engine: &EngineUrl,
@@ -295,7 +294,7 @@ impl EngineClient {
         self.call(&call, |_| Ok(())).await
     }
 
-    /// Any other `GET` with a JSON response, of a path below the engine's address.
+    /// Sends a `GET` to a path below the engine's address and parses the JSON response.
     pub async fn get<T: DeserializeOwned + Send + 'static>(
         &self,
         engine: &EngineUrl,
@@ -311,7 +310,7 @@ impl EngineClient {
             path,
             mut headers,
             body,
-            retry_body: again,
+            retry_body,
             deadline,
         } = forwarded;
         let shared = &self.shared;
@@ -337,8 +336,10 @@ impl EngineClient {
                     .send()
             };
             let sent = Instant::now();
-            let response = match (send(body).await, again) {
-                (Err(error), Some(again)) if is_stale_connection(&error, sent) => send(again).await,
+            let response = match (send(body).await, retry_body) {
+                (Err(error), Some(retry_body)) if is_stale_connection(&error, sent) => {
+                    send(retry_body).await
+                }
                 (response, _) => response,
             };
             shared.read_response(response).await
@@ -388,7 +389,8 @@ impl EngineClient {
                 return parse(&body);
             }
             let reading = move || {
-                // Held until the work is done: the deadline does not stop it.
+                // The parsing thread holds the permit, because the deadline does not stop the
+                // thread.
                 let _permit = permit;
                 parse(&body)
             };
@@ -443,10 +445,10 @@ impl EngineClientInner {
             request = request.header(CONTENT_TYPE, JSON).body(body.clone());
         }
         let sent = Instant::now();
-        let again = request.try_clone();
-        let response = match (request.send().await, again) {
-            // All our calls are idempotent.
-            (Err(error), Some(again)) if is_stale_connection(&error, sent) => again.send().await,
+        let retry = request.try_clone();
+        let response = match (request.send().await, retry) {
+            // All calls of this client are idempotent.
+            (Err(error), Some(retry)) if is_stale_connection(&error, sent) => retry.send().await,
             (response, _) => response,
         };
         self.read_response(response).await

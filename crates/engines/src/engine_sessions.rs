@@ -1,14 +1,14 @@
-//! Mirrors sessions to engines that have sessions of their own, so that an engine retains the
+//! Mirrors sessions to engines that have sessions of their own, so that an engine retains their
 //! caches. A session is opened when it is bound to a worker, and closed when it leaves the worker.
-//! Requests of a session wait until the open call has ended, for the timeout of a call at most. A
+//! Requests of a session wait until the open call has ended, at most for the timeout of a call. A
 //! failed call is counted and has no other effect.
 //!
-//! SGLang: `POST /open_session` with `{"capacity_of_str_len": 65536, "session_id": "…"}`, and
-//! `"streaming"` and `"timeout"` if they are configured. It responds with 200 and the id, or with
-//! an error if the id is already open. `POST /close_session` with `{"session_id": "…"}`. The id is
-//! the one in the client's requests. Groups are not opened: an engine's session is one
-//! conversation, and a group is many. Of several replicas, the one that bound or inherited the
-//! session makes the calls.
+//! SGLang: an open call is `POST /open_session` with the keys `capacity_of_str_len` and
+//! `session_id`, and with `streaming` and `timeout` if they are configured. The response is 200
+//! with the id, or an error if the id is already open. A close call is `POST /close_session` with
+//! the key `session_id`. The id is the one in the client's requests. Session groups are not opened,
+//! because an engine's session is one conversation. If there are several replicas, the one that
+//! bound or inherited the session makes the calls.
 
 pub mod config;
 
@@ -49,7 +49,8 @@ pub struct EngineAccess {
 }
 
 impl EngineAccess {
-    /// Shares the connections of `client`, with a separate limit of concurrent calls.
+    /// Creates an access that shares the connections of `client`, with a separate limit of
+    /// concurrent calls.
     pub fn new(client: &EngineClient, engines: &EnginesConfig) -> Self {
         Self {
             client: client.with_credentials(engines.token_file.clone(), MAX_CALLS),
@@ -66,21 +67,22 @@ pub struct EngineSessions {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
     wake: Arc<Notify>,
-    /// Locked before `state`, while session moves are turned into calls.
+    /// Locked before `state` while session moves are turned into calls.
     queues: Mutex<CallQueues>,
     state: Mutex<SessionsByEngine>,
 }
 
 #[derive(Default)]
 struct SessionsByEngine {
-    /// Engine of each bound session. The worker may have left the fleet when the session leaves.
+    /// Engine session of each bound session. The worker may have left the fleet when the session
+    /// leaves.
     bound: HashMap<BoundSession, EngineSession>,
     /// Bound sessions of each engine session. Engines have no tenants, so two tenants may use the
     /// same id.
     users: HashMap<EngineSession, HashSet<BoundSession>>,
-    /// Open calls of engine sessions.
+    /// State of the open call of each engine session.
     opening: HashMap<EngineSession, SessionOpening>,
-    /// Engine sessions that may be open because of our calls.
+    /// Engine sessions that may be open because of calls of this process.
     open: HashSet<EngineSession>,
 }
 
@@ -130,8 +132,8 @@ impl SessionsByEngine {
 struct SessionOpening {
     /// The idle time that the client set.
     idle: Option<Duration>,
-    /// Requests wait no longer than this, so that a hanging engine delays only the first requests
-    /// of a session.
+    /// Maximum time that requests wait, so that a hanging engine delays only the first requests of
+    /// a session.
     deadline: Instant,
     /// True after the call has ended, successfully or not.
     is_done: watch::Sender<bool>,
@@ -144,9 +146,9 @@ struct SessionCallDone {
     is_unanswered: bool,
 }
 
-/// Returns true if the engine cannot have opened the session, because it has no such endpoint. Any
-/// other error may be of a proxy, may mean that the session is already open, or may follow a
-/// processed request.
+/// Returns true if the engine cannot have opened the session: it has no such endpoint, or the call
+/// was not sent. After any other error the session may be open. The error may come from a proxy, or
+/// the session was already open, or the request was processed.
 fn is_not_opened(error: &EngineError) -> bool {
     matches!(
         error,
@@ -163,12 +165,12 @@ fn is_unanswered(error: &EngineError) -> bool {
 pub struct RecordedSessions {
     /// The store.
     pub sessions: Arc<SessionStore>,
-    /// Notified when there are moves to take.
+    /// Notified when moves are available.
     pub moves: Arc<Notify>,
 }
 
 impl EngineSessions {
-    /// Follows the moves of sessions. [`EngineSessions::run`] makes the calls.
+    /// Creates the mirror. [`EngineSessions::run`] makes the calls.
     pub fn new(
         config: EngineSessionsConfig,
         access: EngineAccess,
@@ -189,7 +191,7 @@ impl EngineSessions {
         })
     }
 
-    /// Maximum time that a request waits for its session to be opened.
+    /// Returns the maximum time that a request waits for its session to be opened.
     pub fn deadline(&self) -> Duration {
         self.config.timeout.get()
     }
@@ -200,7 +202,7 @@ impl EngineSessions {
     }
 
     /// Waits until the call that opens the session on that worker has ended, or its deadline has
-    /// passed. Returns at once if there is none.
+    /// passed. Returns at once if there is no such call.
     pub async fn wait_until_open(&self, rank: WorkerRank, id: String, tenant: Option<Arc<str>>) {
         self.process_moves();
         let session = BoundSession {
@@ -215,13 +217,13 @@ impl EngineSessions {
                 .and_then(|engine_session| opening.get(engine_session));
             opening.map(|opening| (opening.deadline, opening.is_done.subscribe()))
         };
-        if let Some((deadline, mut settled)) = opening {
+        if let Some((deadline, mut is_done)) = opening {
             // An error means that the session has left the worker.
-            let _ = timeout_at(deadline, settled.wait_for(|settled| *settled)).await;
+            let _ = timeout_at(deadline, is_done.wait_for(|is_done| *is_done)).await;
         }
     }
 
-    /// Makes the calls. Runs until it is dropped.
+    /// Makes the calls. Runs until the future is dropped.
     pub async fn run(&self) {
         // Calls in progress when the previous run ended are repeated.
         self.queues.lock().restart();
@@ -247,8 +249,8 @@ impl EngineSessions {
         self.queues.lock().next_call()
     }
 
-    /// Finishes a call. Sessions of a worker that left the fleet are closed as long as the worker
-    /// responds.
+    /// Records the end of a call. If a worker has left the fleet, its sessions are closed as long
+    /// as it responds.
     fn finish_call(&self, done: &SessionCallDone) {
         let mut queues = self.queues.lock();
         queues.finish_call(&done.session);
@@ -322,8 +324,8 @@ impl EngineSessions {
                 }
                 SessionMove::TakenOver(binding) => {
                     if let Some(engine_session) = self.bind_session(&binding) {
-                        // The previous replica has opened it, so it is closed later whether or not
-                        // this call succeeds.
+                        // The previous replica has opened the session, so it must be closed later
+                        // even if this call fails.
                         self.state.lock().open.insert(engine_session.clone());
                         // Requests do not wait: the engine has the session open.
                         self.finish_opening(&engine_session);
@@ -358,8 +360,8 @@ impl EngineSessions {
         }
     }
 
-    /// Binds a session. Returns its engine session if it has to be opened: no other session has
-    /// opened the id there.
+    /// Binds a session. Returns its engine session if an open call is needed, that is, if no other
+    /// session has opened the id there.
     fn bind_session(&self, binding: &SessionBinding) -> Option<EngineSession> {
         let endpoint = self.router.fleet().worker(binding.target.worker)?.endpoint;
         let engine_session = EngineSession {
@@ -389,8 +391,7 @@ impl EngineSessions {
 
     /// Makes one call.
     async fn run_call(&self, engine_session: EngineSession, call: SessionCall) -> SessionCallDone {
-        // A session counts as open from the first attempt to open it until nothing is left to
-        // close.
+        // A session counts as open from the first open call until it has been closed.
         let may_be_open = match call {
             SessionCall::Open => self.state.lock().open.insert(engine_session.clone()),
             SessionCall::Close => self.state.lock().open.contains(&engine_session),

@@ -1,7 +1,7 @@
 //! KV events of the engines, from ZeroMQ messages (`warmroute_zmtp`) to index events. [`wire`]
 //! decodes payloads, [`convert`] translates them into index events, and `sequencer` classifies
-//! batch numbers; all three are pure. `applier` connects them to one worker rank's sink and
-//! metrics. [`run`] is the only part that uses the network.
+//! batch numbers. These three are pure. `applier` connects them to the sink and the metrics of one
+//! worker rank. [`run`] is the only part that uses the network.
 
 mod applier;
 pub mod convert;

@@ -1,5 +1,5 @@
-//! The interfaces of LLM engines: KV events over ZeroMQ, HTTP calls and metrics, sessions that the
-//! engine retains, and the cache that workers share.
+//! Interfaces to LLM engines: KV events over ZeroMQ, HTTP calls and metrics, engine sessions, and
+//! the cache that all workers share.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]

@@ -1,16 +1,17 @@
-//! Lookup in a cache outside the workers that all of them can load from. The result is worth little
-//! and must cost less: a lookup is limited in time, in size and in number. A failed lookup is no
-//! information, and the request is routed without it.
+//! Lookup in a cache outside the workers that all workers can load from. A lookup is best effort,
+//! so its duration, response size and number are limited. If it fails, the request is routed
+//! without its result.
 //!
-//! The HTTP protocol: `POST` to one URL, with `content-type: application/json`, `{"model": "…",
-//! "block_size": 16, "block_hashes": ["…", …], "sequence_hashes": ["…", …]}`. A hash is 16
-//! lowercase hexadecimal digits. Both lists are in the order of the prompt and of equal length, one
+//! The HTTP protocol is a `POST` to one URL with `content-type: application/json` and the body
+//! `{"model": "…", "block_size": 16, "block_hashes": ["…", …], "sequence_hashes": ["…", …]}`. A
+//! hash is 16 lowercase hexadecimal digits. Both lists are in the order of the prompt, with one
 //! entry per complete block. A block hash covers one block (XXH3-64, salts included, see
-//! [`warmroute_core::block::hash`]), a sequence hash the block and all before it. The response has status
-//! 200 and the body `{"ranges": [[start, end], …]}`: half-open ranges of block numbers, from 0,
-//! that the cache holds. They may be unsorted and overlap. Ranges beyond the prompt are truncated,
-//! and a range that ends before it starts makes the response invalid. Other members of the object
-//! are ignored.
+//! [`warmroute_core::block::hash`]). A sequence hash covers the block and all blocks before it.
+//!
+//! The response has status 200 and the body `{"ranges": [[start, end], …]}`: half-open ranges of
+//! block numbers, from 0, that the cache holds. They may be unsorted and overlap. Ranges beyond the
+//! prompt are truncated. A range that ends before it starts makes the response invalid. Other
+//! members of the object are ignored.
 
 mod config;
 mod http;
@@ -36,7 +37,7 @@ pub struct SharedCacheQuery<'a> {
     pub prompt: &'a BlockHashes,
 }
 
-/// Held blocks: sorted, disjoint and non-adjacent ranges within the prompt.
+/// Blocks that the cache holds: sorted, disjoint and non-adjacent ranges within the prompt.
 pub type SharedCacheResult = Result<Vec<Range<u32>>, SharedCacheError>;
 
 /// A pending lookup.
@@ -63,7 +64,7 @@ pub enum SharedCacheError {
     /// The connection could not be established, or it broke.
     #[error("the connection failed: {0}")]
     Connection(String),
-    /// Another status than 200.
+    /// A status other than 200.
     #[error("status {0}")]
     Status(u16),
     /// The response exceeds the limit.
@@ -75,7 +76,7 @@ pub enum SharedCacheError {
 }
 
 impl SharedCacheError {
-    /// Reason label in metrics.
+    /// Returns the reason label in metrics.
     pub fn label(&self) -> &'static str {
         match self {
             SharedCacheError::Client(_) => "client",

@@ -1,8 +1,9 @@
-//! The streams of a connection.
+//! Counts of the open streams and of the frames of a connection.
 
 use std::collections::HashSet;
 
-/// Streams that the client opened and neither side has ended.
+/// Streams that the client opened. A stream is open until the server ends it or either side resets
+/// it.
 #[derive(Debug, Default)]
 pub struct OpenStreams {
     open: HashSet<u32>,
@@ -27,7 +28,7 @@ impl OpenStreams {
         self.frames += 1;
     }
 
-    /// Handles HEADERS of the client; those of an existing stream are trailers.
+    /// Handles HEADERS from the client. HEADERS of an existing stream are trailers and are ignored.
     pub(crate) fn open(&mut self, stream: u32) {
         if stream > self.last {
             self.last = stream;

@@ -4,11 +4,11 @@ use std::borrow::Cow;
 
 use http::uri::Authority;
 
-/// The authority of a request as a service sees it: valid values are unchanged. In other values `|`
-/// becomes `+`, `/` becomes `=`, and any other character that is not an ASCII letter, a digit or
-/// one of `-._~` becomes `-`: `outbound|9002||picker.ns.svc` becomes
-/// `outbound+9002++picker.ns.svc`. Compare a configured name with a request by normalizing the
-/// configured name.
+/// Returns the authority that a service behind the filter receives. Valid values are unchanged. In
+/// other values, `|` becomes `+`, and `/` becomes `=`. Any other character that is not an ASCII
+/// letter, a digit or one of `-._~` becomes `-`. For example, `outbound|9002||picker.ns.svc`
+/// becomes `outbound+9002++picker.ns.svc`. To compare a configured name with a request, normalize
+/// the configured name first.
 pub fn normalize_authority(name: &str) -> Cow<'_, str> {
     match replacement(name.as_bytes()).map(String::from_utf8) {
         Some(Ok(valid)) => Cow::Owned(valid),
@@ -28,8 +28,8 @@ pub(crate) fn replacement(value: &[u8]) -> Option<Vec<u8>> {
     Some(value.iter().copied().map(substitute).collect())
 }
 
-/// No substitute has a longer Huffman code than the original, and those of `|` and `/` have equally
-/// long ones.
+/// Returns the substitute of an octet in an invalid authority. Its Huffman code is never longer
+/// than that of the octet, so a replaced value still fits into its frame.
 fn substitute(octet: u8) -> u8 {
     match octet {
         b'|' => b'+',

@@ -1,6 +1,6 @@
 //! Frame headers of HTTP/2 (RFC 9113, section 4.1).
 
-/// Octets of a frame header.
+/// Length of a frame header in octets.
 pub(crate) const HEADER_LEN: usize = 9;
 
 pub(crate) const DATA: u8 = 0;
@@ -14,7 +14,7 @@ pub(crate) const END_HEADERS: u8 = 0x4;
 pub(crate) const PADDED: u8 = 0x8;
 pub(crate) const PRIORITY: u8 = 0x20;
 
-/// A frame header.
+/// A parsed frame header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FrameHeader {
     pub(crate) length: usize,

@@ -6,25 +6,25 @@ use std::collections::VecDeque;
 use crate::authority::replacement;
 use crate::huffman;
 
-/// Initial and maximum size of the dynamic table. The server does not announce
-/// SETTINGS_HEADER_TABLE_SIZE.
+/// Initial and maximum size of the dynamic table. This is the default of HTTP/2, because the server
+/// does not announce SETTINGS_HEADER_TABLE_SIZE.
 const TABLE_SIZE: usize = 4096;
-/// Size of a table entry beyond its name and value.
+/// Size of a table entry in addition to its name and value (RFC 7541, section 4.1).
 const ENTRY_OVERHEAD: usize = 32;
 /// Length of the name `:authority`.
 const NAME_LENGTH: usize = 10;
 /// Index of `:authority` in the static table.
 const STATIC_AUTHORITY: usize = 1;
-/// Lengths of the names of the static table, from index 1.
+/// Lengths of the names in the static table. The first element has index 1.
 const STATIC_NAMES: [u8; 61] = [
     10, 7, 7, 5, 5, 7, 7, 7, 7, 7, 7, 7, 7, 7, 14, 15, 15, 13, 6, 27, 3, 5, 13, 13, 19, 16, 16, 14,
     16, 13, 12, 6, 4, 4, 6, 7, 4, 4, 8, 17, 13, 8, 19, 13, 4, 8, 12, 18, 19, 5, 7, 7, 11, 6, 10,
     25, 17, 10, 4, 3, 16,
 ];
-/// Maximum octets of an integer, as in `h2`.
+/// Maximum octets of an encoded integer. `h2` has the same limit.
 const INTEGER_LENGTH: usize = 5;
 
-/// A header block that `h2` refuses as well.
+/// The header block is invalid, and `h2` refuses it as well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HpackError;
 
@@ -55,7 +55,7 @@ struct FieldName {
 struct HpackString<'a> {
     octets: &'a [u8],
     huffman: bool,
-    /// Position of its length prefix.
+    /// Position of the length prefix.
     start: usize,
 }
 
@@ -254,7 +254,7 @@ impl HpackString<'_> {
     }
 }
 
-/// Copy of a block with replaced values, created only if there are any.
+/// Copy of a header block with replaced values. Nothing is copied before the first replacement.
 struct EditedBlock<'a> {
     block: &'a [u8],
     copied: usize,
@@ -262,7 +262,7 @@ struct EditedBlock<'a> {
 }
 
 impl EditedBlock<'_> {
-    /// Replaces `value`, which ends at `end`, by `octets` in the same coding.
+    /// Replaces `value`, which ends at `end`, with `octets` in the same coding.
     fn replace(&mut self, value: &HpackString<'_>, end: usize, octets: &[u8]) {
         self.output
             .extend_from_slice(&self.block[self.copied..value.start]);
@@ -305,7 +305,7 @@ fn push_length(output: &mut Vec<u8>, coding: u8, length: usize) {
 mod tests {
     use super::*;
 
-    /// A literal with incremental indexing.
+    /// Returns a literal field with incremental indexing.
     fn indexed(name: &str, value: &str) -> Vec<u8> {
         let mut block = vec![0x40];
         push_length(&mut block, 0, name.len());
@@ -315,7 +315,7 @@ mod tests {
         block
     }
 
-    /// A literal without indexing, whose name is an index.
+    /// Returns a literal field whose name is given by `index`, the first octet of the field.
     fn named(index: u8, value: &[u8], huffman: bool) -> Vec<u8> {
         let octets = if huffman {
             huffman::encode(value)
@@ -347,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn valid_or_foreign_values_are_not_replaced() {
+    fn valid_values_and_other_fields_are_not_replaced() {
         for block in [
             named(0x01, b"picker.ns.svc:9002", true),
             named(0x01, b"", false),
@@ -365,7 +365,7 @@ mod tests {
         table
             .apply(&[indexed(":authority", "a"), indexed("x-other", "b")].concat())
             .unwrap();
-        // 62 is x-other, 63 is :authority.
+        // Index 62 is x-other, and index 63 is :authority.
         assert_eq!(
             table.apply(&named(0x0f, b"", false)[..1]),
             Err(HpackError),
@@ -392,7 +392,7 @@ mod tests {
         assert_eq!(
             (table.entries.len(), table.size),
             (0, 0),
-            "an entry beyond the size empties the table"
+            "an entry larger than the table empties it"
         );
         assert_eq!(
             table.apply(&[0x3f, 0xe2, 0x1f]),
@@ -406,8 +406,8 @@ mod tests {
     }
 
     #[test]
-    fn names_of_the_static_table_have_their_lengths() {
-        // RFC 7541, appendix A: a few of each length, and the sum of all.
+    fn static_table_name_lengths_match_the_rfc() {
+        // A sample of RFC 7541, appendix A.
         for (index, name) in [
             (1, ":authority"),
             (2, ":method"),

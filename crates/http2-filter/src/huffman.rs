@@ -77,7 +77,7 @@ pub(crate) fn encode(octets: &[u8]) -> Vec<u8> {
         }
     }
     if bits > 0 {
-        // The padding is the beginning of the end-of-string code, all ones.
+        // The padding is the start of the end-of-string code, which is all ones.
         encoded.push((pending << (8 - bits)) as u8 | 0xff >> bits);
     }
     encoded
@@ -86,18 +86,18 @@ pub(crate) fn encode(octets: &[u8]) -> Vec<u8> {
 /// Decodes a string. Returns `None` if it is malformed.
 pub(crate) fn decode(encoded: &[u8]) -> Option<Vec<u8>> {
     let mut octets = Vec::with_capacity(encoded.len() * 8 / SHORTEST);
-    walk(encoded, |octet| octets.push(octet))?;
+    decode_each(encoded, |octet| octets.push(octet))?;
     Some(octets)
 }
 
 /// Returns the decoded length, or `None` if the string is malformed.
 pub(crate) fn decoded_len(encoded: &[u8]) -> Option<usize> {
     let mut octets = 0;
-    walk(encoded, |_| octets += 1)?;
+    decode_each(encoded, |_| octets += 1)?;
     Some(octets)
 }
 
-fn walk(encoded: &[u8], mut on_octet: impl FnMut(u8)) -> Option<()> {
+fn decode_each(encoded: &[u8], mut on_octet: impl FnMut(u8)) -> Option<()> {
     let mut rest = encoded.iter();
     // The next bits, left-aligned.
     let mut window: u64 = 0;
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn every_octet_survives_in_every_position() {
+    fn every_octet_round_trips_in_every_position() {
         for octet in 0..=u8::MAX {
             for before in 0..8 {
                 let octets = [vec![b'0'; before], vec![octet, octet]].concat();

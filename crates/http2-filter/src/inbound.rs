@@ -1,4 +1,5 @@
-//! Frames of the client. Octets are passed on as soon as no earlier header block is incomplete.
+//! Reads the frames that the client sends. Octets pass to the server at once, except those of an
+//! incomplete header block and after it.
 
 use std::borrow::Cow;
 
@@ -19,7 +20,7 @@ const BLOCK_FRAMES: usize = 128;
 enum ReadPosition {
     /// This many octets of the preface were received.
     Preface(usize),
-    /// At the beginning of a frame.
+    /// At the start of a frame.
     Frame,
     /// This many octets of a frame are missing.
     Payload(usize),
@@ -28,16 +29,16 @@ enum ReadPosition {
     /// A header block exceeded the limits of the filter. Later blocks cannot be decoded, so the
     /// connection ends.
     Oversized,
-    /// The rest passes unread, because `h2` ends the connection.
+    /// The rest of the connection passes unread, because `h2` ends the connection.
     Unread,
 }
 
-/// Received part of a header block.
+/// State of the header block at the start of some octets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeaderBlockExtent {
-    /// Complete, with its length in octets.
+    /// Complete, with the length of its frames in octets.
     Complete(usize),
-    /// The frames up to this many octets are needed.
+    /// Incomplete. At least this many octets are needed from the start of the block.
     Incomplete(usize),
     /// Exceeds the limits of the filter.
     Oversized,
@@ -45,15 +46,15 @@ enum HeaderBlockExtent {
     Unreadable,
 }
 
-/// Reader of the client's frames.
+/// Reader of the frames that the client sends.
 pub(crate) struct InboundReader {
     position: ReadPosition,
     table: DynamicTable,
     /// Maximum size of a header block with its frames, in octets.
     block_limit: usize,
-    /// Start of an incomplete frame or header block.
+    /// Received octets of an incomplete frame or header block.
     held: Vec<u8>,
-    /// Number of completed frames and header blocks that had been held back.
+    /// Number of frames and header blocks that were held back and then completed.
     completed: u64,
 }
 
@@ -74,7 +75,7 @@ impl InboundReader {
         !self.held.is_empty()
     }
 
-    /// Returns the number of completed frames and header blocks that had been held back.
+    /// Returns the number of frames and header blocks that were held back and then completed.
     pub(crate) fn completed(&self) -> u64 {
         self.completed
     }
@@ -89,7 +90,7 @@ impl InboundReader {
         self.position == ReadPosition::Oversized
     }
 
-    /// Returns the number of octets needed before those held back can pass.
+    /// Returns the number of octets that must be read before the held octets can pass.
     pub(crate) fn missing(&self) -> usize {
         let wanted = match FrameHeader::parse(&self.held) {
             None => HEADER_LEN,
@@ -103,26 +104,26 @@ impl InboundReader {
         wanted.saturating_sub(self.held.len())
     }
 
-    /// Returns the octets held back when the client has closed the connection.
+    /// Returns the octets that are still held back after the client has closed the connection.
     pub(crate) fn release_held(&mut self) -> Vec<u8> {
         self.position = ReadPosition::Unread;
         std::mem::take(&mut self.held)
     }
 
-    /// Adds octets that were read while others are held back, at most [`missing`](Self::missing).
-    /// Returns the octets that may pass.
+    /// Appends octets to the held ones and returns the octets that may pass. The caller reads at
+    /// most [`missing`](Self::missing) octets.
     pub(crate) fn read_held(&mut self, octets: &[u8], streams: &mut OpenStreams) -> Vec<u8> {
         let mut all = std::mem::take(&mut self.held);
         all.extend_from_slice(octets);
         let passed = self.read(&mut all, streams);
-        // Nothing passes before the frame or header block at the beginning is complete.
+        // Nothing passes before the held frame or header block is complete.
         self.completed += u64::from(passed > 0);
         all.truncate(passed);
         all
     }
 
-    /// Reads and edits octets in place, and holds back an incomplete end. Returns the number of
-    /// octets that may pass.
+    /// Reads and edits octets in place. Holds back an incomplete frame header or header block at
+    /// the end. Returns the number of octets that may pass.
     pub(crate) fn read(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> usize {
         let mut at = 0;
         let mut end = octets.len();
@@ -170,7 +171,8 @@ impl InboundReader {
         end
     }
 
-    /// Reads a frame header or a complete header block. Returns `None` if it is incomplete.
+    /// Reads the header of a frame, or all frames of a header block. Returns `None` if they are
+    /// incomplete.
     fn frame(&mut self, octets: &mut [u8], streams: &mut OpenStreams) -> Option<FrameStep> {
         let header = FrameHeader::parse(octets)?;
         if header.kind != HEADERS {
@@ -193,7 +195,7 @@ impl InboundReader {
             HeaderBlockExtent::Complete(length) => length,
             HeaderBlockExtent::Incomplete(_) => return None,
             HeaderBlockExtent::Oversized => {
-                // `h2` may refuse the frame.
+                // The frame still passes, because `h2` may refuse it with an error of its own.
                 self.position = oversized_after(header.length);
                 return Some(FrameStep {
                     read: HEADER_LEN,
@@ -234,7 +236,7 @@ impl InboundReader {
         })
     }
 
-    /// Returns the received part of the header block that starts here.
+    /// Returns the state of the header block at the start of `octets`.
     fn extent(&self, octets: &[u8]) -> HeaderBlockExtent {
         let mut at = 0;
         let mut stream = None;
@@ -263,7 +265,7 @@ impl InboundReader {
     }
 }
 
-/// Returns the position in a frame of an oversized header block of which `rest` octets are missing.
+/// Returns the position in a frame of an oversized header block if `rest` octets are missing.
 fn oversized_after(rest: usize) -> ReadPosition {
     if rest == 0 {
         ReadPosition::Oversized
@@ -272,7 +274,7 @@ fn oversized_after(rest: usize) -> ReadPosition {
     }
 }
 
-/// Number of octets read, and of those that pass.
+/// Number of octets that were read, and of octets that pass in their place.
 struct FrameStep {
     read: usize,
     passed: usize,
@@ -353,7 +355,8 @@ impl<'a> HeaderBlock<'a> {
         }
     }
 
-    /// Returns the same frames with a block that is not longer; the last fragments shrink.
+    /// Returns the same frames with another block, which is not longer. If it is shorter, the last
+    /// fragments shrink.
     fn with_fragments(&self, mut block: &[u8]) -> Vec<u8> {
         let mut octets = Vec::new();
         for frame in &self.frames {

@@ -4,16 +4,16 @@
 //! sends the name of the cluster there unless its `envoy_grpc.authority` is set, and control planes
 //! name clusters freely: `outbound|9002||picker.ns.svc` (Istio), `extension/ns/name` (Contour).
 //! [`Http2Filter`] reads the HTTP/2 frames of the client and replaces the characters that `h2`
-//! refuses (see [`normalize_authority`]). Everything else passes unchanged, malformed input
-//! included: `h2` answers it.
+//! refuses (see [`normalize_authority`]). All other octets pass unchanged. This includes malformed
+//! input, which `h2` rejects.
 //!
 //! The replacement has as many octets as the original. An entry of the HPACK dynamic table
-//! therefore keeps its size, the table of `h2` evicts what the encoder of the client evicts, and
-//! later header blocks that refer to the entry need no change. The filter needs no copy of the
-//! table either, only the size of each entry and whether its name is `:authority`.
+//! therefore has the same size in `h2` and in the encoder of the client, and both evict the same
+//! entries. Later header blocks that refer to the entry need no change. The filter stores only the
+//! size of each table entry and whether its name is `:authority`.
 //!
-//! The filter also counts open streams and reports the RST_STREAM and GOAWAY frames by which `h2`
-//! answers errors: `h2` does not report them itself.
+//! The filter also counts open streams. It reports the RST_STREAM and GOAWAY frames that `h2` sends
+//! because of errors, because `h2` does not report them to its caller.
 
 mod activity;
 mod authority;

@@ -1,4 +1,4 @@
-//! Frames of the server: ends of streams, and errors.
+//! Reads the frames that the server sends, to detect ended streams and errors.
 
 use crate::activity::OpenStreams;
 use crate::frame::{DATA, END_STREAM, FrameHeader, GOAWAY, HEADER_LEN, HEADERS, RST_STREAM};
@@ -24,17 +24,17 @@ pub struct SentError {
     pub reason: &'static str,
 }
 
-/// Reader of the server's frames.
+/// Reader of the frames that the server sends.
 #[derive(Debug, Default)]
 pub(crate) struct OutboundReader {
-    /// Start of a frame: its header, and the error code of RST_STREAM and GOAWAY.
+    /// Start of the current frame: its header and, for RST_STREAM and GOAWAY, the error code.
     head: Vec<u8>,
-    /// Remaining octets of the frame.
+    /// Octets of the frame that are still to be skipped.
     rest: usize,
 }
 
 impl OutboundReader {
-    /// Reads sent octets.
+    /// Reads octets that the server sent. Updates `streams` and calls `on_error` for each error.
     pub(crate) fn read(
         &mut self,
         mut octets: &[u8],
@@ -59,7 +59,7 @@ impl OutboundReader {
         }
     }
 
-    /// Returns the number of octets stored from the start of the frame.
+    /// Returns the number of octets to store from the start of the frame.
     fn wanted(&self) -> usize {
         match FrameHeader::parse(&self.head) {
             Some(FrameHeader {

@@ -1,15 +1,15 @@
-//! Services that authorities name.
+//! Kubernetes Service names in authorities.
 
 use super::authority::normalize_authority;
 
-/// Returns the Service name of an authority, equal for all gateways:
-/// `outbound|9002||a.b.svc.cluster.local` (Istio), `a.b.svc:9002` (Envoy AI Gateway), `a.b:9002`
-/// (Envoy Gateway) and `A.b.svc` are `a.b`.
+/// Returns the Service of an authority as `name.namespace`, regardless of the gateway. For example,
+/// it is `a.b` for `outbound|9002||a.b.svc.cluster.local` (Istio), `a.b.svc:9002` (Envoy AI
+/// Gateway), `a.b:9002` (Envoy Gateway) and `A.b.svc`.
 pub fn service_of_authority(authority: &str) -> String {
-    // The filter replaces characters that an authority cannot have.
+    // The authorities of requests have passed the filter, so configured names are normalized too.
     let authority = normalize_authority(authority).to_ascii_lowercase();
     let host = match authority.strip_prefix("outbound+") {
-        // Istio's cluster name: direction, port, subset, host.
+        // An Istio cluster name consists of direction, port, subset and host.
         Some(cluster) => cluster.rsplit('+').next().unwrap_or(cluster),
         None => &authority,
     };

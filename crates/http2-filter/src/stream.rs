@@ -1,4 +1,4 @@
-//! Filter around a connection.
+//! The filter as a wrapper of the connection's byte stream.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -10,26 +10,26 @@ use crate::activity::OpenStreams;
 use crate::inbound::InboundReader;
 use crate::outbound::{OutboundReader, SentError};
 
-/// Octets read at a time while a header block is incomplete.
+/// Maximum octets of one read while a header block is incomplete.
 const HELD_READ: usize = 2048;
 
 /// Limits of a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Http2Limits {
-    /// Octets of a header block with its frames. A larger one cannot be followed, and the
-    /// connection ends in an error of the kind [`InvalidData`](io::ErrorKind::InvalidData). It has
-    /// to be more than the server accepts in one frame plus the size of its header list, so that a
-    /// block that the server refuses with status 431 is still followed.
+    /// Maximum octets of a header block, frame headers included. The filter cannot decode a larger
+    /// one, so reading fails with an error of the kind [`InvalidData`](io::ErrorKind::InvalidData).
+    /// The limit must exceed the sum of the server's maximum frame size and header list size. The
+    /// filter can then decode blocks that the server refuses with status 431.
     pub header_block: usize,
 }
 
-/// Connection of an HTTP/2 client.
+/// Connection of an HTTP/2 client, wrapped by the filter.
 pub struct Http2Filter<S> {
     io: S,
     inbound: InboundReader,
     outbound: OutboundReader,
     streams: OpenStreams,
-    /// Octets that were held back and may pass.
+    /// Octets that were held back and may now be passed to the server.
     ready: Vec<u8>,
     /// Number of octets of `ready` that have passed.
     passed: usize,
@@ -37,8 +37,8 @@ pub struct Http2Filter<S> {
 }
 
 impl<S> Http2Filter<S> {
-    /// Creates a filter for a connection of which nothing has been read. `on_error` is called for
-    /// each error that the server sends.
+    /// Creates a filter for a connection from which nothing has been read yet. The filter calls
+    /// `on_error` for each error that the server sends.
     pub fn new(
         io: S,
         limits: Http2Limits,
@@ -55,12 +55,12 @@ impl<S> Http2Filter<S> {
         }
     }
 
-    /// Returns the connection.
+    /// Returns the wrapped connection.
     pub fn get_ref(&self) -> &S {
         &self.io
     }
 
-    /// Returns its streams.
+    /// Returns the open streams of the connection.
     pub fn streams(&self) -> &OpenStreams {
         &self.streams
     }
@@ -70,7 +70,7 @@ impl<S> Http2Filter<S> {
         self.inbound.has_preface()
     }
 
-    /// Returns whether an incomplete frame or header block was received.
+    /// Returns whether the filter holds back an incomplete frame or header block.
     pub fn is_mid_block(&self) -> bool {
         self.inbound.is_holding()
     }
@@ -81,7 +81,7 @@ impl<S> Http2Filter<S> {
         self.inbound.completed()
     }
 
-    /// Passes octets that were held back.
+    /// Copies octets that may pass into `buf`.
     fn pass_ready(&mut self, buf: &mut ReadBuf<'_>) {
         let rest = &self.ready[self.passed..];
         let length = rest.len().min(buf.remaining());
@@ -95,8 +95,8 @@ impl<S> Http2Filter<S> {
 }
 
 impl<S: AsyncRead + Unpin> Http2Filter<S> {
-    /// Reads into the buffer of the caller. Returns whether there is something to process: octets,
-    /// or the end.
+    /// Reads into the buffer of the caller. Returns true if the buffer has new octets or the
+    /// connection has ended, and false if all octets are held back.
     fn poll_direct(
         &mut self,
         cx: &mut Context<'_>,

@@ -1,9 +1,9 @@
-//! The filter against `h2` without it. Connections are generated at random from a seed, in two
-//! versions: one with any authorities, which goes through the filter, and one in which they are
-//! normalized, which does not. `h2` has to answer both alike.
+//! Compares `h2` behind the filter with `h2` alone. Each connection is generated at random from a
+//! seed, in two versions. One has arbitrary authorities and goes through the filter. The other one,
+//! the twin, has normalized authorities and does not. `h2` must respond to both in the same way.
 //!
-//! `WARMROUTE_HTTP2_CASES` sets the number of connections (default 20,000), `WARMROUTE_HTTP2_SEED`
-//! the first seed.
+//! `WARMROUTE_HTTP2_CASES` sets the number of connections (default 20,000), and
+//! `WARMROUTE_HTTP2_SEED` sets the first seed.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -22,18 +22,18 @@ use warmroute_http2_filter::{Http2Filter, Http2Limits, normalize_authority};
 
 const FRAME_LIMIT: u32 = 1 << 15;
 const HEADER_LIST: u32 = 1 << 13;
-/// Larger than any generated block; `h2` rejects less.
+/// Larger than any generated block, and than any block that `h2` accepts.
 const BLOCK_LIMIT: usize = 1 << 16;
 
 /// A connection with fixed input.
 struct Script {
     input: Vec<u8>,
     at: usize,
-    /// Octets of each read; the last one repeats.
+    /// Octets of each read. The last element applies to all further reads.
     pieces: Vec<usize>,
     reads: usize,
-    /// Behavior after the input: the end of the connection, or nothing. At the end `h2` drops
-    /// unsent octets.
+    /// Whether the connection ends after the input. Otherwise it stays open without further input,
+    /// because `h2` drops unsent octets when the connection ends.
     ends: bool,
     output: Vec<u8>,
 }
@@ -92,7 +92,8 @@ impl AsyncWrite for Script {
 #[derive(Debug, PartialEq, Eq)]
 struct Outcome {
     requests: Vec<String>,
-    /// RST_STREAM and GOAWAY: type, stream, code. Their order depends on the sizes of the reads.
+    /// Type, stream and code of RST_STREAM and GOAWAY frames. A set, because their order depends on
+    /// the sizes of the reads.
     errors: BTreeSet<(u8, u32, u32)>,
 }
 
@@ -108,7 +109,7 @@ impl Outcome {
     }
 }
 
-/// Runs `h2` on a connection to its end.
+/// Runs `h2` on a connection until all input is processed.
 fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     io: S,
     output: impl FnOnce(S) -> Vec<u8>,
@@ -139,7 +140,7 @@ fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(
                         let _sent = respond.send_response(Response::new(()), true);
                     }
                     Poll::Ready(Some(Err(_)) | None) => break,
-                    // Nothing more comes, and everything has been sent.
+                    // All input is processed, and all output has been sent.
                     Poll::Pending => break,
                 }
             }
@@ -152,7 +153,7 @@ fn serve<S: AsyncRead + AsyncWrite + Unpin + 'static>(
     }
 }
 
-/// A connection that outlives its server.
+/// A connection that remains accessible after `h2` has dropped its handle.
 struct Shared<S>(std::rc::Rc<std::cell::RefCell<S>>);
 
 impl<S> Clone for Shared<S> {
@@ -208,7 +209,7 @@ fn errors(mut output: &[u8]) -> BTreeSet<(u8, u32, u32)> {
     errors
 }
 
-/// Returns whether a client resets a stream.
+/// Returns whether the client resets a stream.
 fn has_reset(input: &[u8]) -> bool {
     let mut rest = input.get(24..).unwrap_or_default();
     while let [l0, l1, l2, kind, _, _, _, _, _, payload @ ..] = rest {
@@ -227,7 +228,7 @@ fn unfiltered(input: &[u8], pieces: Vec<usize>) -> Outcome {
     serve(script, |script| script.output)
 }
 
-/// The outcome through the filter, and the errors that the filter reported.
+/// Returns the outcome through the filter and the number of errors that the filter reported.
 fn filtered(input: &[u8], pieces: Vec<usize>) -> (Outcome, usize) {
     let script = Script::new(input, pieces, false);
     let reported = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
@@ -245,7 +246,7 @@ fn filtered(input: &[u8], pieces: Vec<usize>) -> (Outcome, usize) {
     (outcome, reported.load(std::sync::atomic::Ordering::Relaxed))
 }
 
-/// The octets that the filter passes.
+/// Returns the octets that the filter passes.
 fn passed(input: &[u8], pieces: Vec<usize>, ends: bool) -> Vec<u8> {
     let script = Script::new(input, pieces, ends);
     let mut filter = Http2Filter::new(
@@ -271,29 +272,28 @@ fn passed(input: &[u8], pieces: Vec<usize>, ends: bool) -> Vec<u8> {
     }
 }
 
-/// One connection in both versions.
+/// Generator of one connection in both versions.
 struct Generator {
     random: SmallRng,
-    /// With any authorities.
+    /// The version with arbitrary authorities.
     input: Vec<u8>,
-    /// With normalized ones.
+    /// The version with normalized authorities.
     twin: Vec<u8>,
-    /// True if a stream depends on itself: then `h2` does not read its header block, and neither
-    /// does the filter.
+    /// Whether a stream depends on itself. Neither `h2` nor the filter reads its header block.
     has_unread_block: bool,
 }
 
 /// A header block in both versions.
 #[derive(Default)]
 struct BlockVersions {
-    /// With any authority.
+    /// The version with an arbitrary authority.
     input: Vec<u8>,
-    /// With a normalized one.
+    /// The version with a normalized authority.
     twin: Vec<u8>,
 }
 
 impl BlockVersions {
-    /// Adds the same octets to both.
+    /// Appends the same octets to both versions.
     fn extend(&mut self, octets: &[u8]) {
         self.input.extend_from_slice(octets);
         self.twin.extend_from_slice(octets);
@@ -357,14 +357,14 @@ impl Generator {
         self.random.random_range(0..n) == 0
     }
 
-    fn both(&mut self, octets: &[u8]) {
+    fn push_both(&mut self, octets: &[u8]) {
         self.input.extend_from_slice(octets);
         self.twin.extend_from_slice(octets);
     }
 
     fn connection(&mut self) {
-        self.both(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
-        self.both(&frame(4, 0, 0, &[]));
+        self.push_both(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+        self.push_both(&frame(4, 0, 0, &[]));
         let mut stream = 1;
         for _ in 0..self.random.random_range(1..6) {
             if self.one_in(4) {
@@ -386,10 +386,10 @@ impl Generator {
             5 => frame(self.random.random_range(10..200), 0xff, before, b"unknown"),
             _ => frame(9, 4, before, b"\x82"),
         };
-        self.both(&octets);
+        self.push_both(&octets);
     }
 
-    /// A random header block.
+    /// Generates a random header block.
     fn block(&mut self) -> BlockVersions {
         let mut block = BlockVersions::default();
         if self.one_in(20) {
@@ -401,13 +401,13 @@ impl Generator {
             ][self.random.random_range(0..4)];
             block.extend(size);
         }
-        // Fields of every request, so that most requests are accepted.
-        let ordinary: &[u8] = if self.one_in(30) {
+        // Usually adds the required fields, so that most requests are accepted.
+        let required: &[u8] = if self.one_in(30) {
             &[0x82]
         } else {
             &[0x83, 0x86, 0x84]
         };
-        block.extend(ordinary);
+        block.extend(required);
         if !self.one_in(4) {
             let name = if self.one_in(3) { None } else { Some(1) };
             self.field(&mut block, ":authority", name);
@@ -435,8 +435,8 @@ impl Generator {
         block
     }
 
-    /// A literal field. The name that an index of the dynamic table stands for is not known here,
-    /// so such a field has a value that no normalization changes.
+    /// Appends a literal field. The generator does not know the name behind an index of the dynamic
+    /// table, so such a field has a value that normalization does not change.
     fn field(&mut self, block: &mut BlockVersions, name: &str, index: Option<u8>) {
         let (prefix, first) = [(6, 0x40), (4, 0x00), (4, 0x10)][if self.one_in(2) {
             0
@@ -502,7 +502,7 @@ impl Generator {
             (&mut self.input, &block.input),
             (&mut self.twin, &block.twin),
         ] {
-            // The frames retain their lengths as far as the block reaches.
+            // The twin's block may be shorter. All frames up to its end have the same lengths.
             let ends: Vec<_> = ends.iter().map(|end| block.len().min(*end)).collect();
             let mut payload = Vec::new();
             payload.extend(padding);
@@ -555,7 +555,7 @@ fn integer(block: &mut Vec<u8>, first: u8, prefix: u32, value: usize) {
     block.push(rest as u8);
 }
 
-/// A string; the Huffman code comes from a library of its own.
+/// Appends a string. The Huffman encoder is from another crate than the filter's.
 fn string(block: &mut Vec<u8>, text: &str, huffman: bool) {
     let mut octets = text.as_bytes().to_vec();
     if huffman {
@@ -599,7 +599,7 @@ fn filtered_connection_behaves_like_normalized_input() {
             "seed {seed}"
         );
         if !expected.has_errors() && !generator.has_unread_block {
-            // h2 reads every block, so the filter passes exactly the twin.
+            // `h2` and the filter read every block, so the filter passes exactly the twin.
             assert_eq!(
                 passed(&generator.input, pieces, true),
                 generator.twin,
@@ -610,7 +610,7 @@ fn filtered_connection_behaves_like_normalized_input() {
         counts[1] += u64::from(expected.has_errors());
         counts[2] += u64::from(generator.input != generator.twin);
         if generator.one_in(3) {
-            mutated(seed, &mut generator, &mut counts[3]);
+            check_mutated(seed, &mut generator, &mut counts[3]);
         }
     }
     println!(
@@ -619,9 +619,9 @@ fn filtered_connection_behaves_like_normalized_input() {
     assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
 }
 
-/// Random octets of a connection change. Where `h2` answers no error, the filter must not change
-/// the outcome.
-fn mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
+/// Changes random octets of a connection. If `h2` alone reports no error, the filter must not
+/// change the outcome.
+fn check_mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
     let mut input = generator.twin.clone();
     for _ in 0..generator.random.random_range(1..4) {
         let at = generator.random.random_range(0..input.len());
@@ -634,17 +634,18 @@ fn mutated(seed: u64, generator: &mut Generator, accepted: &mut u64) {
     let pieces = generator.pieces();
     let outcome = unfiltered(&input, pieces.clone());
     let (through, _) = filtered(&input, pieces.clone());
-    // A reset by the client hides the error that h2 was about to answer.
+    // A reset by the client suppresses the error that `h2` would send.
     if !outcome.has_errors() && !has_reset(&input) {
         assert_eq!(through, outcome, "seed {seed}: {input:x?}");
         *accepted += 1;
     }
-    // An incomplete header block is held back, and h2 may answer its beginning.
+    // The outcomes may differ at an incomplete header block. The filter holds it back, and `h2`
+    // alone may respond to its start.
     if passed(&input, pieces, false) == input {
         assert_eq!(through, outcome, "seed {seed}");
     } else if !through.closes_connection() {
-        // A stream that h2 now accepts may show an error of the client that the reset of the stream
-        // hid.
+        // Behind the filter, `h2` may accept a stream that it resets alone. There may then be more
+        // requests, and a later error on that stream may close the connection.
         let mut rest = through.requests.iter();
         let found = outcome
             .requests

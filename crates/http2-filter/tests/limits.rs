@@ -1,4 +1,4 @@
-//! Header blocks beyond the limit of the filter.
+//! Header blocks that exceed the limit of the filter.
 
 use std::io;
 
@@ -16,7 +16,7 @@ fn frame(kind: u8, flags: u8, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags, 0, 0, 0, 1], payload].concat()
 }
 
-/// The octets that pass, and the error.
+/// Returns the octets that pass the filter, and the result of reading.
 async fn passed(frames: &[Vec<u8>]) -> (Vec<u8>, io::Result<usize>) {
     let input = [PREFACE, &frames.concat()].concat();
     let mut filter = Http2Filter::new(

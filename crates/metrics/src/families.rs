@@ -1,4 +1,4 @@
-//! Metrics by subsystem, one struct for each.
+//! Metrics of each subsystem, one struct per subsystem.
 
 mod api;
 mod audit;

@@ -1,4 +1,4 @@
-//! The two text formats of the metrics page, and the choice between them.
+//! The two text formats of the metrics page, and their negotiation.
 
 /// Text format of the metrics page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -10,7 +10,8 @@ pub enum TextFormat {
 }
 
 impl TextFormat {
-    /// OpenMetrics if the `Accept` headers prefer it to `text/plain`, else the Prometheus text format.
+    /// Returns OpenMetrics if the `Accept` headers prefer it to `text/plain`, and the Prometheus
+    /// text format otherwise.
     pub fn negotiate<'a>(accept: impl IntoIterator<Item = &'a str>) -> Self {
         let mut open_metrics = 0.0_f32;
         let mut plain = 0.0_f32;
@@ -34,7 +35,7 @@ impl TextFormat {
         }
     }
 
-    /// Value of the `Content-Type` header.
+    /// Returns the value of the `Content-Type` header.
     pub fn content_type(self) -> &'static str {
         match self {
             Self::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
@@ -51,8 +52,8 @@ impl TextFormat {
     }
 }
 
-/// Rewrites a page in OpenMetrics as Prometheus text 0.0.4: counter families carry the suffix of their samples, and there
-/// are neither units nor an end mark.
+/// Converts a page from OpenMetrics to Prometheus text 0.0.4. The names of counter families get the
+/// suffix of their samples. Units and the end mark are removed.
 fn prometheus_text(open_metrics: &str) -> String {
     let mut page = String::with_capacity(open_metrics.len());
     let mut help = None;
@@ -84,8 +85,9 @@ mod tests {
 
     #[test]
     fn open_metrics_is_served_only_on_request() {
-        let prometheus = "application/openmetrics-text;version=1.0.0;q=0.5,application/openmetrics-text;version=0.0.1;\
-                          q=0.4,text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
+        let prometheus = "application/openmetrics-text;version=1.0.0;q=0.5,\
+                          application/openmetrics-text;version=0.0.1;q=0.4,\
+                          text/plain;version=0.0.4;q=0.3,*/*;q=0.2";
         let cases: [(&[&str], TextFormat); 9] = [
             (&[], TextFormat::Prometheus),
             (&["*/*"], TextFormat::Prometheus),
@@ -120,9 +122,11 @@ mod tests {
 
     #[test]
     fn prometheus_text_declares_counters_under_their_sample_names() {
-        let open_metrics = "# HELP a_b Meaning of it.\n# TYPE a_b counter\na_b_total{x=\"1\"} 3\n# HELP c Other.\n\
+        let open_metrics = "# HELP a_b Meaning of it.\n# TYPE a_b counter\n\
+                            a_b_total{x=\"1\"} 3\n# HELP c Other.\n\
                             # TYPE c gauge\n# UNIT c seconds\nc 1.5\n# EOF\n";
-        let expected = "# HELP a_b_total Meaning of it.\n# TYPE a_b_total counter\na_b_total{x=\"1\"} 3\n# HELP c Other.\n\
+        let expected = "# HELP a_b_total Meaning of it.\n# TYPE a_b_total counter\n\
+                        a_b_total{x=\"1\"} 3\n# HELP c Other.\n\
                         # TYPE c gauge\nc 1.5\n";
         assert_eq!(
             TextFormat::Prometheus.convert(open_metrics.to_owned()),

@@ -5,7 +5,7 @@ use prometheus_client::encoding::EncodeLabelSet;
 use warmroute_core::block::StorageTier;
 use warmroute_core::worker::{ModelName, WorkerRank, WorkerRole};
 
-/// Model, by the name that the engines serve.
+/// Model, by the name under which the engines serve it.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelLabel {
     /// Model name; `unknown` if the request names no served model.
@@ -20,13 +20,13 @@ impl From<&ModelName> for ModelLabel {
     }
 }
 
-/// Model, routing mode and role of the decoding worker.
+/// Model, routing mode and role of the worker that decodes.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RequestLabels {
     /// Model name.
     pub model: String,
-    /// `exact`, `partial`, `approximate`, `load_only`, `passthrough`, `query` (only a choice was
-    /// requested) or `rejected`.
+    /// `exact`, `partial`, `approximate`, `load_only`, `passthrough`, `query` (the client requested
+    /// only the routing decision) or `rejected`.
     pub mode: &'static str,
     /// `aggregated`, `decode`; `none` if no worker was chosen.
     pub role: &'static str,
@@ -49,8 +49,8 @@ pub struct OutcomeLabel {
 /// Assignment of the phases of a request to workers.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct PhasePlanLabel {
-    /// `aggregated`, `remote_prefill`, or the reason for which the decode worker computes the prompt
-    /// although prefill workers exist.
+    /// `aggregated`, `remote_prefill`, or the reason for which the decode worker computes the
+    /// prompt although prefill workers exist.
     pub plan: &'static str,
 }
 
@@ -137,7 +137,7 @@ impl ModelRoleLabels {
     }
 }
 
-/// Label value of a role.
+/// Returns the label value of a role.
 fn role_name(role: Option<WorkerRole>) -> &'static str {
     role.map_or("unknown", WorkerRole::as_str)
 }
@@ -154,11 +154,12 @@ pub struct StageLabel {
 pub struct EventLabels {
     /// `stored`, `removed`, `cleared`, `ignored`.
     pub kind: &'static str,
-    /// `ok`, `parent_block_not_found`, `block_not_found`, `duplicate_store`, or `filtered_` and the reason.
+    /// `ok`, another outcome of applying the event to the index (such as `duplicate_store`,
+    /// `block_not_found` or `index_full`), or `filtered_` followed by the reason.
     pub outcome: &'static str,
 }
 
-/// Method of the router API and status of a call.
+/// Method and status of a call to the router API.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ApiCallLabels {
     /// Method of the gRPC service.
@@ -189,7 +190,7 @@ impl RankLabels {
     }
 }
 
-/// Worker rank and tier of its cache.
+/// Worker rank and storage tier of its cache.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RankTierLabels {
     /// Worker id.
@@ -239,7 +240,7 @@ impl RankFreshnessLabels {
     }
 }
 
-/// Setting, by its key in the configuration.
+/// Setting, by its key in the configuration file.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct SettingLabel {
     /// The key.
@@ -251,7 +252,7 @@ pub struct SettingLabel {
 pub struct EngineSessionLabels {
     /// `open`, `close`.
     pub call: &'static str,
-    /// `ok`, `timeout`, `unreachable`, `connection`, `status`, `overflow`.
+    /// `ok`, `busy`, `unreachable`, `timeout`, `not_offered`, `status`, `overflow`.
     pub outcome: &'static str,
 }
 
@@ -271,16 +272,16 @@ pub struct ListenerLabel {
     pub listener: &'static str,
 }
 
-/// Listener and outcome of an operation there.
+/// Listener and outcome of one of its operations.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ListenerOutcomeLabels {
-    /// `ext_proc`, `api`, `admin`, `xds`.
+    /// `ext_proc`, `ext_proc_unix`, `api`, `admin`, `health`, `xds`.
     pub listener: &'static str,
     /// The outcome.
     pub outcome: &'static str,
 }
 
-/// Listener and reason of an event there.
+/// Listener and reason of one of its events.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ListenerReasonLabels {
     /// `ext_proc`, `ext_proc_unix`, `health`, `api`, `admin`, `xds`.

@@ -1,6 +1,7 @@
-//! Metrics of warmroute, one module per subsystem. Each metric is defined once: name, type, labels, unit and help text.
-//! There is no global registry: the composition root creates one [`Metrics`] and passes it on. The exposition adds the
-//! prefix `warmroute_` to every name, and the suffix `_total` to counters.
+//! Metrics of warmroute, one module per subsystem. Each metric is defined once, with name, type,
+//! labels and help text. There is no global registry: the server creates one [`Metrics`] and passes
+//! it to its components. The exposition adds the prefix `warmroute_` to every name, and the suffix
+//! `_total` to counters.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -29,13 +30,14 @@ pub use format::TextFormat;
 pub use labels::*;
 pub use zero::KnownLabels;
 
-/// Family of histograms. The constructor is a function pointer so that the type has a name.
+/// Family of histograms. The constructor is a function pointer, so that the type can be written.
 pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
 
 /// Gauge with a fractional value.
 pub type FloatGauge = Gauge<f64, AtomicU64>;
 
-/// Defines the metrics of one subsystem: a field for each metric, with the name and the help text of the exposition.
+/// Defines the metrics struct of one subsystem. Each metric has a field. The doc comment of the
+/// field is also the help text in the exposition.
 macro_rules! metrics {
     (
         $(#[doc = $summary:literal])+
@@ -73,7 +75,7 @@ pub struct Metrics {
     pub audit: AuditMetrics,
     /// Metrics of remote prefills.
     pub prefill: PrefillMetrics,
-    /// Metrics of the queue.
+    /// Metrics of the queue of requests that wait for capacity.
     pub queue: QueueMetrics,
     /// Metrics of sessions.
     pub sessions: SessionMetrics,
@@ -87,7 +89,7 @@ pub struct Metrics {
     pub workers: WorkerMetrics,
     /// Metrics of the endpoints published to Envoy.
     pub endpoints: EndpointMetrics,
-    /// Metrics of the replicas.
+    /// Metrics of the synchronization between replicas.
     pub replicas: ReplicaMetrics,
     /// Metrics of KV events and their sources.
     pub kv_events: KvEventMetrics,
@@ -133,8 +135,8 @@ impl Default for Metrics {
 }
 
 impl Metrics {
-    /// Renders the page. `refresh` sets the values that are read at each scrape. Pages are rendered
-    /// one at a time, so `refresh` may clear families.
+    /// Renders the metrics page. `refresh` updates the gauges that are computed at each scrape.
+    /// Pages are rendered one at a time, so `refresh` may clear and rebuild families.
     pub fn page(
         &self,
         format: TextFormat,
@@ -147,7 +149,8 @@ impl Metrics {
         Ok(format.convert(page))
     }
 
-    /// Removes the series of a worker rank that left, except those that are rebuilt for each page.
+    /// Removes the series of a worker rank that left the fleet, except for series that each scrape
+    /// rebuilds.
     pub fn remove_rank(&self, rank: &RankLabels) {
         self.requests.worker_unreachable_requests.remove(rank);
     }
@@ -161,7 +164,8 @@ impl Metrics {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Registry> {
-        // Registration cannot panic half-way, so the registry behind a poisoned lock is complete.
+        // Metrics are registered before the lock exists, so a panic cannot leave the registry
+        // incomplete.
         self.registry
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
@@ -172,7 +176,7 @@ fn histograms<L: Clone + std::hash::Hash + Eq>(make: fn() -> Histogram) -> Histo
     Family::new_with_constructor(make)
 }
 
-/// Family whose series all start at zero.
+/// Creates a family of counters with one series at zero for each outcome.
 fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     let family = Family::default();
     values
@@ -181,6 +185,7 @@ fn outcomes(values: &[&'static str]) -> Family<OutcomeLabel, Counter> {
     family
 }
 
+/// Creates a family of counters with one series at zero for each reason.
 fn reasons(values: &[&'static str]) -> Family<ReasonLabel, Counter> {
     let family = Family::default();
     values
@@ -213,7 +218,7 @@ fn token_seconds() -> Histogram {
     Histogram::new(exponential_buckets(0.001, 1.6, 18))
 }
 
-/// From half a microsecond to one second.
+/// Creates a histogram with buckets from half a microsecond to one second.
 fn stage_seconds() -> Histogram {
     Histogram::new(exponential_buckets(0.000_000_5, 2.0, 22))
 }

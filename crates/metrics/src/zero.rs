@@ -1,4 +1,5 @@
-//! Series that exist at zero before their first event, so that `rate()` and alerts see the first increment.
+//! Creates series at zero before their first event, so that `rate()` and alerts include the first
+//! increment.
 
 use super::labels::{
     ApiCallLabels, CauseLabels, EngineSessionLabels, EventLabels, ListenerLabel,
@@ -8,13 +9,13 @@ use super::labels::{
 use super::{Histograms, Metrics};
 use warmroute_core::worker::{ModelName, WorkerRole};
 
-/// Label values that the core defines.
+/// Label values that are defined outside this crate.
 pub struct KnownLabels<'a> {
     /// The configured models.
     pub models: &'a [ModelName],
-    /// Reasons of degradations.
+    /// Reasons for which a request is not routed in exact mode.
     pub reasons: &'a [&'static str],
-    /// Causes of missed tokens.
+    /// Causes of prompt tokens that the engine had not cached.
     pub causes: &'a [&'static str],
 }
 
@@ -75,7 +76,7 @@ const API_METHODS: [&str; 11] = [
 const LISTENERS: [&str; 6] = ["ext_proc", "ext_proc_unix", "api", "admin", "health", "xds"];
 
 impl Metrics {
-    /// Creates the series whose labels are known at the start.
+    /// Creates the series whose labels are known when the process starts.
     pub fn start_at_zero(&self, known: &KnownLabels<'_>) {
         for &reason in known.reasons {
             drop(
@@ -222,8 +223,8 @@ impl Metrics {
         }
     }
 
-    /// Creates the series of one role of a model. The roles of a model are known once its workers
-    /// are.
+    /// Creates the series of one role of a model. Called when the roles of the model's workers are
+    /// known.
     pub fn start_role_at_zero(&self, model: &ModelName, role: WorkerRole) {
         let labels = ModelRoleLabels::new(model, Some(role));
         let counters = [
@@ -253,18 +254,19 @@ impl Metrics {
             };
             drop(self.requests.requests.get_or_create(&labels));
         }
-        let answers: [&Histograms<ModelRoleLabels>; 4] = [
+        let responses: [&Histograms<ModelRoleLabels>; 4] = [
             &self.requests.output_tokens,
             &self.requests.time_to_first_token_seconds,
             &self.requests.inter_token_latency_seconds,
             &self.requests.request_duration_seconds,
         ];
-        answers
+        responses
             .into_iter()
             .for_each(|family| drop(family.get_or_create(&labels)));
     }
 
-    /// Creates the series of settings that engines may report otherwise than configured.
+    /// Creates the series of a setting for engines that report another value than the configured
+    /// one.
     pub fn start_setting_at_zero(&self, setting: &'static str) {
         drop(
             self.workers

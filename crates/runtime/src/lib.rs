@@ -1,5 +1,5 @@
-//! Process services of warmroute: readiness and supervised tasks ([`lifecycle`]), and TLS listeners
-//! and clients whose files are reloaded ([`tls`]).
+//! Process services of warmroute. [`lifecycle`] has readiness and supervised tasks. [`tls`] has TLS
+//! listeners and clients whose files are reloaded.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]

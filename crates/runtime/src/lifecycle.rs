@@ -1,8 +1,8 @@
 //! Startup, supervision and shutdown.
 //!
-//! Readiness is a set of guards, one for each startup step; the service is ready when none is left.
-//! Background tasks run under [`supervise`], which reports every failure. Draining is a pending
-//! step that is never completed.
+//! Readiness is a set of guards, one for each startup step. The service is ready when no guard is
+//! left. Background tasks run under [`supervise`], which reports every failure. Draining is
+//! represented by a pending step that never completes.
 
 pub mod config;
 pub mod file_watcher;
@@ -63,7 +63,7 @@ impl ReadyGuard {
         self.outcome = StepOutcome::Complete;
     }
 
-    /// Ends the step because its deadline has passed; the service becomes ready without it.
+    /// Ends the step because its deadline has passed. The service becomes ready without it.
     pub fn give_up(mut self) {
         self.outcome = StepOutcome::TimedOut;
     }
@@ -72,7 +72,7 @@ impl ReadyGuard {
 impl Drop for ReadyGuard {
     fn drop(&mut self) {
         self.readiness.pending.send_modify(|pending| {
-            // While the process drains, guards are dropped with their owners.
+            // During draining, guards are dropped with their owners, which is not logged.
             if !pending.remove(&self.name) || pending.contains(DRAINING) {
                 return;
             }
@@ -129,12 +129,12 @@ impl Readiness {
         self.pending.subscribe()
     }
 
-    /// Returns whether the process drains.
+    /// Returns whether the process is draining.
     pub fn is_draining(&self) -> bool {
         self.pending.borrow().contains(DRAINING)
     }
 
-    /// Returns whether startup is complete, also while the process drains.
+    /// Returns whether startup is complete, even if the process is draining.
     pub fn is_started(&self) -> bool {
         self.pending.borrow().iter().all(|step| step == DRAINING)
     }
@@ -165,10 +165,11 @@ where
         let began = tokio::time::Instant::now();
         let ended = tokio::select! {
             () = stop.cancelled() => break,
-            ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("it panicked"))),
+            ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("the task panicked"))),
         };
         up.set(0);
-        // Resources of a task may be dropped before the task ends.
+        // Resources of a task may be dropped before the task ends, so its error is not reported
+        // after the stop.
         if stop.is_cancelled() {
             break;
         }
@@ -177,12 +178,12 @@ where
         }
         let wait = backoff.next_delay(rand::random());
         match ended {
-            Ok(()) => warn!(task = name, ?wait, "task ended; starting it again"),
+            Ok(()) => warn!(task = name, ?wait, "task ended; restarting it"),
             Err(error) => warn!(
                 task = name,
                 ?wait,
                 error = format!("{error:#}"),
-                "task failed; starting it again"
+                "task failed; restarting it"
             ),
         }
         metrics.process.task_restarts.get_or_create(&label).inc();
@@ -203,7 +204,8 @@ pub fn remove_task_metrics(name: &str, metrics: &Metrics) {
     metrics.process.task_restarts.remove(&label);
 }
 
-/// Exponential backoff with full jitter.
+/// Exponential backoff with equal jitter: a delay is between half of the upper bound and the upper
+/// bound.
 #[derive(Debug)]
 pub struct JitteredBackoff {
     ceiling: Duration,
@@ -277,18 +279,18 @@ mod tests {
     fn next_step_begins_before_previous_ends() {
         let readiness = Readiness::default();
         let first = readiness.begin_step("start");
-        let begun = std::sync::Barrier::new(2);
+        let barrier = std::sync::Barrier::new(2);
         let last = std::thread::scope(|scope| {
-            let watching = scope.spawn(|| {
-                begun.wait();
+            let watcher = scope.spawn(|| {
+                barrier.wait();
                 while readiness.pending() != ["end"] {
-                    assert!(!readiness.pending().is_empty(), "nothing is pending");
+                    assert!(!readiness.pending().is_empty(), "no step is pending");
                 }
             });
-            begun.wait();
+            barrier.wait();
             let steps = (0..20_000).fold(first, |guard, step| guard.then(format!("step {step}")));
             let last = steps.then("end");
-            watching.join().unwrap();
+            watcher.join().unwrap();
             last
         });
         drop(last);
@@ -318,7 +320,7 @@ mod tests {
             }
             let panics = tries == 1;
             async move {
-                assert!(!panics, "a panic is a failure like another");
+                assert!(!panics, "a panic is handled like an error");
                 Err(anyhow::anyhow!("no"))
             }
         })

@@ -3,7 +3,7 @@
 //!
 //! Certificates are reloaded when their files change, because issuers replace them every few weeks.
 //! New connections use the new certificate; established connections are not affected. Each
-//! handshake runs in its own task and has a deadline, so a silent client delays no other client.
+//! handshake runs in a separate task and has a deadline, so a silent client delays no other client.
 
 mod certificate;
 mod client;

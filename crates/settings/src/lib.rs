@@ -1,6 +1,6 @@
-//! Reader of settings files in YAML. Every value has its line, so that an error found long after
-//! parsing (two workers with one id, a port that overflows) points at the text to fix. All errors
-//! are collected. The configuration file and the workers file share this module.
+//! Reader of settings files in YAML: the configuration file and the workers file. Every value has
+//! its position, so an error found after parsing (two workers with the same id, a port that
+//! overflows) points at the text to fix. The reader collects all errors of a file.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -27,9 +27,9 @@ pub use urls::has_credentials;
 pub struct ConfigError {
     /// Path of the file.
     pub path: PathBuf,
-    /// Line, from 1. `None`: the error concerns the whole file.
+    /// Line, from 1. `None` if the error concerns the whole file.
     pub line: Option<usize>,
-    /// Column, from 1.
+    /// Column, from 1. `None` if it is unknown.
     pub column: Option<usize>,
     /// Problem and fix, in one sentence.
     pub problem: String,
@@ -68,7 +68,7 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// True for the name of an ordinary HTTP header (not a pseudo-header).
+/// Returns whether `name` is the name of an HTTP header that is not a pseudo-header.
 pub fn is_header_name(name: &str) -> bool {
     !name.is_empty()
         && name
@@ -76,7 +76,8 @@ pub fn is_header_name(name: &str) -> bool {
             .all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte))
 }
 
-/// Closest match of `word` among `known`, for "did you mean". `None`: no name is similar enough.
+/// Returns the name in `known` that is most similar to `word`, for the hint "did you mean". Returns
+/// `None` if no name is similar enough.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
@@ -87,8 +88,8 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
 }
 
 fn similarity(a: &str, b: &str) -> f64 {
-    // Two swapped letters in a short word are a single typo, but Jaro-Winkler rates them as
-    // dissimilar.
+    // Jaro-Winkler rates a short word with two swapped letters as dissimilar, although it differs
+    // by a single typo.
     let typo = if strsim::osa_distance(a, b) == 1 {
         0.9
     } else {
@@ -123,23 +124,23 @@ impl Document {
         })
     }
 
-    /// Content of the file, with the position of each value.
+    /// Returns the content of the file, with the position of each value.
     pub fn tree(&self) -> &Tree {
         &self.tree
     }
 
-    /// Deserializes the content. Returns all errors of form in the order of the file.
+    /// Deserializes the content. Returns all deserialization errors in the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
-        reader::read(&self.tree).map_err(|mistakes| {
+        reader::read(&self.tree).map_err(|errors| {
             self.in_order(
-                mistakes
+                errors
                     .into_iter()
                     .map(|(place, problem)| ConfigError::at(&self.path, place, problem)),
             )
         })
     }
 
-    /// Adds to each problem the line of its value. The result has the order of the file.
+    /// Adds to each problem the position of its value. Returns the errors in the order of the file.
     pub fn locate(&self, problems: Vec<Problem>) -> Vec<ConfigError> {
         self.in_order(problems.into_iter().map(|problem| {
             ConfigError::at(&self.path, self.tree.place_of(&problem.trail), problem.text)

@@ -1,20 +1,20 @@
-//! Positions in a settings file, and problems of its values.
+//! Positions in a settings file, and problems with its values.
 
-/// Line and column, both from 1; 0 if unknown.
+/// Position in a settings file. A number is 0 if it is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Place {
-    /// Line.
+    /// Line, from 1.
     pub line: usize,
-    /// Column.
+    /// Column, from 1.
     pub column: usize,
 }
 
-/// Step from a value to a value inside it.
+/// One step of the path from the root of a file to a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Value of a key.
+    /// The value of a key in a map.
     Key(String),
-    /// Element of a list, from 0.
+    /// The element of a list at an index, from 0.
     At(usize),
 }
 
@@ -30,19 +30,20 @@ impl From<usize> for Step {
     }
 }
 
-/// Semantic problem of a value. The value is named by its path from the root. The line is looked up
-/// only for a problem, so settings are plain values without positions.
+/// Semantic problem with a value, found after deserialization. It names the value by its path, and
+/// [`Document::locate`](crate::Document::locate) adds the line. Deserialized settings are therefore
+/// plain values without positions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
-    /// Path from the root to the value. The lookup of the line ends at the first step that the file
-    /// lacks.
+    /// Path from the root to the value. If the file lacks the value, the error has the position of
+    /// the last value on the path that exists.
     pub trail: Vec<Step>,
     /// Problem and fix.
     pub text: String,
 }
 
 impl Problem {
-    /// Creates a problem of the value of a key.
+    /// Creates a problem with the value of a key.
     pub fn of(key: &str, text: impl Into<String>) -> Self {
         Self {
             trail: vec![key.into()],
@@ -50,7 +51,7 @@ impl Problem {
         }
     }
 
-    /// Creates a problem of the value at the end of a path.
+    /// Creates a problem with the value at the end of a path.
     pub fn at(trail: impl IntoIterator<Item = Step>, text: impl Into<String>) -> Self {
         Self {
             trail: trail.into_iter().collect(),

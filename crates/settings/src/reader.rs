@@ -1,7 +1,6 @@
-//! Deserializer from a tree to typed settings that collects all errors of form. Serde stops at its
-//! first error. This reader records the error, removes the invalid value from the tree and reads
-//! the rest again, until a pass succeeds. A key that is missing only because it was removed is not
-//! reported.
+//! Deserializer from a tree to typed settings that collects all errors. Serde stops at the first
+//! error. This reader records the error, skips the invalid value and deserializes the tree again,
+//! until a pass succeeds. A key that is missing only because it was skipped is not reported.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -17,72 +16,76 @@ use super::{Place, Tree, Value, nearest};
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
 
-/// Indices of entries and elements from the root.
-type Path = Vec<usize>;
+/// Path from the root to a value, as indices of map entries and list elements.
+type ValuePath = Vec<usize>;
 
 /// Deserializes the tree, or returns every error with its position.
 pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, String)>> {
-    let mut cuts = Cuts::default();
+    let mut removed = RemovedValues::default();
     let mut errors = Vec::new();
     loop {
-        let reader = Reader {
+        let reader = ValueReader {
             tree,
-            path: Path::new(),
+            path: ValuePath::new(),
             name: String::new(),
-            cuts: &cuts,
+            removed: &removed,
         };
         let error = match T::deserialize(reader) {
             Ok(value) if errors.is_empty() => return Ok(value),
             Ok(_) => return Err(errors),
             Err(error) => error,
         };
-        if !cuts.is_consequence(&error) {
-            errors.push((error.place, error.sentence()));
+        if !removed.is_consequence(&error) {
+            errors.push((error.place, error.message()));
         }
-        // Each pass removes one more value, so the loop ends. The root cannot be removed.
-        if error.path.is_empty() || errors.len() == MAX_ERRORS || !cuts.add(&error, tree) {
+        // Each pass removes one more value, so the loop terminates. The root cannot be removed.
+        if error.path.is_empty() || errors.len() == MAX_ERRORS || !removed.add(&error, tree) {
             return Err(errors);
         }
     }
 }
 
-/// Values that were removed so far.
+/// Values that further passes skip.
 #[derive(Default)]
-struct Cuts {
-    values: HashSet<Path>,
-    /// Keys that a map lacks because of a removal, or because the author probably misspelt them.
-    lost: HashSet<(Path, String)>,
+struct RemovedValues {
+    values: HashSet<ValuePath>,
+    /// Keys of maps whose absence is not an error of its own: the value was removed, or the key is
+    /// probably misspelt and reported as unknown.
+    absent_keys: HashSet<(ValuePath, String)>,
 }
 
-impl Cuts {
+impl RemovedValues {
     fn is_consequence(&self, error: &SettingsError) -> bool {
         match &error.kind {
-            Kind::Missing(key) => self.lost.contains(&(error.path.clone(), (*key).to_owned())),
+            SettingsErrorKind::Missing(key) => self
+                .absent_keys
+                .contains(&(error.path.clone(), (*key).to_owned())),
             _ => false,
         }
     }
 
     fn add(&mut self, error: &SettingsError, tree: &Tree) -> bool {
         if let Some((position, outer)) = error.path.split_last()
-            && let Value::Map(entries) = &within(tree, outer).value
+            && let Value::Map(entries) = &value_at(tree, outer).value
         {
-            self.lost
+            self.absent_keys
                 .insert((outer.to_vec(), entries[*position].0.name.clone()));
         }
         if let (
-            Kind::Unknown {
+            SettingsErrorKind::Unknown {
                 meant: Some(meant), ..
             },
             Some((_, outer)),
         ) = (&error.kind, error.path.split_last())
         {
-            self.lost.insert((outer.to_vec(), (*meant).to_owned()));
+            self.absent_keys
+                .insert((outer.to_vec(), (*meant).to_owned()));
         }
         self.values.insert(error.path.clone())
     }
 }
 
-fn within<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
+fn value_at<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
     path.iter().fold(tree, |here, &position| match &here.value {
         Value::Map(entries) => &entries[position].1,
         Value::List(items) => &items[position],
@@ -90,75 +93,77 @@ fn within<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
     })
 }
 
-/// Error of form. The innermost reader that it passes adds its position.
+/// Deserialization error. The reader of the innermost value adds its position.
 #[derive(Debug)]
 struct SettingsError {
-    kind: Kind,
+    kind: SettingsErrorKind,
     located: bool,
     place: Place,
-    path: Path,
+    path: ValuePath,
     name: Box<str>,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum SettingsErrorKind {
     /// A required key is missing.
     Missing(&'static str),
-    /// Unknown key.
+    /// A key is unknown. `meant` is the known key that it probably stands for.
     Unknown {
         key: Box<str>,
         known: &'static [&'static str],
         meant: Option<&'static str>,
     },
-    /// Value of the wrong type. The text continues "`key` ...".
-    Wrong(String),
-    /// Value that its own deserializer rejects, with that error.
-    Refused(String),
+    /// A value of the wrong type. The message is "`key`" followed by this text.
+    WrongType(String),
+    /// A value that its own deserializer rejects, with that error.
+    Rejected(String),
 }
 
 impl SettingsError {
-    fn new(kind: Kind) -> Self {
+    fn new(kind: SettingsErrorKind) -> Self {
         Self {
             kind,
             located: false,
             place: Place::default(),
-            path: Path::new(),
+            path: ValuePath::new(),
             name: Box::default(),
         }
     }
 
-    fn sentence(&self) -> String {
+    fn message(&self) -> String {
         let name = if self.name.is_empty() {
             "the file".to_owned()
         } else {
             format!("`{}`", self.name)
         };
         match &self.kind {
-            Kind::Missing(key) if self.name.is_empty() => {
+            SettingsErrorKind::Missing(key) if self.name.is_empty() => {
                 format!("`{key}` is missing; it must be given")
             }
-            Kind::Missing(key) => format!("`{key}` is missing in {name}; it must be given"),
-            Kind::Unknown {
+            SettingsErrorKind::Missing(key) => {
+                format!("`{key}` is missing in {name}; it must be given")
+            }
+            SettingsErrorKind::Unknown {
                 key,
                 meant: Some(meant),
                 ..
             } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            Kind::Unknown {
+            SettingsErrorKind::Unknown {
                 key,
                 known,
                 meant: None,
             } => {
                 format!("unknown key `{key}`; {name} takes {}", known.join(", "))
             }
-            Kind::Wrong(text) => format!("{name} {text}"),
-            Kind::Refused(text) => format!("{name}: {text}"),
+            SettingsErrorKind::WrongType(text) => format!("{name} {text}"),
+            SettingsErrorKind::Rejected(text) => format!("{name}: {text}"),
         }
     }
 }
 
 impl fmt::Display for SettingsError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.sentence())
+        f.write_str(&self.message())
     }
 }
 
@@ -166,7 +171,7 @@ impl std::error::Error for SettingsError {}
 
 impl de::Error for SettingsError {
     fn custom<T: fmt::Display>(text: T) -> Self {
-        Self::new(Kind::Refused(text.to_string()))
+        Self::new(SettingsErrorKind::Rejected(text.to_string()))
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
@@ -176,14 +181,14 @@ impl de::Error for SettingsError {
         } else {
             ""
         };
-        Self::new(Kind::Wrong(format!(
+        Self::new(SettingsErrorKind::WrongType(format!(
             "must be {expected}, not {}{quotes}",
             describe_found(found)
         )))
     }
 
     fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
-        Self::new(Kind::Wrong(format!(
+        Self::new(SettingsErrorKind::WrongType(format!(
             "must be {}, not {}",
             describe_expected(&expected.to_string()),
             describe_found(found)
@@ -193,7 +198,7 @@ impl de::Error for SettingsError {
     fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
         let meant = nearest(variant, expected.iter().copied());
         let hint = meant.map_or(String::new(), |meant| format!("; did you mean `{meant}`?"));
-        Self::new(Kind::Wrong(format!(
+        Self::new(SettingsErrorKind::WrongType(format!(
             "must be one of {}, not `{variant}`{hint}",
             expected.join(", ")
         )))
@@ -201,7 +206,7 @@ impl de::Error for SettingsError {
 
     fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
         let meant = nearest(key, expected.iter().copied());
-        Self::new(Kind::Unknown {
+        Self::new(SettingsErrorKind::Unknown {
             key: key.into(),
             known: expected,
             meant,
@@ -209,11 +214,11 @@ impl de::Error for SettingsError {
     }
 
     fn missing_field(key: &'static str) -> Self {
-        Self::new(Kind::Missing(key))
+        Self::new(SettingsErrorKind::Missing(key))
     }
 }
 
-/// Translates Serde's name of an expected type for the author of a settings file.
+/// Converts Serde's description of an expected type to words for users.
 fn describe_expected(expected: &str) -> String {
     match expected {
         "u8" => format!("a whole number from 0 to {}", u8::MAX),
@@ -244,15 +249,15 @@ fn describe_found(found: Unexpected<'_>) -> String {
     }
 }
 
-/// Reader of one value, with its path.
-struct Reader<'a> {
+/// Deserializer of one value.
+struct ValueReader<'a> {
     tree: &'a Tree,
-    path: Path,
+    path: ValuePath,
     name: String,
-    cuts: &'a Cuts,
+    removed: &'a RemovedValues,
 }
 
-impl<'a> Reader<'a> {
+impl<'a> ValueReader<'a> {
     fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
         let mut path = self.path.clone();
         path.push(position);
@@ -260,26 +265,27 @@ impl<'a> Reader<'a> {
             tree,
             path,
             name,
-            cuts: self.cuts,
+            removed: self.removed,
         }
     }
 
-    fn is_cut(&self, position: usize) -> bool {
-        !self.cuts.values.is_empty()
+    fn is_removed(&self, position: usize) -> bool {
+        !self.removed.values.is_empty()
             && self
-                .cuts
+                .removed
                 .values
                 .contains(&[&self.path[..], &[position]].concat())
     }
 
-    /// Adds the position of this value to an error, unless an inner value has added its own.
+    /// Adds the position of this value to an error, unless an inner value has already done so.
     fn locate(&self, mut error: SettingsError) -> SettingsError {
         if !error.located {
             error.located = true;
             error.place = self.tree.place;
             error.path.clone_from(&self.path);
             error.name = self.name.as_str().into();
-            if let (Kind::Refused(text), Value::Text(given)) = (&mut error.kind, &self.tree.value)
+            if let (SettingsErrorKind::Rejected(text), Value::Text(given)) =
+                (&mut error.kind, &self.tree.value)
                 && text == "invalid socket address syntax"
             {
                 *text = format!(
@@ -311,13 +317,13 @@ impl<'a> Reader<'a> {
             Value::Signed(value) => visitor.visit_i64(*value),
             Value::Float(value) => visitor.visit_f64(*value),
             Value::Text(value) => visitor.visit_str(value),
-            Value::List(items) => visitor.visit_seq(Items {
-                of: self,
+            Value::List(items) => visitor.visit_seq(ListReader {
+                parent: self,
                 items,
                 next: 0,
             }),
-            Value::Map(entries) => visitor.visit_map(Entries {
-                of: self,
+            Value::Map(entries) => visitor.visit_map(MapReader {
+                parent: self,
                 entries,
                 next: 0,
                 value: None,
@@ -325,13 +331,13 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Fails at the first key that is not among `fields`.
-    fn unknown_key(&self, fields: &'static [&'static str]) -> Result<(), SettingsError> {
+    /// Returns an error if a key is not among `fields`.
+    fn check_keys(&self, fields: &'static [&'static str]) -> Result<(), SettingsError> {
         let Value::Map(entries) = &self.tree.value else {
             return Ok(());
         };
         for (position, (key, tree)) in entries.iter().enumerate() {
-            if !fields.contains(&key.name.as_str()) && !self.is_cut(position) {
+            if !fields.contains(&key.name.as_str()) && !self.is_removed(position) {
                 let mut error = self
                     .inner(position, tree, self.name.clone())
                     .locate(de::Error::unknown_field(&key.name, fields));
@@ -343,7 +349,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-impl<'de> Deserializer<'de> for Reader<'_> {
+impl<'de> Deserializer<'de> for ValueReader<'_> {
     type Error = SettingsError;
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
@@ -371,11 +377,11 @@ impl<'de> Deserializer<'de> for Reader<'_> {
         fields: &'static [&'static str],
         visitor: V,
     ) -> Result<V::Value, SettingsError> {
-        self.unknown_key(fields)?;
+        self.check_keys(fields)?;
         let result = match &self.tree.value {
-            // A section with only comments has the default values.
-            Value::Null => visitor.visit_map(Entries {
-                of: &self,
+            // A section without keys has the default values.
+            Value::Null => visitor.visit_map(MapReader {
+                parent: &self,
                 entries: &[],
                 next: 0,
                 value: None,
@@ -407,13 +413,13 @@ impl<'de> Deserializer<'de> for Reader<'_> {
     }
 }
 
-struct Items<'r, 'a> {
-    of: &'r Reader<'a>,
+struct ListReader<'r, 'a> {
+    parent: &'r ValueReader<'a>,
     items: &'a [Tree],
     next: usize,
 }
 
-impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
+impl<'de> de::SeqAccess<'de> for ListReader<'_, '_> {
     type Error = SettingsError;
 
     fn next_element_seed<S: DeserializeSeed<'de>>(
@@ -423,10 +429,10 @@ impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
         while let Some(tree) = self.items.get(self.next) {
             let position = self.next;
             self.next += 1;
-            if !self.of.is_cut(position) {
-                let name = format!("{}[{position}]", self.of.name);
+            if !self.parent.is_removed(position) {
+                let name = format!("{}[{position}]", self.parent.name);
                 return seed
-                    .deserialize(self.of.inner(position, tree, name))
+                    .deserialize(self.parent.inner(position, tree, name))
                     .map(Some);
             }
         }
@@ -434,14 +440,14 @@ impl<'de> de::SeqAccess<'de> for Items<'_, '_> {
     }
 }
 
-struct Entries<'r, 'a> {
-    of: &'r Reader<'a>,
+struct MapReader<'r, 'a> {
+    parent: &'r ValueReader<'a>,
     entries: &'a [(super::tree::Key, Tree)],
     next: usize,
-    value: Option<Reader<'a>>,
+    value: Option<ValueReader<'a>>,
 }
 
-impl<'de> de::MapAccess<'de> for Entries<'_, '_> {
+impl<'de> de::MapAccess<'de> for MapReader<'_, '_> {
     type Error = SettingsError;
 
     fn next_key_seed<S: DeserializeSeed<'de>>(
@@ -451,8 +457,8 @@ impl<'de> de::MapAccess<'de> for Entries<'_, '_> {
         while let Some((key, tree)) = self.entries.get(self.next) {
             let position = self.next;
             self.next += 1;
-            if !self.of.is_cut(position) {
-                self.value = Some(self.of.inner(position, tree, key.name.clone()));
+            if !self.parent.is_removed(position) {
+                self.value = Some(self.parent.inner(position, tree, key.name.clone()));
                 return seed.deserialize(StrDeserializer::new(&key.name)).map(Some);
             }
         }

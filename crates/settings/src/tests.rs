@@ -77,7 +77,7 @@ fn valid_text_is_read_completely() {
 }
 
 #[test]
-fn every_error_of_form_has_a_position() {
+fn every_deserialization_error_has_a_position() {
     let text = "\
 name: 7
 seats: 0
@@ -111,7 +111,7 @@ fn invalid_yaml_has_a_position() {
         ("name: [a\n", "s:"),
         ("name: a\n  b: c\n", "s:2:"),
         ("name: a\nname: b\n", "s:2:1: this is not valid YAML: "),
-        ("a: *nobody\n", "s:1:"),
+        ("a: *undefined\n", "s:1:"),
         ("name: a\n---\nname: b\n", "s:3:"),
     ] {
         let errors = read(text).unwrap_err();
@@ -152,11 +152,11 @@ fn problem_has_the_line_of_the_nearest_value() {
         b"name: a\nshelves:\n  - id: 1\n    colour: red\n",
     )
     .unwrap();
-    let trail = |steps: &[Step]| document.tree().place_of(steps).line;
-    assert_eq!(trail(&["name".into()]), 1);
-    assert_eq!(trail(&["shelves".into(), 0.into(), "colour".into()]), 4);
-    assert_eq!(trail(&["shelves".into(), 0.into(), "size".into()]), 3);
-    assert_eq!(trail(&["shelves".into(), 9.into()]), 3);
+    let line_of = |steps: &[Step]| document.tree().place_of(steps).line;
+    assert_eq!(line_of(&["name".into()]), 1);
+    assert_eq!(line_of(&["shelves".into(), 0.into(), "colour".into()]), 4);
+    assert_eq!(line_of(&["shelves".into(), 0.into(), "size".into()]), 3);
+    assert_eq!(line_of(&["shelves".into(), 9.into()]), 3);
     let problems = vec![Problem::of("shelves", "late"), Problem::of("name", "early")];
     let located: Vec<_> = document
         .locate(problems)
@@ -188,14 +188,14 @@ fn only_similar_words_are_suggested() {
 
 proptest! {
     #[test]
-    fn parser_accepts_any_bytes(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+    fn any_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         if let Ok(document) = Document::parse(Path::new("s"), &bytes) {
             let _ = document.read::<Shop>();
         }
     }
 
     #[test]
-    fn parser_accepts_damaged_yaml(text in "[a-e:\\-\\[\\]{}&*!|>'\"%@#, \n?~0-9.]{0,80}") {
+    fn broken_yaml_is_parsed_without_panic(text in "[a-e:\\-\\[\\]{}&*!|>'\"%@#, \n?~0-9.]{0,80}") {
         if let Ok(document) = Document::parse(Path::new("s"), text.as_bytes()) {
             let _ = document.read::<Shop>();
         }

@@ -1,4 +1,4 @@
-//! YAML document as a tree. Every value and every key has its position.
+//! A YAML document as a tree. Every value and every key has its position.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde_saphyr::Spanned;
 
 use super::{Place, Step};
 
-/// Value and its position.
+/// A YAML value with its position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tree {
     /// The value.
@@ -16,7 +16,7 @@ pub struct Tree {
     pub place: Place,
 }
 
-/// YAML value.
+/// A YAML value.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Value {
     /// Empty, `~` or `null`.
@@ -27,7 +27,7 @@ pub enum Value {
     Unsigned(u64),
     /// Negative integer.
     Signed(i64),
-    /// Other number.
+    /// A number with a fraction or an exponent, or a non-finite number.
     Float(f64),
     /// Text.
     Text(String),
@@ -37,17 +37,18 @@ pub enum Value {
     Map(Vec<(Key, Tree)>),
 }
 
-/// Key and its position.
+/// A key of a map with its position.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Key {
-    /// The key.
+    /// The text of the key.
     pub name: String,
     /// Position of its start.
     pub place: Place,
 }
 
 impl Tree {
-    /// Position of the value at the end of a path, or of the last value on the path that exists.
+    /// Returns the position of the value at the end of a path. If it does not exist, returns the
+    /// position of the last value on the path that exists.
     pub(super) fn place_of(&self, trail: &[Step]) -> Place {
         let mut node = self;
         for step in trail {
@@ -68,9 +69,10 @@ impl Tree {
     }
 }
 
-/// Parses one document. An error has its position.
+/// Parses one YAML document. Returns an error with its position.
 pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
-    // Non-finite numbers pass, so that the check of the setting rejects them with its own message.
+    // Non-finite numbers are accepted here. The check of each setting rejects them with a better
+    // message.
     let options = serde_saphyr::options! {
         with_snippet: false,
         strict_booleans: true,
@@ -89,7 +91,7 @@ pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
     })
 }
 
-/// Removes the position from a message of the parser. The error has it already.
+/// Removes the position from a message of the YAML parser, because the error states it separately.
 fn without_place(message: &str) -> &str {
     let message = message.lines().next().unwrap_or_default();
     let message = message

@@ -1,5 +1,5 @@
-//! Durations and sizes with units: `250ms`, `32MiB`. They are printed as they are parsed, so a
-//! resolved configuration can be loaded again.
+//! Durations and sizes with units, such as `250ms` and `32MiB`. They are printed in the notation in
+//! which they are parsed, so a printed configuration can be loaded again.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
-/// Duration.
+/// Duration, written with its unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Period(pub Duration);
 
@@ -62,7 +62,7 @@ impl fmt::Display for Period {
     }
 }
 
-/// Size in bytes.
+/// Size in bytes, written with its unit or as a plain number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Size(pub u64);
 
@@ -77,7 +77,7 @@ impl Size {
         Self(mib * 1024 * 1024)
     }
 
-    /// Size as `usize`, saturated.
+    /// Returns the size in bytes, at most `usize::MAX`.
     pub fn bytes(self) -> usize {
         usize::try_from(self.0).unwrap_or(usize::MAX)
     }

@@ -1,6 +1,7 @@
-//! URLs in settings.
+//! Checks of URLs in settings.
 
-/// True if a URL contains a user name or a password. URLs appear on status pages and in the log.
+/// Returns whether a URL contains a user name or a password. Such URLs are rejected, because URLs
+/// appear on status pages and in logs.
 pub fn has_credentials(url: &str) -> bool {
     let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();

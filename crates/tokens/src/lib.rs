@@ -1,6 +1,6 @@
-//! Bodies of LLM requests to the exact token ids that the engine computes.
+//! Converts bodies of LLM requests to the exact token ids that the engine computes.
 //!
-//! [`openai`] reads the request of an API into messages and tools. [`prompt`] renders the chat
+//! [`openai`] parses the request of an API into messages and tools. [`prompt`] renders the chat
 //! template of the model, tokenizes the text as the engine does, and hashes the tokens into blocks.
 
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Request bodies of the OpenAI-compatible APIs, as vLLM reads them.
+//! Request bodies of the OpenAI-compatible APIs, parsed as vLLM parses them.
 //!
 //! Only the fields that decide the prompt tokens, the worker and the output length are read.
 //! Unknown fields are ignored, because every engine version adds some. An unreadable body is a
@@ -98,7 +98,7 @@ impl ApiRequest {
             .or(Some(-1));
     }
 
-    /// A request whose tokens cannot be known, with `text_bytes` bytes of text.
+    /// Creates a request whose tokens cannot be known, with `text_bytes` bytes of text.
     fn untokenized(model: Option<String>, text_bytes: usize) -> Self {
         Self::with_prompt(
             model,
@@ -109,8 +109,8 @@ impl ApiRequest {
         )
     }
 
-    /// A request that continues from state stored in an engine, with `text_bytes` bytes of new
-    /// text.
+    /// Creates a request that continues from state stored in an engine, with `text_bytes` bytes of
+    /// new text.
     fn stored_in_engine(model: Option<String>, text_bytes: usize) -> Self {
         Self::with_prompt(
             model,
@@ -123,12 +123,12 @@ impl ApiRequest {
 }
 
 impl PromptInput {
-    /// Number of bytes of text in the prompt.
+    /// Returns the number of bytes of text in the prompt.
     fn text_bytes(&self) -> usize {
         match self {
             Self::Chat(chat) => chat.text_bytes(),
             Self::Texts(texts) => texts.iter().map(String::len).sum(),
-            Self::Unknown(opaque) => opaque.text_bytes,
+            Self::Unknown(unknown) => unknown.text_bytes,
             Self::Tokens(_) | Self::Embeddings | Self::OverLimit | Self::NoPrompt => 0,
         }
     }
@@ -143,7 +143,7 @@ pub enum PromptInput {
     Texts(Vec<String>),
     /// One or several lists of token ids.
     Tokens(Vec<Vec<u32>>),
-    /// Embeddings instead of tokens, or beside tokens.
+    /// Embeddings instead of tokens, or in addition to them.
     Embeddings,
     /// More prompts or JSON values than warmroute reads.
     OverLimit,
@@ -206,8 +206,8 @@ pub enum ParseError {
     /// The body is a JSON list or a bare value.
     #[error("the request body is not a JSON object")]
     NotAnObject,
-    /// The body is not JSON or has an unexpected structure. The message quotes nothing of the body,
-    /// because it is logged.
+    /// The body is not JSON or has an unexpected structure. The message is logged, so it contains
+    /// no content of the body.
     #[error("the request body is invalid: {0}")]
     Json(String),
     /// A required field is missing.
@@ -224,7 +224,8 @@ impl From<serde_json::Error> for ParseError {
         if error.classify() != Category::Data {
             return Self::Json(text);
         }
-        // serde's message quotes the offending value first and names the expected type last.
+        // serde's message begins with the invalid value, which must not be logged, and ends with
+        // the expected type.
         let place = format!(" at line {} column {}", error.line(), error.column());
         let message = text.strip_suffix(&place).unwrap_or(&text);
         let named = ["missing field `", "duplicate field `"]
@@ -239,8 +240,8 @@ impl From<serde_json::Error> for ParseError {
     }
 }
 
-/// Reads only the model name of a body. Engines accept bodies that [`parse`] rejects, and such a
-/// request should still reach a worker that serves its model.
+/// Reads only the model name of a body. Engines accept some bodies that [`parse`] rejects. Such a
+/// request can then still be routed to a worker that serves its model.
 pub fn read_model(body: &[u8]) -> Option<String> {
     #[derive(serde::Deserialize)]
     struct ModelField {
@@ -261,8 +262,7 @@ const MAX_MODEL_SCAN_BYTES: usize = 1 << 20;
 /// Maximum length of a model name in bytes; longer names only waste memory.
 pub const MAX_MODEL_NAME_BYTES: usize = 1024;
 
-/// Reads the model name from the beginning of a body. A name that the end of the prefix cuts off is
-/// ignored.
+/// Reads the model name from the beginning of a body. A truncated name is ignored.
 pub fn read_model_from_prefix(body: &[u8]) -> Option<String> {
     let repaired = json_repair::repair(&body[..body.len().min(MAX_MODEL_SCAN_BYTES)])?;
     let in_name = repaired.cut == json_repair::CutPoint::InText(vec!["model".into()]);
@@ -274,7 +274,7 @@ pub fn read_model_from_prefix(body: &[u8]) -> Option<String> {
     read_model(&repaired.json)
 }
 
-/// Parses a JSON body, or a multipart form where the API accepts forms and `boundary` is set.
+/// Parses a JSON body, or a multipart form if the API accepts forms and `boundary` is set.
 pub fn parse_body(
     api: ApiKind,
     boundary: Option<&str>,
@@ -289,8 +289,8 @@ pub fn parse_body(
     }
 }
 
-/// Returns true if the parsed body retains JSON values, each of which takes far more memory than
-/// its text.
+/// Returns true if the parsed request may contain many JSON values, each of which takes far more
+/// memory than its text.
 fn retains_json_values(api: ApiKind, text: &str) -> bool {
     #[derive(Deserialize)]
     struct RetainedFields<'a> {

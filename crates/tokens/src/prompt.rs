@@ -151,7 +151,7 @@ pub enum EncodeError {
 }
 
 impl EncodeError {
-    /// Returns the metric label of the error. It contains nothing of the prompt.
+    /// Returns the metric label of the error. It contains no text of the prompt.
     pub fn label(&self) -> &'static str {
         match self {
             Self::Multimodal(_) => "multimodal",
@@ -202,7 +202,7 @@ impl Encoder {
         Self::load_with_traits(config, &ModelTraits::default())
     }
 
-    /// Like [`Encoder::load`], with the traits of the model and its engine.
+    /// Loads an encoder like [`Encoder::load`], with the traits of the model and its engine.
     pub fn load_with_traits(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
         let ModelFiles {
             tokenizer,
@@ -238,7 +238,7 @@ impl Encoder {
         })
     }
 
-    /// Returns true if conversations can be rendered.
+    /// Returns true if the model has a chat template, which conversations require.
     pub fn has_chat_template(&self) -> bool {
         self.templates.is_some()
     }
@@ -262,13 +262,13 @@ impl Encoder {
         self.tokenizer.enable_fast_path()
     }
 
-    /// Returns the reason why only the library tokenizer is used.
+    /// Returns the reason why the fast tokenizer is disabled, if it is.
     pub fn fast_path_disabled_reason(&self) -> Option<&'static str> {
         self.tokenizer.disabled_reason()
     }
 
     /// Compares the fast tokenizer with the library on a piece of a recent prompt. Returns whether
-    /// they differ, or `None` without a new prompt. Takes some milliseconds.
+    /// they differ, or `None` if there was no new prompt. Takes some milliseconds.
     pub fn verify_sample(&self) -> Option<bool> {
         self.tokenizer.verify_sample()
     }
@@ -471,8 +471,8 @@ fn truncate_tokens(tokens: &[u32], limit: Option<usize>, side: TruncationSide) -
     &tokens[retained_range(tokens.len(), limit.unwrap_or(usize::MAX), side)]
 }
 
-/// Truncates an encoding. The tokenizer's own truncation also stores the removed part, in pieces of
-/// the retained length: a request for one token of a long prompt would take gigabytes.
+/// Truncates an encoding. The tokenizer's own truncation also stores the removed part in pieces of
+/// the retained length, so a limit of one token would take gigabytes for a long prompt.
 fn truncate_encoding(encoding: Encoding, limit: usize, side: TruncationSide) -> Encoding {
     if limit >= encoding.len() {
         return encoding;

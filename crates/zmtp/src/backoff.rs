@@ -11,7 +11,7 @@ pub struct ReconnectBackoff {
 }
 
 impl ReconnectBackoff {
-    /// A back-off that doubles from `first` to `longest`.
+    /// Creates a back-off whose pause doubles from `first` to `longest`.
     pub fn new(first: Duration, longest: Duration) -> Self {
         Self {
             first,
@@ -20,7 +20,7 @@ impl ReconnectBackoff {
         }
     }
 
-    /// Returns the pause before the next attempt. `jitter`, from 0 to 1, spreads it between 75 %
+    /// Returns the pause before the next attempt. `jitter`, from 0 to 1, scales it between 75 %
     /// and 125 %.
     pub fn next_pause(&mut self, jitter: f64) -> Duration {
         let pause = self.next.mul_f64(0.75 + jitter.clamp(0.0, 1.0) / 2.0);
@@ -28,7 +28,7 @@ impl ReconnectBackoff {
         pause
     }
 
-    /// Starts again with the first pause.
+    /// Resets the next pause to `first`.
     pub fn reset(&mut self) {
         self.next = self.first;
     }

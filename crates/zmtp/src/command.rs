@@ -1,13 +1,13 @@
-//! Commands: a name and data.
+//! ZMTP commands: a name and data.
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 
 use crate::error::ProtocolError;
 
-/// Longest context of a PING, by the specification.
-const CONTEXT: usize = 16;
+/// Longest context of a PING in bytes, from the specification.
+const MAX_PING_CONTEXT: usize = 16;
 
-/// A command of the peer.
+/// A command that the peer sent.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum ZmtpCommand {
     /// The handshake is complete on the peer's side.
@@ -22,18 +22,19 @@ pub(crate) enum ZmtpCommand {
 
 impl ZmtpCommand {
     pub(crate) fn decode(mut body: Bytes) -> Result<Self, ProtocolError> {
-        let name = take_short(&mut body).ok_or(ProtocolError::MalformedCommand("unnamed"))?;
+        let name =
+            split_short_field(&mut body).ok_or(ProtocolError::MalformedCommand("unnamed"))?;
         match &name[..] {
-            b"READY" => ready(body).ok_or(ProtocolError::MalformedCommand("READY")),
+            b"READY" => parse_ready(body).ok_or(ProtocolError::MalformedCommand("READY")),
             b"ERROR" => {
                 let reason =
-                    take_short(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
+                    split_short_field(&mut body).ok_or(ProtocolError::MalformedCommand("ERROR"))?;
                 Ok(ZmtpCommand::Error {
                     reason: String::from_utf8_lossy(&reason).into_owned(),
                 })
             }
             b"PING" => {
-                if body.try_get_u16().is_err() || body.len() > CONTEXT {
+                if body.try_get_u16().is_err() || body.len() > MAX_PING_CONTEXT {
                     return Err(ProtocolError::MalformedCommand("PING"));
                 }
                 Ok(ZmtpCommand::Ping { context: body })
@@ -43,17 +44,17 @@ impl ZmtpCommand {
     }
 }
 
-/// Takes a piece with one byte of length in front.
-fn take_short(body: &mut Bytes) -> Option<Bytes> {
+/// Splits off a field that is prefixed with its length in one byte.
+fn split_short_field(body: &mut Bytes) -> Option<Bytes> {
     let length = usize::from(body.try_get_u8().ok()?);
     (body.len() >= length).then(|| body.split_to(length))
 }
 
 /// Reads the properties of READY. Only the socket type is used.
-fn ready(mut body: Bytes) -> Option<ZmtpCommand> {
+fn parse_ready(mut body: Bytes) -> Option<ZmtpCommand> {
     let mut socket_type = String::new();
     while body.has_remaining() {
-        let name = take_short(&mut body)?;
+        let name = split_short_field(&mut body)?;
         let length = usize::try_from(body.try_get_u32().ok()?).ok()?;
         let value = (body.len() >= length).then(|| body.split_to(length))?;
         if name.eq_ignore_ascii_case(b"Socket-Type") {
@@ -63,7 +64,7 @@ fn ready(mut body: Bytes) -> Option<ZmtpCommand> {
     Some(ZmtpCommand::Ready { socket_type })
 }
 
-/// The body of READY for a socket type.
+/// Returns the body of READY for a socket type.
 pub(crate) fn ready_body(socket_type: &str) -> BytesMut {
     let mut body = BytesMut::from(&b"\x05READY\x0bSocket-Type"[..]);
     body.put_u32(u32::try_from(socket_type.len()).unwrap_or_default());
@@ -71,7 +72,7 @@ pub(crate) fn ready_body(socket_type: &str) -> BytesMut {
     body
 }
 
-/// The body of SUBSCRIBE (ZMTP 3.1).
+/// Returns the body of SUBSCRIBE (ZMTP 3.1).
 pub(crate) fn subscribe_body(topic: &[u8]) -> Vec<u8> {
     [b"\x09SUBSCRIBE", topic].concat()
 }
@@ -79,7 +80,7 @@ pub(crate) fn subscribe_body(topic: &[u8]) -> Vec<u8> {
 /// The body of PING, without a time to live and without a context.
 pub(crate) const PING: &[u8] = b"\x04PING\x00\x00";
 
-/// The body of PONG.
+/// Returns the body of PONG.
 pub(crate) fn pong_body(context: &[u8]) -> Vec<u8> {
     [b"\x04PONG", context].concat()
 }

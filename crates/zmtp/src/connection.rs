@@ -9,9 +9,9 @@ use tokio::time::{Instant, sleep_until, timeout};
 use crate::error::ZmtpError;
 use crate::session::{SessionEvent, ZmtpSession};
 
-/// Bytes of one read. The session consumes everything before the next read, so the buffer does not
+/// Bytes of one read. The session consumes all input before the next read, so the buffer does not
 /// grow.
-const READ: usize = 16 * 1024;
+const READ_SIZE: usize = 16 * 1024;
 
 /// Timeouts and intervals of a connection.
 #[derive(Clone, Copy, Debug)]
@@ -22,8 +22,8 @@ pub struct ConnectionTiming {
     pub handshake: Duration,
     /// Interval of heartbeats to peers that support them.
     pub heartbeat: Duration,
-    /// A peer that supports heartbeats and sends nothing for this long is gone; so is one that
-    /// accepts no data.
+    /// Time after which a peer that accepts no data is disconnected. A peer that supports
+    /// heartbeats is also disconnected if it sends nothing for this long.
     pub silence: Duration,
 }
 
@@ -38,7 +38,7 @@ impl Default for ConnectionTiming {
     }
 }
 
-/// One connection after its handshake.
+/// One connection that has completed its handshake.
 pub struct ZmtpConnection<S> {
     stream: S,
     session: ZmtpSession,
@@ -65,9 +65,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
             next_heartbeat: now + timing.heartbeat,
         };
         let greeted = timeout(timing.handshake, async {
-            // The session has no other event before it is ready.
+            // The first event of a session is always `SessionEvent::Ready`.
             connection.next_event().await?;
-            // The subscription.
+            // Sends the subscription, which the session queued when it became ready.
             connection.flush().await
         });
         match greeted.await {
@@ -82,15 +82,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
     pub async fn next_event(&mut self) -> Result<SessionEvent, ZmtpError> {
         loop {
             let event = self.session.process(&mut self.input)?;
-            // Replies to heartbeats are sent before more is read, so that a peer that does not read
-            // cannot pile them up.
+            // Replies to heartbeats are sent before the next read, so they cannot accumulate if the
+            // peer does not read.
             if !self.session.output().is_empty() && event.is_none() {
                 self.flush().await?;
             }
             if let Some(event) = event {
                 return Ok(event);
             }
-            self.input.reserve(READ);
+            self.input.reserve(READ_SIZE);
             tokio::select! {
                 biased;
                 read = self.stream.read_buf(&mut self.input) => {
@@ -108,21 +108,20 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
         }
     }
 
-    /// Sends a message. May be cancelled; the rest is sent by the next call of any method.
+    /// Sends a message. May be cancelled; the next call of any method sends the rest.
     pub async fn send(&mut self, frames: &[Bytes]) -> Result<(), ZmtpError> {
         self.session.send(frames);
         self.flush().await
     }
 
-    /// Waits for `busy` without reading. Heartbeats are sent meanwhile, so that the peer does not
-    /// time out.
+    /// Waits for `busy` without reading. Heartbeats are still sent, so the peer does not time out.
     pub async fn wait_for<T>(&mut self, busy: impl Future<Output = T>) -> Result<T, ZmtpError> {
         tokio::pin!(busy);
         loop {
             tokio::select! {
                 biased;
                 done = &mut busy => {
-                    // The peer was not given a chance to be received.
+                    // Nothing was read during the wait, so the peer was not necessarily silent.
                     self.received_at = Instant::now();
                     return Ok(done);
                 }
@@ -134,7 +133,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
         }
     }
 
-    /// Queues a heartbeat and schedules the next one.
+    /// Queues a heartbeat and schedules the next one. Returns whether the peer supports heartbeats.
     fn ping(&mut self) -> bool {
         self.next_heartbeat = Instant::now() + self.timing.heartbeat;
         self.session.ping()

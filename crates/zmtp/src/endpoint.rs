@@ -16,7 +16,7 @@ pub enum ZmtpEndpoint {
 }
 
 impl ZmtpEndpoint {
-    /// The address to bind: ZeroMQ's wildcard `*` stands for all IPv4 addresses.
+    /// Returns the address to bind. ZeroMQ's wildcard `*` means all IPv4 addresses.
     pub(crate) fn bind_address(address: &str) -> String {
         match address.strip_prefix("*:") {
             Some(port) => format!("0.0.0.0:{port}"),

@@ -9,7 +9,7 @@ pub enum ZmtpError {
     /// The text is not an endpoint that this crate supports.
     #[error("`{endpoint}` {problem}")]
     Endpoint {
-        /// The endpoint as given.
+        /// The endpoint as configured.
         endpoint: String,
         /// The problem with it.
         problem: &'static str,
@@ -40,17 +40,16 @@ pub enum ZmtpError {
     /// The bound socket has as many publishers as it accepts.
     #[error("the socket has {0} publishers already")]
     TooManyPublishers(usize),
-    /// Newer connections took the place of this one, which had not completed its handshake.
+    /// A newer connection replaced this one, which had not completed its handshake.
     #[error("more than {0} connections are in the ZMTP handshake")]
     TooManyHandshakes(usize),
-    /// The bound socket has as many publishers as it accepts, and a new one took the place of this
-    /// one.
-    #[error("the publisher sent no message for the longest time and was replaced by a new one")]
+    /// The bound socket has as many publishers as it accepts, and a new one replaced this one.
+    #[error("the publisher was silent for longer than the others, and a new one replaced it")]
     Replaced,
 }
 
 impl ZmtpError {
-    /// A short constant name of the reason, for metrics.
+    /// Returns a short constant name of the reason, for metrics.
     pub fn reason(&self) -> &'static str {
         match self {
             ZmtpError::Endpoint { .. } => "endpoint",
@@ -90,7 +89,7 @@ pub enum ProtocolError {
     SocketType {
         /// Type of the peer's socket.
         peer: String,
-        /// Type of our socket.
+        /// Type of the local socket.
         ours: &'static str,
     },
     /// Reserved bits of a frame's flags are set, or a command is marked as continued.
@@ -102,7 +101,7 @@ pub enum ProtocolError {
     /// A command is malformed.
     #[error("the peer sent a malformed {0} command")]
     MalformedCommand(&'static str),
-    /// The handshake has another command where READY is expected.
+    /// The peer sent another command where READY is expected.
     #[error("the peer sent another command instead of READY")]
     NotReady,
     /// A command is longer than any valid one.

@@ -1,13 +1,13 @@
-//! Frames: flags, length and body. The decoder stores received bytes only, and skips the body of a
-//! frame that exceeds the room the caller has for it.
+//! ZMTP frames: flags, length and body. The decoder allocates memory only for received bytes. It
+//! skips the body of a frame that exceeds the caller's limit.
 
 use bytes::{Buf as _, BufMut as _, Bytes, BytesMut};
 
 use crate::error::ProtocolError;
 
-/// Longest command: READY with its metadata needs a few hundred bytes.
-const COMMAND: u64 = 8 * 1024;
-/// From this stored size on, a body buffer grows by doubling.
+/// Longest command in bytes. READY with its metadata needs a few hundred bytes.
+const MAX_COMMAND: u64 = 8 * 1024;
+/// Smallest capacity of a body buffer. From there on, the buffer grows by doubling.
 const SMALLEST_GROWTH: usize = 16 * 1024;
 
 const MORE: u8 = 1;
@@ -19,7 +19,7 @@ const IS_COMMAND: u8 = 4;
 pub(crate) enum ZmtpFrame {
     /// A part of a message.
     Part { more: bool, body: Bytes },
-    /// A part of a message that was larger than the room for it.
+    /// A part of a message that exceeded the caller's limit. Its body was discarded.
     Skipped { more: bool, length: u64 },
     /// A command.
     Command(Bytes),
@@ -30,7 +30,8 @@ pub(crate) enum ZmtpFrame {
 pub(crate) enum AcceptedFrames {
     /// None: the handshake consists of commands.
     Commands,
-    /// Message frames; the body is stored up to `room` bytes, and skipped up to `skip` bytes.
+    /// Message frames. A body of up to `room` bytes is stored, one of up to `skip` bytes is
+    /// discarded, and a larger one is an error.
     Messages { room: usize, skip: u64 },
 }
 
@@ -42,7 +43,7 @@ pub(crate) struct FrameDecoder {
 
 #[derive(Debug)]
 enum State {
-    /// Flags and length, as far as they were received.
+    /// The bytes of flags and length that were received so far.
     Header {
         bytes: [u8; 9],
         received: usize,
@@ -86,8 +87,8 @@ impl Default for FrameDecoder {
 }
 
 impl FrameDecoder {
-    /// Consumes input up to the end of the next frame. Without a complete frame, all input is
-    /// consumed.
+    /// Consumes input up to the end of the next frame. If no frame is complete, consumes all input
+    /// and returns `None`.
     pub(crate) fn decode(
         &mut self,
         input: &mut BytesMut,
@@ -97,7 +98,7 @@ impl FrameDecoder {
             if !fill_header(bytes, received, input) {
                 return Ok(None);
             }
-            let (flags, length) = header(bytes);
+            let (flags, length) = parse_header(bytes);
             self.state = body_state(flags, length, accept)?;
         }
         match &mut self.state {
@@ -143,7 +144,7 @@ impl FrameDecoder {
     }
 }
 
-/// Moves header bytes out of the input; true when the header is complete.
+/// Moves header bytes out of the input. Returns true when the header is complete.
 fn fill_header(bytes: &mut [u8; 9], received: &mut usize, input: &mut BytesMut) -> bool {
     loop {
         let length = if bytes[0] & LONG != 0 { 9 } else { 2 };
@@ -158,7 +159,7 @@ fn fill_header(bytes: &mut [u8; 9], received: &mut usize, input: &mut BytesMut) 
     }
 }
 
-fn header(bytes: &[u8; 9]) -> (u8, u64) {
+fn parse_header(bytes: &[u8; 9]) -> (u8, u64) {
     let [flags, short, ..] = *bytes;
     let length = if flags & LONG != 0 {
         (&bytes[1..]).get_u64()
@@ -176,7 +177,7 @@ fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, P
     }
     let more = flags & MORE != 0;
     let (kind, room) = match accept {
-        _ if flags & IS_COMMAND != 0 && length > COMMAND => {
+        _ if flags & IS_COMMAND != 0 && length > MAX_COMMAND => {
             return Err(ProtocolError::CommandTooLarge(length));
         }
         _ if flags & IS_COMMAND != 0 => (FrameKind::Command, usize::MAX),
@@ -200,8 +201,8 @@ fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, P
     })
 }
 
-/// Makes room for `taken` more bytes: at most twice the received ones, and never more than the
-/// announced length.
+/// Reserves space for `taken` more bytes. The capacity is at most twice the received bytes, and
+/// never more than the announced length.
 fn grow(stored: &mut Vec<u8>, taken: usize, length: usize) {
     let needed = stored.len() + taken;
     if needed > stored.capacity() {
@@ -238,7 +239,7 @@ fn put_frame(output: &mut BytesMut, flags: u8, body: &[u8]) {
 mod tests {
     use super::*;
 
-    const ROOMY: AcceptedFrames = AcceptedFrames::Messages {
+    const AMPLE_LIMITS: AcceptedFrames = AcceptedFrames::Messages {
         room: 1 << 20,
         skip: 1 << 24,
     };
@@ -253,7 +254,7 @@ mod tests {
             while let Some(frame) = decoder.decode(piece, accept)? {
                 frames.push(frame);
             }
-            assert!(piece.is_empty(), "the decoder consumes all input");
+            assert!(piece.is_empty(), "the decoder left input behind");
         }
         Ok(frames)
     }
@@ -285,7 +286,7 @@ mod tests {
             for size in [1, 2, 3, 9, 1000, wire.len()] {
                 let pieces = wire.chunks(size).map(BytesMut::from).collect();
                 assert_eq!(
-                    decode_all(pieces, ROOMY),
+                    decode_all(pieces, AMPLE_LIMITS),
                     Ok(expected()),
                     "{length} in pieces of {size}"
                 );
@@ -339,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn frame_beyond_the_room_is_skipped() {
+    fn frame_beyond_the_limit_is_skipped() {
         let mut wire = BytesMut::new();
         put_part(&mut wire, &[1; 300], true);
         put_part(&mut wire, b"after", false);
@@ -363,8 +364,12 @@ mod tests {
     #[test]
     fn invalid_headers_are_refused() {
         let cases: [(&[u8], AcceptedFrames, ProtocolError); 5] = [
-            (&[0x08, 0], ROOMY, ProtocolError::Flags(8)),
-            (&[IS_COMMAND | MORE, 0], ROOMY, ProtocolError::Flags(5)),
+            (&[0x08, 0], AMPLE_LIMITS, ProtocolError::Flags(8)),
+            (
+                &[IS_COMMAND | MORE, 0],
+                AMPLE_LIMITS,
+                ProtocolError::Flags(5),
+            ),
             (
                 &[0, 1],
                 AcceptedFrames::Commands,
@@ -372,12 +377,12 @@ mod tests {
             ),
             (
                 &[LONG, 0x40, 0, 0, 0, 0, 0, 0, 0],
-                ROOMY,
+                AMPLE_LIMITS,
                 ProtocolError::MessageTooLarge(1 << 62),
             ),
             (
                 &[LONG | IS_COMMAND, 0, 0, 0, 0, 0, 1, 0, 0],
-                ROOMY,
+                AMPLE_LIMITS,
                 ProtocolError::CommandTooLarge(1 << 16),
             ),
         ];

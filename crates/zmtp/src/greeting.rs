@@ -10,7 +10,7 @@ const MAJOR: usize = 10;
 const MINOR: usize = 11;
 const MECHANISM: std::ops::Range<usize> = 12..32;
 
-/// Our greeting: ZMTP 3.1, NULL, client.
+/// Returns the local greeting: ZMTP 3.1, NULL mechanism, client.
 pub(crate) fn greeting() -> [u8; LENGTH] {
     let mut greeting = [0; LENGTH];
     greeting[0] = 0xff;
@@ -21,7 +21,7 @@ pub(crate) fn greeting() -> [u8; LENGTH] {
     greeting
 }
 
-/// Collects the peer's greeting.
+/// Collects and checks the peer's greeting.
 #[derive(Clone, Debug)]
 pub(crate) struct GreetingDecoder {
     bytes: [u8; LENGTH],
@@ -39,15 +39,15 @@ impl Default for GreetingDecoder {
 
 impl GreetingDecoder {
     /// Consumes input and returns the peer's minor version when the greeting is complete. Errors
-    /// are found as early as possible, because a peer of an older version waits after its
-    /// signature.
+    /// are reported as early as possible, because a peer of an older version sends nothing after
+    /// its signature.
     pub(crate) fn decode(&mut self, input: &mut BytesMut) -> Result<Option<u8>, ProtocolError> {
         let taken = input.len().min(LENGTH - self.received);
         self.bytes[self.received..][..taken].copy_from_slice(&input[..taken]);
         self.received += taken;
         input.advance(taken);
         let received = &self.bytes[..self.received];
-        // The eight bytes in between are padding with any content.
+        // The eight bytes in between are padding and may have any value.
         let is_signature = received.first().is_none_or(|first| *first == 0xff)
             && received
                 .get(SIGNATURE_LENGTH - 1)
@@ -70,7 +70,7 @@ impl GreetingDecoder {
                 String::from_utf8_lossy(mechanism).into_owned(),
             ));
         }
-        // A later major version falls back to ours.
+        // A peer of a later major version falls back to version 3.1, which the local greeting has.
         Ok(Some(if received[MAJOR] > 3 {
             1
         } else {

@@ -2,14 +2,13 @@
 //! sockets.
 //!
 //! The peer is not trusted. The memory of a connection depends on the bytes received, never on a
-//! length that the peer announces, and is limited by [`MessageLimits`]. [`ZmtpSession`] is the
-//! protocol without input and output; [`ZmtpConnection`] runs a session on a stream; [`SubSocket`]
-//! and [`DealerSocket`] own connections.
+//! length that the peer announces, and is limited by [`MessageLimits`]. [`ZmtpSession`] implements
+//! the protocol without I/O. [`ZmtpConnection`] runs a session on a stream. [`SubSocket`] and
+//! [`DealerSocket`] own connections.
 //!
-//! The memory of one SUB connection is at most two messages (one that is received or waits for the
-//! consumer, one in the queue) and a read buffer. While a large message is received its buffer
-//! grows by doubling, so that its old and new allocation exist together for a moment: at most 1.5
-//! times the bytes received.
+//! A SUB connection holds at most two messages and a read buffer. One message is being received or
+//! waits for the consumer, and the other one is in the queue. The buffer of a large message grows
+//! by doubling. During a reallocation, the old and the new buffer exist at the same time.
 
 mod backoff;
 mod command;
@@ -35,7 +34,7 @@ pub use sub::{PublisherId, SubEvent, SubSocket};
 /// Settings of a socket.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SocketConfig {
-    /// Sizes.
+    /// Largest sizes of a message.
     pub limits: MessageLimits,
     /// Timeouts and intervals.
     pub timing: ConnectionTiming,

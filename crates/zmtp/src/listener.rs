@@ -1,4 +1,4 @@
-//! The accepting side of a bound SUB socket: a bounded number of handshakes and of publishers.
+//! The listener of a bound SUB socket. It limits the number of handshakes and of publishers.
 
 use std::cmp::Reverse;
 use std::collections::VecDeque;
@@ -15,24 +15,24 @@ use crate::error::ZmtpError;
 use crate::sub::{PublisherId, SubEvent, forward, report_end, session};
 use crate::transport::{TransportListener, TransportStream};
 
-/// Most publishers of a socket. An event source has one; a second one exists while an engine is
-/// replaced. A further one replaces the publisher that has sent no message for longest, if that is
-/// longer than [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
-const PUBLISHERS: usize = 4;
-/// Most connections in the handshake. A new connection replaces one of the host that has most of
-/// them, and of these the oldest one, which is the most likely to be stalled.
-const HANDSHAKES: usize = 8;
-/// Pause after a connection could not be accepted, for example because the process has no free file
-/// descriptor.
+/// Most publishers of a socket. An event source has one publisher, and two while an engine is
+/// replaced. A connection beyond the limit replaces the publisher that has been silent for longest.
+/// It is refused if no publisher has been silent for
+/// [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
+const MAX_PUBLISHERS: usize = 4;
+/// Most connections in the handshake. A connection beyond the limit replaces the oldest one of the
+/// host that has most of them, because that one is the most likely to be stalled.
+const MAX_HANDSHAKES: usize = 8;
+/// Pause after a failed `accept`, for example if the process has no free file descriptor.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// The outcome of one handshake, with the peer's address.
 type Handshake = (String, Result<ZmtpConnection<TransportStream>, ZmtpError>);
 
-/// A publisher in use. Its task ends when this is dropped.
+/// An active publisher. Dropping this value ends its task.
 struct ActivePublisher {
     task: Id,
-    /// The time of its last message, or of its handshake.
+    /// The time of the last message, or of the handshake if there was no message.
     last_message: watch::Receiver<Instant>,
     _active: watch::Sender<()>,
 }
@@ -44,10 +44,11 @@ pub(crate) struct PublisherListener {
     config: SocketConfig,
     events: mpsc::Sender<SubEvent>,
     handshakes: JoinSet<Handshake>,
-    /// The handshakes in the order of arrival.
+    /// The handshakes in the order of arrival, oldest first.
     oldest: VecDeque<(AbortHandle, String)>,
     publishers: JoinSet<()>,
-    /// At most [`PUBLISHERS`]. A replaced publisher is in `publishers` until its end is reported.
+    /// At most [`MAX_PUBLISHERS`]. A replaced publisher is removed here at once. It stays in
+    /// `publishers` until its end is reported.
     active: Vec<ActivePublisher>,
     next_id: u64,
 }
@@ -67,7 +68,7 @@ impl PublisherListener {
             handshakes: JoinSet::new(),
             oldest: VecDeque::new(),
             publishers: JoinSet::new(),
-            active: Vec::with_capacity(PUBLISHERS),
+            active: Vec::with_capacity(MAX_PUBLISHERS),
             next_id: 0,
         }
     }
@@ -90,11 +91,11 @@ impl PublisherListener {
     }
 
     fn begin_handshake(&mut self, stream: TransportStream, address: String) {
-        if self.handshakes.len() >= HANDSHAKES
+        if self.handshakes.len() >= MAX_HANDSHAKES
             && let Some((handshake, address)) = self.take_replaceable_handshake(host(&address))
         {
             handshake.abort();
-            self.refused(address, ZmtpError::TooManyHandshakes(HANDSHAKES));
+            self.report_refused(address, ZmtpError::TooManyHandshakes(MAX_HANDSHAKES));
         }
         let session = session(&self.topic, self.config);
         let timing = self.config.timing;
@@ -108,7 +109,7 @@ impl PublisherListener {
         self.oldest.push_back((handshake, address));
     }
 
-    /// Removes the handshake that a new one of this host replaces.
+    /// Removes the handshake that a new connection from the host `new` replaces.
     fn take_replaceable_handshake(&mut self, new: &str) -> Option<(AbortHandle, String)> {
         let host_at = |at: usize| host(&self.oldest[at].1);
         let count = |of: &str| {
@@ -126,20 +127,20 @@ impl PublisherListener {
         let id = task_id(&done);
         self.oldest.retain(|(handshake, _)| handshake.id() != id);
         match done {
-            Ok((_, (address, Ok(_)))) if !self.make_room() => {
-                self.refused(address, ZmtpError::TooManyPublishers(PUBLISHERS));
+            Ok((_, (address, Ok(_)))) if !self.free_publisher_slot() => {
+                self.report_refused(address, ZmtpError::TooManyPublishers(MAX_PUBLISHERS));
             }
             Ok((_, (address, Ok(connection)))) => self.add_publisher(connection, address),
-            Ok((_, (address, Err(error)))) => self.refused(address, error),
+            Ok((_, (address, Err(error)))) => self.report_refused(address, error),
             // An aborted handshake was reported when it was aborted.
             Err(_) => {}
         }
     }
 
-    /// Ends the publisher that has sent no message for longest, if there are too many. Returns
-    /// whether there is room for another one.
-    fn make_room(&mut self) -> bool {
-        if self.active.len() < PUBLISHERS {
+    /// If the limit is reached, ends the publisher that has been silent for longest, provided it
+    /// has been silent long enough. Returns whether another publisher can be added.
+    fn free_publisher_slot(&mut self) -> bool {
+        if self.active.len() < MAX_PUBLISHERS {
             return true;
         }
         let last_message = |publisher: &ActivePublisher| *publisher.last_message.borrow();
@@ -169,7 +170,7 @@ impl PublisherListener {
             }
             let error = tokio::select! {
                 error = forward(connection, &events, Some(&last_message_tx)) => error,
-                // The sender is dropped.
+                // The sender is dropped when the publisher is replaced.
                 _ = replaced.changed() => Some(ZmtpError::Replaced),
             };
             report_end(publisher, error, &events).await;
@@ -182,22 +183,22 @@ impl PublisherListener {
     }
 
     async fn accept_failed(&self, error: io::Error) {
-        self.refused("unknown".to_owned(), error.into());
+        self.report_refused("unknown".to_owned(), error.into());
         sleep(ACCEPT_PAUSE).await;
     }
 
-    fn refused(&self, address: String, error: ZmtpError) {
-        // A full queue means that the consumer is busy with messages.
+    fn report_refused(&self, address: String, error: ZmtpError) {
+        // If the queue is full, the consumer is busy with messages, and the report is dropped.
         let _ = self.events.try_send(SubEvent::Refused { address, error });
     }
 }
 
-/// A peer's address without its port.
+/// Returns a peer's address without its port.
 fn host(address: &str) -> &str {
     address.rsplit_once(':').map_or(address, |(host, _)| host)
 }
 
-/// The task that ended.
+/// Returns the identifier of the task that ended.
 fn task_id<T>(done: &Result<(Id, T), JoinError>) -> Id {
     match done {
         Ok((id, _)) => *id,

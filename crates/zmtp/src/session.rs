@@ -1,4 +1,5 @@
-//! One connection as a state machine without input and output: bytes in, events and bytes out.
+//! The protocol of one connection as a state machine without I/O: received bytes in, events and
+//! bytes to send out.
 
 use bytes::{Bytes, BytesMut};
 
@@ -9,9 +10,9 @@ use crate::greeting::{GreetingDecoder, greeting};
 
 /// A message that exceeds the limits by at most this factor is skipped. A larger one ends the
 /// connection.
-const SKIPPED: u64 = 16;
+const SKIP_FACTOR: u64 = 16;
 
-/// Sizes that a peer may not exceed.
+/// Limits of a received message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageLimits {
     /// Largest message in bytes, all frames together.
@@ -67,7 +68,7 @@ pub enum ExceededLimit {
 }
 
 impl ExceededLimit {
-    /// A short constant name, for metrics.
+    /// Returns a short constant name, for metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             ExceededLimit::Message => "message",
@@ -108,7 +109,7 @@ pub struct ZmtpSession {
 }
 
 impl ZmtpSession {
-    /// Starts a connection; the greeting is ready to be sent.
+    /// Creates the state of a new connection. The output contains the greeting.
     pub fn new(role: SocketRole, limits: MessageLimits) -> Self {
         Self {
             role,
@@ -121,7 +122,7 @@ impl ZmtpSession {
         }
     }
 
-    /// Consumes input up to the next event. `None` means that all input is consumed and more is
+    /// Consumes input up to the next event. Returns `None` if all input is consumed and more is
     /// needed.
     pub fn process(&mut self, input: &mut BytesMut) -> Result<Option<SessionEvent>, ProtocolError> {
         loop {
@@ -159,7 +160,7 @@ impl ZmtpSession {
         }
     }
 
-    /// The bytes to send, which the caller removes as they are sent.
+    /// Returns the bytes to send. The caller removes the bytes that it has sent.
     pub fn output(&mut self) -> &mut BytesMut {
         &mut self.output
     }
@@ -171,7 +172,8 @@ impl ZmtpSession {
         }
     }
 
-    /// Appends a heartbeat to the output; false where the peer does not understand heartbeats.
+    /// Appends a heartbeat to the output. Returns false, and appends nothing, if the peer does not
+    /// support heartbeats.
     pub fn ping(&mut self) -> bool {
         if self.has_heartbeats {
             put_command(&mut self.output, command::PING);
@@ -209,7 +211,7 @@ impl ZmtpSession {
             ZmtpFrame::Skipped { more, length } => {
                 self.assembly.skipped(more, length, &self.limits)
             }
-            // A command may stand between the frames of a message.
+            // A command may arrive between the frames of a message.
             ZmtpFrame::Command(body) => {
                 match ZmtpCommand::decode(body)? {
                     ZmtpCommand::Ping { context } => {
@@ -244,7 +246,7 @@ impl PartialMessage {
         };
         AcceptedFrames::Messages {
             room,
-            skip: limit.saturating_mul(SKIPPED).saturating_sub(self.bytes),
+            skip: limit.saturating_mul(SKIP_FACTOR).saturating_sub(self.bytes),
         }
     }
 
@@ -286,7 +288,7 @@ impl PartialMessage {
         if self.frames > limits.frames {
             self.exceed(ExceededLimit::Frames);
         }
-        if self.frames as u64 > (limits.frames as u64).saturating_mul(SKIPPED) {
+        if self.frames as u64 > (limits.frames as u64).saturating_mul(SKIP_FACTOR) {
             return Err(ProtocolError::TooManyFrames);
         }
         if more {

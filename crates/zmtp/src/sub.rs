@@ -1,4 +1,5 @@
-//! SUB: messages of one publisher that is connected to, or of the publishers that connect.
+//! SUB sockets. A connected socket receives from one publisher, and a bound socket from every
+//! publisher that connects to it.
 
 use bytes::Bytes;
 use tokio::sync::{mpsc, watch};
@@ -13,9 +14,9 @@ use crate::listener::PublisherListener;
 use crate::session::{ExceededLimit, SessionEvent, SocketRole, ZmtpSession};
 use crate::transport::{self, TransportListener, TransportStream};
 
-/// Events that wait for the consumer. Further messages wait in the connections, the kernel and the
-/// publishers.
-const QUEUE: usize = 1;
+/// Most events that wait for the consumer. Further messages wait in the connections, the kernel
+/// and the publishers.
+const QUEUE_CAPACITY: usize = 1;
 
 /// The number of a publisher's connection, unique within its socket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,8 +25,8 @@ pub struct PublisherId(pub u64);
 /// An event of a SUB socket.
 #[derive(Debug)]
 pub enum SubEvent {
-    /// A publisher completed the handshake with a bound socket. A connected socket begins in this
-    /// state.
+    /// A publisher completed the handshake with a bound socket. A connected socket does not report
+    /// this event, because [`SubSocket::connect`] completes the handshake.
     Connected {
         /// The connection.
         publisher: PublisherId,
@@ -57,7 +58,7 @@ pub enum SubEvent {
 pub struct SubSocket {
     events: mpsc::Receiver<SubEvent>,
     local: Option<ZmtpEndpoint>,
-    /// Ends the connections with the socket.
+    /// Dropping the socket ends these tasks, and with them the connections.
     _tasks: JoinSet<()>,
 }
 
@@ -71,7 +72,7 @@ impl SubSocket {
         let stream = transport::connect(endpoint, config.timing.connect).await?;
         let connection =
             ZmtpConnection::handshake(stream, session(topic, config), config.timing).await?;
-        let (events_tx, events) = mpsc::channel(QUEUE);
+        let (events_tx, events) = mpsc::channel(QUEUE_CAPACITY);
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
             let error = forward(connection, &events_tx, None).await;
@@ -92,7 +93,7 @@ impl SubSocket {
     ) -> Result<Self, ZmtpError> {
         let transport = TransportListener::bind(endpoint).await?;
         let local = transport.local_endpoint(endpoint)?;
-        let (events_tx, events) = mpsc::channel(QUEUE);
+        let (events_tx, events) = mpsc::channel(QUEUE_CAPACITY);
         let mut tasks = JoinSet::new();
         tasks.spawn(PublisherListener::new(transport, topic, config, events_tx).run());
         Ok(Self {
@@ -102,12 +103,12 @@ impl SubSocket {
         })
     }
 
-    /// The endpoint of a bound socket, with the port that the system chose.
+    /// Returns the endpoint of a bound socket, with the port that the system chose.
     pub fn local_endpoint(&self) -> Option<&ZmtpEndpoint> {
         self.local.as_ref()
     }
 
-    /// Waits for the next event; `None` after the last one. May be cancelled without loss.
+    /// Waits for the next event. Returns `None` after the last one. May be cancelled without loss.
     pub async fn next_event(&mut self) -> Option<SubEvent> {
         self.events.recv().await
     }
@@ -122,8 +123,8 @@ pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
     )
 }
 
-/// Passes the messages of a connection on, one at a time: nothing is read while one waits for the
-/// consumer. Returns the error of the connection; none when the socket is gone.
+/// Forwards the messages of a connection one at a time. Nothing is read while a message waits for
+/// the consumer. Returns the error of the connection, or `None` if the socket was dropped.
 pub(crate) async fn forward(
     mut connection: ZmtpConnection<TransportStream>,
     events: &mpsc::Sender<SubEvent>,
@@ -144,21 +145,22 @@ pub(crate) async fn forward(
                 return Some(error);
             }
         }
-        // After the wait for the consumer, which is no silence of the publisher.
+        // Set after the wait, because time spent waiting for the consumer is not silence of the
+        // publisher.
         if let Some(last_message) = last_message {
             last_message.send_replace(Instant::now());
         }
     }
 }
 
-/// Reports the end of a connection, unless the socket is gone.
+/// Reports the end of a connection, unless the socket was dropped.
 pub(crate) async fn report_end(
     publisher: PublisherId,
     error: Option<ZmtpError>,
     events: &mpsc::Sender<SubEvent>,
 ) {
     if let Some(error) = error {
-        // An error means that the socket is gone.
+        // An error means that the socket was dropped.
         let _ = events
             .send(SubEvent::Disconnected { publisher, error })
             .await;

@@ -13,13 +13,13 @@ use tokio::time::timeout;
 use crate::endpoint::ZmtpEndpoint;
 use crate::error::ZmtpError;
 
-/// Probes of an idle TCP connection, for peers that do not support heartbeats.
+/// TCP keepalive settings. They detect a lost peer that does not support ZMTP heartbeats.
 const KEEPALIVE: TcpKeepalive = TcpKeepalive::new()
     .with_time(Duration::from_secs(30))
     .with_interval(Duration::from_secs(10))
     .with_retries(3);
 
-/// A byte stream in both directions.
+/// A bidirectional byte stream.
 pub(crate) trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for T {}
@@ -71,7 +71,7 @@ impl TransportListener {
         })
     }
 
-    /// The endpoint with the port that the system chose.
+    /// Returns the endpoint with the port that the system chose.
     pub(crate) fn local_endpoint(&self, bound: &ZmtpEndpoint) -> Result<ZmtpEndpoint, ZmtpError> {
         Ok(match self {
             TransportListener::Tcp(listener) => {
@@ -81,7 +81,7 @@ impl TransportListener {
         })
     }
 
-    /// Accepts a connection, with the peer's address for logs.
+    /// Accepts a connection. Returns it with the peer's address, for logs.
     pub(crate) async fn accept(&self) -> io::Result<(TransportStream, String)> {
         match self {
             TransportListener::Tcp(listener) => {
@@ -106,8 +106,9 @@ impl TransportListener {
     }
 }
 
-/// Removes a socket file that no process listens on. A socket file outlives the process that bound
-/// it. Any other file, and a socket that accepts connections, stays, and binding fails.
+/// Removes a socket file that no process listens on, because a socket file outlives the process
+/// that bound it. Any other file and a socket that accepts connections are left in place, so that
+/// binding fails.
 async fn remove_stale_socket(path: &Path) {
     let is_socket =
         std::fs::symlink_metadata(path).is_ok_and(|found| found.file_type().is_socket());
@@ -116,7 +117,7 @@ async fn remove_stale_socket(path: &Path) {
             .await
             .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused);
     if is_stale {
-        // If it cannot be removed, binding reports the error.
+        // If the file cannot be removed, binding reports the error.
         let _ = std::fs::remove_file(path);
     }
 }

@@ -1,5 +1,6 @@
-//! Random conversations through a socket pair, against a plain parser. `WARMROUTE_FUZZ_INPUTS` sets
-//! their number; the random seed is printed. `fuzz/` runs the same target guided by coverage.
+//! Compares the connection with a simple reference parser on random conversations.
+//! `WARMROUTE_FUZZ_INPUTS` sets their number, and the random seed is printed. The fuzz target in
+//! `fuzz/` runs the same comparison guided by coverage.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #[path = "fuzz/input.rs"]
@@ -15,7 +16,7 @@ fn inputs() -> usize {
     std::env::var("WARMROUTE_FUZZ_INPUTS").map_or(40_000, |text| text.parse().unwrap())
 }
 
-/// Resident memory in MiB.
+/// Returns the resident memory of the process in MiB.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status
@@ -31,7 +32,7 @@ fn resident() -> usize {
 }
 
 #[test]
-fn connection_agrees_with_a_plain_parser() {
+fn connection_agrees_with_reference_parser() {
     let inputs = inputs();
     for seed in [1, rand::random()] {
         println!("seed {seed}, {} inputs", inputs / 2);

@@ -1,5 +1,5 @@
-//! Peers that violate the protocol, announce huge sizes, or hold connections: the process keeps its
-//! memory and its sockets, and a sound publisher is still received.
+//! Peers that violate the protocol, announce huge sizes, or hold connections open. They must not
+//! exhaust memory or sockets, and messages of a valid publisher must still arrive.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -27,12 +27,12 @@ fn greeting(minor: u8) -> Vec<u8> {
     greeting
 }
 
-/// A long message frame's header.
+/// Returns the header of a message frame with an 8-byte length.
 fn header(length: u64) -> Vec<u8> {
     [&[2], &length.to_be_bytes()[..]].concat()
 }
 
-async fn bound() -> (SubSocket, String) {
+async fn bind_socket() -> (SubSocket, String) {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let config = SocketConfig {
         limits: MessageLimits {
@@ -50,7 +50,7 @@ async fn bound() -> (SubSocket, String) {
     (socket, address)
 }
 
-/// A raw publisher after the handshake.
+/// Connects as a publisher and completes the handshake.
 async fn publisher(address: &str) -> TcpStream {
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream
@@ -70,7 +70,7 @@ async fn next(socket: &mut SubSocket) -> SubEvent {
         .expect("the socket is open")
 }
 
-/// The next event that is not about a refused connection.
+/// Returns the next event that is not about a refused connection.
 async fn next_accepted(socket: &mut SubSocket) -> SubEvent {
     loop {
         match next(socket).await {
@@ -80,7 +80,7 @@ async fn next_accepted(socket: &mut SubSocket) -> SubEvent {
     }
 }
 
-/// Resident memory in MiB.
+/// Returns the resident memory of the process in MiB.
 fn resident() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status
@@ -95,12 +95,12 @@ fn resident() -> usize {
         / 1024
 }
 
-/// The reproduction of an abort: nine bytes after the greeting, with a length that cannot be
-/// allocated.
+/// Regression test: nine bytes after the greeting announce a length that cannot be allocated, which
+/// aborted the process.
 #[tokio::test]
 async fn announced_length_does_not_abort_the_process() {
     for length in [1 << 62, 1 << 40, u64::MAX] {
-        let (mut socket, address) = bound().await;
+        let (mut socket, address) = bind_socket().await;
         let mut early = TcpStream::connect(&address).await.unwrap();
         early
             .write_all(&[greeting(0), header(length)].concat())
@@ -123,8 +123,8 @@ async fn announced_length_does_not_abort_the_process() {
             } => {}
             other => panic!("{other:?}"),
         }
-        let mut sound = publisher(&address).await;
-        sound.write_all(b"\x00\x02kv").await.unwrap();
+        let mut valid = publisher(&address).await;
+        valid.write_all(b"\x00\x02kv").await.unwrap();
         assert!(matches!(
             next(&mut socket).await,
             SubEvent::Connected { .. }
@@ -133,7 +133,8 @@ async fn announced_length_does_not_abort_the_process() {
     }
 }
 
-/// The same by an engine that is connected to, on the event endpoint and on the replay endpoint.
+/// Like the previous test, but warmroute connects to the engine: to its event endpoint (SUB) and to
+/// its replay endpoint (DEALER).
 #[tokio::test]
 async fn connected_engine_cannot_abort_the_process() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -167,7 +168,7 @@ async fn connected_engine_cannot_abort_the_process() {
 
 #[tokio::test]
 async fn oversize_message_is_skipped_without_memory() {
-    let (mut socket, address) = bound().await;
+    let (mut socket, address) = bind_socket().await;
     let mut stream = publisher(&address).await;
     assert!(matches!(
         next(&mut socket).await,
@@ -175,7 +176,7 @@ async fn oversize_message_is_skipped_without_memory() {
     ));
     let before = resident();
     let sending = tokio::spawn(async move {
-        // Sixteen times the limit, which is the most that is skipped.
+        // Sixteen times the limit is the largest message that is skipped.
         stream.write_all(&header(16 << 20)).await.unwrap();
         for _ in 0..16 {
             stream.write_all(&[7; 1 << 20]).await.unwrap();
@@ -199,33 +200,35 @@ async fn oversize_message_is_skipped_without_memory() {
     drop(sending.await.unwrap());
 }
 
-/// The number of open descriptors of this process.
+/// Returns the number of open file descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
 #[tokio::test]
 async fn held_handshakes_do_not_block_publishers() {
-    let (mut socket, address) = bound().await;
+    let (mut socket, address) = bind_socket().await;
     let mut held = Vec::new();
     for _ in 0..200 {
         let mut stream = TcpStream::connect(&address).await.unwrap();
         stream.write_all(&greeting(0)[..36]).await.unwrap();
         held.push(stream);
-        // The queue of refusals is lossy, so events are read along the way.
+        // The socket drops reports of refused connections when its queue is full, so the test reads
+        // events in between.
         while timeout(Duration::from_millis(1), socket.next_event())
             .await
             .is_ok()
         {}
     }
-    // Our ends of the held connections, beside the 200 ends of the peers.
+    // 200 descriptors are the peers' ends of the connections. The socket keeps at most 8
+    // handshakes open, and 60 allows for all other descriptors.
     let deadline = Instant::now() + Duration::from_secs(10);
     while descriptors() > 200 + 8 + 60 {
         assert!(Instant::now() < deadline, "{} descriptors", descriptors());
         sleep(Duration::from_millis(20)).await;
     }
-    let mut sound = publisher(&address).await;
-    sound.write_all(b"\x00\x02kv").await.unwrap();
+    let mut valid = publisher(&address).await;
+    valid.write_all(b"\x00\x02kv").await.unwrap();
     assert!(matches!(
         next_accepted(&mut socket).await,
         SubEvent::Connected { .. }
@@ -238,7 +241,7 @@ async fn held_handshakes_do_not_block_publishers() {
 
 #[tokio::test]
 async fn handshakes_of_one_host_do_not_replace_others() {
-    let (mut socket, address) = bound().await;
+    let (mut socket, address) = bind_socket().await;
     let engine = TcpSocket::new_v4().unwrap();
     engine.bind("127.0.0.2:0".parse().unwrap()).unwrap();
     let mut engine = engine.connect(address.parse().unwrap()).await.unwrap();
@@ -246,7 +249,7 @@ async fn handshakes_of_one_host_do_not_replace_others() {
     let mut held = Vec::new();
     for _ in 0..12 {
         let mut stream = TcpStream::connect(&address).await.unwrap();
-        // The handshake has begun.
+        // The socket has sent part of its greeting, so the handshake has begun.
         stream.read_exact(&mut [0; 11]).await.unwrap();
         held.push(stream);
     }
@@ -274,8 +277,8 @@ async fn failed_heartbeat_does_not_lose_a_received_message() {
             .write_all(&[&greeting(1)[..], READY_PUB, b"\x00\x01a\x00\x01b"].concat())
             .await
             .unwrap();
-        // Leaves time to receive both messages. Then the drop resets the connection, because it has
-        // unread bytes.
+        // Leaves time to receive both messages. Dropping the stream then resets the connection,
+        // because unread bytes are left.
         sleep(Duration::from_millis(300)).await;
     });
     let timing = ConnectionTiming {
@@ -304,7 +307,7 @@ async fn failed_heartbeat_does_not_lose_a_received_message() {
 
 #[tokio::test]
 async fn publishers_of_a_socket_are_bounded() {
-    let (mut socket, address) = bound().await;
+    let (mut socket, address) = bind_socket().await;
     let mut publishers = Vec::new();
     for _ in 0..4 {
         publishers.push(publisher(&address).await);
@@ -386,7 +389,7 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
         }
     }
     sleep(silence).await;
-    // The second one is now the one that has been silent for longest.
+    // After this message, the second publisher has been silent for longest.
     publishers[0].write_all(b"\x00\x02kv").await.unwrap();
     assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
     let mut fifth = publisher(&address).await;
@@ -400,12 +403,12 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
         0,
         "the connection is closed"
     );
-    // The others stay.
+    // The other publishers stay connected.
     for at in [0, 2, 3] {
         publishers[at].write_all(b"\x00\x02kv").await.unwrap();
         assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));
     }
-    // None of them has been silent for long enough now.
+    // Now no publisher has been silent for long enough to be replaced.
     let _sixth = publisher(&address).await;
     match next(&mut socket).await {
         SubEvent::Refused { error, .. } => assert_eq!(error.reason(), "too_many_publishers"),

@@ -25,7 +25,7 @@ const HERE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/libzmq");
 const CAPTURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/data/kv_events");
 const TOPIC: &str = "kv@engine";
 
-/// A Python that has pyzmq.
+/// Returns a Python interpreter that has pyzmq.
 fn python() -> PathBuf {
     let requirements = Path::new(HERE).join("requirements.txt");
     let version = fs::read_to_string(&requirements).unwrap();
@@ -139,7 +139,8 @@ fn bytes(hex: &str) -> Vec<u8> {
         .collect()
 }
 
-/// Messages of a capture from a real engine: live messages, or replies of its replay endpoint.
+/// Loads messages that were captured from a real engine: live messages, or replies of its replay
+/// endpoint.
 fn captured(file: &str, key: &str) -> Vec<Vec<Vec<u8>>> {
     let capture: Value =
         serde_json::from_slice(&fs::read(Path::new(CAPTURES).join(file)).unwrap()).unwrap();
@@ -175,7 +176,7 @@ async fn message(socket: &mut SubSocket) -> Vec<Bytes> {
     }
 }
 
-fn quick() -> SocketConfig {
+fn fast_heartbeats() -> SocketConfig {
     let millis = Duration::from_millis;
     let timing = ConnectionTiming {
         heartbeat: millis(100),
@@ -188,13 +189,13 @@ fn quick() -> SocketConfig {
     }
 }
 
-/// The subscription has arrived: an XPUB socket shows it as a message.
-async fn subscribed(peer: &mut Libzmq) {
+/// Waits until the subscription has arrived. An XPUB socket receives it as a message.
+async fn wait_for_subscription(peer: &mut Libzmq) {
     assert_eq!(peer.receive().await, [[&[1], TOPIC.as_bytes()].concat()]);
 }
 
-/// Sends a capture between messages of other topics; exactly the capture arrives.
-async fn publishes_a_capture(peer: &mut Libzmq, socket: &mut SubSocket) {
+/// Sends a capture mixed with messages of another topic. Asserts that only the capture arrives.
+async fn assert_capture_is_received(peer: &mut Libzmq, socket: &mut SubSocket) {
     let capture = captured("a09-long-chunked.json", "frames");
     for frames in &capture {
         peer.send(&[b"kv@other", &frames[1], &frames[2]]).await;
@@ -229,8 +230,8 @@ async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
         let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
             .await
             .unwrap();
-        subscribed(&mut peer).await;
-        publishes_a_capture(&mut peer, &mut socket).await;
+        wait_for_subscription(&mut peer).await;
+        assert_capture_is_received(&mut peer, &mut socket).await;
         peer.close().await;
         assert!(
             matches!(next(&mut socket).await, SubEvent::Disconnected { .. }),
@@ -255,15 +256,15 @@ async fn libzmq_publisher_that_connects_is_received_over_every_transport() {
                 .await
                 .unwrap();
         let endpoint = socket.local_endpoint().unwrap().clone();
-        // Twice: a publisher that ends is replaced on the same bound socket.
+        // Connects twice: after a publisher has closed, another one can use the same bound socket.
         for _ in 0..2 {
             peer.connect("XPUB", &endpoint, options.clone()).await;
             assert!(
                 matches!(next(&mut socket).await, SubEvent::Connected { .. }),
                 "{endpoint}"
             );
-            subscribed(&mut peer).await;
-            publishes_a_capture(&mut peer, &mut socket).await;
+            wait_for_subscription(&mut peer).await;
+            assert_capture_is_received(&mut peer, &mut socket).await;
             peer.close().await;
             assert!(
                 matches!(next(&mut socket).await, SubEvent::Disconnected { .. }),
@@ -281,7 +282,7 @@ async fn libzmq_publisher_restarts_on_its_port() {
         let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
             .await
             .unwrap();
-        // A PUB socket does not show when it has processed the subscription.
+        // A PUB socket does not report when it has processed the subscription.
         let deadline = Instant::now() + Duration::from_secs(10);
         let received = loop {
             assert!(
@@ -357,11 +358,13 @@ async fn heartbeats_of_both_sides_keep_an_idle_connection() {
     let mut peer = Libzmq::start().await;
     let options = json!({"HEARTBEAT_IVL": 100, "HEARTBEAT_TIMEOUT": 400, "HEARTBEAT_TTL": 400});
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", options).await;
-    let mut socket = SubSocket::connect(&endpoint, TOPIC, quick()).await.unwrap();
-    subscribed(&mut peer).await;
+    let mut socket = SubSocket::connect(&endpoint, TOPIC, fast_heartbeats())
+        .await
+        .unwrap();
+    wait_for_subscription(&mut peer).await;
     let idle = timeout(Duration::from_secs(2), socket.next_event()).await;
     assert!(idle.is_err(), "{idle:?}");
-    // The same while the consumer does not take messages.
+    // The connection also survives while the consumer does not read messages.
     for _ in 0..4 {
         peer.send(&[TOPIC.as_bytes(), b"x"]).await;
     }
@@ -377,8 +380,10 @@ async fn heartbeats_of_both_sides_keep_an_idle_connection() {
 async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
-    let mut socket = SubSocket::connect(&endpoint, TOPIC, quick()).await.unwrap();
-    subscribed(&mut peer).await;
+    let mut socket = SubSocket::connect(&endpoint, TOPIC, fast_heartbeats())
+        .await
+        .unwrap();
+    wait_for_subscription(&mut peer).await;
     assert!(
         timeout(Duration::from_secs(1), socket.next_event())
             .await
@@ -393,7 +398,8 @@ async fn stopped_libzmq_process_is_disconnected_by_heartbeats() {
         } => {}
         other => panic!("{other:?}"),
     }
-    // The kernel accepts the connection, but the handshake is not answered.
+    // The kernel of the stopped process accepts the connection, but the process does not answer the
+    // handshake.
     let timing = ConnectionTiming {
         handshake: Duration::from_millis(300),
         ..ConnectionTiming::default()
@@ -424,7 +430,7 @@ async fn slow_consumer_makes_libzmq_drop_and_recovers() {
     let mut socket = SubSocket::connect(&endpoint, TOPIC, SocketConfig::default())
         .await
         .unwrap();
-    subscribed(&mut peer).await;
+    wait_for_subscription(&mut peer).await;
     let big = hex(&vec![7; 1 << 20]);
     peer.call(
         json!({"op": "send", "socket": "s", "frames": [hex(TOPIC.as_bytes()), big], "times": 100}),
@@ -456,7 +462,7 @@ async fn oversize_libzmq_message_is_skipped() {
         ..SocketConfig::default()
     };
     let mut socket = SubSocket::connect(&endpoint, TOPIC, config).await.unwrap();
-    subscribed(&mut peer).await;
+    wait_for_subscription(&mut peer).await;
     let topic = hex(TOPIC.as_bytes());
     peer.call(
         json!({"op": "send_zeros", "socket": "s", "topic": topic, "size": (1 << 20) - TOPIC.len()}),
@@ -493,7 +499,7 @@ async fn libzmq_peer_of_another_kind_is_named() {
         .await
         .err()
         .unwrap();
-    // Either side may notice first.
+    // Either side may detect the mismatch first.
     let is_named = match &error {
         ZmtpError::Protocol(ProtocolError::Mechanism(name)) => name == "PLAIN",
         other => matches!(other, ZmtpError::ClosedInHandshake),

@@ -59,14 +59,14 @@ pub fn render(explanation: &RouteExplanation) -> String {
             &mut text,
             &STATE_HEADINGS,
             3,
-            rows.iter().map(|judged| state_row(judged)).collect(),
+            rows.iter().map(|worker| state_row(worker)).collect(),
         );
         text.push('\n');
         write_table(
             &mut text,
             &COST_HEADINGS,
             1,
-            rows.iter().map(|judged| cost_row(phase, judged)).collect(),
+            rows.iter().map(|worker| cost_row(phase, worker)).collect(),
         );
     }
     _ = writeln!(text, "\n{}", explanation.sentence);
@@ -88,7 +88,7 @@ fn format_heading(explanation: &RouteExplanation) -> String {
         .map_or(String::new(), |requested| {
             format!(" (rewritten from {requested})")
         });
-    let of = block_size.map_or(String::new(), |size| {
+    let block_size_text = block_size.map_or(String::new(), |size| {
         format!(" of {} tokens", size.tokens())
     });
     let mode = explanation.mode.as_str();
@@ -111,7 +111,7 @@ fn format_heading(explanation: &RouteExplanation) -> String {
         .map_or(String::new(), |class| format!(", class {class}"));
     format!(
         "route    {mode}{reason}{busy}{class}\nprompt   {model}{requested}, {prompt_tokens} \
-        tokens, {prompt_blocks} complete blocks{of}\n\
+        tokens, {prompt_blocks} complete blocks{block_size_text}\n\
          {cached}weights  {}\n",
         format_weights(&explanation.weights)
     )
@@ -124,10 +124,10 @@ fn format_prediction(explanation: &RouteExplanation, computed_by: ComputingRank)
         cached_tokens,
         ..
     } = computed_by;
-    let mut judged = explanation.phases.iter().flat_map(|phase| &phase.workers);
-    let role = judged
-        .find(|judged| judged.rank == rank)
-        .map_or(String::new(), |judged| format!(" ({})", judged.role));
+    let mut workers = explanation.phases.iter().flat_map(|phase| &phase.workers);
+    let role = workers
+        .find(|worker| worker.rank == rank)
+        .map_or(String::new(), |worker| format!(" ({})", worker.role));
     format!(
         "cached   {cached_tokens} tokens predicted on {rank}{role}, which computes the prompt\n"
     )
@@ -157,7 +157,7 @@ fn phase_title(phase: &PhaseExplanation) -> String {
     let candidates = phase
         .workers
         .iter()
-        .filter(|judged| judged.excluded.is_none())
+        .filter(|worker| worker.excluded.is_none())
         .count();
     let mut text = format!("{name}: {candidates} of {all} worker ranks are candidates");
     match (phase.winner, phase.runner_up, phase.margin) {
@@ -182,16 +182,16 @@ fn compare_workers(
     a: &WorkerExplanation,
     b: &WorkerExplanation,
 ) -> Ordering {
-    let wins = |judged: &WorkerExplanation| Some(judged.rank) == phase.winner;
-    let total = |judged: &WorkerExplanation| judged.cost.map_or(f64::INFINITY, |cost| cost.total);
-    let excluded = |judged: &WorkerExplanation| judged.excluded.is_some();
+    let wins = |worker: &WorkerExplanation| Some(worker.rank) == phase.winner;
+    let total = |worker: &WorkerExplanation| worker.cost.map_or(f64::INFINITY, |cost| cost.total);
+    let excluded = |worker: &WorkerExplanation| worker.excluded.is_some();
     let by_group = (wins(b), excluded(a)).cmp(&(wins(a), excluded(b)));
     by_group
         .then(total(a).total_cmp(&total(b)))
         .then(a.rank.cmp(&b.rank))
 }
 
-fn state_row(judged: &WorkerExplanation) -> Vec<String> {
+fn state_row(worker: &WorkerExplanation) -> Vec<String> {
     let WorkerExplanation {
         rank,
         endpoint,
@@ -199,7 +199,7 @@ fn state_row(judged: &WorkerExplanation) -> Vec<String> {
         overlap,
         load,
         ..
-    } = judged;
+    } = worker;
     vec![
         rank.to_string(),
         endpoint.to_string(),
@@ -208,17 +208,17 @@ fn state_row(judged: &WorkerExplanation) -> Vec<String> {
         overlap.host.to_string(),
         overlap.disk.to_string(),
         overlap.external.to_string(),
-        judged.cached_tokens.to_string(),
+        worker.cached_tokens.to_string(),
         load.active_requests.to_string(),
         load.active_prefill_tokens.to_string(),
-        judged.prefill_tokens.to_string(),
+        worker.prefill_tokens.to_string(),
         load.active_blocks.to_string(),
-        judged.decode_blocks.to_string(),
+        worker.decode_blocks.to_string(),
     ]
 }
 
-fn cost_row(phase: &PhaseExplanation, judged: &WorkerExplanation) -> Vec<String> {
-    let terms = judged.cost.map(|cost| {
+fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String> {
+    let terms = worker.cost.map(|cost| {
         [
             cost.prefill_blocks,
             cost.device_credit,
@@ -236,26 +236,26 @@ fn cost_row(phase: &PhaseExplanation, judged: &WorkerExplanation) -> Vec<String>
         .map(|term| format!("{term:.3}"))
     });
     let terms = terms.unwrap_or_else(|| std::array::from_fn(|_| "-".to_owned()));
-    let verdict = match (&judged.excluded, judged.cost) {
-        (Some(why), _) => format!("excluded: {why}"),
-        (None, _) if Some(judged.rank) == phase.winner => "winner".to_owned(),
-        (None, _) if Some(judged.rank) == phase.runner_up => "runner-up".to_owned(),
+    let verdict = match (&worker.excluded, worker.cost) {
+        (Some(reason), _) => format!("excluded: {reason}"),
+        (None, _) if Some(worker.rank) == phase.winner => "winner".to_owned(),
+        (None, _) if Some(worker.rank) == phase.runner_up => "runner-up".to_owned(),
         (None, Some(_)) => "candidate".to_owned(),
         (None, None) => "eligible".to_owned(),
     };
-    [judged.rank.to_string()]
+    [worker.rank.to_string()]
         .into_iter()
         .chain(terms)
         .chain([verdict])
         .collect()
 }
 
-/// Writes a table with aligned columns. The first `left` columns and the column `verdict` are
-/// left-aligned, numbers are right-aligned.
+/// Writes a table with aligned columns. The first `text_columns` columns and the column `verdict`
+/// are left-aligned, numbers are right-aligned.
 fn write_table<const N: usize>(
     text: &mut String,
     headings: &[[&str; 2]; N],
-    left: usize,
+    text_columns: usize,
     rows: Vec<Vec<String>>,
 ) {
     let heading = |line: usize| {
@@ -274,7 +274,7 @@ fn write_table<const N: usize>(
     };
     let widths: Vec<usize> = (0..N).map(width).collect();
     for line in &lines {
-        let is_text = |column: usize| column < left || headings[column][1] == "verdict";
+        let is_text = |column: usize| column < text_columns || headings[column][1] == "verdict";
         let cells = line
             .iter()
             .zip(&widths)

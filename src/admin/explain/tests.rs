@@ -12,7 +12,7 @@ use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{Dispatcher, RequestSession};
 use crate::server::OfflineRouter;
 
-/// Without a tokenizer: trusted clients may send the tokens.
+/// The model has no tokenizer, but trusted clients may send tokens.
 const CONFIG: &str = "
 requests: {clients: {trusted: true}}
 models: [{name: m, block_size: 4}]
@@ -27,7 +27,7 @@ const LIMIT: usize = 200;
 /// A completion of nine tokens.
 const EXACT: &str = r#"{"model":"m","prompt":"x","nvext":{"token_data":[1,2,3,4,5,6,7,8,9]}}"#;
 
-/// Serves the pages on a separate port.
+/// Admin server on its own port.
 struct Pages {
     url: String,
     dispatcher: Arc<Dispatcher>,
@@ -79,7 +79,7 @@ impl Pages {
         &self,
         method: Method,
         accept: &str,
-        question: impl Into<reqwest::Body>,
+        query: impl Into<reqwest::Body>,
     ) -> (u16, String) {
         let client = warmroute_runtime::tls::http_client_builder()
             .build()
@@ -87,14 +87,14 @@ impl Pages {
         let request = client
             .request(method, &self.url)
             .header("accept", accept)
-            .body(question);
+            .body(query);
         let answer = request.send().await.unwrap();
         (answer.status().as_u16(), answer.text().await.unwrap())
     }
 
-    async fn ask(&self, question: &Value) -> Value {
-        let (status, text) = self.send(Method::POST, "*/*", question.to_string()).await;
-        assert_eq!(status, 200, "{question}: {text}");
+    async fn explain(&self, query: &Value) -> Value {
+        let (status, text) = self.send(Method::POST, "*/*", query.to_string()).await;
+        assert_eq!(status, 200, "{query}: {text}");
         serde_json::from_str(&text).unwrap()
     }
 }
@@ -128,11 +128,11 @@ async fn invalid_explain_request_is_rejected_with_message() {
         (Method::POST, &long, 413, ""),
         (Method::GET, "", 405, ""),
     ];
-    for (method, question, expected, text) in cases {
-        let (status, answer) = pages.send(method, "*/*", question.to_owned()).await;
+    for (method, query, expected, text) in cases {
+        let (status, answer) = pages.send(method, "*/*", query.to_owned()).await;
         assert!(
             status == expected && answer.contains(text),
-            "{question:.40}: {status} {answer}"
+            "{query:.40}: {status} {answer}"
         );
     }
 }
@@ -141,16 +141,16 @@ async fn invalid_explain_request_is_rejected_with_message() {
 async fn rewrites_are_applied_as_for_requests() {
     let pages = Pages::serve(true).await;
     let exact: Value = serde_json::from_str(EXACT).unwrap();
-    let of_m = pages.ask(&json!({ "body": exact })).await;
+    let plain = pages.explain(&json!({ "body": exact })).await;
     let mut old = exact.clone();
     old["model"] = json!("old");
-    let mut rewritten = pages.ask(&json!({ "body": old })).await;
+    let mut rewritten = pages.explain(&json!({ "body": old })).await;
     assert_eq!(
-        (&of_m["model"], &of_m["requested_model"]),
+        (&plain["model"], &plain["requested_model"]),
         (&json!("m"), &Value::Null)
     );
     assert_eq!(rewritten["requested_model"].take(), "old");
-    assert_eq!(rewritten, of_m);
+    assert_eq!(rewritten, plain);
     let (_, table) = pages
         .send(
             Method::POST,
@@ -167,9 +167,12 @@ async fn rewrites_are_applied_as_for_requests() {
 #[tokio::test]
 async fn pool_argument_limits_the_workers() {
     let pages = Pages::serve(true).await;
-    let explained = pages.ask(&json!({ "body": EXACT, "pool": "p" })).await;
-    let judged = &explained["phases"][0]["workers"];
-    assert_eq!(judged[0]["excluded"], "is not of the pool `p`", "{judged}");
+    let explained = pages.explain(&json!({ "body": EXACT, "pool": "p" })).await;
+    let workers = &explained["phases"][0]["workers"];
+    assert_eq!(
+        workers[0]["excluded"], "is not of the pool `p`",
+        "{workers}"
+    );
 }
 
 #[tokio::test]
@@ -190,7 +193,7 @@ async fn explain_before_tokenizers_load_returns_503() {
 async fn body_forms_are_equivalent() {
     let pages = Pages::serve(true).await;
     let exact: Value = serde_json::from_str(EXACT).unwrap();
-    let explained = pages.ask(&json!({ "body": exact })).await;
+    let explained = pages.explain(&json!({ "body": exact })).await;
     assert_eq!(
         (&explained["prompt_tokens"], &explained["prompt_blocks"]),
         (&json!(9), &json!(2))
@@ -199,22 +202,22 @@ async fn body_forms_are_equivalent() {
         explained["mode"], "approximate",
         "these workers have no events"
     );
-    let judged = explained["phases"][0]["workers"].as_array().unwrap();
-    assert_eq!(judged.len(), 2);
+    let workers = explained["phases"][0]["workers"].as_array().unwrap();
+    assert_eq!(workers.len(), 2);
     assert!(
-        judged.iter().all(|judged| judged["cost"]["total"] == 20.0),
-        "{judged:?}"
+        workers.iter().all(|worker| worker["cost"]["total"] == 20.0),
+        "{workers:?}"
     );
-    assert_eq!(pages.ask(&json!({ "body": EXACT })).await, explained);
+    assert_eq!(pages.explain(&json!({ "body": EXACT })).await, explained);
     assert_eq!(
-        pages.ask(&json!({ "bytes": EXACT.as_bytes() })).await,
+        pages.explain(&json!({ "bytes": EXACT.as_bytes() })).await,
         explained
     );
-    let question = ExplainRequest::new(None, BTreeMap::new(), EXACT.into()).unwrap();
+    let query = ExplainRequest::new(None, BTreeMap::new(), EXACT.into()).unwrap();
     assert_eq!(
-        pages.ask(&json!(question)).await,
+        pages.explain(&json!(query)).await,
         explained,
-        "as the command asks"
+        "the request of the command"
     );
 
     let load = pages.dispatcher.router().load().snapshot();
@@ -255,17 +258,17 @@ async fn unreadable_body_is_explained_as_load_only() {
             "unparseable",
         ),
     ];
-    for (question, reason) in cases {
-        let explained = pages.ask(&question).await;
+    for (query, reason) in cases {
+        let explained = pages.explain(&query).await;
         assert_eq!(
             (&explained["mode"], &explained["reason"]),
             (&json!("load_only"), &json!(reason)),
-            "{question}"
+            "{query}"
         );
         assert_eq!(
             explained["phases"][0]["workers"].as_array().unwrap().len(),
             2,
-            "{question}"
+            "{query}"
         );
         let sentence = explained["sentence"].as_str().unwrap();
         assert!(
@@ -279,7 +282,7 @@ async fn unreadable_body_is_explained_as_load_only() {
 async fn header_pins_the_explained_worker() {
     let pages = Pages::serve(true).await;
     let pinned = pages
-        .ask(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}}))
+        .explain(&json!({"body": EXACT, "headers": {"X-Worker-Instance-Id": "2"}}))
         .await;
     assert_eq!(pinned["phases"][0]["winner"]["worker"], "2");
     assert_eq!(
@@ -306,7 +309,7 @@ async fn header_pins_the_explained_worker() {
 #[tokio::test]
 async fn session_of_header_is_explained() {
     let pages = Pages::serve(true).await;
-    let question = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
+    let query = json!({"body": EXACT, "headers": {"x-session-id": "s"}});
     let session = RequestSession {
         id: "s".into(),
         ..RequestSession::default()
@@ -334,7 +337,7 @@ async fn session_of_header_is_explained() {
         .rank
         .worker
         .0;
-    let explained = pages.ask(&question).await;
+    let explained = pages.explain(&query).await;
     assert_eq!(
         explained["phases"][0]["winner"]["worker"],
         bound.to_string()
@@ -343,7 +346,7 @@ async fn session_of_header_is_explained() {
         .as_array()
         .unwrap()
         .iter()
-        .find(|judged| judged["cost"].is_null());
+        .find(|worker| worker["cost"].is_null());
     assert_eq!(
         other.unwrap()["excluded"],
         "the session is bound to another worker rank"
@@ -361,13 +364,13 @@ async fn concurrent_explain_requests_are_limited() {
         .to_owned();
     let mut slow = Vec::new();
     for _ in 0..MAX_CONCURRENT {
-        let mut index_client = tokio::net::TcpStream::connect(&address).await.unwrap();
-        let begun =
+        let mut socket = tokio::net::TcpStream::connect(&address).await.unwrap();
+        let head =
             format!("POST {EXPLAIN_PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{{");
-        index_client.write_all(begun.as_bytes()).await.unwrap();
-        slow.push(index_client);
+        socket.write_all(head.as_bytes()).await.unwrap();
+        slow.push(socket);
     }
-    let until = async |expected: u16| {
+    let wait_for_status = async |expected: u16| {
         let reached = async {
             while pages.send(Method::POST, "*/*", "{}").await.0 != expected {
                 tokio::time::sleep(Duration::from_millis(2)).await;
@@ -377,7 +380,7 @@ async fn concurrent_explain_requests_are_limited() {
             .await
             .unwrap();
     };
-    until(429).await;
+    wait_for_status(429).await;
     drop(slow);
-    until(200).await;
+    wait_for_status(200).await;
 }

@@ -13,7 +13,7 @@ use warmroute_core::worker::{BlockSize, DpRank, Worker, WorkerId};
 
 use super::*;
 
-const SILENCE: Duration = Duration::from_secs(300);
+const IDLE_TIMEOUT: Duration = Duration::from_secs(300);
 
 fn worker(id: u64) -> Worker {
     Worker::new(
@@ -25,14 +25,14 @@ fn worker(id: u64) -> Worker {
 }
 
 /// A router with three workers, sessions and bookings that share one clock.
-struct Scene {
+struct BookingFixture {
     router: Router,
     sessions: Arc<SessionStore>,
     bookings: BookingTable,
     clock: Arc<Mutex<Instant>>,
 }
 
-impl Scene {
+impl BookingFixture {
     fn new() -> Self {
         let clock = Arc::new(Mutex::new(Instant::now()));
         let now = || {
@@ -55,7 +55,7 @@ impl Scene {
         let bookings = BookingTable::new(
             load,
             LedgerRules {
-                idle_timeout: SILENCE,
+                idle_timeout: IDLE_TIMEOUT,
                 max_bookings: 4,
                 max_ended: 64,
                 ..LedgerRules::default()
@@ -76,7 +76,7 @@ impl Scene {
         RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes]))
     }
 
-    fn admitted(&self, length: usize) -> ActiveRequest {
+    fn active_request(&self, length: usize) -> ActiveRequest {
         let booked = self.router.route(Self::request(length)).unwrap();
         let session = match self.sessions.enter(SessionName {
             id: "s",
@@ -84,7 +84,7 @@ impl Scene {
             model: None,
             tenant: None,
         }) {
-            Ok(SessionEntry::Bound(hold)) => Some(hold),
+            Ok(SessionEntry::Bound(lease)) => Some(lease),
             Ok(SessionEntry::First(binding)) => Some(binding.bind(booked.route.to.rank)),
             _ => None,
         };
@@ -99,8 +99,8 @@ impl Scene {
         if self.bookings.find_route(attempt)?.is_some() {
             return Ok(false);
         }
-        let kept = self.bookings.store(attempt, self.admitted(length))?;
-        Ok(matches!(kept, BookOutcome::New(_)))
+        let outcome = self.bookings.store(attempt, self.active_request(length))?;
+        Ok(matches!(outcome, BookOutcome::New(_)))
     }
 
     fn add(&self, attempt: RequestAttempt<'_>, worker: u64) -> Result<bool, ApiError> {
@@ -108,19 +108,19 @@ impl Scene {
             worker: WorkerId(worker),
             rank: DpRank(0),
         };
-        let foreign = self
+        let external = self
             .router
             .prepare_external(Self::request(2), rank, ExternalRouteOptions::default())
             .unwrap();
         Ok(matches!(
             self.bookings
-                .add_external(attempt, &foreign, &self.router)?,
+                .add_external(attempt, &external, &self.router)?,
             BookOutcome::New(_)
         ))
     }
 
-    fn advance(&self, by: Duration) {
-        *self.clock.lock() += by;
+    fn advance(&self, duration: Duration) {
+        *self.clock.lock() += duration;
     }
 
     fn mark(&self, attempt: RequestAttempt<'_>) -> Result<LedgerChange, ApiError> {
@@ -131,7 +131,7 @@ impl Scene {
         self.bookings.free(attempt, None, &self.router)
     }
 
-    /// Active requests according to the load, the ledger and the sessions.
+    /// Returns the active requests according to the load, the ledger and the sessions.
     fn counts(&self) -> (u64, usize, usize) {
         let counts = self.bookings.state.lock().ledger.counts();
         assert_eq!(
@@ -155,155 +155,166 @@ fn attempt(request: &str, number: u64) -> RequestAttempt<'_> {
 
 #[test]
 fn guards_are_dropped_with_their_booking() {
-    let scene = Scene::new();
+    let fixture = BookingFixture::new();
     let ends: [(&str, &dyn Fn()); 3] = [
         ("freed", &|| {
-            assert_eq!(scene.free(attempt("a", 0)), LedgerChange::Applied)
+            assert_eq!(fixture.free(attempt("a", 0)), LedgerChange::Applied)
         }),
-        ("silent", &|| {
-            scene.advance(SILENCE + Duration::from_millis(1));
-            assert_eq!(scene.bookings.expire(), 1);
+        ("expired", &|| {
+            fixture.advance(IDLE_TIMEOUT + Duration::from_millis(1));
+            assert_eq!(fixture.bookings.expire(), 1);
         }),
-        ("its worker gone", &|| {
-            scene
+        ("worker removed", &|| {
+            fixture
                 .router
                 .fleet()
                 .members()
-                .for_each(|member| scene.router.load().close_slot(member.slot));
-            assert_eq!(scene.bookings.expire(), 0);
+                .for_each(|member| fixture.router.load().close_slot(member.slot));
+            assert_eq!(fixture.bookings.expire(), 0);
         }),
     ];
-    for ((how, end), number) in ends.into_iter().zip(0..) {
-        assert!(scene.route(attempt("a", number), 3).unwrap(), "{how}");
-        assert_eq!(scene.counts(), (1, 1, 1), "{how}");
+    for ((cause, end), number) in ends.into_iter().zip(0..) {
+        assert!(fixture.route(attempt("a", number), 3).unwrap(), "{cause}");
+        assert_eq!(fixture.counts(), (1, 1, 1), "{cause}");
         end();
-        assert_eq!(scene.counts(), (0, 0, 0), "{how}");
+        assert_eq!(fixture.counts(), (0, 0, 0), "{cause}");
     }
 }
 
 #[test]
 fn concurrent_bookings_of_one_attempt_count_once() {
-    let scene = Scene::new();
-    // Both checked before either was admitted.
-    let first = scene.admitted(3);
-    let second = scene.admitted(3);
-    let BookOutcome::New(route) = scene.bookings.store(attempt("a", 0), first).unwrap() else {
+    let fixture = BookingFixture::new();
+    // Both calls look up the attempt before either is booked.
+    let first = fixture.active_request(3);
+    let second = fixture.active_request(3);
+    let BookOutcome::New(route) = fixture.bookings.store(attempt("a", 0), first).unwrap() else {
         panic!("not booked")
     };
-    let BookOutcome::Existing(again) = scene.bookings.store(attempt("a", 0), second).unwrap()
+    let BookOutcome::Existing(again) = fixture.bookings.store(attempt("a", 0), second).unwrap()
     else {
         panic!("booked twice")
     };
     assert!(Arc::ptr_eq(&route, &again));
-    assert_eq!(scene.counts(), (1, 1, 1));
+    assert_eq!(fixture.counts(), (1, 1, 1));
 }
 
 #[test]
 fn later_attempt_replaces_earlier_one() {
-    let scene = Scene::new();
-    assert!(scene.route(attempt("a", 1), 3).unwrap());
+    let fixture = BookingFixture::new();
+    assert!(fixture.route(attempt("a", 1), 3).unwrap());
     assert!(
-        scene
+        fixture
             .bookings
             .find_route(attempt("a", 2))
             .unwrap()
             .is_none()
     );
-    assert_eq!(scene.counts(), (0, 0, 0), "it would wait for itself");
-    assert!(
-        !scene.route(attempt("a", 1), 3).unwrap(),
-        "the earlier one again, late"
+    assert_eq!(
+        fixture.counts(),
+        (0, 0, 0),
+        "the earlier attempt ends before the later one is queued"
     );
-    assert!(scene.route(attempt("a", 2), 3).unwrap());
+    assert!(
+        !fixture.route(attempt("a", 1), 3).unwrap(),
+        "the ended attempt repeats its result"
+    );
+    assert!(fixture.route(attempt("a", 2), 3).unwrap());
     let refused = ApiError::Booking(LedgerError::AlreadyBooked { attempt: 2 });
     assert_eq!(
-        scene.bookings.find_route(attempt("a", 1)).unwrap_err(),
+        fixture.bookings.find_route(attempt("a", 1)).unwrap_err(),
         refused
     );
-    let admitted = scene.admitted(3);
+    let active = fixture.active_request(3);
     assert_eq!(
-        scene.bookings.store(attempt("a", 1), admitted).unwrap_err(),
+        fixture.bookings.store(attempt("a", 1), active).unwrap_err(),
         refused
     );
     assert_eq!(
-        scene.free(attempt("a", 1)),
+        fixture.free(attempt("a", 1)),
         LedgerChange::Unchanged,
-        "a late word about the earlier one"
+        "a late call for the earlier attempt"
     );
-    assert_eq!(scene.counts(), (1, 1, 1));
+    assert_eq!(fixture.counts(), (1, 1, 1));
 }
 
 #[test]
 fn ended_attempt_repeats_its_result_unbooked() {
-    let scene = Scene::new();
-    let name = attempt("a", 0);
-    let admitted = scene.admitted(3);
-    let BookOutcome::New(route) = scene.bookings.store(name, admitted).unwrap() else {
+    let fixture = BookingFixture::new();
+    let booked_attempt = attempt("a", 0);
+    let active = fixture.active_request(3);
+    let BookOutcome::New(route) = fixture.bookings.store(booked_attempt, active).unwrap() else {
         panic!("not booked")
     };
-    assert_eq!(scene.free(name), LedgerChange::Applied);
+    assert_eq!(fixture.free(booked_attempt), LedgerChange::Applied);
     assert!(Arc::ptr_eq(
-        &scene.bookings.find_route(name).unwrap().unwrap(),
+        &fixture
+            .bookings
+            .find_route(booked_attempt)
+            .unwrap()
+            .unwrap(),
         &route
     ));
     assert_eq!(
-        (scene.mark(name).unwrap(), scene.free(name)),
+        (
+            fixture.mark(booked_attempt).unwrap(),
+            fixture.free(booked_attempt)
+        ),
         (LedgerChange::Unchanged, LedgerChange::Unchanged)
     );
-    assert!(scene.add(attempt("b", 0), 1).unwrap());
-    assert_eq!(scene.free(attempt("b", 0)), LedgerChange::Applied);
-    assert!(!scene.add(attempt("b", 0), 1).unwrap());
-    assert_eq!(scene.counts(), (0, 0, 0));
+    assert!(fixture.add(attempt("b", 0), 1).unwrap());
+    assert_eq!(fixture.free(attempt("b", 0)), LedgerChange::Applied);
+    assert!(!fixture.add(attempt("b", 0), 1).unwrap());
+    assert_eq!(fixture.counts(), (0, 0, 0));
 }
 
 #[test]
 fn full_ledger_rejects_before_queueing() {
-    let scene = Scene::new();
+    let fixture = BookingFixture::new();
     let full = ApiError::Booking(LedgerError::Full { most: 4 });
     for id in ["a", "b", "c", "d"] {
-        assert!(scene.route(attempt(id, 0), 1).unwrap());
+        assert!(fixture.route(attempt(id, 0), 1).unwrap());
     }
     assert_eq!(
-        scene.bookings.find_route(attempt("e", 0)).unwrap_err(),
+        fixture.bookings.find_route(attempt("e", 0)).unwrap_err(),
         full
     );
     assert!(
-        scene
+        fixture
             .bookings
             .find_route(attempt("a", 0))
             .unwrap()
             .is_some()
     );
-    assert!(scene.route(attempt("a", 1), 1).unwrap());
+    assert!(fixture.route(attempt("a", 1), 1).unwrap());
 }
 
 #[test]
 fn callers_report_worker_health() {
-    let scene = Scene::new();
+    let fixture = BookingFixture::new();
     let all = [0, 1, 2].map(WorkerId);
-    let all_out = || {
-        (0..3).for_each(|_| drop(scene.router.report_status(&all, Vec::new(), 500)));
-        assert_eq!(scene.router.ejected_workers().len(), 3);
-        scene.advance(Duration::from_secs(100));
+    let eject_all = || {
+        (0..3).for_each(|_| drop(fixture.router.report_status(&all, Vec::new(), 500)));
+        assert_eq!(fixture.router.ejected_workers().len(), 3);
+        fixture.advance(Duration::from_secs(100));
     };
-    all_out();
-    assert!(scene.route(attempt("a", 0), 3).unwrap());
-    assert_eq!(scene.mark(attempt("a", 0)), Ok(LedgerChange::Applied));
+    eject_all();
+    assert!(fixture.route(attempt("a", 0), 3).unwrap());
+    assert_eq!(fixture.mark(attempt("a", 0)), Ok(LedgerChange::Applied));
     assert_eq!(
-        scene.router.ejected_workers().len(),
+        fixture.router.ejected_workers().len(),
         2,
         "a first token means healthy"
     );
-    all_out();
-    assert!(scene.route(attempt("b", 0), 3).unwrap());
+    eject_all();
+    assert!(fixture.route(attempt("b", 0), 3).unwrap());
     assert_eq!(
-        scene
+        fixture
             .bookings
-            .free(attempt("b", 0), Some(404), &scene.router),
+            .free(attempt("b", 0), Some(404), &fixture.router),
         LedgerChange::Applied
     );
     assert_eq!(
-        scene.router.ejected_workers().len(),
+        fixture.router.ejected_workers().len(),
         3,
         "a refused request is no evidence of health"
     );
@@ -311,27 +322,27 @@ fn callers_report_worker_health() {
 
 #[test]
 fn booking_by_add_request_has_no_route() {
-    let scene = Scene::new();
-    assert!(scene.add(attempt("a", 0), 1).unwrap());
+    let fixture = BookingFixture::new();
+    assert!(fixture.add(attempt("a", 0), 1).unwrap());
     assert!(
-        !scene.add(attempt("a", 0), 1).unwrap(),
-        "the same once more"
+        !fixture.add(attempt("a", 0), 1).unwrap(),
+        "a repeated call books nothing"
     );
     let rank = WorkerRank {
         worker: WorkerId(1),
         rank: DpRank(0),
     };
-    let elsewhere = ApiError::RankMismatch {
+    let mismatch = ApiError::RankMismatch {
         request: "a".into(),
         number: 0,
         rank,
     };
-    assert_eq!(scene.add(attempt("a", 0), 2).unwrap_err(), elsewhere);
+    assert_eq!(fixture.add(attempt("a", 0), 2).unwrap_err(), mismatch);
     assert_eq!(
-        scene.bookings.find_route(attempt("a", 0)).unwrap_err(),
-        elsewhere
+        fixture.bookings.find_route(attempt("a", 0)).unwrap_err(),
+        mismatch
     );
-    assert_eq!(scene.counts(), (1, 1, 0));
+    assert_eq!(fixture.counts(), (1, 1, 0));
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -341,7 +352,7 @@ enum Step {
     Prefilled,
     Output(Option<f64>),
     Free,
-    Pass(u64),
+    Advance(u64),
     Expire,
 }
 
@@ -352,7 +363,7 @@ fn steps() -> impl Strategy<Value = Vec<(u8, u64, Step)>> {
         1 => Just(Step::Prefilled),
         1 => proptest::option::of(0.0..1.0).prop_map(Step::Output),
         2 => Just(Step::Free),
-        1 => (0..400_u64).prop_map(Step::Pass),
+        1 => (0..400_u64).prop_map(Step::Advance),
         1 => Just(Step::Expire),
     ];
     vec((0..6_u8, 0..3_u64, step), 0..40)
@@ -363,70 +374,70 @@ proptest! {
 
     #[test]
     fn nothing_is_held_without_a_booking(steps in steps()) {
-        let scene = Scene::new();
+        let fixture = BookingFixture::new();
         // Model of the ledger for a caller that sees every response: the active attempt of each
         // request and the time of its last call.
-        let mut believed: HashMap<u8, (u64, Duration)> = HashMap::new();
+        let mut active_attempts: HashMap<u8, (u64, Duration)> = HashMap::new();
         let mut ended: HashMap<u8, (u64, Duration)> = HashMap::new();
         let mut time = Duration::ZERO;
         for (request, number, step) in steps {
             let id = request.to_string();
-            let name = attempt(&id, number);
-            let live = believed.get(&request).is_some_and(|(live, _)| *live == number);
-            let late = ended.get(&request).is_some_and(|(ended, at)| number <= *ended && time - *at <= SILENCE);
-            let mut heard = false;
+            let booked_attempt = attempt(&id, number);
+            let is_active = active_attempts.get(&request).is_some_and(|(active, _)| *active == number);
+            let has_ended = ended.get(&request).is_some_and(|(ended, at)| number <= *ended && time - *at <= IDLE_TIMEOUT);
+            let mut is_refreshed = false;
             match step {
                 Step::Route(_) | Step::Add(_) => {
                     let booked = match step {
-                        Step::Route(length) => scene.route(name, length),
-                        Step::Add(worker) => scene.add(name, worker),
+                        Step::Route(length) => fixture.route(booked_attempt, length),
+                        Step::Add(worker) => fixture.add(booked_attempt, worker),
                         _ => unreachable!(),
                     };
                     if booked == Ok(true) {
-                        prop_assert!(!live && !late, "booked twice");
-                        believed.insert(request, (number, time));
+                        prop_assert!(!is_active && !has_ended, "booked twice");
+                        active_attempts.insert(request, (number, time));
                         ended.remove(&request);
                     } else {
-                        heard = live && booked.is_ok();
-                        prop_assert!(booked.is_err() || live || late);
+                        is_refreshed = is_active && booked.is_ok();
+                        prop_assert!(booked.is_err() || is_active || has_ended);
                     }
                 }
                 Step::Prefilled => {
-                    let marked = scene.mark(name);
-                    prop_assert_eq!(marked.is_ok(), live || late);
-                    heard = live;
+                    let marked = fixture.mark(booked_attempt);
+                    prop_assert_eq!(marked.is_ok(), is_active || has_ended);
+                    is_refreshed = is_active;
                 }
-                Step::Output(fraction) => heard = scene.bookings.add_output_block(name, fraction).is_ok(),
+                Step::Output(fraction) => is_refreshed = fixture.bookings.add_output_block(booked_attempt, fraction).is_ok(),
                 Step::Free => {
-                    let change = scene.free(name);
-                    prop_assert_eq!(change == LedgerChange::Applied, live, "only the live attempt is \
+                    let change = fixture.free(booked_attempt);
+                    prop_assert_eq!(change == LedgerChange::Applied, is_active, "only the active attempt is \
                     freed");
-                    if live {
-                        believed.remove(&request);
+                    if is_active {
+                        active_attempts.remove(&request);
                         ended.insert(request, (number, time));
                     }
                 }
-                Step::Pass(seconds) => {
+                Step::Advance(seconds) => {
                     time += Duration::from_secs(seconds);
-                    scene.advance(Duration::from_secs(seconds));
+                    fixture.advance(Duration::from_secs(seconds));
                 }
-                Step::Expire => drop(scene.bookings.expire()),
+                Step::Expire => drop(fixture.bookings.expire()),
             }
-            if heard {
-                believed.insert(request, (number, time));
+            if is_refreshed {
+                active_attempts.insert(request, (number, time));
             }
-            // The expiry is not reported, so the caller queries it.
-            believed.retain(|request, (number, heard)| {
-                let there = scene.bookings.state.lock().ledger.get(attempt(&request.to_string(), *number)).is_some();
-                there || { assert!(time - *heard > SILENCE, "ended before its time"); false }
+            // Expiry is not reported to the caller, so the model queries the ledger.
+            active_attempts.retain(|request, (number, last_call)| {
+                let exists = fixture.bookings.state.lock().ledger.get(attempt(&request.to_string(), *number)).is_some();
+                exists || { assert!(time - *last_call > IDLE_TIMEOUT, "expired early"); false }
             });
-            let (requests, booked, running) = scene.counts();
+            let (requests, booked, running) = fixture.counts();
             prop_assert_eq!(requests as usize, booked, "the load equals the bookings");
-            prop_assert!(booked == believed.len() && booked <= 4 && running <= booked);
+            prop_assert!(booked == active_attempts.len() && booked <= 4 && running <= booked);
         }
-        scene.advance(SILENCE + Duration::from_secs(1));
-        scene.bookings.expire();
-        prop_assert_eq!(scene.counts(), (0, 0, 0));
-        prop_assert!(scene.router.load().snapshot().iter().all(|load| load.active_blocks == 0));
+        fixture.advance(IDLE_TIMEOUT + Duration::from_secs(1));
+        fixture.bookings.expire();
+        prop_assert_eq!(fixture.counts(), (0, 0, 0));
+        prop_assert!(fixture.router.load().snapshot().iter().all(|load| load.active_blocks == 0));
     }
 }

@@ -1,6 +1,6 @@
-//! Client of remote index servers. Servers take turns. A slow one is hedged with a second query,
-//! and no query exceeds the deadline. The first valid response wins, and pending queries are
-//! dropped, which cancels them.
+//! Client of remote index servers. It selects the servers in turn. If a response is slow, it sends
+//! a second query (a hedge) to another server. The first valid response is used, and the other
+//! pending queries are dropped, which cancels them. No query exceeds the deadline.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -28,14 +28,14 @@ use super::{pb, wire};
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// One query.
+/// A query for the cached blocks of prompts.
 #[derive(Clone, Copy, Debug)]
 pub struct OverlapQuery<'a> {
-    /// The model; `None` if the server has only one.
+    /// Model name; `None` selects the only model of the server.
     pub model: Option<&'a ModelName>,
     /// Hash of a fixed prompt, to compare the hashing of client and server.
     pub hashing: u64,
-    /// Prompts; all with the same block size.
+    /// Block hashes of the prompts, all with the same block size.
     pub prompts: &'a [BlockHashes],
 }
 
@@ -52,7 +52,7 @@ pub struct RemoteIndexClient {
 }
 
 impl RemoteIndexClient {
-    /// Creates a client. It connects with the first queries.
+    /// Creates a client. It connects to a server with the first query or probe.
     pub fn new(settings: &RemoteIndexConfig, metrics: Arc<Metrics>) -> anyhow::Result<Self> {
         let servers: Vec<ServerConnection> = settings
             .servers
@@ -107,8 +107,8 @@ impl RemoteIndexClient {
         }
     }
 
-    /// Last state of the worker ranks from any server. Only their block sizes are used, in which
-    /// servers agree.
+    /// Returns the last state of the worker ranks from any server. Only the block sizes are used,
+    /// and these are the same on all servers.
     fn last_known_ranks(&self) -> Arc<RemoteRanks> {
         let last_ranks = self
             .servers
@@ -140,7 +140,7 @@ impl RemoteIndexClient {
         let mut may_hedge = self.hedge.is_some();
         loop {
             tokio::select! {
-                // A response that has arrived counts even if the deadline has passed since.
+                // A response that has already arrived is used even if the deadline has passed.
                 biased;
                 Some((pick, answer)) = in_flight.next() => match answer {
                     Ok(answer) => return Ok((answer, hedged_query.finish_with(pick))),
@@ -195,8 +195,9 @@ impl RemoteIndexClient {
         (pick, answer)
     }
 
-    /// Connects to all servers and probes the ejected ones. Runs until it is dropped. A connection
-    /// is established only while a call waits for it, and requests do not wait long enough.
+    /// Connects to all servers, and then probes the ejected servers until it is dropped. A
+    /// connection is established only while a call waits for it, and the timeout of a request is
+    /// too short for that.
     pub async fn run_probes(&self) -> Infallible {
         let all = (0..self.servers.len()).map(|server| {
             self.probe(ServerPick {
@@ -223,7 +224,7 @@ impl RemoteIndexClient {
         self.pool.lock().pick_probe(Instant::now().into_std())
     }
 
-    /// Sends an invalid query, which every healthy server refuses.
+    /// Probes a server with an invalid query, which a healthy server refuses.
     async fn probe(&self, pick: ServerPick) {
         let mut probe_query = HedgedQuery::new(self);
         probe_query.pending.push(pick);
@@ -266,28 +267,28 @@ impl RemoteIndexClient {
         }
     }
 
-    /// Status for the status page.
+    /// Returns the status of all servers for the status page.
     pub fn status(&self) -> Value {
         let pool = self.pool.lock();
-        let shown = |(at, server): (usize, &ServerConnection)| {
+        let status = |(index, server): (usize, &ServerConnection)| {
             let last_ranks = server.last_ranks.load();
             let ranks = last_ranks
                 .as_ref()
                 .map_or(0, |last_ranks| last_ranks.ranks.rows().len());
-            json!({"server": server.url, "asked": pool.is_healthy(at), "ranks": ranks})
+            json!({"server": server.url, "asked": pool.is_healthy(index), "ranks": ranks})
         };
         json!(
             self.servers
                 .iter()
                 .enumerate()
-                .map(shown)
+                .map(status)
                 .collect::<Vec<_>>()
         )
     }
 }
 
-/// One query with its hedges. Pending queries count as cancelled on drop: the request was
-/// cancelled.
+/// A query with its hedges and retries. Queries that are pending on drop count as cancelled,
+/// because the request was cancelled.
 struct HedgedQuery<'a> {
     client: &'a RemoteIndexClient,
     queried: Vec<ServerPick>,
@@ -305,9 +306,9 @@ impl<'a> HedgedQuery<'a> {
 
     fn start(
         &mut self,
-        first: impl FnOnce(&mut ServerPool) -> Option<ServerPick>,
+        pick_server: impl FnOnce(&mut ServerPool) -> Option<ServerPick>,
     ) -> Option<ServerPick> {
-        let pick = first(&mut self.client.pool.lock())?;
+        let pick = pick_server(&mut self.client.pool.lock())?;
         self.queried.push(pick);
         self.pending.push(pick);
         Some(pick)
@@ -320,7 +321,7 @@ impl<'a> HedgedQuery<'a> {
 
     /// Records a failure and starts a query to another server.
     fn start_retry(&mut self, pick: ServerPick, error: QueryError) -> Option<ServerPick> {
-        // A server that refuses is healthy.
+        // A server that refuses a query is healthy.
         self.finish(
             pick,
             if error == QueryError::Refused {
@@ -333,12 +334,12 @@ impl<'a> HedgedQuery<'a> {
         self.start(|servers| servers.pick_retry(&queried))
     }
 
-    /// Records the response of a server, and servers queried earlier as slow. Returns true if the
-    /// response is from a hedge.
+    /// Records a response, and the pending queries to servers that were queried earlier as slow.
+    /// Returns true if the response is from a hedge.
     fn finish_with(&mut self, winner: ServerPick) -> bool {
         self.finish(winner, QueryOutcome::Answered);
-        let before = self.queried.iter().take_while(|pick| **pick != winner);
-        let slow: Vec<ServerPick> = before
+        let earlier = self.queried.iter().take_while(|pick| **pick != winner);
+        let slow: Vec<ServerPick> = earlier
             .filter(|pick| self.pending.contains(pick))
             .copied()
             .collect();
@@ -354,7 +355,7 @@ impl<'a> HedgedQuery<'a> {
     }
 
     fn finish(&mut self, pick: ServerPick, outcome: QueryOutcome) {
-        self.pending.retain(|open| *open != pick);
+        self.pending.retain(|pending| *pending != pick);
         self.record(pick, outcome);
     }
 

@@ -1,4 +1,4 @@
-//! `index.remote:`: client settings of a remote index.
+//! Configuration of the remote index client (section `index.remote:`).
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -8,22 +8,22 @@ use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::ClientFiles;
 use warmroute_settings::{Period, Problem, Step};
 
-/// Section `index.remote:`.
+/// The section `index.remote:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteIndexConfig {
     /// Addresses of the servers' `api` services: `http://host:port` or `https://host:port`.
     pub servers: Vec<String>,
-    /// Maximum time that a request waits for a response. Afterwards it is routed by predictions.
+    /// Maximum time that a request waits for a response. After that, it is routed by predictions.
     #[serde(default = "timeout")]
     pub timeout: Period,
     /// Time after which a second server is queried; `null` disables it.
     #[serde(default = "hedge_delay")]
     pub hedge_delay: Option<Period>,
-    /// Maximum number of concurrent queries. Further requests are routed without one.
+    /// Maximum number of concurrent queries. Beyond it, requests are routed without a query.
     #[serde(default = "max_concurrency")]
     pub max_concurrency: u32,
-    /// CA certificates (PEM) of the servers. Default: the system's.
+    /// CA certificates (PEM) that verify the servers. Default: the CAs of the system.
     #[serde(default)]
     pub ca_file: Option<PathBuf>,
     /// Client certificate (PEM), if the servers require one.
@@ -48,7 +48,7 @@ fn max_concurrency() -> u32 {
 }
 
 impl RemoteIndexConfig {
-    /// Default limits with these servers.
+    /// Returns a configuration with these servers and default limits.
     pub fn with_servers(servers: impl IntoIterator<Item = String>) -> Self {
         Self {
             servers: servers.into_iter().collect(),
@@ -62,16 +62,16 @@ impl RemoteIndexConfig {
     }
 
     /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, directory: &Path) {
         for file in [&mut self.ca_file, &mut self.cert_file, &mut self.key_file]
             .into_iter()
             .flatten()
         {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
-    /// Semantic errors of the configuration.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = self.problems_of_servers();
         if self.timeout.get().is_zero() {
@@ -80,8 +80,8 @@ impl RemoteIndexConfig {
                 "no answer could come within 0s; the default is 10ms",
             ));
         }
-        let in_vain = |hedge: &Period| *hedge >= self.timeout && !self.timeout.get().is_zero();
-        if let Some(hedge) = self.hedge_delay.filter(in_vain) {
+        let is_useless = |hedge: &Period| *hedge >= self.timeout && !self.timeout.get().is_zero();
+        if let Some(hedge) = self.hedge_delay.filter(is_useless) {
             let text = format!(
                 "{hedge} is not less than `timeout` ({}), so no hedge would ever be sent; the default is 3ms, and \
                  `null` disables hedging",
@@ -112,25 +112,25 @@ impl RemoteIndexConfig {
             ));
         }
         let mut seen = HashSet::new();
-        for (at, server) in self.servers.iter().enumerate() {
-            let is_written_so = ["http://", "https://"]
+        for (index, server) in self.servers.iter().enumerate() {
+            let has_scheme = ["http://", "https://"]
                 .iter()
                 .any(|scheme| server.starts_with(scheme));
             let url = reqwest::Url::parse(server).ok();
-            if !is_written_so || !url.is_some_and(|url| url.has_host() && url.path() == "/") {
+            if !has_scheme || !url.is_some_and(|url| url.has_host() && url.path() == "/") {
                 let text = format!(
                     "`{server}` is no address of a service; write for example http://index-0:9903"
                 );
-                problems.push(Problem::at([Step::from("servers"), at.into()], text));
+                problems.push(Problem::at([Step::from("servers"), index.into()], text));
             } else if !seen.insert(server) {
                 let text = format!("`{server}` is listed twice; remove one");
-                problems.push(Problem::at([Step::from("servers"), at.into()], text));
+                problems.push(Problem::at([Step::from("servers"), index.into()], text));
             }
         }
         problems
     }
 
-    /// Files of the TLS client.
+    /// Returns the TLS files of the client.
     pub(super) fn files(&self) -> ClientFiles<'_> {
         ClientFiles {
             ca: self.ca_file.as_ref(),

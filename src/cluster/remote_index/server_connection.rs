@@ -1,4 +1,4 @@
-//! Connection to one remote index server, with the state of the worker ranks that it reported.
+//! Connection to one remote index server, with the last state of the worker ranks that it sent.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,7 +15,7 @@ use super::config::RemoteIndexConfig;
 use super::pb::index_client::IndexClient;
 use super::{pb, wire};
 
-/// Maximum size of a response in bytes: room for the blocks of a prompt on a hundred thousand
+/// Maximum size of a response in bytes: enough for the blocks of a prompt on a hundred thousand
 /// worker ranks.
 const MAX_ANSWER: usize = 16 << 20;
 
@@ -27,8 +27,8 @@ const KEEP_ALIVE: Duration = Duration::from_secs(5);
 pub(super) struct ServerConnection {
     pub(super) url: String,
     pub(super) client: IndexClient<Channel>,
-    /// Last reported state of the worker ranks. Per server, because servers may judge sources
-    /// differently.
+    /// Last reported state of the worker ranks. It is kept per server, because an event source can
+    /// have a different status on each server.
     pub(super) last_ranks: ArcSwapOption<ServerRanks>,
     /// Set after the server refused a query, which is a configuration mismatch.
     has_refused: AtomicBool,
@@ -52,7 +52,7 @@ pub(super) enum QueryError {
     TimedOut,
     /// The server was unreachable, or its response was invalid.
     Failed,
-    /// The server's blocks are incompatible with ours.
+    /// The server refused the query, for example because its blocks are incompatible.
     Refused,
 }
 
@@ -68,10 +68,10 @@ impl QueryError {
     }
 }
 
-/// Returns true if the status is of a healthy server that refuses the query.
+/// Returns true if a healthy server refuses a query with this status code.
 pub(super) fn is_refusal(code: Code) -> bool {
     use Code::{FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted, Unimplemented};
-    // tonic's codes for an oversized message are among them.
+    // These include the codes that tonic returns for an oversized message.
     matches!(
         code,
         FailedPrecondition | InvalidArgument | OutOfRange | ResourceExhausted | Unimplemented
@@ -97,24 +97,24 @@ impl ServerConnection {
         })
     }
 
-    /// Parses a response. `known` is the state that the query referred to.
+    /// Parses a response. `known` is the state of the worker ranks that the query referred to.
     pub(super) fn parse_answer(
         &self,
         answer: &pb::OverlapsResponse,
         known: Option<Arc<ServerRanks>>,
-        asked: &[BlockHashes],
+        queried: &[BlockHashes],
     ) -> Result<RemoteAnswer, wire::IndexMessageError> {
         let version = answer.ranks_version;
-        let prompts = wire::decode_held(&answer.prompts, asked)?;
-        let newest = self
+        let prompts = wire::decode_held(&answer.prompts, queried)?;
+        let last = self
             .last_ranks
             .load_full()
-            .filter(|newest| newest.version == version);
-        let ranks = match (&answer.ranks, newest) {
+            .filter(|last| last.version == version);
+        let ranks = match (&answer.ranks, last) {
             // Another response has delivered the state in the meantime.
-            (_, Some(newest)) => newest.ranks.clone(),
-            (Some(said), None) => {
-                let ranks = Arc::new(wire::decode_ranks(said)?);
+            (_, Some(last)) => last.ranks.clone(),
+            (Some(message), None) => {
+                let ranks = Arc::new(wire::decode_ranks(message)?);
                 self.last_ranks.store(Some(Arc::new(ServerRanks {
                     version,
                     ranks: ranks.clone(),
@@ -137,11 +137,11 @@ impl ServerConnection {
         // Logged once until the server responds again.
         if refused && !self.has_refused.swap(true, Ordering::Relaxed) {
             let code = status.code();
-            let because = status.message();
+            let reason = status.message();
             warn!(
                 server = self.url,
                 ?code,
-                because,
+                reason,
                 "remote index server refuses queries"
             );
         } else {

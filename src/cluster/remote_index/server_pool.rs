@@ -1,18 +1,20 @@
-//! Selection, hedging and ejection of servers. Pure: the caller passes the time of every event.
+//! Selection, hedging and ejection of servers. It does no I/O and reads no clock: the caller passes
+//! the time of every event.
 
 use std::time::{Duration, Instant};
 
-/// Ejection time of a failed server. Requests do not try it again before a probe succeeds, so a
-/// short time suffices.
+/// Ejection time of a failed server, after which it is probed. It can be short, because requests do
+/// not use the server before a probe succeeds.
 const EJECTION_TIME: Duration = Duration::from_secs(1);
 
-/// Consecutive slow queries after which a server is ejected, and the minimum time between two that
-/// count. Neither a single slow query nor several concurrent ones are evidence.
+/// Number of consecutive slow queries after which a server is ejected, and the minimum time between
+/// two slow queries that are counted. A single slow query is not sufficient evidence, and several
+/// concurrent ones can have the same cause.
 const MAX_SLOW: u32 = 3;
 const SLOW_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Hedge budget that every query adds, and its maximum. If all servers are slow, unlimited hedging
-/// would double their load.
+/// Hedge budget that every query adds, and the maximum of the budget. If all servers are slow,
+/// unlimited hedging would double their load.
 const HEDGES_PER_QUERY: f64 = 0.1;
 const MAX_HEDGES: f64 = 16.0;
 
@@ -27,7 +29,7 @@ pub(super) struct ServerPool {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct ServerHealth {
-    /// Number of consecutive slow queries, and the time of the last one.
+    /// Number of consecutive slow queries, and the time of the last counted one.
     slow_count: u32,
     last_slow: Option<Instant>,
     ejection: Option<ServerEjection>,
@@ -59,7 +61,7 @@ pub(super) enum QueryOutcome {
     Failed,
     /// No response by the deadline, or a later query was faster.
     TimedOut,
-    /// The query was cancelled, which is no evidence about the server.
+    /// The query was cancelled, which is not an indication of the server's health.
     Cancelled,
 }
 
@@ -95,13 +97,13 @@ impl ServerPool {
         let due = |server: &ServerHealth| {
             server
                 .ejection
-                .is_some_and(|out| !out.is_probed && out.until <= now)
+                .is_some_and(|ejection| !ejection.is_probed && ejection.until <= now)
         };
         let server = self.servers.iter().position(due)?;
         self.servers[server]
             .ejection
             .iter_mut()
-            .for_each(|out| out.is_probed = true);
+            .for_each(|ejection| ejection.is_probed = true);
         Some(ServerPick {
             server,
             is_probe: true,
@@ -113,9 +115,9 @@ impl ServerPool {
         if self.hedges < 1.0 {
             return None;
         }
-        let found = self.next_healthy(queried)?;
+        let pick = self.next_healthy(queried)?;
         self.hedges -= 1.0;
-        Some(found)
+        Some(pick)
     }
 
     /// Picks a server for a retry, because a queried one failed.
@@ -127,14 +129,14 @@ impl ServerPool {
     pub(super) fn record_outcome(
         &mut self,
         pick: ServerPick,
-        ended: QueryOutcome,
+        outcome: QueryOutcome,
         now: Instant,
     ) -> Option<PoolChange> {
         let server = &mut self.servers[pick.server];
-        if let Some(out) = server.ejection.as_mut().filter(|_| pick.is_probe) {
-            out.is_probed = false;
+        if let Some(ejection) = server.ejection.as_mut().filter(|_| pick.is_probe) {
+            ejection.is_probed = false;
         }
-        match ended {
+        match outcome {
             QueryOutcome::Cancelled => None,
             QueryOutcome::Answered => {
                 (server.slow_count, server.last_slow) = (0, None);
@@ -146,7 +148,7 @@ impl ServerPool {
             QueryOutcome::TimedOut
                 if server
                     .last_slow
-                    .is_some_and(|struck| now < struck + SLOW_INTERVAL) =>
+                    .is_some_and(|last| now < last + SLOW_INTERVAL) =>
             {
                 None
             }
@@ -165,9 +167,9 @@ impl ServerPool {
 
     fn eject(&mut self, pick: ServerPick, now: Instant) -> Option<PoolChange> {
         let server = &mut self.servers[pick.server];
-        let was_well = server.ejection.is_none();
-        if !was_well && !pick.is_probe {
-            // One of several concurrent queries: the ejection is already counted.
+        let was_healthy = server.ejection.is_none();
+        if !was_healthy && !pick.is_probe {
+            // A concurrent query has already ejected the server.
             return None;
         }
         *server = ServerHealth {
@@ -178,19 +180,20 @@ impl ServerPool {
             ..ServerHealth::default()
         };
         let all = self.servers.iter().all(|server| server.ejection.is_some());
-        let news = if all {
+        let change = if all {
             PoolChange::AllEjected(pick.server)
         } else {
             PoolChange::Ejected(pick.server)
         };
-        was_well.then_some(news)
+        was_healthy.then_some(change)
     }
 
-    /// Next healthy server in turn that was not queried yet.
+    /// Returns the next healthy server in turn that was not queried yet.
     fn next_healthy(&mut self, queried: &[ServerPick]) -> Option<ServerPick> {
         let count = self.servers.len();
-        let is_free = |at: &usize| {
-            self.servers[*at].ejection.is_none() && queried.iter().all(|pick| pick.server != *at)
+        let is_free = |index: &usize| {
+            self.servers[*index].ejection.is_none()
+                && queried.iter().all(|pick| pick.server != *index)
         };
         let server = (0..count)
             .map(|step| (self.next + step) % count)
@@ -246,7 +249,7 @@ mod tests {
             servers.record_outcome(pick(0), QueryOutcome::Failed, now + EJECTION_TIME / 2),
             None
         );
-        for ended in [
+        for outcome in [
             QueryOutcome::TimedOut,
             QueryOutcome::Failed,
             QueryOutcome::TimedOut,
@@ -256,9 +259,9 @@ mod tests {
                 None
             );
             now += EJECTION_TIME;
-            let trial = servers.pick_probe(now).unwrap();
+            let probe = servers.pick_probe(now).unwrap();
             assert_eq!(
-                (trial, servers.pick_probe(now)),
+                (probe, servers.pick_probe(now)),
                 (
                     ServerPick {
                         server: 0,
@@ -266,20 +269,27 @@ mod tests {
                     },
                     None
                 ),
-                "one at a time"
+                "a second probe started while one is running"
             );
-            assert_eq!(firsts(&mut servers, 2), [Some(1); 2], "no request tries it");
             assert_eq!(
-                servers.record_outcome(trial, ended, now),
+                firsts(&mut servers, 2),
+                [Some(1); 2],
+                "a request used an ejected server"
+            );
+            assert_eq!(
+                servers.record_outcome(probe, outcome, now),
                 None,
-                "it is no news"
+                "a failed probe was reported as a change"
             );
         }
         now += EJECTION_TIME;
-        let left = servers.pick_probe(now).unwrap();
-        servers.record_outcome(left, QueryOutcome::Cancelled, now);
+        let cancelled = servers.pick_probe(now).unwrap();
+        servers.record_outcome(cancelled, QueryOutcome::Cancelled, now);
         let again = servers.pick_probe(now).unwrap();
-        assert_eq!(left, again, "given back");
+        assert_eq!(
+            cancelled, again,
+            "the probe of a cancelled query is still reserved"
+        );
         assert_eq!(
             servers.record_outcome(again, QueryOutcome::Answered, now),
             Some(PoolChange::Readmitted(0))
@@ -291,30 +301,30 @@ mod tests {
     fn consecutive_spaced_slow_answers_eject_server() {
         let mut servers = ServerPool::new(2);
         let mut now = Instant::now();
-        let mut late = |servers: &mut ServerPool, server: usize| {
+        let mut record_slow = |servers: &mut ServerPool, server: usize| {
             now += SLOW_INTERVAL;
             servers.record_outcome(pick(server), QueryOutcome::TimedOut, now)
         };
         for _ in 0..5 {
-            late(&mut servers, 0);
-            late(&mut servers, 0);
+            record_slow(&mut servers, 0);
+            record_slow(&mut servers, 0);
             servers.record_outcome(pick(0), QueryOutcome::Answered, Instant::now());
         }
         assert!(servers.is_healthy(0));
-        let news: Vec<_> = (0..3).map(|_| late(&mut servers, 0)).collect();
-        assert_eq!(news, [None, None, Some(PoolChange::Ejected(0))]);
-        let news: Vec<_> = (0..3).map(|_| late(&mut servers, 1)).collect();
-        assert_eq!(news, [None, None, Some(PoolChange::AllEjected(1))]);
+        let changes: Vec<_> = (0..3).map(|_| record_slow(&mut servers, 0)).collect();
+        assert_eq!(changes, [None, None, Some(PoolChange::Ejected(0))]);
+        let changes: Vec<_> = (0..3).map(|_| record_slow(&mut servers, 1)).collect();
+        assert_eq!(changes, [None, None, Some(PoolChange::AllEjected(1))]);
         assert_eq!(servers.pick_first(), None);
         // Both are probed.
-        let trials: Vec<_> = (0..3)
+        let probes: Vec<_> = (0..3)
             .map(|_| {
                 servers
                     .pick_probe(now + EJECTION_TIME)
                     .map(|pick| pick.server)
             })
             .collect();
-        assert_eq!(trials, [Some(0), Some(1), None]);
+        assert_eq!(probes, [Some(0), Some(1), None]);
 
         let mut servers = ServerPool::new(1);
         let now = Instant::now();
@@ -323,7 +333,7 @@ mod tests {
         }
         assert!(
             servers.is_healthy(0),
-            "a hundred questions were under way while it stood still once"
+            "concurrent slow queries were counted more than once"
         );
     }
 
@@ -357,7 +367,7 @@ mod tests {
         assert_eq!(
             (only.server, servers.pick_hedge(&[only])),
             (1, None),
-            "the other one is out"
+            "an ejected server was picked for a hedge"
         );
     }
 

@@ -1,5 +1,5 @@
-//! Serves the index. A query is answered from the current index, or refused if the response would
-//! be about other blocks than the query.
+//! gRPC service of the index. It answers a query from the current index. It refuses a query whose
+//! block hashes are not comparable with those of the index.
 
 use std::sync::Arc;
 
@@ -27,7 +27,7 @@ pub struct IndexedModel {
     pub hashing: u64,
 }
 
-/// Finds a model by name, or the only model without one.
+/// Finds a model by name. Without a name, it finds the only model.
 pub type ModelLookup = Box<dyn Fn(Option<&str>) -> Option<IndexedModel> + Send + Sync>;
 
 /// Dependencies of the service.
@@ -36,7 +36,7 @@ pub struct IndexServiceParts {
     pub router: Arc<Router>,
     /// Finds the model of a query.
     pub find_model: ModelLookup,
-    /// A server that starts or shuts down refuses queries.
+    /// Readiness of the server. It refuses queries while it starts or shuts down.
     pub readiness: Readiness,
     /// Metrics.
     pub metrics: Arc<Metrics>,
@@ -53,7 +53,7 @@ struct IndexServiceInner {
     last_message: Mutex<Option<Arc<RanksMessage>>>,
 }
 
-/// The state of the worker ranks, encoded.
+/// The encoded state of the worker ranks.
 struct RanksMessage {
     source: Arc<RemoteRanks>,
     version: u64,
@@ -69,11 +69,13 @@ enum IndexQueryError {
     NotReady,
     #[error("the model `{0}` is not served here")]
     UnknownModel(String),
-    #[error("the block size is {here} here and {asked} at the client; `block_size` must be equal")]
-    BlockSize { here: usize, asked: u32 },
     #[error(
-        "prompts are hashed differently here (eagle, image_token, video_token or another version), so a response would \
-         be about other prompts"
+        "the block size is {served} here and {queried} at the client; `block_size` must be equal"
+    )]
+    BlockSize { served: usize, queried: u32 },
+    #[error(
+        "prompts are hashed differently here (eagle, image_token, video_token or another version), so the \
+         response would not match the prompts"
     )]
     Hashing,
 }
@@ -127,8 +129,8 @@ impl IndexService {
             find_model(name).ok_or_else(|| IndexQueryError::UnknownModel(request.model.clone()))?;
         if model.block_size != size {
             return Err(IndexQueryError::BlockSize {
-                here: model.block_size.tokens(),
-                asked: request.block_size,
+                served: model.block_size.tokens(),
+                queried: request.block_size,
             });
         }
         if model.hashing != request.hashing {

@@ -1,6 +1,6 @@
-//! Round trip of the remote index: a router with a response decides as the server's router does,
-//! invalid messages are rejected, and slow, dead or incompatible servers cost a request at most its
-//! deadline.
+//! Tests of the remote index with client and server. With a response, a router decides as the
+//! server's router does. Invalid messages are rejected. A slow, unreachable or incompatible server
+//! delays a request at most until its deadline.
 
 mod messages;
 mod server_pool;
@@ -48,7 +48,7 @@ fn rank(id: u64) -> WorkerRank {
     }
 }
 
-/// The last worker publishes no events.
+/// Returns workers, of which the last one publishes no events.
 fn workers(count: u64) -> Vec<Worker> {
     let source = || EventSource {
         endpoint: "tcp://127.0.0.1:1".to_owned(),
@@ -74,7 +74,7 @@ fn workers(count: u64) -> Vec<Worker> {
     (1..=count).map(worker).collect()
 }
 
-/// A router with predictions of both kinds.
+/// Returns a router with predictors for workers with and without events.
 fn router(count: u64, seed: u64) -> Router {
     let load = LoadTracker::new(std::time::Instant::now);
     let predictor = || {
@@ -113,7 +113,7 @@ impl WithFleet for Router {
     }
 }
 
-/// The same router without an index, with predictions for all workers.
+/// Returns the same router with a remote index instead of a local one.
 fn remote_router(count: u64, seed: u64) -> Router {
     let bare = router(0, seed).with_remote_index();
     bare.with_fleet(count)
@@ -132,8 +132,8 @@ fn request(prompts: &[Vec<u64>]) -> RouteRequest {
     RouteRequest::new(Some(MODEL.into()), RoutePrompt::Hashed(prompts))
 }
 
-fn standing(number: u8) -> SourceStatus {
-    let (trust, because) = match number % 6 {
+fn source_status(number: u8) -> SourceStatus {
+    let (freshness, reason) = match number % 6 {
         0 | 1 => (IndexFreshness::Exact, None),
         2 => (
             IndexFreshness::Incomplete,
@@ -146,13 +146,13 @@ fn standing(number: u8) -> SourceStatus {
     // An engine's blocks may be twice as large.
     let engine_block_size = (number % 4 == 3).then(|| BlockSize(NonZeroU32::new(8).unwrap()));
     SourceStatus {
-        freshness: trust,
-        reason: because,
+        freshness,
+        reason,
         engine_block_size,
     }
 }
 
-/// An event before a request.
+/// A step of the round-trip test.
 #[derive(Clone, Debug)]
 enum Step {
     Stored {
@@ -166,11 +166,11 @@ enum Step {
     Cleared {
         id: u64,
     },
-    Stands {
+    SetStatus {
         id: u64,
         number: u8,
     },
-    Asked {
+    Request {
         prompts: Vec<Vec<u64>>,
         sent: bool,
     },
@@ -184,13 +184,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         5 => (1..WORKERS, vec(0..2u64, 1..6), tier).prop_map(|(id, locals, tier)| Step::Stored { id, locals, tier }),
         1 => (1..WORKERS).prop_map(|id| Step::Grouped { id }),
         1 => (1..WORKERS).prop_map(|id| Step::Cleared { id }),
-        2 => (1..WORKERS, any::<u8>()).prop_map(|(id, number)| Step::Stands { id, number }),
-        6 => (vec(vec(0..2u64, 0..7), 1..3), any::<bool>()).prop_map(|(prompts, sent)| Step::Asked { prompts, sent }),
+        2 => (1..WORKERS, any::<u8>()).prop_map(|(id, number)| Step::SetStatus { id, number }),
+        6 => (vec(vec(0..2u64, 0..7), 1..3), any::<bool>()).prop_map(|(prompts, sent)| Step::Request { prompts, sent }),
     ];
     vec(step, 1..40)
 }
 
-/// Engine hashes cover a block and all before it.
+/// Returns a `Stored` event. The engine hashes cover a block and all blocks before it.
 fn stored(locals: &[u64], tier: StorageTier) -> KvEvent {
     let names = hashes(locals);
     let blocks = names.locals().iter().zip(names.sequences());
@@ -207,8 +207,8 @@ fn stored(locals: &[u64], tier: StorageTier) -> KvEvent {
     }
 }
 
-/// The response after encoding and decoding.
-fn over_the_wire(answer: &RemoteAnswer, asked: &[BlockHashes]) -> RemoteAnswer {
+/// Encodes and decodes a response.
+fn encode_and_decode(answer: &RemoteAnswer, queried: &[BlockHashes]) -> RemoteAnswer {
     let prompts: Vec<_> = answer
         .prompts
         .iter()
@@ -217,11 +217,11 @@ fn over_the_wire(answer: &RemoteAnswer, asked: &[BlockHashes]) -> RemoteAnswer {
     let ranks = wire::decode_ranks(&wire::encode_ranks(&answer.ranks)).unwrap();
     RemoteAnswer {
         ranks: Arc::new(ranks),
-        prompts: wire::decode_held(&prompts, asked).unwrap(),
+        prompts: wire::decode_held(&prompts, queried).unwrap(),
     }
 }
 
-/// Everything of a decision except its duration.
+/// Returns all serialized fields of a decision.
 fn decision(route: &warmroute_core::router::Route) -> String {
     serde_json::to_string(route).unwrap()
 }
@@ -231,12 +231,12 @@ proptest! {
 
     #[test]
     fn remote_overlaps_give_the_local_decision(steps in steps(), seed in any::<u64>()) {
-        let own = router(WORKERS, seed);
+        let local = router(WORKERS, seed);
         let remote = remote_router(WORKERS, seed);
-        let join = |id: u64| own.index().create_writer(own.fleet().slot(rank(id)).unwrap());
-        let mut writers: Vec<RankWriter> = (1..WORKERS).map(join).collect();
-        (1..WORKERS).for_each(|id| own.set_source_status(rank(id), SourceStatus::EXACT));
-        let mut live = Vec::new();
+        let create_writer = |id: u64| local.index().create_writer(local.fleet().slot(rank(id)).unwrap());
+        let mut writers: Vec<RankWriter> = (1..WORKERS).map(create_writer).collect();
+        (1..WORKERS).for_each(|id| local.set_source_status(rank(id), SourceStatus::EXACT));
+        let mut booked = Vec::new();
         for step in steps {
             match step {
                 Step::Stored { id, locals, tier } => _ = writers[id as usize - 1].apply(&stored(&locals, tier)),
@@ -245,27 +245,27 @@ proptest! {
                     writers[id as usize - 1].apply(&KvEvent::GroupStored { group: 1, need, blocks: Vec::new() });
                 }
                 Step::Cleared { id } => _ = writers[id as usize - 1].apply(&KvEvent::Cleared),
-                Step::Stands { id, number } => own.set_source_status(rank(id), standing(number)),
-                Step::Asked { prompts, sent } => {
-                    let asked = request(&prompts);
-                    let answer = over_the_wire(&own.query_index(asked.model.as_ref(), asked.prompt.blocks()), asked.prompt.blocks());
-                    let mut there = asked.clone();
-                    there.remote_overlaps = RemoteOverlaps::Received(Arc::new(answer));
-                    let explained = [own.explain(asked.clone()), remote.explain(there.clone())];
-                    let [ours, theirs] = explained.map(|explained| serde_json::to_string(&explained).unwrap());
-                    prop_assert_eq!(ours, theirs);
+                Step::SetStatus { id, number } => local.set_source_status(rank(id), source_status(number)),
+                Step::Request { prompts, sent } => {
+                    let request = request(&prompts);
+                    let answer = encode_and_decode(&local.query_index(request.model.as_ref(), request.prompt.blocks()), request.prompt.blocks());
+                    let mut remote_request = request.clone();
+                    remote_request.remote_overlaps = RemoteOverlaps::Received(Arc::new(answer));
+                    let explained = [local.explain(request.clone()), remote.explain(remote_request.clone())];
+                    let [local_result, remote_result] = explained.map(|explained| serde_json::to_string(&explained).unwrap());
+                    prop_assert_eq!(local_result, remote_result);
                     if sent {
-                        let ours = own.route(asked).unwrap();
-                        let theirs = remote.route(there).unwrap();
-                        prop_assert_eq!(decision(&ours.route), decision(&theirs.route));
-                        live.push((ours, theirs));
+                        let local_result = local.route(request).unwrap();
+                        let remote_result = remote.route(remote_request).unwrap();
+                        prop_assert_eq!(decision(&local_result.route), decision(&remote_result.route));
+                        booked.push((local_result, remote_result));
                     } else {
-                        prop_assert_eq!(decision(&own.preview(asked).unwrap()), decision(&remote.preview(there).unwrap()));
+                        prop_assert_eq!(decision(&local.preview(request).unwrap()), decision(&remote.preview(remote_request).unwrap()));
                     }
                 }
             }
         }
-        prop_assert_eq!(own.load().snapshot(), remote.load().snapshot());
+        prop_assert_eq!(local.load().snapshot(), remote.load().snapshot());
         prop_assert_eq!(remote.index().stats().distinct_blocks, 0);
     }
 }
@@ -273,44 +273,44 @@ proptest! {
 #[test]
 fn missing_answer_falls_back_to_predictions() {
     let remote = remote_router(3, 1);
-    let asked = || request(&[vec![1, 2, 3, 4]]);
-    let mut first = remote.route(asked()).unwrap();
+    let new_request = || request(&[vec![1, 2, 3, 4]]);
+    let mut first = remote.route(new_request()).unwrap();
     assert_eq!(
         (first.route.mode, first.route.reason),
         (Mode::Approximate, Some(Reason::IndexUnreachable))
     );
     assert_eq!(first.route.overlap, TierBlocks::default());
-    let at = first.route.to.rank;
+    let chosen = first.route.to.rank;
     remote.resolve_predictions(&mut first, 200);
     drop(first);
-    let again = remote.preview(asked()).unwrap();
+    let again = remote.preview(new_request()).unwrap();
     assert_eq!(
         (again.to.rank, again.overlap.device, again.mode),
-        (at, 4, Mode::Approximate)
+        (chosen, 4, Mode::Approximate)
     );
-    // The engine's block size stays, and its status does not.
-    let standing = SourceStatus {
+    // Of an earlier response, only the engine's block size is used, not its status.
+    let status = SourceStatus {
         engine_block_size: BlockSize::new(12),
         ..SourceStatus::EXACT
     };
     let rows = (1..=3)
         .map(|id| RemoteRank {
             rank: rank(id),
-            status: standing,
+            status,
             has_cache_groups: false,
         })
         .collect();
-    let away = RouteRequest {
+    let unavailable = RouteRequest {
         remote_overlaps: RemoteOverlaps::Unavailable(Arc::new(RemoteRanks::new(rows))),
-        ..asked()
+        ..new_request()
     };
-    let again = remote.preview(away).unwrap();
+    let again = remote.preview(unavailable).unwrap();
     assert_eq!(
         (again.to.rank, again.overlap.device, again.freshness),
-        (at, 3, IndexFreshness::Absent)
+        (chosen, 3, IndexFreshness::Absent)
     );
-    // A response that a worker with events holds nothing outweighs predictions, except for the time
-    // until its events arrive.
+    // The router uses a response about workers with events instead of their predictions, even if
+    // they hold no blocks.
     let rows = (1..=3)
         .map(|id| RemoteRank {
             rank: rank(id),
@@ -325,7 +325,7 @@ fn missing_answer_falls_back_to_predictions() {
     let route = remote
         .preview(RouteRequest {
             remote_overlaps: RemoteOverlaps::Received(Arc::new(answer)),
-            ..asked()
+            ..new_request()
         })
         .unwrap();
     assert_eq!(
@@ -370,11 +370,11 @@ fn diverted_request_is_audited_by_the_same_answer() {
         ranks: Arc::new(RemoteRanks::new(rows)),
         prompts: vec![vec![held(1, 4), held(2, 2)]],
     };
-    let asked = RouteRequest {
+    let request = RouteRequest {
         remote_overlaps: RemoteOverlaps::Received(Arc::new(answer)),
         ..request(&[vec![1, 2, 3, 4]])
     };
-    let mut booked = remote.route(asked).unwrap();
+    let mut booked = remote.route(request).unwrap();
     assert_eq!(booked.route.to.rank, rank(1));
     assert_eq!(
         remote.on_served_by(&mut booked, "127.0.0.1:8002".parse().unwrap()),

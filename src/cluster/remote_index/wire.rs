@@ -11,16 +11,16 @@ use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
 use super::pb;
 
-/// Maximum number of prompts in a query. Every rank could hold each of them, and the response lists
-/// all.
+/// Maximum number of prompts in a query. It limits the size of a response, which lists all worker
+/// ranks with blocks of each prompt.
 pub(super) const MAX_PROMPTS: usize = 64;
 
-/// Bytes of a query besides its hashes.
+/// Maximum number of bytes of a query besides its hashes.
 const QUERY_OVERHEAD: usize = 64 << 10;
 
 /// Maximum size of a query in bytes.
-pub(super) fn max_query_bytes(most_blocks: usize) -> usize {
-    most_blocks
+pub(super) fn max_query_bytes(max_blocks: usize) -> usize {
+    max_blocks
         .saturating_mul(size_of::<u64>())
         .saturating_add(QUERY_OVERHEAD)
 }
@@ -30,8 +30,8 @@ pub(super) fn max_query_bytes(most_blocks: usize) -> usize {
 pub(super) enum IndexMessageError {
     #[error("the query has {0} prompts, more than the maximum of {MAX_PROMPTS}")]
     TooManyPrompts(usize),
-    #[error("the prompts have {blocks} blocks; `listeners.api.max_prompt_blocks` allows {most}")]
-    TooManyBlocks { blocks: usize, most: usize },
+    #[error("the prompts have {blocks} blocks; `listeners.api.max_prompt_blocks` allows {max}")]
+    TooManyBlocks { blocks: usize, max: usize },
     #[error("{blocks} blocks of {size} tokens do not fit into a prompt of {tokens}")]
     TooFewTokens {
         blocks: usize,
@@ -56,14 +56,14 @@ pub(super) enum IndexMessageError {
 pub(super) fn decode_prompts(
     prompts: Vec<pb::Prompt>,
     size: BlockSize,
-    most: usize,
+    max: usize,
 ) -> Result<Vec<BlockHashes>, IndexMessageError> {
     if prompts.len() > MAX_PROMPTS {
         return Err(IndexMessageError::TooManyPrompts(prompts.len()));
     }
     let blocks = prompts.iter().map(|prompt| prompt.local_hashes.len()).sum();
-    if blocks > most {
-        return Err(IndexMessageError::TooManyBlocks { blocks, most });
+    if blocks > max {
+        return Err(IndexMessageError::TooManyBlocks { blocks, max });
     }
     let decode = |prompt: pb::Prompt| {
         let blocks = prompt.local_hashes.len();
@@ -93,8 +93,8 @@ pub(super) fn encode_prompts(prompts: &[BlockHashes]) -> Vec<pb::Prompt> {
 
 /// Encodes the worker ranks that hold blocks of a prompt.
 pub(super) fn encode_held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
-    let column = |of: fn(&(WorkerRank, TierBlocks)) -> u32| {
-        let column: Vec<u32> = found.iter().map(of).collect();
+    let column = |field: fn(&(WorkerRank, TierBlocks)) -> u32| {
+        let column: Vec<u32> = found.iter().map(field).collect();
         if column.iter().any(|entry| *entry != 0) {
             column
         } else {
@@ -127,7 +127,7 @@ pub(super) fn decode_held(
 
 fn decode_held_prompt(
     held: &pb::Held,
-    most: usize,
+    max: usize,
 ) -> Result<Vec<(WorkerRank, TierBlocks)>, IndexMessageError> {
     let columns = [
         &held.dp_ranks,
@@ -142,14 +142,14 @@ fn decode_held_prompt(
     {
         return Err(IndexMessageError::Columns);
     }
-    let row = |(at, worker): (usize, &u64)| {
+    let row = |(index, worker): (usize, &u64)| {
         let [rank, device, host, disk, external] =
-            columns.map(|column| column.get(at).copied().unwrap_or(0));
+            columns.map(|column| column.get(index).copied().unwrap_or(0));
         let blocks = [device, host, disk, external]
             .into_iter()
             .map(u64::from)
             .sum::<u64>();
-        if blocks > most as u64 {
+        if blocks > max as u64 {
             return Err(IndexMessageError::TooManyHeldBlocks);
         }
         let rank = WorkerRank {
@@ -191,7 +191,7 @@ pub(super) fn encode_ranks(ranks: &RemoteRanks) -> pb::Ranks {
 /// Decodes the state of the worker ranks.
 pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMessageError> {
     let row = |message: &pb::Rank| {
-        let standing = SourceStatus {
+        let status = SourceStatus {
             freshness: decode_freshness(message.trust)?,
             reason: decode_reason(message.because)?,
             engine_block_size: NonZeroU32::new(message.engine_block_size).map(BlockSize),
@@ -202,7 +202,7 @@ pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMess
         };
         Ok(RemoteRank {
             rank,
-            status: standing,
+            status,
             has_cache_groups: message.grouped,
         })
     };
@@ -212,8 +212,8 @@ pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMess
 }
 
 impl From<IndexFreshness> for pb::Trust {
-    fn from(trust: IndexFreshness) -> Self {
-        match trust {
+    fn from(freshness: IndexFreshness) -> Self {
+        match freshness {
             IndexFreshness::Exact => pb::Trust::Exact,
             IndexFreshness::CatchingUp => pb::Trust::CatchingUp,
             IndexFreshness::Incomplete => pb::Trust::Incomplete,
@@ -224,10 +224,10 @@ impl From<IndexFreshness> for pb::Trust {
 }
 
 fn decode_freshness(number: i32) -> Result<IndexFreshness, IndexMessageError> {
-    let named =
+    let value =
         pb::Trust::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
-    Ok(match named {
-        // An unknown number could have any meaning.
+    Ok(match value {
+        // The zero value is never sent.
         pb::Trust::Unspecified => return Err(IndexMessageError::UnknownNumber(number)),
         pb::Trust::Exact => IndexFreshness::Exact,
         pb::Trust::CatchingUp => IndexFreshness::CatchingUp,
@@ -238,8 +238,8 @@ fn decode_freshness(number: i32) -> Result<IndexFreshness, IndexMessageError> {
 }
 
 impl From<StaleReason> for pb::Because {
-    fn from(because: StaleReason) -> Self {
-        match because {
+    fn from(reason: StaleReason) -> Self {
+        match reason {
             StaleReason::NoSource => pb::Because::NoSource,
             StaleReason::Connecting => pb::Because::Connecting,
             StaleReason::Replaying => pb::Because::Replaying,
@@ -255,9 +255,9 @@ impl From<StaleReason> for pb::Because {
 }
 
 fn decode_reason(number: i32) -> Result<Option<StaleReason>, IndexMessageError> {
-    let named =
+    let value =
         pb::Because::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
-    Ok(Some(match named {
+    Ok(Some(match value {
         pb::Because::Unspecified => return Ok(None),
         pb::Because::NoSource => StaleReason::NoSource,
         pb::Because::Connecting => StaleReason::Connecting,

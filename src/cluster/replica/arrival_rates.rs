@@ -1,5 +1,5 @@
-//! Estimate of bookings that peers have made but that have not arrived yet: arrival rate times
-//! propagation delay.
+//! Estimate of bookings that peers have made but that have not arrived here yet. It is the arrival
+//! rate multiplied by the propagation delay.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -39,15 +39,15 @@ struct BookingRates {
 impl ArrivalRates {
     /// Records an arrived booking.
     pub(super) fn record_booking(&mut self, kind: BookingKind, booking: &LoadBooking) {
-        let tally = self.kinds.entry(kind).or_default();
+        let rates = self.kinds.entry(kind).or_default();
         let uncached = booking.prompt_tokens.saturating_sub(booking.cached_tokens);
-        tally.bookings += 1.0;
-        tally.prefill_tokens += if booking.track_prefill {
+        rates.bookings += 1.0;
+        rates.prefill_tokens += if booking.track_prefill {
             uncached as f64
         } else {
             0.0
         };
-        tally.blocks += booking.sequences.block_count() as f64;
+        rates.blocks += booking.sequences.block_count() as f64;
     }
 
     /// Records the round-trip time of an echo message.
@@ -59,40 +59,41 @@ impl ArrivalRates {
         );
     }
 
-    /// Clears all rates, after the connection was lost.
+    /// Clears the rates and the delay after the connection was lost.
     pub(super) fn reset(&mut self) {
         *self = Self::default();
     }
 
-    /// Smoothed propagation delay, in seconds.
+    /// Returns the smoothed propagation delay in seconds.
     pub(super) fn delay(&self) -> Option<f64> {
         self.delay
     }
 
-    /// Estimates the bookings in flight. `elapsed` is the time since the last call, `gathered` the
-    /// batching interval of the senders.
+    /// Estimates the bookings in flight. `elapsed` is the time since the last call.
+    /// `batch_interval` is the time for which senders collect a batch. `ranks` returns the number
+    /// of worker ranks of a kind.
     pub(super) fn estimate(
         &mut self,
         elapsed: Duration,
-        gathered: Duration,
+        batch_interval: Duration,
         ranks: impl Fn(&BookingKind) -> usize,
     ) -> HashMap<BookingKind, InFlightEstimate> {
         let seconds = elapsed.as_secs_f64().max(1e-6);
-        let share = 1.0 - (-seconds / TIME_CONSTANT_SECS).exp();
-        let delay = self.delay.unwrap_or_default() + gathered.as_secs_f64();
+        let weight = 1.0 - (-seconds / TIME_CONSTANT_SECS).exp();
+        let delay = self.delay.unwrap_or_default() + batch_interval.as_secs_f64();
         let mut all = HashMap::new();
-        for (kind, tally) in &mut self.kinds {
-            let follow = |rate: &mut f64, sum: &mut f64| {
-                *rate += share * (std::mem::take(sum) / seconds - *rate)
+        for (kind, rates) in &mut self.kinds {
+            let update_average = |rate: &mut f64, sum: &mut f64| {
+                *rate += weight * (std::mem::take(sum) / seconds - *rate)
             };
-            follow(&mut tally.rate, &mut tally.bookings);
-            follow(&mut tally.prefill_token_rate, &mut tally.prefill_tokens);
-            follow(&mut tally.block_rate, &mut tally.blocks);
-            let bookings = tally.rate * delay;
+            update_average(&mut rates.rate, &mut rates.bookings);
+            update_average(&mut rates.prefill_token_rate, &mut rates.prefill_tokens);
+            update_average(&mut rates.block_rate, &mut rates.blocks);
+            let bookings = rates.rate * delay;
             if bookings >= MIN_BOOKINGS {
-                let each = |rate: f64| (rate / tally.rate).round() as u64;
-                let prefill_tokens = each(tally.prefill_token_rate);
-                let blocks = each(tally.block_rate);
+                let per_booking = |rate: f64| (rate / rates.rate).round() as u64;
+                let prefill_tokens = per_booking(rates.prefill_token_rate);
+                let blocks = per_booking(rates.block_rate);
                 all.insert(
                     kind.clone(),
                     InFlightEstimate {
@@ -105,7 +106,7 @@ impl ArrivalRates {
             }
         }
         self.kinds
-            .retain(|_, tally| tally.rate * delay >= MIN_BOOKINGS / 1e3);
+            .retain(|_, rates| rates.rate * delay >= MIN_BOOKINGS / 1e3);
         all
     }
 }
@@ -138,27 +139,30 @@ mod tests {
     fn estimate_is_rate_times_delay() {
         let mut rates = ArrivalRates::default();
         let kind = || (ModelName::from("m"), BookingEnd::RequestEnd);
-        let look = |rates: &mut ArrivalRates| {
+        let estimate = |rates: &mut ArrivalRates| {
             rates.estimate(Duration::from_millis(100), Duration::from_millis(1), |_| 5)
         };
-        assert_eq!(look(&mut rates), HashMap::new());
+        assert_eq!(estimate(&mut rates), HashMap::new());
         rates.record_delay(Duration::from_millis(4));
         for _ in 0..100 {
-            (0..40).for_each(|nth| {
-                rates.record_booking(kind(), &booking(if nth % 2 == 0 { 110 } else { 310 }))
+            (0..40).for_each(|index| {
+                rates.record_booking(kind(), &booking(if index % 2 == 0 { 110 } else { 310 }))
             });
-            look(&mut rates);
+            estimate(&mut rates);
         }
         (0..40).for_each(|_| rates.record_booking(kind(), &booking(210)));
-        let found = look(&mut rates)[&kind()];
-        assert!((found.bookings - 400.0 * 0.005).abs() < 0.01, "{found:?}");
+        let in_flight = estimate(&mut rates)[&kind()];
+        assert!(
+            (in_flight.bookings - 400.0 * 0.005).abs() < 0.01,
+            "{in_flight:?}"
+        );
         assert_eq!(
-            (found.prefill_tokens, found.blocks, found.ranks),
+            (in_flight.prefill_tokens, in_flight.blocks, in_flight.ranks),
             (200, 4, 5)
         );
         // The estimate returns to zero when no more bookings arrive.
-        (0..200).for_each(|_| drop(look(&mut rates)));
-        assert_eq!(look(&mut rates), HashMap::new());
-        assert!(rates.kinds.is_empty(), "no rates are retained");
+        (0..200).for_each(|_| drop(estimate(&mut rates)));
+        assert_eq!(estimate(&mut rates), HashMap::new());
+        assert!(rates.kinds.is_empty(), "unused rates were retained");
     }
 }

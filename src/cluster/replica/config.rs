@@ -6,49 +6,49 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{Period, Problem, has_credentials};
 
-/// `replicas:`.
+/// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ReplicasConfig {
     /// NATS connection.
     pub nats: NatsConfig,
-    /// Name of the group: replicas of one group serve the same workers. Other groups on the same
-    /// servers are independent.
+    /// Name of the group. All replicas of a group serve the same workers. Other groups on the same
+    /// NATS servers are independent.
     #[serde(default = "group")]
     pub group: String,
-    /// Display name of this replica; the host name if omitted.
+    /// Display name of this replica. Default: the host name.
     #[serde(default)]
     pub name: Option<String>,
-    /// Interval in which events are combined into a batch.
+    /// Time for which events are collected into a batch.
     #[serde(default = "batch_interval")]
     pub batch_interval: Period,
     /// Time without a message after which the reservations of a peer are dropped.
     #[serde(default = "lease")]
     pub lease: Period,
-    /// Time limit of the initial sync, during which the process is not ready.
+    /// Maximum duration of the initial sync, during which the process is not ready.
     #[serde(default = "sync_timeout")]
     pub sync_timeout: Period,
 }
 
-/// `replicas.nats:`.
+/// The section `replicas.nats:`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct NatsConfig {
-    /// Servers of one cluster, `nats://host:port` or `tls://`.
+    /// Servers of one NATS cluster: `nats://host:port` or `tls://host:port`.
     pub servers: Vec<String>,
-    /// NATS credentials file with a JWT and its seed.
+    /// NATS credentials file with a JWT and its NKey seed.
     pub credentials_file: Option<PathBuf>,
-    /// File with a token, read at each connect.
+    /// File with the token. It is read for each connection.
     pub token_file: Option<PathBuf>,
     /// User name.
     pub user: Option<String>,
-    /// File with the password, read at each connect.
+    /// File with the password. It is read for each connection.
     pub password_file: Option<PathBuf>,
-    /// CA of the servers, PEM; the system roots if omitted.
+    /// CA certificates (PEM) that verify the servers. Default: the CAs of the system.
     pub ca_file: Option<PathBuf>,
-    /// Client certificate, PEM, if the servers require one.
+    /// Client certificate (PEM), if the servers require one.
     pub cert_file: Option<PathBuf>,
-    /// Private key of the client certificate, PEM.
+    /// Private key of the client certificate (PEM).
     pub key_file: Option<PathBuf>,
 }
 
@@ -69,16 +69,16 @@ fn sync_timeout() -> Period {
 }
 
 impl ReplicasConfig {
-    /// Resolves relative paths against the folder of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Resolves file names relative to the directory of the configuration file.
+    pub fn resolve(&mut self, directory: &Path) {
         self.nats.files().into_iter().for_each(|(_, file)| {
             if let Some(file) = file {
-                *file = folder.join(&*file);
+                *file = directory.join(&*file);
             }
         });
     }
 
-    /// Returns semantic errors.
+    /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems: Vec<Problem> = self
             .nats
@@ -86,22 +86,22 @@ impl ReplicasConfig {
             .into_iter()
             .map(|problem| problem.within("nats"))
             .collect();
-        let mut refuse = |key: &str, text: &str| problems.push(Problem::of(key, text));
+        let mut add_problem = |key: &str, text: &str| problems.push(Problem::of(key, text));
         let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
         if self.group.is_empty() || !self.group.bytes().all(is_plain) {
-            refuse(
+            add_problem(
                 "group",
                 "the group is part of a NATS subject; use only letters, digits, - and _",
             );
         }
         if self.batch_interval.get() > std::time::Duration::from_secs(1) {
-            refuse(
+            add_problem(
                 "batch_interval",
                 "replicas would receive bookings too late; the default is 1ms, the maximum is 1s",
             );
         }
         if self.lease.get() < std::time::Duration::from_millis(200) {
-            refuse(
+            add_problem(
                 "lease",
                 "a short pause would drop live bookings; the default is 5s, the minimum is 200ms",
             );
@@ -139,15 +139,15 @@ impl NatsConfig {
                 "no server is configured; write for example nats://nats:4222",
             ));
         }
-        for (at, server) in self.servers.iter().enumerate() {
+        for (index, server) in self.servers.iter().enumerate() {
             if has_credentials(server) {
                 let text = "the server address appears on status pages and must not contain a password; set `user` and `password_file`, or `token_file`";
-                problems.push(Problem::at(["servers".into(), at.into()], text));
+                problems.push(Problem::at(["servers".into(), index.into()], text));
             } else if let Err(error) = server.parse::<async_nats::ServerAddr>() {
                 let text = format!(
                     "`{server}` is not a server address ({error}); write for example nats://nats:4222"
                 );
-                problems.push(Problem::at(["servers".into(), at.into()], text));
+                problems.push(Problem::at(["servers".into(), index.into()], text));
             }
         }
         for (key, file) in self.clone().files() {
@@ -178,12 +178,12 @@ impl NatsConfig {
                 problems.push(Problem::of(key, format!("requires `{missing}`")));
             }
         }
-        let ways = [
+        let credential_kinds = [
             self.credentials_file.is_some(),
             self.token_file.is_some(),
             self.user.is_some(),
         ];
-        if ways.into_iter().filter(|given| *given).count() > 1 {
+        if credential_kinds.into_iter().filter(|given| *given).count() > 1 {
             let text = "several kinds of credentials are configured; keep one of `credentials_file`, `token_file` and `user`";
             problems.push(Problem::at([], text));
         }

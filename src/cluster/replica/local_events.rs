@@ -1,4 +1,4 @@
-//! Local changes on their way to the event loop of replica sync.
+//! Queue of local changes, which the event loop of replica sync publishes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use warmroute_core::worker::WorkerId;
 use super::prediction_gate::PredictionGate;
 use super::{ReplicaEvent, ReplicaId};
 
-/// Sends local changes to the event loop. It never waits.
+/// Sends local changes to the event loop without waiting.
 #[derive(Clone, Debug)]
 pub struct LocalEvents {
     replica: ReplicaId,
@@ -22,17 +22,18 @@ pub struct LocalEvents {
     pub(super) session_updates: Arc<Notify>,
 }
 
-/// Both ends of the queue of local changes. The router exists before replica sync starts.
+/// Both ends of the queue of local changes. It is created before replica sync starts, because the
+/// router needs the sending end.
 #[derive(Debug)]
 pub struct LocalEventChannel {
-    /// End of the router.
+    /// Sending end, for the router.
     pub events: LocalEvents,
-    /// End of the event loop.
+    /// Receiving end, for the event loop.
     pub(super) events_rx: mpsc::UnboundedReceiver<ReplicaEvent>,
 }
 
 impl LocalEventChannel {
-    /// Creates an empty queue under a random replica id.
+    /// Creates an empty queue and a random replica id.
     pub fn new() -> Self {
         let (events_tx, events_rx) = mpsc::unbounded_channel();
         let events = LocalEvents {
@@ -62,19 +63,20 @@ impl LocalEvents {
         self.send(ReplicaEvent::Load(event));
     }
 
-    /// Records that a worker is avoided for this time.
+    /// Records that a worker is overloaded for this time.
     pub fn record_overload(&self, worker: WorkerId, time: Duration) {
         self.send(ReplicaEvent::Overloaded(worker, time));
     }
 
-    /// Records prompts that a rank with a predicted cache accepted, if there is a peer and room.
+    /// Records prompts that were routed to a rank with a predicted cache. They are dropped if there
+    /// are no peers or too many predictions are queued.
     pub fn record_routed(&self, member: &FleetMember, prompts: &[BlockHashes]) {
         if self.gate.try_admit() {
             self.send(ReplicaEvent::Routed(RoutedPrompts::new(member, prompts)));
         }
     }
 
-    /// Reports that the session store has updates.
+    /// Notifies the event loop of updates in the session store.
     pub fn notify_session_updates(&self) {
         self.session_updates.notify_one();
     }
@@ -85,7 +87,7 @@ impl LocalEvents {
     }
 
     fn send(&self, event: ReplicaEvent) {
-        // Without an event loop the process is shutting down.
+        // Without an event loop, the process is shutting down.
         self.events_tx.send(event).ok();
     }
 }

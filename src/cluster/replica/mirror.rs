@@ -1,4 +1,5 @@
-//! Reservations of one peer, booked in the local load tracker. Dropping the mirror releases them.
+//! Mirror of the reservations of one peer. They are booked in the local load tracker, and dropping
+//! the mirror releases them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,17 +19,17 @@ use crate::tracking_hash::TrackingKey;
 /// Maximum number of reservations of all peers.
 const MAX_RESERVATIONS: usize = 1 << 18;
 
-/// Maximum number of blocks reserved by one peer, each counted once per reservation.
+/// Maximum number of blocks reserved by one peer. A block counts once per reservation.
 pub(super) const MAX_BLOCKS_PER_PEER: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
 
 /// Maximum number of blocks reserved by all peers, counted in the same way.
 pub(super) const MAX_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else { 1 << 24 };
 
-/// State of this process that messages of peers change.
+/// State of this process that messages of peers change or read.
 pub struct LocalView<'a> {
     /// Load tracker.
     pub load: &'a Arc<LoadTracker>,
-    /// Generation of the fleet; slots differ between generations.
+    /// Generation of the fleet. The slots of a rank can differ between generations.
     pub generation: u64,
     /// Returns the slot of a rank.
     pub slot: &'a dyn Fn(WorkerRank) -> Option<RankSlot>,
@@ -38,11 +39,11 @@ pub struct LocalView<'a> {
     pub sessions: Option<&'a SessionStore>,
     /// Called when a worker is overloaded.
     pub on_overloaded: &'a dyn Fn(WorkerId, Duration),
-    /// Called for the first token of the exchange of this name.
+    /// Called for the first token of the exchange with this name.
     pub on_first_token: &'a dyn Fn(&str),
     /// Called for prompts routed to a rank whose cache is predicted.
     pub on_routed: &'a dyn Fn(RoutedPrompts),
-    /// Called for a booking made just now.
+    /// Called for each new booking, but not for bookings from a snapshot.
     pub on_booked: &'a dyn Fn(&LoadBooking),
 }
 
@@ -57,13 +58,13 @@ pub(super) struct ReservationTotals {
 #[derive(Debug, Default)]
 pub(super) struct ReservationMirror {
     bookings: BTreeMap<BookingId, MirroredReservation>,
-    /// Number of reservations on workers that are unknown here.
+    /// Number of reservations on workers that are unknown to this replica.
     waiting: usize,
     /// Number of blocks of all reservations.
     blocks: usize,
-    /// Reservations of all other peers.
+    /// Totals of all other peers.
     others: ReservationTotals,
-    /// Reservations that were not counted, because they or their blocks exceed a limit.
+    /// Number of reservations that were ignored because of a limit.
     refused: u64,
     /// Fleet generation that the slots belong to.
     generation: u64,
@@ -71,7 +72,7 @@ pub(super) struct ReservationMirror {
 
 #[derive(Debug)]
 struct MirroredReservation {
-    live: ReservationState,
+    state: ReservationState,
     reservation: Option<Reservation>,
 }
 
@@ -86,34 +87,35 @@ impl ReservationMirror {
             }
             ReplicaEvent::Load(ReservationEvent::Booked { .. }) => {}
             ReplicaEvent::Load(ReservationEvent::Released(id)) => self.remove(id),
-            ReplicaEvent::Load(news) => self.update(news, view),
-            ReplicaEvent::Session(word) => {
+            ReplicaEvent::Load(event) => self.update(event, view),
+            ReplicaEvent::Session(update) => {
                 if let Some(sessions) = view.sessions {
-                    sessions.apply_update(word, UpdateKind::InUse);
+                    sessions.apply_update(update, UpdateKind::InUse);
                 }
             }
-            ReplicaEvent::Overloaded(worker, left) => (view.on_overloaded)(worker, left),
+            ReplicaEvent::Overloaded(worker, time) => (view.on_overloaded)(worker, time),
             ReplicaEvent::FirstToken(name) => (view.on_first_token)(&name),
             ReplicaEvent::Routed(routed) => (view.on_routed)(routed),
         }
     }
 
-    /// Replaces all reservations of the peer by those of a snapshot. Equal ones stay; new ones are
-    /// booked before old ones are released, so that the load is never underestimated.
+    /// Replaces all reservations of the peer by those of a snapshot. Unchanged reservations are
+    /// kept. New reservations are booked before old ones are released, so that the load is never
+    /// underestimated.
     pub(super) fn replace(
         &mut self,
         all: Vec<(BookingId, ReservationState)>,
         view: &LocalView<'_>,
     ) {
-        let mut before = std::mem::take(self);
+        let mut previous = std::mem::take(self);
         self.generation = view.generation;
-        self.refused = before.refused;
-        self.others = before.others;
-        for (id, live) in all {
-            match before.bookings.remove(&id) {
+        self.refused = previous.refused;
+        self.others = previous.others;
+        for (id, state) in all {
+            match previous.bookings.remove(&id) {
                 Some(known)
-                    if known.live.is_equivalent(&live)
-                        && !known.is_cut()
+                    if known.state.is_equivalent(&state)
+                        && !known.is_interrupted()
                         && self.has_room_for(&known) =>
                 {
                     self.waiting += usize::from(known.reservation.is_none());
@@ -121,7 +123,7 @@ impl ReservationMirror {
                     self.bookings.insert(id, known);
                 }
                 known => {
-                    self.insert(id, live, view);
+                    self.insert(id, state, view);
                     drop(known);
                 }
             }
@@ -134,7 +136,7 @@ impl ReservationMirror {
             for mirrored in self
                 .bookings
                 .values_mut()
-                .filter(|mirrored| mirrored.is_cut())
+                .filter(|mirrored| mirrored.is_interrupted())
             {
                 mirrored.reservation = None;
                 self.waiting += 1;
@@ -161,7 +163,7 @@ impl ReservationMirror {
         self.waiting
     }
 
-    /// Returns the number of reservations that were not counted.
+    /// Returns the number of reservations that were ignored because of a limit.
     pub(super) fn refused(&self) -> u64 {
         self.refused
     }
@@ -179,7 +181,7 @@ impl ReservationMirror {
         self.others = others;
     }
 
-    /// Returns whether a further reservation is within the limits.
+    /// Returns whether another reservation is within the limits.
     fn has_room_for(&self, mirrored: &MirroredReservation) -> bool {
         let reservations = self.bookings.len() + self.others.reservations;
         reservations < MAX_RESERVATIONS && self.blocks + mirrored.blocks() <= self.max_blocks()
@@ -190,9 +192,9 @@ impl ReservationMirror {
         MAX_BLOCKS_PER_PEER.min(MAX_BLOCKS_OF_ALL_PEERS.saturating_sub(self.others.blocks))
     }
 
-    fn insert(&mut self, id: BookingId, live: ReservationState, view: &LocalView<'_>) {
+    fn insert(&mut self, id: BookingId, state: ReservationState, view: &LocalView<'_>) {
         let mut mirrored = MirroredReservation {
-            live,
+            state,
             reservation: None,
         };
         if !self.has_room_for(&mirrored) {
@@ -213,25 +215,25 @@ impl ReservationMirror {
         self.waiting -= usize::from(removed.reservation.is_none());
     }
 
-    fn update(&mut self, mut news: ReservationEvent, view: &LocalView<'_>) {
+    fn update(&mut self, mut event: ReservationEvent, view: &LocalView<'_>) {
         let (ReservationEvent::FirstToken(id)
         | ReservationEvent::OutputBlocks { id, .. }
-        | ReservationEvent::Moved { id, .. }) = news
+        | ReservationEvent::Moved { id, .. }) = event
         else {
             return;
         };
-        let most_blocks = self.max_blocks();
+        let max_blocks = self.max_blocks();
         let Some(mirrored) = self.bookings.get_mut(&id) else {
             return;
         };
-        if let ReservationEvent::Moved { to: Some(to), .. } = &mut news {
+        if let ReservationEvent::Moved { to: Some(to), .. } = &mut event {
             locate(to, view);
         }
         let before = mirrored.blocks();
-        mirrored.live.apply(&news);
+        mirrored.state.apply(&event);
         let after = mirrored.blocks();
         self.blocks = self.blocks - before + after;
-        if after > before && self.blocks > most_blocks {
+        if after > before && self.blocks > max_blocks {
             self.refused += 1;
             return self.remove(id);
         }
@@ -242,14 +244,14 @@ impl ReservationMirror {
         else {
             return;
         };
-        match news {
+        match event {
             ReservationEvent::FirstToken(_) => _ = reservation.on_first_token(),
             ReservationEvent::OutputBlocks {
                 count, fraction, ..
             } => reservation.add_output_blocks(count, fraction),
             ReservationEvent::Moved { to, .. } => {
-                let goes_on = to.is_some();
-                if !reservation.relocate(|_, _| to) && goes_on {
+                let has_target = to.is_some();
+                if !reservation.relocate(|_, _| to) && has_target {
                     // The target is not in the fleet yet.
                     mirrored.reservation = None;
                     self.waiting += 1;
@@ -262,25 +264,25 @@ impl ReservationMirror {
 
 impl MirroredReservation {
     fn blocks(&self) -> usize {
-        self.live
+        self.state
             .bookings
             .iter()
             .map(|booking| booking.sequences.block_count())
             .sum()
     }
 
-    fn is_cut(&self) -> bool {
+    fn is_interrupted(&self) -> bool {
         self.reservation
             .as_ref()
             .is_some_and(Reservation::is_interrupted)
     }
 
     fn reserve(&mut self, view: &LocalView<'_>) {
-        self.live
+        self.state
             .bookings
             .iter_mut()
             .for_each(|booking| locate(booking, view));
-        self.reservation = view.load.mirror(&self.live);
+        self.reservation = view.load.mirror(&self.state);
     }
 }
 

@@ -1,7 +1,7 @@
 //! NATS connection: subjects, subscriptions, and sends with a short timeout.
 //!
-//! The client reconnects by itself. Messages that cannot be sent meanwhile are lost; peers detect
-//! them by the batch numbers.
+//! The client reconnects automatically. Messages that cannot be sent in the meantime are lost.
+//! Peers detect the loss by the batch numbers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,14 +23,14 @@ const SEND_TIMEOUT: Duration = Duration::from_secs(1);
 /// Timeout of the flush at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Ping interval. A server that does not answer for twice as long is considered disconnected.
+/// Ping interval. A server that does not respond for twice this time is considered disconnected.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Capacity of the queue of each subscription. Further messages are dropped; the gap in the batch
-/// numbers leads to a snapshot request.
+/// Capacity of the queue of each subscription. Further messages are dropped. The gap in the batch
+/// numbers then leads to a snapshot request.
 const SUBSCRIPTION_CAPACITY: usize = 4096;
 
-/// Connection of this replica.
+/// NATS connection of this replica.
 pub(super) struct NatsLink {
     client: Client,
     events: String,
@@ -39,7 +39,7 @@ pub(super) struct NatsLink {
     echo: String,
 }
 
-/// Subscriptions of this replica.
+/// NATS subscriptions of this replica.
 pub(super) struct NatsSubscriptions {
     /// Batches of all replicas.
     pub(super) batches: Subscriber,
@@ -76,12 +76,12 @@ impl NatsSubscriptions {
 }
 
 impl NatsLink {
-    /// Starts to connect and subscribes. Returns before the connection is established.
+    /// Creates the client and its subscriptions. Returns before the connection is established.
     pub(super) async fn open(
         settings: &ReplicasConfig,
         id: ReplicaId,
     ) -> anyhow::Result<(Self, NatsSubscriptions)> {
-        let (events_tx, states) = mpsc::unbounded_channel();
+        let (events_tx, connection_rx) = mpsc::unbounded_channel();
         let options = connect_options(&settings.nats)
             .await?
             .name("warmroute")
@@ -89,7 +89,7 @@ impl NatsLink {
             .ping_interval(PING_INTERVAL)
             .connection_timeout(SEND_TIMEOUT * 2)
             .subscription_capacity(SUBSCRIPTION_CAPACITY)
-            .reconnect_delay_callback(|tries| Duration::from_millis(50 << tries.min(5)))
+            .reconnect_delay_callback(|attempts| Duration::from_millis(50 << attempts.min(5)))
             .event_callback(move |event| {
                 events_tx.send(event).ok();
                 std::future::ready(())
@@ -109,7 +109,7 @@ impl NatsLink {
             echo,
             client,
         };
-        let ears = NatsSubscriptions {
+        let subscriptions = NatsSubscriptions {
             batches: link
                 .client
                 .subscribe(format!("warmroute.{}.events.*", link.group))
@@ -117,9 +117,9 @@ impl NatsLink {
             snapshot_requests: link.client.subscribe(link.request_subject(id)).await?,
             snapshot_parts: link.client.subscribe(link.inbox.clone()).await?,
             echoes: link.client.subscribe(link.echo.clone()).await?,
-            connection_events: states,
+            connection_events: connection_rx,
         };
-        Ok((link, ears))
+        Ok((link, subscriptions))
     }
 
     pub(super) fn is_up(&self) -> bool {
@@ -157,7 +157,7 @@ impl NatsLink {
         subject.rsplit('.').next() == Some(replica.to_string().as_str())
     }
 
-    /// Sends an echo message to this replica, which measures the propagation delay.
+    /// Sends an echo message from this replica to itself, to measure the propagation delay.
     pub(super) async fn send_echo(&self, nanos: u64) -> bool {
         self.send(
             self.echo.clone(),
@@ -194,8 +194,8 @@ impl NatsLink {
         matches!(sent, Ok(Ok(())))
     }
 
-    fn request_subject(&self, of: ReplicaId) -> String {
-        format!("warmroute.{}.ask.{of}", self.group)
+    fn request_subject(&self, peer: ReplicaId) -> String {
+        format!("warmroute.{}.ask.{peer}", self.group)
     }
 }
 

@@ -1,7 +1,7 @@
-//! Outgoing state of this replica.
+//! Events that this replica publishes.
 //!
-//! Stores the live reservations, so that a snapshot can be sent at any time, and numbers the
-//! batches, so that peers detect missing ones.
+//! The outbox stores the live reservations, so that a snapshot can be sent at any time. It numbers
+//! the batches, so that peers detect missing ones.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -16,7 +16,7 @@ use crate::tracking_hash::TrackingKey;
 /// Maximum message size, unless the server allows less.
 const MAX_MESSAGE_BYTES: usize = 512 * 1024;
 
-/// Bytes reserved for the fields beside the events.
+/// Number of bytes reserved for the fields besides the events.
 const ENVELOPE_BYTES: usize = 4 * 1024;
 
 /// Live reservations and unsent events of this replica.
@@ -39,7 +39,8 @@ pub struct ReplicaOutbox {
 struct PendingBatch {
     events: Vec<Event>,
     bytes: usize,
-    /// Index of the last output-block event of each booking, into which further blocks are merged.
+    /// Index of the last output-block event of each booking. Further output blocks are merged into
+    /// it.
     outputs: HashMap<BookingId, usize>,
 }
 
@@ -59,7 +60,8 @@ impl ReplicaOutbox {
         }
     }
 
-    /// Sets the key that encrypts the block hashes of routed prompts. All replicas share it.
+    /// Sets the key that encrypts the block hashes of routed prompts. All replicas use the same
+    /// key.
     #[must_use]
     pub fn with_key(self, key: Option<TrackingKey>) -> Self {
         Self { key, ..self }
@@ -73,17 +75,16 @@ impl ReplicaOutbox {
             .max(ENVELOPE_BYTES);
     }
 
-    /// Marks the replica as draining in all further messages. Returns whether it was not marked
-    /// before.
+    /// Marks the replica as draining in all further messages. Returns true for the first call.
     pub(super) fn set_draining(&mut self) -> bool {
         !std::mem::replace(&mut self.draining, true)
     }
 
     /// Records a local event.
     pub fn record(&mut self, event: &ReplicaEvent) {
-        if let ReplicaEvent::Load(news) = event {
-            self.track(news);
-            if self.try_merge(news) {
+        if let ReplicaEvent::Load(event) = event {
+            self.update_reservations(event);
+            if self.try_merge(event) {
                 return;
             }
         }
@@ -120,35 +121,36 @@ impl ReplicaOutbox {
         }
     }
 
-    /// Returns a snapshot as of the last batch. Pending events must have been published before.
+    /// Returns a snapshot as of the last batch. All pending events must be published before the
+    /// call.
     pub fn snapshot(&self, other_events: &[ReplicaEvent]) -> Vec<SnapshotPart> {
         let named = self.max_named_blocks();
         let reservations = self
             .reservations
             .iter()
-            .map(|(id, live)| wire::encode_reservation(*id, live, named));
+            .map(|(id, state)| wire::encode_reservation(*id, state, named));
         let events = reservations.chain(
             other_events
                 .iter()
                 .map(|event| wire::encode_event(event, named, self.key.as_ref())),
         );
-        let new = |part| SnapshotPart {
+        let new_part = |part| SnapshotPart {
             replica: self.id.0,
             sequence: self.sequence,
             part,
             ..SnapshotPart::default()
         };
         let mut parts = Vec::new();
-        let mut current = new(0);
+        let mut current = new_part(0);
         let mut bytes = 0;
         for event in events {
-            let more = event.encoded_len() + 8;
-            if bytes + more > self.max_bytes {
-                let next = new(current.part + 1);
+            let size = event.encoded_len() + 8;
+            if bytes + size > self.max_bytes {
+                let next = new_part(current.part + 1);
                 parts.push(std::mem::replace(&mut current, next));
                 bytes = 0;
             }
-            bytes += more;
+            bytes += size;
             current.events.push(event);
         }
         current.last = true;
@@ -166,13 +168,13 @@ impl ReplicaOutbox {
         self.reservations.values()
     }
 
-    /// Returns the maximum number of blocks that one event names: half a message.
+    /// Returns the maximum number of block hashes in one event, which fill half a message.
     fn max_named_blocks(&self) -> usize {
         self.max_bytes / 2 / size_of::<u64>()
     }
 
-    fn track(&mut self, news: &ReservationEvent) {
-        match news {
+    fn update_reservations(&mut self, event: &ReservationEvent) {
+        match event {
             ReservationEvent::Booked { id, bookings } => {
                 self.reservations
                     .insert(*id, ReservationState::new(bookings.clone()));
@@ -183,20 +185,20 @@ impl ReplicaOutbox {
             ReservationEvent::FirstToken(id)
             | ReservationEvent::OutputBlocks { id, .. }
             | ReservationEvent::Moved { id, .. } => {
-                if let Some(live) = self.reservations.get_mut(id) {
-                    live.apply(news);
+                if let Some(state) = self.reservations.get_mut(id) {
+                    state.apply(event);
                 }
             }
         }
     }
 
-    /// Merges the event into a pending one. Returns false if that is not possible.
-    fn try_merge(&mut self, news: &ReservationEvent) -> bool {
+    /// Merges the event into a pending one, and returns whether that was possible.
+    fn try_merge(&mut self, event: &ReservationEvent) -> bool {
         let ReservationEvent::OutputBlocks {
             id,
             count,
             fraction,
-        } = news
+        } = event
         else {
             return false;
         };
@@ -204,7 +206,7 @@ impl ReplicaOutbox {
             .pending
             .outputs
             .get(id)
-            .and_then(|at| self.pending.events.get_mut(*at))
+            .and_then(|index| self.pending.events.get_mut(*index))
         else {
             return false;
         };

@@ -1,8 +1,8 @@
 //! State received from the other replicas.
 //!
-//! Of each peer, either every batch up to a sequence number is known, or batches are missing and a
-//! snapshot was requested. Batches that arrive meanwhile are deferred until the snapshot is
-//! complete.
+//! For each peer, either all batches up to a sequence number were applied, or batches are missing
+//! and a snapshot was requested. Batches that arrive in the meantime are deferred until the
+//! snapshot is complete.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -22,14 +22,14 @@ use super::{ReplicaEvent, ReplicaId, wire};
 /// Maximum number of peers.
 const MAX_PEERS: usize = 128;
 
-/// Maximum number of batches deferred during a snapshot transfer. If a peer sends more, the
+/// Maximum number of batches deferred during a snapshot transfer. If a peer sends more batches, the
 /// snapshot is requested again.
 const MAX_DEFERRED_BATCHES: usize = 1024;
 
 /// Maximum number of parts of a snapshot.
 const MAX_SNAPSHOT_PARTS: u32 = 4096;
 
-/// Maximum memory of incomplete snapshots and deferred batches of all peers.
+/// Maximum memory in bytes of incomplete snapshots and deferred batches of all peers.
 const MAX_PENDING_BYTES: usize = if cfg!(test) { 1 << 20 } else { 256 << 20 };
 
 /// Time without a snapshot part after which the snapshot is requested again.
@@ -42,7 +42,7 @@ pub struct PeerTable {
     lease: Duration,
     last_tick: Option<Instant>,
     peers: BTreeMap<ReplicaId, PeerReplica>,
-    /// Time since which sessions of a departed peer may have no owner.
+    /// Time of the departure of a peer whose sessions may have no owner.
     orphaned_since: Option<Instant>,
 }
 
@@ -66,7 +66,7 @@ pub enum PeerChange {
     Synced(ReplicaId, usize),
     /// A peer left.
     Left(ReplicaId, String),
-    /// A peer sent nothing for the lease; this number of reservations is dropped.
+    /// A peer sent no message for the lease. Its reservations, of this number, were dropped.
     TimedOut(ReplicaId, String, usize),
 }
 
@@ -90,7 +90,7 @@ struct PeerReplica {
 
 #[derive(Debug)]
 enum PeerState {
-    /// Every batch up to `last` is known.
+    /// All batches up to `last` were applied.
     Synced { last: u64 },
     /// A snapshot was requested.
     CatchingUp(SnapshotFetch),
@@ -104,27 +104,27 @@ struct SnapshotFetch {
     next_part: u32,
     sequence: u64,
     deferred: Vec<Batch>,
-    /// Memory of the parts and deferred batches.
+    /// Memory of the parts and the deferred batches.
     bytes: usize,
 }
 
-/// Peer on the status page.
+/// Status of a peer on the status page.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct PeerStatus {
     replica: ReplicaId,
     name: String,
-    /// True if all of its batches are known.
+    /// True if all batches of the peer were applied.
     level: bool,
     reservations: usize,
-    /// Reservations on workers that are unknown here.
+    /// Number of reservations on workers that are unknown to this replica.
     on_unknown_workers: usize,
-    /// Reservations that are not counted, because they or their blocks exceed a limit.
+    /// Number of reservations that were ignored because of a limit.
     refused: u64,
     heard_ms_ago: u128,
 }
 
 impl PeerTable {
-    /// Starts without peers. A peer that sends nothing for `lease` is silent.
+    /// Creates an empty table. A peer that sends no message for `lease` times out.
     pub fn new(own_id: ReplicaId, lease: Duration) -> Self {
         Self {
             own_id,
@@ -168,27 +168,27 @@ impl PeerTable {
                 .changes
                 .push(PeerChange::Joined(from, batch.name.clone()));
             outcome.actions.push(PeerAction::FetchSnapshot(from));
-            let standing = PeerState::CatchingUp(SnapshotFetch::new(now));
+            let state = PeerState::CatchingUp(SnapshotFetch::new(now));
             let peer = PeerReplica {
                 name: batch.name.clone(),
                 last_received: now,
                 draining: false,
-                state: standing,
+                state,
                 mirror: ReservationMirror::default(),
             };
             self.peers.insert(from, peer);
         }
-        let room = self.free_pending_bytes();
+        let free_bytes = self.free_pending_bytes();
         self.count_others(from);
         let Some(peer) = self.peers.get_mut(&from) else {
             return outcome;
         };
         peer.last_received = now;
         peer.draining |= batch.draining;
-        if !peer.apply_batch(batch, view, rng, room) {
+        if !peer.apply_batch(batch, view, rng, free_bytes) {
             outcome.changes.push(PeerChange::Gap(from));
             outcome.actions.push(PeerAction::FetchSnapshot(from));
-            peer.state.fall_behind(now);
+            peer.state.start_fetch(now);
         }
         outcome
     }
@@ -203,38 +203,39 @@ impl PeerTable {
     ) -> PeerUpdate {
         let from = ReplicaId(part.replica);
         let mut outcome = PeerUpdate::default();
-        let room = self.free_pending_bytes();
+        let free_bytes = self.free_pending_bytes();
         self.count_others(from);
         let Some(peer) = self.peers.get_mut(&from) else {
             return outcome;
         };
         peer.last_received = now;
-        let PeerState::CatchingUp(behind) = &mut peer.state else {
+        let PeerState::CatchingUp(fetch) = &mut peer.state else {
             return outcome;
         };
-        let Some((events, last)) = behind.collect(part, now, room) else {
+        let Some((events, last)) = fetch.collect(part, now, free_bytes) else {
             return outcome;
         };
-        let later = std::mem::take(&mut behind.deferred);
+        let deferred = std::mem::take(&mut fetch.deferred);
         peer.apply_snapshot(events, view, rng);
         peer.state = PeerState::Synced { last };
-        let mut is_level = true;
-        for batch in later {
-            is_level = is_level && peer.apply_batch(batch, view, rng, room);
+        let mut is_synced = true;
+        for batch in deferred {
+            is_synced = is_synced && peer.apply_batch(batch, view, rng, free_bytes);
         }
-        if is_level {
+        if is_synced {
             outcome
                 .changes
                 .push(PeerChange::Synced(from, peer.mirror.len()));
         } else {
             outcome.changes.push(PeerChange::Gap(from));
             outcome.actions.push(PeerAction::FetchSnapshot(from));
-            peer.state.fall_behind(now);
+            peer.state.start_fetch(now);
         }
         outcome
     }
 
-    /// Sets the reservations of all other peers, for the limits that all peers share.
+    /// Passes the totals of all other peers to the mirror of a peer, for the limits that all peers
+    /// share.
     fn count_others(&mut self, id: ReplicaId) {
         let mut others = ReservationTotals::default();
         for (_, peer) in self.peers.iter().filter(|(other, _)| **other != id) {
@@ -254,7 +255,7 @@ impl PeerTable {
 
     pub(super) fn pending_bytes(&self) -> usize {
         let bytes = |peer: &PeerReplica| match &peer.state {
-            PeerState::CatchingUp(behind) => behind.bytes,
+            PeerState::CatchingUp(fetch) => fetch.bytes,
             PeerState::Synced { .. } => 0,
         };
         self.peers.values().map(bytes).sum()
@@ -276,14 +277,14 @@ impl PeerTable {
             .replace(now)
             .map(|last_tick| now.saturating_duration_since(last_tick));
         if since.is_some_and(|since| since > self.lease / 2) {
-            // This process was suspended itself, so silence of the peers means nothing.
+            // This process was suspended and could not receive messages, so no peer has timed out.
             self.peers
                 .values_mut()
                 .for_each(|peer| peer.last_received = now);
         }
-        let silent =
+        let is_silent =
             |peer: &PeerReplica| now.saturating_duration_since(peer.last_received) > self.lease;
-        for (id, peer) in self.peers.extract_if(.., |_, peer| silent(peer)) {
+        for (id, peer) in self.peers.extract_if(.., |_, peer| is_silent(peer)) {
             outcome
                 .changes
                 .push(PeerChange::TimedOut(id, peer.name, peer.mirror.len()));
@@ -291,10 +292,10 @@ impl PeerTable {
         }
         for (id, peer) in &mut self.peers {
             peer.mirror.relocate(view);
-            if let PeerState::CatchingUp(behind) = &mut peer.state
-                && now.saturating_duration_since(behind.requested_at) > SNAPSHOT_TIMEOUT
+            if let PeerState::CatchingUp(fetch) = &mut peer.state
+                && now.saturating_duration_since(fetch.requested_at) > SNAPSHOT_TIMEOUT
             {
-                behind.requested_at = now;
+                fetch.requested_at = now;
                 outcome.actions.push(PeerAction::FetchSnapshot(*id));
             }
         }
@@ -308,10 +309,10 @@ impl PeerTable {
             .all(|peer| matches!(peer.state, PeerState::Synced { .. }))
     }
 
-    /// Returns, once, whether this replica adopts the sessions of departed peers.
+    /// Returns true once if this replica adopts the sessions of departed peers.
     ///
-    /// The remaining replica with the lowest id does. If it has not known the departed peer, all
-    /// others do two leases later.
+    /// The remaining replica with the lowest id adopts them immediately. All others do so two
+    /// leases later, in case that replica did not know the departed peer.
     pub(super) fn should_adopt_sessions(&mut self, now: Instant) -> bool {
         let is_first = self.peers.keys().all(|peer| self.own_id < *peer);
         let is_due = |since: &mut Instant| {
@@ -320,7 +321,7 @@ impl PeerTable {
         self.orphaned_since.take_if(is_due).is_some()
     }
 
-    /// Returns the number of peers that do not drain.
+    /// Returns the number of peers that are not draining.
     pub(super) fn remaining(&self) -> usize {
         self.peers.values().filter(|peer| !peer.draining).count()
     }
@@ -339,7 +340,7 @@ impl PeerTable {
     }
 
     pub(super) fn statuses(&self, now: Instant) -> Vec<PeerStatus> {
-        let shown = |(id, peer): (&ReplicaId, &PeerReplica)| PeerStatus {
+        let status = |(id, peer): (&ReplicaId, &PeerReplica)| PeerStatus {
             replica: *id,
             name: peer.name.clone(),
             level: matches!(peer.state, PeerState::Synced { .. }),
@@ -350,24 +351,24 @@ impl PeerTable {
                 .saturating_duration_since(peer.last_received)
                 .as_millis(),
         };
-        self.peers.iter().map(shown).collect()
+        self.peers.iter().map(status).collect()
     }
 }
 
 impl PeerReplica {
-    /// Applies or defers a batch. Returns false if batches before it are missing.
+    /// Applies or defers a batch. Returns false if earlier batches are missing.
     fn apply_batch(
         &mut self,
         batch: Batch,
         view: &LocalView<'_>,
         rng: &mut impl Rng,
-        room: usize,
+        free_bytes: usize,
     ) -> bool {
         let has_events = !batch.events.is_empty();
         match &mut self.state {
-            PeerState::CatchingUp(behind) => {
+            PeerState::CatchingUp(fetch) => {
                 if has_events {
-                    behind.defer(batch, room);
+                    fetch.defer(batch, free_bytes);
                 }
                 true
             }
@@ -375,11 +376,11 @@ impl PeerReplica {
             PeerState::Synced { last } if !has_events => batch.sequence <= *last,
             PeerState::Synced { last } if batch.sequence == last.saturating_add(1) => {
                 *last = batch.sequence;
-                let mut names = BlockNamer::new(rng, view.key);
+                let mut namer = BlockNamer::new(rng, view.key);
                 for event in batch
                     .events
                     .into_iter()
-                    .filter_map(|event| wire::decode_event(event, &mut names))
+                    .filter_map(|event| wire::decode_event(event, &mut namer))
                 {
                     if let ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. }) = &event {
                         bookings
@@ -397,20 +398,20 @@ impl PeerReplica {
     fn apply_snapshot(&mut self, events: Vec<Event>, view: &LocalView<'_>, rng: &mut impl Rng) {
         let mut bookings: Vec<(BookingId, ReservationState)> = Vec::new();
         let mut other_events: Vec<ReplicaEvent> = Vec::new();
-        let mut names = BlockNamer::new(rng, view.key);
+        let mut namer = BlockNamer::new(rng, view.key);
         for event in events {
             match event.event {
                 Some(Any::Booked(booked)) => {
-                    bookings.push(wire::decode_reservation(booked, &mut names))
+                    bookings.push(wire::decode_reservation(booked, &mut namer))
                 }
-                _ => other_events.extend(wire::decode_event(event, &mut names)),
+                _ => other_events.extend(wire::decode_event(event, &mut namer)),
             }
         }
         self.mirror.replace(bookings, view);
         for event in other_events {
             match (event, view.sessions) {
-                (ReplicaEvent::Session(word), Some(sessions)) => {
-                    sessions.apply_update(word, UpdateKind::Snapshot)
+                (ReplicaEvent::Session(update), Some(sessions)) => {
+                    sessions.apply_update(update, UpdateKind::Snapshot)
                 }
                 (event, _) => self.mirror.apply(event, view),
             }
@@ -420,7 +421,7 @@ impl PeerReplica {
 
 impl PeerState {
     /// Starts a new snapshot transfer.
-    fn fall_behind(&mut self, now: Instant) {
+    fn start_fetch(&mut self, now: Instant) {
         *self = PeerState::CatchingUp(SnapshotFetch::new(now));
     }
 }
@@ -437,23 +438,24 @@ impl SnapshotFetch {
         }
     }
 
-    /// Defers a batch. If there are too many, it is dropped, and the next batch shows the gap.
-    fn defer(&mut self, batch: Batch, room: usize) {
+    /// Defers a batch. A batch beyond the limits is dropped, and the next batch reveals the gap.
+    fn defer(&mut self, batch: Batch, free_bytes: usize) {
         let bytes = wire::decoded_bytes(&batch.events, batch.encoded_len());
-        if self.deferred.len() < MAX_DEFERRED_BATCHES && bytes <= room {
+        if self.deferred.len() < MAX_DEFERRED_BATCHES && bytes <= free_bytes {
             self.bytes += bytes;
             self.deferred.push(batch);
         }
     }
 
-    /// Adds a part. Returns the events and their sequence number after the last part.
+    /// Adds a part. After the last part, returns the events of the snapshot and its sequence
+    /// number.
     ///
     /// The first part restarts the transfer, because the snapshot may have been requested twice.
     fn collect(
         &mut self,
         part: SnapshotPart,
         now: Instant,
-        room: usize,
+        free_bytes: usize,
     ) -> Option<(Vec<Event>, u64)> {
         if part.part == 0 {
             (self.next_part, self.sequence) = (0, part.sequence);
@@ -468,7 +470,7 @@ impl SnapshotFetch {
         if part.part != self.next_part
             || part.sequence != self.sequence
             || part.part >= MAX_SNAPSHOT_PARTS
-            || bytes > room
+            || bytes > free_bytes
         {
             return None;
         }

@@ -1,6 +1,8 @@
-//! Limit on published predictions: none without peers, and a bounded number in the queue.
+//! Limit on published predictions. Without peers, none are published. With peers, the number of
+//! queued predictions is limited.
 //!
-//! Predictions are hints and as long as their prompts; bookings are always published.
+//! A prediction is as large as its prompts and only a hint, so it may be dropped. Bookings are
+//! always published.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -22,11 +24,11 @@ impl PredictionGate {
 
     /// Reserves a slot in the queue. Returns false if there are no peers or the queue is full.
     pub(super) fn try_admit(&self) -> bool {
-        let one_more = |waiting: usize| (waiting < MAX_WAITING).then_some(waiting + 1);
+        let increment = |waiting: usize| (waiting < MAX_WAITING).then_some(waiting + 1);
         self.peers.load(Ordering::Relaxed) > 0
             && self
                 .waiting
-                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, one_more)
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, increment)
                 .is_ok()
     }
 

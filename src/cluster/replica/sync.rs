@@ -1,7 +1,7 @@
 //! Event loop of replica sync.
 //!
 //! One task publishes local events in batches, applies the messages of peers, and handles timeouts.
-//! Requests are not blocked by it.
+//! It never blocks requests.
 
 mod messages;
 
@@ -33,19 +33,20 @@ use super::{ReplicaEvent, ReplicaId};
 use crate::dispatch::Dispatcher;
 use crate::tracking_hash::TrackingKey;
 
-/// Maximum number of events received at a time.
+/// Maximum number of local events received at a time.
 const MAX_EVENTS_PER_POLL: usize = 1024;
 
-/// Heartbeats per lease, so that a lost one does not end the lease.
+/// Number of heartbeats per lease. It is above one, so that a lost heartbeat does not end the
+/// lease.
 const HEARTBEATS_PER_LEASE: u32 = 4;
 
-/// Time that peers have to answer the hello message at startup.
+/// Time that peers have to respond to the hello message at startup.
 const HELLO_TIMEOUT: Duration = Duration::from_millis(300);
 
-/// Interval of timeout checks.
+/// Interval between timeout checks.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Delay before an unusable NATS configuration is tried again.
+/// Delay before the next attempt to create the NATS client after a failure.
 const RETRY_DELAY: Duration = Duration::from_secs(5);
 
 type OnFirstToken = Box<dyn Fn(&str) + Send + Sync>;
@@ -58,12 +59,12 @@ pub struct ReplicaSync {
     metrics: Arc<Metrics>,
     pub(super) state: Mutex<ReplicaState>,
     pub(super) readiness: Readiness,
-    /// Time since which the connection is up.
+    /// Time at which the connection was established; `None` while disconnected.
     pub(super) connected_since: Mutex<Option<Instant>>,
     link: Mutex<Option<Arc<NatsLink>>>,
     events: LocalEvents,
     first_token: OnceLock<OnFirstToken>,
-    /// Unpublished local events, locked by the running event loop.
+    /// Unpublished local events. The running event loop holds the lock.
     events_rx: tokio::sync::Mutex<mpsc::UnboundedReceiver<ReplicaEvent>>,
     starting: Mutex<Option<StartupSync>>,
     started_at: Instant,
@@ -83,7 +84,7 @@ pub(super) struct ReplicaState {
 struct StartupSync {
     guard: ReadyGuard,
     deadline: Instant,
-    greeted_at: Option<Instant>,
+    hello_sent_at: Option<Instant>,
 }
 
 /// Dependencies of [`ReplicaSync`].
@@ -94,16 +95,16 @@ pub struct ReplicaSyncParts {
     pub metrics: Arc<Metrics>,
     /// Startup step, held until the initial sync is complete.
     pub ready: ReadyGuard,
-    /// Readiness, which shows that the process drains.
+    /// Readiness of the process, which includes whether it is draining.
     pub readiness: Readiness,
     /// Key of `routing.block_hash`, if configured.
     pub key: Option<TrackingKey>,
-    /// Local changes since the start.
+    /// Queue of local changes.
     pub channel: LocalEventChannel,
 }
 
 impl ReplicaSync {
-    /// Creates the replica. `name` is the display name of this replica.
+    /// Creates replica sync with the display name of this replica.
     pub fn new(settings: &ReplicasConfig, name: String, parts: ReplicaSyncParts) -> Arc<Self> {
         let ReplicaSyncParts {
             dispatcher,
@@ -123,7 +124,7 @@ impl ReplicaSync {
         let starting = StartupSync {
             guard: ready,
             deadline: Instant::now() + settings.sync_timeout.get(),
-            greeted_at: None,
+            hello_sent_at: None,
         };
         Arc::new(Self {
             settings: settings.clone(),
@@ -145,8 +146,8 @@ impl ReplicaSync {
         })
     }
 
-    /// Registers the listener for first tokens seen by other replicas. Only the first registration
-    /// takes effect.
+    /// Registers the listener for first tokens that other replicas publish. Only the first
+    /// registration takes effect.
     pub fn on_first_token(&self, listener: impl Fn(&str) + Send + Sync + 'static) {
         self.first_token.set(Box::new(listener)).ok();
     }
@@ -222,8 +223,8 @@ impl ReplicaSync {
         }
     }
 
-    /// Runs without a connection until the next attempt. Local events are recorded and dropped, and
-    /// readiness does not wait for peers.
+    /// Runs without a NATS client until the next attempt to create one. Local events are recorded,
+    /// and the resulting batches are dropped.
     async fn run_disconnected(
         &self,
         events: &mut mpsc::UnboundedReceiver<ReplicaEvent>,
@@ -233,12 +234,12 @@ impl ReplicaSync {
             error = format!("{error:#}"),
             "NATS not usable; routing only considers bookings of this replica"
         );
-        let until = tokio::time::Instant::now() + RETRY_DELAY;
+        let deadline = tokio::time::Instant::now() + RETRY_DELAY;
         let mut ticks = ticks_every(TICK_INTERVAL);
         let mut received = Vec::with_capacity(MAX_EVENTS_PER_POLL);
         loop {
             tokio::select! {
-                () = tokio::time::sleep_until(until) => return Ok(()),
+                () = tokio::time::sleep_until(deadline) => return Ok(()),
                 count = events.recv_many(&mut received, MAX_EVENTS_PER_POLL) => {
                     if count == 0 {
                         bail!("the channel of local events is closed");
@@ -258,7 +259,8 @@ impl ReplicaSync {
         self.connected_since.lock().is_some()
     }
 
-    /// Publishes that this replica leaves, after its last reservation was released.
+    /// Notifies the peers that this replica leaves. Call this after the last reservation is
+    /// released.
     pub async fn leave(&self) {
         let link = self.link.lock().take();
         let Some(link) = link else { return };
@@ -302,17 +304,17 @@ impl ReplicaSync {
         self.adopt_sessions();
         let mut starting = self.starting.lock();
         let now = Instant::now();
-        let is_over = |starting: &mut StartupSync| {
-            let greeted = starting
-                .greeted_at
-                .is_some_and(|at| now >= at + HELLO_TIMEOUT);
-            now >= starting.deadline || greeted && self.state.lock().peers.are_synced()
+        let is_complete = |starting: &mut StartupSync| {
+            let is_hello_over = starting
+                .hello_sent_at
+                .is_some_and(|sent_at| now >= sent_at + HELLO_TIMEOUT);
+            now >= starting.deadline || is_hello_over && self.state.lock().peers.are_synced()
         };
-        let ended = starting.take_if(is_over);
+        let finished = starting.take_if(is_complete);
         drop(starting);
         if let Some(StartupSync {
             guard, deadline, ..
-        }) = ended
+        }) = finished
         {
             if now >= deadline {
                 guard.give_up()
@@ -332,11 +334,11 @@ impl ReplicaSync {
         }
         let router = self.dispatcher.router();
         let fleet = router.fleet();
-        let ranks = |(model, until): &BookingKind| {
+        let ranks = |(model, end): &BookingKind| {
             let has_kind = |member: &&FleetMember| {
                 member.worker.model == *model
                     && (member.worker.role == WorkerRole::Prefill)
-                        == (*until == BookingEnd::FirstToken)
+                        == (*end == BookingEnd::FirstToken)
             };
             fleet.members().filter(has_kind).count()
         };
@@ -349,7 +351,7 @@ impl ReplicaSync {
 
     fn update_state(
         &self,
-        work: impl FnOnce(&mut ReplicaState, &LocalView<'_>, Instant) -> PeerUpdate,
+        apply: impl FnOnce(&mut ReplicaState, &LocalView<'_>, Instant) -> PeerUpdate,
     ) -> PeerUpdate {
         let router = self.dispatcher.router();
         let fleet = router.fleet();
@@ -359,7 +361,7 @@ impl ReplicaSync {
             slot: &|rank| fleet.slot(rank),
             key: self.key.as_ref(),
             sessions: self.dispatcher.sessions().map(|sessions| &**sessions),
-            on_overloaded: &|worker, left| router.mark_overloaded(worker, left),
+            on_overloaded: &|worker, time| router.mark_overloaded(worker, time),
             on_booked: &|booking| {
                 if let Some(member) = fleet.slot(booking.rank).and_then(|slot| fleet.member(slot)) {
                     self.rates
@@ -377,7 +379,7 @@ impl ReplicaSync {
             },
         };
         let mut state = self.state.lock();
-        let update = work(&mut state, &view, Instant::now());
+        let update = apply(&mut state, &view, Instant::now());
         self.metrics.replicas.peers.set(state.peers.len() as i64);
         self.events.gate.set_peers(state.peers.len());
         self.metrics
@@ -388,7 +390,7 @@ impl ReplicaSync {
     }
 }
 
-/// Creates an interval without bursts after a pause.
+/// Creates an interval that does not catch up on missed ticks.
 fn ticks_every(period: Duration) -> tokio::time::Interval {
     let mut ticks = tokio::time::interval(period);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);

@@ -1,5 +1,5 @@
-//! Replica sync over a network that loses and duplicates messages: all replicas converge once it
-//! works again.
+//! Tests of replica sync over a simulated network. After the network has lost and duplicated
+//! messages and recovered, all replicas converge.
 
 mod convergence;
 mod limits;
@@ -43,7 +43,7 @@ fn rank(worker: u64) -> WorkerRank {
     }
 }
 
-/// Records the changes of reservations.
+/// Listener that records the changes of reservations.
 struct EventLog(Arc<Mutex<Vec<ReservationEvent>>>);
 
 impl LoadListener for EventLog {
@@ -56,69 +56,71 @@ impl LoadListener for EventLog {
     }
 }
 
-/// One replica, with different slots for the same ranks.
+/// One replica. The replicas use different slots for the same ranks.
 struct Replica {
     id: ReplicaId,
     load: Arc<LoadTracker>,
     sessions: Arc<SessionStore>,
-    news: Arc<Mutex<Vec<ReservationEvent>>>,
-    own: ReplicaOutbox,
+    events: Arc<Mutex<Vec<ReservationEvent>>>,
+    outbox: ReplicaOutbox,
     peers: PeerTable,
     held: Vec<Reservation>,
+    /// Offset between the number of a worker and its slot.
     first: u64,
     /// Number of known ranks.
     known: u64,
     generation: u64,
     random: SmallRng,
-    /// Sessions that this replica closes.
-    sees_to: BTreeMap<String, WorkerRank>,
+    /// Sessions that this replica has to close.
+    owned_sessions: BTreeMap<String, WorkerRank>,
 }
 
 impl Replica {
     fn new(number: u64, clock: &Arc<Mutex<Instant>>) -> Self {
-        // Unordered ids, so that a new replica may have the lowest one.
+        // The ids are not ordered by number, so a new replica can have the lowest id.
         let id = ReplicaId(number.wrapping_mul(0x9E37_79B9_7F4A_7C15));
-        let of_load = clock.clone();
-        let news = Arc::<Mutex<Vec<ReservationEvent>>>::default();
-        let log = Arc::new(EventLog(news.clone()));
-        let load = LoadTracker::with_listener(move || *of_load.lock(), log);
-        let of_sessions = clock.clone();
+        let load_clock = clock.clone();
+        let events = Arc::<Mutex<Vec<ReservationEvent>>>::default();
+        let log = Arc::new(EventLog(events.clone()));
+        let load = LoadTracker::with_listener(move || *load_clock.lock(), log);
+        let session_clock = clock.clone();
         let sessions = SessionStore::with_listener(
             SessionRules::default(),
-            move || *of_sessions.lock(),
+            move || *session_clock.lock(),
             SessionRecording {
                 moves: true,
                 updates_by: Some(id.0),
             },
             Arc::new(()),
         );
-        let own = ReplicaOutbox::new(id, format!("r{number}"));
+        let outbox = ReplicaOutbox::new(id, format!("r{number}"));
         let peers = PeerTable::new(id, LEASE);
         let random = SmallRng::seed_from_u64(number);
         let mut replica = Self {
             id,
             load,
             sessions,
-            news,
-            own,
+            events,
+            outbox,
             peers,
             held: Vec::new(),
             first: number % RANKS,
             known: 0,
             generation: 0,
             random,
-            sees_to: BTreeMap::new(),
+            owned_sessions: BTreeMap::new(),
         };
-        replica.learn(RANKS);
+        replica.open_ranks(RANKS);
         replica
     }
 
-    /// Slot of a rank, different for each replica.
+    /// Returns the slot of a rank, which depends on the replica.
     fn slot(first: u64, worker: u64) -> RankSlot {
         RankSlot(((worker + first) % RANKS) as u32)
     }
 
-    fn learn(&mut self, known: u64) {
+    /// Opens slots for the ranks up to `known`.
+    fn open_ranks(&mut self, known: u64) {
         (self.known..known).for_each(|worker| {
             self.load
                 .open_slot(Self::slot(self.first, worker), rank(worker))
@@ -128,11 +130,11 @@ impl Replica {
     }
 
     /// Moves all ranks to other slots.
-    fn rearrange(&mut self) {
+    fn move_slots(&mut self) {
         (0..self.known).for_each(|worker| self.load.close_slot(Self::slot(self.first, worker)));
         self.first += 1;
         let known = std::mem::take(&mut self.known);
-        self.learn(known);
+        self.open_ranks(known);
     }
 
     fn booking(&self, worker: u64, blocks: &[u64]) -> LoadBooking {
@@ -161,29 +163,29 @@ impl Replica {
         self.held.push(held);
     }
 
-    fn moved(&mut self, at: usize, worker: u64) {
+    fn move_reservation(&mut self, index: usize, worker: u64) {
         let first = self.first;
         let to = |booking: &LoadBooking| LoadBooking {
             slot: Self::slot(first, worker),
             rank: rank(worker),
             ..booking.clone()
         };
-        self.held[at].relocate(|_, booking| Some(to(booking)));
+        self.held[index].relocate(|_, booking| Some(to(booking)));
     }
 
     /// Returns the pending batches.
     fn batches(&mut self) -> Vec<Batch> {
-        let news = std::mem::take(&mut *self.news.lock());
-        let words = self.sessions.take_updates();
-        let told = news
+        let load_events = std::mem::take(&mut *self.events.lock());
+        let session_updates = self.sessions.take_updates();
+        let events = load_events
             .into_iter()
             .map(ReplicaEvent::Load)
-            .chain(words.into_iter().map(ReplicaEvent::Session));
-        told.for_each(|told| self.own.record(&told));
-        self.own.take_batches()
+            .chain(session_updates.into_iter().map(ReplicaEvent::Session));
+        events.for_each(|event| self.outbox.record(&event));
+        self.outbox.take_batches()
     }
 
-    fn hear(&mut self, message: &Sent, now: Instant) -> (Vec<PeerAction>, Vec<PeerChange>) {
+    fn receive(&mut self, message: &Sent, now: Instant) -> (Vec<PeerAction>, Vec<PeerChange>) {
         let first = self.first;
         let known = self.known;
         let view = LocalView {
@@ -198,7 +200,7 @@ impl Replica {
             on_routed: &|_| (),
         };
         let outcome = match message {
-            // Encoded, as on the network.
+            // Messages are encoded and decoded, as on a real network.
             Sent::Batch(batch) => {
                 let batch = Batch::decode(&batch.encode_to_vec()[..]).unwrap();
                 self.peers.on_batch(batch, &view, now, &mut self.random)
@@ -208,27 +210,30 @@ impl Replica {
                 self.peers
                     .on_snapshot_part(part, &view, now, &mut self.random)
             }
-            Sent::Look => {
+            Sent::Tick => {
                 let outcome = self.peers.tick(&view, now);
                 if self.peers.should_adopt_sessions(now) {
                     self.sessions
-                        .take_over_orphans(|by| self.peers.contains(ReplicaId(by)));
+                        .take_over_orphans(|router| self.peers.contains(ReplicaId(router)));
                 }
                 outcome
             }
         };
-        self.follow();
+        self.apply_session_moves();
         (outcome.actions, outcome.changes)
     }
 
-    fn follow(&mut self) {
-        for moved in self.sessions.take_moves() {
-            match moved {
-                SessionMove::Bound(stay) | SessionMove::TakenOver(stay) => {
-                    assert_eq!(self.sees_to.insert(stay.id, stay.target), None)
+    fn apply_session_moves(&mut self) {
+        for session_move in self.sessions.take_moves() {
+            match session_move {
+                SessionMove::Bound(binding) | SessionMove::TakenOver(binding) => {
+                    assert_eq!(self.owned_sessions.insert(binding.id, binding.target), None)
                 }
-                SessionMove::Unbound(stay) | SessionMove::HandedOver(stay) => {
-                    assert_eq!(self.sees_to.remove(&stay.id), Some(stay.target));
+                SessionMove::Unbound(binding) | SessionMove::HandedOver(binding) => {
+                    assert_eq!(
+                        self.owned_sessions.remove(&binding.id),
+                        Some(binding.target)
+                    );
                 }
             }
         }
@@ -242,24 +247,26 @@ impl Replica {
     }
 }
 
+/// Input of a replica: a message of a peer or a timer tick.
 enum Sent {
     Batch(Batch),
     Part(SnapshotPart),
-    Look,
+    Tick,
 }
 
 /// All replicas and the network between them.
-struct Site {
+struct ReplicaNetwork {
     replicas: Vec<Replica>,
     clock: Arc<Mutex<Instant>>,
+    /// Number of replicas started so far.
     started: u64,
-    /// Messages are lost or duplicated.
+    /// Whether messages are lost or duplicated.
     lossy: bool,
     random: SmallRng,
-    noted: Vec<PeerChange>,
+    changes: Vec<PeerChange>,
 }
 
-impl Site {
+impl ReplicaNetwork {
     fn new(replicas: u64, seed: u64) -> Self {
         let clock = Arc::new(Mutex::new(Instant::now()));
         let all = (1..=replicas)
@@ -272,7 +279,7 @@ impl Site {
             started: replicas,
             lossy: false,
             random,
-            noted: Vec::new(),
+            changes: Vec::new(),
         }
     }
 
@@ -280,7 +287,7 @@ impl Site {
         *self.clock.lock()
     }
 
-    fn pass(&self, time: Duration) {
+    fn advance(&self, time: Duration) {
         *self.clock.lock() += time;
     }
 
@@ -293,96 +300,98 @@ impl Site {
         }
     }
 
-    fn deliver(&mut self, at: usize, message: &Sent) {
+    fn deliver(&mut self, replica: usize, message: &Sent) {
         for _ in 0..self.copies() {
             let now = self.now();
-            let (wishes, noted) = self.replicas[at].hear(message, now);
-            self.noted.extend(noted);
-            wishes.into_iter().for_each(|wish| self.fulfil(at, &wish));
+            let (actions, changes) = self.replicas[replica].receive(message, now);
+            self.changes.extend(changes);
+            for action in actions {
+                self.perform_action(replica, &action);
+            }
         }
     }
 
-    fn fulfil(&mut self, at: usize, wish: &PeerAction) {
-        match wish {
+    fn perform_action(&mut self, replica: usize, action: &PeerAction) {
+        match action {
             PeerAction::SendHeartbeat => {
-                let sign = self.replicas[at].own.heartbeat();
-                self.spread(at, vec![sign]);
+                let heartbeat = self.replicas[replica].outbox.heartbeat();
+                self.publish(vec![heartbeat]);
             }
-            PeerAction::FetchSnapshot(peer) => {
-                let Some(asked) = self.replicas.iter().position(|replica| replica.id == *peer)
-                else {
+            PeerAction::FetchSnapshot(id) => {
+                let Some(peer) = self.replicas.iter().position(|replica| replica.id == *id) else {
                     return;
                 };
                 if self.copies() == 0 {
                     return;
                 }
-                self.tell(asked);
-                let asked = &self.replicas[asked];
-                let sessions: Vec<ReplicaEvent> = asked
+                self.publish_pending(peer);
+                let peer = &self.replicas[peer];
+                let sessions: Vec<ReplicaEvent> = peer
                     .sessions
                     .snapshot_updates()
                     .into_iter()
                     .map(ReplicaEvent::Session)
                     .collect();
-                for part in asked.own.snapshot(&sessions) {
-                    self.deliver(at, &Sent::Part(part));
+                for part in peer.outbox.snapshot(&sessions) {
+                    self.deliver(replica, &Sent::Part(part));
                 }
             }
         }
     }
 
-    fn tell(&mut self, at: usize) {
-        let batches = self.replicas[at].batches();
-        self.spread(at, batches);
+    /// Publishes the pending batches of a replica.
+    fn publish_pending(&mut self, replica: usize) {
+        let batches = self.replicas[replica].batches();
+        self.publish(batches);
     }
 
-    fn spread(&mut self, from: usize, batches: Vec<Batch>) {
+    /// Delivers batches to all replicas, including the sender.
+    fn publish(&mut self, batches: Vec<Batch>) {
         for batch in batches {
             let message = Sent::Batch(batch);
-            (0..self.replicas.len()).for_each(|at| self.deliver(at, &message));
-            let _ = from;
+            (0..self.replicas.len()).for_each(|replica| self.deliver(replica, &message));
         }
     }
 
-    /// Restores the network and delivers until all replicas are synced.
-    fn heal(&mut self) {
+    /// Restores the network and exchanges messages until all replicas are synced.
+    fn converge(&mut self) {
         self.lossy = false;
         for _ in 0..16 {
-            for at in 0..self.replicas.len() {
-                self.tell(at);
-                let sign = self.replicas[at].own.heartbeat();
-                self.spread(at, vec![sign]);
-                self.deliver(at, &Sent::Look);
+            for replica in 0..self.replicas.len() {
+                self.publish_pending(replica);
+                let heartbeat = self.replicas[replica].outbox.heartbeat();
+                self.publish(vec![heartbeat]);
+                self.deliver(replica, &Sent::Tick);
             }
-            self.pass(Duration::from_millis(1200));
+            self.advance(Duration::from_millis(1200));
         }
     }
 
-    /// Expected load.
-    fn truth(&self) -> Vec<RankLoad> {
-        let first = Replica::new(0, &self.clock);
-        let slot_first = first.first;
-        let load = first.load.clone();
+    /// Returns the load that every replica must have after convergence.
+    fn expected_loads(&self) -> Vec<RankLoad> {
+        let reference = Replica::new(0, &self.clock);
+        let first = reference.first;
+        let load = reference.load.clone();
         let all: Vec<Reservation> = self
             .replicas
             .iter()
-            .flat_map(|replica| replica.own.reservations())
-            .map(|live| {
-                let mut live = live.clone();
-                let located = |booking: &mut LoadBooking| {
-                    booking.slot = Replica::slot(slot_first, booking.rank.worker.0)
+            .flat_map(|replica| replica.outbox.reservations())
+            .map(|state| {
+                let mut state = state.clone();
+                let locate = |booking: &mut LoadBooking| {
+                    booking.slot = Replica::slot(first, booking.rank.worker.0)
                 };
-                live.bookings.iter_mut().for_each(located);
-                load.mirror(&live).unwrap()
+                state.bookings.iter_mut().for_each(locate);
+                load.mirror(&state).unwrap()
             })
             .collect();
-        let loads = first.loads();
+        let loads = reference.loads();
         drop(all);
         loads
     }
 }
 
-/// Step at one of the replicas.
+/// A step that one of the replicas performs.
 #[derive(Clone, Debug)]
 enum Step {
     Book {
@@ -395,8 +404,8 @@ enum Step {
     Move(usize, u64),
     Release(usize),
     Session(u64, u64),
-    Tell,
-    Pass(u64),
+    Publish,
+    Advance(u64),
     Restart,
 }
 
@@ -404,20 +413,20 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         4 => (0..RANKS, 0..3_u64, 1..12_u64).prop_map(|(worker, prompt, blocks)| Step::Book { worker, prompt, blocks }),
         2 => any::<usize>().prop_map(Step::FirstToken),
-        2 => (any::<usize>(), 1..4_usize, prop::option::of(0.0..1.0)).prop_map(|(at, count, of)| Step::Output(at, count, of)),
-        1 => (any::<usize>(), 0..RANKS).prop_map(|(at, worker)| Step::Move(at, worker)),
+        2 => (any::<usize>(), 1..4_usize, prop::option::of(0.0..1.0)).prop_map(|(index, count, fraction)| Step::Output(index, count, fraction)),
+        1 => (any::<usize>(), 0..RANKS).prop_map(|(index, worker)| Step::Move(index, worker)),
         2 => any::<usize>().prop_map(Step::Release),
         2 => (0..5_u64, 0..RANKS).prop_map(|(id, worker)| Step::Session(id, worker)),
-        5 => Just(Step::Tell),
-        1 => (1..2000_u64).prop_map(Step::Pass),
+        5 => Just(Step::Publish),
+        1 => (1..2000_u64).prop_map(Step::Advance),
         1 => Just(Step::Restart),
     ]
 }
 
-fn perform(site: &mut Site, at: usize, step: &Step) {
-    let at = at % site.replicas.len();
-    let replica = &mut site.replicas[at];
-    let held = replica.held.len().max(1);
+fn perform_step(network: &mut ReplicaNetwork, replica: usize, step: &Step) {
+    let replica_index = replica % network.replicas.len();
+    let replica = &mut network.replicas[replica_index];
+    let count = replica.held.len().max(1);
     match *step {
         Step::Book {
             worker,
@@ -427,21 +436,23 @@ fn perform(site: &mut Site, at: usize, step: &Step) {
             let blocks: Vec<u64> = (0..blocks).map(|block| prompt * 1000 + block).collect();
             replica.book(worker, &blocks);
         }
-        Step::FirstToken(nth) => replica
+        Step::FirstToken(index) => replica
             .held
-            .get_mut(nth % held)
+            .get_mut(index % count)
             .into_iter()
             .for_each(|held| _ = held.on_first_token()),
-        Step::Output(nth, count, of) => {
+        Step::Output(index, blocks, fraction) => {
             replica
                 .held
-                .get_mut(nth % held)
+                .get_mut(index % count)
                 .into_iter()
-                .for_each(|held| held.add_output_blocks(count, of));
+                .for_each(|held| held.add_output_blocks(blocks, fraction));
         }
-        Step::Move(nth, worker) if !replica.held.is_empty() => replica.moved(nth % held, worker),
-        Step::Release(nth) if !replica.held.is_empty() => {
-            drop(replica.held.swap_remove(nth % held))
+        Step::Move(index, worker) if !replica.held.is_empty() => {
+            replica.move_reservation(index % count, worker)
+        }
+        Step::Release(index) if !replica.held.is_empty() => {
+            drop(replica.held.swap_remove(index % count))
         }
         Step::Session(id, worker) => {
             let id = format!("s{id}");
@@ -457,11 +468,11 @@ fn perform(site: &mut Site, at: usize, step: &Step) {
                 other => panic!("{other:?}"),
             }
         }
-        Step::Tell => site.tell(at),
-        Step::Pass(millis) => site.pass(Duration::from_millis(millis)),
+        Step::Publish => network.publish_pending(replica_index),
+        Step::Advance(millis) => network.advance(Duration::from_millis(millis)),
         Step::Restart => {
-            site.started += 1;
-            site.replicas[at] = Replica::new(site.started, &site.clock);
+            network.started += 1;
+            network.replicas[replica_index] = Replica::new(network.started, &network.clock);
         }
         Step::Move(..) | Step::Release(_) => {}
     }

@@ -1,7 +1,8 @@
 //! Conversion between events and messages.
 //!
-//! The size of a message is limited, so not all blocks of a very long prompt are named. The
-//! remaining blocks count as blocks that no other prompt shares.
+//! The size of a message is limited, so it contains the hashes of only some blocks of a very long
+//! prompt (named blocks). For the remaining, unnamed blocks it contains their number. The receiver
+//! treats them as blocks that no other prompt shares.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -22,27 +23,27 @@ use super::proto::event::Event as Any;
 use super::proto::{self, Event};
 use crate::tracking_hash::TrackingKey;
 
-/// Slot of an unknown worker. The slot is looked up when the reservation is booked.
+/// Slot of an unknown worker, and of a decoded booking before the slot of its worker is looked up.
 pub(super) const UNKNOWN_SLOT: RankSlot = RankSlot(u32::MAX);
 
-/// Maximum number of unnamed blocks of a reservation: a prompt of 2 million tokens. It bounds the
-/// memory for a count sent in a few bytes.
+/// Maximum number of unnamed blocks of a reservation, enough for a prompt of 2 million tokens. It
+/// limits the memory that a message of a few bytes can allocate.
 pub(super) const MAX_UNNAMED_BLOCKS: u64 = 1 << 17;
 
 /// Maximum number of output blocks of one response.
 const MAX_OUTPUT_BLOCKS: u64 = 1 << 20;
 
-/// Encodes an event with at most `most_named` named blocks.
+/// Encodes an event with at most `max_named` named blocks.
 pub(super) fn encode_event(
     event: &ReplicaEvent,
-    most_named: usize,
+    max_named: usize,
     key: Option<&TrackingKey>,
 ) -> Event {
     let any = match event {
         ReplicaEvent::Load(ReservationEvent::Booked { id, bookings: all }) => {
             Any::Booked(proto::Booked {
                 id: id.0,
-                bookings: encode_bookings(all, most_named),
+                bookings: encode_bookings(all, max_named),
                 ..proto::Booked::default()
             })
         }
@@ -57,10 +58,10 @@ pub(super) fn encode_event(
             fraction: *fraction,
         }),
         ReplicaEvent::Load(ReservationEvent::Moved { id, to }) => {
-            let mut left = most_named;
+            let mut remaining = max_named;
             Any::Moved(proto::Moved {
                 id: id.0,
-                to: to.as_ref().map(|to| encode_booking(to, &mut left)),
+                to: to.as_ref().map(|to| encode_booking(to, &mut remaining)),
             })
         }
         ReplicaEvent::Load(ReservationEvent::Released(id)) => Any::Released(id.0),
@@ -83,13 +84,13 @@ pub(super) fn encode_event(
             version: stamp.version,
             by: stamp.router,
         }),
-        ReplicaEvent::Overloaded(worker, left) => Any::Overloaded(proto::Overloaded {
+        ReplicaEvent::Overloaded(worker, remaining) => Any::Overloaded(proto::Overloaded {
             worker: worker.0,
-            milliseconds: left.as_millis() as u64,
+            milliseconds: remaining.as_millis() as u64,
         }),
         ReplicaEvent::FirstToken(name) => Any::FirstTokenOf(name.clone()),
         ReplicaEvent::Routed(routed) => {
-            Any::Routed(encrypt_hashes(self::encode_routed(routed, most_named), key))
+            Any::Routed(encrypt_hashes(self::encode_routed(routed, max_named), key))
         }
     };
     Event { event: Some(any) }
@@ -98,34 +99,34 @@ pub(super) fn encode_event(
 /// Encodes the current state of a reservation.
 pub(super) fn encode_reservation(
     id: BookingId,
-    live: &ReservationState,
-    most_named: usize,
+    state: &ReservationState,
+    max_named: usize,
 ) -> Event {
     let booked = proto::Booked {
         id: id.0,
-        bookings: encode_bookings(&live.bookings, most_named),
-        begun: live.has_first_token,
-        faded_blocks: live.discounted_blocks as u64,
-        fraction: live.fraction.unwrap_or_default(),
-        whole_blocks: live.full_blocks as u64,
+        bookings: encode_bookings(&state.bookings, max_named),
+        begun: state.has_first_token,
+        faded_blocks: state.discounted_blocks as u64,
+        fraction: state.fraction.unwrap_or_default(),
+        whole_blocks: state.full_blocks as u64,
     };
     Event {
         event: Some(Any::Booked(booked)),
     }
 }
 
-/// Encodes the bookings of a reservation, which share the maximum number of named blocks.
-fn encode_bookings(all: &[LoadBooking], most_named: usize) -> Vec<proto::Booking> {
-    let mut left = most_named;
+/// Encodes the bookings of a reservation, which together have at most `max_named` named blocks.
+fn encode_bookings(all: &[LoadBooking], max_named: usize) -> Vec<proto::Booking> {
+    let mut remaining = max_named;
     all.iter()
-        .map(|booking| encode_booking(booking, &mut left))
+        .map(|booking| encode_booking(booking, &mut remaining))
         .collect()
 }
 
-fn encode_booking(booking: &LoadBooking, left: &mut usize) -> proto::Booking {
+fn encode_booking(booking: &LoadBooking, remaining: &mut usize) -> proto::Booking {
     let mut prompt = |hashes: &Arc<[SequenceHash]>| {
-        let named = hashes.len().min(*left);
-        *left -= named;
+        let named = hashes.len().min(*remaining);
+        *remaining -= named;
         let blocks = hashes[..named].iter().map(|hash| hash.0).collect();
         proto::Prompt {
             blocks,
@@ -150,11 +151,11 @@ fn encode_booking(booking: &LoadBooking, left: &mut usize) -> proto::Booking {
 }
 
 /// Encodes routed prompts. Prompts that exceed the limit are truncated to a prefix.
-fn encode_routed(routed: &RoutedPrompts, most_named: usize) -> proto::Routed {
-    let mut left = most_named;
+fn encode_routed(routed: &RoutedPrompts, max_named: usize) -> proto::Routed {
+    let mut remaining = max_named;
     let prompt = |locals: &Vec<LocalHash>| {
-        let named = locals.len().min(left);
-        left -= named;
+        let named = locals.len().min(remaining);
+        remaining -= named;
         proto::LocalBlocks {
             hashes: locals[..named].iter().map(|hash| hash.0).collect(),
         }
@@ -168,8 +169,8 @@ fn encode_routed(routed: &RoutedPrompts, most_named: usize) -> proto::Routed {
     }
 }
 
-/// Encrypts the hashes of a message. With plain hashes, any reader could test for a known prompt by
-/// the public formula.
+/// Encrypts the hashes of a message. Without encryption, any reader of the message could compute
+/// the hashes of a known prompt and compare them.
 fn encrypt_hashes(mut routed: proto::Routed, key: Option<&TrackingKey>) -> proto::Routed {
     if let Some(key) = key {
         let nonce: [u8; TrackingKey::NONCE] = rand::random();
@@ -206,9 +207,9 @@ fn encode_session(key: &SessionKey) -> proto::Session {
     }
 }
 
-/// Returns an upper estimate of the memory of decoded events. An empty list element has two encoded
-/// bytes but occupies a whole struct; its contents occupy their encoded size. Lists grow by
-/// doubling.
+/// Returns an upper estimate of the memory of decoded events in bytes. An empty list element is
+/// encoded in two bytes but occupies a whole struct, and its contents occupy their encoded size.
+/// The factor 2 accounts for the spare capacity of lists.
 pub(super) fn decoded_bytes(events: &[Event], encoded: usize) -> usize {
     let lists: usize = events
         .iter()
@@ -232,7 +233,8 @@ fn list_bytes(event: &Any) -> usize {
     }
 }
 
-/// Decodes one message: generates names for unnamed blocks, and decrypts hashes.
+/// State for decoding one message: the source of random hashes for unnamed blocks, and the key of
+/// encrypted hashes.
 pub(super) struct BlockNamer<'r, R> {
     random: &'r mut R,
     key: Option<&'r TrackingKey>,
@@ -271,10 +273,10 @@ pub(super) fn decode_event(
 ) -> Option<ReplicaEvent> {
     Some(match event.event? {
         Any::Booked(booked) => {
-            let (id, live) = decode_reservation(booked, namer);
+            let (id, state) = decode_reservation(booked, namer);
             ReplicaEvent::Load(ReservationEvent::Booked {
                 id,
-                bookings: live.bookings,
+                bookings: state.bookings,
             })
         }
         Any::FirstToken(id) => ReplicaEvent::Load(ReservationEvent::FirstToken(BookingId(id))),
@@ -336,14 +338,14 @@ pub(super) fn decode_reservation(
         .map(|booking| decode_booking(booking, namer))
         .collect();
     let count = |blocks: u64| blocks.min(MAX_OUTPUT_BLOCKS) as usize;
-    let live = ReservationState {
+    let state = ReservationState {
         bookings,
         has_first_token: booked.begun,
         discounted_blocks: count(booked.faded_blocks),
         fraction: (booked.faded_blocks > 0).then_some(booked.fraction),
         full_blocks: count(booked.whole_blocks),
     };
-    (BookingId(booked.id), live)
+    (BookingId(booked.id), state)
 }
 
 fn decode_booking(booking: proto::Booking, namer: &mut BlockNamer<'_, impl Rng>) -> LoadBooking {

@@ -9,31 +9,31 @@ use tonic::transport::Endpoint;
 use warmroute_runtime::tls::ClientFiles;
 use warmroute_settings::{Period, Problem};
 
-/// The `index.warm_start:` section.
+/// The section `index.warm_start:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WarmStartConfig {
-    /// API address of a ready warmroute: `http://host:port` or `https://`. The name may resolve to
-    /// several processes.
+    /// API address of a ready warmroute process: `http://host:port` or `https://host:port`. The
+    /// name may resolve to several processes.
     #[serde(default)]
     pub url: Option<String>,
-    /// CA of the peer, PEM; the system roots if omitted.
+    /// CA certificates (PEM) that verify the peer. Default: the CAs of the system.
     #[serde(default)]
     pub ca_file: Option<PathBuf>,
-    /// Client certificate, PEM, if the peer requires one.
+    /// Client certificate (PEM), if the peer requires one.
     #[serde(default)]
     pub cert_file: Option<PathBuf>,
-    /// Private key of the client certificate, PEM.
+    /// Private key of the client certificate (PEM).
     #[serde(default)]
     pub key_file: Option<PathBuf>,
-    /// Time limit of the warm start, during which the process is not ready.
+    /// Maximum duration of the warm start, during which the process is not ready.
     #[serde(default = "timeout")]
     pub timeout: Period,
-    /// Behavior after the deadline.
+    /// Behavior if the peer has not responded within `timeout`.
     #[serde(default)]
     pub on_timeout: DeadlineAction,
-    /// Snapshot file, written at shutdown and read at startup for ranks that the peer does not
-    /// return.
+    /// Snapshot file. It is written at shutdown, and read at startup for ranks that cannot be
+    /// copied from the peer.
     #[serde(default)]
     pub snapshot_file: Option<PathBuf>,
     /// Maximum age of the snapshot file.
@@ -41,14 +41,14 @@ pub struct WarmStartConfig {
     pub max_snapshot_age: Period,
 }
 
-/// Behavior if the peer has not answered by the deadline.
+/// Behavior if the peer has not responded by the deadline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DeadlineAction {
     /// Start with the snapshot file, or with a cold index.
     #[default]
     Cold,
-    /// Stay not ready until the peer has answered.
+    /// Wait for the peer without limit; the process is not ready during this time.
     Wait,
 }
 
@@ -68,8 +68,8 @@ fn max_snapshot_age() -> Period {
 }
 
 impl WarmStartConfig {
-    /// Resolves relative paths against the folder of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Resolves file names relative to the directory of the configuration file.
+    pub fn resolve(&mut self, directory: &Path) {
         let files = [
             &mut self.ca_file,
             &mut self.cert_file,
@@ -77,16 +77,17 @@ impl WarmStartConfig {
             &mut self.snapshot_file,
         ];
         for file in files.into_iter().flatten() {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
-    /// Returns semantic errors. `sources` is the deadline of the event sources.
-    pub fn problems(&self, sources: Duration) -> Vec<Problem> {
+    /// Returns the semantic errors of the configuration. `sources_timeout` is the startup timeout
+    /// of the event sources.
+    pub fn problems(&self, sources_timeout: Duration) -> Vec<Problem> {
         let mut problems = self.files().problems(
             self.url
                 .as_ref()
-                .is_some_and(|from| from.starts_with("https://")),
+                .is_some_and(|url| url.starts_with("https://")),
         );
         match &self.url {
             None if self.snapshot_file.is_none() => {
@@ -98,36 +99,36 @@ impl WarmStartConfig {
             None if self.on_timeout == DeadlineAction::Wait => {
                 problems.push(Problem::of("on_timeout", "`wait` requires `url`"));
             }
-            Some(from) if !is_service(from) => {
+            Some(url) if !is_service(url) => {
                 let text = format!(
-                    "`{from}` is not the address of a service; write for example http://warmroute:9903"
+                    "`{url}` is not the address of a service; write for example http://warmroute:9903"
                 );
                 problems.push(Problem::of("url", text));
             }
             _ => {}
         }
-        if self.url.is_some() && self.timeout.get() >= sources {
+        if self.url.is_some() && self.timeout.get() >= sources_timeout {
             let text = format!(
                 "no time would be left to connect the event sources; set less than readiness.event_sources_timeout, {}",
-                humantime::format_duration(sources)
+                humantime::format_duration(sources_timeout)
             );
             problems.push(Problem::of("timeout", text));
         }
-        if let Some(folder) = self
+        if let Some(directory) = self
             .snapshot_file
             .as_ref()
             .and_then(|file| file.parent())
-            .filter(|folder| !folder.is_dir())
+            .filter(|directory| !directory.is_dir())
         {
             problems.push(Problem::of(
                 "snapshot_file",
-                format!("the folder {} does not exist", folder.display()),
+                format!("the folder {} does not exist", directory.display()),
             ));
         }
         problems
     }
 
-    /// Returns the TLS client files.
+    /// Returns the TLS files of the client.
     pub(super) fn files(&self) -> ClientFiles<'_> {
         ClientFiles {
             ca: self.ca_file.as_ref(),

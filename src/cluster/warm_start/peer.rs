@@ -1,4 +1,4 @@
-//! Client of the warmroute process that index contents are copied from.
+//! Client of the warmroute process (peer) from which index contents are copied.
 
 use std::io::{self, BufReader, Read as _};
 use std::time::Duration;
@@ -20,26 +20,26 @@ use super::config::WarmStartConfig;
 use crate::api::pb;
 use crate::api::pb::router_client::RouterClient;
 
-/// Maximum number of concurrent copies. The peer allows four for all its clients.
+/// Maximum number of concurrent copies. The peer allows four in total for all clients.
 const MAX_CONCURRENT_COPIES: usize = 2;
 
-/// Maximum size of the copy of one rank.
+/// Maximum size in bytes of the copy of one rank.
 const MAX_COPY_BYTES: u64 = 4 << 30;
 
 /// Size of the read buffer.
 const READ_BUFFER_BYTES: usize = 256 * 1024;
 
-/// First and longest delay between attempts.
-const PAUSE: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
+/// Initial and maximum delay between attempts.
+const RETRY_DELAYS: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(2));
 
 /// Timeouts of the connection and of each chunk.
-const WAITS: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
+const TIMEOUTS: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(10));
 
 /// Error of a failed copy.
 enum CopyError {
-    /// The same request would fail again.
+    /// A retry of the request would fail again.
     Permanent(anyhow::Error),
-    /// A later request, possibly to another process behind the name, may succeed.
+    /// A retry may succeed, possibly with another process that the name resolves to.
     Retryable(anyhow::Error),
 }
 
@@ -51,9 +51,9 @@ pub(super) struct PeerClient {
 
 impl PeerClient {
     /// Creates the client without connecting.
-    pub(super) fn new(from: &str, settings: &WarmStartConfig) -> anyhow::Result<Self> {
-        let mut endpoint = Endpoint::from_shared(from.to_owned())?.connect_timeout(WAITS.0);
-        if from.starts_with("https://") {
+    pub(super) fn new(url: &str, settings: &WarmStartConfig) -> anyhow::Result<Self> {
+        let mut endpoint = Endpoint::from_shared(url.to_owned())?.connect_timeout(TIMEOUTS.0);
+        if url.starts_with("https://") {
             endpoint = endpoint.tls_config(settings.files().read()?)?;
         }
         Ok(Self {
@@ -62,37 +62,37 @@ impl PeerClient {
         })
     }
 
-    /// Copies a rank, with retries until `until`, or without limit. Returns `None` if the peer does
-    /// not follow the rank.
+    /// Copies a rank. Retries until `deadline`, or without limit if it is `None`. Returns `None` if
+    /// the peer receives no events of the rank.
     pub(super) async fn fetch_rank(
         &self,
         rank: WorkerRank,
-        until: Option<Instant>,
+        deadline: Option<Instant>,
     ) -> anyhow::Result<Option<RankDump>> {
-        let mut pause = PAUSE.0;
-        let mut last = anyhow!("other ranks are copied first");
+        let mut delay = RETRY_DELAYS.0;
+        let mut last_error = anyhow!("waiting for the copies of other ranks");
         let attempts = async {
             loop {
                 let problem = match self.try_fetch_rank(rank).await {
-                    Ok(held) => return Ok(held),
+                    Ok(copy) => return Ok(copy),
                     Err(CopyError::Permanent(problem)) => return Err(problem),
                     Err(CopyError::Retryable(problem)) => problem,
                 };
                 debug!(%rank, problem = format!("{problem:#}"), "warm start: copy failed, retrying");
-                last = problem;
-                sleep(pause.mul_f64(rand::random_range(0.75..1.25))).await;
-                pause = (pause * 2).min(PAUSE.1);
+                last_error = problem;
+                sleep(delay.mul_f64(rand::random_range(0.75..1.25))).await;
+                delay = (delay * 2).min(RETRY_DELAYS.1);
             }
         };
-        let Some(until) = until else {
+        let Some(deadline) = deadline else {
             return attempts.await;
         };
-        let answered = timeout_at(until, attempts).await;
-        answered.unwrap_or_else(|_| Err(last.context("not in time")))
+        let result = timeout_at(deadline, attempts).await;
+        result.unwrap_or_else(|_| Err(last_error.context("timed out")))
     }
 
     async fn try_fetch_rank(&self, rank: WorkerRank) -> Result<Option<RankDump>, CopyError> {
-        let _turn = self
+        let _permit = self
             .permits
             .acquire()
             .await
@@ -108,17 +108,17 @@ impl PeerClient {
             worker: Some(worker),
             format: VERSION.into(),
         };
-        let answer = timeout(WAITS.1, client.copy_rank(request)).await;
-        let pieces = match answer.map_err(|_| CopyError::Retryable(anyhow!("no answer")))? {
+        let answer = timeout(TIMEOUTS.1, client.copy_rank(request)).await;
+        let chunks = match answer.map_err(|_| CopyError::Retryable(anyhow!("no response")))? {
             Ok(answer) => answer.into_inner(),
             Err(status) if status.code() == Code::NotFound => return Ok(None),
             Err(status) => return Err(classify_status(status)),
         };
-        // Ends the blocking reader when this future is dropped.
-        let left = CancellationToken::new();
-        let _leaving = left.clone().drop_guard();
-        let bytes = SyncIoBridge::new(StreamReader::new(Box::pin(chunk_bytes(pieces, left))));
-        // The bytes are decoded as they arrive and are never all in memory.
+        // If this future is dropped, the guard ends the blocking reader.
+        let cancelled = CancellationToken::new();
+        let _cancel_guard = cancelled.clone().drop_guard();
+        let bytes = SyncIoBridge::new(StreamReader::new(Box::pin(chunk_bytes(chunks, cancelled))));
+        // The bytes are decoded as they arrive, so that they are never all in memory.
         let read = move || {
             DumpReader::new(BufReader::with_capacity(
                 READ_BUFFER_BYTES,
@@ -129,28 +129,28 @@ impl PeerClient {
         let read = tokio::task::spawn_blocking(read)
             .await
             .map_err(|error| CopyError::Permanent(error.into()))?;
-        let held = read.map_err(classify_dump_error)?;
-        if held.rank() != rank {
-            let error = anyhow!("the copy is of worker rank {}", held.rank());
+        let copy = read.map_err(classify_dump_error)?;
+        if copy.rank() != rank {
+            let error = anyhow!("the copy is of worker rank {}", copy.rank());
             return Err(CopyError::Permanent(error));
         }
-        Ok(Some(held))
+        Ok(Some(copy))
     }
 }
 
 /// Returns the bytes of the chunks, with a timeout for each chunk.
 fn chunk_bytes(
-    pieces: Streaming<pb::CopyRankResponse>,
-    left: CancellationToken,
+    chunks: Streaming<pb::CopyRankResponse>,
+    cancelled: CancellationToken,
 ) -> impl Stream<Item = io::Result<Bytes>> {
-    stream::try_unfold((pieces, left), async |(mut pieces, left)| {
-        let piece = left
-            .run_until_cancelled(timeout(WAITS.1, pieces.message()))
+    stream::try_unfold((chunks, cancelled), async |(mut chunks, cancelled)| {
+        let chunk = cancelled
+            .run_until_cancelled(timeout(TIMEOUTS.1, chunks.message()))
             .await;
-        let piece = piece
+        let chunk = chunk
             .ok_or(io::ErrorKind::Interrupted)??
             .map_err(io::Error::other)?;
-        Ok(piece.map(|piece| (Bytes::from(piece.piece), (pieces, left))))
+        Ok(chunk.map(|chunk| (Bytes::from(chunk.piece), (chunks, cancelled))))
     })
 }
 

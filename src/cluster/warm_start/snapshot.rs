@@ -1,4 +1,4 @@
-//! Snapshot file of the index, written at shutdown for the next start.
+//! Snapshot file of the index, which is written at shutdown and read at the next start.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
@@ -17,8 +17,8 @@ use warmroute_core::worker::WorkerRank;
 /// Size of the read and write buffers.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Writes the ranks and returns their number. The file is replaced atomically, and not at all if
-/// there are no ranks.
+/// Writes the ranks and returns their number. The file is replaced atomically. If there are no
+/// ranks, it is not replaced.
 pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Result<u32> {
     let temporary = path.with_added_extension(format!("{}.part", std::process::id()));
     let written = write_temporary(&temporary, ranks).and_then(|ranks| {
@@ -29,15 +29,15 @@ pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> any
         Ok(ranks)
     });
     if written.is_err() {
-        // An incomplete file is useless; if removing it fails, it stays.
+        // Removes the incomplete file if possible.
         let _ = std::fs::remove_file(&temporary);
     }
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
-    // A previous process with the same id may have left the file. If it is not a file, creating it
-    // fails.
+    // A previous process with the same id may have left the file. If the path is not a file, the
+    // removal and the creation below fail.
     let _removed = std::fs::remove_file(path);
     // The file contains tenant salts, so an existing link or a file with other permissions must not
     // be used.
@@ -49,8 +49,8 @@ fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::i
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
     let mut count = 0;
     dump::write_header(&mut out)?;
-    for held in ranks {
-        held.write(&mut out)?;
+    for dump in ranks {
+        dump.write(&mut out)?;
         count += 1;
     }
     dump::write_end(&mut out, count)?;
@@ -59,8 +59,8 @@ fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::i
     Ok(count)
 }
 
-/// Returns the contents of the file. Returns an empty map if it does not exist, is too old or is
-/// damaged.
+/// Returns the contents of the file. Returns an empty map if the file does not exist, is too old or
+/// is damaged.
 pub(super) fn read_snapshot(
     path: &Path,
     max_age: Duration,
@@ -88,19 +88,19 @@ fn try_read_snapshot(
     now: SystemTime,
 ) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
     let file = File::open(path)?;
-    // A modification time in the future means that the clock was set back.
+    // If the modification time is in the future, the clock was set back, and the age counts as 0.
     let age = now
         .duration_since(file.metadata()?.modified()?)
         .unwrap_or_default();
     ensure!(
         age <= max_age,
-        "it is {} s old, and may be {} s (`index.warm_start.max_snapshot_age`)",
+        "it is {} s old, the maximum is {} s (`index.warm_start.max_snapshot_age`)",
         age.as_secs(),
         max_age.as_secs()
     );
     let ranks = DumpReader::new(BufReader::with_capacity(BUFFER_BYTES, file))?;
     Ok(ranks
-        .map(|held| held.map(|held| (held.rank(), Arc::new(held.into_detached()))))
+        .map(|dump| dump.map(|dump| (dump.rank(), Arc::new(dump.into_detached()))))
         .collect::<Result<_, _>>()?)
 }
 
@@ -113,7 +113,8 @@ mod tests {
     use warmroute_core::index::{KvEvent, PrefixIndex, StoredBlock};
     use warmroute_core::worker::{DpRank, RankSlot, WorkerId};
 
-    fn held(worker: u64) -> RankDump {
+    /// Returns a dump of a rank with one block.
+    fn rank_dump(worker: u64) -> RankDump {
         let mut writer = PrefixIndex::new().create_writer(RankSlot(0));
         let block = StoredBlock {
             engine: EngineHash(worker),
@@ -132,28 +133,28 @@ mod tests {
 
     const MINUTE: Duration = Duration::from_secs(60);
 
-    /// Ranks 1 and 2, as `read_snapshot` returns them.
+    /// Returns ranks 1 and 2 in the form that `read_snapshot` returns.
     fn two_ranks() -> HashMap<WorkerRank, Arc<RankDump>> {
-        [held(1), held(2)]
-            .map(|held| (held.rank(), Arc::new(held)))
+        [rank_dump(1), rank_dump(2)]
+            .map(|dump| (dump.rank(), Arc::new(dump)))
             .into()
     }
 
     fn write_two_ranks(path: &Path) {
-        let written = write_snapshot(path, [held(1), held(2)].into_iter());
+        let written = write_snapshot(path, [rank_dump(1), rank_dump(2)].into_iter());
         assert_eq!(written.unwrap(), 2);
     }
 
     #[test]
     fn missing_old_or_damaged_snapshot_is_ignored() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("index.warmroute");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.warmroute");
         let minute = MINUTE;
         let now = SystemTime::now();
         assert_eq!(
             read_snapshot(&path, minute, now),
             HashMap::new(),
-            "there is none"
+            "a missing file returned ranks"
         );
         write_two_ranks(&path);
         let both = two_ranks();
@@ -161,12 +162,12 @@ mod tests {
         assert_eq!(
             read_snapshot(&path, minute, now - minute),
             both,
-            "the clock was set back"
+            "a file from the future was rejected"
         );
         assert_eq!(
             read_snapshot(&path, minute, now + 2 * minute),
             HashMap::new(),
-            "too old"
+            "an old file was read"
         );
         let mut bytes = std::fs::read(&path).unwrap();
         bytes.truncate(bytes.len() - 1);
@@ -174,23 +175,23 @@ mod tests {
         assert_eq!(
             read_snapshot(&path, minute, now),
             HashMap::new(),
-            "half of it is nothing"
+            "a truncated file was read"
         );
     }
 
     #[test]
     fn failed_write_keeps_old_snapshot() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("index.warmroute");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.warmroute");
         write_two_ranks(&path);
-        // A folder with the name of the temporary file.
-        let part = folder
+        // A directory with the name of the temporary file makes the write fail.
+        let part = directory
             .path()
             .join(format!("index.warmroute.{}.part", std::process::id()));
         std::fs::create_dir(&part).unwrap();
         let problem = format!(
             "{:#}",
-            write_snapshot(&path, [held(3)].into_iter()).unwrap_err()
+            write_snapshot(&path, [rank_dump(3)].into_iter()).unwrap_err()
         );
         assert!(problem.contains("index.warmroute"), "{problem}");
         assert_eq!(read_snapshot(&path, MINUTE, SystemTime::now()), two_ranks());
@@ -198,14 +199,14 @@ mod tests {
 
     #[test]
     fn foreign_temporary_file_is_not_used() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("index.warmroute");
-        let part = folder
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("index.warmroute");
+        let part = directory
             .path()
             .join(format!("index.warmroute.{}.part", std::process::id()));
-        // A link with that name is not followed, and the permissions of a file with that name are
-        // not used.
-        let target = folder.path().join("target");
+        // A link with the name of the temporary file is not followed, and the permissions of an
+        // existing file with that name are not used.
+        let target = directory.path().join("target");
         std::fs::write(&target, "text").unwrap();
         std::os::unix::fs::symlink(&target, &part).unwrap();
         write_two_ranks(&path);
@@ -222,12 +223,12 @@ mod tests {
         assert_eq!(
             read_snapshot(&path, MINUTE, SystemTime::now()),
             two_ranks(),
-            "an empty snapshot does not replace the file"
+            "an empty snapshot replaced the file"
         );
         assert_eq!(
-            std::fs::read_dir(folder.path()).unwrap().count(),
+            std::fs::read_dir(directory.path()).unwrap().count(),
             1,
-            "and nothing else is left"
+            "temporary files were left behind"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Flags of `serve`. Beside the configuration file, it accepts the flags that gateway charts and
+//! Flags of `serve`. Besides the configuration file, they include the flags that gateway charts and
 //! the Gateway API conformance tests pass to an endpoint picker.
 
 use std::ffi::OsString;
@@ -31,7 +31,8 @@ pub struct ServeArgs {
     /// Port of ext_proc on all addresses; overrides `listeners.ext_proc.address`
     #[arg(long, value_name = "PORT")]
     pub grpc_port: Option<u16>,
-    /// Port of the gRPC health service on all addresses; overrides `listeners.ext_proc.health_address`
+    /// Port of the gRPC health service on all addresses; overrides
+    /// `listeners.ext_proc.health_address`
     #[arg(long, value_name = "PORT")]
     pub grpc_health_port: Option<u16>,
     /// Serve ext_proc with TLS. Without a configured certificate, a self-signed one is created at
@@ -70,7 +71,7 @@ impl ServeArgs {
             grpc_port: self.grpc_port,
             grpc_health_port: self.grpc_health_port,
             secure_serving: self.secure_serving,
-            // Relative to the working directory, not to the configuration file.
+            // A relative path is relative to the working directory, not to the configuration file.
             cert_dir: self
                 .cert_path
                 .as_ref()
@@ -91,7 +92,7 @@ fn parse_log_format(text: &str) -> Result<LogFormat, String> {
     }
 }
 
-/// Maps the verbosity of gateway charts: 2 is their default, 4 is for debugging.
+/// Maps the verbosity of gateway charts to a log level. Their default is 2; 4 is for debugging.
 fn log_level(verbosity: u8) -> LogLevel {
     match verbosity {
         0..=3 => LogLevel::Info,
@@ -103,10 +104,10 @@ fn log_level(verbosity: u8) -> LogLevel {
 /// Inserts `serve` if the command line begins with a flag, because endpoint pickers are started
 /// without a subcommand.
 pub(super) fn with_default_command(args: Vec<OsString>) -> Vec<OsString> {
-    let of_itself = ["-h", "--help", "-V", "--version"];
+    let global_flags = ["-h", "--help", "-V", "--version"];
     let first = args.get(1).map(|first| first.to_string_lossy());
     let is_flag =
-        first.is_some_and(|first| first.starts_with('-') && !of_itself.contains(&&*first));
+        first.is_some_and(|first| first.starts_with('-') && !global_flags.contains(&&*first));
     let command = is_flag.then(|| OsString::from("serve"));
     let mut args = args.into_iter();
     args.next().into_iter().chain(command).chain(args).collect()
@@ -114,19 +115,19 @@ pub(super) fn with_default_command(args: Vec<OsString>) -> Vec<OsString> {
 
 /// Removes unsupported flags of the Go logger: `--zap-*` with their values.
 pub(super) fn strip_zap_flags(args: impl IntoIterator<Item = OsString>) -> Vec<OsString> {
-    let mut kept = Vec::new();
+    let mut retained = Vec::new();
     let mut args = args.into_iter().peekable();
     while let Some(arg) = args.next() {
         let text = arg.to_string_lossy();
-        let foreign = text.starts_with("--zap-")
+        let is_unsupported = text.starts_with("--zap-")
             && !(text == "--zap-encoder" || text.starts_with("--zap-encoder="));
-        if !foreign {
-            kept.push(arg);
+        if !is_unsupported {
+            retained.push(arg);
         } else if !text.contains('=') {
             let _value = args.next_if(|next| !next.to_string_lossy().starts_with('-'));
         }
     }
-    kept
+    retained
 }
 
 #[cfg(test)]
@@ -140,7 +141,7 @@ mod tests {
             .chain(more)
             .map(OsString::from);
         let Command::Serve(args) = Cli::parse_args(args)?.command else {
-            panic!("another command")
+            panic!("unexpected command")
         };
         assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
         Ok(args.flags())
@@ -154,7 +155,7 @@ mod tests {
             .unwrap()
             .command
         else {
-            panic!("another command")
+            panic!("unexpected command")
         };
         assert_eq!(
             (

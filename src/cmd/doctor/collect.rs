@@ -1,5 +1,5 @@
-//! Collects the facts for the checks: queries the engines, receives their events while a canary is
-//! computed, and reads Envoy's configuration.
+//! Collects the facts about the engines: queries their endpoints, and receives their KV events
+//! while they compute a canary.
 
 mod canary;
 mod configured;
@@ -39,21 +39,21 @@ pub(super) struct FactCollector<'c> {
     pub(super) models: HashMap<ModelName, Arc<ConfiguredModel>>,
     /// Timeout for responses, events and publishers.
     pub(super) timeout: Duration,
-    /// Whether canaries are sent.
+    /// True if canaries are sent.
     pub(super) sends_canaries: bool,
-    /// Progress, reported while doctor waits.
+    /// Progress, which is reported while doctor waits.
     pub(super) progress: DoctorProgress,
 }
 
 impl FactCollector<'_> {
-    /// Returns the facts about every worker, in the same order.
+    /// Returns the facts about every worker, in the order of `workers`.
     pub(super) async fn collect_workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
-        let examined = stream::iter(workers).map(async |worker| WorkerFacts {
+        let facts = stream::iter(workers).map(async |worker| WorkerFacts {
             origin: self.worker_origin(worker, workers),
             has_remote_decoders: has_remote_decoders(worker, workers),
             ..self.collect_worker(worker).await
         });
-        examined.buffered(MAX_CONCURRENT).collect().await
+        facts.buffered(MAX_CONCURRENT).collect().await
     }
 
     async fn collect_worker(&self, worker: &Worker) -> WorkerFacts {
@@ -64,7 +64,7 @@ impl FactCollector<'_> {
         .await
     }
 
-    /// Returns the facts of all steps that are complete at the deadline.
+    /// Returns the facts of the steps that are complete at the deadline.
     async fn collect_within(&self, worker: &Worker, deadline: Duration) -> WorkerFacts {
         let part = self.progress.open(
             format!("worker {} at {}", worker.id, worker.endpoint),
@@ -146,7 +146,7 @@ impl FactCollector<'_> {
             metrics.as_ref().ok(),
             publishers.as_ref().ok(),
         );
-        facts.clock = date.map(|theirs| (theirs, SystemTime::now()));
+        facts.clock = date.map(|engine_time| (engine_time, SystemTime::now()));
         facts.models = models;
         facts.metrics = metrics;
         facts.publishers = publishers;
@@ -160,14 +160,16 @@ impl FactCollector<'_> {
 
     async fn collect_ranks(&self, engine: &EngineUrl, facts: &mut WorkerFacts, part: &OpenPart) {
         let worker = facts.worker.clone();
-        // A single rank serves every request; with several ranks each request names its rank.
+        // With several ranks, each request must name its rank.
         let reported = facts.metrics.as_ref().map_or(0, |page| page.caches().len());
-        let several = reported > 1 || worker.ranks.size.get() > 1;
-        // Ranks share an engine, so canaries run one after another: the events of one must not
-        // count for another.
+        let has_several_ranks = reported > 1 || worker.ranks.size.get() > 1;
+        // Ranks may share an engine, so canaries run one after another: the events of one canary
+        // must not be attributed to another.
         for rank in worker.ranks.iter() {
             part.step(format!("rank {rank}: KV events and canary"));
-            let rank_facts = self.collect_rank(engine, &worker, rank, several).await;
+            let rank_facts = self
+                .collect_rank(engine, &worker, rank, has_several_ranks)
+                .await;
             facts.ranks.push(rank_facts);
         }
     }

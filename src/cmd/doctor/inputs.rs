@@ -15,12 +15,12 @@ use crate::config::{Advice, Config, SessionsConfig};
 use crate::ext_proc::config::FailureMode;
 use crate::prefill::{PrefillConfig, PrefillMode};
 
-/// Margin of Envoy's timeout over the longest wait of a request.
+/// Margin of Envoy's `max_message_timeout` over the longest wait of a request.
 const WAIT_MARGIN: Duration = Duration::from_millis(500);
-/// Margin for a retry, which requests more time.
+/// Margin of Envoy's timeout over the prefill of a retry.
 const RETRY_MARGIN: Duration = Duration::from_secs(1);
 
-/// Headers by which trusted clients pin workers, see envoy/README.md.
+/// Headers with which trusted clients pin workers; see envoy/README.md.
 const PIN_HEADERS: [&str; 9] = [
     "x-worker-instance-id",
     "x-prefill-instance-id",
@@ -33,12 +33,12 @@ const PIN_HEADERS: [&str; 9] = [
     "x-dynamo-prefill-dp-rank",
 ];
 
-/// Returns the finding for a setting that is valid but probably unintended.
+/// Returns the finding for a warning about the configuration.
 pub(super) fn advice_finding(advice: Advice) -> Finding {
     FindingBuilder::new("config.prefill", advice.subject).warning(advice.finding, advice.fix)
 }
 
-/// Returns the summary of the configuration `file`, which leads to `workers`.
+/// Returns the summary of a configuration file and its workers.
 pub(super) fn config_summary(file: String, config: &Config, workers: &[Worker]) -> ConfigSummary {
     let source = match &config.workers.file {
         Some(file) => FleetOrigin::File(file.clone()),
@@ -70,14 +70,17 @@ pub(super) fn tokenizer_state(loaded: Result<Option<&Encoder>, String>) -> Token
     }
 }
 
-/// Returns the connections that the configuration allows.
+/// Returns the numbers that bound the open connections of the process.
 pub(super) fn connection_limits(config: &Config, workers: &[Worker]) -> ConnectionLimits {
     let listeners = [
         config.listeners.ext_proc.address.is_some(),
         config.listeners.ext_proc.unix_socket.is_some(),
     ];
     ConnectionLimits {
-        listeners: listeners.into_iter().filter(|there| *there).count() as u64,
+        listeners: listeners
+            .into_iter()
+            .filter(|is_configured| *is_configured)
+            .count() as u64,
         max_connections: u64::from(config.listeners.limits.max_connections),
         ranks: workers
             .iter()
@@ -88,10 +91,10 @@ pub(super) fn connection_limits(config: &Config, workers: &[Worker]) -> Connecti
 
 /// Returns the settings that Envoy's configuration must match.
 pub fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
-    let contract = config.gateway.routing_headers();
+    let routing_headers = config.gateway.routing_headers();
     let names =
         |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
-    let mut reserved = names(&mut contract.reserved_names());
+    let mut reserved = names(&mut routing_headers.reserved_names());
     if config.requests.clients.trusted {
         reserved.retain(|name| !PIN_HEADERS.contains(&name.as_str()));
     }
@@ -116,8 +119,8 @@ pub fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
             .iter()
             .map(|(authority, pool)| (service_of_authority(authority), pool.clone()))
             .collect(),
-        headers: names(&mut contract.header_names()),
-        endpoint_headers: names(&mut contract.endpoint_names()),
+        headers: names(&mut routing_headers.header_names()),
+        endpoint_headers: names(&mut routing_headers.endpoint_names()),
         reserved_headers: reserved,
         endpoints_file: config
             .envoy
@@ -159,7 +162,7 @@ fn mirror_clusters(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
     mirrors
 }
 
-/// Returns the longest duration of all attempts of one prefill.
+/// Returns the longest total time of the attempts of one prefill, if any model calls prefills.
 fn longest_call(config: &Config) -> Option<Duration> {
     let prefills = config
         .models
@@ -171,33 +174,34 @@ fn longest_call(config: &Config) -> Option<Duration> {
         .max()
 }
 
-/// Returns the longest wait that a request may announce to Envoy.
+/// Returns the longest timeout extension that a request may need, if any request waits.
 fn longest_wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
-    let gated = |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
-    let waits = gated(
+    let has_threshold =
+        |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
+    let is_queued = has_threshold(
         queue.prefill_busy_threshold,
         queue.prefill_busy_threshold_frac,
     ) || queue.classes.iter().any(|class| {
-        gated(
+        has_threshold(
             class.prefill_busy_threshold,
             class.prefill_busy_threshold_frac,
         )
     });
-    let turn = waits.then(|| queue.timeout.get());
-    let opening = |sessions: &SessionsConfig| {
+    let queue_wait = is_queued.then(|| queue.timeout.get());
+    let open_timeout = |sessions: &SessionsConfig| {
         sessions
             .engine
             .as_ref()
             .map_or(Duration::ZERO, |engine| engine.timeout.get())
     };
-    let session = config
+    let session_wait = config
         .sessions
         .as_ref()
-        .map(|sessions| sessions.wait_timeout.get() + opening(sessions));
-    let longest: Duration = turn
+        .map(|sessions| sessions.wait_timeout.get() + open_timeout(sessions));
+    let longest: Duration = queue_wait
         .into_iter()
-        .chain(session)
+        .chain(session_wait)
         .chain(longest_call(config))
         .sum();
     (!longest.is_zero()).then(|| longest + WAIT_MARGIN)

@@ -1,4 +1,4 @@
-//! Requests to Envoy's admin page, and connections to the listeners of warmroute.
+//! Requests to Envoy's admin interface, and connections to the listeners of warmroute.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,13 +11,13 @@ use crate::config::Config;
 pub(super) async fn fetch_config_dump(
     url: &str,
     ca_file: Option<&Path>,
-    patience: Duration,
+    timeout: Duration,
 ) -> Result<String, String> {
     let url = format!("{}/config_dump?include_eds", url.trim_end_matches('/'));
     let client = crate::cmd::admin_client::client_builder(&url, ca_file)
         .map_err(|error| format!("{error:#}"))?;
     let client = client
-        .timeout(patience)
+        .timeout(timeout)
         .build()
         .map_err(|error| error.to_string())?;
     let answer = client
@@ -35,7 +35,7 @@ pub(super) async fn fetch_config_dump(
         .map_err(|error| format!("{url}: {}", error_chain(&error)))
 }
 
-/// Formats an error with its causes; the outermost alone says little.
+/// Formats an error with its causes, because the outermost error alone is not specific.
 fn error_chain(error: &dyn std::error::Error) -> String {
     let next = std::iter::successors(error.source(), |cause| cause.source());
     std::iter::once(error.to_string())
@@ -44,14 +44,14 @@ fn error_chain(error: &dyn std::error::Error) -> String {
         .join(": ")
 }
 
-/// Returns the configured listen addresses and whether each accepts connections.
+/// Returns the configured ext_proc addresses, and whether each accepts connections.
 pub(super) async fn probe_listeners(
     config: &Config,
-    patience: Duration,
+    timeout: Duration,
 ) -> Vec<(String, Option<bool>)> {
     let mut addresses = Vec::new();
     if let Some(path) = &config.listeners.ext_proc.unix_socket {
-        let listens = tokio::time::timeout(patience, UnixStream::connect(path))
+        let listens = tokio::time::timeout(timeout, UnixStream::connect(path))
             .await
             .is_ok_and(|socket| socket.is_ok());
         addresses.push((path.display().to_string(), Some(listens)));
@@ -60,7 +60,7 @@ pub(super) async fn probe_listeners(
         if address.ip().is_unspecified() {
             address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
         }
-        let listens = tokio::time::timeout(patience, TcpStream::connect(address))
+        let listens = tokio::time::timeout(timeout, TcpStream::connect(address))
             .await
             .is_ok_and(|socket| socket.is_ok());
         addresses.push((address.to_string(), Some(listens)));

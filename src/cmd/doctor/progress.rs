@@ -11,13 +11,13 @@ use parking_lot::Mutex;
 /// Interval between reports.
 const INTERVAL: Duration = Duration::from_secs(5);
 
-/// Running checks by name, each with its current step.
+/// The running checks by name, each with its current step.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DoctorProgress {
     open: Arc<Mutex<BTreeMap<String, String>>>,
 }
 
-/// A running check; ends when dropped.
+/// A running check, which ends on drop.
 #[derive(Debug)]
 pub(super) struct OpenPart {
     name: String,
@@ -35,7 +35,7 @@ impl DoctorProgress {
         part
     }
 
-    /// Runs `work` and writes the running checks to `err` at intervals.
+    /// Runs `work`, and writes the running checks to `err` at intervals until it completes.
     pub(super) async fn report<T>(&self, work: impl Future<Output = T>, err: &mut impl Write) -> T {
         let mut work = pin!(work);
         loop {
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn quick_examination_reports_nothing() {
+    async fn quick_work_reports_nothing() {
         let mut err = Vec::new();
         DoctorProgress::default().report(async {}, &mut err).await;
         assert!(err.is_empty());

@@ -1,5 +1,6 @@
-//! Checks of Envoy's configuration against the configuration of warmroute: the shipped files, and
-//! configurations that control planes generate, unchanged and with one fault each.
+//! Tests of the checks of Envoy's configuration against that of warmroute. They use the shipped
+//! files and configurations that control planes generate, unchanged and with one injected fault
+//! each.
 
 mod gateways;
 mod prefill;
@@ -16,6 +17,7 @@ use warmroute_doctor::finding::{Finding, FindingLevel};
 use super::inputs::expected_envoy;
 use crate::config::{Config, WorkerSource};
 
+/// Returns the recorded configuration dump of a shipped file.
 fn page(name: &str) -> Value {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/data/doctor")
@@ -23,7 +25,7 @@ fn page(name: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap()
 }
 
-/// warmroute configuration that the header of each shipped file describes.
+/// Returns the warmroute configuration that the header of a shipped file describes.
 fn config(name: &str) -> Value {
     let workers = |ports: &[u16]| -> Value {
         ports
@@ -39,8 +41,8 @@ fn config(name: &str) -> Value {
             "list": workers(if name == "route-per-header" { &[8001, 8002, 8003] } else { &[8001] }),
         },
     });
-    if let Some(by) = name.strip_prefix("disaggregated-") {
-        config["models"][0]["prefill"] = json!({"mode": by});
+    if let Some(mode) = name.strip_prefix("disaggregated-") {
+        config["models"][0]["prefill"] = json!({"mode": mode});
         config["workers"]["list"] = json!([
             {"id": 1, "endpoint": "127.0.0.1:8001", "role": "prefill"},
             {"id": 2, "endpoint": "127.0.0.1:8002", "role": "decode"},
@@ -59,7 +61,7 @@ fn expected(config: &Value) -> ExpectedEnvoy {
     let config =
         Config::parse(Path::new("/warmroute.yaml"), config.to_string().as_bytes()).unwrap();
     let WorkerSource::Fixed(workers) = config.worker_source() else {
-        panic!("another source")
+        panic!("the workers are not a fixed list")
     };
     expected_envoy(&config, &workers)
 }
@@ -74,37 +76,39 @@ fn findings(page: &Value, config: &Value) -> Vec<Finding> {
 fn print(findings: &[Finding]) -> String {
     findings
         .iter()
-        .map(|one| {
+        .map(|finding| {
             format!(
                 "{:?} {} {}: {}\n",
-                one.level, one.check, one.subject, one.message
+                finding.level, finding.check, finding.subject, finding.message
             )
         })
         .collect()
 }
 
-type Plant = fn(&mut Value, &mut Value);
+/// Changes a configuration dump and the configuration of warmroute.
+type Fault = fn(&mut Value, &mut Value);
 
-/// Replaces one text of a dump and returns the resulting problems.
-fn changed(from: &str, to: &str) -> Vec<(FindingLevel, &'static str)> {
+/// Replaces a text in the dump of `standalone` and returns the resulting problems.
+fn problems_after(from: &str, to: &str) -> Vec<(FindingLevel, &'static str)> {
     let text = page("standalone").to_string();
     assert!(text.contains(from), "{from}");
     let page = serde_json::from_str(&text.replace(from, to)).unwrap();
     let found = findings(&page, &config("standalone"));
     found
         .into_iter()
-        .filter(|one| one.level < FindingLevel::Skipped)
-        .map(|one| (one.level, one.check))
+        .filter(|finding| finding.level < FindingLevel::Skipped)
+        .map(|finding| (finding.level, finding.check))
         .collect()
 }
 
 /// Replaces a text everywhere in a dump.
-fn swap(page: &mut Value, from: &str, to: &str) {
+fn replace_text(page: &mut Value, from: &str, to: &str) {
     let text = page.to_string();
     assert!(text.contains(from), "{from}");
     *page = serde_json::from_str(&text.replace(from, to)).unwrap();
 }
 
+/// Returns a list of a dump, for example `static_clusters`.
 fn items<'p>(page: &'p mut Value, list: &str) -> &'p mut Vec<Value> {
     let configs = page["configs"].as_array_mut().unwrap();
     configs
@@ -118,33 +122,36 @@ fn items<'p>(page: &'p mut Value, list: &str) -> &'p mut Vec<Value> {
 fn cluster<'p>(page: &'p mut Value, name: &str) -> &'p mut Value {
     let clusters = items(page, "static_clusters")
         .iter_mut()
-        .map(|one| &mut one["cluster"]);
+        .map(|item| &mut item["cluster"]);
     clusters
         .into_iter()
         .find(|cluster| cluster["name"] == name)
         .unwrap()
 }
 
-fn host(page: &mut Value) -> &mut Value {
+/// Returns the virtual host.
+fn virtual_host(page: &mut Value) -> &mut Value {
     let listener = &mut items(page, "static_listeners")[0]["listener"];
     &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]["virtual_hosts"]
         [0]
 }
 
-fn options(page: &mut Value) -> &mut Value {
+/// Returns the HTTP options of cluster `workers`.
+fn http_options(page: &mut Value) -> &mut Value {
     &mut cluster(page, "workers")["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
 }
 
-fn remove(place: &mut Value, key: &str) -> Value {
-    place
+/// Removes a key of an object and returns its value.
+fn remove(object: &mut Value, key: &str) -> Value {
+    object
         .as_object_mut()
         .unwrap()
         .remove(key)
-        .expect("it is there")
+        .expect("the key exists")
 }
 
-/// Returns the problems and fixes after a change of the dump.
-fn planted(
+/// Injects a fault. Returns the resulting problems and the text of their fixes.
+fn inject_fault(
     name: &str,
     change: impl FnOnce(&mut Value, &mut Value),
 ) -> (Vec<(FindingLevel, &'static str)>, String) {
@@ -152,10 +159,19 @@ fn planted(
     let mut config = config(name);
     change(&mut page, &mut config);
     let found = findings(&page, &config);
-    let wrong = || found.iter().filter(|one| one.level < FindingLevel::Skipped);
-    let fixes = wrong()
-        .filter_map(|one| one.fix.as_deref())
+    let problems = || {
+        found
+            .iter()
+            .filter(|finding| finding.level < FindingLevel::Skipped)
+    };
+    let fixes = problems()
+        .filter_map(|finding| finding.fix.as_deref())
         .collect::<Vec<_>>()
         .join("\n");
-    (wrong().map(|one| (one.level, one.check)).collect(), fixes)
+    (
+        problems()
+            .map(|finding| (finding.level, finding.check))
+            .collect(),
+        fixes,
+    )
 }

@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::config::WorkerSource;
 
-fn advice(model: &Value, workers: &[Value], more: &Value) -> Vec<String> {
+fn advice(model: &Value, workers: &[Value], extra: &Value) -> Vec<String> {
     let numbered = workers.iter().zip(1..).map(|(worker, id)| {
         let mut worker = worker.clone();
         worker["id"] = json!(id);
@@ -21,10 +21,10 @@ fn advice(model: &Value, workers: &[Value], more: &Value) -> Vec<String> {
     config
         .as_object_mut()
         .unwrap()
-        .extend(more.as_object().unwrap().clone());
+        .extend(extra.as_object().unwrap().clone());
     let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
     let WorkerSource::Fixed(workers) = config.worker_source() else {
-        panic!("another source")
+        panic!("the workers are not a fixed list")
     };
     config
         .advice(&workers)
@@ -42,7 +42,7 @@ fn phases_without_workers_cause_warnings() {
         (
             json!({}),
             vec![p.clone(), d.clone()],
-            &["named in headers and nothing else"],
+            &["only named in headers"],
         ),
         (json!({}), vec![d.clone(), a.clone()], &[]),
         (prefill_mode("header"), vec![p.clone(), d.clone()], &[]),
@@ -58,7 +58,7 @@ fn phases_without_workers_cause_warnings() {
             vec![a.clone(), a.clone()],
             &["decode workers compute every prompt"],
         ),
-        (call(), vec![p.clone()], &["no worker answers"]),
+        (call(), vec![p.clone()], &["none can generate responses"]),
     ]);
 }
 
@@ -71,7 +71,7 @@ fn mirrored_prefill_without_partner_causes_warning() {
         (
             mirror(),
             vec![d.clone(), a.clone()],
-            &["its requests are refused"],
+            &["its requests are rejected"],
         ),
         (
             mirror(),
@@ -85,14 +85,12 @@ fn mirrored_prefill_without_partner_causes_warning() {
                 json!({"role": "prefill", "bootstrap": {"port": 9000}}),
                 json!({"role": "decode", "bootstrap": {}}),
             ],
-            &["worker 2: `bootstrap` is without effect: it has `role: decode`"],
+            &["worker 2: `bootstrap` has no effect: it has `role: decode`"],
         ),
         (
             prefill_mode("call"),
             vec![json!({"role": "prefill", "bootstrap": {}}), d.clone()],
-            &[
-                "worker 1: `bootstrap` is without effect: the model m has no `prefill: {mode: mirror}`",
-            ],
+            &["worker 1: `bootstrap` has no effect: the model m has no `prefill: {mode: mirror}`"],
         ),
         (
             json!({}),
@@ -110,7 +108,7 @@ fn prefill_mode(mode: &str) -> Value {
     json!({"prefill": {"mode": mode}})
 }
 
-/// Checks the warnings of each model with these workers.
+/// Asserts that each model with these workers causes exactly the expected warnings.
 fn assert_warnings(cases: &[(Value, Vec<Value>, &[&str])]) {
     for (model, workers, expected) in cases {
         let warnings = advice(model, workers, &json!({}));
@@ -119,17 +117,17 @@ fn assert_warnings(cases: &[(Value, Vec<Value>, &[&str])]) {
             expected.len(),
             "{model} {workers:?}: {warnings:?}"
         );
-        for (warning, words) in warnings.iter().zip(*expected) {
-            assert!(warning.contains(words), "{warning}");
+        for (warning, text) in warnings.iter().zip(*expected) {
+            assert!(warning.contains(text), "{warning}");
         }
     }
 }
 
 #[test]
 fn empty_pools_and_duplicate_selectors_cause_warnings() {
-    let confine = json!({"routing": {"pool_routes": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}}});
+    let pool_routes = json!({"routing": {"pool_routes": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}}});
     let worker = json!({"taints": ["pool=p"]});
-    let warnings = advice(&json!({}), std::slice::from_ref(&worker), &confine);
+    let warnings = advice(&json!({}), std::slice::from_ref(&worker), &pool_routes);
     assert!(
         warnings.len() == 1 && warnings[0].contains("`q`") && warnings[0].contains("`pool=q`"),
         "{warnings:?}"
@@ -138,24 +136,24 @@ fn empty_pools_and_duplicate_selectors_cause_warnings() {
         advice(
             &json!({}),
             &[worker, json!({"taints": ["pool=q"]})],
-            &confine
+            &pool_routes
         ),
         Vec::<String>::new()
     );
-    let confine = json!({"routing": {"pool_routes": {"authorities": {"warmroute.a": "p", "warmroute.b": "q"}}}});
-    let warnings = advice(&json!({}), &[json!({"taints": ["pool=p"]})], &confine);
+    let pool_routes = json!({"routing": {"pool_routes": {"authorities": {"warmroute.a": "p", "warmroute.b": "q"}}}});
+    let warnings = advice(&json!({}), &[json!({"taints": ["pool=p"]})], &pool_routes);
     assert!(
         warnings.len() == 1 && warnings[0].contains("`q`"),
         "{warnings:?}"
     );
-    let confine = json!({"routing": {"pool_routes": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}}});
+    let pool_routes = json!({"routing": {"pool_routes": {"rules": [{"pool": "p"}, {"pool": "q", "paths": ["/q"]}]}}});
     let pools = |pools: Value| -> Vec<String> {
         let mut config =
             json!({"models": [{"name": "m"}], "workers": {"kubernetes": {"pools": pools}}});
         config
             .as_object_mut()
             .unwrap()
-            .extend(confine.as_object().unwrap().clone());
+            .extend(pool_routes.as_object().unwrap().clone());
         let config = Config::parse(Path::new("/c.yaml"), config.to_string().as_bytes()).unwrap();
         config
             .advice(&config.typical_workers())
@@ -171,7 +169,7 @@ fn empty_pools_and_duplicate_selectors_cause_warnings() {
     assert!(
         warnings.len() == 2
             && warnings[0].contains("are `n/p`, `q`, `n/p`")
-            && warnings[1].contains("found by"),
+            && warnings[1].contains("already selects"),
         "{warnings:?}"
     );
     let same = |ports: [u16; 2]| {
@@ -183,7 +181,7 @@ fn empty_pools_and_duplicate_selectors_cause_warnings() {
 }
 
 #[test]
-fn several_pools_without_confinement_cause_a_warning() {
+fn several_pools_without_routes_cause_a_warning() {
     let workers = [json!({"taints": ["pool=p"]}), json!({"taints": ["pool=q"]})];
     let warnings = advice(&json!({}), &workers, &json!({}));
     assert!(
@@ -194,7 +192,7 @@ fn several_pools_without_confinement_cause_a_warning() {
         advice(&json!({}), &workers[..1], &json!({})),
         Vec::<String>::new()
     );
-    for confine in [
+    for pool_routes in [
         json!({"header": "x-pool"}),
         json!({"rules": [{"pool": "p"}]}),
         json!({"rules": [{"pool": "p", "paths": ["/p"]}], "authorities": {"warmroute.b": "q"}}),
@@ -204,20 +202,20 @@ fn several_pools_without_confinement_cause_a_warning() {
             advice(
                 &json!({}),
                 &workers,
-                &json!({"routing": {"pool_routes": confine}})
+                &json!({"routing": {"pool_routes": pool_routes}})
             ),
             Vec::<String>::new(),
-            "{confine}"
+            "{pool_routes}"
         );
     }
-    for confine in [
+    for pool_routes in [
         json!({"rules": [{"pool": "p", "paths": ["/p"]}]}),
         json!({"authorities": {"warmroute.a": "p"}}),
     ] {
         let warnings = advice(
             &json!({}),
             &workers,
-            &json!({"routing": {"pool_routes": confine}}),
+            &json!({"routing": {"pool_routes": pool_routes}}),
         );
         assert!(
             warnings.len() == 1 && warnings[0].contains("does not name the pools `q`"),
@@ -254,12 +252,12 @@ fn suspicious_values_cause_warnings() {
             Some("requests.clients.trusted: any client that reaches 0.0.0.0:9002"),
         ),
     ];
-    for (more, expected) in cases {
-        let found = advice(&json!({}), &[json!({})], &more);
+    for (extra, expected) in cases {
+        let found = advice(&json!({}), &[json!({})], &extra);
         assert_eq!(
             found.len(),
             usize::from(expected.is_some()),
-            "{more}: {found:?}"
+            "{extra}: {found:?}"
         );
         assert!(
             expected.is_none_or(|text| found[0].starts_with(text)),
@@ -270,16 +268,17 @@ fn suspicious_values_cause_warnings() {
 
 #[test]
 fn ignored_conditions_cause_warnings() {
-    let more = json!({"routing": {"disaggregation": {"conditional": {}}}});
+    let extra = json!({"routing": {"disaggregation": {"conditional": {}}}});
     let pools = [json!({"role": "prefill"}), json!({"role": "decode"})];
     assert_eq!(
-        advice(&json!({"prefill": {"mode": "call"}}), &pools, &more),
+        advice(&json!({"prefill": {"mode": "call"}}), &pools, &extra),
         Vec::<String>::new()
     );
-    let warnings = advice(&json!({"prefill": {"mode": "mirror"}}), &pools, &more);
+    let warnings = advice(&json!({"prefill": {"mode": "mirror"}}), &pools, &extra);
     assert!(
         warnings.len() == 1
-            && warnings[0].contains("`routing.disaggregation.conditional` is not for models"),
+            && warnings[0]
+                .contains("`routing.disaggregation.conditional` does not apply to models"),
         "{warnings:?}"
     );
 }

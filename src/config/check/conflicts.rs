@@ -1,4 +1,4 @@
-//! Settings that contradict one another.
+//! Settings that contradict each other.
 
 use std::net::SocketAddr;
 
@@ -8,7 +8,7 @@ use warmroute_settings::Problem;
 use super::steps;
 use crate::config::Config;
 
-/// Thresholds on quantities that are not counted.
+/// Returns a problem for each threshold on prefill tokens if these are not counted.
 pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
     if config.routing.load.prefill_tokens {
         return Vec::new();
@@ -39,13 +39,13 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
         ),
     ];
     for (at, class) in queue.classes.iter().enumerate() {
-        let place = |key: &str| vec!["queue".into(), "classes".into(), at.into(), key.into()];
+        let path = |key: &str| vec!["queue".into(), "classes".into(), at.into(), key.into()];
         found.push((
-            place("prefill_busy_threshold"),
+            path("prefill_busy_threshold"),
             class.prefill_busy_threshold.is_some(),
         ));
         found.push((
-            place("prefill_busy_threshold_frac"),
+            path("prefill_busy_threshold_frac"),
             class.prefill_busy_threshold_frac.is_some(),
         ));
     }
@@ -57,7 +57,7 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
         .collect()
 }
 
-/// Settings that another section makes useless or harmful.
+/// Returns a problem for each setting that another section makes useless or harmful.
 pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if let Some(sessions) = &config.sessions
@@ -93,13 +93,13 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
                 "{} is not less than `requests.limits.decision_timeout` ({}), and Envoy waits for both; the default is 300ms",
                 tokens.timeout, config.requests.limits.decision_timeout
             );
-            let place = [
+            let path = [
                 "models".into(),
                 at.into(),
                 "remote_tokenizer".into(),
                 "timeout".into(),
             ];
-            problems.push(Problem::at(place, text));
+            problems.push(Problem::at(path, text));
         }
     }
     let workers = config
@@ -116,7 +116,7 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
     problems
 }
 
-/// Settings that contradict a remote index.
+/// Returns a problem for each setting that contradicts `index.remote` or `index.serve`.
 pub(super) fn remote_index(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if config.index.serve && config.listeners.api.is_none() {
@@ -145,6 +145,7 @@ pub(super) fn remote_index(config: &Config) -> Vec<Problem> {
     problems
 }
 
+/// Returns a problem for each listener whose address collides with an earlier one.
 pub(super) fn addresses(config: &Config) -> Vec<Problem> {
     let xds = config.envoy.as_ref().and_then(|envoy| envoy.xds.as_ref());
     let listeners: [(&str, Option<SocketAddr>); 5] = [
@@ -171,20 +172,22 @@ pub(super) fn addresses(config: &Config) -> Vec<Problem> {
         .filter_map(|(key, at)| Some((key, at?)))
         .collect();
     let mut problems = Vec::new();
-    for (nth, (key, listen)) in given.iter().enumerate() {
-        for (by, other) in given[..nth]
+    for (index, (key, listen)) in given.iter().enumerate() {
+        for (other_key, other) in given[..index]
             .iter()
             .filter(|(_, other)| collide(*listen, *other))
         {
-            let text =
-                format!("{listen} is taken by `{by}` ({other}) already; choose another port");
+            let text = format!(
+                "{listen} is taken by `{other_key}` ({other}) already; choose another port"
+            );
             problems.push(Problem::at(steps(key), text));
         }
     }
     problems
 }
 
-/// True if two listeners would bind the same port. Port 0 requests a free port from the system.
+/// Returns whether two listeners would bind the same port. Port 0 requests a free port from the
+/// system.
 fn collide(a: SocketAddr, b: SocketAddr) -> bool {
     let overlap = a.ip() == b.ip() || a.ip().is_unspecified() || b.ip().is_unspecified();
     a.port() != 0 && a.port() == b.port() && overlap

@@ -1,11 +1,11 @@
-//! Checks that no address holds a password.
+//! Checks that no URL contains a password.
 
 use warmroute_settings::{Problem, Step, has_credentials};
 
 use super::steps;
 use crate::config::Config;
 
-/// Addresses that hold a password.
+/// Returns a problem for each URL that contains a password.
 pub(super) fn credentials(config: &Config) -> Vec<Problem> {
     let mut urls: Vec<(Vec<Step>, &str)> = Vec::new();
     if let Some(url) = config
@@ -37,7 +37,7 @@ pub(super) fn credentials(config: &Config) -> Vec<Problem> {
         urls.push((steps("index.warm_start.url"), url));
     }
     for (at, model) in config.models.iter().enumerate() {
-        for (nth, url) in model
+        for (index, url) in model
             .remote_tokenizer
             .iter()
             .flat_map(|tokens| tokens.urls.iter().enumerate())
@@ -48,7 +48,7 @@ pub(super) fn credentials(config: &Config) -> Vec<Problem> {
                     at.into(),
                     "remote_tokenizer".into(),
                     "urls".into(),
-                    nth.into(),
+                    index.into(),
                 ],
                 url,
             ));
@@ -57,11 +57,12 @@ pub(super) fn credentials(config: &Config) -> Vec<Problem> {
     let text = "an address is shown on pages and in the log, so it may not hold a password; write it without `user:password@`";
     urls.into_iter()
         .filter(|(_, url)| has_credentials(url))
-        .map(|(place, _)| Problem::at(place, text))
+        .map(|(path, _)| Problem::at(path, text))
         .collect()
 }
 
-/// Drops the other problems of an address with a password, because they would quote it.
+/// Combines the problems. Other problems of a URL with a password are dropped, because their texts
+/// would quote it.
 pub(super) fn with_credentials_first(
     mut problems: Vec<Problem>,
     credentials: Vec<Problem>,

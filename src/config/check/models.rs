@@ -6,6 +6,7 @@ use warmroute_settings::{Problem, Step};
 
 use crate::config::ModelConfig;
 
+/// Returns the problems of the models, and duplicate names.
 pub(super) fn models(models: &[ModelConfig]) -> Vec<Problem> {
     let mut problems = Vec::new();
     if models.is_empty() {
@@ -23,25 +24,25 @@ pub(super) fn models(models: &[ModelConfig]) -> Vec<Problem> {
             .aliases
             .iter()
             .enumerate()
-            .map(move |(nth, alias)| (at, "aliases", Some(nth), alias))
+            .map(move |(index, alias)| (at, "aliases", Some(index), alias))
     });
     let adapters = models.iter().enumerate().flat_map(|(at, model)| {
         model
             .adapters
             .iter()
             .enumerate()
-            .map(move |(nth, adapter)| (at, "adapters", Some(nth), adapter))
+            .map(move |(index, adapter)| (at, "adapters", Some(index), adapter))
     });
     let mut owners: HashMap<&str, &str> = HashMap::new();
-    for (at, key, nth, name) in names.chain(aliases).chain(adapters) {
+    for (at, key, index, name) in names.chain(aliases).chain(adapters) {
         let owner = models[at].name.as_str();
-        if let Some(taken) = owners.insert(name.as_str(), owner) {
+        if let Some(other_model) = owners.insert(name.as_str(), owner) {
             let text = format!(
-                "`{name}` already names the model {taken}; every name, alias and adapter must lead to one model"
+                "`{name}` already names the model {other_model}; every name, alias and adapter must lead to one model"
             );
             let steps = ["models".into(), at.into(), key.into()]
                 .into_iter()
-                .chain(nth.map(Step::from));
+                .chain(index.map(Step::from));
             problems.push(Problem::at(steps, text));
         }
     }

@@ -10,6 +10,7 @@ use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::PodsConfig;
 
+/// Returns the problems of the sources of workers.
 pub(super) fn workers(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     let sources = [
@@ -47,7 +48,7 @@ pub(super) fn workers(config: &Config) -> Vec<Problem> {
         _ => {}
     }
     if config.models.is_empty() {
-        // Without models, every worker would be reported for its unknown model too.
+        // Without models, every worker would also be reported for its unknown model.
         return problems;
     }
     let found = config.fixed_workers().err().unwrap_or_default();
@@ -60,10 +61,10 @@ pub(super) fn workers(config: &Config) -> Vec<Problem> {
     problems
 }
 
-/// Problems of the worker sources, and those that every worker of a source would have.
+/// Returns the problems of the DNS and Kubernetes sources, and those of a sample worker of each.
 fn source_problems(config: &Config) -> Vec<Problem> {
     let models = config.served_models();
-    let of_sample = |sample: &WorkerConfig| {
+    let sample_problems = |sample: &WorkerConfig| {
         let found = discovery::resolve(std::slice::from_ref(sample), &models)
             .err()
             .unwrap_or_default();
@@ -74,11 +75,11 @@ fn source_problems(config: &Config) -> Vec<Problem> {
         };
         found.into_iter().map(within).collect::<Vec<_>>()
     };
-    let of_name = |(at, name): (usize, &DnsConfig)| {
+    let name_problems = |(at, name): (usize, &DnsConfig)| {
         let problems = name
             .problems()
             .into_iter()
-            .chain(of_sample(&name.sample_worker()));
+            .chain(sample_problems(&name.sample_worker()));
         problems
             .map(move |problem| problem.within(at).within("dns").within("workers"))
             .collect::<Vec<_>>()
@@ -88,18 +89,18 @@ fn source_problems(config: &Config) -> Vec<Problem> {
         .dns
         .iter()
         .enumerate()
-        .flat_map(of_name)
+        .flat_map(name_problems)
         .collect();
     let Some(kubernetes) = &config.workers.kubernetes else {
         return problems;
     };
-    let of_pool = |(at, pool): (usize, &PodsConfig)| {
-        of_sample(&pool.sample_worker())
+    let pool_problems = |(at, pool): (usize, &PodsConfig)| {
+        sample_problems(&pool.sample_worker())
             .into_iter()
             .map(move |problem| problem.within(at).within("pools"))
             .collect::<Vec<_>>()
     };
-    let pools = kubernetes.pools.iter().enumerate().flat_map(of_pool);
+    let pools = kubernetes.pools.iter().enumerate().flat_map(pool_problems);
     problems.extend(
         kubernetes
             .problems()
@@ -110,6 +111,7 @@ fn source_problems(config: &Config) -> Vec<Problem> {
     problems
 }
 
+/// Returns the problems of the path of the workers file.
 pub(super) fn files(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if let Some(file) = &config.workers.file {

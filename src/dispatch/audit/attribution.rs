@@ -1,6 +1,6 @@
-//! Attribution of cache misses: compares the report of an engine with the forecast, and gives a
-//! cause for every token that was not found cached. A pure function. The causes of one response add
-//! up to its missed tokens, so sums over many responses do as well.
+//! Attribution of cache misses: compares the report of an engine with the forecast, and assigns a
+//! cause to every token that was not found cached. The attribution is a pure function. The causes
+//! of one response add up to its missed tokens, so sums over many responses do as well.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,7 +23,7 @@ pub struct HitForecast {
     pub reason: Option<Reason>,
     /// Event position of the rank, if it publishes events.
     pub event_cursor: Option<EventCursor>,
-    /// Prompt tokens that warmroute counts.
+    /// Number of prompt tokens according to warmroute.
     pub prompt_tokens: u64,
     /// Prompt tokens that an engine could find cached at best.
     pub reusable_tokens: u64,
@@ -68,7 +68,7 @@ impl HitForecast {
 pub struct ReportedUsage {
     /// Prompt tokens.
     pub prompt_tokens: u64,
-    /// Prompt tokens that it found cached.
+    /// Prompt tokens that the engine found cached.
     pub cached_tokens: u64,
 }
 
@@ -120,7 +120,7 @@ pub enum MissCause {
     Evicted,
     /// The chosen worker stored them between routing and prefill.
     StoredMeanwhile,
-    /// The engine has smaller blocks, so it reused part of a larger block.
+    /// The engine has smaller blocks, so it reused a part of a block of warmroute.
     BlockRounding,
     /// The index was wrong.
     StaleIndex,
@@ -156,7 +156,7 @@ impl MissCause {
         Self::LoadOnly,
     ];
 
-    /// Metric label.
+    /// Returns the metric label.
     pub fn as_str(self) -> &'static str {
         match self {
             MissCause::BlockAlignment => "block_alignment",
@@ -174,7 +174,7 @@ impl MissCause {
         }
     }
 
-    /// Description for people.
+    /// Returns a human-readable description.
     pub fn description(self) -> &'static str {
         match self {
             MissCause::BlockAlignment => "no whole block (or the last token)",
@@ -219,7 +219,7 @@ pub struct AuditEntry {
 }
 
 impl AuditEntry {
-    /// An entry without missed tokens.
+    /// Returns an entry whose missed tokens are not attributed yet.
     fn unattributed(
         forecast: &HitForecast,
         usage: ReportedUsage,
@@ -242,7 +242,7 @@ impl AuditEntry {
     }
 }
 
-/// Whether attributing a response requires the KV events up to its end.
+/// Returns whether attributing a response requires the KV events up to its end.
 pub(super) fn needs_events(forecast: &HitForecast, usage: ReportedUsage) -> bool {
     forecast.mode == Mode::Exact
         && usage.prompt_tokens == forecast.prompt_tokens

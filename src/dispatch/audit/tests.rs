@@ -16,7 +16,7 @@ const RANK: WorkerRank = WorkerRank {
     rank: DpRank(0),
 };
 
-/// An audit of one worker rank, and the writer of its index entries.
+/// Returns an audit of one worker rank, and the writer of its index entries.
 fn audit() -> (Arc<CacheAudit>, RankWriter, Arc<Metrics>) {
     let load = LoadTracker::new(Instant::now);
     let router = Arc::new(Router::new(
@@ -38,12 +38,12 @@ fn audit() -> (Arc<CacheAudit>, RankWriter, Arc<Metrics>) {
     (CacheAudit::new(router, metrics.clone()), writer, metrics)
 }
 
-/// The prompt of all requests: six blocks and a remainder.
+/// Returns the prompt of all requests: six blocks and a remainder.
 fn prompt() -> BlockHashes {
     BlockHashes::from_locals(100, SIZE, (1..=6).map(LocalHash).collect())
 }
 
-/// Stores these blocks of the prompt after their predecessors.
+/// Returns the event that stores these blocks of the prompt after their predecessors.
 fn stored(from: u64, to: u64) -> KvEvent {
     let blocks = (from..=to).map(|block| StoredBlock {
         engine: EngineHash(block),
@@ -182,7 +182,8 @@ fn match_counts_at_once_and_difference_after_events() {
     assert_eq!(metrics.audit.tokens.get_or_create(&delivered).get(), 48);
 }
 
-/// Events of other blocks, before and after these. A busy rank stores and evicts all the time.
+/// Adds events of other blocks before and after `events`, because a busy rank stores and evicts
+/// blocks all the time.
 fn with_others(events: &[KvEvent]) -> Vec<KvEvent> {
     let store = |number| KvEvent::Stored {
         parent: None,
@@ -267,7 +268,7 @@ fn stores_of_busy_rank_are_no_eviction_evidence() {
         }
     };
     for (stores, removals, cause) in [
-        // The log of evicted blocks holds 65,536 to 131,072 of them.
+        // The log of evicted blocks holds 65,536 to 131,072 entries.
         (320_000, 64_000, MissCause::StaleIndex),
         (320_000, 256_000, MissCause::Unknown),
     ] {

@@ -8,7 +8,7 @@ use warmroute_core::worker::{ModelName, WorkerRole};
 
 use super::attribution::{AuditEntry, MissCause};
 
-/// Maximum number of models with own totals. Further models share an entry without a name.
+/// Maximum number of models with separate totals. Further models share an entry without a name.
 const MAX_MODELS: usize = 1024;
 
 /// Totals by model.
@@ -30,11 +30,11 @@ pub struct ModelTotals {
     pub unforeseen: u64,
     /// Responses that found as many tokens as predicted.
     pub equal: u64,
-    /// Responses that found fewer.
+    /// Responses that found fewer tokens than predicted.
     pub less: u64,
-    /// Responses that found more.
+    /// Responses that found more tokens than predicted.
     pub more: u64,
-    /// Responses that found as many, but of a prompt of another length.
+    /// Responses that found as many tokens as predicted, for a prompt of another length.
     pub other_prompt: u64,
     /// Responses without usage.
     pub no_usage: u64,
@@ -80,7 +80,7 @@ impl AuditTotals {
 }
 
 impl AuditEntry {
-    /// Metric label of the outcome.
+    /// Returns the metric label of the outcome.
     pub(super) fn outcome_label(&self) -> &'static str {
         let Some((blocks, _)) = self.error else {
             return if self.has_forecast {
@@ -139,18 +139,18 @@ impl ModelTotals {
         }
     }
 
-    /// Share of the prompt tokens that the engines found cached.
+    /// Returns the share of the prompt tokens that the engines found cached.
     pub fn hit_rate(&self) -> f64 {
         share(self.delivered_tokens, self.prompt_tokens)
     }
 
-    /// Prompt tokens that were not found cached.
+    /// Returns the number of prompt tokens that were not found cached.
     pub fn missed(&self) -> u64 {
         self.prompt_tokens - self.delivered_tokens
     }
 }
 
-/// Ratio of two numbers, 0 if `whole` is 0.
+/// Returns the ratio of two numbers, 0 if `whole` is 0.
 pub fn share(part: u64, whole: u64) -> f64 {
     if whole == 0 {
         0.0

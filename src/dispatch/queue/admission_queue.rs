@@ -16,13 +16,14 @@ use warmroute_core::queue::{
 
 use super::config::QueueConfig;
 
-/// Maximum number of requests placed per pass, so that no waiting task works for all others.
+/// Maximum number of requests placed per pass, so that one waiting task does not place the requests
+/// of all others.
 pub(super) const MAX_PLACED_PER_PASS: usize = 16;
 
 /// Result of placing a request.
 pub type PlaceResult<P> = Result<<P as Placer>::Placed, AdmissionError<<P as Placer>::Error>>;
 
-/// Behaviour of outstanding prefill over time.
+/// Behavior of outstanding prefill over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PrefillBacklog {
     /// Changes only with an event. Overload marks and ejections still end by time.
@@ -33,7 +34,7 @@ pub enum PrefillBacklog {
 }
 
 impl PrefillBacklog {
-    /// Interval at which waiting requests are checked without a wake-up.
+    /// Returns the interval at which waiting requests are checked without a wake-up.
     fn recheck_interval(self) -> Duration {
         match self {
             Self::Fixed => Duration::from_secs(1),
@@ -110,7 +111,7 @@ impl<P: Placer> AdmissionQueue<P> {
         &self.placer
     }
 
-    /// The class that a request would wait in.
+    /// Returns the class that a request would wait in.
     pub(super) fn class_id(&self, metadata: &QueueMetadata) -> ClassId {
         self.classes
             .resolve(metadata.class.as_deref(), metadata.uncached_tokens())
@@ -121,7 +122,7 @@ impl<P: Placer> AdmissionQueue<P> {
         self.classes.get(self.class_id(metadata))
     }
 
-    /// Whether requests of any class can be queued.
+    /// Returns whether requests of any class can be queued.
     pub fn may_wait(&self) -> bool {
         self.classes
             .iter()
@@ -131,8 +132,9 @@ impl<P: Placer> AdmissionQueue<P> {
     /// Checks the queued requests again, because load decreased or the fleet changed. Cheap, and
     /// safe to call from anywhere.
     pub fn wake(&self) {
-        // A request counts itself as waiting before it tries to be placed. The caller here changed
-        // the load before it reads that count. So at least one of the two sees the other.
+        // A request increments `waiting` before it tries to be placed. The caller of this function
+        // has changed the load before `waiting` is read. Therefore at least one of the two observes
+        // the other.
         self.wake_count.fetch_add(1, Ordering::SeqCst);
         self.notify_waiting();
     }
@@ -167,7 +169,7 @@ impl<P: Placer> AdmissionQueue<P> {
         self.classes.ids().map(status).collect()
     }
 
-    /// Places the queued requests that can go.
+    /// Places the queued requests that can be placed.
     pub(super) fn place_waiting(&self) {
         let decided = self.place_batch(&mut self.state.lock());
         deliver(decided);
@@ -244,7 +246,7 @@ impl<P: Placer> AdmissionQueue<P> {
         })
     }
 
-    /// Removes a request whose client has left.
+    /// Removes a request whose client has disconnected.
     pub(super) fn cancel(&self, ticket: QueueTicket) {
         self.remove(ticket, |counters| counters.cancelled += 1);
     }
@@ -278,7 +280,8 @@ impl<P: Placer> AdmissionQueue<P> {
     }
 }
 
-/// Sends the results. If the client has left, the result is dropped, which releases the placement.
+/// Sends the results. If the client has disconnected, the result is dropped, which releases the
+/// placement.
 pub(super) fn deliver<P: Placer>(decided: DecidedRequests<P>) {
     for (queued, outcome) in decided {
         drop(queued.result_tx.send(outcome));

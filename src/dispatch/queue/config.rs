@@ -14,7 +14,7 @@ use warmroute_settings::Period;
 /// Name of the single class if none are configured.
 const DEFAULT_CLASS: &str = "default";
 
-/// `queue:`.
+/// The `queue:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct QueueConfig {
@@ -23,7 +23,7 @@ pub struct QueueConfig {
     /// A worker is busy with more outstanding prefill tokens than this. If all workers are busy,
     /// requests are queued.
     pub prefill_busy_threshold: Option<u64>,
-    /// The same, as a multiple of the tokens per engine step.
+    /// The same threshold, as a multiple of the tokens per engine step.
     pub prefill_busy_threshold_frac: Option<f64>,
     /// Maximum time in the queue. Envoy's `max_message_timeout` must allow this plus
     /// `sessions.wait_timeout` plus 0.5 s.
@@ -40,11 +40,11 @@ pub struct QueueConfig {
     pub classes: Vec<ClassConfig>,
 }
 
-/// Entry of `uncached_buckets`: from `min_tokens` up to the next entry's.
+/// Entry of `uncached_buckets`: from `min_tokens` up to those of the next entry.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BucketConfig {
-    /// Minimum of uncached tokens.
+    /// Minimum number of uncached tokens.
     pub min_tokens: u64,
     /// Name of the bucket.
     pub bucket: String,
@@ -62,16 +62,17 @@ pub struct ClassConfig {
     /// Bucket of the family that selects the class.
     #[serde(default)]
     pub bucket: Option<String>,
-    /// Order of the requests; defaults to the queue's.
+    /// Order of the requests; defaults to the queue's policy.
     #[serde(default)]
     pub policy: Option<QueuePolicy>,
     /// Tokens that the class may place per round, relative to the other classes.
     #[serde(default = "default_quantum")]
     pub quantum: u64,
-    /// Defaults to the queue's thresholds, but only if the class sets neither of the two.
+    /// Busy threshold of this class, in outstanding prefill tokens. If the class sets neither
+    /// threshold, the queue's thresholds apply.
     #[serde(default)]
     pub prefill_busy_threshold: Option<u64>,
-    /// See `prefill_busy_threshold`.
+    /// The same threshold, as a multiple of the tokens per engine step.
     #[serde(default)]
     pub prefill_busy_threshold_frac: Option<f64>,
     /// Maximum number of queued requests per worker; 0 queues none.

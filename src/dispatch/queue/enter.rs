@@ -36,8 +36,8 @@ impl<P: Placer> AdmissionQueue<P> {
         self.enqueue(request, metadata, class)
     }
 
-    /// Whether a request may skip the queue: its class has no threshold, the queue is empty, or
-    /// there are no workers.
+    /// Returns whether a request may skip the queue: its class has no threshold, the queue is
+    /// empty, or there are no workers.
     fn can_bypass(&self, class: ClassId) -> bool {
         self.classes.get(class).busy_threshold.is_unset()
             || self.waiting.load(Ordering::SeqCst) == 0

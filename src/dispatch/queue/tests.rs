@@ -17,7 +17,7 @@ mod stress;
 
 use placer::{PlaceBehavior, TestPlacer, TestRequest, TestSlot};
 
-/// One class, for which workers can be busy.
+/// Returns a configuration with one class that has a busy threshold.
 fn config_with_threshold() -> QueueConfig {
     QueueConfig {
         prefill_busy_threshold: Some(0),
@@ -25,7 +25,7 @@ fn config_with_threshold() -> QueueConfig {
     }
 }
 
-/// A queue in front of one worker with this number of slots.
+/// Returns a queue in front of one worker with this number of slots.
 fn queue_with_slots(slots: usize, config: &QueueConfig) -> Arc<AdmissionQueue<TestPlacer>> {
     assert_eq!(config.problems(), []);
     TestPlacer::queue(slots, config, PrefillBacklog::Fixed)
@@ -232,13 +232,13 @@ async fn cancelled_request_leaves_the_queue() {
 #[tokio::test(start_paused = true)]
 async fn undelivered_placement_is_released() {
     let queue = queue_with_slots(0, &config_with_threshold());
-    let left = expect_queued(queue.enter("a".into(), metadata(10)));
+    let abandoned = expect_queued(queue.enter("a".into(), metadata(10)));
     let next = expect_queued(queue.enter("b".into(), metadata(10)));
     queue.placer().add(1);
     queue.place_waiting();
     assert_eq!((queued_requests(&queue), queue.placer().free()), (1, 0));
     // The request was placed, and its result is dropped unread.
-    drop(left);
+    drop(abandoned);
     assert_eq!(next.placement().await.unwrap().name, "b");
     assert_eq!(queue.placer().free(), 1);
 }
@@ -315,7 +315,7 @@ async fn wake_up_during_attempt_is_not_lost() {
         ..TestRequest::from("early")
     };
     let queue = queue_with_slots(1, &config_with_threshold());
-    // The first attempt precedes the wait, the second begins it, and the wake-up causes the others.
+    // The first attempt precedes queueing, the second follows it, and wake-ups cause the others.
     drop(expect_placed(queue.enter(busy_at_wake_up(1), metadata(10))));
     for times in 2..6 {
         let wait = expect_queued(queue.enter(busy_at_wake_up(times), metadata(10)));

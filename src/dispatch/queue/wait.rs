@@ -9,8 +9,8 @@ use warmroute_core::queue::{AdmissionError, Placer, QueueTicket};
 
 use super::admission_queue::{AdmissionQueue, PlaceResult};
 
-/// Queued request. Dropping it removes it from the queue.
-#[must_use = "dropping it leaves the queue"]
+/// Queued request. Dropping it removes the request from the queue.
+#[must_use = "dropping it removes the request from the queue"]
 pub struct QueueWait<P: Placer> {
     pub(super) queue: Arc<AdmissionQueue<P>>,
     pub(super) ticket: QueueTicket,
@@ -20,13 +20,13 @@ pub struct QueueWait<P: Placer> {
 }
 
 impl<P: Placer> QueueWait<P> {
-    /// Remaining time until the deadline. A caller under an Envoy message timeout requests all of
-    /// it at once, because Envoy extends a timeout only once.
+    /// Returns the remaining time until the deadline. A caller under an Envoy message timeout
+    /// requests all of it at once, because Envoy accepts only one extension.
     pub fn remaining(&self) -> Duration {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
-    /// Waits for the placement. Meanwhile the task may also place other queued requests; see
+    /// Waits for the placement. In the meantime, the task may also place other queued requests; see
     /// [`AdmissionQueue::wake`].
     pub async fn placement(mut self) -> PlaceResult<P> {
         let deadline = sleep_until(self.deadline);

@@ -1,5 +1,5 @@
-//! `gateway:`: headers for and from the gateway, the observation of responses, the response to a
-//! client if no worker can be chosen, and added response headers.
+//! The `gateway:` section: routing headers, the observation of responses, the response to a client
+//! if no worker can be chosen, and added response headers.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,10 +13,10 @@ use crate::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeader
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AssumedBodies {
-    /// The request body buffered, the response body not sent.
+    /// The request body is buffered, and the response body is not sent.
     #[default]
     Buffered,
-    /// Both in full-duplex mode.
+    /// Both bodies are in full-duplex mode.
     FullDuplex,
 }
 
@@ -26,12 +26,12 @@ pub enum AssumedBodies {
 pub struct GatewayConfig {
     /// Header profiles of the route.
     pub header_profiles: Vec<HeaderProfile>,
-    /// Names in place of those of the profiles.
+    /// Header names that replace those of the profiles.
     pub header_names: HeaderNames,
     /// Let Envoy select its route again with the routing headers.
     pub clear_route_cache: bool,
-    /// Number of further endpoints after the chosen one, in its header and metadata. Some gateways
-    /// accept one only.
+    /// Number of fallback endpoints after the chosen one, in the same header and metadata. Some
+    /// gateways accept only one endpoint.
     pub fallback_endpoints: u32,
     /// Add the score of every candidate to the metadata.
     pub candidate_scores: bool,
@@ -68,7 +68,7 @@ impl GatewayConfig {
     /// Maximum number of endpoints after the chosen one.
     const MAX_FALLBACKS: u32 = 16;
 
-    /// The headers of the configured profiles and names.
+    /// Returns the headers of the configured profiles and names.
     pub fn routing_headers(&self) -> RoutingHeaders {
         RoutingHeaders::new(&self.header_profiles, &self.header_names)
     }
@@ -106,7 +106,7 @@ impl GatewayConfig {
 /// warmroute some microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum ObserveMode {
-    /// Nothing. A prefill ends with the response headers.
+    /// Nothing. A prefill is assumed to end with the response headers.
     Off,
     /// The time of the first token.
     #[default]
@@ -118,7 +118,7 @@ pub enum ObserveMode {
 }
 
 impl ObserveMode {
-    /// Whether to observe the whole body of a response; `random` is in 0..1.
+    /// Returns whether to observe the whole body of a response; `random` is in 0..1.
     pub fn is_sampled(self, random: f64) -> bool {
         matches!(self, ObserveMode::Sampled(share) if random < share)
     }
@@ -180,7 +180,7 @@ impl<'de> Deserialize<'de> for ObserveMode {
                 f.write_str("off, first_token, usage or sampled(SHARE)")
             }
 
-            // An error of this function carries the position in the file.
+            // An error returned here carries the position in the file.
             fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<ObserveMode, E> {
                 text.parse().map_err(E::custom)
             }
@@ -200,7 +200,7 @@ pub enum FailureMode {
     FailClosed,
 }
 
-/// `failure:`.
+/// The `gateway.failure:` section.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct FailureConfig {
@@ -210,11 +210,12 @@ pub struct FailureConfig {
     pub strict_models: bool,
     /// Reject unreadable bodies with 400, instead of leaving that to the engine.
     pub strict_bodies: bool,
-    /// Reject bodies above `requests.limits.max_body_size` with 413, instead of routing them load-only.
+    /// Reject bodies above `requests.limits.max_body_size` with 413, instead of routing them by
+    /// load only.
     pub strict_size: bool,
 }
 
-/// `response:`: response headers that warmroute adds.
+/// The `gateway.response_headers:` section: response headers that warmroute adds.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ResponseConfig {

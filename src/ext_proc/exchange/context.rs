@@ -25,7 +25,7 @@ pub(super) struct ExchangeContext {
 }
 
 impl ExchangeContext {
-    /// The state of an exchange that has received no message.
+    /// Creates the state of an exchange that has received no message.
     pub(super) fn new(options: Arc<ExchangeOptions>, start: ExchangeStart) -> Self {
         Self {
             modes: options.assumed_modes,
@@ -38,7 +38,7 @@ impl ExchangeContext {
         }
     }
 
-    /// The request for a route.
+    /// Returns the effect that requests a route.
     pub(super) fn route_effect(&self, head: RequestHead, body: RequestBody) -> Effect {
         let pool = self
             .pool

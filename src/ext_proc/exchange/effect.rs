@@ -30,7 +30,7 @@ pub enum Effect {
     Completed,
 }
 
-/// The part of a request that Envoy has shown.
+/// The part of a request that Envoy has sent.
 #[derive(Clone, Debug, PartialEq)]
 pub struct InboundRequest {
     /// The request head.

@@ -69,7 +69,7 @@ impl RequestSide {
             && context.modes.request == BodyMode::FullDuplex
     }
 
-    /// Whether Envoy's message timeout applies to the reply that is due.
+    /// Returns whether Envoy's message timeout applies to the reply that is due.
     pub(super) fn has_message_timeout(&self) -> bool {
         matches!(
             self,
@@ -168,8 +168,8 @@ impl RequestSide {
                 body.push(piece.body);
                 let duplex = context.modes.request == BodyMode::FullDuplex;
                 if !duplex || end || body.len() > context.options.body_limit {
-                    // A buffered body without an end is followed by trailers. In partial mode its
-                    // rest follows.
+                    // In buffered mode, a body without an end is followed by trailers. In partial
+                    // mode, the rest of the body follows.
                     let is_truncated = context.modes.request == BodyMode::BufferedPartial && !end;
                     return self.route_gathered(
                         context,
@@ -194,7 +194,7 @@ impl RequestSide {
                 }
                 Vec::new()
             }
-            // With a configuration that skips the request headers the exchange begins with the
+            // If Envoy is configured to skip the request headers, the exchange begins with the
             // body.
             RequestSide::PassThrough | RequestSide::Start => {
                 if end {
@@ -238,12 +238,12 @@ impl RequestSide {
         }
     }
 
-    /// Whether no further reply is due.
+    /// Returns whether no further reply is due.
     pub(super) fn has_ended(&self) -> bool {
         matches!(self, RequestSide::Ended)
     }
 
-    /// Whether a route was requested and has not been received.
+    /// Returns whether a route was requested and has not been received.
     pub(super) fn awaits_route(&self) -> bool {
         matches!(self, RequestSide::Routing(_))
     }
@@ -324,7 +324,7 @@ impl RequestSide {
                 after_headers,
             } => {
                 if after_headers != BodyAfterHeaders::NoBody {
-                    // With `allow_mode_override: false` Envoy sends the suppressed body
+                    // With `allow_mode_override: false`, Envoy sends the suppressed body
                     // nevertheless, and waits for a reply.
                     *self = RequestSide::PassThrough;
                 }

@@ -8,12 +8,12 @@ use crate::ext_proc::headers::RequestHead;
 #[derive(Debug, Default)]
 pub(super) struct BufferedBody {
     first: Bytes,
-    /// All pieces, from the second piece on.
+    /// All pieces joined, if there are at least two.
     joined: BytesMut,
 }
 
 impl BufferedBody {
-    /// Received bytes.
+    /// Returns the number of received bytes.
     pub(super) fn len(&self) -> usize {
         self.first.len() + self.joined.len()
     }
@@ -29,7 +29,7 @@ impl BufferedBody {
         self.joined.extend_from_slice(&piece);
     }
 
-    /// The whole body.
+    /// Returns the whole body.
     pub(super) fn into_bytes(self) -> Bytes {
         if self.joined.is_empty() {
             self.first
@@ -58,7 +58,7 @@ pub(super) struct DuplexBody {
 }
 
 impl DuplexBody {
-    /// The final length of the body; `None` if unknown.
+    /// Returns the final length of the body, which `edit` may replace; `None` if unknown.
     pub(super) fn content_length(&self, head: &RequestHead, edit: Option<&Bytes>) -> Option<u64> {
         match (self.end, edit) {
             (DuplexEnd::Body, Some(edit)) => Some(edit.len() as u64),

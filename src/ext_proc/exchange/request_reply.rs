@@ -1,4 +1,4 @@
-//! Replies to a request that a route was chosen for.
+//! Replies to a request for which a route was chosen.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 
@@ -13,7 +13,7 @@ use crate::prefill::MirrorTarget;
 
 const CONTENT_LENGTH: &str = "content-length";
 
-/// The reply to the request headers.
+/// Returns the reply to the request headers.
 pub(super) fn header_reply(
     context: &ExchangeContext,
     head: &RequestHead,
@@ -28,7 +28,7 @@ pub(super) fn header_reply(
     routed_reply(context, MessageKind::RequestHeaders, changes, route_reply)
 }
 
-/// The reply to a buffered body.
+/// Returns the reply to a buffered body.
 pub(super) fn body_reply(
     context: &ExchangeContext,
     route_reply: &RouteReply,
@@ -46,7 +46,7 @@ pub(super) fn body_reply(
     }
 }
 
-/// The replies to a full-duplex request: headers, every byte, then the end.
+/// Returns the replies to a full-duplex request: headers, every byte, then the end.
 pub(super) fn full_duplex_reply(
     context: &ExchangeContext,
     head: &RequestHead,

@@ -16,9 +16,9 @@ use crate::ext_proc::wire::BodyPiece;
 pub(super) enum ResponseSide {
     /// The response has not begun.
     Waiting,
-    /// The body does not pass through. Its end is the end of the stream.
+    /// Envoy does not send the body. The response ends with the gRPC stream.
     Unobserved { first_token_due: bool },
-    /// The body passes through.
+    /// Envoy sends the body.
     Observed {
         first_token_due: bool,
         /// Whether the usage scanner reads the body.
@@ -33,7 +33,7 @@ pub(super) enum ResponseSide {
 struct ObservationNeeds {
     /// The first token does not arrive with the headers.
     first_token: bool,
-    /// No probe filter observes the first token.
+    /// This filter has to observe the first token, because there is no probe filter.
     by_this_filter: bool,
     /// The usage scanner needs the whole body.
     usage: bool,
@@ -55,8 +55,8 @@ impl ObservationNeeds {
         };
         let options = &context.options;
         let start = &context.start;
-        // Engines send the headers of a stream before they compute anything, and those of a unary
-        // response after everything.
+        // Engines send the headers of an event stream before the computation, and those of a unary
+        // response after it.
         let can_observe = start.exchange_key.is_some() || can_observe_body(context);
         let is_late = head.is_event_stream && !route_reply.first_token_with_headers;
         let first_token = can_observe && is_late && options.observe != ObserveMode::Off;
@@ -166,9 +166,9 @@ impl ResponseSide {
                 mutation::body_pieces(MessageKind::ResponseBody, &changed, end).collect()
             }
             (_, Some(changed)) => {
-                let go_on =
+                let reply =
                     mutation::continue_with(MessageKind::ResponseBody, HeaderChanges::default());
-                vec![mutation::with_body(go_on, changed)]
+                vec![mutation::with_body(reply, changed)]
             }
         };
         effects.extend(replies.into_iter().map(reply_effect));
@@ -236,8 +236,8 @@ impl ResponseSide {
     }
 }
 
-/// Whether Envoy sends the response body, or would on request. Envoy ignores the request in an
-/// exchange whose request body is in full-duplex mode.
+/// Returns whether Envoy sends the response body, or would send it after a mode override. Envoy
+/// ignores the override if the request body is in full-duplex mode.
 fn can_observe_body(context: &ExchangeContext) -> bool {
     context.modes.response != BodyMode::None || !context.modes.request.is_sent_back()
 }

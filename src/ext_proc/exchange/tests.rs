@@ -1,5 +1,5 @@
-//! Transcripts of exchanges. Each line is one effect in short form, so that a whole exchange is
-//! visible at a glance.
+//! Transcripts of exchanges. Each line describes one effect, so that a whole exchange is visible at
+//! a glance.
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use warmroute_core::policy::EndpointSubset;
@@ -17,7 +17,7 @@ use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::reply::{BodyEdit, ModelRename};
 use crate::ext_proc::wire::BodyPiece;
 use crate::request::RequestBody;
-use transcript::{short, short_one};
+use transcript::{describe, describe_one};
 
 const CHAT: &str = "/v1/chat/completions";
 
@@ -127,15 +127,15 @@ const ROUTE_HEADERS: &str = "x-worker-instance-id=18446744073709551615 x-dp-rank
 fn buffered_body_is_routed_and_unary_response_ends_prefill() {
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
-        short(exchange.on_message(headers(CHAT, false))),
+        describe(exchange.on_message(headers(CHAT, false))),
         ["request headers"]
     );
     assert_eq!(
-        short(exchange.on_message(body(b"{}", true))),
+        describe(exchange.on_message(body(b"{}", true))),
         ["route whole 2"]
     );
     assert_eq!(
-        short(exchange.on_route(to_worker())),
+        describe(exchange.on_route(to_worker())),
         [format!("request body {ROUTE_HEADERS}")]
     );
     let expected = [
@@ -143,9 +143,12 @@ fn buffered_body_is_routed_and_unary_response_ends_prefill() {
         "status 200",
         "first token",
     ];
-    assert_eq!(short(exchange.on_message(response(false, false))), expected);
     assert_eq!(
-        short(exchange.on_message(ExchangeMessage::ResponseTrailers)),
+        describe(exchange.on_message(response(false, false))),
+        expected
+    );
+    assert_eq!(
+        describe(exchange.on_message(ExchangeMessage::ResponseTrailers)),
         ["response trailers", "finished"]
     );
 }
@@ -156,29 +159,32 @@ fn first_bytes_of_event_stream_are_first_token() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
     exchange.on_route(to_worker());
-    let watched = [
+    let observed = [
         "response headers x-warmroute-mode=exact mode 2/1",
         "status 200",
     ];
-    assert_eq!(short(exchange.on_message(response(true, false))), watched);
     assert_eq!(
-        short(exchange.on_message(response_body(b"", false))),
+        describe(exchange.on_message(response(true, false))),
+        observed
+    );
+    assert_eq!(
+        describe(exchange.on_message(response_body(b"", false))),
         ["response body"]
     );
     assert_eq!(
-        short(exchange.on_message(response_body(b"data", false))),
+        describe(exchange.on_message(response_body(b"data", false))),
         ["response body", "first token"]
     );
     assert_eq!(
-        short(exchange.on_message(response_body(b"data", false))),
+        describe(exchange.on_message(response_body(b"data", false))),
         ["response body"]
     );
     assert_eq!(
-        short(exchange.on_message(response_body(b"", true))),
+        describe(exchange.on_message(response_body(b"", true))),
         ["response body", "finished"]
     );
     assert_eq!(
-        short(exchange.on_message(ExchangeMessage::ResponseTrailers)),
+        describe(exchange.on_message(ExchangeMessage::ResponseTrailers)),
         ["response trailers"]
     );
 }
@@ -187,11 +193,14 @@ fn first_bytes_of_event_stream_are_first_token() {
 fn forged_routing_headers_are_removed_or_overwritten() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     let removed = "request headers -x-warmroute-mode -x-worker-instance-id";
-    assert_eq!(short(buffered.on_message(forged_headers(CHAT))), [removed]);
+    assert_eq!(
+        describe(buffered.on_message(forged_headers(CHAT))),
+        [removed]
+    );
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(forged_headers(CHAT));
     duplex.on_message(body(b"", true));
-    let lines = short(duplex.on_route(to_worker()));
+    let lines = describe(duplex.on_route(to_worker()));
     let set = ROUTE_HEADERS.strip_suffix(" +metadata").unwrap();
     assert_eq!(
         lines[0],
@@ -201,7 +210,7 @@ fn forged_routing_headers_are_removed_or_overwritten() {
     passed.on_message(forged_headers(CHAT));
     passed.on_message(body(b"", true));
     let removed = removed.replace("headers", "headers content-length=0");
-    assert_eq!(short(passed.on_route(to_no_worker()))[0], removed);
+    assert_eq!(describe(passed.on_route(to_no_worker()))[0], removed);
 }
 
 #[test]
@@ -218,12 +227,12 @@ fn request_without_body_is_routed_at_its_headers() {
     {
         let mut exchange = exchange(mode, BodyMode::None);
         assert_eq!(
-            short(exchange.on_message(headers("/v1/models", true))),
+            describe(exchange.on_message(headers("/v1/models", true))),
             ["route absent"],
             "{mode:?}"
         );
         assert_eq!(
-            short(exchange.on_route(to_worker())),
+            describe(exchange.on_route(to_worker())),
             [format!("request headers {ROUTE_HEADERS}")],
             "{mode:?}"
         );
@@ -235,32 +244,32 @@ fn request_without_body_is_routed_at_its_headers() {
 fn body_of_other_path_is_suppressed() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
-        short(buffered.on_message(headers("/v1/files", false))),
-        ["route unseen"]
+        describe(buffered.on_message(headers("/v1/files", false))),
+        ["route not shown"]
     );
     assert_eq!(
-        short(buffered.on_route(to_worker())),
+        describe(buffered.on_route(to_worker())),
         [format!("request headers {ROUTE_HEADERS} mode 0/0")]
     );
-    // With `allow_mode_override: false` Envoy ignores the mode override silently, and then waits
+    // With `allow_mode_override: false`, Envoy ignores the mode override silently, and then waits
     // for a reply.
     assert_eq!(
-        short(buffered.on_message(body(b"abc", true))),
+        describe(buffered.on_message(body(b"abc", true))),
         ["request body"]
     );
     // Full-duplex mode cannot be overridden. Every byte is returned.
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert_eq!(
-        short(duplex.on_message(headers("/v1/files", false))),
-        ["route unseen"]
+        describe(duplex.on_message(headers("/v1/files", false))),
+        ["route not shown"]
     );
     duplex.on_route(to_worker());
     assert_eq!(
-        short(duplex.on_message(body(b"abc", false))),
+        describe(duplex.on_message(body(b"abc", false))),
         ["request body 3"]
     );
     assert_eq!(
-        short(duplex.on_message(body(b"", true))),
+        describe(duplex.on_message(body(b"", true))),
         ["request body 0 end"]
     );
     assert!(duplex.on_message(body(b"", true)).is_empty());
@@ -270,12 +279,12 @@ fn body_of_other_path_is_suppressed() {
 fn exchange_starting_with_body_passes_through() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
-        short(buffered.on_message(body(b"{}", true))),
+        describe(buffered.on_message(body(b"{}", true))),
         ["request body"]
     );
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert_eq!(
-        short(duplex.on_message(body(b"{}", true))),
+        describe(duplex.on_message(body(b"{}", true))),
         ["request body 2 end"]
     );
 }
@@ -286,20 +295,20 @@ fn oversize_body_is_routed_by_load_and_passes_whole() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(&[0; 150_000], false));
     assert_eq!(
-        short(exchange.on_message(body(&[0; 60_000], false))),
+        describe(exchange.on_message(body(&[0; 60_000], false))),
         ["route too large 210000"]
     );
     assert!(
         exchange.on_message(body(&[0; 1_000], false)).is_empty(),
-        "came while the route was looked for"
+        "held while the route is chosen"
     );
-    let back: usize = short(exchange.on_route(to_worker()))
+    let returned_bytes: usize = describe(exchange.on_route(to_worker()))
         .iter()
         .filter_map(|line| line.strip_prefix("request body ")?.parse::<usize>().ok())
         .sum();
-    assert_eq!(back, 211_000);
+    assert_eq!(returned_bytes, 211_000);
     assert_eq!(
-        short(exchange.on_message(body(&[0; 10], true))),
+        describe(exchange.on_message(body(&[0; 10], true))),
         ["request body 10 end"]
     );
 }
@@ -308,19 +317,19 @@ fn oversize_body_is_routed_by_load_and_passes_whole() {
 fn streamed_body_is_routed_by_its_headers() {
     let mut exchange = exchange(BodyMode::Streamed, BodyMode::None);
     assert_eq!(
-        short(exchange.on_message(headers(CHAT, false))),
+        describe(exchange.on_message(headers(CHAT, false))),
         ["route streamed"]
     );
     assert_eq!(
-        short(exchange.on_route(to_worker())),
+        describe(exchange.on_route(to_worker())),
         [format!("request headers {ROUTE_HEADERS}")]
     );
     assert_eq!(
-        short(exchange.on_message(body(b"abc", false))),
+        describe(exchange.on_message(body(b"abc", false))),
         ["request body"]
     );
     assert_eq!(
-        short(exchange.on_message(body(b"", true))),
+        describe(exchange.on_message(body(b"", true))),
         ["request body"]
     );
 }
@@ -329,28 +338,28 @@ fn streamed_body_is_routed_by_its_headers() {
 fn grpc_messages_are_routed_by_headers_and_returned() {
     let mut exchange = exchange(BodyMode::Grpc, BodyMode::Grpc);
     assert_eq!(
-        short(exchange.on_message(headers(CHAT, false))),
+        describe(exchange.on_message(headers(CHAT, false))),
         ["route streamed"]
     );
     assert_eq!(
-        short(exchange.on_route(to_worker())),
+        describe(exchange.on_route(to_worker())),
         [format!("request headers {ROUTE_HEADERS}")]
     );
     assert_eq!(
-        short(exchange.on_message(body(&[1; 70_000], false))),
+        describe(exchange.on_message(body(&[1; 70_000], false))),
         ["request body 70000"]
     );
     assert_eq!(
-        short(exchange.on_message(body(b"", true))),
+        describe(exchange.on_message(body(b"", true))),
         ["request body 0 end"]
     );
     exchange.on_message(response(false, false));
     assert_eq!(
-        short(exchange.on_message(response_body(&[1; 70_000], false))),
+        describe(exchange.on_message(response_body(&[1; 70_000], false))),
         ["response body 70000"]
     );
     assert_eq!(
-        short(exchange.on_message(ExchangeMessage::ResponseTrailers)),
+        describe(exchange.on_message(ExchangeMessage::ResponseTrailers)),
         ["response trailers", "finished"]
     );
 }
@@ -360,13 +369,19 @@ fn passthrough_is_named_in_response_header() {
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
-    assert_eq!(short(exchange.on_route(to_no_worker())), ["request body"]);
+    assert_eq!(
+        describe(exchange.on_route(to_no_worker())),
+        ["request body"]
+    );
     let expected = [
         "response headers x-warmroute-mode=passthrough",
         "status 200",
         "first token",
     ];
-    assert_eq!(short(exchange.on_message(response(true, false))), expected);
+    assert_eq!(
+        describe(exchange.on_message(response(true, false))),
+        expected
+    );
 }
 
 #[test]
@@ -375,7 +390,10 @@ fn route_after_local_reply_is_not_sent() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{}", true));
     let expected = ["response headers", "status 200", "first token", "finished"];
-    assert_eq!(short(exchange.on_message(response(false, true))), expected);
+    assert_eq!(
+        describe(exchange.on_message(response(false, true))),
+        expected
+    );
     assert!(exchange.on_route(to_worker()).is_empty());
 }
 
@@ -388,38 +406,38 @@ fn rejection() -> ImmediateReply {
     }
 }
 
-const OWN: &str = "own 429 content-type=application/json retry-after=2 {}";
+const IMMEDIATE: &str = "immediate 429 content-type=application/json retry-after=2 {}";
 
 #[test]
 fn rejected_request_gets_immediate_response_in_every_mode() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     buffered.on_message(headers(CHAT, false));
     buffered.on_message(body(b"{}", true));
-    assert_eq!(short(buffered.on_immediate(&rejection())), [OWN]);
+    assert_eq!(describe(buffered.on_immediate(&rejection())), [IMMEDIATE]);
     assert_eq!(
-        short(buffered.on_route(to_worker())),
+        describe(buffered.on_route(to_worker())),
         [""; 0],
         "a late route is not sent"
     );
     assert_eq!(
-        short(buffered.on_immediate(&rejection())),
+        describe(buffered.on_immediate(&rejection())),
         [""; 0],
-        "nor a second answer"
+        "a second response is not sent"
     );
 
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     duplex.on_message(body(b"{}", true));
-    assert_eq!(short(duplex.on_immediate(&rejection())), [OWN]);
+    assert_eq!(describe(duplex.on_immediate(&rejection())), [IMMEDIATE]);
 
     let mut bodiless = exchange(BodyMode::Buffered, BodyMode::None);
     bodiless.on_message(headers(CHAT, true));
-    assert_eq!(short(bodiless.on_immediate(&rejection())), [OWN]);
+    assert_eq!(describe(bodiless.on_immediate(&rejection())), [IMMEDIATE]);
 
     let mut early = exchange(BodyMode::Buffered, BodyMode::None);
     early.on_message(headers(CHAT, false));
     assert_eq!(
-        short(early.on_immediate(&rejection())),
+        describe(early.on_immediate(&rejection())),
         [""; 0],
         "no route was requested"
     );
@@ -428,19 +446,26 @@ fn rejected_request_gets_immediate_response_in_every_mode() {
 #[test]
 fn timeout_is_extended_only_in_modes_with_timeout() {
     let wait = Duration::from_millis(30_500);
-    let hold = |exchange: &Exchange| exchange.extend_timeout(wait).map(short_one);
+    let extension = |exchange: &Exchange| exchange.extend_timeout(wait).map(describe_one);
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     buffered.on_message(headers(CHAT, false));
-    assert_eq!(hold(&buffered), None);
+    assert_eq!(extension(&buffered), None);
     buffered.on_message(body(b"{}", true));
-    assert_eq!(hold(&buffered).as_deref(), Some("hold 30.500"));
+    assert_eq!(
+        extension(&buffered).as_deref(),
+        Some("extend timeout 30.500")
+    );
     buffered.on_route(to_worker());
-    assert_eq!(hold(&buffered), None);
+    assert_eq!(extension(&buffered), None);
 
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     duplex.on_message(body(b"{}", true));
-    assert_eq!(hold(&duplex), None, "there it waits without limit");
+    assert_eq!(
+        extension(&duplex),
+        None,
+        "full-duplex mode has no message timeout"
+    );
 }
 
 #[test]
@@ -466,5 +491,5 @@ fn prefill_worker_is_named_in_headers() {
     let expected = "request body x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
                     x-prefill-instance-id=7 x-prefill-dp-rank=1 x-gateway-destination-endpoint=10.0.0.1:8000 \
                     x-prefiller-host-port=10.0.0.7:8000 +metadata";
-    assert_eq!(short(exchange.on_route(target)), [expected]);
+    assert_eq!(describe(exchange.on_route(target)), [expected]);
 }

@@ -1,4 +1,5 @@
-//! Origin of a response: reports its status for the worker that sent it, and moves the load there.
+//! Attribution of a response: reports its status to the router, and moves the load to the worker
+//! that sent it.
 
 use tracing::info;
 use warmroute_core::router::{
@@ -14,9 +15,10 @@ use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
 /// Sender of a response.
 enum ResponseSender {
-    /// The router knows what it shows about the workers.
+    /// A worker, or Envoy for an unreachable worker. The router updates the health of workers.
     Origin(ResponseOrigin),
-    /// Envoy, for its own reasons. The response contains no information about the worker.
+    /// Envoy, because of a limit, a timeout or an injected fault. The response contains no
+    /// information about the worker.
     GatewayPolicy,
     /// An unknown endpoint, which may be another address of the chosen worker.
     UnknownEndpoint,
@@ -24,7 +26,7 @@ enum ResponseSender {
 
 impl ExchangeGuard {
     /// Handles the headers of the response: reports the status to the router, and moves the load to
-    /// the worker that served.
+    /// the worker that sent it.
     pub(in crate::ext_proc) fn on_response_headers(&mut self, head: ResponseHead) {
         self.status = head.status;
         self.event_stream = head.is_event_stream;
@@ -37,7 +39,7 @@ impl ExchangeGuard {
             None => {}
             Some(ResponseSender::Origin(origin)) => self.on_response_origin(head, origin),
             Some(ResponseSender::GatewayPolicy) => {
-                // Another request may probe the worker.
+                // Releases the probe, so that another request may probe the worker.
                 if let Some(active) = &mut self.active {
                     active.placement.probes.clear();
                     active.placement.predictions = RequestPredictions::default();
@@ -54,7 +56,7 @@ impl ExchangeGuard {
         }
     }
 
-    /// The sender of a response; `None` for a request that was not dispatched.
+    /// Returns the sender of a response; `None` for a request that was not dispatched.
     fn response_sender(&self, source: ResponseSource) -> Option<ResponseSender> {
         let route = &self.active.as_ref()?.placement.route;
         let origin = match source {
@@ -83,7 +85,7 @@ impl ExchangeGuard {
         let Some(active) = &mut self.active else {
             return;
         };
-        // Health first: it concerns the chosen worker.
+        // The health is updated before the relocation, because it concerns the chosen worker.
         let chosen = active.placement.route.to.rank;
         let changes = self.router.on_response(
             &mut active.placement,
@@ -117,7 +119,7 @@ impl ExchangeGuard {
     }
 
     fn count_unreachable(&self, chosen: WorkerRank) {
-        // The series of a rank that left have been removed.
+        // The metric series of a removed rank no longer exist.
         if let Some(role) = self.router.role_of(chosen) {
             self.metrics
                 .requests
@@ -127,7 +129,8 @@ impl ExchangeGuard {
         }
     }
 
-    /// The worker that sent the response, if it is a known one that was not chosen.
+    /// Returns the worker that sent the response, if it is a known worker other than the chosen
+    /// one.
     pub(in crate::ext_proc) fn other_serving_worker(
         &self,
         head: &ResponseHead,
@@ -141,10 +144,11 @@ impl ExchangeGuard {
             return None;
         }
         let fleet = self.router.fleet();
-        let of_model = fleet
+        let model_members = fleet
             .members()
             .filter(|member| member.worker.model == route.model);
-        let mut members = of_model.filter(|member| member.worker.endpoint.canonical() == served);
+        let mut members =
+            model_members.filter(|member| member.worker.endpoint.canonical() == served);
         let first = ServingWorker::from(members.next()?.rank);
         // Envoy reports the endpoint only, and several ranks may share it.
         Some(if members.next().is_none() {

@@ -11,7 +11,7 @@ use warmroute_core::worker::{BlockSize, Worker, WorkerId, WorkerRole};
 use super::*;
 use crate::ext_proc::headers::ResponseHead;
 
-/// A router that verifies the blocks of requests with engine events.
+/// Returns a router that verifies the blocks of requests with engine events.
 fn router_with_event_source() -> (Arc<Router>, warmroute_core::index::RankWriter) {
     let router = router();
     let rank = router.fleet().members().next().unwrap().rank;
@@ -23,8 +23,8 @@ fn router_with_event_source() -> (Arc<Router>, warmroute_core::index::RankWriter
     (router, writer)
 }
 
-/// Whether the blocks of a request with such a response are verified.
-fn are_blocks_verified(event_stream: bool, seen: bool, complete: bool) -> bool {
+/// Returns whether the blocks of a request with such a response are verified.
+fn are_blocks_verified(event_stream: bool, first_token_seen: bool, complete: bool) -> bool {
     let (router, _writer) = router_with_event_source();
     let metrics = Arc::new(Metrics::new());
     let locals = (0..8).map(LocalHash).collect();
@@ -49,7 +49,7 @@ fn are_blocks_verified(event_stream: bool, seen: bool, complete: bool) -> bool {
         is_event_stream: event_stream,
         ..ResponseHead::default()
     });
-    guard.on_first_token(seen);
+    guard.on_first_token(first_token_seen);
     if complete {
         guard.on_completed();
     }
@@ -71,11 +71,11 @@ fn stream_headers_alone_do_not_verify_blocks() {
         (true, false, true, true),
         (false, false, false, true),
     ];
-    for (event_stream, seen, complete, expected) in cases {
+    for (event_stream, first_token_seen, complete, expected) in cases {
         assert_eq!(
-            are_blocks_verified(event_stream, seen, complete),
+            are_blocks_verified(event_stream, first_token_seen, complete),
             expected,
-            "{event_stream} {seen} {complete}"
+            "{event_stream} {first_token_seen} {complete}"
         );
     }
 }
@@ -109,7 +109,7 @@ fn router() -> Arc<Router> {
 }
 
 #[test]
-fn absurd_usage_does_not_overflow_cached_token_counter() {
+fn huge_usage_does_not_overflow_cached_token_counter() {
     let metrics = Arc::new(Metrics::new());
     let cases = [
         (100, 64, 64),

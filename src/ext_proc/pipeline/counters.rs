@@ -32,7 +32,7 @@ impl RequestPipeline {
             .inc();
     }
 
-    /// Counts a route. `is_hashed` is whether blocks of its prompt are known.
+    /// Counts a route. `is_hashed` is true if the block hashes of its prompt are known.
     pub(super) fn count_route(&self, active: &ActiveRequest, label: &ModelLabel, is_hashed: bool) {
         self.metrics.observe_stage("index", active.times.index);
         self.metrics.observe_stage("choose", active.times.choose);

@@ -1,4 +1,4 @@
-//! Configuration of workers and of the workers file.
+//! Configuration of listed workers and of the workers file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::{NonZeroU16, NonZeroU32};
@@ -11,7 +11,7 @@ use warmroute_settings::{Period, Problem};
 
 use super::zmq::ZmqEndpoint;
 
-/// `workers:` entry.
+/// Entry of `workers.list` or of a workers file.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerConfig {
@@ -25,19 +25,19 @@ pub struct WorkerConfig {
     /// Served model; may be omitted if only one model is configured.
     #[serde(default)]
     pub model: Option<ModelName>,
-    /// Role.
+    /// Role: `aggregated`, `prefill` or `decode`.
     #[serde(default)]
     pub role: WorkerRole,
-    /// Tokens per KV block; defaults to that of the model and must equal it.
+    /// Tokens per KV block; must equal those of the model, which are the default.
     #[serde(default)]
     pub block_size: Option<BlockSize>,
     /// Data-parallel ranks.
     #[serde(default)]
     pub data_parallel: DataParallel,
-    /// Source of the KV events; none if omitted.
+    /// Source of the KV events; without it, the worker has none or discovery queries the engine.
     #[serde(default)]
     pub kv_events: Option<KvEventsConfig>,
-    /// Maximum tokens per engine step.
+    /// Maximum number of tokens per engine step.
     #[serde(default)]
     pub max_num_batched_tokens: Option<u64>,
     /// KV blocks per rank, in blocks of the model's `block_size`.
@@ -52,7 +52,7 @@ pub struct WorkerConfig {
     /// Topology labels: domain to value.
     #[serde(default)]
     pub topology: BTreeMap<String, String>,
-    /// Topology constraint on the decode worker that receives the KV cache.
+    /// Topology constraint on the decode worker that receives KV from this worker.
     #[serde(default)]
     pub kv_transfer: Option<KvTransferConfig>,
     /// Bootstrap address (SGLang); defaults to port 8998 of the endpoint's host.
@@ -67,23 +67,23 @@ pub struct WorkerConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BootstrapConfig {
-    /// Host name or address as decode workers reach it; defaults to that of the endpoint.
+    /// Host name or address at which decode workers reach it; defaults to the host of the endpoint.
     #[serde(default)]
     pub host: Option<String>,
     /// Bootstrap port (`--disaggregation-bootstrap-port`).
-    #[serde(default = "usual_port")]
+    #[serde(default = "default_bootstrap_port")]
     pub port: NonZeroU16,
 }
 
-fn usual_port() -> NonZeroU16 {
+fn default_bootstrap_port() -> NonZeroU16 {
     BootstrapAddress::DEFAULT_PORT
 }
 
-/// Topology constraint on a KV transfer: prefill and decode worker in the same domain.
+/// Topology constraint on a KV transfer: both workers must have the same value for a domain.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvTransferConfig {
-    /// Topology domain whose values must be equal.
+    /// Topology domain.
     pub domain: String,
     /// Strictness of the constraint.
     pub enforcement: EnforcementConfig,
@@ -121,8 +121,8 @@ impl Default for DataParallel {
     }
 }
 
-/// Source of the KV events of a worker: one endpoint from which the others are derived by vLLM's
-/// rule (rank r uses port + r), or one source per rank.
+/// Source of the KV events of a worker: either the endpoint of rank 0, from which the others are
+/// derived by vLLM's rule (rank r uses port + r), or one source per rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KvEventsConfig {
@@ -132,7 +132,7 @@ pub struct KvEventsConfig {
     /// Topic prefix; empty matches everything.
     #[serde(default)]
     pub topic: String,
-    /// Side of the connection that warmroute takes: connect or bind.
+    /// Whether warmroute connects to the endpoint or binds it.
     #[serde(default)]
     pub attach: SocketAttach,
     /// ZMQ replay endpoint of rank 0.
@@ -160,7 +160,7 @@ pub struct RankSource {
 pub struct DiscoveryConfig {
     /// Poll interval, in case a file notification is lost.
     pub poll_interval: Period,
-    /// Time without changes before the file is read, so that a write in several parts is read once.
+    /// Time without changes before the file is read, so that several writes cause one read.
     pub debounce: Period,
 }
 

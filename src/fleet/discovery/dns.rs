@@ -1,6 +1,7 @@
 //! Discovery by DNS: the addresses or SRV records of configured names.
 //!
-//! An empty answer removes workers. A failed query changes nothing: the last answer stays in use.
+//! An empty answer removes the workers of a name. After a failed query, the last answer stays in
+//! use.
 
 mod config;
 mod lookup;
@@ -55,7 +56,8 @@ pub struct DnsAnswers {
 }
 
 impl DnsAnswers {
-    /// Returns the queries for a name. SRV targets in the last answer add address queries.
+    /// Returns the queries for a name. The SRV targets of the last answer cause further queries for
+    /// their addresses.
     pub fn queries(&self, name: &DnsConfig) -> Vec<DnsQuery> {
         match name.record {
             DnsRecord::Address => address_queries(&name.name).to_vec(),
@@ -73,8 +75,8 @@ impl DnsAnswers {
     }
 
     /// Stores an answer.
-    pub fn insert(&mut self, question: DnsQuery, answer: DnsAnswer) {
-        self.last.insert(question, answer);
+    pub fn insert(&mut self, query: DnsQuery, answer: DnsAnswer) {
+        self.last.insert(query, answer);
     }
 
     /// Returns whether any query was answered.
@@ -86,10 +88,10 @@ impl DnsAnswers {
     pub fn retain(&mut self, names: &[DnsConfig]) {
         let queries: BTreeSet<DnsQuery> =
             names.iter().flat_map(|name| self.queries(name)).collect();
-        self.last.retain(|question, _| queries.contains(question));
+        self.last.retain(|query, _| queries.contains(query));
     }
 
-    /// Returns the workers of the names. If two names resolve to one address, the first name
+    /// Returns the workers of the names. If two names resolve to the same address, the first name
     /// determines the worker.
     pub fn workers(&self, names: &[DnsConfig]) -> Vec<WorkerConfig> {
         let mut found = BTreeMap::new();
@@ -104,24 +106,27 @@ impl DnsAnswers {
     }
 
     fn addresses(&self, name: &DnsConfig) -> BTreeSet<SocketAddr> {
-        let at = |name: &str, port: NonZeroU16| {
-            let known = address_queries(name).into_iter().filter_map(|question| {
-                match self.last.get(&question) {
-                    Some(DnsAnswer::Addresses(addresses)) => Some(addresses.clone()),
-                    _ => None,
-                }
-            });
+        let socket_addresses = |name: &str, port: NonZeroU16| {
+            let known =
+                address_queries(name)
+                    .into_iter()
+                    .filter_map(|query| match self.last.get(&query) {
+                        Some(DnsAnswer::Addresses(addresses)) => Some(addresses.clone()),
+                        _ => None,
+                    });
             known
                 .flatten()
                 .map(move |address| SocketAddr::new(address.to_canonical(), port.get()))
                 .collect::<Vec<_>>()
         };
         match (name.record, name.port) {
-            (DnsRecord::Address, Some(port)) => at(&name.name, port).into_iter().collect(),
+            (DnsRecord::Address, Some(port)) => {
+                socket_addresses(&name.name, port).into_iter().collect()
+            }
             (DnsRecord::Address, None) => BTreeSet::new(),
             (DnsRecord::Srv, _) => self
                 .targets(&name.name)
-                .flat_map(|(target, port)| at(target, *port))
+                .flat_map(|(target, port)| socket_addresses(target, *port))
                 .collect(),
         }
     }
@@ -142,10 +147,10 @@ fn address_queries(name: &str) -> [DnsQuery; 2] {
     ]
 }
 
-/// Worker id of an address: stable across restarts and equal on all replicas.
+/// Returns the worker id of an address. It is stable across restarts and equal on all replicas.
 ///
-/// A replaced engine at the same address is detected by its KV events. The id is below 2^53,
-/// because JSON readers may not represent larger integers.
+/// An engine that replaces another one at the same address is detected by its KV events. The id is
+/// below 2^53, because JSON readers may not represent larger integers.
 pub fn worker_id(address: SocketAddr) -> WorkerId {
     WorkerId(xxh3_64(address.to_string().as_bytes()) >> 11)
 }

@@ -1,4 +1,4 @@
-//! Discovery by a workers file. An unusable file does not change the fleet; it is logged once and
+//! Discovery by a workers file. An unusable file does not change the fleet. It is logged once and
 //! read again at the next change.
 
 use std::convert::Infallible;
@@ -25,30 +25,30 @@ pub struct WorkersFile {
     pub settings: DiscoveryConfig,
 }
 
-/// Result of reading the file.
+/// Result of reading the workers file.
 #[derive(Debug, PartialEq)]
 pub enum WorkersFileUpdate {
     /// The fleet has changed.
     Applied(Vec<Worker>),
-    /// The fleet is the current one.
+    /// The file lists the current fleet.
     Unchanged {
         /// True if the previous read was unusable.
-        healed: bool,
+        recovered: bool,
     },
     /// The file is unusable; the current fleet stays in use.
     Invalid {
         /// Errors in the file.
         errors: Vec<ConfigError>,
         /// True if the errors differ from those of the previous read.
-        news: bool,
+        is_new: bool,
     },
 }
 
-/// State of a followed workers file, without I/O: compares each read with the previous one.
+/// State of a workers file. Compares each read with the previous one, without I/O.
 pub struct WorkersFileState {
     path: PathBuf,
     models: Vec<WorkerModel>,
-    in_use: Option<Vec<Worker>>,
+    current: Option<Vec<Worker>>,
     errors: Vec<ConfigError>,
 }
 
@@ -58,7 +58,7 @@ impl WorkersFileState {
         Self {
             path,
             models,
-            in_use: None,
+            current: None,
             errors: Vec::new(),
         }
     }
@@ -74,60 +74,61 @@ impl WorkersFileState {
         };
         match parsed {
             Ok(workers) => {
-                let healed = !std::mem::take(&mut self.errors).is_empty();
-                if self.in_use.as_ref() == Some(&workers) {
-                    return WorkersFileUpdate::Unchanged { healed };
+                let recovered = !std::mem::take(&mut self.errors).is_empty();
+                if self.current.as_ref() == Some(&workers) {
+                    return WorkersFileUpdate::Unchanged { recovered };
                 }
-                self.in_use = Some(workers.clone());
+                self.current = Some(workers.clone());
                 WorkersFileUpdate::Applied(workers)
             }
             Err(errors) => {
-                let news = self.errors != errors;
+                let is_new = self.errors != errors;
                 self.errors.clone_from(&errors);
-                WorkersFileUpdate::Invalid { errors, news }
+                WorkersFileUpdate::Invalid { errors, is_new }
             }
         }
     }
 }
 
-/// Follows the file and reports each new fleet, the first one after the first read.
+/// Follows the file and reports each new fleet. The first one is reported after the first valid
+/// read.
 pub async fn watch(
     file: WorkersFile,
     metrics: Arc<Metrics>,
     mut on_fleet: impl FnMut(Vec<Worker>),
 ) -> Infallible {
-    // Watching starts before the first read, so that no change is missed.
+    // The watcher starts before the first read, so that no change is missed.
     let watcher = FileWatcher::new(slice::from_ref(&file.path));
     let timing = FileWatchTiming {
         poll: file.settings.poll_interval.get(),
         debounce: file.settings.debounce.get(),
     };
-    let mut follower = WorkersFileState::new(file.path.clone(), file.models);
+    let mut state = WorkersFileState::new(file.path.clone(), file.models);
     loop {
-        let reading = follower.apply(tokio::fs::read(&file.path).await);
-        report_update(&file.path, &reading, &metrics);
-        if let WorkersFileUpdate::Applied(workers) = reading {
+        let update = state.apply(tokio::fs::read(&file.path).await);
+        report_update(&file.path, &update, &metrics);
+        if let WorkersFileUpdate::Applied(workers) = update {
             on_fleet(workers);
         }
         watcher.changed(timing).await;
     }
 }
 
-fn report_update(path: &Path, reading: &WorkersFileUpdate, metrics: &Metrics) {
+fn report_update(path: &Path, update: &WorkersFileUpdate, metrics: &Metrics) {
     let path = path.display();
-    let outcome = match reading {
+    let outcome = match update {
         WorkersFileUpdate::Applied(workers) => {
             tracing::info!(%path, workers = workers.len(), "workers file applied");
             "applied"
         }
-        WorkersFileUpdate::Unchanged { healed } => {
-            if *healed {
+        WorkersFileUpdate::Unchanged { recovered } => {
+            if *recovered {
                 tracing::info!(%path, "workers file valid again; the fleet has not changed");
             }
             "unchanged"
         }
-        WorkersFileUpdate::Invalid { errors, news } => {
-            for error in errors.iter().filter(|_| *news) {
+        WorkersFileUpdate::Invalid { errors, is_new } => {
+            for error in errors.iter().filter(|_| *is_new) {
                 tracing::warn!(%error, "workers file rejected; the current fleet stays in use");
             }
             "invalid"

@@ -1,10 +1,11 @@
 //! Discovery by Kubernetes: the pods of InferencePools, or of label selectors where that resource
 //! is not installed.
 //!
-//! A pure function turns pods into workers (`pods`); `pool` and `store` hold the objects.
-//! `reflector` lists and watches them with the requests of `client`; the pure state machine
-//! `list_watch` determines order and timing. `watch` does so for each pool, `optional_kinds`
-//! for the objects that configure pools, whose contents `rules` interprets.
+//! `pods` is a pure function from pods to workers. `pool` and `store` contain the objects.
+//! `reflector` lists and watches objects with the requests of `client`; the pure state machine
+//! `list_watch` determines their order and timing. `watch` runs reflectors for each pool, and
+//! `optional_kinds` for the objects that configure pools. `rules` interprets the contents of these
+//! objects.
 
 mod client;
 mod config;

@@ -6,7 +6,7 @@ use warmroute_settings::{Problem, Step, nearest};
 
 use super::config::{EnforcementConfig, KvTransferConfig, WorkerConfig};
 
-/// Returns errors in the names.
+/// Returns the errors in taints, adapters and topology labels.
 pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
     let mut problems = Vec::new();
     for (key, names) in [("taints", &config.taints), ("adapters", &config.adapters)] {
@@ -53,7 +53,7 @@ pub(super) fn kv_transfer(config: &WorkerConfig) -> Result<Option<KvTransferRule
     let wrong = |key: &str, text: String| Err(Problem::of(key, text).within("kv_transfer"));
     if !config.topology.contains_key(domain) {
         let hint = match nearest(domain, config.topology.keys().map(String::as_str)) {
-            Some(meant) => format!("did you mean `{meant}`?"),
+            Some(suggestion) => format!("did you mean `{suggestion}`?"),
             None => "add it to `topology`".to_owned(),
         };
         return wrong(

@@ -14,7 +14,7 @@ use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, W
 use super::zmq::ZmqEndpoint;
 use super::{WorkerModel, labels};
 
-/// Resolves the list, or returns every error with its path in the list.
+/// Resolves the list. Returns the workers, or all errors with their paths in the list.
 pub fn resolve(list: &[WorkerConfig], models: &[WorkerModel]) -> Result<Vec<Worker>, Vec<Problem>> {
     let mut problems = find_duplicates(list);
     let mut workers = Vec::with_capacity(list.len());
@@ -42,37 +42,38 @@ pub fn resolve_each(
     mut list: Vec<WorkerConfig>,
     models: &[WorkerModel],
 ) -> (Vec<Worker>, Vec<String>) {
-    let mut mistakes = Vec::new();
+    let mut errors = Vec::new();
     remove_replaced(&mut list);
     loop {
         let problems = match resolve(&list, models) {
-            Ok(workers) => return (workers, mistakes),
+            Ok(workers) => return (workers, errors),
             Err(problems) => problems,
         };
-        let mut wrong = vec![false; list.len()];
+        let mut is_invalid = vec![false; list.len()];
         for problem in problems {
-            // Every problem has the index of an entry; otherwise the first entry is rejected.
+            // Every problem has the index of an entry. If one had none, the first entry would be
+            // rejected.
             let at = match problem.trail.first() {
                 Some(Step::At(at)) => *at,
                 _ => 0,
             };
-            wrong[at] = true;
-            mistakes.push(format!("{}: {}", list[at].title(), problem.text));
+            is_invalid[at] = true;
+            errors.push(format!("{}: {}", list[at].title(), problem.text));
         }
-        let mut wrong = wrong.into_iter();
-        list.retain(|_| !wrong.next().unwrap_or_default());
+        let mut is_invalid = is_invalid.into_iter();
+        list.retain(|_| !is_invalid.next().unwrap_or_default());
     }
 }
 
-/// Removes draining workers whose address belongs to another worker. Kubernetes assigns an address
-/// to a new pod while the old one is still listed.
+/// Removes draining workers whose address belongs to another worker. Kubernetes may assign an
+/// address to a new pod while the old one is still listed.
 fn remove_replaced(list: &mut Vec<WorkerConfig>) {
-    let in_use: HashSet<WorkerEndpoint> = list
+    let active_endpoints: HashSet<WorkerEndpoint> = list
         .iter()
         .filter(|worker| !worker.draining)
         .map(|worker| worker.endpoint)
         .collect();
-    list.retain(|worker| !worker.draining || !in_use.contains(&worker.endpoint));
+    list.retain(|worker| !worker.draining || !active_endpoints.contains(&worker.endpoint));
 }
 
 impl WorkerConfig {
@@ -171,7 +172,7 @@ fn find_model<'m>(
             .find(|model| model.name == *name)
             .ok_or_else(|| {
                 let hint = match nearest(name.as_str(), names()) {
-                    Some(meant) => format!("did you mean `{meant}`?"),
+                    Some(suggestion) => format!("did you mean `{suggestion}`?"),
                     None => format!("known are {}", names().collect::<Vec<_>>().join(", ")),
                 };
                 Problem::of(
@@ -195,13 +196,15 @@ fn find_model<'m>(
 
 fn check_ranks(data_parallel: DataParallel) -> Result<RankRange, Problem> {
     let DataParallel { start, size } = data_parallel;
-    let fits = size.get() <= RankRange::MAX_SIZE && start.checked_add(size.get()).is_some();
+    let is_in_range = size.get() <= RankRange::MAX_SIZE && start.checked_add(size.get()).is_some();
     let text = format!(
         "{size} ranks from {start} exceed the limit of {} ranks",
         RankRange::MAX_SIZE
     );
-    let wrong = || Problem::at(["data_parallel".into(), "size".into()], text);
-    fits.then_some(RankRange { start, size }).ok_or_else(wrong)
+    let out_of_range = || Problem::at(["data_parallel".into(), "size".into()], text);
+    is_in_range
+        .then_some(RankRange { start, size })
+        .ok_or_else(out_of_range)
 }
 
 fn resolve_event_sources(
@@ -255,7 +258,7 @@ fn resolve_event_sources(
     Ok(sources.iter().map(source).collect())
 }
 
-/// Derives one source per rank by vLLM's rule: port + rank.
+/// Derives one source per rank by vLLM's rule: the port of a rank is the first port + rank.
 fn numbered_sources(
     events: &KvEventsConfig,
     first: &ZmqEndpoint,
@@ -263,7 +266,7 @@ fn numbered_sources(
 ) -> Result<Vec<RankSource>, Vec<Problem>> {
     let of_rank = |key: &str, endpoint: &ZmqEndpoint, DpRank(rank): DpRank| {
         endpoint.for_rank(rank).ok_or_else(|| {
-            let why = match endpoint {
+            let reason = match endpoint {
                 ZmqEndpoint::Tcp { port, .. } => {
                     format!("rank {rank} would use port {port} + {rank}, beyond 65535")
                 }
@@ -273,7 +276,7 @@ fn numbered_sources(
             };
             vec![Problem::of(
                 key,
-                format!("{why}; list the endpoint of each rank under `ranks`"),
+                format!("{reason}; list the endpoint of each rank under `ranks`"),
             )]
         })
     };
@@ -330,6 +333,7 @@ fn check_attachments(attach: SocketAttach, sources: &[RankSource], listed: bool)
     problems
 }
 
+/// Returns an error for each worker id and endpoint that an earlier entry has.
 fn find_duplicates(list: &[WorkerConfig]) -> Vec<Problem> {
     let mut problems = find_repeated(list.iter().map(|worker| worker.id), "id", |id, first| {
         format!(
@@ -366,14 +370,14 @@ fn find_repeated<T: Eq + Hash + Copy>(
     problems
 }
 
-/// Rejects prefill workers that share a bootstrap address: the decode worker would connect to the
-/// wrong one.
+/// Returns an error for each prefill worker that shares its bootstrap address with another one. A
+/// decode worker would connect to the wrong one.
 fn find_shared_bootstraps(
     list: &[WorkerConfig],
     workers: &[Worker],
     models: &[WorkerModel],
 ) -> Vec<Problem> {
-    let meets = |worker: &Worker| {
+    let uses_bootstrap = |worker: &Worker| {
         models
             .iter()
             .any(|model| model.uses_bootstrap && model.name == worker.model)
@@ -381,7 +385,7 @@ fn find_shared_bootstraps(
     let mut owners: HashMap<(String, u16), WorkerId> = HashMap::new();
     let mut problems = Vec::new();
     for (at, worker) in workers.iter().enumerate() {
-        if worker.role != WorkerRole::Prefill || !meets(worker) {
+        if worker.role != WorkerRole::Prefill || !uses_bootstrap(worker) {
             continue;
         }
         let address = worker.bootstrap_address();
@@ -405,8 +409,8 @@ fn find_shared_bootstraps(
     problems
 }
 
-/// Rejects ranks that share an event or replay endpoint: each would be credited with the other's
-/// blocks.
+/// Returns an error for each rank that shares an event or replay endpoint with another one. Each
+/// would be credited with the blocks of the other.
 fn find_shared_sources(list: &[WorkerConfig], workers: &[Worker]) -> Vec<Problem> {
     let mut problems =
         find_shared_endpoints(list, workers, "endpoint", |source| Some(&source.endpoint));
@@ -428,7 +432,7 @@ fn find_shared_endpoints(
     let mut owners: HashMap<&str, String> = HashMap::new();
     let mut problems = Vec::new();
     for (at, worker) in workers.iter().enumerate() {
-        for (nth, (rank, source)) in worker.ranks.iter().zip(&worker.event_sources).enumerate() {
+        for (index, (rank, source)) in worker.ranks.iter().zip(&worker.event_sources).enumerate() {
             let owner = format!("{}/{rank}", worker.id);
             let Some(endpoint) = endpoint(source) else {
                 continue;
@@ -442,7 +446,7 @@ fn find_shared_endpoints(
                     .as_ref()
                     .is_some_and(|events| !events.ranks.is_empty());
                 let inner = if listed {
-                    vec!["ranks".into(), nth.into()]
+                    vec!["ranks".into(), index.into()]
                 } else {
                     Vec::new()
                 };

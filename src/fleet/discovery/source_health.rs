@@ -1,5 +1,5 @@
-//! Health of a discovery source in logs and metrics. While a source fails, the fleet stays
-//! unchanged, and the metrics show for how long.
+//! Health of a discovery source in logs and metrics. While a source fails, its workers stay
+//! unchanged, and the metrics show since when.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -58,7 +58,7 @@ impl DiscoverySourceHealth {
         }
     }
 
-    /// Records that the source selects no workers for this reason.
+    /// Records that the source selects no workers, with the reason.
     pub fn mark_removed(&mut self, reason: &str) {
         if self.set_error(reason) {
             warn!(

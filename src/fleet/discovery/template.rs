@@ -1,5 +1,5 @@
-//! Template of discovered workers: all settings but id and address. Together with an address it
-//! becomes a worker entry, which is resolved like a listed one.
+//! Template of discovered workers: all settings except id and address. With an address it becomes a
+//! worker entry, which is resolved as a listed worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -21,15 +21,15 @@ use super::zmq::ZmqEndpoint;
 pub struct TemplateConfig {
     /// Served model; may be omitted if only one model is configured.
     pub model: Option<ModelName>,
-    /// Role.
+    /// Role: `aggregated`, `prefill` or `decode`.
     pub role: WorkerRole,
-    /// Tokens per KV block; defaults to that of the model and must equal it.
+    /// Tokens per KV block; must equal those of the model, which are the default.
     pub block_size: Option<BlockSize>,
     /// Number of data-parallel ranks behind one address.
     pub data_parallel_size: Option<NonZeroU32>,
-    /// Ports of the KV events. If omitted, there are none, or the engine is queried.
+    /// Ports of the KV events; without them, the worker has none or discovery queries the engine.
     pub kv_events: Option<EventPorts>,
-    /// Maximum tokens per engine step.
+    /// Maximum number of tokens per engine step.
     pub max_num_batched_tokens: Option<u64>,
     /// KV blocks per rank, in blocks of the model's `block_size`.
     pub total_kv_blocks: Option<u64>,
@@ -39,7 +39,7 @@ pub struct TemplateConfig {
     pub adapters: BTreeSet<String>,
     /// Topology labels: domain to value.
     pub topology: BTreeMap<String, String>,
-    /// Topology constraint on the decode worker that receives the KV cache.
+    /// Topology constraint on the decode worker that receives KV from this worker.
     pub kv_transfer: Option<KvTransferConfig>,
     /// Bootstrap port of prefill workers (SGLang); defaults to 8998.
     pub bootstrap_port: Option<NonZeroU16>,

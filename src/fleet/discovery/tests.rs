@@ -36,7 +36,7 @@ fn last_port_is_accepted() {
 
 #[test]
 fn endpoint_prints_as_parsed_and_binds_address() {
-    for (text, bound) in [
+    for (text, bind_address) in [
         ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
         ("tcp://[fd00::1]:1", "tcp://[fd00::1]:1"),
         (
@@ -50,7 +50,7 @@ fn endpoint_prints_as_parsed_and_binds_address() {
         let endpoint: ZmqEndpoint = text.parse().unwrap();
         assert_eq!(
             (endpoint.to_string().as_str(), endpoint.to_bind().as_str()),
-            (text, bound)
+            (text, bind_address)
         );
     }
 }
@@ -80,25 +80,25 @@ fn adapters_topology_and_constraints_are_parsed() {
                 - {id: 2, endpoint: 10.0.0.2:80, topology: {rack: r1}, \
                 kv_transfer: {domain: rack, enforcement: required}}";
     let workers = workers(list).unwrap();
-    let demanded = |at: usize| {
+    let constraint = |at: usize| {
         workers[at]
             .kv_transfer
             .clone()
             .map(|transfer| (transfer.domain, transfer.enforcement))
     };
     assert_eq!(
-        demanded(0),
+        constraint(0),
         Some(("rack".to_owned(), TransferEnforcement::Preferred(0.5)))
     );
     assert_eq!(
-        demanded(1),
+        constraint(1),
         Some(("rack".to_owned(), TransferEnforcement::Required))
     );
     assert!(workers[0].adapters.contains("a"));
-    let carried = ["dynamo.topology/rack=r1", "dynamo.topology/zone=z"]
+    let has_taints = ["dynamo.topology/rack=r1", "dynamo.topology/zone=z"]
         .map(|taint| workers[1].has_taint(taint));
     assert_eq!(
-        (carried, workers[0].has_taint("dynamo.topology/zone=z")),
+        (has_taints, workers[0].has_taint("dynamo.topology/zone=z")),
         ([true, false], true)
     );
 }
@@ -180,14 +180,14 @@ fn new_worker_replaces_draining_one_at_its_address() {
         serde_json::from_value(serde_json::json!([worker(1, first), worker(2, second)])).unwrap()
     };
     for (first, second, expected) in [(true, false, 2), (false, true, 1)] {
-        let (workers, mistakes) = resolve_each(list(first, second), &served);
+        let (workers, errors) = resolve_each(list(first, second), &served);
         assert_eq!(
             workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>(),
             [expected]
         );
-        assert_eq!(mistakes, Vec::<String>::new());
+        assert_eq!(errors, Vec::<String>::new());
     }
     // Two workers that accept requests cannot have one address.
-    let (workers, mistakes) = resolve_each(list(false, false), &served);
-    assert_eq!((workers.len(), mistakes.len()), (1, 1), "{mistakes:?}");
+    let (workers, errors) = resolve_each(list(false, false), &served);
+    assert_eq!((workers.len(), errors.len()), (1, 1), "{errors:?}");
 }

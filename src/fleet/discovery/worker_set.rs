@@ -1,5 +1,5 @@
-//! The current worker set of a discovery source. Only a changed set is published, and each new
-//! error is logged once.
+//! The current worker set of a discovery source. Only a changed set is reported, and each new error
+//! is logged once.
 
 use tracing::{info, warn};
 use warmroute_core::worker::Worker;
@@ -11,17 +11,17 @@ use super::{WorkerModel, resolve_each};
 pub(super) struct WorkerSetTracker {
     source: &'static str,
     models: Vec<WorkerModel>,
-    in_use: Option<Vec<Worker>>,
+    current: Option<Vec<Worker>>,
     unusable: Vec<String>,
 }
 
 impl WorkerSetTracker {
     /// Creates an empty tracker.
-    pub(super) fn new(by: &'static str, models: Vec<WorkerModel>) -> Self {
+    pub(super) fn new(source: &'static str, models: Vec<WorkerModel>) -> Self {
         Self {
-            source: by,
+            source,
             models,
-            in_use: None,
+            current: None,
             unusable: Vec::new(),
         }
     }
@@ -30,7 +30,7 @@ impl WorkerSetTracker {
     pub(super) fn update(&mut self, list: Vec<WorkerConfig>) -> Option<Vec<Worker>> {
         let (workers, unusable) = resolve_each(list, &self.models);
         warn_about_new(&mut self.unusable, unusable);
-        if self.in_use.as_ref() == Some(&workers) {
+        if self.current.as_ref() == Some(&workers) {
             return None;
         }
         info!(
@@ -38,12 +38,12 @@ impl WorkerSetTracker {
             workers = workers.len(),
             "discovered workers changed"
         );
-        self.in_use = Some(workers.clone());
+        self.current = Some(workers.clone());
         Some(workers)
     }
 }
 
-/// Logs the errors that are not in `before`, and replaces `before`.
+/// Logs the errors that are not in `before`, then replaces `before` by `now`.
 pub(super) fn warn_about_new(before: &mut Vec<String>, now: Vec<String>) {
     for reason in now.iter().filter(|reason| !before.contains(reason)) {
         warn!(reason, "discovered worker is not usable");

@@ -1,7 +1,7 @@
-//! ZMQ endpoints as engines and operators write them.
+//! ZMQ endpoints in the notation of engines and operators.
 //!
-//! The endpoint is stored in parts, because the port of a data-parallel rank is computed from that
-//! of rank 0, and because a wildcard has different meanings for bind and connect.
+//! An endpoint is stored in parts, because the port of a data-parallel rank is computed from that
+//! of rank 0, and because a wildcard can be bound but not connected to.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
@@ -37,8 +37,8 @@ impl ZmqEndpoint {
         }
     }
 
-    /// Returns the endpoint of a rank by vLLM's rule, port + rank, or `None` if the port overflows
-    /// or there is no port.
+    /// Returns the endpoint of a rank by vLLM's rule: port + rank. Returns `None` if there is no
+    /// port or it overflows.
     pub fn for_rank(&self, rank: u32) -> Option<Self> {
         match self {
             Self::Tcp { host, port } => {
@@ -52,7 +52,7 @@ impl ZmqEndpoint {
         }
     }
 
-    /// Returns the endpoint in the form of `zmq_bind`, where `*` is written as an address.
+    /// Returns the endpoint in the form of `zmq_bind`, with an address in place of `*`.
     pub fn to_bind(&self) -> String {
         match self {
             Self::Tcp { host, port } if host == "*" => format!("tcp://0.0.0.0:{port}"),
@@ -133,7 +133,7 @@ impl<'de> Deserialize<'de> for ZmqEndpoint {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct EndpointVisitor;
 
-        // A visitor ties the error to this text and not to the enclosing section.
+        // A visitor makes the parser report the error at this text, not at the enclosing section.
         impl de::Visitor<'_> for EndpointVisitor {
             type Value = ZmqEndpoint;
 

@@ -1,7 +1,7 @@
-//! Cluster load assignments of one fleet, ready to be sent.
+//! Cluster load assignments of one fleet, encoded for xDS.
 //!
-//! Versions are hashes of the contents, so that an Envoy that reconnects, to this or to another
-//! replica, does not receive unchanged resources again.
+//! Versions are hashes of the contents. An Envoy that reconnects, to this or to another replica,
+//! does therefore not receive unchanged resources again.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -24,7 +24,7 @@ use xxhash_rust::xxh3::Xxh3Default;
 use super::config::ClusterConfig;
 use super::subset_labels::{SubsetLabels, hosts};
 
-/// Hash of the contents.
+/// Version of a resource: a hash of its contents.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ResourceVersion(u64);
 
@@ -34,7 +34,7 @@ impl fmt::Display for ResourceVersion {
     }
 }
 
-/// Hosts of one cluster.
+/// Encoded load assignment of one cluster.
 #[derive(Clone, Debug)]
 pub(super) struct ClusterAssignment {
     pub(super) version: ResourceVersion,
@@ -44,11 +44,11 @@ pub(super) struct ClusterAssignment {
 /// Load assignments of all clusters.
 #[derive(Clone, Debug)]
 pub(super) struct AssignmentSnapshot {
-    /// Number of the snapshot; increases with each change.
+    /// Number of the snapshot, which increases with each change.
     pub(super) generation: u64,
     /// Time of publication.
     pub(super) since: Instant,
-    /// Version of all clusters.
+    /// Version over all clusters.
     pub(super) version: ResourceVersion,
     pub(super) clusters: BTreeMap<String, ClusterAssignment>,
 }

@@ -1,7 +1,7 @@
-//! The Envoys connected by xDS: the current snapshot, and the state of each stream.
+//! The Envoys that are connected by xDS: the current snapshot, and the state of each stream.
 //!
-//! Each stream follows the snapshot by itself; the publisher can wait until all connected Envoys
-//! have acknowledged it.
+//! Each stream sends new snapshots independently. The publisher can wait until all connected Envoys
+//! have acknowledged a snapshot.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,13 +16,14 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 use super::assignments::AssignmentSnapshot;
 use super::config::ClusterConfig;
 
-/// Registry of the Envoys connected by xDS.
+/// Registry of the Envoys that are connected by xDS.
 pub struct XdsClients {
     clusters: Vec<ClusterConfig>,
-    /// `None` until the first fleet is known; no empty list is sent before.
+    /// Current snapshot. `None` until the first fleet is known: an empty list would remove all
+    /// workers.
     current: watch::Sender<Option<Arc<AssignmentSnapshot>>>,
     streams: Mutex<Slab<XdsClientStatus>>,
-    /// Incremented at each change of a stream state.
+    /// Incremented at each change of the state of a stream.
     reports: watch::Sender<u64>,
     metrics: Arc<Metrics>,
 }
@@ -30,9 +31,9 @@ pub struct XdsClients {
 /// State of one xDS stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct XdsClientStatus {
-    /// Node id.
+    /// Node id of the Envoy.
     pub node: String,
-    /// Node cluster.
+    /// Node cluster of the Envoy.
     pub node_cluster: String,
     /// Protocol variant.
     pub variant: &'static str,
@@ -44,8 +45,8 @@ pub struct XdsClientStatus {
     pub generation: Option<u64>,
     /// Error of the last rejected response.
     pub refused: Option<String>,
-    /// True if it did not acknowledge endpoints in time. Publishing does not wait for it until it
-    /// does.
+    /// True if the Envoy did not acknowledge endpoints in time. The publisher does not wait for it
+    /// until it acknowledges the current ones.
     pub is_slow: bool,
 }
 
@@ -92,7 +93,7 @@ impl XdsClients {
                 .streams
                 .lock()
                 .iter()
-                .any(|(_, listener)| !listener.is_slow && listener.is_behind(generation))
+                .any(|(_, status)| !status.is_slow && status.is_behind(generation))
             {
                 return;
             }
@@ -102,13 +103,13 @@ impl XdsClients {
         }
     }
 
-    /// Marks the Envoys that have not acknowledged this generation as slow; publishing ignores them
-    /// until they do.
+    /// Marks the Envoys that have not acknowledged this generation as slow. The publisher does not
+    /// wait for them until they acknowledge the current one.
     pub fn skip_slow(&self, generation: u64) {
         let mut streams = self.streams.lock();
         streams
             .iter_mut()
-            .for_each(|(_, listener)| listener.is_slow |= listener.is_behind(generation));
+            .for_each(|(_, status)| status.is_slow |= status.is_behind(generation));
     }
 
     /// Returns the state of all streams.
@@ -116,7 +117,7 @@ impl XdsClients {
         self.streams
             .lock()
             .iter()
-            .map(|(_, listener)| listener.clone())
+            .map(|(_, status)| status.clone())
             .collect()
     }
 
@@ -191,18 +192,17 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn envoy_that_never_acknowledges_delays_one_change_only() {
+    async fn unresponsive_envoy_delays_only_one_change() {
         let envoys = XdsClients::new(Vec::new(), Arc::new(Metrics::new()));
-        let [silent, good] = [envoys.register("delta"), envoys.register("delta")];
+        let [unresponsive, responsive] = [envoys.register("delta"), envoys.register("delta")];
         let acknowledge = |generation| {
-            good.update(|listener| {
-                (listener.is_slow, listener.generation) = (false, Some(generation))
-            });
+            responsive
+                .update(|status| (status.is_slow, status.generation) = (false, Some(generation)));
         };
-        for client in [&silent, &good] {
-            client.update(|listener| listener.clusters = vec!["workers".to_owned()]);
+        for client in [&unresponsive, &responsive] {
+            client.update(|status| status.clusters = vec!["workers".to_owned()]);
         }
-        let reached = async |generation| {
+        let is_acknowledged = async |generation| {
             tokio::time::timeout(
                 Duration::from_millis(500),
                 envoys.wait_acknowledged(generation),
@@ -211,17 +211,23 @@ mod tests {
             .is_ok()
         };
         acknowledge(1);
-        assert!(!reached(1).await, "the first change waits for both");
+        assert!(
+            !is_acknowledged(1).await,
+            "the first change does not wait for the unresponsive Envoy"
+        );
         envoys.skip_slow(1);
-        assert!(reached(1).await);
-        assert!(!reached(2).await, "the other one is still waited for");
+        assert!(is_acknowledged(1).await);
+        assert!(
+            !is_acknowledged(2).await,
+            "the responsive Envoy is not waited for"
+        );
         acknowledge(2);
-        assert!(reached(2).await);
-        silent.update(|listener| (listener.is_slow, listener.generation) = (false, Some(2)));
+        assert!(is_acknowledged(2).await);
+        unresponsive.update(|status| (status.is_slow, status.generation) = (false, Some(2)));
         acknowledge(3);
         assert!(
-            !reached(3).await,
-            "once it acknowledges it is waited for again"
+            !is_acknowledged(3).await,
+            "an Envoy that acknowledged again is not waited for"
         );
     }
 }

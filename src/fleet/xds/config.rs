@@ -10,14 +10,15 @@ use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
 use warmroute_settings::Problem;
 
-/// `envoy:`.
+/// The `envoy:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct EnvoyConfig {
-    /// File read by Envoy's `path_config_source`; its folder must be the `watched_directory`.
+    /// Endpoint file for Envoy's `path_config_source`. Its directory must be the
+    /// `watched_directory`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub endpoints_file: Option<PathBuf>,
-    /// Name of the cluster of the endpoints.
+    /// Name of the cluster that contains all workers.
     #[serde(default = "workers")]
     pub cluster: String,
     /// Envoy's admin address, used only by `warmroute doctor`.
@@ -28,7 +29,7 @@ pub struct EnvoyConfig {
     pub xds: Option<XdsConfig>,
 }
 
-/// `envoy.xds:`.
+/// The `envoy.xds:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct XdsConfig {
@@ -38,9 +39,9 @@ pub struct XdsConfig {
     /// TLS of that address; plaintext if omitted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tls: Option<TlsConfig>,
-    /// True if to accept unauthenticated clients on an address other than loopback.
+    /// True to accept unauthenticated clients on an address other than loopback.
     pub unprotected: bool,
-    /// Additional clusters with a subset of the workers. `envoy.cluster` contains all.
+    /// Additional clusters, each with a subset of the workers.
     pub clusters: Vec<ClusterConfig>,
 }
 
@@ -48,7 +49,7 @@ pub struct XdsConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterConfig {
-    /// Cluster name or `service_name` in Envoy.
+    /// Name of the cluster in Envoy, or its `service_name`.
     pub name: String,
     /// Model of the workers; any if omitted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -80,11 +81,11 @@ impl EnvoyConfig {
             model: None,
             roles: BTreeSet::new(),
         };
-        let some = self.xds.iter().flat_map(|xds| xds.clusters.iter().cloned());
-        std::iter::once(all).chain(some).collect()
+        let additional = self.xds.iter().flat_map(|xds| xds.clusters.iter().cloned());
+        std::iter::once(all).chain(additional).collect()
     }
 
-    /// Resolves relative paths against the folder of the configuration file.
+    /// Resolves relative paths against the directory of the configuration file.
     pub fn resolve(&mut self, folder: &Path) {
         if let Some(file) = &mut self.endpoints_file {
             *file = folder.join(&*file);
@@ -150,7 +151,7 @@ impl XdsConfig {
         problems
     }
 
-    /// Problems of the published clusters. `all` is the cluster of all workers.
+    /// Returns the problems of the additional clusters. `all` is the cluster of all workers.
     fn cluster_problems(&self, all: &str, models: &[ModelName]) -> Vec<Problem> {
         let mut problems = Vec::new();
         let mut names = HashSet::from([all]);

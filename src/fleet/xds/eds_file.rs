@@ -1,5 +1,5 @@
-//! Envoy's endpoint file: an EDS `DiscoveryResponse` in YAML. Envoy reads it only when a file is
-//! *renamed* into the watched folder; a write in place is not detected.
+//! Envoy's endpoint file: an EDS `DiscoveryResponse` in YAML. Envoy reads the file only when it is
+//! renamed into the watched directory, and does not detect writes in place.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -32,7 +32,7 @@ struct LocalityLbEndpoints {
 #[derive(Serialize)]
 struct LbEndpoint {
     endpoint: EnvoyEndpoint,
-    /// Set only if Envoy's own load balancers should exclude the host.
+    /// Set only if Envoy's load balancers must exclude the host.
     #[serde(skip_serializing_if = "Option::is_none")]
     health_status: Option<&'static str>,
     metadata: EndpointMetadata,
@@ -121,12 +121,14 @@ pub fn render<'w>(
             }],
         }],
     };
-    // Envoy's YAML 1.1 parser interprets more plain scalars than the serializer assumes.
+    // Quoted, because Envoy's YAML 1.1 parser interprets more plain scalars than the serializer
+    // assumes.
     let options = serde_saphyr::ser_options! { no_lang_directive: true, quote_all: true };
     serde_saphyr::to_string_with_options(&response, options)
 }
 
-/// Writes the file by a rename, unless it already has this text. Creates the folder if necessary.
+/// Replaces the file by a rename, unless it already has this text. Creates the directory if
+/// necessary.
 pub fn write(path: &Path, text: &str, metrics: &Metrics) -> io::Result<FileWriteOutcome> {
     let result = replace(path, text);
     let outcome = match result {
@@ -162,7 +164,8 @@ fn replace(path: &Path, text: &str) -> io::Result<FileWriteOutcome> {
     Ok(FileWriteOutcome::Replaced)
 }
 
-/// Temporary files are private by default, but Envoy may run as another user.
+/// Returns a builder of readable temporary files. They are private by default, but Envoy may run as
+/// another user.
 fn builder() -> tempfile::Builder<'static, 'static> {
     let mut builder = tempfile::Builder::new();
     builder.prefix(".endpoints-");

@@ -1,5 +1,6 @@
-//! xDS endpoint discovery, as a separate service and as part of the aggregated service (ADS), in
-//! both protocol variants. A stream has no task: the connection polls it, and dropping it ends it.
+//! xDS endpoint discovery as a separate service (EDS) and as part of the aggregated service (ADS),
+//! in both protocol variants. The task of the connection polls a stream, and dropping the stream
+//! ends it.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -29,7 +30,7 @@ use super::variant::{DeltaXds, ReceivedRequest, StateOfTheWorld, XdsVariant, is_
 #[derive(Clone)]
 pub struct XdsService {
     clients: Arc<XdsClients>,
-    /// Ends the streams, which are endless otherwise.
+    /// Ends the streams, which would otherwise never end.
     closing: CancellationToken,
 }
 
@@ -41,7 +42,7 @@ const MAX_LOGGED_TYPE_LEN: usize = 256;
 type XdsResponses<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
 impl XdsService {
-    /// Creates the services, whose streams end with `closing`.
+    /// Creates the services. Their streams end when `closing` is cancelled.
     pub fn new(envoys: Arc<XdsClients>, closing: CancellationToken) -> Self {
         Self {
             clients: envoys,
@@ -60,7 +61,7 @@ impl XdsService {
         &self,
         requests: Streaming<V::Request>,
     ) -> Response<XdsResponses<V::Response>> {
-        let conversation = XdsStream::<V> {
+        let xds_stream = XdsStream::<V> {
             requests,
             snapshots: self.clients.subscribe(),
             subscription: EndpointSubscription::default(),
@@ -68,11 +69,11 @@ impl XdsService {
             closing: self.closing.clone(),
             unsupported_types: Vec::new(),
         };
-        let answers = stream::unfold(conversation, |mut conversation| async {
-            let answer = conversation.next().await?;
-            Some((answer, conversation))
+        let responses = stream::unfold(xds_stream, |mut xds_stream| async {
+            let response = xds_stream.next().await?;
+            Some((response, xds_stream))
         });
-        Response::new(Box::pin(answers))
+        Response::new(Box::pin(responses))
     }
 }
 
@@ -91,8 +92,8 @@ impl<V: XdsVariant> XdsStream<V> {
     /// Returns the next response, or `None` at the end of the stream. An error ends the stream.
     async fn next(&mut self) -> Option<Result<V::Response, Status>> {
         loop {
-            if let Some(answer) = self.next_response() {
-                return Some(Ok(answer));
+            if let Some(response) = self.next_response() {
+                return Some(Ok(response));
             }
             tokio::select! {
                 () = self.closing.cancelled() => return None,
@@ -100,7 +101,7 @@ impl<V: XdsVariant> XdsStream<V> {
                     Ok(Some(request)) => if let Err(status) = self.on_request(V::parse_request(request)) {
                         return Some(Err(status));
                     },
-                    // The error is irrelevant: Envoy reconnects and sends its versions.
+                    // The error does not matter: Envoy reconnects and sends its versions.
                     Ok(None) | Err(_) => return None,
                 },
                 changed = self.snapshots.changed() => changed.ok()?,
@@ -110,22 +111,22 @@ impl<V: XdsVariant> XdsStream<V> {
 
     fn next_response(&mut self) -> Option<V::Response> {
         let now = self.snapshots.borrow_and_update().clone()?;
-        let answer = self
+        let response = self
             .subscription
             .next_update(&now, V::REPORTS_MISSING)
             .map(|update| V::build_response(update, now.version));
-        if answer.is_some() {
+        if response.is_some() {
             self.client.clients().count_message("sent");
         } else if self.subscription.has_names() && self.subscription.is_synced(&now) {
-            let before = self.client.update(|listener| {
-                listener.is_slow = false;
-                listener.generation.replace(now.generation)
+            let before = self.client.update(|status| {
+                status.is_slow = false;
+                status.generation.replace(now.generation)
             });
             if before.is_some_and(|before| before < now.generation) {
                 self.client.clients().record_acceptance(now.since);
             }
         }
-        answer
+        response
     }
 
     fn on_request(&mut self, received: ReceivedRequest) -> Result<(), Status> {
@@ -135,9 +136,8 @@ impl<V: XdsVariant> XdsStream<V> {
             request,
         } = received;
         if let Some(node) = node {
-            self.client.update(|listener| {
-                (listener.node, listener.node_cluster) = (node.id, node.cluster)
-            });
+            self.client
+                .update(|status| (status.node, status.node_cluster) = (node.id, node.cluster));
         }
         if !is_endpoint_type(&type_url) {
             self.on_unsupported_type(type_url);
@@ -147,14 +147,14 @@ impl<V: XdsVariant> XdsStream<V> {
             AckOutcome::Query | AckOutcome::Stale => {}
             AckOutcome::Ack => {
                 self.client.clients().count_message("acked");
-                self.client.update(|listener| listener.refused = None);
+                self.client.update(|status| status.refused = None);
             }
             AckOutcome::Nack(reason) => self.on_nack(reason),
             AckOutcome::TooManyNames => {
                 self.client.clients().count_message("too_many_names");
                 let text = format!("a stream may name {MAX_NAMES} clusters, with 1 MiB of names");
                 warn!(
-                    node = self.client.update(|listener| listener.node.clone()),
+                    node = self.client.update(|status| status.node.clone()),
                     reason = text,
                     "xDS stream refused"
                 );
@@ -169,12 +169,12 @@ impl<V: XdsVariant> XdsStream<V> {
     /// changes.
     fn on_nack(&self, reason: String) {
         self.client.clients().count_message("nacked");
-        self.client.update(|listener| {
+        self.client.update(|status| {
             warn!(
-                node = listener.node,
+                node = status.node,
                 reason, "Envoy rejected an endpoint update; its current endpoints stay in use"
             );
-            listener.refused = Some(reason);
+            status.refused = Some(reason);
         });
     }
 
@@ -188,22 +188,22 @@ impl<V: XdsVariant> XdsStream<V> {
                     .is_some_and(|now| !now.clusters.contains_key(*name))
         };
         let unknown: Vec<String> = clusters.iter().filter(is_unknown).cloned().collect();
-        self.client.update(|listener| {
-            let changed = listener.clusters != clusters;
+        self.client.update(|status| {
+            let changed = status.clusters != clusters;
             if changed && !unknown.is_empty() {
                 warn!(
-                    node = listener.node,
+                    node = status.node,
                     clusters = unknown.join(", "),
                     "Envoy requested unknown clusters"
                 );
             } else if changed {
                 info!(
-                    node = listener.node,
+                    node = status.node,
                     clusters = clusters.join(", "),
                     "Envoy subscribed to endpoints"
                 );
             }
-            (listener.clusters, listener.unknown) = (clusters, unknown);
+            (status.clusters, status.unknown) = (clusters, unknown);
         });
     }
 
@@ -212,9 +212,9 @@ impl<V: XdsVariant> XdsStream<V> {
         let can_be_logged = self.unsupported_types.len() < MAX_LOGGED_TYPES
             && type_url.len() <= MAX_LOGGED_TYPE_LEN;
         if can_be_logged && !self.unsupported_types.contains(&type_url) {
-            self.client.update(|listener| {
+            self.client.update(|status| {
                 warn!(
-                    node = listener.node,
+                    node = status.node,
                     type_url, "Envoy requested an unsupported resource type"
                 );
             });

@@ -1,8 +1,8 @@
 //! Subscription state of one xDS stream: sent and pending resources.
 //!
 //! Only one response is unacknowledged at a time. Later changes are combined into the next
-//! response, so that a slow Envoy uses no memory. In the state-of-the-world variant a request
-//! contains all names, in the delta variant the difference.
+//! response, so a slow Envoy causes no queue. A request contains all names in the
+//! state-of-the-world variant, and the difference in the delta variant.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -11,7 +11,7 @@ use super::assignments::{AssignmentSnapshot, ClusterAssignment, ResourceVersion}
 /// Content of a request.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct SubscriptionRequest {
-    /// Nonce of the acknowledged response; empty for none.
+    /// Nonce of the acknowledged response; empty if there is none.
     pub(super) nonce: String,
     /// Error if the response was rejected.
     pub(super) error_detail: Option<String>,
@@ -27,7 +27,7 @@ pub(super) enum SubscriptionChange {
     Delta {
         subscribe: Vec<String>,
         unsubscribe: Vec<String>,
-        /// Resources and versions from an earlier stream.
+        /// Resources from an earlier stream, with their versions.
         initial_versions: BTreeMap<String, String>,
     },
 }
@@ -38,7 +38,7 @@ impl Default for SubscriptionChange {
     }
 }
 
-/// Meaning of a request.
+/// Meaning of a request for the last response.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum AckOutcome {
     /// A query without acknowledgment.
@@ -47,9 +47,9 @@ pub(super) enum AckOutcome {
     Ack,
     /// The last response was rejected.
     Nack(String),
-    /// Refers to an older response; ignored.
+    /// The request refers to an older response and is ignored.
     Stale,
-    /// Contains more clusters than a stream may request.
+    /// The stream requests too many clusters.
     TooManyNames,
 }
 
@@ -73,7 +73,7 @@ const MAX_NAME_BYTES: usize = 1 << 20;
 #[derive(Clone, Debug, Default)]
 pub(super) struct EndpointSubscription {
     names: BTreeSet<String>,
-    /// Sent resources with their version; `None` for a missing resource.
+    /// Sent resources with their versions; `None` for a missing resource.
     sent: BTreeMap<String, Option<String>>,
     /// Nonce of the last response.
     last_nonce: u64,
@@ -92,15 +92,15 @@ impl EndpointSubscription {
                 .error_detail
                 .map_or(AckOutcome::Ack, AckOutcome::Nack),
         };
-        // A second acknowledgment is a query: Envoy has recreated the cluster and waits for its
+        // A repeated acknowledgment is a query: Envoy has recreated the cluster and waits for its
         // endpoints.
-        let again = outcome == AckOutcome::Ack && !self.awaiting_ack;
+        let is_repeated = outcome == AckOutcome::Ack && !self.awaiting_ack;
         if outcome != AckOutcome::Query {
             self.awaiting_ack = false;
         }
         match request.change {
             SubscriptionChange::Replace(names) => {
-                self.replace_names(names, again || outcome == AckOutcome::Query)
+                self.replace_names(names, is_repeated || outcome == AckOutcome::Query)
             }
             SubscriptionChange::Delta {
                 subscribe,
@@ -126,11 +126,12 @@ impl EndpointSubscription {
         self.names.len() > MAX_NAMES || self.sent.len() > MAX_NAMES || bytes > MAX_NAME_BYTES
     }
 
-    fn replace_names(&mut self, mut names: BTreeSet<String>, again: bool) {
+    /// Replaces the requested names. A query for the same names requests their resources again.
+    fn replace_names(&mut self, mut names: BTreeSet<String>, is_query: bool) {
         if names.is_empty() && !self.started {
             names.insert(ALL.to_owned());
         }
-        if again && names == self.names {
+        if is_query && names == self.names {
             self.sent.clear();
         }
         self.sent
@@ -158,8 +159,8 @@ impl EndpointSubscription {
             self.sent.remove(name);
         }
         for name in subscribe {
-            // A repeated subscription requests the resource again, except in the first request,
-            // which lists the versions Envoy has.
+            // A subscription requests the resource again, except in the first request, which lists
+            // the versions that Envoy has.
             if self.started {
                 self.sent.remove(&name);
             }
@@ -187,7 +188,7 @@ impl EndpointSubscription {
     pub(super) fn next_update<'a>(
         &mut self,
         now: &'a AssignmentSnapshot,
-        tells_absent: bool,
+        reports_missing: bool,
     ) -> Option<EndpointUpdate<'a>> {
         if self.awaiting_ack {
             return None;
@@ -197,7 +198,7 @@ impl EndpointSubscription {
             .map(|(name, pending)| (name.to_owned(), pending))
             .collect();
         let mut clusters = Vec::new();
-        let mut absent = Vec::new();
+        let mut missing = Vec::new();
         for (name, assignment) in pending {
             self.sent.insert(
                 name.clone(),
@@ -205,10 +206,10 @@ impl EndpointSubscription {
             );
             match assignment {
                 Some(assignment) => clusters.push((name, assignment)),
-                None => absent.push(name),
+                None => missing.push(name),
             }
         }
-        if clusters.is_empty() && (absent.is_empty() || !tells_absent) {
+        if clusters.is_empty() && (missing.is_empty() || !reports_missing) {
             return None;
         }
         self.awaiting_ack = true;
@@ -216,7 +217,7 @@ impl EndpointSubscription {
         Some(EndpointUpdate {
             nonce: self.last_nonce.to_string(),
             clusters,
-            missing: absent,
+            missing,
         })
     }
 
@@ -226,18 +227,18 @@ impl EndpointSubscription {
         now: &'a AssignmentSnapshot,
     ) -> impl Iterator<Item = (&'s str, Option<&'a ClusterAssignment>)> + 's {
         let all = self.names.contains(ALL);
-        let every = now.clusters.keys().map(String::as_str).filter(move |_| all);
+        let wildcard = now.clusters.keys().map(String::as_str).filter(move |_| all);
         let named = self
             .names()
             .filter(move |name| *name != ALL && !(all && now.clusters.contains_key(*name)));
-        every.chain(named).filter_map(|name| {
-            let is = now.clusters.get(name);
-            let version = is.map(|assignment: &ClusterAssignment| assignment.version);
-            let same = self
+        wildcard.chain(named).filter_map(|name| {
+            let assignment = now.clusters.get(name);
+            let version = assignment.map(|assignment: &ClusterAssignment| assignment.version);
+            let is_current = self
                 .sent
                 .get(name)
                 .is_some_and(|known| matches_version(known.as_deref(), version));
-            (!same).then_some((name, is))
+            (!is_current).then_some((name, assignment))
         })
     }
 }

@@ -1,7 +1,7 @@
 //! Subset labels of each endpoint address.
 //!
-//! Envoy accepts an address once, so if workers share one, each label is a list. Worker ids are
-//! text: a number would never match, and 64-bit ids do not fit into Envoy's numbers.
+//! Envoy accepts each address only once, so if workers share one, each label is a list. Worker ids
+//! are text: Envoy would never match a number, and its numbers cannot represent 64-bit ids.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,7 +22,7 @@ pub(super) struct SubsetLabels {
 }
 
 impl SubsetLabels {
-    /// Returns name and values of each label.
+    /// Returns the name and the values of each label.
     pub(super) fn entries(&self) -> [(&'static str, Vec<String>); 3] {
         let texts = |texts: &BTreeSet<String>| texts.iter().cloned().collect();
         let ranks = self.rank.iter().map(u32::to_string).collect();

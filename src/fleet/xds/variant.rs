@@ -1,4 +1,4 @@
-//! The two xDS protocol variants, state of the world and delta.
+//! The two xDS protocol variants: state of the world and delta.
 
 use std::collections::BTreeMap;
 
@@ -19,26 +19,26 @@ pub(super) trait XdsVariant: Send + 'static {
     type Response: Send + 'static;
     /// Name in metrics and on the status page.
     const NAME: &'static str;
-    /// True if responses name requested resources that do not exist.
+    /// True if responses list requested resources that do not exist.
     const REPORTS_MISSING: bool;
 
     fn parse_request(request: Self::Request) -> ReceivedRequest;
-    fn build_response(update: EndpointUpdate<'_>, of: ResourceVersion) -> Self::Response;
+    fn build_response(update: EndpointUpdate<'_>, version: ResourceVersion) -> Self::Response;
 }
 
-/// A request with its sender.
+/// A parsed request.
 pub(super) struct ReceivedRequest {
-    /// Only set in the first request of a stream.
+    /// Sender. Set only in the first request of a stream.
     pub(super) node: Option<Node>,
     /// Resource type; empty for a service with a single type.
     pub(super) type_url: String,
     pub(super) request: SubscriptionRequest,
 }
 
-/// Each request contains all requested names.
+/// State of the world: each request contains all requested names.
 pub(super) struct StateOfTheWorld;
 
-/// Each request contains the change of the requested names.
+/// Delta: each request contains the change of the requested names.
 pub(super) struct DeltaXds;
 
 impl XdsVariant for StateOfTheWorld {
@@ -61,9 +61,9 @@ impl XdsVariant for StateOfTheWorld {
         }
     }
 
-    fn build_response(update: EndpointUpdate<'_>, of: ResourceVersion) -> DiscoveryResponse {
+    fn build_response(update: EndpointUpdate<'_>, version: ResourceVersion) -> DiscoveryResponse {
         DiscoveryResponse {
-            version_info: of.to_string(),
+            version_info: version.to_string(),
             resources: update
                 .clusters
                 .into_iter()
@@ -104,7 +104,10 @@ impl XdsVariant for DeltaXds {
         }
     }
 
-    fn build_response(update: EndpointUpdate<'_>, of: ResourceVersion) -> DeltaDiscoveryResponse {
+    fn build_response(
+        update: EndpointUpdate<'_>,
+        version: ResourceVersion,
+    ) -> DeltaDiscoveryResponse {
         let resource = |(name, assignment): (String, &ClusterAssignment)| Resource {
             name,
             version: assignment.version.to_string(),
@@ -112,7 +115,7 @@ impl XdsVariant for DeltaXds {
             ..Default::default()
         };
         DeltaDiscoveryResponse {
-            system_version_info: of.to_string(),
+            system_version_info: version.to_string(),
             resources: update.clusters.into_iter().map(resource).collect(),
             removed_resources: update.missing,
             type_url: ClusterLoadAssignment::type_url(),

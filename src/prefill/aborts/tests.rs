@@ -15,7 +15,7 @@ const LONG: Duration = Duration::from_secs(60);
 /// One received abort: body, authorization, time.
 type ReceivedAbort = (String, Option<HeaderValue>, Instant);
 
-/// An engine with a response delay.
+/// Returns an engine with a response delay.
 async fn engine(delay: Duration) -> (WorkerEndpoint, mpsc::UnboundedReceiver<ReceivedAbort>) {
     let (abort_tx, abort_rx) = mpsc::unbounded_channel();
     let answer = async move |State(abort_tx): State<mpsc::UnboundedSender<ReceivedAbort>>,

@@ -8,7 +8,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 /// One running prefill. Its end is counted by drop.
 pub(super) struct InFlightPrefill {
     metrics: Arc<Metrics>,
-    began: Instant,
+    started: Instant,
 }
 
 impl InFlightPrefill {
@@ -16,7 +16,7 @@ impl InFlightPrefill {
         metrics.prefill.calls_in_flight.inc();
         Self {
             metrics,
-            began: Instant::now(),
+            started: Instant::now(),
         }
     }
 
@@ -27,12 +27,12 @@ impl InFlightPrefill {
             .calls
             .get_or_create(&OutcomeLabel { outcome })
             .inc();
-        let took = self.began.elapsed().as_secs_f64();
+        let duration = self.started.elapsed().as_secs_f64();
         self.metrics
             .prefill
             .call_duration_seconds
             .get_or_create(&OutcomeLabel { outcome })
-            .observe(took);
+            .observe(duration);
     }
 }
 

@@ -25,7 +25,7 @@ fn drop_notifier() -> (DropNotifier, oneshot::Receiver<()>) {
     (DropNotifier(Some(dropped_tx)), dropped_rx)
 }
 
-/// A prefill worker whose responses the test decides, one call after the other.
+/// A prefill worker whose responses the test sends, one call after the other.
 struct TestWorker {
     address: SocketAddr,
     calls_rx: mpsc::UnboundedReceiver<ReceivedCall>,
@@ -182,7 +182,7 @@ async fn failures_have_distinct_outcomes() {
 
 #[tokio::test]
 async fn call_is_cancelled_before_first_byte() {
-    // A connection whose handshake never completes: the peer speaks neither TLS nor HTTP.
+    // The handshake of this connection never completes, because the peer never responds.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let (client, metrics) = new_client(EngineScheme::Https, LONG);
     let (resource, dropped_rx) = drop_notifier();
@@ -229,7 +229,7 @@ fn call_is_either_sent_or_cancelled() {
 }
 
 #[tokio::test]
-async fn running_calls_are_counted_after_client_left() {
+async fn running_calls_are_counted_after_client_disconnects() {
     let mut worker = TestWorker::start().await;
     let (client, metrics) = new_client(EngineScheme::Http, LONG);
     let tasks = TaskTracker::new();
@@ -340,8 +340,8 @@ async fn reconfigured_client_keeps_connections_and_limit() {
     call.await.unwrap().1.unwrap();
 }
 
-/// Responds to the first request of its first connection, closes it at the second, and responds to
-/// all later ones. Reports each request.
+/// Starts a worker that responds to the first request of its first connection, closes the
+/// connection at the second request, and responds to all later requests. Reports each request.
 async fn worker_that_closes_connection() -> (SocketAddr, mpsc::UnboundedReceiver<()>) {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -10,7 +10,7 @@ use warmroute_settings::Size;
 use super::*;
 use crate::prefill::{PrefillBody, PrefillCall};
 
-/// The clients of a model in each mode.
+/// Returns the clients of a model in each mode.
 fn reconfigured(
     clients: &PrefillClients,
     engines: &EnginesConfig,
@@ -67,10 +67,10 @@ async fn worker_connections_survive_unrelated_reload() {
                 .push(String::from_utf8(response.body().to_vec()).unwrap());
         }
     }
-    for (model, seen) in connections {
+    for (model, addresses) in connections {
         assert!(
-            seen[0] == seen[1] && seen[1] != seen[2],
-            "{model}: {seen:?}"
+            addresses[0] == addresses[1] && addresses[1] != addresses[2],
+            "{model}: {addresses:?}"
         );
     }
     let aborts = |clients: &PrefillClients| Arc::as_ptr(clients.aborts.as_ref().unwrap());

@@ -4,7 +4,7 @@ use super::*;
 
 const P01: &[u8] = include_bytes!("../../../tests/data/prefill/p01-nixl-pd.json");
 
-/// One step of the captured handoff: request and response.
+/// Returns one step of the captured handoff: request and response.
 fn step(at: usize) -> (Value, Value) {
     let captured: Value = serde_json::from_slice(P01).unwrap();
     let step = &captured["log"][at];
@@ -15,7 +15,7 @@ fn bytes(value: &Value) -> Bytes {
     value.to_string().into()
 }
 
-/// The prefill worker's response to this request.
+/// Returns the prefill worker's response to this request.
 fn response_to(handoff: &KvHandoff, answer: &[u8]) -> PrefillResponse {
     handoff
         .prefill_body()
@@ -26,15 +26,15 @@ fn response_to(handoff: &KvHandoff, answer: &[u8]) -> PrefillResponse {
 }
 
 fn decode(handoff: KvHandoff, answer: &[u8]) -> Result<Bytes, HandoffError> {
-    let handed = response_to(&handoff, answer);
-    handoff.decode_body(handed)
+    let response = response_to(&handoff, answer);
+    handoff.decode_body(response)
 }
 
 fn prefill_request(handoff: &KvHandoff) -> Value {
     serde_json::from_slice(&handoff.prefill_body().unwrap().into_parts().0).unwrap()
 }
 
-/// The client's request behind the captured bodies.
+/// Returns the client's request that led to the captured bodies.
 fn original() -> Value {
     let mut body = step(1).0;
     body.as_object_mut()
@@ -63,7 +63,7 @@ fn bodies_of_both_workers_equal_captured_ones() {
         serde_json::from_slice(&decode(handoff(&client), &bytes(&answer)).unwrap()).unwrap();
     assert_eq!(body, to_decode);
 
-    // In the capture only the decode worker was asked for token ids.
+    // In the capture, only the request to the decode worker asks for token ids.
     client
         .as_object_mut()
         .unwrap()
@@ -95,17 +95,27 @@ fn prefill_body_requests_one_token_unstreamed() {
         &bytes(&body),
     )
     .unwrap();
-    let asked = prefill_request(&handoff);
+    let request = prefill_request(&handoff);
     assert_eq!(
-        (&asked["max_tokens"], &asked["min_tokens"], &asked["stream"]),
+        (
+            &request["max_tokens"],
+            &request["min_tokens"],
+            &request["stream"]
+        ),
         (&json!(1), &json!(0), &json!(false))
     );
     assert_eq!(
-        (&asked["stream_options"], asked.get("max_completion_tokens")),
+        (
+            &request["stream_options"],
+            request.get("max_completion_tokens")
+        ),
         (&Value::Null, None)
     );
-    assert_eq!(asked["kv_transfer_params"]["remote_host"], Value::Null);
-    assert_eq!(asked["kv_transfer_params"]["do_remote_decode"], json!(true));
+    assert_eq!(request["kv_transfer_params"]["remote_host"], Value::Null);
+    assert_eq!(
+        request["kv_transfer_params"]["do_remote_decode"],
+        json!(true)
+    );
 }
 
 #[test]
@@ -168,7 +178,7 @@ fn response_without_transfer_params_is_error() {
     assert_eq!(
         decode(new(KvTransferProtocol::Vllm), twice),
         Err(Unreadable),
-        "which is meant?"
+        "a repeated field is ambiguous"
     );
 }
 
@@ -181,9 +191,9 @@ fn tensorrt_llm_params_are_converted_for_generation() {
         &body,
     )
     .unwrap();
-    let asked = prefill_request(&handoff);
+    let request = prefill_request(&handoff);
     assert_eq!(
-        asked["disaggregated_params"],
+        request["disaggregated_params"],
         json!({"request_type": "context_only"})
     );
     let answer = br#"{"choices":[{"index":0,"disaggregated_params":{"request_type":"context_only","first_gen_tokens":[5],"ctx_request_id":18446744073709551615,"opaque_state":"AAE=" }}]}"#;
@@ -198,7 +208,7 @@ fn unsplittable_requests_are_rejected() {
     let text = Some(ApiKind::Completions);
     let several = Some(SplitError::MultipleAnswers);
     let reported = Some(SplitError::ReportsPrompt);
-    for (api, body, unfit) in [
+    for (api, body, expected) in [
         (chat, json!({"n": 2}), several),
         (
             chat,
@@ -232,7 +242,7 @@ fn unsplittable_requests_are_rejected() {
     ] {
         assert_eq!(
             KvHandoff::new(api, KvTransferProtocol::Vllm, &bytes(&body)).err(),
-            unfit,
+            expected,
             "{body}"
         );
     }
@@ -251,13 +261,16 @@ fn response_of_other_request_is_rejected() {
     let answer = br#"{"kv_transfer_params":{"remote_request_id":"theirs"}}"#;
     let one = new();
     let other = new();
-    let handed = response_to(&other, answer);
-    assert_eq!(one.decode_body(handed), Err(HandoffError::OtherRequest));
-    let strange = PrefillBody::without_handoff(Bytes::new())
+    let response = response_to(&other, answer);
+    assert_eq!(one.decode_body(response), Err(HandoffError::OtherRequest));
+    let unrelated = PrefillBody::without_handoff(Bytes::new())
         .into_parts()
         .1
         .response(Bytes::from_static(answer));
-    assert_eq!(other.decode_body(strange), Err(HandoffError::OtherRequest));
+    assert_eq!(
+        other.decode_body(unrelated),
+        Err(HandoffError::OtherRequest)
+    );
     assert!(decode(new(), answer).is_ok());
 }
 
@@ -302,9 +315,9 @@ fn kv_fields_of_clients_are_removed() {
     ] {
         assert_eq!(strip_kv_fields(body.as_bytes()), expected, "{body:.80}");
     }
-    let wide: Vec<u8> =
+    let utf16: Vec<u8> =
         r#"{"kv_transfer_params":{}}"#.encode_utf16().flat_map(u16::to_le_bytes).collect();
-    assert_eq!(strip_kv_fields(&wide), StrippedBody::Unreadable);
+    assert_eq!(strip_kv_fields(&utf16), StrippedBody::Unreadable);
     let StrippedBody::Changed(body) = strip_kv_fields(many(5).as_bytes()) else {
         panic!("a repeated field is ambiguous")
     };

@@ -27,23 +27,23 @@ mod large_bodies;
 
 const PATH: &str = "/v1/chat/completions";
 
-/// A render server with a response delay, and the number of its calls.
-async fn server(status: u16, text: String, after: Duration) -> (String, Arc<AtomicUsize>) {
+/// Returns a render server with a response delay, and the number of its calls.
+async fn server(status: u16, text: String, delay: Duration) -> (String, Arc<AtomicUsize>) {
     let calls = Arc::new(AtomicUsize::new(0));
     let count = calls.clone();
-    let answer = move || {
+    let handler = move || {
         let count = count.clone();
         let text = text.clone();
         async move {
             count.fetch_add(1, Ordering::SeqCst);
-            tokio::time::sleep(after).await;
+            tokio::time::sleep(delay).await;
             (StatusCode::from_u16(status).unwrap(), text)
         }
     };
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
-        axum::serve(listener, Routes::new().fallback(answer))
+        axum::serve(listener, Routes::new().fallback(handler))
             .await
             .unwrap()
     });
@@ -214,7 +214,7 @@ async fn engine_tokens_respect_the_deadline() {
     assert_eq!(count_outcomes(&metrics, "timeout"), 1);
 }
 
-/// The local hashes in the first event of a real engine that computed the same image.
+/// Returns the local hashes in the first event of a real engine that computed the same image.
 fn event_blocks(media: MediaTokens) -> Vec<warmroute_core::block::LocalHash> {
     let capture: Value =
         serde_json::from_str(include_str!("../../../tests/data/kv_events/e02-image.json")).unwrap();
@@ -257,7 +257,7 @@ async fn rendered_image_blocks_match_engine_events() {
     }
 }
 
-/// The same preprocessor, with engines that report this context length.
+/// Returns the same preprocessor, with engines that report this context length.
 fn with_model_length(
     preprocessor: Arc<RequestPreprocessor>,
     max_model_len: u64,
@@ -289,7 +289,7 @@ async fn engine_tokens_are_truncated_to_model_length() {
     .await;
     let body =
         json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]}).to_string();
-    for (max_length, because, blocks) in [(200, None, 6), (100, Some(Reason::PromptTooLong), 3)] {
+    for (max_length, reason, blocks) in [(200, None, 6), (100, Some(Reason::PromptTooLong), 3)] {
         let preprocessor = with_model_length(
             new_preprocessor(
                 &config_with_long_timeout(vec![url.clone()]),
@@ -303,7 +303,7 @@ async fn engine_tokens_are_truncated_to_model_length() {
             .await
             .route_request
             .prompt;
-        assert_eq!(prompt.reason(), because);
+        assert_eq!(prompt.reason(), reason);
         let known = match &prompt {
             RoutePrompt::Truncated { known, .. } => known,
             prompt => &prompt.blocks()[0],
@@ -359,11 +359,11 @@ async fn shadow_tokenization_has_the_limits_of_prompts() {
     let resolved = preprocessor.parts.models.resolve(Some("m")).unwrap();
     let model = SaltedModel::new(resolved, None);
     let source = &preprocessor.parts.token_sources[&"m".into()];
-    let is_compared = |repeats: usize, until: Option<Instant>| {
+    let is_compared = |repeats: usize, deadline: Option<Instant>| {
         let body =
             json!({"model": "m", "prompt": "one two three four ".repeat(repeats)}).to_string();
         let request = openai::parse(ApiKind::Completions, body.as_bytes()).unwrap();
-        let expectation = preprocessor.shadow_expectation(&model, source, until, &request);
+        let expectation = preprocessor.shadow_expectation(&model, source, deadline, &request);
         matches!(expectation, ParityExpectation::Shadow(_))
     };
     assert!(is_compared(100, None));
@@ -391,7 +391,7 @@ async fn tokenize_is_not_queried_with_refused_tools() {
     };
     let (preprocessor, _) = new_preprocessor(&config, MediaTokens::default());
     let tool = json!({"type": "function", "function": {"name": "f"}});
-    for (more, known) in [
+    for (fields, is_queried) in [
         (json!({}), true),
         (json!({"tool_choice": "none"}), true),
         (json!({"tool_choice": "none", "tools": []}), true),
@@ -403,7 +403,7 @@ async fn tokenize_is_not_queried_with_refused_tools() {
         let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hello"}]});
         body.as_object_mut()
             .unwrap()
-            .extend(more.as_object().unwrap().clone());
+            .extend(fields.as_object().unwrap().clone());
         let preprocessed = preprocessor
             .preprocess(
                 PATH,
@@ -411,11 +411,11 @@ async fn tokenize_is_not_queried_with_refused_tools() {
                 &RequestBody::Whole(body.to_string().into()),
             )
             .await;
-        assert_eq!(preprocessed.tokens == [[1, 2, 3]], known, "{more}");
+        assert_eq!(preprocessed.tokens == [[1, 2, 3]], is_queried, "{fields}");
         assert_eq!(
             calls.load(Ordering::SeqCst) - before,
-            usize::from(known),
-            "{more}"
+            usize::from(is_queried),
+            "{fields}"
         );
     }
 }
@@ -433,11 +433,11 @@ async fn too_many_prompts_are_not_rendered() {
                 .preprocess("/v1/completions", &|_| None, &RequestBody::Whole(body))
                 .await;
             assert_eq!(calls.load(Ordering::SeqCst) - before, expected, "{prompts}");
-            let because = preprocessed.route_request.prompt.reason();
+            let reason = preprocessed.route_request.prompt.reason();
             assert_eq!(
-                because == Some(Reason::TooManyPrompts),
+                reason == Some(Reason::TooManyPrompts),
                 expected == 0,
-                "{prompts}: {because:?}"
+                "{prompts}: {reason:?}"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! `models[].engine_tokens:`: tokens from engines.
+//! The `models[].remote_tokenizer:` section: tokens from engines.
 
 use std::path::{Path, PathBuf};
 
@@ -7,17 +7,18 @@ use serde::{Deserialize, Serialize};
 use warmroute_engines::engine_client::EngineUrl;
 use warmroute_settings::{Period, Problem};
 
-/// `models[].remote_tokenizer:`.
+/// The `models[].remote_tokenizer:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineTokensConfig {
-    /// Requests to query engines for.
+    /// Requests for which engines are queried.
     pub mode: EngineTokensTrigger,
     /// API to query.
     pub endpoint: RenderPath,
     /// Render servers. Default: the workers of the model.
     pub urls: Vec<String>,
-    /// Timeout of a request. Afterwards it is routed by the local tokens, or load-only.
+    /// Timeout of a request. Afterwards, the request is routed by the local tokens, or by load
+    /// only.
     pub timeout: Period,
     /// Delay after which a second server is called.
     pub hedge_delay: Period,
@@ -25,13 +26,13 @@ pub struct EngineTokensConfig {
     pub token_file: Option<PathBuf>,
     /// Maximum number of concurrent queries. Further requests use the local tokens.
     pub max_concurrency: u32,
-    /// Consecutive failures after which a server rests.
+    /// Number of consecutive failures after which a server is not called for a while.
     pub max_consecutive_failures: u32,
-    /// Duration of the rest.
+    /// Time for which a failing server is not called.
     pub cooldown: Period,
 }
 
-/// Requests to query engines for.
+/// Requests for which engines are queried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineTokensTrigger {
@@ -51,7 +52,7 @@ pub enum RenderPath {
     #[default]
     Render,
     /// `POST /tokenize`: for conversations and single texts, without images and without fields that
-    /// it ignores.
+    /// `/tokenize` ignores.
     Tokenize,
 }
 

@@ -6,7 +6,7 @@ fn rewrites(text: &str) -> RewriteRules {
     RewriteRules::from(&config)
 }
 
-/// Without pools and further rules.
+/// Chooses a model without pools and without further rules.
 fn choose<'a>(
     rules: &'a RewriteRules,
     name: Option<&'a str>,
@@ -48,11 +48,11 @@ fn model_rule_precedes_catch_all_rule() {
         (Some("a"), Some(" "), Some("first")),
         (Some("a"), Some("a"), None),
     ];
-    for (asked, header, chosen) in cases {
+    for (requested, header, chosen) in cases {
         assert_eq!(
-            choose(&rules, asked, header, 0.5),
+            choose(&rules, requested, header, 0.5),
             chosen,
-            "{asked:?} {header:?}"
+            "{requested:?} {header:?}"
         );
     }
     let named = rewrites(r#"{"rules": [{"models": ["a"], "targets": [{"model": "b"}]}]}"#);
@@ -100,7 +100,7 @@ fn shares_follow_weights() {
         assert_eq!(counts, shares, "{targets}");
         assert!(
             choose(&rules, None, None, 1.0).is_some(),
-            "whatever the dice say"
+            "any random number selects a target"
         );
     }
 }
@@ -117,7 +117,7 @@ fn model_can_keep_share_of_its_requests() {
 #[test]
 fn pool_rules_follow_configured_rules() {
     let rule = |text: &str| serde_json::from_str::<RewriteRule>(text).unwrap();
-    let own = rewrites(
+    let configured = rewrites(
         r#"{"rules": [{"targets": [{"model": "own"}]}, {"models": ["a"], "targets": [{"model": "own-a"}]}]}"#,
     );
     let pools = RewriteRules::from_pools([
@@ -154,7 +154,7 @@ fn pool_rules_follow_configured_rules() {
         (None, Some("p"), "own", Some("p")),
     ] {
         assert_eq!(
-            chosen(&own, name, pool).as_deref(),
+            chosen(&configured, name, pool).as_deref(),
             Some(with),
             "{name:?} {pool:?}"
         );
@@ -166,16 +166,17 @@ fn pool_rules_follow_configured_rules() {
     }
 }
 
-/// Possible in the rules of a cluster; a configuration rejects it.
+/// The rules of a cluster may have such weights; a configuration rejects them.
 #[test]
 fn zero_weights_are_equal_shares() {
-    let of = |to: &str| RewriteRules::from_pools([("p".into(), serde_json::from_str(to).unwrap())]);
-    let zero = of(r#"{"targets": [{"model": "a", "weight": 0}, {"model": "b"}]}"#);
+    let parse =
+        |text: &str| RewriteRules::from_pools([("p".into(), serde_json::from_str(text).unwrap())]);
+    let zero = parse(r#"{"targets": [{"model": "a", "weight": 0}, {"model": "b"}]}"#);
     assert_eq!(
         [0.4, 0.6].map(|random| choose(&zero, None, None, random)),
         [Some("a"), Some("b")]
     );
-    let mixed = of(r#"{"targets": [{"model": "a"}, {"model": "b", "weight": 1}]}"#);
+    let mixed = parse(r#"{"targets": [{"model": "a"}, {"model": "b", "weight": 1}]}"#);
     assert_eq!(
         [0.0, 0.9].map(|random| choose(&mixed, None, None, random)),
         [Some("b"), Some("b")]

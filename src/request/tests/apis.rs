@@ -53,7 +53,7 @@ fn preprocess(path: &str, content_type: &'static str, body: &str) -> Preprocesse
 const JSON: &str = "application/json";
 const FORM: &str = "multipart/form-data; boundary=B";
 
-/// Transcription request with a file and a model.
+/// Returns the form of a transcription request with a file and a model.
 fn form(model: &str) -> String {
     let file = format!(
         "--B\r\ncontent-disposition: form-data; name=file; filename=f\r\n\r\n{}\r\n",
@@ -71,7 +71,7 @@ type EstimatedCase = (
     Option<&'static str>,
 );
 
-/// Requests that an engine computes.
+/// Returns requests that an engine computes.
 fn inference_cases() -> Vec<EstimatedCase> {
     let served = Some("base");
     vec![
@@ -127,7 +127,7 @@ fn inference_cases() -> Vec<EstimatedCase> {
     ]
 }
 
-/// Requests that no engine computes, as far as warmroute knows.
+/// Returns requests that no engine computes, as far as warmroute knows.
 fn other_cases() -> Vec<EstimatedCase> {
     let served = Some("base");
     vec![

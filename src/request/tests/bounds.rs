@@ -1,5 +1,5 @@
 //! Prompts that exceed the length of the model or the deadline are routed by their first tokens,
-//! and do not delay others.
+//! and do not delay other requests.
 
 use warmroute_core::engine_settings::CommonSettings;
 
@@ -7,7 +7,7 @@ use super::*;
 
 const PATH: &str = "/v1/completions";
 
-/// A text of about this length, in different sentences.
+/// Returns a text of about this length, in different sentences.
 fn words(bytes: usize) -> String {
     (0_u64..)
         .map(|n| format!("sentence {n} of a long prompt, "))
@@ -29,7 +29,7 @@ fn limits_with_long_deadline() -> EncodeLimits {
     }
 }
 
-/// A preprocessor for a model of this length, with trusted clients.
+/// Returns a preprocessor for a model of this length, with trusted clients.
 fn preprocessor_for_length(max_model_len: u64, limits: EncodeLimits) -> Arc<RequestPreprocessor> {
     let mut preprocessor = Arc::into_inner(preprocessor_with_tokenizer(limits)).unwrap();
     preprocessor.parts.clients.trusted = true;
@@ -48,7 +48,7 @@ fn preprocessor_for_length(max_model_len: u64, limits: EncodeLimits) -> Arc<Requ
     Arc::new(preprocessor)
 }
 
-/// The known blocks of a partial prompt, with the reason.
+/// Returns the known blocks of a partial prompt, with the reason.
 fn known_prefix(prompt: RoutePrompt) -> (BlockHashes, u64, Reason) {
     match prompt {
         RoutePrompt::Truncated {
@@ -89,7 +89,7 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
         tokens > 5000,
         "the load of the whole prompt is estimated: {tokens}"
     );
-    // The engine sees only the rest after truncation.
+    // The engine computes only the part that remains after truncation.
     let cut = serde_json::json!({"model": "m", "prompt": prompt, "truncate_prompt_tokens": 500, "truncation_side": "right"});
     let kept = complete_prompt(
         preprocessor
@@ -99,10 +99,10 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
     );
     assert_eq!(kept.locals(), &exact.locals()[..500 / 16]);
     let tokens: Vec<u32> = (1..=2000).collect();
-    let of_tokens = serde_json::json!({"model": "m", "prompt": tokens}).to_string();
+    let token_body = serde_json::json!({"model": "m", "prompt": tokens}).to_string();
     let (known, _, because) = known_prefix(
         preprocessor
-            .preprocess_blocking(None, PATH, &|_| None, of_tokens.as_bytes())
+            .preprocess_blocking(None, PATH, &|_| None, token_body.as_bytes())
             .route_request
             .prompt,
     );
@@ -112,7 +112,7 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
 #[test]
 fn token_data_is_truncated_to_model_length() {
     let tokens: Vec<u32> = (1..=2000).collect();
-    let of = |tokens: &[u32]| {
+    let prompt_of = |tokens: &[u32]| {
         let body =
             serde_json::json!({"model": "m", "prompt": "x", "nvext": {"token_data": tokens}})
                 .to_string();
@@ -121,14 +121,14 @@ fn token_data_is_truncated_to_model_length() {
             .route_request
             .prompt
     };
-    let (known, tokens_estimated, because) = known_prefix(of(&tokens));
+    let (known, tokens_estimated, because) = known_prefix(prompt_of(&tokens));
     assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
     assert!(tokens_estimated >= 1000 / 16 * 16, "{tokens_estimated}");
-    let exact = complete_prompt(of(&tokens[..1000]));
+    let exact = complete_prompt(prompt_of(&tokens[..1000]));
     assert_eq!(known.locals(), exact.locals());
 }
 
-/// The rest of a truncated body may change the last tokens, also where the model limit ends the
+/// The rest of a truncated body may change the last tokens, even if the model limit ends the
 /// prompt.
 #[tokio::test]
 async fn truncated_prompt_beyond_model_length_keeps_stable_blocks() {
@@ -255,7 +255,7 @@ async fn body_above_limit_keeps_its_reason_when_shown_whole() {
 }
 
 #[tokio::test]
-async fn deadline_beyond_time_is_no_deadline() {
+async fn maximum_deadline_never_expires() {
     let preprocessor = preprocessor_with_tokenizer(EncodeLimits {
         deadline: Duration::MAX,
         ..limits_with_long_deadline()
@@ -301,7 +301,7 @@ async fn missed_deadline_keeps_first_tokens() {
             return;
         }
     }
-    panic!("nothing was kept of any");
+    panic!("no deadline left a known prefix");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

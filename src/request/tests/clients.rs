@@ -89,7 +89,7 @@ const STRICT_HEADER: &str = "x-dynamo-request-strict-priority";
 const PATH: &str = "/v1/completions";
 const PATH_OF_POOL_Q: &str = "/q/v1/completions";
 
-/// A preprocessor for a cluster with objectives in two pools.
+/// Returns a preprocessor for a cluster with objectives in two pools.
 fn preprocessor_with_objectives(clients: ClientsConfig) -> Arc<RequestPreprocessor> {
     let objectives = [("p", "gold", 5), ("q", "gold", -9), ("p", "none", 0)];
     let cluster = ClusterRules::new(
@@ -109,7 +109,7 @@ fn preprocessor_with_objectives(clients: ClientsConfig) -> Arc<RequestPreprocess
     })
 }
 
-/// The strict priority of a request, and its pool.
+/// Returns the strict priority of a request, and its pool.
 fn priority_and_pool(
     clients: &ClientsConfig,
     path: &str,

@@ -4,8 +4,8 @@ use warmroute_core::engine_settings::CommonSettings;
 
 use super::*;
 
-/// A preprocessor for a vision model, with a system prompt before every image so that some blocks
-/// precede it.
+/// Returns a preprocessor for a vision model, with a system prompt before every image so that some
+/// blocks precede it.
 fn vision_preprocessor() -> Arc<RequestPreprocessor> {
     vision_preprocessor_with(
         |encoder| encoder,
@@ -179,7 +179,7 @@ fn image_part(url: &str) -> serde_json::Value {
     serde_json::json!({"type": "image_url", "image_url": {"url": url}})
 }
 
-/// Four messages, of which the last has an image.
+/// Returns four messages, the last of which has an image.
 fn messages_with_image() -> Vec<serde_json::Value> {
     use serde_json::json;
     let words = |from: usize| {
@@ -316,10 +316,13 @@ fn reported_length_limits_truncated_prompts() {
     let preprocess = |path: &str, body: &str| {
         preprocessor.preprocess_blocking(None, path, &|_| None, body.as_bytes())
     };
-    let text =
-        |more: &str| format!(r#"{{"model": "m", "prompt": "one two three four five six"{more}}}"#);
-    let chat = |more: &str| {
-        format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{more}}}"#)
+    let text = |fields: &str| {
+        format!(r#"{{"model": "m", "prompt": "one two three four five six"{fields}}}"#)
+    };
+    let chat = |fields: &str| {
+        format!(
+            r#"{{"model": "m", "messages": [{{"role": "user", "content": "one two"}}]{fields}}}"#
+        )
     };
     let truncated = text(r#", "truncate_prompt_tokens": -1"#);
     let prompt = preprocess("/v1/completions", &truncated)
@@ -335,25 +338,25 @@ fn reported_length_limits_truncated_prompts() {
         ..CommonSettings::default()
     };
     report_settings(&preprocessor, settings);
-    for (more, kept) in [
+    for (fields, kept) in [
         ("", 4),
         (r#", "max_tokens": null"#, 4),
         (r#", "max_tokens": 2"#, 4),
         (r#", "max_tokens": 0"#, 5),
     ] {
-        let body = text(&format!(r#", "truncate_prompt_tokens": -1{more}"#));
+        let body = text(&format!(r#", "truncate_prompt_tokens": -1{fields}"#));
         let preprocessed = preprocess("/v1/completions", &body);
-        assert_eq!(preprocessed.tokens, [&text_tokens[6 - kept..]], "{more}");
+        assert_eq!(preprocessed.tokens, [&text_tokens[6 - kept..]], "{fields}");
     }
     // Without `max_tokens` a chat may be as long as the model accepts.
-    for (more, kept) in [
+    for (fields, kept) in [
         ("", 5),
         (r#", "max_tokens": 0"#, 5),
         (r#", "max_completion_tokens": 2"#, 4),
     ] {
-        let body = chat(&format!(r#", "truncate_prompt_tokens": -1{more}"#));
+        let body = chat(&format!(r#", "truncate_prompt_tokens": -1{fields}"#));
         let preprocessed = preprocess("/v1/chat/completions", &body);
         let expected = &chat_tokens[chat_tokens.len() - kept..];
-        assert_eq!(preprocessed.tokens, [expected], "{more}");
+        assert_eq!(preprocessed.tokens, [expected], "{fields}");
     }
 }

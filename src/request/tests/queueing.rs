@@ -27,7 +27,7 @@ async fn full_queue_and_deadline_have_their_reasons() {
         RoutePrompt::Estimated { because, .. } | RoutePrompt::Truncated { because, .. } => because,
         prompt => panic!("{prompt:?}"),
     };
-    // One thread runs all of this. It stays free while the encoder threads work.
+    // One thread runs all four requests. It stays free while the encoder threads work.
     let reasons = tokio::join!(reason(), reason(), reason(), reason());
     assert_eq!(
         reasons,

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A preprocessor with this chat template.
+/// Returns a preprocessor with this chat template.
 fn preprocessor_with_template(template: &str) -> Arc<RequestPreprocessor> {
     preprocessor_with_template_for(template, ClientsConfig::default())
 }
@@ -41,27 +41,28 @@ fn preprocessor_with_template_for(
 const PLAIN_TEMPLATE: &str =
     "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}";
 
-/// Contents as strings, reasoning only in the last response, and tools before the last question.
+/// Renders contents as strings, reasoning only in the last response, and tools before the last
+/// question.
 const REASONING_TEMPLATE: &str = "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}\
     {% endfor %}{% for m in messages %}<|im_start|>{{ m.role }} {% if m.reasoning and loop.index0 > ns.last %}{{ m.reasoning }}\
     {% endif %}{% if tools and loop.index0 == ns.last %}{{ tools }}{% endif %}{{ m.content }}<|im_end|>{% endfor %}";
 
-/// Contents as lists of parts, the images of a message before its texts.
+/// Renders contents as lists of parts, with the images of a message before its texts.
 const PARTS_TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content is string %}{{ m.content }}{% else %}\
     {% for c in m.content %}{% if c.type == 'image' %}<|image_pad|>{% endif %}{% endfor %}\
     {% for c in m.content %}{% if c.type == 'text' %}{{ c.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}";
 
-/// Without the text before `</think>` in all but the last turn.
+/// Omits the text before `</think>` in all but the last turn.
 const THINKING_TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.role == 'assistant' and not loop.last %}\
     {{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}";
 
-/// Tool calls with their arguments one by one, after the text.
+/// Renders tool calls after the text, with their arguments one by one.
 const TOOL_CALL_TEMPLATE: &str = "{% for m in messages %}<|im_start|>{{ m.role }} {% if m.content %}{{ m.content }}{% endif %}\
     {% for call in m.tool_calls or [] %}<call>{{ call.function.name }}{% for key, value in call.function.arguments | items %}\
     <argument={{ key }}>{{ value }}\n</argument of this call and of no other>\n{% endfor %}\n</call that was made>\n{% endfor %}\
     <|im_end|>{% endfor %}";
 
-/// The known blocks of a prompt.
+/// Returns the known blocks of a prompt.
 fn known_blocks(prompt: RoutePrompt) -> Vec<warmroute_core::block::LocalHash> {
     match prompt {
         RoutePrompt::Hashed(prompts) => prompts[0].locals().to_vec(),
@@ -70,7 +71,7 @@ fn known_blocks(prompt: RoutePrompt) -> Vec<warmroute_core::block::LocalHash> {
     }
 }
 
-/// Words from `w<from>` on.
+/// Returns 40 words, the first of which is `w<from>`.
 fn words(from: usize) -> String {
     (from..from + 40).map(|n| format!("w{n} ")).collect()
 }
@@ -83,13 +84,13 @@ fn text_part(text: &str) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// User message of two text parts.
+/// Returns a user message with two text parts.
 fn parts() -> Value {
     message("user", vec![text_part(&words(500)), text_part(&words(600))])
 }
 
-/// User message of a text and an image.
-fn shown() -> Value {
+/// Returns a user message with a text and an image.
+fn text_and_image() -> Value {
     let image = json!({"type": "image_url", "image_url": {"url": png_data_url(2)}});
     message("user", vec![text_part(&words(500)), image])
 }
@@ -120,7 +121,7 @@ async fn assert_known_blocks_stay(template: &str, body: &str, marker: &str, min_
         "{marker}: {} tokens are known",
         known.len() * 4
     );
-    // Of a conversation with an image only the part before it is known.
+    // In a conversation with an image, only the part before the image is known.
     let preprocessed = preprocessor.preprocess_blocking(None, path, &|_| None, body.as_bytes());
     let locals = known_blocks(preprocessed.route_request.prompt);
     assert!(min_tokens == 0 || !locals.is_empty(), "{marker}");
@@ -146,7 +147,7 @@ async fn text_after_truncation_keeps_known_blocks() {
             60,
         ),
         (
-            conversation(&[&system, &user, &answer, &shown()]),
+            conversation(&[&system, &user, &answer, &text_and_image()]),
             "w530 ",
             60,
         ),
@@ -155,14 +156,17 @@ async fn text_after_truncation_keeps_known_blocks() {
             "w430 ",
             0,
         ),
-        (conversation(&[&shown()]), "w530 ", 0),
+        (conversation(&[&text_and_image()]), "w530 ", 0),
     ];
     for (body, marker, min_tokens) in cases {
         assert_known_blocks_stay(PLAIN_TEMPLATE, &body, marker, min_tokens).await;
     }
     let cases = [
         (conversation(&[&system, &user, &answer, &parts()]), "w630 "),
-        (conversation(&[&system, &user, &answer, &shown()]), "w530 "),
+        (
+            conversation(&[&system, &user, &answer, &text_and_image()]),
+            "w530 ",
+        ),
     ];
     for (body, marker) in cases {
         assert_known_blocks_stay(PARTS_TEMPLATE, &body, marker, 60).await;
@@ -234,7 +238,8 @@ async fn tool_calls_after_truncation_keep_known_blocks() {
     }
 }
 
-/// Code agents send requests to `/v1/messages` whose tool arguments are objects. One argument is named `content`.
+/// Code agents send requests to `/v1/messages` whose tool arguments are objects. One argument is
+/// named `content`.
 #[tokio::test]
 async fn truncated_tool_argument_is_unknown() {
     use serde_json::json;

@@ -20,7 +20,8 @@ pub(super) struct SourceHandle {
 }
 
 impl FleetController {
-    /// Replaces the image tokens of the models, and restarts the sources that use them.
+    /// Replaces the media tokens of the models. Event sources with changed tokens restart, because
+    /// earlier events were read with the old tokens.
     pub(super) async fn set_media(&mut self, media: Arc<MediaTokensByModel>) {
         let before = std::mem::replace(&mut self.media, media);
         let fleet = self.router.fleet();
@@ -60,22 +61,22 @@ impl FleetController {
             resync: self.resync.clone(),
             max_message: self.max_event_message,
         };
-        // A later worker is used as soon as its events have caught up, or by load, and does not
-        // affect readiness.
+        // A worker that joins later does not affect readiness: it is routed by load until its
+        // events have caught up.
         let starting = self.initial_workers.is_some() || self.pending_settings.is_some();
         let ready = starting.then(|| {
             self.readiness
                 .begin_step(format!("event source of worker rank {}", member.rank))
         });
         let stop = CancellationToken::new();
-        let followed = SourceTask {
+        let source_task = SourceTask {
             spec,
             member: member.clone(),
             router: self.router.clone(),
             writers: self.writers.clone(),
             metrics: self.metrics.clone(),
             deadline: self.sources_deadline,
-            // All replicas receive the events of a later worker from the start.
+            // Peers have no more events than this process of a worker that joins later.
             warm_start: self
                 .warm_start
                 .clone()
@@ -87,7 +88,7 @@ impl FleetController {
                     (warm_start, ready)
                 }),
         };
-        let task = tokio::spawn(followed.run(ready, stop.clone()));
+        let task = tokio::spawn(source_task.run(ready, stop.clone()));
         self.sources
             .insert(member.rank, SourceHandle { stop, task });
     }

@@ -21,16 +21,16 @@ const ONE: WorkerId = WorkerId(1);
 struct Engine {
     /// Required bearer token.
     token: Option<&'static str>,
-    /// True if it does not answer.
+    /// True if it does not respond.
     hangs: AtomicBool,
-    /// Port of its KV events.
-    publishes: Option<u16>,
+    /// Port of its KV events, if it reports one.
+    event_port: Option<u16>,
     /// Number of settings queries.
-    asked: AtomicUsize,
+    queries: AtomicUsize,
 }
 
 impl Engine {
-    /// Starts to serve. Returns the address.
+    /// Starts to serve and returns the address.
     async fn serve(self: &Arc<Self>) -> std::net::SocketAddr {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
@@ -48,27 +48,27 @@ impl Engine {
     }
 
     async fn answer(&self, headers: &HeaderMap, path: &str) -> (StatusCode, String) {
-        let wanted = self.token.map(|token| format!("Bearer {token}"));
-        let denied = wanted.is_some_and(|wanted| {
+        let required = self.token.map(|token| format!("Bearer {token}"));
+        let is_unauthorized = required.is_some_and(|required| {
             headers
                 .get("authorization")
-                .is_none_or(|given| *given != *wanted)
+                .is_none_or(|given| *given != *required)
         });
         if path == "/metrics" {
-            self.asked.fetch_add(1, Ordering::SeqCst);
+            self.queries.fetch_add(1, Ordering::SeqCst);
         }
         while self.hangs.load(Ordering::SeqCst) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         let page = match path {
-            _ if denied => return (StatusCode::UNAUTHORIZED, String::new()),
+            _ if is_unauthorized => return (StatusCode::UNAUTHORIZED, String::new()),
             "/metrics" => {
                 "vllm:cache_config_info{block_size=\"16\",engine=\"0\",num_gpu_blocks=\"100\"} 1.0\n".to_owned()
             }
             "/v1/models" => {
                 json!({"data": [{"id": "m", "root": "org/m", "parent": null, "max_model_len": 4096}]}).to_string()
             }
-            "/kv_event_sources" => match self.publishes {
+            "/kv_event_sources" => match self.event_port {
                 Some(port) => {
                     let endpoint = format!("tcp://*:{port}");
                     json!({"0": {"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": endpoint}}).to_string()
@@ -81,13 +81,13 @@ impl Engine {
     }
 }
 
-fn config(workers: &[std::net::SocketAddr], more: &str) -> Config {
-    let model = if more.contains("models:") {
+fn config(workers: &[std::net::SocketAddr], extra: &str) -> Config {
+    let model = if extra.contains("models:") {
         ""
     } else {
         "models: [{name: m}]\n"
     };
-    let engines = if more.contains("engines:") {
+    let engines = if extra.contains("engines:") {
         ""
     } else {
         "engines: {discovery: {interval: 1h}}\n"
@@ -97,29 +97,29 @@ fn config(workers: &[std::net::SocketAddr], more: &str) -> Config {
         .map(|(id, address)| format!("{{id: {id}, model: m, endpoint: '{address}'}}"))
         .collect();
     let text = format!(
-        "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}}}\n{engines}{model}workers: {{list: [{}]}}\n{more}",
+        "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}}}\n{engines}{model}workers: {{list: [{}]}}\n{extra}",
         workers.join(", ")
     );
     Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes())
         .unwrap_or_else(|error| panic!("{error:?}"))
 }
 
-fn with_tokenizer(more: &str) -> String {
-    tokenizer_of("tinyllama", more)
+fn with_tokenizer(extra: &str) -> String {
+    tokenizer_of("tinyllama", extra)
 }
 
-fn tokenizer_of(model: &str, more: &str) -> String {
+fn tokenizer_of(model: &str, extra: &str) -> String {
     let files = format!("{}/examples/models/{model}", env!("CARGO_MANIFEST_DIR"));
-    format!("models: [{{name: m, tokenizer: {files}/tokenizer.json.gz}}]\n{more}")
+    format!("models: [{{name: m, tokenizer: {files}/tokenizer.json.gz}}]\n{extra}")
 }
 
-async fn until(what: &str, met: impl Fn() -> bool) {
+async fn wait_until(event: &str, condition: impl Fn() -> bool) {
     let waited = tokio::time::timeout(SOON, async {
-        while !met() {
+        while !condition() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     });
-    assert!(waited.await.is_ok(), "{what}");
+    assert!(waited.await.is_ok(), "{event}");
 }
 
 async fn reload(app: &App, config: Config) {
@@ -153,30 +153,30 @@ async fn engine_token_reload_reaches_running_pollers() {
         .await
         .unwrap();
     let router = app.reloader.router.clone();
-    let verdict = || {
+    let failure_reason = || {
         let parity = router
             .parity()
             .model_status(&"m".into())
-            .map(|standing| standing.parity())
+            .map(|status| status.parity())
             .unwrap_or_default();
         match parity.workers.get(&ONE).map(|known| known.canaries.clone()) {
             Some(CanaryVerdict::CannotTest { why, .. }) => why,
             _ => String::new(),
         }
     };
-    until("the self-test wants a token", || {
-        verdict().contains("engines.http.token_file")
+    wait_until("the self-test reports the missing token", || {
+        failure_reason().contains("engines.http.token_file")
     })
     .await;
     assert!(router.sources().engine_settings(ONE).is_none());
-    let more = format!("engines: {{http: {{token_file: {}}}}}\n", token.display());
-    reload(&app, config(&[address], &with_tokenizer(&more))).await;
-    until("it is learned of", || {
+    let extra = format!("engines: {{http: {{token_file: {}}}}}\n", token.display());
+    reload(&app, config(&[address], &with_tokenizer(&extra))).await;
+    wait_until("the settings are queried", || {
         router.sources().engine_settings(ONE).is_some()
     })
     .await;
-    until("the self-test asks with it", || {
-        verdict().contains("offers neither")
+    wait_until("the self-test sends the token", || {
+        failure_reason().contains("offers neither")
     })
     .await;
 }
@@ -193,8 +193,8 @@ async fn engine_settings_follow_reload() {
             .worker(ONE)
             .and_then(|worker| worker.capacity.total_kv_blocks)
     };
-    until("it is learned of", || capacity() == Some(100)).await;
-    let agreed = || {
+    wait_until("the settings are queried", || capacity() == Some(100)).await;
+    let common = || {
         router
             .sources()
             .common_settings()
@@ -204,7 +204,7 @@ async fn engine_settings_follow_reload() {
             .unwrap_or_default()
     };
     assert_eq!(
-        (agreed().root.as_deref(), agreed().max_model_len),
+        (common().root.as_deref(), common().max_model_len),
         (Some("org/m"), Some(4096))
     );
 
@@ -214,36 +214,36 @@ async fn engine_settings_follow_reload() {
         config(&[address], "models: [{name: m, block_size: 32}]\n"),
     )
     .await;
-    let told = |setting| {
+    let is_mismatch = |setting| {
         mismatches(&router)
             .iter()
             .any(|found| found.setting == setting)
     };
-    until("32 are not 16", || {
-        told("block_size") && capacity() == Some(50)
+    wait_until("the block size mismatch is found", || {
+        is_mismatch("block_size") && capacity() == Some(50)
     })
     .await;
     reload(&app, config(&[address], &other_model_files())).await;
-    until("it was started with something else", || {
-        told("multimodal.model") && !told("block_size")
+    wait_until("the model mismatch is found", || {
+        is_mismatch("multimodal.model") && !is_mismatch("block_size")
     })
     .await;
 
-    // Polling is disabled, and nothing is known.
-    let off = |mut config: Config| {
+    // If polling is disabled, the settings are removed.
+    let without_polling = |mut config: Config| {
         config.engines.discovery.enabled = false;
         config
     };
-    reload(&app, off(config(&[address], ""))).await;
-    until("it is forgotten", || {
+    reload(&app, without_polling(config(&[address], ""))).await;
+    wait_until("the settings are removed", || {
         capacity().is_none() && router.sources().engine_settings(ONE).is_none()
     })
     .await;
     reload(&app, config(&[address], "")).await;
-    until("it is learned of again", || capacity() == Some(100)).await;
+    wait_until("the settings are queried again", || capacity() == Some(100)).await;
 }
 
-/// Models with a tokenizer and another multimodal model than the engine's.
+/// Returns a configuration of models whose multimodal model differs from that of the engine.
 fn other_model_files() -> String {
     let media =
         "multimodal: {model: other, image: {token: '<s>', token_count: fixed, tokens_per_item: 4}}";
@@ -275,11 +275,11 @@ async fn log_level_change_repeats_no_self_test() {
     assert_eq!((before.len(), after.len()), (1, 1));
     assert!(
         Arc::ptr_eq(&before[&"m".into()], &after[&"m".into()]),
-        "its canaries are not tokenised again"
+        "canaries were tokenized again"
     );
     assert!(
         app.reloader.client().is_same(&client),
-        "nor are engines connected to anew"
+        "the engine client was replaced"
     );
     reload(
         &app,
@@ -299,7 +299,7 @@ async fn tokenizer_change_clears_findings() {
     let app = App::start(config(&[address], &with_tokenizer("")))
         .await
         .unwrap();
-    let standing = || {
+    let status = || {
         app.reloader
             .router
             .parity()
@@ -307,47 +307,49 @@ async fn tokenizer_change_clears_findings() {
             .unwrap()
     };
     let label = || {
-        standing()
+        status()
             .parity()
             .workers
             .get(&ONE)
             .map(|known| known.canaries.label())
     };
-    until("it cannot be tested", || label() == Some("cannot_test")).await;
-    standing().record_canaries(
+    wait_until("the engine cannot be tested", || {
+        label() == Some("cannot_test")
+    })
+    .await;
+    status().record_canaries(
         ONE,
         CanaryVerdict::Agrees {
             compared: 1,
             skipped: Default::default(),
         },
     );
-    // An engine that cannot be queried has not changed its tokens, but the local tokenizer has
-    // changed.
+    // The engine cannot be queried, so its finding stays until the local tokenizer changes.
     reload(&app, config(&[address], &tokenizer_of("qwen2.5", ""))).await;
-    until("nothing is known of it", || label() != Some("agrees")).await;
+    wait_until("the finding is cleared", || label() != Some("agrees")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
     let hanging = Arc::new(Engine::default());
-    let newcomer = Arc::new(Engine::default());
+    let new_engine = Arc::new(Engine::default());
     hanging.hangs.store(true, Ordering::SeqCst);
     let first = hanging.serve().await;
-    let second = newcomer.serve().await;
+    let second = new_engine.serve().await;
     let patient =
         "engines: {http: {timeout: 1h}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
     let app = App::start(config(&[first], patient)).await.unwrap();
     let router = app.reloader.router.clone();
-    until("the first is asked", || {
-        hanging.asked.load(Ordering::SeqCst) == 1
+    wait_until("the first engine is queried", || {
+        hanging.queries.load(Ordering::SeqCst) == 1
     })
     .await;
     reload(&app, config(&[first, second], patient)).await;
-    until("the newcomer is learned of", || {
+    wait_until("the settings of the new worker are known", || {
         router.sources().engine_settings(WorkerId(2)).is_some()
     })
     .await;
-    // All initial workers are queried: readiness waits for the first one.
+    // Readiness waits for the first engine, which is an initial worker and does not respond.
     assert!(
         app.readiness
             .pending()
@@ -355,8 +357,8 @@ async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
             .any(|pending| pending.contains("settings of the initial workers"))
     );
 
-    let asked = || newcomer.asked.load(Ordering::SeqCst);
-    assert_eq!(asked(), 1, "the next time in an hour");
+    let query_count = || new_engine.queries.load(Ordering::SeqCst);
+    assert_eq!(query_count(), 1, "the next query is due in an hour");
     let rank = WorkerRank {
         worker: WorkerId(2),
         rank: DpRank(0),
@@ -366,15 +368,15 @@ async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
     router
         .sources()
         .register(rank, Arc::new(parking_lot::Mutex::new(source)));
-    until("an engine that began anew is asked again", || asked() == 2).await;
+    wait_until("a restarted engine is queried again", || query_count() == 2).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn readiness_waits_for_event_sources_reported_by_engines() {
-    let closed_port = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let publishes = Some(closed_port.local_addr().unwrap().port());
+    let unused_listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let event_port = Some(unused_listener.local_addr().unwrap().port());
     let engine = Arc::new(Engine {
-        publishes,
+        event_port,
         ..Engine::default()
     });
     engine.hangs.store(true, Ordering::SeqCst);
@@ -383,28 +385,34 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
         "engines: {http: {timeout: 1h}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
     let app = App::start(config(&[address], patient)).await.unwrap();
     let pending = || app.readiness.pending();
-    let waits_for = |what: &str| pending().iter().any(|pending| pending.contains(what));
-    until("it is asked", || engine.asked.load(Ordering::SeqCst) > 0).await;
+    let waits_for = |step: &str| pending().iter().any(|pending| pending.contains(step));
+    wait_until("the engine is queried", || {
+        engine.queries.load(Ordering::SeqCst) > 0
+    })
+    .await;
     assert!(
         waits_for("settings of the initial workers"),
         "{:?}",
         pending()
     );
     engine.hangs.store(false, Ordering::SeqCst);
-    until("its source is waited for", || {
+    wait_until("readiness waits for the event source", || {
         waits_for("event source of worker rank 1/0")
     })
     .await;
-    until("and nothing else", || {
+    wait_until("readiness no longer waits for the settings", || {
         !waits_for("settings of the initial workers")
     })
     .await;
-    // Readiness does not wait for an engine that does not answer.
-    let silent = Arc::new(Engine {
+    // Readiness does not wait for an engine whose responses are errors.
+    let unauthorized = Arc::new(Engine {
         token: Some("letmein"),
         ..Engine::default()
     });
-    let address = silent.serve().await;
+    let address = unauthorized.serve().await;
     let app = App::start(config(&[address], patient)).await.unwrap();
-    until("it failed", || app.readiness.pending().is_empty()).await;
+    wait_until("the failed query ends the startup step", || {
+        app.readiness.pending().is_empty()
+    })
+    .await;
 }

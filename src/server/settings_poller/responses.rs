@@ -1,4 +1,4 @@
-//! Settings of an engine, from its responses.
+//! Derives the settings of an engine from its responses.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use warmroute_engines::engine_client::{
 
 use crate::fleet::discovery::zmq::ZmqEndpoint;
 
-/// Responses of an engine's endpoints. A timeout of one does not invalidate earlier responses.
+/// Responses of an engine's endpoints, or their errors.
 pub(super) struct EngineResponses {
     pub(super) caches: Result<Vec<CacheConfig>, EngineError>,
     pub(super) sources: Result<Vec<RankEventSource>, EngineError>,
@@ -28,7 +28,8 @@ impl EngineResponses {
         errors.into_iter().flatten().any(EngineError::is_transient)
     }
 
-    /// Merges the responses with the previous settings.
+    /// Returns the settings according to the responses. If an endpoint failed, its previous
+    /// settings are kept.
     pub(super) fn merge(
         self,
         endpoint: WorkerEndpoint,
@@ -61,7 +62,7 @@ impl EngineResponses {
     }
 }
 
-/// Parses the settings from two responses of an engine.
+/// Derives the settings from the cache configurations and event sources of an engine.
 pub fn parse_engine_settings(
     endpoint: WorkerEndpoint,
     caches: &[CacheConfig],
@@ -77,22 +78,22 @@ pub fn parse_engine_settings(
     }
 }
 
-/// Returns the served model, without adapters.
+/// Returns the base model with this name, or else the first base model.
 pub(super) fn base_model(models: Vec<EngineModel>, name: &ModelName) -> Option<EngineModel> {
-    let mut bases = models.into_iter().filter(|model| model.parent.is_none());
-    let first = bases.next()?;
+    let mut base_models = models.into_iter().filter(|model| model.parent.is_none());
+    let first = base_models.next()?;
     if first.id == name.as_str() {
         Some(first)
     } else {
-        bases
+        base_models
             .find(|model| model.id == name.as_str())
             .or(Some(first))
     }
 }
 
-/// Returns an event source that this process can connect to. An engine publishes at its own host
-/// under any name, but vLLM binds only if the endpoint is a wildcard or a path. Otherwise it
-/// connects to a subscriber, which is not this process unless configured.
+/// Returns the event source of a rank, or `None` if this process cannot connect to it. vLLM binds
+/// only if the endpoint is a wildcard or a path. Otherwise it connects to a subscriber, which is
+/// not this process unless configured.
 fn event_source_of_rank(worker: WorkerEndpoint, source: &RankEventSource) -> Option<EventSource> {
     let binds = ["*", "::"]
         .iter()
@@ -114,22 +115,22 @@ fn event_source_of_rank(worker: WorkerEndpoint, source: &RankEventSource) -> Opt
     })
 }
 
-/// An endpoint of the worker's host as it is reached from here; none of another host, where the
-/// engine connects to.
+/// Returns an endpoint as this process reaches it: with the worker's address as host. Returns
+/// `None` for an endpoint at another host.
 fn reachable_endpoint(worker: WorkerEndpoint, endpoint: &str) -> Option<String> {
     let endpoint: ZmqEndpoint = endpoint.parse().ok()?;
     let ZmqEndpoint::Tcp { host, port } = &endpoint else {
-        // A path is of use on the same machine only.
+        // A path can only be used on the same machine.
         return worker.0.ip().is_loopback().then(|| endpoint.to_string());
     };
     let own = worker.0.ip();
     let address = host.parse::<std::net::IpAddr>();
     let is_local = host == "localhost" || address.is_ok_and(|ip| ip.is_loopback() || ip == own);
-    let here = ZmqEndpoint::Tcp {
+    let reachable = ZmqEndpoint::Tcp {
         host: own.to_string(),
         port: *port,
     };
-    (*port != 0 && (endpoint.is_wildcard() || is_local)).then(|| here.to_string())
+    (*port != 0 && (endpoint.is_wildcard() || is_local)).then(|| reachable.to_string())
 }
 
 #[cfg(test)]
@@ -191,14 +192,14 @@ mod tests {
             parent: None,
             max_model_len: Some(4096),
         };
-        let silent = || EngineError::Timeout;
-        let whole = EngineResponses {
+        let timeout = || EngineError::Timeout;
+        let complete = EngineResponses {
             caches: Ok(vec![cache]),
             sources: Ok(vec![source("tcp://*:5557")]),
             model: Ok(Some(model)),
         };
-        assert!(!whole.is_retryable());
-        let first = whole.merge(worker, None);
+        assert!(!complete.is_retryable());
+        let first = complete.merge(worker, None);
         assert_eq!(
             (first.total_kv_blocks, first.event_sources.len()),
             (Some(90), 1)
@@ -207,14 +208,14 @@ mod tests {
             (first.root.as_deref(), first.max_model_len),
             (Some("org/m"), Some(4096))
         );
-        for sources in [Err(silent()), Ok(vec![source("tcp://*:5557")])] {
-            let half = EngineResponses {
-                caches: Err(silent()),
+        for sources in [Err(timeout()), Ok(vec![source("tcp://*:5557")])] {
+            let partial = EngineResponses {
+                caches: Err(timeout()),
                 sources,
-                model: Err(silent()),
+                model: Err(timeout()),
             };
-            assert!(half.is_retryable());
-            assert_eq!(half.merge(worker, Some(&first)), first);
+            assert!(partial.is_retryable());
+            assert_eq!(partial.merge(worker, Some(&first)), first);
         }
         // The endpoint no longer exists, so the engine is not queried again soon.
         let no_events = EngineResponses {
@@ -292,7 +293,7 @@ mod tests {
             Some((0, 2))
         );
         assert_eq!(found.event_sources.keys().collect::<Vec<_>>(), [&0]);
-        // Each line of vLLM has the blocks of all ranks and the tokens of one rank.
+        // Each metric line of vLLM has the blocks of all ranks and the tokens of one rank.
         let sum = [cache("0", 32, 6000), cache("1", 32, 6000)];
         assert_eq!(
             parse_engine_settings(worker, &sum, &[]).total_kv_blocks,
@@ -309,7 +310,7 @@ mod tests {
         assert_eq!(
             parse_engine_settings(worker, &exact[..1], &[]).total_kv_blocks,
             Some(6000),
-            "a rank with a page of its own"
+            "a page of one rank"
         );
         let page = MetricsPage::parse(include_str!(
             "../../../tests/data/engines/metrics-vllm-dp2.txt"
@@ -319,8 +320,9 @@ mod tests {
             Some(256),
             "a captured page"
         );
-        let unusual = parse_engine_settings(worker, &[cache("0", 16, 1), cache("2", 32, 1)], &[]);
-        assert_eq!((unusual.block_size, unusual.ranks), (None, None));
+        let inconsistent =
+            parse_engine_settings(worker, &[cache("0", 16, 1), cache("2", 32, 1)], &[]);
+        assert_eq!((inconsistent.block_size, inconsistent.ranks), (None, None));
         assert!(parse_engine_settings(worker, &[], &[]).is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Tokens and certificates that change.
+//! Tokens and certificates that are replaced at run time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::runner::CaseResult;
 const A: &str = "a 127.0.1.1:8000";
 const B: &str = "b 127.0.1.2:8000";
 
-/// The token is revoked, and the new one is in the file at once.
+/// The token is revoked while the mounted file already has a new one.
 pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -29,7 +29,7 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     namespace.revoke_tokens().await?;
     router.mount(&namespace.account().await?)?;
     namespace.create_pod("b", "127.0.1.2").await?;
-    // Established watches continue.
+    // Established watches continue without a valid token.
     router.wait_fleet(&[A, B]).await?;
     // The API server caches a verified token for 10 s.
     tokio::time::sleep(Duration::from_secs(14)).await;
@@ -42,13 +42,13 @@ pub(super) async fn token_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
         "the new token took effect after {took:?}"
     );
     Ok(format!(
-        "changes are seen {:.1} s after the watches had to be asked for with the new token",
+        "changes are visible {:.1} s after the watches needed the new token",
         took.as_secs_f64()
     ))
 }
 
-/// The API server gets a certificate of another authority: first one that ca.crt has already, then
-/// one that it lacks.
+/// The API server gets a certificate of another authority: first of one that `ca.crt` already
+/// contains, then of one that it does not contain.
 pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -67,7 +67,7 @@ pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResu
     };
     let second = TestAuthority::new("second");
     router.mount(&with_ca(&format!("{}{}", account.ca, second.cert)))?;
-    // Replaced files are read within seconds.
+    // warmroute rereads the mounted files within seconds.
     tokio::time::sleep(Duration::from_secs(10)).await;
     proxy.change_authority(&second).await?;
     namespace.create_pod("b", "127.0.1.2").await?;
@@ -88,7 +88,7 @@ pub(super) async fn authority_replaced(plane: Arc<TestControlPlane>) -> CaseResu
         "the new ca.crt took effect after {unknown:?}"
     );
     Ok(format!(
-        "in ca.crt before: changes seen after {:.1} s; not: up 0, fleet kept, names the certificate; seen {:.1} s after the new ca.crt",
+        "authority in ca.crt: changes visible after {:.1} s; not in ca.crt: up 0, fleet kept, log names the certificate; visible {:.1} s after the new ca.crt",
         known.as_secs_f64(),
         unknown.as_secs_f64()
     ))

@@ -1,4 +1,4 @@
-//! Custom resource definitions that are installed and deleted.
+//! Custom resource definitions that are installed and deleted at run time.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
 
-/// The first case: no definition is installed yet.
+/// Must be the first case of its control plane, because no definition may be installed yet.
 pub(super) async fn pool_definition_installed_later(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pod("a", "127.0.1.1").await?;
@@ -28,7 +28,7 @@ pub(super) async fn pool_definition_installed_later(plane: Arc<TestControlPlane>
     namespace.create_pool(&[8000]).await?;
     let took = router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "names the definition, up 0; fleet {:.1} s after the definition and the pool",
+        "log names the definition, up 0; fleet {:.1} s after the definition and the pool",
         took.as_secs_f64()
     ))
 }
@@ -47,7 +47,7 @@ pub(super) async fn pool_definition_deleted(plane: Arc<TestControlPlane>) -> Cas
     namespace.create_pool(&[8000]).await?;
     let back = router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "emptied after {} ms; in again {:.1} s after the pool",
+        "fleet empty after {} ms; back {:.1} s after the pool",
         gone.as_millis(),
         back.as_secs_f64()
     ))
@@ -70,7 +70,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     router
         .wait_cluster("followed as inference.networking.x-k8s.io/v1alpha2")
         .await?;
-    // The newer group wins.
+    // If both API groups are installed, warmroute uses the newer one.
     plane.install(OBJECTIVES).await?;
     namespace
         .create_of(OBJECTIVES, &objective(OBJECTIVES.api, "newer", 2))
@@ -80,7 +80,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     longest = longest.max(router.wait_cluster("older").await?);
     plane.uninstall(OLD_OBJECTIVES).await?;
     longest = longest.max(router.wait_cluster("\"objectives\":[]").await?);
-    // Rewrites were never installed.
+    // The definition of InferenceModelRewrite was never installed.
     let page = async || router.page("debug/cluster").await.unwrap_or_default();
     let absent = until(PATIENCE, async || {
         page().await.matches("not installed").count() == 2
@@ -88,7 +88,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
     .await;
     ensure!(absent, "{}", page().await);
     Ok(format!(
-        "llm-d.ai wins; falls back; not installed: forgotten; within {:.1} s with `resync_interval: 2s`",
+        "llm-d.ai takes precedence; falls back; not installed: objects removed; within {:.1} s with `resync_interval: 2s`",
         longest.as_secs_f64()
     ))
 }

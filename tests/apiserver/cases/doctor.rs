@@ -12,7 +12,7 @@ use crate::objects::{POOL, running};
 use crate::router::{RouterOptions, RouterProcess};
 use crate::runner::CaseResult;
 
-/// Errors were found.
+/// Exit code of the doctor if it found errors.
 const ERRORS: i32 = 2;
 
 async fn examine(router: &RouterProcess) -> anyhow::Result<String> {
@@ -43,7 +43,7 @@ pub(super) async fn absent_pool(plane: Arc<TestControlPlane>) -> CaseResult {
         .start_router_with(json!({"workers": {"kubernetes": {"pools": pools}}}))
         .await?;
     let text = examine(&router).await?;
-    // The other pool is examined: its engine does not answer.
+    // The existing pool is examined: its engine does not respond.
     contains(&text, &["misspelt", "/a"])?;
     Ok("exit 2; the absent pool is named, the other one is examined".to_owned())
 }

@@ -1,4 +1,4 @@
-//! The API server and etcd stop, freeze, restart and discard history.
+//! Outages, restarts and freezes of the API server and etcd, and compacted history.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -47,7 +47,7 @@ impl FaultSite {
 impl FaultSite {
     /// Creates a pod and changes an objective after a fault. Returns the time until both are
     /// visible.
-    async fn sees_changes(&self) -> anyhow::Result<Duration> {
+    async fn time_until_changes_are_visible(&self) -> anyhow::Result<Duration> {
         self.namespace
             .change_of(OBJECTIVES, "gold", &json!({"spec": {"priority": 6}}))
             .await?;
@@ -67,18 +67,18 @@ pub(super) async fn restart(plane: Arc<TestControlPlane>) -> CaseResult {
         .keeps_fleet(Duration::from_secs(1), &[A])
         .await?;
     plane.start_api_server(&[]).await?;
-    let took = site.sees_changes().await?;
+    let took = site.time_until_changes_are_visible().await?;
     let noticed = noticed.as_secs_f64();
     let took = took.as_secs_f64();
     Ok(format!(
-        "SIGTERM: up 0 after {noticed:.1} s, fleet kept; new pod and changed objective seen within {took:.2} s once the API server is ready"
+        "SIGTERM: up 0 after {noticed:.1} s, fleet kept; new pod and changed objective visible within {took:.2} s once the API server is ready"
     ))
 }
 
 pub(super) async fn kill(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = FaultSite::start(&plane, "30s").await?;
     let traffic = SteadyTraffic::start(&site.router, &["127.0.1.1:8000"]).await?;
-    // A shorter watch would count as failed.
+    // A watch that is shorter would count as failed.
     tokio::time::sleep(Duration::from_secs(1)).await;
     let before = traffic.routed()?;
     ensure!(before > 0, "no exchange was routed");
@@ -102,12 +102,12 @@ pub(super) async fn kill(plane: Arc<TestControlPlane>) -> CaseResult {
         "{lines} lines, or no cause:\n{log}"
     );
     plane.start_api_server(&[]).await?;
-    let took = site.sees_changes().await?;
+    let took = site.time_until_changes_are_visible().await?;
     let noticed = noticed.as_secs_f64();
     let took = took.as_secs_f64();
     Ok(format!(
         "kill -9 for 10 s: up 0 after {noticed:.1} s, fleet kept, {during} of {during} exchanges routed, log lines with the \
-         cause: {lines}; new pod and changed objective seen within {took:.2} s once the API server is ready"
+         cause: {lines}; new pod and changed objective visible within {took:.2} s once the API server is ready"
     ))
 }
 
@@ -136,7 +136,7 @@ pub(super) async fn freeze(plane: Arc<TestControlPlane>) -> CaseResult {
 pub(super) async fn etcd_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = FaultSite::start(&plane, "3s").await?;
     plane.kill_etcd();
-    // Longer than a watch lasts.
+    // Longer than the watch timeout.
     site.router
         .keeps_fleet(Duration::from_secs(10), &[A])
         .await?;
@@ -144,7 +144,7 @@ pub(super) async fn etcd_away(plane: Arc<TestControlPlane>) -> CaseResult {
     let created = warmroute_testbed::ports::until(PATIENCE, async || {
         site.namespace.create_pod("b", "127.0.1.2").await.is_ok()
     });
-    ensure!(created.await, "the API server does not find etcd again");
+    ensure!(created.await, "the API server does not reconnect to etcd");
     let took = site.router.wait_fleet(&[A, B]).await?;
     Ok(format!(
         "etcd killed for 10 s: fleet kept; new pod after {:.2} s",
@@ -164,7 +164,7 @@ pub(super) async fn start_before_api_server(plane: Arc<TestControlPlane>) -> Cas
     let router = started?;
     let took = router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "waits; fleet {:.1} s after the API server was ready",
+        "keeps running; fleet {:.1} s after the API server was ready",
         took.as_secs_f64()
     ))
 }
@@ -182,12 +182,13 @@ pub(super) async fn live_watch_survives_compaction(plane: Arc<TestControlPlane>)
         .count();
     ensure!(lists == 1, "pods were listed {lists} times");
     Ok(format!(
-        "nothing; new pod after {} ms, no list",
+        "no interruption; new pod after {} ms, no list",
         took.as_millis()
     ))
 }
 
-/// warmroute is cut off, the cluster changes, history is discarded, and the API server restarts.
+/// warmroute is disconnected, the cluster changes, the history is compacted, and the API server
+/// restarts.
 pub(super) async fn missed_changes_are_listed(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -214,13 +215,13 @@ pub(super) async fn missed_changes_are_listed(plane: Arc<TestControlPlane>) -> C
     let took = router.wait_fleet(&[B, C]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
     Ok(format!(
-        "fleet kept; right fleet {:.1} s after the way is open",
+        "fleet kept; correct fleet {:.1} s after the network is restored",
         took.as_secs_f64()
     ))
 }
 
-/// Without its watch cache the API server answers 410 to a watch that resumes from before a
-/// compaction. Changes its flags, so it is the last.
+/// Without its watch cache, the API server answers 410 to a watch that resumes from before a
+/// compaction. The case restarts the API server with another flag, so it runs last.
 pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> CaseResult {
     plane.kill_api_server().await?;
     plane.start_api_server(&["--watch-cache=false"]).await?;
@@ -237,7 +238,8 @@ pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> 
         expected.push(format!("{name} 127.0.1.{turn}:8000"));
         let fleet: Vec<&str> = expected.iter().map(String::as_str).collect();
         longest = longest.max(site.router.wait_fleet(&fleet).await?);
-        // Two changes and a compaction: the version of the watch is too old when it resumes.
+        // Two changes and a compaction make the resource version of the watch too old for a
+        // resumption.
         for _ in 0..2 {
             let name = format!("filler-{}", plane.next_serial());
             plane
@@ -249,7 +251,7 @@ pub(super) async fn expired_watches_are_listed(plane: Arc<TestControlPlane>) -> 
         tokio::time::sleep(Duration::from_millis(1500)).await;
     }
     let lists = pod_lists(&site.namespace)? - first_lists;
-    // Without an expired watch the pods are not listed again.
+    // Pods are listed again only after a watch has expired.
     ensure!(lists > 0, "no watch of the pods has expired");
     Ok(format!(
         "pods listed {lists} times again; each of 6 pods within {:.2} s",

@@ -1,4 +1,4 @@
-//! The shipped manifests, as `kubectl apply --server-side` sends them.
+//! The shipped manifests, applied as `kubectl apply --server-side` applies them.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +13,7 @@ use crate::runner::CaseResult;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Folders and stored renderings of the chart, in the order of their application.
+/// Manifest folders and stored chart renderings, in the order in which they are applied.
 const SOURCES: [&str; 10] = [
     "examples/kubernetes/namespace.yaml",
     "examples/kubernetes/warmroute",
@@ -44,7 +44,7 @@ fn files(source: &str) -> anyhow::Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Path of an object; `None` if its kind is not installed.
+/// Returns the path of an object, or `None` if its kind is not installed.
 async fn object_path(plane: &TestControlPlane, object: &Value) -> anyhow::Result<Option<String>> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let api = text(&object["apiVersion"]);

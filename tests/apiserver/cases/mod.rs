@@ -25,7 +25,7 @@ macro_rules! cases {
     };
 }
 
-/// Long cases come first.
+/// Returns all cases. Long cases come first.
 pub(crate) fn all() -> Vec<TestCase> {
     let mut all = Vec::new();
     all.extend(cases![Shared, scale: five_hundred_pods, quiet_cluster]);

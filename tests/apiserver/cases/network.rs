@@ -1,4 +1,4 @@
-//! Faults between warmroute and the API server.
+//! Network faults between warmroute and the API server.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::runner::CaseResult;
 const A: &str = "a 127.0.1.1:8000";
 const B: &str = "b 127.0.1.2:8000";
 
-/// A pool with a pod, and warmroute that reaches the API server through a proxy.
+/// A pool with one pod, and a warmroute process that reaches the API server through a proxy.
 struct ProxiedSite {
     namespace: TestNamespace,
     router: RouterProcess,
@@ -55,7 +55,7 @@ impl ProxiedSite {
     }
 }
 
-/// Connections die silently, as behind a load balancer that dropped their state.
+/// Connections die silently, as behind a load balancer that has dropped their state.
 pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "5s").await?;
     site.proxy.kill_silently();
@@ -74,8 +74,8 @@ pub(super) async fn silent_connections_are_replaced(plane: Arc<TestControlPlane>
     ))
 }
 
-/// Requests get no response, first on all connections, then on the existing ones. Uses the default
-/// settings.
+/// Requests get no response, at first on all connections, then on the existing ones. Uses the
+/// default timeout.
 pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = ProxiedSite::start(&plane, "30s").await?;
     site.proxy.set(ProxyMode::Hold);
@@ -96,7 +96,7 @@ pub(super) async fn unanswered_requests_time_out(plane: Arc<TestControlPlane>) -
     let noticed = noticed.as_secs_f64();
     let took = took.as_secs_f64();
     Ok(format!(
-        "nothing moves: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"
+        "all connections held: up 0 after {noticed:.0} s; new connections work: new pod after {took:.1} s"
     ))
 }
 
@@ -117,7 +117,7 @@ pub(super) async fn unavailable_while_running(plane: Arc<TestControlPlane>) -> C
         .await?;
     ensure!(
         took < Duration::from_secs(8),
-        "the fleet came {took:?} after the outage"
+        "the fleet was complete {took:?} after the outage"
     );
     ensure!(
         lines <= 10,

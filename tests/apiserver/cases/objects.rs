@@ -1,4 +1,4 @@
-//! InferenceObjectives and InferenceModelRewrites.
+//! Optional objects: InferenceObjectives and InferenceModelRewrites.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,7 +58,7 @@ pub(super) async fn objectives_change(plane: Arc<TestControlPlane>) -> CaseResul
     let mut foreign = objective(OBJECTIVES.api, "foreign", 9);
     foreign["spec"]["poolRef"]["name"] = json!("other");
     namespace.create_of(OBJECTIVES, &foreign).await?;
-    // The API server rejects values that the definition excludes.
+    // The API server rejects values that the definition does not allow.
     let path = namespace.path(OBJECTIVES.api, OBJECTIVES.plural);
     let mut odd = objective(OBJECTIVES.api, "odd", 1);
     odd["spec"]["priority"] = json!("high");
@@ -79,7 +79,7 @@ pub(super) async fn rewrites_change(plane: Arc<TestControlPlane>) -> CaseResult 
         .create_of(REWRITES, &rewrite("first", "old", "qwen2.5"))
         .await?;
     router.wait_cluster("/first").await?;
-    // Ages have a resolution of seconds.
+    // Creation timestamps have a resolution of one second.
     tokio::time::sleep(Duration::from_millis(1100)).await;
     namespace
         .create_of(REWRITES, &rewrite("a-second", "older", "qwen2.5"))
@@ -93,7 +93,7 @@ pub(super) async fn rewrites_change(plane: Arc<TestControlPlane>) -> CaseResult 
     namespace.delete_of(REWRITES, "first").await?;
     namespace.delete_of(REWRITES, "a-second").await?;
     router.wait_cluster("\"rewrites\":[]").await?;
-    Ok("the oldest object first; deleted: gone".to_owned())
+    Ok("the oldest object is first; deleted objects are removed".to_owned())
 }
 
 pub(super) async fn rewrite_takes_effect(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -111,7 +111,7 @@ pub(super) async fn rewrite_takes_effect(plane: Arc<TestControlPlane>) -> CaseRe
     router.wait_cluster("\"rewrites\":[]").await?;
     let reply = route(&router, "old").await?;
     ensure!(!reply.contains("qwen2.5"), "{reply}");
-    Ok("body names the target while the object is there".to_owned())
+    Ok("the body names the target while the object exists".to_owned())
 }
 
 /// The definitions do not require `spec`.
@@ -143,7 +143,7 @@ pub(super) async fn objects_without_spec(plane: Arc<TestControlPlane>) -> CaseRe
     router.wait_cluster("\"priority\":6").await?;
     router.wait_cluster("/canary").await?;
     Ok(format!(
-        "named and left out; the others count ({} ms), also after a restart",
+        "named in the log and ignored; the others apply ({} ms), also after a restart",
         took.as_millis()
     ))
 }

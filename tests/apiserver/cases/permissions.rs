@@ -11,7 +11,7 @@ use crate::objects::POOL;
 use crate::router::PATIENCE;
 use crate::runner::CaseResult;
 
-/// Starts with these rights, waits for the message, and grants the rest.
+/// Starts warmroute with these rights, waits for the log message, and grants the missing rights.
 async fn granted_later(
     plane: &Arc<TestControlPlane>,
     rules: RoleRules,
@@ -88,7 +88,7 @@ pub(super) async fn rights_taken_away(plane: Arc<TestControlPlane>) -> CaseResul
     ))
 }
 
-/// Requests of warmroute for a resource within 10 s.
+/// Counts the requests of warmroute for a resource within 10 s.
 async fn requests_of(namespace: &TestNamespace, resource: &str) -> anyhow::Result<usize> {
     let count = || -> anyhow::Result<usize> {
         Ok(namespace
@@ -149,6 +149,6 @@ pub(super) async fn optional_kinds_without_watch(plane: Arc<TestControlPlane>) -
         router.log()
     );
     Ok(format!(
-        "names the verb watch; {requests} requests and {lines} log lines in 10 s; the fleet is there"
+        "names the verb watch; {requests} requests and {lines} log lines in 10 s; the fleet is complete"
     ))
 }

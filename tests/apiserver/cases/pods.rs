@@ -14,10 +14,10 @@ use crate::router::{PATIENCE, RouterProcess, pod_name};
 use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
-/// Time in which a change would become visible.
+/// Period in which an unwanted change would become visible.
 const MOMENT: Duration = Duration::from_millis(400);
 
-/// A pool, the pod `a`, and warmroute that has it.
+/// A pool with the pod `a`, and a warmroute process that serves it.
 struct PodFixture {
     namespace: TestNamespace,
     router: RouterProcess,
@@ -32,7 +32,7 @@ impl ReactionTimes {
         self.0.push(took);
     }
 
-    /// Asserts that none took seconds.
+    /// Returns the range of the times. Fails if a reaction took seconds.
     fn show(&self) -> anyhow::Result<String> {
         let least = self.0.iter().min().context("nothing was measured")?;
         let most = self.0.iter().max().context("nothing was measured")?;
@@ -73,7 +73,7 @@ impl PodFixture {
             .await
     }
 
-    /// Roles of the workers by pod.
+    /// Returns the role of each worker with the name of its pod.
     async fn roles(&self) -> anyhow::Result<Vec<String>> {
         self.router
             .fleet_by(|worker| {
@@ -100,7 +100,7 @@ pub(super) async fn readiness_changes(plane: Arc<TestControlPlane>) -> CaseResul
     site.set_ready("b", "127.0.1.2", true).await?;
     times.add(site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?);
     Ok(format!(
-        "not ready: not in; ready: in; not ready: draining; ready: in; {}",
+        "not ready: absent; ready: listed; not ready: draining; ready: listed; {}",
         times.show()?
     ))
 }
@@ -112,7 +112,7 @@ pub(super) async fn deletion_with_grace(plane: Arc<TestControlPlane>) -> CaseRes
     times.add(site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?);
     site.namespace.remove_pod("a").await?;
     times.add(site.router.wait_fleet(&[]).await?);
-    Ok(format!("draining; out; {}", times.show()?))
+    Ok(format!("draining; removed; {}", times.show()?))
 }
 
 pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -141,7 +141,7 @@ pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> Case
         .keeps_fleet(MOMENT, &["a 127.0.1.7:8000"])
         .await?;
     Ok(format!(
-        "out; in again under its name, one worker; {}",
+        "removed; listed again by its name, as one worker; {}",
         times.show()?
     ))
 }
@@ -182,7 +182,7 @@ pub(super) async fn labels_change(plane: Arc<TestControlPlane>) -> CaseResult {
     times.add(site.router.wait_fleet(&[]).await?);
     site.set_label("a", "app", &json!(POOL)).await?;
     times.add(site.router.wait_fleet(&[A]).await?);
-    Ok(format!("out; in; {}", times.show()?))
+    Ok(format!("removed; listed; {}", times.show()?))
 }
 
 pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -199,7 +199,7 @@ pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
         times.add(site.router.wait_fleet(&[A]).await?);
     }
     Ok(format!(
-        "Failed, Succeeded, Unknown, Pending: out although Ready; Running: in; {}",
+        "Failed, Succeeded, Unknown, Pending: removed although Ready; Running: listed; {}",
         times.show()?
     ))
 }
@@ -218,7 +218,7 @@ pub(super) async fn container_restart(plane: Arc<TestControlPlane>) -> CaseResul
     times.add(site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?);
     site.namespace.set_status("a", &restarts(1, true)).await?;
     times.add(site.router.wait_fleet(&[A]).await?);
-    Ok(format!("draining; in; {}", times.show()?))
+    Ok(format!("draining; listed; {}", times.show()?))
 }
 
 pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -239,7 +239,7 @@ pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
             .await?,
     );
     Ok(format!(
-        "`[fd00::1:6]:8000`; of dual stack the first address; {}",
+        "`[fd00::1:6]:8000`; the first address of a dual-stack pod; {}",
         times.show()?
     ))
 }
@@ -281,7 +281,7 @@ pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
     site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
     times.add(site.router.wait_fleet(&[A]).await?);
     Ok(format!(
-        "prefill, decode, both, prefill-decode, encode-prefill-decode: as said; encode, `Decode`: no worker, named; {}",
+        "prefill, decode, both, prefill-decode, encode-prefill-decode: accepted; encode, `Decode`: no worker, named in the log; {}",
         times.show()?
     ))
 }
@@ -308,7 +308,7 @@ pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
             .await?,
     );
     Ok(format!(
-        "the ports follow, also by the older annotation; an unreadable one is named; {}",
+        "the ports follow both annotations; an invalid one is named in the log; {}",
         times.show()?
     ))
 }
@@ -336,7 +336,7 @@ pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
         site.router.wait_fleet(&[]).await.with_context(|| label)?;
         site.router.wait_log(&format!("`{label}`")).await?;
     }
-    Ok("7, 007, 2^64-1: taken; 2^64, x, empty: refused with a reason".to_owned())
+    Ok("7, 007, 2^64-1: accepted; 2^64, x, empty: rejected with a reason".to_owned())
 }
 
 pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -349,7 +349,7 @@ pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult 
         .keeps_fleet(MOMENT, &["a 127.0.1.1:8000 -"])
         .await?;
     Ok(format!(
-        "the last of 50 changes holds after {} ms",
+        "the last of 50 changes takes effect after {} ms",
         took.as_millis()
     ))
 }
@@ -363,10 +363,10 @@ pub(super) async fn special_addresses(plane: Arc<TestControlPlane>) -> CaseResul
     site.router
         .keeps_fleet(MOMENT, &[A, "b 127.0.1.7:8000"])
         .await?;
-    Ok("IPv4 in IPv6 is IPv4; 0.0.0.0 is refused with a reason".to_owned())
+    Ok("IPv4-mapped IPv6 becomes IPv4; 0.0.0.0 is rejected with a reason".to_owned())
 }
 
-/// The API server copies zone and region of a node to a pod at its binding.
+/// The API server copies the zone and region labels of a node to a pod when the pod is bound.
 pub(super) async fn topology_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let node = format!("node-of-{}", site.namespace.name);
@@ -402,7 +402,7 @@ pub(super) async fn topology_labels(plane: Arc<TestControlPlane>) -> CaseResult 
     Ok("zone and region of the node are in the worker's topology".to_owned())
 }
 
-/// The API server accepts an address that Rust does not read.
+/// The API server accepts IPv4 addresses with leading zeros, which Rust does not parse.
 pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     site.namespace.create_pending("odd").await?;
@@ -426,13 +426,13 @@ pub(super) async fn unreadable_address(plane: Arc<TestControlPlane>) -> CaseResu
     let longest = log.lines().map(str::len).max().unwrap_or_default();
     ensure!(longest < 2000, "a line of the log has {longest} bytes");
     Ok(format!(
-        "the pod is named and left out; another new pod after {} ms; longest log line {longest} bytes",
+        "the pod is named in the log and ignored; another new pod after {} ms; longest log line {longest} bytes",
         took.as_millis()
     ))
 }
 
-/// An address is reused before the object of its previous pod is deleted. The order of uids is
-/// random, so the case repeats this.
+/// An address is reused while the terminating pod that had it still exists. The order of the two
+/// uids is random, so the case is repeated.
 pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
@@ -467,7 +467,7 @@ pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseR
     ))
 }
 
-/// Dynamo workers derive their ids from the pod name.
+/// With `instance_ids: dynamo`, worker ids derive from pod names as in Dynamo.
 pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -490,5 +490,5 @@ pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
         ids == [r#"labelled "7""#, r#"vllm-worker-0 "3637812819037538""#],
         "{ids:?}"
     );
-    Ok("the id that Dynamo makes of the pod's name; a label wins".to_owned())
+    Ok("the id that Dynamo derives from the pod name; a label takes precedence".to_owned())
 }

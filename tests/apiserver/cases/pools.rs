@@ -74,7 +74,7 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     router.wait_fleet(&[]).await?;
     select(json!({"app": POOL})).await?;
     router.wait_fleet(&[A]).await?;
-    // The definition accepts an invalid label key; the API server then rejects the list of pods.
+    // The definition accepts an invalid label key. The API server then rejects the list of pods.
     select(json!({"bad key!": "x"})).await?;
     router.wait_up(POOL, false, PATIENCE).await?;
     router.keeps_fleet(MOMENT, &[A]).await?;
@@ -82,7 +82,7 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     router.wait_up(POOL, true, PATIENCE).await?;
     router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "follows after {} and {} ms; of nothing: empty; an invalid key: up 0, fleet kept",
+        "follows after {} and {} ms; no match: empty; invalid key: up 0, fleet kept",
         first.as_millis(),
         second.as_millis()
     ))
@@ -114,7 +114,7 @@ pub(super) async fn pool_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
     let back = router.wait_fleet(&[A]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
     Ok(format!(
-        "kept while a finalizer holds it; emptied after {} ms; there again after {} ms",
+        "fleet kept while a finalizer blocks the deletion; empty after {} ms; back after {} ms",
         gone.as_millis(),
         back.as_millis()
     ))

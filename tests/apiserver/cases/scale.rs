@@ -1,4 +1,4 @@
-//! CPU time and requests with many pods, and in an idle cluster.
+//! CPU time and API requests with many pods, and in an idle cluster.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -14,7 +14,7 @@ use crate::router::{PATIENCE, RouterProcess};
 use crate::runner::CaseResult;
 
 const PODS: usize = 500;
-/// Maximum number of concurrent requests of the test.
+/// Maximum number of concurrent requests of the test itself.
 const PARALLEL: usize = 8;
 const IDLE_PERIOD: Duration = Duration::from_secs(30);
 
@@ -31,7 +31,8 @@ impl IdleUsage {
         tokio::time::sleep(IDLE_PERIOD).await;
         let cores = (router.cpu()? - cpu).as_secs_f64() / IDLE_PERIOD.as_secs_f64();
         let requests = namespace.audit()?;
-        // Requests that only ended in the period were counted before.
+        // A request is recorded when it starts, so one that only ended in the period is not
+        // counted.
         let count = requests.len() - before;
         let requests = requests.into_iter().rev().take(count).collect();
         Ok(Self { cores, requests })
@@ -72,7 +73,7 @@ async fn wait_count(router: &RouterProcess, count: usize) -> anyhow::Result<Dura
     }
 }
 
-/// Afterwards warmroute no longer repeats requests for kinds that its Role does not allow.
+/// Time after which warmroute no longer retries requests for kinds that its Role does not allow.
 const STARTUP: Duration = Duration::from_secs(17);
 
 pub(super) async fn five_hundred_pods(plane: Arc<TestControlPlane>) -> CaseResult {
@@ -104,7 +105,7 @@ pub(super) async fn five_hundred_pods(plane: Arc<TestControlPlane>) -> CaseResul
         idle.requests
     );
     let resident = router.resident()?;
-    // One more than a page of the list.
+    // One pod more than fits on a page of the list.
     namespace.create_pod("one-more", "127.1.9.1").await?;
     wait_count(&router, PODS + 1).await?;
     let lists = pod_lists(&namespace)?;
@@ -121,8 +122,8 @@ pub(super) async fn five_hundred_pods(plane: Arc<TestControlPlane>) -> CaseResul
     all((0..PODS / 2).map(async |nth| namespace.remove_pod(&name(nth)).await)).await?;
     let left = wait_count(&router, PODS - PODS / 2).await?;
     Ok(format!(
-        "all {PODS} seen {:.2} s after the last one was ready, CPU {:.1} s; idle {} s: {:.2} % of a core (debug build), {} requests \
-         (watches), {resident} MiB; restart: fleet of {} from two pages after {:.2} s; 250 deleted: seen {:.2} s after the last",
+        "all {PODS} listed {:.2} s after the last one was ready, CPU {:.1} s; idle {} s: {:.2} % of a core (debug build), {} requests \
+         (watches), {resident} MiB; restart: fleet of {} from two pages after {:.2} s; 250 deleted: removed {:.2} s after the last",
         appeared.as_secs_f64(),
         startup.as_secs_f64(),
         IDLE_PERIOD.as_secs(),
@@ -154,7 +155,7 @@ pub(super) async fn quiet_cluster(plane: Arc<TestControlPlane>) -> CaseResult {
     ensure!(idle.requests.len() <= 4, "{:?}", idle.requests);
     ensure!(
         router.log().lines().count() == lines,
-        "a quiet cluster is logged:\n{}",
+        "log lines in an idle cluster:\n{}",
         router.log()
     );
     ensure!(router.is_up(POOL).await?, "discovery_up is 0");
@@ -163,7 +164,7 @@ pub(super) async fn quiet_cluster(plane: Arc<TestControlPlane>) -> CaseResult {
     let success = router.metric(&series).await?.context("no timestamp")?;
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs_f64();
     let age = now - success;
-    // A watch lasts 30 s, and one of them was resumed in between.
+    // A watch lasts up to 30 s, so at least one was resumed in the period.
     ensure!(
         age < IDLE_PERIOD.as_secs_f64() + 2.0,
         "discovery_last_success_timestamp_seconds is {age:.0} s old"

@@ -1,4 +1,4 @@
-//! Objects, rights and the API server may appear in any order.
+//! Startup while objects, rights or the API server are still missing.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use crate::proxy::{ApiProxy, ProxyMode};
 use crate::router::{MountedAccount, PATIENCE, RouterOptions, RouterProcess};
 use crate::runner::CaseResult;
 
-/// A pool of the configuration.
+/// Returns the configuration of a pool.
 fn pool_entry(name: &str) -> Value {
     json!({"name": name, "worker": {"model": "qwen2.5"}})
 }
@@ -151,7 +151,7 @@ pub(super) async fn pools_with_same_pods(plane: Arc<TestControlPlane>) -> CaseRe
     Ok("the first pool has the worker; a warning names the address".to_owned())
 }
 
-/// Token and namespace end in a newline, as some tools write them.
+/// Token and namespace files end in a newline, as some tools write them.
 pub(super) async fn account_with_newlines(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -174,12 +174,12 @@ pub(super) async fn no_service_account(plane: Arc<TestControlPlane>) -> CaseResu
     };
     let router = RouterProcess::start(options).await?;
     router.wait_log("automountServiceAccountToken").await?;
-    // Attempts are repeated, the message is not.
+    // warmroute retries without repeating the message.
     tokio::time::sleep(Duration::from_secs(3)).await;
     let lines = router.log_lines("automountServiceAccountToken");
     ensure!(
         router.is_running() && !router.is_ready().await,
-        "warmroute ended, or is ready without a worker"
+        "warmroute exited, or is ready without a worker"
     );
     ensure!(lines == 1, "logged {lines} times:\n{}", router.log());
     let page = router.page("readyz").await?;
@@ -189,7 +189,7 @@ pub(super) async fn no_service_account(plane: Arc<TestControlPlane>) -> CaseResu
     ))
 }
 
-/// Starts with a wrong account and replaces it after 6 s.
+/// Starts with a wrong service account and replaces it after 6 s.
 async fn replaced_later(
     plane: &Arc<TestControlPlane>,
     wrong: impl FnOnce(&mut MountedAccount),
@@ -235,7 +235,7 @@ pub(super) async fn wrong_authority_replaced(plane: Arc<TestControlPlane>) -> Ca
     ))
 }
 
-/// A proxy in front of the API server answers 503 for a while.
+/// A proxy in front of the API server responds with 503 for a while.
 pub(super) async fn api_server_unavailable(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace.create_pool(&[8000]).await?;
@@ -255,7 +255,7 @@ pub(super) async fn api_server_unavailable(plane: Arc<TestControlPlane>) -> Case
         .await?;
     ensure!(
         took < Duration::from_secs(8),
-        "the fleet came {took:?} after the outage"
+        "the fleet was complete {took:?} after the outage"
     );
     ensure!(lines <= 6, "503 is in {lines} lines of the log");
     Ok(format!(
@@ -264,7 +264,7 @@ pub(super) async fn api_server_unavailable(plane: Arc<TestControlPlane>) -> Case
     ))
 }
 
-/// Labels and ports in place of an InferencePool, beside a pool whose InferencePool is absent.
+/// A pool is configured by labels and ports, next to a pool whose InferencePool does not exist.
 pub(super) async fn pool_by_labels(plane: Arc<TestControlPlane>) -> CaseResult {
     let namespace = TestNamespace::create(&plane).await?;
     namespace

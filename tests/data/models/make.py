@@ -1,6 +1,6 @@
-"""Makes the models of this directory: those of examples/models with a reduced vocabulary, which loads faster.
+"""Generates the models of this directory from those of examples/models, with a smaller vocabulary that loads faster.
 
-It keeps the special tokens, the chat template, and the first merges.
+The special tokens, the chat template, and the first merges are kept.
 """
 
 import gzip
@@ -23,7 +23,7 @@ def reduce(source, target):
     kept = {left + right for left, right in pairs}
     model["merges"] = merges
     model["vocab"] = {token: id for token, id in model["vocab"].items() if len(token) == 1 or token in kept}
-    # The special tokens follow without a gap, because the fast tokenizer needs ids in a row.
+    # The special tokens follow without a gap, because the fast tokenizer needs contiguous ids.
     ids = {}
     for token in tokenizer["added_tokens"]:
         ids[str(token["id"])] = token["id"] = len(model["vocab"]) + len(ids)

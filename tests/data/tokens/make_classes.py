@@ -1,13 +1,13 @@
-"""What transformers and vLLM make of a model's files: which class of tokenizer, and which tokens.
+"""Records which tokenizer class transformers and vLLM select for a model's files, and which tokens each class produces.
 
-Run it with a Python that has both installed (of vLLM only a list is read; torch is not needed), from the folder of the project:
+Run it in the project folder with a Python that has both packages (only a list of vLLM is read, and torch is not needed):
 
     python tests/data/tokens/make_classes.py            # writes the three files below
-    python tests/data/tokens/make_classes.py --check    # says what would change, and ends with 1 if anything would
+    python tests/data/tokens/make_classes.py --check    # prints the files that would change, and exits with 1 if there are any
 
-* crates/tokens/src/prompt/rebuild/transformers.json: the table we choose by, taken from the mapping of transformers.
-* tests/data/tokens/classes/chosen.json: the class that the engine really chose, for every type of model and many named classes.
-* tests/data/tokens/classes/encodings.json.gz: tokens of awkward texts, of small tokenizers, by every class.
+* crates/tokens/src/prompt/rebuild/transformers.json: the table that warmroute uses, from the mapping of transformers.
+* tests/data/tokens/classes/chosen.json: the class that the engine selects, for every model type and many class names.
+* tests/data/tokens/classes/encodings.json.gz: tokens of unusual texts by small tokenizers, for every class.
 """
 
 import ast
@@ -37,14 +37,14 @@ VLLM = pathlib.Path(importlib.util.find_spec("vllm").submodule_search_locations[
 
 
 def as_written():
-    """Types of models for which vLLM asks transformers for nothing but `tokenizer.json`."""
+    """Returns the model types for which vLLM uses only `tokenizer.json`."""
     for node in ast.parse((VLLM / "tokenizers/registry.py").read_text()).body:
         if isinstance(node, ast.AnnAssign) and node.target.id == "_MODEL_TYPES_WITH_INCORRECT_TOKENIZER_CLASS":
             return sorted(ast.literal_eval(node.value))
-    raise SystemExit("vLLM has its list elsewhere")
+    raise SystemExit("the list of model types was not found in vLLM")
 
 
-# Where the mapping depends on a package for Mistral's own format, vLLM takes the usual one.
+# If the mapping depends on a package for Mistral's own format, vLLM uses the usual class.
 OWN_FORMAT = "MistralCommonBackend"
 BARE = {"TokenizersBackend", "PythonBackend", "PreTrainedTokenizerFast", "PreTrainedTokenizer", OWN_FORMAT}
 
@@ -58,7 +58,7 @@ def kind(cls):
 
 
 def table():
-    """Types of models to classes, and what each class does with `tokenizer.json`."""
+    """Returns the class of each model type, and how each class uses `tokenizer.json`."""
     mapping = {model: name.removesuffix("Fast") for model, name in auto.TOKENIZER_MAPPING_NAMES.items() if name}
     mapping = {model: "TokenizersBackend" if name == OWN_FORMAT else name for model, name in mapping.items()}
     names = {name for name in mapping.values()}
@@ -71,7 +71,7 @@ def table():
             does = kind(cls)
         except Exception:
             continue
-        # Names of the same class share what is known of it.
+        # All names of a rebuilt class refer to the same entry.
         classes[name] = does if does != "rebuilt" else cls.__name__
     return {
         "transformers": transformers.__version__,
@@ -92,7 +92,7 @@ def load(tokenizer, tokenizer_config, config):
         ]:
             if content is not None:
                 (pathlib.Path(folder) / name).write_text(json.dumps(content))
-        # As vllm/tokenizers/registry.py does it.
+        # The same choice as in vllm/tokenizers/registry.py.
         loader = TokenizersBackend if config and config["model_type"] in as_written() else auto.AutoTokenizer
         own = {} if loader is TokenizersBackend else {"mistral_format": False}
         return loader.from_pretrained(folder, truncation_side="left", **own)
@@ -107,7 +107,7 @@ NAMED = [
 
 
 def chosen():
-    """The class whose `from_pretrained` the engine comes to."""
+    """Returns the class whose `from_pretrained` the engine calls."""
     real = PreTrainedTokenizerBase.__dict__["from_pretrained"]
     PreTrainedTokenizerBase.from_pretrained = classmethod(lambda cls, *args, **kwargs: Chosen(cls))
     all_models = [*auto.TOKENIZER_MAPPING_NAMES, *as_written()]
@@ -170,7 +170,7 @@ def of_bytes():
     added(tokenizer, [(text, True, False, False, False) for text in special] + [("<tool>", False, False, True, True)])
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
     whole = json.loads(tokenizer.to_str())
-    # What no class of transformers says of itself.
+    # No class of transformers sets this pre-tokenizer itself.
     whole["pre_tokenizer"] = {
         "type": "Sequence",
         "pretokenizers": [
@@ -265,10 +265,10 @@ def cases(files):
         if name:
             settings["tokenizer_class"] = name
         out.append((which, settings, {"model_type": model, "architectures": ["X"]}))
-    # The class that the model's own configuration names.
+    # The class is in the model's config.json.
     out.append(("bytes", dict(BYTES), {"model_type": "qwen3", "tokenizer_class": "GPT2Tokenizer"}))
     out.append(("bytes", dict(BYTES), {"model_type": "not_in_transformers", "tokenizer_class": "Qwen2TokenizerFast"}))
-    # Of a class's own special tokens some are nowhere else.
+    # Without these added tokens, some special tokens of a class are not in the file.
     without = ["<|endoftext|>", "<s>", "<mask>", "<UNK>", "<|padding|>"]
     for which, name, model in [("bytes", "Qwen2Tokenizer", "qwen3"), ("bytes", "GPT2Tokenizer", "gpt2"), ("bytes", "GPTNeoXTokenizer", "gpt_neox"),
                                ("bytes", "CohereTokenizer", "cohere"), ("bytes", "Qwen3_5Tokenizer", "qwen3_5"),
@@ -292,7 +292,7 @@ def cases(files):
 
 
 def encodings():
-    # Training is not the same twice, so what was made once stays.
+    # Training is not deterministic, so existing tokenizers are reused.
     path = HERE / "classes/encodings.json.gz"
     made = json.loads(gzip.decompress(path.read_bytes()))["tokenizers"] if path.exists() else {}
     files = {"bytes": made.get("bytes") or of_bytes(), "pieces": made.get("pieces") or of_pieces()}
@@ -327,7 +327,7 @@ def main():
         if "--check" not in sys.argv:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(gzip.compress(text.encode(), mtime=0) if packed else text.encode())
-    print(f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}:", stale or "nothing new")
+    print(f"transformers {transformers.__version__}, tokenizers {tokenizers.__version__}:", stale or "no changes")
     sys.exit(1 if stale and "--check" in sys.argv else 0)
 
 

@@ -1,6 +1,6 @@
-"""Renders templates.json's cases with transformers (written with 5.23.0, Jinja2 3.1.6): python3 make_templates.py
+"""Writes the cases of templates.json, rendered with transformers (last run: 5.23.0, Jinja2 3.1.6): python3 make_templates.py
 
-Each case has a request, which our side parses, and the conversation that vLLM makes of it, which transformers renders.
+Each case has a request, which the tests parse, and the conversation into which vLLM converts it, which transformers renders.
 """
 
 import json

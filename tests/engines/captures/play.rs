@@ -1,5 +1,5 @@
-//! Playback of captured sessions: each request is preprocessed, the index holds the engine's
-//! earlier events, and the prediction is compared with the cached tokens that the engine reported.
+//! Playback of captured sessions. The index holds the events that the engine sent before a request.
+//! The predicted cached tokens are compared with those that the engine reported.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read as _, Write as _};
@@ -42,10 +42,10 @@ struct CapturedRequest {
     cached_tokens: Option<usize>,
     #[serde(default)]
     engine: Option<Vec<u32>>,
-    /// The requested rank, if any.
+    /// Rank that the client requested, if any.
     #[serde(default)]
     rank: Option<u32>,
-    /// Events between this request and the next one.
+    /// Event batches between this request and the next one.
     payloads: Vec<String>,
 }
 
@@ -68,7 +68,7 @@ fn encoder(vision: bool) -> Arc<Encoder> {
         min_pixels: None,
         max_pixels: None,
     };
-    // Path of the captured engine's model.
+    // Path of the model in the captured engine.
     let media = MediaConfig {
         model: Some("models/tiny-qwen2vl".into()),
         image: Some(image),
@@ -89,7 +89,7 @@ fn encoder(vision: bool) -> Arc<Encoder> {
     Arc::new(encoder)
 }
 
-fn intake(
+fn preprocessor(
     block_size: BlockSize,
     media: MediaTokens,
     encoders: &[Arc<Encoder>; 2],
@@ -132,7 +132,7 @@ fn intake(
     })
 }
 
-/// One engine as its events describe it, rank by rank.
+/// Index of one engine, built from its events, with a writer per rank.
 struct ObservedEvents {
     index: Arc<PrefixIndex>,
     ranks: BTreeMap<u32, (RankWriter, EventNormalizer)>,
@@ -159,7 +159,7 @@ impl ObservedEvents {
             for event in &batch.events {
                 match normalizer.convert(event) {
                     ConvertedEvent::Event(event) | ConvertedEvent::GroupEvent(_, event) => {
-                        // Equal blocks are stored again, and blocks from before the capture's gaps
+                        // Engines store equal blocks again. Blocks from before a gap in the capture
                         // are unknown.
                         let outcome = writer.apply(&event);
                         assert!(
@@ -180,7 +180,7 @@ impl ObservedEvents {
         ranks
     }
 
-    /// Applies a reset that was not announced before the first batch after it.
+    /// Applies a cache reset from the batches that announce it, before these batches are applied.
     fn clear(&mut self, payloads: &[String]) {
         let mut found = false;
         for payload in payloads {
@@ -201,20 +201,20 @@ impl ObservedEvents {
             }
             found = true;
         }
-        assert!(found, "the engine never tells of its reset");
+        assert!(found, "the engine does not announce its reset");
     }
 
-    /// Tokens that a rank would not have to compute.
+    /// Returns the number of prompt tokens that a rank has cached.
     fn reusable(&self, prompt: &RoutePrompt, rank: u32) -> usize {
         let size = self.block_size.tokens();
-        let of_prompt = |hashes: &warmroute_core::block::BlockHashes| {
+        let reusable_blocks = |hashes: &warmroute_core::block::BlockHashes| {
             let mut overlaps = Overlaps::new();
             self.index.query_overlaps(hashes, &mut overlaps);
             // The last token is always computed.
             let most = hashes.tokens().saturating_sub(1) / size;
             (overlaps.get(RankSlot(rank)).device as usize).min(most) * size
         };
-        prompt.blocks().iter().map(of_prompt).sum()
+        prompt.blocks().iter().map(reusable_blocks).sum()
     }
 }
 
@@ -225,7 +225,7 @@ struct EventCount {
     by_tokens: usize,
     over: Vec<String>,
     under: Vec<String>,
-    /// Matches that required a reset announced only with their own events.
+    /// Matches for which a reset was applied before the engine announced it.
     after_reset: usize,
     /// Matches with several outputs for one prompt.
     siblings: usize,
@@ -240,25 +240,26 @@ fn read_sessions() -> Vec<CapturedSession> {
     serde_json::from_slice(&json).unwrap()
 }
 
-/// Reusable tokens on the rank that served. If it is unknown, all ranks must agree.
-fn foreseen_tokens(before: &BTreeMap<u32, usize>, served: Option<&u32>, label: &str) -> usize {
-    let mut foreseen: Vec<usize> = match served {
+/// Returns the predicted tokens of the serving rank. If the rank is unknown, all ranks must agree.
+fn predicted_tokens(before: &BTreeMap<u32, usize>, served: Option<&u32>, label: &str) -> usize {
+    let mut predicted: Vec<usize> = match served {
         Some(rank) => vec![before.get(rank).copied().unwrap_or(0)],
         None if before.is_empty() => vec![0],
         None => before.values().copied().collect(),
     };
-    foreseen.dedup();
-    assert_eq!(foreseen.len(), 1, "{label}: {before:?}");
-    foreseen[0]
+    predicted.dedup();
+    assert_eq!(predicted.len(), 1, "{label}: {before:?}");
+    predicted[0]
 }
 
-/// Plays the sessions whose engine hashes refer to images natively or by pad tokens.
+/// Plays all sessions. `media` selects how engine hashes refer to images: natively or by pad
+/// tokens.
 fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, EventCount> {
     let mut counts: BTreeMap<String, EventCount> = BTreeMap::new();
     for session in &read_sessions() {
         let block_size = BlockSize::new(session.block_size).unwrap();
-        let intake = intake(block_size, media, encoders);
-        let mut seen = ObservedEvents {
+        let preprocessor = preprocessor(block_size, media, encoders);
+        let mut observed = ObservedEvents {
             index: PrefixIndex::new(),
             ranks: BTreeMap::new(),
             block_size,
@@ -268,14 +269,15 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Ev
         for request in &session.requests {
             let (Some(cached), Some(length)) = (request.cached_tokens, request.prompt_tokens)
             else {
-                // The engine announces it only with its next batch.
+                // The engine announces a reset only with its next batch.
                 reset |= request.path == "/reset_prefix_cache";
                 continue;
             };
             let count = counts.entry(request.scenario[..1].to_owned()).or_default();
             count.requests += 1;
             let body = serde_json::to_vec(&request.request).unwrap();
-            let preprocessed = intake.preprocess_blocking(None, &request.path, &|_| None, &body);
+            let preprocessed =
+                preprocessor.preprocess_blocking(None, &request.path, &|_| None, &body);
             let label = format!("{} of {}", request.scenario, session.instance);
             let RoutePrompt::Hashed(prompts) = &preprocessed.route_request.prompt else {
                 panic!("{label}: {:?}", preprocessed.route_request.prompt)
@@ -290,25 +292,25 @@ fn play(media: MediaTokens, encoders: &[Arc<Encoder>; 2]) -> BTreeMap<String, Ev
                 count.by_tokens += 1;
             }
             if std::mem::take(&mut reset) {
-                seen.clear(&request.payloads);
+                observed.clear(&request.payloads);
                 count.after_reset += 1;
             }
             let prompt = &preprocessed.route_request.prompt;
-            let reusable = |&rank: &u32| (rank, seen.reusable(prompt, rank));
-            let before: BTreeMap<u32, usize> = seen.ranks.keys().map(reusable).collect();
-            let ranks = seen.apply(&request.payloads);
+            let reusable = |&rank: &u32| (rank, observed.reusable(prompt, rank));
+            let before: BTreeMap<u32, usize> = observed.ranks.keys().map(reusable).collect();
+            let ranks = observed.apply(&request.payloads);
             let served = ranks.first().or(request.rank.as_ref());
-            let mut foreseen = foreseen_tokens(&before, served, &label);
+            let mut predicted = predicted_tokens(&before, served, &label);
             if request.request["n"].as_u64().is_some_and(|n| n > 1) {
-                // Of several outputs for one prompt, the engine reports one that reused the blocks
-                // of the first.
+                // For several outputs of one prompt, the engine reports the output that reused the
+                // blocks of the first one.
                 let distinct: BTreeSet<_> = ranks.iter().collect();
                 assert_eq!(distinct.len(), 1, "{label}: events of {ranks:?}");
-                foreseen = seen.reusable(&preprocessed.route_request.prompt, ranks[0]);
+                predicted = observed.reusable(&preprocessed.route_request.prompt, ranks[0]);
                 count.siblings += 1;
             }
-            let difference = format!("{label}: {foreseen} foreseen, {cached} cached");
-            match foreseen.cmp(&cached) {
+            let difference = format!("{label}: {predicted} predicted, {cached} cached");
+            match predicted.cmp(&cached) {
                 std::cmp::Ordering::Equal => count.equal += 1,
                 std::cmp::Ordering::Greater => count.over.push(difference),
                 std::cmp::Ordering::Less => count.under.push(difference),
@@ -330,7 +332,7 @@ fn predicted_cached_tokens_match_captured_sessions() {
     ] {
         let counts = play(media, &encoders);
         let mut report = format!(
-            "\nreusable tokens, foreseen against cached_tokens (images: {:?})\n",
+            "\npredicted tokens compared with cached_tokens (images: {:?})\n",
             media.image
         );
         for (scenario, count) in &counts {
@@ -345,15 +347,15 @@ fn predicted_cached_tokens_match_captured_sessions() {
             } = count;
             report += &format!(
                 "scenarios {scenario}: {requests} requests, {equal} equal, {} over, {} under; {by_tokens} with the engine's token \
-                 ids, all equal; of the equal ones {after_reset} with a reset not yet announced taken into account, {siblings} with \
-                 a second answer to the same prompt\n",
+                 ids, all equal; of the equal ones, {after_reset} with a reset that was applied before its announcement, {siblings} with \
+                 a second output for the same prompt\n",
                 over.len(),
                 under.len()
             );
             report.extend(over.iter().chain(under).map(|line| format!("    {line}\n")));
         }
-        // Written to the terminal directly, because the output of macros is shown only for failed
-        // tests.
+        // Written directly to the terminal, because the output of `eprintln!` is shown only if a
+        // test fails.
         std::io::stderr().write_all(report.as_bytes()).unwrap();
         assert_eq!(
             counts.keys().map(String::as_str).collect::<Vec<_>>(),

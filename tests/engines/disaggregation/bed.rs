@@ -1,4 +1,4 @@
-//! Engines as processes, and requests to them.
+//! Engine processes and requests to them.
 
 use std::ops::Range;
 use std::process::Stdio;
@@ -12,7 +12,7 @@ use warmroute_testbed::programs::example_program;
 
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A running engine. It ends with the test because its standard input does.
+/// A running engine. It exits with the test, because its standard input closes.
 pub(crate) struct DisaggregatedEngine {
     pub(crate) child: Child,
     _stdin: Option<ChildStdin>,
@@ -23,21 +23,21 @@ pub(crate) struct DisaggregatedEngine {
 }
 
 impl DisaggregatedEngine {
-    pub(crate) async fn start(more: &[&str]) -> Self {
+    pub(crate) async fn start(flags: &[&str]) -> Self {
         let mut child = Command::new(example_program("engine_sim").unwrap())
             .args(["--exit-on-stdin-eof", "--bootstrap-port", "0"])
-            .args(if more.contains(&"--listen") {
+            .args(if flags.contains(&"--listen") {
                 &[][..]
             } else {
                 &["--listen", "127.0.0.1:0"]
             })
             .args(["--tokenizer", "examples/models/tinyllama/tokenizer.json.gz"])
-            .args(if more.contains(&"--speed") {
+            .args(if flags.contains(&"--speed") {
                 &[][..]
             } else {
                 &["--speed", "20"]
             })
-            .args(more)
+            .args(flags)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -47,9 +47,9 @@ impl DisaggregatedEngine {
         let mut stdout = BufReader::new(child.stdout.take().unwrap());
         tokio::time::timeout(PATIENCE, stdout.read_line(&mut line))
             .await
-            .expect("ready in time")
+            .expect("the engine is not ready in time")
             .unwrap();
-        let ready: Value = serde_json::from_str(&line).expect("one line of JSON");
+        let ready: Value = serde_json::from_str(&line).expect("the engine prints one line of JSON");
         let text = |value: &Value| value.as_str().map(str::to_owned);
         Self {
             address: text(&ready["listening"]).unwrap(),
@@ -82,7 +82,7 @@ impl DisaggregatedEngine {
             .await
     }
 
-    /// Sends a request, and returns the status and the body within the deadline.
+    /// Sends a request. Returns the status and the body, or panics after a timeout.
     pub(crate) async fn post(&self, path: &str, body: &Value) -> (StatusCode, String) {
         let answered = async {
             let response = self.try_post(path, body, &[]).await.unwrap();
@@ -90,7 +90,7 @@ impl DisaggregatedEngine {
         };
         tokio::time::timeout(PATIENCE, answered)
             .await
-            .expect("an answer in time")
+            .expect("no response in time")
     }
 
     /// Sends a completion request.
@@ -117,7 +117,8 @@ impl DisaggregatedEngine {
             .unwrap()
     }
 
-    /// A sum over the ranks. Names without a prefix are the simulator's own.
+    /// Returns the sum of a metric over the ranks. Names without a prefix are those of the
+    /// simulator.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
         let name = if name.contains(':') {
             name.to_owned()
@@ -159,7 +160,7 @@ impl DisaggregatedEngine {
         serde_json::from_str::<Value>(&self.get("/sim/state").await).unwrap()["ranks"][0].take()
     }
 
-    /// Waits until a number in the state of rank 0 is as expected.
+    /// Waits until a number in the state of rank 0 has the expected value.
     pub(crate) async fn eventually(&self, pointer: &str, value: u64) {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -184,7 +185,7 @@ pub(crate) fn ids(range: Range<u32>, max_tokens: u32) -> Value {
     json!({"model": "sim", "prompt": range.collect::<Vec<_>>(), "max_tokens": max_tokens})
 }
 
-/// The body with additional fields.
+/// Returns the body with additional fields.
 pub(crate) fn with(body: &Value, fields: &Value) -> Value {
     let mut body = body.clone();
     body.as_object_mut()
@@ -203,12 +204,12 @@ pub(crate) fn cached_tokens(answer: &Value) -> u64 {
         .unwrap()
 }
 
-/// Source of the KV of a response.
+/// Returns the source of the KV blocks of a response.
 pub(crate) fn kv(answer: &Value) -> &str {
     answer["engine_kv"].as_str().unwrap()
 }
 
-/// Sources of the KV of a stream, for every chunk with a token.
+/// Returns the source of the KV blocks for every chunk of a stream that has a token.
 pub(crate) fn streamed_kv(stream: &str) -> Vec<String> {
     let chunks = stream
         .split_terminator("\n\n")
@@ -216,7 +217,7 @@ pub(crate) fn streamed_kv(stream: &str) -> Vec<String> {
     chunks.map(|chunk| kv(&chunk).to_owned()).collect()
 }
 
-/// The text of a stream, and its finish reasons.
+/// Returns the text of a stream and its finish reasons.
 pub(crate) fn stream_text(stream: &str) -> (String, Vec<String>) {
     let mut stream_text = (String::new(), Vec::new());
     for chunk in stream

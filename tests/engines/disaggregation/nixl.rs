@@ -1,4 +1,4 @@
-//! vLLM's protocol: the prefill engine lends blocks, the decode engine fetches them.
+//! vLLM's protocol: the prefill engine leases its blocks, and the decode engine fetches them.
 
 mod faults;
 
@@ -16,15 +16,15 @@ use crate::disaggregation::bed::{
 
 const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
-async fn engine(more: &[&str]) -> DisaggregatedEngine {
-    DisaggregatedEngine::start(&[&NIXL, more].concat()).await
+async fn engine(flags: &[&str]) -> DisaggregatedEngine {
+    DisaggregatedEngine::start(&[&NIXL, flags].concat()).await
 }
 
 async fn pair() -> (DisaggregatedEngine, DisaggregatedEngine) {
     tokio::join!(engine(&[]), engine(&["--kv-load-timeout", "300ms"]))
 }
 
-/// The request that a router sends to the prefill engine.
+/// Returns the request that a router sends to the prefill engine.
 fn prefill_of(body: &Value) -> Value {
     let params = json!({"do_remote_decode": true, "do_remote_prefill": false, "remote_engine_id": null,
                         "remote_block_ids": null, "remote_host": null, "remote_port": null});
@@ -44,7 +44,7 @@ fn decode_of(body: &Value, params: &Value) -> Value {
     with(body, &json!({"kv_transfer_params": params}))
 }
 
-async fn is_idle(engine: &DisaggregatedEngine) {
+async fn wait_idle(engine: &DisaggregatedEngine) {
     engine.eventually_metric("kv_leases", 0.0).await;
     engine.eventually("/blocks/used", 0).await;
 }
@@ -79,12 +79,13 @@ async fn transferred_prompt_responds_like_local_one() {
         assert_eq!(
             prefiller.state().await["blocks"]["used"],
             7,
-            "pinned until they are fetched"
+            "blocks stay pinned until they are fetched"
         );
         let before = decoder.metric(PROMPT_TOKENS).await;
         let answer = decoder.complete(&decode_of(&ask, &params)).await;
         assert_eq!(text(&answer), text(&expected));
-        // As in vLLM: the value of the lender, whatever was cached here.
+        // As in vLLM, the value is that of the prefill engine, whatever the decode engine has
+        // cached.
         assert_eq!(cached_tokens(&answer), lender_cached);
         assert_eq!(decoder.metric(PROMPT_TOKENS).await - before, 100.0);
         let page = decoder.get("/metrics").await;
@@ -99,7 +100,7 @@ async fn transferred_prompt_responds_like_local_one() {
         };
         assert!(
             fetched.ends_with(&format!(" {so_far}.0")),
-            "{fetched}: blocks that are here already are not fetched"
+            "{fetched}: cached blocks are not fetched"
         );
         decoder
             .expect_metrics(&[
@@ -107,8 +108,8 @@ async fn transferred_prompt_responds_like_local_one() {
                 ("kv_mismatches_total", 0.0),
             ])
             .await;
-        is_idle(&prefiller).await;
-        is_idle(&decoder).await;
+        wait_idle(&prefiller).await;
+        wait_idle(&decoder).await;
     }
     prefiller
         .expect_metrics(&[("kv_leases_expired_total", 0.0)])
@@ -142,7 +143,7 @@ async fn decode_engine_streams_chats_with_unknown_fields() {
         stream_text(&stream),
         (text(&alone).to_owned(), vec!["length".to_owned()])
     );
-    is_idle(&prefiller).await;
+    wait_idle(&prefiller).await;
 }
 
 #[tokio::test]
@@ -150,7 +151,7 @@ async fn fetched_blocks_are_published_as_stored() {
     let prefiller = engine(&[]).await;
     let any = "tcp://127.0.0.1:0";
     let decoder = engine(&["--events-endpoint", any, "--replay-endpoint", any]).await;
-    // 64 tokens are four whole blocks, of which the last is fetched and then used once more.
+    // 64 tokens are exactly four blocks. The last block is fetched and then reused.
     let ask = ids(0..64, 1);
     let params = prefill(&prefiller, &ask).await;
     decoder.complete(&decode_of(&ask, &params)).await;
@@ -178,7 +179,7 @@ async fn fetched_blocks_are_published_as_stored() {
     );
     assert_eq!(events[0]["token_ids"], json!((0..64).collect::<Vec<_>>()));
     assert_eq!(events[0]["block_hashes"].as_array().unwrap().len(), 4);
-    // Another prompt with the same beginning hits them.
+    // Another prompt with the same beginning reuses the fetched blocks.
     assert_eq!(cached_tokens(&decoder.complete(&ids(0..80, 1)).await), 64);
 }
 
@@ -208,12 +209,12 @@ async fn params_of_other_request_are_detected() {
             ])
             .await;
     }
-    is_idle(&prefiller).await;
-    is_idle(&decoder).await;
+    wait_idle(&prefiller).await;
+    wait_idle(&decoder).await;
 }
 
-/// A prompt that only begins alike, other blocks under the right name, and another cache salt are
-/// rejected in the same way as another request.
+/// A mismatch is detected for a prompt that only shares its beginning, for other block ids with the
+/// right request id, and for another cache salt.
 #[tokio::test]
 async fn params_of_similar_request_are_detected() {
     let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
@@ -268,12 +269,11 @@ async fn params_of_similar_request_are_detected() {
     decoder
         .expect_metrics(&[("kv_stale_reads_total", 0.0)])
         .await;
-    is_idle(&prefiller).await;
-    is_idle(&decoder).await;
+    wait_idle(&prefiller).await;
+    wait_idle(&decoder).await;
 }
 
-/// vLLM reads the blocks with these numbers without checking that they are still kept for this
-/// request.
+/// vLLM reads the blocks with the given ids without checking that they still belong to the request.
 #[tokio::test]
 async fn expired_lease_reads_overwritten_blocks() {
     let prefiller = engine(&["--kv-lease", "1500ms", "--num-blocks", "8"]).await;
@@ -289,13 +289,17 @@ async fn expired_lease_reads_overwritten_blocks() {
     let first: Value = serde_json::from_str(&response.text().await.unwrap()).unwrap();
     assert_eq!((text(&first), kv(&first)), (text(&expected), "fetched"));
 
-    // The first reader ended the lease. The blocks happen to be unused since.
-    let lucky = late.complete(&decode_of(&ask, &params)).await;
-    assert_eq!((text(&lucky), kv(&lucky)), (text(&expected), "stale"));
+    // The first reader ended the lease. The blocks have not been reused since, so the text is still
+    // right.
+    let still_right = late.complete(&decode_of(&ask, &params)).await;
+    assert_eq!(
+        (text(&still_right), kv(&still_right)),
+        (text(&expected), "stale")
+    );
     late.expect_metrics(&[("kv_stale_reads_total", 1.0), ("kv_mismatches_total", 0.0)])
         .await;
 
-    // An expired lease, after which others used the blocks.
+    // The lease expired, and another request has overwritten the blocks.
     let ask = ids(1000..1100, 6);
     let params = prefill(&prefiller, &ask).await;
     prefiller
@@ -307,15 +311,15 @@ async fn expired_lease_reads_overwritten_blocks() {
     assert_ne!(
         text(&answer),
         text(&alone.complete(&ask).await),
-        "with status 200"
+        "the status is 200, but the text is wrong"
     );
     late.expect_metrics(&[("kv_stale_reads_total", 2.0), ("kv_mismatches_total", 1.0)])
         .await;
 
-    // An unknown id is as harmless, and the lease of the right one stays.
+    // An unknown request id reads the right blocks, and does not end the lease of the real request.
     let ask = ids(3000..3100, 6);
     let mut params = prefill(&prefiller, &ask).await;
-    params["remote_request_id"] = json!("nobody");
+    params["remote_request_id"] = json!("unknown");
     let answer = late.complete(&decode_of(&ask, &params)).await;
     assert_eq!(
         (text(&answer), kv(&answer)),
@@ -324,15 +328,15 @@ async fn expired_lease_reads_overwritten_blocks() {
     prefiller
         .eventually_metric("kv_leases_expired_total", 2.0)
         .await;
-    is_idle(&late).await;
+    wait_idle(&late).await;
 }
 
 #[tokio::test]
 async fn lease_is_renewed_while_decode_waits() {
     let lease = ["--kv-lease", "600ms"];
     let prefiller = engine(&lease).await;
-    // Steps of 50 ms: a request that generates 25 tokens holds seven of the eight blocks for twice
-    // the time of a lease.
+    // Steps take 50 ms. A request that generates 25 tokens holds seven of the eight blocks for
+    // twice the lease time.
     let decoder = std::sync::Arc::new(
         engine(&[&lease[..], &["--num-blocks", "8", "--step-us", "1000000"]].concat()).await,
     );
@@ -359,7 +363,7 @@ async fn lease_is_renewed_while_decode_waits() {
 
 #[tokio::test]
 async fn cancelled_prefill_leaks_only_after_start() {
-    // Steps of 3 s, one prompt at a time.
+    // A step takes 3 s, and one prompt runs at a time.
     let slow = [
         "--max-num-seqs",
         "1",
@@ -386,7 +390,7 @@ async fn cancelled_prefill_leaks_only_after_start() {
     prefiller
         .eventually_metric("kv_leases_expired_total", 1.0)
         .await;
-    is_idle(&prefiller).await;
+    wait_idle(&prefiller).await;
     prefiller
         .expect_metrics(&[("vllm:request_success_total", 2.0)])
         .await;
@@ -408,18 +412,18 @@ async fn client_leaving_before_fetch_releases_lease() {
     decoder.eventually("/waiting", 1).await;
     prefiller.expect_metrics(&[("kv_leases", 1.0)]).await;
     waits.abort();
-    is_idle(&prefiller).await;
+    wait_idle(&prefiller).await;
     prefiller
         .expect_metrics(&[("kv_leases_expired_total", 0.0)])
         .await;
     occupant.abort();
-    is_idle(&decoder).await;
+    wait_idle(&decoder).await;
     decoder.expect_metrics(&[("kv_transfers_total", 0.0)]).await;
 }
 
 #[tokio::test]
 async fn fetched_blocks_need_no_prefill_time() {
-    // A token takes 0.4 ms: 1,500 of them 600 ms.
+    // A token takes 0.4 ms, so 1,500 tokens take 600 ms.
     let pace = [
         "--speed",
         "1",
@@ -436,7 +440,7 @@ async fn fetched_blocks_need_no_prefill_time() {
     assert!(prefilled >= Duration::from_millis(600), "{prefilled:?}");
     let start = Instant::now();
     decoder.complete(&decode_of(&ask, &params)).await;
-    // 94 blocks take 19 ms; the rest is a margin for a busy machine.
+    // The transfer of 94 blocks takes 19 ms. The upper limit leaves a margin for a busy machine.
     let decoded = start.elapsed();
     assert!(
         decoded >= Duration::from_millis(19) && decoded < prefilled / 2,

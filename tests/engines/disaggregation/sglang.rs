@@ -1,5 +1,4 @@
-//! SGLang's protocol: both engines receive the same request and find each other by a bootstrap
-//! room.
+//! SGLang's protocol: both engines receive the same request and connect through a bootstrap room.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,19 +11,19 @@ use crate::disaggregation::bed::{
     DisaggregatedEngine, PATIENCE, ids, kv, stream_text, streamed_kv, text, with,
 };
 
-async fn prefiller(more: &[&str]) -> Arc<DisaggregatedEngine> {
+async fn prefiller(flags: &[&str]) -> Arc<DisaggregatedEngine> {
     Arc::new(
-        DisaggregatedEngine::start(&[&["--disaggregation-mode", "prefill"], more].concat()).await,
+        DisaggregatedEngine::start(&[&["--disaggregation-mode", "prefill"], flags].concat()).await,
     )
 }
 
-async fn decoder(more: &[&str]) -> Arc<DisaggregatedEngine> {
+async fn decoder(flags: &[&str]) -> Arc<DisaggregatedEngine> {
     Arc::new(
-        DisaggregatedEngine::start(&[&["--disaggregation-mode", "decode"], more].concat()).await,
+        DisaggregatedEngine::start(&[&["--disaggregation-mode", "decode"], flags].concat()).await,
     )
 }
 
-/// The request that a router sends to both engines.
+/// Returns the request that a router sends to both engines.
 fn in_room(body: &Value, prefiller: &DisaggregatedEngine, room: impl serde::Serialize) -> Value {
     let (host, port) = prefiller
         .bootstrap
@@ -45,7 +44,7 @@ fn send(engine: &Arc<DisaggregatedEngine>, body: &Value) -> JoinHandle<(StatusCo
     tokio::spawn(async move { engine.post("/v1/completions", &body).await })
 }
 
-async fn is_idle(engine: &DisaggregatedEngine) {
+async fn wait_idle(engine: &DisaggregatedEngine) {
     engine.eventually_metric("kv_leases", 0.0).await;
     engine.eventually("/blocks/used", 0).await;
     engine.eventually("/waiting", 0).await;
@@ -99,7 +98,7 @@ async fn concurrent_rooms_respond_like_one_engine() {
             ("rooms_mismatched_total", 0.0),
         ];
         engine.expect_metrics(&counts).await;
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
     decoder.expect_metrics(&[("kv_transfers_total", 2.0)]).await;
 }
@@ -208,7 +207,7 @@ async fn room_conflicts_are_counted_on_both_sides() {
             ("rooms_mismatched_total", 3.0),
         ];
         engine.expect_metrics(&counts).await;
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
 }
 
@@ -235,9 +234,9 @@ async fn lone_worker_times_out_and_unreachable_fails_early() {
         engine
             .expect_metrics(&[("rooms_unmet_total", 1.0), ("rooms_met_total", 0.0)])
             .await;
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
-    // Too late for the decode engine that left: its room is empty again.
+    // The decode engine has left the room, so the prefill engine that joins now is alone.
     let (status, _) = prefiller
         .post("/v1/completions", &in_room(&ask, &prefiller, 2))
         .await;
@@ -293,7 +292,7 @@ async fn failed_prefill_engine_fails_decode() {
     let (status, answer) = decoded.await.unwrap();
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
     assert!(answer.contains("gone"), "{answer}");
-    is_idle(&decoder).await;
+    wait_idle(&decoder).await;
 }
 
 async fn abort(engine: &DisaggregatedEngine, which: Value) {
@@ -320,10 +319,10 @@ async fn prefill_alone_in_its_room_is_aborted() {
     prefiller
         .expect_metrics(&[("aborted_total", 1.0), ("rooms_unmet_total", 1.0)])
         .await;
-    is_idle(&prefiller).await;
+    wait_idle(&prefiller).await;
 }
 
-/// The aborted request ends in the middle of its output. A second one continues.
+/// The aborted request ends in the middle of its output, and another request continues.
 #[tokio::test]
 async fn running_decode_is_aborted_by_id() {
     let (prefiller, decoder) = tokio::join!(prefiller(&[]), decoder(&["--speed", "1"]));
@@ -364,7 +363,7 @@ async fn running_decode_is_aborted_by_id() {
     decoder
         .expect_metrics(&[("aborted_total", 1.0), ("rooms_met_total", 2.0)])
         .await;
-    is_idle(&decoder).await;
+    wait_idle(&decoder).await;
 }
 
 #[tokio::test]
@@ -392,7 +391,7 @@ async fn all_requests_are_aborted_at_once() {
 
 #[tokio::test]
 async fn aborted_prefill_ends_its_decode() {
-    // Steps of 50 ms, chunks of 16 tokens: the prefill takes half a second.
+    // A step takes 50 ms and computes 16 tokens, so the prefill takes half a second.
     let slow = [
         "--step-us",
         "1000000",
@@ -415,8 +414,8 @@ async fn aborted_prefill_ends_its_decode() {
     for answered in [prefilled, decoded] {
         assert_eq!(answered.await.unwrap().0, StatusCode::INTERNAL_SERVER_ERROR);
     }
-    is_idle(&prefiller).await;
-    is_idle(&decoder).await;
+    wait_idle(&prefiller).await;
+    wait_idle(&decoder).await;
 
     for is_aborted in [false, true] {
         let ask = with(
@@ -427,7 +426,7 @@ async fn aborted_prefill_ends_its_decode() {
         let decoded = send(&decoder, &ask);
         prefiller.eventually("/running", 1).await;
         decoded.abort();
-        is_idle(&decoder).await;
+        wait_idle(&decoder).await;
         prefiller.eventually("/leases", 1).await;
         assert_eq!(
             prefiller.state().await["blocks"]["used"],
@@ -449,7 +448,7 @@ async fn aborted_prefill_ends_its_decode() {
             "{:?}",
             kept.elapsed()
         );
-        is_idle(&prefiller).await;
+        wait_idle(&prefiller).await;
     }
 }
 
@@ -479,7 +478,7 @@ async fn abort_requires_known_id_and_key() {
         for (key, name, status) in [
             (wrong, "r_0", StatusCode::UNAUTHORIZED),
             ("", "r_0", StatusCode::UNAUTHORIZED),
-            // The prompts of a list have ids of their own, and this is none of them.
+            // Each prompt of a list has its own id, and `r` is none of them.
             (right, "r", StatusCode::OK),
             (right, "", StatusCode::OK),
         ] {
@@ -500,7 +499,7 @@ async fn abort_requires_known_id_and_key() {
             .unwrap();
         assert_eq!(sending.await.unwrap(), StatusCode::INTERNAL_SERVER_ERROR);
         engine.expect_metrics(&[("aborted_total", 1.0)]).await;
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
     for (path, body) in [
         ("/v1/completions", &ask),
@@ -521,7 +520,7 @@ async fn several_outputs_are_rejected_with_room() {
     for engine in [&prefiller, &decoder] {
         let (status, answer) = engine.ask(&several).await;
         assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
 }
 

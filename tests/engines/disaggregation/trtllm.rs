@@ -1,4 +1,5 @@
-//! TensorRT-LLM's protocol: as vLLM's, with the parameters in the choice.
+//! TensorRT-LLM's protocol: like vLLM's, but the transfer parameters are in the choice of a
+//! response.
 
 use std::sync::Arc;
 
@@ -80,8 +81,7 @@ async fn mixed_up_contexts_are_detected() {
         .map(|params| params["ctx_request_id"].as_u64().unwrap())
         .collect();
     assert_eq!(numbers, [1, 2, 3], "every engine counts for itself");
-    // All parameters of another request, the id of another with the own state, the first token of
-    // another.
+    // All parameters are those of another request; only the id is; only the first token is.
     let number = with(
         &params[0],
         &json!({"ctx_request_id": params[2]["ctx_request_id"]}),
@@ -91,7 +91,7 @@ async fn mixed_up_contexts_are_detected() {
         &json!({"first_gen_tokens": params[1]["first_gen_tokens"]}),
     );
     for (count, params) in [params[1].clone(), number, token].into_iter().enumerate() {
-        // A prompt that it has not cached.
+        // The cache salt ensures that the generation engine has not cached the prompt.
         let ask = with(
             &prompts[0],
             &json!({"cache_salt": if count < 2 { json!(format!("{count}")) } else { json!(null) }}),
@@ -138,7 +138,7 @@ async fn equal_context_ids_collide_unless_assigned() {
         let is_same = given.is_none();
         let ids = [&params[0]["ctx_request_id"], &params[1]["ctx_request_id"]];
         assert_eq!(ids[0] == ids[1], is_same);
-        // Both run at the same time.
+        // Both requests run at the same time.
         generations
             .misbehave(json!({"hold_first_tokens": true}))
             .await;
@@ -177,7 +177,7 @@ async fn equal_context_ids_collide_unless_assigned() {
     generations
         .expect_metrics(&[("kv_mismatches_total", 1.0)])
         .await;
-    // The contexts that were mixed up are never fetched.
+    // The context of `others` whose id collided in the first round is never fetched.
     others.expect_metrics(&[("kv_leases", 1.0)]).await;
     contexts.eventually_metric("kv_leases", 0.0).await;
 }

@@ -8,16 +8,16 @@ async fn gap_without_replay_endpoint_makes_rank_stale() {
         let site = EventSite::new(attach, false);
         let subscriber = site.subscribe();
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_state(SourceState::Live).await;
         subscriber.expect_blocks(&mut engine, [1, 2]).await;
-        subscriber.holds(0..=2).await;
-        let doubts = subscriber.held.lock().doubts;
+        subscriber.wait_blocks(0..=2).await;
+        let losses = subscriber.held.lock().losses;
         engine.lose(payload(3));
         engine.publish(payload(4)).await;
         engine.publish(payload(5)).await;
-        subscriber.holds([0, 1, 2, 4, 5]).await;
+        subscriber.wait_blocks([0, 1, 2, 4, 5]).await;
         assert!(subscriber.gaps("lost") >= 1);
-        assert_eq!(subscriber.held.lock().doubts, doubts + 1);
+        assert_eq!(subscriber.held.lock().losses, losses + 1);
     }
 }
 
@@ -33,12 +33,12 @@ async fn index_freshness_follows_the_source() {
         .expect_freshness(IndexFreshness::Exact, None)
         .await;
     subscriber.expect_blocks(&mut engine, [1]).await;
-    let facts = || subscriber.witness.source().lock().facts();
-    until("the last batch is told of", || {
+    let facts = || subscriber.monitor.source().lock().facts();
+    until("the last batch is reported", || {
         facts().last_number == Some(engine.log.lock().len() as u64 - 1)
     })
     .await;
-    // The engine of this test reports timestamps of 1.5 seconds after 1970.
+    // The timestamps of the test engine are 1.5 seconds after 1970, so the lag is large.
     assert!(
         facts().lag_seconds.is_some_and(|lag| lag > 1e9) && !facts().clock_skew,
         "{:?}",
@@ -60,18 +60,18 @@ async fn lost_batches_are_stale_until_confirmed_or_evicted() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, vec![]).await;
     let subscriber = site.subscribe();
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [1]).await;
-    subscriber.holds([0, 1]).await;
+    subscriber.wait_blocks([0, 1]).await;
     engine.lose(payload(50));
     engine.lose(payload(51));
     engine.publish(payload(2)).await;
     subscriber
         .expect_freshness(IndexFreshness::Stale, Some(StaleReason::LostBatches))
         .await;
-    let facts = || subscriber.witness.source().lock().facts();
+    let facts = || subscriber.monitor.source().lock().facts();
     assert_eq!(facts().stale_blocks, 2);
-    // Batch 0 of the engine may also have been lost before the subscription.
+    // Batch 0 may also have been lost, before the subscription took effect.
     assert!(
         facts().lost_batches >= 2 && facts().gaps >= 1,
         "{:?}",
@@ -85,7 +85,7 @@ async fn lost_batches_are_stale_until_confirmed_or_evicted() {
             Some(StaleReason::UnreportedBlocks),
         )
         .await;
-    subscriber.holds([0, 1, 2]).await;
+    subscriber.wait_blocks([0, 1, 2]).await;
 
     engine.lose(payload(52));
     engine.publish(payload(3)).await;
@@ -95,15 +95,15 @@ async fn lost_batches_are_stale_until_confirmed_or_evicted() {
     for block in 4..12 {
         engine.publish(payload(block)).await;
     }
-    subscriber.holds(0..12).await;
+    subscriber.wait_blocks(0..12).await;
     assert_eq!(
         facts().stale_blocks,
         3,
-        "however much is stored, the cache may have room for it"
+        "new blocks evict no stale blocks, because the cache may be large enough"
     );
     engine.publish(removal(&[3, 4, 5])).await;
-    subscriber.holds(6..12).await;
-    // Blocks from before the gap were never reported, and may still be in use.
+    subscriber.wait_blocks(6..12).await;
+    // Blocks that were stored before the gap were never reported, and may still be cached.
     subscriber
         .expect_freshness(
             IndexFreshness::Incomplete,
@@ -114,7 +114,7 @@ async fn lost_batches_are_stale_until_confirmed_or_evicted() {
     subscriber
         .expect_freshness(IndexFreshness::Exact, None)
         .await;
-    subscriber.holds(9..12).await;
+    subscriber.wait_blocks(9..12).await;
 }
 
 #[tokio::test]
@@ -122,17 +122,17 @@ async fn lost_batches_clear_the_rank_if_configured() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, vec![]).await;
     let subscriber = site.subscribe_with(ResyncMode::Clear);
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [1]).await;
-    subscriber.holds([0, 1]).await;
+    subscriber.wait_blocks([0, 1]).await;
     engine.lose(payload(50));
     engine.publish(payload(2)).await;
-    subscriber.holds([2]).await;
+    subscriber.wait_blocks([2]).await;
     subscriber
         .expect_freshness(
             IndexFreshness::Incomplete,
             Some(StaleReason::UnreportedBlocks),
         )
         .await;
-    assert_eq!(subscriber.witness.source().lock().facts().stale_blocks, 0);
+    assert_eq!(subscriber.monitor.source().lock().facts().stale_blocks, 0);
 }

@@ -7,18 +7,19 @@ async fn undecodable_batch_is_replayed_once_then_skipped() {
     let site = EventSite::new(SocketAttach::Connect, true);
     let subscriber = site.subscribe();
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [1]).await;
-    subscriber.holds([0, 1]).await;
+    subscriber.wait_blocks([0, 1]).await;
     engine.publish(vec![0xc1]).await;
     engine.publish(payload(2)).await;
     engine.publish(payload(3)).await;
-    subscriber.holds(0..=3).await;
+    subscriber.wait_blocks(0..=3).await;
     assert_eq!(subscriber.batches("undecodable"), 2);
-    assert_eq!(subscriber.held.lock().doubts, 1);
+    assert_eq!(subscriber.held.lock().losses, 1);
 }
 
-/// Batches that exceed a limit: a message too long to be received, and too many extra keys.
+/// Returns batches that exceed a limit: one is too long to be received, the other has too many
+/// extra keys.
 fn too_large_payloads() -> [(&'static str, Vec<u8>); 2] {
     let keys = rmp_serde::to_vec(&vec![(); 100_000]).unwrap();
     let head = [
@@ -36,24 +37,24 @@ async fn too_large_batch_without_replay_is_counted_lost() {
         let site = EventSite::new(SocketAttach::Connect, false);
         let subscriber = site.subscribe();
         let mut engine = EventEngine::start(&site, vec![]).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_state(SourceState::Live).await;
         subscriber.expect_blocks(&mut engine, [1]).await;
-        subscriber.holds([0, 1]).await;
+        subscriber.wait_blocks([0, 1]).await;
         let lost = subscriber.gaps("lost");
-        let doubts = subscriber.held.lock().doubts;
+        let losses = subscriber.held.lock().losses;
         engine.publish(too_large).await;
         subscriber
             .expect_freshness(IndexFreshness::Stale, Some(StaleReason::Undecodable))
             .await;
         assert_eq!(subscriber.too_large(limit), 1);
         engine.publish(payload(2)).await;
-        subscriber.holds(0..=2).await;
+        subscriber.wait_blocks(0..=2).await;
         assert_eq!(
             subscriber.gaps("lost"),
             lost + 1,
-            "{limit}: the watermark does not pass the batch as applied"
+            "{limit}: the event position does not count the batch as applied"
         );
-        assert_eq!(subscriber.held.lock().doubts, doubts + 1, "{limit}");
+        assert_eq!(subscriber.held.lock().losses, losses + 1, "{limit}");
         subscriber
             .expect_freshness(IndexFreshness::Stale, Some(StaleReason::LostBatches))
             .await;
@@ -67,20 +68,20 @@ async fn replay_continues_behind_a_too_large_batch() {
         let log = vec![payload(0), payload(1), too_large, payload(3), payload(4)];
         let mut engine = EventEngine::start(&site, log).await;
         let subscriber = site.subscribe();
-        subscriber.holds([0, 1, 3, 4]).await;
-        subscriber.is(SourceState::Live).await;
+        subscriber.wait_blocks([0, 1, 3, 4]).await;
+        subscriber.wait_state(SourceState::Live).await;
         assert!(subscriber.too_large(limit) >= 1, "{limit}");
         assert!(
-            subscriber.held.lock().doubts >= 1,
+            subscriber.held.lock().losses >= 1,
             "{limit}: the batch is lost"
         );
         engine.publish(payload(5)).await;
-        subscriber.holds([0, 1, 3, 4, 5]).await;
+        subscriber.wait_blocks([0, 1, 3, 4, 5]).await;
     }
 }
 
-/// Nine bytes from an event publisher aborted the process: the length of a frame that cannot be
-/// allocated.
+/// Regression test: nine bytes from an event publisher aborted the process, because they announced
+/// a frame that is too long to be allocated.
 #[tokio::test]
 async fn announced_frame_length_does_not_abort_the_process() {
     let mut greeting = [0; 64];
@@ -100,14 +101,14 @@ async fn announced_frame_length_does_not_abort_the_process() {
         sleep(Duration::from_millis(10)).await;
     };
     peer.write_all(&hostile).await.unwrap();
-    until("the publisher is refused", || {
+    until("the publisher is rejected", || {
         subscriber.connection_errors("protocol") == 1
     })
     .await;
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [1]).await;
-    subscriber.holds([0, 1]).await;
+    subscriber.wait_blocks([0, 1]).await;
 
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let events = format!("tcp://{}", listener.local_addr().unwrap());
@@ -131,18 +132,18 @@ async fn malformed_messages_are_counted_and_skipped() {
     let site = EventSite::new(SocketAttach::Connect, true);
     let subscriber = site.subscribe();
     let mut engine = EventEngine::start(&site, vec![]).await;
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, []).await;
     let topic = TOPIC.as_bytes();
-    for strange in [
+    for malformed in [
         message([topic]),
         message([topic, b"short", b"x"]),
         message([topic, &[0; 8], b"x", b"y"]),
     ] {
-        engine.publisher.send(strange).await.unwrap();
+        engine.publisher.send(malformed).await.unwrap();
     }
     engine.publish(payload(1)).await;
-    subscriber.holds([0, 1]).await;
+    subscriber.wait_blocks([0, 1]).await;
     assert_eq!(subscriber.batches("malformed_frames"), 3);
 }
 
@@ -157,40 +158,40 @@ async fn batches_of_another_rank_are_dropped() {
     .unwrap();
     let _engine = EventEngine::start(&site, vec![payload(1), other, payload(2)]).await;
     let subscriber = site.subscribe();
-    subscriber.holds([1, 2]).await;
+    subscriber.wait_blocks([1, 2]).await;
     assert!(subscriber.batches("other_rank") >= 1);
 }
 
 #[tokio::test]
 async fn silent_replay_endpoint_does_not_block_live_events() {
     let site = EventSite::new(SocketAttach::Connect, true);
-    let mute = EventSite {
+    let without_replay = EventSite {
         replay: None,
         ..site.clone()
     };
-    // The replay endpoint does not reply.
-    let mut engine = EventEngine::start(&mute, vec![]).await;
+    // This engine has no replay socket, so the configured replay endpoint never replies.
+    let mut engine = EventEngine::start(&without_replay, vec![]).await;
     let subscriber = site.subscribe();
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, [1]).await;
     engine.lose(payload(2));
     engine.publish(payload(3)).await;
-    subscriber.holds([0, 1, 3]).await;
+    subscriber.wait_blocks([0, 1, 3]).await;
     assert!(subscriber.gaps("lost") >= 1);
-    assert!(subscriber.held.lock().doubts >= 1);
+    assert!(subscriber.held.lock().losses >= 1);
 }
 
 #[tokio::test]
 async fn missing_replay_endpoint_does_not_block_live_events() {
     let connect_site = EventSite::new(SocketAttach::Connect, false);
-    // An engine that was started without the configured endpoint.
+    // The configured replay endpoint does not exist, because the engine was started without one.
     let site = EventSite {
         replay: EventSite::new(SocketAttach::Connect, true).replay,
         ..connect_site.clone()
     };
     let mut engine = EventEngine::start(&connect_site, vec![]).await;
     let subscriber = site.subscribe();
-    subscriber.is(SourceState::Live).await;
+    subscriber.wait_state(SourceState::Live).await;
     subscriber.expect_blocks(&mut engine, []).await;
     let began = Instant::now();
     let lost = subscriber.gaps("lost");
@@ -198,7 +199,7 @@ async fn missing_replay_endpoint_does_not_block_live_events() {
         engine.lose(payload(100 + block));
         engine.publish(payload(block)).await;
     }
-    subscriber.holds(0..=5).await;
+    subscriber.wait_blocks(0..=5).await;
     assert_eq!(subscriber.gaps("lost"), lost + 5);
     assert!(
         began.elapsed() < Duration::from_secs(10),

@@ -8,7 +8,11 @@ async fn full_batch_queues_and_disconnect_frees_blocks() {
     let mut endless = ids(0..100, 100_000);
     endless["stream"] = json!(true);
     let mut first = engine.post("/v1/completions", endless.clone()).await;
-    first.chunk().await.unwrap().expect("the stream has begun");
+    first
+        .chunk()
+        .await
+        .unwrap()
+        .expect("the stream did not begin");
     let second = engine.post("/v1/completions", endless).await;
     assert_eq!(
         second.status(),
@@ -16,7 +20,7 @@ async fn full_batch_queues_and_disconnect_frees_blocks() {
         "headers are sent before the prefill"
     );
     engine
-        .eventually("one runs and one waits", |s| {
+        .eventually("one request runs and one waits", |s| {
             s["running"] == 1 && s["waiting"] == 1
         })
         .await;
@@ -28,7 +32,7 @@ async fn full_batch_queues_and_disconnect_frees_blocks() {
     );
     drop(first);
     engine
-        .eventually("the second runs", |s| {
+        .eventually("the second request runs", |s| {
             s["running"] == 1 && s["waiting"] == 0
         })
         .await;
@@ -80,7 +84,9 @@ async fn misbehaviors_reject_truncate_delay_and_hang() {
         "{chunks:?}"
     );
     engine
-        .eventually("the cut request is gone", |state| state["running"] == 0)
+        .eventually("the truncated request is removed", |state| {
+            state["running"] == 0
+        })
         .await;
     engine
         .misbehave(json!({"cut_stream_after_tokens": null, "slow_first_token_ms": 300}))
@@ -93,7 +99,7 @@ async fn misbehaviors_reject_truncate_delay_and_hang() {
         Duration::from_millis(300),
         engine.post("/v1/completions", ids(0..4, 1)),
     );
-    assert!(hanging.await.is_err(), "no answer");
+    assert!(hanging.await.is_err(), "a hanging engine does not respond");
     engine.get("/health").await;
     assert_eq!(
         engine
@@ -151,7 +157,7 @@ async fn sigterm_and_stdin_eof_exit_cleanly() {
         }
         let status = tokio::time::timeout(PATIENCE, engine.child.wait())
             .await
-            .expect("ends in time")
+            .expect("the process does not exit in time")
             .unwrap();
         assert!(status.success(), "by signal: {by_signal}: {status}");
     }

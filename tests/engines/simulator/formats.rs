@@ -1,4 +1,4 @@
-//! Requests and responses of the simulator.
+//! Request and response formats of the simulator.
 
 use super::*;
 
@@ -29,7 +29,7 @@ async fn repeated_prompt_hits_cache_and_names_engine() {
     );
     assert_eq!(
         answers[0]["choices"], answers[1]["choices"],
-        "answers depend on the prompt alone"
+        "responses depend only on the prompt"
     );
     assert_eq!(answers[0]["choices"][0]["finish_reason"], "length");
     let page = engine.get("/metrics").await;
@@ -42,7 +42,7 @@ async fn repeated_prompt_hits_cache_and_names_engine() {
     engine.get("/health").await;
 }
 
-/// Documents of an event stream before `[DONE]`.
+/// Returns the documents of an event stream before `[DONE]`.
 fn stream_chunks(stream: &str) -> Vec<Value> {
     let events: Vec<_> = stream
         .split_terminator("\n\n")
@@ -111,7 +111,7 @@ async fn stream_matches_document_and_ends_with_usage() {
 }
 
 #[tokio::test]
-async fn completions_take_texts_lists_and_token_ids_and_refuse_what_they_cannot_serve() {
+async fn completions_accept_all_prompt_formats_and_reject_invalid_ones() {
     let engine = SimulatorProcess::start(&["--num-blocks", "8", "--lora", "lora-x"]).await;
     let both = engine
         .complete(json!({"prompt": ["one", "two"], "n": 2, "max_tokens": 2}))

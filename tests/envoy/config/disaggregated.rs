@@ -4,7 +4,7 @@ use super::*;
 
 const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
 
-/// Some paths of an engine would let a client read or abort requests of other clients.
+/// Other paths of an engine would let a client read or abort the requests of other clients.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disaggregated_envoy_allows_only_listed_paths() {
     for file in DISAGGREGATED {
@@ -33,7 +33,7 @@ async fn disaggregated_envoy_allows_only_listed_paths() {
                 .as_u16();
             assert_eq!(status, 404, "{file} {path}");
         }
-        // Only SGLang has this path.
+        // Only SGLang serves this path.
         let generate = gateway
             .post("/generate", 10)
             .send()
@@ -59,14 +59,14 @@ async fn disaggregated_envoy_allows_only_listed_paths() {
     }
 }
 
-/// A vLLM decode worker can compute the prompt itself. An SGLang decode worker rejects requests
-/// without a bootstrap room with 400.
+/// A vLLM decode worker can compute the prompt itself. An SGLang decode worker responds with 400 to
+/// a request without a bootstrap room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
     let decode = EchoWorker::start().await;
     let prefill = EchoWorker::start().await;
-    // Half of the attempts reach a dead worker. The retry succeeds although the retry filter has no
-    // server.
+    // Half of the attempts reach a dead worker. The retries succeed although the retry filter has
+    // no server.
     let dead = unused_address().await;
     let gateway = EnvoyGateway::start_disaggregated(
         "disaggregated-call",
@@ -109,7 +109,7 @@ async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn retry_is_sent_to_ext_proc_and_another_worker() {
+async fn retry_reaches_ext_proc_and_another_worker() {
     for file in DISAGGREGATED {
         let decode = EchoWorker::start().await;
         let prefill = EchoWorker::start().await;
@@ -117,7 +117,7 @@ async fn retry_is_sent_to_ext_proc_and_another_worker() {
         let gateway =
             EnvoyGateway::start_disaggregated(file, &[dead, decode.endpoint], prefill.endpoint)
                 .await;
-        let server = OneEndpoint::start(dead, &gateway.place().ext_proc_socket());
+        let server = OneEndpoint::start(dead, &gateway.setup().ext_proc_socket());
         for bytes in [100, MB, 10 * MB] {
             let seen = echo(gateway.post("/v1/completions", bytes)).await;
             assert_eq!(
@@ -125,22 +125,26 @@ async fn retry_is_sent_to_ext_proc_and_another_worker() {
                 (&json!(decode.endpoint.to_string()), &json!(bytes)),
                 "{file}"
             );
-            assert_eq!(std::mem::take(&mut *server.tries.lock()), [bytes], "{file}");
+            assert_eq!(
+                std::mem::take(&mut *server.retries.lock()),
+                [bytes],
+                "{file}"
+            );
         }
     }
-    // The first attempt does not pass the retry filter.
+    // The first attempt of a request does not pass the retry filter.
     for file in DISAGGREGATED {
         let decode = EchoWorker::start().await;
         let prefill = EchoWorker::start().await;
         let gateway =
             EnvoyGateway::start_disaggregated(file, &[decode.endpoint], prefill.endpoint).await;
-        let server = OneEndpoint::start(decode.endpoint, &gateway.place().ext_proc_socket());
+        let server = OneEndpoint::start(decode.endpoint, &gateway.setup().ext_proc_socket());
         echo(gateway.post("/v1/completions", 100)).await;
-        assert_eq!(*server.tries.lock(), [0; 0], "{file}");
+        assert_eq!(*server.retries.lock(), [0; 0], "{file}");
     }
 }
 
-/// The KV blocks of the first attempt may belong to another request by now.
+/// Another request may have overwritten the KV blocks of the first attempt.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn retry_without_ext_proc_reaches_no_worker() {
     let decode = EchoWorker::start().await;
@@ -152,11 +156,11 @@ async fn retry_without_ext_proc_reaches_no_worker() {
         prefill.endpoint,
     )
     .await;
-    let _server = OneEndpoint::start_with(dead, &gateway.place().ext_proc_socket(), true);
+    let _server = OneEndpoint::start_with(dead, &gateway.setup().ext_proc_socket(), true);
     let refused = gateway.post("/v1/completions", 100).send().await.unwrap();
     assert!(refused.status().is_server_error(), "{refused:?}");
     let stats = client()
-        .get(gateway.place().admin_url("/clusters"))
+        .get(gateway.setup().admin_url("/clusters"))
         .send()
         .await
         .unwrap()

@@ -1,4 +1,4 @@
-//! Exchanges with an ext_proc server that names one endpoint.
+//! Exchanges with an ext_proc server that selects one endpoint.
 
 use super::*;
 
@@ -7,12 +7,12 @@ use super::*;
 pub(super) struct OneEndpoint {
     endpoint: SocketAddr,
     pub(super) seen: Arc<Mutex<Vec<&'static str>>>,
-    /// Response headers as warmroute parses them.
+    /// Parsed heads of the responses.
     heads: Arc<Mutex<Vec<ResponseHead>>>,
     /// Body sizes of retries.
-    pub(super) tries: Arc<Mutex<Vec<usize>>>,
+    pub(super) retries: Arc<Mutex<Vec<usize>>>,
     /// True if streams of the retry filter fail.
-    fails_tries: bool,
+    fails_retries: bool,
 }
 
 impl OneEndpoint {
@@ -21,13 +21,13 @@ impl OneEndpoint {
         Self::start_with(endpoint, socket, false)
     }
 
-    pub(super) fn start_with(endpoint: SocketAddr, socket: &Path, fails_tries: bool) -> Self {
+    pub(super) fn start_with(endpoint: SocketAddr, socket: &Path, fails_retries: bool) -> Self {
         let server = Self {
             endpoint,
             seen: Arc::default(),
             heads: Arc::default(),
-            tries: Arc::default(),
-            fails_tries,
+            retries: Arc::default(),
+            fails_retries,
         };
         let service =
             ExternalProcessorServer::new(server.clone()).max_decoding_message_size(33 << 20);
@@ -98,12 +98,12 @@ impl OneEndpoint {
         })
     }
 
-    /// Records a retry and passes it unchanged.
-    fn answer_try(
+    /// Records the body size of a retry and passes the retry unchanged.
+    fn answer_retry(
         &self,
         request: &proto::ProcessingRequest,
     ) -> Result<proto::ProcessingResponse, tonic::Status> {
-        if self.fails_tries {
+        if self.fails_retries {
             return Err(tonic::Status::unavailable(
                 "the retry filter is unavailable",
             ));
@@ -118,7 +118,7 @@ impl OneEndpoint {
                     metadata.is_some_and(|metadata| metadata.fields.contains_key("exchange")),
                     "{request:?}"
                 );
-                self.tries.lock().push(body.body.len());
+                self.retries.lock().push(body.body.len());
                 Reply::RequestBody(Default::default())
             }
             _ => Reply::RequestHeaders(Default::default()),
@@ -130,10 +130,10 @@ impl OneEndpoint {
     }
 }
 
-/// Records the end of an exchange, successful or not, when it is dropped.
-struct FixedProcessor(OneEndpoint);
+/// Records the end of an exchange on drop, also after an error.
+struct ExchangeRecorder(OneEndpoint);
 
-impl Drop for FixedProcessor {
+impl Drop for ExchangeRecorder {
     fn drop(&mut self) {
         self.0.seen.lock().push("end");
     }
@@ -149,13 +149,13 @@ impl ExternalProcessor for OneEndpoint {
         &self,
         request: tonic::Request<tonic::Streaming<proto::ProcessingRequest>>,
     ) -> Result<tonic::Response<Self::ProcessStream>, tonic::Status> {
-        // Streams of the first-token probe get replies but are not recorded as exchanges.
+        // Streams of the first-token probe get replies, but are not recorded as exchanges.
         let filter = request.metadata().get("x-warmroute-filter").cloned();
         if filter.as_ref().is_some_and(|filter| filter == "retry") {
             let server = self.clone();
             let replies = request
                 .into_inner()
-                .map_while(move |message| Some(server.answer_try(&message.ok()?)));
+                .map_while(move |message| Some(server.answer_retry(&message.ok()?)));
             return Ok(tonic::Response::new(Box::pin(replies)));
         }
         let is_probe = filter.is_some_and(|filter| filter == "probe");
@@ -167,8 +167,8 @@ impl ExternalProcessor for OneEndpoint {
         } else {
             self.clone()
         };
-        let exchange = FixedProcessor(recorder);
-        // The stream of a normal exchange may end with an error.
+        let exchange = ExchangeRecorder(recorder);
+        // The client may end the stream of a normal exchange with an error.
         let replies = request
             .into_inner()
             .map_while(move |message| Some(Ok(exchange.0.answer(&message.ok()?)?)));
@@ -185,7 +185,7 @@ async fn endpoint_in_metadata_gets_every_request() {
     ];
     let endpoints = workers.each_ref().map(|worker| worker.endpoint);
     let gateway = EnvoyGateway::start_patient(&endpoints).await;
-    let server = OneEndpoint::start(endpoints[1], &gateway.place().ext_proc_socket());
+    let server = OneEndpoint::start(endpoints[1], &gateway.setup().ext_proc_socket());
     for _ in 0..20 {
         assert_eq!(
             gateway.served_by().await,
@@ -204,7 +204,7 @@ async fn endpoint_in_metadata_gets_every_request() {
 }
 
 /// Starts a worker that closes each connection without a response.
-async fn start_mute() -> SocketAddr {
+async fn start_closing() -> SocketAddr {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let endpoint = listener.local_addr().unwrap();
     tokio::spawn(async move {
@@ -229,7 +229,7 @@ async fn start_rejecting() -> SocketAddr {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn response_head_identifies_its_source() {
     let worker = EchoWorker::start().await;
-    let mute = start_mute().await;
+    let closing = start_closing().await;
     let rejecting = start_rejecting().await;
     let dead = SocketAddr::from((Ipv4Addr::LOCALHOST, FreePort::find().unwrap().release()));
     let alive = worker.endpoint;
@@ -246,7 +246,7 @@ async fn response_head_identifies_its_source() {
         ("Envoy: the only worker is dead", vec![dead], 503, envoy),
         (
             "Envoy: the chosen worker closes the connection",
-            vec![mute],
+            vec![closing],
             503,
             envoy,
         ),
@@ -258,7 +258,8 @@ async fn response_head_identifies_its_source() {
             worker(rejecting),
         ),
     ] {
-        // As shipped, and with retries of 5xx: a worker may also respond on the last attempt.
+        // The second value makes Envoy retry 5xx responses, so the response of a worker may be that
+        // of the last attempt.
         for retry_on in ["connect-failure", "5xx,connect-failure"] {
             let patient = |shipped: String| {
                 let patient = shipped.replace(" message_timeout: 1s", " message_timeout: 20s");
@@ -269,7 +270,7 @@ async fn response_head_identifies_its_source() {
             };
             let gateway = EnvoyGateway::start_with(&endpoints, patient).await;
             let chosen = endpoints.first().copied().unwrap_or(dead);
-            let server = OneEndpoint::start(chosen, &gateway.place().ext_proc_socket());
+            let server = OneEndpoint::start(chosen, &gateway.setup().ext_proc_socket());
             let response = gateway.post("/v1/completions", 100).send().await;
             assert_eq!(response.unwrap().status(), status, "{case}");
             let head = server.heads.lock().pop().unwrap();
@@ -282,15 +283,15 @@ async fn response_head_identifies_its_source() {
     }
 }
 
-/// The end of the exchange releases the load of a worker. It must not come early, and must come
-/// when the client disconnects.
+/// The end of an exchange releases the booked load of its worker. It must follow the end of the
+/// response or the disconnect of the client.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn exchange_ends_with_response_or_client() {
     const WITH_BODY: &[&str] = &["request headers", "request body", "response headers", "end"];
     const WITHOUT: &[&str] = &["request headers", "response headers", "end"];
     let worker = EchoWorker::start().await;
     let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;
-    let server = OneEndpoint::start(worker.endpoint, &gateway.place().ext_proc_socket());
+    let server = OneEndpoint::start(worker.endpoint, &gateway.setup().ext_proc_socket());
     let seen =
         async |expected: &[&str]| until(SOON, async || *server.seen.lock() == expected).await;
     for (bytes, whole, disconnects) in [
@@ -307,7 +308,7 @@ async fn exchange_ends_with_response_or_client() {
             "{:?}",
             server.seen.lock()
         );
-        // An end that comes with the response headers takes less than 1 ms, so 200 ms detect it.
+        // A stream that ended with the response headers would end within 1 ms, so 200 ms detect it.
         assert!(
             !until(Duration::from_millis(200), async || server
                 .seen

@@ -1,4 +1,4 @@
-//! Child processes of the tests.
+//! Lifetime of the child processes that tests start.
 
 use super::*;
 
@@ -50,8 +50,8 @@ fn child_that_ignores_sigterm_is_killed() {
     assert!(!process_exists(pid));
 }
 
-/// Not a test: the parent process that the next test kills. Returns at once without
-/// `PARENT_RUN_DIR`.
+/// Not a test: the parent process that `children_end_with_killed_parent` starts and kills. Returns
+/// at once if `PARENT_RUN_DIR` is not set.
 #[test]
 #[ignore = "run by children_end_with_killed_parent"]
 fn parent_waits_to_be_killed() {
@@ -91,7 +91,7 @@ async fn children_end_with_killed_parent() {
     let grandchild: u32 = fs::read_to_string(&file).unwrap().parse().unwrap();
     assert!(process_exists(grandchild));
     parent.kill9();
-    // Until the new parent reaps it, the process is a zombie.
+    // The process is a zombie until its new parent reaps it.
     let is_dead = async || {
         let stat = fs::read_to_string(format!("/proc/{grandchild}/stat"));
         !stat.is_ok_and(|stat| !stat.contains(") Z "))

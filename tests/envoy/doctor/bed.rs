@@ -1,4 +1,4 @@
-//! Test bed: a simulated engine, a configuration for it, and the doctor command.
+//! Test bed with a simulated engine, a matching configuration, and the doctor command.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
@@ -18,11 +18,11 @@ const START: Duration = Duration::from_secs(60);
 /// Options of the simulated engine.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct EnginePlan {
-    /// Further arguments.
+    /// Additional arguments.
     pub(crate) args: Vec<String>,
-    /// Whether it publishes no events.
+    /// The engine publishes no events.
     pub(crate) silent: bool,
-    /// Whether its publisher connects instead of binding.
+    /// The event publisher connects instead of binding.
     pub(crate) connects: bool,
 }
 
@@ -34,7 +34,7 @@ impl EnginePlan {
         }
     }
 
-    /// An engine without events.
+    /// Returns options for an engine without events.
     pub(crate) fn silent() -> Self {
         Self {
             silent: true,
@@ -42,7 +42,7 @@ impl EnginePlan {
         }
     }
 
-    /// An engine whose publisher connects.
+    /// Returns options for an engine whose publisher connects.
     pub(crate) fn connecting() -> Self {
         Self {
             connects: true,
@@ -60,7 +60,7 @@ pub(crate) struct DoctorBed {
     pub(crate) replay: u16,
 }
 
-/// Returns the first of two consecutive free ports, for the sockets of two ranks.
+/// Returns the first of two consecutive free ports, one for each rank.
 fn pair() -> u16 {
     loop {
         let first = FreePort::find().unwrap();
@@ -149,9 +149,9 @@ impl DoctorBed {
     }
 
     /// Runs the doctor on a configuration.
-    pub(crate) async fn examine(&self, config: &Value, more: &[&str]) -> DoctorOutput {
+    pub(crate) async fn examine(&self, config: &Value, extra_args: &[&str]) -> DoctorOutput {
         let file = write(self.dir.path(), config);
-        doctor(&file, more).await
+        doctor(&file, extra_args).await
     }
 }
 
@@ -161,18 +161,18 @@ pub(crate) fn write(dir: &Path, config: &Value) -> PathBuf {
     file
 }
 
-/// Runs the command.
-pub(crate) async fn doctor(file: &Path, more: &[&str]) -> DoctorOutput {
+/// Runs the doctor on a configuration file.
+pub(crate) async fn doctor(file: &Path, extra_args: &[&str]) -> DoctorOutput {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
     command
         .args(["doctor", "--json", "--patience", "3s", "--config"])
         .arg(file)
-        .args(more)
+        .args(extra_args)
         .kill_on_drop(true);
     DoctorOutput::read(&command.output().await.unwrap())
 }
 
-/// Output of the command.
+/// Output of the doctor.
 #[derive(Debug)]
 pub(crate) struct DoctorOutput {
     pub(crate) code: i32,
@@ -192,7 +192,7 @@ impl DoctorOutput {
         }
     }
 
-    /// Returns level and check of every problem, in order.
+    /// Returns level and check of all errors and warnings, sorted.
     pub(crate) fn wrong(&self) -> Vec<(&str, &str)> {
         let all = self.findings.iter().map(|one| {
             (
@@ -207,7 +207,7 @@ impl DoctorOutput {
         wrong
     }
 
-    /// Returns the fixes in order.
+    /// Returns the text of all fixes.
     pub(crate) fn fixes(&self) -> String {
         self.findings
             .iter()
@@ -216,7 +216,7 @@ impl DoctorOutput {
             .join("\n")
     }
 
-    /// Asserts the problems, words of their fixes, and the exit code.
+    /// Asserts the errors and warnings, parts of their fixes, and the exit code.
     pub(crate) fn assert(&self, name: &str, expected: &[(&str, &str)], words: &[&str]) {
         let mut expected = expected.to_vec();
         expected.sort_unstable();

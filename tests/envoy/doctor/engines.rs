@@ -14,7 +14,7 @@ struct EngineFault {
     words: &'static [&'static str],
 }
 
-fn as_it_is(_: &DoctorBed, _: &mut Value) {}
+fn unchanged(_: &DoctorBed, _: &mut Value) {}
 
 fn fault(
     name: &'static str,
@@ -25,7 +25,7 @@ fn fault(
     EngineFault {
         name,
         plan,
-        config: as_it_is,
+        config: unchanged,
         expected,
         words,
     }
@@ -35,7 +35,7 @@ fn events(config: &mut Value) -> &mut Value {
     &mut config["workers"]["list"][0]["kv_events"]
 }
 
-/// Makes the engine a prefill worker.
+/// Configures the engine as a prefill worker.
 fn prefilling(config: &mut Value, by: &str) {
     config["models"][0]["prefill"] = json!({"mode": by});
     config["workers"]["list"][0]["role"] = json!("prefill");
@@ -47,7 +47,7 @@ fn prefilling(config: &mut Value, by: &str) {
 
 const TEMPLATE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/doctor/terse.jinja");
 
-/// Faults of KV events.
+/// Returns faults of KV events.
 fn event_faults() -> Vec<EngineFault> {
     vec![
         fault(
@@ -69,7 +69,7 @@ fn event_faults() -> Vec<EngineFault> {
             )
         },
         fault(
-            "a publisher that connects where we connect too",
+            "publisher and warmroute both connect",
             EnginePlan::connecting(),
             &[("error", "events.attached")],
             &[
@@ -80,14 +80,14 @@ fn event_faults() -> Vec<EngineFault> {
         EngineFault {
             config: |_, config| config["workers"]["list"][0]["kv_events"]["attach"] = json!("bind"),
             ..fault(
-                "a publisher that connects to us",
+                "publisher connects and warmroute binds",
                 EnginePlan::connecting(),
                 &[],
                 &[],
             )
         },
         fault(
-            "another topic",
+            "another topic of the engine",
             EnginePlan::with(&["--topic", "kv@inst-a@qwen"]),
             &[],
             &[],
@@ -102,7 +102,7 @@ fn event_faults() -> Vec<EngineFault> {
             )
         },
         fault(
-            "events that get lost",
+            "lost events",
             EnginePlan::with(&["--misbehave", "{\"drop_events\": {\"batches\": 1000000}}"]),
             &[("error", "events.arrive")],
             &["make the engine of worker 1 publish there"],
@@ -110,7 +110,7 @@ fn event_faults() -> Vec<EngineFault> {
     ]
 }
 
-/// Faults of the engine's flags, model and API.
+/// Returns faults of the engine's flags, model and API.
 fn engine_faults() -> Vec<EngineFault> {
     vec![
         fault(
@@ -142,19 +142,19 @@ fn engine_faults() -> Vec<EngineFault> {
             &["set its file as `engines: {http: {token_file: ..}}`"],
         ),
         fault(
-            "an unconfigured adapter",
+            "an adapter that is not configured",
             EnginePlan::with(&["--lora", "sql"]),
             &[("warning", "engine.adapters")],
             &["write `adapters: [sql]` for the model qwen2.5 and for worker 1"],
         ),
         fault(
-            "no answers",
+            "no responses",
             EnginePlan::with(&["--misbehave", "{\"refuse\": 503}"]),
             &[("error", "canary.answered")],
             &["send the engine a request by hand"],
         ),
         fault(
-            "the pages of a new engine missing",
+            "endpoints of newer engines missing",
             EnginePlan::with(&["--no-kv-event-sources", "--no-tokenize", "--no-render"]),
             &[],
             &[],
@@ -162,7 +162,7 @@ fn engine_faults() -> Vec<EngineFault> {
     ]
 }
 
-/// Faults of prefill workers.
+/// Returns faults of prefill workers.
 fn prefill_faults() -> Vec<EngineFault> {
     vec![
         EngineFault {
@@ -180,7 +180,7 @@ fn prefill_faults() -> Vec<EngineFault> {
         EngineFault {
             config: |_, config| prefilling(config, "call"),
             ..fault(
-                "a prefill worker that does",
+                "a prefill worker with KV handoff, and no decode worker",
                 EnginePlan::with(&["--kv-connector", "nixl"]),
                 &[("warning", "config.prefill")],
                 &["write `role: decode` for some of them"],
@@ -189,7 +189,7 @@ fn prefill_faults() -> Vec<EngineFault> {
         EngineFault {
             config: |_, config| prefilling(config, "mirror"),
             ..fault(
-                "a prefill worker that is met elsewhere",
+                "a prefill worker with another bootstrap port",
                 EnginePlan::default(),
                 &[("error", "engine.bootstrap"), ("warning", "config.prefill")],
                 &["--disaggregation-mode prefill --disaggregation-bootstrap-port"],
@@ -198,7 +198,7 @@ fn prefill_faults() -> Vec<EngineFault> {
     ]
 }
 
-/// Faults of data-parallel ranks.
+/// Returns faults of data-parallel ranks.
 fn rank_faults() -> Vec<EngineFault> {
     vec![
         fault(
@@ -216,7 +216,7 @@ fn rank_faults() -> Vec<EngineFault> {
                 config["workers"]["list"][0]["data_parallel"] = json!({"start": 0, "size": 1});
             },
             ..fault(
-                "the second rank's sockets for the first",
+                "the sockets of the second rank configured for the first",
                 EnginePlan::with(&["--dp-start", "1", "--dp-size", "1"]),
                 &[("error", "engine.ranks"), ("error", "events.rank")],
                 &["write `data_parallel: {start: 1, size: 1}` for worker 1"],
@@ -257,7 +257,7 @@ async fn engine_faults_are_found_with_fixes() {
     assert_eq!(examined.buffer_unordered(3).count().await, count);
 }
 
-/// Without a canary nothing is sent, and its checks have no findings.
+/// With `--no-canary`, the doctor sends no completion and reports no canary checks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_canary_sends_no_completion() {
     let bed = DoctorBed::start(EnginePlan::with(&["--no-prompt-tokens-details"])).await;

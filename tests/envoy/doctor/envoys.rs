@@ -1,4 +1,4 @@
-//! Findings for a real Envoy with each shipped configuration, unchanged and with one fault each.
+//! Findings for a real Envoy with each shipped configuration, unmodified and with one fault each.
 
 mod clusters;
 mod filters;
@@ -29,13 +29,17 @@ use warmroute_metrics::Metrics;
 use warmroute_testbed::envoy::{self, EnvoySetup};
 use warmroute_testbed::ports::{FreePort, until};
 
-/// The workers are not running; these checks do not need them.
+/// Addresses of workers that do not run, because the checks do not need them.
 fn workers() -> [SocketAddr; 3] {
     [18_001, 18_002, 18_003].map(|port| SocketAddr::from(([127, 0, 0, 1], port)))
 }
 
-/// xDS server of warmroute, stopped when dropped.
-fn tell(envoy: &EnvoyConfig, workers: &[Worker], config: &Config) -> (Arc<XdsClients>, DropGuard) {
+/// Starts warmroute's xDS server. Dropping the guard stops it.
+fn serve_xds(
+    envoy: &EnvoyConfig,
+    workers: &[Worker],
+    config: &Config,
+) -> (Arc<XdsClients>, DropGuard) {
     let envoys = XdsClients::new(envoy.clusters(), Arc::new(Metrics::new()));
     envoys.publish(workers);
     let closing = CancellationToken::new();
@@ -50,49 +54,50 @@ fn tell(envoy: &EnvoyConfig, workers: &[Worker], config: &Config) -> (Arc<XdsCli
     (envoys, closing.drop_guard())
 }
 
-/// Configurations of Envoy and warmroute before the start.
-struct EnvoySides {
+/// Configurations of Envoy and warmroute before Envoy starts.
+struct ConfigPair {
     envoy: Value,
-    ours: Value,
+    warmroute: Value,
 }
 
-impl EnvoySides {
-    /// The shipped file, and the warmroute configuration that its header describes.
+impl ConfigPair {
+    /// Returns a shipped Envoy file and the warmroute configuration that its header comment
+    /// describes.
     fn shipped(name: &str, dir: &Path) -> Self {
         let port = FreePort::find().unwrap();
         let admin_port = FreePort::find().unwrap();
         let port = port.release();
         let admin_port = admin_port.release();
-        let place = EnvoySetup {
+        let setup = EnvoySetup {
             run_dir: dir,
             port,
             admin_port,
         };
-        let by_hand = if name == "route-per-header" {
+        let static_workers = if name == "route-per-header" {
             &workers()[..]
         } else {
             &[]
         };
-        let text = place.shipped_config(name, by_hand).unwrap();
+        let text = setup.shipped_config(name, static_workers).unwrap();
         let listed: Vec<Value> = workers()
             .iter()
             .zip(1..)
             .map(|(at, id)| json!({"id": id, "endpoint": at.to_string()}))
             .collect();
-        let mut ours = json!({
-            "listeners": {"ext_proc": {"unix_socket": place.ext_proc_socket()}},
+        let mut warmroute = json!({
+            "listeners": {"ext_proc": {"unix_socket": setup.ext_proc_socket()}},
             "models": [{"name": "m"}],
             "workers": {"list": listed},
         });
         if text.contains("eds_workers.yaml") {
-            ours["envoy"] = json!({"endpoints_file": place.endpoint_file()});
+            warmroute["envoy"] = json!({"endpoints_file": setup.endpoint_file()});
         }
         if name == "xds" {
-            ours["envoy"] = json!({"xds": {}});
+            warmroute["envoy"] = json!({"xds": {}});
         }
         if let Some(by) = name.strip_prefix("disaggregated-") {
-            ours["models"][0]["prefill"] = json!({"mode": by});
-            for (worker, role) in ours["workers"]["list"]
+            warmroute["models"][0]["prefill"] = json!({"mode": by});
+            for (worker, role) in warmroute["workers"]["list"]
                 .as_array_mut()
                 .unwrap()
                 .iter_mut()
@@ -102,12 +107,12 @@ impl EnvoySides {
             }
         }
         if matches!(name, "subset" | "gateway-api" | "original-dst") {
-            ours["gateway"]["failure"] = json!({"mode": "fail_closed"});
+            warmroute["gateway"]["failure"] = json!({"mode": "fail_closed"});
         }
-        envoy::write_endpoints(&place.endpoint_file(), &workers()).unwrap();
+        envoy::write_endpoints(&setup.endpoint_file(), &workers()).unwrap();
         Self {
             envoy: serde_saphyr::from_str(&text).unwrap(),
-            ours,
+            warmroute,
         }
     }
 
@@ -115,21 +120,21 @@ impl EnvoySides {
     async fn examine(&self, dir: &Path) -> Vec<Finding> {
         let config = Config::parse(
             &dir.join("warmroute.yaml"),
-            self.ours.to_string().as_bytes(),
+            self.warmroute.to_string().as_bytes(),
         )
         .unwrap();
         let WorkerSource::Fixed(workers) = config.worker_source() else {
             panic!("another source")
         };
-        let reporting = config
+        let xds_server = config
             .envoy
             .as_ref()
             .filter(|envoy| envoy.xds.is_some())
-            .map(|envoy| tell(envoy, &workers, &config));
+            .map(|envoy| serve_xds(envoy, &workers, &config));
         let envoy = envoy::start(&self.envoy.to_string(), dir, 1).await.unwrap();
         let address = std::fs::read_to_string(dir.join("envoy-admin")).unwrap();
         let page = format!("http://{address}/config_dump?include_eds");
-        if let Some((envoys, _)) = &reporting
+        if let Some((envoys, _)) = &xds_server
             && self.envoy.to_string().contains("DELTA_GRPC")
         {
             let has = async || {
@@ -145,7 +150,7 @@ impl EnvoySides {
             );
         }
         let page = reqwest::get(page).await.unwrap().text().await.unwrap();
-        drop((envoy, reporting));
+        drop((envoy, xds_server));
         check_envoy(
             &ConfigDump::parse(&page).unwrap(),
             &expected_envoy(&config, &workers),
@@ -207,7 +212,7 @@ impl EnvoySides {
         &mut options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
     }
 
-    /// The upstream filter for retries.
+    /// Returns the upstream filter for retries.
     fn retry_filter(&mut self) -> &mut Value {
         &mut self.upstream()["http_filters"][0]["typed_config"]["extension_config"]["typed_config"]
     }
@@ -217,21 +222,21 @@ impl EnvoySides {
             ["typed_config"]
     }
 
-    fn without(place: &mut Value, key: &str) {
-        place
+    fn without(object: &mut Value, key: &str) {
+        object
             .as_object_mut()
             .unwrap()
             .remove(key)
-            .expect("it is there");
+            .expect("the key exists");
     }
 }
 
-/// A planted fault with the expected findings and words of a fix.
+/// A fault in one of the configurations, with the expected findings and a part of a fix.
 #[derive(Clone, Copy)]
 struct EnvoyFault {
     name: &'static str,
     file: &'static str,
-    plant: fn(&mut EnvoySides),
+    plant: fn(&mut ConfigPair),
     expected: &'static [(FindingLevel, &'static str)],
     words: &'static str,
 }
@@ -240,7 +245,7 @@ use FindingLevel::{Error, Warning};
 
 const fn standalone(
     name: &'static str,
-    plant: fn(&mut EnvoySides),
+    plant: fn(&mut ConfigPair),
     expected: &'static [(FindingLevel, &'static str)],
     words: &'static str,
 ) -> EnvoyFault {
@@ -253,7 +258,7 @@ const fn standalone(
     }
 }
 
-const fn of(file: &'static str, fault: EnvoyFault) -> EnvoyFault {
+const fn in_file(file: &'static str, fault: EnvoyFault) -> EnvoyFault {
     EnvoyFault { file, ..fault }
 }
 
@@ -266,16 +271,16 @@ fn wrong(findings: &[Finding]) -> Vec<(FindingLevel, &str)> {
     wrong
 }
 
-async fn each(faults: &[EnvoyFault]) {
+async fn assert_faults_found(faults: &[EnvoyFault]) {
     let count = faults.len();
     let examined = stream::iter(faults).map(async |fault| {
         let dir = tempfile::Builder::new()
             .prefix("doctor-")
             .tempdir()
             .unwrap();
-        let mut sides = EnvoySides::shipped(fault.file, dir.path());
-        (fault.plant)(&mut sides);
-        let found = sides.examine(dir.path()).await;
+        let mut configs = ConfigPair::shipped(fault.file, dir.path());
+        (fault.plant)(&mut configs);
+        let found = configs.examine(dir.path()).await;
         let mut expected = fault.expected.to_vec();
         expected.sort_unstable();
         assert_eq!(wrong(&found), expected, "{}: {found:#?}", fault.name);
@@ -297,7 +302,7 @@ async fn shipped_configurations_have_no_findings() {
             .prefix("doctor-")
             .tempdir()
             .unwrap();
-        let found = EnvoySides::shipped(&name, dir.path())
+        let found = ConfigPair::shipped(&name, dir.path())
             .examine(dir.path())
             .await;
         assert!(
@@ -310,25 +315,25 @@ async fn shipped_configurations_have_no_findings() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn filter_faults_are_found_with_fixes() {
-    each(filters::FILTER_FAULTS).await;
+    assert_faults_found(filters::FILTER_FAULTS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn probe_faults_are_found_with_fixes() {
-    each(filters::PROBE_FAULTS).await;
+    assert_faults_found(filters::PROBE_FAULTS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn cluster_faults_are_found_with_fixes() {
-    each(clusters::CLUSTER_FAULTS).await;
+    assert_faults_found(clusters::CLUSTER_FAULTS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn route_faults_are_found_with_fixes() {
-    each(routes::ROUTE_FAULTS).await;
+    assert_faults_found(routes::ROUTE_FAULTS).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_faults_are_found_with_fixes() {
-    each(prefills::PREFILL_FAULTS).await;
+    assert_faults_found(prefills::PREFILL_FAULTS).await;
 }

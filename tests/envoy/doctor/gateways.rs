@@ -1,4 +1,4 @@
-//! Findings for a real Envoy with each configuration that a control plane generated.
+//! Findings for a real Envoy with the configurations that gateway control planes generated.
 
 use std::path::Path;
 
@@ -15,8 +15,8 @@ use crate::doctor::bed::{doctor, write};
 
 use FindingLevel::{Error, Note, Warning};
 
-/// Returns the generated configuration with local ports, and with a resolvable name in place of
-/// warmroute's Service.
+/// Returns a generated configuration with local ports. Its name of warmroute's Service is replaced
+/// by a name that resolves.
 fn generated(name: &str) -> Value {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/data/gateways")
@@ -37,7 +37,7 @@ fn generated(name: &str) -> Value {
     config
 }
 
-/// Returns warmroute.yaml of the manifests for that control plane.
+/// Returns `warmroute.yaml` of the manifests for that control plane.
 fn shipped(name: &str) -> Value {
     let is_buffered = name == "istio-buffered";
     let hosts = match name {
@@ -66,7 +66,7 @@ fn shipped(name: &str) -> Value {
     })
 }
 
-/// Runs a real Envoy and returns all findings except `ok`.
+/// Runs a real Envoy and returns all findings with a level other than `ok`.
 async fn examined(name: &str, change: fn(&mut Value)) -> Vec<Finding> {
     let dir = tempfile::Builder::new()
         .prefix("doctor-")
@@ -154,7 +154,7 @@ async fn generated_configurations_have_only_true_findings() {
     }
 }
 
-/// The `/config_dump` of a real Envoy shows runtime keys of the bootstrap in another number format.
+/// In its `/config_dump`, Envoy prints runtime keys of the bootstrap in another number format.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn runtime_keys_of_bootstrap_raise_limits() {
     let found = examined("envoy-ai-gateway", |config| {
@@ -187,7 +187,7 @@ async fn plaintext_of_matching_transport_socket_is_found() {
     assert!(matches!(tls[..], [one] if one.level == Error), "{found:#?}");
 }
 
-/// The command prints fixes in the terms of the control plane.
+/// Fixes name the resources of the control plane instead of Envoy's fields.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn command_names_resources_of_control_plane() {
     let dir = tempfile::Builder::new()

@@ -17,7 +17,7 @@ async fn healthy_deployment_has_no_problems() {
         .tempdir()
         .unwrap();
     let specs: Vec<_> = (1..=2).map(EngineSpec::new).collect();
-    // Keeps the test within the usual limit of open files.
+    // Fewer connections, so that the usual limit of open files suffices.
     let more = json!({"listeners": {"limits": {"max_connections": 256}}});
     let stack = LocalDeployment::start(&programs(), &specs, dir.path(), &more)
         .await
@@ -51,7 +51,7 @@ async fn healthy_deployment_has_no_problems() {
     assert!(!text.contains("fix:"), "{text}");
 }
 
-/// The limit of the process applies to its open files.
+/// The doctor checks the limit of open files of its own process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn low_open_file_limit_is_found() {
     let bed = DoctorBed::start(EnginePlan::default()).await;
@@ -75,7 +75,7 @@ async fn low_open_file_limit_is_found() {
     );
 }
 
-/// A socket that warmroute has bound cannot be checked, which is not a problem.
+/// The doctor cannot bind an event socket that warmroute has bound. It skips the check.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn socket_of_running_warmroute_is_skipped() {
     let bed = DoctorBed::start(EnginePlan {

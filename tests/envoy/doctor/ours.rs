@@ -1,4 +1,4 @@
-//! A healthy engine and a configuration with one fault each.
+//! Findings for a healthy engine and a configuration with one fault each.
 
 use futures_util::{StreamExt as _, stream};
 use serde_json::{Value, json};
@@ -6,10 +6,10 @@ use warmroute_testbed::ports::FreePort;
 
 use crate::doctor::bed::{DoctorBed, EnginePlan};
 
-/// A fault, the expected findings, and words of the fix.
+/// Name, configuration, expected findings, and parts of the fix.
 type ConfigFault<'a> = (&'a str, Value, &'a [(&'a str, &'a str)], &'a [&'a str]);
 
-/// Returns the configuration after one change.
+/// Returns the configuration of the test bed after a change.
 fn planted(bed: &DoctorBed, change: impl FnOnce(&mut Value)) -> Value {
     let mut config = bed.config();
     change(&mut config);
@@ -28,13 +28,13 @@ fn set_events(config: &mut Value, key: &str, value: Value) {
     config["workers"]["list"][0]["kv_events"][key] = value;
 }
 
-/// Faults of the model's settings.
+/// Returns faults of the model's settings.
 fn model_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
     let tinyllama = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tinyllama");
     let size = |tokens: u32| planted(bed, |config| set_model(config, "block_size", tokens.into()));
     vec![
         (
-            "another name of the model",
+            "another model name",
             planted(bed, |config| set_model(config, "name", json!("qwen-2.5"))),
             &[("error", "engine.model"), ("error", "canary.answered")],
             &[
@@ -43,7 +43,7 @@ fn model_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
             ],
         ),
         (
-            "a block size that can be brought to ours",
+            "a block size that can be converted",
             size(32),
             &[("warning", "engine.block_size")],
             &[
@@ -52,7 +52,7 @@ fn model_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
             ],
         ),
         (
-            "a block size that cannot",
+            "a block size that cannot be converted",
             size(24),
             &[("error", "engine.block_size")],
             &[
@@ -88,11 +88,11 @@ fn model_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
     ]
 }
 
-/// Faults of the worker's capacity and adapters.
+/// Returns faults of the worker's capacity and adapters.
 fn worker_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
     vec![
         (
-            "fewer blocks than there are",
+            "fewer blocks than the engine has",
             planted(bed, |config| {
                 set_worker(config, "total_kv_blocks", json!(100))
             }),
@@ -132,7 +132,7 @@ fn worker_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
     ]
 }
 
-/// Faults of the worker's event source. Nothing listens at `nowhere`.
+/// Returns faults of the worker's event source. Nothing listens at `nowhere`.
 fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
     vec![
         (
@@ -148,7 +148,7 @@ fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
             ],
         ),
         (
-            "another port of the events",
+            "another event port",
             planted(bed, |config| {
                 set_events(config, "endpoint", json!(format!("tcp://{nowhere}")))
             }),
@@ -173,7 +173,7 @@ fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
             &["write `topic: \"\"` in the `kv_events` of worker 1"],
         ),
         (
-            "another port of the replay",
+            "another replay port",
             planted(bed, |config| {
                 set_events(config, "replay_endpoint", json!(format!("tcp://{nowhere}")))
             }),
@@ -192,11 +192,11 @@ fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
     ]
 }
 
-/// Faults of the worker's ranks, and of the list of workers.
+/// Returns faults of the worker's ranks and of the list of workers.
 fn fleet_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
     vec![
         (
-            "a rank that is another",
+            "another data-parallel rank",
             planted(bed, |config| {
                 set_worker(config, "data_parallel", json!({"start": 1, "size": 1}))
             }),
@@ -208,7 +208,7 @@ fn fleet_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
             &[],
         ),
         (
-            "a rank too many",
+            "one rank too many",
             planted(bed, |config| {
                 set_worker(config, "data_parallel", json!({"start": 0, "size": 2}))
             }),
@@ -244,7 +244,7 @@ async fn configuration_faults_are_found_with_fixes() {
     let mut faults: Vec<ConfigFault<'_>> = vec![
         ("nothing", bed.config(), &[], &[]),
         (
-            "an engine that is not there",
+            "an engine that does not run",
             planted(bed, |config| set_worker(config, "endpoint", json!(nowhere))),
             &[("error", "engine.reachable")],
             &[
@@ -266,7 +266,7 @@ async fn configuration_faults_are_found_with_fixes() {
     assert_eq!(examined.buffer_unordered(3).count().await, count);
 }
 
-/// Errors of an invalid file are reported as by every command.
+/// An invalid file causes the same errors as for every command.
 #[tokio::test]
 async fn invalid_configuration_ends_the_command() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! An engine that accepts requests and never completes a response.
+//! Engines and Envoys that accept requests and never complete a response.
 
 use std::net::SocketAddr;
 use std::process::Stdio;
@@ -10,7 +10,7 @@ use tokio::net::TcpListener;
 
 use crate::doctor::bed::{doctor, write};
 
-/// Responds to `/health`, and never completes any other response.
+/// Starts a server that responds to `/health` and never completes any other response.
 async fn stalling_engine() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -33,7 +33,7 @@ async fn stalling_engine() -> SocketAddr {
     address
 }
 
-/// Accepts connections and stays silent.
+/// Starts a server that accepts connections and never sends anything.
 async fn silent_publisher() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -84,15 +84,15 @@ async fn stalling_engine_is_named_within_ten_seconds() {
             }
             others.push(line);
         }
-        panic!("it ended without a line: {others:#?}");
+        panic!("the doctor exited without a progress line: {others:#?}");
     };
     let line = tokio::time::timeout(Duration::from_secs(10), waiting)
         .await
-        .expect("a line within 10 s");
+        .expect("a progress line within 10 s");
     assert!(line.contains(&format!("worker 1 at {engine} (")), "{line}");
     assert!(
         started.elapsed() >= Duration::from_secs(4),
-        "an examination of a few seconds prints none"
+        "no progress line within the first seconds"
     );
 }
 
@@ -113,7 +113,7 @@ async fn silent_envoy_does_not_delay_engines() {
         &["--no-canary", "--envoy-admin", &admin],
     )
     .await;
-    // Sequentially they take 6 s, with the other pages of the engine 9 s.
+    // Without concurrency, the two timeouts would take 6 s, and the other pages of the engine 9 s.
     assert!(
         started.elapsed() < Duration::from_millis(5500),
         "{:?}",

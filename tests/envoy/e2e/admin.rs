@@ -1,4 +1,4 @@
-//! Readiness, health, metrics and logging, as operators and probes see them.
+//! Readiness, health, metrics and logging, as operators and probes observe them.
 
 use std::collections::BTreeMap;
 
@@ -30,7 +30,7 @@ async fn readiness(deployment: &TestDeployment) -> Option<(StatusCode, Value)> {
     Some((status, response.json().await.ok()?))
 }
 
-/// gRPC health of a service on the socket that Envoy uses.
+/// Queries the gRPC health of a service on the socket that Envoy uses.
 async fn health(deployment: &TestDeployment, service: &str) -> ServingStatus {
     let socket = deployment.envoy_setup().ext_proc_socket();
     let channel = Endpoint::from_shared(format!("unix://{}", socket.display()))
@@ -91,16 +91,16 @@ async fn readiness_lists_pending_steps() {
 }
 
 /// Waits until the page lists these pending steps and no service is healthy.
-async fn assert_pending(deployment: &TestDeployment, wanted: &Value) {
+async fn assert_pending(deployment: &TestDeployment, expected: &Value) {
     let shown = until(PATIENCE, async || {
         let answer = readiness(deployment).await;
         answer.is_some_and(|(status, page)| {
-            status == StatusCode::SERVICE_UNAVAILABLE && page["pending"] == *wanted
+            status == StatusCode::SERVICE_UNAVAILABLE && page["pending"] == *expected
         })
     });
     assert!(
         shown.await,
-        "not {wanted}: {:?}\n{}",
+        "not {expected}: {:?}\n{}",
         readiness(deployment).await,
         deployment.router_log()
     );
@@ -117,26 +117,27 @@ async fn assert_health(deployment: &TestDeployment, status: ServingStatus) {
     }
 }
 
-/// Families without a series here, because this deployment lacks the labelled components.
-const NOT_HERE: [&str; 10] = [
+/// Families without a series in this deployment, because it lacks the components in their labels.
+const ABSENT: [&str; 10] = [
     // No worker was unreachable.
     "warmroute_worker_unreachable_requests",
-    // The workers come from a file.
+    // The workers are listed in a file, so nothing is discovered.
     "warmroute_discovery_last_success_timestamp_seconds",
     "warmroute_discovery_up",
     "warmroute_pool_info",
-    // Only a queue has classes, and only a learned prefill time has an error.
+    // Classes exist only with a queue, and the error ratio only with a learned prefill duration.
     "warmroute_prefill_duration_error_ratio",
-    // No listener has TLS.
+    // No listener uses TLS.
     "warmroute_tls_certificate_expiry_timestamp_seconds",
     "warmroute_tls_handshake_errors",
-    // All workers publish events, but none before the first request.
+    // All workers publish events, so nothing is predicted. Before the first request there are no
+    // events, so no source has a lag.
     "warmroute_worker_predicted_blocks",
     "warmroute_kv_event_source_lag_seconds",
     "warmroute_kv_event_source_last_event_age_seconds",
 ];
 
-/// Names and types of all families that the files of `crates/metrics` declare.
+/// Returns name and type of all families that the files of `crates/metrics` declare.
 fn declared() -> BTreeMap<String, &'static str> {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
     let mut families = BTreeMap::new();
@@ -147,7 +148,7 @@ fn declared() -> BTreeMap<String, &'static str> {
     families
 }
 
-/// Parses a declaration of `metrics!`: `"name" field: Type = constructor;`.
+/// Parses a declaration in `metrics!`: `"name" field: Type = constructor;`.
 fn family(line: &str) -> Option<(String, &'static str)> {
     let (name, rest) = line.trim().strip_prefix('"')?.split_once("\" ")?;
     let (_, declaration) = rest.split_once(": ")?;
@@ -167,8 +168,7 @@ fn family(line: &str) -> Option<(String, &'static str)> {
 async fn metrics_page_is_valid_and_shows_traffic() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_workers().unwrap();
-    // The usage reported by engines is in the response bodies, of which only the start is observed by
-    // default.
+    // Engines report usage at the end of a response body. By default only the start is observed.
     deployment
         .start_router(&with_response_headers(
             json!({"gateway": {"observe": "usage"}}),
@@ -197,7 +197,7 @@ async fn metrics_page_is_valid_and_shows_traffic() {
         }
     }
     deployment
-        .ask("one that does not stream")
+        .ask("the request that does not stream")
         .await
         .assert_exact();
 
@@ -255,7 +255,7 @@ fn check_workers(page: &OpenMetricsPage) {
     }
 }
 
-/// Checks the page in both formats with the strict parsers of the Python client of Prometheus.
+/// Checks the page in both formats with the strict parsers of Prometheus' Python client.
 async fn check_formats(deployment: &TestDeployment) {
     let page = async |accept: Option<&str>| {
         let mut page_request = deployment.http.get(deployment.admin_url("/metrics"));
@@ -298,7 +298,7 @@ async fn check_formats(deployment: &TestDeployment) {
             .get(&name)
             .map(|(kind, samples)| (kind.as_str(), *samples > 0));
         assert!(
-            found == Some((kind, true)) || NOT_HERE.contains(&name.as_str()),
+            found == Some((kind, true)) || ABSENT.contains(&name.as_str()),
             "{name} is {found:?}, not {kind}"
         );
     }
@@ -310,7 +310,7 @@ async fn metric_families_are_present_before_the_first_request() {
     let page = deployment.metrics().await;
     let absent: Vec<String> = declared()
         .into_keys()
-        .filter(|name| !page.families.contains_key(name) && !NOT_HERE.contains(&name.as_str()))
+        .filter(|name| !page.families.contains_key(name) && !ABSENT.contains(&name.as_str()))
         .collect();
     assert_eq!(absent, Vec::<String>::new(), "{}", page.text());
     let zero = [
@@ -360,13 +360,13 @@ fn check_families(page: &OpenMetricsPage) {
         .map(String::as_str)
         .collect();
     assert!(
-        absent.iter().all(|name| NOT_HERE.contains(name)),
+        absent.iter().all(|name| ABSENT.contains(name)),
         "{absent:?} are missing:\n{}",
         page.text()
     );
 }
 
-/// Asserts the metrics of 12 streaming requests and a unary one.
+/// Asserts the metrics of 12 streaming requests and one unary request.
 fn check_traffic(page: &OpenMetricsPage) {
     let model = [("model", MODEL)];
     for name in [
@@ -400,8 +400,8 @@ fn check_traffic(page: &OpenMetricsPage) {
     check_state(page);
 }
 
-/// Asserts the latencies and outcomes of the requests. Each response has two tokens. A unary one has
-/// no inter-token latency.
+/// Asserts the latencies and outcomes of the requests. Each response has two tokens. A unary
+/// response has no inter-token latency.
 fn check_latencies(page: &OpenMetricsPage) {
     let decoded = [("model", MODEL), ("role", "aggregated")];
     assert_eq!(
@@ -521,7 +521,7 @@ async fn every_log_level_runs_and_exits() {
             .start_router(&with_response_headers(more))
             .await
             .unwrap();
-        // A request after the start, so a process that exits by itself has had time to do so.
+        // A request after the start gives the process time to exit by itself, which it must not do.
         let alive = deployment
             .http
             .get(deployment.admin_url("/metrics"))

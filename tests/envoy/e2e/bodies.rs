@@ -8,18 +8,18 @@ use warmroute_testbed::deployment::MODEL;
 use crate::e2e::echo::{EchoEngine, fingerprint, received};
 use crate::support::deployment::{ChatAnswer, PATIENCE, TestDeployment, with_response_headers};
 
-/// Body mode of Envoy for warmroute.
+/// Body mode in which Envoy sends requests to warmroute.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum EchoedBody {
-    /// As shipped.
+    /// The shipped mode.
     Buffered,
     FullDuplex,
-    /// Full duplex, configured to retain the content length.
+    /// Full duplex, configured to preserve the content length.
     FullDuplexWithLength,
 }
 
 impl EchoedBody {
-    /// The shipped configuration with other modes.
+    /// Returns the shipped configuration with this body mode.
     pub(crate) fn config(self, deployment: &TestDeployment) -> String {
         let shipped = deployment.envoy_config();
         if self == EchoedBody::Buffered {
@@ -47,7 +47,7 @@ impl EchoedBody {
     }
 }
 
-/// A chat of about `size` bytes.
+/// Returns a chat of about `size` bytes.
 fn long_chat(size: usize) -> Vec<u8> {
     let words = "every byte of this question has to arrive, ümläute \u{1f525} and \"quotes\" too; ";
     let mut content = words.repeat(size / words.len());
@@ -75,7 +75,8 @@ async fn bodies_arrive(shown: EchoedBody) {
     deployment
         .write_worker_entries(&echoes.iter().map(EchoEngine::entry).collect())
         .unwrap();
-    // The default deadline: requests that exceed it are routed load-only, and arrive nevertheless.
+    // The default timeout. A request that exceeds it is routed load-only, and its body arrives
+    // nevertheless.
     deployment
         .start_router(&with_response_headers(json!({"requests": {"limits": {}}})))
         .await
@@ -111,7 +112,8 @@ async fn bodies_arrive(shown: EchoedBody) {
                 assert_eq!(response.version(), version, "{what}");
                 let answered = ChatAnswer::read(response).await;
                 assert_body_arrived(&answered, body, &what);
-                // Only warmroute, which has the whole body, knows the length of a chunked body.
+                // Envoy does not know the length of a chunked body. warmroute does, because it has
+                // the whole body.
                 let has_length = match shown {
                     EchoedBody::Buffered => sized,
                     EchoedBody::FullDuplex => false,
@@ -129,8 +131,8 @@ async fn bodies_arrive(shown: EchoedBody) {
 
 /// Asserts that the engine received the body unchanged.
 fn assert_body_arrived(answered: &ChatAnswer, body: &[u8], what: &str) {
-    // Routing to workers without events is approximate. It is load-only if the body cannot
-    // be parsed or the deadline passes.
+    // Requests to workers without events are routed approximately, or load-only if the body cannot
+    // be parsed in time.
     let modes: &[&str] = match body.len() {
         1 => &["load_only"],
         2..=4_000 => &["approximate"],
@@ -153,7 +155,7 @@ fn assert_body_arrived(answered: &ChatAnswer, body: &[u8], what: &str) {
     );
 }
 
-/// Asserts the length of the request that the engine received; `None`: it was chunked.
+/// Asserts the content length of the request that the engine received. `None` means chunked.
 fn assert_framing(report: &Value, length: Option<usize>, what: &str) {
     let length = length.map(|length| length.to_string());
     let expected = match &length {

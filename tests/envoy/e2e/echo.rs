@@ -1,4 +1,4 @@
-//! A backend that accepts any body and returns the received request.
+//! Worker that accepts any body and returns the received request.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -11,7 +11,7 @@ use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// It stops on drop.
+/// Server that stops on drop.
 pub(crate) struct EchoEngine {
     pub(crate) id: u64,
     pub(crate) address: SocketAddr,
@@ -28,7 +28,7 @@ impl EchoEngine {
         Self { id, address, task }
     }
 
-    /// Entry in the workers file, without an event source.
+    /// Returns the entry for the workers file, without an event source.
     pub(crate) fn entry(&self) -> Value {
         json!({"id": self.id, "endpoint": self.address.to_string()})
     }
@@ -54,12 +54,12 @@ async fn answer(id: u64, request: Request) -> impl IntoResponse {
     ([("x-engine-id", id.to_string())], Json(received))
 }
 
-/// The hash as text, because some JSON readers lose the last bits of a u64.
+/// Returns the hash of a body as text, because some JSON readers lose the low bits of a u64.
 pub(crate) fn fingerprint(body: &[u8]) -> String {
     format!("{:016x}", xxh3_64(body))
 }
 
-/// Received values of a header.
+/// Returns the received values of a header.
 pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
     let pairs = report["headers"].as_array().unwrap().iter();
     pairs

@@ -1,4 +1,5 @@
-//! Other engine setups: several ranks per process, other event encodings, and both ZeroMQ directions.
+//! Other engine setups: several ranks per process, other event encodings, and both ZeroMQ
+//! directions.
 
 use std::collections::BTreeMap;
 
@@ -7,8 +8,8 @@ use warmroute_testbed::ports::until;
 
 use crate::support::deployment::{ChatAnswer, PATIENCE, TestDeployment, essay, fast};
 
-/// Sends new prompts until each rank has served one. Returns the prompt of each rank.
-async fn one_question_each(
+/// Sends new prompts until each rank has served one. Returns one prompt per rank.
+async fn one_question_per_rank(
     deployment: &TestDeployment,
     places: usize,
     place: impl Fn(&ChatAnswer) -> String,
@@ -29,7 +30,7 @@ async fn one_question_each(
     questions
 }
 
-/// Repeats each prompt and asserts that the same rank serves it from its cache.
+/// Repeats each prompt, and asserts that the same rank serves it from its cache.
 async fn assert_each_is_warm(
     deployment: &TestDeployment,
     questions: &BTreeMap<String, String>,
@@ -57,7 +58,8 @@ async fn assert_each_is_warm(
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn follow_ups_reach_rank_with_their_prefix() {
     let mut spec = fast(9).with(&["--dp-size", "2"]);
-    // The second rank uses the next port after the event port. Without a replay endpoint it is free.
+    // The second rank uses the next port after the event port. It is free if there is no replay
+    // endpoint.
     spec.replay = false;
     let mut deployment = TestDeployment::engines(&[spec]).await;
     let mut entry = deployment.engines[0].worker_entry();
@@ -66,7 +68,7 @@ async fn follow_ups_reach_rank_with_their_prefix() {
     deployment.serve().await;
 
     let rank = |answered: &ChatAnswer| answered.header("x-served-dp-rank").to_owned();
-    let questions = one_question_each(&deployment, 2, rank).await;
+    let questions = one_question_per_rank(&deployment, 2, rank).await;
     assert_eq!(questions.keys().collect::<Vec<_>>(), ["0", "1"]);
     assert_each_is_warm(&deployment, &questions, rank).await;
 
@@ -108,7 +110,7 @@ async fn all_event_encodings_and_directions_warm_the_index() {
     deployment.serve().await;
 
     let engine = |answered: &ChatAnswer| answered.engine().to_owned();
-    let questions = one_question_each(&deployment, 4, engine).await;
+    let questions = one_question_per_rank(&deployment, 4, engine).await;
     assert_each_is_warm(&deployment, &questions, engine).await;
     let page = deployment.metrics().await;
     assert_eq!(

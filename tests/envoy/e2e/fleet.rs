@@ -11,7 +11,7 @@ use warmroute_testbed::ports::until;
 use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, programs};
 use crate::support::openmetrics::OpenMetricsPage;
 
-/// Sends unrelated requests and returns the serving engines.
+/// Sends unrelated requests. Returns the engines that served them.
 async fn served(
     deployment: &TestDeployment,
     requests: usize,
@@ -43,13 +43,14 @@ async fn workers_file_edits_apply_without_restart() {
     let topic = &mut 0;
     assert_eq!(served(&deployment, 20, topic).await, set(&["1", "2"]));
 
-    // Adds an engine with a rename.
+    // Adds an engine and replaces the file by a rename.
     let third = EngineProcess::start(&programs(), fast(3), &deployment.run_dir)
         .await
         .unwrap();
     deployment.engines.push(third);
     deployment.write_workers().unwrap();
-    // Envoy applies the endpoint slightly after warmroute. A request in between goes to another worker.
+    // Envoy applies the endpoint slightly after warmroute. Until then, Envoy selects another
+    // worker.
     let used = until(PATIENCE, async || {
         *topic += 1;
         let answered = deployment.complete(&essay(*topic)).await;
@@ -63,14 +64,15 @@ async fn workers_file_edits_apply_without_restart() {
         deployment.router_log()
     );
 
-    // Removes an engine in place. It still runs, so it would serve any request sent to it.
+    // Removes an engine by a write in place. It still runs, so it would serve any request that
+    // reaches it.
     let entries: Vec<Value> = deployment.engines[1..]
         .iter()
         .map(EngineProcess::worker_entry)
         .collect();
     write_in_place(&deployment, &serde_json::to_string(&entries).unwrap());
     deployment
-        .metrics_show("the removed engine is gone", |page| {
+        .metrics_show("the series of the removed engine are gone", |page| {
             page.sum("workers", &[]) == 2.0
         })
         .await;
@@ -78,10 +80,10 @@ async fn workers_file_edits_apply_without_restart() {
     let page = deployment.metrics().await;
     assert_only_listed_workers_have_series(&page);
 
-    // Adds the engine again. Its replay restores the cached prefixes.
+    // Adds the engine again. A replay of its events restores the index.
     deployment.write_workers().unwrap();
     deployment
-        .metrics_show("it is back", |page| {
+        .metrics_show("the engine serves again", |page| {
             page.sum(
                 "kv_event_source_freshness",
                 &[("worker_id", "1"), ("freshness", "exact")],
@@ -93,7 +95,7 @@ async fn workers_file_edits_apply_without_restart() {
     assert!(deployment.router().unwrap().is_running());
 }
 
-/// Checks that workers 2 and 3 have metrics, and the removed worker 1 has none.
+/// Asserts that workers 2 and 3 have metric series, and the removed worker 1 has none.
 fn assert_only_listed_workers_have_series(page: &OpenMetricsPage) {
     for family in [
         "worker_active_requests",
@@ -114,7 +116,7 @@ fn assert_only_listed_workers_have_series(page: &OpenMetricsPage) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn invalid_workers_file_is_reported_and_old_fleet_serves() {
+async fn invalid_workers_file_is_reported_and_fleet_stays() {
     let deployment = TestDeployment::start(&[fast(1), fast(2)]).await;
     let good = fs::read_to_string(deployment.workers_file()).unwrap();
     let topic = &mut 0;
@@ -170,7 +172,9 @@ async fn invalid_workers_file_is_reported_and_old_fleet_serves() {
         .write_worker_entries(&json!([deployment.engines[1].worker_entry()]))
         .unwrap();
     deployment
-        .metrics_show("it is followed on", |page| page.sum("workers", &[]) == 1.0)
+        .metrics_show("the file is followed again", |page| {
+            page.sum("workers", &[]) == 1.0
+        })
         .await;
     assert_eq!(served(&deployment, 10, topic).await, set(&["2"]));
 }

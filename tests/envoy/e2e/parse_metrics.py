@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Parses a metrics page on standard input strictly; prints the type of each family and its number of samples as JSON."""
+"""Parses a metrics page on standard input strictly. Prints type and number of samples of each family as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-//! Requests reach exactly the chosen worker, and conversations return to their warm worker.
+//! Requests reach exactly the chosen worker, and conversations stay on their warm worker.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,7 +12,7 @@ use crate::support::model_file;
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
 const SESSIONS: usize = 80;
 
-/// Request format of a session. The sessions cover all combinations.
+/// Request format of a session. The sessions use all combinations.
 #[derive(Clone, Copy, Debug)]
 enum PromptForm {
     Chat,
@@ -20,11 +20,11 @@ enum PromptForm {
     TokenIds,
 }
 
-/// State of a conversation in the client.
+/// Conversation as the client has it.
 struct ChatTurns {
     form: PromptForm,
     stream: bool,
-    /// Pairs of role and text. Completions use the concatenated text.
+    /// Pairs of role and text. Completions send the concatenated text.
     messages: Vec<(&'static str, String)>,
     engine: String,
 }
@@ -75,7 +75,7 @@ impl ChatTurns {
     }
 
     /// Appends the response and the next question.
-    fn go_on(&mut self, answered: &ChatAnswer) {
+    fn append_turn(&mut self, answered: &ChatAnswer) {
         let text = |document: &Value| {
             let choice = document["choices"].get(0)?;
             let places = ["/message/content", "/delta/content", "/text"];
@@ -102,8 +102,8 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
     let mut sessions: Vec<ChatTurns> = (0..SESSIONS).map(ChatTurns::new).collect();
     let mut served: BTreeMap<String, usize> = BTreeMap::new();
 
-    // Concurrent at first, so load spreads the sessions; then sequential, so only the cache decides; then
-    // concurrent again.
+    // The first and last turns are concurrent, so load spreads the sessions. The turns in between
+    // are sequential, so only the caches decide.
     for (turn, at_once) in [(1, 16), (2, 1), (3, 1), (4, 16)] {
         let deployment = &deployment;
         let tokenizer = &tokenizer;
@@ -145,7 +145,7 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
                     session.form
                 );
             }
-            session.go_on(&answered);
+            session.append_turn(&answered);
         }
         deployment.settle().await;
     }
@@ -158,7 +158,7 @@ async fn requests_reach_chosen_engines_and_sessions_stay_warm() {
     );
 }
 
-/// The tokenizer of the engines, loaded directly by the `tokenizers` library.
+/// Returns the tokenizer of the engines, loaded by the `tokenizers` library.
 fn tokenizer() -> tokenizers::Tokenizer {
     let file = std::fs::File::open(model_file("tokenizer.json.gz")).unwrap();
     let mut json = Vec::new();

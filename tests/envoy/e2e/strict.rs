@@ -1,4 +1,5 @@
-//! The metrics page of a running process, parsed by the strict parsers of Prometheus' Python client.
+//! The metrics page of a running process, parsed by the strict parsers of Prometheus' Python
+//! client.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,14 +18,15 @@ const REQUIREMENTS: &str = concat!(
 );
 const SCRIPT: &[u8] = include_bytes!("parse_metrics.py");
 
-/// Format of a page, by the name of its parser.
+/// Format of a page. Its text is the name of the parser.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum PageFormat {
     OpenMetrics,
     Prometheus,
 }
 
-/// Returns type and number of samples of each family. Panics if the parser rejects the page.
+/// Returns the type and the number of samples of each family. Panics if the parser rejects the
+/// page.
 pub(crate) fn parse(page: &str, format: PageFormat) -> BTreeMap<String, (String, usize)> {
     let script = script();
     let parser = match format {
@@ -58,7 +60,7 @@ pub(crate) fn parse(page: &str, format: PageFormat) -> BTreeMap<String, (String,
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Path of the script next to its packages, which are installed on first use.
+/// Returns the path of the script in a folder with its packages, which are installed on first use.
 fn script() -> PathBuf {
     let requirements = fs::read(REQUIREMENTS).unwrap();
     let name = format!(

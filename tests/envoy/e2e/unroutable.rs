@@ -18,11 +18,11 @@ struct UnroutableRequest {
     body: Option<Vec<u8>>,
     /// Response status of the engine.
     status: u16,
-    /// Reason for load-only routing.
+    /// Expected reason for load-only routing.
     reason: &'static str,
 }
 
-fn strange_requests() -> Vec<UnroutableRequest> {
+fn unroutable_requests() -> Vec<UnroutableRequest> {
     let chats = "/v1/chat/completions";
     let latin1 =
         b"{\"model\": \"qwen2.5\", \"messages\": [{\"role\": \"user\", \"content\": \"caf\xe9\"}]}";
@@ -64,7 +64,7 @@ fn strange_requests() -> Vec<UnroutableRequest> {
     ]
 }
 
-async fn strange_requests_reach_an_engine(shown: EchoedBody) {
+async fn assert_requests_reach_an_engine(shown: EchoedBody) {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_workers().unwrap();
     deployment
@@ -79,7 +79,7 @@ async fn strange_requests_reach_an_engine(shown: EchoedBody) {
         body,
         status,
         reason,
-    } in strange_requests()
+    } in unroutable_requests()
     {
         let what = format!(
             "{method} {path} {:?} {shown:?}",
@@ -126,15 +126,16 @@ async fn strange_requests_reach_an_engine(shown: EchoedBody) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_requests_are_load_only_as_shipped() {
-    strange_requests_reach_an_engine(EchoedBody::Buffered).await;
+    assert_requests_reach_an_engine(EchoedBody::Buffered).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_requests_are_load_only_in_full_duplex() {
-    strange_requests_reach_an_engine(EchoedBody::FullDuplex).await;
+    assert_requests_reach_an_engine(EchoedBody::FullDuplex).await;
 }
 
-/// The shipped configuration without its header removal, so only warmroute removes forged headers.
+/// Returns the shipped configuration without its header removal, so that only warmroute removes
+/// forged headers.
 fn without_early_mutation(config: &str) -> String {
     let mut config: Value = serde_saphyr::from_str(config).unwrap();
     let manager = "/static_resources/listeners/0/filter_chains/0/filters/0/typed_config";
@@ -211,7 +212,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, wanted: &Ech
         }
         served.insert(answered.engine().to_owned());
     }
-    assert_eq!(served.len(), 2, "the forged headers steer nothing");
+    assert_eq!(served.len(), 2, "forged headers select no worker");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -1,4 +1,5 @@
-//! A deployment for fault injection, clients that check for whole responses, and conditions to wait for.
+//! Deployment for fault injection, with clients that check for complete responses, and conditions
+//! to wait for.
 
 use std::time::Duration;
 
@@ -24,16 +25,16 @@ pub(crate) struct FaultBed {
     _dir: tempfile::TempDir,
 }
 
-/// Message timeout of Envoy for ext_proc.
+/// Message timeout of Envoy's ext_proc filter.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum TimeoutLength {
-    /// As shipped.
+    /// The shipped timeout.
     Shipped,
     /// Long enough for a busy machine.
     Long,
 }
 
-/// Response to a client.
+/// Response that a client received.
 #[derive(Debug)]
 pub(crate) struct FaultAnswer {
     pub(crate) engine: u64,
@@ -44,21 +45,21 @@ pub(crate) struct FaultAnswer {
 }
 
 impl FaultBed {
-    /// Starts engines with the given arguments and ids 1, 2, ….
-    pub(crate) async fn start(engines: usize, args: &[&str], patience: TimeoutLength) -> Self {
+    /// Starts engines with ids from 1 and the given arguments.
+    pub(crate) async fn start(engines: usize, args: &[&str], timeout: TimeoutLength) -> Self {
         let specs: Vec<_> = (1..=engines as u64)
             .map(|id| EngineSpec::new(id).with(args))
             .collect();
-        Self::of(&specs, patience, json!({})).await
+        Self::of(&specs, timeout, json!({})).await
     }
 
-    pub(crate) async fn of(specs: &[EngineSpec], patience: TimeoutLength, more: Value) -> Self {
+    pub(crate) async fn of(specs: &[EngineSpec], timeout: TimeoutLength, more: Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut all = json!({
             "gateway": {"response_headers": {"prediction": true, "worker": true}},
         });
         merge_config(&mut all, &more);
-        if patience == TimeoutLength::Long {
+        if timeout == TimeoutLength::Long {
             all["requests"]["limits"] = json!({"decision_timeout": "25s"});
         }
         let mut stack = LocalDeployment::start_engines(&programs(), specs, dir.path())
@@ -67,7 +68,7 @@ impl FaultBed {
         stack.write_workers().unwrap();
         stack.start_router(&all).await.unwrap();
         let mut config = stack.envoy_setup().standalone_config().unwrap();
-        if patience == TimeoutLength::Long {
+        if timeout == TimeoutLength::Long {
             for setting in [" message_timeout: ", " connect_timeout: "] {
                 assert_eq!(
                     config.matches(&format!("{setting}1s")).count(),
@@ -105,7 +106,8 @@ impl FaultBed {
         self.quiet().await;
     }
 
-    /// Starts a successor of warmroute with the same configuration. Returns the old process, which drains.
+    /// Starts a successor of warmroute with the same configuration. Returns the old process, which
+    /// drains.
     pub(crate) async fn replace_router(&mut self) -> ChildProcess {
         let more = self.more.clone();
         self.stack.replace_router(&more).await.unwrap()
@@ -117,18 +119,18 @@ impl FaultBed {
             .json(body)
     }
 
-    /// Sends a request and asserts a whole response.
+    /// Sends a request and asserts a complete response.
     pub(crate) async fn ask(&self, body: &Value) -> FaultAnswer {
         whole(self.post(body).send().await.unwrap(), body).await
     }
 
-    /// Sends a request in the background and asserts a whole response.
+    /// Sends a request in the background and asserts a complete response.
     pub(crate) fn send_in_background(&self, body: Value) -> JoinHandle<FaultAnswer> {
         let request = self.post(&body);
         tokio::spawn(async move { whole(request.send().await.unwrap(), &body).await })
     }
 
-    /// Sends concurrent requests in the background, every second one streaming.
+    /// Sends concurrent requests in the background. Every second one is streaming.
     pub(crate) fn send_many_in_background(
         &self,
         count: usize,
@@ -147,7 +149,7 @@ impl FaultBed {
             .collect()
     }
 
-    /// A field of `/debug/load`, summed over all ranks.
+    /// Returns a field of `/debug/load`, summed over all ranks.
     pub(crate) async fn load(&self, of: &str) -> u64 {
         let ranks = self.stack.debug_page("load").await.unwrap();
         ranks
@@ -167,7 +169,7 @@ impl FaultBed {
         assert!(reached.await, "{of} is {seen}, not {wanted}");
     }
 
-    /// A value on the metrics page of warmroute.
+    /// Returns a value from the metrics page of warmroute.
     pub(crate) async fn metric(&self, name: &str) -> f64 {
         number(&self.text(&self.stack.admin_url("/metrics")).await, name)
     }
@@ -201,7 +203,7 @@ impl FaultBed {
         );
     }
 
-    /// Waits until no exchange is open, and asserts that no rank has a booking.
+    /// Waits until no exchange is open. Asserts that no rank has a booking.
     pub(crate) async fn quiet(&self) {
         self.wait_exchanges(0).await;
         for rank in self
@@ -249,14 +251,15 @@ fn number(page: &str, name: &str) -> f64 {
     line.unwrap_or_else(|| panic!("no {name} in {page}"))
 }
 
-/// A unary request.
+/// Returns a unary request.
 pub(crate) fn chat(text: &str, tokens: u64) -> Value {
-    // Several blocks long and different from the first word on, so prompts share only the template.
+    // Prompts are several blocks long and differ from the first word on, so they share only the
+    // template.
     let filler = "one two three four five six seven eight nine ten ".repeat(12);
     json!({"model": MODEL, "max_tokens": tokens, "messages": [{"role": "user", "content": format!("{text}: {filler}")}]})
 }
 
-/// A streaming request.
+/// Returns a streaming request.
 pub(crate) fn stream(text: &str, tokens: u64) -> Value {
     let mut body = chat(text, tokens);
     body["stream"] = json!(true);
@@ -265,17 +268,17 @@ pub(crate) fn stream(text: &str, tokens: u64) -> Value {
 }
 
 /// Reads a response to its end and asserts that it is complete.
-pub(crate) async fn whole(response: Response, asked: &Value) -> FaultAnswer {
+pub(crate) async fn whole(response: Response, request: &Value) -> FaultAnswer {
     let status = response.status();
     let headers = response.headers().clone();
     let text = response.text().await.unwrap();
     assert_eq!(status, 200, "{headers:?} {text}");
-    let usage = if asked["stream"] == json!(true) {
+    let usage = if request["stream"] == json!(true) {
         usage_of_stream(&text)
     } else {
         serde_json::from_str::<Value>(&text).unwrap()["usage"].clone()
     };
-    assert_eq!(usage["completion_tokens"], asked["max_tokens"], "{text}");
+    assert_eq!(usage["completion_tokens"], request["max_tokens"], "{text}");
     let header = |name: &str| {
         headers
             .get(name)
@@ -292,18 +295,21 @@ pub(crate) async fn whole(response: Response, asked: &Value) -> FaultAnswer {
     }
 }
 
-/// The usage in the last event before `[DONE]`.
+/// Returns the usage in the last event before `[DONE]`.
 pub(crate) fn usage_of_stream(text: &str) -> Value {
-    assert!(text.ends_with("data: [DONE]\n\n"), "a cut stream: {text}");
+    assert!(
+        text.ends_with("data: [DONE]\n\n"),
+        "truncated stream: {text}"
+    );
     let events = text.lines().filter_map(|line| line.strip_prefix("data: {"));
     let usage =
         |event| serde_json::from_str::<Value>(&format!("{{{event}")).unwrap()["usage"].clone();
     events.map(usage).rfind(|usage| !usage.is_null()).unwrap()
 }
 
-/// Waits for all background requests, which assert whole responses.
-pub(crate) async fn all(send_in_background: Vec<JoinHandle<FaultAnswer>>) -> Vec<FaultAnswer> {
-    let answers = tokio::time::timeout(SOON * 2, join_all(send_in_background))
+/// Waits for all background requests, which assert complete responses.
+pub(crate) async fn all(requests: Vec<JoinHandle<FaultAnswer>>) -> Vec<FaultAnswer> {
+    let answers = tokio::time::timeout(SOON * 2, join_all(requests))
         .await
         .expect("requests still have no response");
     answers.into_iter().map(Result::unwrap).collect()

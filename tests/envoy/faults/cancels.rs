@@ -1,4 +1,4 @@
-//! Clients that disconnect in each phase of a request. Their bookings must be released.
+//! Clients that disconnect in each phase of a request. All bookings must be released.
 
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ async fn disconnect_before_first_token_frees_worker() {
         bed.misbehave(engine, &json!({"slow_first_token_ms": 600_000}))
             .await;
     }
-    // Every second request is unary and waits for headers. The others wait for their first token.
+    // Unary requests wait for headers, and streaming requests for their first token.
     let sending = bed.send_many_in_background(12, "waiting", 5);
     bed.wait_load("active_requests", 12).await;
     sending.iter().for_each(tokio::task::JoinHandle::abort);

@@ -10,7 +10,7 @@ use warmroute_testbed::ports::until;
 
 use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, stream, usage_of_stream};
 
-/// An engine that streams at most 25 tokens per second.
+/// Returns an engine that streams at most 25 tokens per second.
 fn slow_engine() -> EngineSpec {
     EngineSpec::new(1).with(&["--step-us", "40000"])
 }
@@ -30,7 +30,7 @@ async fn begin(bed: &FaultBed, count: usize, tokens: u64) -> Vec<(reqwest::Respo
     join_all((0..count).map(one)).await
 }
 
-/// Reads the rest of the streams and asserts that they are whole.
+/// Reads the rest of the streams and asserts that they are complete.
 async fn end(streams: Vec<(reqwest::Response, Vec<u8>)>, tokens: u64) {
     for (response, first) in streams {
         let text = [first, response.bytes().await.unwrap().to_vec()].concat();

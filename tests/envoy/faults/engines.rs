@@ -1,4 +1,4 @@
-//! Engines killed and restarted.
+//! Engines that are killed and restarted.
 
 use serde_json::json;
 use warmroute_testbed::deployment::EngineSpec;
@@ -63,8 +63,8 @@ async fn requests_for_killed_engine_reach_another() {
     bed.quiet().await;
 }
 
-/// Fills the cache of an engine, replaces the engine by a new process on the same ports, and compares
-/// predictions.
+/// Fills the cache of an engine, replaces the engine by a new process on the same ports, and
+/// compares the predictions.
 async fn assert_old_cache_removed(replay: bool) {
     let mut spec = EngineSpec::new(1);
     spec.replay = replay;
@@ -89,12 +89,15 @@ async fn assert_old_cache_removed(replay: bool) {
         .restart(&programs, &run_dir)
         .await
         .unwrap();
-    // Without a replay, only blocks computed after the reconnect are certain.
+    // Without a replay, the index contains only blocks that were stored after the reconnect.
     let back = async || {
         let fleet = bed.stack.debug_page("fleet").await.unwrap();
         fleet["members"][0]["source"]["reason"] != "detached"
     };
-    assert!(until(SOON, back).await, "the feed does not come back");
+    assert!(
+        until(SOON, back).await,
+        "the event source does not reconnect"
+    );
     let fresh = chat("fresh", 2);
     bed.ask(&fresh).await;
     let has_events = async || {

@@ -1,4 +1,4 @@
-//! Peers of the ext_proc socket that violate the protocol or send messages in an invalid order.
+//! Clients of the ext_proc socket that violate the protocol or send messages in an invalid order.
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
@@ -14,7 +14,7 @@ use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat};
 
 const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// Asserts that requests of Envoy are routed exactly and that no state remains from other peers.
+/// Asserts that Envoy's requests are routed exactly, and that no state of other clients remains.
 async fn assert_unharmed(bed: &FaultBed) {
     assert!(
         bed.stack.router().unwrap().is_running(),
@@ -66,7 +66,7 @@ async fn invalid_http2_bytes_are_harmless() {
         held.push(stays);
     }
     assert_unharmed(&bed).await;
-    // Silent peers stay connected. The server closes the connections of peers that sent invalid bytes.
+    // Silent clients stay connected. Connections with invalid bytes are closed by the server.
     let mut answer = Vec::new();
     let disconnected = tokio::time::timeout(SOON, held[0].read_to_end(&mut answer)).await;
     assert!(
@@ -107,9 +107,9 @@ fn body(text: &str, end_of_stream: bool) -> proto::HttpBody {
     }
 }
 
-/// The message of a letter. Request messages are in lower case, response messages in upper case:
-/// `h`eaders, `b`ody, `t`railers, `e` the end of a body, `n` headers without a body. `x` is a message
-/// without content.
+/// Returns the message of a letter. Lower case is the request side, upper case the response side:
+/// `h`eaders, `b`ody, `t`railers, `e` for the end of a body, `n` for headers without a body. `x` is
+/// a message without content.
 fn message(letter: char, chat: &str) -> Option<Message> {
     Some(match letter {
         'h' => Message::RequestHeaders(headers(false)),
@@ -134,8 +134,8 @@ async fn connect(bed: &FaultBed) -> ExternalProcessorClient<Channel> {
     ExternalProcessorClient::new(endpoint.unwrap().connect().await.unwrap())
 }
 
-/// Sends the messages, and asserts that the server ends its side after the client. Returns the number of
-/// replies.
+/// Sends the messages, and asserts that the server ends the stream after the client. Returns the
+/// number of replies.
 async fn send(
     client: &ExternalProcessorClient<Channel>,
     letters: &str,
@@ -172,7 +172,7 @@ async fn send(
 async fn invalid_message_order_is_harmless() {
     let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
     let client = connect(&bed).await;
-    // The body modes of Envoy, and one that does not exist.
+    // The body modes of Envoy, and an undefined one.
     let modes = [0, 1, 2, 3, 4, 77];
     for letters in [
         "B", "BHhb", "hh", "hehe", "heb", "hehebbb", "EEE", "THht", "x", "xhxex", "nee", "ttt",
@@ -182,7 +182,7 @@ async fn invalid_message_order_is_harmless() {
             send(&client, letters, (request, 2)).await;
         }
     }
-    // A valid order, to prove that there are replies.
+    // A valid order, to prove that replies are counted.
     assert_eq!(send(&client, "hx", (2, 0)).await, 1);
     assert_unharmed(&bed).await;
 

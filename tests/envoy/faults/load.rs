@@ -1,4 +1,4 @@
-//! Bookings: many at once, the end of each part, and slow peers.
+//! Bookings of many concurrent requests, of each phase of a request, and of slow clients.
 
 use std::convert::Infallible;
 use std::net::Ipv4Addr;
@@ -76,12 +76,12 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
 }
 
 #[tokio::test]
-async fn stream_frees_prefill_at_first_token_and_blocks_at_last() {
+async fn stream_frees_prefill_first_and_blocks_last() {
     let bed = FaultBed::start(1, &["--step-us", "40000"], TimeoutLength::Long).await;
     bed.misbehave(0, &json!({"slow_first_token_ms": 3000}))
         .await;
     let mut response = bed.post(&stream("first token", 80)).send().await.unwrap();
-    // The engine sends its headers immediately and the first token three seconds later.
+    // The engine sends its headers at once and the first token three seconds later.
     let prefill = bed.load("active_prefill_tokens").await;
     let first = tokio::time::timeout(Duration::from_millis(1), response.chunk()).await;
     assert!(
@@ -100,8 +100,8 @@ async fn stream_frees_prefill_at_first_token_and_blocks_at_last() {
     bed.quiet().await;
 }
 
-/// An engine that sends response headers of a chat immediately, and the body when notified. It has no
-/// other endpoint, because other requests of warmroute (tokens, version) would consume the notification.
+/// Starts an engine that sends the response headers of a chat at once, and the body when notified.
+/// It has no other endpoint, because other requests of warmroute would consume the notification.
 async fn notified_engine(content_type: &'static str) -> (std::net::SocketAddr, Arc<Notify>) {
     let listener = tokio::net::TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
         .await
@@ -154,7 +154,7 @@ async fn unary_prefill_ends_with_response_headers() {
     }
 }
 
-/// A request as bytes. The connection closes after the response.
+/// Returns a request as bytes. The connection closes after the response.
 pub(crate) fn raw(body: &serde_json::Value) -> String {
     let body = body.to_string();
     let head = "POST /v1/chat/completions HTTP/1.1\r\nhost: envoy\r\nconnection: close\r\ncontent-type: application/json";
@@ -171,8 +171,8 @@ pub(crate) async fn connect(bed: &FaultBed) -> TcpStream {
 #[tokio::test]
 async fn slow_peers_delay_no_others_and_free_bookings() {
     let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
-    // Both peers pause midway until all other requests are served.
-    let (go_on, others_served) = tokio::sync::watch::channel(false);
+    // Both clients pause midway until all other requests are served.
+    let (resume, others_served) = tokio::sync::watch::channel(false);
     let mut reader = connect(&bed).await;
     reader
         .write_all(raw(&stream("slow reader", 40)).as_bytes())
@@ -205,7 +205,7 @@ async fn slow_peers_delay_no_others_and_free_bookings() {
         !reader.is_finished() && !writer.is_finished(),
         "other requests wait for the slow peers"
     );
-    go_on.send(true).unwrap();
+    resume.send(true).unwrap();
     let read = reader.await.unwrap();
     let written = writer.await.unwrap();
     assert!(

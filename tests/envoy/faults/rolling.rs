@@ -1,5 +1,5 @@
-//! Rolling restarts under load: each warmroute process takes over the socket and the addresses of its
-//! predecessor, while Envoy sends requests continuously.
+//! Rolling restarts under load: each new warmroute process takes over the socket and the addresses
+//! of its predecessor, while clients send requests continuously.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -63,7 +63,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
                 } else {
                     chat(&format!("{of} {at}"), 1)
                 };
-                // Asserts status 200 and a whole response.
+                // Asserts status 200 and a complete response.
                 let answer = whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
                 routed.fetch_add(usize::from(answer.mode.is_some()), Ordering::Relaxed);
             }
@@ -84,7 +84,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
     let sent = sent.load(Ordering::Relaxed) - CLIENTS;
     let routed = routed.load(Ordering::Relaxed);
     assert!(sent >= REQUESTS);
-    // The restarts leave no gap. On a busy machine, a few requests may exceed the message timeout of Envoy.
+    // Restarts leave no gap. On a busy machine, some requests may exceed Envoy's message timeout.
     assert!(
         routed * 100 >= sent * 98,
         "only {routed} of {sent} were routed by warmroute, in {:?}",
@@ -98,7 +98,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
     bed.quiet().await;
 }
 
-/// Waits until the former processes end, without an error.
+/// Waits until the replaced processes exit without an error.
 async fn assert_all_end(left: Vec<ChildProcess>) {
     for old in left {
         assert!(

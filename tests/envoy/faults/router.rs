@@ -5,8 +5,8 @@ use warmroute_testbed::ports::until;
 
 use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, chat, stream, whole};
 
-/// Asserts that Envoy selects workers while warmroute is down, and that routing is exact after a
-/// restart.
+/// Asserts that Envoy selects workers while warmroute is down, and that requests are routed exactly
+/// after a restart.
 async fn assert_outage_and_recovery(bed: &mut FaultBed) {
     for answer in all(bed.send_many_in_background(6, "down", 3)).await {
         assert_eq!(answer.mode, None);
@@ -72,7 +72,7 @@ async fn kill_during_streams_truncates_none() {
             .map(|body| async { bed.post(body).send().await.unwrap() }),
     )
     .await;
-    // After the first token of each, all streams are in progress.
+    // All streams are in progress after their first token.
     let mut begun = Vec::new();
     for response in &mut responses {
         begun.push(response.chunk().await.unwrap().unwrap());

@@ -14,7 +14,7 @@ use crate::support::deployment::{TestDeployment, with_response_headers};
 pub(crate) struct GatewayTestbed {
     deployment: TestDeployment,
     gateway: GatewayFixture,
-    /// Port of warmroute.
+    /// Port of warmroute's ext_proc listener.
     port: u16,
     workers: Vec<SocketAddr>,
 }
@@ -34,7 +34,7 @@ impl DerefMut for GatewayTestbed {
 }
 
 impl GatewayTestbed {
-    /// Simulated engines alone; [`GatewayTestbed::start`] starts the rest.
+    /// Starts simulated engines only. [`GatewayTestbed::start`] starts the rest.
     pub(crate) async fn engines(gateway: GatewayFixture, specs: &[EngineSpec]) -> Self {
         let deployment = TestDeployment::engines(specs).await;
         deployment.write_workers().unwrap();
@@ -51,7 +51,7 @@ impl GatewayTestbed {
         }
     }
 
-    /// The same with workers of the test.
+    /// Like [`GatewayTestbed::engines`], for workers that the test has started.
     pub(crate) async fn workers(gateway: GatewayFixture, workers: &[BurstEngine]) -> Self {
         let deployment = TestDeployment::engines(&[]).await;
         deployment
@@ -66,19 +66,20 @@ impl GatewayTestbed {
         }
     }
 
-    /// warmroute's configuration as the ConfigMap has it, with responses that show every decision.
+    /// Returns warmroute's configuration of the ConfigMap, with response headers for every
+    /// decision.
     pub(crate) fn warmroute(&self) -> Value {
         let mut config = with_response_headers(self.gateway.warmroute());
         config["listeners"]["ext_proc"]["address"] = json!(local(self.port));
-        // The stack's endpoint file is for plain Envoy.
+        // The generated configurations do not use the endpoint file of the deployment.
         config["envoy"] = Value::Null;
-        // A dead worker loses its prefixes with its event stream; here requests still choose it.
+        // A dead worker loses its prefixes with its event stream. In these tests, requests must
+        // still choose it.
         config["index"]["freshness"] = json!({"stale_credit": 1.0});
         config
     }
 
-    /// Divides the workers between the cluster of the first pool and that of a second one, whose
-    /// calls go to the same warmroute.
+    /// Moves some workers to the cluster of a second pool, which calls the same warmroute.
     pub(crate) fn place_second_pool(
         &mut self,
         config: &mut GeneratedConfig,
@@ -107,7 +108,7 @@ impl GatewayTestbed {
         self.start_envoy_with(config, &pickers).await;
     }
 
-    /// Starts Envoy with other endpoints of warmroute's cluster.
+    /// Starts Envoy with other endpoints in the cluster of warmroute.
     pub(crate) async fn start_envoy_with(
         &mut self,
         mut config: GeneratedConfig,

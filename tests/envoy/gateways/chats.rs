@@ -1,5 +1,5 @@
-//! Chats behind every generated configuration: the worker that warmroute chose serves them, and the
-//! prediction equals the cached tokens that the engine reports.
+//! Chats with each generated configuration: the chosen worker serves them, and the predicted cached
+//! tokens equal those that the engine reports.
 
 use reqwest::Client;
 use serde_json::{Value, json};
@@ -11,7 +11,7 @@ use crate::gateways::generated::{
 use crate::support::deployment::{ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast};
 
 const TOPICS: usize = 6;
-/// Bytes of a long prompt.
+/// Size of a long prompt in bytes.
 const LONG: usize = 220_000;
 
 fn streamed(mut body: Value) -> Value {
@@ -20,7 +20,7 @@ fn streamed(mut body: Value) -> Value {
     body
 }
 
-/// A prompt of about 220 KB.
+/// Returns a prompt of about 220 KB.
 fn long(topic: usize) -> String {
     let text = essay(topic);
     text.repeat(LONG / text.len() + 1)
@@ -40,8 +40,8 @@ async fn send(deployment: &TestDeployment, client: &Client, body: &Value) -> Cha
     answered
 }
 
-/// Sends a prompt whole, then streamed; the second answer comes from the same worker, and from its
-/// cache.
+/// Sends a prompt as a unary request, then as a streaming request. Asserts that the same worker
+/// serves the second one from its cache.
 async fn assert_exact_twice(deployment: &TestDeployment, clients: &[Client; 2], prompt: &str) {
     let first = send(deployment, &clients[0], &chat(prompt)).await;
     deployment.settle().await;

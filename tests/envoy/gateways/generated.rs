@@ -1,4 +1,4 @@
-//! The generated configurations with the addresses and ports of a test.
+//! Generated configurations with the addresses and ports of a test.
 
 use std::fs;
 use std::net::SocketAddr;
@@ -8,22 +8,22 @@ use serde_json::{Value, json};
 
 use crate::support::manifest_set::ManifestSet;
 
-/// A control plane's configuration: a generated file, and the manifests that belong to it.
+/// The generated configuration of a control plane, and the manifests that belong to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GatewayFixture {
-    /// `tests/data/gateways/<file>.yaml`.
+    /// File `tests/data/gateways/<file>.yaml`.
     pub(crate) file: &'static str,
-    /// The cluster of warmroute.
+    /// Name of the cluster of warmroute.
     pub(crate) picker: &'static str,
-    /// The cluster of the workers.
+    /// Name of the cluster of the workers.
     pub(crate) workers: &'static str,
-    /// Manifests in `examples/kubernetes`.
+    /// Manifest folders in `examples/kubernetes`.
     pub(crate) manifests: &'static [&'static str],
 }
 
 const ROUTE: &str = "httproute/inference/qwen/rule/0";
 
-/// Without EnvoyFilter and without `sni` in the DestinationRule.
+/// Istio without an EnvoyFilter and without `sni` in the DestinationRule.
 pub(crate) const ISTIO_AS_GENERATED: GatewayFixture = GatewayFixture {
     file: "istio-as-generated",
     picker: "outbound|9002||warmroute.inference.svc.cluster.local",
@@ -34,12 +34,12 @@ pub(crate) const ISTIO_AS_GENERATED: GatewayFixture = GatewayFixture {
         "gateway-api/istio.yaml",
     ],
 };
-/// With an EnvoyFilter that sets the authority.
+/// Istio with an EnvoyFilter that sets the authority.
 pub(crate) const ISTIO: GatewayFixture = GatewayFixture {
     file: "istio",
     ..ISTIO_AS_GENERATED
 };
-/// With an EnvoyFilter that buffers request bodies.
+/// Istio with an EnvoyFilter that buffers request bodies.
 pub(crate) const ISTIO_BUFFERED: GatewayFixture = GatewayFixture {
     file: "istio-buffered",
     manifests: &[
@@ -81,7 +81,7 @@ impl GatewayFixture {
         ManifestSet::of(self.file, self.manifests.iter().copied())
     }
 
-    /// The gateway settings of the ConfigMap.
+    /// Returns the gateway settings of the ConfigMap.
     pub(crate) fn warmroute(self) -> Value {
         let set = self.set();
         let config: Value =
@@ -119,7 +119,7 @@ impl GeneratedConfig {
             .unwrap_or_else(|| panic!("no cluster {name}"))
     }
 
-    /// The HTTP connection manager of the only listener.
+    /// Returns the HTTP connection manager of the only listener.
     pub(crate) fn manager(&mut self) -> &mut Value {
         let listener = &mut self.0["static_resources"]["listeners"][0];
         let chain = if listener["default_filter_chain"].is_object() {
@@ -130,7 +130,7 @@ impl GeneratedConfig {
         &mut chain["filters"][0]["typed_config"]
     }
 
-    /// HTTP filter whose name has this prefix.
+    /// Returns the HTTP filter whose name has this prefix.
     pub(crate) fn filter(&mut self, name: &str) -> &mut Value {
         let mut filters = self.manager()["http_filters"]
             .as_array_mut()
@@ -157,8 +157,7 @@ impl GeneratedConfig {
         self.0["admin"]["address"] = socket(local(admin_port));
     }
 
-    /// Replaces the addresses of a cluster. Other fields of the first generated endpoint
-    /// stay.
+    /// Replaces the addresses of a cluster. The other fields of the first generated endpoint stay.
     pub(crate) fn set_endpoints(&mut self, cluster: &str, addresses: &[SocketAddr]) {
         let endpoints =
             &mut self.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"];
@@ -171,7 +170,7 @@ impl GeneratedConfig {
         *endpoints = addresses.iter().map(endpoint).collect();
     }
 
-    /// Raises the message timeout of 1 s for busy machines.
+    /// Raises the message timeout of 1 s, which a busy machine may exceed.
     pub(crate) fn patient(mut self) -> Self {
         let timeout = &mut self.ext_proc()["message_timeout"];
         if *timeout == json!("1s") {

@@ -1,5 +1,6 @@
-//! Istio without an EnvoyFilter. The `:authority` of its calls is the name of the cluster,
-//! `outbound|9002||warmroute.inference.svc.cluster.local`, which is not an authority of RFC 3986.
+//! Istio without an EnvoyFilter. The `:authority` of its ext_proc calls is the name of the cluster,
+//! `outbound|9002||warmroute.inference.svc.cluster.local`, which is not a valid authority of RFC
+//! 3986.
 
 use reqwest::StatusCode;
 use serde_json::json;
@@ -10,7 +11,7 @@ use crate::gateways::generated::{ISTIO_AS_GENERATED, ISTIO_BUFFERED};
 use crate::shipped::bursts::BurstEngine;
 use crate::support::deployment::{chat, essay, fast};
 
-/// The configuration that pilot generates without a DestinationRule.
+/// Istio generates this configuration if there is no DestinationRule.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_routes_chats_in_plaintext() {
     let mut config = ISTIO_AS_GENERATED.generated();
@@ -42,8 +43,8 @@ async fn istio_buffered_routes_chats_as_shipped() {
     chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()).await;
 }
 
-/// Istio generates no call to warmroute for a rule with a filter of type CORS. The patch of the
-/// buffered form adds it.
+/// For a rule with a filter of type CORS, Istio generates no call to warmroute. The EnvoyFilter of
+/// the buffered variant adds the call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_cors_rule_is_routed_only_when_buffered() {
     for (gateway, mode) in [(ISTIO_AS_GENERATED, ""), (ISTIO_BUFFERED, "exact")] {
@@ -60,7 +61,7 @@ async fn istio_cors_rule_is_routed_only_when_buffered() {
     }
 }
 
-/// Up to the limit of the EnvoyFilter.
+/// The EnvoyFilter limits bodies to 32 MiB.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_buffered_passes_bodies_of_32_mib() {
     let workers = [BurstEngine::start(1).await];

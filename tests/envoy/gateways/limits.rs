@@ -1,4 +1,4 @@
-//! Limits and health: many streams at once, engines that are overloaded, and a worker that is dead.
+//! Many concurrent streams, overloaded engines, and a dead worker.
 
 use std::process::Command;
 
@@ -16,10 +16,10 @@ use crate::gateways::generated::{
 use crate::shipped::bursts::{BurstEngine, EVENTS, PACED};
 use crate::support::deployment::{ChatAnswer, PATIENCE, chat, essay, fast};
 
-/// More than the 1024 that Envoy allows by default.
+/// More than the 1024 concurrent requests that Envoy allows by default.
 const STREAMS: usize = 1300;
 
-/// Statuses of streams that are open at the same time.
+/// Opens streams that are all active at the same time. Returns their statuses.
 async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u16> {
     let files = getrlimit(Resource::Nofile);
     setrlimit(
@@ -40,7 +40,7 @@ async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u
     let send = async |at: usize| {
         let body = chat(&format!("{at}"));
         let request = bed.http.post(bed.url("/v1/chat/completions")).json(&body);
-        // The headers arrive at once, the events when the test releases them.
+        // The headers arrive at once. The events arrive when the test releases them.
         request
             .header(EVENTS, 3)
             .header(PACED, 1)
@@ -85,7 +85,7 @@ async fn envoy_ai_gateway_serves_1300_streams_at_once() {
         failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await),
         0
     );
-    // The limit that the manifests raise.
+    // The limit that the shipped manifests raise.
     assert_eq!(
         failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.generated()).await),
         STREAMS - 1024
@@ -100,7 +100,7 @@ async fn envoy_gateway_serves_1300_streams_at_once() {
     );
 }
 
-/// Findings of `warmroute doctor` on Envoy, as level and check.
+/// Runs `warmroute doctor` on Envoy. Returns level and check of its findings.
 async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
     let mut bed = GatewayTestbed::engines(gateway, &[1, 2].map(fast)).await;
     let mut warmroute = bed.warmroute();
@@ -188,7 +188,7 @@ async fn overloaded_engines_stay_behind_envoy_gateway() {
     overloaded_engines_stay(ENVOY_GATEWAY).await;
 }
 
-/// Number of requests with 503 until the dead worker gets no more requests.
+/// Counts the requests that fail with 503 until the dead worker gets no more requests.
 async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
     let mut bed = GatewayTestbed::engines(gateway, &[1, 2, 3].map(fast)).await;
     bed.start(gateway.shipped().patient()).await;
@@ -259,7 +259,8 @@ async fn envoy_ai_gateway_fails_until_worker_is_excluded() {
     assert!((1..=8).contains(&failed), "{failed} failed");
 }
 
-/// The status of requests whose endpoint is a list, by `gateway.fallback_endpoints`.
+/// Returns the status of a request whose endpoint is a list, as set by
+/// `gateway.fallback_endpoints`.
 async fn status_with_fallbacks(gateway: GatewayFixture) -> u16 {
     let mut bed = GatewayTestbed::engines(gateway, &[1, 2].map(fast)).await;
     let mut warmroute = bed.warmroute();

@@ -1,5 +1,5 @@
-//! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The table in
-//! `examples/kubernetes/README.md` says the same.
+//! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The
+//! expectations are those of the table in `examples/kubernetes/README.md`.
 
 use std::time::{Duration, Instant};
 
@@ -23,22 +23,22 @@ enum FreezeEffect {
     End(Duration),
 }
 
-/// The column of a gateway in the table.
+/// One column of the table: the behaviour of a gateway.
 #[derive(Clone, Copy, Debug)]
 struct ExpectedOutage {
     /// Statuses while warmroute is killed and its endpoint is still listed. None of these requests
-    /// is routed.
+    /// is routed by warmroute.
     killed: &'static [u16],
     /// Status if no endpoint of warmroute is listed.
     absent: u16,
     frozen: FreezeEffect,
-    /// True if an active response continues after a kill.
+    /// A response in progress continues after a kill.
     survives: bool,
 }
 
 const SECOND: Duration = Duration::from_secs(1);
 
-/// FailOpen: a request passes or fails depending on the part of it that Envoy has already sent.
+/// With FailOpen, a request passes or fails depending on how much of it Envoy has already sent.
 const FAIL_OPEN: ExpectedOutage = ExpectedOutage {
     killed: &[200, 500],
     absent: 200,
@@ -62,11 +62,11 @@ const AI_GATEWAY: ExpectedOutage = ExpectedOutage {
     ..FAIL_CLOSE
 };
 
-/// The outcome of a request.
+/// Response that a client received.
 #[derive(Debug)]
 struct ClientReply {
     status: u16,
-    /// True if warmroute routed the request.
+    /// warmroute routed the request.
     routed: bool,
     took: Duration,
 }
@@ -77,7 +77,7 @@ fn request(bed: &GatewayTestbed, topic: usize) -> RequestBuilder {
         .json(&chat(&essay(topic)))
 }
 
-/// Sends requests at a rate of ten per second, each without waiting for the others.
+/// Sends ten requests per second without waiting for responses.
 fn send_all(bed: &GatewayTestbed, count: usize) -> Vec<tokio::task::JoinHandle<ClientReply>> {
     let send = |at: usize| {
         let request = request(bed, at);
@@ -111,7 +111,7 @@ async fn is_routed(bed: &GatewayTestbed) -> bool {
     response.status() == 200 && response.headers().contains_key("x-warmroute-mode")
 }
 
-/// A request for a response of 50 events.
+/// Returns a request for a response of 50 events.
 fn paced(bed: &GatewayTestbed) -> RequestBuilder {
     request(bed, 1).header(EVENTS, 50).header(PACED, 1)
 }
@@ -125,16 +125,16 @@ fn assert_unrouted(replies: &[ClientReply], statuses: &[u16], case: &str) {
     }
 }
 
-async fn killed(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: ExpectedOutage) {
+async fn killed(bed: &mut GatewayTestbed, workers: &[BurstEngine], expected: ExpectedOutage) {
     let open = begin(paced(bed), workers).await;
     bed.kill9_router();
     assert_eq!(
         is_whole(open, workers).await,
-        promise.survives,
-        "a response under way at the kill"
+        expected.survives,
+        "a response in progress at the kill"
     );
     let replies = all(send_all(bed, 30)).await;
-    assert_unrouted(&replies, promise.killed, "killed");
+    assert_unrouted(&replies, expected.killed, "killed");
     let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
     assert!(slowest < 4 * SECOND, "{replies:?}");
     bed.start_warmroute().await;
@@ -144,18 +144,18 @@ async fn killed(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: Expe
         replies.iter().all(|reply| reply.status == 200),
         "{replies:?}"
     );
-    // A busy machine may exceed message_timeout now and then.
+    // A busy machine may exceed the message timeout occasionally.
     assert!(
         replies.iter().filter(|reply| reply.routed).count() > 5,
         "{replies:?}"
     );
 }
 
-async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: ExpectedOutage) {
+async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], expected: ExpectedOutage) {
     let open = begin(paced(bed), workers).await;
     bed.router().unwrap().freeze();
     let sent = send_all(bed, 30);
-    match promise.frozen {
+    match expected.frozen {
         FreezeEffect::Wait => {
             tokio::time::sleep(6 * SECOND).await;
             assert!(
@@ -171,18 +171,18 @@ async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: Expe
             }
             assert!(
                 is_whole(open, workers).await,
-                "a response under way while warmroute was frozen"
+                "a response in progress while warmroute was frozen"
             );
         }
         FreezeEffect::End(within) => {
             let replies = all(sent).await;
-            assert_unrouted(&replies, promise.killed, "frozen");
+            assert_unrouted(&replies, expected.killed, "frozen");
             let slowest = replies.iter().map(|reply| reply.took).max().unwrap();
             assert!(slowest < within, "{replies:?}");
             assert_eq!(
                 is_whole(open, workers).await,
-                promise.survives,
-                "a response under way at the freeze"
+                expected.survives,
+                "a response in progress at the freeze"
             );
             bed.router().unwrap().thaw();
         }
@@ -190,13 +190,17 @@ async fn frozen(bed: &mut GatewayTestbed, workers: &[BurstEngine], promise: Expe
     assert!(until(PATIENCE, async || is_routed(bed).await).await);
 }
 
-async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, promise: ExpectedOutage) {
+async fn absent(bed: &mut GatewayTestbed, config: GeneratedConfig, expected: ExpectedOutage) {
     bed.start_envoy_with(config, &[]).await;
     let replies = all(send_all(bed, 10)).await;
-    assert_unrouted(&replies, &[promise.absent], "no endpoint");
+    assert_unrouted(&replies, &[expected.absent], "no endpoint");
 }
 
-async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: ExpectedOutage) {
+async fn assert_outages(
+    gateway: GatewayFixture,
+    config: GeneratedConfig,
+    expected: ExpectedOutage,
+) {
     let workers = [
         BurstEngine::start(1).await,
         BurstEngine::start(2).await,
@@ -205,22 +209,22 @@ async fn keeps(gateway: GatewayFixture, config: GeneratedConfig, promise: Expect
     let mut bed = GatewayTestbed::workers(gateway, &workers).await;
     bed.start(config.clone()).await;
     assert!(until(PATIENCE, async || is_routed(&bed).await).await);
-    killed(&mut bed, &workers, promise).await;
-    frozen(&mut bed, &workers, promise).await;
-    absent(&mut bed, config, promise).await;
+    killed(&mut bed, &workers, expected).await;
+    frozen(&mut bed, &workers, expected).await;
+    absent(&mut bed, config, expected).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_fails_open_as_documented() {
-    keeps(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
+    assert_outages(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_with_authority_fails_open_as_documented() {
-    keeps(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
+    assert_outages(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
 }
 
-/// `failureMode: FailClose` of the pool.
+/// The pool has `failureMode: FailClose`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_fails_closed_as_documented() {
     let mut config = ISTIO_AS_GENERATED.shipped();
@@ -228,20 +232,20 @@ async fn istio_fails_closed_as_documented() {
     for route in config.routes() {
         route.pointer_mut(filter).unwrap()["failure_mode_allow"] = false.into();
     }
-    keeps(ISTIO_AS_GENERATED, config, FAIL_CLOSE).await;
+    assert_outages(ISTIO_AS_GENERATED, config, FAIL_CLOSE).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_buffered_serves_every_request_without_warmroute() {
-    keeps(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
+    assert_outages(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_ai_gateway_fails_as_documented() {
-    keeps(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
+    assert_outages(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_gateway_fails_as_documented() {
-    keeps(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
+    assert_outages(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
 }

@@ -1,5 +1,5 @@
-//! Two pools in front of one warmroute, each with a Service of its own:
-//! `routing.pool_routes.authorities` keeps requests in the pool of their route.
+//! Two pools behind one warmroute, each with its own Service. `routing.pool_routes.authorities`
+//! keeps requests in the pool of their route.
 
 use reqwest::Client;
 use serde_json::{Value, json};
@@ -15,7 +15,7 @@ use crate::support::manifest_set::ManifestSet;
 const POOLS: [&str; 2] = ["vllm-qwen", "vllm-qwen-batch"];
 const PROMPTS: usize = 12;
 
-/// Copies a resource for the second pool, with the names of that pool.
+/// Copies a resource and renames it for the second pool.
 fn second(resource: &Value) -> Value {
     let mut text = resource.to_string();
     for (first, second) in [
@@ -29,14 +29,14 @@ fn second(resource: &Value) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The name of a cluster of the second pool.
+/// Returns the name of a cluster in the second pool.
 fn second_name(name: &str) -> String {
     second(&json!(name)).as_str().unwrap().to_owned()
 }
 
-/// The configuration with a second pool, whose route has a header. Istio has one ext_proc filter
-/// with an override in each route; the two others have a filter for each pool, which Envoy AI
-/// Gateway disables and Envoy Gateway enables by route.
+/// Returns the configuration with a second pool, whose route matches a header. Istio has one
+/// ext_proc filter with an override per route. The other gateways have one filter per pool: Envoy
+/// AI Gateway disables and Envoy Gateway enables it per route.
 fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
     let mut config = gateway.shipped().patient();
     for name in [gateway.picker, gateway.workers] {
@@ -71,7 +71,7 @@ fn with_second_pool(gateway: GatewayFixture) -> GeneratedConfig {
     config
 }
 
-/// The pool that serves a prompt for a pool.
+/// Sends a prompt to one pool. Returns the pool that served it.
 async fn serving_pool(
     bed: &GatewayTestbed,
     client: &Client,
@@ -90,8 +90,8 @@ async fn serving_pool(
     (serving, answered)
 }
 
-/// Sends each prompt to both pools. Returns the number of requests that another pool, or another
-/// worker than the chosen one, serves.
+/// Sends each prompt to both pools. Counts the requests that another pool, or another worker than
+/// the chosen one, served.
 async fn served_by_another(bed: &GatewayTestbed, client: &Client) -> usize {
     let mut strays = 0;
     for topic in 0..PROMPTS {
@@ -104,7 +104,7 @@ async fn served_by_another(bed: &GatewayTestbed, client: &Client) -> usize {
     strays
 }
 
-async fn pools_stay_apart(gateway: GatewayFixture) {
+async fn assert_pools_are_separate(gateway: GatewayFixture) {
     let specs = [1_u64, 2, 3, 4].map(|id| {
         let pool = POOLS[usize::from(id > 2)];
         fast(id).with_worker_fields(json!({"taints": [format!("pool={pool}")]}))
@@ -132,32 +132,32 @@ async fn pools_stay_apart(gateway: GatewayFixture) {
         "{}",
         page.text()
     );
-    // The same without `routing.pool_routes`.
+    // The same requests without `routing.pool_routes`.
     bed.start_warmroute().await;
     assert_ne!(served_by_another(&bed, &client).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_confines_requests_to_their_pool() {
-    pools_stay_apart(ISTIO_AS_GENERATED).await;
+    assert_pools_are_separate(ISTIO_AS_GENERATED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_with_authority_confines_requests_to_their_pool() {
-    pools_stay_apart(ISTIO).await;
+    assert_pools_are_separate(ISTIO).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn istio_buffered_confines_requests_to_their_pool() {
-    pools_stay_apart(ISTIO_BUFFERED).await;
+    assert_pools_are_separate(ISTIO_BUFFERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_ai_gateway_confines_requests_to_their_pool() {
-    pools_stay_apart(ENVOY_AI_GATEWAY).await;
+    assert_pools_are_separate(ENVOY_AI_GATEWAY).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_gateway_confines_requests_to_their_pool() {
-    pools_stay_apart(ENVOY_GATEWAY).await;
+    assert_pools_are_separate(ENVOY_GATEWAY).await;
 }

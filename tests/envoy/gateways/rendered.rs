@@ -1,6 +1,6 @@
-//! The configurations of the shipped manifests: generated configurations, changed by the fields
-//! that the manifests gained after the generation. Envoy Gateway and Istio document the fields and
-//! their effect; for EnvoyFilters it is compared below.
+//! Configurations of the shipped manifests: the generated configurations, with the fields that the
+//! manifests gained after the generation. Envoy Gateway and Istio document the effect of these
+//! fields. For EnvoyFilters, a test compares it.
 
 use serde_json::{Value, json};
 
@@ -10,7 +10,7 @@ use crate::gateways::generated::{
 use crate::support::manifest_set::ManifestSet;
 
 impl GatewayFixture {
-    /// The configuration for the shipped manifests.
+    /// Returns the configuration for the shipped manifests.
     pub(crate) fn shipped(self) -> GeneratedConfig {
         let istio = self.picker == ISTIO_AS_GENERATED.picker;
         self.render(if istio {
@@ -87,7 +87,8 @@ fn destination_rule(cluster: &mut Value, spec: &Value) {
     }
 }
 
-/// Merges messages by field and appends lists. In maps of `Any` the value of a key is replaced.
+/// Merges messages by field and appends lists. In maps of `Any` messages, the value of a key is
+/// replaced.
 fn merge(target: &mut Value, patch: &Value) {
     match (target, patch) {
         (Value::Object(target), Value::Object(patch)) => {
@@ -148,7 +149,7 @@ fn envoy_filter(config: &mut GeneratedConfig, spec: &Value) {
     }
 }
 
-/// The fields that EnvoyExtensionPolicy and BackendTrafficPolicy share.
+/// Applies the fields that EnvoyExtensionPolicy and BackendTrafficPolicy share.
 fn cluster_settings(cluster: &mut Value, settings: &Value) {
     let limits = &settings["circuitBreaker"];
     let threshold = &mut cluster["circuit_breakers"]["thresholds"][0];
@@ -218,14 +219,14 @@ fn retry(route: &mut Value, settings: &Value) {
     });
 }
 
-/// True if the Gateway refers to this EnvoyProxy; others have no effect.
+/// Returns true if the Gateway refers to this EnvoyProxy. Others have no effect.
 fn names_proxy(set: &ManifestSet, name: &Value) -> bool {
     set.all("Gateway")
         .any(|gateway| gateway["spec"]["infrastructure"]["parametersRef"]["name"] == *name)
 }
 
 fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
-    // As in the bootstrap of Envoy Gateway, which patches need to find.
+    // The bootstrap of Envoy Gateway has these layers, and patches refer to them.
     config.0["layered_runtime"] =
         json!({"layers": [{"name": "global_config", "static_layer": {}}]});
     for patch in spec["bootstrap"]["jsonPatches"].as_array().unwrap() {
@@ -235,12 +236,13 @@ fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
     }
 }
 
-/// Compares with pilot's output for an EnvoyFilter that differs in four fields.
+/// Compares with Istio's output for an EnvoyFilter that differs in four fields.
 #[test]
 fn shipped_envoy_filters_render_as_istio_generates() {
     let mut shipped = ISTIO_BUFFERED.shipped();
     let mut generated = ISTIO_BUFFERED.generated();
-    // The generated file has the attributes in the overrides of a route, where Envoy ignores them.
+    // In the generated file the attributes are in the overrides of a route, where Envoy ignores
+    // them.
     let attributes = json!(["upstream.address", "response.flags"]);
     generated.ext_proc()["response_attributes"] = attributes.clone();
     assert_eq!(shipped.ext_proc(), generated.ext_proc());
@@ -259,7 +261,7 @@ fn shipped_envoy_filters_render_as_istio_generates() {
         Some(33_554_432)
     );
     let mut own = route.pointer(filter).unwrap().clone();
-    // The default, which pilot leaves out.
+    // Istio omits the default value.
     assert_eq!(
         own["overrides"]["processing_mode"]
             .as_object_mut()

@@ -1,4 +1,5 @@
-//! Clients with control over uploads: hand-written HTTP/1.1, and HTTP/2.
+//! Clients that control how a request is uploaded: a hand-written one for HTTP/1.1, and one for
+//! HTTP/2.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -45,7 +46,7 @@ impl UploadRequest {
     };
 }
 
-/// Response to a client.
+/// Response that a client received.
 #[derive(Clone, Debug)]
 pub(crate) struct UploadResponse {
     pub(crate) status: u16,
@@ -73,28 +74,28 @@ impl UploadResponse {
     }
 }
 
-/// A request that is sent step by step: chunks of a body, then trailers, then the response is read.
+/// A request in steps: chunks of a body, then trailers, then the response.
 pub(crate) trait UploadSteps: Sized {
-    /// HTTP version in failure messages.
+    /// HTTP version for failure messages.
     const VERSION: &str;
-    /// Envoy counter that shows when Envoy has read the trailers.
+    /// Envoy counter that increases when Envoy has read the trailers.
     const COUNTER: &str;
     async fn begin(port: u16) -> Self;
     async fn chunk(&mut self, bytes: &[u8]);
     async fn trailers(&mut self);
-    /// Increase of the counter by the sent messages.
+    /// Returns the amount by which the sent messages increase the counter.
     fn counts(&self) -> u64;
     async fn answer(self) -> UploadResponse;
 }
 
-/// HTTP/1.1 on its own connection.
+/// HTTP/1.1 client with its own connection.
 pub(crate) struct Http1Client {
     pub(crate) stream: TcpStream,
     written: u64,
 }
 
 impl Http1Client {
-    /// Connects and sends the head.
+    /// Connects and sends the request head.
     pub(crate) async fn begin(port: u16, headers: &str) -> Self {
         let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
         let mut client = Self { stream, written: 0 };
@@ -150,7 +151,7 @@ impl UploadSteps for Http1Client {
     }
 }
 
-/// HTTP/2 on its own connection.
+/// HTTP/2 client with its own connection.
 pub(crate) struct Http2Client {
     frames: mpsc::Sender<Frame<Bytes>>,
     trailers: u64,
@@ -246,13 +247,13 @@ pub(crate) async fn http1(port: u16, body: &[u8], upload: UploadRequest) -> Uplo
             (false, false) => writing.write_all(b"0\r\n\r\n").await,
         }
     };
-    // If the response precedes the end of the body, Envoy does not read the rest.
+    // If the response precedes the end of the body, Envoy does not read the rest of the body.
     let (_, got) = tokio::join!(write, read(&mut reading, Vec::new()));
     got
 }
 
 async fn read(reading: &mut OwnedReadHalf, mut raw: Vec<u8>) -> UploadResponse {
-    // A reset connection has received its response before the reset, or none.
+    // A connection is reset after the whole response, or without a response.
     let read = tokio::time::timeout(SOON, reading.read_to_end(&mut raw)).await;
     assert!(
         read.is_ok(),
@@ -304,7 +305,7 @@ fn parse(raw: &[u8]) -> UploadResponse {
     got
 }
 
-/// An HTTP/2 body that is sent in chunks.
+/// HTTP/2 body that is sent in chunks.
 struct BodyPieces {
     frames: mpsc::Receiver<Frame<Bytes>>,
     length: Option<u64>,
@@ -371,7 +372,7 @@ async fn post2(port: u16, expect: bool, body: reqwest::Body) -> UploadResponse {
     take(response).await
 }
 
-/// Reads a response until its end or its first error.
+/// Reads a response up to its end or its first error.
 pub(crate) async fn take(mut response: reqwest::Response) -> UploadResponse {
     let text = |value: &HeaderValue| value.to_str().unwrap().to_owned();
     let head = response

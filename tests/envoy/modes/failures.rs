@@ -1,5 +1,5 @@
-//! Responses to clients when warmroute is killed, down or frozen, by Envoy configuration, and recovery
-//! afterwards.
+//! Responses to clients while warmroute is killed, down or frozen, for each Envoy configuration,
+//! and recovery afterwards.
 
 use futures_util::future::join_all;
 use reqwest::Response;
@@ -10,19 +10,19 @@ use crate::modes::client::{UploadResponse, take};
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
 use crate::routing::bed::{SOON, chat, engine, stream};
 
-/// An Envoy configuration and the expected outcomes.
+/// An Envoy configuration and the expected outcomes for clients.
 struct FailureRow {
     name: &'static str,
     change: fn(&mut ConnectionManager),
-    /// Killed while it holds requests.
+    /// Outcome if warmroute is killed while it holds requests.
     held: &'static str,
-    /// Killed between request and response.
+    /// Outcome if warmroute is killed between request and response.
     between: &'static str,
-    /// Killed during a stream.
+    /// Outcome if warmroute is killed during a stream.
     middle: &'static str,
-    /// Not running.
+    /// Outcome if warmroute is not running.
     down: &'static str,
-    /// Frozen, with a message timeout of half a second.
+    /// Outcome if warmroute is frozen, with a message timeout of half a second.
     frozen: &'static str,
 }
 
@@ -57,7 +57,7 @@ const ROWS: [FailureRow; 9] = [
         frozen: "504",
     },
     FailureRow {
-        name: "buffered, closed, answers unheard",
+        name: "buffered, closed, no response messages",
         change: |manager| {
             closed(manager);
             without_responses(manager);
@@ -69,7 +69,7 @@ const ROWS: [FailureRow; 9] = [
         frozen: "504",
     },
     FailureRow {
-        name: "duplex, open, answers unheard",
+        name: "duplex, open, no response messages",
         change: |manager| {
             manager.duplex();
             without_responses(manager);
@@ -102,7 +102,7 @@ const ROWS: [FailureRow; 9] = [
         frozen: "500",
     },
     FailureRow {
-        name: "answers streamed, open",
+        name: "responses streamed, open",
         change: |manager| {
             manager.alone();
             manager.modes(&[("response_body_mode", "STREAMED")]);
@@ -127,7 +127,7 @@ const ROWS: [FailureRow; 9] = [
         frozen: "500",
     },
     FailureRow {
-        name: "request buffered, answers duplex, open",
+        name: "request buffered, response duplex, open",
         change: |manager| {
             manager.alone();
             manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
@@ -140,7 +140,7 @@ const ROWS: [FailureRow; 9] = [
     },
 ];
 
-/// Listeners of all rows, and again of all rows with a short message timeout.
+/// Starts listeners for all rows, and again for all rows with a short message timeout.
 async fn gateway() -> ModeGateway {
     let mut changes: Vec<ManagerChange> = ROWS
         .iter()
@@ -181,7 +181,7 @@ fn outcome(got: &UploadResponse) -> String {
 }
 
 impl ModeGateway {
-    async fn ask_at(&self, listener: usize, body: &Value) -> Response {
+    async fn post_to(&self, listener: usize, body: &Value) -> Response {
         self.http
             .post(self.at(listener, "/v1/chat/completions"))
             .json(body)
@@ -190,10 +190,10 @@ impl ModeGateway {
             .unwrap()
     }
 
-    /// Outcomes of a request to each listener from `first` on.
+    /// Returns the outcome of a request to each listener from `first` on.
     async fn outcomes(&self, first: usize, body: &Value) -> Vec<String> {
         let requests = (first..first + ROWS.len())
-            .map(async |at| outcome(&take(self.ask_at(at, body).await).await));
+            .map(async |at| outcome(&take(self.post_to(at, body).await).await));
         join_all(requests).await
     }
 
@@ -215,8 +215,9 @@ impl ModeGateway {
     async fn assert_recovered(&self) {
         let served = (0..self.ports.len()).map(async |listener| {
             let exact = async || {
-                let got = take(self.ask_at(listener, &chat("are you there?")).await).await;
-                // Without response messages, warmroute adds no header with the mode.
+                let got = take(self.post_to(listener, &chat("are you there?")).await).await;
+                // If Envoy sends no response messages, warmroute cannot add the header with the
+                // mode.
                 got.status == 200 && ["exact", ""].contains(&got.mode())
             };
             assert!(
@@ -230,17 +231,17 @@ impl ModeGateway {
 
     async fn kill_and_restart(
         &mut self,
-        seen: impl AsyncFnOnce(&ModeGateway) -> Vec<String>,
+        outcomes: impl AsyncFnOnce(&ModeGateway) -> Vec<String>,
     ) -> Vec<String> {
         self.stack.kill9_router();
-        let seen = seen(self).await;
+        let outcomes = outcomes(self).await;
         self.stack.start_router(&config()).await.unwrap();
         self.assert_recovered().await;
-        seen
+        outcomes
     }
 }
 
-fn assert_rows(when: &str, seen: &[String], expected: impl Fn(&FailureRow) -> &'static str) {
+fn assert_rows(when: &str, outcomes: &[String], expected: impl Fn(&FailureRow) -> &'static str) {
     let named = |outcome: &dyn Fn(usize) -> String| -> Vec<String> {
         ROWS.iter()
             .enumerate()
@@ -248,7 +249,7 @@ fn assert_rows(when: &str, seen: &[String], expected: impl Fn(&FailureRow) -> &'
             .collect()
     };
     assert_eq!(
-        named(&|at| seen[at].clone()),
+        named(&|at| outcomes[at].clone()),
         named(&|at| expected(&ROWS[at]).to_owned()),
         "{when}"
     );
@@ -274,7 +275,7 @@ async fn kill_during_requests() {
         })
         .collect();
     gateway.wait_active("ext_proc", ROWS.len()).await;
-    let seen = gateway
+    let outcomes = gateway
         .kill_and_restart(async |_| {
             join_all(requests)
                 .await
@@ -283,7 +284,7 @@ async fn kill_during_requests() {
                 .collect()
         })
         .await;
-    assert_rows("held", &seen, |row| row.held);
+    assert_rows("held", &outcomes, |row| row.held);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -300,7 +301,7 @@ async fn kill_between_request_and_response() {
         })
         .collect();
     gateway.wait_active("workers", ROWS.len()).await;
-    let seen = async |gateway: &ModeGateway| {
+    let outcomes = async |gateway: &ModeGateway| {
         hold_tokens(gateway, false).await;
         join_all(requests)
             .await
@@ -308,8 +309,8 @@ async fn kill_between_request_and_response() {
             .map(Result::unwrap)
             .collect()
     };
-    let seen = gateway.kill_and_restart(seen).await;
-    assert_rows("between", &seen, |row| row.between);
+    let outcomes = gateway.kill_and_restart(outcomes).await;
+    assert_rows("between", &outcomes, |row| row.between);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -317,32 +318,32 @@ async fn kill_during_streams_and_downtime() {
     let mut gateway = gateway().await;
     let body = stream("middle", 12);
     let begun = (0..ROWS.len()).map(async |at| {
-        let mut response = gateway.ask_at(at, &body).await;
+        let mut response = gateway.post_to(at, &body).await;
         response.chunk().await.unwrap().unwrap();
         response
     });
     let begun = join_all(begun).await;
-    let seen = async |gateway: &ModeGateway| {
-        let mut seen = join_all(
+    let outcomes = async |gateway: &ModeGateway| {
+        let mut outcomes = join_all(
             begun
                 .into_iter()
                 .map(async |response| outcome(&take(response).await)),
         )
         .await;
-        seen.extend(gateway.outcomes(0, &chat("down")).await);
-        seen
+        outcomes.extend(gateway.outcomes(0, &chat("down")).await);
+        outcomes
     };
-    let seen = gateway.kill_and_restart(seen).await;
-    assert_rows("in the middle", &seen[..ROWS.len()], |row| row.middle);
-    assert_rows("down", &seen[ROWS.len()..], |row| row.down);
+    let outcomes = gateway.kill_and_restart(outcomes).await;
+    assert_rows("in the middle", &outcomes[..ROWS.len()], |row| row.middle);
+    assert_rows("down", &outcomes[ROWS.len()..], |row| row.down);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frozen_process() {
     let gateway = gateway().await;
     gateway.stack.router().unwrap().freeze();
-    let seen = gateway.outcomes(ROWS.len(), &chat("frozen")).await;
+    let outcomes = gateway.outcomes(ROWS.len(), &chat("frozen")).await;
     gateway.stack.router().unwrap().thaw();
-    assert_rows("frozen", &seen, |row| row.frozen);
+    assert_rows("frozen", &outcomes, |row| row.frozen);
     gateway.assert_recovered().await;
 }

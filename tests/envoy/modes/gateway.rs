@@ -1,4 +1,4 @@
-//! The shipped configuration with additional listeners, each with the change of a case.
+//! The shipped configuration with additional listeners, each changed for one case.
 
 use std::ops::Deref;
 
@@ -8,14 +8,14 @@ use warmroute_testbed::ports::FreePort;
 
 use crate::routing::bed::{RoutingBed, patient};
 
-/// Changes the shipped configuration of a listener.
+/// Changes the connection manager of a listener.
 pub(crate) type ManagerChange = Box<dyn Fn(&mut ConnectionManager)>;
 
 /// The HTTP connection manager of a listener.
 pub(crate) struct ConnectionManager(Value);
 
 impl ConnectionManager {
-    /// The ext_proc filter that routes.
+    /// Returns the ext_proc filter that routes.
     pub(crate) fn filter(&mut self) -> &mut Value {
         let filters = self.0["http_filters"].as_array_mut().unwrap();
         let found = filters
@@ -77,10 +77,10 @@ impl ConnectionManager {
     }
 }
 
-/// A deployment whose Envoy has these listeners.
+/// A deployment whose Envoy has an additional listener per change.
 pub(crate) struct ModeGateway {
     bed: RoutingBed,
-    /// Port of each listener.
+    /// Port of each additional listener.
     pub(crate) ports: Vec<u16>,
 }
 
@@ -115,7 +115,7 @@ impl ModeGateway {
         Self { bed, ports }
     }
 
-    /// A counter or gauge of Envoy.
+    /// Returns a counter or gauge of Envoy.
     pub(crate) async fn envoy_counts(&self, what: &str) -> u64 {
         let url = self
             .stack
@@ -137,7 +137,7 @@ impl ModeGateway {
         value.trim_start_matches(": ").parse().unwrap()
     }
 
-    /// A URL on a listener.
+    /// Returns a URL on a listener.
     pub(crate) fn at(&self, listener: usize, path: &str) -> String {
         format!("http://127.0.0.1:{}{path}", self.ports[listener])
     }
@@ -155,7 +155,7 @@ fn with_listeners(shipped: &str, ports: &[u16], changes: &[ManagerChange]) -> St
         listener["address"]["socket_address"]["port_value"] = json!(port);
         let place = &mut listener["filter_chains"][0]["filters"][0]["typed_config"];
         let mut manager = ConnectionManager(place.take());
-        // Envoy drops the trailers of HTTP/1 otherwise.
+        // Without this option, Envoy drops HTTP/1 trailers.
         manager.0["http_protocol_options"] = json!({"enable_trailers": true});
         change(&mut manager);
         *place = manager.0;

@@ -1,4 +1,4 @@
-//! Full-duplex mode: warmroute buffers bodies, and only warmroute limits them.
+//! Bodies that warmroute buffers in full-duplex mode, where Envoy does not limit them.
 
 use bytes::Bytes;
 use futures_util::future::join_all;
@@ -47,7 +47,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
             .wait_load(1, "active_requests", |requests| requests == 1)
             .await;
         gateway
-            .shows("bodies are held", |page| {
+            .shows("bodies are buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) == 0.0
             })
             .await;
@@ -56,7 +56,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
         }
         assert_whole(&client.end().await, &body, "partial");
         gateway.quiet().await;
-        // An upload that stalls before its prompt.
+        // The next upload stalls before its prompt.
         let mut client = Http1Client::begin(port, CHUNKED).await;
         client.chunk(&body[..5]).await;
         gateway
@@ -85,14 +85,14 @@ async fn bodies_above_total_limit_are_routed_early() {
         client.chunk(&body[..20_000]).await;
         clients.push(client);
     }
-    // Six of sixteen bodies fit. Each further body is routed immediately.
+    // Six of the sixteen bodies fit. Each further body is routed at once.
     gateway
-        .shows("too few are routed", |page| {
+        .shows("too few requests are routed", |page| {
             page.sum("requests_total", &[("mode", "partial")]) >= 10.0
         })
         .await;
     gateway
-        .shows("too much is held", |page| {
+        .shows("too many bytes are buffered", |page| {
             page.sum("buffered_body_bytes", &[]) <= 131_072.0
         })
         .await;
@@ -130,35 +130,35 @@ async fn disconnects_in_full_duplex_leave_no_state() {
                 .http
                 .post(gateway.at(listener, "/v1/chat/completions"))
         };
-        // During the upload.
+        // The client disconnects during the upload.
         let uploading = tokio::spawn(post().body(unfinished(&chat("uploading"))).send());
         gateway
-            .shows("nothing is held", |page| {
+            .shows("a body is buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) > 0.0
             })
             .await;
         uploading.abort();
         gateway.quiet().await;
-        // Before the response begins, with another request in the queue.
+        // The client disconnects before its response begins, while another request is queued.
         let waiting = tokio::spawn(post().json(&chat("waiting")).send());
         gateway
             .wait_load(1, "active_requests", |requests| requests == 1)
             .await;
         let queued = tokio::spawn(post().json(&chat("queued")).send());
         gateway
-            .shows("no request is queued", |page| {
+            .shows("one request is queued", |page| {
                 page.sum("queue_requests", &[]) == 1.0
             })
             .await;
         queued.abort();
         gateway
-            .shows("a request is queued", |page| {
+            .shows("no request is queued", |page| {
                 page.sum("queue_requests", &[]) == 0.0
             })
             .await;
         waiting.abort();
         gateway.quiet().await;
-        // During the stream.
+        // The client disconnects during the stream.
         let running = post().json(&stream("running", 3)).send().await.unwrap();
         assert_eq!(gateway.load(1, "active_requests").await, 1);
         drop(running);

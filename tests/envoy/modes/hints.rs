@@ -79,7 +79,7 @@ async fn subset_hint_of_envoy_is_followed() {
     gateway.quiet().await;
 }
 
-/// Hints with the numbers of the allowed workers.
+/// Returns hints with the ids of the workers that they allow.
 fn hints(workers: [String; 3]) -> [(Value, Vec<u64>); 11] {
     let [one, two, three] = workers;
     [

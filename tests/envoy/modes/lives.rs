@@ -1,4 +1,4 @@
-//! Duration of ext_proc streams, and so of bookings, by processing mode.
+//! Duration of ext_proc streams, and thus of bookings, for each processing mode.
 
 use serde_json::json;
 
@@ -6,7 +6,7 @@ use crate::modes::client::take;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::routing::bed::{chat, engine, stream};
 
-/// End of the stream of an exchange.
+/// Event that ends the ext_proc stream of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StreamEnding {
     Request,
@@ -14,7 +14,8 @@ enum StreamEnding {
     Answer,
 }
 
-/// Request body, response headers, response trailers, response body.
+/// Modes for request body, response headers, response trailers and response body, with the expected
+/// end.
 type EndingRow = ([&'static str; 4], StreamEnding);
 
 const ROWS: [EndingRow; 13] = [
@@ -66,7 +67,7 @@ fn change(row: EndingRow) -> ManagerChange {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn load_is_booked_until_stream_ends() {
-    // No setting requests response bodies, so the modes stay as configured.
+    // No setting makes warmroute request response bodies, so the configured modes stay in effect.
     let more = json!({"gateway": {"observe": "off", "response_headers": {}}});
     let changes: Vec<ManagerChange> = ROWS.iter().map(|row| change(*row)).collect();
     let gateway = ModeGateway::start(&[engine(1)], more, &changes).await;
@@ -81,7 +82,7 @@ async fn load_is_booked_until_stream_ends() {
                 .await
                 .unwrap()
         };
-        // The headers of a stream precede its first token.
+        // The headers of a streaming response precede its first token.
         gateway.first_tokens(1, false).await;
         let running = ask(stream(&what, 3)).await;
         assert_eq!(running.status(), 200, "{what}");
@@ -100,7 +101,7 @@ async fn load_is_booked_until_stream_ends() {
         gateway.quiet().await;
 
         gateway.first_tokens(1, false).await;
-        // Clients that disconnect: one after the headers, one before.
+        // One client disconnects after the response headers, one before.
         drop(ask(stream(&what, 3)).await);
         gateway.quiet().await;
         let request = gateway
@@ -146,7 +147,7 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
         assert!(!take(response).await.whole);
     }
     gateway.quiet().await;
-    // Without a connection to a worker, Envoy replies itself.
+    // If no worker accepts a connection, Envoy responds itself.
     for listener in 0..2 {
         let url = gateway.at(listener, "/v1/chat/completions");
         let got = take(

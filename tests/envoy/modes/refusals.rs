@@ -1,4 +1,4 @@
-//! Errors from warmroute, as clients receive them through Envoy.
+//! Error responses of warmroute, as clients receive them through Envoy.
 
 use serde_json::json;
 use warmroute_testbed::deployment::MODEL;

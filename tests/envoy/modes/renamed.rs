@@ -1,5 +1,5 @@
-//! Model rewrites: the worker receives its own model name in an otherwise unchanged body of correct
-//! length, and the client receives the requested name.
+//! Model rewrites. The worker receives its own model name in an otherwise unchanged body with the
+//! correct length. The client receives the name that it requested.
 
 use bytes::Bytes;
 use reqwest::Body;
@@ -11,8 +11,8 @@ use crate::modes::gateway::{ManagerChange, ModeGateway};
 use crate::modes::uploads::ShownBody;
 use crate::modes::worker::{PIECES, RecordingWorker, events, fingerprint, received};
 
-/// Returns true if the response names the requested model. With full-duplex request bodies, Envoy ignores
-/// a mode override for the response body.
+/// Returns true if the response has the requested name. With full-duplex request bodies, Envoy
+/// ignores a mode override for the response body.
 fn restored(shown: ShownBody) -> bool {
     !matches!(shown, ShownBody::Duplex | ShownBody::DuplexWithLength)
 }
@@ -41,7 +41,7 @@ fn chunked(body: &str) -> Body {
     Body::wrap_stream(futures_util::stream::iter(pieces))
 }
 
-/// Asserts that the worker received its own model, and that the response has the named one.
+/// Asserts that the worker received its own model name, and that the response has the name `named`.
 fn assert_rewritten(report: &Value, named: &str, what: &str) {
     let expected = body(MODEL);
     let received_hash = &report["xxh3"];
@@ -62,7 +62,7 @@ fn assert_rewritten(report: &Value, named: &str, what: &str) {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn model_is_rewritten_in_request_and_response() {
     let worker = RecordingWorker::start().await;
-    // A longer and a shorter name than that of the worker.
+    // One name is longer and one is shorter than that of the worker.
     let names = ["chat-latest-of-all-that-there-are", "c"];
     let rewrites = json!({"rules": [{"models": names, "targets": [{"model": MODEL}]}]});
     let changes: Vec<ManagerChange> = MODES.into_iter().map(ShownBody::change).collect();

@@ -1,5 +1,5 @@
-//! Workers receive request bodies byte for byte, for each kind of upload and each body mode of Envoy.
-//! The tests also check the routing mode.
+//! Workers receive request bodies byte for byte, for each kind of upload and each body mode of
+//! Envoy. The tests also check the routing mode.
 
 use std::time::Duration;
 
@@ -60,8 +60,8 @@ impl ShownBody {
         })
     }
 
-    /// Routing mode of a chat that fits all buffers.
-    fn step(self) -> &'static str {
+    /// Returns the routing mode of a chat that fits into all buffers.
+    fn expected_mode(self) -> &'static str {
         match self {
             Self::Streamed | Self::Unseen => "load_only",
             _ => "exact",
@@ -73,8 +73,8 @@ impl ShownBody {
         match self {
             Self::Buffered | Self::Unseen => upload.sized,
             Self::Partial | Self::Streamed | Self::Duplex | Self::DuplexBothWays => false,
-            // warmroute has the whole body before it is forwarded, so the length is known. With trailers
-            // there is none.
+            // warmroute has the whole body before it forwards the body, so it knows the length. A
+            // request with trailers has no content length.
             Self::DuplexWithLength => !upload.trailers,
         }
     }
@@ -82,13 +82,13 @@ impl ShownBody {
 
 fn chat(question: &str, padding: usize) -> Vec<u8> {
     let messages = json!([{"role": "user", "content": format!("{question} {}", "how are you today? ".repeat(8))}]);
-    // After the prompt, so the padding adds bytes but no tokens.
+    // The padding follows the prompt, so it adds bytes but no tokens.
     json!({"model": MODEL, "messages": messages, "user": "u".repeat(padding)})
         .to_string()
         .into_bytes()
 }
 
-async fn both(
+async fn post_with_both_versions(
     port: u16,
     body: &[u8],
     upload: UploadRequest,
@@ -99,14 +99,14 @@ async fn both(
     ]
 }
 
-/// Differences in received bodies and routing. They are collected, so one failure reports all rows.
+/// Differences in received bodies and routing, collected so that one failure reports all rows.
 #[derive(Default)]
 struct UploadErrors(Vec<String>);
 
 /// Expected routing of an upload.
 struct ExpectedRoute<'a> {
-    steps: &'a [&'a str],
-    /// True if the worker receives the length of the body.
+    modes: &'a [&'a str],
+    /// The worker receives a `content-length` header.
     reports_length: bool,
 }
 
@@ -130,10 +130,10 @@ impl UploadErrors {
                 body.len()
             ));
         }
-        if !expected.steps.contains(&got.mode()) {
-            let steps = expected.steps;
+        if !expected.modes.contains(&got.mode()) {
+            let modes = expected.modes;
             self.0
-                .push(format!("{what}: routed {:?}, not {steps:?}", got.mode()));
+                .push(format!("{what}: routed {:?}, not {modes:?}", got.mode()));
         }
         let length = body.len().to_string();
         let framing = (
@@ -162,8 +162,8 @@ impl Drop for UploadErrors {
     }
 }
 
-/// Listeners of all modes. Modes in which Envoy does not buffer the whole body have no retry policy: see
-/// the last tests.
+/// Starts a listener for each mode. Modes in which Envoy does not buffer the whole body have no
+/// retry policy, because of the bug that the last tests document.
 async fn gateway(workers: &[RecordingWorker]) -> ModeGateway {
     let specs: Vec<_> = workers
         .iter()
@@ -230,10 +230,10 @@ async fn uploads_arrive_whole_in_every_mode() {
         let mut wrong = UploadErrors::default();
         let body = chat(&format!("{shown:?}"), 0);
         for upload in uploads {
-            for (version, got) in both(port, &body, upload).await {
+            for (version, got) in post_with_both_versions(port, &body, upload).await {
                 let what = format!("{shown:?} {version} {upload:?}");
                 let expected = ExpectedRoute {
-                    steps: &[shown.step()],
+                    modes: &[shown.expected_mode()],
                     reports_length: shown.reports_length(upload),
                 };
                 wrong.check(&what, &got, &body, &expected);
@@ -264,11 +264,11 @@ async fn tiny_bodies_arrive_in_every_mode() {
                     ..UploadRequest::CHUNKED
                 },
             ] {
-                for (version, got) in both(port, body, upload).await {
+                for (version, got) in post_with_both_versions(port, body, upload).await {
                     let what = format!("{shown:?} {version} {upload:?} {} bytes", body.len());
                     assert!(got.status == 200 && got.whole, "{what}: {got:?}");
-                    // In buffered modes Envoy sends no message for trailers without a body, and selects the worker
-                    // itself.
+                    // In buffered modes, Envoy sends no message for trailers without a body, and
+                    // selects the worker itself.
                     let unseen = body.is_empty()
                         && upload.trailers
                         && matches!(shown, ShownBody::Buffered | ShownBody::Partial);
@@ -302,17 +302,17 @@ async fn ten_megabyte_bodies_arrive_whole_in_every_mode() {
                 ..UploadRequest::CHUNKED
             },
         ] {
-            for (version, got) in both(port, &body, upload).await {
+            for (version, got) in post_with_both_versions(port, &body, upload).await {
                 let what = format!("{shown:?} {version} {upload:?} 10 MB");
-                // The truncated rest could contain tools, which come first in a prompt. For HTTP/2, Envoy
-                // buffers as much as the flow-control window of a stream.
-                let steps: &[&str] = if shown == ShownBody::Partial {
+                // The truncated rest could contain tools, which come first in a prompt. For HTTP/2,
+                // Envoy buffers as much as the flow-control window of a stream.
+                let modes: &[&str] = if shown == ShownBody::Partial {
                     &["load_only", "exact"]
                 } else {
-                    &[shown.step()]
+                    &[shown.expected_mode()]
                 };
                 let expected = ExpectedRoute {
-                    steps,
+                    modes,
                     reports_length: shown.reports_length(upload),
                 };
                 wrong.check(&what, &got, &body, &expected);
@@ -342,7 +342,7 @@ async fn oversized_prompt_is_routed_by_its_start() {
     for upload in [UploadRequest::SIZED, UploadRequest::CHUNKED] {
         let got = http1(gateway.ports[at], &body, upload).await;
         let expected = ExpectedRoute {
-            steps: &["partial"],
+            modes: &["partial"],
             reports_length: false,
         };
         wrong.check(&format!("{upload:?}"), &got, &body, &expected);
@@ -367,20 +367,20 @@ async fn body_above_buffer_is_rejected_or_whole() {
             ..UploadRequest::SIZED
         },
     ] {
-        for (version, got) in both(gateway.ports[0], &body, upload).await {
+        for (version, got) in post_with_both_versions(gateway.ports[0], &body, upload).await {
             assert!(
                 got.status == 413 && got.whole,
                 "{version} {upload:?}: {got:?}"
             );
         }
-        // Above the limit of warmroute, 32 MiB, routing is load-only.
-        for (version, got) in both(gateway.ports[1], &body, upload).await {
+        // Bodies above warmroute's limit of 32 MiB are routed load-only.
+        for (version, got) in post_with_both_versions(gateway.ports[1], &body, upload).await {
             UploadErrors::default().check(
                 &format!("{version} {upload:?}"),
                 &got,
                 &body,
                 &ExpectedRoute {
-                    steps: &["load_only"],
+                    modes: &["load_only"],
                     reports_length: false,
                 },
             );
@@ -390,11 +390,11 @@ async fn body_above_buffer_is_rejected_or_whole() {
     assert_eq!(gateway.metrics().await.sum("buffered_body_bytes", &[]), 0.0);
 }
 
-/// Documents a bug of Envoy 1.40. With a retry policy Envoy retains the sent body for a retry. If a
-/// filter returned the body in chunks, trailers make Envoy send the retained copy after the body. This
-/// test fails once Envoy has fixed the bug.
+/// Documents a bug of Envoy 1.40. With a retry policy, Envoy retains the sent body for retries. If
+/// a filter returns the body in chunks, trailers make Envoy send the retained copy after the body.
+/// This test fails once Envoy has fixed the bug.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn envoy_retry_policy_duplicates_full_duplex_body_with_trailers() {
+async fn envoy_retry_policy_duplicates_duplex_body_with_trailers() {
     let worker = RecordingWorker::start().await;
     let gateway = ModeGateway::start(
         &[worker.engine(1)],
@@ -403,7 +403,7 @@ async fn envoy_retry_policy_duplicates_full_duplex_body_with_trailers() {
     )
     .await;
     let body = chat("twice", 10_000_000);
-    for (version, got) in both(
+    for (version, got) in post_with_both_versions(
         gateway.ports[0],
         &body,
         UploadRequest {
@@ -415,13 +415,15 @@ async fn envoy_retry_policy_duplicates_full_duplex_body_with_trailers() {
     {
         assert_eq!(got.json()["bytes"], json!(2 * body.len()), "{version}");
     }
-    for (version, got) in both(gateway.ports[0], &body, UploadRequest::CHUNKED).await {
+    for (version, got) in
+        post_with_both_versions(gateway.ports[0], &body, UploadRequest::CHUNKED).await
+    {
         assert_eq!(got.json()["xxh3"], json!(fingerprint(&body)), "{version}");
     }
 }
 
-/// The same bug in streamed mode. It does not occur if the whole body and its trailers arrive before
-/// the reply to the request headers, because Envoy then sends the body as one chunk.
+/// The same bug in streamed mode. It does not occur if the whole body and its trailers arrive
+/// before the reply to the request headers, because Envoy then sends the body as one chunk.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_retry_policy_duplicates_streamed_body_with_trailers() {
     let worker = RecordingWorker::start().await;
@@ -431,11 +433,14 @@ async fn envoy_retry_policy_duplicates_streamed_body_with_trailers() {
         &[ShownBody::Streamed.change()],
     )
     .await;
-    // HTTP/1.1 comes first, because HTTP/2 connections send later frames that would change its counter.
+    // HTTP/1.1 comes first, because HTTP/2 connections send later frames, which would change its
+    // counter.
     assert_streamed_trailers::<Http1Client>(&gateway, &worker).await;
     assert_streamed_trailers::<Http2Client>(&gateway, &worker).await;
     let body = chat("once", 10_000_000);
-    for (version, got) in both(gateway.ports[0], &body, UploadRequest::CHUNKED).await {
+    for (version, got) in
+        post_with_both_versions(gateway.ports[0], &body, UploadRequest::CHUNKED).await
+    {
         assert_eq!(got.json()["xxh3"], json!(fingerprint(&body)), "{version}");
     }
     gateway.quiet().await;

@@ -1,4 +1,4 @@
-//! A worker that accepts any body and reports the received request, for the model in the body.
+//! Worker that accepts any body and returns the received request with the model in the body.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use crate::routing::bed::engine;
 
-/// Request header with the chunk size of the response, which is then a stream.
+/// Request header with the chunk size of a streaming response.
 pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
 
-/// It stops on drop.
+/// Server that stops on drop.
 pub(crate) struct RecordingWorker {
     pub(crate) address: SocketAddr,
-    /// Received body bytes.
+    /// Number of received body bytes.
     arrived: Arc<AtomicUsize>,
     task: AbortHandle,
 }
@@ -50,12 +50,13 @@ impl RecordingWorker {
         }
     }
 
-    /// Received body bytes of all requests.
+    /// Returns the number of received body bytes of all requests.
     pub(crate) fn arrived(&self) -> usize {
         self.arrived.load(Ordering::SeqCst)
     }
 
-    /// An engine that publishes KV events for this worker, so its requests are routed exactly.
+    /// Returns an engine that publishes KV events for this worker, so that requests are routed
+    /// exactly.
     pub(crate) fn engine(&self, id: u64) -> EngineSpec {
         engine(id).with_worker_fields(json!({"endpoint": self.address.to_string()}))
     }
@@ -101,7 +102,7 @@ async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request
     ([("content-type", "text/event-stream")], body).into_response()
 }
 
-/// A stream of events that each name the model.
+/// Returns a stream of events that each name the model.
 pub(crate) fn events(model: &Value) -> String {
     let mut text = String::new();
     for at in 0..5 {
@@ -114,12 +115,12 @@ pub(crate) fn events(model: &Value) -> String {
     text + "data: [DONE]\n\n"
 }
 
-/// The hash as text, because some JSON readers lose the last bits of a u64.
+/// Returns the hash of a body as text, because some JSON readers lose the low bits of a u64.
 pub(crate) fn fingerprint(body: &[u8]) -> String {
     format!("{:016x}", xxh3_64(body))
 }
 
-/// Received values of a header.
+/// Returns the received values of a header.
 pub(crate) fn received<'r>(report: &'r Value, name: &str) -> Vec<&'r str> {
     let pairs = report["headers"].as_array().unwrap().iter();
     pairs

@@ -1,5 +1,5 @@
-//! Audit of predicted cache hits. Each cause of a miss is produced with engines, events and a real
-//! Envoy.
+//! Audit of predicted cache hits. Each cause of a miss is provoked with engines, their events and a
+//! real Envoy.
 
 use std::process::Command;
 
@@ -10,7 +10,7 @@ use warmroute_testbed::ports::until;
 use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
 
 async fn bed(specs: &[EngineSpec]) -> RoutingBed {
-    // A busy worker is avoided regardless of its cache.
+    // With these weights, a busy worker is avoided regardless of its cache.
     RoutingBed::start(
         specs,
         json!({
@@ -21,7 +21,7 @@ async fn bed(specs: &[EngineSpec]) -> RoutingBed {
     .await
 }
 
-/// Audit totals after all responses have been audited.
+/// Returns the audit totals once `answers` responses have been audited.
 pub(crate) async fn sums(bed: &RoutingBed, answers: u64) -> Value {
     let mut totals = Value::Null;
     let done = until(SOON, async || {
@@ -55,14 +55,14 @@ async fn missed_tokens_are_attributed_and_printed() {
     let first = bed.ask(&prompt).await;
     let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
     bed.settle().await;
-    // No worker had cached it, and the rest of the last block is never reusable.
+    // No worker has cached the prompt. The rest of the last block can never be reused.
     let cold = sums(&bed, 1).await;
     let reusable = (tokens - 1) / 16 * 16;
     assert_eq!(
         cold["missed_tokens"],
         json!({"block_alignment": tokens - reusable, "not_cached": reusable})
     );
-    // A repeated prompt is predicted correctly.
+    // The prediction for a repeated prompt is right.
     assert_eq!(bed.ask(&prompt).await.engine(), first.engine());
     let warm = sums(&bed, 2).await;
     assert_eq!(
@@ -102,7 +102,7 @@ async fn missed_tokens_are_attributed_and_printed() {
     assert_report_is_printed(&bed, &all);
 }
 
-/// Checks the output of `warmroute audit`.
+/// Asserts the output of `warmroute audit`.
 fn assert_report_is_printed(bed: &RoutingBed, all: &Value) {
     let admin = bed.stack.admin_url("");
     let command = |more: &[&str]| {
@@ -136,7 +136,7 @@ async fn blocks_removed_before_prefill_count_as_evicted() {
     let prompt = text(&essay(2));
     bed.ask(&prompt).await.engine();
     bed.settle().await;
-    // The engine evicts at once and publishes the event with its next step.
+    // The engine evicts at once, and publishes the event with its next step.
     let reset = bed
         .http
         .post(bed.engine(1).url("/reset_prefix_cache"))

@@ -1,4 +1,4 @@
-//! Test deployment, with helpers that send requests and observe the state.
+//! Test deployment with helpers that send requests and observe the state.
 
 use std::time::Duration;
 
@@ -16,27 +16,27 @@ use crate::support::openmetrics::{self, OpenMetricsPage};
 /// Timeout of every wait, long enough for a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
-/// Running deployment in its own directory. The processes end before the directory is removed.
+/// Running deployment in its own directory. The processes exit before the directory is removed.
 pub(crate) struct RoutingBed {
     pub(crate) stack: LocalDeployment,
     pub(crate) http: reqwest::Client,
-    /// Metrics of killed engines, by worker.
+    /// Last metrics of killed engines, by worker id.
     harvested: Vec<(u64, MetricsPage)>,
     _dir: tempfile::TempDir,
 }
 
-/// Engine that is twenty times faster than a real one.
+/// Returns an engine that is twenty times faster than a real one.
 pub(crate) fn engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--speed", "20"])
 }
 
-/// Engine for one phase.
+/// Returns an engine for one phase.
 pub(crate) fn engine_for(role: &str, id: u64) -> EngineSpec {
     engine(id).with_worker_fields(json!({"role": role}))
 }
 
-/// The shipped configuration with longer timeouts. On a busy machine, one second can pass without
-/// an error.
+/// Returns the shipped configuration with longer timeouts, because one second can pass on a busy
+/// machine.
 pub(crate) fn patient(shipped: &str) -> String {
     let mut config = shipped.to_owned();
     for setting in [" message_timeout: ", " connect_timeout: "] {
@@ -46,7 +46,8 @@ pub(crate) fn patient(shipped: &str) -> String {
     config
 }
 
-/// Lets the pins and ranks of clients through to warmroute, as described in `envoy/README.md`.
+/// Returns a configuration that does not remove the pins and ranks of clients, as described in
+/// `envoy/README.md`.
 pub(crate) fn letting_pins_through(shipped: &str) -> String {
     let mut config = patient(shipped);
     for name in [
@@ -144,7 +145,7 @@ impl RoutingBed {
         assert!(response.status().is_success());
     }
 
-    /// Enables or holds the first tokens of an engine. While they are held, its prefills do not
+    /// Releases or holds the first tokens of an engine. While they are held, its prefills do not
     /// end.
     pub(crate) async fn first_tokens(&self, id: u64, come: bool) {
         self.misbehave(id, json!({"hold_first_tokens": !come}))
@@ -179,7 +180,7 @@ impl RoutingBed {
         MetricsPage::parse(&page.text().await.unwrap())
     }
 
-    /// Sum of a counter or gauge over all engines.
+    /// Returns the sum of a counter or gauge over all engines.
     pub(crate) async fn engines(&self, name: &str) -> f64 {
         let all: Vec<u64> = self
             .stack
@@ -190,8 +191,8 @@ impl RoutingBed {
         self.engine_sum(&all, name).await
     }
 
-    /// Sum of a counter or gauge over some engines. Counters include the values of killed engines;
-    /// gauges of engines that do not run are zero.
+    /// Returns the sum of a counter or gauge over some engines. Counters include the last values of
+    /// killed engines. Gauges of engines that do not run are zero.
     pub(crate) async fn engine_sum(&self, ids: &[u64], name: &str) -> f64 {
         let of = |page: &MetricsPage| page.sum(name).unwrap_or_else(|| panic!("no {name}"));
         let counted = |name: &str| name.ends_with("_total");
@@ -237,7 +238,7 @@ impl RoutingBed {
         assert!(met, "{what}:\n{}", self.metrics().await.text());
     }
 
-    /// Number of one worker in `/debug/load`.
+    /// Returns a field of one worker in `/debug/load`.
     pub(crate) async fn load(&self, id: u64, of: &str) -> u64 {
         let ranks = self.stack.debug_page("load").await.unwrap();
         let own = ranks
@@ -335,18 +336,18 @@ pub(crate) fn path_of(body: &Value) -> &'static str {
     }
 }
 
-/// Completion request without a stream. Unlike chats, whose template is a common prefix,
-/// completions share no cached blocks.
+/// Returns a unary completion request. Completions share no cached blocks, unlike chats, whose
+/// template is a common prefix.
 pub(crate) fn text(prompt: &str) -> Value {
     json!({"model": MODEL, "prompt": prompt, "max_tokens": 2})
 }
 
-/// A unary chat.
+/// Returns a unary chat request.
 pub(crate) fn chat(question: &str) -> Value {
     json!({"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 2})
 }
 
-/// The same as a stream that tells its usage.
+/// Returns a streaming chat request whose response includes the usage.
 pub(crate) fn stream(question: &str, tokens: u64) -> Value {
     let mut body = chat(question);
     body["max_tokens"] = json!(tokens);
@@ -355,7 +356,7 @@ pub(crate) fn stream(question: &str, tokens: u64) -> Value {
     body
 }
 
-/// A few hundred tokens that no other `topic` begins with.
+/// Returns a few hundred tokens that share no prefix with other topics.
 pub(crate) fn essay(topic: usize) -> String {
     let words = [
         "river", "engine", "window", "copper", "letter", "garden", "signal", "winter", "harbour",
@@ -366,13 +367,13 @@ pub(crate) fn essay(topic: usize) -> String {
     format!("{topic} is the number: {}", body.join(" "))
 }
 
-/// What a client got.
+/// Response that a client received.
 #[derive(Clone, Debug)]
 pub(crate) struct RoutedAnswer {
     pub(crate) status: StatusCode,
     headers: reqwest::header::HeaderMap,
     pub(crate) text: String,
-    /// Whether its end never came.
+    /// The response ended before it was complete.
     pub(crate) cut: bool,
 }
 
@@ -383,7 +384,7 @@ impl RoutedAnswer {
         answer
     }
 
-    /// Like [`Self::of`], for a response that may be cut off.
+    /// Like [`Self::of`], for a response that may be incomplete.
     pub(crate) async fn begun(request: RequestBuilder) -> Self {
         Self::read(request.send().await.unwrap()).await
     }
@@ -406,27 +407,27 @@ impl RoutedAnswer {
         }
     }
 
-    /// Value of a header; empty if it is missing.
+    /// Returns the value of a header, or an empty string.
     pub(crate) fn header(&self, name: &str) -> &str {
         self.headers
             .get(name)
             .map_or("", |value| value.to_str().unwrap())
     }
 
-    /// Worker that served the request.
+    /// Returns the worker that served the request.
     pub(crate) fn engine(&self) -> u64 {
         assert_eq!(self.status, StatusCode::OK, "{self:?}");
         self.header("x-engine-id").parse().unwrap()
     }
 
-    /// True if Envoy tried more than one worker.
+    /// Returns true if Envoy tried more than one worker.
     pub(crate) fn is_retried(&self) -> bool {
         let attempts = self.header("x-received-envoy-attempt-count");
         assert!(!attempts.is_empty(), "{self:?}");
         attempts != "1"
     }
 
-    /// Worker that the response header names.
+    /// Returns the worker in the response header of warmroute.
     pub(crate) fn chosen(&self) -> u64 {
         self.header("x-worker-instance-id")
             .parse()
@@ -459,7 +460,7 @@ impl RoutedAnswer {
         (text("code"), text("message"))
     }
 
-    /// Value of `Retry-After` in seconds.
+    /// Returns the value of `Retry-After` in seconds.
     pub(crate) fn retry_after(&self) -> u64 {
         self.header("retry-after")
             .parse()

@@ -1,5 +1,5 @@
-//! Prefills in mode `call`: warmroute calls a prefill worker and passes its KV handoff to the
-//! decode worker.
+//! Prefills in mode `call`: warmroute calls a prefill worker and passes the resulting KV transfer
+//! parameters to the decode worker.
 
 use std::time::Duration;
 
@@ -31,7 +31,7 @@ pub(crate) fn calling(prefill: Value, more: Value) -> Value {
     carrying("call", &prefill, &more)
 }
 
-/// Configuration with a prefill mode, and more.
+/// Returns a configuration with a prefill mode. `more` is merged into it.
 pub(crate) fn carrying(by: &str, prefill: &Value, more: &Value) -> Value {
     let mut config = json!({"models": [{
         "name": MODEL,
@@ -48,20 +48,19 @@ pub(crate) fn carrying(by: &str, prefill: &Value, more: &Value) -> Value {
 pub(crate) const NIXL: [&str; 2] = ["--kv-connector", "nixl"];
 
 impl RoutingBed {
-    /// True if no engine has running or waiting requests.
+    /// Returns true if no engine has running or waiting requests.
     pub(crate) async fn idle(&self) -> bool {
         self.engines("vllm:num_requests_running").await
             + self.engines("vllm:num_requests_waiting").await
             == 0.0
     }
 
-    /// Waits until no exchange is open. Asserts that no engine retains anything of finished
-    /// requests.
+    /// Waits until no exchange is open. Asserts that no engine keeps state of finished requests.
     pub(crate) async fn nothing_left(&self) {
         self.quiet().await;
         assert!(
             until(SOON, async || self.idle().await).await,
-            "an engine works for nobody"
+            "an engine still runs a request"
         );
         assert_eq!(
             self.engines("engine_sim:kv_leases").await,
@@ -71,13 +70,13 @@ impl RoutingBed {
         assert_eq!(
             self.engines("engine_sim:kv_mismatches_total").await,
             0.0,
-            "blocks of other requests were taken"
+            "KV blocks of other requests were used"
         );
     }
 }
 
-/// Text of a response in any format.
-fn words(answer: &RoutedAnswer) -> String {
+/// Returns the text of a response in any format.
+fn response_text(answer: &RoutedAnswer) -> String {
     assert_eq!(answer.status, 200, "{answer:?}");
     let choice = &answer.json()["choices"][0];
     choice["message"]["content"]
@@ -113,7 +112,7 @@ async fn split_responses_equal_those_of_one_worker() {
     assert_eq!(
         page.sum("prefill_to_first_token_seconds_count", &[]),
         20.0,
-        "of each streamed answer"
+        "the usage of each streaming response"
     );
     assert_eq!(
         page.sum("phase_plans_total", &[("plan", "remote_prefill")]),
@@ -122,7 +121,7 @@ async fn split_responses_equal_those_of_one_worker() {
     bed.nothing_left().await;
 }
 
-/// Number of requests with this phase plan, from the metrics.
+/// Returns the number of requests with this phase plan from the metrics.
 pub(crate) async fn phases(bed: &RoutingBed, of: &str) -> f64 {
     bed.metrics()
         .await
@@ -146,7 +145,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
             let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
             assert_eq!(
                 (
-                    words(&answer).is_empty(),
+                    response_text(&answer).is_empty(),
                     answer.header("x-prefill-instance-id")
                 ),
                 (false, "12"),
@@ -173,7 +172,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
         let answer = bed.ask(&chat(&essay(topics.next().unwrap()))).await;
         assert_eq!(
             (
-                words(&answer).is_empty(),
+                response_text(&answer).is_empty(),
                 answer.header("x-prefill-instance-id")
             ),
             (false, ""),
@@ -184,7 +183,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
             bed.misbehave(id, well.clone()).await;
         }
     }
-    // An engine that omits the transfer parameters holds a lease that expires.
+    // Engines that omitted the transfer parameters held leases, which expire.
     assert!(
         until(SOON, async || bed.engines("engine_sim:kv_leases").await
             == 0.0)
@@ -238,7 +237,11 @@ async fn each_phase_is_booked_on_its_worker() {
         .await,
         "the prefill is booked"
     );
-    assert_eq!(of(DECODE, "active_requests").await, 0, "nobody decodes yet");
+    assert_eq!(
+        of(DECODE, "active_requests").await,
+        0,
+        "no decode is booked yet"
+    );
     assert!(
         until(SOON, async || of(DECODE, "active_blocks").await > 0).await,
         "the decode is booked"
@@ -246,12 +249,12 @@ async fn each_phase_is_booked_on_its_worker() {
     assert_eq!(
         of(PREFILL, "active_requests").await,
         0,
-        "the prefill is over"
+        "the prefill has ended"
     );
     assert_eq!(
         of(DECODE, "active_prefill_tokens").await,
         0,
-        "and nothing is left of it"
+        "no booking of it is left"
     );
     let answer = sending.await.unwrap();
     assert_eq!(
@@ -272,7 +275,8 @@ async fn prefill_continues_and_counts_after_cancellation() {
     let sending = bed.send_in_background(&chat(&essay(1)));
     let prefilling =
         async || bed.load(11, "active_requests").await + bed.load(12, "active_requests").await;
-    // The booking precedes the call. Without a call it is released.
+    // The request is booked before the call. If it were cancelled before the call, the booking
+    // would be released.
     assert!(
         until(SOON, async || bed
             .engines("engine_sim:prefills_asked_total")
@@ -281,20 +285,24 @@ async fn prefill_continues_and_counts_after_cancellation() {
         .await
     );
     sending.abort();
-    bed.shows("the client is gone", |page| {
+    bed.shows("the client has disconnected", |page| {
         page.sum(
             "prefill_calls_total",
             &[("outcome", "cancelled_after_start")],
         ) == 1.0
     })
     .await;
-    assert_eq!(prefilling().await, 1, "the engine still works on it");
-    bed.shows("it ends", |page| {
+    assert_eq!(
+        prefilling().await,
+        1,
+        "the engine still computes the prefill"
+    );
+    bed.shows("the prefill completes", |page| {
         page.sum("prefill_calls_total", &[("outcome", "completed")]) == 1.0
     })
     .await;
     bed.quiet().await;
-    // No decode worker fetches the blocks, and their lease expires.
+    // No decode worker fetches the blocks, so their lease expires.
     assert!(
         until(SOON, async || bed
             .engines("engine_sim:kv_leases_expired_total")
@@ -308,7 +316,7 @@ async fn prefill_continues_and_counts_after_cancellation() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_cannot_forge_transfer_params() {
     let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
-    // The blocks of another request wait at a prefill engine.
+    // A prefill engine holds the blocks of another request.
     let mut prefill = text(&essay(1));
     prefill["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
     let answer = bed
@@ -325,7 +333,8 @@ async fn client_cannot_forge_transfer_params() {
         forged["kv_transfer_params"]["remote_host"].is_string(),
         "{waiting}"
     );
-    // A direct request makes the engine use these blocks, which the simulator reports.
+    // If the client sends the request directly, the engine uses these blocks, and the simulator
+    // reports it.
     let refused_kv = RoutedAnswer::of(
         bed.http
             .post(bed.engine(21).url("/v1/completions"))
@@ -351,7 +360,7 @@ async fn client_cannot_forge_transfer_params() {
     assert_eq!(
         phases(&bed, "not_splittable").await,
         1.0,
-        "two answers are not handed over"
+        "two outputs have no handoff"
     );
 }
 
@@ -393,10 +402,10 @@ async fn small_prefill_stays_on_decode_worker() {
     let first = bed.ask(&text(&essay(1))).await;
     assert!(
         !first.header("x-prefill-instance-id").is_empty(),
-        "all of it is to be computed: {first:?}"
+        "the whole prompt must be computed: {first:?}"
     );
     bed.settle().await;
-    // The decode worker has the prompt cached, because it fetched the blocks.
+    // The decode worker has cached the prompt, because it fetched the blocks.
     let again = bed.ask(&text(&essay(1))).await;
     assert_eq!(
         (again.header("x-prefill-instance-id"), again.engine()),
@@ -421,8 +430,8 @@ async fn waiting_request_survives_a_stalled_warmroute() {
             == 1.0)
         .await
     );
-    // Longer than keepalive pings of 2 s with a timeout of 2 s allow, shorter than the shipped ones
-    // allow.
+    // Longer than keepalive pings of 2 s with a timeout of 2 s would tolerate, and shorter than the
+    // shipped ones tolerate.
     bed.stack.router().unwrap().freeze();
     tokio::time::sleep(Duration::from_secs(7)).await;
     bed.stack.router().unwrap().thaw();

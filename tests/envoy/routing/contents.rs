@@ -1,7 +1,7 @@
 //! Contents of responses, as clients parse them. Engines report a failure in a stream as an event
-//! with status 200 and end the stream normally, so every event must be checked. An engine that used
-//! the KV of another request responds normally too; only a comparison with a single engine detects
-//! that.
+//! with status 200 and end the stream normally, so every event is checked. An engine that used the
+//! KV blocks of another request responds normally too. Only a comparison with a single engine
+//! detects that.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,7 +13,7 @@ use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
 use crate::routing::bed::{RoutedAnswer, RoutingBed, chat, essay, path_of, stream, text};
 use crate::support::deployment::programs;
 
-/// Contents of a complete response.
+/// Content of a complete response.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ResponseContent {
     pub(crate) text: String,
@@ -21,18 +21,18 @@ pub(crate) struct ResponseContent {
     completion_tokens: u64,
 }
 
-/// Parses a response. The error is the reason for which it is incomplete or invalid.
+/// Parses a response. The error says why it is incomplete or invalid.
 pub(crate) fn parse_content(
     body: &Value,
     answer: &RoutedAnswer,
 ) -> Result<ResponseContent, String> {
     if answer.status != 200 || answer.cut {
-        return Err("status, or cut off".to_owned());
+        return Err("error status or incomplete response".to_owned());
     }
     let content = if body["stream"] == true {
-        of_stream(&answer.text)?
+        parse_stream(&answer.text)?
     } else {
-        of_document(&answer.text)?
+        parse_document(&answer.text)?
     };
     let wanted = body["max_tokens"].as_u64().unwrap();
     if content.completion_tokens != wanted {
@@ -44,13 +44,13 @@ pub(crate) fn parse_content(
     Ok(content)
 }
 
-/// The workers of the phases of some requests.
+/// Workers that served the phases of some requests.
 pub(crate) struct PhaseWorkers {
     pub(crate) prefills: BTreeSet<u64>,
     pub(crate) decodes: BTreeSet<u64>,
 }
 
-/// Sends 20 chats, 20 completions and 20 streams with remote prefill. Asserts that one engine
+/// Sends 20 chats, 20 completions and 20 streams with remote prefill. Asserts that a single engine
 /// generates the same contents.
 pub(crate) async fn assert_split_contents(bed: &RoutingBed) -> PhaseWorkers {
     let bodies = (0..60).map(|topic| match topic % 3 {
@@ -85,7 +85,7 @@ pub(crate) async fn assert_split_contents(bed: &RoutingBed) -> PhaseWorkers {
     workers
 }
 
-/// Number of tokens in a stream, complete or not.
+/// Returns the number of tokens in a stream, which may be incomplete.
 pub(crate) fn tokens_seen(stream: &str) -> usize {
     stream
         .lines()
@@ -94,19 +94,19 @@ pub(crate) fn tokens_seen(stream: &str) -> usize {
         .count()
 }
 
-/// True if an event has a token. The first event of a chat has none.
+/// Returns true if an event has a token. The first event of a chat has none.
 fn is_token(event: &Value) -> bool {
     let choice = &event["choices"][0];
     choice["text"].is_string()
         || choice["delta"]["content"].is_string() && choice["delta"]["role"].is_null()
 }
 
-fn of_document(text: &str) -> Result<ResponseContent, String> {
+fn parse_document(text: &str) -> Result<ResponseContent, String> {
     let document: Value = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    no_error(&document)?;
+    check_no_error(&document)?;
     let choice = &document["choices"][0];
     if choice["finish_reason"] != "length" {
-        return Err(format!("it ended with {}", choice["finish_reason"]));
+        return Err(format!("finish reason {}", choice["finish_reason"]));
     }
     let content_text = choice["message"]["content"]
         .as_str()
@@ -115,15 +115,15 @@ fn of_document(text: &str) -> Result<ResponseContent, String> {
     with_usage(content_text.to_owned(), &document)
 }
 
-fn of_stream(text: &str) -> Result<ResponseContent, String> {
+fn parse_stream(text: &str) -> Result<ResponseContent, String> {
     let events = text
         .strip_suffix("\n\n")
-        .ok_or("it ends within an event")?
+        .ok_or("the stream ends within an event")?
         .split("\n\n");
     let events: Option<Vec<&str>> = events.map(|event| event.strip_prefix("data: ")).collect();
     let mut events = events.ok_or("an event without data")?;
     if events.pop() != Some("[DONE]") {
-        return Err("its end is missing".to_owned());
+        return Err("the end of the stream is missing".to_owned());
     }
     let mut content_text = String::new();
     let mut ended = 0;
@@ -132,7 +132,7 @@ fn of_stream(text: &str) -> Result<ResponseContent, String> {
     for event in events {
         let event: Value =
             serde_json::from_str(event).map_err(|error| format!("{error}: {event}"))?;
-        no_error(&event)?;
+        check_no_error(&event)?;
         let choice = &event["choices"][0];
         if is_token(&event) {
             tokens += 1;
@@ -149,20 +149,20 @@ fn of_stream(text: &str) -> Result<ResponseContent, String> {
     let content = with_usage(content_text, &usage.ok_or("no usage")?)?;
     if (ended, tokens) != (1, content.completion_tokens) {
         return Err(format!(
-            "{tokens} tokens came of {}, and {ended} ends",
+            "{tokens} tokens instead of {}, and {ended} finish reasons",
             content.completion_tokens
         ));
     }
     Ok(content)
 }
 
-fn no_error(event: &Value) -> Result<(), String> {
+fn check_no_error(event: &Value) -> Result<(), String> {
     if !event["error"].is_null() {
-        return Err(format!("it tells an error: {event}"));
+        return Err(format!("the response contains an error: {event}"));
     }
-    // Reported only by simulated engines.
+    // Only simulated engines report this field.
     match event["engine_kv"].as_str() {
-        Some(whose @ ("stale" | "mismatch")) => Err(format!("the KV it was made of is {whose}")),
+        Some(whose @ ("stale" | "mismatch")) => Err(format!("KV blocks of the response: {whose}")),
         _ => Ok(()),
     }
 }
@@ -230,7 +230,7 @@ impl ReferenceEngine {
             for (_, content) in same {
                 assert_eq!(
                     **content, right,
-                    "another answer than the right one: {body}"
+                    "the response differs from the reference: {body}"
                 );
             }
         });

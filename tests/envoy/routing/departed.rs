@@ -1,4 +1,4 @@
-//! Metric series of a worker rank that left the fleet.
+//! Metric series of a worker that left the fleet.
 
 use serde_json::{Value, json};
 use warmroute_testbed::ports::until;
@@ -7,7 +7,7 @@ use crate::routing::bed::{RoutingBed, SOON, engine, essay, text};
 
 const LABELS: &str = include_str!("../../../crates/metrics/src/labels.rs");
 
-/// Label sets that name a worker.
+/// Returns the label structs that name a worker.
 fn worker_labels() -> Vec<&'static str> {
     let sets = LABELS.split("pub struct ").skip(1).filter(|set| {
         let fields = set.split('}').next().unwrap();
@@ -19,7 +19,7 @@ fn worker_labels() -> Vec<&'static str> {
         .collect()
 }
 
-/// Source of the metric families of `crates/metrics`, with one declaration per line:
+/// Returns the source of the metric families of `crates/metrics`, with one declaration per line:
 /// `"name" field: Type = constructor;`.
 fn declarations() -> &'static str {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
@@ -30,7 +30,7 @@ fn declarations() -> &'static str {
     sources.join("\n").leak()
 }
 
-/// Metric families with series that name a worker.
+/// Returns the metric families whose series name a worker.
 fn worker_families() -> Vec<&'static str> {
     let labels = worker_labels();
     let declared = declarations().lines().filter_map(|line| {
@@ -47,7 +47,7 @@ fn worker_families() -> Vec<&'static str> {
     of_workers.map(|(name, _)| name).collect()
 }
 
-/// Metric families of a page that have series of a worker.
+/// Returns the families of a page that have series of a worker.
 fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
     let label = format!("worker_id=\"{id}\"");
     let has_series = |family: &&&str| {
@@ -61,8 +61,8 @@ fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
     families.iter().filter(has_series).copied().collect()
 }
 
-/// Covers every family whose labels name a worker. A new family fails this test until the test
-/// makes it appear, or if its series remain.
+/// Covers every family whose labels name a worker. For a new family, the test fails until it makes
+/// the series appear, and if the series remain.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn departed_worker_leaves_no_metric_series() {
     let families = worker_families();
@@ -81,7 +81,7 @@ async fn departed_worker_leaves_no_metric_series() {
         .copied()
         .filter(|family| *family != "worker_unreachable_requests")
         .collect();
-    // The lag of a source appears with the first batch that is not replayed.
+    // The lag of a source appears with its first batch that is not replayed.
     let all_served = until(SOON, async || {
         turn += 1;
         bed.ask(&text(&essay(turn))).await;

@@ -1,5 +1,5 @@
-//! ext_proc over TCP with TLS, as in gateways: Envoy does not verify the server, or both sides
-//! verify each other.
+//! ext_proc over TCP with TLS, as in gateways: without verification of the server, and with mutual
+//! verification.
 
 use std::fs;
 use std::path::Path;
@@ -10,7 +10,7 @@ use warmroute_testbed::ports::FreePort;
 use crate::routing::bed::{RoutingBed, chat, engine, patient};
 use crate::support::pki::TestAuthority;
 
-/// `envoy/standalone.yaml` with ext_proc at a TCP port with TLS.
+/// Returns `envoy/standalone.yaml` with ext_proc at a TCP port with TLS.
 fn encrypting(shipped: &str, port: u16, context: &Value) -> String {
     let mut config = patient(shipped);
     let start = config.find("{pipe: {path: ").unwrap();
@@ -31,7 +31,7 @@ fn encrypting(shipped: &str, port: u16, context: &Value) -> String {
     config.replace(cluster, &encrypted)
 }
 
-/// Asserts that requests are routed in mode `exact`, and that the connection uses TLS.
+/// Asserts that requests are routed in mode `exact` and that the connection uses TLS.
 async fn serves_exactly(bed: &RoutingBed) {
     for at in 0..20 {
         let answer = bed.ask(&chat(&format!("what is {at}?"))).await;

@@ -1,4 +1,4 @@
-//! Engines with full caches: blocks are evicted within seconds of the response.
+//! Engines with full caches, which evict blocks within seconds of a response.
 
 use std::collections::BTreeMap;
 
@@ -9,12 +9,13 @@ use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, engine, essay};
 
-/// Engine with room for two requests of [`request`], whose responses take about 0.6 s.
+/// Returns an engine with room for two requests of [`request`], whose responses take about 0.6 s.
 fn small_engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--speed", "2", "--num-blocks", "300"])
 }
 
-/// About 1,600 tokens without a common prefix with other topics, and a long response.
+/// Returns a request of about 1,600 tokens that shares no prefix with other topics and has a long
+/// response.
 fn request(topic: usize) -> Value {
     let text: Vec<String> = (0..5).map(|part| essay(topic * 5 + part)).collect();
     json!({"model": MODEL, "prompt": text.join(" "), "max_tokens": 200})
@@ -93,8 +94,8 @@ async fn blocks_evicted_while_waiting_are_audited() {
     let repeated = with_answer(0, 2);
     bed.ask(&repeated).await.engine();
     bed.settle().await;
-    // Two requests fill the cache for seconds, a third waits for room, and the repeated one is
-    // behind it.
+    // Two requests fill the cache for seconds. A third one waits for room, and the repeated request
+    // waits behind it.
     let mut others = Vec::new();
     for (at, topic) in (1..=3).enumerate() {
         others.push(bed.send_in_background(&with_answer(topic, 700)));

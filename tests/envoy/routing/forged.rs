@@ -1,7 +1,6 @@
-//! Clients that forge the target of the copy of their request. Measured with Envoy: without
-//! protection, a forged pair of headers sends the copy to any address. Two protections exist, and
-//! each must suffice alone: Envoy removes the headers before all filters, and warmroute ignores
-//! them.
+//! Clients that forge the target of the mirrored copy of their request. Without protection, a
+//! forged pair of headers makes Envoy send the copy to any address. Two protections exist, and each
+//! must suffice alone: Envoy removes the headers before all filters, and warmroute ignores them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,7 +18,7 @@ use crate::routing::mirror::{self, PREFILL};
 const CLUSTER: &str = "x-prefill-cluster";
 const DESTINATION: &str = "x-prefill-destination";
 
-/// Cluster that routes by the header, as in other gateways.
+/// Cluster that routes by a header, as other gateways have.
 const ANYWHERE: &str = "  - name: anywhere
     type: ORIGINAL_DST
     lb_policy: CLUSTER_PROVIDED
@@ -27,18 +26,18 @@ const ANYWHERE: &str = "  - name: anywhere
     original_dst_lb_config: {use_http_header: true, http_header_name: x-prefill-destination}
 ";
 
-/// Change of a shipped file.
+/// Change of a shipped Envoy file.
 type EnvoyTemplate = fn(&str) -> String;
 
-/// The shipped file with such a cluster.
+/// Returns the shipped file with the cluster [`ANYWHERE`].
 fn with_anywhere(shipped: &str) -> String {
     let clusters = "  clusters:\n";
     assert_eq!(shipped.matches(clusters).count(), 1);
     patient(shipped).replace(clusters, &format!("{clusters}{ANYWHERE}"))
 }
 
-/// The same without the removal of headers, so that only warmroute protects.
-fn unstripped(shipped: &str) -> String {
+/// Like [`with_anywhere`], without the removal of headers, so that only warmroute protects.
+fn without_header_removal(shipped: &str) -> String {
     let mut config = with_anywhere(shipped);
     for name in [CLUSTER, DESTINATION] {
         let line = format!("              - remove: {name}\n");
@@ -48,11 +47,11 @@ fn unstripped(shipped: &str) -> String {
     config
 }
 
-/// Another configuration that replaces the shipped one.
 type ConfigPatch = fn(&str) -> String;
 
-/// Envoy that chooses a decode worker without warmroute. The shipped one responds with 503.
-fn choosing_alone(config: &str) -> String {
+/// Makes Envoy select a decode worker if warmroute is down. The shipped configuration responds with
+/// 503.
+fn with_fallback(config: &str) -> String {
     let no_fallback = "fallback_policy: NO_FALLBACK\n                    default_subset:";
     assert_eq!(config.matches(no_fallback).count(), 1);
     config.replace(
@@ -61,14 +60,14 @@ fn choosing_alone(config: &str) -> String {
     )
 }
 
-/// Server that must receive no request, and counts connections.
-struct OutsideClient {
+/// Server that must receive no request. Counts connections.
+struct OutsideServer {
     address: String,
     connections: Arc<AtomicUsize>,
     task: JoinHandle<()>,
 }
 
-impl OutsideClient {
+impl OutsideServer {
     async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -91,7 +90,7 @@ impl OutsideClient {
     }
 }
 
-impl Drop for OutsideClient {
+impl Drop for OutsideServer {
     fn drop(&mut self) {
         self.task.abort();
     }
@@ -106,8 +105,9 @@ async fn ask(bed: &RoutingBed, body: &Value, forged: [Option<&str>; 2]) -> Route
     .await
 }
 
-/// Forged pairs: for the outsider, for an engine that was not chosen, and incomplete pairs.
-fn forgeries<'a>(outsider: &'a OutsideClient, engine: &'a str) -> [[Option<&'a str>; 2]; 5] {
+/// Returns forged pairs of headers: for the outsider, for an engine that was not chosen, and
+/// incomplete ones.
+fn forgeries<'a>(outsider: &'a OutsideServer, engine: &'a str) -> [[Option<&'a str>; 2]; 5] {
     [
         [Some("anywhere"), Some(&outsider.address)],
         [Some("workers"), Some(engine)],
@@ -117,15 +117,15 @@ fn forgeries<'a>(outsider: &'a OutsideClient, engine: &'a str) -> [[Option<&'a s
     ]
 }
 
-/// Number of generations that engines have computed.
+/// Returns the number of generations that the engines have computed.
 async fn request_count(bed: &RoutingBed) -> f64 {
     bed.engines("vllm:request_success_total").await
 }
 
-/// Bootstrap pairs: the copy is sent to the worker that warmroute chose.
+/// Asserts that the copy is sent only to the prefill worker that warmroute chose.
 async fn with_prefill_workers(envoy: EnvoyTemplate) {
     let bed = mirror::start_behind("20", json!({}), envoy).await;
-    let outsider = OutsideClient::start().await;
+    let outsider = OutsideServer::start().await;
     let engine = bed.engine(PREFILL[0]).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
         for body in [chat(&essay(topic)), stream(&essay(topic + 100), 4)] {
@@ -143,7 +143,7 @@ async fn with_prefill_workers(envoy: EnvoyTemplate) {
             assert_eq!(
                 after,
                 (before.0 + 2.0, before.1 + 2.0),
-                "one prefill and one decode: {forged:?}"
+                "one prefill and one decode worker: {forged:?}"
             );
         }
     }
@@ -154,11 +154,11 @@ async fn with_prefill_workers(envoy: EnvoyTemplate) {
     );
 }
 
-/// Aggregated workers: there is no copy.
+/// Asserts that aggregated workers receive no copy.
 async fn without_prefill_workers(envoy: EnvoyTemplate) {
     let specs = [engine(21), engine(22)];
     let bed = RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
-    let outsider = OutsideClient::start().await;
+    let outsider = OutsideServer::start().await;
     let engine = bed.engine(22).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
         let before = request_count(&bed).await;
@@ -185,7 +185,7 @@ async fn envoy_removes_forged_target_of_copy() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn warmroute_alone_ignores_forged_target() {
-    with_prefill_workers(unstripped).await;
+    with_prefill_workers(without_header_removal).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -195,25 +195,25 @@ async fn envoy_removes_forged_request_for_a_copy() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn warmroute_alone_ignores_forged_copy() {
-    without_prefill_workers(unstripped).await;
+    without_prefill_workers(without_header_removal).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn envoy_alone_protects_without_warmroute() {
     let envoys: [(ConfigPatch, u16, bool); 3] = [
-        (unstripped, 503, false),
+        (without_header_removal, 503, false),
+        (|shipped| with_fallback(&with_anywhere(shipped)), 200, false),
         (
-            |shipped| choosing_alone(&with_anywhere(shipped)),
+            |shipped| with_fallback(&without_header_removal(shipped)),
             200,
-            false,
+            true,
         ),
-        (|shipped| choosing_alone(&unstripped(shipped)), 200, true),
     ];
     for (envoy, status, reached) in envoys {
         let specs = [engine_for("decode", 21), engine_for("decode", 22)];
         let mut bed =
             RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
-        let outsider = OutsideClient::start().await;
+        let outsider = OutsideServer::start().await;
         bed.stack.kill9_router();
         let answer = ask(
             &bed,
@@ -225,7 +225,7 @@ async fn envoy_alone_protects_without_warmroute() {
         if reached {
             assert!(
                 until(SOON, async || outsider.connections() > 0).await,
-                "this shows that the tests above can fail"
+                "without any protection the copy is sent"
             );
         } else {
             let copies = async || {

@@ -19,7 +19,7 @@ async fn ejected(bed: &RoutingBed) -> f64 {
     bed.metrics().await.sum("ejected_workers", &[])
 }
 
-/// Number of requests that a worker did not answer.
+/// Returns the number of requests for which a worker was unreachable.
 async fn missed(bed: &RoutingBed, id: u64) -> u64 {
     bed.metrics().await.sum(
         "worker_unreachable_requests_total",
@@ -27,8 +27,8 @@ async fn missed(bed: &RoutingBed, id: u64) -> u64 {
     ) as u64
 }
 
-/// Time of the first ejection.
-const FIRST: Duration = Duration::from_secs(2);
+/// Duration of the first ejection.
+const FIRST_EJECTION: Duration = Duration::from_secs(2);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_worker_is_ejected_probed_and_readmitted() {
@@ -44,7 +44,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
     let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
     assert_eq!(ejected(&bed).await, 0.0);
     bed.kill(2);
-    // One request at a time, until the worker has failed often enough.
+    // Requests are sequential, until the worker has failed often enough.
     let mut misses = 0;
     let mut turn = 0;
     let ejection = until(SOON, async || {
@@ -71,7 +71,11 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
 
     assert_one_request_probes(&bed, since).await;
     assert_eq!(missed(&bed, 2).await, 4);
-    assert_eq!(ejected(&bed).await, 1.0, "the probe failed");
+    assert_eq!(
+        ejected(&bed).await,
+        1.0,
+        "the failed probe does not readmit the worker"
+    );
 
     bed.restart(2).await;
     let mut turn = 0;
@@ -93,8 +97,8 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
     bed.quiet().await;
 }
 
-/// Sends concurrent requests: none reaches the worker while it is ejected, then exactly one probes
-/// it.
+/// Asserts that no concurrent request reaches the worker while it is ejected, and that exactly one
+/// probes it afterwards.
 async fn assert_one_request_probes(bed: &RoutingBed, since: Instant) {
     let mut round = 0;
     let tried = until(SOON, async || {
@@ -106,13 +110,13 @@ async fn assert_one_request_probes(bed: &RoutingBed, since: Instant) {
             "{answers:?}"
         );
         let probes = answers.iter().filter(|answer| answer.is_retried()).count();
-        // The next probe is due after twice that time at the earliest.
+        // The next probe is due after at least twice the ejection time.
         assert!(
-            probes <= 1 || sent.elapsed() > 2 * FIRST,
+            probes <= 1 || sent.elapsed() > 2 * FIRST_EJECTION,
             "{probes} probes at once"
         );
         assert!(
-            probes == 0 || since.elapsed() + Duration::from_millis(500) > FIRST,
+            probes == 0 || since.elapsed() + Duration::from_millis(500) > FIRST_EJECTION,
             "after {:?}",
             since.elapsed()
         );
@@ -146,7 +150,7 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
                 );
                 refused
             };
-            assert!(until(SOON, refused).await, "worker 2 gets nothing");
+            assert!(until(SOON, refused).await, "worker 2 gets no request");
             bed.quiet().await;
             bed.misbehave(2, json!({"refuse": null})).await;
             spared = 0;
@@ -169,7 +173,11 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
             seen.await,
             "only {spared} requests in the second after the refusal"
         );
-        assert_eq!(ejected(&bed).await, 0.0, "an overload is no failure");
+        assert_eq!(
+            ejected(&bed).await,
+            0.0,
+            "an overload does not count as a failure"
+        );
         bed.quiet().await;
     }
 }
@@ -247,7 +255,7 @@ async fn restarted_worker_is_used_again_within_seconds() {
         "the worker receives no request for {:?}",
         restarted.elapsed()
     );
-    // Without the health check it would be ejected for an hour; a busy machine may take some
+    // Without the health check, the ejection would last an hour. A busy machine may take some
     // seconds.
     assert!(
         restarted.elapsed() < Duration::from_secs(20),

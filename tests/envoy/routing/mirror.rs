@@ -1,5 +1,5 @@
-//! Prefills in mode `mirror`: Envoy sends a copy of the request to a prefill worker, and both
-//! workers connect by their bootstrap room.
+//! Prefills in mode `mirror`: Envoy sends a copy of the request to a prefill worker, and the two
+//! workers connect through their bootstrap room.
 
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use crate::support::openmetrics::OpenMetricsPage;
 pub(crate) const PREFILL: [u64; 2] = [11, 12];
 pub(crate) const DECODE: [u64; 2] = [21, 22];
 
-/// Two prefill and two decode engines like SGLang's. Each prefill engine has its own bootstrap
-/// port.
+/// Returns two prefill and two decode engines that behave like SGLang. Each prefill engine has its
+/// own bootstrap port.
 fn pools([prefill_speed, decode_speed]: [&str; 2]) -> Vec<EngineSpec> {
     let prefill = PREFILL.map(|id| {
         let port = FreePort::find().unwrap().release();
@@ -61,7 +61,7 @@ pub(crate) async fn start_behind(
     start_with([prefill_speed, "20"], &prefill, envoy).await
 }
 
-/// Like [`start`], with responses observed up to their usage.
+/// Like [`start`], with responses that are observed up to their usage.
 pub(crate) async fn start_observed() -> RoutingBed {
     let config = carrying(
         "mirror",
@@ -87,23 +87,24 @@ async fn start_with(
     RoutingBed::behind_file("disaggregated-mirror", &pools(speeds), config, envoy).await
 }
 
-/// Waits until no exchange is open. Asserts that every bootstrap succeeded.
+/// Waits until no exchange is open. Asserts that both workers joined every bootstrap room.
 pub(crate) async fn all_met(bed: &RoutingBed) {
     nobody_is_left_waiting(bed).await;
     assert_eq!(
         bed.engines("engine_sim:rooms_unmet_total").await,
         0.0,
-        "a room was never completed"
+        "a worker waited in vain in its bootstrap room"
     );
 }
 
-/// Like [`all_met`], after crashes: incomplete rooms are closed, and no room mixes two requests.
+/// Waits until no exchange is open and no bootstrap room has a waiting worker. Asserts that no room
+/// mixed two requests. Suits tests in which workers crash.
 pub(crate) async fn nobody_is_left_waiting(bed: &RoutingBed) {
     bed.quiet().await;
     assert_eq!(
         bed.engines("engine_sim:rooms_mismatched_total").await,
         0.0,
-        "a room mixed two requests"
+        "two requests shared a bootstrap room"
     );
     let empty = async || bed.engines("engine_sim:rooms_waiting").await == 0.0 && bed.idle().await;
     if until(SOON, empty).await {
@@ -139,7 +140,7 @@ async fn both_workers_receive_the_request_and_connect() {
     assert_eq!(
         bed.engines("engine_sim:rooms_met_total").await,
         120.0,
-        "each of them twice, once on either side"
+        "each request joins its room on both sides"
     );
     assert_eq!(bed.metrics().await.sum("prefill_aborts_total", &[]), 0.0);
 }
@@ -149,7 +150,7 @@ async fn prompts_use_adjacent_rooms_and_n_is_rejected() {
     let bed = start("20", json!({})).await;
     let mut several = text(&essay(1));
     several["n"] = json!(2);
-    // A decode engine could not process it.
+    // A decode engine could not process the request.
     assert_eq!(bed.ask(&several).await.status, 503);
     let both = json!({"model": several["model"], "prompt": [essay(2), essay(3)], "max_tokens": 2});
     assert_eq!(
@@ -172,7 +173,7 @@ async fn cancelled_request_aborts_its_prefill() {
     assert!(until(SOON, async || prefilling().await == 1).await);
     let at_work = async || bed.engine_sum(&PREFILL, "vllm:num_requests_running").await == 1.0;
     assert!(until(SOON, at_work).await, "the copy has arrived");
-    // The decode worker cannot notify the prefill worker any more.
+    // A frozen decode worker cannot notify the prefill worker.
     DECODE.iter().for_each(|id| bed.engine(*id).freeze());
     sending.abort();
     bed.shows("the engine receives the abort", |page| {
@@ -200,7 +201,7 @@ async fn hanging_prefill_fails_at_the_deadline() {
     for id in PREFILL {
         bed.misbehave(id, json!({"hang_prefills": true})).await;
     }
-    // The decode engine would wait for five minutes, and then respond with 500.
+    // Without the deadline, the decode engine would wait for five minutes and respond with 500.
     for (number, body) in [chat(&essay(1)), text(&essay(2)), stream(&essay(3), 4)]
         .iter()
         .enumerate()
@@ -263,9 +264,8 @@ async fn rejected_prefill_fails_by_the_deadline() {
     assert_eq!(bed.ask(&chat(&essay(3))).await.status, 200);
 }
 
-/// Sends a request while prefills are slow. Returns the workers of the request once its prefill
-/// runs.
-async fn caught(
+/// Sends a request while prefills are slow. Returns its workers once the prefill runs.
+async fn start_and_find_workers(
     bed: &RoutingBed,
     body: &Value,
 ) -> (tokio::task::JoinHandle<RoutedAnswer>, [u64; 2]) {
@@ -300,7 +300,7 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
             .metrics()
             .await
             .sum("prefill_retries_total", &[("outcome", "prefilled_again")]);
-        let (sending, [_, decode]) = caught(&bed, &body).await;
+        let (sending, [_, decode]) = start_and_find_workers(&bed, &body).await;
         bed.kill(decode);
         let answer = sending.await.unwrap();
         assert_eq!(
@@ -314,7 +314,7 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
             page.sum("prefill_retries_total", &[("outcome", "prefilled_again")]),
             before + 1.0
         );
-        // The room of the dead worker is aborted.
+        // The bootstrap room of the dead worker is aborted.
         bed.shows("the engine receives the abort", |page| {
             page.sum("prefill_aborts_total", &[("outcome", "accepted")]) == before + 1.0
         })
@@ -335,18 +335,21 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
 async fn dead_prefill_worker_is_replaced() {
     let mut bed = start("0.2", json!({})).await;
     for body in [chat(&essay(1)), stream(&essay(2), 4)] {
-        let (sending, [prefill, _]) = caught(&bed, &body).await;
+        let (sending, [prefill, _]) = start_and_find_workers(&bed, &body).await;
         bed.kill(prefill);
         let at_work = async || {
             bed.engine_sum(&[other(PREFILL, prefill)], "vllm:num_requests_running")
                 .await
                 == 1.0
         };
-        assert!(until(SOON, at_work).await, "the other one has it");
+        assert!(
+            until(SOON, at_work).await,
+            "the other prefill worker has the request"
+        );
         assert_eq!(
             bed.load(other(PREFILL, prefill), "active_requests").await,
             1,
-            "and is booked"
+            "the other prefill worker is booked"
         );
         assert_eq!(bed.load(prefill, "active_requests").await, 0);
         let answer = sending.await.unwrap();
@@ -380,14 +383,14 @@ async fn unstreamed_response_may_outlast_prefill_timeout() {
     assert!(until(SOON, at_work).await);
     assert!(
         until(SOON, async || prefilling().await == 0).await,
-        "the prefill is over, though nothing was answered"
+        "the prefill has ended before the response"
     );
     assert!(!sending.is_finished());
     let answer = sending.await.unwrap();
     assert_eq!(answer.status, 200, "{answer:?}");
     assert!(
         sent_at.elapsed() > Duration::from_secs(2),
-        "it was no test: {:?}",
+        "the response did not outlast the timeout: {:?}",
         sent_at.elapsed()
     );
     let out = bed.metrics().await;

@@ -1,5 +1,5 @@
-//! Parity: engines whose tokens differ from warmroute's are detected, reported and routed load-only
-//! until they agree. Also tokenization by the engines, available or not.
+//! Parity between the tokens of engines and of warmroute: a mismatch is detected, reported and
+//! routed load-only until it ends. Also tokenization by remote engines, which may be unavailable.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use warmroute_testbed::ports::{FreePort, until};
 use crate::routing::bed::{RoutingBed, SOON, chat, engine, essay, text};
 use crate::support::model_file;
 
-/// Template that differs from the model's after the first tokens.
+/// Template that differs from that of the model after the first tokens.
 const OTHER: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}\
                      {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}";
 
@@ -32,8 +32,12 @@ impl TemplateFile {
         }
     }
 
-    fn flags<'a>(&'a self, more: &[&'a str]) -> Vec<&'a str> {
-        [&["--chat-template", self.path.to_str().unwrap()], more].concat()
+    fn flags<'a>(&'a self, extra_flags: &[&'a str]) -> Vec<&'a str> {
+        [
+            &["--chat-template", self.path.to_str().unwrap()],
+            extra_flags,
+        ]
+        .concat()
     }
 }
 
@@ -41,7 +45,7 @@ async fn parity(bed: &RoutingBed) -> Value {
     bed.stack.debug_page("parity").await.unwrap()[0].take()
 }
 
-async fn becomes(bed: &RoutingBed, mistrusted: bool) -> Value {
+async fn wait_mistrusted(bed: &RoutingBed, mistrusted: bool) -> Value {
     let reached = until(SOON, async || parity(bed).await["mistrusted"] == mistrusted).await;
     let shown = parity(bed).await;
     assert!(reached, "mistrusted: {mistrusted}\n{shown:#}\n{}", log(bed));
@@ -85,7 +89,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     let template = TemplateFile::other();
     let config = json!({"engines": {"parity_check": {"interval": "1s", "timeout": "30s"}}});
     let mut bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
-    let shown = becomes(&bed, true).await;
+    let shown = wait_mistrusted(&bed, true).await;
     assert_difference_is_reported(&shown, &log(&bed));
     let question = chat(&essay(1));
     for _ in 0..2 {
@@ -96,7 +100,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
             "{answer:?}"
         );
     }
-    // Token ids of the client are used as they are.
+    // Token ids in a request are used unchanged.
     let tokens: Vec<u32> = (1000..1100).collect();
     assert_eq!(
         bed.ask(&json!({"model": MODEL, "prompt": tokens, "max_tokens": 2}))
@@ -104,7 +108,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
             .mode(),
         "exact"
     );
-    bed.shows("it is counted", |page| {
+    bed.shows("the mismatch is counted", |page| {
         page.sum("parity_tokens_disabled", &[("model", MODEL)]) == 1.0
             && page.sum("parity_mismatches_total", &[("model", MODEL)]) == 1.0
             && page.sum("parity_workers", &[("outcome", "differs")]) == 1.0
@@ -112,17 +116,20 @@ async fn wrong_template_is_reported_until_engine_restart() {
     })
     .await;
     restart_with_own_template(&mut bed).await;
-    let healed = becomes(&bed, false).await;
-    assert_eq!(healed["workers"]["1"]["verdict"], "agrees", "{healed:#}");
+    let recovered = wait_mistrusted(&bed, false).await;
+    assert_eq!(
+        recovered["workers"]["1"]["verdict"], "agrees",
+        "{recovered:#}"
+    );
     assert!(
-        healed["workers"]["1"]["compared"].as_u64().unwrap() > 10,
-        "{healed:#}"
+        recovered["workers"]["1"]["compared"].as_u64().unwrap() > 10,
+        "{recovered:#}"
     );
     let exact = until(SOON, async || bed.ask(&question).await.mode() == "exact").await;
     assert!(exact, "{}", log(&bed));
 }
 
-/// Checks the difference of the chat template on the page and in the log.
+/// Asserts that the page and the log show the difference of the chat template.
 fn assert_difference_is_reported(shown: &Value, log_text: &str) {
     let difference = &shown["workers"]["1"]["difference"];
     assert_eq!(
@@ -208,7 +215,8 @@ async fn events_clear_mismatch_despite_lost_batches() {
     check_detection_by_events(false).await;
 }
 
-/// Detection by events only, with replay or with a batch that is lost after the engine restarts.
+/// Asserts that KV events alone detect a mismatch and its end. Without `replay`, a batch is lost
+/// after the engine restarts.
 async fn check_detection_by_events(replay: bool) {
     let template = TemplateFile::other();
     let config = json!({"engines": {"parity_check": {"interval": "1s", "event_delay": "200ms"}}});
@@ -240,7 +248,7 @@ async fn check_detection_by_events(replay: bool) {
     let nothing = ["canary", "ours", "theirs", "our_text", "their_text"];
     assert!(
         nothing.iter().all(|key| difference[*key].is_null()),
-        "nothing of a user is shown: {shown:#}"
+        "no request text is shown: {shown:#}"
     );
     assert_eq!(bed.ask(&chat(&essay(500))).await.mode(), "load_only");
     restart_with_own_template(&mut bed).await;
@@ -252,17 +260,18 @@ async fn check_detection_by_events(replay: bool) {
         .await;
     }
     let mut topic = 1000;
-    let healed = until(SOON, async || {
+    let recovered = until(SOON, async || {
         topic += 1;
-        bed.ask(&of_its_own(topic)).await;
+        bed.ask(&unrelated_chat(topic)).await;
         parity(&bed).await["mistrusted"] == false
     });
-    assert!(healed.await, "{:#}\n{}", parity(&bed).await, log(&bed));
-    assert_eq!(bed.ask(&of_its_own(topic)).await.mode(), "exact");
+    assert!(recovered.await, "{:#}\n{}", parity(&bed).await, log(&bed));
+    assert_eq!(bed.ask(&unrelated_chat(topic)).await.mode(), "exact");
 }
 
-/// Chat without common blocks with others. The common first block may be among the lost ones.
-fn of_its_own(topic: usize) -> Value {
+/// Returns a chat that shares no block with other chats, because the event of a shared first block
+/// may be lost.
+fn unrelated_chat(topic: usize) -> Value {
     let mut body = chat("Go on.");
     let question = body["messages"][0].take();
     body["messages"] = json!([{"role": "system", "content": essay(topic)}, question]);
@@ -278,15 +287,15 @@ async fn mismatch_falls_back_to_remote_tokenizer() {
         "engines": {"parity_check": {"timeout": "30s"}},
     });
     let bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
-    becomes(&bed, true).await;
+    wait_mistrusted(&bed, true).await;
     exact_twice(&bed, 1).await;
-    // `/tokenize` ignores this field, so it is not called.
+    // `/tokenize` ignores this field, so warmroute does not call it.
     let mut cut = chat(&essay(2));
     cut["truncate_prompt_tokens"] = json!(64);
     assert_eq!(bed.ask(&cut).await.mode(), "load_only");
 }
 
-/// Sends a chat twice. The second time, the engine reports the predicted cached tokens.
+/// Sends a chat twice. Asserts that the engine reports the predicted cached tokens the second time.
 async fn exact_twice(bed: &RoutingBed, topic: usize) {
     let question = chat(&essay(topic));
     assert_eq!(bed.ask(&question).await.mode(), "exact", "{}", log(bed));
@@ -324,7 +333,7 @@ async fn remote_tokenizer_alone_routes_exactly() {
         (first.mode(), second.mode(), second.engine()),
         ("exact", "exact", first.engine())
     );
-    bed.shows("they are counted", |page| {
+    bed.shows("requests to the remote tokenizer are counted", |page| {
         page.sum("remote_tokenizer_requests_total", &[("outcome", "ok")]) == 4.0
     })
     .await;
@@ -332,7 +341,7 @@ async fn remote_tokenizer_alone_routes_exactly() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dead_or_slow_render_servers_cause_no_error() {
-    // The first server accepts connections and never responds; the second address has no server.
+    // The first server accepts connections and never responds. The second address has no server.
     let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let silent_url = format!("http://{}", silent.local_addr().unwrap());
     let held = tokio::spawn(async move {
@@ -357,7 +366,7 @@ async fn dead_or_slow_render_servers_cause_no_error() {
             let answer = bed.ask(&chat(&essay(topic))).await;
             assert_eq!((answer.mode(), answer.engine()), (mode, 1), "{answer:?}");
         }
-        // Both are in cooldown, so no request waits for them.
+        // Both servers are in cooldown, so no request waits for them.
         let started = Instant::now();
         bed.shows("no engine is queried", |page| {
             page.sum(

@@ -20,7 +20,7 @@ fn pools() -> Vec<EngineSpec> {
         .collect()
 }
 
-/// Prefill worker named in the headers of the decode request. `None`: no header names one.
+/// Returns the prefill worker in the headers of the decode request, or `None` if they name none.
 fn prefill_of(bed: &RoutingBed, answer: &RoutedAnswer) -> Option<u64> {
     let worker = answer.engine();
     assert!(
@@ -62,7 +62,7 @@ fn prefill_of(bed: &RoutingBed, answer: &RoutedAnswer) -> Option<u64> {
 }
 
 /// Writes only these workers to the workers file, and waits until they are the fleet.
-async fn list(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
+async fn list_workers(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
     let entries: Vec<Value> = bed
         .stack
         .engines
@@ -94,7 +94,7 @@ async fn decode_request_names_both_workers() {
         bed.quiet().await;
     }
     assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
-    // Without a condition, no prompt is too short or too warm for a remote prefill.
+    // No condition is configured, so no prompt is too short or too warm for a remote prefill.
     let again = bed.ask(&chat(&essay(0))).await;
     assert!(prefill_of(&bed, &again).is_some(), "{again:?}");
     assert_eq!(
@@ -107,7 +107,7 @@ async fn decode_request_names_both_workers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_is_booked_until_the_first_token() {
-    // Slow enough for a check during decode.
+    // Slow enough to observe the load during the decode phase.
     let specs = [
         engine_for("prefill", 11),
         EngineSpec::new(21).with(&["--step-us", "30000"]),
@@ -146,14 +146,18 @@ async fn prefill_is_booked_until_the_first_token() {
     assert_eq!(
         booked(11).await,
         [0, 0, 0],
-        "the prefill worker has done its part"
+        "the load of the prefill worker is released"
     );
-    assert_eq!(booked(21).await, decode, "the decode goes on");
+    assert_eq!(
+        booked(21).await,
+        decode,
+        "the load of the decode worker stays"
+    );
     drop(response);
     bed.quiet().await;
 }
 
-/// Continuous requests of several clients until `end`. Every one must succeed.
+/// Clients that send requests continuously until `end`. Every request must succeed.
 struct ClientTraffic {
     stop: Arc<AtomicBool>,
     clients: Vec<tokio::task::JoinHandle<usize>>,
@@ -200,15 +204,15 @@ async fn missing_prefill_workers_fall_back_to_aggregated() {
     for round in 0..2 {
         let answer = bed.ask(&chat(&essay(10 * round))).await;
         assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
-        list(&bed, |id| DECODE.contains(&id)).await;
+        list_workers(&bed, |id| DECODE.contains(&id)).await;
         let answer = bed.ask(&chat(&essay(10 * round + 1))).await;
         assert_eq!(prefill_of(&bed, &answer), None, "{answer:?}");
-        list(&bed, |_| true).await;
+        list_workers(&bed, |_| true).await;
     }
     let answer = bed.ask(&chat(&essay(30))).await;
     assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
-    // One prefill worker is enough.
-    list(&bed, |id| id != 11).await;
+    // One prefill worker suffices.
+    list_workers(&bed, |id| id != 11).await;
     let answer = bed.ask(&chat(&essay(31))).await;
     assert_eq!(prefill_of(&bed, &answer), Some(12), "{answer:?}");
     traffic.end().await;
@@ -225,7 +229,7 @@ async fn enforced_remote_prefill_rejects_without_workers() {
     for round in 0..2 {
         let answer = bed.ask(&chat(&essay(10 * round))).await;
         assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
-        list(&bed, |id| DECODE.contains(&id)).await;
+        list_workers(&bed, |id| DECODE.contains(&id)).await;
         for body in [chat(&essay(1)), stream(&essay(2), 4)] {
             let refused = bed.ask(&body).await;
             let (code, message) = refused.error(503);
@@ -235,11 +239,11 @@ async fn enforced_remote_prefill_rejects_without_workers() {
             assert_eq!(
                 refused.header("x-engine-id"),
                 "",
-                "no engine was asked: {refused:?}"
+                "no engine received the request: {refused:?}"
             );
         }
         bed.quiet().await;
-        list(&bed, |_| true).await;
+        list_workers(&bed, |_| true).await;
     }
     let answer = bed.ask(&chat(&essay(30))).await;
     assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
@@ -266,24 +270,24 @@ async fn short_or_cached_prompt_stays_on_decode_worker() {
         (prefill_of(&bed, &answer).is_some(), answer.engine())
     };
     let (remote, decoder) = ask(&essay(1)).await;
-    assert!(remote, "long and cold");
+    assert!(remote, "long and uncached prompt");
     assert_eq!(
         ask(&essay(1)).await,
         (false, decoder),
-        "all of it is cached"
+        "the whole prompt is cached"
     );
     assert_eq!(
         ask(&format!("{} And now?", essay(1))).await,
         (false, decoder),
-        "most of it is cached"
+        "most of the prompt is cached"
     );
-    assert!(ask(&essay(2)).await.0, "another one that is long and cold");
-    // Both decode workers have the start of the chat template cached, more than a third of this
-    // prompt.
+    assert!(ask(&essay(2)).await.0, "another long and uncached prompt");
+    // Both decode workers have cached the start of the chat template, which is more than a third of
+    // this prompt.
     for id in DECODE {
         bed.warm(id, &chat("What?")).await;
     }
-    assert!(!ask("Well?").await.0, "short");
+    assert!(!ask("Well?").await.0, "short prompt");
     bed.quiet().await;
     let page = bed.metrics().await;
     for (phases, count) in [("remote_prefill", 2.0), ("short_prompt", 3.0)] {

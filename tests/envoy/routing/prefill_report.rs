@@ -1,4 +1,4 @@
-//! Cache reports of prefill workers. Audit and parity check judge the worker that computed the
+//! Cache reports of prefill workers. Audit and parity check assess the worker that computed the
 //! prompt.
 
 use serde_json::{Value, json};
@@ -34,7 +34,7 @@ async fn bed() -> RoutingBed {
     .await
 }
 
-/// Checks that confirmed the tokens of a worker by its events.
+/// Returns the number of checks that confirmed the tokens of a worker by its events.
 async fn confirmed(bed: &RoutingBed, worker: u64) -> u64 {
     let parity: Value = bed.stack.debug_page("parity").await.unwrap();
     parity[0]["workers"][worker.to_string()]["events"]["confirmed"]
@@ -99,7 +99,7 @@ async fn evictions_of_prefill_worker_are_audited() {
     let prompt = text(&essay(2));
     bed.ask(&prompt).await.engine();
     bed.settle().await;
-    // The engine evicts at once and publishes the event with its next step.
+    // The engine evicts at once, and publishes the event with its next step.
     let reset = bed
         .http
         .post(bed.engine(PREFILL).url("/reset_prefix_cache"))
@@ -188,7 +188,7 @@ async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
         page.sum("audit_responses_total", &[("outcome", "undecided")]),
         4.0
     );
-    // warmroute sends the copy of a request without a stream itself, and receives the report.
+    // warmroute itself sends the copy of a unary request, so it receives the report.
     bed.ask(&text(&essay(5))).await.engine();
     let sums = self::sums(&bed, 5).await;
     assert_eq!(

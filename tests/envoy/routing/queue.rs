@@ -8,11 +8,11 @@ use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, stream};
 
-/// Envoy's `message_timeout`, unless a reply extends it.
+/// Shipped `message_timeout` of Envoy, which a reply can extend.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Configuration in which any prefill makes a worker busy.
-fn narrow(more: &Value) -> Value {
+/// Returns a configuration in which any prefill makes a worker busy.
+fn queue_config(more: &Value) -> Value {
     let mut queue = json!({"prefill_busy_threshold": 10});
     queue
         .as_object_mut()
@@ -21,9 +21,10 @@ fn narrow(more: &Value) -> Value {
     json!({"queue": queue})
 }
 
-/// One worker with a prefill that runs until `release`, behind the shipped Envoy configuration.
+/// Starts one worker behind the shipped Envoy configuration, with a prefill that runs until
+/// [`release`].
 async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
-    let bed = RoutingBed::behind(&[engine(1)], narrow(more), str::to_owned).await;
+    let bed = RoutingBed::behind(&[engine(1)], queue_config(more), str::to_owned).await;
     // The first response after the start may be slow.
     let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
     assert!(until(SOON, ready).await);
@@ -35,7 +36,7 @@ async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
     (bed, holder)
 }
 
-/// Starts a request, and waits until it is queued.
+/// Starts a request and waits until it is queued.
 async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<RoutedAnswer> {
     let sending = bed.send_in_background(&chat(name));
     bed.shows(&format!("{name} waits"), |page| {
@@ -45,7 +46,7 @@ async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<Routed
     sending
 }
 
-/// Lets the busy worker continue. Its request completes.
+/// Lets the busy worker continue, so that its request completes.
 async fn release(bed: &RoutingBed, holder: JoinHandle<RoutedAnswer>) {
     bed.first_tokens(1, true).await;
     assert_eq!(holder.await.unwrap().engine(), 1);
@@ -277,7 +278,8 @@ async fn rejected_overload_has_retry_after() {
     assert_eq!(bed.ask(&chat("another")).await.engine(), 1);
 }
 
-/// Configuration of gateways that support only this mode.
+/// Returns the shipped configuration with full-duplex request bodies, as in gateways that support
+/// only this mode.
 fn full_duplex(shipped: &str) -> String {
     let modes = "request_body_mode: BUFFERED # the worker is chosen by the whole prompt\n                \
                  request_trailer_mode: SKIP";
@@ -291,7 +293,7 @@ fn full_duplex(shipped: &str) -> String {
 async fn full_duplex_requests_are_queued_and_rejected() {
     let class =
         json!({"name": "all", "family": "f", "bucket": "any", "max_requests_per_worker": 1});
-    let mut config = narrow(&json!({
+    let mut config = queue_config(&json!({
         "default_family": "f", "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
     }));
     config["requests"]["clients"] = json!({"trusted": true});
@@ -319,7 +321,7 @@ async fn full_duplex_requests_are_queued_and_rejected() {
     let patient = until(SOON, async || {
         assert!(
             !waiter.is_finished(),
-            "{:?} gave up",
+            "{:?} did not stay queued",
             bed.metrics().await.text()
         );
         since.elapsed() > MESSAGE_TIMEOUT + MESSAGE_TIMEOUT / 2

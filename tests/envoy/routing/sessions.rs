@@ -9,7 +9,7 @@ use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, essay, stream, text};
 
-/// Two workers and sessions, with a wait timeout for busy machines.
+/// Starts two workers with session affinity, and a wait timeout that suits busy machines.
 async fn bed(affinity: &str, more: Value) -> RoutingBed {
     let mut config = json!({"sessions": {"affinity": affinity, "wait_timeout": "20s"}});
     merge_config(&mut config, &more);
@@ -29,7 +29,7 @@ async fn hard_session_ignores_a_cheaper_worker() {
     let bed = bed("hard", json!({})).await;
     let home = ask(&bed, "alice", &chat("Good morning.")).await.engine();
     for topic in 0..3 {
-        // Only the other worker has the prompt cached, and requests without a session are routed
+        // Only the other worker has cached the prompt, so requests without a session are routed
         // there.
         bed.warm(other(home), &chat(&essay(topic))).await;
         let free = bed.ask(&chat(&essay(topic))).await;
@@ -79,12 +79,12 @@ async fn session_of_dead_worker_is_rebound_permanently() {
     let mut turn = 0;
     let well = async || {
         turn += 1;
-        bed.ask(&text(&format!("{turn} somebody else"))).await;
+        bed.ask(&text(&format!("{turn} without a session"))).await;
         bed.metrics().await.sum("ejected_workers", &[]) == 0.0
     };
     assert!(until(SOON, well).await, "the worker does not recover");
     bed.settle().await;
-    // The old worker is healthy and has the prompt cached, but the session stays with the new one.
+    // The old worker is healthy and has cached the prompt, but the session stays on the new one.
     bed.warm(home, &chat(&essay(1))).await;
     let answer = ask(&bed, "alice", &chat(&essay(1))).await;
     assert_eq!(
@@ -117,13 +117,15 @@ async fn hard_session_waits_and_soft_session_moves() {
         let request = bed.post(&chat("And now?")).header("x-session-id", "alice");
         let sending = tokio::spawn(RoutedAnswer::of(request));
         if waits {
-            bed.shows("it waits", |page| page.sum("queue_requests", &[]) == 1.0)
-                .await;
+            bed.shows("the request waits", |page| {
+                page.sum("queue_requests", &[]) == 1.0
+            })
+            .await;
             bed.first_tokens(home, true).await;
             assert_eq!(sending.await.unwrap().engine(), home);
         } else {
             assert_eq!(sending.await.unwrap().engine(), other(home));
-            // The session moves with its last request.
+            // The session has moved with its last request.
             let next = ask(&bed, "alice", &chat("And then?")).await;
             assert_eq!(next.engine(), other(home), "{next:?}");
             bed.first_tokens(home, true).await;
@@ -160,8 +162,10 @@ async fn idle_or_final_session_is_removed() {
         .header("x-session-id", "bob")
         .header("x-dynamo-session-final", "true");
     assert_eq!(RoutedAnswer::of(last).await.status, 200);
-    bed.shows("none is left", |page| page.sum("sessions", &[]) == 0.0)
-        .await;
+    bed.shows("no session is left", |page| {
+        page.sum("sessions", &[]) == 0.0
+    })
+    .await;
     bed.quiet().await;
 }
 
@@ -170,7 +174,7 @@ async fn session_stays_with_one_worker_rank() {
     let mut spec = engine(1)
         .with(&["--dp-size", "2"])
         .with_worker_fields(json!({"data_parallel": {"size": 2}}));
-    // The next port is that of the second rank. Without a replay endpoint it is free.
+    // The next port is that of the second rank. It is free if there is no replay endpoint.
     spec.replay = false;
     let bed = RoutingBed::start(&[spec], json!({"sessions": {}})).await;
     let mut ranks = BTreeSet::new();
@@ -209,8 +213,10 @@ async fn waiting_session_moves_when_its_worker_is_removed() {
     let sending = tokio::spawn(RoutedAnswer::of(
         bed.post(&chat("And now?")).header("x-session-id", "alice"),
     ));
-    bed.shows("it waits", |page| page.sum("queue_requests", &[]) == 1.0)
-        .await;
+    bed.shows("the request waits", |page| {
+        page.sum("queue_requests", &[]) == 1.0
+    })
+    .await;
     bed.stack
         .write_worker_entries(&json!([bed.engine(other(home)).worker_entry()]))
         .unwrap();
@@ -220,7 +226,7 @@ async fn waiting_session_moves_when_its_worker_is_removed() {
         (other(home), other(home)),
         "{answer:?}"
     );
-    // A response of a removed worker is completed.
+    // The response of a removed worker is completed.
     bed.first_tokens(home, true).await;
     assert_eq!(holder.await.unwrap().engine(), home);
     bed.quiet().await;

@@ -10,7 +10,7 @@ use warmroute_testbed::ports::until;
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, engine, essay};
 use crate::support::model_file;
 
-/// Deployment whose model is configured with this block size.
+/// Starts a deployment whose model is configured with this block size.
 async fn bed_with_blocks(of: u32, specs: &[EngineSpec]) -> RoutingBed {
     let models = json!([{
         "name": MODEL,
@@ -28,7 +28,7 @@ fn without_replay(id: u64) -> EngineSpec {
     }
 }
 
-/// Event source of a worker in `/debug/fleet`.
+/// Returns the event source of a worker from `/debug/fleet`.
 async fn source(bed: &RoutingBed, id: u64) -> Value {
     member(bed, id).await["source"].clone()
 }
@@ -43,17 +43,17 @@ async fn member(bed: &RoutingBed, id: u64) -> Value {
         .unwrap_or_default()
 }
 
-async fn assert_status(bed: &RoutingBed, id: u64, trust: &str, because: Value) {
-    let so = async || {
+async fn assert_status(bed: &RoutingBed, id: u64, freshness: &str, reason: Value) {
+    let has_status = async || {
         let source = source(bed, id).await;
-        source["freshness"] == trust && source["reason"] == because
+        source["freshness"] == freshness && source["reason"] == reason
     };
     assert!(
-        until(SOON, so).await,
-        "{trust} because {because}, but {}",
+        until(SOON, has_status).await,
+        "{freshness} because {reason}, but {}",
         source(bed, id).await
     );
-    let state = [("worker_id", &id.to_string()[..]), ("freshness", trust)];
+    let state = [("worker_id", &id.to_string()[..]), ("freshness", freshness)];
     assert_eq!(
         bed.metrics().await.sum("kv_event_source_freshness", &state),
         1.0
@@ -88,8 +88,8 @@ async fn blocks_of_another_size_are_converted() {
             let first = bed.ask(&question).await;
             let warm = first.engine();
             let tokens = first.json()["usage"]["prompt_tokens"].as_u64().unwrap();
-            // The index has everything that the engine can reuse, up to a boundary of the larger
-            // blocks.
+            // The index contains all blocks that the engine can reuse, up to a boundary of the
+            // larger blocks.
             let least = (tokens - 1) / 32 * 32;
             let known = async || {
                 let query = bed.ask(&question).await;
@@ -114,7 +114,7 @@ async fn blocks_of_another_size_are_converted() {
             );
             assert!(
                 of != 8 || predicted == cached,
-                "smaller blocks lose nothing: {predicted} of {cached}"
+                "smaller blocks lose no precision: {predicted} of {cached}"
             );
             assert_eq!(source(&bed, warm).await["engine_block_size"], json!(16));
         }
@@ -200,18 +200,18 @@ async fn lost_batches_reduce_credit_until_engine_restart() {
         (&json!(0.25), &json!("stale")),
         "{less}"
     );
-    let credit = |judged: &Value| judged["cost"]["device_credit"].as_f64().unwrap();
+    let credit = |explanation: &Value| explanation["cost"]["device_credit"].as_f64().unwrap();
     assert_eq!(credit(&less), credit(&full) / 4.0);
     assert_eq!(
         bed.ask(&question).await.mode(),
         "exact",
-        "it is still compared"
+        "the index still affects the choice"
     );
 
     bed.kill(1);
     assert_status(&bed, 1, "stale", json!("detached")).await;
     bed.restart(1).await;
-    // Connected again, and the events in between are lost.
+    // The source is connected again, and the batches in between are lost.
     assert_status(&bed, 1, "stale", json!("lost_batches")).await;
     let mut topic = 10;
     let restarted = async || {
@@ -251,11 +251,11 @@ async fn reload_changes_handling_of_lost_events() {
     assert_eq!(
         source(&bed, 1).await["stale_blocks"],
         json!(0),
-        "they are removed"
+        "the blocks are removed"
     );
 }
 
-/// Explanation of the only worker.
+/// Returns the explanation of the only worker.
 async fn explained(bed: &RoutingBed, question: &Value) -> Value {
     let page = bed.stack.admin_url("/debug/explain");
     let response = bed
@@ -291,8 +291,8 @@ async fn silent_source_is_detected_by_responses() {
     assert_status(&bed, 1, "stale", json!("silent")).await;
     bed.misbehave(1, json!({"drop_events": {"batches": 0}}))
         .await;
-    // A silent source is reconnected, and batches in between are lost. Several requests may be
-    // needed.
+    // warmroute reconnects to a silent source, and the batches in between are lost. Several
+    // requests may be needed.
     let mut topic = 5;
     let received = async || {
         topic += 1;
@@ -325,11 +325,14 @@ async fn blocks_reused_after_loss_are_confirmed() {
     assert_eq!(predicted(&again), cached(&again), "{again:?}");
     assert_status(&bed, 1, "incomplete", json!("unreported_blocks")).await;
     assert_eq!(source(&bed, 1).await["batches"], batches);
-    let judged = explained(&bed, &question).await;
+    let explanation = explained(&bed, &question).await;
     assert_eq!(
-        (&judged["cost"]["freshness_credit"], &judged["overlap"]),
+        (
+            &explanation["cost"]["freshness_credit"],
+            &explanation["overlap"]
+        ),
         (&json!(1.0), &full["overlap"]),
-        "{judged}"
+        "{explanation}"
     );
 }
 

@@ -1,4 +1,4 @@
-//! Many requests with every feature enabled, cancelled requests, and a worker that crashes
+//! Many requests with every feature enabled, of which some are cancelled, and a worker that crashes
 //! and restarts. No load, queue entry or session may be left over.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,23 +17,23 @@ use crate::support::long_tests::long_or_short;
 /// Number of requests in the long and the short form.
 const REQUESTS: [usize; 2] = [10_000, 1_500];
 const AT_ONCE: usize = 64;
-/// Worker that is killed.
+/// Id of the worker that is killed.
 const VICTIM: u64 = 2;
 
 /// Outcome of one request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestFate {
-    /// Completed.
+    /// The response was complete.
     Served,
-    /// Rejected with `Retry-After`.
+    /// The request was rejected with `Retry-After`.
     Refused,
-    /// Cancelled by its client.
+    /// The client cancelled the request.
     Left,
-    /// In progress on the worker when it was killed.
+    /// The request was in progress on the worker when the worker was killed.
     Killed,
 }
 
-/// Time at which the worker was killed.
+/// Time at which the worker was killed, if it was.
 type DeathTime = parking_lot::Mutex<Option<Instant>>;
 
 fn storm_engine(id: u64) -> EngineSpec {
@@ -60,13 +60,13 @@ fn config() -> Value {
     })
 }
 
-/// Request with this number, and the time until its client cancels it.
+/// Returns the request with this number, and the time after which its client cancels it, if any.
 fn request(bed: &RoutingBed, at: usize) -> (reqwest::RequestBuilder, Value, Option<Duration>) {
     let mut random = SmallRng::seed_from_u64(at as u64);
     let question = match random.random_range(0..10) {
         0 => essay(random.random_range(0..20)),
         1..=4 => format!("{} again", random.random_range(0..50)),
-        _ => format!("{at} is a number that nobody has asked about before."),
+        _ => format!("{at} is a number that no request has contained before."),
     };
     let body = match random.random_range(0..3) {
         0 => text(&question),
@@ -80,15 +80,15 @@ fn request(bed: &RoutingBed, at: usize) -> (reqwest::RequestBuilder, Value, Opti
             format!("session-{}", random.random_range(0..300)),
         );
     }
-    let stays = random
+    let cancel_after = random
         .random_bool(0.3)
         .then(|| Duration::from_micros(random.random_range(0..60_000)));
-    (request, body, stays)
+    (request, body, cancel_after)
 }
 
-/// Sends one request and returns its outcome. Panics on a forbidden outcome.
-async fn one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate {
-    let (request, body, stays) = request(bed, at);
+/// Sends one request and returns its outcome. Panics on an outcome that is not allowed.
+async fn send_one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate {
+    let (request, body, cancel_after) = request(bed, at);
     let answered_request = async {
         let response = request
             .send()
@@ -103,9 +103,9 @@ async fn one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate {
         let text = response.text().await;
         (status, headers, chosen, text)
     };
-    let (status, headers, chosen, text) = match stays {
+    let (status, headers, chosen, text) = match cancel_after {
         None => answered_request.await,
-        Some(stays) => match tokio::time::timeout(stays, answered_request).await {
+        Some(cancel_after) => match tokio::time::timeout(cancel_after, answered_request).await {
             Ok(answered) => answered,
             Err(_) => return RequestFate::Left,
         },
@@ -137,13 +137,13 @@ async fn storm_of_requests_leaves_nothing_behind() {
     let mut bed = RoutingBed::start(&[1, VICTIM, 3].map(storm_engine), config()).await;
     let death = DeathTime::default();
     let started = Instant::now();
-    let mut fates = Vec::new();
+    let mut outcomes = Vec::new();
     for part in 0..3 {
         let done = AtomicUsize::new(0);
         let numbers = (part * requests / 3)..((part + 1) * requests / 3);
         let half = numbers.len() / 2;
         if part == 1 {
-            // Killed in the middle of the second third, and restarted after it.
+            // The worker is killed in the middle of the second third, and restarted after it.
             let pid = bed.engine(VICTIM).pid().unwrap();
             let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
             let kill = async {
@@ -151,13 +151,13 @@ async fn storm_of_requests_leaves_nothing_behind() {
                 *death.lock() = Some(Instant::now());
                 rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
             };
-            tokio::join!(send(&bed, numbers, &done, &death, &mut fates), kill);
+            tokio::join!(send(&bed, numbers, &done, &death, &mut outcomes), kill);
             bed.restart(VICTIM).await;
         } else {
-            send(&bed, numbers, &done, &death, &mut fates).await;
+            send(&bed, numbers, &done, &death, &mut outcomes).await;
         }
     }
-    let count = |fate| fates.iter().filter(|of| **of == fate).count();
+    let count = |outcome| outcomes.iter().filter(|of| **of == outcome).count();
     let served = count(RequestFate::Served);
     let refused = count(RequestFate::Refused);
     let left = count(RequestFate::Left);
@@ -166,12 +166,12 @@ async fn storm_of_requests_leaves_nothing_behind() {
         "{served} served, {refused} refused, {left} left, {killed} killed, {:?}",
         started.elapsed()
     );
-    assert_eq!(fates.len(), requests, "{summary}");
+    assert_eq!(outcomes.len(), requests, "{summary}");
     assert!(
         left > requests / 20 && served > requests / 2 && killed <= AT_ONCE,
         "{summary}"
     );
-    nothing_is_left(&bed, requests, &summary).await;
+    assert_nothing_left(&bed, requests, &summary).await;
 }
 
 async fn send(
@@ -179,22 +179,22 @@ async fn send(
     numbers: std::ops::Range<usize>,
     done: &AtomicUsize,
     death: &DeathTime,
-    fates: &mut Vec<RequestFate>,
+    outcomes: &mut Vec<RequestFate>,
 ) {
-    let one = async |at| {
-        let fate = one(bed, at, death).await;
+    let send_one = async |at| {
+        let outcome = send_one(bed, at, death).await;
         done.fetch_add(1, Ordering::Relaxed);
-        fate
+        outcome
     };
-    fates.extend(
-        futures_util::stream::iter(numbers.map(one))
+    outcomes.extend(
+        futures_util::stream::iter(numbers.map(send_one))
             .buffer_unordered(AT_ONCE)
             .collect::<Vec<_>>()
             .await,
     );
 }
 
-async fn nothing_is_left(bed: &RoutingBed, requests: usize, summary: &str) {
+async fn assert_nothing_left(bed: &RoutingBed, requests: usize, summary: &str) {
     bed.quiet().await;
     bed.shows("sessions are left", |page| page.sum("sessions", &[]) == 0.0)
         .await;

@@ -1,5 +1,5 @@
-//! Tokenization as Envoy and its clients observe it. Requests beyond its limits are routed
-//! load-only and counted with their reason. The turns of a chat resume the tokenization of earlier
+//! Tokenization as Envoy and its clients observe it. Requests that exceed its limits are routed
+//! load-only, and counted with the reason. The turns of a chat resume the tokenization of earlier
 //! turns.
 
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutingBed, SOON, chat, engine};
 
-/// Deployment of one worker with these limits.
+/// Starts a deployment of one worker with these limits.
 async fn bed(limits: Value) -> RoutingBed {
     RoutingBed::start(&[engine(1)], json!({"requests": {"limits": limits}})).await
 }
@@ -59,7 +59,7 @@ async fn next_chat_turn_resumes_tokenization() {
     let bed = bed(json!({})).await;
     let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
     assert!(until(SOON, ready).await);
-    // The canaries of the parity check are tokenized at startup, with and without the cache.
+    // At startup, the canaries of the parity check are tokenized with and without the cache.
     let before = bed.metrics().await;
     let mut request = chat(&"What is a router? ".repeat(60));
     for turn in 0..4 {

@@ -9,7 +9,7 @@ use crate::routing::bed::{
     RoutedAnswer, RoutingBed, chat, engine, engine_for, essay, letting_pins_through, text,
 };
 
-/// Headers of a client.
+/// Request headers of a client.
 type SentHeaders<'h> = &'h [(&'h str, &'h str)];
 
 async fn bed(specs: &[EngineSpec], trusted: bool) -> RoutingBed {
@@ -266,7 +266,7 @@ async fn untrusted_hints_have_no_effect() {
     let bed = bed(&[engine(1), engine(2)], false).await;
     let nvext = json!({
         "backend_instance_id": 1, "decode_worker_id": 1, "dp_rank": 0, "annotations": ["query_instance_id:decode"],
-        "token_data": [1, 2, 3], "routing_constraints": {"required_taints": ["nobody has this"]},
+        "token_data": [1, 2, 3], "routing_constraints": {"required_taints": ["absent-taint"]},
     });
     let headers = [
         ("x-worker-instance-id", "1"),

@@ -1,6 +1,6 @@
-//! Playback of the captured scenario p01 over sockets. Two scripted listeners replace the engines
-//! and send the captured responses. The requests that reach them through Envoy and warmroute are
-//! compared with the captured requests.
+//! Playback of the captured scenario p01 over sockets. Two scripted servers replace the engines and
+//! send the captured responses. The requests that they receive through Envoy and warmroute are
+//! compared with the captured ones.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::support::model_file;
 const P01: &str = include_str!("../../data/prefill/p01-nixl-pd.json");
 const CHAT: &str = "/v1/chat/completions";
 
-/// Request that a listener received.
+/// Request that a server received.
 #[derive(Clone, Debug)]
 struct ReceivedRequest {
     headers: HeaderMap,
@@ -40,7 +40,7 @@ struct WireStep {
     response: String,
 }
 
-/// Listener that replaces an engine and returns captured responses by the names of the requests.
+/// Server that replaces an engine and returns captured responses, selected by request id.
 struct ScriptedEngine {
     address: SocketAddr,
     received: Arc<Mutex<Vec<ReceivedRequest>>>,
@@ -51,21 +51,21 @@ struct ScriptedEngine {
 struct WireScript {
     steps: Arc<[WireStep]>,
     received: Arc<Mutex<Vec<ReceivedRequest>>>,
-    /// Number of requests that must arrive before the first response. The first one is answered
-    /// last.
-    together: Option<Arc<Barrier>>,
+    /// Number of requests that must arrive before the first response. Their responses are sent in
+    /// reverse order.
+    barrier: Option<Arc<Barrier>>,
 }
 
 impl ScriptedEngine {
-    async fn start(steps: Vec<WireStep>, together: Option<usize>) -> Self {
+    async fn start(steps: Vec<WireStep>, barrier: Option<usize>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let received = Arc::<Mutex<Vec<ReceivedRequest>>>::default();
-        let together = together.map(|count| Arc::new(Barrier::new(count)));
+        let barrier = barrier.map(|count| Arc::new(Barrier::new(count)));
         let script = WireScript {
             steps: steps.into(),
             received: received.clone(),
-            together,
+            barrier,
         };
         let router = Router::new().fallback(answer).with_state(script);
         let task = tokio::spawn(async move { axum::serve(listener, router).await.unwrap() });
@@ -76,7 +76,7 @@ impl ScriptedEngine {
         }
     }
 
-    /// Requests received since the last call, in the order of their names.
+    /// Returns the requests received since the last call, ordered by request id.
     fn take(&self) -> Vec<ReceivedRequest> {
         let mut received = std::mem::take(&mut *self.received.lock());
         received.sort_by_key(|received| {
@@ -116,8 +116,8 @@ async fn answer(
         .received
         .lock()
         .push(ReceivedRequest { headers, body });
-    if let Some(together) = &script.together {
-        together.wait().await;
+    if let Some(barrier) = &script.barrier {
+        barrier.wait().await;
         let later = script.steps.len() - at - 1;
         tokio::time::sleep(Duration::from_millis(30 * later as u64)).await;
     }
@@ -128,7 +128,7 @@ async fn answer(
         .into_response()
 }
 
-/// Captured steps of an engine.
+/// Returns the captured steps of an engine.
 fn steps(at: [usize; 2]) -> Vec<WireStep> {
     let captured: Value = serde_json::from_str(P01).unwrap();
     let step = |at: usize| {
@@ -143,7 +143,7 @@ fn steps(at: [usize; 2]) -> Vec<WireStep> {
     at.map(step).into()
 }
 
-/// Fields that no engine knows, as a client may send them.
+/// Fields that are unknown to all engines, as a client may send them.
 const UNKNOWN: &str =
     r#""some_engines_own": {"big":18446744073709551615, "f": 1.50, "nothing":null}"#;
 
@@ -159,9 +159,9 @@ fn with(body: &Value, more: &Value) -> Value {
     body
 }
 
-/// Captured request of the client: the request to the decode worker without KV transfer parameters,
+/// Returns the request of the client: the captured decode request without KV transfer parameters,
 /// and with unknown fields.
-fn of_client(decode: &WireStep) -> String {
+fn client_request(decode: &WireStep) -> String {
     let mut body = decode.request.clone();
     body.as_object_mut()
         .unwrap()
@@ -180,8 +180,8 @@ struct WireLog {
 }
 
 impl WireLog {
-    async fn start(together: Option<usize>) -> Self {
-        let prefill = ScriptedEngine::start(steps([0, 3]), together).await;
+    async fn start(barrier: Option<usize>) -> Self {
+        let prefill = ScriptedEngine::start(steps([0, 3]), barrier).await;
         let decode = ScriptedEngine::start(steps([1, 4]), None).await;
         let dir = tempfile::Builder::new()
             .prefix("warmroute-wire-")
@@ -235,7 +235,7 @@ impl WireLog {
     }
 }
 
-/// Asserts that both engines received the captured requests, field by field, and the additional
+/// Asserts that both engines received the captured requests field by field, and the additional
 /// fields of the client.
 fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep, &WireStep)) {
     let read = |received: &ReceivedRequest| serde_json::from_str::<Value>(&received.body).unwrap();
@@ -247,7 +247,7 @@ fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep,
     for (received, captured) in [(received.0, captured.0), (received.1, captured.1)] {
         assert!(
             received.body.contains(UNKNOWN),
-            "byte for byte as the client wrote it: {}",
+            "unchanged from the client: {}",
             received.body
         );
         assert_eq!(received.headers["x-request-id"], captured.name);
@@ -260,7 +260,7 @@ fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep,
     let handed_over = answer["kv_transfer_params"].to_string();
     assert!(
         received.1.body.contains(&handed_over),
-        "byte for byte as the engine wrote it: {}",
+        "unchanged from the prefill engine: {}",
         received.1.body
     );
 }
@@ -269,7 +269,7 @@ fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep,
 async fn both_engines_receive_the_captured_requests() {
     let wire = WireLog::start(None).await;
     for (to_prefill, to_decode) in steps([0, 3]).iter().zip(&steps([1, 4])) {
-        let answer = wire.ask(&to_decode.name, of_client(to_decode)).await;
+        let answer = wire.ask(&to_decode.name, client_request(to_decode)).await;
         assert_eq!(
             (answer.status.as_u16(), &answer.text),
             (200, &to_decode.response)
@@ -280,7 +280,11 @@ async fn both_engines_receive_the_captured_requests() {
         );
         let prefill = wire.prefill.take();
         let decode = wire.decode.take();
-        assert_eq!((prefill.len(), decode.len()), (1, 1), "each of them once");
+        assert_eq!(
+            (prefill.len(), decode.len()),
+            (1, 1),
+            "one request per engine"
+        );
         compare((&prefill[0], &decode[0]), (to_prefill, to_decode));
     }
 }
@@ -291,7 +295,7 @@ async fn concurrent_requests_receive_their_own_handoff() {
     let to_prefill = steps([0, 3]);
     let to_decode = steps([1, 4]);
     for _ in 0..10 {
-        let ask = |at: usize| wire.ask(&to_decode[at].name, of_client(&to_decode[at]));
+        let ask = |at: usize| wire.ask(&to_decode[at].name, client_request(&to_decode[at]));
         let (first, second) = tokio::join!(ask(0), ask(1));
         assert_eq!(
             [&first.text, &second.text],

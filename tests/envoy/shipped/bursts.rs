@@ -1,4 +1,4 @@
-//! A backend with known responses: the requested number of events, either at full speed or one per
+//! Worker with known responses: the requested number of events, sent at full speed or one per
 //! permit of the test.
 
 use std::convert::Infallible;
@@ -17,20 +17,20 @@ use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 use tokio::task::AbortHandle;
 
-/// Request header with the number of events.
+/// Request header with the number of events in a streaming response.
 pub(crate) const EVENTS: &str = "x-events";
 /// Request header with the size of a unary response in bytes.
 pub(crate) const BYTES: &str = "x-bytes";
-/// Request header for events that each need a permit.
+/// Request header that makes each event wait for a permit.
 pub(crate) const PACED: &str = "x-paced";
 
-/// It stops on drop.
+/// Server that stops on drop.
 pub(crate) struct BurstEngine {
     id: u64,
     pub(crate) address: SocketAddr,
-    /// Permits for events of paced responses.
+    /// Permits for the events of paced responses.
     pub(crate) go: Arc<Semaphore>,
-    /// Number of responses with a connected client.
+    /// Number of responses in progress.
     pub(crate) open: Arc<AtomicUsize>,
     task: AbortHandle,
 }
@@ -66,7 +66,7 @@ impl BurstEngine {
         self.go.forget_permits(self.go.available_permits());
     }
 
-    /// Entry in the workers file, without an event source.
+    /// Returns the entry for the workers file, without an event source.
     pub(crate) fn entry(&self) -> Value {
         json!({"id": self.id, "endpoint": self.address.to_string()})
     }
@@ -78,7 +78,7 @@ impl Drop for BurstEngine {
     }
 }
 
-/// One event of a response.
+/// Returns one event of a response.
 fn event(at: usize) -> String {
     format!(
         "data: {{\"index\":{at},\"text\":\"{}\"}}\n\n",
@@ -86,7 +86,7 @@ fn event(at: usize) -> String {
     )
 }
 
-/// A whole streaming response.
+/// Returns a whole streaming response.
 pub(crate) fn whole(events: usize) -> String {
     (0..events)
         .map(event)
@@ -94,7 +94,7 @@ pub(crate) fn whole(events: usize) -> String {
         .collect()
 }
 
-/// A unary response.
+/// Returns a unary response.
 pub(crate) fn piece(bytes: usize) -> String {
     "0123456789abcdef".chars().cycle().take(bytes).collect()
 }
@@ -141,7 +141,8 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
     (StatusCode::OK, content, Body::from_stream(body)).into_response()
 }
 
-/// Sends a request, and returns the response after its first event. The rest follows when [`is_whole`] lets it.
+/// Sends a paced request. Returns the response after its first event. [`is_whole`] lets the workers
+/// send the rest.
 pub(crate) async fn begin(
     request: reqwest::RequestBuilder,
     workers: &[BurstEngine],
@@ -153,7 +154,7 @@ pub(crate) async fn begin(
     (response, first.to_vec())
 }
 
-/// Lets the workers send the rest of a response of 50 events. Returns whether all of it arrives.
+/// Lets the workers send the rest of a response of 50 events. Returns true if all of it arrives.
 pub(crate) async fn is_whole(
     (mut response, mut text): (reqwest::Response, Vec<u8>),
     workers: &[BurstEngine],

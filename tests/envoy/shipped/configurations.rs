@@ -1,5 +1,5 @@
-//! Each shipped Envoy configuration: exact routing, forged headers, dead workers, and operation without
-//! warmroute.
+//! Each shipped Envoy configuration: exact routing, forged headers, dead workers, and operation
+//! without warmroute.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -16,78 +16,78 @@ use crate::support::deployment::{
     ChatAnswer, PATIENCE, TestDeployment, chat, essay, fast, with_response_headers,
 };
 
-/// Expected behavior of a shipped Envoy configuration.
+/// Expected behaviour of a shipped Envoy configuration.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RoutingWay {
-    /// `envoy/<file>.yaml`.
+    /// Name of the file `envoy/<file>.yaml`.
     pub(crate) file: &'static str,
     /// Response status while warmroute is down or frozen.
-    away: u16,
+    status_without_warmroute: u16,
     /// Response status if warmroute has no eligible worker.
-    nobody: u16,
-    /// Another worker serves the request if the chosen one is dead.
+    status_without_workers: u16,
+    /// True if another worker serves the request when the chosen one is dead.
     takes_over: bool,
-    /// Streaming responses survive the exit of warmroute.
+    /// True if streaming responses survive the exit of warmroute.
     survives: bool,
 }
 
 pub(crate) const STANDALONE: RoutingWay = RoutingWay {
     file: "standalone",
-    away: 200,
-    nobody: 200,
+    status_without_warmroute: 200,
+    status_without_workers: 200,
     takes_over: true,
     survives: true,
 };
 pub(crate) const SUBSET: RoutingWay = RoutingWay {
     file: "subset",
-    away: 503,
-    nobody: 503,
+    status_without_warmroute: 503,
+    status_without_workers: 503,
     takes_over: false,
     survives: true,
 };
 pub(crate) const ORIGINAL_DST: RoutingWay = RoutingWay {
     file: "original-dst",
-    away: 503,
-    nobody: 503,
+    status_without_warmroute: 503,
+    status_without_workers: 503,
     takes_over: false,
     survives: true,
 };
 pub(crate) const ROUTES: RoutingWay = RoutingWay {
     file: "route-per-header",
-    away: 200,
-    nobody: 200,
+    status_without_warmroute: 200,
+    status_without_workers: 200,
     takes_over: false,
     survives: true,
 };
 pub(crate) const GATEWAY_API: RoutingWay = RoutingWay {
     file: "gateway-api",
-    away: 500,
-    nobody: 503,
+    status_without_warmroute: 500,
+    status_without_workers: 503,
     takes_over: true,
     survives: false,
 };
 
 pub(crate) const XDS: RoutingWay = RoutingWay {
     file: "xds",
-    away: 200,
-    nobody: 503,
+    status_without_warmroute: 200,
+    status_without_workers: 503,
     takes_over: true,
     survives: true,
 };
 
 impl RoutingWay {
-    /// Configuration of warmroute for this file, with response headers for each decision.
+    /// Returns warmroute's configuration for this file, with response headers for each decision.
     pub(crate) fn warmroute(self) -> Value {
         let mut own = envoy::warmroute_settings(self.file)
             .unwrap()
             .unwrap_or_else(|| json!({}));
-        // The deployment sets its own listeners and endpoint file.
+        // The deployment has its own listeners and endpoint file.
         own.as_object_mut().unwrap().remove("listeners");
         if own["envoy"]["xds"].is_null() {
             own.as_object_mut().unwrap().remove("envoy");
         }
-        // Without this, a worker that stops publishing events is no longer chosen. The tests need dead
-        // workers to be chosen.
+        // By default, a worker that stops publishing events is no longer chosen. The tests need
+        // dead workers to be chosen.
         own["index"]["freshness"] = json!({"stale_credit": 1.0});
         with_response_headers(own)
     }
@@ -137,7 +137,7 @@ fn shipped_files_are_all_tested() {
         .map(|file| file.file_stem().unwrap().to_str().unwrap())
         .collect();
     let ways = [STANDALONE, SUBSET, ORIGINAL_DST, ROUTES, GATEWAY_API, XDS].map(|way| way.file);
-    // These need engines with KV transfer. `tests/routing` tests them.
+    // These two need engines with KV transfer, so `tests/envoy/routing` tests them.
     let handovers = ["disaggregated-call", "disaggregated-mirror"];
     assert_eq!(shipped, ways.into_iter().chain(handovers).collect());
     assert!(
@@ -157,7 +157,7 @@ fn question(number: usize) -> Value {
     body
 }
 
-/// A response body without its id, time and cached tokens, which differ between equal requests.
+/// Returns a response body without id, time and cached tokens, which differ between equal requests.
 fn bytes(answer: &[u8]) -> String {
     let mut text = String::from_utf8(answer.to_vec()).unwrap();
     for (key, end) in [
@@ -177,7 +177,8 @@ fn bytes(answer: &[u8]) -> String {
     text
 }
 
-/// Sends 300 requests. Each reaches the named worker, and the response equals a direct one byte by byte.
+/// Sends 300 requests. Asserts that each reaches the named worker, and that the response equals a
+/// direct one byte by byte.
 async fn assert_300_exact_requests(deployment: &TestDeployment) {
     const QUESTIONS: usize = 30;
     let mut known = BTreeMap::new();
@@ -214,7 +215,7 @@ async fn assert_300_exact_requests(deployment: &TestDeployment) {
     deployment.idle().await;
 }
 
-/// A request with all reserved routing headers, each naming the worker at `wanted`.
+/// Returns a request with all reserved routing headers, each of which names the worker at `wanted`.
 fn forged(
     deployment: &TestDeployment,
     number: usize,
@@ -260,11 +261,15 @@ async fn assert_fallback_without_warmroute(way: RoutingWay, deployment: &mut Tes
             .send()
             .await
             .unwrap();
-        assert_eq!(response.status(), way.away, "without warmroute");
+        assert_eq!(
+            response.status(),
+            way.status_without_warmroute,
+            "without warmroute"
+        );
         served.insert(ChatAnswer::read(response).await.engine().to_owned());
     }
     assert!(
-        way.away != 200 || served.len() > 1,
+        way.status_without_warmroute != 200 || served.len() > 1,
         "forged headers take effect: {served:?}"
     );
     deployment.start_router(&way.warmroute()).await.unwrap();
@@ -277,10 +282,10 @@ async fn assert_fallback_without_warmroute(way: RoutingWay, deployment: &mut Tes
 async fn assert_dead_worker_avoided(way: RoutingWay, deployment: &mut TestDeployment) {
     deployment.engines[1].kill9();
     let mut rejected = 0;
-    let mut row = 0;
+    let mut in_a_row = 0;
     let mut number = 200;
-    // Requests fail until warmroute ejects the worker, and when it probes the worker again.
-    while row < 20 {
+    // Requests fail until warmroute ejects the worker, and when warmroute probes it.
+    while in_a_row < 20 {
         number += 1;
         assert!(
             number < 400,
@@ -296,11 +301,11 @@ async fn assert_dead_worker_avoided(way: RoutingWay, deployment: &mut TestDeploy
         match answered.status.as_u16() {
             200 => {
                 assert_ne!(answered.engine(), "2");
-                row += 1;
+                in_a_row += 1;
             }
             503 => {
                 rejected += 1;
-                row = 0;
+                in_a_row = 0;
             }
             status => panic!("{status}: {answered:?}"),
         }
@@ -336,7 +341,7 @@ async fn assert_exact_routing(way: RoutingWay) {
     assert_dead_worker_avoided(way, &mut deployment).await;
 }
 
-/// Streaming responses and new requests while warmroute is killed or frozen.
+/// Asserts the outcome of streaming responses and new requests while warmroute is killed or frozen.
 async fn assert_behavior_without_warmroute(way: RoutingWay) {
     let workers = [
         BurstEngine::start(1).await,
@@ -361,11 +366,11 @@ async fn assert_behavior_without_warmroute(way: RoutingWay) {
     assert_eq!(
         is_whole(open, &workers).await,
         way.survives,
-        "killed while an answer streams"
+        "killed during a streaming response"
     );
 
     deployment.start_router(&way.warmroute()).await.unwrap();
-    // The shipped message timeout, which ends the wait for a frozen process.
+    // The shipped message timeout, after which Envoy stops waiting for a frozen process.
     let config = way.envoy(&deployment, &addresses, "1s");
     deployment.start_envoy(&config).await.unwrap();
     let ask = async || paced(&deployment).send().await.unwrap().status().as_u16();
@@ -375,15 +380,19 @@ async fn assert_behavior_without_warmroute(way: RoutingWay) {
     assert_eq!(
         is_whole(open, &workers).await,
         way.survives,
-        "frozen while an answer streams"
+        "frozen during a streaming response"
     );
-    assert_eq!(ask().await, way.away, "warmroute is frozen");
+    assert_eq!(
+        ask().await,
+        way.status_without_warmroute,
+        "warmroute is frozen"
+    );
     deployment.router().unwrap().thaw();
     assert!(until(PATIENCE, async || ask().await == 200).await);
     assert_graceful_restart(way, deployment, &workers).await;
 }
 
-/// A graceful restart interrupts no response.
+/// Asserts that a graceful restart interrupts no response.
 async fn assert_graceful_restart(
     way: RoutingWay,
     mut deployment: TestDeployment,
@@ -407,10 +416,11 @@ async fn assert_graceful_restart(
     assert!(until(PATIENCE, served).await);
     let open = begin(paced(&deployment), workers).await;
     let old = deployment.replace_router(&own).await.unwrap();
-    // Its grace period ends when its successor is ready and it receives no new requests.
+    // The grace period of the old process ends when its successor is ready and it receives no new
+    // requests.
     assert!(
         is_whole(open, workers).await,
-        "{}: a successor took over while an answer streamed",
+        "{}: a successor took over during a streaming response",
         way.file
     );
     assert!(
@@ -443,7 +453,7 @@ async fn assert_status_without_workers(way: RoutingWay) {
         let response = deployment
             .post("/v1/chat/completions", &chat(&essay(number)))
             .await;
-        assert_eq!(response.status(), way.nobody);
+        assert_eq!(response.status(), way.status_without_workers);
         if way.file == "gateway-api" {
             let error: Value = response.json().await.unwrap();
             assert!(error["error"]["code"].is_string(), "{error}");
@@ -481,7 +491,7 @@ ways! {
     xds: super::XDS
 }
 
-/// Active requests of a worker in `/debug/load`.
+/// Returns the active requests of a worker in `/debug/load`.
 async fn active(deployment: &TestDeployment, id: u64) -> u64 {
     let load = deployment.debug_page("load").await.unwrap();
     let of = load
@@ -555,11 +565,13 @@ async fn booking_moves_by_endpoint_metadata_alone() {
     assert_bookings_follow(GATEWAY_API, without_attributes).await;
 }
 
-/// Data-parallel ranks share an address. Envoy selects it by worker, and a header names the rank.
+/// Data-parallel ranks share an address. Envoy selects the address by worker id, and a header names
+/// the rank.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn subset_reaches_every_rank_of_an_address() {
     let mut spec = fast(u64::MAX).with(&["--dp-size", "2"]);
-    // The second rank uses the next port after the event port. Without a replay endpoint it is free.
+    // The second rank uses the next port after the event port. It is free if there is no replay
+    // endpoint.
     spec.replay = false;
     let mut deployment = TestDeployment::engines(&[spec, fast(2)]).await;
     let mut entries = [
@@ -584,7 +596,7 @@ async fn subset_reaches_every_rank_of_an_address() {
     assert!(all.await, "{served:?}");
 }
 
-/// Another writer of the endpoint file may give a host several ids.
+/// Another program that writes the endpoint file may give a host several ids.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn subset_finds_host_by_each_id() {
     let [shared, other] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
@@ -610,7 +622,7 @@ async fn subset_finds_host_by_each_id() {
     std::fs::write(&new, endpoints.to_string()).unwrap();
     new.persist(&file).unwrap();
     let mut number = 0;
-    // Both ids now select the same host.
+    // The ids of both workers now select the same host.
     let found = until(PATIENCE, async || {
         number += 1;
         let answered = deployment.complete(&essay(number)).await;
@@ -619,7 +631,7 @@ async fn subset_finds_host_by_each_id() {
             (200, "1"),
             "{answered:?}"
         );
-        // warmroute chose worker 2, whose id selects the host of worker 1.
+        // A move means that warmroute chose worker 2, whose id selects the host of worker 1.
         deployment
             .metrics()
             .await
@@ -639,7 +651,7 @@ async fn subset_finds_host_by_each_id() {
 
 /// The gateway restricts the endpoints in request metadata, which clients cannot set.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn gateway_subset_hint_is_followed_and_empty_is_503() {
+async fn gateway_subset_hint_is_followed_or_rejected_with_503() {
     let mut deployment = GATEWAY_API.engines().await;
     let wanted = deployment.engines[2].address;
     for (hint, status) in [(wanted.to_string(), 200), (String::new(), 503)] {

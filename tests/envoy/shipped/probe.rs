@@ -1,6 +1,6 @@
-//! The shipped filter that only detects the first token. Both filters share one server and one
-//! connection. Responses stay complete and undelayed even if the filter fails, and warmroute learns the
-//! end of each prefill.
+//! The shipped filter that only detects the first token. Both ext_proc filters use the same server.
+//! Responses stay complete and undelayed even if the filter fails, and warmroute detects the end of
+//! each prefill.
 
 use std::ops::Deref;
 use std::sync::atomic::Ordering;
@@ -54,7 +54,7 @@ impl ProbeBed {
             .json(&chat(&essay(question)))
     }
 
-    /// A request for a response whose events are sent one by one.
+    /// Returns a request whose response events are sent one by one.
     fn paced(&self, events: usize) -> RequestBuilder {
         self.request(&self.http, 1)
             .header(EVENTS, events)
@@ -80,7 +80,7 @@ impl ProbeBed {
             .sum()
     }
 
-    /// A field of `/debug/load`, summed over all ranks.
+    /// Returns a field of `/debug/load`, summed over all ranks.
     async fn load(&self, field: &str) -> u64 {
         let load = self.debug_page("load").await.unwrap();
         load.as_array()
@@ -103,7 +103,7 @@ impl ProbeBed {
     }
 }
 
-/// Lengthens the timeout of the probe, so a test would notice any delay by the probe.
+/// Lengthens the timeout of the probe filter, so that any delay by the filter becomes visible.
 fn patient_probe(config: &str) -> String {
     assert_eq!(config.matches("message_timeout: 0.3s").count(), 1);
     config.replace("message_timeout: 0.3s", "message_timeout: 100s")
@@ -196,7 +196,7 @@ async fn tokens_are_undelayed_and_first_ends_prefill() {
     );
     let mut text = String::new();
     for at in 0..=20 {
-        // Only after the previous event has arrived.
+        // The next event is sent only after the previous one has arrived.
         bed.let_one_go();
         let chunk = response.chunk().await.unwrap().unwrap();
         text.push_str(std::str::from_utf8(&chunk).unwrap());
@@ -204,7 +204,7 @@ async fn tokens_are_undelayed_and_first_ends_prefill() {
             let over = until(PATIENCE, async || {
                 bed.load("active_prefill_tokens").await == 0
             });
-            assert!(over.await, "the first token is there");
+            assert!(over.await, "the first token is counted");
             assert_eq!(bed.first_tokens().await, 1.0);
         }
         if at < 20 {
@@ -243,7 +243,7 @@ async fn responses_are_whole_across_warmroute_restart() {
     for _ in 0..8 {
         open.push(bed.paced(30).send().await.unwrap());
     }
-    // Some responses have had their first token, some have not.
+    // Some responses have had their first token, others have not.
     (0..2).for_each(|_| bed.let_one_go());
     assert!(
         until(PATIENCE, async || (1.0..8.0)
@@ -288,12 +288,13 @@ async fn responses_are_whole_across_warmroute_restart() {
     let before = bed.probes("observed").await;
     let requests = (0..50).map(|at| bed.request(&bed.http, at).header(EVENTS, 500));
     assert_eq!(exact(requests, &whole(500)).await, 50);
-    // The number depends on the machine: Envoy drops a probe without a reply within the shipped 0.3 s.
+    // The number depends on the machine: Envoy closes a probe stream that gets no reply within the
+    // shipped 0.3 s.
     assert!(until(PATIENCE, async || bed.probes("observed").await > before).await);
 }
 
-/// Keepalive pings of the connection detect a frozen server. Until then, chunks in close succession are
-/// delayed, because each chunk restarts the timeout of the probe.
+/// Keepalive pings of the connection detect a frozen server. Until then, chunks in close succession
+/// are delayed, because each chunk restarts the timeout of the probe.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frozen_warmroute_delays_responses_by_seconds_at_most() {
     let bed = ProbeBed::start(str::to_owned).await;
@@ -319,7 +320,10 @@ async fn frozen_warmroute_delays_responses_by_seconds_at_most() {
     let ((), (first, text)) = tokio::join!(tick, read);
     bed.router().unwrap().thaw();
     assert_eq!(text, whole(2_000));
-    assert!(first < Duration::from_secs(8), "nothing came for {first:?}");
+    assert!(
+        first < Duration::from_secs(8),
+        "no chunk arrived for {first:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -330,14 +334,15 @@ async fn local_replies_pass_the_probe() {
         .start_router(&with_response_headers(strict))
         .await
         .unwrap();
-    let unknown = json!({"model": "nobody's", "messages": [{"role": "user", "content": "hello"}]});
+    let unknown =
+        json!({"model": "absent-model", "messages": [{"role": "user", "content": "hello"}]});
     for _ in 0..20 {
         let response = bed.post("/v1/chat/completions", &unknown).await;
         assert_eq!(response.status(), 404);
         let error: Value = response.json().await.unwrap();
         assert!(error["error"]["message"].as_str().is_some(), "{error}");
     }
-    // No worker is left, so Envoy replies itself.
+    // All workers stop, so Envoy responds itself.
     bed.workers.clear();
     let response = bed.request(&bed.http, 1).send().await.unwrap();
     assert_eq!(response.status(), 503);

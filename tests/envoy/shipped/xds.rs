@@ -1,5 +1,5 @@
-//! warmroute as the xDS server: all protocol variants with a real Envoy, several Envoys, restarts of
-//! either side, and a client that sends requests which no Envoy sends.
+//! warmroute as the xDS server: all protocol variants with a real Envoy, several Envoys, restarts
+//! of either side, and a client with requests that Envoy never sends.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -19,7 +19,7 @@ use crate::shipped::bursts::BurstEngine;
 use crate::shipped::configurations::{STANDALONE, XDS};
 use crate::support::deployment::{PATIENCE, TestDeployment, chat, essay, fast};
 
-/// The EDS configuration source of the cluster in the shipped file.
+/// Returns the EDS configuration source of the cluster in the shipped file.
 fn source(config: &mut Value) -> &mut Value {
     config
         .pointer_mut("/static_resources/clusters/0/eds_cluster_config/eds_config")
@@ -34,7 +34,7 @@ fn grpc(kind: &str) -> Value {
     })
 }
 
-/// The shipped file with another variant of the protocol.
+/// Returns the shipped file with another variant of the protocol.
 fn variant(shipped: &str, kind: &str, aggregated: bool) -> String {
     let mut config: Value = serde_saphyr::from_str(shipped).unwrap();
     let eds = source(&mut config);
@@ -47,7 +47,7 @@ fn variant(shipped: &str, kind: &str, aggregated: bool) -> String {
     config.to_string()
 }
 
-/// Endpoints of a cluster in an Envoy: address and EDS health status.
+/// Returns the endpoints of a cluster in an Envoy: address and EDS health status.
 async fn endpoints(
     deployment: &TestDeployment,
     envoy: &EnvoySetup<'_>,
@@ -103,7 +103,7 @@ fn entries(workers: &[&BurstEngine]) -> Value {
     workers.iter().map(|worker| worker.entry()).collect()
 }
 
-/// Adds, drains and removes workers, and asserts that Envoy receives each change.
+/// Adds, drains and removes workers. Asserts that Envoy receives each change.
 async fn assert_envoy_follows(kind: &str, aggregated: bool) {
     let [one, two, three] = [
         BurstEngine::start(1).await,
@@ -166,7 +166,7 @@ async fn assert_envoy_follows(kind: &str, aggregated: bool) {
     assert_envoy_is_listed(&deployment, kind).await;
 }
 
-/// Checks the page and the metrics of the connected Envoy.
+/// Asserts the page and the metrics of the connected Envoy.
 async fn assert_envoy_is_listed(deployment: &TestDeployment, kind: &str) {
     let listeners = deployment.debug_page("envoys").await.unwrap();
     let [listener] = &listeners.as_array().unwrap()[..] else {
@@ -215,8 +215,11 @@ async fn delta_ads_follows_workers() {
     assert_envoy_follows("DELTA_GRPC", true).await;
 }
 
-/// Another Envoy of the same deployment, on other ports.
-async fn another(deployment: &TestDeployment, config: &str) -> (ChildProcess, u16, u16) {
+/// Starts another Envoy for the same deployment, on other ports.
+async fn start_another_envoy(
+    deployment: &TestDeployment,
+    config: &str,
+) -> (ChildProcess, u16, u16) {
     let port = FreePort::find().unwrap();
     let admin_port = FreePort::find().unwrap();
     let port = port.release();
@@ -240,7 +243,7 @@ async fn another(deployment: &TestDeployment, config: &str) -> (ChildProcess, u1
     )
 }
 
-/// Shipped configuration with the xDS server at a TCP port.
+/// Returns the shipped configuration with the xDS server at a TCP port.
 fn config_with_xds_port(deployment: &TestDeployment, port: u16) -> String {
     let shipped = XDS.envoy(deployment, &[], "30s");
     let (before, after) = shipped.split_once("- name: xds").unwrap();
@@ -253,10 +256,10 @@ fn config_with_xds_port(deployment: &TestDeployment, port: u16) -> String {
     format!("{before}- name: xds{}", after.replace(&pipe, &tcp))
 }
 
-/// A new worker is chosen only after all Envoys have acknowledged it, so no Envoy receives a request for
-/// an unknown worker.
+/// A new worker is chosen only after all Envoys have acknowledged it, so no Envoy receives a
+/// request for an unknown worker.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn new_worker_is_chosen_after_all_envoys_have_it() {
+async fn new_worker_is_chosen_after_all_envoys_acknowledge() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3)]).await;
     let all: Vec<Value> = deployment
         .engines
@@ -270,7 +273,7 @@ async fn new_worker_is_chosen_after_all_envoys_have_it() {
     deployment.start_router(&own).await.unwrap();
     let config = config_with_xds_port(&deployment, xds);
     deployment.start_envoy(&config).await.unwrap();
-    let (_second, port, _) = another(&deployment, &config).await;
+    let (_second, port, _) = start_another_envoy(&deployment, &config).await;
     let listen = async || {
         deployment
             .debug_page("envoys")
@@ -306,11 +309,11 @@ async fn new_worker_is_chosen_after_all_envoys_have_it() {
                 let answer = deployment.http.post(url).json(&body).send().await.unwrap();
                 assert_eq!(answer.status(), 200);
                 let header = |name: &str| answer.headers()[name].to_str().unwrap().to_owned();
-                // If Envoy did not know the chosen worker, it would have selected another.
+                // An Envoy that does not know the chosen worker would select another one.
                 assert_eq!(header("x-worker-instance-id"), header("x-engine-id"));
                 served.insert(header("x-engine-id"));
             }
-            // The workers of the previous list serve until warmroute has read the new one.
+            // The workers of the previous list serve until warmroute has read the new list.
             if !served.is_subset(&expected) {
                 served.clear();
             }
@@ -369,7 +372,7 @@ async fn restart_of_either_side_loses_no_worker() {
     );
 }
 
-/// A cluster for each role in one Envoy, and a cluster that warmroute does not know.
+/// One Envoy has a cluster for each role, and a cluster that warmroute does not know.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn clusters_have_their_configured_workers() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
@@ -417,7 +420,7 @@ async fn clusters_have_their_configured_workers() {
     );
 }
 
-/// A client that rejects a valid update, requests an unknown type, and disconnects.
+/// A client rejects a valid update, requests an unknown type, and disconnects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn rejecting_client_is_shown_and_blocks_nothing() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
@@ -453,17 +456,16 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
     let first = answers.message().await.unwrap().unwrap();
     assert_eq!(first.resources.len(), 1);
     request_tx
-        .send(ask(&first.nonce, Some("I will not")))
+        .send(ask(&first.nonce, Some("rejected")))
         .await
         .unwrap();
-    let shown =
-        async || deployment.debug_page("envoys").await.unwrap()[0]["refused"] == "I will not";
+    let shown = async || deployment.debug_page("envoys").await.unwrap()[0]["refused"] == "rejected";
     assert!(until(PATIENCE, shown).await);
-    let strange = DiscoveryRequest {
+    let unknown_type = DiscoveryRequest {
         type_url: "type.googleapis.com/nonsense".to_owned(),
         ..ask("77", None)
     };
-    request_tx.send(strange).await.unwrap();
+    request_tx.send(unknown_type).await.unwrap();
     // The client does not acknowledge the update, and the new worker is used nevertheless.
     deployment
         .write_worker_entries(&entries(&[&one, &two]))
@@ -474,7 +476,7 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
         (&second.version_info, &second.nonce)
     );
     deployment
-        .metrics_show("both are used", |page| page.sum("workers", &[]) == 2.0)
+        .metrics_show("both in fleet", |page| page.sum("workers", &[]) == 2.0)
         .await;
     drop(answers);
     drop(request_tx);

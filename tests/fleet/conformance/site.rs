@@ -1,4 +1,4 @@
-//! Parts of the fixture: the endpoint picker, the echoing backends, and the gateway.
+//! Parts of the conformance fixture: the endpoint picker, the echoing backends, and the gateway.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::process::Command;
@@ -24,9 +24,9 @@ use warmroute_testbed::ports::FreePort;
 use crate::support::api_server::{ApiServer, TOKEN};
 use crate::support::clients;
 
-/// Far more than any step takes.
+/// Timeout of waits, far longer than any step takes.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
-/// Service name of the fixture's probes.
+/// Service name that the probes of the fixture query.
 pub(crate) const PROBED: &str = "inference-extension";
 pub(crate) const POOL: &str = "primary-inference-pool";
 const NAMESPACE: &str = "inference";
@@ -65,9 +65,10 @@ pub(crate) struct EndpointPicker {
 }
 
 impl EndpointPicker {
-    /// Starts with the fixture's flags, other ports, and `more`. A pod finds its token and the API
-    /// server by itself. Here a kubeconfig has both, and a namespace other than the flags'.
-    pub(crate) fn start(server: &ApiServer, more: &[&str]) -> Self {
+    /// Starts warmroute with the fixture's flags, other ports, and the additional flags. A pod
+    /// finds its token and the API server by itself. Here a kubeconfig contains both, with another
+    /// namespace than the flags.
+    pub(crate) fn start(server: &ApiServer, extra_flags: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut kubeconfig = server.kubeconfig(TOKEN);
         kubeconfig["contexts"][0]["context"]["namespace"] = json!("another");
@@ -96,10 +97,10 @@ impl EndpointPicker {
             "--grpc-health-port",
             &health.to_string(),
         ]);
-        // Allows several processes on one machine.
+        // The default port would allow only one process per machine.
         command
             .args(["--metrics-port", &metrics.to_string()])
-            .args(more);
+            .args(extra_flags);
         command
             .current_dir(dir.path())
             .env("KUBECONFIG", file)
@@ -117,8 +118,8 @@ impl EndpointPicker {
         std::fs::read_to_string(self.child.log()).unwrap()
     }
 
-    /// Health of a service name on the plaintext health port, as kubelets query it. `None`: no
-    /// response.
+    /// Queries the health of a service on the plaintext health port, as kubelets do. Returns `None`
+    /// if there is no response.
     pub(crate) async fn health(&self, name: &str) -> Option<ServingStatus> {
         let channel = Endpoint::from_shared(format!("http://127.0.0.1:{}", self.health))
             .unwrap()
@@ -138,7 +139,8 @@ impl EndpointPicker {
         )
     }
 
-    /// ALPN protocol of a TLS handshake on the ext_proc port, and the number of certificates.
+    /// Performs a TLS handshake on the ext_proc port. Returns the ALPN protocol and the number of
+    /// certificates.
     pub(crate) async fn handshake(
         &self,
         protocol: &str,
@@ -154,8 +156,8 @@ impl EndpointPicker {
     }
 }
 
-/// One port of a backend pod. It returns its name and the response header that a request asks for.
-/// It ends on drop.
+/// One port of a backend pod. Responds with its own address and the response header that the
+/// request asks for. Stops on drop.
 pub(crate) struct ConformanceBackend {
     address: SocketAddr,
     task: AbortHandle,
@@ -179,7 +181,7 @@ impl Drop for ConformanceBackend {
 
 async fn echo(address: SocketAddr, headers: HeaderMap) -> impl IntoResponse {
     let mut answer = HeaderMap::new();
-    // As `name:value`; the value contains colons.
+    // The format is `name:value`, and the value contains colons.
     let requested = headers
         .get("x-echo-set-header")
         .and_then(|requested| requested.to_str().unwrap().split_once(':'));
@@ -196,16 +198,16 @@ async fn echo(address: SocketAddr, headers: HeaderMap) -> impl IntoResponse {
     (answer, axum::Json(report))
 }
 
-/// Response to a client.
+/// Response that a client received.
 #[derive(Debug)]
 pub(crate) struct GatewayAnswer {
     pub(crate) status: u16,
-    /// `x-conformance-test-served-endpoint`.
+    /// Value of `x-conformance-test-served-endpoint`.
     pub(crate) served: String,
     backend: Value,
 }
 
-/// Envoy with the shipped configuration of such gateways: TLS without certificate verification.
+/// Envoy with the shipped configuration for such gateways: TLS without certificate verification.
 pub(crate) struct ConformanceGateway {
     _envoy: ChildProcess,
     url: String,
@@ -260,7 +262,7 @@ impl ConformanceGateway {
         }
     }
 
-    /// Sends a request as the conformance tests do, with or without their header that names
+    /// Sends a request as the conformance tests do, optionally with their header that names
     /// endpoints.
     pub(crate) async fn ask(&self, selection: Option<&str>) -> GatewayAnswer {
         let body = json!({"model": "conformance-fake-model", "prompt": "Write as if you were a critic: San Francisco"});

@@ -1,5 +1,5 @@
 //! Faults that a real API server does not produce on demand: requests without a response, outages
-//! behind a load balancer, a missing verb, malformed objects, replaced credentials.
+//! behind a load balancer, a missing verb, malformed objects, and replaced credentials.
 
 use std::path::Path;
 use std::time::Duration;
@@ -25,7 +25,7 @@ fn vllm(name: &str, ip: &str) -> Value {
     pod(name, ip, &json!({"app": "vllm"}))
 }
 
-/// Asserts that `discovery_up` keeps this value for the period.
+/// Asserts that `discovery_up` has this value throughout the period.
 async fn up_stays(follows: &KubernetesFollower, up: i64, period: Duration) {
     let label = SourceLabel {
         source: SOURCE.to_owned(),
@@ -73,7 +73,7 @@ async fn unavailable_api_server_is_reported_and_retried() {
     let before = server.requests();
     follows.up_is(SOURCE, 0).await;
     up_stays(&follows, 0, Duration::from_secs(5)).await;
-    // `Retry-After` is 2 s, and jitter is added.
+    // `Retry-After` is 2 s, plus jitter.
     let requests = server.requests() - before;
     assert!(
         (2..=4).contains(&requests),
@@ -98,7 +98,7 @@ async fn forbidden_watch_backs_off_and_is_not_up() {
     follows.is(&["a 10.0.0.1:8000"]).await;
     up_stays(&follows, 0, Duration::from_secs(4)).await;
     assert!(server.lists() <= 9, "{} lists within 4 s", server.lists());
-    // Lists continue at a low rate.
+    // warmroute still lists the objects, at a low rate.
     server.put("pods", vllm("b", "10.0.0.2"));
     follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
     server.forbid_watch("pods", false);
@@ -169,7 +169,7 @@ async fn unreadable_pod_is_left_out() {
         .is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"])
         .await;
     follows.up_is("kubernetes p", 1).await;
-    // An unreadable pool keeps the last known selector.
+    // If a pool becomes unreadable, warmroute keeps its last selector.
     server.change("inferencepools", "p", |pool| {
         pool["spec"]["targetPorts"] = json!([{"number": 80_000}])
     });
@@ -254,7 +254,7 @@ async fn object_without_spec_is_left_out() {
         .await;
 }
 
-/// A restarted API server returns 403 until its caches are filled.
+/// A restarted API server responds with 403 until its caches are filled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn momentary_403_does_not_suspend_objectives() {
     let mut server = ApiServer::start().await;
@@ -302,7 +302,7 @@ async fn objectives_without_right_to_watch_are_reported() {
     );
     let requests = server.requests();
     tokio::time::sleep(Duration::from_secs(3)).await;
-    // This includes the requests for the forbidden InferenceModelRewrites.
+    // The count includes the requests for the forbidden InferenceModelRewrites.
     assert!(
         server.requests() - requests <= 24,
         "{} requests within 3 s",
@@ -362,7 +362,7 @@ async fn momentary_403_at_start_is_retried() {
         .await;
 }
 
-/// Kubeconfig that refers to token and authority files.
+/// Kubeconfig that refers to files for the token and the certificate authority.
 struct ClientCredentials {
     dir: TempDir,
 }
@@ -484,7 +484,7 @@ async fn failures_name_cause_and_origin() {
     check(&["Connection refused", &address]).await;
 }
 
-/// Runs `warmroute doctor` and returns its exit code and findings.
+/// Runs `warmroute doctor`. Returns its exit code and findings.
 async fn doctor(dir: &Path, kubeconfig: &Value, pools: &Value) -> (i32, Vec<Value>) {
     std::fs::write(dir.join("config"), kubeconfig.to_string()).unwrap();
     let config = json!({
@@ -590,7 +590,7 @@ async fn doctor_reports_each_kubernetes_fault() {
     has(&findings, "skipped", "Envoy", "no admin address");
 }
 
-/// Checks the findings about the four pods and the absent pool.
+/// Asserts the findings about the four pods and the absent pool.
 fn assert_pods_are_reported(findings: &[Value]) {
     has(findings, "ok", "pool p", "4 pods, 1 worker");
     has(
@@ -618,7 +618,7 @@ fn assert_pods_are_reported(findings: &[Value]) {
         "pool absent",
         "there is no such InferencePool",
     );
-    // The remaining checks run as well and name the pods.
+    // The remaining checks run as well, and name the pods.
     has(
         findings,
         "error",

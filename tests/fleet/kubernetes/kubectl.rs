@@ -1,4 +1,4 @@
-//! Checks the fake API server with kubectl, a client that is independent of the one under test.
+//! Checks the fake API server with kubectl, which is independent of the client under test.
 
 use serde_json::{Value, json};
 use warmroute_testbed::debian::KUBECTL;
@@ -53,7 +53,7 @@ async fn kubectl_reads_the_same_objects() {
     assert_eq!(found[1], expected);
     let pools = items(&["inferencepools.inference.networking.k8s.io"]).await;
     assert_eq!(pools[0]["spec"], pool("p", &labels, &[8000, 8001])["spec"]);
-    // kubectl also reports the expected errors.
+    // kubectl must also report the expected errors.
     let refused = run("another-token", &["pods", "-l", "app=vllm"]).await;
     let stderr = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert!(

@@ -1,5 +1,5 @@
-//! End-to-end test under a steady load: API server, warmroute, simulated engines, and a real Envoy
-//! that is configured by xDS.
+//! End-to-end test under a steady load, with an API server, warmroute, simulated engines, and a
+//! real Envoy that is configured by xDS.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_res
 /// Duration of the API server outage.
 const OUTAGE: Duration = Duration::from_secs(30);
 
-/// Clients that send requests until [`Load::end`].
+/// Clients that send requests until [`ActiveLoad::end`].
 struct ActiveLoad {
     stop: Arc<AtomicBool>,
     answered: Arc<AtomicUsize>,
@@ -56,7 +56,7 @@ impl ActiveLoad {
         load
     }
 
-    /// Waits for further responses and asserts that no request failed.
+    /// Waits for further responses. Asserts that no request failed.
     async fn assert_progress(&self) {
         let before = self.answered.load(Ordering::Relaxed);
         let more = until(PATIENCE, async || {
@@ -91,8 +91,7 @@ impl LoadSite {
         self.deployment.engines[engine].address.port()
     }
 
-    /// Waits until warmroute and Envoy have exactly these engines, and asserts that no request
-    /// failed.
+    /// Waits until warmroute and Envoy have exactly these engines. Asserts that no request failed.
     async fn serves(&self, engines: &[usize]) {
         let expected: BTreeSet<String> = engines
             .iter()
@@ -126,7 +125,7 @@ impl LoadSite {
         }
     }
 
-    /// Number of blocks on the devices, as these engines report it.
+    /// Returns the number of cached device blocks that these engines report.
     async fn cached(&self, engines: &[usize]) -> u64 {
         let mut blocks = 0;
         for engine in engines {
@@ -146,7 +145,8 @@ impl LoadSite {
         blocks
     }
 
-    /// Number of indexed blocks of the pod at an engine. `None`: the index has no slot for it.
+    /// Returns the number of indexed blocks of the pod at an engine, or `None` if the index has no
+    /// slot for it.
     async fn indexed(&self, engine: usize) -> Option<u64> {
         let fleet = self.deployment.debug_page("fleet").await.unwrap();
         let index = self.deployment.debug_page("index").await.unwrap();
@@ -165,7 +165,8 @@ impl LoadSite {
         held["device"].as_u64()
     }
 
-    /// Waits until the index holds exactly the blocks of these engines. No requests may be active.
+    /// Waits until the index contains exactly the blocks of these engines. No request may be
+    /// active.
     async fn wait_index_matches(&self, engines: &[usize]) {
         let indexed = async || {
             self.deployment.debug_page("index").await.unwrap()["total"]["device"]
@@ -183,7 +184,7 @@ impl LoadSite {
     }
 }
 
-/// Envoy's hosts that receive requests.
+/// Returns the hosts to which Envoy sends requests.
 pub(crate) async fn endpoints(deployment: &TestDeployment) -> BTreeSet<String> {
     let url = deployment.envoy_setup().admin_url("/clusters?format=json");
     let page: Value = deployment
@@ -235,7 +236,8 @@ async fn site() -> LoadSite {
             .parse()
             .unwrap()
     };
-    // Pool `b` moves to an engine with another event port, so both engines report their ports.
+    // Pool `b` later moves to an engine with another event port. No event port is configured, so
+    // both are discovered from the engines.
     let plain_pool = |name: &str| json!({"name": name, "worker": {"model": MODEL}});
     let pool_with_events = |name: &str, engine: usize| json!({"name": name, "worker": {"model": MODEL, "kv_events": {"port": events(engine)}}});
     let own = with_response_headers(json!({
@@ -263,7 +265,7 @@ async fn site() -> LoadSite {
 }
 
 /// Pods appear, become ready, change ports, are relabelled and terminate. A pool changes its
-/// selector. The API server is unavailable and returns with a compacted history.
+/// selector. The API server is unavailable, and returns with a compacted history.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn fleet_changes_fail_no_request() {
     let mut site = site().await;
@@ -287,8 +289,8 @@ async fn fleet_changes_fail_no_request() {
     let answered = site.load.take().unwrap().end().await;
     assert!(answered > 500, "{answered}");
     site.deployment.idle().await;
-    // Instead of `a`, the index has its successor at the same engine, which is read from the
-    // beginning.
+    // In place of pod `a`, the index contains its successor at the same engine, whose events are
+    // read from the beginning.
     assert!(
         site.indexed(0).await.is_some_and(|blocks| blocks > 0) && site.indexed(2).await.is_some()
     );
@@ -305,8 +307,8 @@ async fn fleet_changes_fail_no_request() {
     assert!(OPTIONAL.iter().all(|kind| site.server.refused(kind) > 0));
 }
 
-/// A pool changes its port. The pod leaves its pool, then the selector of the pool changes to match
-/// it.
+/// Changes the port of a pool. Then removes the pod from its pool, and changes the pool's selector
+/// to match it.
 async fn change_pools(site: &LoadSite) {
     let new_port = site.port(3);
     site.server.change("inferencepools", "b", |pool| {
@@ -323,7 +325,7 @@ async fn change_pools(site: &LoadSite) {
     site.serves(&[0, 3, 2]).await;
 }
 
-/// The pod terminates gracefully.
+/// Terminates a pod gracefully.
 async fn terminate_pod(site: &LoadSite) {
     site.server.change("pods", "a", |pod| {
         pod["metadata"]["deletionTimestamp"] = json!("2026-11-22T10:00:00Z")
@@ -343,7 +345,7 @@ async fn terminate_pod(site: &LoadSite) {
     assert_eq!(site.indexed(0).await, None);
 }
 
-/// The fleet changes while the API server is unavailable.
+/// Changes the fleet while the API server is unavailable.
 async fn change_fleet_during_outage(site: &mut LoadSite) {
     site.server.stop().await;
     let outage = tokio::time::sleep(OUTAGE);

@@ -1,4 +1,4 @@
-//! Rules of pools for requests: pool selection by host, path or header, InferenceObjectives for
+//! Settings of pools for requests: pool selection by host, path or header, InferenceObjectives for
 //! priorities, and InferenceModelRewrites for models. Both kinds are optional.
 
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ pub(crate) fn rewrite(pool: &str, models: &[&str], targets: &Value) -> Value {
     json!({"poolRef": {"name": pool}, "rules": [{"matches": matches, "targets": targets}]})
 }
 
-/// Discovery of the rules of pools in a background task.
+/// Background task that discovers the optional objects of pools.
 pub(crate) struct RuleFollower {
     pub(crate) rules: watch::Receiver<Option<KubernetesRules>>,
     task: tokio::task::JoinHandle<()>,
@@ -76,7 +76,7 @@ impl RuleFollower {
         }
     }
 
-    /// Status of both kinds, then the objectives and the rewrites.
+    /// Returns the status of both kinds, then the objectives and the rewrites.
     fn current(&self) -> Option<Vec<String>> {
         let rules = self.rules.borrow().clone()?;
         let objects = rules
@@ -204,10 +204,10 @@ impl RequestSite {
         deployment.start_router(&own).await.unwrap();
         let config = deployment.envoy_config();
         deployment.start_envoy(&config).await.unwrap();
-        // Each worker is replaced once, when warmroute learns the capacity of its engine.
+        // warmroute replaces each worker once, when it discovers the capacity of the engine.
         let all = specs.len() as f64;
         deployment
-            .metrics_show("all engines are known", |page| {
+            .metrics_show("the capacity of all engines is discovered", |page| {
                 page.sum(
                     "engine_setting_mismatches",
                     &[("setting", "total_kv_blocks")],
@@ -341,7 +341,7 @@ async fn pool_is_selected_by_host_path_or_header() {
     assert_eq!(log.matches("forbidden").count(), 2, "{log}");
 }
 
-/// Checks explanations of paths that engines do not serve. A gateway would rewrite them.
+/// Asserts explanations for paths that engines do not serve, as a gateway would rewrite them.
 async fn assert_pools_are_explained(site: &RequestSite) {
     let explained = async |path: &str, pool: &str| -> Value {
         let query =
@@ -385,7 +385,8 @@ async fn assert_pools_are_explained(site: &RequestSite) {
 async fn model_rewrites_apply_to_requests_of_their_pool() {
     let site = RequestSite::start(&[fast(1), fast(2)], json!({})).await;
     site.cluster_shows("forbidden").await;
-    // Returns the status and the model in the response. The engines reject names of other models.
+    // Returns the status and the model in the response. The engines reject the names of other
+    // models.
     let model = async |host: &str, requested: Option<&str>| -> (u16, Option<String>) {
         let answer = site
             .send(&[("host", host)], &completion(1, requested))
@@ -419,8 +420,8 @@ async fn model_rewrites_apply_to_requests_of_their_pool() {
             .sum("model_rewrites_total", &[])
     };
     assert_eq!(rewritten().await, 2.0);
-    // A rule for all models, including requests without one. Their response keeps the engine's
-    // model name.
+    // The rule applies to all models, including requests without one, whose response has the
+    // engine's model name.
     site.allow(
         REWRITES,
         "all",

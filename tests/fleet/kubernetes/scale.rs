@@ -1,6 +1,6 @@
 //! A thousand pods with two ranks each appear at once. The test prints the time until all ranks are
 //! candidates and Envoy has their endpoints, and the memory of both processes. It asserts that all
-//! ranks appear within the usual limit.
+//! ranks appear within the usual timeout.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ use crate::support::deployment::{PATIENCE, TestDeployment, with_response_headers
 const PODS: usize = 1_000;
 const PORTS: [u16; 2] = [8000, 8001];
 
-/// Resident memory of a process, in MiB.
+/// Returns the resident memory of a process in MiB.
 fn resident(pid: u32) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status
@@ -44,7 +44,7 @@ async fn thousand_new_pods_reach_envoy_quickly() {
             },
         },
         "envoy": {"xds": {}},
-        // No engine responds.
+        // No engine runs at the addresses.
         "engines": {"discovery": {"enabled": false}, "parity_check": {"enabled": false}},
     }));
     deployment.start_router(&own).await.unwrap();

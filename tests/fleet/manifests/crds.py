@@ -1,4 +1,4 @@
-"""Extracts the schemas of the custom resources in the manifests from CustomResourceDefinitions, into crds.json.gz beside this file:
+"""Extracts the schemas of custom resources that the manifests use from CustomResourceDefinitions into crds.json.gz:
 
     python3 crds.py FILE..
 
@@ -31,7 +31,7 @@ COMBINATORS = ["anyOf", "allOf", "oneOf", "not"]
 
 
 def schema(node, closed):
-    """A node as JSON Schema. Branches of anyOf, allOf, oneOf and not allow additional properties, because they name only some of the fields."""
+    """Returns a node as JSON Schema. Branches of anyOf, allOf, oneOf and not allow additional properties, because they name only some of the fields."""
     result = {key: node[key] for key in COPIED_KEYWORDS if key in node}
     if node.get("x-kubernetes-int-or-string"):
         result.pop("type", None)

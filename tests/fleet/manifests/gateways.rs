@@ -1,8 +1,8 @@
-//! Envoy configurations and gateways.
+//! Envoy configurations and gateway resources.
 
 use super::*;
 
-/// Host and port of every socket address in an Envoy configuration.
+/// Returns host and port of every socket address in an Envoy configuration.
 fn addresses(config: &Value) -> Vec<(String, u64)> {
     let mut found = Vec::new();
     named(config, "socket_address", &mut found);
@@ -75,8 +75,8 @@ fn envoy_configuration_is_valid_and_finds_warmroute() {
     );
 }
 
-/// Compares with the shipped file that the README of `envoy/` explains. Differences are those for
-/// remote clients and several replicas.
+/// Compares with the shipped file that `envoy/README.md` explains. Only the settings for remote
+/// clients and several replicas may differ.
 fn assert_same_as_shipped(config: &Value, shipped: &Value) {
     let manager = |config: &Value| {
         config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
@@ -102,7 +102,7 @@ fn assert_same_as_shipped(config: &Value, shipped: &Value) {
         .unwrap();
     assert_eq!(routes.pop().unwrap()["match"]["prefix"], "/");
     assert_eq!(own, theirs);
-    // Envoy detects a draining replica within the grace period.
+    // Envoy must detect a draining replica within the grace period.
     let check = &config["static_resources"]["clusters"][2]["health_checks"][0];
     assert_eq!(
         (
@@ -235,7 +235,7 @@ fn names_of_generated_resources_agree() {
     assert_eq!(checked, 7, "patches of EnvoyFilters, and an EnvoyProxy");
 }
 
-/// Checks that EnvoyProxies patch the limits of each endpoint picker. Returns their number.
+/// Asserts that EnvoyProxies patch the limits of each endpoint picker. Returns their number.
 fn check_circuit_breakers(set: &ManifestSet) -> usize {
     let mut checked = 0;
     for gateway in set
@@ -264,7 +264,7 @@ fn check_circuit_breakers(set: &ManifestSet) -> usize {
     checked
 }
 
-/// Each pool names a Service of its own, and warmroute maps the Services onto the pools.
+/// Each pool names its own Service, and warmroute maps the Services to the pools.
 #[test]
 fn two_pools_map_to_their_services() {
     let two = sets()

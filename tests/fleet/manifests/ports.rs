@@ -1,4 +1,4 @@
-//! Ports of configurations, Services and policies.
+//! Ports of configurations, Services and NetworkPolicies.
 
 use super::*;
 
@@ -45,7 +45,7 @@ fn warmroute_ports_agree() {
     }
 }
 
-/// Checks the target ports of the Services of warmroute.
+/// Asserts the target ports of the Services of warmroute.
 fn assert_services_map_ports(set: &ManifestSet, pod: &PodTemplates<'_>, targets: &[Option<u64>]) {
     for service in set
         .all("Service")
@@ -70,7 +70,8 @@ fn assert_services_map_ports(set: &ManifestSet, pod: &PodTemplates<'_>, targets:
     }
 }
 
-/// Checks the port, the Service and the policies by which replicas copy from one another.
+/// Asserts the port, the Service and the policies by which replicas copy the index from one
+/// another.
 fn assert_replicas_are_reachable(set: &ManifestSet, url: &str, api: u64) {
     let (service, port) = url
         .strip_prefix("http://")
@@ -80,7 +81,7 @@ fn assert_replicas_are_reachable(set: &ManifestSet, url: &str, api: u64) {
     assert_eq!(
         port.parse().ok(),
         Some(api),
-        "{}: replicas copy from one another",
+        "{}: port from which replicas copy the index",
         set.name
     );
     let ports = &set.find("Service", &json!(service))["spec"]["ports"];
@@ -101,7 +102,7 @@ fn assert_replicas_are_reachable(set: &ManifestSet, url: &str, api: u64) {
     );
 }
 
-/// Checks the ports that InferencePools name.
+/// Asserts that the ports that InferencePools name exist.
 fn assert_picker_ports_exist(set: &ManifestSet) {
     for picker in set
         .all("InferencePool")
@@ -120,7 +121,7 @@ fn assert_picker_ports_exist(set: &ManifestSet) {
     }
 }
 
-/// Ports that the policies of warmroute allow in this direction.
+/// Returns the ports that the policies of warmroute allow in this direction.
 fn warmroute_policy_ports(set: &ManifestSet, direction: &str) -> BTreeSet<u64> {
     set.all("NetworkPolicy")
         .filter(|policy| policy["spec"]["podSelector"]["matchLabels"]["app"] == "warmroute")
@@ -169,7 +170,7 @@ fn worker_ports_match_pools_and_policies() {
             let events: Vec<&Value> = events.iter().filter(|port| port.is_number()).collect();
             assert!(
                 !events.is_empty(),
-                "{}: workers without KV events are only predicted",
+                "{}: workers must publish KV events",
                 set.name
             );
             for pod in set.selected(&selector) {
@@ -187,7 +188,7 @@ fn worker_ports_match_pools_and_policies() {
     }
 }
 
-/// Checks the label, the arguments and the container ports of an engine.
+/// Asserts the label, the arguments and the container ports of an engine.
 fn assert_engine_has_ports(pod: &PodTemplates<'_>, ports: &[Value], events: &[&Value]) {
     let of = pod.name();
     assert_eq!(

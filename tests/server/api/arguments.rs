@@ -34,15 +34,15 @@ fn body(path: &str, json: &str) -> pb::Question {
     })))
 }
 
-/// Queries that every call rejects.
-fn bad_questions() -> Vec<(&'static str, Option<pb::Question>, Code)> {
-    let mut questions = bad_prompts();
-    questions.extend(bad_bodies());
+/// Returns queries that every call rejects.
+fn invalid_queries() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+    let mut questions = invalid_prompts();
+    questions.extend(invalid_bodies());
     questions
 }
 
-/// Prompts that every call rejects.
-fn bad_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+/// Returns prompts that every call rejects.
+fn invalid_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
     vec![
         ("no question", None, Code::InvalidArgument),
         ("no prompt", Some(question(None)), Code::InvalidArgument),
@@ -56,7 +56,7 @@ fn bad_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
             Code::NotFound,
         ),
         (
-            "blocks of no length",
+            "blocks of size zero",
             Some(blocks(0, 0, 0)),
             Code::InvalidArgument,
         ),
@@ -66,12 +66,12 @@ fn bad_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
             Code::InvalidArgument,
         ),
         (
-            "names for some blocks",
+            "sequence hashes for some blocks only",
             Some(blocks(3, 2, 12)),
             Code::InvalidArgument,
         ),
         (
-            "a salt beside hashes",
+            "a salt in addition to hashes",
             Some(pb::Question {
                 cache_salt: "s".into(),
                 ..blocks(1, 0, 4)
@@ -81,13 +81,13 @@ fn bad_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
     ]
 }
 
-/// Request bodies that every call rejects.
-fn bad_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+/// Returns request bodies that every call rejects.
+fn invalid_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
     let completions = "/v1/completions";
     let good = body(completions, r#"{"model":"m","prompt":"x"}"#);
     vec![
         (
-            "a model beside a body",
+            "a model in addition to a body",
             Some(pb::Question {
                 model: "m".into(),
                 ..good.clone()
@@ -95,7 +95,7 @@ fn bad_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
             Code::InvalidArgument,
         ),
         (
-            "a salt beside a body",
+            "a salt in addition to a body",
             Some(pb::Question {
                 cache_salt: "m".into(),
                 ..good
@@ -103,12 +103,12 @@ fn bad_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
             Code::InvalidArgument,
         ),
         (
-            "a body that is none",
+            "a body that is not JSON",
             Some(body(completions, "{")),
             Code::InvalidArgument,
         ),
         (
-            "a path that is none",
+            "an invalid path",
             Some(body("/v1/models", "{}")),
             Code::InvalidArgument,
         ),
@@ -120,7 +120,7 @@ fn bad_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
     ]
 }
 
-fn bad_attempts() -> [(&'static str, Option<pb::Attempt>); 3] {
+fn invalid_attempts() -> [(&'static str, Option<pb::Attempt>); 3] {
     [
         ("no attempt", None),
         ("an empty id", attempt("", 0)),
@@ -128,7 +128,7 @@ fn bad_attempts() -> [(&'static str, Option<pb::Attempt>); 3] {
     ]
 }
 
-fn refused<T: std::fmt::Debug>(what: &str, answer: Result<T, Status>, code: Code) {
+fn assert_code<T: std::fmt::Debug>(what: &str, answer: Result<T, Status>, code: Code) {
     let status = answer.expect_err(what);
     assert_eq!(status.code(), code, "{what}: {status:?}");
     assert!(!status.message().is_empty(), "{what}");
@@ -138,7 +138,7 @@ fn refused<T: std::fmt::Debug>(what: &str, answer: Result<T, Status>, code: Code
 async fn invalid_queries_are_rejected_by_every_call() {
     let site = ApiSite::plain().await;
     let mut client = site.client.clone();
-    for (what, question, code) in bad_questions() {
+    for (what, question, code) in invalid_queries() {
         for id in ["", "r"] {
             let book = attempt(id, 0).filter(|_| !id.is_empty());
             let call_request = pb::RouteRequest {
@@ -146,20 +146,20 @@ async fn invalid_queries_are_rejected_by_every_call() {
                 book,
                 ..pb::RouteRequest::default()
             };
-            refused(what, client.route(call_request).await, code);
+            assert_code(what, client.route(call_request).await, code);
         }
         let call_request = pb::OverlapScoresRequest {
             question: question.clone(),
             ..Default::default()
         };
-        refused(what, client.overlap_scores(call_request).await, code);
+        assert_code(what, client.overlap_scores(call_request).await, code);
         if question.is_some() {
-            // Without a query it returns the current loads.
+            // Without a query, the call returns the current loads.
             let call_request = pb::PotentialLoadsRequest {
                 question: question.clone(),
                 ..Default::default()
             };
-            refused(what, client.potential_loads(call_request).await, code);
+            assert_code(what, client.potential_loads(call_request).await, code);
         }
         let call_request = pb::AddRequestRequest {
             attempt: attempt("r", 0),
@@ -167,7 +167,7 @@ async fn invalid_queries_are_rejected_by_every_call() {
             question,
             ..pb::AddRequestRequest::default()
         };
-        refused(what, client.add_request(call_request).await, code);
+        assert_code(what, client.add_request(call_request).await, code);
     }
     assert_eq!(site.load().await, (0, 0, 0));
 }
@@ -177,35 +177,35 @@ async fn bookings_require_a_valid_attempt() {
     let site = ApiSite::plain().await;
     let mut client = site.client.clone();
     let code = Code::InvalidArgument;
-    for (what, attempt) in bad_attempts() {
+    for (what, attempt) in invalid_attempts() {
         if attempt.is_some() {
-            // Without an attempt nothing is booked.
+            // Without an attempt, the call does not book the request.
             let request = pb::RouteRequest {
                 book: attempt.clone(),
                 ..book("", 0, 9)
             };
-            refused(what, client.route(request).await, code);
+            assert_code(what, client.route(request).await, code);
         }
         let request = pb::AddRequestRequest {
             attempt: attempt.clone(),
             ..booking()
         };
-        refused(what, client.add_request(request).await, code);
+        assert_code(what, client.add_request(request).await, code);
         let request = pb::MarkPrefillCompletedRequest {
             attempt: attempt.clone(),
         };
-        refused(what, client.mark_prefill_completed(request).await, code);
+        assert_code(what, client.mark_prefill_completed(request).await, code);
         let request = output(attempt.clone(), None);
-        refused(what, client.add_output_block(request).await, code);
+        assert_code(what, client.add_output_block(request).await, code);
         let request = pb::FreeRequest {
             attempt,
             status: None,
         };
-        refused(what, client.free(request).await, code);
+        assert_code(what, client.free(request).await, code);
     }
 }
 
-/// Booking of 9 tokens on worker 1.
+/// Returns a booking of 9 tokens on worker 1.
 fn booking() -> pb::AddRequestRequest {
     pb::AddRequestRequest {
         attempt: attempt("r", 0),
@@ -244,14 +244,14 @@ async fn bookings_require_a_known_rank() {
         ("an unknown rank", on(missing_rank), Code::NotFound),
         ("more cached than prompt", too_warm, Code::InvalidArgument),
     ] {
-        refused(what, client.add_request(request).await, code);
+        assert_code(what, client.add_request(request).await, code);
     }
     let ranks = rank(9).into_iter().collect();
     let dump = client.dump_events(pb::DumpEventsRequest { ranks }).await;
-    refused("an unknown rank", dump.map(drop), Code::NotFound);
+    assert_code("an unknown rank", dump.map(drop), Code::NotFound);
     let watch = pb::WatchFleetRequest { model: "x".into() };
     let fleet = client.watch_fleet(watch).await;
-    refused("an unknown model", fleet.map(drop), Code::NotFound);
+    assert_code("an unknown model", fleet.map(drop), Code::NotFound);
 }
 
 #[tokio::test]
@@ -263,14 +263,14 @@ async fn updates_require_a_booking_and_valid_values() {
         attempt: unknown.clone(),
     };
     let marked = client.mark_prefill_completed(request).await;
-    refused("not booked", marked, Code::NotFound);
+    assert_code("not booked", marked, Code::NotFound);
     let added = client.add_output_block(output(unknown, None)).await;
-    refused("not booked", added, Code::NotFound);
+    assert_code("not booked", added, Code::NotFound);
     site.route(book("r", 0, 9)).await.unwrap();
     for fraction in [-0.1, 1.1, f64::NAN, f64::INFINITY] {
         let request = output(attempt("r", 0), Some(fraction));
         let added = client.add_output_block(request).await;
-        refused(&fraction.to_string(), added, Code::InvalidArgument);
+        assert_code(&fraction.to_string(), added, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
     for status in [0, 99, 600, u32::MAX] {
@@ -279,7 +279,7 @@ async fn updates_require_a_booking_and_valid_values() {
             status: Some(status),
         };
         let freed = client.free(request).await;
-        refused(&status.to_string(), freed, Code::InvalidArgument);
+        assert_code(&status.to_string(), freed, Code::InvalidArgument);
     }
     assert_eq!(site.load().await, (9, 2, 1));
     let page = site.page("metrics").await;
@@ -299,20 +299,23 @@ async fn block_limit_and_unknown_model_are_reported() {
             question: Some(question),
             ..book("r", 0, 9)
         };
-        refused(
+        assert_code(
             "too long",
             site.route(call_request).await,
             Code::InvalidArgument,
         );
     }
     site.route(book("r", 0, 11)).await.unwrap();
-    let unknown = body("/v1/completions", r#"{"model":"nobody's","prompt":"x"}"#);
+    let unknown = body(
+        "/v1/completions",
+        r#"{"model":"absent-model","prompt":"x"}"#,
+    );
     let call_request = pb::RouteRequest {
         question: Some(unknown),
         ..book("s", 0, 9)
     };
     let status = site.route(call_request).await.unwrap_err();
-    assert!(status.message().contains("nobody's"), "{status:?}");
+    assert!(status.message().contains("absent-model"), "{status:?}");
 }
 
 #[tokio::test]
@@ -345,36 +348,40 @@ async fn booking_on_another_model_is_rejected() {
 
 #[tokio::test]
 async fn excess_bookings_are_rejected_with_retry_after() {
-    let few = ApiSite::start(
+    let limited = ApiSite::start(
         "listeners: {api: {address: '127.0.0.1:0', max_bookings: 1}}\n",
         &[worker(1, "")],
     )
     .await;
-    few.route(book("a", 0, 9)).await.unwrap();
-    let full = few.route(book("b", 0, 9)).await.unwrap_err();
+    limited.route(book("a", 0, 9)).await.unwrap();
+    let full = limited.route(book("b", 0, 9)).await.unwrap_err();
     assert_eq!(full.code(), Code::ResourceExhausted);
     assert_eq!(full.metadata().get("retry-after").unwrap(), "1");
-    assert_eq!(few.load().await.2, 1, "what was chosen for it is released");
+    assert_eq!(
+        limited.load().await.2,
+        1,
+        "the rejected request leaves no load"
+    );
 
-    let hurried = ApiSite::start(
+    let short_timeout = ApiSite::start(
         "queue: {prefill_busy_threshold: 1, timeout: 50ms}\n",
         &[worker(1, "")],
     )
     .await;
-    hurried.route(book("a", 0, 9)).await.unwrap();
-    let late = hurried.route(book("b", 0, 9)).await.unwrap_err();
+    short_timeout.route(book("a", 0, 9)).await.unwrap();
+    let late = short_timeout.route(book("b", 0, 9)).await.unwrap_err();
     assert_eq!(late.code(), Code::ResourceExhausted, "{late:?}");
     assert!(late.metadata().contains_key("retry-after"));
 
-    hurried.list(&["[]".to_owned()]);
-    hurried
+    short_timeout.list(&["[]".to_owned()]);
+    short_timeout
         .until(
-            "nobody left",
+            "no worker is left",
             |page| page["members"].as_array().is_some_and(Vec::is_empty),
             "debug/fleet",
         )
         .await;
-    let unroutable = hurried.route(book("b", 0, 9)).await.unwrap_err();
+    let unroutable = short_timeout.route(book("b", 0, 9)).await.unwrap_err();
     assert_eq!(unroutable.code(), Code::Unavailable, "{unroutable:?}");
 }
 
@@ -384,7 +391,7 @@ async fn body_is_tokenized_like_the_engine() {
     let chat =
         r#"{"model":"qwen2.5","messages":[{"role":"user","content":"Why is the sky blue?"}]}"#;
     let answer = site
-        .route(ask(body("/v1/chat/completions", chat)))
+        .route(unbooked(body("/v1/chat/completions", chat)))
         .await
         .unwrap();
     assert_eq!(
@@ -402,12 +409,12 @@ async fn body_is_tokenized_like_the_engine() {
         ),
         (tokenized.tokens, tokenized.tokens as usize / 4)
     );
-    // The returned tokens hash to the same blocks.
+    // The returned tokens have the same block hashes.
     let prompt = Some(Prompt::Tokens(pb::Tokens {
         ids: tokenized.token_ids.clone(),
     }));
     let again = site
-        .route(ask(pb::Question {
+        .route(unbooked(pb::Question {
             model: "qwen2.5".into(),
             ..question(prompt)
         }))
@@ -419,9 +426,9 @@ async fn body_is_tokenized_like_the_engine() {
 #[tokio::test]
 async fn model_without_tokenizer_is_routed_by_load() {
     let site = site_with_tokenizer().await;
-    // With two models the query must name one.
+    // With two models, a query must name one.
     let bare = site
-        .route(ask(body(
+        .route(unbooked(body(
             "/v1/completions",
             r#"{"model":"bare","prompt":"x"}"#,
         )))
@@ -431,14 +438,14 @@ async fn model_without_tokenizer_is_routed_by_load() {
         (bare.mode(), bare.reason.as_str(), bare.prompts.len()),
         (pb::Mode::LoadOnly, "no_tokenizer", 0)
     );
-    refused(
+    assert_code(
         "no model",
-        site.route(ask(tokens(9))).await,
+        site.route(unbooked(tokens(9))).await,
         Code::InvalidArgument,
     );
 }
 
-fn ask(question: pb::Question) -> pb::RouteRequest {
+fn unbooked(question: pb::Question) -> pb::RouteRequest {
     pb::RouteRequest {
         question: Some(question),
         with_tokens: true,
@@ -446,7 +453,7 @@ fn ask(question: pb::Question) -> pb::RouteRequest {
     }
 }
 
-/// Site of a model with a tokenizer and a model without.
+/// Starts a site with a model that has a tokenizer and a model that has none.
 async fn site_with_tokenizer() -> ApiSite {
     let root = env!("CARGO_MANIFEST_DIR");
     let models = format!(

@@ -1,4 +1,4 @@
-//! Lifecycle of a booking, and everything that can end it.
+//! Lifecycle of a booking, and all events that end it.
 
 use std::process::Command;
 use std::time::Duration;
@@ -27,7 +27,7 @@ async fn request_passes_its_whole_lifecycle() {
         response.unwrap().into_inner().changed
     };
     assert!(mark().await);
-    assert!(!mark().await, "it was so already");
+    assert!(!mark().await, "the prefill is already completed");
     assert_eq!(site.load().await, (0, 5, 1));
     let output = async |decay_fraction| {
         let request = pb::AddOutputBlockRequest {
@@ -50,7 +50,7 @@ async fn request_passes_its_whole_lifecycle() {
     site.stopped().await;
 }
 
-/// Checks the response to a booked prompt of 22 tokens.
+/// Asserts the response to a booked prompt of 22 tokens.
 fn assert_booked(answer: &pb::RouteResponse) {
     let decode = answer.decode.clone().unwrap();
     let chosen = decode.worker.unwrap();
@@ -84,10 +84,14 @@ fn assert_booked(answer: &pb::RouteResponse) {
         (44.0, 5.0, 49.0),
         "8 times 22 / 4, and 5 blocks"
     );
-    assert_eq!(decode.potential_decode_blocks, 6, "with the partial tail");
+    assert_eq!(
+        decode.potential_decode_blocks, 6,
+        "including the partial last block"
+    );
 }
 
-/// Checks the load on the admin page, and for a request that shares four blocks.
+/// Asserts the load on the admin page, and the potential load for a request that shares four
+/// blocks.
 async fn assert_loads_are_reported(site: &ApiSite, chosen: u64) {
     let page: serde_json::Value = serde_json::from_str(&site.page("debug/load").await).unwrap();
     let id = chosen.to_string();
@@ -117,7 +121,7 @@ async fn assert_loads_are_reported(site: &ApiSite, chosen: u64) {
         .iter()
         .map(|load| (load.potential_prefill_tokens, load.potential_decode_blocks))
         .collect();
-    // Routed blocks are assumed to be cached, so 2 of the 18 tokens are new.
+    // Routed blocks count as cached, so 2 of the 18 tokens are new.
     let expected = if chosen == 1 {
         [(24, 5), (18, 4)]
     } else {
@@ -164,9 +168,12 @@ async fn repeated_attempt_is_idempotent_and_later_replaces() {
         site.route(book("r", 4, 22)).await.unwrap().booked(),
         pb::Booked::Now
     );
-    assert!(!site.free("r", 3).await, "nor when it comes late");
+    assert!(
+        !site.free("r", 3).await,
+        "a late call for an earlier attempt frees nothing"
+    );
     assert_eq!(site.load().await.2, 1);
-    // Repeated after the end, because the response was lost.
+    // The client repeats the request after its end, because the response was lost.
     assert!(site.free("r", 4).await);
     assert_eq!(
         site.route(book("r", 4, 22)).await.unwrap().booked(),
@@ -175,7 +182,7 @@ async fn repeated_attempt_is_idempotent_and_later_replaces() {
     assert_eq!(site.load().await.2, 0);
     site.route(book("r", 5, 22)).await.unwrap();
 
-    // Concurrent calls of a hedging client: one booking.
+    // Concurrent calls of a client that hedges result in one booking.
     let hedged = (0..32).map(|_| site.route(book("h", 0, 22)));
     let answers = futures_util::future::join_all(hedged).await;
     let workers: Vec<_> = answers
@@ -266,10 +273,10 @@ async fn external_bookings_count_on_their_rank() {
     let elsewhere = add("p", 1, None, None).await.unwrap_err();
     assert_eq!(elsewhere.code(), Code::AlreadyExists);
     assert_eq!(site.load().await, (14, 5, 2));
-    // The prefill worker is done at the first token, and has nothing to free.
+    // The prefill worker is released at the first token, and has nothing left to free.
     assert!(mark().await);
     assert_eq!(site.load().await, (0, 5, 1));
-    // Both repeated, because the responses were lost.
+    // The client repeats both calls, because the responses were lost.
     assert!(!mark().await);
     let answer = add("p", 2, None, Some(8)).await.unwrap().into_inner();
     assert_eq!(
@@ -303,7 +310,7 @@ async fn one_call_books_both_phases() {
 async fn queue_is_fair_and_cancellation_is_clean() {
     let site = ApiSite::start("queue: {prefill_busy_threshold: 10}\n", &[worker(1, "")]).await;
     site.route(book("first", 0, 22)).await.unwrap();
-    // The deadline of the caller passes.
+    // The deadline of the call expires.
     let mut call_request = Request::new(book("late", 0, 22));
     call_request.set_timeout(Duration::from_millis(50));
     let late = site
@@ -330,7 +337,7 @@ async fn queue_is_fair_and_cancellation_is_clean() {
     leave.cancel();
     assert!(left.await.unwrap().is_none());
     site.waiting(0).await;
-    // The caller stays, and the prefill of the first request ends.
+    // The caller waits until the prefill of the first request ends.
     let mut client = site.client.clone();
     let stays = tokio::spawn(async move { client.route(book("stays", 0, 22)).await });
     site.waiting(1).await;
@@ -366,7 +373,10 @@ async fn session_stays_bound_while_booked() {
     let first = worker(site.route(session("0", 400)).await.unwrap());
     for id in 1..6 {
         let next = worker(site.route(session(&id.to_string(), 4)).await.unwrap());
-        assert_eq!(next, first, "though the others are idle");
+        assert_eq!(
+            next, first,
+            "the session stays although other workers are idle"
+        );
     }
     let running = |page: &serde_json::Value| {
         page.as_str()
@@ -394,7 +404,7 @@ fn library_matches_the_grpc_service() {
         .unwrap()
         .with_file_name("examples")
         .join("embed");
-    // A whole `cargo test` builds it first; a run of this test alone does not.
+    // `cargo test` builds the program first, but a run of only this test does not.
     assert!(
         program.exists(),
         "{} is missing: cargo build --examples",

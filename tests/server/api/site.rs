@@ -1,4 +1,4 @@
-//! A running process with the gRPC service, and engines that only publish events.
+//! A server with the gRPC service, and engines that only publish events.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,10 +19,10 @@ use warmroute::server::App;
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
 
-/// Upper bound for all waits; a failing test ends here.
+/// Timeout of waits, after which a test fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A running process.
+/// A running server with a client.
 pub(crate) struct ApiSite {
     pub(crate) client: RouterClient<Channel>,
     pub(crate) api: SocketAddr,
@@ -33,21 +33,21 @@ pub(crate) struct ApiSite {
 }
 
 impl ApiSite {
-    /// Two workers without events, blocks of 4 tokens.
+    /// Starts a server with two workers without events, and blocks of 4 tokens.
     pub(crate) async fn plain() -> Self {
         Self::start("", &[worker(1, ""), worker(2, "")]).await
     }
 
-    /// Starts a process; `more` is added to the configuration.
+    /// Starts a server and waits until it is ready. `more` is merged into the configuration.
     pub(crate) async fn start(more: &str, workers: &[String]) -> Self {
         let site = Self::begin(more, workers).await;
-        // A query before the first fleet is published returns no fleet.
+        // Before the first fleet is published, calls report an empty fleet.
         site.until("ready", |page| page["ready"] == true, "readyz")
             .await;
         site
     }
 
-    /// Starts a process without waiting for readiness.
+    /// Starts a server without waiting until it is ready.
     pub(crate) async fn begin(more: &str, workers: &[String]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut config = json!({
@@ -110,16 +110,16 @@ impl ApiSite {
             .unwrap()
     }
 
-    /// Waits until a page satisfies a condition. The page is JSON if it parses, else text.
-    pub(crate) async fn until(&self, what: &str, pleases: impl Fn(&Value) -> bool, page: &str) {
+    /// Waits until a page satisfies a condition. The page is parsed as JSON, or passed as a string.
+    pub(crate) async fn until(&self, what: &str, is_met: impl Fn(&Value) -> bool, page: &str) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let text = self.page(page).await;
             let found = serde_json::from_str(&text).unwrap_or(Value::String(text));
-            if pleases(&found) {
+            if is_met(&found) {
                 return;
             }
-            assert!(Instant::now() < deadline, "never {what}: {found}");
+            assert!(Instant::now() < deadline, "timeout: {what}: {found}");
             sleep(Duration::from_millis(5)).await;
         }
     }
@@ -141,7 +141,7 @@ impl ApiSite {
         .await;
     }
 
-    /// Returns prefill tokens, blocks and requests of all workers.
+    /// Returns prefill tokens, blocks and requests, summed over all workers.
     pub(crate) async fn load(&self) -> (u64, u64, u64) {
         let answer = self
             .client
@@ -159,7 +159,7 @@ impl ApiSite {
         answer.into_inner().ranks.iter().fold((0, 0, 0), add)
     }
 
-    /// Waits until the load of all workers is this.
+    /// Waits until the load of all workers has the expected sum.
     pub(crate) async fn loaded(&self, expected: (u64, u64, u64)) {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -169,7 +169,7 @@ impl ApiSite {
             }
             assert!(
                 Instant::now() < deadline,
-                "the load is {load:?} and never {expected:?}"
+                "the load is {load:?}, not {expected:?}"
             );
             sleep(Duration::from_millis(5)).await;
         }
@@ -214,12 +214,12 @@ impl ApiSite {
             .ranks
     }
 
-    /// Requests the shutdown.
+    /// Requests the shutdown of the server.
     pub(crate) fn stop(&self) {
         self.shutdown.cancel();
     }
 
-    /// Waits for the exit.
+    /// Waits until the server has shut down.
     pub(crate) async fn stopped(self) {
         timeout(PATIENCE, self.running)
             .await
@@ -229,7 +229,7 @@ impl ApiSite {
     }
 }
 
-/// One entry of the list of workers.
+/// Returns an entry for the list of workers.
 pub(crate) fn worker(id: u32, more: &str) -> String {
     format!("- {{id: {id}, endpoint: '10.0.0.{id}:8000'{more}}}\n")
 }
@@ -248,7 +248,7 @@ pub(crate) fn rank(worker_id: u64) -> Option<pb::WorkerRank> {
     })
 }
 
-/// A prompt of the first `n` tokens.
+/// Returns a query for the first `count` token ids.
 pub(crate) fn tokens(count: u32) -> pb::Question {
     let prompt = pb::question::Prompt::Tokens(pb::Tokens {
         ids: (0..count).collect(),
@@ -259,7 +259,7 @@ pub(crate) fn tokens(count: u32) -> pb::Question {
     }
 }
 
-/// Routes and books a prompt of the first `n` tokens under the id.
+/// Returns a request that routes and books a prompt of the first `count` token ids under this id.
 pub(crate) fn book(id: &str, number: u64, count: u32) -> pb::RouteRequest {
     pb::RouteRequest {
         question: Some(tokens(count)),
@@ -286,17 +286,17 @@ impl StubEngine {
         }
     }
 
-    /// Its entry in the list of workers.
+    /// Returns its fields in the list of workers.
     pub(crate) fn listed(&self) -> String {
         format!(", kv_events: {{endpoint: '{}'}}", self.endpoint)
     }
 
-    /// Sequence number of the last published batch.
+    /// Returns the sequence number of the last published batch.
     pub(crate) fn last(&self) -> u64 {
         self.sent - 1
     }
 
-    /// Stores the blocks of the first `n` tokens, with engine hashes from `first` on.
+    /// Publishes the blocks of the first `count` token ids, with engine hashes from `first` on.
     pub(crate) async fn store(&mut self, first: u64, count: u32) {
         let names: Vec<u64> = (first..first + u64::from(count / 4)).collect();
         let ids: Vec<u32> = (0..count).collect();

@@ -1,4 +1,4 @@
-//! Streams: the index as events, the fleet as it changes, and their end at shutdown.
+//! Streaming calls: dumps of the index, changes of the fleet, and their end at shutdown.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use warmroute_core::worker::{BlockSize, RankSlot};
 
 use crate::api::site::{ApiSite, PATIENCE, StubEngine, rank, tokens, worker};
 
-/// Returns the device blocks of a worker from the service.
+/// Returns the number of device blocks of a worker, as the service reports it.
 async fn device(site: &ApiSite, count: u32, worker_id: u64) -> u64 {
     let scores = site.overlaps(tokens(count)).await;
     let score = scores
@@ -28,7 +28,7 @@ async fn device(site: &ApiSite, count: u32, worker_id: u64) -> u64 {
     score.blocks.unwrap().device
 }
 
-/// Publishes until the event arrives, because a late subscriber misses events.
+/// Publishes blocks until they arrive, because a late subscriber misses batches.
 async fn store(site: &ApiSite, engine: &mut StubEngine, worker_id: u64, first: u64, count: u32) {
     let deadline = Instant::now() + PATIENCE;
     while device(site, count, worker_id).await != u64::from(count / 4) {
@@ -38,7 +38,7 @@ async fn store(site: &ApiSite, engine: &mut StubEngine, worker_id: u64, first: u
     }
 }
 
-/// Reads the whole dump.
+/// Reads a whole event dump.
 async fn dump(site: &ApiSite, ranks: Vec<pb::WorkerRank>) -> Vec<Kind> {
     let call_request = pb::DumpEventsRequest { ranks };
     let mut stream = site
@@ -86,7 +86,7 @@ async fn dump_rebuilds_an_equal_index() {
         }
     }
     assert_dump_of_ranks(&site).await;
-    // A worker that was removed.
+    // Worker 1 is removed.
     let one = dump(&site, rank(2).into_iter().collect()).await;
     site.list(&workers[1..]);
     let gone = |page: &serde_json::Value| {
@@ -121,13 +121,13 @@ fn rebuild(received: &[Kind]) -> (Arc<PrefixIndex>, HashMap<u64, RankWriter>) {
     }
     assert!(
         matches!(received.last(), Some(Kind::Complete(_))),
-        "nothing follows the end"
+        "the last message is `Complete`"
     );
     assert!(events > 0);
     (index, writers)
 }
 
-/// Checks dumps of rank 2, and of rank 3, which has no event source.
+/// Asserts the dumps of worker 2, and of worker 3, which has no event source.
 async fn assert_dump_of_ranks(site: &ApiSite) {
     let one = dump(site, rank(2).into_iter().collect()).await;
     let ranks: Vec<_> = one
@@ -144,7 +144,7 @@ async fn assert_dump_of_ranks(site: &ApiSite) {
     assert_eq!(
         dump(site, [rank(2), rank(2)].into_iter().flatten().collect()).await,
         one,
-        "named twice, sent once"
+        "a rank that is requested twice is sent once"
     );
     let silent = pb::DumpEventsRequest {
         ranks: rank(3).into_iter().collect(),
@@ -160,7 +160,7 @@ async fn assert_dump_of_ranks(site: &ApiSite) {
     );
 }
 
-/// Reads the bytes of a copy.
+/// Reads the bytes of a rank copy.
 async fn copy(site: &ApiSite, worker: u64) -> Result<Vec<u8>, Code> {
     copy_in(site, rank(worker), 0).await
 }
@@ -198,7 +198,7 @@ async fn rank_copy_restores_blocks_and_position() {
             .unwrap()
             .position(),
         None,
-        "no event arrived yet"
+        "no event has arrived yet"
     );
     store(&site, &mut engine, 1, 100, 48).await;
     let bytes = copy(&site, 1).await.unwrap();
@@ -219,7 +219,7 @@ async fn rank_copy_restores_blocks_and_position() {
     assert_eq!(
         copy(&site, 2).await,
         Err(Code::NotFound),
-        "it has no event source"
+        "worker 2 has no event source"
     );
     assert_eq!(copy_in(&site, None, 0).await, Err(Code::InvalidArgument));
     assert_eq!(
@@ -272,9 +272,9 @@ async fn overlap_scores_report_blocks_and_credit() {
         credit_blocks,
         cached_tokens,
     };
-    // The engine always computes the last token, so it uses 3 of 4 cached blocks.
+    // The engine always computes the last token, so it can reuse 3 of the 4 cached blocks.
     assert_eq!(answer.ranks, [score(1, 4, 2.0, 12), score(2, 0, 0.0, 0)]);
-    // The same query by the hashes that `Route` returned.
+    // The same query with the hashes that `Route` returned.
     let received = site
         .route(pb::RouteRequest {
             question: Some(tokens(16)),
@@ -300,7 +300,7 @@ async fn overlap_scores_report_blocks_and_credit() {
     assert_other_caches_are_empty(&site).await;
 }
 
-/// Another adapter or tenant has another cache.
+/// Asserts that another adapter and another tenant have separate caches.
 async fn assert_other_caches_are_empty(site: &ApiSite) {
     for question in [
         pb::Question {
@@ -378,7 +378,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
     assert_eq!(
         ids(&mut late).await,
         Some(vec![1, 2]),
-        "a later watcher gets the whole fleet"
+        "a later watcher receives the whole fleet"
     );
     site.list(&[worker(2, "")]);
     assert_eq!(
@@ -389,7 +389,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
         panic!("no such model")
     };
     assert_eq!(unknown.code(), Code::NotFound);
-    // Open-ended streams do not delay the shutdown.
+    // Open streams do not delay the shutdown.
     site.stop();
     assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (None, None));
     drop((fleet, late));
@@ -415,7 +415,10 @@ async fn number_of_watchers_is_limited() {
     drop(watching.pop());
     let deadline = Instant::now() + PATIENCE;
     while client.watch_fleet(all.clone()).await.is_err() {
-        assert!(Instant::now() < deadline, "its place stays taken");
+        assert!(
+            Instant::now() < deadline,
+            "the closed stream does not count"
+        );
     }
 }
 

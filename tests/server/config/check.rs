@@ -13,7 +13,7 @@ fn check(path: &Path) -> Output {
 #[test]
 fn check_prints_the_resolved_configuration() {
     let path = data("valid/least.yaml");
-    // Its tokenizer is an empty object, which cannot be loaded.
+    // The tokenizer of this file is an empty object, which cannot be loaded.
     let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
     let output = command
         .args(["check", "--fast", "--config"])
@@ -104,7 +104,7 @@ fn model_file(name: &str) -> PathBuf {
     Path::new(ROOT).join("examples/models/qwen2.5").join(name)
 }
 
-/// Configuration in a folder with copies of some files of a model.
+/// Returns a configuration in a folder with copies of some files of a model.
 fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
     for name in files {
         fs::copy(model_file(name), dir.join(name)).unwrap();

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Watched workers file in its own folder. The watch ends by drop.
+/// Watched workers file in its own folder. Dropping it ends the watch.
 struct WatchedFile {
     folder: tempfile::TempDir,
     fleet: watch::Receiver<Vec<u64>>,
@@ -19,7 +19,7 @@ impl Drop for WatchedFile {
 const NEVER: Period = Period::seconds(3600);
 
 impl WatchedFile {
-    /// Watches `workers.yaml`, which `create_files` has created in the folder.
+    /// Watches `workers.yaml`, which `create_files` must create in the folder.
     fn start(poll: Period, create_files: impl FnOnce(&Path)) -> Self {
         let folder = tempfile::tempdir().unwrap();
         create_files(folder.path());
@@ -61,7 +61,7 @@ impl WatchedFile {
         fs::rename(self.path("next"), self.path("workers.yaml")).unwrap();
     }
 
-    async fn fleet_is(&mut self, ids: &[u64]) {
+    async fn wait_fleet(&mut self, ids: &[u64]) {
         let waiting = tokio::time::timeout(DEADLINE, self.fleet.wait_for(|fleet| fleet == ids));
         let reached = matches!(waiting.await, Ok(Ok(_)));
         assert!(
@@ -79,7 +79,7 @@ impl WatchedFile {
             .get()
     }
 
-    async fn valid_is(&self, valid: i64) {
+    async fn wait_valid(&self, valid: i64) {
         let reached = async {
             while self.metrics.workers.file_last_reload_successful.get() != valid {
                 tokio::time::sleep(Duration::from_millis(5)).await;
@@ -102,11 +102,11 @@ async fn rename_and_write_are_detected_without_polling() {
     let mut watched = WatchedFile::start(NEVER, |folder| {
         fs::write(folder.join("workers.yaml"), list(&[1])).unwrap()
     });
-    watched.fleet_is(&[1]).await;
+    watched.wait_fleet(&[1]).await;
     watched.rename_into_place(&list(&[1, 2]));
-    watched.fleet_is(&[1, 2]).await;
+    watched.wait_fleet(&[1, 2]).await;
     fs::write(watched.path("workers.yaml"), list(&[3])).unwrap();
-    watched.fleet_is(&[3]).await;
+    watched.wait_fleet(&[3]).await;
     assert_eq!(watched.reloads("invalid"), 0);
 }
 
@@ -115,27 +115,27 @@ async fn invalid_or_deleted_file_retains_the_fleet() {
     let mut watched = WatchedFile::start(NEVER, |folder| {
         fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap()
     });
-    watched.fleet_is(&[1, 2]).await;
+    watched.wait_fleet(&[1, 2]).await;
     watched.rename_into_place("- {id: 3, endpoint: '10.0.0.3:8000'}\n- {id: 4, endpoin");
-    watched.valid_is(0).await;
+    watched.wait_valid(0).await;
     assert_eq!(*watched.fleet.borrow(), [1, 2]);
     watched.rename_into_place(&list(&[3, 4]));
-    watched.fleet_is(&[3, 4]).await;
-    watched.valid_is(1).await;
+    watched.wait_fleet(&[3, 4]).await;
+    watched.wait_valid(1).await;
     fs::remove_file(watched.path("workers.yaml")).unwrap();
-    watched.valid_is(0).await;
+    watched.wait_valid(0).await;
     assert_eq!(*watched.fleet.borrow(), [3, 4]);
     watched.rename_into_place(&list(&[5]));
-    watched.fleet_is(&[5]).await;
+    watched.wait_fleet(&[5]).await;
     assert_eq!(watched.reloads("applied"), 3);
 }
 
 #[tokio::test]
 async fn file_created_later_is_detected() {
     let mut watched = WatchedFile::start(NEVER, |_| ());
-    watched.valid_is(0).await;
+    watched.wait_valid(0).await;
     watched.rename_into_place(&list(&[1]));
-    watched.fleet_is(&[1]).await;
+    watched.wait_fleet(&[1]).await;
 }
 
 #[tokio::test]
@@ -149,12 +149,12 @@ async fn config_map_symlink_swap_is_detected() {
         symlink("..v1", folder.join("..data")).unwrap();
         symlink("..data/workers.yaml", folder.join("workers.yaml")).unwrap();
     });
-    watched.fleet_is(&[1]).await;
+    watched.wait_fleet(&[1]).await;
     version(watched.folder.path(), "..v2", &[2, 3]);
     symlink("..v2", watched.path("..data_tmp")).unwrap();
     fs::rename(watched.path("..data_tmp"), watched.path("..data")).unwrap();
     fs::remove_dir_all(watched.path("..v1")).unwrap();
-    watched.fleet_is(&[2, 3]).await;
+    watched.wait_fleet(&[2, 3]).await;
 }
 
 #[tokio::test]
@@ -165,8 +165,8 @@ async fn change_without_notification_is_found_by_polling() {
     let mut watched = WatchedFile::start(Period::millis(20), |folder| {
         symlink(&target, folder.join("workers.yaml")).unwrap()
     });
-    watched.fleet_is(&[1]).await;
+    watched.wait_fleet(&[1]).await;
     fs::write(other_folder.path().join("next"), list(&[2])).unwrap();
     fs::rename(other_folder.path().join("next"), &target).unwrap();
-    watched.fleet_is(&[2]).await;
+    watched.wait_fleet(&[2]).await;
 }

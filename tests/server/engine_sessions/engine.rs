@@ -1,5 +1,5 @@
-//! A server with SGLang's two session endpoints, which records the calls and rejects the same calls
-//! as SGLang.
+//! Server with SGLang's two session endpoints. Records the calls, and rejects the same calls as
+//! SGLang.
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -17,16 +17,16 @@ use tokio::task::JoinHandle;
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Behavior of an engine.
+/// Behaviour of an engine.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum EngineBehaviour {
-    /// As SGLang.
+    /// Responds as SGLang does.
     Well,
     /// Never responds.
     Never,
-    /// As SGLang, after it is released.
+    /// Responds as SGLang does, once it is released.
     Held,
-    /// As SGLang with `--api-key secret`.
+    /// Responds as SGLang does with `--api-key secret`.
     Protected,
 }
 
@@ -38,7 +38,7 @@ pub(crate) struct SessionCalls {
     pub(crate) released: bool,
 }
 
-/// An engine. It ends on drop.
+/// An engine that stops on drop.
 pub(crate) struct SessionEngine {
     pub(crate) address: SocketAddr,
     pub(crate) state: Arc<watch::Sender<SessionCalls>>,
@@ -112,7 +112,7 @@ impl SessionEngine {
         }
     }
 
-    /// Waits until the engine has received this many calls.
+    /// Waits until the engine has received this many calls. Returns all calls.
     pub(crate) async fn received_calls(&self, count: usize) -> Vec<(String, Value)> {
         let mut state = self.state.subscribe();
         let received_calls =

@@ -1,4 +1,4 @@
-//! Engine sessions of a complete server.
+//! Engine sessions of a whole server.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn header(key: &str, value: &str) -> HeaderValue {
     }
 }
 
-/// A started warmroute in front of one engine.
+/// A started warmroute server in front of one engine.
 struct SessionStack {
     client: ExternalProcessorClient<Channel>,
     stop: CancellationToken,
@@ -18,7 +18,7 @@ struct SessionStack {
 }
 
 impl SessionStack {
-    /// `more` is appended to the usual settings.
+    /// Starts the server. `more` is appended to the session settings.
     async fn start(engine: &SessionEngine, sessions: &str, more: &str) -> Self {
         let text = format!(
             "listeners: {{ext_proc: {{address: '127.0.0.1:0'}}, admin: {{address: '127.0.0.1:0'}}}}\nmodels: [{{name: m}}]\n\
@@ -43,7 +43,7 @@ impl SessionStack {
         }
     }
 
-    /// Sends a request. The task ends when the request is routed.
+    /// Sends a request in the background. The task ends when the request is routed.
     fn send(&self, session: &[(&str, &str)], body: &str) -> JoinHandle<()> {
         let head = [(":method", "POST"), (":path", "/v1/completions")];
         let head = head
@@ -69,7 +69,7 @@ impl SessionStack {
         };
         let mut client = self.client.clone();
         tokio::spawn(async move {
-            // Envoy keeps the stream open while the request runs.
+            // The stream stays open, as Envoy keeps it while the request runs.
             let (sender, receiver) = mpsc::channel(2);
             for message in messages.map(request) {
                 sender.send(message).await.unwrap();
@@ -82,7 +82,7 @@ impl SessionStack {
             let mut replies = 0;
             while replies < 2 {
                 let answer = answers.message().await.unwrap().unwrap();
-                // A message without a response only extends the timeout.
+                // A reply without a response only extends the message timeout.
                 replies += usize::from(answer.response.is_some());
             }
             drop(sender);
@@ -102,27 +102,27 @@ const BODY: &str = r#"{"model": "m", "prompt": "x"}"#;
 #[tokio::test]
 async fn server_opens_session_and_closes_it_on_shutdown() {
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let whole = SessionStack::start(&engine, "", "").await;
-    whole.send(&[("x-session-id", "s")], BODY).await.unwrap();
+    let stack = SessionStack::start(&engine, "", "").await;
+    stack.send(&[("x-session-id", "s")], BODY).await.unwrap();
     assert_eq!(engine.received_calls(1).await, [open("s")]);
-    whole.stop().await;
+    stack.stop().await;
     assert_eq!(engine.calls(), [open("s"), close("s")]);
 }
 
 #[tokio::test]
 async fn requests_wait_until_session_is_open() {
     let engine = SessionEngine::start(EngineBehaviour::Held).await;
-    let whole = SessionStack::start(
+    let stack = SessionStack::start(
         &engine,
         ", timeout: 20s",
         "engines: {http: {timeout: 20s}}\n",
     )
     .await;
-    let first = whole.send(&[("x-session-id", "s")], BODY);
+    let first = stack.send(&[("x-session-id", "s")], BODY);
     engine.received_calls(1).await;
-    let second = whole.send(&[("x-session-id", "s")], BODY);
+    let second = stack.send(&[("x-session-id", "s")], BODY);
     // A request without a session does not wait.
-    whole.send(&[], BODY).await.unwrap();
+    stack.send(&[], BODY).await.unwrap();
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(
         !first.is_finished() && !second.is_finished(),
@@ -132,15 +132,15 @@ async fn requests_wait_until_session_is_open() {
     first.await.unwrap();
     second.await.unwrap();
     assert_eq!(engine.calls(), [open("s")]);
-    whole.stop().await;
+    stack.stop().await;
 }
 
 #[tokio::test]
 async fn requests_are_sent_when_opening_exceeds_its_deadline() {
     let engine = SessionEngine::start(EngineBehaviour::Never).await;
-    let whole = SessionStack::start(&engine, ", timeout: 300ms", "").await;
+    let stack = SessionStack::start(&engine, ", timeout: 300ms", "").await;
     let began = Instant::now();
-    tokio::time::timeout(DEADLINE, whole.send(&[("x-session-id", "s")], BODY))
+    tokio::time::timeout(DEADLINE, stack.send(&[("x-session-id", "s")], BODY))
         .await
         .unwrap()
         .unwrap();
@@ -149,7 +149,7 @@ async fn requests_are_sent_when_opening_exceeds_its_deadline() {
         "{:?}",
         began.elapsed()
     );
-    whole.stop().await;
+    stack.stop().await;
 }
 
 #[tokio::test]
@@ -158,15 +158,15 @@ async fn session_calls_carry_the_token_of_engines() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("token");
     std::fs::write(&file, "secret\n").unwrap();
-    let whole = SessionStack::start(
+    let stack = SessionStack::start(
         &engine,
         "",
         &format!("engines: {{http: {{token_file: '{}'}}}}\n", file.display()),
     )
     .await;
-    whole.send(&[("x-session-id", "s")], BODY).await.unwrap();
+    stack.send(&[("x-session-id", "s")], BODY).await.unwrap();
     assert_eq!(engine.calls(), [open("s")]);
-    whole.stop().await;
+    stack.stop().await;
     assert_eq!(engine.calls(), [open("s"), close("s")]);
 }
 
@@ -178,21 +178,21 @@ async fn session_control_of_trusted_clients_opens_and_closes() {
     let begins = body(r#"{"session_id": "s", "action": "open", "timeout": 90}"#);
     let ends = body(r#"{"session_id": "s", "action": "close"}"#);
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let whole = SessionStack::start(&engine, "", "requests: {clients: {trusted: true}}\n").await;
-    whole.send(&[], &begins).await.unwrap();
+    let stack = SessionStack::start(&engine, "", "requests: {clients: {trusted: true}}\n").await;
+    stack.send(&[], &begins).await.unwrap();
     let expected_options =
         json!({ "capacity_of_str_len": 65_536, "session_id": "s", "timeout": 90.0 });
     assert_eq!(
         engine.calls(),
         [("open_session".to_owned(), expected_options)]
     );
-    whole.send(&[], &ends).await.unwrap();
+    stack.send(&[], &ends).await.unwrap();
     assert_eq!(engine.received_calls(2).await[1], close("s"));
-    whole.stop().await;
+    stack.stop().await;
     // `nvext` of untrusted clients is ignored.
     let engine = SessionEngine::start(EngineBehaviour::Well).await;
-    let whole = SessionStack::start(&engine, "", "").await;
-    whole.send(&[], &begins).await.unwrap();
-    whole.stop().await;
+    let stack = SessionStack::start(&engine, "", "").await;
+    stack.send(&[], &begins).await.unwrap();
+    stack.stop().await;
     assert_eq!(engine.calls(), []);
 }

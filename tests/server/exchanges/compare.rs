@@ -1,12 +1,12 @@
-//! Comparison of the expected with the actual values, in every field. `<hex16>` and `<hex32>` match
-//! random names, `<between 1 and 2 ms>` a measured time, `<starts with text>` a text with this
-//! beginning.
+//! Comparison of the expected with the actual values, in every field. In expected values, `<hex16>`
+//! and `<hex32>` match random names, `<between 1 and 2 ms>` matches a measured time, and `<starts
+//! with text>` matches a text with this beginning.
 
 use serde_json::Value;
 
 use crate::exchanges::wire;
 
-/// Every difference, with its path.
+/// Returns every difference with its path.
 pub(crate) fn differences(expected: &Value, found: &Value) -> Vec<String> {
     let mut different = Vec::new();
     compare("", expected, found, &mut different);
@@ -41,10 +41,7 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
                 }
             }
             for (key, value) in found.iter().filter(|(key, _)| !expected.contains_key(*key)) {
-                different.push(format!(
-                    "{place}/{key}: not expected, came as {}",
-                    short(value)
-                ));
+                different.push(format!("{place}/{key}: unexpected {}", short(value)));
             }
         }
         (Value::Array(expected), Value::Array(found)) => {
@@ -52,16 +49,11 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
                 let place = format!("{place}/{at}");
                 match found.get(at) {
                     Some(found) => compare(&place, value, found, different),
-                    None => {
-                        different.push(format!("{place}: did not come, expected {}", short(value)))
-                    }
+                    None => different.push(format!("{place}: missing, expected {}", short(value))),
                 }
             }
             for (at, value) in found.iter().enumerate().skip(expected.len()) {
-                different.push(format!(
-                    "{place}/{at}: not expected, came as {}",
-                    short(value)
-                ));
+                different.push(format!("{place}/{at}: unexpected {}", short(value)));
             }
         }
         (Value::Number(expected), Value::Number(found)) if expected.as_f64() == found.as_f64() => {}
@@ -94,7 +86,7 @@ fn matches(pattern: &str, text: &str) -> bool {
     match inner {
         "hex16" => is_hex(16),
         "hex32" => is_hex(32),
-        _ => panic!("no pattern: {pattern}"),
+        _ => panic!("unknown pattern: {pattern}"),
     }
 }
 

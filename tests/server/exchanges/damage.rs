@@ -1,14 +1,14 @@
-//! Tests of the comparison itself: it detects every change of a transcript.
+//! Tests of the comparison itself: it must detect every change of a transcript.
 
 use serde_json::{Value, json};
 
 use crate::exchanges::compare::differences;
-use crate::exchanges::games;
 use crate::exchanges::play::play;
+use crate::exchanges::played_transcripts;
 use crate::exchanges::script::{ExchangeScript, ScriptStep, StreamEnd};
 
-/// Every value with one damaged place.
-fn damaged(value: &Value) -> Vec<Value> {
+/// Returns copies of a value with one change each.
+fn changed_copies(value: &Value) -> Vec<Value> {
     let mut all = Vec::new();
     match value {
         Value::Object(fields) => {
@@ -19,7 +19,7 @@ fn damaged(value: &Value) -> Vec<Value> {
                 let mut less = fields.clone();
                 less.remove(key);
                 all.push(less.into());
-                all.extend(damaged(inner).into_iter().map(|inner| {
+                all.extend(changed_copies(inner).into_iter().map(|inner| {
                     let mut changed = fields.clone();
                     changed.insert(key.clone(), inner);
                     changed.into()
@@ -38,7 +38,7 @@ fn damaged(value: &Value) -> Vec<Value> {
                 let mut less = items.clone();
                 less.remove(at);
                 all.push(less.into());
-                all.extend(damaged(inner).into_iter().map(|inner| {
+                all.extend(changed_copies(inner).into_iter().map(|inner| {
                     let mut changed = items.clone();
                     changed[at] = inner;
                     changed.into()
@@ -57,8 +57,8 @@ fn damaged(value: &Value) -> Vec<Value> {
     all
 }
 
-/// Whether the step expects anything.
-fn is_reported(step: &ScriptStep) -> bool {
+/// Returns true if the step has an expected result that is changed in the test.
+fn has_expected_result(step: &ScriptStep) -> bool {
     !matches!(
         step,
         ScriptStep::Busy { .. }
@@ -68,30 +68,30 @@ fn is_reported(step: &ScriptStep) -> bool {
     )
 }
 
-/// A longer transcript adds no new case to this test, and much copying.
-const MOST_REPLIES: usize = 50;
+/// A transcript with more replies adds no new case to this test, but takes time to copy.
+const MAX_REPLIES: usize = 50;
 
 fn is_long(step: &ScriptStep) -> bool {
-    matches!(step, ScriptStep::Send(send) if send.replies.len() > MOST_REPLIES)
+    matches!(step, ScriptStep::Send(send) if send.replies.len() > MAX_REPLIES)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_changed_value_is_detected() {
     let mut tried = 0;
-    for (name, script, played) in games().await {
+    for (name, script, played) in played_transcripts().await {
         let Ok(played) = played else { continue };
         let steps = script.steps.iter().zip(&played.found);
-        for (step, found) in steps.filter(|(step, _)| is_reported(step) && !is_long(step)) {
-            for damaged in damaged(&step.expected()) {
+        for (step, found) in steps.filter(|(step, _)| has_expected_result(step) && !is_long(step)) {
+            for copy in changed_copies(&step.expected()) {
                 tried += 1;
                 assert!(
-                    !differences(&damaged, found).is_empty(),
-                    "{name}: nobody notices {damaged}"
+                    !differences(&copy, found).is_empty(),
+                    "{name}: the change is not detected: {copy}"
                 );
             }
         }
     }
-    assert!(tried > 5_000, "only {tried} places");
+    assert!(tried > 5_000, "only {tried} changes");
 }
 
 #[tokio::test]
@@ -110,7 +110,7 @@ async fn damaged_transcript_fails_in_playback() {
     assert_ne!(
         play(&fewer).await.wrong(&fewer),
         [""; 0],
-        "{name}: an answer too many"
+        "{name}: an additional reply is not detected"
     );
 }
 
@@ -142,7 +142,7 @@ async fn early_stream_end_is_detected() {
     assert!(
         wrong
             .iter()
-            .any(|what| what.contains("ended the stream already")),
+            .any(|what| what.contains("the server ended the stream early")),
         "{name}: {wrong:?}"
     );
 }

@@ -1,5 +1,5 @@
-//! Properties of a gateway's call beside its messages: the authority selects the pool, and headers
-//! show the source of a 503.
+//! Properties of a gateway besides its messages: the authority of its calls selects the pool, and
+//! response headers identify the source of a 503.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
 use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
@@ -22,7 +22,7 @@ struct GatewayExchange {
 }
 
 impl GatewayExchange {
-    /// Sends a request without a body, and returns the endpoint of its route.
+    /// Sends a request without a body. Returns the exchange and the endpoint of its route.
     async fn start(mut gateway: ExternalProcessorClient<Channel>) -> (Self, String) {
         let (sender, receiver) = mpsc::unbounded_channel();
         let headers = json!({":method": "POST", ":path": "/v1/completions"});
@@ -99,7 +99,7 @@ async fn authority_confines_requests_to_their_pool() {
         for _ in 0..20 {
             let (call, endpoint) = GatewayExchange::start(gateway.clone()).await;
             assert!(pool.contains(&&*endpoint), "{authority}: {endpoint}");
-            // Open requests are load, so all workers of the pool are chosen.
+            // Open requests count as load, so that all workers of the pool are chosen in turn.
             open.push((call, endpoint));
         }
         assert!(
@@ -118,7 +118,7 @@ async fn authority_confines_requests_to_their_pool() {
     ] {
         assert!(
             seen.iter().any(|(_, endpoint)| pool.contains(&&**endpoint)),
-            "an authority without pool: any worker"
+            "an authority without a pool reaches any worker"
         );
     }
     drop(seen);
@@ -153,7 +153,7 @@ async fn unmarked_503_ejects_no_worker() {
     }
     assert_eq!(out().await, 0, "a gateway that suppresses its headers");
 
-    // From here on the gateway is known to mark the responses of workers.
+    // This response shows that the gateway marks the responses of workers.
     respond(&json!({":status": "200", "x-envoy-upstream-service-time": "3"})).await;
     for _ in 0..40 {
         respond(&json!({":status": "503", "x-envoy-upstream-service-time": "3"})).await;

@@ -1,4 +1,4 @@
-//! Plays a transcript to a running process and records the replies.
+//! Playback of a transcript to a running process. Records the replies.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::exchanges::wire;
 /// Time to wait for unexpected replies. Later ones are found at the end of the stream.
 const SILENCE: Duration = Duration::from_millis(20);
 
-/// The results, step by step.
+/// Results of the steps.
 pub(crate) struct PlaybackResult {
     pub(crate) found: Vec<Value>,
     /// Unexpected replies after the script.
@@ -27,7 +27,7 @@ pub(crate) struct PlaybackResult {
 }
 
 impl PlaybackResult {
-    /// Every difference from the transcript.
+    /// Returns every difference from the transcript.
     pub(crate) fn wrong(&self, script: &ExchangeScript) -> Vec<String> {
         let steps = script.steps.iter().zip(&self.found).enumerate();
         let wrong = steps.flat_map(|(at, (step, found))| {
@@ -40,7 +40,7 @@ impl PlaybackResult {
 }
 
 impl ScriptStep {
-    /// The expected result of a step, in the form of the recorded one.
+    /// Returns the expected result of a step in the form of a recorded one.
     pub(crate) fn expected(&self) -> Value {
         match self {
             ScriptStep::Send(SendStep { replies, .. }) => json!({ "replies": replies }),
@@ -63,9 +63,9 @@ impl ScriptStep {
 
 /// One stream of the gateway.
 struct RecordedStream {
-    to_us: Option<mpsc::UnboundedSender<ProcessingRequest>>,
-    from_us: Option<Streaming<ProcessingResponse>>,
-    /// Whether the server has ended it.
+    requests_tx: Option<mpsc::UnboundedSender<ProcessingRequest>>,
+    replies: Option<Streaming<ProcessingResponse>>,
+    /// The server has ended the stream.
     ended: bool,
     request: Vec<u8>,
     response: Vec<u8>,
@@ -73,7 +73,7 @@ struct RecordedStream {
 
 impl RecordedStream {
     async fn open(site: &ExchangeSite, opening: &BTreeMap<String, String>) -> Self {
-        let (to_us, messages) = mpsc::unbounded_channel();
+        let (requests_tx, messages) = mpsc::unbounded_channel();
         let mut request = Request::new(UnboundedReceiverStream::new(messages));
         for (key, value) in opening {
             let key = MetadataKey::from_bytes(key.as_bytes()).unwrap();
@@ -81,7 +81,7 @@ impl RecordedStream {
                 .metadata_mut()
                 .insert(key, MetadataValue::try_from(value).unwrap());
         }
-        let from_us = site
+        let replies = site
             .gateway
             .clone()
             .process(request)
@@ -89,8 +89,8 @@ impl RecordedStream {
             .unwrap()
             .into_inner();
         Self {
-            to_us: Some(to_us),
-            from_us: Some(from_us),
+            requests_tx: Some(requests_tx),
+            replies: Some(replies),
             ended: false,
             request: Vec::new(),
             response: Vec::new(),
@@ -98,17 +98,17 @@ impl RecordedStream {
     }
 
     fn send(&self, message: ProcessingRequest) {
-        // On a stream that the server has ended sending fails, which its replies show.
+        // Sending fails if the server has ended the stream. Its replies show that.
         _ = self
-            .to_us
+            .requests_tx
             .as_ref()
-            .expect("the stream is still ours")
+            .expect("the stream is still open")
             .send(message);
     }
 
-    /// The next reply; `None` after the end of the stream or the deadline.
+    /// Returns the next reply, or `None` after the end of the stream or the deadline.
     async fn next(&mut self, until: Instant) -> Option<Value> {
-        let answer = timeout_at(until, self.from_us.as_mut()?.message())
+        let answer = timeout_at(until, self.replies.as_mut()?.message())
             .await
             .ok()?;
         let wire = match answer {
@@ -127,7 +127,7 @@ impl RecordedStream {
         Some(wire::reply(wire))
     }
 
-    /// The expected number of replies, and any further ones.
+    /// Returns the expected number of replies, and further ones if they arrive.
     async fn answers(&mut self, expected: usize) -> Vec<Value> {
         let mut found = Vec::new();
         loop {
@@ -143,7 +143,7 @@ impl RecordedStream {
         }
     }
 
-    /// All replies up to the end of the stream, and an error if it does not end.
+    /// Returns all replies up to the end of the stream, and an error if the stream does not end.
     async fn rest(&mut self) -> Vec<Value> {
         let mut rest = Vec::new();
         let all = async {
@@ -155,14 +155,14 @@ impl RecordedStream {
         if !self.ended {
             rest.push(json!("the stream did not end"));
         }
-        self.from_us = None;
+        self.replies = None;
         rest
     }
 }
 
 struct TranscriptPlayer {
     site: ExchangeSite,
-    /// The first served model.
+    /// First configured model.
     model: Value,
     /// Key of the last exchange that has one.
     exchange: String,
@@ -170,7 +170,7 @@ struct TranscriptPlayer {
     busy: Vec<RecordedStream>,
 }
 
-/// Plays one transcript from its start to the end of the process.
+/// Plays one transcript, from the start of the process to its end.
 pub(crate) async fn play(script: &ExchangeScript) -> PlaybackResult {
     let site = ExchangeSite::start(&script.config).await;
     let model = script.config["models"][0]["name"].clone();
@@ -187,14 +187,14 @@ pub(crate) async fn play(script: &ExchangeScript) -> PlaybackResult {
     }
     let mut late = Vec::new();
     for (name, mut stream) in player.streams {
-        stream.to_us = None;
-        if stream.from_us.is_some() {
+        stream.requests_tx = None;
+        if stream.replies.is_some() {
             late.extend(
                 stream
                     .rest()
                     .await
                     .iter()
-                    .map(|answer| format!("too much on {name}: {answer}")),
+                    .map(|answer| format!("unexpected reply on {name}: {answer}")),
             );
         }
     }
@@ -275,7 +275,7 @@ impl TranscriptPlayer {
         }
         let early = stream
             .ended
-            .then(|| json!("we had ended the stream already"));
+            .then(|| json!("the server ended the stream early"));
         let mut replies = stream.answers(send.replies.len()).await;
         replies.extend(early);
         for reply in &replies {
@@ -292,12 +292,12 @@ impl TranscriptPlayer {
             StreamEnd::Close => {
                 let early = stream
                     .ended
-                    .then(|| json!("we had ended the stream already"));
-                stream.to_us = None;
+                    .then(|| json!("the server ended the stream early"));
+                stream.requests_tx = None;
                 early.into_iter().chain(stream.rest().await).collect()
             }
             StreamEnd::Abort => {
-                (stream.to_us, stream.from_us) = (None, None);
+                (stream.requests_tx, stream.replies) = (None, None);
                 Vec::new()
             }
             // The client's side stays open, so only the server can have ended the stream.
@@ -305,7 +305,8 @@ impl TranscriptPlayer {
         }
     }
 
-    /// Starts an exchange that stays at this endpoint: routed and without a response.
+    /// Starts an exchange that is routed to this endpoint and gets no response, so that its load
+    /// stays booked.
     async fn occupy(&mut self, endpoint: &str, model: &Value) {
         let mut stream = RecordedStream::open(&self.site, &BTreeMap::new()).await;
         let path = json!({ ":method": "POST", ":path": "/v1/completions", "x-request-id": "busy" });
@@ -319,15 +320,15 @@ impl TranscriptPlayer {
         let body = json!({ "body": body, "end_of_stream": true });
         stream.send(wire::request(&json!({ "request_body": body })));
         let until = Instant::now() + PATIENCE;
-        stream.next(until).await.expect("an answer to the headers");
-        let steered = stream.next(until).await.expect("an answer to the body");
-        let to = &steered["dynamic_metadata"]["envoy.lb"]["x-gateway-destination-endpoint"];
-        assert_eq!(to, endpoint, "{steered}");
+        stream.next(until).await.expect("a reply to the headers");
+        let routed = stream.next(until).await.expect("a reply to the body");
+        let to = &routed["dynamic_metadata"]["envoy.lb"]["x-gateway-destination-endpoint"];
+        assert_eq!(to, endpoint, "{routed}");
         self.busy.push(stream);
     }
 }
 
-/// The ranks and fields of the page that the transcript names.
+/// Returns the ranks and fields of the page that the transcript names.
 fn loads(selected: &BTreeMap<String, Value>, page: &Value) -> Value {
     let of = |rank: &str| {
         let (worker, rank) = rank.split_once('/').unwrap_or((rank, "0"));
@@ -347,7 +348,7 @@ fn loads(selected: &BTreeMap<String, Value>, page: &Value) -> Value {
     ranks.collect::<Map<_, _>>().into()
 }
 
-/// The series of the page that the transcript names.
+/// Returns the series of the page that the transcript names.
 fn series(selected: &BTreeMap<String, f64>, page: &Value) -> Value {
     let line = |name: &str| {
         let value = page

@@ -1,4 +1,4 @@
-//! Requirements of the ext_proc protocol, for any client.
+//! Requirements of the ext_proc protocol that hold for any client.
 
 use std::io::Write as _;
 
@@ -61,7 +61,7 @@ fn piece(body: &'static [u8], end_of_stream: bool) -> ProcessingRequest {
     }
 }
 
-fn sent_back(response: Option<Response>) -> Option<StreamedBodyResponse> {
+fn returned_body(response: Option<Response>) -> Option<StreamedBodyResponse> {
     let (Response::RequestBody(body) | Response::ResponseBody(body)) = response? else {
         return None;
     };
@@ -72,7 +72,7 @@ fn sent_back(response: Option<Response>) -> Option<StreamedBodyResponse> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn body_mode_grpc_and_unknown_modes_get_all_replies() {
+async fn grpc_and_unknown_body_modes_get_all_replies() {
     let site = ExchangeSite::start(&configuration()).await;
     for mode in [5, 77] {
         let (sender, receiver) = tokio::sync::mpsc::unbounded_channel();
@@ -99,9 +99,12 @@ async fn body_mode_grpc_and_unknown_modes_get_all_replies() {
             matches!(head.response, Some(Response::RequestHeaders(_))),
             "{mode}: {head:?}"
         );
-        assert!(head.dynamic_metadata.is_some(), "{mode}: it is routed");
+        assert!(
+            head.dynamic_metadata.is_some(),
+            "{mode}: the request is routed"
+        );
         for (body, end) in [(&b"one"[..], false), (b"", false), (b"three", true)] {
-            let back = sent_back(next().await.response).unwrap();
+            let back = returned_body(next().await.response).unwrap();
             let compressed = back.grpc_message_compressed;
             assert_eq!(
                 (&back.body[..], back.end_of_stream, compressed),
@@ -113,7 +116,7 @@ async fn body_mode_grpc_and_unknown_modes_get_all_replies() {
             matches!(next().await.response, Some(Response::ResponseHeaders(_))),
             "{mode}"
         );
-        let back = sent_back(next().await.response).unwrap();
+        let back = returned_body(next().await.response).unwrap();
         assert_eq!(
             (&back.body[..], back.end_of_stream),
             (&b"answer"[..], true),
@@ -124,7 +127,7 @@ async fn body_mode_grpc_and_unknown_modes_get_all_replies() {
     site.stop().await;
 }
 
-/// Messages of an exchange with this body mode.
+/// Returns the messages of an exchange with this body mode.
 fn exchange_with_mode(mode: i32) -> [ProcessingRequest; 6] {
     let mut first = request_headers(&json!({}));
     first.protocol_config = Some(
@@ -157,7 +160,7 @@ fn exchange_with_mode(mode: i32) -> [ProcessingRequest; 6] {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn half_closed_stream_gets_replies_that_are_due() {
     let site = ExchangeSite::start(&configuration()).await;
-    // Long enough for the half-close to arrive while the body is tokenized.
+    // The body is long enough that the half-close arrives while it is tokenized.
     let stream = tokio_stream::iter([request_headers(&json!({})), whole_body(1 << 20)]);
     let mut replies = site
         .gateway
@@ -169,7 +172,7 @@ async fn half_closed_stream_gets_replies_that_are_due() {
     let mut found = Vec::new();
     while let Some(reply) = timeout(PATIENCE, replies.message())
         .await
-        .expect("an end")
+        .expect("the stream ends")
         .unwrap()
     {
         found.push(reply);
@@ -177,16 +180,13 @@ async fn half_closed_stream_gets_replies_that_are_due() {
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(
         found[1].dynamic_metadata.is_some(),
-        "the body is answered with a route: {:?}",
+        "the reply to the body has a route: {:?}",
         found[1]
     );
     let load = site
         .until("debug/load", |page| page[0]["active_requests"] == 0)
         .await;
-    assert_eq!(
-        load[0]["active_requests"], 0,
-        "nothing stays booked: {load}"
-    );
+    assert_eq!(load[0]["active_requests"], 0, "no booking is left: {load}");
     site.stop().await;
 }
 
@@ -195,9 +195,9 @@ async fn unreadable_message_ends_stream_with_error() {
     let site = ExchangeSite::start(&configuration()).await;
     let first = frame(false, &request_headers(&json!({})).encode_to_vec());
     let cases = [
-        ("no message", frame(false, &[0xff; 40])),
-        ("cut", frame(false, b"abc")[..6].to_vec()),
-        ("no gzip", frame(true, b"abc")),
+        ("invalid Protobuf message", frame(false, &[0xff; 40])),
+        ("truncated", frame(false, b"abc")[..6].to_vec()),
+        ("invalid gzip data", frame(true, b"abc")),
     ];
     let count = cases.len();
     for (name, bytes) in cases {
@@ -206,17 +206,17 @@ async fn unreadable_message_ends_stream_with_error() {
             raw::call(site.channel.clone(), "gzip", [&first[..], &bytes].concat()),
         )
         .await;
-        let ended = ended.expect("an end");
+        let ended = ended.expect("the stream ends");
         assert_eq!(
             ended.replies.len(),
             1,
-            "{name}: the reply before it: {ended:?}"
+            "{name}: only the preceding message has a reply: {ended:?}"
         );
         assert_ne!(ended.status, "0", "{name}");
     }
     let good = timeout(PATIENCE, raw::call(site.channel.clone(), "identity", first))
         .await
-        .expect("an end");
+        .expect("the stream ends");
     assert_eq!((good.replies.len(), good.status.as_str()), (1, "0"));
     let series = "warmroute_invalid_messages_total";
     let page = site.page("metrics").await;
@@ -244,7 +244,7 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
         "identity",
         [first.clone(), body].concat(),
     );
-    let ended = timeout(PATIENCE, ended).await.expect("an end");
+    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
     assert_eq!(
         (ended.replies.len(), ended.status.as_str()),
         (2, "0"),
@@ -257,7 +257,7 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
     );
     assert!(
         routed.dynamic_metadata.is_some(),
-        "the body is answered with a route: {routed:?}"
+        "the reply to the body has a route: {routed:?}"
     );
     let page = site.page("metrics").await;
     let page = page.as_str().unwrap();
@@ -271,7 +271,7 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
         );
     }
 
-    // In full-duplex mode bytes that are not read cannot be returned.
+    // In full-duplex mode, bytes that were not read cannot be returned.
     let mut duplex = request_headers(&json!({}));
     let modes = json!({"protocol_config": {"request_body_mode": "FULL_DUPLEX_STREAMED"}});
     duplex.protocol_config = wire::request(&modes).protocol_config;
@@ -281,7 +281,7 @@ async fn oversize_buffered_body_is_routed_by_its_headers() {
         "identity",
         [frame(false, &duplex.encode_to_vec()), piece].concat(),
     );
-    let ended = timeout(PATIENCE, ended).await.expect("an end");
+    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
     assert_eq!(
         (ended.replies.len(), ended.status.as_str()),
         (0, "11"),
@@ -324,9 +324,12 @@ async fn oversize_body_waits_in_the_queue() {
             .is_some_and(|text| text.contains("queue_requests{class=\"default\"} 1"))
     };
     let page = site.until("metrics", waits).await;
-    assert!(waits(&page), "the request does not wait: {page}");
+    assert!(waits(&page), "the request is not queued: {page}");
     drop((busy, replies));
-    let ended = timeout(PATIENCE, waiting).await.expect("an end").unwrap();
+    let ended = timeout(PATIENCE, waiting)
+        .await
+        .expect("the stream ends")
+        .unwrap();
     assert_eq!(ended.status, "0", "{ended:?}");
     let routed = ended.replies.last().unwrap();
     assert!(
@@ -335,7 +338,7 @@ async fn oversize_body_waits_in_the_queue() {
     );
     assert!(
         routed.dynamic_metadata.is_some(),
-        "the body is answered with a route: {routed:?}"
+        "the reply to the body has a route: {routed:?}"
     );
     site.stop().await;
 }
@@ -354,7 +357,7 @@ async fn gzip_messages_are_limited_by_decompressed_size() {
     let mut found = Vec::new();
     while let Some(reply) = timeout(PATIENCE, replies.message())
         .await
-        .expect("an end")
+        .expect("the stream ends")
         .unwrap()
     {
         found.push(reply);
@@ -377,7 +380,7 @@ async fn gzip_messages_are_limited_by_decompressed_size() {
         "gzip",
         [first, frame(true, &bomb)].concat(),
     );
-    let ended = timeout(PATIENCE, ended).await.expect("an end");
+    let ended = timeout(PATIENCE, ended).await.expect("the stream ends");
     assert_eq!(
         (ended.replies.len(), ended.status.as_str()),
         (1, "8"),
@@ -413,7 +416,7 @@ async fn subset_header_of_client_is_removed_and_ignored() {
         let mut chosen = Value::Null;
         while let Some(reply) = timeout(PATIENCE, replies.message())
             .await
-            .expect("an end")
+            .expect("the stream ends")
             .unwrap()
         {
             let shown = wire::reply(reply);
@@ -430,7 +433,7 @@ async fn subset_header_of_client_is_removed_and_ignored() {
         assert_eq!(removed, [json!(SUBSET)], "{mode}");
         assert_eq!(
             chosen, "192.168.1.1:8000",
-            "{mode}: the gateway's metadata holds"
+            "{mode}: only the metadata of the gateway counts"
         );
     }
     site.stop().await;

@@ -1,4 +1,4 @@
-//! One gRPC call made of raw frames, for messages that a generated client cannot send.
+//! A gRPC call made of raw frames, for messages that a generated client cannot send.
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -11,20 +11,20 @@ use tonic::transport::Channel;
 
 const PATH: &str = "/envoy.service.ext_proc.v3.ExternalProcessor/Process";
 
-/// One gRPC frame.
+/// Returns one gRPC frame.
 pub(crate) fn frame(compressed: bool, message: &[u8]) -> Vec<u8> {
     let length = u32::try_from(message.len()).unwrap().to_be_bytes();
     [&[u8::from(compressed)], &length[..], message].concat()
 }
 
-/// End of a call.
+/// Replies and final status of a call.
 #[derive(Debug)]
 pub(crate) struct CallEnd {
     pub(crate) replies: Vec<ProcessingResponse>,
     pub(crate) status: String,
 }
 
-/// Sends these bytes, half-closes, and reads to the end.
+/// Sends these frames, half-closes the stream, and reads the replies up to the end.
 pub(crate) async fn call(mut channel: Channel, encoding: &str, frames: Vec<u8>) -> CallEnd {
     let request = http::Request::post(PATH)
         .header("content-type", "application/grpc")

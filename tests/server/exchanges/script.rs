@@ -7,70 +7,70 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use serde_json::Value;
 
-/// One file.
+/// A transcript file.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ExchangeScript {
-    /// The row of the table: section, then name.
+    /// Row of the table: section, then name.
     pub(crate) row: String,
-    /// Intended difference from the reference, and its reason.
+    /// Intended difference from the reference, with its reason.
     #[serde(default)]
     pub(crate) differs: Option<String>,
-    /// The configuration; listeners are added. `workers` is written to a file, so that it may be
-    /// empty, and may change.
+    /// Configuration of warmroute, without listeners. `workers` is written to a separate file, so
+    /// that the list may be empty and may change.
     pub(crate) config: Value,
-    /// The steps, in order.
+    /// Steps in the order of their execution.
     pub(crate) steps: Vec<ScriptStep>,
 }
 
-/// An action or a check.
+/// An action, or a check of its result.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields, untagged)]
 pub(crate) enum ScriptStep {
-    /// Messages on a stream, and all replies to them.
+    /// Sends messages on a stream, and checks all replies.
     Send(SendStep),
-    /// The end of a stream.
+    /// Ends a stream.
     End {
         #[serde(default = "main")]
         on: String,
         end: StreamEnd,
     },
-    /// All returned bytes of a body.
+    /// Checks all returned bytes of a body.
     Returned {
         #[serde(default = "main")]
         on: String,
         returned: ReturnedBody,
     },
-    /// Starts this number of exchanges at each endpoint, which hold load there until the end of the
+    /// Starts this number of exchanges at each endpoint. They stay active until the end of the
     /// script.
     Busy { busy: BTreeMap<String, u32> },
     /// Replaces the list of workers.
     Workers { workers: Vec<Value> },
-    /// `/debug/load`, by worker rank. Other ranks are not compared.
+    /// Checks `/debug/load` by worker rank. Ranks that are not listed are not compared.
     Load { load: BTreeMap<String, Value> },
-    /// Series of `/metrics`. A missing one is 0.
+    /// Checks series of `/metrics`. A missing series is 0.
     Metrics { metrics: BTreeMap<String, f64> },
-    /// `/readyz`.
+    /// Checks `/readyz`.
     Ready { ready: bool },
-    /// gRPC health, by service.
+    /// Checks gRPC health by service.
     Health { health: BTreeMap<String, String> },
 }
 
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct SendStep {
-    /// The stream, which is opened by its first messages.
+    /// Name of the stream, which its first messages open.
     #[serde(default = "main")]
     pub(crate) on: String,
-    /// gRPC metadata of a new stream.
+    /// gRPC metadata of the stream.
     #[serde(default)]
     pub(crate) opening: BTreeMap<String, String>,
-    /// The messages. `${exchange}` is replaced by the key of the last exchange with a probe filter.
+    /// Messages. `${exchange}` is replaced by the key of the last exchange that has one.
     pub(crate) send: Vec<Value>,
     pub(crate) replies: Vec<Value>,
 }
 
-/// End of a stream.
+/// Side that ends a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum StreamEnd {
@@ -78,11 +78,11 @@ pub(crate) enum StreamEnd {
     Close,
     /// The gateway resets the stream.
     Abort,
-    /// The server ends the stream.
+    /// warmroute ends the stream.
     ByUs,
 }
 
-/// All bytes of one direction.
+/// Returned bytes by direction.
 #[derive(Clone, Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ReturnedBody {
@@ -96,13 +96,13 @@ fn main() -> String {
     "main".to_owned()
 }
 
-/// The folder of the transcripts.
+/// Returns the folder of the transcripts.
 pub(crate) fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/exchanges")
 }
 
 impl ExchangeScript {
-    /// Every transcript with the name of its file.
+    /// Returns every transcript with the name of its file.
     pub(crate) fn all() -> Vec<(String, Self)> {
         let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
         let paths = fs::read_dir(folder())

@@ -1,4 +1,4 @@
-//! A whole process with the configuration of a transcript, and its pages.
+//! A server process with the configuration of a transcript, and its pages.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -16,7 +16,7 @@ use tonic_health::pb::health_client::HealthClient;
 use warmroute::config::Config;
 use warmroute::server::App;
 
-/// Timeout of every wait, far longer than any step takes.
+/// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
 
 /// A running process.
@@ -33,7 +33,8 @@ pub(crate) struct ExchangeSite {
 }
 
 impl ExchangeSite {
-    /// Starts the process, and waits until it is ready. Without workers it never is.
+    /// Starts the process and waits until it is ready. A process without workers never becomes
+    /// ready.
     pub(crate) async fn start(written: &Value) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut config = written.clone();
@@ -88,7 +89,7 @@ impl ExchangeSite {
         site
     }
 
-    /// A gateway whose calls have this authority.
+    /// Returns a gateway client whose calls have this authority.
     pub(crate) async fn gateway_with(&self, authority: &str) -> ExternalProcessorClient<Channel> {
         let endpoint = self
             .endpoint
@@ -97,7 +98,7 @@ impl ExchangeSite {
         ExternalProcessorClient::new(endpoint.connect().await.unwrap())
     }
 
-    /// Replaces the list of workers, and waits until it is in use.
+    /// Replaces the list of workers, and waits until the new list is in use.
     pub(crate) async fn workers(&self, workers: &[Value]) {
         write_workers(self.dir.path(), &Value::from(workers));
         let count = workers.len();
@@ -109,7 +110,7 @@ impl ExchangeSite {
         .await;
     }
 
-    /// A page, as JSON or as text.
+    /// Returns a page as JSON, or as a string if it is not JSON.
     pub(crate) async fn page(&self, page: &str) -> Value {
         let answer = self
             .pages
@@ -121,19 +122,20 @@ impl ExchangeSite {
         serde_json::from_str(&text).unwrap_or(Value::String(text))
     }
 
-    /// Polls a page until the condition holds or the timeout expires, and returns its last content.
-    pub(crate) async fn until(&self, page: &str, pleases: impl Fn(&Value) -> bool) -> Value {
+    /// Polls a page until a condition holds or the timeout expires. Returns its last content.
+    pub(crate) async fn until(&self, page: &str, is_met: impl Fn(&Value) -> bool) -> Value {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let found = self.page(page).await;
-            if pleases(&found) || Instant::now() > deadline {
+            if is_met(&found) || Instant::now() > deadline {
                 return found;
             }
             sleep(Duration::from_millis(5)).await;
         }
     }
 
-    /// Polls the health of a service until it is as expected or the timeout expires.
+    /// Polls the health of a service until it is as expected or the timeout expires. Returns its
+    /// last status.
     pub(crate) async fn health(&self, service: &str, expected: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
@@ -151,7 +153,7 @@ impl ExchangeSite {
         }
     }
 
-    /// Stops the process, and waits for its end.
+    /// Stops the process and waits until it has ended.
     pub(crate) async fn stop(self) {
         drop((self.gateway, self.channel, self.health, self.pages));
         self.shutdown.cancel();

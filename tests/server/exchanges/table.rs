@@ -1,4 +1,5 @@
-//! Coverage of the rows: every row has a test or a reason for none, and every named test exists.
+//! Coverage of the rows: every row has a test or a reason for its absence, and every named test
+//! exists.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -8,10 +9,10 @@ use serde::Deserialize;
 
 use crate::exchanges::script::{ExchangeScript, folder};
 
-/// File next to the transcripts.
+/// Name of the table file next to the transcripts.
 pub(crate) const FILE: &str = "rows.json";
 
-/// Number of rows in each section, so that a lost row is detected.
+/// Number of rows in each section, so that a lost row is noticed.
 const SECTIONS: [(&str, usize); 9] = [
     ("6.1", 15),
     ("6.2", 7),
@@ -24,13 +25,13 @@ const SECTIONS: [(&str, usize); 9] = [
     ("E2.3", 16),
 ];
 
-/// One row.
+/// One row of the table.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct TableRow {
-    /// Transcripts, and Rust tests as `file.rs::name`.
+    /// Names of transcripts, and of Rust tests as `file.rs::name`.
     test: Option<CoveringTests>,
-    /// Remarks, or the reason for the missing test.
+    /// Remark, or the reason why there is no test.
     #[serde(default)]
     note: String,
 }
@@ -57,8 +58,8 @@ fn rows() -> BTreeMap<String, TableRow> {
         .unwrap_or_else(|error| panic!("{FILE}: {error}"))
 }
 
-/// Errors of one row.
-fn wrong_with(row: &str, found: &TableRow) -> Vec<String> {
+/// Returns the errors of one row.
+fn row_errors(row: &str, found: &TableRow) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let mut wrong = Vec::new();
     if found.test.is_none() && found.note.is_empty() {
@@ -72,7 +73,7 @@ fn wrong_with(row: &str, found: &TableRow) -> Vec<String> {
             }),
         };
         if !exists {
-            wrong.push(format!("{row}: there is no test {test}"));
+            wrong.push(format!("{row}: the test {test} does not exist"));
         }
     }
     wrong
@@ -83,7 +84,7 @@ fn rows_and_transcripts_match() {
     let rows = rows();
     let mut wrong: Vec<_> = rows
         .iter()
-        .flat_map(|(row, found)| wrong_with(row, found))
+        .flat_map(|(row, found)| row_errors(row, found))
         .collect();
     for (section, expected) in SECTIONS {
         let count = rows
@@ -92,7 +93,7 @@ fn rows_and_transcripts_match() {
             .count();
         if count != expected {
             wrong.push(format!(
-                "section {section} has {expected} rows, and the table {count}"
+                "section {section} has {count} rows, not {expected}"
             ));
         }
     }
@@ -115,17 +116,17 @@ fn unknown_test_in_row_is_reported() {
     let row = |text: &str| serde_json::from_str::<TableRow>(text).unwrap();
     let good =
         row(r#"{"test": "tests/server/exchanges/table.rs::unknown_test_in_row_is_reported"}"#);
-    assert_eq!(wrong_with("row", &good), [""; 0]);
+    assert_eq!(row_errors("row", &good), [""; 0]);
     assert_eq!(
-        wrong_with("row", &row(r#"{"test": null, "note": "because"}"#)),
+        row_errors("row", &row(r#"{"test": null, "note": "because"}"#)),
         [""; 0]
     );
     for bad in [
         r#"{"test": null}"#,
         r#"{"test": "none.json"}"#,
-        r#"{"test": ["tests/server/exchanges/table.rs::nobody"]}"#,
+        r#"{"test": ["tests/server/exchanges/table.rs::unknown"]}"#,
     ] {
-        assert_eq!(wrong_with("row", &row(bad)).len(), 1, "{bad}");
+        assert_eq!(row_errors("row", &row(bad)).len(), 1, "{bad}");
     }
     let gone: PathBuf = folder().join("none.json");
     assert!(!gone.exists());

@@ -22,8 +22,8 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{ListValue, Struct, Value as ProtoValue};
 use serde_json::{Map, Value, json};
 
-/// Parses bytes: a text, JSON that is meant as text, hexadecimal digits, a repeated piece, or a
-/// list of parts.
+/// Parses bytes, which are written as a text, JSON that is meant as text, hexadecimal digits, a
+/// repeated piece, or a list of parts.
 pub(crate) fn bytes(written: &Value) -> Vec<u8> {
     match written {
         Value::String(text) => text.clone().into_bytes(),
@@ -35,18 +35,18 @@ pub(crate) fn bytes(written: &Value) -> Vec<u8> {
             let digits = fields
                 .get("hex")
                 .and_then(Value::as_str)
-                .unwrap_or_else(|| panic!("no bytes: {written}"));
+                .unwrap_or_else(|| panic!("unknown form of bytes: {written}"));
             let digits: Vec<u8> = digits.bytes().filter(|digit| *digit != b' ').collect();
             digits
                 .chunks(2)
                 .map(|pair| u8::from_str_radix(str::from_utf8(pair).unwrap(), 16).unwrap())
                 .collect()
         }
-        _ => panic!("no bytes: {written}"),
+        _ => panic!("unknown form of bytes: {written}"),
     }
 }
 
-/// Bytes in the one form in which they are compared.
+/// Returns bytes in the canonical form for comparison.
 pub(crate) fn shown_bytes(bytes: &[u8]) -> Value {
     match str::from_utf8(bytes) {
         Ok(text) => Value::String(text.to_owned()),
@@ -56,7 +56,7 @@ pub(crate) fn shown_bytes(bytes: &[u8]) -> Value {
     }
 }
 
-/// One message to the server.
+/// Parses a message to the server.
 pub(crate) fn request(written: &Value) -> ProcessingRequest {
     let mut wire = ProcessingRequest::default();
     for (key, value) in written.as_object().unwrap() {
@@ -80,7 +80,7 @@ pub(crate) fn request(written: &Value) -> ProcessingRequest {
                 let mode = |key: &str| {
                     let name = value[key].as_str().unwrap_or("NONE");
                     BodySendMode::from_str_name(name)
-                        .unwrap_or_else(|| panic!("no body mode: {name}"))
+                        .unwrap_or_else(|| panic!("unknown body mode: {name}"))
                         .into()
                 };
                 wire.protocol_config = Some(ProtocolConfiguration {
@@ -106,7 +106,7 @@ fn message(key: &str, value: &Value) -> Request {
         .unwrap()
         .keys()
         .find(|field| !known.contains(&field.as_str()));
-    assert_eq!(surplus, None, "no field of {key}");
+    assert_eq!(surplus, None, "unknown field of {key}");
     let end_of_stream = value["end_of_stream"].as_bool().unwrap_or(false);
     let headers = || HttpHeaders {
         headers: Some(header_map(&value["headers"])),
@@ -128,12 +128,12 @@ fn message(key: &str, value: &Value) -> Request {
         "response_headers" => Request::ResponseHeaders(headers()),
         "response_body" => Request::ResponseBody(body()),
         "response_trailers" => Request::ResponseTrailers(trailers()),
-        _ => panic!("no message is called {key}"),
+        _ => panic!("unknown message {key}"),
     }
 }
 
-/// A text is a `raw_value`, as Envoy sends it; `{"value": ..}` is the older field; a list is
-/// several headers of one name.
+/// Parses headers. A string is a `raw_value`, as Envoy sends it. `{"value": ..}` is the older
+/// field. A list is several headers with one name.
 fn header_map(written: &Value) -> HeaderMap {
     let header = |key: &str, value: &Value| match value {
         Value::Object(fields) => {
@@ -213,8 +213,8 @@ fn json_of_struct(fields: &Struct) -> Value {
         .into()
 }
 
-/// One reply of the server. Converted fields are taken out of the message and the rest is added
-/// verbatim, so that nothing is lost.
+/// Converts a reply of the server. Fields that have no conversion are added in debug format, so
+/// that nothing is ignored.
 pub(crate) fn reply(mut wire: ProcessingResponse) -> Value {
     let mut shown = Map::new();
     if let Some(response) = wire.response.take() {
@@ -234,11 +234,14 @@ pub(crate) fn reply(mut wire: ProcessingResponse) -> Value {
             json!(format!("{millis}ms")),
         );
     }
-    left_over(&wire, &mut shown)
+    with_unconverted(&wire, &mut shown)
 }
 
-/// The converted fields, with the rest of the message.
-fn left_over<M: Default + PartialEq + Debug>(rest: &M, shown: &mut Map<String, Value>) -> Value {
+/// Adds the fields of a message that were not converted, and returns the result.
+fn with_unconverted<M: Default + PartialEq + Debug>(
+    rest: &M,
+    shown: &mut Map<String, Value>,
+) -> Value {
     if *rest != M::default() {
         shown.insert("left_over".to_owned(), json!(format!("{rest:?}")));
     }
@@ -295,12 +298,12 @@ fn common(mut reply: CommonResponse) -> Value {
             );
             shown.insert(
                 "streamed_response".to_owned(),
-                left_over(&piece, &mut fields),
+                with_unconverted(&piece, &mut fields),
             );
         }
         None => {}
     }
-    left_over(&reply, &mut shown)
+    with_unconverted(&reply, &mut shown)
 }
 
 fn trailers(mut reply: TrailersResponse) -> Value {
@@ -310,10 +313,10 @@ fn trailers(mut reply: TrailersResponse) -> Value {
         .take()
         .into_iter()
         .for_each(|mutation| headers(mutation, &mut shown));
-    left_over(&reply, &mut shown)
+    with_unconverted(&reply, &mut shown)
 }
 
-/// `details` is for Envoy's logs.
+/// Converts an immediate response. `details` appears in Envoy's logs.
 fn immediate(mut reply: ImmediateResponse) -> Value {
     let mut shown = Map::new();
     shown.insert(
@@ -338,10 +341,11 @@ fn immediate(mut reply: ImmediateResponse) -> Value {
         "details".to_owned(),
         json!(std::mem::take(&mut reply.details)),
     );
-    left_over(&reply, &mut shown)
+    with_unconverted(&reply, &mut shown)
 }
 
-/// Headers by name, because their order has no meaning. Several headers of one name are a list.
+/// Converts headers to a map by name, because their order has no meaning. Several headers with one
+/// name become a list.
 fn headers(mutation: HeaderMutation, shown: &mut Map<String, Value>) {
     let mut set = Map::new();
     for mut option in mutation.set_headers {
@@ -389,10 +393,10 @@ fn mode_of(mut mode: ProcessingMode) -> Value {
         &mut mode.response_trailer_mode,
         true,
     );
-    left_over(&mode, &mut shown)
+    with_unconverted(&mode, &mut shown)
 }
 
-/// The returned bytes of a reply, and whether they belong to the request.
+/// Returns the body bytes in a reply, and true if they belong to the request.
 pub(crate) fn returned(wire: &ProcessingResponse) -> Option<(bool, &[u8])> {
     let (request, common) = match wire.response.as_ref()? {
         Response::RequestBody(body) => (true, body.response.as_ref()?),

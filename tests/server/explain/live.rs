@@ -1,4 +1,4 @@
-//! A deployment of eight engines with different caches and loads.
+//! Explanations from a deployment of eight engines with different caches and loads.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,8 +14,9 @@ use crate::support::deployment::programs;
 
 const PATIENCE: Duration = Duration::from_secs(60);
 const CHAT: &str = "/v1/chat/completions";
-/// The engine that returns 503, and the two that never respond.
+/// Engine that responds with 503.
 const REFUSING: u64 = 8;
+/// Engines that never respond, with the number of requests of each.
 const HANGING: [(u64, usize); 2] = [(6, 3), (7, 1)];
 
 struct ExplainDeployment {
@@ -41,7 +42,7 @@ impl ExplainDeployment {
             "gateway": {"response_headers": {"worker": true, "prediction": true, "why": true}},
             "requests": {"clients": {"trusted": true}, "limits": {"decision_timeout": "30s"}},
             "routing": {
-                // Active requests have a cost, so every term is nonzero.
+                // Active requests have a cost, so that every term of the cost is nonzero.
                 "weights": {"prefill_load_scale": 1, "decode_active_request_weight": 0.5},
                 "overload": {"backoff": "10m"},
             },
@@ -49,7 +50,7 @@ impl ExplainDeployment {
         });
         stack.start_router(&config).await.unwrap();
         let envoy = stack.envoy_setup().standalone_config().unwrap();
-        // Only the timeout differs, because the machine may be busy.
+        // Only the timeout differs from the shipped file, because the machine may be busy.
         stack
             .start_envoy(&envoy.replace(" message_timeout: 1s", " message_timeout: 30s"))
             .await
@@ -65,7 +66,8 @@ impl ExplainDeployment {
         }
     }
 
-    /// Pinned in the body: the shipped Envoy removes the header of clients.
+    /// Returns a request that is pinned in its body, because the shipped Envoy removes the header
+    /// of clients.
     fn pinned(&self, id: u64, body: &Value) -> reqwest::RequestBuilder {
         let mut body = body.clone();
         body["nvext"] = json!({"backend_instance_id": id});
@@ -89,7 +91,7 @@ impl ExplainDeployment {
         assert_eq!(reported.status(), StatusCode::OK);
     }
 
-    async fn waits(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
+    async fn wait_page(&self, what: &str, page: &str, holds: impl Fn(&Value) -> bool) {
         let shown = until(PATIENCE, async || {
             holds(&self.stack.debug_page(page).await.unwrap())
         });
@@ -104,8 +106,8 @@ impl ExplainDeployment {
         std::fs::read_to_string(self.stack.router().unwrap().log()).unwrap()
     }
 
-    /// Each engine caches more of the system prompt than the one before it; the seventh and eighth
-    /// cache none.
+    /// Fills the caches. Each of the first six engines caches more of the system prompt than the
+    /// one before. The others cache none of it.
     async fn warm(&self) {
         let chat = captured_chat();
         let system = chat["messages"][0]["content"].as_str().unwrap();
@@ -137,16 +139,18 @@ impl ExplainDeployment {
             cached += state["ranks"][0]["cached"].as_array().unwrap().len();
         }
         assert!(cached > 60, "{cached}");
-        self.waits("the index holds what the engines hold", "index", |page| {
-            page["total"]["device"] == cached
-        })
+        self.wait_page(
+            "the index equals the caches of the engines",
+            "index",
+            |page| page["total"]["device"] == cached,
+        )
         .await;
-        self.waits("nothing is booked", "load", |page| requests(page) == 0)
+        self.wait_page("nothing is booked", "load", |page| requests(page) == 0)
             .await;
     }
 
-    /// Two engines never respond, one rejects requests.
-    async fn burden(&self) -> Vec<JoinHandle<()>> {
+    /// Makes two engines hang and one reject its request.
+    async fn create_load(&self) -> Vec<JoinHandle<()>> {
         let mut held = Vec::new();
         for (id, count) in HANGING {
             self.misbehave(id, json!({"hang": true})).await;
@@ -158,7 +162,7 @@ impl ExplainDeployment {
                 held.push(tokio::spawn(async move { drop(sending.await) }));
             }
         }
-        self.waits("four requests are booked", "load", |page| {
+        self.wait_page("four requests are booked", "load", |page| {
             requests(page) == 4
         })
         .await;
@@ -170,7 +174,7 @@ impl ExplainDeployment {
             .unwrap();
         assert_eq!(refused.status(), StatusCode::SERVICE_UNAVAILABLE);
         refused.bytes().await.unwrap();
-        self.waits("the refused request is gone", "load", |page| {
+        self.wait_page("the rejected request is released", "load", |page| {
             requests(page) == 4
         })
         .await;
@@ -186,7 +190,7 @@ fn requests(load: &Value) -> u64 {
         .sum()
 }
 
-/// Parses `key=value key=value`.
+/// Parses a line of the form `key=value key=value`.
 fn pairs(line: &str) -> BTreeMap<String, String> {
     let pairs = line
         .split_whitespace()
@@ -196,20 +200,20 @@ fn pairs(line: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Asserts the short form of an explanation.
+/// Asserts the short form of an explanation, and returns its pairs.
 fn short_of(report: &Value) -> BTreeMap<String, String> {
     let [phase] = &report["phases"].as_array().unwrap()[..] else {
         panic!("{report}")
     };
-    let judged = phase["workers"].as_array().unwrap();
-    let won = judged
+    let explanation = phase["workers"].as_array().unwrap();
+    let won = explanation
         .iter()
-        .find(|judged| judged["rank"] == phase["winner"])
+        .find(|explanation| explanation["rank"] == phase["winner"])
         .unwrap();
     let term = |name: &str| format!("{:.3}", won["cost"][name].as_f64().unwrap());
-    let candidates = judged
+    let candidates = explanation
         .iter()
-        .filter(|judged| judged["excluded"].is_null())
+        .filter(|explanation| explanation["excluded"].is_null())
         .count();
     [
         ("worker", rank_name(&won["rank"])),
@@ -230,7 +234,7 @@ fn short_of(report: &Value) -> BTreeMap<String, String> {
 async fn explanation_matches_next_real_request() {
     let deployment = ExplainDeployment::start().await;
     deployment.warm().await;
-    let held = deployment.burden().await;
+    let held = deployment.create_load().await;
 
     let body = write(
         &deployment.stack.run_dir,
@@ -245,7 +249,7 @@ async fn explanation_matches_next_real_request() {
     let report: Value = serde_json::from_str(&json).unwrap();
     check(&report, &table);
     let load = deployment.stack.debug_page("load").await.unwrap();
-    assert_eq!(requests(&load), 4, "nothing is booked by asking: {load}");
+    assert_eq!(requests(&load), 4, "an explanation books nothing: {load}");
 
     let query = deployment
         .http
@@ -276,7 +280,7 @@ async fn explanation_matches_next_real_request() {
     held.iter().for_each(JoinHandle::abort);
 }
 
-/// Checks the log line of the request against its explanation.
+/// Asserts that the log line of a request matches its explanation.
 fn assert_decision_is_logged(log: &str, why: &str, report: &Value) {
     let line = log
         .lines()
@@ -297,33 +301,33 @@ fn assert_decision_is_logged(log: &str, why: &str, report: &Value) {
     assert_eq!(logged["mode"].trim_matches('"'), "exact", "{line:?}");
 }
 
-/// Formats a worker rank as in tables and headers.
+/// Formats a worker rank as tables and headers do.
 fn rank_name(rank: &Value) -> String {
     format!("{}/{}", rank["worker"].as_str().unwrap(), rank["rank"])
 }
 
-/// The states differ as prepared, and the table shows them.
+/// Asserts that the report and the table show the prepared states.
 fn check(report: &Value, table: &str) {
     let phase = &report["phases"][0];
-    let judged = phase["workers"].as_array().unwrap();
-    assert_eq!(judged.len(), 8);
-    let held: Vec<u64> = judged
+    let explanation = phase["workers"].as_array().unwrap();
+    assert_eq!(explanation.len(), 8);
+    let held: Vec<u64> = explanation
         .iter()
-        .map(|judged| judged["overlap"]["device"].as_u64().unwrap())
+        .map(|explanation| explanation["overlap"]["device"].as_u64().unwrap())
         .collect();
     assert!(
         held[..6].windows(2).all(|pair| pair[0] < pair[1]),
         "{held:?}"
     );
     for (id, count) in HANGING {
-        let load = &judged[id as usize - 1]["load"];
+        let load = &explanation[id as usize - 1]["load"];
         assert_eq!(load["active_requests"], count, "{load}");
         assert!(
             load["active_prefill_tokens"].as_u64().unwrap() > 100 * count as u64,
             "{load}"
         );
     }
-    assert_eq!(judged[7]["excluded"], "is overloaded");
+    assert_eq!(explanation[7]["excluded"], "is overloaded");
     assert_eq!(
         phase["winner"]["worker"], "5",
         "the sixth engine caches more, but is busier: {table}"
@@ -336,14 +340,14 @@ fn check(report: &Value, table: &str) {
             .contains("while 6/0 holds"),
         "{report}"
     );
-    for judged in judged {
-        assert_rows(judged, table);
+    for explanation in explanation {
+        assert_rows(explanation, table);
     }
 }
 
-/// Checks the two rows of a worker in the table.
-fn assert_rows(judged: &Value, table: &str) {
-    let name = rank_name(&judged["rank"]);
+/// Asserts the two rows of a worker in the table.
+fn assert_rows(explanation: &Value, table: &str) {
+    let name = rank_name(&explanation["rank"]);
     let rows: Vec<Vec<&str>> = table
         .lines()
         .filter(|line| line.split_whitespace().next() == Some(&name))
@@ -353,21 +357,21 @@ fn assert_rows(judged: &Value, table: &str) {
         panic!("{name}: {table}")
     };
     let number = |value: &Value| value.to_string();
-    let load = &judged["load"];
+    let load = &explanation["load"];
     let expected = [
-        number(&judged["overlap"]["device"]),
-        number(&judged["overlap"]["host"]),
-        number(&judged["overlap"]["disk"]),
-        number(&judged["overlap"]["external"]),
-        number(&judged["cached_tokens"]),
+        number(&explanation["overlap"]["device"]),
+        number(&explanation["overlap"]["host"]),
+        number(&explanation["overlap"]["disk"]),
+        number(&explanation["overlap"]["external"]),
+        number(&explanation["cached_tokens"]),
         number(&load["active_requests"]),
         number(&load["active_prefill_tokens"]),
-        number(&judged["prefill_tokens"]),
+        number(&explanation["prefill_tokens"]),
         number(&load["active_blocks"]),
-        number(&judged["decode_blocks"]),
+        number(&explanation["decode_blocks"]),
     ];
     assert_eq!(state[3..], expected, "{table}");
-    let Some(cost) = judged["cost"].as_object() else {
+    let Some(cost) = explanation["cost"].as_object() else {
         return;
     };
     let terms = [
@@ -389,7 +393,7 @@ fn assert_rows(judged: &Value, table: &str) {
     assert_eq!(costs[1..13], terms, "{table}");
 }
 
-#[expect(clippy::print_stdout, reason = "to be looked at with --nocapture")]
+#[expect(clippy::print_stdout, reason = "shown with --nocapture")]
 fn print(text: &str) {
     println!("{text}");
 }

@@ -8,14 +8,14 @@ use warmroute_testbed::ports::FreePort;
 
 use super::{captured_chat, explain, explained, write};
 
-/// Returns a file of the shipped model, whose tokens the captured request was counted with.
+/// Returns a file of the shipped model, with which the tokens of the captured request were counted.
 fn model_file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("examples/models/qwen2.5")
         .join(name)
 }
 
-/// A configuration with two workers in a separate file.
+/// Writes a configuration with two workers in a separate file.
 fn configuration(folder: &Path) -> PathBuf {
     let workers = json!([
         {"id": 1, "endpoint": "127.0.0.1:8001"},

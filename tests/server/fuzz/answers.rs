@@ -5,7 +5,7 @@ use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::input::{Input, pieces};
 
-/// Usage and rewritten model name do not depend on the chunks of a response.
+/// Checks that usage and rewritten model name do not depend on the chunks of a response.
 pub(crate) fn answers(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let kind = if input.flag() {
@@ -16,12 +16,16 @@ pub(crate) fn answers(bytes: &[u8]) {
     let seed = input.byte();
     let name = input.byte();
     let answer = input.rest();
-    let whole = scanned(kind, std::iter::once(answer));
-    assert_eq!(scanned(kind, pieces(answer, seed)), whole, "usage, cut");
-    restored(answer, seed, name);
+    let whole = scan(kind, std::iter::once(answer));
+    assert_eq!(
+        scan(kind, pieces(answer, seed)),
+        whole,
+        "usage depends on the chunks"
+    );
+    check_restored(answer, seed, name);
 }
 
-fn scanned<'a>(kind: ResponseEncoding, pieces: impl Iterator<Item = &'a [u8]>) -> String {
+fn scan<'a>(kind: ResponseEncoding, pieces: impl Iterator<Item = &'a [u8]>) -> String {
     let mut scanner = UsageScanner::new(kind);
     pieces.for_each(|piece| scanner.push(piece));
     scanner.finish();
@@ -31,13 +35,13 @@ fn scanned<'a>(kind: ResponseEncoding, pieces: impl Iterator<Item = &'a [u8]>) -
         scanner.skipped_events(),
         scanner.is_complete(),
     );
-    // Some responses end twice.
+    // A response may end more than once.
     scanner.finish();
-    assert_eq!(scanner.usage(), first.0, "usage, finished twice");
+    assert_eq!(scanner.usage(), first.0, "usage changes after the end");
     format!("{first:?}")
 }
 
-fn restored(answer: &[u8], seed: u8, name: u8) {
+fn check_restored(answer: &[u8], seed: u8, name: u8) {
     let served = ["served", "s\"\u{e9}\\", "", "m"][usize::from(name) % 4];
     let requested = ["asked", "a\u{1f600}\n\"", "", "served"][usize::from(name >> 2) % 4];
     let run = |served: &str, requested: &str, pieces: &mut dyn Iterator<Item = &[u8]>| {
@@ -53,18 +57,19 @@ fn restored(answer: &[u8], seed: u8, name: u8) {
     assert_eq!(
         run(served, requested, &mut pieces(answer, seed)),
         whole,
-        "a model restored, cut"
+        "the restored model name depends on the chunks"
     );
     let other = "a name that no answer has";
     assert_eq!(
         run(other, requested, &mut pieces(answer, seed)),
         answer,
-        "another model's answer"
+        "a response of another model must not change"
     );
     let Ok(serde_json::Value::Object(before)) = serde_json::from_slice(answer) else {
         return;
     };
-    let after: serde_json::Value = serde_json::from_slice(&whole).expect("a document stays one");
+    let after: serde_json::Value =
+        serde_json::from_slice(&whole).expect("the document stays valid");
     for (key, value) in before {
         let may_change = ["model", "response", "message"].contains(&&*key);
         assert!(may_change || after[&key] == value, "`{key}` has changed");

@@ -11,7 +11,7 @@ use super::input::Input;
 /// Text of clients that must not appear in errors.
 pub(crate) const CANARY: &str = "CANARY";
 
-/// Every API.
+/// All APIs.
 pub(crate) const APIS: [ApiKind; 23] = [
     ApiKind::ChatCompletions,
     ApiKind::Completions,
@@ -69,14 +69,15 @@ fn read(api: ApiKind, body: &[u8]) {
         .and_then(openai::multipart_boundary);
 }
 
-/// An edit changes the model everywhere and nothing else.
+/// Checks that an edit changes the model and nothing else.
 fn check_edited(body: &[u8], model: &str) {
     let edited = set_model(body, model);
     let Ok(before) = serde_json::from_slice::<Map<String, Value>>(body) else {
         return;
     };
     let edited = edited.expect("an object can be edited");
-    let after: Map<String, Value> = serde_json::from_slice(&edited).expect("an object stays one");
+    let after: Map<String, Value> =
+        serde_json::from_slice(&edited).expect("the object stays valid");
     assert_eq!(after["model"], model);
     let others = |fields: Map<String, Value>| -> Vec<_> {
         fields
@@ -85,19 +86,23 @@ fn check_edited(body: &[u8], model: &str) {
             .collect()
     };
     assert_eq!(others(after), others(before));
-    assert_eq!(set_model(&edited, model), Some(edited), "edited twice");
+    assert_eq!(
+        set_model(&edited, model),
+        Some(edited),
+        "a second edit changes nothing"
+    );
 }
 
-/// A repaired prefix is a complete document, also after dropping its innermost parts.
+/// Checks that a repaired prefix is a complete document, also after dropping its innermost parts.
 fn check_repaired(api: ApiKind, body: &[u8], cut: usize) {
     let shown = &body[..cut.min(body.len())];
-    let sound = serde_json::from_slice::<IgnoredAny>(body).is_ok()
+    let valid = serde_json::from_slice::<IgnoredAny>(body).is_ok()
         && body.trim_ascii_start().starts_with(b"{");
     let begun = !shown.trim_ascii_start().is_empty();
     let mut repaired = repair(shown);
     assert!(
-        !(sound && begun) || repaired.is_some(),
-        "the beginning of an object is not mended"
+        !(valid && begun) || repaired.is_some(),
+        "the prefix of an object is not repaired"
     );
     let mut length = usize::MAX;
     for _ in 0..300 {
@@ -106,13 +111,16 @@ fn check_repaired(api: ApiKind, body: &[u8], cut: usize) {
             assert_eq!(now.json, shown);
         }
         assert!(
-            !sound || serde_json::from_slice::<IgnoredAny>(&now.json).is_ok(),
-            "a mended object is none"
+            !valid || serde_json::from_slice::<IgnoredAny>(&now.json).is_ok(),
+            "a repaired object is not valid"
         );
-        assert!(now.json.len() <= length, "it grows");
+        assert!(
+            now.json.len() <= length,
+            "dropping a part makes the document longer"
+        );
         length = now.json.len();
         let _read = openai::parse(api, &now.json);
         repaired = now.drop_innermost();
     }
-    panic!("something can always be dropped");
+    panic!("dropping parts does not end");
 }

@@ -1,4 +1,4 @@
-//! One exchange with messages in any order, valid or not, and all other events.
+//! One exchange with messages in any order, valid or invalid, and all other events.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -41,7 +41,7 @@ const PATHS: [&str; 4] = [
     "/v1/audio/speech",
 ];
 
-/// Modes of the protocol, and an undefined one.
+/// Body modes of the protocol, and an undefined one.
 const WIRE_MODES: [i32; 7] = [0, 1, 2, 3, 4, 5, 77];
 
 /// Applies messages and other events in input order, and then the events that end the exchange.
@@ -57,9 +57,9 @@ pub(crate) fn exchange(bytes: &[u8]) {
 struct ExchangeRun {
     exchange: Exchange,
     watch: ExchangeWatch,
-    /// Last endpoint subset of the client.
+    /// Last endpoint subset in the metadata.
     subset: Option<EndpointSubset>,
-    /// Body that was passed with the routing effect.
+    /// Body that was passed with the effect `Route`.
     whole: Option<Bytes>,
     first: Option<proto::ProtocolConfiguration>,
 }
@@ -107,29 +107,29 @@ impl ExchangeRun {
                 });
             }
             15..=18 => self.route(input),
-            19 => self.exchange.on_immediate(&refusal()),
+            19 => self.exchange.on_immediate(&immediate_reply()),
             20 => {
                 let gathering = self.exchange.is_gathering();
                 let effects = self.exchange.on_deadline();
                 assert_eq!(
                     effects.len(),
                     usize::from(gathering),
-                    "a deadline is for a body that is gathered"
+                    "a deadline has an effect only while a body is gathered"
                 );
                 effects
             }
             21 => self.exchange.on_first_token(),
             22 => {
-                self.hold();
+                self.check_timeout_extension();
                 assert_eq!(self.exchange.buffered_bytes(), held);
                 return;
             }
             _ => return self.raw(input),
         };
-        self.note(effects);
+        self.record_effects(effects);
     }
 
-    /// A message decoded from the wire.
+    /// Applies a message that is decoded from the wire.
     fn wire(&mut self, input: &mut Input<'_>, message: impl Fn(&mut Input<'_>) -> Request) {
         let mut wire = ProcessingRequest {
             request: Some(message(input)),
@@ -139,18 +139,18 @@ impl ExchangeRun {
             wire.metadata_context = Some(metadata(input));
         }
         wire.protocol_config = self.first.take();
-        self.take(wire);
+        self.apply(wire);
     }
 
-    /// Any decodable message.
+    /// Applies any decodable message.
     fn raw(&mut self, input: &mut Input<'_>) {
         use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingRequest as Wire;
         if let Ok(wire) = <Wire as prost::Message>::decode(input.chunk()) {
-            self.take(wire);
+            self.apply(wire);
         }
     }
 
-    fn take(&mut self, wire: ProcessingRequest) {
+    fn apply(&mut self, wire: ProcessingRequest) {
         self.watch.sends(&wire, &self.exchange);
         let incoming = IncomingMessage::parse(wire);
         if let Some(modes) = incoming.modes {
@@ -161,11 +161,11 @@ impl ExchangeRun {
         self.exchange.apply_metadata(incoming.metadata);
         if let Some(message) = incoming.message {
             let effects = self.exchange.on_message(message);
-            self.note(effects);
+            self.record_effects(effects);
         }
     }
 
-    /// Answer to a routing effect, even if none was requested.
+    /// Applies a reply to the effect `Route`, even if no route is pending.
     fn route(&mut self, input: &mut Input<'_>) -> Vec<Effect> {
         let edit = match &self.whole {
             // Only a JSON object can be edited.
@@ -178,41 +178,44 @@ impl ExchangeRun {
             }),
             _ => None,
         };
-        let steer = if input.below(4) == 0 {
+        let target = if input.below(4) == 0 {
             RouteTarget::PASSTHROUGH
         } else {
-            steer(input)
+            target(input)
         };
         let copy = input.rarely().then(|| MirrorTarget {
             cluster: "prefill".into(),
             endpoint: warmroute_core::worker::WorkerEndpoint(([10, 0, 0, 9], 9).into()),
         });
-        let directions = RouteReply {
-            target: steer,
+        let route_reply = RouteReply {
+            target,
             body_edit: edit,
             mirror_to: copy,
             first_token_with_headers: input.rarely(),
         };
         self.watch
-            .routes(&directions, self.whole.as_ref(), &self.exchange);
-        self.exchange.on_route(directions)
+            .routes(&route_reply, self.whole.as_ref(), &self.exchange);
+        self.exchange.on_route(route_reply)
     }
 
-    fn hold(&self) {
+    fn check_timeout_extension(&self) {
         let Some(effect) = self.exchange.extend_timeout(Duration::from_millis(1500)) else {
             return;
         };
-        assert!(self.exchange.is_routing(), "nothing is waited for");
+        assert!(
+            self.exchange.is_routing(),
+            "the timeout is extended although no route is pending"
+        );
         let Effect::Reply(reply) = effect else {
-            panic!("only a reply can ask to wait")
+            panic!("only a reply can extend the timeout")
         };
         assert!(reply.response.is_none() && reply.override_message_timeout.is_some());
     }
 
-    fn note(&mut self, effects: Vec<Effect>) {
+    fn record_effects(&mut self, effects: Vec<Effect>) {
         for effect in effects {
             if let Effect::Route(inbound) = &effect {
-                assert_eq!(inbound.subset, self.subset, "the restriction is lost");
+                assert_eq!(inbound.subset, self.subset, "the endpoint subset is lost");
                 if let RequestBody::Whole(body) = &inbound.body {
                     self.whole = Some(body.clone());
                 }
@@ -222,37 +225,37 @@ impl ExchangeRun {
         self.watch.check();
     }
 
-    /// The last messages of both sides and the pending route always end the exchange.
+    /// Ends the exchange with the last messages of both sides and the pending route.
     fn end(mut self) {
         let message = |request| ProcessingRequest {
             request: Some(request),
             ..ProcessingRequest::default()
         };
         if self.watch.request_open() {
-            self.take(message(Request::RequestBody(proto::HttpBody {
+            self.apply(message(Request::RequestBody(proto::HttpBody {
                 end_of_stream: true,
                 ..Default::default()
             })));
         }
         if self.exchange.is_gathering() {
-            self.take(message(Request::RequestTrailers(
+            self.apply(message(Request::RequestTrailers(
                 proto::HttpTrailers::default(),
             )));
         }
         if self.exchange.is_routing() {
-            let directions = RouteReply::from(RouteTarget::PASSTHROUGH);
-            self.watch.routes(&directions, None, &self.exchange);
-            let effects = self.exchange.on_route(directions);
-            self.note(effects);
+            let route_reply = RouteReply::from(RouteTarget::PASSTHROUGH);
+            self.watch.routes(&route_reply, None, &self.exchange);
+            let effects = self.exchange.on_route(route_reply);
+            self.record_effects(effects);
         }
         self.watch.request_ended();
-        self.take(message(Request::ResponseTrailers(
+        self.apply(message(Request::ResponseTrailers(
             proto::HttpTrailers::default(),
         )));
         assert_eq!(
             self.exchange.buffered_bytes(),
             0,
-            "bytes are held for nobody"
+            "bytes are still buffered after the end"
         );
         assert!(
             !self.exchange.is_routing()
@@ -263,9 +266,9 @@ impl ExchangeRun {
         for effects in [
             self.exchange.on_deadline(),
             self.exchange.on_first_token(),
-            self.exchange.on_route(steered()),
+            self.exchange.on_route(routed_target()),
         ] {
-            assert!(effects.is_empty(), "something happens after the end");
+            assert!(effects.is_empty(), "an event has effects after the end");
         }
     }
 }
@@ -423,7 +426,7 @@ fn metadata(input: &mut Input<'_>) -> Metadata {
     }
 }
 
-fn steered() -> RouteTarget {
+fn routed_target() -> RouteTarget {
     let to = RankEndpoint {
         rank: WorkerRank {
             worker: WorkerId(u64::MAX),
@@ -439,20 +442,20 @@ fn steered() -> RouteTarget {
     }
 }
 
-fn steer(input: &mut Input<'_>) -> RouteTarget {
+fn target(input: &mut Input<'_>) -> RouteTarget {
     let other = "[2001:db8::1]:8000".parse().expect("an address");
-    let mut steer = steered();
+    let mut target = routed_target();
     if input.rarely() {
-        steer.fallbacks = vec![other];
-        steer.scores = vec![(other, [0.0, -1.0, f64::NAN, f64::INFINITY][input.below(4)])];
-        steer.prefill = steer.to;
-        steer.why = Some("because".into());
-        steer.predicted_cached_tokens = Some(32);
+        target.fallbacks = vec![other];
+        target.scores = vec![(other, [0.0, -1.0, f64::NAN, f64::INFINITY][input.below(4)])];
+        target.prefill = target.to;
+        target.why = Some("because".into());
+        target.predicted_cached_tokens = Some(32);
     }
-    steer
+    target
 }
 
-fn refusal() -> ImmediateReply {
+fn immediate_reply() -> ImmediateReply {
     ImmediateReply {
         status: 429,
         headers: vec![("retry-after", "2".to_owned())],

@@ -1,5 +1,5 @@
-//! Structured values from fuzzer bytes. After the end all bytes are zero, so every input is
-//! complete.
+//! Structured values from fuzzer bytes. After the end of the input all bytes are zero, so every
+//! input is complete.
 
 /// Remaining bytes of an input.
 pub(crate) struct Input<'a>(&'a [u8]);
@@ -29,12 +29,12 @@ impl<'a> Input<'a> {
         usize::from(self.byte()) % end
     }
 
-    /// Returns true for every second byte value.
+    /// Returns a random flag.
     pub(crate) fn flag(&mut self) -> bool {
         self.byte() & 1 == 1
     }
 
-    /// Returns true for one byte value of sixteen, so that rare events stay rare in noise.
+    /// Returns true for one of sixteen byte values, so that rare events stay rare in random input.
     pub(crate) fn rarely(&mut self) -> bool {
         self.byte() & 15 == 15
     }
@@ -44,7 +44,7 @@ impl<'a> Input<'a> {
         of[self.below(of.len())]
     }
 
-    /// Returns bytes after a two-byte length.
+    /// Returns a byte string with a two-byte length prefix.
     pub(crate) fn chunk(&mut self) -> &'a [u8] {
         let length = usize::from(self.byte()) | usize::from(self.byte()) << 8;
         let (chunk, rest) = self.0.split_at(length.min(self.0.len()));
@@ -52,7 +52,7 @@ impl<'a> Input<'a> {
         chunk
     }
 
-    /// Returns bytes as text.
+    /// Returns a byte string as text.
     pub(crate) fn text(&mut self) -> String {
         String::from_utf8_lossy(self.chunk()).into_owned()
     }
@@ -63,7 +63,7 @@ impl<'a> Input<'a> {
     }
 }
 
-/// Splits bytes into chunks, depending on the seed.
+/// Splits bytes into chunks. The seed selects their lengths.
 pub(crate) fn pieces(bytes: &[u8], seed: u8) -> impl Iterator<Item = &[u8]> {
     let mut rest = bytes;
     let mut state = u32::from(seed) | 1;
@@ -73,7 +73,7 @@ pub(crate) fn pieces(bytes: &[u8], seed: u8) -> impl Iterator<Item = &[u8]> {
         let length = ((state >> 16) as usize % (longest + 1)).min(rest.len());
         let piece;
         (piece, rest) = rest.split_at(length);
-        // A chunk may be empty, but not forever.
+        // A chunk may be empty, but not the last one.
         (!rest.is_empty() || !piece.is_empty()).then_some(piece)
     })
 }

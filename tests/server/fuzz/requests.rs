@@ -1,4 +1,5 @@
-//! Complete requests from headers and body to a route request, without a tokenizer.
+//! Preprocessing of complete requests, from headers and body to a route request, without a
+//! tokenizer.
 
 use std::borrow::Cow;
 use std::pin::pin;
@@ -66,9 +67,9 @@ const HEADERS: [&str; 14] = [
 ];
 
 /// Maximum token estimate of a body.
-const MOST_ESTIMATED: u64 = 131_072;
+const MAX_ESTIMATE: u64 = 131_072;
 
-fn intake(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
+fn preprocessor(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
     let mut models = ModelRegistry::default();
     let size = BlockSize::new(4).expect("four tokens are a block");
     let model = |name: &str, windows| ConfiguredModel {
@@ -98,7 +99,7 @@ fn intake(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
         rewrites: warmroute::request::RewriteRules::default(),
         rewrite_headers: Vec::new(),
         cluster: Default::default(),
-        // All work runs on this thread.
+        // The limits make all work run on this thread.
         limits: EncodeLimits {
             inline: usize::MAX,
             queue: 1,
@@ -119,16 +120,16 @@ fn intake(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
 
 /// Preprocesses requests of every kind.
 pub(crate) fn requests(bytes: &[u8]) {
-    static INTAKES: LazyLock<[Arc<RequestPreprocessor>; 4]> = LazyLock::new(|| {
+    static PREPROCESSORS: LazyLock<[Arc<RequestPreprocessor>; 4]> = LazyLock::new(|| {
         [
-            intake(false, false),
-            intake(true, false),
-            intake(false, true),
-            intake(true, true),
+            preprocessor(false, false),
+            preprocessor(true, false),
+            preprocessor(false, true),
+            preprocessor(true, true),
         ]
     });
     let mut input = Input::new(bytes);
-    let intake = &INTAKES[input.below(4)];
+    let preprocessor = &PREPROCESSORS[input.below(4)];
     let path = if input.rarely() {
         Cow::Owned(input.text())
     } else {
@@ -159,9 +160,9 @@ pub(crate) fn requests(bytes: &[u8]) {
         },
         _ => RequestBody::Whole(body),
     };
-    let preprocessed = take(intake, &path, &headers, &body);
+    let preprocessed = preprocess(preprocessor, &path, &headers, &body);
     check(&preprocessed, length);
-    let timeless = |preprocessed: PreprocessedRequest| {
+    let without_times = |preprocessed: PreprocessedRequest| {
         format!(
             "{:?}",
             PreprocessedRequest {
@@ -171,14 +172,14 @@ pub(crate) fn requests(bytes: &[u8]) {
         )
     };
     assert_eq!(
-        timeless(take(intake, &path, &headers, &body)),
-        timeless(preprocessed),
-        "read twice"
+        without_times(preprocess(preprocessor, &path, &headers, &body)),
+        without_times(preprocessed),
+        "the second result differs"
     );
 }
 
-fn take(
-    intake: &Arc<RequestPreprocessor>,
+fn preprocess(
+    preprocessor: &Arc<RequestPreprocessor>,
     path: &str,
     headers: &[(&str, String)],
     body: &RequestBody,
@@ -190,17 +191,17 @@ fn take(
             .map(|(_, value)| Cow::Borrowed(&**value))
     };
     let mut context = Context::from_waker(Waker::noop());
-    match pin!(intake.preprocess(path, &header, body)).poll(&mut context) {
+    match pin!(preprocessor.preprocess(path, &header, body)).poll(&mut context) {
         Poll::Ready(preprocessed) => preprocessed,
-        Poll::Pending => panic!("there is nothing to wait for"),
+        Poll::Pending => panic!("preprocessing must not wait"),
     }
 }
 
 fn check(preprocessed: &PreprocessedRequest, length: usize) {
     let hashed = match &preprocessed.route_request.prompt {
         RoutePrompt::Estimated { tokens, because } => {
-            assert_ne!(*because, Reason::EncodeFailed, "something panicked");
-            assert!(*tokens <= MOST_ESTIMATED, "{tokens} tokens are guessed");
+            assert_ne!(*because, Reason::EncodeFailed, "tokenization panicked");
+            assert!(*tokens <= MAX_ESTIMATE, "estimate of {tokens} tokens");
             if preprocessed
                 .api
                 .is_none_or(|api| api.workload() == ApiWorkload::None)
@@ -210,7 +211,7 @@ fn check(preprocessed: &PreprocessedRequest, length: usize) {
             0
         }
         RoutePrompt::Truncated { known, tokens, .. } => {
-            assert!(known.tokens() > 0 && *tokens <= MOST_ESTIMATED.max(known.tokens() as u64));
+            assert!(known.tokens() > 0 && *tokens <= MAX_ESTIMATE.max(known.tokens() as u64));
             known.tokens()
         }
         RoutePrompt::Hashed(prompts) => {
@@ -227,6 +228,6 @@ fn check(preprocessed: &PreprocessedRequest, length: usize) {
             .session
             .as_ref()
             .is_none_or(|session| !session.id.is_empty()),
-        "a session without a name"
+        "a session without an id"
     );
 }

@@ -1,4 +1,4 @@
-//! Input and output of an exchange, and the invariants between them.
+//! Observer of an exchange that checks the invariants between its input and output.
 
 use std::collections::HashMap;
 
@@ -20,7 +20,7 @@ const RESPONSE_HEADERS: &str = "response headers";
 const RESPONSE_BODY: &str = "response body";
 const RESPONSE_TRAILERS: &str = "response trailers";
 
-/// State of the request as a well-behaved gateway sends it.
+/// Part of the request that has been sent, for a gateway that follows the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SentUpdate {
     Nothing,
@@ -29,29 +29,29 @@ enum SentUpdate {
     All,
 }
 
-/// One body on its way through the exchange.
+/// One body that passes through the exchange.
 #[derive(Default)]
 struct PassedBody {
-    /// Bytes that must be returned.
+    /// Bytes that the exchange must return.
     due: Vec<u8>,
-    back: Vec<u8>,
+    returned: Vec<u8>,
     ends: usize,
     ended: bool,
 }
 
-/// An exchange observed from outside.
+/// Observer of an exchange.
 pub(crate) struct ExchangeWatch {
     modes: BodyModes,
-    /// True if the modes changed before the first message.
-    remodelled: bool,
+    /// True if the body modes changed after the first message.
+    modes_changed: bool,
     sent: HashMap<&'static str, usize>,
     replied: HashMap<&'static str, usize>,
     effects: HashMap<&'static str, usize>,
     request: SentUpdate,
-    /// True if the request is well-formed and gets a worker's response.
-    sensible: bool,
+    /// True if the request is well-formed and reaches a worker.
+    well_formed: bool,
     ended_by_body: bool,
-    refused: bool,
+    replied_immediately: bool,
     /// Routing headers that the client sent.
     forged: Vec<&'static str>,
     upload: PassedBody,
@@ -62,7 +62,7 @@ pub(crate) struct ExchangeWatch {
     has_content_length: bool,
 }
 
-/// Body mode that the exchange will use, computed independently.
+/// Returns the body mode that the exchange must use, computed independently of it.
 fn expected_mode(wire: i32) -> BodyMode {
     match wire {
         2 => BodyMode::Buffered,
@@ -78,14 +78,14 @@ impl ExchangeWatch {
     pub(crate) fn new(modes: BodyModes) -> Self {
         Self {
             modes,
-            remodelled: false,
+            modes_changed: false,
             sent: HashMap::new(),
             replied: HashMap::new(),
             effects: HashMap::new(),
             request: SentUpdate::Nothing,
-            sensible: true,
+            well_formed: true,
             ended_by_body: false,
-            refused: false,
+            replied_immediately: false,
             forged: Vec::new(),
             upload: PassedBody::default(),
             answer: PassedBody::default(),
@@ -96,11 +96,11 @@ impl ExchangeWatch {
         }
     }
 
-    /// Sets the body modes after the message that may change them.
+    /// Sets the body modes after each message that may change them.
     pub(crate) fn modes(&mut self, modes: BodyModes) {
         if modes != self.modes && self.sent.values().sum::<usize>() > 1 {
-            self.remodelled = true;
-            self.sensible = false;
+            self.modes_changed = true;
+            self.well_formed = false;
         }
         self.modes = modes;
     }
@@ -122,7 +122,7 @@ impl ExchangeWatch {
             Request::RequestHeaders(sent) => self.sends_request_headers(sent),
             Request::RequestBody(body) => {
                 let end = body.end_of_stream || body.end_of_stream_without_message;
-                self.sensible &= !waits && self.body_fits();
+                self.well_formed &= !waits && self.body_fits();
                 self.request = if end {
                     SentUpdate::All
                 } else {
@@ -132,13 +132,13 @@ impl ExchangeWatch {
                 self.upload.due.extend_from_slice(&body.body);
             }
             Request::RequestTrailers(_) => {
-                self.sensible &=
+                self.well_formed &=
                     !waits && matches!(self.request, SentUpdate::Headers | SentUpdate::Body);
                 self.request = SentUpdate::All;
             }
             Request::ResponseHeaders(_) => {
-                // The gateway responds itself and needs no route.
-                self.sensible &= !exchange.is_routing() && self.request != SentUpdate::Nothing;
+                // If a route is pending, the gateway responds itself.
+                self.well_formed &= !exchange.is_routing() && self.request != SentUpdate::Nothing;
             }
             Request::ResponseBody(body) => {
                 let end = body.end_of_stream || body.end_of_stream_without_message;
@@ -159,7 +159,7 @@ impl ExchangeWatch {
     }
 
     fn sends_request_headers(&mut self, sent: &proto::HttpHeaders) {
-        self.sensible &= self.request == SentUpdate::Nothing;
+        self.well_formed &= self.request == SentUpdate::Nothing;
         self.request = if sent.end_of_stream {
             SentUpdate::All
         } else {
@@ -210,19 +210,19 @@ impl ExchangeWatch {
         self.answer.ended |= end;
     }
 
-    /// Records the answer to a routing effect before it is applied.
+    /// Records the reply to the effect `Route` before it is applied.
     pub(crate) fn routes(
         &mut self,
-        directions: &RouteReply,
+        route_reply: &RouteReply,
         whole: Option<&Bytes>,
         exchange: &Exchange,
     ) {
-        let (Some(edit), true) = (&directions.body_edit, exchange.is_routing()) else {
+        let (Some(edit), true) = (&route_reply.body_edit, exchange.is_routing()) else {
             return;
         };
         let replaced = whole.map_or(0, Bytes::len);
-        // Bytes before the headers have been returned already.
-        let from = self.upload.back.len();
+        // The exchange has already returned the bytes before the edited body.
+        let from = self.upload.returned.len();
         let to = (from + replaced).min(self.upload.due.len());
         self.upload.due.splice(from..to, edit.body.iter().copied());
         if !self.answered {
@@ -240,14 +240,18 @@ impl ExchangeWatch {
         let finished = self.effects.contains_key("finished");
         let name = match effect {
             Effect::Reply(reply) => {
-                return self.reply(reply.response.expect("only a wish to wait has no response"));
+                return self.reply(
+                    reply
+                        .response
+                        .expect("only a timeout extension has no response"),
+                );
             }
             Effect::Route(_) => "route",
             Effect::ResponseStarted(_) => "answered",
             Effect::FirstToken { .. } => "first token",
             Effect::Completed => "finished",
             Effect::ResponseChunk(_) => {
-                return assert!(!finished, "an answer goes on after its end");
+                return assert!(!finished, "a response chunk after the end");
             }
         };
         assert!(!finished || name == "route", "{name} after the end");
@@ -277,10 +281,10 @@ impl ExchangeWatch {
             Response::ResponseTrailers(_) => RESPONSE_TRAILERS,
             Response::ImmediateResponse(_) => {
                 assert!(
-                    !std::mem::replace(&mut self.refused, true),
-                    "two answers of our own"
+                    !std::mem::replace(&mut self.replied_immediately, true),
+                    "two immediate responses"
                 );
-                self.sensible = false;
+                self.well_formed = false;
                 return;
             }
             other => panic!("unexpected {other:?}"),
@@ -311,7 +315,7 @@ impl ExchangeWatch {
             length.and_then(|set| std::str::from_utf8(&set.raw_value).ok()?.parse().ok());
     }
 
-    /// Every answer belongs to a message, and unique events happen once.
+    /// Checks that every reply belongs to a message, and that unique events happen once.
     pub(crate) fn check(&self) {
         for (name, replied) in &self.replied {
             let sent = self.sent.get(name).copied().unwrap_or(0);
@@ -319,44 +323,44 @@ impl ExchangeWatch {
                 REQUEST_BODY => (&self.upload, self.modes.request),
                 _ => (&self.answer, self.modes.response),
             };
-            // In full-duplex mode a body is returned in separate chunks.
+            // In full-duplex mode, a body is returned in chunks of its own.
             let pieces = if mode == BodyMode::FullDuplex {
                 2 + passed.due.len() / MAX_CHUNK_BYTES
             } else {
                 0
             };
-            let most = if sent == 0 { 0 } else { sent + pieces };
+            let limit = if sent == 0 { 0 } else { sent + pieces };
             assert!(
-                self.remodelled || *replied <= most,
+                self.modes_changed || *replied <= limit,
                 "{replied} replies to {sent} {name}"
             );
         }
         for (name, times) in &self.effects {
             assert_eq!(*times, 1, "{name}");
         }
-        if self.remodelled {
+        if self.modes_changed {
             return;
         }
         if self.modes.request == BodyMode::FullDuplex {
-            let PassedBody { due, back, .. } = &self.upload;
+            let PassedBody { due, returned, .. } = &self.upload;
             assert!(
-                due.starts_with(back),
-                "the request goes on as something else"
+                due.starts_with(returned),
+                "the returned request body differs from the sent one"
             );
         }
         if self.modes.response.is_sent_back() {
             assert_eq!(
-                self.answer.back, self.answer.due,
-                "the answer goes on as something else"
+                self.answer.returned, self.answer.due,
+                "the returned response body differs from the sent one"
             );
         }
         assert!(
             self.upload.ends <= 1 && self.answer.ends <= 1,
-            "two ends of a body"
+            "a body ends twice"
         );
     }
 
-    /// Returns true if the request has begun and not ended.
+    /// Returns true if the request has begun and has not ended.
     pub(crate) fn request_open(&self) -> bool {
         let buffered = matches!(
             self.modes.request,
@@ -369,17 +373,17 @@ impl ExchangeWatch {
         }
     }
 
-    /// Checks a finished request: if it was well-formed, everything was answered and every byte was
-    /// returned.
+    /// Checks a finished request. If it was well-formed, every message has a reply and every byte
+    /// was returned.
     pub(crate) fn request_ended(&self) {
-        if !self.sensible || self.request == SentUpdate::Nothing {
+        if !self.well_formed || self.request == SentUpdate::Nothing {
             return;
         }
         let count = |of: &HashMap<&str, usize>, name| of.get(name).copied().unwrap_or(0);
         assert_eq!(
             count(&self.replied, REQUEST_HEADERS),
             1,
-            "the request's headers wait for ever"
+            "the request headers have no reply"
         );
         assert_eq!(
             count(&self.replied, REQUEST_TRAILERS),
@@ -390,33 +394,37 @@ impl ExchangeWatch {
             assert_eq!(
                 count(&self.replied, REQUEST_BODY),
                 count(&self.sent, REQUEST_BODY),
-                "bodies wait for ever"
+                "a request body message has no reply"
             );
         }
         if !self.modes.request.is_sent_back() {
             return;
         }
         assert_eq!(
-            self.upload.back, self.upload.due,
-            "a part of the request is lost"
+            self.upload.returned, self.upload.due,
+            "a part of the request body is lost"
         );
         assert_eq!(
             self.upload.ends,
             usize::from(self.ended_by_body),
-            "the end of the request"
+            "the end of the request body"
         );
         if let Some(length) = self.content_length.filter(|_| !self.has_content_length) {
             assert_eq!(
                 length,
-                self.upload.back.len() as u64,
-                "the length that the engine is told"
+                self.upload.returned.len() as u64,
+                "the content length that the engine receives"
             );
         }
     }
 
     /// Checks a finished exchange.
     pub(crate) fn ended(&self) {
-        assert_eq!(self.effects.get("finished"), Some(&1), "no end");
+        assert_eq!(
+            self.effects.get("finished"),
+            Some(&1),
+            "the exchange is not completed"
+        );
     }
 }
 
@@ -427,17 +435,14 @@ impl PassedBody {
             .and_then(|body| body.mutation)
         {
             Some(Mutation::StreamedResponse(piece)) => {
-                assert!(
-                    mode.is_sent_back(),
-                    "pieces are for modes in which the body is sent back"
-                );
+                assert!(mode.is_sent_back(), "only some body modes return chunks");
                 assert!(piece.body.len() <= MAX_CHUNK_BYTES || mode == BodyMode::Grpc);
-                assert_eq!(self.ends, 0, "a piece after the end");
-                self.back.extend_from_slice(&piece.body);
+                assert_eq!(self.ends, 0, "a chunk after the end");
+                self.returned.extend_from_slice(&piece.body);
                 self.ends +=
                     usize::from(piece.end_of_stream || piece.end_of_stream_without_message);
             }
-            Some(_) => assert!(!mode.is_sent_back(), "the body is sent back in pieces"),
+            Some(_) => assert!(!mode.is_sent_back(), "the body must be returned in chunks"),
             None => {}
         }
     }

@@ -11,7 +11,7 @@ use warmroute_testbed::ports::until;
 
 use crate::support::process::{SOON, WarmrouteProcess};
 
-/// Services that follow readiness.
+/// Health services that depend on readiness.
 const READY: [&str; 5] = [
     "",
     "inference-extension",
@@ -66,7 +66,7 @@ async fn health_port_opens_first() {
             "{name}"
         );
     }
-    // A watch receives the change.
+    // A watch of the health service receives the change.
     let mut client = HealthClient::new(process.channel(process.health).await);
     let watch = HealthCheckRequest {
         service: "inference-extension".to_owned(),
@@ -93,7 +93,7 @@ async fn health_port_opens_first() {
         .expect("the watch received no update");
 }
 
-/// Opens an exchange on a new connection and one on an existing connection.
+/// Opens an exchange on a new connection, and one on an existing connection.
 async fn assert_exchanges_are_served(process: &WarmrouteProcess, channel: Channel) {
     let (mut fresh, steered) = process.open(process.channel(process.grpc).await, "m").await;
     assert!(steered.contains("10.0.0.1:8000"), "{steered}");
@@ -131,7 +131,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     assert_exchanges_are_served(&process, channel).await;
     assert!(
         signalled.elapsed() < Duration::from_secs(15),
-        "too slow a machine for this test: {:?}",
+        "the machine is too slow for this test: {:?}",
         signalled.elapsed()
     );
     // A health watch must not delay the shutdown.
@@ -150,7 +150,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     );
     let grace = signalled.elapsed();
     assert!(grace >= Duration::from_millis(14_900), "{grace:?}");
-    // The open exchange continues, and health still answers.
+    // The open exchange continues, and the health service still responds.
     long.answers().await;
     assert_eq!(
         process.health(process.health, "liveness").await.unwrap(),

@@ -1,4 +1,5 @@
-//! Flags of charts and of the conformance tests of the Gateway API.
+//! Command-line flags of charts and of the conformance tests of the Gateway API inference
+//! extension.
 
 use serde_json::json;
 use warmroute_testbed::ports::{FreePort, until};
@@ -58,7 +59,7 @@ async fn flags_override_the_file() {
             .all(|line| serde_json::from_str::<serde_json::Value>(line).is_ok()),
         "{log}"
     );
-    // A reload reads the file, and the flags still win.
+    // A reload reads the file, but the flags still take precedence.
     process.reconfigure(&json!({
         "process": {"log": {"level": "error"}},
         "routing": {"weights": {"router_temperature": 0.5}},
@@ -76,7 +77,7 @@ async fn secure_serving_encrypts_only_ext_proc_port() {
         process.health(process.health, "readiness").await.unwrap(),
         Some(Serving)
     );
-    // A plaintext request is not a TLS handshake.
+    // The plaintext request is not a TLS handshake, so the server rejects it.
     assert!(process.health(process.grpc, "readiness").await.is_err());
     let tls = async || {
         process

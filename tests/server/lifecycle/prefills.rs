@@ -1,5 +1,4 @@
-//! Tasks that outlive their exchanges at shutdown: detached prefills, and abort notifications to
-//! engines.
+//! Tasks that outlive their exchange at shutdown: detached prefills, and abort requests to engines.
 
 use std::time::Duration;
 
@@ -13,31 +12,32 @@ use warmroute_testbed::ports::until;
 
 use crate::support::process::{SOON, WarmrouteProcess};
 
-/// A worker that reports its requests and sends the given responses.
+/// Worker that forwards its requests to the test, and sends the responses of the test.
 struct PrefillWorker {
     endpoint: String,
     questions: mpsc::UnboundedReceiver<PendingPrefill>,
 }
 
-/// Path, body, and the channel of the response.
+/// Path, body, and the channel for the response.
 type PendingPrefill = (String, String, oneshot::Sender<Value>);
 
 impl PrefillWorker {
     async fn start() -> Self {
-        let (tell, questions) = mpsc::unbounded_channel();
-        let answer = async |State(tell): State<mpsc::UnboundedSender<PendingPrefill>>,
+        let (requests_tx, questions) = mpsc::unbounded_channel();
+        let answer = async |State(requests_tx): State<mpsc::UnboundedSender<PendingPrefill>>,
                             request: Request| {
             let path = request.uri().path().to_owned();
             let body = request.into_body();
             let body = axum::body::to_bytes(body, 1 << 20).await.unwrap();
             let (reply, response) = oneshot::channel();
-            tell.send((path, String::from_utf8(body.to_vec()).unwrap(), reply))
+            requests_tx
+                .send((path, String::from_utf8(body.to_vec()).unwrap(), reply))
                 .unwrap();
             Json(response.await.unwrap_or_default())
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
-        let routes = Router::new().fallback(post(answer)).with_state(tell);
+        let routes = Router::new().fallback(post(answer)).with_state(requests_tx);
         tokio::spawn(async { axum::serve(listener, routes).await });
         Self {
             endpoint,
@@ -61,8 +61,8 @@ impl PrefillWorker {
     }
 }
 
-/// Configuration of a model with this prefill worker.
-fn divided(prefill: &PrefillWorker, by: &str, deadline: &str) -> Value {
+/// Returns the configuration of a model with this prefill worker.
+fn prefill_config(prefill: &PrefillWorker, by: &str, deadline: &str) -> Value {
     json!({
         "models": [{"name": "m", "block_size": 16, "prefill": {"mode": by}}],
         "workers": {
@@ -79,8 +79,8 @@ fn divided(prefill: &PrefillWorker, by: &str, deadline: &str) -> Value {
 #[tokio::test]
 async fn shutdown_waits_for_detached_prefill() {
     let mut worker = PrefillWorker::start().await;
-    let process = WarmrouteProcess::start(divided(&worker, "call", "60s"), &[]).await;
-    // Envoy receives a timeout override; the route follows after the prefill.
+    let process = WarmrouteProcess::start(prefill_config(&worker, "call", "60s"), &[]).await;
+    // Envoy receives a timeout override. The route follows after the prefill.
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     let (.., mut reply) = worker.questions("/v1/completions").await;
     drop(open);
@@ -98,7 +98,7 @@ async fn shutdown_waits_for_detached_prefill() {
         "still accepting:\n{}",
         process.log()
     );
-    // No exchange is open, and the engine still computes.
+    // No exchange is open, but the engine still computes the prefill.
     let cut_off = tokio::time::timeout(Duration::from_secs(1), reply.closed()).await;
     assert!(
         cut_off.is_err() && process.child.is_running(),
@@ -117,8 +117,8 @@ async fn shutdown_waits_for_detached_prefill() {
 #[tokio::test]
 async fn drain_deadline_bounds_detached_prefill() {
     let mut worker = PrefillWorker::start().await;
-    let process = WarmrouteProcess::start(divided(&worker, "call", "500ms"), &[]).await;
-    // Envoy receives a timeout override; the route follows after the prefill.
+    let process = WarmrouteProcess::start(prefill_config(&worker, "call", "500ms"), &[]).await;
+    // Envoy receives a timeout override. The route follows after the prefill.
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     let (.., mut reply) = worker.questions("/v1/completions").await;
     drop(open);
@@ -142,11 +142,11 @@ async fn drain_deadline_bounds_detached_prefill() {
 #[tokio::test]
 async fn engines_are_notified_of_aborted_requests() {
     let mut worker = PrefillWorker::start().await;
-    let process = WarmrouteProcess::start(divided(&worker, "mirror", "300ms"), &[]).await;
+    let process = WarmrouteProcess::start(prefill_config(&worker, "mirror", "300ms"), &[]).await;
     let (open, steered) = process.open(process.channel(process.grpc).await, "m").await;
     assert!(steered.contains("10.0.0.2:8000"), "{steered}");
-    // A non-streaming response does not show the prefill, so warmroute sends the copy, which is not
-    // answered here.
+    // warmroute itself sends the copy of a unary request, because a unary response does not show
+    // the end of the prefill. The test does not respond to the copy.
     let copy = worker.questions("/v1/completions").await;
     process.terminate();
     let (_, body, reply) = worker.questions("/abort_request").await;

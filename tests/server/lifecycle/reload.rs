@@ -11,7 +11,7 @@ const APPLIED: &str = "config_reloads_total{outcome=\"applied\"}";
 const INVALID: &str = "config_reloads_total{outcome=\"invalid\"}";
 const UNCHANGED: &str = "config_reloads_total{outcome=\"unchanged\"}";
 
-/// Disables the file watcher.
+/// Disables the file watch, so that only a signal triggers a reload.
 fn by_signal(more: &Value) -> Value {
     let mut all = json!({"process": {"reload": {"watch": false}}});
     merge_config(&mut all, more);
@@ -65,7 +65,7 @@ async fn sighup_applies_all_reloadable_settings_together() {
         "{log}"
     );
     assert_eq!(process.metric("config_pending_restart_keys").await, 1.0);
-    // A reload of the same file has no effect; it only logs the changes that wait for a restart.
+    // A reload of the same file changes nothing. It only logs the settings that need a restart.
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
     assert!(
@@ -95,7 +95,7 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
         .await;
     assert!(last_success > 1.7e9, "{last_success}");
     assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
-    // An unusable tokenizer is detected before anything switches.
+    // An unusable tokenizer is detected before any setting changes.
     let tokenizer = process.path("tokenizer.json");
     std::fs::write(&tokenizer, "{}").unwrap();
     let mut worse = good.clone();
@@ -108,7 +108,7 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
         process.shown().await["config"]["routing"]["weights"]["router_temperature"],
         0.0
     );
-    // Restoring the old file changes nothing.
+    // Restoring the previous file changes nothing.
     process.configure(&good.to_string());
     process.hangup();
     process.shows(UNCHANGED, 1.0).await;
@@ -134,7 +134,7 @@ async fn tokenizers_reload_only_after_file_change() {
     let process = WarmrouteProcess::start(by_signal(&json!({"models": [one]})), &[]).await;
     let loaded = || process.log().matches("tokenizer loaded").count();
     assert_eq!(loaded(), 1);
-    // Another model name and other weights with the same files.
+    // Another model name and other weights with the same tokenizer files.
     let mut again = one.clone();
     again["aliases"] = json!(["also"]);
     process.reconfigure(&json!({
@@ -145,7 +145,7 @@ async fn tokenizers_reload_only_after_file_change() {
     process.shows("config_generation", 2.0).await;
     assert_eq!(loaded(), 1, "{}", process.log());
     assert!(steered(&process, "also").await.contains("10.0.0.1:8000"));
-    // The same configuration, another file.
+    // The same configuration with a changed tokenizer file.
     let text = std::fs::read_to_string(&settings).unwrap();
     std::fs::write(&settings, format!("{text}\n")).unwrap();
     process.hangup();

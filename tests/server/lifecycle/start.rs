@@ -1,4 +1,4 @@
-//! Startup log: each step and one line at the end, or the single cause of a failure.
+//! Startup log: one line per step, and one line at the end or the single cause of a failure.
 
 use std::net::TcpListener;
 
@@ -9,7 +9,7 @@ use warmroute_testbed::ports::{FreePort, until};
 use crate::support::model_file;
 use crate::support::process::{SOON, WarmrouteProcess};
 
-/// Returns the exit code and JSON log lines of a failed start.
+/// Returns the exit code and the JSON log lines of a failed start.
 async fn failed_start(more: &Value) -> (Option<i32>, Vec<Value>) {
     let process = WarmrouteProcess::spawn(more, &[]);
     assert!(
@@ -29,7 +29,7 @@ async fn failed_start(more: &Value) -> (Option<i32>, Vec<Value>) {
     (status.code(), lines)
 }
 
-fn loud(lines: &[Value]) -> Vec<&Value> {
+fn warnings_and_errors(lines: &[Value]) -> Vec<&Value> {
     lines
         .iter()
         .filter(|line| line["level"] != "INFO")
@@ -46,7 +46,7 @@ async fn failing_start_logs_its_one_cause_as_json() {
         "models": [{"name": "m", "tokenizer": tokenizer}],
     });
     let (code, lines) = failed_start(&more).await;
-    let [cause] = loud(&lines)[..] else {
+    let [cause] = warnings_and_errors(&lines)[..] else {
         panic!("{lines:#?}")
     };
     let message = cause["fields"]["message"].as_str().unwrap();

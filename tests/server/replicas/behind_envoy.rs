@@ -1,5 +1,5 @@
-//! Three replicas behind one Envoy under load: one is killed, another one starts in its place, and
-//! NATS is stopped and restarted.
+//! Three replicas behind one Envoy under load. One is killed and replaced by another, and NATS is
+//! stopped and restarted.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ use crate::support::long_tests::long_or_short;
 
 /// Total number of requests in the long and the short form.
 const REQUESTS: [usize; 2] = [20_000, 3_000];
-/// Number of sequential clients.
+/// Number of clients, each with one request at a time.
 const CLIENTS: usize = 24;
 /// Duration of the NATS outage.
 const AWAY: Duration = Duration::from_secs(4);
@@ -34,7 +34,7 @@ struct EnvoyReplica {
 }
 
 impl EnvoyReplica {
-    /// Starts a replica with the configuration of the deployment, at another socket and admin
+    /// Starts a replica with the configuration of the deployment, but its own socket and admin
     /// address.
     async fn start(deployment: &TestDeployment, number: usize) -> Self {
         let admin = FreePort::find().unwrap().release();
@@ -80,8 +80,8 @@ fn socket(deployment: &TestDeployment, number: usize) -> PathBuf {
     }
 }
 
-/// The shipped Envoy configuration with three ext_proc endpoints; those that do not answer are
-/// excluded.
+/// Returns the shipped Envoy configuration with three ext_proc endpoints. Envoy excludes endpoints
+/// that do not respond.
 fn envoy_config(deployment: &TestDeployment) -> String {
     let endpoint = |number| {
         format!(
@@ -100,7 +100,7 @@ fn envoy_config(deployment: &TestDeployment) -> String {
     )
 }
 
-/// Responses of the clients.
+/// Responses that the clients received.
 #[derive(Default)]
 struct ReplicaAnswers {
     /// Total number of requests to send.
@@ -215,15 +215,15 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
 
     let pages = [deployment.admin_url(""), second.url(""), third.url("")];
     for of in &pages {
-        comes_to_rest(&deployment.http, of).await;
+        wait_no_bookings(&deployment.http, of).await;
         let part = routed_by(&deployment.http, of).await;
         println!("{of}: {part} routed");
         assert!(part > requests as f64 / 10.0, "{of} routed {part}");
     }
 }
 
-/// Waits until a replica counts no bookings, of its own or of peers.
-async fn comes_to_rest(http: &reqwest::Client, of: &str) {
+/// Waits until a replica counts no booking, neither its own nor of peers.
+async fn wait_no_bookings(http: &reqwest::Client, of: &str) {
     let page = async |path: &str| -> Value {
         http.get(format!("{of}{path}"))
             .send()

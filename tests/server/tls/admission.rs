@@ -1,4 +1,4 @@
-//! Acceptance and rejection of clients.
+//! Clients that listeners accept or reject.
 
 use serde_json::json;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -38,7 +38,8 @@ async fn self_signed_certificate_serves_only_tls_clients() {
         parsed.validity().not_after.timestamp() as f64
     );
 
-    // Plaintext, another protocol, and a verifying client are rejected.
+    // The listener rejects plaintext, another ALPN protocol, and a client that verifies the
+    // certificate.
     let plain = Channel::from_shared(format!("http://{}", site.ext_proc))
         .unwrap()
         .connect_lazy();
@@ -63,7 +64,7 @@ async fn self_signed_certificate_serves_only_tls_clients() {
     );
     assert!(
         caller.is_served().await.unwrap(),
-        "nobody else is disturbed"
+        "no other client is affected"
     );
     site.stop().await;
 }
@@ -147,7 +148,7 @@ async fn client_ca_admits_only_its_clients() {
             "with {:?}",
             own.map(|own| &own.cert)
         );
-        // In TLS 1.3 a client detects the rejection only when it reads.
+        // In TLS 1.3, a client detects the rejection only when it reads.
         let page = dial(site.admin, client(Some(&servers), own, "http/1.1")).await;
         let answer = match page {
             Ok(page) => http(page, "/healthz", "").await,
@@ -259,9 +260,9 @@ async fn silent_clients_are_closed_and_delay_no_other() {
     for _ in 0..50 {
         silent.push(TcpStream::connect(site.ext_proc).await.unwrap());
     }
-    // One of them sends a partial record.
+    // One of the clients sends a partial TLS record.
     silent[0].write_all(&[22, 3, 1]).await.unwrap();
-    let shaken = dial(site.ext_proc, client(None, None, "h2")).await.unwrap();
+    let idle = dial(site.ext_proc, client(None, None, "h2")).await.unwrap();
     let caller = TlsCaller::new(site.ext_proc, client(None, None, "h2")).await;
     until("served", async || caller.is_served().await.unwrap()).await;
     for mut socket in silent {
@@ -279,9 +280,9 @@ async fn silent_clients_are_closed_and_delay_no_other() {
         50.0,
     )
     .await;
-    // A client that is silent after its handshake is closed too; a used connection stays.
+    // A client that sends nothing after its handshake is closed too. A used connection stays open.
     site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
-    drop(shaken);
+    drop(idle);
     assert!(caller.is_served().await.unwrap());
     site.stop().await;
 }
@@ -308,7 +309,7 @@ async fn full_listener_replaces_idle_connections_only() {
         .unwrap()
         .connect_lazy();
     assert!(served(another.clone()).await.unwrap());
-    // The settings of the server, and then the end.
+    // Reads the settings frame of the server and the end of the connection.
     let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new()))
         .await
         .unwrap();
@@ -351,7 +352,7 @@ async fn call_headers_and_connection_streams_are_bounded() {
     };
     assert!(call(3000).await.is_ok());
     assert!(call(5000).await.is_err());
-    // A watch is an endless stream; the third one waits until one of the first two ends.
+    // A watch never ends by itself. A third one waits until one of the first two ends.
     let watch = || {
         let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
         async move {
@@ -367,7 +368,7 @@ async fn call_headers_and_connection_streams_are_bounded() {
         timeout(std::time::Duration::from_millis(200), &mut third)
             .await
             .is_err(),
-        "it waits"
+        "the third watch waits"
     );
     drop(first);
     assert!(timeout(PATIENCE, third).await.unwrap().is_ok());

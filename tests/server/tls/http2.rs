@@ -1,4 +1,4 @@
-//! HTTP/2 connections frame by frame, as no client library sends them.
+//! HTTP/2 connections frame by frame, with input that client libraries do not send.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -24,7 +24,7 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     [&length[1..], &[kind, flags], &stream.to_be_bytes(), payload].concat()
 }
 
-/// HEADERS of a call of gRPC health, all fields as literals.
+/// Returns the HEADERS frame of a gRPC health call, with all fields as literals.
 fn call(stream: u32, authority: &str) -> Vec<u8> {
     let fields = [
         (":method", "POST"),
@@ -36,7 +36,7 @@ fn call(stream: u32, authority: &str) -> Vec<u8> {
     ];
     let mut block = Vec::new();
     for (name, value) in fields {
-        // Literal with incremental indexing.
+        // Literal header field with incremental indexing.
         block.push(0x40);
         for text in [name, value] {
             block.push(text.len() as u8);
@@ -46,7 +46,7 @@ fn call(stream: u32, authority: &str) -> Vec<u8> {
     frame(HEADERS, 4, stream, &block)
 }
 
-/// An HTTP/2 connection whose settings have been exchanged.
+/// An HTTP/2 connection after the exchange of settings.
 struct RawConnection<S>(S);
 
 impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
@@ -57,8 +57,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
         Self(io)
     }
 
-    /// Returns the next frame of one of the kinds: kind, stream and payload; `None` when the server
-    /// has closed the connection.
+    /// Returns the kind, stream and payload of the next frame of these kinds, or `None` if the
+    /// server has closed the connection.
     async fn next(&mut self, kinds: &[u8]) -> Option<(u8, u32, Vec<u8>)> {
         loop {
             let mut head = [0; 9];
@@ -78,7 +78,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
         }
     }
 
-    /// Returns whether a call with this authority is answered by a health status or a gRPC status.
+    /// Sends a call with this authority. Returns true if the response is a health status, and false
+    /// if it is an error.
     async fn is_answered(&mut self, stream: u32, authority: &str) -> bool {
         let message = frame(0, 1, stream, &[0; 5]);
         self.0
@@ -87,14 +88,14 @@ impl<S: AsyncRead + AsyncWrite + Unpin> RawConnection<S> {
             .unwrap();
         loop {
             match self.next(&[HEADERS, RST_STREAM, GOAWAY]).await.unwrap() {
-                // End of an earlier call.
+                // The frame ends an earlier call.
                 (HEADERS | RST_STREAM, of, _) if of != stream => {}
                 (kind, ..) => return kind == HEADERS,
             }
         }
     }
 
-    /// Opens and resets streams. Returns whether the server then closes the connection.
+    /// Opens and resets streams. Returns true if the server then closes the connection.
     async fn is_closed_for_resets(&mut self, count: u32) -> bool {
         let reset = |n: u32| {
             [
@@ -262,7 +263,7 @@ async fn idle_connections_do_not_block_probes() {
     site.stop().await;
 }
 
-/// A client that sends requests and reads no answers.
+/// A client that sends requests and reads no responses.
 struct StalledClient {
     socket: TcpStream,
     request: Vec<u8>,
@@ -272,20 +273,20 @@ impl StalledClient {
     /// Sends requests until the server accepts no more.
     async fn open(address: SocketAddr, start: &[u8], request: &[u8]) -> Self {
         let socket = TcpSocket::new_v4().unwrap();
-        // Small buffers fill soon.
+        // Small buffers fill quickly.
         socket.set_recv_buffer_size(4096).unwrap();
         socket.set_send_buffer_size(16 << 10).unwrap();
         let mut socket = socket.connect(address).await.unwrap();
         socket.write_all(start).await.unwrap();
         let request = request.repeat(64);
-        // A write that blocks this long means that the server does not read.
+        // A write that blocks this long shows that the server no longer reads.
         while let Ok(sent) = timeout(Duration::from_secs(1), socket.write_all(&request)).await {
             sent.unwrap();
         }
         Self { socket, request }
     }
 
-    /// Returns whether the server resets the connection although this client does not read.
+    /// Returns true if the server resets the connection although this client does not read.
     async fn is_reset(&mut self) -> bool {
         let sending = async { while self.socket.write_all(&self.request).await.is_ok() {} };
         timeout(PATIENCE, sending).await.is_ok()
@@ -334,8 +335,8 @@ async fn oversized_header_list_fails_only_its_stream() {
     let site = start(json!({})).await;
     let mut connection =
         RawConnection::open(TcpStream::connect(site.ext_proc).await.unwrap()).await;
-    // A literal field `x` of 100,000 octets without indexing. The default of `listeners.limits.max_header_list_size`
-    // is 64 KiB.
+    // A literal field `x` of 100,000 bytes without indexing. The default of
+    // `listeners.limits.max_header_list_size` is 64 KiB.
     let mut block = vec![0x83, 0x86, 0x84, 0x00, 1, b'x', 0x7f, 0xa1, 0x8c, 0x06];
     block.extend([b'y'; 100_000]);
     connection

@@ -1,4 +1,4 @@
-//! Certificates that change at run time.
+//! Certificates that are replaced at run time.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -48,10 +48,11 @@ async fn new_connections_use_renewed_certificate() {
     assert_eq!(
         site.metric(handshakes).await,
         before,
-        "by the connection it has"
+        "the old connection still works"
     );
 
-    // Broken file: the second certificate stays. Repaired file: the third one.
+    // The broken file has no effect: the second certificate stays in use. The next valid file takes
+    // effect.
     fs::write(site.path("certs/tls.crt"), "broken").unwrap();
     until("refused", async || site.metric(INVALID).await >= 1.0).await;
     assert_eq!(serial(site.ext_proc, trusting()).await, 2);
@@ -92,7 +93,7 @@ async fn mounted_secret_swap_is_detected() {
     assert_eq!(
         (site.metric(APPLIED).await, site.metric(INVALID).await),
         (1.0, 0.0),
-        "in one step"
+        "the swap is applied in one step"
     );
     site.stop().await;
 }
@@ -117,11 +118,14 @@ async fn client_ca_reload_applies_immediately() {
     assert!(new.is_served().await.is_err());
     fs::write(site.path("clients.pem"), &after.cert).unwrap();
     site.secrets.reload();
-    until("served by the new one", async || {
+    until("a client of the new authority is served", async || {
         new.is_served().await.is_ok_and(|served| served)
     })
     .await;
-    assert!(old.is_served().await.unwrap(), "who is in stays in");
+    assert!(
+        old.is_served().await.unwrap(),
+        "existing connections stay open"
+    );
     let refused = TlsCaller::new(site.ext_proc, of(&before)).await;
     assert!(refused.is_served().await.is_err());
     site.stop().await;

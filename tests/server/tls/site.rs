@@ -1,4 +1,4 @@
-//! A running process with protected listeners, and its clients.
+//! A server with protected listeners, and its clients.
 
 use std::io;
 use std::net::SocketAddr;
@@ -27,10 +27,10 @@ use warmroute::server::App;
 use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_testbed::merge_config;
 
-/// Timeout of every wait; far longer than any step takes.
+/// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A running process.
+/// A running server.
 pub(crate) struct TlsSite {
     pub(crate) ext_proc: SocketAddr,
     pub(crate) api: Option<SocketAddr>,
@@ -44,10 +44,11 @@ pub(crate) struct TlsSite {
 }
 
 impl TlsSite {
-    /// Starts the process. `lay` writes files into the folder from which `more` names them.
-    pub(crate) async fn start(more: Value, lay: impl FnOnce(&Path)) -> Self {
+    /// Starts the server. `lay` writes files into the folder that contains the configuration file,
+    /// where `more` can refer to them.
+    pub(crate) async fn start(more: Value, write_files: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::tempdir().unwrap();
-        lay(dir.path());
+        write_files(dir.path());
         let mut config = json!({
             "listeners": {
                 "ext_proc": {"address": "127.0.0.1:0"},
@@ -87,15 +88,15 @@ impl TlsSite {
         self.dir.path().join(name)
     }
 
-    /// Requests a page by plain HTTP with an optional header. Returns the status, and headers and
-    /// body as text.
+    /// Requests a page by plain HTTP with an optional header. Returns the status, and the headers
+    /// and body as text.
     pub(crate) async fn page(&self, path: &str, header: &str) -> (u16, String) {
         http(TcpStream::connect(self.admin).await.unwrap(), path, header)
             .await
             .unwrap()
     }
 
-    /// Returns a metric, or 0 if it does not exist.
+    /// Returns the value of a series, or 0 if it does not exist.
     pub(crate) async fn metric(&self, series: &str) -> f64 {
         let (_, page) = self.page("/metrics", "").await;
         let line = page
@@ -104,7 +105,7 @@ impl TlsSite {
         line.map_or(0.0, |value| value.trim().parse().unwrap())
     }
 
-    /// Waits until a metric has the value.
+    /// Waits until a series has a value.
     pub(crate) async fn shows(&self, series: &str, wanted: f64) {
         let what = format!("{series} is {wanted}");
         until(&what, async || self.metric(series).await == wanted).await;
@@ -121,15 +122,15 @@ impl TlsSite {
 }
 
 /// Waits until the condition holds.
-pub(crate) async fn until(what: &str, so: impl AsyncFn() -> bool) {
+pub(crate) async fn until(what: &str, condition: impl AsyncFn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
-    while !so().await {
+    while !condition().await {
         assert!(Instant::now() < deadline, "never: {what}");
         sleep(Duration::from_millis(10)).await;
     }
 }
 
-/// Opens a TLS connection.
+/// Opens a TLS connection to a listener.
 pub(crate) async fn dial(
     address: SocketAddr,
     client: Arc<ClientConfig>,
@@ -162,7 +163,7 @@ pub(crate) async fn serial(address: SocketAddr, client: Arc<ClientConfig>) -> u6
         .fold(0, |number, byte| number << 8 | u64::from(*byte))
 }
 
-/// Sends a request by HTTP/1.1. Returns the status, and headers and body as text.
+/// Sends an HTTP/1.1 request. Returns the status, and the headers and body as text.
 pub(crate) async fn http(
     mut stream: impl tokio::io::AsyncRead + tokio::io::AsyncWrite + Unpin,
     path: &str,
@@ -183,8 +184,8 @@ pub(crate) async fn http(
     Ok((status.ok_or(io::ErrorKind::UnexpectedEof)?, text))
 }
 
-/// A gRPC client over a TLS tunnel, because tonic's own TLS feature would also be compiled into the
-/// product.
+/// gRPC client over a TLS tunnel. tonic's own TLS feature is not used, because Cargo would also
+/// enable it in the server.
 pub(crate) struct TlsCaller {
     pub(crate) channel: Channel,
     _tunnel: AbortOnDropHandle<()>,
@@ -212,7 +213,7 @@ impl TlsCaller {
         }
     }
 
-    /// Returns whether the health service reports serving.
+    /// Returns true if the health service reports `SERVING`.
     pub(crate) async fn is_served(&self) -> Result<bool, tonic::Status> {
         served(self.channel.clone()).await
     }

@@ -1,6 +1,6 @@
-//! Small tokenizers with unusual added tokens, trained on this repository's pages: tokens that
-//! strip white space, require word boundaries, are normalized, or share prefixes, and parts that
-//! depend on the position of a piece.
+//! Small tokenizers with unusual added tokens, trained on documents of this repository. Some tokens
+//! strip white space, require word boundaries, are normalized, or share prefixes. Some tokenizers
+//! treat a piece differently depending on its position.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ const PAGES: [&str; 2] = [
     include_str!("../../../ARCHITECTURE.md"),
 ];
 
-/// Content of a tokenizer's added tokens.
+/// Returns the contents of a tokenizer's added tokens.
 pub(super) fn added_tokens(file: &Path) -> Vec<String> {
     let bytes = std::fs::read(file).unwrap();
     let mut plain = Vec::new();
@@ -44,7 +44,7 @@ pub(super) fn added_tokens(file: &Path) -> Vec<String> {
     contents
 }
 
-/// All of them, by name.
+/// Returns all tokenizers with their names.
 pub(super) fn all() -> [(&'static str, Tokenizer); 4] {
     [
         ("byte-level", byte_level()),
@@ -62,8 +62,9 @@ fn special(content: &str) -> AddedToken {
     AddedToken::from(content, true)
 }
 
-/// Added tokens that are matched in the raw text, in all variants.
-fn awkward() -> Vec<AddedToken> {
+/// Returns added tokens of all variants that are matched in the raw text. Tokenization can resume
+/// only after boundary tokens, which are matched in every context.
+fn unusual_tokens() -> Vec<AddedToken> {
     vec![
         special("<s>"),
         special("</s>"),
@@ -72,16 +73,16 @@ fn awkward() -> Vec<AddedToken> {
         special("<|both|>").lstrip(true).rstrip(true),
         special("word").single_word(true),
         special("<single>").single_word(true),
-        // The first of these is no boundary token, the second is.
+        // `<e>` is no boundary token, because `<e>x` begins with it. `<e>x` is one.
         special("<e>"),
         special("<e>x"),
-        // `<c>` and `<d>` are none either: other tokens contain the one and end with a prefix of
-        // the other.
+        // `<c>` and `<d>` are no boundary tokens either: `a<c>b` contains the one, and `q<d` ends
+        // with a prefix of the other.
         special("<c>"),
         special("a<c>b"),
         special("<d>"),
         special("q<d"),
-        // Overlaps itself.
+        // This token overlaps with itself.
         special("<a><a"),
         special("  <space>"),
         special("<line>\n"),
@@ -104,7 +105,7 @@ fn template(single: &str, tokenizer: &Tokenizer) -> TemplateProcessing {
         .unwrap()
 }
 
-/// A space before every piece, and two post-processors.
+/// Returns a tokenizer that adds a space before every piece and has two post-processors.
 fn byte_level() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_normalizer(Some(NFC)).unwrap();
@@ -118,7 +119,7 @@ fn byte_level() -> Tokenizer {
     tokenizer
         .train(&mut TrainerWrapper::from(trainer), lines())
         .unwrap();
-    tokenizer.add_tokens(awkward()).unwrap();
+    tokenizer.add_tokens(unusual_tokens()).unwrap();
     let processors = [
         PostProcessorWrapper::ByteLevel(ByteLevel::default()),
         PostProcessorWrapper::Template(template("<s> $A </s> <s>", &tokenizer)),
@@ -127,7 +128,8 @@ fn byte_level() -> Tokenizer {
     tokenizer
 }
 
-/// A space before the first piece only, and a normalizer that joins spaces.
+/// Returns a tokenizer that adds a space before the first piece only, and joins spaces in its
+/// normalizer.
 fn unigram() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(Unigram::default());
     let spaces = Replace::new(
@@ -153,13 +155,14 @@ fn unigram() -> Tokenizer {
     tokenizer
         .train(&mut TrainerWrapper::from(trainer), lines())
         .unwrap();
-    tokenizer.add_tokens(awkward()).unwrap();
+    tokenizer.add_tokens(unusual_tokens()).unwrap();
     let frame = template("$A </s>", &tokenizer);
     tokenizer.with_post_processor(Some(frame));
     tokenizer
 }
 
-/// Strips white space from every piece and prepends a mark, without a pre-tokenizer.
+/// Returns a tokenizer without a pre-tokenizer that strips white space from every piece and
+/// prepends a mark.
 fn prepended() -> Tokenizer {
     let mut tokenizer = Tokenizer::new(BPE::default());
     let replace = Replace::new(" ", "\u{2581}").unwrap();
@@ -183,7 +186,7 @@ fn prepended() -> Tokenizer {
             lines().flat_map(str::split_whitespace),
         )
         .unwrap();
-    tokenizer.add_tokens(awkward()).unwrap();
+    tokenizer.add_tokens(unusual_tokens()).unwrap();
     tokenizer
 }
 
@@ -202,7 +205,7 @@ fn word_pieces() -> Tokenizer {
     tokenizer
         .train(&mut TrainerWrapper::from(trainer), lines())
         .unwrap();
-    tokenizer.add_tokens(awkward()).unwrap();
+    tokenizer.add_tokens(unusual_tokens()).unwrap();
     let frame = template("<s> $A", &tokenizer);
     tokenizer.with_post_processor(Some(frame));
     tokenizer

@@ -39,9 +39,9 @@ async fn main() -> anyhow::Result<()> {
     }
 }
 
-/// Listens with a long backlog, as the servers of real engines do. With the 128 of `bind`, a burst
-/// of clients to a stalled engine loses most connections, and each client retries only after
-/// seconds.
+/// Listens with a long backlog, as real engine servers do. With the backlog of 128 that `bind`
+/// uses, a burst of clients to a stalled engine would lose most connections. Each client would
+/// retry only after seconds.
 fn listen(at: SocketAddr) -> std::io::Result<TcpListener> {
     let socket = if at.is_ipv4() {
         TcpSocket::new_v4()
@@ -53,12 +53,13 @@ fn listen(at: SocketAddr) -> std::io::Result<TcpListener> {
     socket.listen(2048)
 }
 
-/// Reads on a dedicated thread: tokio's stdin would block the runtime's shutdown during a read.
+/// Waits for the end of standard input on a dedicated thread. tokio's stdin would block the
+/// shutdown of the runtime during a read.
 async fn stdin_eof() {
     let (ended, end) = tokio::sync::oneshot::channel();
     std::thread::spawn(move || {
         std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink()).ok();
-        // The receiver is gone if the process ends for another reason.
+        // The receiver no longer exists if the process ends for another reason.
         ended.send(()).ok();
     });
     end.await.ok();

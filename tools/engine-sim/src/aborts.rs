@@ -46,8 +46,8 @@ impl AbortRegistry {
     }
 
     /// Aborts the requests with that id, or all of them, and returns their number. As in SGLang,
-    /// the id must exist (a check of its front end) and then matches every id that begins with it
-    /// (the rule of its scheduler).
+    /// the id must exist, which its front end checks. Then every id that begins with it matches,
+    /// which is the rule of its scheduler.
     fn abort(&self, request: &AbortBody) -> usize {
         let mut table = self.0.lock();
         let rid = request
@@ -80,7 +80,8 @@ pub(crate) struct AbortBody {
     abort_all: bool,
 }
 
-/// Returns 200 with an empty body, as SGLang does, also for an unknown id.
+/// Handles an abort request. As in SGLang, the response is 200 with an empty body, even for an
+/// unknown id.
 pub(crate) async fn abort(
     State(engine): State<Arc<SimEngine>>,
     Json(request): Json<AbortBody>,
@@ -114,8 +115,8 @@ mod tests {
         let two = aborts.register(vec!["b".into(), "a2".into()]);
         let three = aborts.register(vec!["c".into(), "ba".into()]);
         let unnamed = aborts.register(Vec::new());
-        let gone = aborts.register(vec!["x".into()]);
-        drop(gone);
+        let finished = aborts.register(vec!["x".into()]);
+        drop(finished);
         let prefix_of_one = aborts.register(vec!["long name".into()]);
         for (rid, aborted) in [
             (Some("x"), 0),

@@ -1,5 +1,5 @@
-//! Authentication: with `--api-key`, requests must carry the key. vLLM requires it under `/v1`,
-//! SGLang everywhere except the probe and metrics paths. SGLang's aborts require the
+//! Authentication. With `--api-key`, requests must carry the key. vLLM requires it under `/v1`, and
+//! SGLang everywhere except on the probe and metrics paths. SGLang's aborts require the
 //! `--admin-api-key` if there is one.
 
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use super::SimEngine;
 use super::config::ApiArgs;
 use super::disaggregation::TransferProtocol;
 
-/// Path prefixes without authentication on an SGLang engine, and the simulator's own paths.
+/// Path prefixes without authentication on an SGLang engine, and the paths of the simulator itself.
 const UNAUTHENTICATED_PATHS: [&str; 4] = ["/health", "/ready", "/metrics", "/sim/"];
 
 pub(crate) async fn require_api_key(

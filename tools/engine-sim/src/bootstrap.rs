@@ -1,9 +1,9 @@
-//! SGLang's disaggregation. Prefill and decode receive the same request at the same time and pair
-//! up by its `bootstrap_room` on the prefill engine's bootstrap server. As in SGLang, the prefill
-//! engine computes only after the decode engine has joined and has allocated the blocks. It
-//! responds after the transfer. An engine without its peer waits for minutes. The prefill engine
-//! does not detect that the decode engine disconnected: unless it is aborted, it computes and holds
-//! the blocks until the timeout.
+//! SGLang's disaggregation. The prefill and the decode engine receive the same request at the same
+//! time. They pair up by its `bootstrap_room` on the prefill engine's bootstrap server. As in
+//! SGLang, the prefill engine computes only after the decode engine has joined and has allocated
+//! the blocks. It responds after the transfer. An engine without its peer waits for minutes. The
+//! prefill engine does not detect that the decode engine disconnected. Unless the request is
+//! aborted, it computes and holds the blocks until the timeout.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -41,7 +41,7 @@ struct DecodePeer {
 }
 
 impl DecodePeer {
-    /// Waits until the decode engine has the blocks; never returns if it disconnected.
+    /// Waits until the decode engine has the blocks. Never returns if it disconnected.
     async fn done(&mut self) {
         if self.from_decode.recv().await.is_none() {
             std::future::pending().await
@@ -65,7 +65,8 @@ impl BootstrapRooms {
         self.0.lock().len()
     }
 
-    /// Returns the receiver for the decode peer; fails if a prefill waits in the room already.
+    /// Joins as prefill engine and returns the receiver for the decode peer. Fails if a prefill
+    /// already waits in the room.
     fn join_prefill(&self, room: u64) -> Result<oneshot::Receiver<DecodePeer>, ()> {
         let (peer_tx, peer_rx) = oneshot::channel();
         match self.0.lock().entry(room) {
@@ -84,12 +85,12 @@ impl BootstrapRooms {
         Ok(peer_rx)
     }
 
-    /// Returns false if another decode engine waits in the room already.
+    /// Joins as decode engine. Returns false if another decode engine already waits in the room.
     fn join_decode(&self, room: u64, peer: DecodePeer) -> bool {
         let mut rooms = self.0.lock();
         match rooms.remove(&room) {
             Some(WaitingSide::Prefill(peer_tx)) => {
-                // A cancelled prefill has removed itself from the table, or is about to.
+                // The receiver is closed if the prefill was cancelled at this moment.
                 peer_tx.send(peer).ok();
                 true
             }
@@ -171,7 +172,7 @@ async fn relay(rooms: &BootstrapRooms, mut connection: JsonConnection) -> io::Re
     result
 }
 
-/// Presence of one engine in a room. Dropped before the peer joins, it counts as a timeout.
+/// Presence of one engine in a room. If it is dropped before the peer joins, a timeout is counted.
 struct RoomGuard<'a> {
     room: u64,
     /// Rooms from which the guard removes the prefill; `None` on a decode engine.
@@ -224,7 +225,7 @@ pub(crate) struct SequenceTask {
     pub(crate) answer: Vec<u32>,
 }
 
-/// Runs the prefill: waits for the decode engine, computes, and returns the tokens when the decode
+/// Runs the prefill: waits for the decode engine, computes, and returns the tokens once the decode
 /// engine has the blocks.
 pub(crate) async fn run_prefill(
     engine: Arc<SimEngine>,
@@ -296,8 +297,8 @@ pub(crate) struct RoomAddress {
     pub(crate) room: u64,
 }
 
-/// Runs the decode: once blocks are allocated, joins the prefill's room, waits for the prefill and
-/// fetches the blocks.
+/// Runs the decode: allocates blocks, joins the prefill's room, waits for the prefill and fetches
+/// the blocks.
 pub(crate) async fn run_decode(
     engine: Arc<SimEngine>,
     rank: Arc<EngineRank>,
@@ -369,7 +370,7 @@ async fn connect_with_retry(address: &str) -> JsonConnection {
 }
 
 /// Returns the prefill engine's message, or its error. A lost connection is reported only after
-/// `detection_delay`, because a decode engine detects a dead peer only by a timeout.
+/// `detection_delay`, because a decode engine detects a failed peer only by a timeout.
 async fn check_reply(reply: io::Result<Value>, detection_delay: Duration) -> Result<Value, String> {
     match reply {
         Ok(message) => match message["error"].as_str() {
@@ -378,7 +379,7 @@ async fn check_reply(reply: io::Result<Value>, detection_delay: Duration) -> Res
         },
         Err(error) => {
             sleep(detection_delay).await;
-            Err(format!("the prefill side is gone: {error}"))
+            Err(format!("the prefill side disconnected: {error}"))
         }
     }
 }
@@ -424,7 +425,7 @@ mod tests {
             rooms.leave_prefill(room);
             rooms.leave_decode(room);
         }
-        assert_eq!(rooms.waiting(), 2, "both are still there");
+        assert_eq!(rooms.waiting(), 2, "both still wait");
         drop(from_prefill);
         rooms.leave_decode(1);
         assert_eq!(rooms.waiting(), 1);

@@ -1,7 +1,7 @@
 //! The paged KV cache of one data-parallel rank, modelled on vLLM: physical blocks with reference
-//! counts, looked up by a chained hash of their tokens, with least-recently-used eviction. It has
-//! no clock and no I/O. The benchmark results (prefix hits, published events) depend on it, so
-//! property tests verify it.
+//! counts, lookup by a chained hash of the tokens, and least-recently-used eviction. It has no
+//! clock and no I/O. Benchmark results (prefix hits, published events) depend on it, so property
+//! tests verify it.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -15,8 +15,8 @@ type BlockId = usize;
 /// The engine's own hash of a block; opaque to routers.
 pub(crate) type EngineHash = u64;
 
-/// Keys that separate equal tokens: the adapter applies to every block, the cache salt only to the
-/// first.
+/// Keys that distinguish blocks with equal tokens. The adapter applies to every block, the cache
+/// salt only to the first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct BlockKeys {
     pub(crate) lora: Option<LoraAdapter>,
@@ -61,7 +61,7 @@ pub(crate) enum CacheEvent {
     Cleared,
 }
 
-/// No free block is left, cached or not.
+/// Error: no block is free, cached or not.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct NoFreeBlockError;
 
@@ -102,13 +102,12 @@ impl TokenSequence {
         &self.keys
     }
 
-    /// Returns the numbers of the sequence's blocks in vLLM's numbering, where block 0 is never
-    /// used.
+    /// Returns the numbers of the sequence's blocks as vLLM numbers them. vLLM never uses block 0.
     pub(crate) fn block_numbers(&self) -> Vec<usize> {
         self.blocks.iter().map(|id| id + 1).collect()
     }
 
-    /// Returns the number of tokens with keys and values in the cache, including those of the
+    /// Returns the number of tokens whose keys and values are in the cache, including those of the
     /// current step.
     pub(crate) fn computed(&self) -> usize {
         self.computed
@@ -127,7 +126,8 @@ impl TokenSequence {
     }
 }
 
-/// Returns the chained hash of a block: of its tokens, its extra keys and the parent hash.
+/// Returns the chained hash of a block, computed from its tokens, its extra keys and the parent
+/// hash.
 fn block_hash(
     parent: Option<EngineHash>,
     tokens: &[u32],
@@ -146,7 +146,7 @@ fn block_hash(
     hash.digest()
 }
 
-/// Content of a block: the keys and values of these tokens after everything before them. A freed
+/// Content of a block: the keys and values of these tokens after all tokens before them. A freed
 /// block keeps its content until another sequence overwrites it.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(crate) struct BlockContent {
@@ -167,7 +167,7 @@ impl BlockContent {
         blocks
     }
 
-    /// Returns true if a request that needs `other` can use this block. The block may have
+    /// Returns true if a request that needs `other` can use this block. The block may contain
     /// additional tokens at the end.
     pub(crate) fn can_serve(&self, other: &Self) -> bool {
         self.after == other.after
@@ -220,7 +220,7 @@ pub(crate) struct BlockCache {
     events: Vec<CacheEvent>,
     /// True if computed blocks are cached for other requests.
     prefix_caching: bool,
-    /// Positions used so far at either end of the free list.
+    /// Outermost positions used so far at either end of the free list.
     front: i64,
     back: i64,
 }
@@ -244,7 +244,7 @@ impl BlockCache {
         cache
     }
 
-    /// Disables prefix caching: every prompt is computed without reuse.
+    /// Disables prefix caching, so that every prompt is computed without reuse.
     pub(crate) fn disable_prefix_cache(self) -> Self {
         Self {
             prefix_caching: false,
@@ -261,7 +261,7 @@ impl BlockCache {
     }
 
     /// Returns the longest cached prefix of `sequence` that leaves at least one token to compute.
-    /// The logits of the last token are needed even if all its keys are cached.
+    /// The logits of the last token are needed even if all keys are cached.
     pub(crate) fn lookup(&self, sequence: &mut TokenSequence) -> PrefixHit {
         sequence.extend_hashes(self.block_size);
         let most = sequence.len().saturating_sub(1) / self.block_size;
@@ -291,8 +291,8 @@ impl BlockCache {
         self.grow(sequence, new_tokens)
     }
 
-    /// Like [`BlockCache::admit`], but computes nothing: `new_tokens` are received from another engine,
-    /// see [`BlockCache::receive`].
+    /// Assigns and allocates blocks like [`BlockCache::admit`], but computes nothing: `new_tokens`
+    /// are received from another engine, see [`BlockCache::receive`].
     pub(crate) fn reserve(
         &mut self,
         sequence: &mut TokenSequence,
@@ -324,7 +324,7 @@ impl BlockCache {
         self.allocate(sequence, sequence.computed + new_tokens)
     }
 
-    /// Marks all allocated blocks of a sequence as received from another engine. As in vLLM the
+    /// Marks all allocated blocks of a sequence as received from another engine. As in vLLM, the
     /// last token is computed again, because its logits are needed.
     pub(crate) fn receive(&mut self, sequence: &mut TokenSequence) {
         let full = sequence.computed / self.block_size..sequence.len() / self.block_size;
@@ -335,9 +335,9 @@ impl BlockCache {
         sequence.computed = sequence.len() - 1;
     }
 
-    /// Allocates blocks for the next `new_tokens` of `sequence` and caches the blocks they fill. As
-    /// in vLLM a block is cached as soon as its step is planned, so an identical request in the
-    /// same step already hits it.
+    /// Allocates blocks for the next `new_tokens` of `sequence` and caches the blocks that they
+    /// fill. As in vLLM, a block is cached as soon as its step is planned, so an identical request
+    /// in the same step already hits it.
     pub(crate) fn grow(
         &mut self,
         sequence: &mut TokenSequence,
@@ -364,7 +364,7 @@ impl BlockCache {
     }
 
     /// Returns the current contents of blocks, whichever request they belong to, and `None` for an
-    /// invalid number. Numbers are vLLM's, see [`TokenSequence::block_numbers`].
+    /// invalid number. The numbers are those of [`TokenSequence::block_numbers`].
     pub(crate) fn read(&self, numbers: &[usize]) -> Vec<Option<BlockContent>> {
         let block = |number: &usize| {
             self.blocks
@@ -392,8 +392,8 @@ impl BlockCache {
         Ok(())
     }
 
-    /// Releases all blocks, the tail first, so that the tail of a prefix is evicted before its
-    /// head. A partially filled block cannot be reused and is evicted before all others.
+    /// Releases all blocks, the last one first, so that the tail of a prefix is evicted before its
+    /// head. A partially filled block cannot be reused, so it is evicted before all others.
     pub(crate) fn release(&mut self, sequence: &mut TokenSequence) {
         sequence.computed = 0;
         for id in std::mem::take(&mut sequence.blocks).into_iter().rev() {
@@ -418,7 +418,7 @@ impl BlockCache {
         self.free.insert(position, id);
     }
 
-    /// Clears the cache. As in vLLM it fails while a request holds any block.
+    /// Clears the cache. As in vLLM, this fails while a request holds any block.
     pub(crate) fn reset(&mut self) -> bool {
         if self.free.len() != self.blocks.len() {
             return false;
@@ -484,7 +484,7 @@ impl BlockCache {
             return;
         }
         sequence.extend_hashes(self.block_size);
-        // A block that was received whole is cached before its last token is computed again.
+        // A completely received block is already cached when its last token is computed again.
         let known = full
             .clone()
             .take_while(|&at| self.blocks[sequence.blocks[at]].hash.is_some())

@@ -1,6 +1,6 @@
 //! Compares the scheduler and the cache with a real engine. Prompts that were sent to vLLM 0.32
-//! (block size 32, data in `tests/data/engine_sim`) are computed again with that engine's answers.
-//! Every event must be the same, in the same order. Only the hashes differ, and they must map
+//! (block size 32, data in `tests/data/engine_sim`) are computed again with the answers of that
+//! engine. The events and their order must be the same. Only the hashes differ, and they must map
 //! one-to-one. This verifies hits, copies, chunks, eviction order and extra keys.
 
 use std::collections::HashMap;
@@ -54,7 +54,7 @@ enum CapturedEvent {
 struct CapturedStored {
     hashes: Vec<u64>,
     parent: Option<u64>,
-    /// The number of tokens, the first and the last.
+    /// Number of tokens, the first token and the last token.
     tokens: (usize, u32, u32),
     extra_keys: Vec<Option<Vec<Arc<str>>>>,
     lora: (Option<u32>, Option<Arc<str>>),
@@ -70,12 +70,12 @@ impl HashMapping {
         assert_eq!(
             *self.0.entry(theirs).or_insert(ours),
             ours,
-            "another block than {theirs}"
+            "the mapping of {theirs} is not one-to-one"
         );
         assert_eq!(
             *self.1.entry(ours).or_insert(theirs),
             theirs,
-            "another block than {theirs}"
+            "the mapping of {theirs} is not one-to-one"
         );
     }
 

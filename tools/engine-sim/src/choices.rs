@@ -1,5 +1,6 @@
-//! The running choices of a request. Each is a stream of tokens from a rank. A choice may first
-//! fetch its prompt from another engine, or may end only when another engine has fetched it.
+//! The running choices of a request. Each choice is a stream of tokens from a rank. It may first
+//! fetch its prompt from another engine, or may end only when another engine has fetched its
+//! blocks.
 
 use std::sync::Arc;
 
@@ -25,8 +26,8 @@ pub(crate) type ChoiceOutputs =
 /// The started choices of a request.
 pub(crate) struct RunningChoices {
     pub(crate) outputs: ChoiceOutputs,
-    /// Receives the description of the blocks held for the first choice. As with vLLM the others
-    /// are not reported.
+    /// Receives the description of the blocks held for the first choice. As with vLLM, other
+    /// choices are not reported.
     pub(crate) leased: Option<oneshot::Receiver<LeasedBlocks>>,
     /// Worst origin of the keys and values of all choices.
     pub(crate) worst_origin: WorstOrigin,

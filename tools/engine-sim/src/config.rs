@@ -1,5 +1,6 @@
 //! Configuration of an engine. It is a `clap` parser, so that the binary, the quickstart and the
-//! benchmarks configure an engine by the same flags. Embedders call `EngineConfig::parse_from`.
+//! benchmarks configure an engine with the same flags. Embedding programs call
+//! `EngineConfig::parse_from`.
 
 use anyhow::{Context as _, ensure};
 use clap::{Args, Parser};
@@ -21,7 +22,7 @@ pub struct EngineConfig {
     /// Served model name.
     #[arg(long, default_value = "sim")]
     pub(crate) model: String,
-    /// LoRA adapter to serve as well, by name; may be repeated.
+    /// LoRA adapter to serve, by name; may be repeated.
     #[arg(long = "lora")]
     pub(crate) loras: Vec<String>,
     #[command(flatten)]
@@ -39,7 +40,7 @@ pub struct EngineConfig {
     /// Faults from the start, as JSON. POST /sim/misbehave accepts the same and changes only the
     /// fields present: `crash` ("next_step", "next_request" or {"after_requests": n}), `hang`,
     /// `refuse` (a status), `slow_first_token_ms`, `hold_first_tokens`, `cut_stream_after_tokens`,
-    /// `drop_events` ({"batches": n, "keep_for_replay": bool}); and for requests that only prefill,
+    /// `drop_events` ({"batches": n, "keep_for_replay": bool}). For requests that only prefill:
     /// `refuse_prefills` (a status), `slow_prefill_ms`, `hang_prefills`, `omit_transfer_params`,
     /// `fail_prefills_with_200`, `stop_prefills`.
     #[arg(long = "misbehave", value_name = "MISBEHAVE", value_parser = |text: &str| serde_json::from_str::<FaultConfig>(text), default_value = "{}")]
@@ -58,13 +59,13 @@ pub(crate) struct CapacityArgs {
     /// Blocks per rank.
     #[arg(long, default_value_t = 8192)]
     pub(crate) num_blocks: usize,
-    /// Longest prompt with its answer; the capacity of the cache by default.
+    /// Maximum length of a prompt with its answer; the capacity of the cache by default.
     #[arg(long)]
     pub(crate) max_model_len: Option<usize>,
     /// Tokens per scheduler step.
     #[arg(long, default_value_t = 2048)]
     pub(crate) max_num_batched_tokens: usize,
-    /// Requests in a batch.
+    /// Maximum number of requests in a batch.
     #[arg(long, default_value_t = 256)]
     pub(crate) max_num_seqs: usize,
     /// Data-parallel ranks in this process.
@@ -75,10 +76,12 @@ pub(crate) struct CapacityArgs {
     pub(crate) dp_start: u32,
 }
 
-/// APIs that the engine offers. All are on by default, as in a vLLM deployment with exact routing.
+/// APIs that the engine offers. By default all are enabled, as in a vLLM deployment with exact
+/// routing.
 #[derive(Clone, Debug, Default, Args)]
 pub(crate) struct ApiArgs {
-    /// Require this token: as vLLM under `/v1`, as SGLang everywhere except health and metrics.
+    /// Require this token: under `/v1` as vLLM does, or everywhere except health and metrics as
+    /// SGLang does.
     #[arg(long)]
     pub(crate) api_key: Option<String>,
     /// SGLang's admin key; if set, aborts require it.
@@ -97,7 +100,7 @@ pub(crate) struct ApiArgs {
     /// Do not serve `/tokenize`.
     #[arg(long)]
     pub(crate) no_tokenize: bool,
-    /// Do not serve `/kv_event_sources`, as older engines.
+    /// Do not serve `/kv_event_sources`, like older engines.
     #[arg(long)]
     pub(crate) no_kv_event_sources: bool,
 }
@@ -134,8 +137,8 @@ impl CapacityArgs {
         }
     }
 
-    /// Returns the longest accepted length. It never exceeds the cache: a longer request could not
-    /// finish even alone.
+    /// Returns the maximum accepted length. It never exceeds the cache, because a longer request
+    /// could not finish even if it ran alone.
     pub(crate) fn max_length(&self) -> usize {
         let cache_tokens = self.block_size * self.num_blocks;
         self.max_model_len
@@ -194,8 +197,8 @@ impl EngineConfig {
     }
 }
 
-/// Returns the endpoint of a rank: TCP ports count up, other transports get a suffix. Port 0 and a
-/// single rank leave the endpoint unchanged.
+/// Returns the endpoint of a rank. TCP ports count up, and other transports get a suffix. With port
+/// 0 or a single rank, the endpoint is unchanged.
 fn endpoint_of_rank(endpoint: &str, rank: u32) -> anyhow::Result<String> {
     let endpoint = endpoint.replace("//*", "//0.0.0.0");
     let Some(host_port) = endpoint.strip_prefix("tcp://") else {

@@ -1,5 +1,5 @@
 //! Ids of the active requests of a TensorRT-LLM generation engine. The context engines assign them
-//! (`ctx_request_id`), so equal ids of two context engines collide here.
+//! (`ctx_request_id`), so equal ids of two context engines collide on the generation engine.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -72,7 +72,7 @@ mod tests {
         );
         assert!(!ids.acquire("18", "b").is_collision);
         drop((first, same));
-        assert!(ids.acquire("17", "b").is_collision, "one is left");
+        assert!(ids.acquire("17", "b").is_collision, "one use is left");
         drop(other);
         assert!(!ids.acquire("17", "b").is_collision);
         assert!(ids.0.lock().is_empty());

@@ -1,9 +1,9 @@
 //! Disaggregated prefill in the protocols of three engines. With vLLM's NIXL connector and with
-//! TensorRT-LLM the decode engine fetches the blocks that the prefill engine has leased to it. With
-//! SGLang both engines receive the request and pair up in a bootstrap room. This module reads the
-//! request fields; `fetch` and `bootstrap` do the transfer. Real engines do not check whether the
-//! blocks belong to the prompt. The simulator checks, counts, and reports the result in the
-//! response (`kv_origin`), because router tests need it.
+//! TensorRT-LLM, the decode engine fetches the blocks that the prefill engine has leased to it.
+//! With SGLang, both engines receive the request and pair up in a bootstrap room. This module reads
+//! the request fields; `fetch` and `bootstrap` do the transfer. Real engines do not check whether
+//! the blocks belong to the prompt. The simulator checks this, counts the results, and reports them
+//! in the response (`kv_origin`), because router tests need them.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -53,8 +53,8 @@ pub(crate) struct DisaggregationArgs {
     /// (`SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT`).
     #[arg(long, value_parser = humantime::parse_duration, default_value = "300s")]
     pub(crate) bootstrap_timeout: Duration,
-    /// Time after which a decode engine treats an unreachable prefill engine as dead (SGLang tries
-    /// 15 times, once a second).
+    /// Time after which a decode engine treats an unreachable prefill engine as failed (SGLang
+    /// tries 15 times, once a second).
     #[arg(long, value_parser = humantime::parse_duration, default_value = "15s")]
     pub(crate) bootstrap_patience: Duration,
 }
@@ -94,7 +94,8 @@ pub(crate) enum TransferProtocol {
 }
 
 impl TransferProtocol {
-    /// Returns true if decode engines fetch leased blocks; the same engine may prefill and decode.
+    /// Returns true if decode engines fetch leased blocks. The same engine may then prefill and
+    /// decode.
     pub(crate) fn uses_leases(self) -> bool {
         matches!(self, Self::Nixl | Self::Trtllm)
     }
@@ -119,7 +120,7 @@ impl DisaggregationArgs {
         connector.or(dialect).or(side)
     }
 
-    /// Returns the handling of a failed KV load. Only vLLM can be configured.
+    /// Returns the handling of a failed KV load. It is configurable only for vLLM.
     pub(crate) fn load_failure_policy(&self) -> KvLoadFailurePolicy {
         if self.protocol() == Some(TransferProtocol::Nixl) {
             self.kv_load_failure_policy
@@ -149,7 +150,7 @@ pub(crate) fn increment(counter: &AtomicU64) {
 /// Address from which decode engines fetch the leased blocks of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct SideChannelAddress {
-    /// Engine id; a new one after every start.
+    /// Engine id, which is new after every start.
     pub(crate) engine: String,
     pub(crate) host: String,
     pub(crate) port: u16,
@@ -161,7 +162,7 @@ pub(crate) struct KvSource {
     pub(crate) engine: String,
     pub(crate) host: String,
     pub(crate) port: u16,
-    /// Id of the lease; with TensorRT-LLM the id that both engines use for the request.
+    /// Id of the lease. With TensorRT-LLM, the id that both engines use for the request.
     #[serde(skip)]
     pub(crate) request: String,
     /// Block numbers, if the decode engine reads by number. Otherwise the prefill engine resolves
@@ -176,12 +177,12 @@ pub(crate) struct KvSource {
     pub(crate) cached_tokens: Option<usize>,
 }
 
-/// The phases of a request that this engine computes.
+/// Phases of a request that this engine computes.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum RequestPhase {
     /// Both phases.
     Local,
-    /// Prefill only; another engine fetches the blocks, by this request id if one is given.
+    /// Prefill only. Another engine fetches the blocks, by this request id if there is one.
     RemoteDecode(Option<u64>),
     /// Decode only, with blocks from this source.
     RemotePrefill(KvSource),
@@ -196,7 +197,8 @@ impl RequestPhase {
         matches!(self, Self::RemoteDecode(_) | Self::BootstrapPrefill(_))
     }
 
-    /// Returns the prompt tokens cached on the prefill engine. vLLM reports them in place of its own.
+    /// Returns the prompt tokens cached on the prefill engine. vLLM reports them in place of its
+    /// own number.
     pub(crate) fn remote_cached_tokens(&self) -> Option<usize> {
         if let Self::RemotePrefill(source) = self {
             source.cached_tokens
@@ -206,7 +208,7 @@ impl RequestPhase {
     }
 
     /// Returns the number of tokens to generate. A prefill generates one token, except with vLLM,
-    /// where the request limits it.
+    /// where the request sets the limit.
     pub(crate) fn answer_len(
         &self,
         protocol: Option<TransferProtocol>,
@@ -251,7 +253,7 @@ pub(crate) struct DisaggregationFields {
     data_parallel_rank: Option<u32>,
 }
 
-/// vLLM's parameters, as far as an engine reads them.
+/// vLLM's parameters that an engine reads.
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 struct NixlTransferParams {
@@ -320,7 +322,7 @@ impl DisaggregationFields {
                 .disaggregated_params
                 .as_ref()
                 .map_or(Ok(RequestPhase::Local), DisaggregatedParams::phase),
-            // All choices of a prompt would use its one room.
+            // All choices of a prompt would need its single room.
             TransferProtocol::SglangPrefill | TransferProtocol::SglangDecode if choices > 1 => Err(
                 format!("n = {choices} is not supported: each prompt has one bootstrap room"),
             ),
@@ -345,7 +347,7 @@ impl DisaggregationFields {
         }
     }
 
-    /// Returns one room per prompt. A single room is incremented for every further prompt.
+    /// Returns one room per prompt. A single room number is incremented for every further prompt.
     fn rooms(&self, prompts: usize) -> Result<Vec<u64>, String> {
         match &self.bootstrap_room {
             None => Err(

@@ -1,4 +1,4 @@
-//! Injected faults: failures of real engines, enabled by flag or at run time, to test a router.
+//! Injected faults for router tests: failures of real engines, enabled by flag or at run time.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,13 +14,13 @@ use super::publisher::BatchDrops;
 pub(crate) struct FaultConfig {
     /// The process exits abruptly.
     pub(crate) crash: Option<CrashTrigger>,
-    /// Requests are accepted without a response.
+    /// Requests are accepted but get no response.
     pub(crate) hang: bool,
     /// Requests are refused with this status.
     pub(crate) refuse: Option<u16>,
     /// Delay of every first token.
     pub(crate) slow_first_token_ms: u64,
-    /// First tokens are computed and withheld until the fault is cleared.
+    /// First tokens are computed but withheld until the fault is cleared.
     pub(crate) hold_first_tokens: bool,
     /// Connections are cut after this many tokens of a stream.
     pub(crate) cut_stream_after_tokens: Option<u64>,
@@ -32,7 +32,7 @@ pub(crate) struct FaultConfig {
     pub(crate) hang_prefills: bool,
     /// Prefill responses omit the location of the blocks.
     pub(crate) omit_transfer_params: bool,
-    /// Prefills are answered with status 200 and an error body.
+    /// Prefills get a response with status 200 and an error body.
     pub(crate) fail_prefills_with_200: bool,
     /// Prefill responses stop with the first token, as when the model generates nothing more.
     pub(crate) stop_prefills: bool,
@@ -44,11 +44,11 @@ pub(crate) struct FaultConfig {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum CrashTrigger {
-    /// With the next scheduler step.
+    /// At the next scheduler step.
     NextStep,
-    /// With the next request that is accepted.
+    /// At the next accepted request.
     NextRequest,
-    /// With the step after this many requests were accepted.
+    /// At the step after this many requests were accepted.
     AfterRequests(u64),
 }
 
@@ -98,7 +98,7 @@ impl FaultState {
         }
     }
 
-    /// Ends the process if a crash is due; called by every scheduler step.
+    /// Ends the process if a crash is due. Every scheduler step calls it.
     pub(crate) fn crash_if_due(&self) {
         if self.faults.lock().crash == Some(CrashTrigger::NextStep) {
             crash();

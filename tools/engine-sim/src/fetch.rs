@@ -1,11 +1,11 @@
 //! Transfer of a prompt's blocks from the engine that computed them. This module has the listener
 //! that serves the leased blocks of a rank. It also has the decode side, which connects, waits for
-//! the simulated transfer and reads the current contents. Real engines read remote memory: vLLM reads
-//! by block number. Neither side checks whether the blocks are still leased to this request and
-//! still have its contents. The simulator does not reject such reads either. It checks and counts
-//! them, and generates different text for wrong contents. It is more lenient in one point. A real
-//! decode engine also caches wrong blocks under the prompt's hashes, and later prompts with the
-//! same prefix hit them. Here only the request that fetched them gets a wrong answer.
+//! the simulated transfer and reads the current contents. Real engines read remote memory, and vLLM
+//! reads by block number. Neither side checks whether the blocks are still leased to this request
+//! and still have its contents. The simulator does not reject such reads either. It checks and
+//! counts them, and generates different text for wrong contents. It is more lenient in one respect.
+//! A real decode engine also caches wrong blocks under the prompt's hashes, and later prompts with
+//! the same prefix hit them. Here only the request that fetched them gets a wrong answer.
 
 use std::io;
 use std::sync::Arc;
@@ -68,7 +68,7 @@ fn handle_message(engine_id: &str, rank: &EngineRank, message: &Value) -> Value 
         return json!({"error": "engine id mismatch: another engine, or a restart"});
     }
     let request = text("request");
-    // Without block numbers the rank resolves the blocks by the lease name.
+    // Without block numbers, the rank resolves the blocks by the lease name.
     let blocks: Option<Vec<usize>> = serde_json::from_value(message["blocks"].clone()).ok();
     match text("op") {
         "begin" | "take" if blocks.is_none() && !rank.has_lease(request) => {
@@ -97,8 +97,8 @@ fn side_channel_message(op: &str, source: &KvSource) -> Value {
 pub(crate) struct ExpectedPrompt {
     pub(crate) tokens: Vec<u32>,
     pub(crate) keys: BlockKeys,
-    /// The first token that this engine would generate, if it can be compared with the
-    /// prefill engine's.
+    /// First token that this engine would generate, if it can be compared with that of the prefill
+    /// engine.
     pub(crate) first: Option<u32>,
     /// Index of the choice and the length of its answer.
     pub(crate) choice: usize,
@@ -116,7 +116,7 @@ struct FetchedBlocks {
 
 /// Waits for free blocks, fetches the missing ones and resumes the sequence. If the client
 /// disconnects before the transfer begins, the prefill engine is notified that the blocks are not
-/// needed. Once begun, the transfer runs to its end, as on a real engine, and then the lease ends.
+/// needed. A transfer that has begun runs to its end, as on a real engine, and then the lease ends.
 pub(crate) async fn fetch(
     engine: Arc<SimEngine>,
     source: KvSource,
@@ -184,8 +184,8 @@ pub(crate) async fn fetch(
     }
 }
 
-/// Fetches by a request id that collides with another prompt's: the expected number of blocks
-/// arrives, with wrong contents. The intended blocks stay leased until the lease expires.
+/// Fetches by a request id that collides with another prompt's id. The expected number of blocks
+/// arrives, but with wrong contents. The intended blocks stay leased until the lease expires.
 pub(crate) async fn fetch_collided(
     engine: Arc<SimEngine>,
     prompt: ExpectedPrompt,
@@ -232,7 +232,7 @@ impl FetchedBlocks {
 /// Parameters of one transfer.
 struct BlockTransfer {
     source: KvSource,
-    /// Number of missing blocks: the last ones of the prompt.
+    /// Number of missing blocks; they are the last ones of the prompt.
     blocks: usize,
     block_size: usize,
     /// Simulated duration of the transfer.
@@ -267,7 +267,7 @@ impl BlockTransfer {
         self.verify(prompt, &reply)
     }
 
-    /// Restricts the source to the missing blocks: as in vLLM, the last ones of the lease.
+    /// Restricts the source to the missing blocks. As in vLLM, they are the last ones of the lease.
     fn missing_blocks(&self) -> Result<KvSource, String> {
         let Some(numbers) = &self.source.blocks else {
             return Ok(self.source.clone());
@@ -325,7 +325,7 @@ impl PendingFetch {
         loop {
             sleep(interval).await;
             if let Some(source) = &self.0 {
-                // A lost heartbeat is tolerated: several are sent per lease.
+                // A lost heartbeat is tolerated, because several are sent per lease.
                 timeout(interval, send("alive", source)).await.ok();
             }
         }

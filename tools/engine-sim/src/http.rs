@@ -1,5 +1,5 @@
-//! The engine's HTTP API: OpenAI's endpoints, vLLM's operational endpoints (those that return
-//! tokens are in `render`), and `/sim/*` for tests.
+//! The engine's HTTP API: OpenAI's endpoints, vLLM's operational endpoints, and `/sim/*` for tests.
+//! The endpoints that return tokens are in `render`.
 
 use std::convert::Infallible;
 use std::io;
@@ -181,7 +181,7 @@ impl AcceptedRequest {
     }
 }
 
-/// Id of the client, or a new one.
+/// Returns the request id of the client, or a new one.
 fn request_id(engine: &SimEngine, headers: &HeaderMap) -> String {
     headers
         .get("x-request-id")
@@ -269,7 +269,7 @@ fn start(engine: Arc<SimEngine>, accepted: AcceptedRequest, request_id: &str) ->
 
 async fn apply_request_faults(hang: bool, refuse_status: Option<u16>) -> Result<(), OpenAiError> {
     if hang {
-        // Ends when the client disconnects.
+        // The future ends when the client disconnects.
         std::future::pending::<()>().await;
     }
     match refuse_status {
@@ -319,14 +319,14 @@ fn request_phase(
     disaggregation_fields
         .phase(protocol, prompts, choices)
         .map_err(|problem| match protocol {
-            // vLLM reports an internal error.
+            // vLLM reports such problems as an internal error.
             TransferProtocol::Nixl => OpenAiError::internal(problem),
             _ => OpenAiError::bad_request(problem),
         })
 }
 
-/// Returns the rank of the bootstrap room, or else the requested rank, or else the next one in
-/// round-robin order. A room belongs to one rank.
+/// Returns the rank of the bootstrap room, the requested rank, or the next one in round-robin
+/// order. A room belongs to one rank.
 fn select_rank(
     engine: &SimEngine,
     phase: &RequestPhase,
@@ -430,7 +430,8 @@ async fn metrics_page(State(engine): State<Arc<SimEngine>>) -> impl IntoResponse
     )
 }
 
-/// Returns 200 even if a busy rank was not reset, as vLLM does; the body has the result.
+/// Clears the caches. As in vLLM, the status is 200 even if a busy rank was not reset; the body has
+/// the result.
 async fn reset(State(engine): State<Arc<SimEngine>>) -> Json<Value> {
     let ranks: Vec<_> = engine.ranks.iter().map(|rank| rank.reset()).collect();
     Json(json!({"reset": ranks}))

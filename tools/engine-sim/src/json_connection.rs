@@ -58,7 +58,7 @@ impl JsonConnection {
         }
     }
 
-    /// Receives the next value; fails if the peer disconnects.
+    /// Receives the next value. Fails if the peer disconnects.
     pub(crate) async fn receive(&mut self) -> io::Result<Value> {
         self.reader
             .read_until(b'\n', &mut self.partial_line)

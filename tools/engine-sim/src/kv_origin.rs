@@ -8,7 +8,8 @@ use std::sync::atomic::{AtomicU8, Ordering};
 /// Response header with the origin, if it is known when the headers are sent.
 pub(crate) const KV_ORIGIN_HEADER: &str = "x-engine-kv";
 
-/// Field with the origin in documents and stream chunks, of engines with disaggregated prefill.
+/// Field with the origin in response documents and stream chunks of engines with disaggregated
+/// prefill.
 pub(crate) const KV_ORIGIN_FIELD: &str = "engine_kv";
 
 /// Origins, from best to worst.

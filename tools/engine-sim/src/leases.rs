@@ -1,5 +1,5 @@
-//! Leases on blocks for a decode engine. A prefill's blocks stay pinned until the decode engine has
-//! fetched them or the lease expires. The type has no clock: the caller passes the time.
+//! Leases on blocks for a decode engine. The blocks of a prefill stay pinned until the decode
+//! engine has fetched them or the lease expires. The type has no clock: the caller passes the time.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! An OpenAI-compatible engine without a model, close enough to vLLM to test and measure routers.
 //! Requests are tokenized with the real tokenizer. Their blocks are stored in a paged prefix cache
-//! that publishes every change as vLLM does. A continuous-batching scheduler spends simulated time
-//! on them. Only the generated text is artificial.
+//! that publishes every change as vLLM does. A continuous-batching scheduler simulates the time of
+//! their computation. Only the generated text is artificial.
 //!
 //! [`run`] serves one engine. `cargo run --example engine_sim` runs it as a process.
 
@@ -74,14 +74,14 @@ struct SimEngine {
     next_ctx_request_id: AtomicU64,
     ctx_request_ids: CtxRequestIds,
     transfer_counters: TransferCounters,
-    /// Addresses of the ranks' leased blocks, in rank order.
+    /// Addresses from which the ranks' leased blocks can be fetched, in rank order.
     side_channels: Vec<SideChannelAddress>,
     bootstrap_rooms: Arc<BootstrapRooms>,
     aborts: AbortRegistry,
 }
 
-/// Runs an engine on `listener` until the returned future is dropped or fails. Unless it is
-/// configured as quiet, the engine prints one JSON line with its socket addresses when it is ready.
+/// Runs an engine on `listener` until the returned future is dropped or fails. When the engine is
+/// ready, it prints one JSON line with its socket addresses, unless it is configured as quiet.
 pub async fn run(config: EngineConfig, listener: TcpListener) -> anyhow::Result<()> {
     config.check()?;
     let address = listener.local_addr()?;
@@ -226,7 +226,7 @@ impl SimEngine {
             .context("cannot print the listening addresses")
     }
 
-    /// Returns the rank requested by the headers, or else by the body.
+    /// Returns the rank requested by the headers, or by the body if there is no such header.
     fn resolve_rank(
         &self,
         headers: &HeaderMap,
@@ -269,8 +269,8 @@ impl SimEngine {
         self.side_channels.get(at)
     }
 
-    /// Returns the id by which a decode engine fetches the blocks. vLLM derives it from the response
-    /// id. TensorRT-LLM uses the given request id, or else a counter that starts at 1 on every
+    /// Returns the id by which a decode engine fetches the blocks. vLLM derives it from the
+    /// response id. TensorRT-LLM uses the given request id, or a counter that starts at 1 on every
     /// engine.
     fn lease_id(&self, response_id: &str, ctx_request_id: Option<u64>) -> String {
         match (self.config.disaggregation.protocol(), ctx_request_id) {
@@ -320,7 +320,7 @@ impl SimEngine {
         self.ranks.iter().map(source).collect()
     }
 
-    /// Returns the endpoint in the form of vLLM's configuration: a bound endpoint has a wildcard
+    /// Returns the endpoint in the form of vLLM's configuration. A bound endpoint has a wildcard
     /// host, because vLLM connects to any other host.
     fn advertised_endpoint(&self, endpoint: &str) -> String {
         match self.config.events.events_attach {
@@ -329,7 +329,7 @@ impl SimEngine {
         }
     }
 
-    /// Returns the body of vLLM's discovery endpoint: the endpoints by rank, only of ranks that
+    /// Returns the body of vLLM's discovery endpoint: the endpoints by rank, only for ranks that
     /// publish.
     fn publishers(&self) -> Value {
         let source = |rank: &Arc<EngineRank>| {
@@ -349,7 +349,8 @@ impl SimEngine {
     }
 }
 
-/// Returns vLLM's engine id, which is new after every start. Several ranks have distinct ids.
+/// Returns vLLM's engine id, which is new after every start. If there are several ranks, their ids
+/// are distinct.
 fn engine_id(start_id: u128, rank: Option<u32>) -> String {
     let hex = format!("{start_id:032x}");
     let parts = [

@@ -1,6 +1,5 @@
-//! The metrics page under vLLM's names, so that a scraper of a real engine works here too. It is
-//! written by hand: the text must have vLLM's labels and number format, and no registry is shared
-//! between ranks.
+//! The metrics page under vLLM's names, so that a scraper for a real engine also works here. The
+//! text is written without a registry, because it must have vLLM's labels and number format.
 
 use std::fmt::Write as _;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -90,9 +89,9 @@ pub(crate) struct RankSample {
     pub(crate) leases_expired: u64,
 }
 
-/// A metric: name, kind, help.
+/// A metric: name, type and help text.
 type MetricFamily = (&'static str, &'static str, &'static str);
-/// Values of one rank by an additional label.
+/// Values of one rank, with the value of an additional label.
 type MetricValues = Vec<(&'static str, f64)>;
 
 fn metric_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
@@ -101,7 +100,7 @@ fn metric_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
     families
 }
 
-/// Batch, queue and cache.
+/// Returns the metrics of the batch, the queue and the cache.
 fn scheduler_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
     let totals = sample.totals;
     let usage = sample.used_blocks as f64 / sample.num_blocks as f64;
@@ -161,7 +160,7 @@ fn scheduler_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> 
     ]
 }
 
-/// Tokens and finished requests.
+/// Returns the metrics of tokens and finished requests.
 fn token_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
     let totals = sample.totals;
     let count = |value: u64| vec![("", value as f64)];
@@ -257,7 +256,7 @@ pub(crate) fn render_sim_metrics(
     page
 }
 
-/// Leases and fetched blocks.
+/// Returns the metrics of leases and fetched blocks.
 fn transfer_metrics(
     samples: &[RankSample],
     counters: &TransferCounters,
@@ -304,7 +303,7 @@ fn transfer_metrics(
     ]
 }
 
-/// Bootstrap rooms, aborts and prefills.
+/// Returns the metrics of bootstrap rooms, aborts and prefills.
 fn room_metrics(counters: &TransferCounters, rooms_waiting: usize) -> [(MetricFamily, u64); 6] {
     [
         (

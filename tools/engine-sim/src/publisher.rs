@@ -1,7 +1,7 @@
 //! Publishes KV events over ZeroMQ as vLLM does. A PUB socket sends the live stream. A ROUTER
-//! socket answers a DEALER's request for everything since a sequence number from a ring buffer.
-//! [`KvEventPublisher::publish`] numbers and buffers synchronously. The sockets run in their own tasks and
-//! may lose messages without a subscriber, as in vLLM.
+//! socket answers replay requests of DEALER sockets from a ring buffer.
+//! [`KvEventPublisher::publish`] numbers and buffers batches synchronously. The sockets run in
+//! separate tasks. As in vLLM, they may lose messages without a subscriber.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ use zeromq::{
 /// Side of the event socket that binds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum AttachMode {
-    /// The engine binds, subscribers connect.
+    /// The engine binds, and subscribers connect.
     Bind,
-    /// A subscriber binds and the engine connects, as vLLM does for an endpoint without a wildcard.
+    /// A subscriber binds and the engine connects, as vLLM does if the endpoint has no wildcard.
     Connect,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct BatchDrops {
     pub(crate) keep_for_replay: bool,
 }
 
-/// EventBatches by number; the latest are retained for replay.
+/// Batches by number. The latest ones are retained for replay.
 #[derive(Debug, Default)]
 struct ReplayBuffer {
     next: u64,
@@ -56,7 +56,7 @@ struct ReplayBuffer {
 }
 
 impl ReplayBuffer {
-    /// Numbers a batch; returns the number if the batch must be sent.
+    /// Numbers a batch. Returns the number if the batch must be sent.
     fn push(&mut self, payload: &Bytes) -> Option<u64> {
         let number = self.next;
         self.next += 1;
@@ -138,7 +138,7 @@ impl KvEventPublisher {
 
     pub(crate) fn publish(&self, payload: Vec<u8>) {
         let payload = Bytes::from(payload);
-        // Sent under the lock, so that batches leave in order.
+        // Batches are sent under the lock, so that they leave in order.
         let mut buffer = self.buffer.lock();
         if let (Some(number), Some(batches_tx)) = (buffer.push(&payload), &self.batches_tx) {
             // The task ends only with this publisher.
@@ -154,7 +154,7 @@ impl KvEventPublisher {
         self.buffer.lock().drops
     }
 
-    /// Returns the number of the latest batch, if there was one.
+    /// Returns the number of the latest batch, if there is one.
     pub(crate) fn last_number(&self) -> Option<u64> {
         self.buffer.lock().next.checked_sub(1)
     }
@@ -182,8 +182,8 @@ async fn send_bound(mut socket: PubSocket, topic: Bytes, mut batches: EventBatch
     }
 }
 
-/// Reconnects whenever the subscriber disconnects. EventBatches published in between are lost, as with
-/// libzmq.
+/// Sends batches over a connecting socket, and reconnects whenever the subscriber disconnects.
+/// Batches published in between are lost, as with libzmq.
 async fn send_connected(endpoint: String, topic: Bytes, mut batches: EventBatches) {
     loop {
         let mut options = SocketOptions::default();
@@ -213,8 +213,8 @@ async fn send_connected(endpoint: String, topic: Bytes, mut batches: EventBatche
     }
 }
 
-/// Request: `[identity, empty, first number]`. Replies: `[identity, empty, topic, number, payload]`, closed by
-/// `[identity, empty, empty, -1, empty]`.
+/// Serves replays. A request is `[identity, empty, first number]`. The replies are `[identity,
+/// empty, topic, number, payload]`, followed by `[identity, empty, empty, -1, empty]`.
 async fn serve_replays(mut socket: RouterSocket, topic: Bytes, buffer: Arc<Mutex<ReplayBuffer>>) {
     loop {
         let request = match socket.recv().await {

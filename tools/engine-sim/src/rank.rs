@@ -1,7 +1,7 @@
 //! One data-parallel rank. It drives the scheduler step by step in (scaled) time, passes tokens to
-//! the waiting requests and publishes each step's cache changes. A submitted sequence is a
-//! [`SequenceHandle`]. Dropping it, as on a client disconnect, aborts the sequence and frees its
-//! blocks.
+//! the waiting requests and publishes the cache changes of each step. A submitted sequence is a
+//! [`SequenceHandle`]. Dropping the handle, as after a client disconnect, aborts the sequence and
+//! frees its blocks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -59,7 +59,7 @@ impl TimingModel {
     }
 }
 
-/// Lag behind the ideal clock up to which the following steps catch up.
+/// Maximum lag behind the ideal clock that the following steps make up for.
 const MAX_CATCH_UP: Duration = Duration::from_millis(20);
 
 /// Channels to the [`SequenceHandle`] of one sequence.
@@ -90,7 +90,7 @@ pub(crate) struct EngineRank {
     wake: Notify,
     lease_granted: Notify,
     pub(crate) timing: TimingModel,
-    /// Time for which blocks wait for another engine; `None` for no limit.
+    /// Time for which blocks wait for another engine; `None` means no limit.
     lease: Option<Duration>,
     encoding: EventEncoding,
 }
@@ -181,7 +181,7 @@ impl EngineRank {
     }
 
     /// Returns the current contents of the blocks with these numbers, whether or not they are still
-    /// leased. Without numbers, returns those of the leased blocks.
+    /// leased. Without numbers, returns the contents of the leased blocks.
     pub(crate) fn read_blocks(
         &self,
         lease: &str,
@@ -194,8 +194,8 @@ impl EngineRank {
         state.scheduler.cache.read(&numbers)
     }
 
-    /// Extends a lease after a heartbeat: it lasts two thirds of its duration from now on, as with
-    /// vLLM.
+    /// Extends a lease after a heartbeat. As with vLLM, it then lasts two thirds of its duration
+    /// from now on.
     pub(crate) fn extend_lease(&self, name: &str) {
         if let Some(lease) = self.lease {
             self.state
@@ -205,7 +205,7 @@ impl EngineRank {
         }
     }
 
-    /// Ends a lease; returns whether it existed.
+    /// Ends a lease. Returns whether it existed.
     pub(crate) fn end_lease(&self, name: &str) -> bool {
         let mut state = self.state.lock();
         let Some(mut sequence) = state.leases.remove(name) else {
@@ -224,7 +224,8 @@ impl EngineRank {
             match next {
                 None => self.lease_granted.notified().await,
                 Some(end) => {
-                    // A lease granted in the meantime can expire earlier.
+                    // Wakes up for new leases, because a lease granted in the meantime can expire
+                    // earlier.
                     tokio::time::timeout_at(end, self.lease_granted.notified())
                         .await
                         .ok();
@@ -247,15 +248,15 @@ impl EngineRank {
         }
     }
 
-    /// Clears the cache if no request holds a block; the event is published with the next step.
+    /// Clears the cache if no request holds a block. The event is published with the next step.
     pub(crate) fn reset(&self) -> bool {
         self.state.lock().scheduler.cache.reset()
     }
 
     /// Runs the scheduler until the task is dropped.
     pub(crate) async fn run(self: Arc<Self>, faults: Arc<FaultState>) {
-        // Steps follow an ideal clock, so that timers that fire a millisecond late do not slow the
-        // engine.
+        // Steps follow an ideal clock, so that timers that fire a millisecond late do not slow down
+        // the engine.
         let mut clock = Instant::now();
         loop {
             let Some(step) = self.plan() else {
@@ -280,7 +281,7 @@ impl EngineRank {
                 .get_mut(&job)
                 .and_then(|channels| channels.allocated_tx.take())
             {
-                // A closed receiver aborts through its handle.
+                // If the receiver is closed, its handle aborts the sequence.
                 allocated_tx.send(blocks).ok();
             }
         }
@@ -327,7 +328,7 @@ impl EngineRank {
             if output.is_last {
                 latencies.request.observe(since_arrival);
             }
-            // A closed receiver aborts through its handle.
+            // If the receiver is closed, its handle aborts the sequence.
             channels.tokens_tx.send(output).ok();
             if output.is_last {
                 state.outputs.remove(&output.job);
@@ -345,8 +346,8 @@ impl EngineRank {
             if let Some(mut replaced) = replaced {
                 state.scheduler.cache.release(&mut replaced);
             }
-            // A disconnected client is no error: no decode engine receives the description, and the
-            // lease expires.
+            // If the client disconnected, no decode engine receives the description, and the lease
+            // expires.
             if let Some(leased_tx) = state
                 .outputs
                 .get_mut(&job)
@@ -410,7 +411,7 @@ impl EngineRank {
     }
 }
 
-/// A submitted sequence; receives its tokens.
+/// A submitted sequence, which receives its tokens.
 #[derive(Debug)]
 pub(crate) struct SequenceHandle {
     rank: Arc<EngineRank>,
@@ -421,12 +422,12 @@ pub(crate) struct SequenceHandle {
 }
 
 impl SequenceHandle {
-    /// Returns the next token; `None` after the last.
+    /// Returns the next token, or `None` after the last one.
     pub(crate) async fn next(&mut self) -> Option<TokenOutput> {
         self.tokens_rx.recv().await
     }
 
-    /// Waits until blocks are allocated for a transfer; returns the number of blocks to fetch.
+    /// Waits until blocks are allocated for a transfer. Returns the number of blocks to fetch.
     pub(crate) async fn allocated_blocks(&mut self) -> usize {
         let Some(allocated_rx) = self.allocated_rx.take() else {
             return 0;
@@ -435,7 +436,7 @@ impl SequenceHandle {
         allocated_rx.await.unwrap_or_default()
     }
 
-    /// Returns the simulated duration of the transfer of `blocks` blocks to this rank.
+    /// Returns the simulated duration of a transfer of `blocks` blocks to this rank.
     pub(crate) fn transfer_time(&self, blocks: usize) -> Duration {
         self.rank.timing.transfer(blocks)
     }
@@ -445,7 +446,7 @@ impl SequenceHandle {
         self.rank.received(self.job, None);
     }
 
-    /// Marks the received blocks as those of another prompt, which results in another answer.
+    /// Marks the received blocks as those of another prompt, which leads to another answer.
     pub(crate) fn received_wrong(&self, answer: Vec<u32>) {
         self.rank.received(self.job, Some(answer));
     }
@@ -455,7 +456,7 @@ impl SequenceHandle {
         self.rank.recompute(self.job);
     }
 
-    /// Returns the receiver for the description of the leased blocks, which arrives no later than the
+    /// Returns the receiver for the description of the leased blocks. It arrives no later than the
     /// last token.
     pub(crate) fn take_leased(&mut self) -> Option<oneshot::Receiver<LeasedBlocks>> {
         self.leased_rx.take()
@@ -563,7 +564,7 @@ mod tests {
         let start = Instant::now();
         let mut handle = rank.submit(prompt(10), vec![1; 100], RemotePhase::None);
         while handle.next().await.is_some() {}
-        // 100 steps of 4.8 to 5.5 ms; never faster, however slow the machine is.
+        // The 100 steps take 4.8 to 5.5 ms each, and never less, however slow the machine is.
         assert!(
             start.elapsed() >= Duration::from_millis(450),
             "{:?}",

@@ -1,5 +1,5 @@
-//! The endpoints that return tokens in place of text, in vLLM's shapes: `/tokenize`,
-//! `/v1/*/render`, `/version`.
+//! Endpoints that return tokens instead of text, in vLLM's format: `/tokenize` and `/v1/*/render`.
+//! `/version` is here too.
 
 use std::sync::Arc;
 

@@ -1,4 +1,4 @@
-//! The request fields that control the engine, apart from the prompt itself.
+//! Request fields that control the engine, apart from the prompt.
 
 use serde::Deserialize;
 
@@ -23,8 +23,8 @@ struct StreamOptions {
     include_usage: Option<bool>,
 }
 
-/// vLLM's default for completions. Chats use it here too, because a simulated model never stops by
-/// itself.
+/// vLLM's default for completions. It is used for chats too, because a simulated model never stops
+/// by itself.
 const DEFAULT_MAX_TOKENS: usize = 16;
 const MAX_CHOICES: usize = 128;
 

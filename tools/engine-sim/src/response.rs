@@ -1,4 +1,4 @@
-//! Responses in OpenAI's format with vLLM's fields: one JSON document, or chunks of an event
+//! Responses in OpenAI's format with vLLM's fields, as one JSON document or as chunks of an event
 //! stream. The builder receives every token and counts the usage. The cached tokens are those that
 //! the block cache reused.
 
@@ -40,7 +40,7 @@ pub(crate) enum TransferFields {
     /// The engine's protocol has no such fields.
     #[default]
     Absent,
-    /// vLLM's `kv_transfer_params`; `null` for a request that leaves no blocks.
+    /// vLLM's `kv_transfer_params`; `null` for a request that leases no blocks.
     KvTransferParams(Value),
     /// TensorRT-LLM's `disaggregated_params` of the first choice.
     DisaggregatedParams(Value),
@@ -59,7 +59,7 @@ pub(crate) struct ResponseBuilder {
     /// Number of cached tokens to report in place of the local number.
     remote_cached_tokens: Option<usize>,
     transfer_fields: TransferFields,
-    /// True if the finish reason is `stop`, not `length`.
+    /// True if the finish reason is `stop` instead of `length`.
     has_stopped: bool,
     /// Origin of the keys and values, if the response reports it.
     worst_origin: Option<WorstOrigin>,
@@ -69,7 +69,8 @@ pub(crate) struct ResponseBuilder {
 }
 
 impl ResponseBuilder {
-    /// `request_id` becomes part of the response id, as vLLM uses `x-request-id`.
+    /// Creates a builder. `request_id` becomes part of the response id, as vLLM uses
+    /// `x-request-id`.
     pub(crate) fn new(
         engine: &SimEngine,
         api: ApiKind,
@@ -111,7 +112,7 @@ impl ResponseBuilder {
         }
     }
 
-    /// Reports the number of prompt tokens cached on another engine, if known.
+    /// Sets the number of prompt tokens cached on another engine, if known.
     pub(crate) fn with_remote_cached_tokens(self, cached: Option<usize>) -> Self {
         Self {
             remote_cached_tokens: cached,
@@ -119,7 +120,7 @@ impl ResponseBuilder {
         }
     }
 
-    /// Reports the origin of the keys and values.
+    /// Sets the origin of the keys and values to report.
     pub(crate) fn with_kv_origin(self, worst_origin: Option<WorstOrigin>) -> Self {
         Self {
             worst_origin,
@@ -127,7 +128,7 @@ impl ResponseBuilder {
         }
     }
 
-    /// Reports `stop` as the finish reason in place of `length`.
+    /// Sets the finish reason to `stop` instead of `length`.
     pub(crate) fn stop(&mut self) {
         self.has_stopped = true;
     }
@@ -169,8 +170,8 @@ impl ResponseBuilder {
     fn usage(&self) -> Value {
         let prompt: usize = self.prompts.iter().map(Vec::len).sum();
         let completion: usize = self.choices.iter().map(|choice| choice.tokens.len()).sum();
-        // Of several choices of one prompt, the first computes the blocks that the others hit. vLLM
-        // reports those hits.
+        // If a prompt has several choices, the first one computes the blocks that the others hit.
+        // vLLM reports these hits.
         let cached = |prompt| {
             self.choices
                 .iter()

@@ -67,7 +67,7 @@ impl RunningRequest {
         let protocol = engine.config.disaggregation.protocol();
         if let Some(leased) = leased.as_ref().filter(|_| faults.stop_prefills) {
             response.stop();
-            // vLLM holds the blocks all the same; with TensorRT-LLM no engine will fetch them.
+            // vLLM holds the blocks nevertheless. With TensorRT-LLM, no engine will fetch them.
             if protocol == Some(TransferProtocol::Trtllm) {
                 rank.end_lease(&leased.name);
             }
@@ -95,8 +95,8 @@ impl RunningRequest {
     }
 
     /// Returns the response as server-sent events. SGLang delays it until the first token, so that
-    /// it can still fail. vLLM begins at once and reports a failure as an event. Where blocks must
-    /// still be fetched, only the events can report the result.
+    /// the request can still fail. vLLM begins at once and reports a failure as an event. If blocks
+    /// must still be fetched, only the events can report the result.
     pub(crate) async fn event_stream(self) -> Result<Response, OpenAiError> {
         let Self {
             engine,
@@ -145,8 +145,8 @@ async fn apply_first_token_faults(engine: &SimEngine, output: TokenOutput) {
     }
 }
 
-/// Returns the stream of server-sent events. On an error hyper closes the connection without the
-/// final chunk, as a client sees a crashed engine.
+/// Returns the stream of server-sent events. On an error, hyper closes the connection without the
+/// final chunk, as if the engine had crashed.
 fn events(
     engine: Arc<SimEngine>,
     outputs: TokenOutputs,

@@ -1,6 +1,6 @@
-//! Continuous batching without a clock. The scheduler plans the tokens of each step, queues requests
-//! without a free block or slot, and preempts when the cache is full. The rank adds the time, so
-//! tests run in microseconds.
+//! Continuous batching without a clock. The scheduler plans the tokens of each step, queues
+//! requests without a free block or slot, and preempts when the cache is full. The rank adds the
+//! time, so tests of the scheduler run in microseconds.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -24,13 +24,13 @@ pub(crate) enum RemotePhase {
     /// Both phases run here.
     #[default]
     None,
-    /// Another engine decodes: the finished job's blocks are leased under this name.
+    /// Another engine decodes. The blocks of the finished job are leased under this name.
     Decode {
         name: Arc<str>,
         /// True if a started job ends when its client disconnects.
         can_be_aborted: bool,
     },
-    /// Another engine computed the prompt; its blocks must be fetched.
+    /// Another engine computed the prompt, and its blocks must be fetched.
     Prefill,
 }
 
@@ -47,7 +47,8 @@ pub(crate) struct SchedulerJob {
 }
 
 impl SchedulerJob {
-    /// `answer` has all tokens that the job will generate. They depend only on the prompt.
+    /// Creates a job. `answer` has all tokens that the job will generate; they depend only on the
+    /// prompt.
     pub(crate) fn new(id: JobId, sequence: TokenSequence, answer: Vec<u32>) -> Self {
         Self {
             id,
@@ -129,11 +130,12 @@ pub(crate) struct StepScheduler {
     running: Vec<SchedulerJob>,
     /// Jobs that wait for blocks in transfer.
     fetching: Vec<SchedulerJob>,
-    /// Fetches not yet reported, with the number of blocks.
+    /// Fetches that were not reported yet, with the number of blocks.
     fetches: Vec<(JobId, usize)>,
-    /// Jobs with received blocks. They run first, so that their blocks cannot be preempted before.
+    /// Jobs with received blocks. They run first, so that their blocks cannot be preempted before
+    /// that.
     received: VecDeque<SchedulerJob>,
-    /// Finished jobs with blocks to lease to a decode engine.
+    /// Finished jobs whose blocks will be leased to a decode engine.
     finished_prefills: Vec<(JobId, Arc<str>, TokenSequence)>,
     totals: SchedulerTotals,
 }
@@ -157,7 +159,7 @@ impl StepScheduler {
         self.waiting.push_back(job);
     }
 
-    /// Removes a job; its blocks become free and stay cached. A job that cannot be aborted
+    /// Removes a job. Its blocks become free and stay cached. A job that cannot be aborted
     /// continues.
     pub(crate) fn abort(&mut self, id: JobId) {
         let mut dropped = if let Some(at) = self.waiting.iter().position(|job| job.id == id) {
@@ -195,8 +197,8 @@ impl StepScheduler {
         self.waiting.push_front(job);
     }
 
-    /// Continues a job with the received blocks as if it had computed them. `answer` replaces its
-    /// answer if the blocks are of another prompt.
+    /// Continues a job with the received blocks as if it had computed them. If the blocks are of
+    /// another prompt, `answer` replaces the answer of the job.
     pub(crate) fn received(&mut self, id: JobId, answer: Option<Vec<u32>>) {
         let Some(at) = self.fetching.iter().position(|job| job.id == id) else {
             return;
@@ -215,8 +217,7 @@ impl StepScheduler {
         std::mem::take(&mut self.finished_prefills)
     }
 
-    /// Returns the number of waiting jobs, including those that wait for a transfer, as vLLM
-    /// counts.
+    /// Returns the number of waiting jobs. As in vLLM, jobs that wait for a transfer are included.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.len() + self.fetching.len() + self.received.len()
     }
@@ -234,8 +235,8 @@ impl StepScheduler {
         self.totals
     }
 
-    /// Plans the next step: first the running jobs, then, unless a block was missing, the waiting
-    /// ones. Returns `None` if there is nothing to do until a block is released or received.
+    /// Plans the next step. Running jobs come first. Waiting jobs follow unless a block was
+    /// missing. Returns `None` if there is nothing to do until a block is released or received.
     pub(crate) fn plan(&mut self) -> Option<SchedulerStep> {
         let mut step = SchedulerStep::default();
         let mut budget = self.limits.max_num_batched_tokens;
@@ -299,7 +300,7 @@ impl StepScheduler {
                 return;
             };
             let tokens = job.sequence.len() - job.sequence.computed();
-            // All its tokens were allocated before the fetch.
+            // All tokens of the job were allocated before the fetch.
             if self.cache.grow(&mut job.sequence, tokens).is_err() {
                 return self.received.push_front(job);
             }
@@ -309,7 +310,7 @@ impl StepScheduler {
         }
     }
 
-    /// Allocates blocks for a job that holds none; returns the number of tokens to compute now.
+    /// Allocates blocks for a job that holds none. Returns the number of tokens to compute now.
     fn admit(
         &mut self,
         job: &mut SchedulerJob,
@@ -338,7 +339,8 @@ impl StepScheduler {
         Ok(tokens)
     }
 
-    /// Completes a step: every participant with all known tokens computed generates its next one.
+    /// Completes a step. Every participant whose known tokens are all computed generates its next
+    /// token.
     pub(crate) fn complete(&mut self, step: &SchedulerStep) -> Vec<TokenOutput> {
         let mut outputs = Vec::new();
         let mut running = Vec::with_capacity(self.running.len());

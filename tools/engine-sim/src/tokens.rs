@@ -1,7 +1,7 @@
 //! Conversion between text and tokens. Prompts are tokenized by warmroute's encoder, which other
-//! tests compare with vLLM. Answers consist of words that are one token each and stay the
-//! same tokens when a client sends the text back. The next turn of a conversation therefore hits
-//! the generated blocks, as it mostly does with a real model.
+//! tests compare with vLLM. Answers consist of words of one token each, which stay the same tokens
+//! when a client sends the text back. The next turn of a conversation therefore hits the generated
+//! blocks, as it usually does with a real model.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const WORDS: &str = include_str!("words.txt");
 
-/// Minimum number of words; with fewer, answers to different prompts would be similar.
+/// Minimum number of words. With fewer words, answers to different prompts would be similar.
 const MIN_WORDS: usize = 64;
 
 /// Files of the served tokenizer.
@@ -23,15 +23,15 @@ pub(crate) struct TokenizerFiles {
     /// `tokenizer.json` or `tokenizer.json.gz` of the model.
     #[arg(long)]
     pub(crate) tokenizer: PathBuf,
-    /// `tokenizer_config.json`; by default the one beside the tokenizer.
+    /// `tokenizer_config.json`; by default the file next to the tokenizer.
     #[arg(long)]
     pub(crate) tokenizer_config: Option<PathBuf>,
-    /// A chat template to use instead of the model's own.
+    /// A chat template that replaces the model's own.
     #[arg(long)]
     pub(crate) chat_template: Option<PathBuf>,
 }
 
-/// Tokens with their texts; answers select by index.
+/// Tokens with their texts. Answers select tokens by index.
 #[derive(Debug, Default)]
 struct WordVocabulary {
     tokens: Vec<u32>,
@@ -42,9 +42,9 @@ struct WordVocabulary {
 #[derive(Debug)]
 pub(crate) struct SimTokenizer {
     encoder: Encoder,
-    /// Words that begin an answer: capitalised, without a space.
+    /// Words that begin an answer: capitalised, without a leading space.
     openings: WordVocabulary,
-    /// Words that continue one.
+    /// Words that continue an answer.
     words: WordVocabulary,
 }
 
@@ -85,7 +85,7 @@ impl SimTokenizer {
         prompts(&self.encoder, api, body)
     }
 
-    /// Returns the answer to `prompt`: always the same, and different for another `choice`.
+    /// Returns the answer to `prompt`. It is always the same, but differs for another `choice`.
     pub(crate) fn answer(&self, prompt: &[u32], choice: usize, len: usize) -> Vec<u32> {
         let bytes: Vec<u8> = prompt
             .iter()
@@ -127,7 +127,7 @@ fn capitalised(word: &str) -> String {
     word[..1].to_uppercase() + &word[1..]
 }
 
-/// Returns those of `candidates` that add exactly one token after `before`.
+/// Returns the `candidates` that add exactly one token after `before`.
 fn vocabulary(
     encoder: &Encoder,
     before: &str,

@@ -1,5 +1,5 @@
-//! KV events in both msgpack formats that vLLM has published: arrays (0.18, the first with extra
-//! keys) and maps (0.24 and later). The batch around them is an array in both.
+//! KV events in both msgpack formats that vLLM has published: arrays (0.18, the first version with
+//! extra keys) and maps (0.24 and later). The enclosing batch is an array in both.
 
 use std::sync::Arc;
 
@@ -71,7 +71,7 @@ impl<'a> MapEvent<'a> {
     }
 }
 
-/// An event as an array: msgspec writes the tag first and then every field, whether set or not.
+/// An event as an array. msgspec writes the tag first and then every field, whether set or not.
 struct ArrayEvent<'a>(&'a CacheEvent, usize);
 
 impl Serialize for ArrayEvent<'_> {
@@ -98,7 +98,7 @@ fn array_of(stored: &StoredBlocks, block_size: usize) -> impl Serialize + '_ {
     )
 }
 
-/// One batch: `[ts, events, rank]`.
+/// Encodes one batch as `[ts, events, rank]`.
 pub(crate) fn encode(
     encoding: EventEncoding,
     ts: f64,
@@ -166,7 +166,7 @@ mod tests {
              "extra_keys": [["lora-x", "tenant"], null], "group_idx": 0, "kv_cache_spec_kind": "full_attention",
              "session_id": "sess-1"},
         ], 4]);
-        // Compared as text, because the order of the fields must match too.
+        // Events are compared as text, because the order of the fields must match too.
         assert_eq!(batch.to_string(), expected.to_string());
     }
 

@@ -1,4 +1,5 @@
-//! `cargo run --release --example load`: load through a real Envoy, as described by the crate.
+//! Measures load through a real Envoy: `cargo run --release --example load`. The crate
+//! documentation describes the setups.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -42,8 +43,8 @@ struct LoadArgs {
     /// Seed of the requests
     #[arg(long, default_value_t = 7)]
     seed: u64,
-    /// Request an unknown model: requests are parsed and routed by load only, which leaves the cost
-    /// of the server
+    /// Request an unknown model, so that requests are parsed and routed by load only. The result is
+    /// the cost of the server without tokenization
     #[arg(long)]
     by_load: bool,
     /// Another build of warmroute than this one, with its first arguments
@@ -75,7 +76,7 @@ fn fail(error: &anyhow::Error) -> ExitCode {
 }
 
 fn measure(args: &LoadArgs) -> anyhow::Result<ExitCode> {
-    // Ten thousand streams need as many open files, and child processes inherit the limit.
+    // Ten thousand streams need as many open files. Child processes inherit the limit.
     let limit = getrlimit(Resource::Nofile);
     setrlimit(
         Resource::Nofile,

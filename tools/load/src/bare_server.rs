@@ -1,6 +1,6 @@
-//! A minimal external processor: plain tonic, every message answered at once with a mutation like
-//! warmroute's, workers in rotation, bodies not parsed. The difference to warmroute is the cost of
-//! the decision.
+//! A minimal external processor: plain tonic, which answers every message at once with a mutation
+//! like warmroute's. It selects workers in rotation and does not parse bodies. The difference to
+//! warmroute is the cost of the decision.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -75,7 +75,7 @@ struct BareProcessor {
     observes_bodies: bool,
 }
 
-/// One stream: its filter and the messages received.
+/// One stream, with the calling filter and the received messages.
 struct BareExchange {
     processor: BareProcessor,
     is_probe: bool,
@@ -242,7 +242,7 @@ fn is_event_stream(headers: Option<&HeaderMap>) -> bool {
     })
 }
 
-/// The mode of the shipped configuration, plus response bodies.
+/// Returns the processing mode of the shipped configuration, with response bodies added.
 fn observing_mode() -> ProcessingMode {
     ProcessingMode {
         request_header_mode: HeaderSendMode::Send.into(),

@@ -14,7 +14,7 @@ const MESSAGE: usize = 2_600;
 /// Bytes that a turn adds to a long chat: a question and the previous answer.
 const TURN: usize = 1_000;
 
-/// Generates chats; the same seed generates the same ones.
+/// Generates chats. The same seed generates the same chats.
 pub(crate) struct ChatWriter {
     rng: StdRng,
     words: Vec<&'static str>,
@@ -30,7 +30,7 @@ impl ChatWriter {
         }
     }
 
-    /// Requests another model than the engines'.
+    /// Sets the requested model to another one than the engines serve.
     pub(crate) fn with_model(self, model: &'static str) -> Self {
         Self { model, ..self }
     }

@@ -1,6 +1,6 @@
-//! The load client: a number of persistent connections, each with one request after the other,
-//! until the bodies or the time run out. For each request it records the time to the first piece of
-//! the answer and the reported route.
+//! The load client. Each of its persistent connections sends one request after the other until the
+//! bodies or the time run out. For each request, it records the time to the first piece of the
+//! answer and the reported route.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::instant_engines;
 #[derive(Clone, Debug)]
 pub(crate) struct LoadPlan {
     pub(crate) connections: usize,
-    /// Time after which no request begins.
+    /// Time after which no new request begins.
     pub(crate) send_for: Duration,
     /// Headers that select the shape of the answers.
     pub(crate) headers: HeaderMap,
@@ -55,7 +55,7 @@ pub(crate) struct ClientRound {
 }
 
 pub(crate) fn http_client() -> anyhow::Result<reqwest::Client> {
-    // A proxy from the environment must not be used on the loopback.
+    // On loopback, a proxy from the environment must not be used.
     Ok(warmroute_runtime::tls::http_client_builder()
         .http1_only()
         .tcp_nodelay(true)
@@ -138,8 +138,8 @@ async fn send(
     Ok((first, mode))
 }
 
-/// Responses that stay open, over few connections with many streams each, because every open file
-/// of a process counts.
+/// Responses that stay open. They use few connections with many streams each, because every
+/// connection needs an open file.
 pub(crate) struct OpenResponses {
     responses: Vec<reqwest::Response>,
     _clients: Vec<reqwest::Client>,

@@ -1,6 +1,5 @@
-//! The goals for chats of 220 KB, at which other routers saturate near 130 requests/s.
-//! They compare warmroute's throughput with the bare server's, and require that it does not drop as
-//! clients are added.
+//! The goals for chats of 220 KB, at which other routers saturate near 130 requests/s. They compare
+//! warmroute's throughput with that of the bare server. It must not drop as clients are added.
 
 use warmroute_testbed::comparison::ComparedMeasure;
 
@@ -12,22 +11,24 @@ pub const CHAT_BYTES: usize = 220_000;
 /// Numbers of connections.
 pub(crate) const CONNECTIONS: [usize; 4] = [20, 60, 100, 150];
 
-/// Warm: at least 0.8 of the bare server's throughput, so at most this multiple of its time.
+/// Warm prompts: at least 0.8 of the bare server's throughput, so at most this multiple of its
+/// time.
 const WARM: f64 = 1.0 / 0.8;
-/// Cold: at least half of it.
+/// Cold prompts: at least half of the bare server's throughput.
 const COLD: f64 = 2.0;
 /// Tolerance between two measurements of the same case.
 const NOISE: f64 = 1.1;
-/// Memory limit: the prompt cache, half as much again for allocator overhead, and the process
+/// Memory limit: the prompt cache with half of its size for allocator overhead, and the process
 /// itself.
 const MEMORY_MIB: f64 = 256.0 * 1.5 + 128.0;
-/// Memory limit per byte of a body in flight: the body, its text, its tokens and their hashes.
+/// Memory limit per byte of a body in flight. It covers the body, its text, its tokens and their
+/// hashes.
 const MEMORY_PER_BODY: f64 = 8.0;
 
 /// Adds the rows of the goals.
 pub(crate) fn add_goals(chats: &[MeasuredCase], report: &mut LoadReport) {
     for chat in chats {
-        // A load-only route does not count as a completed request.
+        // A request that was routed by load only does not count as completed.
         let micros = |kind| {
             chat.rounds_of(kind)
                 .iter()
@@ -47,8 +48,8 @@ pub(crate) fn add_goals(chats: &[MeasuredCase], report: &mut LoadReport) {
         let (Some(few), Some(many)) = (chats.next(), chats.next_back()) else {
             continue;
         };
-        // Ratio of total times. The added time is a small difference of two large numbers and may
-        // be zero.
+        // The ratio compares total times. The added time is a small difference of two large numbers
+        // and may be zero.
         let growth = |kind| many.median(kind).p50_ms / few.median(kind).p50_ms;
         let measure = format!("{} over {}: p50", many.case.name, few.case.name);
         report.table.add(

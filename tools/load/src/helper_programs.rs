@@ -1,5 +1,5 @@
-//! The other programs of a measurement. Each runs in a process of the same executable and is selected
-//! by the first argument.
+//! The other programs of a measurement. Each runs in a process of the same executable. The first
+//! argument selects the program.
 
 use std::ffi::OsString;
 use std::process::ExitCode;
@@ -13,7 +13,7 @@ use crate::instant_engines::{self, InstantEngineArgs};
 pub(crate) const AS_INSTANT_ENGINES: &str = "as-answers";
 /// First argument of the bare server.
 pub(crate) const AS_BARE_SERVER: &str = "as-bare";
-/// First argument of warmroute. The executable itself runs warmroute, because this crate does not
+/// First argument of warmroute. The executable runs warmroute itself, because this crate does not
 /// depend on it.
 pub const AS_WARMROUTE: &str = "as-warmroute";
 
@@ -39,7 +39,7 @@ impl ProcessArguments {
     }
 
     /// Runs the engines or the bare server until the process ends, if the first argument selects
-    /// one.
+    /// one of them.
     pub fn run_helper(&self) -> Option<anyhow::Result<ExitCode>> {
         let result = match self.program.as_deref()? {
             AS_INSTANT_ENGINES => run_instant_engines(InstantEngineArgs::parse_from(&self.rest)),
@@ -50,7 +50,7 @@ impl ProcessArguments {
     }
 }
 
-/// Uses one thread, which is enough for responses without work.
+/// Runs the engines on one thread, which is enough for responses without work.
 fn run_instant_engines(args: InstantEngineArgs) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -58,7 +58,7 @@ fn run_instant_engines(args: InstantEngineArgs) -> anyhow::Result<()> {
         .block_on(instant_engines::serve(args))
 }
 
-/// Uses the same runtime as warmroute.
+/// Runs the bare server on the same kind of runtime as warmroute.
 fn run_bare_server(args: BareServerArgs) -> anyhow::Result<()> {
     tokio::runtime::Builder::new_multi_thread()
         .enable_all()

@@ -1,6 +1,6 @@
 //! Engines that answer at once: one process with one address per worker. It discards request
-//! bodies, tokenizes nothing and caches nothing, because anything more would cost more than the
-//! measured work. Request headers select the shape of the answer, so that the body need not be
+//! bodies, tokenizes nothing and caches nothing, because such work would cost more than the
+//! measured work. Request headers select the shape of the answer, so that bodies need not be
 //! parsed.
 
 use std::convert::Infallible;
@@ -22,12 +22,12 @@ use tokio::task::JoinSet;
 
 /// Header: number of pieces of the answer.
 pub(crate) const CHUNKS_HEADER: &str = "x-answer-chunks";
-/// Header: the answer stays open after its first piece until the client disconnects.
+/// Header: after its first piece, the answer stays open until the client disconnects.
 pub(crate) const HOLD_HEADER: &str = "x-answer-hold";
 /// Header: milliseconds between two pieces.
 const PAUSE_HEADER: &str = "x-answer-pause";
 
-/// One token of an answer, as vLLM writes it.
+/// One token of an answer, in vLLM's format.
 const CHUNK: &[u8] = b"data: {\"id\":\"chatcmpl-7b1f0c52d3a94e6f8a2b\",\"object\":\"chat.completion.chunk\",\
 \"created\":1763760000,\"model\":\"qwen2.5\",\"choices\":[{\"index\":0,\"delta\":{\"content\":\" answer\"},\
 \"logprobs\":null,\"finish_reason\":null}]}\n\n";
@@ -46,7 +46,7 @@ pub(crate) struct InstantEngineArgs {
     workers: usize,
 }
 
-/// Returns the addresses of the workers: one loopback address each, all with the same port.
+/// Returns the addresses of the workers: one loopback address each, with the same port.
 pub(crate) fn addresses(first: SocketAddr, workers: usize) -> impl Iterator<Item = SocketAddr> {
     let start = match first.ip() {
         IpAddr::V4(address) => u32::from(address),
@@ -64,7 +64,7 @@ pub(crate) async fn serve(cli: InstantEngineArgs) -> anyhow::Result<()> {
         let listener = TcpListener::bind(address)
             .await
             .with_context(|| format!("cannot listen on {address}"))?;
-        // Without it every other piece of an answer would wait for an acknowledgement.
+        // Without it, every second piece of an answer would wait for an acknowledgement.
         let listener = listener.tap_io(|connection| _ = connection.set_nodelay(true));
         listeners.spawn(async move { axum::serve(listener, Router::new().fallback(answer)).await });
     }
@@ -100,7 +100,7 @@ async fn answer(request: Request) -> Response {
 
 type BodyPiece = Result<Bytes, Infallible>;
 
-/// The pieces of a response that are not sent yet.
+/// Pieces of a response that are not sent yet.
 struct RemainingPieces {
     count: u64,
     pause: Option<Duration>,
@@ -111,7 +111,7 @@ impl RemainingPieces {
         let rest = self.count.checked_sub(1)?;
         match self.pause {
             Some(pause) => tokio::time::sleep(pause).await,
-            // Pieces that are ready at the same time would be sent together.
+            // Yields, because pieces that are ready at the same time would be sent together.
             None => tokio::task::yield_now().await,
         }
         self.count = rest;

@@ -1,7 +1,7 @@
-//! Load through a real Envoy. The same requests run without an external processor, with one that
-//! answers at once, and with warmroute, in turns, to engines that answer at once. The report has
-//! warmroute's cost in time, throughput, CPU and memory, and its growth with ranks, prompt length and
-//! streams.
+//! Measures load through a real Envoy. The same requests run in turns without an external
+//! processor, with one that answers at once, and with warmroute. The engines answer at once. The
+//! report shows warmroute's cost in time, throughput, CPU and memory, and how it grows with ranks,
+//! prompt length and streams.
 //!
 //! `cargo run --release --example load` runs the sweeps. All other programs run as separate
 //! processes: the running program starts itself again with another first argument.

@@ -1,4 +1,5 @@
-//! Measures one round of one setup with the cost of each process, and the median of several rounds.
+//! Measures one round of one setup with the cost of each process, and computes the median of
+//! several rounds.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -31,8 +32,7 @@ pub struct RoundSample {
     pub(crate) peak_server_mib: f64,
     /// Messages from Envoy to the server, per request.
     pub messages: f64,
-    /// Share of the requests that were routed by their prompt; zero for the bare server, as
-    /// expected.
+    /// Share of the requests that were routed by their prompt. It is zero for the bare server.
     pub(crate) by_prompt: f64,
     /// Tokens of a prompt, as counted by warmroute.
     pub(crate) prompt_tokens: f64,
@@ -41,7 +41,7 @@ pub struct RoundSample {
 }
 
 impl RoundSample {
-    /// Returns the microseconds between two correctly routed requests.
+    /// Returns the mean time in microseconds between two correctly routed requests.
     pub(crate) fn micros_apart(&self) -> f64 {
         1e6 / (self.per_second * self.by_prompt)
     }
@@ -74,7 +74,7 @@ impl CounterReading {
     }
 }
 
-/// Drives one setup for one round.
+/// Runs one round of one setup.
 pub(crate) async fn measure_round(
     http: &reqwest::Client,
     setups: &LoadSetups,
@@ -145,7 +145,7 @@ async fn count_messages(http: &reqwest::Client, setup: &LoadSetup) -> anyhow::Re
 const STAGES: &str = "warmroute_decision_stage_duration_seconds";
 const PROMPT_TOKENS: &str = "warmroute_prompt_tokens";
 
-/// Returns sum and count of warmroute's duration metrics by stage, and of its prompt tokens.
+/// Returns the sums and counts of warmroute's duration metrics by stage, and of its prompt tokens.
 async fn read_stages(
     http: &reqwest::Client,
     setup: &LoadSetup,
@@ -176,7 +176,7 @@ async fn read_stages(
         }
         let value = value.parse::<f64>()?;
         let (stage, value) = match name {
-            // The exposition is in seconds, the report in microseconds.
+            // The metrics are in seconds, the report in microseconds.
             STAGES if is_sum => (labels.split('"').nth(1).unwrap_or_default(), value * 1e6),
             STAGES => (labels.split('"').nth(1).unwrap_or_default(), value),
             PROMPT_TOKENS => (PROMPT_TOKENS, value),

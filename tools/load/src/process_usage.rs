@@ -3,13 +3,13 @@
 use std::collections::HashMap;
 use std::fs;
 
-/// CPU time of a process by thread. The time of a thread that ended since the last reading is lost,
-/// so the readings must be closer together than the idle time before a thread ends.
+/// CPU time of a process by thread. The time of a thread that ended since the last reading is lost.
+/// The readings must therefore be closer together than the idle time after which a thread ends.
 #[derive(Debug, Default)]
 pub(crate) struct CpuTimes(HashMap<u32, u64>);
 
 impl CpuTimes {
-    /// Reads the CPU time of a process; empty if the process is gone.
+    /// Reads the CPU time of a process; empty if the process has ended.
     pub(crate) fn read(pid: u32) -> Self {
         let threads = fs::read_dir(format!("/proc/{pid}/task"))
             .into_iter()
@@ -40,7 +40,7 @@ pub(crate) struct MemoryUse {
 }
 
 impl MemoryUse {
-    /// Reads the memory of a process; zero if the process is gone.
+    /// Reads the memory of a process; zero if the process has ended.
     pub(crate) fn read(pid: u32) -> Self {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
         let field = |name: &str| {

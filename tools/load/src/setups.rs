@@ -1,5 +1,5 @@
 //! Three setups with the same engines and one Envoy each: without an external processor, with one
-//! that answers at once, and with warmroute. Only one of them is driven at a time.
+//! that answers at once, and with warmroute. Only one setup gets requests at a time.
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -27,7 +27,7 @@ const IDLE_INTERVAL: Duration = Duration::from_millis(500);
 pub enum SetupKind {
     /// None.
     EnvoyAlone,
-    /// One that answers at once.
+    /// A processor that answers at once.
     BareServer,
     /// warmroute.
     Warmroute,
@@ -54,7 +54,7 @@ pub struct SetupSettings {
     pub observes_bodies: bool,
     /// Worker threads of each Envoy.
     pub threads: u32,
-    /// The warmroute program with its first arguments; this program if empty.
+    /// The warmroute program with its first arguments. If empty, this program runs warmroute.
     pub warmroute: Vec<OsString>,
     /// The model that warmroute loads.
     pub model: ModelFiles,
@@ -201,8 +201,8 @@ fn bare_server_command(
     Ok(command)
 }
 
-/// Waits until a server has finished its background work after its first requests, which is not
-/// part of a request's cost.
+/// Waits until a server has finished the background work that follows its first requests. This work
+/// is not part of a request's cost.
 async fn wait_idle(server: u32) -> anyhow::Result<()> {
     let deadline = tokio::time::Instant::now() + START;
     while tokio::time::Instant::now() < deadline {
@@ -215,8 +215,8 @@ async fn wait_idle(server: u32) -> anyhow::Result<()> {
     anyhow::bail!("process {server} still uses CPU after {START:?}")
 }
 
-/// Returns warmroute's configuration: the defaults without engine discovery, because these engines
-/// have no model.
+/// Returns warmroute's configuration. It is the default one without engine discovery, because these
+/// engines have no model.
 fn warmroute_config(settings: &SetupSettings) -> Value {
     let observe = if settings.observes_bodies {
         "usage"

@@ -1,4 +1,4 @@
-//! The sweeps: each varies one parameter; all others have their defaults.
+//! The sweeps. Each varies one parameter; all others have their defaults.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -30,7 +30,7 @@ pub enum SweptParameter {
     Ranks,
     /// Concurrently open responses, 1 to 10,000
     Streams,
-    /// Pieces of a response, 1 to 10,000; observed as by default, and completely
+    /// Pieces of a response, 1 to 10,000, with default and with complete observation
     Chunks,
 }
 
@@ -72,7 +72,7 @@ pub struct SweepSettings {
     pub seed: u64,
     /// True if all requests are routed by load only.
     pub is_load_only: bool,
-    /// The warmroute program with its first arguments; this program if empty.
+    /// The warmroute program with its first arguments. If empty, this program runs warmroute.
     pub warmroute: Vec<OsString>,
 }
 
@@ -92,7 +92,7 @@ pub struct LoadCase {
     shared_bytes: Option<usize>,
     connections: usize,
     chunks: usize,
-    /// Responses of other requests that are open meanwhile.
+    /// Number of responses of other requests that stay open during the measurement.
     open_responses: usize,
 }
 
@@ -100,10 +100,10 @@ pub struct LoadCase {
 const UNKNOWN_MODEL: &str = "not-a-served-model";
 /// Maximum bytes of the bodies generated for one round.
 const MAX_BODY_BYTES: usize = 96_000_000;
-/// ChatRotation in addition to one per connection, so that a turn is complete when the next one is
-/// sent.
+/// Number of conversations in addition to one per connection, so that a turn is complete before the
+/// next one of the same conversation is sent.
 const MORE_CHATS: usize = 16;
-/// Number of ranks of the sweeps that do not vary it.
+/// Number of ranks in the sweeps that do not vary it.
 const WORKERS: usize = 8;
 /// Time limit for the warm-up.
 const WARM_UP: Duration = Duration::from_secs(60);
@@ -111,7 +111,7 @@ const WARM_UP: Duration = Duration::from_secs(60);
 const CLOSE: Duration = Duration::from_secs(60);
 
 impl LoadCase {
-    /// Returns a case outside of a sweep. Its requests have about `bytes` bytes.
+    /// Returns a case that is not part of a sweep. Its requests have about `bytes` bytes.
     pub fn new(name: String, bytes: usize, is_warm: bool, connections: usize) -> Self {
         Self {
             name,
@@ -127,7 +127,7 @@ impl LoadCase {
         }
     }
 
-    /// Requests a model that warmroute does not know, so that requests are routed by load only.
+    /// Selects a model that warmroute does not know, so that requests are routed by load only.
     pub fn with_unknown_model(self) -> Self {
         Self {
             model: UNKNOWN_MODEL,
@@ -197,7 +197,7 @@ pub async fn measure_case(
         case.model = UNKNOWN_MODEL;
         case.name += ", by load";
     }
-    // A different seed per case, so that no case repeats the content of another.
+    // Each case has another seed, so that no case repeats the content of another.
     let seed = settings.seed
         ^ (case
             .name
@@ -208,7 +208,8 @@ pub async fn measure_case(
     let plan = LoadPlan::new(case.connections, settings.round_duration).with_chunks(case.chunks);
     let first = Arc::new(source.first_bodies(case.connections));
     for setup in &setups.setups {
-        // Few at a time: requests rejected for overload would not be cached afterwards.
+        // Few requests run at a time: requests rejected because of overload would not be cached
+        // afterwards.
         let warm_up = LoadPlan {
             send_for: WARM_UP,
             connections: 2,

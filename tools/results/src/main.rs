@@ -1,5 +1,5 @@
-//! Writes benches/RESULTS.md and its plots from the output of the benches: `cargo run --release
-//! -p warmroute-results -- [FOLDER WITH THEIR JSON]`, by default `target/results`.
+//! Writes benches/RESULTS.md and its plots from the output of the benches: `cargo run --release -p
+//! warmroute-results -- [DIRECTORY WITH THEIR JSON]`. The default directory is `target/results`.
 
 mod page;
 mod plot;
@@ -39,11 +39,11 @@ struct RowRemark {
     text: String,
 }
 
-/// A table of the page: the output of one program.
+/// A table of the results page: the output of one program.
 struct TableSource {
     file: &'static str,
     title: &'static str,
-    /// Heading of the column beside warmroute's.
+    /// Heading of the column next to warmroute's.
     peer: &'static str,
     command: &'static str,
 }
@@ -87,7 +87,7 @@ fn main() -> anyhow::Result<()> {
     let remarks: Vec<RowRemark> = read(&benches.join("remarks.json"))?;
     let mut page = page::ResultsPage::new(&remarks);
     for table in TABLES {
-        // Other figures of a program have no goal.
+        // A program may also write other figures, which are not rows of the table.
         let rows: Vec<serde_json::Value> = read(&folder.join(table.file))?;
         let rows: Vec<MeasuredRow> = rows
             .into_iter()

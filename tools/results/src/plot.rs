@@ -51,8 +51,8 @@ pub(super) fn curves(points: &[CurvePoint]) -> Vec<GrowthCurve<'_>> {
 }
 
 impl CurveSeries<'_> {
-    /// Describes the slope: over all points, and between the last two, where constant costs matter
-    /// least.
+    /// Describes the slope over all points, and between the last two points, where constant costs
+    /// have the least influence.
     pub(super) fn slope(&self) -> String {
         let [.., (x1, y1), (x2, y2)] = self.points[..] else {
             return "one point".into();

@@ -1,12 +1,12 @@
-//! Child processes that end with the value that owns them, and with their parent even if it is
-//! killed.
+//! Child processes that end with the value that owns them. They also end with their parent, even if
+//! it is killed.
 //!
-//! Dropping a [`ChildProcess`] ends the process. If the parent is killed (`kill -9`, abort) and drops
-//! nothing, the kernel sends the process a death signal. `setpriv` requests it, because doing so
-//! between fork and exec would need unsafe code. The kernel sends the signal when the *thread* that
-//! started the process ends, not only when the parent does. Each process is therefore started by a
-//! dedicated thread that waits for it. Without `setpriv` (not Linux), only dropping ends the
-//! process.
+//! Dropping a [`ChildProcess`] ends the process. If the parent is killed (`kill -9`, abort),
+//! nothing is dropped, but the kernel sends the process a death signal. `setpriv` requests this
+//! signal, because doing so between fork and exec would need unsafe code. The kernel sends the
+//! signal when the *thread* that started the process ends, not only when the parent process does.
+//! Each process is therefore started by a dedicated thread that waits for it. Without `setpriv`
+//! (not Linux), only dropping ends the process.
 
 use std::fs::{self, File};
 use std::io;
@@ -34,8 +34,9 @@ pub struct ChildProcess {
     exit: Arc<ExitState>,
 }
 
-/// The exit status, once there is one. A process is reaped under this lock: while a caller holds it
-/// and finds no status, the process id cannot be reused, and a signal cannot reach another process.
+/// The exit status, once there is one. A process is reaped under this lock. While a caller holds
+/// the lock and finds no status, the process id cannot be reused, so a signal cannot reach another
+/// process.
 #[derive(Debug, Default)]
 struct ExitState {
     status: Mutex<Option<ExitStatus>>,
@@ -46,15 +47,15 @@ impl ChildProcess {
     /// Starts `command` with both outputs redirected to `<run_dir>/<name>.log` and no input.
     ///
     /// Program, arguments, environment and directory are those of `command`; its redirections are
-    /// ignored. A missing program may appear only as an exit with status 127, because `setpriv`
-    /// starts it.
+    /// ignored. Because `setpriv` starts the program, a missing program may appear only as an exit
+    /// with status 127.
     pub fn spawn(name: &str, command: &Command, run_dir: &Path) -> anyhow::Result<Self> {
         let log = run_dir.join(format!("{name}.log"));
         let output = File::options().create(true).append(true).open(&log);
         let output = output.with_context(|| format!("cannot write {}", log.display()))?;
         let mut bound = bound_to_parent(command);
-        // A separate process group: Ctrl-C reaches only the parent, which ends its children in
-        // order.
+        // The process group is separate, so that Ctrl-C reaches only the parent, which ends its
+        // children in order.
         bound
             .stdin(Stdio::null())
             .stdout(output.try_clone()?)
@@ -100,28 +101,28 @@ impl ChildProcess {
         tail(&self.log)
     }
 
-    /// Returns true if the process has not ended; a stopped one is running.
+    /// Returns true if the process has not ended. A stopped process is running.
     pub fn is_running(&self) -> bool {
         self.exit.status.lock().is_none()
     }
 
-    /// Sends a signal; does nothing once the process has ended.
+    /// Sends a signal. Does nothing once the process has ended.
     pub fn signal(&self, signal: Signal) {
         let status = self.exit.status.lock();
         if status.is_none() {
-            // Fails only for an ended process, which the lock rules out, or one that changed its
-            // user.
+            // The call fails only for an ended process, which the lock rules out, or for one that
+            // changed its user.
             _ = kill_process(self.pid, signal);
         }
     }
 
-    /// Stops the process until [`ChildProcess::thaw`], and returns when none of its threads runs any
-    /// longer. Sending the signal is not enough: on a busy machine other threads continue until the
-    /// thread that handles the signal is scheduled.
+    /// Stops the process until [`ChildProcess::thaw`] is called. Returns when none of its threads
+    /// runs any longer. Sending the signal is not enough: on a busy machine, other threads continue
+    /// until the thread that handles the signal is scheduled.
     pub fn freeze(&self) {
         self.signal(Signal::STOP);
-        // The kernel reports the stop once the last thread has stopped. The call fails if the
-        // process ended.
+        // The kernel reports the stop when the last thread has stopped. The call fails if the
+        // process has ended.
         let stopped = WaitIdOptions::STOPPED | WaitIdOptions::NOWAIT;
         while let Err(rustix::io::Errno::INTR) = waitid(WaitId::Pid(self.pid), stopped) {}
     }
@@ -141,7 +142,7 @@ impl ChildProcess {
         self.signal(Signal::KILL);
     }
 
-    /// Waits for the exit; returns `None` if the process still runs at `deadline`.
+    /// Waits for the exit. Returns `None` if the process still runs at `deadline`.
     pub fn wait_exit(&self, deadline: Instant) -> Option<ExitStatus> {
         let mut status = self.exit.status.lock();
         while status.is_none() {
@@ -173,7 +174,8 @@ impl Drop for ChildProcess {
     }
 }
 
-/// Starts the process and waits for its end. The module documentation says why one thread does both.
+/// Starts the process and waits for its end. The module documentation explains why one thread does
+/// both.
 fn watch(mut command: Command, started_tx: &mpsc::Sender<io::Result<Pid>>, exit: &ExitState) {
     let mut process = match command.spawn() {
         Ok(process) => process,
@@ -194,7 +196,8 @@ fn watch(mut command: Command, started_tx: &mpsc::Sender<io::Result<Pid>>, exit:
     exit.changed.notify_all();
 }
 
-/// Returns the same command, killed by the kernel when the thread that starts it ends.
+/// Returns the same command, modified so that the kernel kills it when the thread that starts it
+/// ends.
 fn bound_to_parent(command: &Command) -> Command {
     static HAS_SETPRIV: LazyLock<bool> = LazyLock::new(|| {
         let probe = Command::new("setpriv")
@@ -202,7 +205,7 @@ fn bound_to_parent(command: &Command) -> Command {
             .output();
         probe.is_ok_and(|output| output.status.success())
     });
-    // The death signal is set after the start. If the parent is already gone by then, the command
+    // The death signal is set after the start. If the parent has already ended by then, the command
     // must not run.
     let unless_orphaned = r#"test "$PPID" = "$0" && exec "$@""#;
     let mut bound = if *HAS_SETPRIV {

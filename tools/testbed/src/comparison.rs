@@ -1,7 +1,7 @@
 //! Comparison of warmroute with a peer or a limit, and the resulting table. Machines are noisy and
 //! slow down for minutes, so the rounds of both sides alternate and the medians are compared. Times
-//! are those of the thread's CPU clock, which other processes do not affect, except where waiting is
-//! measured.
+//! are those of the thread's CPU clock, which other processes do not affect, except where waiting
+//! is measured.
 
 use std::path::Path;
 use std::time::Instant;
@@ -38,13 +38,13 @@ pub struct ComparisonRow {
     pub peer: f64,
     /// Value of warmroute.
     pub ours: f64,
-    /// Value of warmroute divided by the other; less is better.
+    /// Value of warmroute divided by the other one; less is better.
     pub ratio: f64,
     /// Maximum ratio that meets the goal.
     pub goal: Option<f64>,
-    /// True if the goal is met; always true without one.
+    /// True if the goal is met, or if there is none.
     pub met: bool,
-    /// Half of the rounds of a side lie within this share of its median.
+    /// Spread of each side: half of the rounds lie within this share of the median.
     #[serde(skip)]
     spread: [f64; 2],
 }
@@ -57,7 +57,7 @@ pub struct ComparisonTable {
 
 impl ComparisonTable {
     /// Runs both sides `rounds` times in turns, after one warm-up round of each, and adds their
-    /// medians. A round returns its own measurement.
+    /// medians. A round returns its measurement.
     pub fn compare(
         &mut self,
         measure: ComparedMeasure<'_>,
@@ -76,7 +76,7 @@ impl ComparisonTable {
         self.add(measure, &peer_rounds, &our_rounds);
     }
 
-    /// Adds rounds that were measured elsewhere.
+    /// Adds rounds that the caller has measured.
     #[expect(
         clippy::print_stderr,
         reason = "a run takes minutes and prints its progress"
@@ -143,7 +143,7 @@ pub fn process_cpu_nanos() -> f64 {
     time.tv_sec as f64 * 1e9 + time.tv_nsec as f64
 }
 
-/// Returns the nanoseconds of this thread's CPU time for some work.
+/// Returns the nanoseconds of this thread's CPU time that some work takes.
 pub fn measure_cpu<T>(work: impl FnOnce() -> T) -> f64 {
     let start = thread_cpu_nanos();
     let result = work();
@@ -152,7 +152,7 @@ pub fn measure_cpu<T>(work: impl FnOnce() -> T) -> f64 {
     elapsed
 }
 
-/// Returns the wall-clock nanoseconds of some work.
+/// Returns the wall-clock nanoseconds that some work takes.
 pub fn measure_wall<T>(work: impl FnOnce() -> T) -> f64 {
     let start = Instant::now();
     let result = work();

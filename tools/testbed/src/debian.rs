@@ -1,5 +1,5 @@
-//! Programs of Debian packages, unpacked but not installed: no root rights needed, and the machine
-//! stays unchanged.
+//! Programs of Debian packages, unpacked but not installed. This needs no root rights and does not
+//! change the machine.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct DebianProgram {
     pub variable: &'static str,
     /// Path of the program in its package.
     pub path_in_package: &'static str,
-    /// The package, and packages of libraries that a minimal machine lacks.
+    /// The package, and the packages of libraries that a minimal machine lacks.
     pub packages: &'static [&'static str],
 }
 
@@ -59,9 +59,9 @@ pub const NATS: DebianProgram = DebianProgram {
 };
 
 impl DebianProgram {
-    /// Returns a command for the program: the one named by the variable, else the one on the path,
-    /// else a copy under Cargo's target directory, which is unpacked there the first time. Blocks
-    /// meanwhile.
+    /// Returns a command for the program. It is the one named by the variable, or the one on the
+    /// path, or a copy under Cargo's target directory. The copy is unpacked on first use, which
+    /// blocks the caller.
     pub fn command(&self) -> anyhow::Result<Command> {
         if let Some(named) = environment(self.variable).map(PathBuf::from) {
             ensure!(
@@ -112,7 +112,8 @@ impl DebianProgram {
     }
 }
 
-/// Returns the search path of the libraries below a root. Debian has one directory per architecture.
+/// Returns the search path of the libraries below a root. Debian has one directory per
+/// architecture.
 fn library_path(root: &Path) -> OsString {
     let folders = ["usr/lib", "lib"].map(|folder| root.join(folder));
     let architectures = folders

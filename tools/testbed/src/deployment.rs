@@ -1,6 +1,6 @@
 //! A deployment on loopback: simulated engines, warmroute and a real Envoy with the shipped
-//! configuration, each a separate process. The configuration and the workers file, which a user
-//! would write, are generated in one run directory, so that a failed run can be inspected.
+//! configuration, each a separate process. The files that a user would write (configuration and
+//! workers file) are generated in one run directory, so that a failed run can be inspected.
 
 use std::ffi::OsString;
 use std::fs;
@@ -17,11 +17,11 @@ use crate::envoy::{self, EnvoySetup};
 use crate::ports::{self, FreePort, ReadyCheck};
 use crate::programs::environment;
 
-/// Served model name of the simulated engines.
+/// Model name that the simulated engines serve.
 pub const MODEL: &str = "qwen2.5";
 /// Tokens per block of the simulated engines.
 pub const BLOCK_SIZE: usize = 16;
-/// Time limit for the start of any part; a busy machine loads a tokenizer in seconds.
+/// Time limit for the start of any part. On a busy machine, loading a tokenizer takes seconds.
 const START: Duration = Duration::from_secs(60);
 
 /// The programs of a deployment, each with its first arguments.
@@ -40,7 +40,8 @@ pub struct ProgramCommands {
 pub enum ModelFiles {
     /// The complete vocabulary.
     Complete,
-    /// A reduced vocabulary for tests. It loads ten times faster, and every process loads it.
+    /// A reduced vocabulary for tests. It loads ten times faster, and every process of a test loads
+    /// it.
     Reduced,
 }
 
@@ -106,7 +107,7 @@ pub struct EngineProcess {
 }
 
 impl EngineProcess {
-    /// Starts an engine on free ports and waits until it answers.
+    /// Starts an engine on free ports and waits until it responds.
     pub async fn start(
         programs: &ProgramCommands,
         spec: EngineSpec,
@@ -220,8 +221,8 @@ pub struct LocalDeployment {
 }
 
 impl LocalDeployment {
-    /// Starts the engines. [`LocalDeployment::start_router`] and [`LocalDeployment::start_envoy`] add
-    /// warmroute and Envoy.
+    /// Starts the engines. [`LocalDeployment::start_router`] and [`LocalDeployment::start_envoy`]
+    /// add warmroute and Envoy.
     pub async fn start_engines(
         programs: &ProgramCommands,
         specs: &[EngineSpec],
@@ -246,23 +247,23 @@ impl LocalDeployment {
         })
     }
 
-    /// Starts everything with the shipped Envoy configuration; `more` is merged into warmroute's
-    /// configuration.
+    /// Starts everything with the shipped Envoy configuration. `overrides` are merged into
+    /// warmroute's configuration.
     pub async fn start(
         programs: &ProgramCommands,
         specs: &[EngineSpec],
         run_dir: &Path,
-        more: &Value,
+        overrides: &Value,
     ) -> anyhow::Result<Self> {
         let mut deployment = Self::start_engines(programs, specs, run_dir).await?;
         deployment.write_workers()?;
-        deployment.start_router(more).await?;
+        deployment.start_router(overrides).await?;
         let config = deployment.envoy_setup().standalone_config()?;
         deployment.start_envoy(&config).await?;
         Ok(deployment)
     }
 
-    /// Returns ports and directory of its Envoy.
+    /// Returns the ports and the directory of its Envoy.
     pub fn envoy_setup(&self) -> EnvoySetup<'_> {
         EnvoySetup {
             run_dir: &self.run_dir,
@@ -271,7 +272,7 @@ impl LocalDeployment {
         }
     }
 
-    /// Writes the workers file of the engines, by a rename.
+    /// Writes the workers file of the engines. The file is replaced by a rename.
     pub fn write_workers(&self) -> anyhow::Result<()> {
         let entries: Vec<Value> = self
             .engines
@@ -281,7 +282,7 @@ impl LocalDeployment {
         self.write_worker_entries(&json!(entries))
     }
 
-    /// Replaces the workers file, by a rename.
+    /// Replaces the workers file by a rename.
     pub fn write_worker_entries(&self, entries: &Value) -> anyhow::Result<()> {
         let new = tempfile::NamedTempFile::new_in(&self.run_dir)?;
         // JSON is YAML.
@@ -290,15 +291,15 @@ impl LocalDeployment {
         Ok(())
     }
 
-    /// Starts warmroute, also after it ended, and waits until it is ready.
-    pub async fn start_router(&mut self, more: &Value) -> anyhow::Result<()> {
-        self.spawn_router(more)?;
+    /// Starts warmroute and waits until it is ready. It may have run before.
+    pub async fn start_router(&mut self, overrides: &Value) -> anyhow::Result<()> {
+        self.spawn_router(overrides)?;
         let router = self.router.as_ref().context("warmroute was just started")?;
         ports::wait_ready(ReadyCheck::Http(&self.admin_url("/readyz")), START, router).await
     }
 
     /// Starts warmroute without waiting.
-    pub fn spawn_router(&mut self, more: &Value) -> anyhow::Result<()> {
+    pub fn spawn_router(&mut self, overrides: &Value) -> anyhow::Result<()> {
         self.router = None;
         let model = self.programs.model;
         let mut config = json!({
@@ -317,7 +318,7 @@ impl LocalDeployment {
             "process": {"drain": {"grace_period": "0s"}},
             "envoy": {"endpoints_file": self.envoy_setup().endpoint_file()},
         });
-        crate::merge_config(&mut config, more);
+        crate::merge_config(&mut config, overrides);
         let file = self.run_dir.join("warmroute.yaml");
         fs::write(&file, serde_json::to_string_pretty(&config)?)?;
         let mut command = command(&self.programs.warmroute);
@@ -360,12 +361,12 @@ impl LocalDeployment {
         self.envoy.as_ref().context("Envoy is not running")
     }
 
-    /// Starts another warmroute on the same addresses beside one that is shutting down, and waits
-    /// until it is ready. Returns the old one.
-    pub async fn replace_router(&mut self, more: &Value) -> anyhow::Result<ChildProcess> {
+    /// Starts another warmroute on the same addresses while the current one is shutting down, and
+    /// waits until it is ready. Returns the old process.
+    pub async fn replace_router(&mut self, overrides: &Value) -> anyhow::Result<ChildProcess> {
         let old = self.router.take().context("warmroute is not running")?;
         old.terminate();
-        // Otherwise the old process could answer the readiness check.
+        // Without this check, the old process could answer the readiness check.
         let page = self.admin_url("/readyz");
         let client = warmroute_runtime::tls::http_client_builder().build()?;
         let ready = async || {
@@ -380,7 +381,7 @@ impl LocalDeployment {
             "the old process stays ready:\n{}",
             old.log_tail()
         );
-        self.start_router(more).await?;
+        self.start_router(overrides).await?;
         Ok(old)
     }
 
@@ -416,7 +417,7 @@ impl LocalDeployment {
         Ok(response.json().await?)
     }
 
-    /// Returns the process ids of everything that runs.
+    /// Returns the ids of all running processes.
     pub fn pids(&self) -> Vec<u32> {
         let parts = [self.router.as_ref(), self.envoy.as_ref()];
         parts

@@ -16,7 +16,7 @@ use crate::ports::{self, ReadyCheck};
 
 pub use install::binary;
 
-/// Time limit for Envoy's start; on an idle machine it needs a third of a second.
+/// Time limit for Envoy's start. On an idle machine, it takes a third of a second.
 const START: Duration = Duration::from_secs(30);
 
 /// Returns the directory of the shipped configurations.
@@ -29,7 +29,7 @@ pub fn version(envoy: &Path) -> anyhow::Result<String> {
     let output = Command::new(envoy).arg("--version").output();
     let output = output.with_context(|| format!("cannot run {}", envoy.display()))?;
     let text = String::from_utf8_lossy(&output.stdout);
-    // envoy  version: <commit>/1.40.0/Clean/RELEASE/BoringSSL
+    // The output is: envoy  version: <commit>/1.40.0/Clean/RELEASE/BoringSSL
     let version = text
         .split("version:")
         .nth(1)
@@ -39,7 +39,7 @@ pub fn version(envoy: &Path) -> anyhow::Result<String> {
         .with_context(|| format!("{} --version prints {text:?}", envoy.display()))
 }
 
-/// Validates a configuration with Envoy; the error has Envoy's message.
+/// Validates a configuration with Envoy. The error contains Envoy's message.
 pub fn validate(config: &Path) -> anyhow::Result<()> {
     let checked = Command::new(binary()?)
         .args(["--mode", "validate", "-c"])
@@ -106,8 +106,8 @@ impl EnvoySetup<'_> {
         self.shipped_config("standalone", &[])
     }
 
-    /// Does the same for another shipped file. `workers` replace its static workers, which have the
-    /// ports from 8001 on.
+    /// Returns another shipped configuration with the same replacements. `workers` replace its
+    /// static workers, which have the ports from 8001 on.
     pub fn shipped_config(&self, name: &str, workers: &[SocketAddr]) -> anyhow::Result<String> {
         let file = shipped_dir().join(format!("{name}.yaml"));
         let mut text =
@@ -155,7 +155,7 @@ impl EnvoySetup<'_> {
         self.run_dir.join("ext_proc.sock")
     }
 
-    /// Returns the file from which Envoy reads its workers; it must exist before Envoy starts.
+    /// Returns the file from which Envoy reads its workers. It must exist before Envoy starts.
     pub fn endpoint_file(&self) -> PathBuf {
         self.run_dir.join("eds_workers.yaml")
     }
@@ -211,7 +211,8 @@ pub fn round_robin_config(standalone: &str) -> anyhow::Result<String> {
     Ok(config.to_string())
 }
 
-/// Replaces the endpoint file of cluster `workers` by rename, the only change that Envoy detects.
+/// Replaces the endpoint file of the cluster `workers` by a rename, the only kind of change that
+/// Envoy detects.
 pub fn write_endpoints(file: &Path, endpoints: &[SocketAddr]) -> anyhow::Result<()> {
     let socket = |at: &SocketAddr| json!({"address": at.ip(), "port_value": at.port()});
     let endpoint = |at| json!({"endpoint": {"address": {"socket_address": socket(at)}}});
@@ -240,7 +241,7 @@ pub async fn start(config: &str, run_dir: &Path, concurrency: u32) -> anyhow::Re
     let file = run_dir.join("envoy.yaml");
     let admin = run_dir.join("envoy-admin");
     fs::write(&file, config)?;
-    // The address of an earlier Envoy must not be read.
+    // Removes the address file of an earlier Envoy, so that it is not read.
     _ = fs::remove_file(&admin);
     let mut command = Command::new(envoy);
     command
@@ -258,8 +259,8 @@ pub async fn start(config: &str, run_dir: &Path, concurrency: u32) -> anyhow::Re
     let child = ChildProcess::spawn("envoy", &command, run_dir)?;
 
     let remaining = || deadline.saturating_duration_since(Instant::now());
-    // Envoy writes its admin address once it listens, so that it need not be parsed from the
-    // configuration.
+    // Envoy writes its admin address to a file once it listens, so the address need not be parsed
+    // from the configuration.
     let has_address = async || {
         !child.is_running() || fs::read_to_string(&admin).is_ok_and(|text| !text.is_empty())
     };

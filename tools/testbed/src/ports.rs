@@ -1,4 +1,4 @@
-//! Loopback ports for processes that need a fixed port, and waiting until a port answers.
+//! Loopback ports for processes that need a fixed port, and waiting until a port responds.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
@@ -12,13 +12,13 @@ use tokio::net::{TcpStream, UnixStream};
 
 use crate::child_process::ChildProcess;
 
-/// Ports below the ephemeral ranges of Linux and macOS. An outgoing connection could take an
-/// ephemeral port after it is handed out and before it is bound.
+/// Ports below the ephemeral ranges of Linux and macOS. An ephemeral port could be used by an
+/// outgoing connection between its selection and its binding.
 const RANGE: Range<u16> = 15_000..32_000;
-/// Poll interval of a condition.
+/// Interval between two polls of a condition.
 const POLL: Duration = Duration::from_millis(10);
 
-/// A free loopback port, held until it is handed out.
+/// A free loopback port. It is held until it is released.
 #[derive(Debug)]
 pub struct FreePort {
     _listener: TcpListener,
@@ -26,9 +26,8 @@ pub struct FreePort {
 }
 
 impl FreePort {
-    /// Finds a free port. One process never gets the same number twice, even after it was handed
-    /// out: Envoy shares its ports (`SO_REUSEPORT`), so a second Envoy on the same port would go
-    /// unnoticed.
+    /// Finds a free port. One process never gets the same number twice, even after a release. Envoy
+    /// shares its ports (`SO_REUSEPORT`), so a second Envoy on the same port would not be noticed.
     pub fn find() -> io::Result<Self> {
         static BLOCKS: Mutex<Vec<PortBlock>> = Mutex::new(Vec::new());
         let mut blocks = BLOCKS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -45,27 +44,27 @@ impl FreePort {
                     });
                 }
             }
-            // Used blocks stay reserved: their numbers have been handed out.
+            // Used blocks stay reserved, because their ports are in use.
             blocks.push(PortBlock::reserve()?);
         }
     }
 
-    /// Returns the number, while the port is held.
+    /// Returns the port number while the port is held.
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// Releases the port, to be called just before the process that binds it starts.
+    /// Releases the port. Call this just before starting the process that binds it.
     pub fn release(self) -> u16 {
         self.number
     }
 }
 
-/// Adjacent ports that no other process with this module hands out. Nothing else protects a port
+/// Adjacent ports that no other process with this module uses. A port has no other protection
 /// between its release and its binding.
 #[derive(Debug)]
 struct PortBlock {
-    /// Listener on the first port of the block, which reserves the others.
+    /// Listener on the first port of the block, which reserves the other ports.
     _lock: TcpListener,
     unused: Range<u16>,
 }
@@ -100,7 +99,7 @@ pub enum ReadyCheck<'a> {
     Tcp(SocketAddr),
     /// A Unix socket that accepts connections.
     Unix(&'a Path),
-    /// A URL that answers 200 to a GET.
+    /// A URL that responds to a GET with status 200.
     Http(&'a str),
 }
 
@@ -118,13 +117,13 @@ impl ReadyCheck<'_> {
     }
 }
 
-/// Waits until `ready` answers; fails early, with the last lines of its log, if `child` ends.
+/// Waits until `ready` holds. If `child` ends before that, fails with the last lines of its log.
 pub async fn wait_ready(
     ready: ReadyCheck<'_>,
     within: Duration,
     child: &ChildProcess,
 ) -> anyhow::Result<()> {
-    // A proxy from the environment must not be used on the loopback.
+    // On loopback, a proxy from the environment must not be used.
     let http = warmroute_runtime::tls::http_client_builder()
         .timeout(Duration::from_secs(1))
         .build()?;
@@ -133,7 +132,7 @@ pub async fn wait_ready(
     })
     .await;
     let name = child.name();
-    // The log is read after the exit, because its last lines have the reason.
+    // The log is read after the exit, because its last lines contain the reason.
     if !child.is_running() {
         bail!(
             "{name} ended before it was ready; its last lines:\n{}",
@@ -149,7 +148,7 @@ pub async fn wait_ready(
     Ok(())
 }
 
-/// Polls `condition` until it holds; returns `false` if it does not within the time.
+/// Polls `condition` until it holds. Returns `false` if it does not within the time.
 pub async fn until(within: Duration, mut condition: impl AsyncFnMut() -> bool) -> bool {
     let deadline = Instant::now() + within;
     loop {

@@ -1,4 +1,4 @@
-//! Programs that tests start: finds examples and third-party programs, and installs the latter once.
+//! Programs that tests start. Examples are found; third-party programs are installed once.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, ensure};
 
-/// Returns the program at `path` in the folder `name` under `dir`. If it is missing, `install` creates
-/// the folder below a scratch folder. Concurrent callers, also in other processes, wait for the first.
+/// Returns the program at `path` in the directory `name` under `dir`. If it is missing, `install`
+/// creates the directory below a scratch directory. Concurrent callers, including those in other
+/// processes, wait for the first one.
 pub fn install_once(
     dir: &Path,
     name: &str,
@@ -34,15 +35,15 @@ pub fn install_once(
         is_executable(&installed.join(path)),
         "the installation of {name} has no executable {path}"
     );
-    // A folder without the executable is an incomplete copy.
+    // A directory without the executable is an incomplete copy.
     _ = fs::remove_dir_all(&folder);
     fs::rename(&installed, &folder)
         .with_context(|| format!("cannot install {}", folder.display()))?;
     Ok(program)
 }
 
-/// Returns Cargo's target directory, derived from the running executable, because each build may
-/// use another one.
+/// Returns Cargo's target directory. It is derived from the running executable, because each build
+/// may use another one.
 pub fn target_dir() -> anyhow::Result<PathBuf> {
     let executable = std::env::current_exe()?;
     let folder = executable.parent().unwrap_or(Path::new("/"));
@@ -50,7 +51,7 @@ pub fn target_dir() -> anyhow::Result<PathBuf> {
         Some("deps" | "examples") => folder.parent().and_then(Path::parent),
         _ => None,
     };
-    // Without one of these folders, the executable was moved out of the target directory.
+    // In any other directory, the executable was moved out of the target directory.
     let target = profile_parent.map_or_else(|| crate::repository().join("target"), Path::to_owned);
     fs::create_dir_all(&target)?;
     Ok(target)

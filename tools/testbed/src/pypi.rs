@@ -1,5 +1,5 @@
-//! Packages of PyPI, installed below Cargo's target directory: no root rights needed, and the
-//! machine stays unchanged.
+//! Packages from PyPI, installed below Cargo's target directory. This needs no root rights and does
+//! not change the machine.
 
 use std::ffi::OsStr;
 use std::io;
@@ -31,7 +31,7 @@ pub enum PypiPackages<'a> {
     Hashed(&'a Path),
 }
 
-/// Installs packages into a folder with pip. If the system's Python has no pip, or is externally
+/// Installs packages into a directory with pip. If the system's Python has no pip, or is externally
 /// managed, a virtual environment is used.
 pub fn install(packages: PypiPackages<'_>, scratch: &Path, into: &Path) -> Result<(), PypiError> {
     let refused = match pip(OsStr::new("python3"), packages, into)? {
@@ -85,7 +85,7 @@ fn pip(python: &OsStr, packages: PypiPackages<'_>, into: &Path) -> Result<PipRes
             .args(["--require-hashes", "--requirement"])
             .arg(file),
     };
-    // User settings that pip rejects together with --target.
+    // Overrides user settings that pip rejects together with --target.
     command.envs([("PIP_USER", "0"), ("PIP_REQUIRE_VIRTUALENV", "0")]);
     let output = run(&mut command)?;
     let errors = String::from_utf8_lossy(&output.stderr);

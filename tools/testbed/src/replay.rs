@@ -1,4 +1,4 @@
-//! A client that replays a workload through a gateway and records the figures that a user sees:
+//! A client that replays a workload through a gateway. It records the figures that a user observes:
 //! time to first token, errors, the serving engine, and the reported cached tokens.
 
 use std::collections::BTreeMap;
@@ -37,11 +37,11 @@ pub struct RequestSample {
     pub completion_tokens: u64,
     /// Cached tokens reported by the engine.
     pub cached_tokens: u64,
-    /// Cached tokens predicted by warmroute, where it responded.
+    /// Cached tokens predicted by warmroute, if it responded.
     pub predicted_tokens: Option<u64>,
     /// Reported route mode.
     pub mode: Option<String>,
-    /// Worker of the prefill, if it was another one.
+    /// Worker that computed the prefill, if it differs from the engine that answered.
     pub prefilled_by: Option<String>,
     /// The text of the answer.
     pub answer: String,
@@ -57,13 +57,13 @@ impl RequestSample {
     }
 }
 
-/// Replays every session at its time and reports each finished request.
+/// Replays every session at its start time and reports each finished request.
 pub async fn run(
     url: String,
     workload: ChatWorkload,
     on_request: impl Fn(&RequestSample) + Send + Sync + 'static,
 ) -> Vec<RequestSample> {
-    // A proxy from the environment must not be used on the loopback.
+    // On loopback, a proxy from the environment must not be used.
     let client = warmroute_runtime::tls::http_client_builder()
         .timeout(Duration::from_secs(120))
         .build()
@@ -226,7 +226,7 @@ pub struct LatencyPercentiles {
 }
 
 impl LatencyPercentiles {
-    /// Returns zeros for an empty list.
+    /// Returns the percentiles; zeros for an empty list.
     pub fn of(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
         let rank = |share: f64| ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
@@ -246,12 +246,12 @@ pub struct PredictionAccuracy {
     pub requests: usize,
     /// Requests with equal numbers.
     pub exact: usize,
-    /// Requests with more cached tokens than predicted: a block was computed between decision and
-    /// schedule.
+    /// Requests with more cached tokens than predicted: another request computed a block between
+    /// decision and scheduling.
     pub delivered_more: usize,
-    /// Of those: the engine prefilled another request of the same group at the same time. The order
-    /// of two requests with a common prefix is unknown when they are routed, and the second hits
-    /// the blocks of the first.
+    /// Those of them for which the engine prefilled another request of the same group at the same
+    /// time. When two requests with a common prefix are routed, their order on the engine is
+    /// unknown, and the second hits the blocks of the first.
     pub beside_another: usize,
     /// Requests with fewer cached tokens than predicted: a block was evicted in between.
     pub delivered_less: usize,
@@ -294,7 +294,7 @@ pub fn measure_predictions(samples: &[RequestSample]) -> PredictionAccuracy {
         .filter(|sample| sample.error.is_none())
         .collect();
     let errors: Vec<i64> = good.iter().filter_map(|sample| error(sample)).collect();
-    let more = good
+    let underpredicted = good
         .iter()
         .filter(|sample| error(sample).is_some_and(|error| error > 0));
     let sum: u64 = errors.iter().map(|error| error.unsigned_abs()).sum();
@@ -302,7 +302,7 @@ pub fn measure_predictions(samples: &[RequestSample]) -> PredictionAccuracy {
         requests: errors.len(),
         exact: errors.iter().filter(|error| **error == 0).count(),
         delivered_more: errors.iter().filter(|error| **error > 0).count(),
-        beside_another: more
+        beside_another: underpredicted
             .filter(|sample| good.iter().any(|other| sample.is_prefilled_beside(other)))
             .count(),
         delivered_less: errors.iter().filter(|error| **error < 0).count(),
@@ -318,7 +318,7 @@ pub fn measure_predictions(samples: &[RequestSample]) -> PredictionAccuracy {
 mod tests {
     use super::*;
 
-    /// Returns a sample, sent and answered with the first token at these milliseconds.
+    /// Returns a sample that was sent, and got its first token, at these milliseconds.
     fn sample(
         group: usize,
         engine: &str,
@@ -339,7 +339,7 @@ mod tests {
     #[test]
     fn concurrent_prefill_of_shared_prefix_is_unpredictable() {
         let other = sample(1, "a", [100, 200], [0, 0]);
-        let beside = |sample: RequestSample| {
+        let measure_with_other = |sample: RequestSample| {
             let reported = measure_predictions(&[other.clone(), sample]);
             assert_eq!(
                 reported.exact + reported.delivered_more + reported.delivered_less,
@@ -348,37 +348,37 @@ mod tests {
             (reported.delivered_more, reported.beside_another)
         };
         assert_eq!(
-            beside(sample(1, "a", [150, 300], [0, 16])),
+            measure_with_other(sample(1, "a", [150, 300], [0, 16])),
             (1, 1),
-            "behind it"
+            "after the other request"
         );
         assert_eq!(
-            beside(sample(1, "a", [50, 150], [0, 16])),
+            measure_with_other(sample(1, "a", [50, 150], [0, 16])),
             (1, 1),
-            "before it"
+            "before the other request"
         );
         assert_eq!(
-            beside(sample(1, "a", [201, 300], [0, 16])),
+            measure_with_other(sample(1, "a", [201, 300], [0, 16])),
             (1, 0),
-            "after its first token"
+            "after the first token of the other request"
         );
         assert_eq!(
-            beside(sample(1, "b", [150, 300], [0, 16])),
+            measure_with_other(sample(1, "b", [150, 300], [0, 16])),
             (1, 0),
             "on another engine"
         );
         assert_eq!(
-            beside(sample(2, "a", [150, 300], [0, 16])),
+            measure_with_other(sample(2, "a", [150, 300], [0, 16])),
             (1, 0),
             "of another group"
         );
         assert_eq!(
-            beside(sample(1, "a", [150, 300], [16, 0])),
+            measure_with_other(sample(1, "a", [150, 300], [16, 0])),
             (0, 0),
             "less than predicted"
         );
         assert_eq!(
-            beside(sample(1, "a", [150, 300], [16, 16])),
+            measure_with_other(sample(1, "a", [150, 300], [16, 16])),
             (0, 0),
             "as predicted"
         );

@@ -1,6 +1,6 @@
-//! A multi-turn chat workload, deterministic by seed: groups of sessions share a long system prompt
-//! each, and every turn repeats the conversation so far. Prefix caching saves work if routing
-//! keeps a session on its worker, so benchmarks and demonstrations replay it.
+//! A multi-turn chat workload, deterministic by seed. Each group of sessions shares a long system
+//! prompt, and every turn repeats the conversation so far. Prefix caching saves work if routing
+//! keeps a session on its worker, so benchmarks and demonstrations replay this workload.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;
@@ -29,7 +29,7 @@ pub struct WorkloadShape {
     pub max_tokens: RangeInclusive<u32>,
     /// Pause between an answer and the next turn.
     pub think: RangeInclusive<Duration>,
-    /// Sessions that begin per second, at random times.
+    /// Number of sessions that begin per second, at random times.
     pub sessions_per_second: f64,
 }
 
@@ -80,7 +80,7 @@ pub struct ChatTurn {
 }
 
 impl ChatWorkload {
-    /// Generates the workload of a seed.
+    /// Generates the workload for a seed.
     pub fn new(seed: u64, shape: &WorkloadShape) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let words: Vec<&str> = WORDS.lines().collect();
@@ -96,7 +96,7 @@ impl ChatWorkload {
         groups.shuffle(&mut rng);
         let mut arrives = Duration::ZERO;
         let mut session = |group: usize| {
-            // Exponential gaps: users arrive independently.
+            // The gaps are exponentially distributed, because users arrive independently.
             let gap = -(1.0 - rng.random::<f64>()).ln() / shape.sessions_per_second;
             arrives += Duration::from_secs_f64(gap);
             let turns = (0..rng.random_range(shape.turns.clone()))

@@ -84,7 +84,7 @@ pub struct PromptContent<'a> {
 }
 
 impl<'a> PromptContent<'a> {
-    /// Content of a prompt without objects, in plain blocks.
+    /// Returns the content of a prompt without objects, in plain blocks.
     pub fn text(tokens: &'a [u32], salt: &'a CacheSalt) -> Self {
         Self {
             tokens,

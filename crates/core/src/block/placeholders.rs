@@ -20,7 +20,7 @@ pub struct MediaTokens {
     pub video: Option<u32>,
 }
 
-/// Hashes a prompt with objects as the events of an engine with these placeholders are hashed.
+/// Hashes a prompt with objects in the same way as the events of an engine with these placeholders.
 pub fn prompt_hashes(
     content: &PromptContent<'_>,
     block_size: BlockSize,
@@ -29,9 +29,9 @@ pub fn prompt_hashes(
     resume_hashes(content, block_size, media, &[])
 }
 
-/// Like [`prompt_hashes`], with known hashes of the leading blocks. Only the following blocks are hashed,
-/// and all blocks from the first object on. The known hashes must be those of a prompt with the
-/// same leading blocks, salt, block size and windows.
+/// Like [`prompt_hashes`], with known hashes of the leading blocks. Hashes only the blocks after
+/// them, and all blocks from the first object on. The known hashes must be those of a prompt with
+/// the same leading blocks, salt, block size and windows.
 pub fn resume_hashes(
     content: &PromptContent<'_>,
     block_size: BlockSize,

@@ -12,7 +12,7 @@ pub struct FreshnessRules {
     /// Factor on the credit for cached blocks while their source is stale or catching up. Between 0
     /// and 1.
     pub stale_credit: f64,
-    /// Minimum number of answered requests that must have stored blocks, until a source counts as
+    /// Minimum number of answered requests that must have stored blocks, before a source counts as
     /// silent.
     pub silence_requests: u32,
     /// Minimum time since the first of these requests.
@@ -34,8 +34,8 @@ impl Default for FreshnessRules {
 
 impl FreshnessRules {
     /// Returns the factor on the credit for cached blocks.
-    pub fn credit(&self, standing: SourceStatus) -> f64 {
-        match (standing.freshness, standing.reason) {
+    pub fn credit(&self, status: SourceStatus) -> f64 {
+        match (status.freshness, status.reason) {
             // Without a source, only predictions exist, and they do not depend on its freshness.
             (IndexFreshness::Exact | IndexFreshness::Incomplete, _)
             | (IndexFreshness::Absent, None | Some(StaleReason::NoSource)) => 1.0,

@@ -17,9 +17,9 @@ fn attached() -> EventSourceState {
     source
 }
 
-fn stands(source: &EventSourceState) -> (IndexFreshness, Option<StaleReason>) {
-    let standing = source.status();
-    (standing.freshness, standing.reason)
+fn status_of(source: &EventSourceState) -> (IndexFreshness, Option<StaleReason>) {
+    let status = source.status();
+    (status.freshness, status.reason)
 }
 
 type Case = (
@@ -30,10 +30,10 @@ type Case = (
 );
 
 fn check(cases: &[Case]) {
-    for (name, happens, trust, because) in cases {
+    for (name, happens, freshness, because) in cases {
         let mut source = attached();
         happens(&mut source);
-        assert_eq!(stands(&source), (*trust, *because), "{name}");
+        assert_eq!(status_of(&source), (*freshness, *because), "{name}");
     }
 }
 
@@ -79,7 +79,7 @@ fn history_determines_source_status() {
         ),
     ]);
     assert_eq!(
-        stands(&EventSourceState::new(0.0)),
+        status_of(&EventSourceState::new(0.0)),
         (IndexFreshness::CatchingUp, Some(StaleReason::Connecting))
     );
 }
@@ -164,12 +164,12 @@ fn silent_after_answers_until_next_batch() {
     assert!(!source.is_silent(), "its batch may still be on its way");
     source.check_silence(at(6), &rules);
     assert_eq!(
-        stands(&source),
+        status_of(&source),
         (IndexFreshness::Stale, Some(StaleReason::Silent))
     );
     source.record_batch(batch(at(7), 4));
     assert_eq!(
-        (stands(&source).0, source.facts().requests_without_events),
+        (status_of(&source).0, source.facts().requests_without_events),
         (IndexFreshness::Exact, 0)
     );
     // Routed before the batch arrived, which may have contained its blocks.
@@ -187,21 +187,21 @@ fn alternating_batches_of_two_ranks_make_source_unusable() {
             source.set_block_size(BlockSize::new(16).unwrap());
             source.record_batch_rank(true);
             assert_eq!(
-                stands(&source),
+                status_of(&source),
                 (IndexFreshness::Absent, Some(StaleReason::OtherRank))
             );
         }
     }
     source.record_batch_rank(true);
     assert_eq!(
-        stands(&source),
+        status_of(&source),
         (IndexFreshness::Exact, None),
         "the previous source is gone"
     );
     source.record_batch_rank(false);
     source.record_restart();
     assert_eq!(
-        stands(&source),
+        status_of(&source),
         (IndexFreshness::Exact, None),
         "a new engine"
     );
@@ -242,7 +242,8 @@ fn only_stale_sources_reduce_credit() {
         stale_credit: 0.25,
         ..FreshnessRules::default()
     };
-    let credit = IndexFreshness::ALL.map(|trust| rules.credit(SourceStatus::new(trust, None)));
+    let credit =
+        IndexFreshness::ALL.map(|freshness| rules.credit(SourceStatus::new(freshness, None)));
     assert_eq!(
         credit,
         [1.0, 1.0, 0.25, 0.25, 1.0],

@@ -79,14 +79,14 @@ pub(super) struct BlockArena {
 impl Default for BlockArena {
     fn default() -> Self {
         // Keeps run ids below `FREE_FLAG`.
-        let most = FREE_FLAG as usize / CHUNK - 1;
+        let max_chunks = FREE_FLAG as usize / CHUNK - 1;
         Self {
             chunks: Vec::new(),
             free_lists: [LIST_END; FREE_LIST_COUNT],
             free: 0,
             used: 0,
             empty_chunks: Vec::new(),
-            max_chunks: most,
+            max_chunks,
         }
     }
 }
@@ -97,49 +97,49 @@ impl BlockArena {
         self.chunks[chunk].locals[at]
     }
 
-    pub(super) fn locals(&self, stretch: ArenaExtent) -> &[LocalHash] {
-        let (chunk, at) = chunk_offset(stretch.first);
-        &self.chunks[chunk].locals[at..at + stretch.len as usize]
+    pub(super) fn locals(&self, extent: ArenaExtent) -> &[LocalHash] {
+        let (chunk, at) = chunk_offset(extent.first);
+        &self.chunks[chunk].locals[at..at + extent.len as usize]
     }
 
     /// Counts the blocks of an extent that continue the prompt. All blocks before the extent must
     /// match the prompt.
-    pub(super) fn match_extent(&self, stretch: ArenaExtent, asked: PromptSuffix<'_>) -> usize {
-        let (chunk, at) = chunk_offset(stretch.first);
+    pub(super) fn match_extent(&self, extent: ArenaExtent, prompt: PromptSuffix<'_>) -> usize {
+        let (chunk, at) = chunk_offset(extent.first);
         let ArenaChunk {
             locals,
-            checkpoints: marks,
+            checkpoints,
             ..
         } = &self.chunks[chunk];
-        let len = asked.locals.len().min(stretch.len as usize);
+        let len = prompt.locals.len().min(extent.len as usize);
         let ours = &locals[at..at + len];
-        let theirs = &asked.locals[..len];
-        let mut agreed = marks.matching_len(at, &asked.sequences[..len]);
-        while agreed < len {
+        let theirs = &prompt.locals[..len];
+        let mut matched = checkpoints.matching_len(at, &prompt.sequences[..len]);
+        while matched < len {
             let to = len.min(
-                (at + agreed) / CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL + CHECKPOINT_INTERVAL
+                (at + matched) / CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL + CHECKPOINT_INTERVAL
                     - at,
             );
-            agreed += common_prefix_len(&ours[agreed..to], &theirs[agreed..to]);
-            if agreed < to {
+            matched += common_prefix_len(&ours[matched..to], &theirs[matched..to]);
+            if matched < to {
                 break;
             }
-            marks.record(at + agreed - 1, asked.sequences[agreed - 1]);
+            checkpoints.record(at + matched - 1, prompt.sequences[matched - 1]);
         }
-        agreed
+        matched
     }
 
     /// Returns the run of the block at a position.
     pub(super) fn run_at(&self, at: u32) -> Option<u32> {
         let (chunk, at) = chunk_offset(at);
-        let home = *self.chunks.get(chunk)?.run_ids.get(at)?;
-        (home < FREE_FLAG).then_some(home)
+        let run_id = *self.chunks.get(chunk)?.run_ids.get(at)?;
+        (run_id < FREE_FLAG).then_some(run_id)
     }
 
     /// Assigns the positions of an extent to a run.
-    pub(super) fn assign_run(&mut self, stretch: ArenaExtent, run: u32) {
-        let (chunk, at) = chunk_offset(stretch.first);
-        self.chunks[chunk].run_ids[at..at + stretch.len as usize].fill(run);
+    pub(super) fn assign_run(&mut self, extent: ArenaExtent, run: u32) {
+        let (chunk, at) = chunk_offset(extent.first);
+        self.chunks[chunk].run_ids[at..at + extent.len as usize].fill(run);
     }
 
     pub(super) fn write(&mut self, first: u32, locals: &[LocalHash]) {
@@ -149,17 +149,17 @@ impl BlockArena {
         chunk.checkpoints.clear(at..at + locals.len());
     }
 
-    /// Allocates an extent of at most `want` positions. It is shorter than `least` only if free
-    /// memory is fragmented. Returns `None` if all positions are in use.
-    pub(super) fn allocate(&mut self, want: usize, least: usize) -> Option<ArenaExtent> {
+    /// Allocates an extent of at most `want` positions. It is shorter than `min_len` only if
+    /// free memory is fragmented. Returns `None` if all positions are in use.
+    pub(super) fn allocate(&mut self, want: usize, min_len: usize) -> Option<ArenaExtent> {
         let want = want.min(CHUNK);
-        let least = if self.free > self.used { 1 } else { least };
-        let stretch = self
-            .allocate_from_lists(want, least)
+        let min_len = if self.free > self.used { 1 } else { min_len };
+        let extent = self
+            .allocate_from_lists(want, min_len)
             .or_else(|| self.allocate_from_chunks(want))
             .or_else(|| self.allocate_from_lists(want, 1))?;
-        self.used += stretch.len as usize;
-        Some(stretch)
+        self.used += extent.len as usize;
+        Some(extent)
     }
 
     /// Allocates free positions that start exactly at `end`. Returns their number.
@@ -169,84 +169,87 @@ impl BlockArena {
         let Some(chunk) = self.chunks.get_mut(number).filter(|_| at > 0) else {
             return 0;
         };
-        let got = if at == chunk.run_ids.len() && is_last {
-            let got = want.min(CHUNK - at);
-            chunk.extend(got);
-            got
+        let count = if at == chunk.run_ids.len() && is_last {
+            let count = want.min(CHUNK - at);
+            chunk.extend(count);
+            count
         } else {
             let Some(len) = chunk
                 .run_ids
                 .get(at)
-                .and_then(|home| decode_free_len(*home))
+                .and_then(|run_id| decode_free_len(*run_id))
             else {
                 return 0;
             };
             self.remove_free(ArenaExtent { first: end, len });
-            let got = want.min(len as usize);
+            let count = want.min(len as usize);
             self.insert_free(ArenaExtent {
-                first: end + got as u32,
-                len: len - got as u32,
+                first: end + count as u32,
+                len: len - count as u32,
             });
-            got
+            count
         };
-        self.used += got;
-        got as u32
+        self.used += count;
+        count as u32
     }
 
     /// Frees an extent.
-    pub(super) fn deallocate(&mut self, stretch: ArenaExtent) {
-        if stretch.len == 0 {
+    pub(super) fn deallocate(&mut self, extent: ArenaExtent) {
+        if extent.len == 0 {
             return;
         }
-        self.used -= stretch.len as usize;
-        self.assign_run(stretch, NO_RUN);
-        let (number, at) = chunk_offset(stretch.first);
-        let homes = &self.chunks[number].run_ids;
+        self.used -= extent.len as usize;
+        self.assign_run(extent, NO_RUN);
+        let (number, at) = chunk_offset(extent.first);
+        let run_ids = &self.chunks[number].run_ids;
         let before = at
             .checked_sub(1)
-            .and_then(|at| decode_free_len(homes[at]))
+            .and_then(|at| decode_free_len(run_ids[at]))
             .unwrap_or(0);
-        let after = homes
-            .get(at + stretch.len as usize)
-            .and_then(|home| decode_free_len(*home))
+        let after = run_ids
+            .get(at + extent.len as usize)
+            .and_then(|run_id| decode_free_len(*run_id))
             .unwrap_or(0);
         if before > 0 {
             self.remove_free(ArenaExtent {
-                first: stretch.first - before,
+                first: extent.first - before,
                 len: before,
             });
         }
         if after > 0 {
             self.remove_free(ArenaExtent {
-                first: stretch.end(),
+                first: extent.end(),
                 len: after,
             });
         }
-        let whole = ArenaExtent {
-            first: stretch.first - before,
-            len: before + stretch.len + after,
+        let merged = ArenaExtent {
+            first: extent.first - before,
+            len: before + extent.len + after,
         };
         let is_last = number + 1 == self.chunks.len();
         let chunk = &mut self.chunks[number];
         let from = at - before as usize;
-        if is_last && from + whole.len as usize == chunk.run_ids.len() {
+        if is_last && from + merged.len as usize == chunk.run_ids.len() {
             chunk.truncate(from);
-        } else if whole.len as usize == CHUNK && self.free_lists[FREE_LIST_COUNT - 1] != LIST_END {
+        } else if merged.len as usize == CHUNK && self.free_lists[FREE_LIST_COUNT - 1] != LIST_END {
             // One free chunk keeps its memory, because the next allocation would request it again.
             *chunk = ArenaChunk::default();
             self.empty_chunks.push(number as u32);
         } else {
-            self.insert_free(whole);
+            self.insert_free(merged);
         }
     }
 
-    fn allocate_from_lists(&mut self, want: usize, least: usize) -> Option<ArenaExtent> {
-        let enough = want.next_power_of_two().ilog2() as usize;
-        let (small, large) = self.free_lists.split_at(enough.min(FREE_LIST_COUNT));
+    fn allocate_from_lists(&mut self, want: usize, min_len: usize) -> Option<ArenaExtent> {
+        let first_sufficient = want.next_power_of_two().ilog2() as usize;
+        let (small, large) = self
+            .free_lists
+            .split_at(first_sufficient.min(FREE_LIST_COUNT));
         let large = large.iter().copied().find(|head| *head != LIST_END);
         // Several extents are needed in any case, so the largest one comes first.
         let mut small = small.iter().rev().copied().filter(|head| *head != LIST_END);
-        let first = large.or_else(|| small.find(|head| self.free_len(*head) as usize >= least))?;
+        let first =
+            large.or_else(|| small.find(|head| self.free_len(*head) as usize >= min_len))?;
         let whole = ArenaExtent {
             first,
             len: self.free_len(first),
@@ -287,7 +290,7 @@ impl BlockArena {
     /// Opens an empty chunk. If it follows the last chunk, the rest of that chunk becomes free.
     fn open_chunk(&mut self) -> Option<usize> {
         let number = match self.empty_chunks.pop() {
-            Some(bare) => bare as usize,
+            Some(empty) => empty as usize,
             None => {
                 if let Some(last) = self
                     .chunks
@@ -322,29 +325,29 @@ impl BlockArena {
     }
 
     /// Adds an extent to the free list of its length.
-    fn insert_free(&mut self, stretch: ArenaExtent) {
-        if stretch.len == 0 {
+    fn insert_free(&mut self, extent: ArenaExtent) {
+        if extent.len == 0 {
             return;
         }
-        self.free += stretch.len as usize;
-        let head = &mut self.free_lists[stretch.len.ilog2() as usize];
-        let next = std::mem::replace(head, stretch.first);
-        self.set_free_links(stretch.first, LIST_END, next);
+        self.free += extent.len as usize;
+        let head = &mut self.free_lists[extent.len.ilog2() as usize];
+        let next = std::mem::replace(head, extent.first);
+        self.set_free_links(extent.first, LIST_END, next);
         if next != LIST_END {
             let (_, after) = self.free_links(next);
-            self.set_free_links(next, stretch.first, after);
+            self.set_free_links(next, extent.first, after);
         }
-        let (chunk, at) = chunk_offset(stretch.first);
-        let homes = &mut self.chunks[chunk].run_ids;
-        homes[at] = FREE_FLAG | stretch.len;
-        homes[at + stretch.len as usize - 1] = FREE_FLAG | stretch.len;
+        let (chunk, at) = chunk_offset(extent.first);
+        let run_ids = &mut self.chunks[chunk].run_ids;
+        run_ids[at] = FREE_FLAG | extent.len;
+        run_ids[at + extent.len as usize - 1] = FREE_FLAG | extent.len;
     }
 
-    fn remove_free(&mut self, stretch: ArenaExtent) {
-        self.free -= stretch.len as usize;
-        let (before, next) = self.free_links(stretch.first);
+    fn remove_free(&mut self, extent: ArenaExtent) {
+        self.free -= extent.len as usize;
+        let (before, next) = self.free_links(extent.first);
         if before == LIST_END {
-            self.free_lists[stretch.len.ilog2() as usize] = next;
+            self.free_lists[extent.len.ilog2() as usize] = next;
         } else {
             let (ahead, _) = self.free_links(before);
             self.set_free_links(before, ahead, next);
@@ -353,13 +356,14 @@ impl BlockArena {
             let (_, after) = self.free_links(next);
             self.set_free_links(next, before, after);
         }
-        let (chunk, at) = chunk_offset(stretch.first);
-        let homes = &mut self.chunks[chunk].run_ids;
-        homes[at] = NO_RUN;
-        homes[at + stretch.len as usize - 1] = NO_RUN;
+        let (chunk, at) = chunk_offset(extent.first);
+        let run_ids = &mut self.chunks[chunk].run_ids;
+        run_ids[at] = NO_RUN;
+        run_ids[at + extent.len as usize - 1] = NO_RUN;
     }
 
-    /// Previous and next extent in the free list. They are stored in place of the first local hash.
+    /// Returns the previous and the next extent in the free list. They are stored in place of the
+    /// first local hash.
     fn free_links(&self, first: u32) -> (u32, u32) {
         let packed = self.local(first).0;
         ((packed >> 32) as u32, packed as u32)
@@ -372,8 +376,8 @@ impl BlockArena {
 }
 
 impl ArenaChunk {
-    fn extend(&mut self, more: usize) {
-        let len = self.run_ids.len() + more;
+    fn extend(&mut self, count: usize) {
+        let len = self.run_ids.len() + count;
         if len > self.run_ids.capacity() {
             // Doubles the capacity, up to the end of the chunk.
             let room = (2 * self.run_ids.capacity()).min(CHUNK).max(len) - self.run_ids.len();
@@ -414,7 +418,7 @@ pub(super) fn common_prefix_len(run: &[LocalHash], prompt: &[LocalHash]) -> usiz
     same + rest.take(COMPARE_STEP).take_while(|(a, b)| a == b).count()
 }
 
-/// Compares without a branch per hash.
+/// Returns whether the hashes are equal. Compares without a branch per hash.
 fn are_equal(ours: &[LocalHash], theirs: &[LocalHash]) -> bool {
     ours.iter()
         .zip(theirs)
@@ -427,8 +431,8 @@ fn chunk_offset(at: u32) -> (usize, usize) {
 }
 
 /// Returns the length of the free extent that begins or ends at a position with this run id.
-fn decode_free_len(home: u32) -> Option<u32> {
-    (home >= FREE_FLAG && home != NO_RUN).then_some(home & !FREE_FLAG)
+fn decode_free_len(run_id: u32) -> Option<u32> {
+    (run_id >= FREE_FLAG && run_id != NO_RUN).then_some(run_id & !FREE_FLAG)
 }
 
 #[cfg(test)]

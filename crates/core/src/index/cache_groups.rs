@@ -17,7 +17,8 @@ pub enum GroupNeed {
     Trailing {
         /// Number of the group's own blocks.
         blocks: u32,
-        /// Number of index blocks that one of them covers. It has the engine hash of the last one.
+        /// Number of index blocks that one of them covers. Its engine hash is that of the last
+        /// index block.
         stride: NonZeroU32,
     },
     /// Not known, so no prefix counts as reusable.
@@ -58,7 +59,7 @@ impl ReuseRule {
         } else {
             0
         };
-        (all.saturating_sub(self.blocks as usize)..all).map(move |own| (own + 1) * stride - 1)
+        (all.saturating_sub(self.blocks as usize)..all).map(move |block| (block + 1) * stride - 1)
     }
 }
 
@@ -71,28 +72,29 @@ struct RuleCoverage {
 }
 
 impl CacheGroupRules {
-    /// Returns the length of the longest prefix of at most `most` blocks that satisfies every rule.
-    /// `path` gives the layers held along the prompt.
+    /// Returns the length of the longest prefix of at most `max_blocks` blocks that satisfies every
+    /// rule. `path` contains the runs along the prompt, with the layers held in each.
     pub(super) fn reusable_prefix(
         &self,
         path: impl Iterator<Item = (Range<u32>, LayerSet)>,
-        most: u32,
+        max_blocks: u32,
     ) -> u32 {
         let Some(step) = self.common_stride() else {
             return 0;
         };
-        let mut reaches = [RuleCoverage {
+        let mut coverages = [RuleCoverage {
             blocks: 0,
             is_unbroken: true,
         }; BlockLayer::MAX_RULES];
         let mut best = 0;
-        for (run, layers) in path.take_while(|(run, _)| run.start < most) {
+        for (run, layers) in path.take_while(|(run, _)| run.start < max_blocks) {
             let mut first = Some(run.start + 1);
-            for ((number, class), reach) in self.rules.iter().enumerate().zip(&mut reaches) {
-                let from = class.shortest_served(&run, layers.has(BlockLayer::rule(number)), reach);
+            for ((number, rule), coverage) in self.rules.iter().enumerate().zip(&mut coverages) {
+                let from =
+                    rule.shortest_served(&run, layers.has(BlockLayer::rule(number)), coverage);
                 first = first.zip(from).map(|(a, b)| a.max(b));
             }
-            let end = run.end.min(most);
+            let end = run.end.min(max_blocks);
             let longest = end - end % step;
             if first.is_some_and(|first| first <= longest) {
                 best = longest;
@@ -101,10 +103,11 @@ impl CacheGroupRules {
         best
     }
 
-    /// Least common multiple of the strides: a prefix must end at a block border of every group.
+    /// Returns the least common multiple of the strides, because a prefix must end at a block
+    /// boundary of every group. Returns `None` on overflow, or if a requirement is unknown.
     fn common_stride(&self) -> Option<u32> {
-        let step = self.rules.iter().try_fold(1u32, |step, class| {
-            let stride = class.stride.get();
+        let step = self.rules.iter().try_fold(1u32, |step, rule| {
+            let stride = rule.stride.get();
             (step / gcd(step, stride)).checked_mul(stride)
         });
         step.filter(|_| !self.has_unknown)
@@ -118,7 +121,7 @@ impl ReuseRule {
         &self,
         run: &Range<u32>,
         held: bool,
-        reach: &mut RuleCoverage,
+        coverage: &mut RuleCoverage,
     ) -> Option<u32> {
         let stride = self.stride.get();
         let before = run.start / stride;
@@ -127,18 +130,18 @@ impl ReuseRule {
             return None;
         }
         if !held {
-            *reach = RuleCoverage {
+            *coverage = RuleCoverage {
                 blocks: 0,
                 is_unbroken: false,
             };
             return (self.blocks == 0).then_some(run.start + 1);
         }
-        let missing = if reach.is_unbroken {
+        let missing = if coverage.is_unbroken {
             1
         } else {
-            self.blocks.saturating_sub(reach.blocks).max(1)
+            self.blocks.saturating_sub(coverage.blocks).max(1)
         };
-        reach.blocks = reach.blocks.saturating_add(after - before);
+        coverage.blocks = coverage.blocks.saturating_add(after - before);
         before.saturating_add(missing).checked_mul(stride)
     }
 }
@@ -151,32 +154,36 @@ fn gcd(a: u32, b: u32) -> u32 {
 mod tests {
     use super::*;
 
-    /// Definition of the reusable prefix, block by block.
-    fn naive(rules: &CacheGroupRules, path: &[(Range<u32>, LayerSet)], most: u32) -> u32 {
-        let holds = |class: usize, block: u32| {
+    /// Computes the reusable prefix by its definition, block by block.
+    fn defined_prefix(
+        rules: &CacheGroupRules,
+        path: &[(Range<u32>, LayerSet)],
+        max_blocks: u32,
+    ) -> u32 {
+        let holds = |rule: usize, block: u32| {
             path.iter()
-                .any(|(run, layers)| run.contains(&block) && layers.has(BlockLayer::rule(class)))
+                .any(|(run, layers)| run.contains(&block) && layers.has(BlockLayer::rule(rule)))
         };
-        let end = path.last().map_or(0, |(run, _)| run.end).min(most);
-        let serves = |length: u32, number: usize, class: &ReuseRule| {
-            let stride = class.stride.get();
+        let end = path.last().map_or(0, |(run, _)| run.end).min(max_blocks);
+        let serves = |length: u32, number: usize, rule: &ReuseRule| {
+            let stride = rule.stride.get();
             let blocks = length / stride;
-            let wanted = blocks.saturating_sub(class.blocks)..blocks;
+            let required = blocks.saturating_sub(rule.blocks)..blocks;
             length.is_multiple_of(stride)
-                && wanted
+                && required
                     .into_iter()
                     .all(|block| holds(number, (block + 1) * stride - 1))
         };
-        let fits = |length: &u32| {
+        let is_reusable = |length: &u32| {
             rules
                 .rules
                 .iter()
                 .enumerate()
-                .all(|(number, class)| serves(*length, number, class))
+                .all(|(number, rule)| serves(*length, number, rule))
         };
         (0..=end)
             .rev()
-            .find(fits)
+            .find(is_reusable)
             .filter(|_| !rules.has_unknown)
             .unwrap_or(0)
     }
@@ -187,23 +194,23 @@ mod tests {
         #[test]
         fn reusable_prefix_matches_definition(
             runs in proptest::collection::vec((1..6u32, 0..16u8), 0..12),
-            classes in proptest::collection::vec((0..6u32, 1..4u32), 0..4),
-            most in 0..40u32,
+            rules in proptest::collection::vec((0..6u32, 1..4u32), 0..4),
+            max_blocks in 0..40u32,
         ) {
             let mut start = 0;
             let path: Vec<_> = runs.into_iter().map(|(length, bits)| {
-                let layers = (0..BlockLayer::MAX_RULES).filter(|class| bits & (1 << class) != 0);
-                let layers = layers.fold(LayerSet::NONE, |layers, class| layers.with(BlockLayer::rule(class)));
+                let layers = (0..BlockLayer::MAX_RULES).filter(|rule| bits & (1 << rule) != 0);
+                let layers = layers.fold(LayerSet::NONE, |layers, rule| layers.with(BlockLayer::rule(rule)));
                 start += length;
                 (start - length..start, layers)
             }).collect();
-            let class = |(blocks, stride): (u32, u32)| ReuseRule {
+            let rule = |(blocks, stride): (u32, u32)| ReuseRule {
                 blocks: if blocks == 5 { u32::MAX } else { blocks },
                 stride: NonZeroU32::new(stride).unwrap(),
             };
-            let rules = CacheGroupRules { rules: classes.into_iter().map(class).collect(), has_unknown: false };
-            let expected = naive(&rules, &path, most);
-            proptest::prop_assert_eq!(rules.reusable_prefix(path.iter().cloned(), most), expected);
+            let rules = CacheGroupRules { rules: rules.into_iter().map(rule).collect(), has_unknown: false };
+            let expected = defined_prefix(&rules, &path, max_blocks);
+            proptest::prop_assert_eq!(rules.reusable_prefix(path.iter().cloned(), max_blocks), expected);
         }
     }
 }

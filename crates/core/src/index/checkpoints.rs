@@ -1,10 +1,10 @@
 //! Checkpoints that let a query skip blocks which an earlier query has already compared.
 //!
-//! A sequence hash identifies a block and all blocks before it. If the sequence hash at one
-//! position is known to be the prompt's, nothing before it has to be compared. Events do not
-//! contain sequence hashes, and computing them would slow down writers. A query has those of its
-//! prompt, and records one at every checkpoint it has compared. The next query, for the next turn
-//! of a chat or the same system prompt, starts there.
+//! A sequence hash identifies a block and all blocks before it. If the sequence hash at a position
+//! is known to equal the prompt's, the blocks before it need not be compared. Events do not contain
+//! sequence hashes, and computing them would slow down writers. A query has those of its prompt,
+//! and records one at every checkpoint it has compared. The next query, for the next turn of a chat
+//! or the same system prompt, starts there.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -12,7 +12,8 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 pub(super) use super::sizes::CHECKPOINT_INTERVAL;
 use crate::block::SequenceHash;
 
-/// No query has reached the checkpoint. A prompt with this sequence hash is compared every time.
+/// Value of a checkpoint that no query has reached. A prompt with this sequence hash is compared
+/// every time.
 const EMPTY: u64 = 0;
 
 /// Checkpoints of a chunk. Readers write them, but they never change the result of a query.
@@ -28,45 +29,45 @@ impl PrefixCheckpoints {
 
     /// Clears the checkpoints of positions that receive other blocks.
     pub(super) fn clear(&mut self, positions: Range<usize>) {
-        let marks = positions.start / CHECKPOINT_INTERVAL..positions.end / CHECKPOINT_INTERVAL;
-        self.0[marks]
+        let range = positions.start / CHECKPOINT_INTERVAL..positions.end / CHECKPOINT_INTERVAL;
+        self.0[range]
             .iter_mut()
-            .for_each(|mark| *mark.get_mut() = EMPTY);
+            .for_each(|checkpoint| *checkpoint.get_mut() = EMPTY);
     }
 
     /// Returns a lower bound for the number of blocks from a position on that match these sequence
     /// hashes.
-    pub(super) fn matching_len(&self, from: usize, names: &[SequenceHash]) -> usize {
+    pub(super) fn matching_len(&self, from: usize, sequences: &[SequenceHash]) -> usize {
         let first = from / CHECKPOINT_INTERVAL;
-        let up_to = |mark: usize| (mark + 1) * CHECKPOINT_INTERVAL - from;
-        let is_so = |mark: usize| {
-            let known = self.0[mark].load(Relaxed);
-            known == names[up_to(mark) - 1].0 && known != EMPTY
+        let len_to = |index: usize| (index + 1) * CHECKPOINT_INTERVAL - from;
+        let matches = |index: usize| {
+            let known = self.0[index].load(Relaxed);
+            known == sequences[len_to(index) - 1].0 && known != EMPTY
         };
-        let mut left = first..(from + names.len()) / CHECKPOINT_INTERVAL;
+        let mut range = first..(from + sequences.len()) / CHECKPOINT_INTERVAL;
         // In most cases all checkpoints match, or all up to some position.
-        if !left.is_empty() && is_so(left.end - 1) {
-            return up_to(left.end - 1);
+        if !range.is_empty() && matches(range.end - 1) {
+            return len_to(range.end - 1);
         }
-        while !left.is_empty() {
-            let middle = left.start + left.len() / 2;
-            if is_so(middle) {
-                left.start = middle + 1
+        while !range.is_empty() {
+            let middle = range.start + range.len() / 2;
+            if matches(middle) {
+                range.start = middle + 1
             } else {
-                left.end = middle
+                range.end = middle
             }
         }
-        if left.start > first {
-            up_to(left.start - 1)
+        if range.start > first {
+            len_to(range.start - 1)
         } else {
             0
         }
     }
 
     /// Records the sequence hash of the block at a position, if the position has a checkpoint.
-    pub(super) fn record(&self, at: usize, name: SequenceHash) {
+    pub(super) fn record(&self, at: usize, sequence: SequenceHash) {
         if at % CHECKPOINT_INTERVAL == CHECKPOINT_INTERVAL - 1 {
-            self.0[at / CHECKPOINT_INTERVAL].store(name.0, Relaxed);
+            self.0[at / CHECKPOINT_INTERVAL].store(sequence.0, Relaxed);
         }
     }
 }

@@ -85,8 +85,8 @@ impl<R: Read> DumpReader<R> {
                 RankDump::read(&payload, &mut frames).map(Some)
             }
             DumpFrameKind::End if payload == self.ranks.to_le_bytes() => {
-                let mut more = [0];
-                match self.input.read(&mut more)? {
+                let mut extra = [0];
+                match self.input.read(&mut extra)? {
                     0 => Ok(None),
                     _ => Err(DumpError::Malformed("data follows the end frame")),
                 }

@@ -1,6 +1,6 @@
 //! List of the extents of a run, with positions reserved behind the last extent for the blocks that
 //! decoding adds. Most runs have one extent. Splitting and merging runs moves extents between
-//! lists, and no blocks.
+//! lists and copies no blocks.
 
 use super::arena::{ArenaExtent, CHUNK};
 
@@ -53,43 +53,46 @@ impl ExtentList {
             return Some((at - self.head.first, self.head));
         }
         let mut before = self.head.len;
-        for stretch in &self.rest {
-            if stretch.contains(at) {
-                return Some((before + at - stretch.first, *stretch));
+        for extent in &self.rest {
+            if extent.contains(at) {
+                return Some((before + at - extent.first, *extent));
             }
-            before += stretch.len;
+            before += extent.len;
         }
         None
     }
 
     /// Returns the position of the block with this index.
-    pub(super) fn position(&self, before: u32) -> Option<u32> {
-        let mut before = before;
-        for stretch in self.iter() {
-            if before < stretch.len {
-                return Some(stretch.first + before);
+    pub(super) fn position(&self, index: u32) -> Option<u32> {
+        let mut index = index;
+        for extent in self.iter() {
+            if index < extent.len {
+                return Some(extent.first + index);
             }
-            before -= stretch.len;
+            index -= extent.len;
         }
         None
     }
 
     /// Iterates over the extents after the first `blocks` blocks.
     pub(super) fn skip_blocks(&self, blocks: u32) -> impl Iterator<Item = ArenaExtent> {
-        let mut before = blocks;
-        self.iter().filter_map(move |stretch| {
-            let skipped = before.min(stretch.len);
-            before -= skipped;
-            (skipped < stretch.len).then_some(ArenaExtent {
-                first: stretch.first + skipped,
-                len: stretch.len - skipped,
+        let mut to_skip = blocks;
+        self.iter().filter_map(move |extent| {
+            let skipped = to_skip.min(extent.len);
+            to_skip -= skipped;
+            (skipped < extent.len).then_some(ArenaExtent {
+                first: extent.first + skipped,
+                len: extent.len - skipped,
             })
         })
     }
 
     /// Turns reserved positions into blocks.
     pub(super) fn fill_reserved(&mut self, blocks: u32) {
-        debug_assert!(blocks <= self.reserved, "more blocks than room");
+        debug_assert!(
+            blocks <= self.reserved,
+            "more blocks than reserved positions"
+        );
         self.reserved -= blocks;
         self.len += blocks;
         self.rest.last_mut().unwrap_or(&mut self.head).len += blocks;
@@ -102,27 +105,27 @@ impl ExtentList {
 
     /// Reduces the reserved positions to `keep`, and returns the others.
     pub(super) fn shrink_reserved(&mut self, keep: u32) -> ArenaExtent {
-        let gone = self.reserved.saturating_sub(keep);
-        self.reserved -= gone;
+        let freed = self.reserved.saturating_sub(keep);
+        self.reserved -= freed;
         ArenaExtent {
             first: self.last().end() + self.reserved,
-            len: gone,
+            len: freed,
         }
     }
 
     /// Adds an extent whose blocks are filled later. No positions may be reserved.
-    pub(super) fn push_extent(&mut self, stretch: ArenaExtent) {
-        debug_assert!(self.reserved == 0, "room in the middle");
+    pub(super) fn push_extent(&mut self, extent: ArenaExtent) {
+        debug_assert!(self.reserved == 0, "positions are still reserved");
         let empty = ArenaExtent {
-            first: stretch.first,
+            first: extent.first,
             len: 0,
         };
         if self.len == 0 {
             self.head = empty;
-        } else if !are_adjacent(self.last(), stretch.first) {
+        } else if !are_adjacent(self.last(), extent.first) {
             self.rest.push(empty);
         }
-        self.reserved = stretch.len;
+        self.reserved = extent.len;
     }
 
     /// Returns whether a position follows the last extent directly, in the same chunk.
@@ -134,7 +137,7 @@ impl ExtentList {
     pub(super) fn append(&mut self, other: ExtentList) {
         debug_assert!(
             self.reserved == 0 && self.len > 0 && other.len > 0,
-            "runs that cannot be joined"
+            "the runs cannot be merged"
         );
         let last = self.rest.last_mut().unwrap_or(&mut self.head);
         let mut head = Some(other.head);
@@ -149,7 +152,7 @@ impl ExtentList {
 
     /// Keeps the first blocks, and returns the others together with the reserved positions.
     pub(super) fn split_off(&mut self, keep: u32) -> ExtentList {
-        debug_assert!(0 < keep && keep < self.len, "an empty part");
+        debug_assert!(0 < keep && keep < self.len, "one part would be empty");
         let mut lower = ExtentList {
             len: self.len - keep,
             reserved: std::mem::take(&mut self.reserved),
@@ -169,8 +172,8 @@ impl ExtentList {
         }
         let mut rest = self.rest.split_off(at);
         if keep > 0 {
-            let gone = split_extent(&mut rest[0], keep);
-            self.rest.push(std::mem::replace(&mut rest[0], gone));
+            let tail = split_extent(&mut rest[0], keep);
+            self.rest.push(std::mem::replace(&mut rest[0], tail));
         }
         lower.head = rest.remove(0);
         lower.rest = rest;
@@ -180,13 +183,13 @@ impl ExtentList {
 }
 
 /// Shortens an extent, and returns the rest.
-fn split_extent(stretch: &mut ArenaExtent, keep: u32) -> ArenaExtent {
-    let gone = ArenaExtent {
-        first: stretch.first + keep,
-        len: stretch.len - keep,
+fn split_extent(extent: &mut ArenaExtent, keep: u32) -> ArenaExtent {
+    let tail = ArenaExtent {
+        first: extent.first + keep,
+        len: extent.len - keep,
     };
-    stretch.len = keep;
-    gone
+    extent.len = keep;
+    tail
 }
 
 /// Returns whether an extent that starts at `first` can be merged with the one before it.

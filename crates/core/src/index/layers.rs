@@ -12,7 +12,7 @@ impl BlockLayer {
     pub(super) const MAX_RULES: usize = 4;
 
     pub(super) fn rule(number: usize) -> Self {
-        debug_assert!(number < Self::MAX_RULES, "a class too many");
+        debug_assert!(number < Self::MAX_RULES, "too many reuse rules");
         Self(StorageTier::ALL.len() as u8 + number as u8)
     }
 

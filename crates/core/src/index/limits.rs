@@ -32,14 +32,14 @@ impl BlockLimits {
     };
 
     /// Returns the limits of a rank. They follow from the number of its KV blocks if that is known,
-    /// otherwise from `most_blocks_per_tier`. The latter is also the minimum for lower tiers.
-    pub fn for_rank(total_kv_blocks: Option<u64>, most_blocks_per_tier: u64) -> Self {
-        let ceiling = MAX_REPORTED_LIMIT.max(most_blocks_per_tier);
+    /// otherwise from `max_blocks_per_tier`. The latter is also the minimum for lower tiers.
+    pub fn for_rank(total_kv_blocks: Option<u64>, max_blocks_per_tier: u64) -> Self {
+        let ceiling = MAX_REPORTED_LIMIT.max(max_blocks_per_tier);
         let by_capacity =
             total_kv_blocks.map(|blocks| blocks.saturating_mul(CAPACITY_FACTOR).min(ceiling));
         Self {
-            device: by_capacity.unwrap_or(most_blocks_per_tier),
-            lower_tier: by_capacity.unwrap_or_default().max(most_blocks_per_tier),
+            device: by_capacity.unwrap_or(max_blocks_per_tier),
+            lower_tier: by_capacity.unwrap_or_default().max(max_blocks_per_tier),
         }
     }
 

@@ -46,7 +46,7 @@ impl TierBlocks {
         self.device + self.host + self.disk + self.external
     }
 
-    /// Returns the number of device blocks of equal value. Blocks of slower tiers count by their
+    /// Returns the equivalent number of device blocks. Blocks of slower tiers count by their
     /// weight.
     pub fn weighted_total(self, host_weight: f64, disk_weight: f64) -> f64 {
         f64::from(self.device)
@@ -54,9 +54,9 @@ impl TierBlocks {
             + (f64::from(self.disk) + f64::from(self.external)) * disk_weight
     }
 
-    /// Keeps at most the first `most` blocks.
-    pub fn limit_to(self, most: u32) -> TierBlocks {
-        let mut left = most;
+    /// Keeps at most the first `max_blocks` blocks.
+    pub fn limit_to(self, max_blocks: u32) -> TierBlocks {
+        let mut left = max_blocks;
         let mut first = |blocks: u32| {
             let kept = blocks.min(left);
             left -= kept;
@@ -152,11 +152,11 @@ impl Overlaps {
 
     /// Iterates over the slots with cached blocks, in no particular order.
     pub fn iter(&self) -> impl Iterator<Item = (RankSlot, TierBlocks)> {
-        let plan = self.owner_map.as_deref();
-        let seated = self
+        let owner_map = self.owner_map.as_deref();
+        let by_owner = self
             .found_owners()
-            .filter_map(move |owner| Some((plan?.slot(owner)?, self.found_at(owner))));
-        seated.chain(
+            .filter_map(move |owner| Some((owner_map?.slot(owner)?, self.found_at(owner))));
+        by_owner.chain(
             self.extra_slots
                 .iter()
                 .map(|&slot| (slot, self.extra[slot.index()])),
@@ -169,11 +169,11 @@ impl Overlaps {
         self.raise_where(other, |_| true);
     }
 
-    /// Like [`Self::raise`], for the slots that `may` accepts.
-    pub fn raise_where(&mut self, other: &Overlaps, may: impl Fn(RankSlot) -> bool) {
+    /// Like [`Self::raise`], for the slots that `applies` accepts.
+    pub fn raise_where(&mut self, other: &Overlaps, applies: impl Fn(RankSlot) -> bool) {
         for (slot, blocks) in other
             .iter()
-            .filter(|(slot, blocks)| blocks.device > 0 && may(*slot))
+            .filter(|(slot, blocks)| blocks.device > 0 && applies(*slot))
         {
             let raised = self.get(slot).with_device(blocks.device);
             match self.owner(slot) {
@@ -181,7 +181,7 @@ impl Overlaps {
                     if self
                         .owner_map
                         .as_ref()
-                        .is_some_and(|plan| plan.rules(owner).is_some()) => {}
+                        .is_some_and(|owner_map| owner_map.rules(owner).is_some()) => {}
                 Some(owner) => self.set_found(owner, raised),
                 None => self.set_extra(slot, raised),
             }
@@ -212,8 +212,8 @@ impl Overlaps {
     pub(super) fn clear(&mut self) {
         for word in self.found_words.drain(..) {
             self.found_bits[word as usize] = 0;
-            if let Some(slower) = self.tiered_bits.get_mut(word as usize) {
-                *slower = 0;
+            if let Some(tiered) = self.tiered_bits.get_mut(word as usize) {
+                *tiered = 0;
             }
         }
         for slot in self.extra_slots.drain(..) {
@@ -249,7 +249,7 @@ impl Overlaps {
         &mut self,
         path: impl Iterator<Item = (Range<u32>, &'t OwnerSet)>,
         map: &OwnerMap,
-        most: u32,
+        max_blocks: u32,
     ) {
         let limited: Vec<OwnerId> = self
             .found_owners()
@@ -267,7 +267,7 @@ impl Overlaps {
             let held = path
                 .iter()
                 .map(|(run, owners)| (run.clone(), owners.layers(owner)));
-            let device = rules.reusable_prefix(held, found.device.min(most));
+            let device = rules.reusable_prefix(held, found.device.min(max_blocks));
             if device < found.device {
                 // Slower tiers continue a prefix that cannot be reused this far.
                 self.set_found(
@@ -282,13 +282,13 @@ impl Overlaps {
     }
 
     /// Ends a query and stores the mapping of its owner ids.
-    pub(super) fn set_owner_map(&mut self, plan: &Arc<OwnerMap>) {
+    pub(super) fn set_owner_map(&mut self, owner_map: &Arc<OwnerMap>) {
         if !self
             .owner_map
             .as_ref()
-            .is_some_and(|known| Arc::ptr_eq(known, plan))
+            .is_some_and(|known| Arc::ptr_eq(known, owner_map))
         {
-            self.owner_map = Some(plan.clone());
+            self.owner_map = Some(owner_map.clone());
         }
     }
 
@@ -347,7 +347,7 @@ impl Overlaps {
         self.found_bits[at] |= 1 << (owner.at() % 64);
     }
 
-    /// Reserves this many words of owners.
+    /// Reserves space for this many words, each with the bits of 64 owners.
     fn reserve_words(&mut self, words: usize) {
         if self.found_bits.len() < words {
             self.found_bits.resize(words, 0);
@@ -400,8 +400,8 @@ impl Overlaps {
         if !is_set(&self.found_bits, owner) || self.reached[owner.at()] != start {
             return false;
         }
-        let slower = is_set(&self.tiered_bits, owner);
-        let from = if slower {
+        let is_tiered = is_set(&self.tiered_bits, owner);
+        let from = if is_tiered {
             self.tiered[owner.at()].tier
         } else {
             StorageTier::Device
@@ -410,9 +410,9 @@ impl Overlaps {
             return false;
         };
         self.reached[owner.at()] += blocks;
-        if slower || tier != StorageTier::Device {
+        if is_tiered || tier != StorageTier::Device {
             let by_tier = self.by_tier(owner);
-            if !slower {
+            if !is_tiered {
                 by_tier.blocks = TierBlocks {
                     device: start,
                     ..TierBlocks::default()
@@ -429,8 +429,8 @@ impl Overlaps {
         let mut any = false;
         for &at in &self.found_words {
             let at = at as usize;
-            let slower = self.tiered_bits.get(at).copied().unwrap_or(0);
-            let both = self.found_bits[at] & bits.get(at).copied().unwrap_or(0) & !slower;
+            let tiered = self.tiered_bits.get(at).copied().unwrap_or(0);
+            let both = self.found_bits[at] & bits.get(at).copied().unwrap_or(0) & !tiered;
             let reached = &mut self.reached[at * 64..][..64];
             if both != 0
                 && both == self.found_bits[at]
@@ -447,7 +447,7 @@ impl Overlaps {
                     any = true;
                 }
             }
-            for bit in set_bits(self.found_bits[at] & bits.get(at).copied().unwrap_or(0) & slower) {
+            for bit in set_bits(self.found_bits[at] & bits.get(at).copied().unwrap_or(0) & tiered) {
                 any |= self.tiered[at * 64 + bit as usize].advance(
                     start,
                     blocks,
@@ -462,12 +462,12 @@ impl Overlaps {
 impl TieredOverlap {
     /// Advances on the device.
     fn advance(&mut self, start: u32, blocks: u32, reached: &mut u32) -> bool {
-        let goes_on = *reached == start && self.tier == StorageTier::Device;
-        if goes_on {
+        let advances = *reached == start && self.tier == StorageTier::Device;
+        if advances {
             *reached += blocks;
             self.blocks.device += blocks;
         }
-        goes_on
+        advances
     }
 }
 

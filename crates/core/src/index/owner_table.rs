@@ -44,8 +44,8 @@ pub(super) struct OwnerMap {
 pub struct HybridSlots(Arc<OwnerMap>);
 
 impl HybridSlots {
-    pub(super) fn new(plan: &Arc<OwnerMap>) -> Self {
-        Self(plan.clone())
+    pub(super) fn new(map: &Arc<OwnerMap>) -> Self {
+        Self(map.clone())
     }
 
     /// Returns whether the cache of this slot has several groups.
@@ -108,11 +108,11 @@ impl OwnerTable {
     /// Registers a new writer of a slot. An earlier writer of the slot is no longer reported.
     pub(super) fn register(&mut self, slot: RankSlot, shared: Arc<SharedRankState>) -> OwnerId {
         let owner = self.allocate();
-        let plan = Arc::make_mut(&mut self.map);
-        if let Some(before) = plan.owner(slot) {
-            plan.vacate(before);
+        let map = Arc::make_mut(&mut self.map);
+        if let Some(before) = map.owner(slot) {
+            map.vacate(before);
         }
-        plan.assign(slot, owner);
+        map.assign(slot, owner);
         if self.states.len() <= slot.index() {
             self.states.resize(slot.index() + 1, None);
         }
@@ -122,9 +122,9 @@ impl OwnerTable {
 
     /// Moves a writer to a new owner id. The blocks under the old one are no longer reported.
     pub(super) fn reassign(&mut self, owner: OwnerId) -> OwnerId {
-        let fresh = self.allocate();
-        self.replace(owner, fresh, None);
-        fresh
+        let new_owner = self.allocate();
+        self.replace(owner, new_owner, None);
+        new_owner
     }
 
     /// Allocates an owner id that is not reported until it replaces another one.
@@ -132,28 +132,26 @@ impl OwnerTable {
         self.allocate()
     }
 
-    /// Reports the blocks under the owner id `by` instead of `seat`.
+    /// Reports the blocks under the owner id `by` instead of those under `owner`.
     pub(super) fn replace(
         &mut self,
         owner: OwnerId,
         by: OwnerId,
         rules: Option<Arc<CacheGroupRules>>,
     ) {
-        let plan = Arc::make_mut(&mut self.map);
-        let Some(slot) = plan.vacate(owner) else {
+        let map = Arc::make_mut(&mut self.map);
+        let Some(slot) = map.vacate(owner) else {
             return;
         };
-        plan.assign(slot, by);
-        rules
-            .into_iter()
-            .for_each(|rules| plan.set_rules(by, rules));
+        map.assign(slot, by);
+        rules.into_iter().for_each(|rules| map.set_rules(by, rules));
     }
 
     /// Stops reporting the blocks of an owner.
     pub(super) fn unregister(&mut self, owner: OwnerId) {
-        let plan = Arc::make_mut(&mut self.map);
-        if let Some(slot) = plan.vacate(owner) {
-            plan.by_slot[slot.index()] = None;
+        let map = Arc::make_mut(&mut self.map);
+        if let Some(slot) = map.vacate(owner) {
+            map.by_slot[slot.index()] = None;
             self.states[slot.index()] = None;
         }
     }
@@ -180,7 +178,7 @@ impl OwnerTable {
     }
 
     pub(super) fn stats(&self) -> Vec<SlotStats> {
-        let seated = self
+        let states = self
             .states
             .iter()
             .enumerate()
@@ -191,7 +189,7 @@ impl OwnerTable {
             limits: shared.limits(),
             over_limit: shared.over_limit.load(Ordering::Relaxed),
         };
-        seated.map(stats).collect()
+        states.map(stats).collect()
     }
 
     /// Returns the owner id of a slot and the shared state of its writer.
@@ -256,7 +254,7 @@ impl SharedRankState {
     }
 
     pub(super) fn limits(&self) -> BlockLimits {
-        let load = |most: &AtomicU64| most.load(Ordering::Relaxed);
+        let load = |limit: &AtomicU64| limit.load(Ordering::Relaxed);
         BlockLimits {
             device: load(&self.max_device),
             lower_tier: load(&self.max_lower),
@@ -274,7 +272,8 @@ impl SharedRankState {
         self.over_limit.fetch_add(blocks, Ordering::Relaxed);
     }
 
-    /// Only the writer changes its counters, so a plain load and store are enough.
+    /// Changes the number of blocks in a tier. Only the writer changes its counters, so a plain
+    /// load and store are enough.
     pub(super) fn add_blocks(&self, tier: StorageTier, by: i64) {
         add(&self.blocks[tier as usize], by);
     }

@@ -138,8 +138,8 @@ impl DenseOwners {
         dense.is_compact(DENSE_THRESHOLD).then_some(dense)
     }
 
-    fn is_compact(&self, least: usize) -> bool {
-        self.count >= least
+    fn is_compact(&self, min_count: usize) -> bool {
+        self.count >= min_count
             && self.others.len() <= self.count
             && self.device.len() <= 2 * self.count
     }
@@ -273,13 +273,13 @@ mod tests {
                     prop_assert_eq!(owners.layers(owner), model.get(&owner).copied().unwrap_or_default());
                 }
                 // The same owners, inserted in another order.
-                let mut again = OwnerSet::default();
-                model.iter().rev().for_each(|(owner, layers)| again.set(*owner, *layers));
-                prop_assert_eq!(&again, &owners);
-                prop_assert_eq!(&owners, &again);
-                again.set(OwnerId(77), LayerSet::from_bits(4));
-                prop_assert_ne!(&again, &owners);
-                prop_assert_ne!(&owners, &again);
+                let mut reordered = OwnerSet::default();
+                model.iter().rev().for_each(|(owner, layers)| reordered.set(*owner, *layers));
+                prop_assert_eq!(&reordered, &owners);
+                prop_assert_eq!(&owners, &reordered);
+                reordered.set(OwnerId(77), LayerSet::from_bits(4));
+                prop_assert_ne!(&reordered, &owners);
+                prop_assert_ne!(&owners, &reordered);
             }
         }
     }

@@ -94,14 +94,14 @@ impl PathWriter {
         let mut last = after.map(|PathEnd(location)| location.block);
         let mut blocks = 0;
         let mut trie = index.shards[shard].write();
-        for (step, some) in locals.chunks(BLOCKS_PER_STEP).enumerate() {
+        for (step, batch) in locals.chunks(BLOCKS_PER_STEP).enumerate() {
             if step > 0 {
                 RwLockWriteGuard::bump(&mut trie);
             }
             self.path.clear();
-            trie.trace_path(last, some, &mut self.path);
+            trie.trace_path(last, batch, &mut self.path);
             trie.set_hold_all(&self.path, hold, true);
-            let new = &some[self.path.len()..];
+            let new = &batch[self.path.len()..];
             trie.insert(
                 self.path.last().copied().or(last),
                 new,
@@ -110,7 +110,7 @@ impl PathWriter {
             );
             last = self.path.last().copied().or(last);
             blocks += self.path.len();
-            if self.path.len() < some.len() {
+            if self.path.len() < batch.len() {
                 break;
             }
         }
@@ -132,23 +132,23 @@ impl PathWriter {
         let PathEnd(BlockLocation { shard, block }) = end;
         let hold = self.hold();
         let index = self.index.clone();
-        let mut left = blocks as usize;
+        let mut remaining = blocks as usize;
         let mut last = Some(block);
         let mut step = BLOCKS_PER_STEP;
         let mut trie = index.shards[usize::from(shard)].write();
-        while let Some(block) = last.filter(|_| left > 0) {
+        while let Some(block) = last.filter(|_| remaining > 0) {
             if step == 0 {
                 RwLockWriteGuard::bump(&mut trie);
                 step = BLOCKS_PER_STEP;
             }
-            let (first, count) = trie.extent_ending_at(block, left.min(step));
+            let (first, count) = trie.extent_ending_at(block, remaining.min(step));
             last = trie.origin(first).0;
             trie.set_hold(first, count, hold, false);
             step -= count;
-            left -= count;
+            remaining -= count;
         }
         drop(trie);
-        self.adjust_counts(left as i64 - blocks as i64);
+        self.adjust_counts(remaining as i64 - blocks as i64);
         last.map(|block| PathEnd(BlockLocation { shard, block }))
     }
 
@@ -157,13 +157,13 @@ impl PathWriter {
     pub(crate) fn trace_back(&self, end: PathEnd, blocks: u64) -> (Option<PathEnd>, LocalHash) {
         let PathEnd(BlockLocation { shard, mut block }) = end;
         let trie = self.index.shards[usize::from(shard)].read();
-        let mut left = blocks as usize;
+        let mut remaining = blocks as usize;
         loop {
-            let (first, count) = trie.extent_ending_at(block, left);
+            let (first, count) = trie.extent_ending_at(block, remaining);
             let (before, local) = trie.origin(first);
-            left -= count;
+            remaining -= count;
             match before {
-                Some(before) if left > 0 => block = before,
+                Some(before) if remaining > 0 => block = before,
                 _ => {
                     return (
                         before.map(|block| PathEnd(BlockLocation { shard, block })),
@@ -197,7 +197,7 @@ impl Drop for PathWriter {
     fn drop(&mut self) {
         debug_assert!(
             self.held == 0 || std::thread::panicking(),
-            "{} blocks were left behind",
+            "{} blocks are still held",
             self.held
         );
         let mut owners = self.index.owners.write();

@@ -61,14 +61,14 @@ impl PrefixIndex {
         });
         // Under the lock of the trie: an owner id is reused only after it has left all tries.
         let owners = self.owners.read();
-        let plan = owners.plan();
-        if plan.has_rules() {
+        let map = owners.plan();
+        if map.has_rules() {
             // An engine computes at least the last token of a prompt.
-            let most = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
-            let most = u32::try_from(most).unwrap_or(u32::MAX);
-            into.limit_to_reusable(trie.matching_runs(hashes.locals()), plan, most);
+            let max_blocks = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
+            let max_blocks = u32::try_from(max_blocks).unwrap_or(u32::MAX);
+            into.limit_to_reusable(trie.matching_runs(hashes.locals()), map, max_blocks);
         }
-        into.set_owner_map(plan);
+        into.set_owner_map(map);
     }
 
     /// Returns the slots whose cache currently has several groups.
@@ -139,10 +139,10 @@ impl PrefixIndex {
                 .into_iter()
                 .for_each(|tier| _ = stale_blocks.confirm(location(block), tier));
         }
-        let classes = owners.rules(owner).map_or(&[][..], |rules| &rules.rules);
-        for (number, class) in classes.iter().enumerate() {
+        let rules = owners.rules(owner).map_or(&[][..], |rules| &rules.rules);
+        for (number, rule) in rules.iter().enumerate() {
             let layer = BlockLayer::rule(number);
-            for &block in class.required_blocks(blocks).filter_map(|at| path.get(at)) {
+            for &block in rule.required_blocks(blocks).filter_map(|at| path.get(at)) {
                 let layers = trie.layers_of(block, owner);
                 if layers.has(StorageTier::Device) && layers.has(layer) {
                     stale_blocks.confirm(location(block), layer);

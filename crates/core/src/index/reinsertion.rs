@@ -54,7 +54,7 @@ impl ReinsertionLog {
     pub(super) fn was_reinserted_since(
         &self,
         number: u64,
-        is_one: impl Fn(BlockLocation) -> bool,
+        matches: impl Fn(BlockLocation) -> bool,
     ) -> Option<bool> {
         let found = self.cleared_at.is_some_and(|cleared| number <= cleared)
             || self
@@ -62,7 +62,7 @@ impl ReinsertionLog {
                 .iter()
                 .rev()
                 .take_while(|(at, _)| *at > number)
-                .any(|(_, location)| is_one(*location));
+                .any(|(_, location)| matches(*location));
         (found || self.unknown_until <= number).then_some(found)
     }
 }
@@ -97,12 +97,12 @@ struct FilterLine([[u64; WORDS_PER_LINE]; 2]);
 impl EvictionFilter {
     /// Adds a hash that was evicted after a store event. If the older half is cleared, returns the
     /// store event up to which nothing is known now.
-    pub(super) fn insert(&mut self, name: EngineHash, number: u64) -> Option<u64> {
-        let mut forgotten = None;
+    pub(super) fn insert(&mut self, hash: EngineHash, number: u64) -> Option<u64> {
+        let mut unknown_until = None;
         if self.count == FILTER_HALF_CAPACITY {
             // Plus one: a request with the same number may have been sent before the hashes that
             // were cleared.
-            forgotten = self.has_older_half.then_some(self.half_start + 1);
+            unknown_until = self.has_older_half.then_some(self.half_start + 1);
             self.current_half = 1 - self.current_half;
             self.has_older_half = true;
             self.lines
@@ -115,21 +115,21 @@ impl EvictionFilter {
             self.lines
                 .resize(HALF_BITS / (64 * WORDS_PER_LINE), FilterLine::default());
         }
-        let (line, set) = bit_positions(name);
+        let (line, set) = bit_positions(hash);
         let half = &mut self.lines[line].0[self.current_half];
         half.iter_mut()
             .zip(set)
             .for_each(|(word, set)| *word |= set);
         self.count += 1;
-        forgotten
+        unknown_until
     }
 
-    pub(super) fn contains(&self, name: EngineHash) -> bool {
-        let (line, set) = bit_positions(name);
+    pub(super) fn contains(&self, hash: EngineHash) -> bool {
+        let (line, set) = bit_positions(hash);
         let in_half = |half: &[u64; WORDS_PER_LINE]| {
             half.iter()
                 .zip(set)
-                .fold(0, |no, (word, set)| no | (set & !word))
+                .fold(0, |missing, (word, set)| missing | (set & !word))
                 == 0
         };
         self.lines
@@ -140,34 +140,34 @@ impl EvictionFilter {
     /// Returns the index of the first hash that was evicted recently.
     pub(super) fn first_evicted(
         &self,
-        names: impl ExactSizeIterator<Item = EngineHash> + Clone,
+        hashes: impl ExactSizeIterator<Item = EngineHash> + Clone,
     ) -> Option<usize> {
         if self.lines.is_empty() {
             return None;
         }
-        let mut later = names.clone();
+        let mut later = hashes.clone();
         later
             .by_ref()
             .take(PREFETCH_DISTANCE)
-            .for_each(|name| self.prefetch(name));
-        names.into_iter().position(|name| {
+            .for_each(|hash| self.prefetch(hash));
+        hashes.into_iter().position(|hash| {
             later
                 .next()
                 .into_iter()
-                .for_each(|name| self.prefetch(name));
-            self.contains(name)
+                .for_each(|hash| self.prefetch(hash));
+            self.contains(hash)
         })
     }
 
     /// Prefetches the cache line of a hash.
-    pub(super) fn prefetch(&self, name: EngineHash) {
-        prefetch_index(&self.lines, line_index(mix(name.0)));
+    pub(super) fn prefetch(&self, hash: EngineHash) {
+        prefetch_index(&self.lines, line_index(mix(hash.0)));
     }
 }
 
 /// Returns the line of a hash and its bits in that line.
-fn bit_positions(name: EngineHash) -> (usize, [u64; WORDS_PER_LINE]) {
-    let mixed = mix(name.0);
+fn bit_positions(hash: EngineHash) -> (usize, [u64; WORDS_PER_LINE]) {
+    let mixed = mix(hash.0);
     let mut set = [0; WORDS_PER_LINE];
     for bit in (0..BITS_PER_KEY).map(|at| (mixed >> (8 * at)) as usize % (64 * WORDS_PER_LINE)) {
         set[bit / 64] |= 1 << (bit % 64);
@@ -196,7 +196,7 @@ mod tests {
         let mut log = ReinsertionLog::default();
         (1..=MAX_LOG_ENTRIES as u64).for_each(|number| log.record(number, location(number as u32)));
         let since = |log: &ReinsertionLog, number, block| {
-            log.was_reinserted_since(number, |gained| gained == location(block))
+            log.was_reinserted_since(number, |candidate| candidate == location(block))
         };
         assert_eq!(
             (since(&log, 7, 8), since(&log, 8, 8)),
@@ -214,17 +214,17 @@ mod tests {
 
     #[test]
     fn eviction_filter_keeps_recent_hashes() {
-        let mut left = EvictionFilter::default();
+        let mut filter = EvictionFilter::default();
         let half = FILTER_HALF_CAPACITY as u64;
-        let name = |number: u64| EngineHash(xxhash_rust::xxh3::xxh3_64(&number.to_le_bytes()));
-        let forgotten: Vec<_> = (0..=3 * half)
-            .filter_map(|at| left.insert(name(at), at))
+        let hash = |number: u64| EngineHash(xxhash_rust::xxh3::xxh3_64(&number.to_le_bytes()));
+        let unknown: Vec<_> = (0..=3 * half)
+            .filter_map(|at| filter.insert(hash(at), at))
             .collect();
         // The third half replaced the first one, and the fourth the second one.
-        assert_eq!(forgotten, [half + 1, 2 * half + 1]);
-        assert!((2 * half..=3 * half).all(|at| left.contains(name(at))));
+        assert_eq!(unknown, [half + 1, 2 * half + 1]);
+        assert!((2 * half..=3 * half).all(|at| filter.contains(hash(at))));
         let others = (10 * half..20 * half)
-            .filter(|&at| left.contains(name(at)))
+            .filter(|&at| filter.contains(hash(at)))
             .count() as u64;
         assert!(others < half, "{others} of {}", 10 * half);
     }

@@ -29,6 +29,7 @@ pub struct SaltTable {
     is_full: bool,
 }
 
+/// Salt of one block, with its copies.
 #[derive(Debug)]
 struct SaltEntry {
     salt: Result<Option<Arc<str>>, AmbiguousSaltError>,
@@ -53,7 +54,7 @@ impl SaltEntry {
 }
 
 impl SaltTable {
-    /// Copies the table, sorted by engine hash.
+    /// Returns a copy of the table, sorted by engine hash.
     pub(super) fn dump(&self) -> SaltTableDump {
         let mut numbers: HashMap<&str, u32> = HashMap::new();
         let mut dump = SaltTableDump {
@@ -82,7 +83,7 @@ impl SaltTable {
             stale
                 .iter_mut()
                 .zip(stale_blocks)
-                .for_each(|(of, doubt)| *of = doubt);
+                .for_each(|(stale, is_stale)| *stale = is_stale);
             dump.rows.push(SaltRow {
                 engine,
                 salt,
@@ -94,7 +95,7 @@ impl SaltTable {
         dump
     }
 
-    /// Restores a copy.
+    /// Restores a dump.
     pub(super) fn from_dump(dump: &SaltTableDump) -> Self {
         let mut salts = Self {
             has_salts: dump.has_salts,
@@ -127,21 +128,21 @@ impl SaltTable {
         salts
     }
 
-    /// Records a gap. As in the index, the next store counts the copies of a block from one again.
+    /// Removes all blocks. The engine cleared its cache.
     pub fn clear(&mut self) {
         self.blocks.clear();
         self.bytes = 0;
         self.is_full = false;
     }
 
-    /// Removes all copies of these blocks.
+    /// Records a gap. As in the index, the next store counts the copies of a block from one again.
     pub fn record_gap(&mut self, gaps: u32) {
         self.gaps = gaps;
     }
 
-    /// Removes a block that has no copy in any tier.
-    pub fn remove_all(&mut self, names: &[(EngineHash, StorageTier)]) {
-        for (block, tier) in names {
+    /// Removes all copies of these blocks in these tiers.
+    pub fn remove_all(&mut self, copies: &[(EngineHash, StorageTier)]) {
+        for (block, tier) in copies {
             let Some(entry) = self.blocks.get_mut(block) else {
                 continue;
             };
@@ -150,7 +151,7 @@ impl SaltTable {
         }
     }
 
-    /// Returns the salt of a block, if it is known.
+    /// Removes a block if no tier holds a copy of it.
     fn remove_if_empty(&mut self, block: EngineHash) {
         if self.blocks.get(&block).is_some_and(SaltEntry::is_empty)
             && let Some(removed) = self.blocks.remove(&block)
@@ -159,18 +160,18 @@ impl SaltTable {
         }
     }
 
-    /// Returns whether the block is in the table, so that the salt of its children is known.
+    /// Returns the salt of a block. Returns `None` if it is unknown, or if the block has none.
     pub fn own_salt(&self, block: EngineHash) -> Option<&str> {
         self.blocks.get(&block)?.salt.as_ref().ok()?.as_deref()
     }
 
-    /// Returns the salt inherited from a parent. An unknown parent has none: either it was stored
-    /// before the rank reported any salt, or it was removed, and stores after it are dropped.
+    /// Returns whether the block is in the table, so that the salt of its children is known.
     pub fn contains(&self, block: EngineHash) -> bool {
         self.blocks.contains_key(&block)
     }
 
-    /// Removes one copy of each block.
+    /// Returns the salt inherited from a parent. An unknown parent has none: either it was stored
+    /// before the rank reported any salt, or it was removed, and stores after it are dropped.
     pub fn inherited_salt(&self, parent: EngineHash) -> Result<Option<&str>, AmbiguousSaltError> {
         match self.blocks.get(&parent) {
             None if self.is_full => Err(AmbiguousSaltError),
@@ -183,7 +184,7 @@ impl SaltTable {
         }
     }
 
-    /// Maximum length of a salt in a copy.
+    /// Adds one copy of each block, with its salt.
     pub fn record_stored(&mut self, blocks: &[EngineHash], tier: StorageTier, salt: Option<&str>) {
         self.has_salts |= salt.is_some();
         if !self.has_salts {
@@ -200,12 +201,12 @@ impl SaltTable {
                 continue;
             }
             self.bytes += if is_new { bytes } else { 0 };
-            let fresh = || SaltEntry {
+            let new_entry = || SaltEntry {
                 salt: Ok(salt.clone()),
                 copies: Default::default(),
                 counted_at: Default::default(),
             };
-            let entry = self.blocks.entry(block).or_insert_with(fresh);
+            let entry = self.blocks.entry(block).or_insert_with(new_entry);
             let copies = &mut entry.copies[tier as usize];
             if std::mem::replace(&mut entry.counted_at[tier as usize], self.gaps) != self.gaps {
                 *copies = 0;
@@ -218,7 +219,7 @@ impl SaltTable {
         }
     }
 
-    /// Copy of a [`SaltTable`].
+    /// Removes one copy of each block.
     pub fn record_removed(&mut self, blocks: &[EngineHash], tier: StorageTier) {
         for block in blocks {
             let Some(entry) = self.blocks.get_mut(block) else {
@@ -231,10 +232,10 @@ impl SaltTable {
     }
 }
 
-/// Salt of one block.
+/// Maximum length of a salt in a dump.
 const MAX_SALT_LEN: usize = 1 << 16;
 
-/// Copies by tier.
+/// Copy of a [`SaltTable`].
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct SaltTableDump {
     pub(super) has_salts: bool,
@@ -243,24 +244,24 @@ pub(super) struct SaltTableDump {
     pub(super) rows: Vec<SaltRow>,
 }
 
-/// Reference to a salt.
+/// Salt of one block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SaltRow {
     pub(super) engine: EngineHash,
     pub(super) salt: SaltRef,
-    /// No salt.
+    /// Copies by tier.
     pub(super) copies: [u32; StorageTier::ALL.len()],
     pub(super) stale: [bool; StorageTier::ALL.len()],
 }
 
-/// The salt with this index.
+/// Reference to a salt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum SaltRef {
-    /// Several salts, or one that is too long.
+    /// No salt.
     None,
-    /// The removal of the first copy was lost.
+    /// The salt with this index.
     Named(u32),
-    /// The first block was stored twice.
+    /// Several salts, or one that is too long.
     Ambiguous,
 }
 
@@ -270,17 +271,17 @@ mod tests {
 
     #[test]
     fn store_after_gap_counts_copies_from_one() {
-        for (doubt, left) in [(false, true), (true, false)] {
+        for (has_gap, is_held) in [(false, true), (true, false)] {
             let mut salts = SaltTable::default();
             let block = [EngineHash(1)];
             salts.record_stored(&block, StorageTier::Device, Some("a"));
-            if doubt {
+            if has_gap {
                 // The removal of the first copy was lost.
                 salts.record_gap(1);
             }
             salts.record_stored(&block, StorageTier::Device, Some("a"));
             salts.record_removed(&block, StorageTier::Device);
-            let salt = if left { Ok(Some("a")) } else { Ok(None) };
+            let salt = if is_held { Ok(Some("a")) } else { Ok(None) };
             assert_eq!(salts.inherited_salt(block[0]), salt);
         }
     }

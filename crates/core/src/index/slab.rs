@@ -29,19 +29,18 @@ impl<T: Default> PagedSlab<T> {
         self.len as usize - self.free.len()
     }
 
-    pub(super) fn insert(&mut self, thing: T) -> u32 {
+    pub(super) fn insert(&mut self, value: T) -> u32 {
         if let Some(id) = self.free.pop() {
-            self[id] = thing;
+            self[id] = value;
             return id;
         }
-        match self.pages.last_mut().filter(|piece| piece.len() < PAGE_LEN) {
-            Some(piece) => piece.push(thing),
+        match self.pages.last_mut().filter(|page| page.len() < PAGE_LEN) {
+            Some(page) => page.push(value),
             None => {
                 // Only the first page grows by copying.
-                let mut piece =
-                    Vec::with_capacity(if self.pages.is_empty() { 4 } else { PAGE_LEN });
-                piece.push(thing);
-                self.pages.push(piece);
+                let mut page = Vec::with_capacity(if self.pages.is_empty() { 4 } else { PAGE_LEN });
+                page.push(value);
+                self.pages.push(page);
             }
         }
         self.len += 1;

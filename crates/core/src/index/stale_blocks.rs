@@ -4,9 +4,9 @@
 //! device, or when a response reports it as cached. Engines publish no event for a cache hit, so
 //! blocks in frequent use are not stored again.
 //!
-//! Engines evict the least recently used blocks first. An unconfirmed block is therefore gone once
-//! the engine has evicted as many confirmed blocks. Each tier and each cache group evicts
-//! independently, so every layer has its own state.
+//! Engines evict the least recently used blocks first. Once an engine has evicted as many confirmed
+//! blocks as there are unconfirmed ones, the unconfirmed ones are gone as well. Each tier and each
+//! cache group evicts independently, so every layer has its own state.
 //!
 //! Recording a gap takes constant time, because a bad link can lose events with every batch.
 
@@ -55,7 +55,7 @@ impl UnconfirmedLayer {
     }
 }
 
-/// A purge scans all blocks. It runs once the evictions reach one block in this many.
+/// Minimum evictions before a purge, which scans all blocks: one for this many scanned blocks.
 const PURGE_COST_FACTOR: u64 = 16;
 
 impl StaleBlocks {
@@ -63,7 +63,9 @@ impl StaleBlocks {
     pub(super) fn record_gap(&mut self, generation: u32) {
         for layer in &mut self.0 {
             match &mut layer.unconfirmed {
-                Some(open) => (open.generation, open.confirmed_count) = (generation, 0),
+                Some(unconfirmed) => {
+                    (unconfirmed.generation, unconfirmed.confirmed_count) = (generation, 0)
+                }
                 None if layer.held > 0 => {
                     layer.unconfirmed = Some(UnconfirmedLayer::starting_at(generation))
                 }
@@ -84,10 +86,10 @@ impl StaleBlocks {
 
     /// Counts the stale blocks on the device, and the stale shares of cache groups.
     pub(super) fn stale_count(&self) -> u64 {
-        let of_device =
+        let is_counted =
             |layer: &BlockLayer| layer.tier().is_none_or(|tier| tier == StorageTier::Device);
         BlockLayer::all()
-            .filter(of_device)
+            .filter(is_counted)
             .map(|layer| self.layer(layer).stale_count())
             .sum()
     }
@@ -108,9 +110,9 @@ impl StaleBlocks {
         locations: impl ExactSizeIterator<Item = BlockLocation>,
         layer: BlockLayer,
     ) {
-        let of = self.layer_mut(layer);
-        if of.unconfirmed.is_none() {
-            of.held -= locations.len() as u64;
+        let state = self.layer_mut(layer);
+        if state.unconfirmed.is_none() {
+            state.held -= locations.len() as u64;
         } else {
             locations.for_each(|location| self.remove_held(location, layer));
         }
@@ -118,17 +120,17 @@ impl StaleBlocks {
 
     /// Removes a block from a layer.
     fn remove_held(&mut self, location: BlockLocation, layer: BlockLayer) {
-        let of = self.layer_mut(layer);
-        of.held -= 1;
-        let Some(open) = &mut of.unconfirmed else {
+        let state = self.layer_mut(layer);
+        state.held -= 1;
+        let Some(unconfirmed) = &mut state.unconfirmed else {
             return;
         };
-        let confirmed = open.confirmed_in.remove(&location_key(location));
-        open.confirmed_count -= u64::from(confirmed == Some(open.generation));
+        let confirmed = unconfirmed.confirmed_in.remove(&location_key(location));
+        unconfirmed.confirmed_count -= u64::from(confirmed == Some(unconfirmed.generation));
         // Tiers count evictions in `record_eviction`: the writer knows which copies were counted
         // after the gap.
-        open.evicted += u64::from(confirmed.is_some() && layer.tier().is_none());
-        of.close_if_confirmed();
+        unconfirmed.evicted += u64::from(confirmed.is_some() && layer.tier().is_none());
+        state.close_if_confirmed();
     }
 
     /// Marks a block as confirmed. Returns whether it was stale before.
@@ -137,23 +139,24 @@ impl StaleBlocks {
         location: BlockLocation,
         layer: impl Into<BlockLayer>,
     ) -> bool {
-        let Some(open) = &mut self.layer_mut(layer.into()).unconfirmed else {
+        let Some(unconfirmed) = &mut self.layer_mut(layer.into()).unconfirmed else {
             return false;
         };
-        let news = open
+        let is_new = unconfirmed
             .confirmed_in
-            .insert(location_key(location), open.generation)
-            != Some(open.generation);
-        open.confirmed_count += u64::from(news);
-        news
+            .insert(location_key(location), unconfirmed.generation)
+            != Some(unconfirmed.generation);
+        unconfirmed.confirmed_count += u64::from(is_new);
+        is_new
     }
 
     /// Counts an eviction. `counted` is the gap after which the copies of the block were last
     /// counted.
     pub(super) fn record_eviction(&mut self, tier: StorageTier, counted: u32) {
-        let open = self.layer_mut(tier.into()).unconfirmed.as_mut();
-        if let Some(open) = open.filter(|open| counted >= open.horizon) {
-            open.evicted += 1;
+        let unconfirmed = self.layer_mut(tier.into()).unconfirmed.as_mut();
+        if let Some(unconfirmed) = unconfirmed.filter(|unconfirmed| counted >= unconfirmed.horizon)
+        {
+            unconfirmed.evicted += 1;
         }
     }
 
@@ -165,10 +168,10 @@ impl StaleBlocks {
     }
 
     /// Returns the layers whose unconfirmed blocks must have been evicted, if the evictions justify
-    /// a scan of `names` blocks.
-    pub(super) fn purge_layers(&self, names: u64) -> LayerSet {
+    /// a scan of this many blocks.
+    pub(super) fn purge_layers(&self, scanned_blocks: u64) -> LayerSet {
         BlockLayer::all()
-            .filter(|layer| self.layer(*layer).is_purge_due(names))
+            .filter(|layer| self.layer(*layer).is_purge_due(scanned_blocks))
             .fold(LayerSet::NONE, LayerSet::with)
     }
 
@@ -186,21 +189,26 @@ impl StaleBlocks {
         self.layer(layer.into())
             .unconfirmed
             .as_ref()
-            .is_some_and(|open| !open.confirmed_in.contains_key(&location_key(location)))
+            .is_some_and(|unconfirmed| {
+                !unconfirmed
+                    .confirmed_in
+                    .contains_key(&location_key(location))
+            })
     }
 
     /// Ends a purge of the unconfirmed blocks. Blocks that were confirmed before the latest gap are
     /// candidates for the next purge.
     pub(super) fn finish_purge(&mut self, layer: BlockLayer) {
-        let of = self.layer_mut(layer);
-        if let Some(open) = &mut of.unconfirmed {
-            let generation = open.generation;
-            open.confirmed_in
+        let state = self.layer_mut(layer);
+        if let Some(unconfirmed) = &mut state.unconfirmed {
+            let generation = unconfirmed.generation;
+            unconfirmed
+                .confirmed_in
                 .retain(|_, confirmed| *confirmed == generation);
-            open.horizon = generation;
-            open.evicted = 0;
+            unconfirmed.horizon = generation;
+            unconfirmed.evicted = 0;
         }
-        of.close_if_confirmed();
+        state.close_if_confirmed();
     }
 
     fn layer(&self, layer: BlockLayer) -> &LayerStaleness {
@@ -216,7 +224,7 @@ impl LayerStaleness {
     fn stale_count(&self) -> u64 {
         self.unconfirmed
             .as_ref()
-            .map_or(0, |open| self.held - open.confirmed_count)
+            .map_or(0, |unconfirmed| self.held - unconfirmed.confirmed_count)
     }
 
     fn close_if_confirmed(&mut self) {
@@ -225,12 +233,12 @@ impl LayerStaleness {
         }
     }
 
-    fn is_purge_due(&self, names: u64) -> bool {
-        let Some(open) = &self.unconfirmed else {
+    fn is_purge_due(&self, scanned_blocks: u64) -> bool {
+        let Some(unconfirmed) = &self.unconfirmed else {
             return false;
         };
-        let old = self.held - open.confirmed_in.len() as u64;
-        open.evicted >= old.max(names / PURGE_COST_FACTOR).max(1)
+        let old = self.held - unconfirmed.confirmed_in.len() as u64;
+        unconfirmed.evicted >= old.max(scanned_blocks / PURGE_COST_FACTOR).max(1)
     }
 }
 
@@ -239,31 +247,31 @@ impl StaleBlocks {
     /// Checks the counters against the blocks that are held.
     pub(super) fn check(&self, held: &std::collections::HashSet<(BlockLocation, BlockLayer)>) {
         for layer in BlockLayer::all() {
-            let of = self.layer(layer);
+            let state = self.layer(layer);
             let held: Vec<BlockLocation> = held
                 .iter()
-                .filter(|(_, of)| *of == layer)
+                .filter(|(_, held_layer)| *held_layer == layer)
                 .map(|(location, _)| *location)
                 .collect();
-            assert_eq!(of.held, held.len() as u64, "{layer:?}");
-            let Some(open) = &of.unconfirmed else {
+            assert_eq!(state.held, held.len() as u64, "{layer:?}");
+            let Some(unconfirmed) = &state.unconfirmed else {
                 continue;
             };
             let confirmed = held
                 .iter()
-                .filter_map(|location| open.confirmed_in.get(&location_key(*location)));
+                .filter_map(|location| unconfirmed.confirmed_in.get(&location_key(*location)));
             assert_eq!(
                 confirmed.clone().count(),
-                open.confirmed_in.len(),
+                unconfirmed.confirmed_in.len(),
                 "a confirmed block is not held"
             );
             assert_eq!(
                 confirmed
-                    .filter(|confirmed| **confirmed == open.generation)
+                    .filter(|confirmed| **confirmed == unconfirmed.generation)
                     .count() as u64,
-                open.confirmed_count
+                unconfirmed.confirmed_count
             );
-            assert!(of.stale_count() > 0, "no block is stale");
+            assert!(state.stale_count() > 0, "no block is stale");
         }
     }
 }
@@ -332,7 +340,7 @@ mod tests {
         assert_eq!(
             stale_blocks.purge_layers(20),
             LayerSet::of(StorageTier::Device),
-            "six of six, and nothing in another tier"
+            "six evictions for six unconfirmed blocks, and none in another tier"
         );
         assert_eq!(
             stale_blocks.purge_layers(200),

@@ -506,8 +506,8 @@ fn many_ranks_are_found_like_few() {
         .for_each(|shard| trie::tests::check(&shard.read()));
 }
 
-/// Cached blocks of a rank. Most ranks hold a few lengths on the device only. Some continue in host
-/// memory, and some begin there.
+/// Returns the cached blocks of a rank. Most ranks hold a few lengths on the device only. Some
+/// continue in host memory, and some begin there.
 fn varied_blocks(slot: u32) -> TierBlocks {
     let (device, host) = match slot % 17 {
         0 => (0, slot % 5),

@@ -93,8 +93,8 @@ impl BlockTrie {
         self.runs.len()
     }
 
-    /// Follows a prompt and calls `visit` with the start, the matching blocks and the owners of each
-    /// run. Ends when `visit` returns that no owner holds the whole prefix.
+    /// Follows a prompt and calls `visit` with the start, the matching blocks and the owners of
+    /// each run. Ends when `visit` returns false: no owner holds the whole prefix.
     pub(super) fn visit_runs(
         &self,
         prompt: &BlockHashes,
@@ -178,14 +178,14 @@ impl BlockTrie {
         (before.map(BlockId), local)
     }
 
-    /// Returns the contiguous blocks that end at this one, at most `most`: the first of them and
-    /// their number.
-    pub(super) fn extent_ending_at(&self, last: BlockId, most: usize) -> (BlockId, usize) {
+    /// Returns the contiguous blocks that end at this one, at most `max_blocks`: the first of them
+    /// and their number.
+    pub(super) fn extent_ending_at(&self, last: BlockId, max_blocks: usize) -> (BlockId, usize) {
         let run = self.arena.run_at(last.0).map(|run| &self.runs[run]);
-        let stretch = run
+        let extent = run
             .and_then(|run| run.blocks.find(last.0))
-            .map(|(_, stretch)| stretch);
-        let count = most.min(stretch.map_or(1, |stretch| (last.0 - stretch.first) as usize + 1));
+            .map(|(_, extent)| extent);
+        let count = max_blocks.min(extent.map_or(1, |extent| (last.0 - extent.first) as usize + 1));
         (BlockId(last.0 + 1 - count as u32), count)
     }
 
@@ -211,17 +211,17 @@ impl BlockTrie {
         let Some(first) = blocks.first() else {
             return 0;
         };
-        let in_row = blocks
+        let contiguous = blocks
             .iter()
             .zip(first.0..)
             .take_while(|(block, at)| block.0 == *at)
             .count();
         let run = self.arena.run_at(first.0).map(|run| &self.runs[run]);
-        let stretch = run
+        let extent = run
             .and_then(|run| run.blocks.find(first.0))
-            .map(|(_, stretch)| stretch);
-        stretch.map_or(in_row, |stretch| {
-            in_row.min((stretch.end() - first.0) as usize)
+            .map(|(_, extent)| extent);
+        extent.map_or(contiguous, |extent| {
+            contiguous.min((extent.end() - first.0) as usize)
         })
     }
 
@@ -238,39 +238,39 @@ impl BlockTrie {
 
     /// Counts the matching blocks of a run. Uses the checkpoints of earlier queries, and records
     /// new ones.
-    fn match_run(&self, run: &TrieRun, asked: PromptSuffix<'_>) -> usize {
-        let mut agreed = 0;
-        for stretch in run.blocks.iter() {
-            let here = self.arena.match_extent(stretch, asked.skip(agreed));
-            agreed += here;
-            if here < stretch.len as usize {
+    fn match_run(&self, run: &TrieRun, prompt: PromptSuffix<'_>) -> usize {
+        let mut matched = 0;
+        for extent in run.blocks.iter() {
+            let count = self.arena.match_extent(extent, prompt.skip(matched));
+            matched += count;
+            if count < extent.len as usize {
                 break;
             }
         }
-        agreed
+        matched
     }
 
     /// Returns the length of the common prefix of a run and a prompt.
     fn common_prefix(&self, run: &TrieRun, prompt: &[LocalHash]) -> usize {
-        let (head, more) = run.blocks.split_first();
+        let (head, rest) = run.blocks.split_first();
         let matched = common_prefix_len(self.arena.locals(head), prompt);
-        if matched < head.len as usize || more.is_empty() {
+        if matched < head.len as usize || rest.is_empty() {
             return matched;
         }
-        self.common_prefix_in(more.iter().copied(), prompt, matched)
+        self.common_prefix_in(rest.iter().copied(), prompt, matched)
     }
 
     fn common_prefix_in(
         &self,
-        stretches: impl Iterator<Item = ArenaExtent>,
+        extents: impl Iterator<Item = ArenaExtent>,
         prompt: &[LocalHash],
         from: usize,
     ) -> usize {
         let mut matched = from;
-        for stretch in stretches {
-            let here = common_prefix_len(self.arena.locals(stretch), &prompt[matched..]);
-            matched += here;
-            if here < stretch.len as usize {
+        for extent in extents {
+            let count = common_prefix_len(self.arena.locals(extent), &prompt[matched..]);
+            matched += count;
+            if count < extent.len as usize {
                 break;
             }
         }
@@ -286,12 +286,12 @@ impl BlockTrie {
         path: &mut Vec<BlockId>,
     ) -> u32 {
         let matched = self.common_prefix_in(run.blocks.skip_blocks(from), prompt, 0) as u32;
-        let mut left = matched;
-        for stretch in run.blocks.skip_blocks(from).take_while(|_| matched > 0) {
-            let here = left.min(stretch.len);
-            path.extend((stretch.first..stretch.first + here).map(BlockId));
-            left -= here;
-            if left == 0 {
+        let mut remaining = matched;
+        for extent in run.blocks.skip_blocks(from).take_while(|_| matched > 0) {
+            let count = remaining.min(extent.len);
+            path.extend((extent.first..extent.first + count).map(BlockId));
+            remaining -= count;
+            if remaining == 0 {
                 break;
             }
         }

@@ -54,17 +54,17 @@ pub struct RankWriter {
     blocks: EngineBlockMap,
     /// Gap at which the copies of each hash were last counted.
     copy_epochs: CopyEpochs,
-    /// Copies beyond the first one.
+    /// Number of copies of a hash in a tier, beyond the first one.
     extra_copies: HashMap<(EngineHash, StorageTier), u32>,
-    /// Engine hashes of one block beyond the first one.
+    /// Number of engine hashes of a block, beyond the first one.
     aliases: HashMap<(BlockLocation, BlockLayer), u32>,
     orphans: OrphanBlocks,
     /// Present only for models with several cache groups.
     groups: Option<Box<GroupHoldings>>,
     /// Hashes that were evicted from the device recently.
     evicted: EvictionFilter,
-    /// Set while the engine may hold blocks that were never reported. Counts the evictions of
-    /// blocks stored since the last gap.
+    /// Number of evictions of blocks stored since the last gap. `None` unless the engine may hold
+    /// blocks that were never reported.
     unreported_evictions: Option<u64>,
     buffers: EventBuffers,
 }
@@ -168,10 +168,10 @@ impl RankWriter {
             if let Some(later) = blocks.get(number + PREFETCH_DISTANCE) {
                 self.prefetch(*later);
             }
-            let Some((at, named)) = self
+            let Some((at, mapped)) = self
                 .blocks
                 .find(engine)
-                .filter(|(_, named)| named.layers.has(tier))
+                .filter(|(_, mapped)| mapped.layers.has(tier))
             else {
                 if !self.remove_orphan_copy(engine, tier) {
                     outcome = ApplyOutcome::BlockNotFound;
@@ -192,7 +192,7 @@ impl RankWriter {
                 CopyRef {
                     engine,
                     at,
-                    block: named,
+                    block: mapped,
                 },
                 tier,
                 &mut scratch,
@@ -214,27 +214,27 @@ impl RankWriter {
 
     /// Removes the last copy of a hash in a tier.
     fn remove_last_copy(&mut self, copy: CopyRef, tier: StorageTier, scratch: &mut EventBuffers) {
-        let left = copy.block.layers.without(tier);
+        let remaining = copy.block.layers.without(tier);
         scratch.lost.push((copy.block.location, tier.into()));
-        if !left.tiers().is_empty() {
-            self.blocks.set_layers(copy.at, left);
+        if !remaining.tiers().is_empty() {
+            self.blocks.set_layers(copy.at, remaining);
             return;
         }
         // Without a copy, the shares of the cache groups have no location either.
         scratch
             .lost
-            .extend(left.iter().map(|layer| (copy.block.location, layer)));
+            .extend(remaining.iter().map(|layer| (copy.block.location, layer)));
         self.blocks.set_layers(copy.at, LayerSet::NONE);
         self.copy_epochs.remove(copy.engine);
     }
 
     fn record_evicted(&mut self, engine: EngineHash, tier: StorageTier) {
         if tier == StorageTier::Device
-            && let Some(forgotten) = self
+            && let Some(unknown_until) = self
                 .evicted
                 .insert(engine, self.shared.event_cursor().stores)
         {
-            self.shared.reinsertions.lock().mark_unknown(forgotten);
+            self.shared.reinsertions.lock().mark_unknown(unknown_until);
         }
     }
 
@@ -262,9 +262,9 @@ impl RankWriter {
         };
         orphan.tiers = orphan.tiers.without(tier);
         orphan.stale = orphan.stale.without(tier);
-        let gone = orphan.tiers.is_empty();
+        let is_gone = orphan.tiers.is_empty();
         self.shared.add_blocks(tier, -1);
-        if gone {
+        if is_gone {
             self.orphans.take(engine);
             self.shared.add_waiting(-1);
         }
@@ -273,13 +273,13 @@ impl RankWriter {
     fn store_group(&mut self, group: u32, need: GroupNeed, blocks: &[EngineHash]) -> ApplyOutcome {
         let groups = self.groups.get_or_insert_default();
         let change = groups.define(group, need);
-        let most = usize::try_from(self.shared.limits().max_hashes()).unwrap_or(usize::MAX);
-        let mut gained = false;
+        let max_hashes = usize::try_from(self.shared.limits().max_hashes()).unwrap_or(usize::MAX);
+        let mut any_new = false;
         let mut over = 0;
         if let Some(at) = groups.find(group) {
             for &engine in blocks {
-                match groups.store(at, engine, most) {
-                    Some(is_new) => gained |= is_new,
+                match groups.store(at, engine, max_hashes) {
+                    Some(is_new) => any_new |= is_new,
                     None => over += 1,
                 }
             }
@@ -304,7 +304,7 @@ impl RankWriter {
         match change {
             GroupChange::TooMany { .. } => ApplyOutcome::TooManyGroups,
             _ if over > 0 => ApplyOutcome::IndexFull,
-            _ if gained || blocks.is_empty() => ApplyOutcome::Ok,
+            _ if any_new || blocks.is_empty() => ApplyOutcome::Ok,
             _ => ApplyOutcome::DuplicateStore,
         }
     }
@@ -333,29 +333,29 @@ impl RankWriter {
         let Some(groups) = &self.groups else { return };
         let mut scratch = std::mem::take(&mut self.buffers);
         for &engine in blocks {
-            let Some((at, named)) = self.blocks.find(engine) else {
+            let Some((at, mapped)) = self.blocks.find(engine) else {
                 continue;
             };
-            let tiers = named.layers.tiers();
+            let tiers = mapped.layers.tiers();
             let now = groups.held_layers(engine);
-            let before = named.layers.difference(tiers);
+            let before = mapped.layers.difference(tiers);
             scratch.gained.extend(
                 now.difference(before)
                     .iter()
-                    .map(|layer| (named.location, layer)),
+                    .map(|layer| (mapped.location, layer)),
             );
             scratch.lost.extend(
                 before
                     .difference(now)
                     .iter()
-                    .map(|layer| (named.location, layer)),
+                    .map(|layer| (mapped.location, layer)),
             );
             self.blocks.set_layers(at, tiers.union(now));
             scratch.confirmed.extend(
                 groups
                     .sure(engine)
                     .iter()
-                    .map(|layer| (named.location, layer)),
+                    .map(|layer| (mapped.location, layer)),
             );
         }
         self.apply_all_gained(&mut scratch);

@@ -72,7 +72,7 @@ pub struct LoadBooking {
 }
 
 impl LoadBooking {
-    /// Prompt tokens that the rank has to compute.
+    /// Returns the prompt tokens that the rank has to compute.
     pub(super) fn prefill_tokens(&self) -> u64 {
         let tokens = if self.track_prefill {
             self.prompt_tokens.saturating_sub(self.cached_tokens)

@@ -19,7 +19,8 @@ pub enum ReservationEvent {
     },
     /// The first token of the answer arrived.
     FirstToken(BookingId),
-    /// Output blocks were added; see [`Reservation::add_output_block`](super::Reservation::add_output_block).
+    /// Output blocks were added; see
+    /// [`Reservation::add_output_block`](super::Reservation::add_output_block).
     OutputBlocks {
         /// Id of the reservation.
         id: BookingId,
@@ -41,16 +42,18 @@ pub enum ReservationEvent {
 
 /// Receives changes of the load. The methods must be fast.
 pub trait LoadListener: Send + Sync {
-    /// Load decreased: a prefill or a request ended, or a slot closed. The decay of an estimated
-    /// prefill is not reported, so waiters must also poll. No lock is held during the call.
+    /// Handles a decrease of load: a prefill or a request ended, or a slot closed. The decay of an
+    /// estimated prefill is not reported, so waiters must also poll. No lock is held during the
+    /// call.
     fn on_capacity_freed(&self) {}
 
-    /// Whether changes of the reservations made here are reported.
+    /// Returns whether the listener receives the changes of the reservations made by this process.
     fn wants_reservation_events(&self) -> bool {
         false
     }
 
-    /// A reservation made here changed. The events of one reservation arrive in order.
+    /// Handles a change of a reservation made by this process. The events of one reservation arrive
+    /// in order.
     fn on_reservation_event(&self, _event: ReservationEvent) {}
 }
 
@@ -73,7 +76,7 @@ pub struct ReservationState {
 }
 
 impl ReservationState {
-    /// State right after booking.
+    /// Creates the state right after booking.
     pub fn new(bookings: Vec<LoadBooking>) -> Self {
         Self {
             bookings,
@@ -111,8 +114,8 @@ impl ReservationState {
         }
     }
 
-    /// Whether both states describe the same load. Slots are ignored, because each replica assigns
-    /// its own.
+    /// Returns whether both states describe the same load. Slots are ignored, because each replica
+    /// assigns its own.
     pub fn is_equivalent(&self, other: &ReservationState) -> bool {
         let is_same = |(a, b): (&LoadBooking, &LoadBooking)| {
             a.rank == b.rank

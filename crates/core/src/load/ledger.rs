@@ -77,13 +77,13 @@ pub enum LedgerError {
         attempt: u64,
     },
     /// The worker rank is not in the fleet.
-    #[error("worker rank {rank} does not serve")]
+    #[error("worker rank {rank} is not in the fleet")]
     NotServing {
         /// The requested worker rank.
         rank: WorkerRank,
     },
     /// The limit on reservations is reached.
-    #[error("there are {most} bookings already")]
+    #[error("the limit of {most} bookings is reached")]
     Full {
         /// The limit.
         most: usize,
@@ -98,7 +98,7 @@ pub enum LedgerError {
 
 /// Data of the caller that is stored beside a reservation.
 pub trait BookingAttachment: Default {
-    /// Called when the reservation has ended and only its id is remembered.
+    /// Handles the end of the reservation. Only its id is remembered from now on.
     fn on_booking_end(&mut self);
 }
 
@@ -182,10 +182,10 @@ impl<B: BookingAttachment> BookingLedger<B> {
             return Ok(LedgerChange::Unchanged);
         }
         let reservation = self.load.book_with(|view| {
-            let gone = bookings
+            let missing = bookings
                 .iter()
                 .find(|booking| view.load(booking.slot, booking.rank).is_none());
-            gone.map_or(Ok(()), |booking| {
+            missing.map_or(Ok(()), |booking| {
                 Err(LedgerError::NotServing { rank: booking.rank })
             })?;
             Ok(bookings)
@@ -330,14 +330,15 @@ impl<B: BookingAttachment> BookingLedger<B> {
             .filter_map(|(_, entry)| entry.reservation)
             .collect();
         let count = released.len();
-        let gone = load.find_inactive(
+        let inactive = load.find_inactive(
             entries
                 .iter()
                 .filter_map(|(request, entry)| Some((request, entry.reservation.as_ref()?))),
         );
-        let gone: Vec<String> = gone.into_iter().cloned().collect();
+        let inactive: Vec<String> = inactive.into_iter().cloned().collect();
         released.extend(
-            gone.iter()
+            inactive
+                .iter()
                 .filter_map(|request| entries.remove(request)?.reservation),
         );
         self.blocks -= released.iter().map(blocks_of).sum::<usize>();
@@ -368,8 +369,8 @@ impl<B: BookingAttachment> BookingLedger<B> {
         Some(reservation)
     }
 
-    /// Whether exactly this attempt is or was booked. Fails for an earlier attempt, for the same
-    /// attempt with other bookings, and at a limit.
+    /// Returns whether exactly this attempt is or was booked. Fails for an earlier attempt, for the
+    /// same attempt with other bookings, and at a limit.
     fn is_duplicate<'a>(
         &mut self,
         attempt: RequestAttempt<'_>,
@@ -417,13 +418,13 @@ impl<B: BookingAttachment> BookingLedger<B> {
 
     /// Checks that this many more blocks and reservations fit.
     fn check_capacity(&self, blocks: usize, bookings: usize) -> Result<(), LedgerError> {
-        let most = self.rules.max_bookings;
-        if self.counts().bookings + bookings > most {
-            return Err(LedgerError::Full { most });
+        let limit = self.rules.max_bookings;
+        if self.counts().bookings + bookings > limit {
+            return Err(LedgerError::Full { most: limit });
         }
-        let most = self.rules.max_blocks;
-        if self.blocks.saturating_add(blocks) > most {
-            return Err(LedgerError::TooManyBlocks { most });
+        let limit = self.rules.max_blocks;
+        if self.blocks.saturating_add(blocks) > limit {
+            return Err(LedgerError::TooManyBlocks { most: limit });
         }
         Ok(())
     }

@@ -105,7 +105,7 @@ impl PrefillQueue {
     }
 }
 
-/// Tokens computed after `elapsed`, if all `tokens` take `time`.
+/// Returns the tokens computed after `elapsed`, if all `tokens` take `time`.
 fn tokens_done(tokens: u64, elapsed: Duration, time: Duration) -> u64 {
     if time.is_zero() {
         return tokens;

@@ -12,7 +12,7 @@ const MIN_OBSERVATIONS: u64 = 8;
 /// count.
 const DECAY: f64 = 0.99;
 
-/// The same for the typical error, which has to follow a lasting change quickly.
+/// The corresponding factor for the typical error, which has to follow a lasting change quickly.
 const ERROR_DECAY: f64 = 0.95;
 
 /// An observation counts as at most this many typical errors away from the line.
@@ -24,7 +24,7 @@ const MIN_RELATIVE_ERROR: f64 = 0.02;
 /// Minimum relative spread of the lengths. Below it, no slope is fitted.
 const MIN_RELATIVE_SPREAD: f64 = 0.01;
 
-/// Longer times are discarded.
+/// Maximum observed time. Longer times are discarded.
 const MAX_PREFILL_TIME: Duration = Duration::from_secs(3600);
 
 /// Maximum relative error that one observation counts for.
@@ -179,7 +179,7 @@ mod tests {
         Duration::from_millis(of)
     }
 
-    /// Distinct lengths in no particular order.
+    /// Iterates over distinct lengths, in no particular order.
     fn lengths() -> impl Iterator<Item = u64> {
         (0..).map(|at: u64| 100 + at * 7919 % 4000)
     }

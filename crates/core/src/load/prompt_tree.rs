@@ -1,9 +1,10 @@
 //! Radix tree over the prompts of all running requests, with the holders of each node. A node
 //! covers a run of blocks that the same requests hold. A sequence hash covers all blocks before its
-//! own, so the common prefix of two prompts is found by binary search, and a booking costs as much
-//! as its prompt has branches, not blocks. Nodes reference a prompt instead of copying blocks.
-//! External callers may supply hashes that break this assumption: they share fewer or more blocks
-//! than they hold, but a release still removes exactly what was booked.
+//! own, so the common prefix of two prompts is found by binary search. The cost of a booking
+//! therefore depends on the branches of its prompt, not on its blocks. Nodes reference a prompt
+//! instead of copying blocks. External callers may supply hashes that break this assumption. Their
+//! prompts then share fewer or more blocks than they hold, but a release still removes exactly what
+//! was booked.
 
 use std::cmp::Reverse;
 use std::sync::Arc;

@@ -105,18 +105,18 @@ impl Reservation {
         self.parts.iter().map(|part| &part.booking)
     }
 
-    /// Whether any booking still counts as load: it was made, has not ended, and its rank is in the
-    /// fleet.
+    /// Returns whether any booking still counts as load: it was made, has not ended, and its rank
+    /// is in the fleet.
     pub fn is_active(&self) -> bool {
         self.is_active_in(&self.tracker.table.lock())
     }
 
-    /// The same under a lock that is already held.
+    /// Like [`Self::is_active`], for a caller that already holds the lock of the table.
     pub(super) fn is_active_in(&self, table: &LoadTable) -> bool {
         self.parts.iter().any(|part| table.is_active(part))
     }
 
-    /// Whether a booking was lost because its rank left the fleet or rejoined it.
+    /// Returns whether a booking was lost because its rank left the fleet or rejoined it.
     pub fn is_interrupted(&self) -> bool {
         let table = self.tracker.table.lock();
         self.parts

@@ -23,12 +23,12 @@ enum SequenceList {
 }
 
 impl PromptSequences {
-    /// No blocks.
+    /// Returns an empty set of blocks.
     pub fn empty() -> Self {
         Self::from_prompts(Vec::new())
     }
 
-    /// Blocks of several prompts.
+    /// Collects the blocks of several prompts.
     pub fn from_prompts(mut prompts: Vec<Arc<[SequenceHash]>>) -> Self {
         if prompts.len() == 1
             && let Some(only) = prompts.pop()
@@ -46,7 +46,7 @@ impl PromptSequences {
         })
     }
 
-    /// Number of distinct blocks over all prompts.
+    /// Returns the number of distinct blocks over all prompts.
     pub fn block_count(&self) -> usize {
         match &self.0 {
             SequenceList::One(prompt) => prompt.len(),
@@ -54,7 +54,7 @@ impl PromptSequences {
         }
     }
 
-    /// Sequence hashes of each prompt.
+    /// Returns the sequence hashes of each prompt.
     pub fn prompts(&self) -> &[Arc<[SequenceHash]>] {
         match &self.0 {
             SequenceList::One(prompt) => slice::from_ref(prompt),

@@ -271,7 +271,8 @@ impl RankRow {
         BlockWeight::blocks(self.weight)
     }
 
-    /// Inlined: returning the struct through memory would stall every candidate of a decision.
+    /// Returns the load of the rank. Inlined, because returning the struct through memory would
+    /// stall every candidate of a decision.
     #[inline(always)]
     fn load(&self, now: Instant) -> ActiveLoad {
         ActiveLoad {

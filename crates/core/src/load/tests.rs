@@ -206,7 +206,7 @@ impl LoadListener for CapacityCounter {
     }
 }
 
-/// Tracker with two open ranks, and the counter of its notifications.
+/// Creates a tracker with two open ranks, and the counter of its notifications.
 fn counted() -> (Arc<LoadTracker>, Arc<CapacityCounter>) {
     let counter = Arc::new(CapacityCounter::default());
     let tracker = LoadTracker::with_listener(Instant::now, counter.clone());
@@ -215,7 +215,7 @@ fn counted() -> (Arc<LoadTracker>, Arc<CapacityCounter>) {
     (tracker, counter)
 }
 
-/// Tracker with two open ranks and a manual clock.
+/// Creates a tracker with two open ranks and a manual clock.
 fn timed() -> (Arc<LoadTracker>, Arc<Mutex<Instant>>) {
     let now = Arc::new(Mutex::new(Instant::now()));
     let clock = now.clone();

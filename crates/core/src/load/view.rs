@@ -49,7 +49,7 @@ pub struct AdditionalBlocks {
 }
 
 impl AdditionalBlocks {
-    /// The same number of blocks on every slot, for requests that share no blocks.
+    /// Returns the same number of blocks for every slot, for requests that share no blocks.
     pub fn uniform(blocks: u64) -> Self {
         Self {
             blocks,

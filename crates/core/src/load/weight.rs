@@ -15,7 +15,7 @@ impl BlockWeight {
         (!fraction.is_nan()).then_some(BlockWeight(scaled.round() as u32))
     }
 
-    /// Weight of `count` such blocks.
+    /// Returns the weight of `count` such blocks.
     #[inline]
     pub(super) fn times(self, count: usize) -> u64 {
         u64::from(self.0) * count as u64

@@ -14,7 +14,7 @@ use crate::worker::{BlockSize, WorkerRank};
 pub enum BlockEvidence {
     /// The blocks appeared.
     Confirmed,
-    /// They did not, though the engine reported other blocks.
+    /// The blocks did not appear, although the engine reported other blocks.
     Unconfirmed {
         /// First missing block.
         block: usize,
@@ -30,10 +30,10 @@ pub enum EventCoverage {
     Partial,
 }
 
-/// Prediction of a request's blocks from our own tokens.
+/// Prediction of a request's blocks from warmroute's own tokens.
 #[derive(Clone, Debug, Default)]
 pub enum ParityExpectation {
-    /// No prediction: the tokens are of another source, or unknown.
+    /// No prediction: the tokens are from another source, or unknown.
     #[default]
     NotPredicted,
     /// Blocks of a prompt with multimodal objects. Clients and engines choose the identifiers of
@@ -41,12 +41,12 @@ pub enum ParityExpectation {
     Multimodal,
     /// Blocks of a text prompt.
     Prompt,
-    /// Blocks that are not used for routing, because our tokens are not trusted.
+    /// Blocks that are not used for routing, because warmroute's tokens are not trusted.
     Shadow(Box<BlockHashes>),
 }
 
 impl ParityExpectation {
-    /// Returns true if routing uses our own tokens.
+    /// Returns true if routing uses warmroute's own tokens.
     pub fn is_from_own_tokens(&self) -> bool {
         matches!(
             self,
@@ -63,7 +63,7 @@ pub struct ParityCheck {
     prompt: WatchedPrompt,
 }
 
-/// The blocks that a worker rank is expected to store, watched from the moment of the choice.
+/// Blocks that a worker rank is expected to store, watched from the time of the choice.
 #[derive(Debug)]
 pub struct WatchedPrompt {
     /// Also reports blocks that are evicted before the check.
@@ -72,7 +72,7 @@ pub struct WatchedPrompt {
     pub blocks: usize,
     /// Tokens per block.
     pub block_size: BlockSize,
-    /// The position in the rank's events at that moment.
+    /// Position in the rank's event stream at the time of the choice.
     pub since: EventCursor,
 }
 
@@ -83,31 +83,27 @@ pub struct PromptObservation {
     pub held: usize,
     /// Blocks that the engine has to store.
     pub expected: usize,
-    /// The position in the rank's events now.
+    /// Position in the rank's event stream at the time of the check.
     pub now: EventCursor,
     /// Completeness of the engine's events.
     pub coverage: EventCoverage,
 }
 
 impl ParityCheck {
-    pub(super) fn new(
-        standing: Arc<ParityStatus>,
-        rank: WorkerRank,
-        prompt: WatchedPrompt,
-    ) -> Self {
+    pub(super) fn new(status: Arc<ParityStatus>, rank: WorkerRank, prompt: WatchedPrompt) -> Self {
         Self {
-            status: standing,
+            status,
             rank,
             prompt,
         }
     }
 
-    /// The worker rank that should store the blocks.
+    /// Returns the worker rank that should store the blocks.
     pub fn rank(&self) -> WorkerRank {
         self.rank
     }
 
-    /// The watched blocks.
+    /// Returns the watched blocks.
     pub fn prompt(&self) -> &WatchedPrompt {
         &self.prompt
     }
@@ -115,16 +111,16 @@ impl ParityCheck {
     /// Records that this rank answered the request. Only the blocks of the chosen rank are checked.
     pub fn complete(self, by: WorkerRank) {
         if by == self.rank {
-            let standing = self.status.clone();
-            standing.ready_checks.lock().push(self);
+            let status = self.status.clone();
+            status.ready_checks.lock().push(self);
         }
     }
 
     /// Evaluates the check and records the result. Returns `None` if it proves nothing: the engine
     /// stored nothing at all, or its events may be incomplete.
-    pub fn evaluate(self, check: PromptObservation) -> Option<(BlockEvidence, ParityChange)> {
+    pub fn evaluate(self, observation: PromptObservation) -> Option<(BlockEvidence, ParityChange)> {
         let since = self.prompt.since;
-        let evidence = match check {
+        let evidence = match observation {
             PromptObservation { expected: 0, .. } => return None,
             PromptObservation { held, expected, .. } if held >= expected => {
                 BlockEvidence::Confirmed
@@ -140,11 +136,8 @@ impl ParityCheck {
             PromptObservation { now, .. } if now.stores <= since.stores => return None,
             PromptObservation { held, .. } => BlockEvidence::Unconfirmed { block: held },
         };
-        let standing = self.status.clone();
-        Some((
-            evidence,
-            standing.record_evidence(self.rank.worker, evidence),
-        ))
+        let status = self.status.clone();
+        Some((evidence, status.record_evidence(self.rank.worker, evidence)))
     }
 }
 

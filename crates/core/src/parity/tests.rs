@@ -53,68 +53,65 @@ fn model_is_trusted_while_any_worker_agrees() {
         (TWO, differs(), false, ParityChange::Distrusted),
         (ONE, agrees(), true, ParityChange::Trusted),
     ];
-    let standing = ParityStatus::default();
+    let status = ParityStatus::default();
     for (at, (worker, verdict, believed, change)) in cases.iter().enumerate() {
         assert_eq!(
-            standing.record_canaries(*worker, verdict.clone()),
+            status.record_canaries(*worker, verdict.clone()),
             *change,
             "step {at}"
         );
-        assert_eq!(!standing.is_mistrusted(), *believed, "step {at}");
+        assert_eq!(!status.is_mistrusted(), *believed, "step {at}");
     }
-    assert_eq!(standing.parity().state(), "some_differ");
+    assert_eq!(status.parity().state(), "some_differ");
     assert_eq!(
-        standing.retain(|worker| worker == TWO),
+        status.retain(|worker| worker == TWO),
         ParityChange::Distrusted,
         "the agreeing worker has left"
     );
     assert_eq!(
-        standing.retain(|_| false),
+        status.retain(|_| false),
         ParityChange::Trusted,
         "no differing worker is left"
     );
-    assert_eq!(standing.parity().state(), "untested");
+    assert_eq!(status.parity().state(), "untested");
 }
 
 #[test]
 fn untestable_restarted_worker_keeps_only_differences() {
-    let standing = ParityStatus::default();
-    standing.record_canaries(ONE, differs());
-    standing.mark_restarted(ONE);
-    assert!(standing.is_mistrusted(), "only after the next canary");
+    let status = ParityStatus::default();
+    status.record_canaries(ONE, differs());
+    status.mark_restarted(ONE);
+    assert!(status.is_mistrusted(), "only after the next canary");
     assert_eq!(
-        standing.record_canaries(ONE, silent()),
+        status.record_canaries(ONE, silent()),
         ParityChange::None,
         "missing evidence proves no agreement"
     );
-    assert_eq!(
-        standing.record_canaries(ONE, agrees()),
-        ParityChange::Trusted
-    );
-    standing.mark_restarted(ONE);
-    standing.record_canaries(ONE, silent());
-    assert_eq!(standing.parity().state(), "cannot_test");
+    assert_eq!(status.record_canaries(ONE, agrees()), ParityChange::Trusted);
+    status.mark_restarted(ONE);
+    status.record_canaries(ONE, silent());
+    assert_eq!(status.parity().state(), "cannot_test");
 }
 
 #[test]
 fn event_verdict_changes_only_after_consecutive_evidence() {
-    let standing = ParityStatus::default();
+    let status = ParityStatus::default();
     let missing = BlockEvidence::Unconfirmed { block: 2 };
     for round in 0..5 {
         for _ in 0..7 {
             assert_eq!(
-                standing.record_evidence(ONE, missing),
+                status.record_evidence(ONE, missing),
                 ParityChange::None,
                 "{round}"
             );
         }
         assert_eq!(
-            standing.record_evidence(ONE, BlockEvidence::Confirmed),
+            status.record_evidence(ONE, BlockEvidence::Confirmed),
             ParityChange::None
         );
     }
     let changes: Vec<_> = (0..9)
-        .map(|_| standing.record_evidence(ONE, missing))
+        .map(|_| status.record_evidence(ONE, missing))
         .collect();
     assert_eq!(changes[7], ParityChange::Distrusted);
     assert_eq!(
@@ -124,7 +121,7 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
             .count(),
         1
     );
-    let found = standing.parity().workers[&ONE]
+    let found = status.parity().workers[&ONE]
         .events
         .differs
         .clone()
@@ -134,8 +131,8 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
         (ComparedItem::Events, 2, None)
     );
     // Agreeing canaries do not outweigh the events.
-    assert_eq!(standing.record_canaries(ONE, agrees()), ParityChange::None);
-    let healing = [
+    assert_eq!(status.record_canaries(ONE, agrees()), ParityChange::None);
+    let recovery = [
         BlockEvidence::Confirmed,
         BlockEvidence::Confirmed,
         missing,
@@ -143,32 +140,29 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
         BlockEvidence::Confirmed,
     ];
     assert!(
-        healing
+        recovery
             .into_iter()
-            .all(|evidence| standing.record_evidence(ONE, evidence) == ParityChange::None)
+            .all(|evidence| status.record_evidence(ONE, evidence) == ParityChange::None)
     );
     assert_eq!(
-        standing.record_evidence(ONE, BlockEvidence::Confirmed),
+        status.record_evidence(ONE, BlockEvidence::Confirmed),
         ParityChange::Trusted
     );
 }
 
 #[test]
 fn passed_round_after_restart_clears_event_verdict() {
-    let standing = ParityStatus::default();
-    (0..8).for_each(|_| _ = standing.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }));
-    standing.mark_restarted(ONE);
+    let status = ParityStatus::default();
+    (0..8).for_each(|_| _ = status.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }));
+    status.mark_restarted(ONE);
     assert_eq!(
-        standing.record_canaries(ONE, silent()),
+        status.record_canaries(ONE, silent()),
         ParityChange::None,
         "missing evidence proves no agreement"
     );
-    assert_eq!(
-        standing.record_canaries(ONE, agrees()),
-        ParityChange::Trusted
-    );
+    assert_eq!(status.record_canaries(ONE, agrees()), ParityChange::Trusted);
     let again: Vec<_> = (0..8)
-        .map(|_| standing.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }))
+        .map(|_| status.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }))
         .collect();
     assert_eq!(
         again
@@ -178,7 +172,7 @@ fn passed_round_after_restart_clears_event_verdict() {
         "the count starts at zero"
     );
     assert_eq!(
-        standing.record_canaries(ONE, agrees()),
+        status.record_canaries(ONE, agrees()),
         ParityChange::None,
         "the same incarnation"
     );
@@ -186,14 +180,14 @@ fn passed_round_after_restart_clears_event_verdict() {
 
 #[test]
 fn event_evidence_applies_to_one_worker() {
-    let standing = ParityStatus::default();
+    let status = ParityStatus::default();
     let missing = BlockEvidence::Unconfirmed { block: 0 };
     // Neither worker can be tested. Both compute requests in turn, and only one of them as
     // predicted.
     let mut changes = Vec::new();
     for _ in 0..20 {
-        changes.push(standing.record_evidence(ONE, missing));
-        changes.push(standing.record_evidence(TWO, BlockEvidence::Confirmed));
+        changes.push(status.record_evidence(ONE, missing));
+        changes.push(status.record_evidence(TWO, BlockEvidence::Confirmed));
     }
     changes.retain(|change| *change != ParityChange::None);
     assert_eq!(
@@ -202,37 +196,34 @@ fn event_evidence_applies_to_one_worker() {
         "the model does not change"
     );
     assert_eq!(
-        (standing.is_mistrusted(), standing.parity().state()),
+        (status.is_mistrusted(), status.parity().state()),
         (false, "some_differ")
     );
     assert_eq!(
-        standing.differing_workers().iter().collect::<Vec<_>>(),
+        status.differing_workers().iter().collect::<Vec<_>>(),
         [&ONE]
     );
     // Without a worker that agrees, nothing can be compared.
     assert_eq!(
-        standing.record_canaries(TWO, differs()),
+        status.record_canaries(TWO, differs()),
         ParityChange::Distrusted
     );
     assert_eq!(
         (0..3)
-            .map(|_| standing.record_evidence(ONE, BlockEvidence::Confirmed))
+            .map(|_| status.record_evidence(ONE, BlockEvidence::Confirmed))
             .last(),
         Some(ParityChange::Trusted)
     );
     assert_eq!(
-        standing.differing_workers().iter().collect::<Vec<_>>(),
+        status.differing_workers().iter().collect::<Vec<_>>(),
         [&TWO]
     );
-    assert_eq!(
-        standing.record_canaries(TWO, agrees()),
-        ParityChange::Agrees
-    );
+    assert_eq!(status.record_canaries(TWO, agrees()), ParityChange::Agrees);
 }
 
 #[test]
 fn running_checks_are_limited_and_need_new_events() {
-    let standing = Arc::new(ParityStatus::default());
+    let status = Arc::new(ParityStatus::default());
     let rank = WorkerRank {
         worker: ONE,
         rank: DpRank(0),
@@ -251,17 +242,17 @@ fn running_checks_are_limited_and_need_new_events() {
         })
     };
     let mut held: Vec<_> = (0..MAX_RUNNING_CHECKS)
-        .map(|_| standing.start_check(rank, watch).unwrap())
+        .map(|_| status.start_check(rank, watch).unwrap())
         .collect();
-    assert!(standing.start_check(rank, watch).is_none());
+    assert!(status.start_check(rank, watch).is_none());
     // Another worker responded, so the check is dropped.
     held.pop().unwrap().complete(WorkerRank {
         worker: TWO,
         rank: DpRank(0),
     });
-    assert!(standing.take_ready_checks().is_empty());
+    assert!(status.take_ready_checks().is_empty());
     assert!(
-        standing.start_check(rank, || None).is_none(),
+        status.start_check(rank, || None).is_none(),
         "no prompt can be checked"
     );
     let confirmed = Some(BlockEvidence::Confirmed);
@@ -278,17 +269,17 @@ fn running_checks_are_limited_and_need_new_events() {
         (0, 6, 2, EventCoverage::Complete, None),
         (5, 6, 2, EventCoverage::Complete, confirmed),
     ] {
-        standing.start_check(rank, watch).unwrap().complete(rank);
+        status.start_check(rank, watch).unwrap().complete(rank);
         let check = PromptObservation {
             held,
             expected: 5,
             now: EventCursor { stores, gaps },
             coverage,
         };
-        let found = standing.take_ready_checks().pop().unwrap().evaluate(check);
+        let found = status.take_ready_checks().pop().unwrap().evaluate(check);
         assert_eq!(found.map(|(evidence, _)| evidence), expected, "{check:?}");
     }
-    assert_eq!(standing.parity().workers[&ONE].events.undecided, 2);
+    assert_eq!(status.parity().workers[&ONE].events.undecided, 2);
     drop(held);
-    assert_eq!(standing.running_checks.load(Ordering::Relaxed), 0);
+    assert_eq!(status.running_checks.load(Ordering::Relaxed), 0);
 }

@@ -37,11 +37,12 @@ pub struct TokenDifference {
     pub at: usize,
     /// Block that contains it.
     pub block: usize,
-    /// Our token at that index.
+    /// Warmroute's token at that index.
     pub ours: Option<u32>,
     /// The engine's token at that index.
     pub theirs: Option<u32>,
-    /// Our text around it. Only canaries have a text, because requests of clients are confidential.
+    /// Warmroute's text around it. Only canaries have a text, because requests of clients are
+    /// confidential.
     pub our_text: Option<String>,
     /// The engine's text around it.
     pub their_text: Option<String>,
@@ -54,14 +55,14 @@ pub enum CanaryVerdict {
     /// Not tested yet.
     #[default]
     Untested,
-    /// The worker's tokens are ours.
+    /// The worker's tokens equal warmroute's.
     Agrees {
         /// Number of compared canaries.
         compared: usize,
         /// Canaries that were skipped, with the reason.
         skipped: BTreeMap<String, String>,
     },
-    /// The worker's tokens differ from ours.
+    /// The worker's tokens differ from warmroute's.
     Differs {
         /// First difference.
         difference: Box<TokenDifference>,
@@ -77,7 +78,7 @@ pub enum CanaryVerdict {
 }
 
 impl CanaryVerdict {
-    /// Label in metrics.
+    /// Returns the label in metrics.
     pub fn label(&self) -> &'static str {
         match self {
             CanaryVerdict::Untested => "untested",
@@ -159,7 +160,7 @@ impl WorkerParity {
             && (matches!(self.canaries, CanaryVerdict::Agrees { .. }) || self.events.agrees)
     }
 
-    /// Label in metrics.
+    /// Returns the label in metrics.
     pub fn label(&self) -> &'static str {
         match () {
             () if self.differs() => "differs",
@@ -213,7 +214,7 @@ impl ModelParity {
         self.restarted_workers.retain(|worker| keep(*worker));
     }
 
-    /// Workers whose tokens are known to differ from ours.
+    /// Returns the workers whose tokens are known to differ from warmroute's.
     pub(super) fn differing_workers(&self) -> BTreeSet<WorkerId> {
         self.workers
             .iter()
@@ -222,13 +223,14 @@ impl ModelParity {
             .collect()
     }
 
-    /// Returns true if our tokens are not trusted: some workers differ, and none is known to agree.
+    /// Returns true if warmroute's tokens are not trusted: some workers differ, and none is known
+    /// to agree.
     pub fn is_mistrusted(&self) -> bool {
         self.workers.values().any(WorkerParity::differs)
             && !self.workers.values().any(WorkerParity::agrees)
     }
 
-    /// State label in metrics.
+    /// Returns the state label in metrics.
     pub fn state(&self) -> &'static str {
         let any = |label: &str| self.workers.values().any(|known| known.label() == label);
         match () {

@@ -15,8 +15,8 @@ pub struct PolicyInput {
     pub block_size: BlockSize,
     /// Whether the chosen worker computes the prefill; false if another worker does.
     pub track_prefill: bool,
-    /// Phases that the chosen worker runs. Only [`WorkerRole::Decode`] without `track_prefill` changes
-    /// the cost: cached blocks then offset decode blocks.
+    /// Phases that the chosen worker runs. Only [`WorkerRole::Decode`] without `track_prefill`
+    /// changes the cost: cached blocks then offset decode blocks.
     pub role: WorkerRole,
     /// Prompt blocks that the load tracker will count. The rest, the partial last block, is added
     /// to the forecast.
@@ -26,7 +26,7 @@ pub struct PolicyInput {
 }
 
 impl PolicyInput {
-    /// Input for workers that run both phases, without a shared cache.
+    /// Creates the input for workers that run both phases, without a shared cache.
     pub fn new(prompt_tokens: u64, block_size: BlockSize) -> Self {
         let tracked_blocks = prompt_tokens / block_size.tokens() as u64;
         Self {
@@ -39,7 +39,8 @@ impl PolicyInput {
         }
     }
 
-    /// Blocks of the shared cache beyond the `device` leading blocks that a device holds.
+    /// Returns the blocks of the shared cache beyond the `device` leading blocks that a device
+    /// holds.
     pub fn shared_beyond(&self, device: u32) -> u64 {
         let beyond = |range: &Range<u32>| range.end.saturating_sub(range.start.max(device));
         self.shared
@@ -48,12 +49,12 @@ impl PolicyInput {
             .sum()
     }
 
-    /// Blocks of the prompt, including the partial last block.
+    /// Returns the blocks of the prompt, including the partial last block.
     pub fn required_blocks(&self) -> u64 {
         self.prompt_tokens.div_ceil(self.block_size.tokens() as u64)
     }
 
-    /// Blocks that a candidate would hold for running requests, including this one.
+    /// Returns the blocks that a candidate would hold for running requests, including this one.
     pub fn decode_blocks(&self, candidate: &Candidate) -> u64 {
         let tail = self.required_blocks().saturating_sub(self.tracked_blocks);
         candidate.load.active_blocks + candidate.additional_blocks + tail

@@ -1,11 +1,12 @@
-//! Conditional disaggregation: whether a request is prefilled by another worker than it is decoded
-//! by. If there are prefill workers it is, unless the configuration allows the decode worker to do
-//! a short or delayed prefill itself. Pure: the router chooses the two workers before.
+//! Conditional disaggregation: decides whether a prefill worker or the decode worker runs the
+//! prefill of a request. If there are prefill workers, one of them does, unless the configuration
+//! allows the decode worker to run a short or delayed prefill itself. The functions are pure, and
+//! the router chooses the two workers before.
 
 use serde::{Deserialize, Serialize};
 
-/// Assumed tokens per step of a prefill worker that does not report them. Only an absurd backlog is
-/// then busy.
+/// Assumed tokens per step of a prefill worker that does not report them. Only an extreme backlog
+/// then counts as busy.
 const UNKNOWN_CAPACITY: u64 = 10_000_000;
 
 /// `disaggregation:`: handling of separate prefill workers.
@@ -102,7 +103,7 @@ pub enum LocalPrefillReason {
 }
 
 impl LocalPrefillReason {
-    /// Label in metrics and logs.
+    /// Returns the label in metrics and logs.
     pub fn as_str(self) -> &'static str {
         match self {
             LocalPrefillReason::ShortPrompt => "short_prompt",
@@ -118,7 +119,7 @@ impl LocalPrefillReason {
 }
 
 impl ConditionalPrefillConfig {
-    /// The reason for a local prefill; `None` for a remote one.
+    /// Returns the reason for a local prefill, or `None` for a remote one.
     pub fn local_prefill_reason(
         &self,
         inputs: &ConditionalPrefillInputs,
@@ -126,18 +127,18 @@ impl ConditionalPrefillConfig {
         if self.is_decode_busy(inputs) {
             return None;
         }
-        let little = || {
+        let short_prompt = || {
             self.is_uncached_part_small(inputs)
                 .then_some(LocalPrefillReason::ShortPrompt)
         };
-        let busy = || {
+        let prefill_busy = || {
             self.is_prefill_busy(inputs)
                 .then_some(LocalPrefillReason::PrefillBusy)
         };
         match self.policy {
-            ConditionalPrefillPolicy::IslBounding => little(),
-            ConditionalPrefillPolicy::PrefillLoad => busy(),
-            ConditionalPrefillPolicy::IslOrLoad => little().or_else(busy),
+            ConditionalPrefillPolicy::IslBounding => short_prompt(),
+            ConditionalPrefillPolicy::PrefillLoad => prefill_busy(),
+            ConditionalPrefillPolicy::IslOrLoad => short_prompt().or_else(prefill_busy),
         }
     }
 
@@ -159,7 +160,7 @@ impl ConditionalPrefillConfig {
             .is_some_and(|share| inputs.prefill_tokens as f64 > share * capacity)
     }
 
-    /// A decode worker of unknown size counts as busy.
+    /// Returns whether the decode worker is too busy. A worker of unknown size counts as busy.
     fn is_decode_busy(&self, inputs: &ConditionalPrefillInputs) -> bool {
         let exceeds = |share: f64| match inputs.decode_total_blocks {
             Some(total) => inputs.decode_blocks as f64 > share * total as f64,
@@ -229,7 +230,8 @@ mod tests {
         }
     }
 
-    /// Prompt of 100 tokens, of which the decode worker has cached this number.
+    /// Returns inputs for a prompt of 100 tokens, of which the decode worker has cached this
+    /// number.
     fn short_prompt(decode_cached_tokens: u64) -> ConditionalPrefillInputs {
         ConditionalPrefillInputs {
             prompt_tokens: 100,
@@ -312,23 +314,23 @@ mod tests {
 
     #[test]
     fn busy_or_unknown_decode_worker_never_prefills() {
-        let careful = ConditionalPrefillConfig {
+        let config = ConditionalPrefillConfig {
             decode_busy_threshold: Some(0.8),
             ..rule(ConditionalPrefillPolicy::IslBounding)
         };
         assert_eq!(
-            careful.local_prefill_reason(&FACTS),
+            config.local_prefill_reason(&FACTS),
             Some(LocalPrefillReason::ShortPrompt)
         );
         assert_eq!(
-            careful.local_prefill_reason(&ConditionalPrefillInputs {
+            config.local_prefill_reason(&ConditionalPrefillInputs {
                 decode_blocks: 81,
                 ..FACTS
             }),
             None
         );
         assert_eq!(
-            careful.local_prefill_reason(&ConditionalPrefillInputs {
+            config.local_prefill_reason(&ConditionalPrefillInputs {
                 decode_total_blocks: None,
                 ..FACTS
             }),

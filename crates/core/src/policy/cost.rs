@@ -96,7 +96,7 @@ impl<'a> CostModel<'a> {
         }
     }
 
-    /// Cached blocks, lower tiers weighted.
+    /// Returns the cached blocks, lower tiers weighted.
     pub(super) fn effective_blocks(&self, candidate: &Candidate) -> f64 {
         candidate.overlap.weighted_total(
             self.weights.host_cache_hit_weight,
@@ -104,14 +104,14 @@ impl<'a> CostModel<'a> {
         )
     }
 
-    /// Cached tokens, lower tiers weighted.
+    /// Returns the cached tokens, lower tiers weighted.
     pub(super) fn cached_tokens(&self, candidate: &Candidate) -> u64 {
         round_to_u64(self.effective_blocks(candidate) * self.block_size)
     }
 
-    /// Whether decode blocks and requests alone already cost more than `limit`. The prefill term is
-    /// not negative and a float sum does not shrink when a term grows, so the rest need not be
-    /// computed.
+    /// Returns whether decode blocks and requests alone already cost more than `limit`. The prefill
+    /// term is not negative and a float sum does not shrink when a term grows, so the rest need not
+    /// be computed.
     #[inline(always)]
     pub(super) fn exceeds(&self, candidate: &Candidate, limit: f64) -> bool {
         let known = !self.is_decode_only
@@ -120,7 +120,7 @@ impl<'a> CostModel<'a> {
         known && self.decode_blocks(candidate) + self.request_cost(candidate) > limit
     }
 
-    /// Total cost. NaN counts as infinity, so it is never chosen over a number.
+    /// Returns the total cost. NaN counts as infinity, so it is never chosen over a number.
     #[inline(always)]
     pub(super) fn total(&self, candidate: &Candidate) -> f64 {
         self.plain_total(candidate).unwrap_or_else(|| {
@@ -129,7 +129,8 @@ impl<'a> CostModel<'a> {
         })
     }
 
-    /// Total cost of a candidate without any credit, the common case.
+    /// Returns the total cost of a candidate without any credit, the common case. Returns `None`
+    /// for other candidates.
     #[inline(always)]
     pub(super) fn plain_total(&self, candidate: &Candidate) -> Option<f64> {
         if !self.has_plain_costs
@@ -154,7 +155,7 @@ impl<'a> CostModel<'a> {
         )
     }
 
-    /// All terms. Inlined, so callers that need only the total skip the rest.
+    /// Computes all terms. Inlined, so callers that need only the total skip the rest.
     #[inline(always)]
     pub(super) fn cost(&self, candidate: &Candidate) -> Cost {
         let weights = self.weights;
@@ -233,7 +234,8 @@ impl<'a> CostModel<'a> {
         }
     }
 
-    /// Cached tokens count in full here, because the credit subtracts them with its own weights.
+    /// Returns the prefill tokens with this request. Its cached tokens count in full, because the
+    /// credit subtracts them with its own weights.
     #[inline]
     fn prefill_tokens(&self, candidate: &Candidate) -> u64 {
         if !self.input.track_prefill {
@@ -254,8 +256,8 @@ impl<'a> CostModel<'a> {
 /// function call on targets without a rounding instruction.
 #[inline]
 fn round_to_u64(number: f64) -> u64 {
-    let whole = number as u64;
-    whole.saturating_add(u64::from(number - whole as f64 >= 0.5))
+    let integer = number as u64;
+    integer.saturating_add(u64::from(number - integer as f64 >= 0.5))
 }
 
 #[cfg(test)]

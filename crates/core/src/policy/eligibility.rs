@@ -1,7 +1,7 @@
 //! Eligibility of the members of a fleet for one request. The choice and its explanation share one
-//! function, so they cannot disagree. Three rules look at all members together and never exclude
-//! the last one: an affinity that cannot be met is ignored, so is an adapter that no worker has
-//! loaded, and if no worker is healthy all of them count as healthy, because a wrong health verdict
+//! function, so they cannot disagree. Three rules depend on all members together and never exclude
+//! the last one. An affinity that cannot be met is ignored, and so is an adapter that no worker has
+//! loaded. If no worker is healthy, all of them count as healthy, because a wrong health verdict
 //! must not be worse than none.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,8 +19,8 @@ use crate::worker::{
 /// Demands of a request on its worker. The default demands only the role.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Constraints {
-    /// Phases to run: [`WorkerRole::Prefill`] admits prefill workers only, the other roles admit all
-    /// other workers.
+    /// Phases to run: [`WorkerRole::Prefill`] admits prefill workers only, the other roles admit
+    /// all other workers.
     pub role: WorkerRole,
     /// The only admissible worker.
     pub pin: Option<WorkerPin>,
@@ -86,7 +86,7 @@ pub enum ExclusionReason<'c> {
 impl fmt::Display for ExclusionReason<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            ExclusionReason::OtherRole => "does not do this phase",
+            ExclusionReason::OtherRole => "does not run this phase",
             ExclusionReason::NotPinned => "the request is pinned to another worker",
             ExclusionReason::WrongRank => "is not the rank the request is pinned to",
             ExclusionReason::NotAllowed => "is not among the allowed workers",
@@ -95,7 +95,7 @@ impl fmt::Display for ExclusionReason<'_> {
             ExclusionReason::MissingTaint(taint) => {
                 return write!(f, "lacks the required taint `{taint}`");
             }
-            ExclusionReason::Unavailable => "takes no requests",
+            ExclusionReason::Unavailable => "accepts no requests",
             ExclusionReason::Overloaded => "is overloaded",
             ExclusionReason::Unhealthy => "is unhealthy",
             ExclusionReason::BoundElsewhere => "the session is bound to another worker rank",
@@ -108,7 +108,7 @@ impl fmt::Display for ExclusionReason<'_> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EligibilityError {
     /// The pinned worker does not exist in this role.
-    #[error("the request is pinned to worker {0}, which is not known to serve this")]
+    #[error("the request is pinned to worker {0}, which does not exist in this role")]
     PinUnknown(WorkerId),
     /// The pinned worker does not have that rank.
     #[error("the request is pinned to rank {rank} of worker {worker}, which has no such rank")]
@@ -149,9 +149,9 @@ pub fn eligible_members<'a>(
     availability: impl Fn(&FleetMember) -> WorkerAvailability,
 ) -> Result<Vec<&'a FleetMember>, EligibilityError> {
     // Usually there are no demands and no exclusions, and then nothing has to be compared.
-    let narrows =
+    let is_narrowed =
         constraints.bound_rank.is_some() || constraints.adapter.is_some() || members.is_empty();
-    if !narrows
+    if !is_narrowed
         && members
             .iter()
             .all(|member| constraints.exclusion_of(member, &availability).is_none())
@@ -202,7 +202,7 @@ pub fn exclusion_reasons<'c>(
     exclusions
 }
 
-/// Sum of the weights of the preferred taints that a worker carries.
+/// Returns the sum of the weights of the preferred taints that a worker carries.
 #[inline]
 pub fn taint_preference(constraints: &Constraints, worker: &Worker) -> f64 {
     // Few requests have preferences, so the common case is inlined.
@@ -255,7 +255,7 @@ impl Constraints {
         Ok(())
     }
 
-    /// Whether only role and availability can exclude a member.
+    /// Returns whether only role and availability can exclude a member.
     pub fn admits_all(&self) -> bool {
         self.pin.is_none()
             && self.allowed.is_none()
@@ -266,7 +266,7 @@ impl Constraints {
             && self.adapter.is_none()
     }
 
-    /// Whether the gateway allows a worker, by pool and endpoint.
+    /// Returns whether the gateway allows a worker, by pool and endpoint.
     pub fn allows(&self, worker: &Worker) -> bool {
         let of_pool = self
             .pool
@@ -330,7 +330,7 @@ impl Constraints {
     }
 }
 
-/// Whether a pin to the member's worker covers this rank.
+/// Returns whether a pin to the member's worker covers this rank.
 fn pin_matches(pin: WorkerPin, member: &FleetMember) -> bool {
     pin.rank
         .map_or(member.worker.ranks.size.get() == 1, |rank| {

@@ -19,7 +19,7 @@ pub struct InFlightEstimate {
     pub prefill_tokens: u64,
     /// Mean blocks that each holds.
     pub blocks: u64,
-    /// Number of ranks they may go to.
+    /// Number of ranks that may receive them.
     pub ranks: usize,
 }
 

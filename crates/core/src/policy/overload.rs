@@ -58,7 +58,7 @@ impl OverloadThresholds {
         })
     }
 
-    /// Whether any threshold on load is set.
+    /// Returns whether any threshold on load is set.
     pub fn has_load_thresholds(&self) -> bool {
         self.decode_blocks.is_some()
             || self.prefill_tokens.is_some()
@@ -99,7 +99,7 @@ impl OverloadThresholds {
         let step = capacity
             .max_num_batched_tokens
             .unwrap_or(UNKNOWN_BATCH_TOKENS) as f64;
-        self.prefill_tokens.is_some_and(|most| tokens > most)
+        self.prefill_tokens.is_some_and(|max| tokens > max)
             || self
                 .prefill_tokens_fraction
                 .is_some_and(|fraction| tokens as f64 > fraction * step)
@@ -143,7 +143,7 @@ pub struct OverloadedWorkers {
 }
 
 impl OverloadedWorkers {
-    /// Whether a worker is overloaded.
+    /// Returns whether a worker is overloaded.
     pub fn contains(&self, worker: WorkerId) -> bool {
         self.workers.binary_search(&worker).is_ok()
     }

@@ -38,8 +38,8 @@ impl RequestedWorkers {
         let pin = |worker: Option<WorkerId>, rank| worker.map(|worker| WorkerPin { worker, rank });
         match role {
             WorkerRole::Prefill => {
-                // Headers use one name for the general and the decode worker. The decode worker must
-                // not also be pinned as a remote prefill worker.
+                // Headers use one name for the general and the decode worker. The decode worker
+                // must not also be pinned as a remote prefill worker.
                 let general = self
                     .worker
                     .filter(|worker| self.decode_worker != Some(*worker));

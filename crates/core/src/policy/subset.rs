@@ -44,18 +44,18 @@ impl EndpointSubset {
         }
     }
 
-    /// Whether an endpoint is allowed.
+    /// Returns whether an endpoint is allowed.
     pub fn contains(&self, endpoint: WorkerEndpoint) -> bool {
         let endpoint = endpoint.canonical();
         self.endpoints.contains(&endpoint) || self.addresses.contains(&endpoint.0.ip())
     }
 
-    /// Whether no endpoint is allowed.
+    /// Returns whether no endpoint is allowed.
     pub fn is_empty(&self) -> bool {
         self.endpoints.is_empty() && self.addresses.is_empty()
     }
 
-    /// Number of entries that could not be parsed.
+    /// Returns the number of entries that could not be parsed.
     pub fn unreadable(&self) -> usize {
         self.unreadable
     }

@@ -18,16 +18,16 @@ fn candidate() -> Candidate {
     }
 }
 
-fn question() -> PolicyInput {
+fn input() -> PolicyInput {
     PolicyInput::new(64, BlockSize::new(16).unwrap())
 }
 
-/// Number of times that each candidate is chosen.
+/// Returns the number of times that each candidate is chosen.
 fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usize> {
     let mut rng = StdRng::seed_from_u64(7);
     let mut counts = vec![0; candidates.len()];
     for _ in 0..draws {
-        counts[choose(&question(), candidates, weights, &mut rng)
+        counts[choose(&input(), candidates, weights, &mut rng)
             .unwrap()
             .index] += 1;
     }
@@ -53,7 +53,7 @@ fn no_candidates_yield_no_choice() {
             router_temperature,
             ..Weights::default()
         };
-        assert_eq!(choose(&question(), &[], &weights, &mut rng), None);
+        assert_eq!(choose(&input(), &[], &weights, &mut rng), None);
     }
 }
 
@@ -76,12 +76,12 @@ fn tiny_temperature_selects_cheapest() {
 
 #[test]
 fn cost_is_finite_for_any_prompt_length() {
-    let question = PolicyInput::new(u64::MAX, BlockSize::new(1).unwrap());
+    let input = PolicyInput::new(u64::MAX, BlockSize::new(1).unwrap());
     let mut candidate = candidate();
     candidate.load.active_prefill_tokens = 100;
     candidate.overlap.device = 10;
     let choice = choose(
-        &question,
+        &input,
         &[candidate],
         &Weights::default(),
         &mut StdRng::seed_from_u64(1),
@@ -104,7 +104,7 @@ fn exact_ties_are_shared_evenly() {
         "{counts:?}"
     );
     let choice = choose(
-        &question(),
+        &input(),
         &candidates,
         &Weights::default(),
         &mut StdRng::seed_from_u64(1),
@@ -164,7 +164,7 @@ fn huge_costs_still_order_candidates() {
 
 #[test]
 fn default_weights_prefer_busy_worker_with_long_prefix() {
-    let question = PolicyInput::new(104 * 16, BlockSize::new(16).unwrap());
+    let input = PolicyInput::new(104 * 16, BlockSize::new(16).unwrap());
     let busy = ActiveLoad {
         active_blocks: 240,
         active_prefill_tokens: 0,
@@ -184,14 +184,9 @@ fn default_weights_prefer_busy_worker_with_long_prefix() {
     };
     let candidates = [warm, idle];
     let chosen = |weights: &Weights| {
-        choose(
-            &question,
-            &candidates,
-            weights,
-            &mut StdRng::seed_from_u64(1),
-        )
-        .unwrap()
-        .index
+        choose(&input, &candidates, weights, &mut StdRng::seed_from_u64(1))
+            .unwrap()
+            .index
     };
     assert_eq!(
         (chosen(&Weights::default()), chosen(&Weights::UNIT)),
@@ -206,8 +201,8 @@ fn cost_terms_add_up_to_total() {
         shared_cache_multiplier: 0.5,
         ..Weights::UNIT
     };
-    let mut question = question();
-    question.shared = vec![0..1, 2..4];
+    let mut input = input();
+    input.shared = vec![0..1, 2..4];
     let candidates = [Candidate {
         overlap: TierBlocks {
             device: 1,
@@ -223,13 +218,7 @@ fn cost_terms_add_up_to_total() {
         taint_preference: 0.5,
         ..candidate()
     }];
-    let choice = choose(
-        &question,
-        &candidates,
-        &weights,
-        &mut StdRng::seed_from_u64(1),
-    )
-    .unwrap();
+    let choice = choose(&input, &candidates, &weights, &mut StdRng::seed_from_u64(1)).unwrap();
     let cost = choice.cost;
     let credit = cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit;
     assert_eq!(credit, 1.0 + 0.75 + 0.25 + 1.0);
@@ -294,15 +283,15 @@ fn unknown_weight_is_rejected_and_missing_one_defaults() {
 
 #[test]
 fn preference_has_no_effect_at_zero_cost() {
-    let mut question = question();
-    question.track_prefill = false;
+    let mut input = input();
+    input.track_prefill = false;
     let idle = |preference| Candidate {
         additional_blocks: 0,
         taint_preference: preference,
         ..candidate()
     };
     let choice = choose(
-        &question,
+        &input,
         &[idle(0.0), idle(1.0)],
         &Weights::default(),
         &mut StdRng::seed_from_u64(1),
@@ -313,9 +302,9 @@ fn preference_has_no_effect_at_zero_cost() {
 
 #[test]
 fn decode_cost_is_not_negative() {
-    let mut question = question();
-    question.track_prefill = false;
-    question.role = WorkerRole::Decode;
+    let mut input = input();
+    input.track_prefill = false;
+    input.role = WorkerRole::Decode;
     let holds = |device| Candidate {
         overlap: TierBlocks {
             device,
@@ -325,7 +314,7 @@ fn decode_cost_is_not_negative() {
     };
     let candidates = [holds(4), holds(9), holds(3)];
     let choice = choose(
-        &question,
+        &input,
         &candidates,
         &Weights::default(),
         &mut StdRng::seed_from_u64(1),
@@ -336,7 +325,7 @@ fn decode_cost_is_not_negative() {
         overlap_score_credit: 0.0,
         ..Weights::default()
     };
-    let choice = choose(&question, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
+    let choice = choose(&input, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
     assert_eq!(
         (choice.cost.decode_cost, choice.ties),
         (4.0, 3),

@@ -22,7 +22,7 @@ pub(super) struct InFlightPrompts {
 }
 
 struct InFlightState {
-    chains: PredictedTree,
+    tree: PredictedTree,
     uses: u64,
     /// Last run of each prompt, by its use.
     tails: BTreeMap<UseStamp, Option<RunId>>,
@@ -58,7 +58,7 @@ impl std::fmt::Debug for InFlightPrompts {
 impl InFlightPrompts {
     pub(super) fn new(paths: PathWriter, most_blocks: u64, rules: Arc<PredictorRules>) -> Self {
         let state = InFlightState {
-            chains: PredictedTree::new(paths),
+            tree: PredictedTree::new(paths),
             uses: 0,
             tails: BTreeMap::new(),
             refused_blocks: 0,
@@ -87,9 +87,9 @@ impl InFlightPrompts {
             state.refused_blocks += blocks.len() as u64;
             return InFlightPrompt::none();
         }
-        let known = state.chains.known_blocks(blocks);
+        let known = state.tree.known_blocks(blocks);
         let new = (blocks.len() - known) as u64;
-        if state.chains.blocks() + new > self.most_blocks {
+        if state.tree.blocks() + new > self.most_blocks {
             state.refused_blocks += new;
             return InFlightPrompt {
                 hold: None,
@@ -102,7 +102,7 @@ impl InFlightPrompts {
             use_number: state.uses,
         };
         let recorded = state
-            .chains
+            .tree
             .record(blocks, known, PromptUse { stamp, lease: true });
         state.tails.insert(stamp, recorded.tail);
         InFlightPrompt {
@@ -128,7 +128,7 @@ impl InFlightPrompts {
     pub(super) fn stats(&self) -> InFlightStats {
         let state = self.state.lock();
         let of = |state: &InFlightState| InFlightStats {
-            blocks: state.chains.blocks(),
+            blocks: state.tree.blocks(),
             refused_blocks: state.refused_blocks,
         };
         state.as_ref().map(of).unwrap_or_default()
@@ -152,9 +152,9 @@ impl InFlightState {
         let Some(tail) = self.tails.remove(&stamp) else {
             return;
         };
-        self.chains.release(tail, 0, stamp);
-        while let Some((_, unused)) = self.chains.oldest() {
-            self.chains.evict(unused, u64::MAX);
+        self.tree.release(tail, 0, stamp);
+        while let Some((_, unused)) = self.tree.oldest() {
+            self.tree.evict(unused, u64::MAX);
         }
     }
 }

@@ -173,26 +173,26 @@ impl PredictedTree {
         }
     }
 
-    /// Removes up to `most` blocks from the end of a run returned by [`Chains::oldest`]. Returns
-    /// their number.
-    pub(super) fn evict(&mut self, id: RunId, most: u64) -> u64 {
+    /// Removes up to `max_blocks` blocks from the end of a run returned by
+    /// [`PredictedTree::oldest`]. Returns their number.
+    pub(super) fn evict(&mut self, id: RunId, max_blocks: u64) -> u64 {
         let &PromptRun {
             content,
             blocks,
             parent,
             ..
         } = self.run(id);
-        let taken = most.min(blocks);
+        let removed = max_blocks.min(blocks);
         let RunContent::Prompt { first, end } = content else {
-            self.shrink_generated(id, taken);
-            return taken;
+            self.shrink_generated(id, removed);
+            return removed;
         };
-        self.blocks -= taken;
-        let end = self.paths.remove_tail(end, taken);
-        match end.filter(|_| taken < blocks) {
+        self.blocks -= removed;
+        let end = self.paths.remove_tail(end, removed);
+        match end.filter(|_| removed < blocks) {
             Some(end) => {
                 let run = self.run_mut(id);
-                run.blocks = blocks - taken;
+                run.blocks = blocks - removed;
                 run.content = RunContent::Prompt { first, end };
             }
             None => {
@@ -200,7 +200,7 @@ impl PredictedTree {
                 self.remove(id);
             }
         }
-        taken
+        removed
     }
 
     /// Returns the last run of a prompt, and the number of blocks at its end that only this use has
@@ -331,8 +331,8 @@ impl PredictedTree {
     /// the response to the shorter one.
     fn replace_generated(&mut self, parent: Option<RunId>, blocks: u64) {
         if let Some(generated_child) = self.generated_child(parent) {
-            let named = self.run(generated_child).blocks.min(blocks);
-            self.shrink_generated(generated_child, named);
+            let replaced = self.run(generated_child).blocks.min(blocks);
+            self.shrink_generated(generated_child, replaced);
         }
     }
 

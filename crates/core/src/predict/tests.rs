@@ -14,14 +14,14 @@ use super::*;
 use crate::block::LocalHash;
 use crate::index::IndexStats;
 use crate::worker::{BlockSize, DpRank, WorkerId};
-use model::{Entered, Model};
+use model::{Model, UseSnapshot};
 
 const TTL: u64 = 1_050;
 const A: RankSlot = RankSlot(0);
 const B: RankSlot = RankSlot(1);
 const RANKS: u32 = 4;
 
-fn name(slot: RankSlot) -> WorkerRank {
+fn rank_of(slot: RankSlot) -> WorkerRank {
     WorkerRank {
         worker: WorkerId(100 + u64::from(slot.0)),
         rank: DpRank(0),
@@ -44,13 +44,13 @@ fn ttl(most_blocks_per_rank: u64) -> TtlPolicy {
 }
 
 /// Predictor with a manual clock.
-struct Bed {
+struct TestBed {
     now: Arc<Mutex<u64>>,
     predictor: Arc<Predictor>,
     overlaps: Overlaps,
 }
 
-impl Bed {
+impl TestBed {
     fn new(policy: EvictionPolicy) -> Self {
         let now = Arc::new(Mutex::new(0));
         let start = Instant::now();
@@ -73,7 +73,7 @@ impl Bed {
     }
 
     fn record(&self, slot: RankSlot, path: &[u8]) -> PredictionLease {
-        self.predictor.record(slot, name(slot), &prompt(path))
+        self.predictor.record(slot, rank_of(slot), &prompt(path))
     }
 
     fn overlap(&mut self, slot: RankSlot, path: &[u8]) -> usize {
@@ -93,18 +93,18 @@ fn lru(default_blocks: Option<u64>) -> EvictionPolicy {
 
 #[test]
 fn block_expires_at_rounded_ttl_after_last_use() {
-    let mut bed = Bed::new(EvictionPolicy::Ttl(ttl(100)));
-    bed.predictor.open(A, name(A), None);
-    drop(bed.record(A, &[1, 2, 3, 4]));
-    bed.wait(500);
-    drop(bed.record(A, &[1, 2]));
+    let mut test_bed = TestBed::new(EvictionPolicy::Ttl(ttl(100)));
+    test_bed.predictor.open(A, rank_of(A), None);
+    drop(test_bed.record(A, &[1, 2, 3, 4]));
+    test_bed.wait(500);
+    drop(test_bed.record(A, &[1, 2]));
     // The expiry at 1050 ms is rounded up to 1100 ms, and that of the prefix from 1550 to 1600 ms.
     for (millis, left) in [(1_000, 4), (1_099, 4), (1_100, 2), (1_599, 2), (1_600, 0)] {
-        *bed.now.lock() = millis;
-        bed.predictor.expire();
-        assert_eq!(bed.overlap(A, &[1, 2, 3, 4]), left, "at {millis} ms");
+        *test_bed.now.lock() = millis;
+        test_bed.predictor.expire();
+        assert_eq!(test_bed.overlap(A, &[1, 2, 3, 4]), left, "at {millis} ms");
     }
-    let stats = bed.predictor.stats();
+    let stats = test_bed.predictor.stats();
     assert_eq!(
         (stats.blocks, stats.ranks[0].runs, stats.ranks[0].expired),
         (0, 0, 4)
@@ -113,68 +113,72 @@ fn block_expires_at_rounded_ttl_after_last_use() {
 
 #[test]
 fn size_limit_evicts_least_recent_tails_first() {
-    let mut bed = Bed::new(EvictionPolicy::Ttl(ttl(6)));
-    bed.predictor.open(A, name(A), Some(1));
+    let mut test_bed = TestBed::new(EvictionPolicy::Ttl(ttl(6)));
+    test_bed.predictor.open(A, rank_of(A), Some(1));
     for path in [&[1, 2, 3][..], &[4, 5, 6], &[1, 2], &[7]] {
-        drop(bed.record(A, path));
+        drop(test_bed.record(A, path));
     }
-    let left = [&[1, 2, 3][..], &[4, 5, 6], &[7]].map(|path| bed.overlap(A, path));
+    let left = [&[1, 2, 3][..], &[4, 5, 6], &[7]].map(|path| test_bed.overlap(A, path));
     assert_eq!(left, [2, 3, 1], "the end that only the first prompt had");
-    drop(bed.record(A, &[8, 8, 8, 8]));
-    let left = [&[1, 2, 3][..], &[4, 5, 6], &[7], &[8, 8, 8, 8]].map(|path| bed.overlap(A, path));
+    drop(test_bed.record(A, &[8, 8, 8, 8]));
+    let left =
+        [&[1, 2, 3][..], &[4, 5, 6], &[7], &[8, 8, 8, 8]].map(|path| test_bed.overlap(A, path));
     assert_eq!(left, [1, 0, 1, 4]);
-    drop(bed.record(A, &[9; 10]));
+    drop(test_bed.record(A, &[9; 10]));
     assert_eq!(
-        (bed.overlap(A, &[9; 10]), bed.predictor.stats().blocks),
+        (
+            test_bed.overlap(A, &[9; 10]),
+            test_bed.predictor.stats().blocks
+        ),
         (6, 6)
     );
-    let stats = bed.predictor.stats();
+    let stats = test_bed.predictor.stats();
     assert_eq!((stats.ranks[0].evicted, stats.ranks[0].expired), (15, 0));
 }
 
 #[test]
 fn lru_evicts_longest_released_and_keeps_held_blocks() {
-    let mut bed = Bed::new(lru(None));
+    let mut test_bed = TestBed::new(lru(None));
     assert_eq!(
-        bed.predictor.open(A, name(A), Some(6)),
+        test_bed.predictor.open(A, rank_of(A), Some(6)),
         EffectivePolicy::Lru { capacity: 6 }
     );
-    let first = bed.record(A, &[1, 2, 3]);
-    let second = bed.record(A, &[4, 5]);
-    let third = bed.record(A, &[7, 8]);
+    let first = test_bed.record(A, &[1, 2, 3]);
+    let second = test_bed.record(A, &[4, 5]);
+    let third = test_bed.record(A, &[7, 8]);
     assert_eq!(
-        bed.predictor.stats().blocks,
+        test_bed.predictor.stats().blocks,
         7,
         "all blocks are in use, beyond the capacity"
     );
-    drop((bed.record(A, &[20, 21]), bed.record(A, &[7, 8])));
-    let full = bed.predictor.stats();
+    drop((test_bed.record(A, &[20, 21]), test_bed.record(A, &[7, 8])));
+    let full = test_bed.predictor.stats();
     assert_eq!(
         (
             full.blocks,
             full.ranks[0].refused,
-            bed.overlap(A, &[20, 21])
+            test_bed.overlap(A, &[20, 21])
         ),
         (7, 2, 0),
         "no further blocks are stored"
     );
     drop(second);
-    assert_eq!(bed.overlap(A, &[4, 5]), 1);
+    assert_eq!(test_bed.overlap(A, &[4, 5]), 1);
     drop(first);
     drop(third);
-    let fourth = bed.record(A, &[9, 10]);
+    let fourth = test_bed.record(A, &[9, 10]);
     assert_eq!(
         (
-            bed.overlap(A, &[4]),
-            bed.overlap(A, &[1, 2, 3]),
-            bed.overlap(A, &[7, 8])
+            test_bed.overlap(A, &[4]),
+            test_bed.overlap(A, &[1, 2, 3]),
+            test_bed.overlap(A, &[7, 8])
         ),
         (0, 2, 2)
     );
-    bed.wait(10 * TTL);
-    bed.predictor.expire();
+    test_bed.wait(10 * TTL);
+    test_bed.predictor.expire();
     assert_eq!(
-        bed.overlap(A, &[7, 8]),
+        test_bed.overlap(A, &[7, 8]),
         2,
         "time has no effect on this policy"
     );
@@ -183,28 +187,28 @@ fn lru_evicts_longest_released_and_keeps_held_blocks() {
 
 #[test]
 fn longer_prompt_replaces_generated_blocks() {
-    let mut bed = Bed::new(lru(Some(8)));
-    bed.predictor.open(A, name(A), None);
-    let mut turn = bed.record(A, &[1, 2]);
-    turn.grow(2);
-    turn.grow(1);
-    drop(turn);
-    let stats = bed.predictor.stats();
+    let mut test_bed = TestBed::new(lru(Some(8)));
+    test_bed.predictor.open(A, rank_of(A), None);
+    let mut lease = test_bed.record(A, &[1, 2]);
+    lease.grow(2);
+    lease.grow(1);
+    drop(lease);
+    let stats = test_bed.predictor.stats();
     assert_eq!((stats.blocks, stats.generated), (2, 3));
-    let next = bed.record(A, &[1, 2, 3, 4, 5, 6]);
-    let stats = bed.predictor.stats();
+    let next = test_bed.record(A, &[1, 2, 3, 4, 5, 6]);
+    let stats = test_bed.predictor.stats();
     assert_eq!((stats.blocks, stats.generated), (6, 0));
     drop(next);
-    let mut other = bed.record(A, &[]);
+    let mut other = test_bed.record(A, &[]);
     other.grow(4);
     assert_eq!(
-        bed.overlap(A, &[1, 2, 3, 4, 5, 6]),
+        test_bed.overlap(A, &[1, 2, 3, 4, 5, 6]),
         4,
         "and they evict other blocks"
     );
     drop(other);
-    drop(bed.record(A, &[9, 9]));
-    let stats = bed.predictor.stats();
+    drop(test_bed.record(A, &[9, 9]));
+    let stats = test_bed.predictor.stats();
     assert_eq!(
         (stats.blocks, stats.generated),
         (6, 2),
@@ -215,33 +219,40 @@ fn longer_prompt_replaces_generated_blocks() {
 #[test]
 fn revoked_request_removes_only_unshared_blocks() {
     for policy in [lru(Some(100)), EvictionPolicy::Ttl(ttl(100))] {
-        let mut bed = Bed::new(policy);
-        bed.predictor.open(A, name(A), None);
-        drop(bed.record(A, &[1, 2]));
-        let mut lost = bed.record(A, &[1, 2, 3, 4]);
-        lost.grow(2);
-        lost.revoke(&prompt(&[1, 2, 3, 4]));
-        let stats = bed.predictor.stats();
+        let mut test_bed = TestBed::new(policy);
+        test_bed.predictor.open(A, rank_of(A), None);
+        drop(test_bed.record(A, &[1, 2]));
+        let mut revoked = test_bed.record(A, &[1, 2, 3, 4]);
+        revoked.grow(2);
+        revoked.revoke(&prompt(&[1, 2, 3, 4]));
+        let stats = test_bed.predictor.stats();
         assert_eq!(
-            (bed.overlap(A, &[1, 2, 3, 4]), stats.blocks, stats.generated),
+            (
+                test_bed.overlap(A, &[1, 2, 3, 4]),
+                stats.blocks,
+                stats.generated
+            ),
             (2, 2, 0),
             "{policy:?}"
         );
-        let lost = bed.record(A, &[1, 2, 3, 4]);
-        drop(bed.record(A, &[1, 2, 3, 5]));
-        let _ = lost.revoke(&prompt(&[1, 2, 3, 4]));
+        let revoked = test_bed.record(A, &[1, 2, 3, 4]);
+        drop(test_bed.record(A, &[1, 2, 3, 5]));
+        let _ = revoked.revoke(&prompt(&[1, 2, 3, 4]));
         assert_eq!(
-            (bed.overlap(A, &[1, 2, 3, 4]), bed.predictor.stats().blocks),
+            (
+                test_bed.overlap(A, &[1, 2, 3, 4]),
+                test_bed.predictor.stats().blocks
+            ),
             (3, 4),
             "{policy:?}: other prompts were recorded"
         );
-        let lost = bed.record(A, &[7]);
-        drop(bed.record(A, &[7]));
-        let _ = lost.revoke(&prompt(&[7]));
+        let revoked = test_bed.record(A, &[7]);
+        drop(test_bed.record(A, &[7]));
+        let _ = revoked.revoke(&prompt(&[7]));
         assert_eq!(
-            bed.overlap(A, &[7]),
+            test_bed.overlap(A, &[7]),
             1,
-            "{policy:?}: another rank holds it too"
+            "{policy:?}: another request used it"
         );
     }
 }
@@ -249,21 +260,21 @@ fn revoked_request_removes_only_unshared_blocks() {
 #[test]
 fn conversation_is_one_run_until_it_branches() {
     for policy in [lru(Some(100)), EvictionPolicy::Ttl(ttl(100))] {
-        let bed = Bed::new(policy);
-        bed.predictor.open(A, name(A), None);
+        let test_bed = TestBed::new(policy);
+        test_bed.predictor.open(A, rank_of(A), None);
         for turn in 1..=5 {
-            let mut lease = bed.record(A, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10][..2 * turn]);
+            let mut lease = test_bed.record(A, &[1, 2, 3, 4, 5, 6, 7, 8, 9, 10][..2 * turn]);
             lease.grow(1);
         }
-        let runs = || bed.predictor.stats().ranks[0].runs;
+        let runs = || test_bed.predictor.stats().ranks[0].runs;
         assert_eq!(
-            (runs(), bed.predictor.stats().blocks),
+            (runs(), test_bed.predictor.stats().blocks),
             (1, 10),
             "{policy:?}"
         );
-        drop(bed.record(A, &[1, 2, 3, 8]));
+        drop(test_bed.record(A, &[1, 2, 3, 8]));
         assert_eq!(
-            (runs(), bed.predictor.stats().blocks),
+            (runs(), test_bed.predictor.stats().blocks),
             (3, 11),
             "{policy:?}"
         );
@@ -272,8 +283,8 @@ fn conversation_is_one_run_until_it_branches() {
 
 #[test]
 fn rank_without_capacity_falls_back_to_ttl() {
-    let mut bed = Bed::new(lru(None));
-    let policy = bed.predictor.open(A, name(A), None);
+    let mut test_bed = TestBed::new(lru(None));
+    let policy = test_bed.predictor.open(A, rank_of(A), None);
     assert_eq!(
         policy,
         EffectivePolicy::Ttl {
@@ -281,45 +292,45 @@ fn rank_without_capacity_falls_back_to_ttl() {
             fallback: true
         }
     );
-    assert_eq!(bed.predictor.stats().ranks[0].policy, policy);
-    let lease = bed.record(A, &[1]);
-    bed.wait(TTL + 100);
-    bed.predictor.expire();
-    assert_eq!(bed.overlap(A, &[1]), 0, "no lease holds it");
+    assert_eq!(test_bed.predictor.stats().ranks[0].policy, policy);
+    let lease = test_bed.record(A, &[1]);
+    test_bed.wait(TTL + 100);
+    test_bed.predictor.expire();
+    assert_eq!(test_bed.overlap(A, &[1]), 0, "no lease holds it");
     drop(lease);
 }
 
 #[test]
 fn stale_rank_or_lease_has_no_effect() {
-    let mut bed = Bed::new(lru(Some(4)));
-    bed.predictor.open(A, name(A), None);
-    let mut old = bed.record(A, &[1, 2]);
+    let mut test_bed = TestBed::new(lru(Some(4)));
+    test_bed.predictor.open(A, rank_of(A), None);
+    let mut old = test_bed.record(A, &[1, 2]);
     old.grow(1);
-    bed.predictor.open(A, name(B), None);
-    assert_eq!(bed.overlap(A, &[1, 2]), 0);
-    drop(bed.record(A, &[1, 2]));
-    drop(bed.record(B, &[1, 2]));
-    assert_eq!(bed.predictor.stats().blocks, 0);
-    let held = bed.predictor.record(A, name(B), &prompt(&[1, 2]));
+    test_bed.predictor.open(A, rank_of(B), None);
+    assert_eq!(test_bed.overlap(A, &[1, 2]), 0);
+    drop(test_bed.record(A, &[1, 2]));
+    drop(test_bed.record(B, &[1, 2]));
+    assert_eq!(test_bed.predictor.stats().blocks, 0);
+    let held = test_bed.predictor.record(A, rank_of(B), &prompt(&[1, 2]));
     old.grow(5);
     drop(old);
-    let stats = bed.predictor.stats();
+    let stats = test_bed.predictor.stats();
     assert_eq!((stats.blocks, stats.generated), (2, 0));
-    bed.predictor.close(A);
-    bed.predictor.close(A);
-    bed.predictor.close(RankSlot(77));
+    test_bed.predictor.close(A);
+    test_bed.predictor.close(A);
+    test_bed.predictor.close(RankSlot(77));
     drop(held);
-    assert_eq!(bed.predictor.stats(), PredictStats::default());
-    assert_eq!(bed.overlap(A, &[1, 2]), 0);
+    assert_eq!(test_bed.predictor.stats(), PredictStats::default());
+    assert_eq!(test_bed.overlap(A, &[1, 2]), 0);
 }
 
 #[test]
 fn held_blocks_stay_visible_during_concurrent_changes() {
-    let bed = Bed::new(lru(Some(2_000)));
+    let test_bed = TestBed::new(lru(Some(2_000)));
     (0..RANKS).for_each(|slot| {
-        _ = bed
+        _ = test_bed
             .predictor
-            .open(RankSlot(slot), name(RankSlot(slot)), None)
+            .open(RankSlot(slot), rank_of(RankSlot(slot)), None)
     });
     // Longer than a step of the path writer, and than a run.
     let path = |turn: u64| -> Vec<u8> {
@@ -327,17 +338,17 @@ fn held_blocks_stay_visible_during_concurrent_changes() {
             .map(|at| if at < 700 { 1 } else { (turn % 5) as u8 })
             .collect()
     };
-    let held = bed.record(A, &path(0));
-    let whole = prompt(&path(0));
+    let held = test_bed.record(A, &path(0));
+    let full_prompt = prompt(&path(0));
     let done = AtomicBool::new(false);
     thread::scope(|scope| {
         let writers = [A, B].map(|slot| {
-            let bed = &bed;
+            let test_bed = &test_bed;
             let path = &path;
             scope.spawn(move || {
                 for turn in 0..200 {
                     let prompt_path = &path(turn)[..700 + turn as usize * 37 % 800];
-                    let mut lease = bed.record(slot, prompt_path);
+                    let mut lease = test_bed.record(slot, prompt_path);
                     lease.grow(turn % 3);
                     if turn % 4 == 0 {
                         lease.revoke(&prompt(prompt_path));
@@ -347,10 +358,10 @@ fn held_blocks_stay_visible_during_concurrent_changes() {
         });
         scope.spawn(|| {
             let mut overlaps = Overlaps::new();
-            let mut over = false;
-            while !over {
-                over = done.load(Ordering::Relaxed);
-                bed.predictor.overlaps(&whole, &mut overlaps);
+            let mut is_done = false;
+            while !is_done {
+                is_done = done.load(Ordering::Relaxed);
+                test_bed.predictor.overlaps(&full_prompt, &mut overlaps);
                 assert_eq!(overlaps.get(A).device, 1_500);
                 assert!(overlaps.get(B).device <= 1_500);
             }
@@ -359,7 +370,7 @@ fn held_blocks_stay_visible_during_concurrent_changes() {
         done.store(true, Ordering::Relaxed);
         assert_eq!(ended, [true, true]);
     });
-    let stats = bed.predictor.stats();
+    let stats = test_bed.predictor.stats();
     assert!(
         stats.ranks[..2].iter().all(|rank| rank.evicted > 0),
         "{stats:?}"
@@ -378,32 +389,41 @@ fn prediction_beside_events_ends_at_fixed_time() {
             true => Predictor::beside_events(EvictionPolicy::Ttl(ttl(100)), clock),
             false => Predictor::new(EvictionPolicy::Ttl(ttl(100)), clock),
         };
-        let mut bed = Bed {
+        let mut test_bed = TestBed {
             now,
             predictor,
             overlaps: Overlaps::new(),
         };
-        bed.predictor.open(A, name(A), None);
-        let send =
-            |bed: &Bed, path: &[u8]| bed.predictor.record_in_flight(A, name(A), &prompt(path));
+        test_bed.predictor.open(A, rank_of(A), None);
+        let send = |test_bed: &TestBed, path: &[u8]| {
+            test_bed
+                .predictor
+                .record_in_flight(A, rank_of(A), &prompt(path))
+        };
         // One response arrives in time, and one after its prediction has expired.
-        let early = send(&bed, &[1, 2]);
-        let late = send(&bed, &[3, 4]);
-        bed.wait(TTL / 2);
+        let early = send(&test_bed, &[1, 2]);
+        let late = send(&test_bed, &[3, 4]);
+        test_bed.wait(TTL / 2);
         let _confirmed = early.confirm(&prompt(&[1, 2]));
-        assert_eq!(bed.overlap(A, &[1, 2]), 2);
-        bed.wait(TTL / 2 + 200);
-        bed.predictor.expire();
-        assert_eq!(bed.overlap(A, &[1, 2]), if beside_events { 0 } else { 2 });
+        assert_eq!(test_bed.overlap(A, &[1, 2]), 2);
+        test_bed.wait(TTL / 2 + 200);
+        test_bed.predictor.expire();
+        assert_eq!(
+            test_bed.overlap(A, &[1, 2]),
+            if beside_events { 0 } else { 2 }
+        );
         let _confirmed = late.confirm(&prompt(&[3, 4]));
-        assert_eq!(bed.overlap(A, &[3, 4]), if beside_events { 0 } else { 2 });
-        // A prompt that is recorded later and expires earlier shortens no other one.
-        let first = send(&bed, &[5, 6]);
-        bed.wait(300);
-        let _second = send(&bed, &[5, 6]).confirm(&prompt(&[5, 6]));
+        assert_eq!(
+            test_bed.overlap(A, &[3, 4]),
+            if beside_events { 0 } else { 2 }
+        );
+        // A use that is confirmed later but expires earlier does not shorten another one.
+        let first = send(&test_bed, &[5, 6]);
+        test_bed.wait(300);
+        let _second = send(&test_bed, &[5, 6]).confirm(&prompt(&[5, 6]));
         let _first = first.confirm(&prompt(&[5, 6]));
-        bed.wait(TTL - 200);
-        bed.predictor.expire();
-        assert_eq!(bed.overlap(A, &[5, 6]), 2);
+        test_bed.wait(TTL - 200);
+        test_bed.predictor.expire();
+        assert_eq!(test_bed.overlap(A, &[5, 6]), 2);
     }
 }

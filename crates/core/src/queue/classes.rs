@@ -20,13 +20,13 @@ pub struct BusyThreshold {
 }
 
 impl BusyThreshold {
-    /// Whether no threshold is set.
+    /// Returns whether no threshold is set.
     pub fn is_unset(&self) -> bool {
         self.prefill_tokens.is_none() && self.prefill_fraction.is_none()
     }
 
-    /// Whether a rank with this much outstanding prefill is busy. `batch` is its number of tokens
-    /// per engine step.
+    /// Returns whether a rank with this much outstanding prefill is busy. `batch` is its number of
+    /// tokens per engine step.
     pub fn is_exceeded(&self, prefill_tokens: u64, batch: Option<u64>) -> bool {
         let batch = batch.unwrap_or(UNKNOWN_BATCH_TOKENS) as f64;
         self.prefill_tokens.is_some_and(|max| prefill_tokens > max)
@@ -48,7 +48,7 @@ pub enum QueueLimitKind {
 }
 
 impl QueueLimitKind {
-    /// Label in metrics and messages.
+    /// Returns the label in metrics and messages.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Requests => "requests",
@@ -92,7 +92,7 @@ impl QueueLimits {
 pub struct ClassId(pub usize);
 
 impl ClassId {
-    /// Position of the class, from 0.
+    /// Returns the position of the class, from 0.
     pub fn index(self) -> usize {
         self.0
     }
@@ -150,8 +150,8 @@ struct ClassFamily {
 }
 
 impl QueueClasses {
-    /// Classes in the order of `definitions`; the first one is the fallback. A request that names
-    /// no family belongs to `default_family`.
+    /// Creates the classes in the order of `definitions`. The first one is the fallback. A request
+    /// that names no family belongs to `default_family`.
     pub fn new(definitions: Vec<ClassDefinition>, default_family: Option<&str>) -> Self {
         let mut classes = Self {
             all: Vec::with_capacity(definitions.len()),

@@ -115,7 +115,7 @@ impl<T> FairQueue<T> {
         Some(entry)
     }
 
-    /// Whether a request is still queued.
+    /// Returns whether a request is still queued.
     pub fn contains(&self, ticket: QueueTicket) -> bool {
         self.lanes[ticket.class.index()].contains(ticket.position, ticket.lane)
     }
@@ -156,7 +156,7 @@ impl<T> FairQueue<T> {
         self.lanes[class.index()].depth()
     }
 
-    /// Number of queued requests.
+    /// Returns the number of queued requests.
     pub fn len(&self) -> usize {
         self.lanes
             .iter()
@@ -164,7 +164,7 @@ impl<T> FairQueue<T> {
             .sum()
     }
 
-    /// Whether the queue is empty.
+    /// Returns whether the queue is empty.
     pub fn is_empty(&self) -> bool {
         self.lanes.iter().all(ClassLanes::is_empty)
     }

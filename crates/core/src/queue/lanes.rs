@@ -1,7 +1,7 @@
 //! Queued requests of one class. A lane holds the requests that compete for the same workers, in
 //! order; its first request blocks only its own lane. Lanes whose first request could not be placed
-//! are set aside until capacity is freed, so a pass costs as much as has changed, not as much as is
-//! queued.
+//! are set aside until capacity is freed. The cost of a pass therefore depends on the changes, not
+//! on the length of the queue.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -103,7 +103,7 @@ impl<T> ClassLanes<T> {
         Some((*position, self.lanes.get(name)?.get(position)?))
     }
 
-    /// The same with mutable access.
+    /// Like [`Self::first`], with mutable access.
     pub(super) fn first_mut(&mut self) -> Option<(QueuePosition, &mut QueueEntry<T>)> {
         let (position, name) = self.open.first()?;
         Some((*position, self.lanes.get_mut(name)?.get_mut(position)?))

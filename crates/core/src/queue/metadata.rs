@@ -32,12 +32,12 @@ pub struct QueueMetadata {
 }
 
 impl QueueMetadata {
-    /// Prompt tokens that no worker has cached.
+    /// Returns the prompt tokens that no worker has cached.
     pub fn uncached_tokens(&self) -> u64 {
         self.prompt_tokens.saturating_sub(self.cached_tokens)
     }
 
-    /// Tokens that the request takes from the quantum of its class.
+    /// Returns the tokens that the request takes from the quantum of its class.
     pub fn cost(&self) -> u64 {
         self.uncached_tokens().max(1)
     }

@@ -17,12 +17,11 @@ pub trait Placer: Send + Sync + 'static {
     /// Error for a request that cannot be placed now or later.
     type Error: Send + 'static;
 
-    /// Number of workers, for limits per worker. With 0, no request is queued.
+    /// Returns the number of workers, for limits per worker. With 0, no request is queued.
     fn workers(&self) -> usize;
 
     /// Places a request on a worker that is not busy by `threshold`. Runs under the queue lock: it
-    /// must be fast and must not call the queue, except to
-    /// wake it.
+    /// must be fast and must not call the queue, except to wake it.
     fn place(
         &self,
         request: &mut Self::Request,

@@ -126,7 +126,7 @@ impl CacheLookup {
         }
     }
 
-    /// Whether the cache of the chosen rank is only predicted.
+    /// Returns whether the cache of the chosen rank is only predicted.
     pub(super) fn is_predicted(&self, context: &RoutingContext, chosen: &FleetMember) -> bool {
         let has_no_events = match &context.request.remote_overlaps {
             RemoteOverlaps::Received(answer) => !answer.ranks.publishes_events(chosen.rank),
@@ -138,7 +138,7 @@ impl CacheLookup {
         has_no_events && self.predictors.without_events.is_some()
     }
 
-    /// Whether neither a local nor a remote index is available.
+    /// Returns whether neither a local nor a remote index is available.
     pub(super) fn is_index_unavailable(&self, remote: &RemoteOverlaps) -> bool {
         match remote {
             RemoteOverlaps::NotQueried => self.has_remote_index,

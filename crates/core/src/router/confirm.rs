@@ -1,4 +1,4 @@
-//! Life of the predictions of one request: in flight, confirmed by the response, or removed.
+//! Life cycle of the predictions of one request: in flight, confirmed by the response, or removed.
 
 use super::phase_plan::PhasePlan;
 use super::placement::Placement;

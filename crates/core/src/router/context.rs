@@ -35,7 +35,7 @@ impl OverlapBufferPool {
     pub(super) fn release(&self, tables: impl IntoIterator<Item = Overlaps>) {
         let mut pool = self.0.lock();
         pool.extend(tables);
-        // A request may have thousands of prompts, and their tables must not be retained for ever.
+        // A request may have thousands of prompts, and their tables must not be retained forever.
         pool.truncate(MAX_BUFFERS);
     }
 }
@@ -94,7 +94,8 @@ pub(super) struct TokenCounting {
     pub(super) excludes_last_token: bool,
 }
 
-/// Whether a slot holds any block of the prompts. Most slots hold none and need no further checks.
+/// Returns whether a slot holds any block of the prompts. Most slots hold none and need no further
+/// checks.
 #[inline(always)]
 fn holds_any(prompts: &[PromptOverlaps], slot: RankSlot) -> bool {
     // A loop, because `any` is not inlined, and this runs for every candidate of every decision.
@@ -157,7 +158,8 @@ impl RoutingContext {
             })
     }
 
-    /// Number of configured blocks per block of the engine, if the engine's blocks are larger.
+    /// Returns the number of configured blocks per block of the engine, if the engine's blocks are
+    /// larger.
     fn blocks_per_engine_block(&self, member: &FleetMember, configured: BlockSize) -> Option<u32> {
         let engine = self.source_status(member).engine_block_size?;
         (engine > configured).then(|| engine.0.get() / configured.0)
@@ -168,13 +170,13 @@ impl RoutingContext {
         self.freshness.status(member.rank)
     }
 
-    /// Whether the engine of a member computes other tokens, so its cached blocks do not match the
-    /// prompt.
+    /// Returns whether the engine of a member computes other tokens, so its cached blocks do not
+    /// match the prompt.
     pub(super) fn has_token_mismatch(&self, member: &FleetMember) -> bool {
         self.mismatched_workers.contains(&member.rank.worker)
     }
 
-    /// Whether a member publishes events of which none can be used.
+    /// Returns whether a member publishes events of which none can be used.
     pub(super) fn is_source_unusable(&self, member: &FleetMember) -> bool {
         let status = self.source_status(member);
         status.freshness == IndexFreshness::Absent
@@ -234,7 +236,8 @@ impl RoutingContext {
         }
     }
 
-    /// Prompt tokens that an engine could find cached at best: whole blocks without the last token.
+    /// Returns the prompt tokens that an engine could find cached at best: whole blocks without the
+    /// last token.
     pub(super) fn reusable_tokens(&self) -> u64 {
         let in_prompt = |prompt: &PromptOverlaps| {
             let block_size = prompt.block_size.tokens();
@@ -312,8 +315,8 @@ impl PromptBlocks {
         }
     }
 
-    /// Blocks that running requests do not hold already; all blocks if none are assumed to be
-    /// shared.
+    /// Returns the blocks that running requests do not hold already, or all blocks if none are
+    /// assumed to be shared.
     pub(super) fn additional(&self, view: &LoadView<'_>, is_shared: bool) -> AdditionalBlocks {
         if is_shared {
             view.additional(&self.sequences)

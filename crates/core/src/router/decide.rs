@@ -85,7 +85,7 @@ impl Router {
         }
     }
 
-    /// Maximum of cached prompt tokens over all workers that may compute the prompts.
+    /// Returns the maximum of cached prompt tokens over all workers that may compute the prompts.
     pub fn best_cached_tokens(&self, context: &RoutingContext) -> u64 {
         context.best_cached_tokens(&self.fleet.load())
     }
@@ -260,7 +260,7 @@ impl Router {
         Some(CompletedPrefill { prefill, worker })
     }
 
-    /// Number of workers in the fleet.
+    /// Returns the number of workers in the fleet.
     pub fn workers(&self) -> usize {
         self.fleet.load().workers().count()
     }

@@ -26,7 +26,7 @@ pub struct EventSources {
     common_settings: SharedCommonSettings,
 }
 
-/// Settings that all engines of a model report alike.
+/// Settings on which all engines of a model agree, by model.
 pub type SharedCommonSettings = Arc<ArcSwap<HashMap<ModelName, CommonSettings>>>;
 
 /// Settings that each engine reports, with the differences to the configuration.
@@ -42,7 +42,7 @@ impl FreshnessTable {
         self.0.get(&rank).copied().unwrap_or_default()
     }
     pub(super) fn iter(&self) -> impl Iterator<Item = (WorkerRank, SourceStatus)> {
-        self.0.iter().map(|(rank, standing)| (*rank, *standing))
+        self.0.iter().map(|(rank, status)| (*rank, *status))
     }
 }
 

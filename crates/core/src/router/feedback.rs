@@ -186,7 +186,7 @@ impl Router {
         self.feedback.overload.marks(self.load.now())
     }
 
-    /// Whether overload is the only obstacle to serving a request on a rank.
+    /// Returns whether overload is the only obstacle to serving a request on a rank.
     pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
         let unhealthy = self.feedback.health.unhealthy_workers(self.load.now());

@@ -8,10 +8,10 @@ use crate::worker::WorkerId;
 
 /// Receives changes of the router. The methods must be fast.
 pub trait RouterListener: Send + Sync {
-    /// A worker answered with an overload status and is avoided for this time.
+    /// Handles a worker that answered with an overload status and is avoided for this time.
     fn on_overloaded(&self, _worker: WorkerId, _time: Duration) {}
 
-    /// A rank whose cache is predicted accepted prompts.
+    /// Handles prompts that were accepted by a rank whose cache is predicted.
     fn on_routed(&self, _member: &FleetMember, _prompts: &[BlockHashes]) {}
 }
 

@@ -94,8 +94,8 @@ impl Router {
         }
     }
 
-    /// Number of blocks of a prompt that its rank has to store. An engine with larger blocks stores
-    /// only whole blocks of its own size.
+    /// Returns the number of blocks of a prompt that its rank has to store. An engine with larger
+    /// blocks stores only whole blocks of its own size.
     fn expected_blocks(&self, prompt: &WatchedPrompt, rank: WorkerRank) -> usize {
         let engine = self.source_status(rank).engine_block_size;
         let count = engine
@@ -129,8 +129,8 @@ impl Router {
     }
 }
 
-/// Whether a successful answer proves that the worker rank of [`Route::computed_by`] computed the
-/// prompt.
+/// Returns whether a successful answer proves that the worker rank of [`Route::computed_by`]
+/// computed the prompt.
 fn proves_computation(request: &RouteRequest, route: &Route) -> bool {
     match (&route.phases, &request.phases) {
         (PhaseAssignment::Aggregated | PhaseAssignment::Local(_), _) => true,

@@ -220,8 +220,8 @@ impl<'f> PhaseDecider<'_, 'f> {
         }
     }
 
-    /// Blocks that a rank would have to add to those of its running requests. Blocks that arrive by
-    /// KV transfer are not shared.
+    /// Returns the blocks that each rank would have to add to those of its running requests. Blocks
+    /// that arrive by KV transfer are not shared.
     fn additional_blocks(&self, view: &LoadView<'_>, phase: PhaseScope) -> AdditionalBlocks {
         let is_shared = phase != PhaseScope::Decode && self.context.assume_kv_reuse;
         let blocks = &self.context.blocks;
@@ -327,7 +327,7 @@ impl<'f> PhaseDecider<'_, 'f> {
         is_enabled && !self.is_decode_only()
     }
 
-    /// Whether decode workers cannot compute prompts.
+    /// Returns whether decode workers cannot compute prompts.
     fn is_decode_only(&self) -> bool {
         self.context.request.decode_capability == DecodeCapability::DecodeOnly
     }

@@ -39,7 +39,7 @@ impl<'f> PhaseChoice<'f> {
         self.members[self.choice.index]
     }
 
-    /// Mean of the cached prompt tokens over all candidates.
+    /// Returns the mean of the cached prompt tokens over all candidates.
     pub(super) fn chance_cached_tokens(&self) -> u64 {
         self.cached.sum / (self.members.len() as u64).max(1)
     }
@@ -81,7 +81,8 @@ pub(super) enum DecideError {
 }
 
 impl From<DecideError> for RouteError {
-    /// Without a threshold and without probes, only `NoRoute` occurs.
+    /// Converts the error of a decision without a threshold and without probes, where only
+    /// `NoRoute` occurs.
     fn from(error: DecideError) -> Self {
         match error {
             DecideError::NoRoute(error) => error,
@@ -100,7 +101,7 @@ impl<'f> PhasePlan<'f> {
             .map(PhaseChoice::member)
     }
 
-    /// Whether the worker that answers also computes the prompt.
+    /// Returns whether the worker that answers also computes the prompt.
     fn is_single_worker(&self) -> bool {
         self.prefill.is_none() && self.booked != BookedPhases::Decode
     }

@@ -35,12 +35,12 @@ impl FleetAvailability {
         }
     }
 
-    /// Whether no member is restricted.
+    /// Returns whether no member is restricted.
     fn is_clear(&self) -> bool {
         self.unhealthy.is_empty() && self.overloaded.workers().is_empty()
     }
 
-    /// Whether a member is healthy, accepts requests and is not overloaded.
+    /// Returns whether a member is healthy, accepts requests and is not overloaded.
     pub(super) fn is_unrestricted(&self, member: &FleetMember) -> bool {
         !self.unhealthy.contains_key(&member.rank.worker)
             && self.availability_of(member) == WorkerAvailability::Ready
@@ -152,7 +152,7 @@ impl CandidatePool<'_> {
         Ok(())
     }
 
-    /// Soft affinity: narrows the pool to the session's last rank, if it is a candidate.
+    /// Applies soft affinity: narrows the pool to the session's last rank, if it is a candidate.
     fn apply_affinity(&mut self, request: &RouteRequest) {
         let Some(bound) = request.affinity else {
             return;

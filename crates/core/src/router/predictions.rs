@@ -1,7 +1,7 @@
-//! Predicted caches of routed prompts: for workers without KV events, and for a moment also for
-//! workers whose events are still on their way. With a remote index, both predictors cover every
-//! worker: whether a worker publishes events is known only from the index server's reply, and
-//! without a reply none is assumed to.
+//! Predicted caches of routed prompts: for workers without KV events, and for a short time also for
+//! workers whose events have not arrived yet. With a remote index, both predictors cover every
+//! worker. Whether a worker publishes events is known only from the reply of the index server.
+//! Without a reply, no worker is assumed to publish events.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::index::Overlaps;
 use crate::predict::{EffectivePolicy, InFlightPrompt, PredictionLease, Predictor, RankPrediction};
 use crate::worker::{BlockSize, WorkerRank};
 
-/// Predictors, as far as they are configured.
+/// Configured predictors.
 #[derive(Clone, Default)]
 pub struct PredictorSet {
     /// For ranks without KV events.
@@ -38,7 +38,7 @@ impl PredictorSet {
         )
     }
 
-    /// Whether any predictor covers a rank.
+    /// Returns whether any predictor covers a rank.
     pub(super) fn covers(&self, member: &FleetMember) -> bool {
         self.predictors_of(member).next().is_some()
     }
@@ -217,7 +217,7 @@ pub struct RoutedPrompts {
 }
 
 impl RoutedPrompts {
-    /// Prompts sent to a member.
+    /// Creates the record of prompts sent to a member.
     pub fn new(member: &FleetMember, prompts: &[BlockHashes]) -> Self {
         let prompts = prompts
             .iter()

@@ -110,7 +110,7 @@ impl Reason {
         Self::RouterError,
     ];
 
-    /// Name in metrics and logs.
+    /// Returns the name in metrics and logs.
     pub fn as_str(self) -> &'static str {
         match self {
             Reason::NoBody => "no_body",

@@ -102,7 +102,7 @@ pub(super) enum OverlapSource<'a> {
 }
 
 impl OverlapSource<'_> {
-    /// Whether the predictor for ranks without events applies to a slot.
+    /// Returns whether the predictor for ranks without events applies to a slot.
     pub(super) fn counts_without_events(self, slot: RankSlot) -> bool {
         match self {
             OverlapSource::LocalIndex | OverlapSource::Unavailable => true,
@@ -112,7 +112,7 @@ impl OverlapSource<'_> {
         }
     }
 
-    /// Whether the predictor for ranks with events applies to a slot.
+    /// Returns whether the predictor for ranks with events applies to a slot.
     pub(super) fn counts_beside_events(self, slot: RankSlot) -> bool {
         match self {
             OverlapSource::LocalIndex => true,

@@ -16,7 +16,7 @@ impl Router {
         self
     }
 
-    /// Whether a remote server holds the index.
+    /// Returns whether a remote server holds the index.
     pub fn has_remote_index(&self) -> bool {
         self.lookup.has_remote_index
     }

@@ -33,7 +33,7 @@ pub enum RoutePrompt {
 }
 
 impl RoutePrompt {
-    /// Length in tokens, possibly estimated.
+    /// Returns the length in tokens, possibly estimated.
     pub fn tokens(&self) -> u64 {
         match self {
             RoutePrompt::Hashed(prompts) => {
@@ -176,7 +176,7 @@ pub struct RequestPriority {
 }
 
 impl RequestPriority {
-    /// Whether the request is rejected when all workers are overloaded, regardless of the
+    /// Returns whether the request is rejected when all workers are overloaded, regardless of the
     /// configuration.
     pub fn is_sheddable(&self) -> bool {
         self.strict < 0
@@ -184,7 +184,7 @@ impl RequestPriority {
 }
 
 impl RouteRequest {
-    /// The same demands without a prompt.
+    /// Returns the same demands without a prompt.
     pub fn without_prompt(&self) -> Self {
         let because = self.prompt.reason().unwrap_or(Reason::BodyNotSent);
         Self {
@@ -199,8 +199,8 @@ impl RouteRequest {
         }
     }
 
-    /// Whether there is a prompt to compute. Other requests, such as a list of models, are never
-    /// queued.
+    /// Returns whether there is a prompt to compute. Other requests, such as a list of models, are
+    /// never queued.
     pub fn has_prompt(&self) -> bool {
         !matches!(
             self.prompt,
@@ -211,7 +211,7 @@ impl RouteRequest {
         )
     }
 
-    /// Request without any demands.
+    /// Creates a request without any demands.
     pub fn new(model: Option<ModelName>, prompt: RoutePrompt) -> Self {
         Self {
             model,

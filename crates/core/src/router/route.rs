@@ -11,7 +11,7 @@ use crate::index::TierBlocks;
 use crate::policy::{Choice, Constraints, EligibilityError, LocalPrefillReason};
 use crate::worker::{BlockSize, ModelName, WorkerEndpoint, WorkerRank};
 
-/// Routing mode: a step of the degradation ladder.
+/// Routing mode, from the most to the least precise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Mode {
@@ -28,7 +28,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Name in the response header and in metrics.
+    /// Returns the name in the response header and in metrics.
     pub fn as_str(self) -> &'static str {
         match self {
             Mode::Exact => "exact",
@@ -52,7 +52,7 @@ pub struct RankEndpoint {
 }
 
 impl RankEndpoint {
-    /// Rank and endpoint of a member.
+    /// Returns the rank and endpoint of a member.
     pub fn of(member: &FleetMember) -> Self {
         let FleetMember { rank, worker, .. } = member;
         Self {
@@ -95,7 +95,7 @@ pub enum PhaseAssignment {
 }
 
 impl PhaseAssignment {
-    /// Name in metrics.
+    /// Returns the name in metrics.
     pub fn as_str(&self) -> &'static str {
         match self {
             PhaseAssignment::Aggregated => "aggregated",
@@ -172,7 +172,8 @@ pub struct Route {
     pub chance_cached_tokens: u64,
     /// Prompt tokens that an engine could find cached at best.
     pub reusable_tokens: u64,
-    /// Blocks of the shared cache beyond those on the device of the worker that computes the prompt.
+    /// Blocks of the shared cache beyond those on the device of the worker that computes the
+    /// prompt.
     #[serde(skip_serializing_if = "is_zero")]
     pub shared_beyond_device: u64,
     /// Number of candidates.
@@ -265,8 +266,8 @@ impl RouteError {
         }
     }
 
-    /// A gateway that restricts the endpoints must receive an error: Envoy must not choose another
-    /// endpoint.
+    /// Converts the error for a gateway that restricts the endpoints. It must receive an error,
+    /// because Envoy must not choose another endpoint.
     pub(super) fn for_gateway(self, constraints: &Constraints) -> Self {
         match self {
             RouteError::NoFleet | RouteError::NoCandidate
@@ -292,8 +293,8 @@ impl RouteError {
 }
 
 impl Route {
-    /// Whether the response shows the health of the engine. Other requests, for example for a list
-    /// of models, are answered by its front end alone.
+    /// Returns whether the response shows the health of the engine. Other requests, for example for
+    /// a list of models, are answered by its front end alone.
     pub fn is_inference(&self) -> bool {
         self.computes && self.reason != Some(Reason::NoBody)
     }
@@ -397,7 +398,7 @@ impl Route {
         }
     }
 
-    /// Share of the prompt's blocks that the computing rank holds.
+    /// Returns the share of the prompt's blocks that the computing rank holds.
     pub fn hit_rate(&self) -> f64 {
         let held = f64::from(self.computed_by().overlap.total());
         if self.prompt_blocks == 0 {

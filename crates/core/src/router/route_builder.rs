@@ -136,7 +136,8 @@ impl RouteBuilder<'_> {
     }
 }
 
-/// Blocks of the shared cache beyond those on the device of the worker that computes the prompt.
+/// Returns the blocks of the shared cache beyond those on the device of the worker that computes
+/// the prompt.
 fn shared_beyond_device(plan: &PhasePlan<'_>) -> u64 {
     let phase = plan.prefill.as_ref().unwrap_or(&plan.decode);
     let chosen = &phase.candidates[phase.choice.index];

@@ -128,7 +128,7 @@ impl Router {
             .for_each(|prediction| prediction.add_output_blocks(generated));
     }
 
-    /// Whether a rank is in the fleet, not draining and not ejected.
+    /// Returns whether a rank is in the fleet, not draining and not ejected.
     pub fn is_usable(&self, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
         let member = fleet.slot(rank).and_then(|slot| fleet.member(slot));

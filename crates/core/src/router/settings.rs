@@ -19,8 +19,8 @@ pub struct RouterSettings {
     pub tracking: LoadTracking,
     /// Disaggregation of prefill and decode.
     pub disaggregation: DisaggregationConfig,
-    /// Models to which `routing.disaggregation.enforce` applies even while all their workers have the
-    /// default role.
+    /// Models to which `routing.disaggregation.enforce` applies even while all their workers have
+    /// the default role.
     pub prefill_required_models: Arc<BTreeSet<ModelName>>,
     /// Overload thresholds.
     pub overload: OverloadThresholds,

@@ -143,7 +143,7 @@ impl Router {
         }
     }
 
-    /// Mean number of bookings of other replicas that are assumed but not reported yet.
+    /// Returns the mean number of bookings of other replicas that are assumed but not reported yet.
     pub fn in_flight_bookings(&self) -> f64 {
         self.in_flight_estimates
             .load()

@@ -34,7 +34,7 @@ fn worker(id: u64) -> Worker {
     )
 }
 
-/// Router with one worker rank.
+/// Creates a router with one worker rank.
 fn router() -> Router {
     router_of([worker(1)], RouterSettings::default())
 }

@@ -12,8 +12,8 @@ pub struct SessionName<'a> {
     pub parent: Option<&'a str>,
     /// Model of the request. Equal ids of different models are different sessions.
     pub model: Option<&'a str>,
-    /// Tenant of the client, if `requests.clients.tenant_header` is set. A tenant cannot use or close the
-    /// sessions of another.
+    /// Tenant of the client, if `requests.clients.tenant_header` is set. A tenant cannot use or
+    /// close the sessions of another.
     pub tenant: Option<&'a str>,
 }
 

@@ -1,4 +1,4 @@
-//! Moves of sessions that the engines have to know, until they are taken.
+//! Session moves to report to the engines. They are recorded until they are taken.
 
 use super::key::SessionKey;
 use super::table::SessionTable;

@@ -39,10 +39,10 @@ pub struct SessionRecording {
 
 /// Receives notifications of recorded changes. No lock is held during a call.
 pub trait SessionListener: Send + Sync {
-    /// There are moves to take.
+    /// Handles the notification that there are moves to take.
     fn on_moves(&self) {}
 
-    /// There are updates to take.
+    /// Handles the notification that there are updates to take.
     fn on_updates(&self) {}
 }
 
@@ -81,7 +81,8 @@ pub struct SessionLease {
     target: WorkerRank,
 }
 
-/// Duty to decide where a session goes. If it is dropped undecided, the next request decides.
+/// Obligation of a request to bind its session to a rank. If it is dropped without a binding, the
+/// next request decides.
 #[derive(Debug)]
 #[must_use = "dropping a pending binding leaves the decision to the next request"]
 pub struct PendingBinding {

@@ -296,7 +296,7 @@ impl SessionTable {
         }
     }
 
-    /// Whether an id has a valid length.
+    /// Returns whether an id has a valid length.
     pub(super) fn is_valid_id(&self, id: &str) -> bool {
         (1..=self.rules.longest_id).contains(&id.len())
     }

@@ -45,7 +45,7 @@ impl TenantTable {
         }
     }
 
-    /// Number of sessions of a tenant.
+    /// Returns the number of sessions of a tenant.
     pub(super) fn count(&self, tenant: &str) -> usize {
         self.tenants
             .get(tenant)

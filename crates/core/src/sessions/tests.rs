@@ -114,22 +114,25 @@ fn waiting(entry: SessionEntry) -> BindingWait {
 
 /// Waker that records its wake-up.
 #[derive(Default)]
-struct Bell(AtomicBool);
+struct WakeFlag(AtomicBool);
 
-impl Wake for Bell {
+impl Wake for WakeFlag {
     fn wake(self: Arc<Self>) {
         self.0.store(true, Ordering::Relaxed);
     }
 }
 
-impl Bell {
-    fn rang(&self) -> bool {
+impl WakeFlag {
+    fn is_woken(&self) -> bool {
         self.0.swap(false, Ordering::Relaxed)
     }
 }
 
-fn poll(waiting: &mut BindingWait, bell: &Arc<Bell>) -> Option<Result<SessionEntry, SessionError>> {
-    match pin!(waiting).poll(&mut Context::from_waker(&Waker::from(bell.clone()))) {
+fn poll(
+    waiting: &mut BindingWait,
+    flag: &Arc<WakeFlag>,
+) -> Option<Result<SessionEntry, SessionError>> {
+    match pin!(waiting).poll(&mut Context::from_waker(&Waker::from(flag.clone()))) {
         Poll::Ready(entry) => Some(entry),
         Poll::Pending => None,
     }
@@ -174,13 +177,13 @@ fn session_stays_bound_until_ttl() {
 fn waiting_requests_wake_with_first_decision() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
-    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let flags = [Arc::new(WakeFlag::default()), Arc::new(WakeFlag::default())];
     let mut two = [
         waiting(enter(&sessions, "a")),
         waiting(enter(&sessions, "a")),
     ];
-    for (waiting, bell) in two.iter_mut().zip(&bells) {
-        assert!(poll(waiting, bell).is_none());
+    for (waiting, flag) in two.iter_mut().zip(&flags) {
+        assert!(poll(waiting, flag).is_none());
     }
     assert_eq!(
         sessions.counts(),
@@ -191,10 +194,10 @@ fn waiting_requests_wake_with_first_decision() {
         }
     );
     let hold = binding.bind(rank(3));
-    for (mut waiting, bell) in two.into_iter().zip(&bells) {
-        assert!(bell.rang());
+    for (mut waiting, flag) in two.into_iter().zip(&flags) {
+        assert!(flag.is_woken());
         assert_eq!(
-            bound(poll(&mut waiting, bell).unwrap().unwrap()).target(),
+            bound(poll(&mut waiting, flag).unwrap().unwrap()).target(),
             rank(3)
         );
     }
@@ -221,22 +224,22 @@ fn waiting_requests_wake_with_first_decision() {
 fn next_request_decides_after_abandoned_binding() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
-    let bells = [Arc::new(Bell::default()), Arc::new(Bell::default())];
+    let flags = [Arc::new(WakeFlag::default()), Arc::new(WakeFlag::default())];
     let mut two = [
         waiting(enter(&sessions, "a")),
         waiting(enter(&sessions, "a")),
     ];
-    for (waiting, bell) in two.iter_mut().zip(&bells) {
-        assert!(poll(waiting, bell).is_none());
+    for (waiting, flag) in two.iter_mut().zip(&flags) {
+        assert!(poll(waiting, flag).is_none());
     }
     drop(binding);
-    assert!(bells.iter().all(|bell| bell.rang()));
-    let binding = first(poll(&mut two[1], &bells[1]).unwrap().unwrap());
-    assert!(poll(&mut two[0], &bells[0]).is_none());
+    assert!(flags.iter().all(|flag| flag.is_woken()));
+    let binding = first(poll(&mut two[1], &flags[1]).unwrap().unwrap());
+    assert!(poll(&mut two[0], &flags[0]).is_none());
     drop(binding.bind(rank(2)));
-    assert!(bells[0].rang() && !bells[1].rang());
+    assert!(flags[0].is_woken() && !flags[1].is_woken());
     assert_eq!(
-        bound(poll(&mut two[0], &bells[0]).unwrap().unwrap()).target(),
+        bound(poll(&mut two[0], &flags[0]).unwrap().unwrap()).target(),
         rank(2)
     );
 }
@@ -245,16 +248,16 @@ fn next_request_decides_after_abandoned_binding() {
 fn cancelled_waiter_leaves_no_trace() {
     let (sessions, _) = sessions(8);
     let binding = first(enter(&sessions, "a"));
-    let bell = Arc::new(Bell::default());
+    let flag = Arc::new(WakeFlag::default());
     let mut waiting = waiting(enter(&sessions, "a"));
-    assert!(poll(&mut waiting, &bell).is_none());
+    assert!(poll(&mut waiting, &flag).is_none());
     drop(waiting);
     assert_eq!(
-        (sessions.counts().waiting, Arc::strong_count(&bell)),
+        (sessions.counts().waiting, Arc::strong_count(&flag)),
         (0, 1)
     );
     drop(binding);
-    assert!(!bell.rang());
+    assert!(!flag.is_woken());
     assert_eq!(sessions.counts(), SessionCounts::default());
 }
 

@@ -1,5 +1,5 @@
-//! Cache settings that the engine reports against the configuration: block size, capacity, prefix
-//! caching and ranks.
+//! Compares the cache settings that the engine reports with the configuration: block size,
+//! capacity, prefix caching and ranks.
 
 use std::collections::BTreeSet;
 
@@ -37,7 +37,7 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
     findings
 }
 
-/// Ranks may differ; reports the first mismatch.
+/// Checks the block size. Ranks may differ, so the first mismatch is reported.
 fn check_block_size(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let sizes: Vec<u32> = caches.iter().filter_map(|cache| cache.block_size).collect();
     let ours = facts.worker.block_size.0.get();
@@ -46,14 +46,14 @@ fn check_block_size(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Findi
 }
 
 /// Compares the configured block size with the one that `source` reports.
-pub(super) fn compare_block_size(facts: &WorkerFacts, theirs: u32, by: &str) -> Finding {
+pub(super) fn compare_block_size(facts: &WorkerFacts, theirs: u32, source: &str) -> Finding {
     let at = FindingBuilder::new("engine.block_size", facts.subject());
     let ours = facts.worker.block_size.0.get();
     let model = &facts.worker.model;
     if theirs == ours {
-        return at.ok(format!("{ours} tokens on both sides, by {by}"));
+        return at.ok(format!("{ours} tokens on both sides, by {source}"));
     }
-    let has = format!("the engine's blocks have {theirs} tokens by {by}");
+    let has = format!("the engine's blocks have {theirs} tokens by {source}");
     let write = format!("write `block_size: {theirs}` for the model {model}");
     let (message, fix) = match facts.configured.block_size {
         Some(_) => (
@@ -113,8 +113,8 @@ fn check_prefix_caching(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<F
     })
 }
 
-/// Engines count their own block size, warmroute counts the configured one. If ranks differ, the
-/// smallest capacity counts.
+/// Checks the capacity. Engines count blocks of their own size, and warmroute counts blocks of the
+/// configured size. If ranks differ, the smallest capacity counts.
 fn check_capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let size = facts.worker.block_size;
     let theirs = cache_settings(caches).capacity_in_blocks(size)?;
@@ -127,11 +127,11 @@ fn check_capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding
         "the engine has {theirs} blocks of {} tokens per rank",
         size.0
     );
-    let is_learned = facts.worker.capacity.total_kv_blocks.is_some();
+    let is_discovered = facts.worker.capacity.total_kv_blocks.is_some();
     Some(match facts.configured.total_kv_blocks {
         Some(ours) if ours == theirs => at.ok(format!("{ours} blocks on both sides")),
         Some(ours) => at.warning(format!("{has}, configured are {ours}"), fix),
-        None if is_learned => at.ok(format!("{theirs} blocks per rank, reported by the engine")),
+        None if is_discovered => at.ok(format!("{theirs} blocks per rank, reported by the engine")),
         None if facts.needs_capacity => at.warning(
             format!("{has}, and a setting of warmroute needs this number"),
             fix,
@@ -142,7 +142,7 @@ fn check_capacity(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding
     })
 }
 
-/// Compares the rank numbers, not only their count: an engine with another start rank has none of
+/// Compares the rank numbers, not only their count. An engine with another start rank has none of
 /// the configured ranks.
 fn check_ranks(facts: &WorkerFacts, caches: &[CacheConfig]) -> Option<Finding> {
     let by_metrics: BTreeSet<u32> = caches.iter().filter_map(CacheConfig::rank).collect();
@@ -227,8 +227,8 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
                 _ => String::new(),
             };
             let message = format!(
-                "canary {}: token {} is {} in warmroute and {} in the engine{texts}: no block \
-                from there on is ever found",
+                "canary {}: token {} is {} in warmroute and {} in the engine{texts}: no later \
+                block is ever found",
                 difference.canary.as_deref().unwrap_or("without a name"),
                 difference.at,
                 token(difference.ours),

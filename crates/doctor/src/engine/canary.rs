@@ -1,5 +1,5 @@
-//! Result of the canary prompt: whether its blocks arrived as KV events, with the expected topic,
-//! rank, block size and tokens, and whether the second request found them cached.
+//! Checks the result of the canary prompt: whether its blocks arrived as KV events with the
+//! expected topic, rank, block size and tokens, and whether the second request found them cached.
 
 use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, LocalHash, PromptContent};
 use warmroute_core::index::KvEvent;
@@ -52,7 +52,7 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
     findings
 }
 
-/// Checks the reuse that the engine reports.
+/// Checks the number of cached tokens that the engine reports.
 fn check_usage(facts: &WorkerFacts, rank: &RankFacts, canary: &CanaryReply) -> Vec<Finding> {
     let details = FindingBuilder::new("engine.prompt_tokens_details", facts.subject());
     let Some(cached) = canary.cached else {
@@ -69,7 +69,7 @@ fn check_usage(facts: &WorkerFacts, rank: &RankFacts, canary: &CanaryReply) -> V
         return vec![details];
     };
     let block = engine_block_tokens(facts);
-    // The engine computes at least the last token.
+    // Even on a full hit, the engine computes the last token.
     let expected = tokens.saturating_sub(1) / block * block;
     let at = FindingBuilder::new("canary.reused", facts.rank_subject(rank.rank));
     let message = format!(
@@ -221,8 +221,8 @@ fn check_event_tokens(
     )
 }
 
-/// Compares the block hashes in the index with those of a request for the canary. They include more
-/// than the tokens: token pairs, salts and adapters.
+/// Compares the block hashes in the index with those of a request for the canary. Besides the
+/// tokens, the hashes depend on token pairs, salts and adapters.
 fn check_event_hashes(
     facts: &WorkerFacts,
     rank: &RankFacts,
@@ -270,8 +270,8 @@ fn check_event_hashes(
     ))
 }
 
-/// Returns the local hashes that the index stores for an event; `None` if its blocks have another
-/// size, which has its own finding.
+/// Returns the local hashes that the index stores for an event. Returns `None` if the block size
+/// differs, which is a separate finding.
 fn indexed_hashes(stored: &StoredEvent, block_size: BlockSize) -> Option<Vec<LocalHash>> {
     let event = EngineEvent::Stored(Box::new(stored.clone()));
     let converted = match EventNormalizer::new(block_size, MediaTokens::default()).convert(&event) {
@@ -296,8 +296,9 @@ fn block_unit(pairs: bool) -> &'static str {
     }
 }
 
-/// Returns the message that stored the beginning of the canary. Matches by tokens, or by length if
-/// no message has its tokens. Other clients may use the engine at the same time.
+/// Returns the message that stored the beginning of the canary. It is recognized by its tokens, or
+/// by its length if no message has these tokens, because other clients may use the engine at the
+/// same time.
 fn find_stored_prompt<'f>(
     rank: &'f RankFacts,
     canary: &CanaryReply,
@@ -323,13 +324,13 @@ fn find_stored_prompt<'f>(
                 .map(move |stored| (received, stored))
         })
         .collect();
-    let likeness = |stored: &StoredEvent| {
+    let common_tokens = |stored: &StoredEvent| {
         canary
             .tokens
             .as_ref()
             .map_or(0, |tokens| common_prefix_len(tokens, &stored.tokens.ids))
     };
-    // All complete blocks of the tokens that the engine counted.
+    // Returns true if the event has all complete blocks of the tokens that the engine counted.
     let fits = |stored: &StoredEvent| {
         let block = (stored.block_size as usize).max(1);
         canary
@@ -338,8 +339,8 @@ fn find_stored_prompt<'f>(
     };
     let best = starts
         .into_iter()
-        .max_by_key(|(_, stored)| (likeness(stored), fits(stored)))?;
-    (likeness(best.1) > 0 || fits(best.1)).then_some(best)
+        .max_by_key(|(_, stored)| (common_tokens(stored), fits(stored)))?;
+    (common_tokens(best.1) > 0 || fits(best.1)).then_some(best)
 }
 
 /// Returns the length of the common prefix.

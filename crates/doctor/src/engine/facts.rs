@@ -15,7 +15,7 @@ pub type EngineReply<T> = Result<T, EngineError>;
 /// Part of the configuration that describes a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum WorkerOrigin {
-    /// An entry of its own.
+    /// An entry for this worker alone.
     #[default]
     Listed,
     /// The `worker` section of a pool, for all of its pods.
@@ -30,20 +30,20 @@ pub enum WorkerOrigin {
 /// Facts about one worker.
 #[derive(Clone, Debug)]
 pub struct WorkerFacts {
-    /// Part of the configuration that describes it.
+    /// Part of the configuration that describes the worker.
     pub origin: WorkerOrigin,
     /// Configured worker, with missing settings filled in from the engine.
     pub worker: Worker,
     /// Cache settings in the configuration.
     pub configured: ConfiguredCache,
-    /// Whether the event sources come from the engine, not from the configuration.
+    /// Whether the event sources were reported by the engine and not configured.
     pub has_discovered_sources: bool,
     /// Windows of tokens that form blocks.
     pub windows: BlockWindows,
     /// Configured adapter names of the model.
     pub adapters: Vec<ModelName>,
-    /// Model name in the cache keys of images; `None` without image support or if engines report
-    /// it.
+    /// Model name in the cache keys of images. `None` without image support, or if engines report
+    /// the name.
     pub image_model: Option<String>,
     /// Whether a setting needs the number of KV blocks.
     pub needs_capacity: bool,
@@ -55,19 +55,19 @@ pub struct WorkerFacts {
     pub models: EngineReply<Vec<EngineModel>>,
     /// Metrics page.
     pub metrics: EngineReply<MetricsPage>,
-    /// KV event publishers of its ranks.
+    /// KV event publishers of the ranks.
     pub publishers: EngineReply<Vec<RankEventSource>>,
-    /// Comparison of its tokens with those of warmroute.
+    /// Comparison of the engine's tokens with those of warmroute.
     pub parity: CanaryVerdict,
-    /// Result of a connection to the bootstrap address; `None` if it needs none.
+    /// Result of a connection to the bootstrap address; `None` if the worker needs none.
     pub bootstrap: Option<BootstrapReachability>,
     /// Response to a canary with KV handoff; `None` if none was sent.
     pub kv_handoff: Option<EngineReply<serde_json::Value>>,
-    /// Whether a worker on another machine may fetch its KV.
+    /// Whether a worker on another machine may fetch KV blocks from this one.
     pub has_remote_decoders: bool,
     /// Facts per rank.
     pub ranks: Vec<RankFacts>,
-    /// The step that was running at the deadline; `None` if all were complete.
+    /// The step that was running at the deadline; `None` if all steps were complete.
     pub overdue_step: Option<OverdueStep>,
 }
 
@@ -76,7 +76,7 @@ pub struct WorkerFacts {
 pub struct OverdueStep {
     /// Name of the step.
     pub name: String,
-    /// Deadline of the whole worker.
+    /// Deadline for all checks of the worker.
     pub deadline: Duration,
 }
 
@@ -129,11 +129,11 @@ pub enum AttachOutcome {
     ConnectRefused(String),
     /// The bind failed.
     BindRefused(String),
-    /// The bind failed, and this endpoint accepts connections: probably the engine binds it.
+    /// The bind failed, and this endpoint accepts connections, so the engine probably binds it.
     EngineMayBind(String),
     /// The bind succeeded, but no engine connected.
     NoPeer,
-    /// The bind succeeded, no engine connected, and the engine accepts connections at this
+    /// The bind succeeded, but no engine connected, and the engine accepts connections at this
     /// endpoint.
     EngineBinds(String),
 }
@@ -150,7 +150,7 @@ pub struct CanaryReply {
 }
 
 impl WorkerFacts {
-    /// Short name of the worker.
+    /// Returns the short name of the worker.
     pub fn subject(&self) -> String {
         match &self.origin {
             WorkerOrigin::Listed => format!("worker {}", self.worker.id),
@@ -158,7 +158,7 @@ impl WorkerFacts {
         }
     }
 
-    /// Short name of one of its ranks.
+    /// Returns the short name of one of its ranks.
     pub fn rank_subject(&self, rank: DpRank) -> String {
         match (&self.origin, self.worker.ranks.size.get()) {
             (_, 1) => self.subject(),
@@ -167,7 +167,7 @@ impl WorkerFacts {
         }
     }
 
-    /// Name of the configuration section that a fix changes.
+    /// Returns the name of the configuration section that a fix changes.
     pub fn config_section(&self) -> String {
         match &self.origin {
             WorkerOrigin::Listed => format!("worker {}", self.worker.id),
@@ -177,7 +177,7 @@ impl WorkerFacts {
         }
     }
 
-    /// Returns the `kv_events` setting for an endpoint. Pods have only ports.
+    /// Returns the `kv_events` setting for an endpoint. Pods are configured with ports only.
     pub fn kv_events_setting(&self, key: &str, endpoint: &str) -> String {
         let port = endpoint.rsplit(':').next().unwrap_or("5557");
         match (&self.origin, key) {

@@ -1,4 +1,5 @@
-//! Checks of prefill workers: whether they hand over KV, and whether decode workers can reach them.
+//! Checks of prefill workers: whether they support KV handoff, and whether decode workers can reach
+//! them.
 
 use std::net::IpAddr;
 

@@ -8,11 +8,11 @@ use warmroute_settings::Period;
 use super::facts::{WorkerFacts, WorkerOrigin, describe_error};
 use crate::finding::{Finding, FindingBuilder};
 
-/// Maximum clock difference. Beyond it, events look late, and chat templates with a date may render
-/// differently.
+/// Maximum clock difference. With a larger one, events look late, and chat templates with a date
+/// may render differently.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(5);
 
-/// Returns the findings about the serving of a worker.
+/// Returns the findings about how a worker serves requests.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
     let checks = [
         Some(check_reachable(facts)),
@@ -40,7 +40,7 @@ fn check_reachable(facts: &WorkerFacts) -> Finding {
     let at = FindingBuilder::new("engine.reachable", facts.subject());
     let endpoint = facts.worker.endpoint;
     match &facts.health {
-        // An engine without a health page still responds.
+        // Some engines have no health endpoint.
         Ok(()) | Err(EngineError::NotOffered(_)) => at.ok(format!("{endpoint} answers")),
         Err(error) if is_reachable(facts) => at.error(
             format!(
@@ -76,7 +76,8 @@ fn check_reachable(facts: &WorkerFacts) -> Finding {
     }
 }
 
-/// An engine may accept requests and never complete them.
+/// Reports a check that reached the deadline. An engine may accept requests and never complete
+/// them.
 fn check_deadline(facts: &WorkerFacts) -> Option<Finding> {
     let step = facts.overdue_step.as_ref()?;
     Some(
@@ -126,7 +127,7 @@ fn check_model(facts: &WorkerFacts) -> Option<Finding> {
     ))
 }
 
-/// The engine's model path is part of its cache keys of images.
+/// Compares the model names in the cache keys of images. In the engine, it is the model path.
 fn check_images(facts: &WorkerFacts) -> Option<Finding> {
     let ours = facts.image_model.as_deref()?;
     let at = FindingBuilder::new("engine.image_names", facts.subject());
@@ -145,7 +146,7 @@ fn check_images(facts: &WorkerFacts) -> Option<Finding> {
         at.error(
             format!(
                 "the engine hashes images with the model name {theirs}, warmroute with \
-            {ours}: no block from an image on is ever found"
+            {ours}: no block is found from the first image on"
             ),
             format!(
                 "write `multimodal: {{model: {theirs}, ..}}` for the model {}",

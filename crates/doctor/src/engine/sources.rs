@@ -1,5 +1,5 @@
-//! KV event publishers against the configured event sources: disabled publishers, wrong endpoints,
-//! and the case that both sides bind or both connect.
+//! Compares KV event publishers with the configured event sources. It finds disabled publishers,
+//! wrong endpoints, and sockets that both sides bind or both sides connect.
 
 use warmroute_core::worker::{EventSource, SocketAttach};
 use warmroute_engines::engine_client::RankEventSource;
@@ -7,13 +7,13 @@ use warmroute_engines::engine_client::RankEventSource;
 use super::facts::{AttachOutcome, RankFacts, WorkerFacts, WorkerOrigin};
 use crate::finding::{Finding, FindingBuilder};
 
-/// Returns the findings about one rank's event source. The canary is checked separately.
+/// Returns the findings about one rank's event source, except those from the canary.
 pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
     let publisher = find_publisher(facts, rank);
     match &rank.source {
         None => vec![check_unlisted(facts, rank, publisher)],
         Some(source) => {
-            let learned = facts.has_discovered_sources.then(|| {
+            let discovered = facts.has_discovered_sources.then(|| {
                 let at = FindingBuilder::new("events.configured", facts.rank_subject(rank.rank));
                 at.ok(format!(
                     "not configured; the engine reports that it publishes at {}",
@@ -21,7 +21,7 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
                 ))
             });
             let checks = [
-                learned,
+                discovered,
                 check_attachment(facts, rank, source, publisher),
                 check_replay(facts, rank, source, publisher),
             ];
@@ -50,7 +50,7 @@ pub(super) fn publishes_nothing(facts: &WorkerFacts, rank: &RankFacts) -> bool {
     }
 }
 
-/// Returns the engine flag to publish at the configured endpoint.
+/// Returns the engine flag that makes it publish at the configured endpoint.
 pub(super) fn kv_events_flag(source: &EventSource) -> String {
     let port = source
         .endpoint
@@ -195,7 +195,7 @@ fn check_attachment(
     })
 }
 
-/// The connection was refused. Most often vLLM connects instead of binding, because its endpoint
+/// Explains a refused connection. Most often vLLM connects instead of binding, because its endpoint
 /// has no wildcard.
 fn connect_refused(
     facts: &WorkerFacts,
@@ -299,7 +299,9 @@ fn check_replay(
         )),
         (Some(_), None, _) => None,
         (None, _, Some(theirs)) => Some(at.warning(
-            format!("the engine replays lost batches at {theirs}, but no `replay` is configured"),
+            format!(
+                "the engine replays lost batches at {theirs}, but no replay endpoint is configured"
+            ),
             format!(
                 "write `{}` in the `kv_events` of {section}",
                 facts.kv_events_setting("replay_endpoint", &to_config_endpoint(facts, theirs))

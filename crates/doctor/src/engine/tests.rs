@@ -25,7 +25,7 @@ fn tokens() -> Vec<u32> {
     (0..100).collect()
 }
 
-fn heard(stored: StoredEvent, topic: &str, rank: Option<u32>) -> ProbedBatch {
+fn message(stored: StoredEvent, topic: &str, rank: Option<u32>) -> ProbedBatch {
     let at = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_000);
     let batch = EventBatch {
         timestamp: 1_800_000_000.0,
@@ -63,13 +63,13 @@ fn event_source() -> EventSource {
     }
 }
 
-/// Facts of a healthy rank: the blocks of the canary arrived.
+/// Returns the facts of a healthy rank: the blocks of the canary arrived.
 fn healthy_rank() -> RankFacts {
     RankFacts {
         rank: DpRank(0),
         source: Some(event_source()),
         attachment: Some(AttachOutcome::Attached(SocketAttach::Connect)),
-        messages: vec![heard(stored(&tokens()[..96], 32), "kv@a", Some(0))],
+        messages: vec![message(stored(&tokens()[..96], 32), "kv@a", Some(0))],
         canary: Some(Ok(CanaryReply {
             tokens: Some(tokens()),
             prompt_tokens: Some(100),
@@ -80,8 +80,8 @@ fn healthy_rank() -> RankFacts {
     }
 }
 
-/// Facts of a healthy worker, with the metrics page of a real engine.
-fn well() -> WorkerFacts {
+/// Returns the facts of a healthy worker, with the metrics page of a real engine.
+fn healthy_worker() -> WorkerFacts {
     let endpoint = WorkerEndpoint(([10, 0, 0, 7], 8000).into());
     let mut worker = Worker::new(
         WorkerId(1),
@@ -131,9 +131,9 @@ fn well() -> WorkerFacts {
     }
 }
 
-/// Returns the problems of a worker after one change to healthy facts.
-fn wrong(change: impl FnOnce(&mut WorkerFacts)) -> Vec<(FindingLevel, &'static str, String)> {
-    let mut facts = well();
+/// Returns the errors and warnings about a healthy worker after one change to its facts.
+fn problems(change: impl FnOnce(&mut WorkerFacts)) -> Vec<(FindingLevel, &'static str, String)> {
+    let mut facts = healthy_worker();
     change(&mut facts);
     let found = check_worker(&facts)
         .into_iter()
@@ -150,8 +150,13 @@ fn wrong(change: impl FnOnce(&mut WorkerFacts)) -> Vec<(FindingLevel, &'static s
 }
 
 /// Asserts that there is exactly one problem and that its text contains these words.
-fn only(level: FindingLevel, check: &str, words: &[&str], change: impl FnOnce(&mut WorkerFacts)) {
-    let found = wrong(change);
+fn assert_problem(
+    level: FindingLevel,
+    check: &str,
+    words: &[&str],
+    change: impl FnOnce(&mut WorkerFacts),
+) {
+    let found = problems(change);
     let [(found_level, found_check, text)] = &found[..] else {
         panic!("{check}: {found:#?}")
     };
@@ -163,15 +168,15 @@ fn only(level: FindingLevel, check: &str, words: &[&str], change: impl FnOnce(&m
 
 #[test]
 fn healthy_worker_has_no_problems() {
-    assert_eq!(wrong(|_| {}), []);
+    assert_eq!(problems(|_| {}), []);
     assert!(
-        check_worker(&well())
+        check_worker(&healthy_worker())
             .iter()
             .all(|one| one.level == FindingLevel::Ok)
     );
 }
 
-/// The pool describes its pods, with ports and without endpoints.
+/// A pool describes its pods by ports, without endpoints.
 #[test]
 fn pods_are_named_with_section_of_their_pool() {
     let of_pod = |facts: &mut WorkerFacts| {
@@ -180,7 +185,7 @@ fn pods_are_named_with_section_of_their_pool() {
             pool: "p".to_owned(),
         };
     };
-    let mut facts = well();
+    let mut facts = healthy_worker();
     of_pod(&mut facts);
     facts.health = Err(EngineError::Timeout);
     let finding = check_worker(&facts)
@@ -190,7 +195,7 @@ fn pods_are_named_with_section_of_their_pool() {
     assert_eq!(finding.subject, "pod inference/p1");
     assert!(finding.fix.unwrap().contains("the ports of the pool p"));
     let section = "`worker` of the pool p (it describes pod inference/p1)";
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "events.configured",
         &["write `kv_events: {port: 5557, ", section],
@@ -199,7 +204,7 @@ fn pods_are_named_with_section_of_their_pool() {
             facts.ranks[0].source = None;
         },
     );
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "events.replay",
         &["write `replay_port: 5558` in the `kv_events`", section],
@@ -208,7 +213,7 @@ fn pods_are_named_with_section_of_their_pool() {
             facts.ranks[0].source.as_mut().unwrap().replay = None;
         },
     );
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.attached",
         &["publishes at tcp://*:6000", "write `port: 6000`", section],
@@ -225,7 +230,7 @@ fn pods_are_named_with_section_of_their_pool() {
 #[test]
 fn clock_skew_uses_events_before_date_header() {
     let far = SystemTime::UNIX_EPOCH + Duration::from_secs(1_800_000_600);
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.clock",
         &["600 s behind the local one", "time server"],
@@ -233,7 +238,7 @@ fn clock_skew_uses_events_before_date_header() {
             facts.ranks[0].messages[0].received_at = far;
         },
     );
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.clock",
         &["600 s ahead of the local one"],
@@ -242,7 +247,7 @@ fn clock_skew_uses_events_before_date_header() {
         },
     );
     let without = |facts: &mut WorkerFacts| facts.ranks[0].canary = None;
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.clock",
         &["600 s behind the local one"],
@@ -259,14 +264,14 @@ fn clock_skew_uses_events_before_date_header() {
 
 #[test]
 fn unreachable_engine_skips_further_checks() {
-    let found = wrong(|facts| {
+    let found = problems(|facts| {
         facts.health = Err(EngineError::Unreachable("connection refused".to_owned()))
     });
     assert_eq!(
         found.iter().map(|(_, check, _)| *check).collect::<Vec<_>>(),
         ["engine.reachable"]
     );
-    let found = wrong(|facts| {
+    let found = problems(|facts| {
         facts.health = Err(EngineError::Status {
             status: 503,
             message: None,
@@ -282,18 +287,19 @@ fn unreachable_engine_skips_further_checks() {
 fn unreachable_kv_handoff_host_is_an_error() {
     let params = |host: &str| serde_json::json!({"kv_transfer_params": {"remote_host": host, "remote_port": 5600}});
     let another = serde_json::json!({"kv_transfer_params": {"of": "another connector"}});
-    for (answer, afar) in [
+    for (answer, has_remote_decoders) in [
         (params("10.0.0.7"), true),
         (params("localhost"), false),
         (another, true),
     ] {
-        let told = |facts: &mut WorkerFacts| {
-            (facts.kv_handoff, facts.has_remote_decoders) = (Some(Ok(answer.clone())), afar)
+        let with_answer = |facts: &mut WorkerFacts| {
+            (facts.kv_handoff, facts.has_remote_decoders) =
+                (Some(Ok(answer.clone())), has_remote_decoders)
         };
-        assert_eq!(wrong(told), [], "{answer}");
+        assert_eq!(problems(with_answer), [], "{answer}");
     }
     for host in ["localhost", "127.0.0.1", "::1"] {
-        only(
+        assert_problem(
             FindingLevel::Error,
             "engine.handover",
             &[host, "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7"],
@@ -302,7 +308,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
             },
         );
     }
-    only(
+    assert_problem(
         FindingLevel::Error,
         "engine.handover",
         &["has no kv_transfer_params", "--kv-transfer-config"],
@@ -312,7 +318,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
             ));
         },
     );
-    only(
+    assert_problem(
         FindingLevel::Error,
         "engine.handover",
         &["status 500"],
@@ -324,7 +330,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
         },
     );
     assert_eq!(
-        wrong(|facts| facts.kv_handoff = Some(Err(EngineError::Timeout))),
+        problems(|facts| facts.kv_handoff = Some(Err(EngineError::Timeout))),
         []
     );
 }
@@ -332,17 +338,17 @@ fn unreachable_kv_handoff_host_is_an_error() {
 #[test]
 fn unreachable_bootstrap_port_is_an_error() {
     assert_eq!(
-        wrong(|facts| facts.bootstrap = Some(BootstrapReachability::Listening)),
+        problems(|facts| facts.bootstrap = Some(BootstrapReachability::Listening)),
         []
     );
     let words = [
         "port 8998 at 10.0.0.7",
         "--disaggregation-bootstrap-port 8998",
     ];
-    only(FindingLevel::Error, "engine.bootstrap", &words, |facts| {
+    assert_problem(FindingLevel::Error, "engine.bootstrap", &words, |facts| {
         facts.bootstrap = Some(BootstrapReachability::Refused)
     });
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.bootstrap",
         &["no route"],

@@ -1,16 +1,16 @@
-//! Control plane that generated Envoy's configuration. Its users cannot edit that configuration, so
-//! a fix names the field of a resource.
+//! The control plane that generated Envoy's configuration. Its users cannot edit that
+//! configuration, so a fix names a field of a resource.
 
 use std::fmt;
 
 use super::dump::ConfigDump;
 use super::schema::EnvoyCluster;
 
-/// Prefix of the clusters of Istio.
+/// Prefix of cluster names in Istio.
 const ISTIO_PREFIX: &str = "outbound|";
-/// Prefix of the clusters that Envoy AI Gateway generates for endpoint pickers.
+/// Prefix of the names of clusters that Envoy AI Gateway generates for endpoint pickers.
 const AI_GATEWAY_PREFIX: &str = "envoy.clusters.endpointpicker_";
-/// Prefixes of the clusters of Envoy Gateway.
+/// Prefixes of cluster names in Envoy Gateway.
 const ENVOY_GATEWAY_PREFIXES: [&str; 4] = [
     "httproute/",
     "grpcroute/",
@@ -42,12 +42,12 @@ pub(super) enum ControlPlane {
     Other,
 }
 
-/// Namespace and name of a resource, as far as a generated name contains them.
+/// Namespace and name of a resource; empty if a generated name does not contain them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ResourceName(String);
 
 impl ResourceName {
-    /// The two segments of a name that follow `skip` segments.
+    /// Returns the two segments of a name that follow `skip` segments.
     fn segments(name: &str, skip: usize) -> Self {
         let found: Vec<&str> = name.split('/').skip(skip).take(2).collect();
         Self(if found.len() == 2 {
@@ -68,7 +68,7 @@ impl fmt::Display for ResourceName {
     }
 }
 
-/// The names in a generated configuration that identify its control plane.
+/// Names in a generated configuration that identify its control plane.
 #[derive(Clone, Debug)]
 pub(super) struct GeneratedNames<'a> {
     /// Name of the listener.
@@ -91,7 +91,7 @@ impl ControlPlane {
                 .chain(&names.targets)
                 .any(|name| name.starts_with(prefix))
         };
-        // A listener is named namespace/gateway/listener.
+        // Listeners are named namespace/gateway/listener.
         let gateway = ResourceName::segments(names.listener, 0);
         if any(AI_GATEWAY_PREFIX) {
             return Self::EnvoyAiGateway { gateway };
@@ -117,12 +117,12 @@ impl ControlPlane {
     }
 }
 
-/// The HTTPRoute of a cluster of Envoy Gateway.
+/// Returns the HTTPRoute of an Envoy Gateway cluster.
 pub(super) fn http_route(cluster: &EnvoyCluster) -> ResourceName {
     ResourceName::segments(&cluster.name, 1)
 }
 
-/// The host of a cluster of Istio, `outbound|port|subset|host`.
+/// Returns the host of an Istio cluster, whose name is `outbound|port|subset|host`.
 pub(super) fn istio_host(cluster: &EnvoyCluster) -> &str {
     cluster.name.rsplit('|').next().unwrap_or(&cluster.name)
 }

@@ -1,6 +1,6 @@
-//! Envoy's configuration from its admin page `/config_dump`, as far as warmroute depends on it.
-//! Envoy writes protobuf JSON: default values are omitted, 64-bit numbers are strings, and
-//! durations are seconds with an `s`. Unknown fields are ignored.
+//! The parts of Envoy's configuration that warmroute depends on, from the admin page
+//! `/config_dump`. Envoy writes protobuf JSON: default values are omitted, 64-bit numbers are
+//! strings, and durations are seconds with an `s`. Unknown fields are ignored.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
@@ -129,7 +129,7 @@ impl ConfigDump {
             let listener = found
                 .get("listener")
                 .unwrap_or(&found["active_state"]["listener"]);
-            // A warming listener has no active state and serves no requests.
+            // A listener that is still warming has no active state and serves no requests.
             if !listener.is_null() {
                 dump.listeners.extend(read_listeners(
                     &parse_part(listener, "a listener")?,
@@ -275,7 +275,7 @@ fn read_listeners(
     for config in managers.filter(|config| has_type(config, "HttpConnectionManager")) {
         let mut hcm: HttpConnectionManager = parse_part(config, "a connection manager")?;
         for filter in &mut hcm.http_filters {
-            // The configuration of a filter from ECDS is in a separate section.
+            // A filter configuration from ECDS is in a separate section.
             let found = extensions
                 .iter()
                 .find(|found| filter.typed_config.is_null() && found["name"] == filter.name);

@@ -16,8 +16,8 @@ use crate::finding::{Finding, FindingBuilder};
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     let files = check_files(site);
     // If Envoy does not read the file, missing endpoints are only a consequence.
-    let wrong = files.iter().any(|finding| finding.fix.is_some());
-    let known = if wrong {
+    let has_problem = files.iter().any(|finding| finding.fix.is_some());
+    let known = if has_problem {
         None
     } else {
         check_workers_known(site)
@@ -51,8 +51,8 @@ fn check_files(site: &FilterSite<'_>) -> Vec<Finding> {
         .collect()
 }
 
-/// Returns whether a cluster reads the endpoints file with another service name, and so gets no
-/// endpoints.
+/// Returns whether a cluster reads the endpoints file but uses another service name. Such a cluster
+/// gets no endpoints.
 pub(super) fn reads_wrong_name(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> bool {
     let ours = site.expected.endpoints_file.as_ref();
     ours.is_some_and(|(file, name)| {
@@ -92,7 +92,8 @@ fn unread_file(site: &FilterSite<'_>, file: &Path, name: &str) -> Finding {
     FindingBuilder::new("envoy.endpoints_file", format!("cluster {name}")).error(message, fix)
 }
 
-/// Checks one cluster that reads the endpoints file. `has_reader`: some cluster uses its service name.
+/// Checks one cluster that reads the endpoints file. `has_reader` is true if some cluster uses its
+/// service name.
 fn check_reader(site: &FilterSite<'_>, cluster: &EnvoyCluster, has_reader: bool) -> Finding {
     let at = FindingBuilder::new("envoy.endpoints_file", format!("cluster {}", cluster.name));
     let Some((file, name)) = site.expected.endpoints_file.as_ref() else {
@@ -143,7 +144,7 @@ fn check_reader(site: &FilterSite<'_>, cluster: &EnvoyCluster, has_reader: bool)
     }
 }
 
-/// Checks the workers among which Envoy chooses without a route: if it selects by role, some worker
+/// Checks the workers that Envoy may choose on its own. If it selects them by role, some worker
 /// must have that role.
 fn check_fallback(site: &FilterSite<'_>) -> Vec<Finding> {
     let workers = &site.expected.workers;
@@ -207,8 +208,8 @@ fn parent_directory(file: &Path) -> String {
         .to_string()
 }
 
-/// Returns the clusters with workers as endpoints: `own`, or those of every pool if a control plane
-/// may generate one filter per pool.
+/// Returns the clusters whose endpoints are workers. These are the clusters in `own`, or those of
+/// every pool if a control plane may generate one filter per pool.
 fn worker_clusters<'d>(site: &FilterSite<'d>, own: Vec<&'d EnvoyCluster>) -> Vec<&'d EnvoyCluster> {
     if site.plane == ControlPlane::Other {
         return own;
@@ -220,10 +221,10 @@ fn worker_clusters<'d>(site: &FilterSite<'d>, own: Vec<&'d EnvoyCluster>) -> Vec
         .collect()
 }
 
-/// Checks that each worker is an endpoint in Envoy.
+/// Checks that Envoy has an endpoint for each worker.
 fn check_workers_known(site: &FilterSite<'_>) -> Option<Finding> {
-    let to = routed_clusters(site);
-    let listed: Vec<_> = to
+    let routed = routed_clusters(site);
+    let listed: Vec<_> = routed
         .iter()
         .filter(|(cluster, _)| !matches!(host_selection(cluster), HostSelection::OriginalDst(_)))
         .collect();
@@ -243,7 +244,7 @@ fn check_workers_known(site: &FilterSite<'_>) -> Option<Finding> {
         return None;
     }
     if addresses.iter().any(|address| address.numeric().is_none()) {
-        return Some(at.skipped("endpoints by name cannot be compared"));
+        return Some(at.skipped("endpoints with host names cannot be compared"));
     }
     let has = |address: &std::net::SocketAddr| {
         addresses
@@ -270,7 +271,7 @@ fn check_workers_known(site: &FilterSite<'_>) -> Option<Finding> {
     Some(at.error(message, missing_endpoints_fix(site)))
 }
 
-/// Returns the fix for workers that are no endpoints in Envoy.
+/// Returns the fix for workers without an endpoint in Envoy.
 fn missing_endpoints_fix(site: &FilterSite<'_>) -> String {
     match &site.expected.endpoints_file {
         Some((file, _)) => format!(

@@ -1,4 +1,4 @@
-//! Input of the checks of Envoy: the settings of warmroute that its configuration must match.
+//! Input of the checks of Envoy: the settings of warmroute that Envoy's configuration must match.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -24,18 +24,18 @@ pub struct ExpectedEnvoy {
     pub body_limit: u64,
     /// Deadline for tokenizing and routing.
     pub exchange_deadline: Duration,
-    /// Longest wait of a request in the queue, for its session or for its prefill, with the margin;
+    /// Maximum wait of a request in the queue, for its session or for its prefill, with a margin.
     /// `None` if requests never wait.
     pub longest_wait: Option<Duration>,
-    /// Longest wait for the new prefill of a retry, with the margin; `None` without sequential
+    /// Maximum wait for the new prefill of a retry, with a margin. `None` without sequential
     /// prefills.
     pub prefill_retry_wait: Option<Duration>,
-    /// Envoy clusters of prefill workers that get mirrored requests, with the models of these
+    /// Envoy clusters of prefill workers that receive mirrored requests, with the models of these
     /// requests.
     pub mirror_clusters: BTreeMap<String, BTreeSet<ModelName>>,
     /// API paths.
     pub paths: ApiPaths,
-    /// Whether requests get 503 if no worker can be chosen.
+    /// Whether requests get status 503 if no worker can be chosen.
     pub fail_closed: bool,
     /// Whether replies clear Envoy's route cache.
     pub clear_route_cache: bool,
@@ -47,7 +47,7 @@ pub struct ExpectedEnvoy {
     pub authority_pools: BTreeMap<String, Arc<str>>,
     /// Headers that warmroute sets.
     pub headers: Vec<String>,
-    /// Headers among them with the worker's endpoint.
+    /// Those of these headers that carry the worker's endpoint.
     pub endpoint_headers: Vec<String>,
     /// Headers that clients must not set.
     pub reserved_headers: Vec<String>,
@@ -55,7 +55,7 @@ pub struct ExpectedEnvoy {
     pub endpoints_file: Option<(PathBuf, String)>,
     /// xDS server, if configured.
     pub xds: Option<XdsServer>,
-    /// Workers that may get requests.
+    /// Workers that may receive requests.
     pub workers: Vec<Worker>,
 }
 
@@ -96,7 +96,7 @@ impl ExpectedEnvoy {
         }
     }
 
-    /// Formats the listen addresses.
+    /// Formats the listen addresses, and one of them as an Envoy endpoint.
     pub fn listen_text(&self) -> (String, String) {
         let pipe = self.unix.as_ref().map(|path| {
             (
@@ -113,13 +113,13 @@ impl ExpectedEnvoy {
             (at.to_string(), text)
         });
         let all: Vec<_> = [pipe, socket].into_iter().flatten().collect();
-        let words = all
+        let addresses = all
             .iter()
-            .map(|(words, _)| words.as_str())
+            .map(|(addresses, _)| addresses.as_str())
             .collect::<Vec<_>>()
             .join(" and ");
         (
-            words,
+            addresses,
             all.into_iter()
                 .next()
                 .map(|(_, text)| text)

@@ -16,7 +16,8 @@ use crate::finding::{Finding, FindingBuilder, FindingLevel};
 const DEFAULT_BREAKER_LIMIT: u64 = 1024;
 /// Envoy's default connect timeout.
 const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum connect timeout: a longer one delays requests to a replica whose machine is gone.
+/// Maximum recommended connect timeout. With a longer one, requests to a replica on an unreachable
+/// machine are delayed.
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the findings about the clusters of both filters.
@@ -108,7 +109,7 @@ fn check_address(site: &FilterSite<'_>, service: &GrpcService) -> Option<Finding
     }
     let addresses = service.addresses(site.dump);
     let at = site.filter_check("envoy.address", &site.main);
-    let (words, text) = site.expected.listen_text();
+    let (listen, text) = site.expected.listen_text();
     let called = addresses
         .iter()
         .map(ToString::to_string)
@@ -123,13 +124,13 @@ fn check_address(site: &FilterSite<'_>, service: &GrpcService) -> Option<Finding
     let fix = match service.cluster() {
         Some(cluster) => format!("in the endpoints of cluster `{cluster}` write `{text}`"),
         None => format!(
-            "in the `grpc_service` of the filter `{}` write the address {words}",
+            "in the `grpc_service` of the filter `{}` write the address {listen}",
             site.main.name
         ),
     };
     let ours = addresses.first().map(|address| match address {
-        EnvoyAddress::Socket(host, port) => format!("tcp: {host}:{port}"),
-        EnvoyAddress::Pipe(path) => format!("unix: {path}"),
+        EnvoyAddress::Socket(host, port) => format!("address: '{host}:{port}'"),
+        EnvoyAddress::Pipe(path) => format!("unix_socket: {path}"),
     });
     let ours = ours
         .map(|ours| {
@@ -137,9 +138,9 @@ fn check_address(site: &FilterSite<'_>, service: &GrpcService) -> Option<Finding
         })
         .unwrap_or_default();
     let message = if addresses.is_empty() {
-        format!("Envoy has no address of warmroute, which listens at {words}")
+        format!("Envoy has no address of warmroute, which listens at {listen}")
     } else {
-        format!("the filter calls {called}, and warmroute listens at {words}")
+        format!("the filter calls {called}, and warmroute listens at {listen}")
     };
     let own = format!("{fix}{ours}");
     let cluster = service
@@ -217,7 +218,7 @@ fn check_keepalive(site: &FilterSite<'_>, at: FindingBuilder, cluster: &EnvoyClu
     }
 }
 
-/// Only TCP connections need time to connect.
+/// Checks the connect timeout of TCP connections. Unix sockets connect at once.
 fn check_connect_timeout(
     site: &FilterSite<'_>,
     at: FindingBuilder,
@@ -238,7 +239,7 @@ fn check_connect_timeout(
         return Some(at.ok(message));
     }
     let message = format!(
-        "{message}; a request waits this long for a replica of warmroute whose machine is gone"
+        "{message}; a request waits this long for a replica of warmroute on an unreachable machine"
     );
     Some(site.report(
         at,
@@ -248,8 +249,8 @@ fn check_connect_timeout(
     ))
 }
 
-/// A DNS name with one address although replicas are configured is probably the virtual IP of a
-/// Service, behind which an HTTP/2 connection stays with one replica.
+/// Checks for a DNS name with a single address although replicas are configured. It is probably the
+/// virtual IP of a Service, and HTTP/2 connections through it stay with one replica.
 fn check_single_address(
     site: &FilterSite<'_>,
     at: FindingBuilder,
@@ -279,18 +280,18 @@ fn check_single_address(
     }
 }
 
-/// Traffic of a cluster, which its circuit breakers limit.
+/// Kind of traffic that the circuit breakers of a cluster limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClusterTraffic {
     /// One ext_proc stream per request in flight.
     Exchanges,
-    /// Requests.
+    /// Client requests.
     Requests,
-    /// Mirrored requests. Envoy does not report their end.
+    /// Mirrored requests. Envoy does not report when they end.
     Copies,
 }
 
-/// Returns a threshold of a cluster; a runtime key overrides the configuration.
+/// Returns a threshold of a cluster. A runtime key overrides the configuration.
 fn breaker_limit(
     dump: &ConfigDump,
     cluster: &EnvoyCluster,
@@ -303,7 +304,8 @@ fn breaker_limit(
         .or(configured)
 }
 
-/// Checks the circuit breakers: the defaults trip long before the cluster is overloaded.
+/// Checks the circuit breakers. With the defaults, requests are rejected long before the cluster is
+/// overloaded.
 pub(super) fn check_breakers(
     site: &FilterSite<'_>,
     cluster: &EnvoyCluster,
@@ -359,7 +361,7 @@ fn breaker_limits(dump: &ConfigDump, cluster: &EnvoyCluster) -> [(&'static str, 
     ]
 }
 
-/// Returns the effect of a low limit. `limits_requests`: the limit of requests is low.
+/// Returns the effect of a low limit. `limits_requests` is true if the limit of requests is low.
 fn low_limit_effect(
     traffic: ClusterTraffic,
     limits_requests: bool,

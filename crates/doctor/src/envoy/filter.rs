@@ -1,5 +1,5 @@
-//! Checks of the main ext_proc filter: its processing modes, timeouts, and behavior without
-//! warmroute.
+//! Checks of the main ext_proc filter: its processing modes, its timeouts, and the behavior of
+//! Envoy without warmroute.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ const UPSTREAM_ATTRIBUTES: [&str; 2] = ["upstream.address", "response.flags"];
 const BUFFERED: &str = "BUFFERED";
 const FULL_DUPLEX: &str = "FULL_DUPLEX_STREAMED";
 
-/// Returns the findings about the filter, for each variant of it on the routes.
+/// Returns the findings about the filter, for each variant of its configuration on the routes.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     for filter in site.variants() {
@@ -137,7 +137,7 @@ fn check_full_duplex(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Optio
             message,
             &EnvoySetting::Filter(fixes::CONTENT_LENGTH),
         ),
-        // Engines accept chunked bodies: not worth a patch of generated configuration.
+        // Engines accept chunked bodies, so patching a generated configuration is not worthwhile.
         (false, _) => at.note(message),
     })
 }
@@ -219,8 +219,8 @@ fn check_failure_mode(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Find
             BUFFERED bodies and \
              `failure_mode_allow: true` in the filter, to serve requests without warmroute",
         ),
-        // Envoy applies it only if the stream to warmroute fails before the body is sent, which is
-        // not the case while an endpoint is listed.
+        // Envoy applies the setting only if the stream to warmroute fails before a part of the body
+        // is sent. While an endpoint is listed, this is not the case.
         (true, true, true) => at.note(format!(
             "{message}; in full duplex Envoy serves requests without warmroute only if it has no \
             endpoint of warmroute. While an endpoint is listed, requests get 500 after warmroute \
@@ -330,8 +330,8 @@ fn check_mode_override(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Opt
     ))
 }
 
-/// Checks that a response identifies its worker, or Envoy as its source: by attributes or by
-/// Envoy's headers.
+/// Checks that a response identifies its source, a worker or Envoy, by attributes or by Envoy's
+/// headers.
 fn check_attributes(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
     let at = site.listener_check("envoy.response_attributes");
     let missing: Vec<&str> = UPSTREAM_ATTRIBUTES
@@ -406,7 +406,7 @@ fn has_retries(site: &FilterSite<'_>) -> bool {
         .any(|active| active.retry_policy().is_some())
 }
 
-/// Returns whether every worker cluster reports the endpoint that served.
+/// Returns whether every worker cluster reports the endpoint that served a request.
 fn reports_served_endpoint(site: &FilterSite<'_>, filter: &ExternalProcessor) -> bool {
     let reported = |selection: HostSelection| matches!(selection, HostSelection::Override(policy) if policy.selected_host_key == Some(ours(SERVED_KEY)));
     let forwarded = filter
@@ -419,7 +419,7 @@ fn reports_served_endpoint(site: &FilterSite<'_>, filter: &ExternalProcessor) ->
             .all(|(cluster, _)| reported(host_selection(cluster)))
 }
 
-/// Formats a duration for Envoy's YAML.
+/// Formats a duration as in Envoy's YAML.
 pub(super) fn format_seconds(length: Duration) -> String {
     format!("{}s", length.as_secs_f64())
 }

@@ -19,7 +19,7 @@ pub(super) use filter_field::{
     RESPONSE_TRAILERS,
 };
 
-/// The port of warmroute in the manifests.
+/// Port of warmroute in the example manifests.
 const DEFAULT_PORT: u16 = 9002;
 
 /// A setting of Envoy.
@@ -30,7 +30,7 @@ pub(super) enum EnvoySetting<'a> {
     PickerLimits(&'a EnvoyCluster),
     /// HTTP/2 pings on the connections to warmroute.
     PickerKeepalive(&'a EnvoyCluster),
-    /// Time to connect to warmroute.
+    /// Connect timeout of the connections to warmroute.
     PickerConnectTimeout(&'a EnvoyCluster),
     /// TLS to warmroute.
     PickerTls(&'a EnvoyCluster),
@@ -42,7 +42,7 @@ pub(super) enum EnvoySetting<'a> {
     WorkerLimits(&'a EnvoyCluster),
     /// Retries of requests to unreachable workers, with the fix in Envoy's configuration.
     Retry(&'a EnvoyCluster, String),
-    /// The headers `x-envoy-*` of responses.
+    /// The `x-envoy-*` headers of responses.
     EnvoyHeaders,
     /// Request headers that Envoy removes early.
     ClientHeaders(&'a [&'a str]),

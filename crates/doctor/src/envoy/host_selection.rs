@@ -1,6 +1,6 @@
-//! Checks of the host selection in Envoy: by a load balancer that reads warmroute's metadata or
-//! header, by an address in a header, or by routes that match headers. Each method has its own
-//! requirements, and a cluster without one ignores the chosen worker.
+//! Checks of Envoy's host selection. The host is selected by a load balancer that reads warmroute's
+//! metadata or header, by an address in a header, or by routes that match headers. Each method has
+//! its own requirements. A cluster without any of them ignores the chosen worker.
 
 use serde_json::Value;
 use warmroute_core::envoy_names::{ENDPOINT, LB_NAMESPACE, SERVED_KEY};
@@ -14,7 +14,7 @@ use super::schema::{
 use super::site::{ActiveRoute, FilterSite};
 use crate::finding::{Finding, FindingBuilder, FindingLevel};
 
-/// Attribute with the endpoint that served.
+/// Attribute with the endpoint that served the request.
 const UPSTREAM_ADDRESS: &str = "upstream.address";
 
 /// Host selection of a cluster.
@@ -61,7 +61,7 @@ pub(super) fn host_selection(cluster: &EnvoyCluster) -> HostSelection {
     }
 }
 
-/// Returns the headers that select a host, including those sent by clients.
+/// Returns the headers that select a host, including headers sent by clients.
 pub(super) fn selection_headers(selection: &HostSelection) -> Vec<String> {
     match selection {
         HostSelection::Override(policy) => policy
@@ -167,7 +167,7 @@ fn check_override_host(
     findings
 }
 
-/// Checks that Envoy reports the endpoint that served.
+/// Checks that Envoy reports the endpoint that served the request.
 fn check_served(
     site: &FilterSite<'_>,
     at: FindingBuilder,
@@ -188,7 +188,7 @@ fn check_served(
     counted at the wrong worker";
     let fix = match (noted, forwarded) {
         (true, true) => return Some(at.ok("Envoy reports the endpoint that served")),
-        // Generated clusters have no such setting; the attribute names the same endpoint.
+        // Generated clusters have no such setting, but the attribute names the same endpoint.
         _ if site.plane != ControlPlane::Other && reports_upstream(site) => {
             return Some(at.ok(format!("{UPSTREAM_ADDRESS} names the endpoint that served")));
         }
@@ -242,8 +242,8 @@ fn describe_source(source: &OverrideHostSource) -> String {
     }
 }
 
-/// Checks subsets by worker id. A host must match all metadata of the namespace, so warmroute's
-/// metadata must not be received beside the id.
+/// Checks subsets by worker id. A host must match all metadata of the namespace, so Envoy must not
+/// receive other metadata of warmroute in it.
 fn check_subset(site: &FilterSite<'_>, at: FindingBuilder, config: &Value) -> Vec<Finding> {
     let selectors = config["subset_selectors"]
         .as_array()
@@ -368,8 +368,8 @@ fn check_original_dst(site: &FilterSite<'_>, at: FindingBuilder, header: &str) -
     )
 }
 
-/// Checks a cluster without host selection: correct only if its routes match headers of warmroute,
-/// or follow routes that do.
+/// Checks a cluster without host selection. It is correct only if its routes match headers of
+/// warmroute, or follow routes that do.
 fn check_cluster_policy(
     site: &FilterSite<'_>,
     at: FindingBuilder,
@@ -412,7 +412,8 @@ fn is_matched_by_header(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> bool
         || active.action.cluster_header.as_deref().is_some_and(ours)
 }
 
-/// Routes that match headers of warmroute take effect only if Envoy evaluates its routes again.
+/// Checks that Envoy evaluates its routes again. Otherwise routes that match headers of warmroute
+/// have no effect.
 fn check_route_cache(site: &FilterSite<'_>) -> Option<Finding> {
     site.active
         .iter()

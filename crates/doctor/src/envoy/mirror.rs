@@ -1,5 +1,6 @@
 //! Checks of mirrored requests for prefill workers: Envoy must mirror them, and only to the
-//! intended worker. Without the mirrored request, the decode worker waits in vain for its prefill.
+//! intended worker. Without the mirrored request, the decode worker waits for a prefill that never
+//! starts.
 
 use std::collections::BTreeSet;
 
@@ -43,16 +44,16 @@ pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     routes.chain(clusters).collect()
 }
 
-/// Returns whether requests on this route are mirrored: not those of other APIs, nor routes that
-/// only lead to workers of other models.
+/// Returns whether requests on this route are mirrored. Requests of other APIs are not, nor are
+/// routes that lead only to workers of other models.
 fn is_mirrored(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> bool {
-    let meets = |worker: &&Worker| {
+    let has_mirrored_model = |worker: &&Worker| {
         site.expected
             .mirror_clusters
             .values()
             .any(|models| models.contains(&worker.model))
     };
-    let leads_there = |name: &str| {
+    let leads_to_mirrored_model = |name: &str| {
         let addresses = site
             .dump
             .clusters
@@ -65,12 +66,13 @@ fn is_mirrored(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> bool {
             site.expected
                 .workers
                 .iter()
-                .filter(meets)
+                .filter(has_mirrored_model)
                 .any(|worker| contains_worker(&addresses, worker))
         })
     };
     let mut clusters = active.action.clusters().peekable();
-    has_remote_prefill(site, active) && (clusters.peek().is_none() || clusters.any(leads_there))
+    has_remote_prefill(site, active)
+        && (clusters.peek().is_none() || clusters.any(leads_to_mirrored_model))
 }
 
 fn contains_worker(addresses: &[EnvoyAddress], worker: &Worker) -> bool {
@@ -80,7 +82,8 @@ fn contains_worker(addresses: &[EnvoyAddress], worker: &Worker) -> bool {
         .any(|address| address.numeric() == Some(endpoint))
 }
 
-/// Returns the mirror policies of a route: the most specific ones, and those of its clusters.
+/// Returns the mirror policies of a route: the most specific ones, together with those of its
+/// clusters.
 fn mirror_policies(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Vec<MirrorPolicy> {
     let of_all = site
         .listener
@@ -236,8 +239,8 @@ fn check_cluster(
     findings
 }
 
-/// A mirrored request for an unknown endpoint must be dropped: on another worker it waits forever
-/// for its decode worker.
+/// Checks that a mirrored request for an unknown endpoint is dropped. On another worker, it would
+/// wait forever for its decode worker.
 fn check_fallback(
     at: FindingBuilder,
     cluster: &EnvoyCluster,
@@ -272,13 +275,13 @@ fn check_workers_known(
     cluster: &EnvoyCluster,
     models: &BTreeSet<ModelName>,
 ) -> Option<Finding> {
-    // Reported by the check of the endpoints file.
+    // The check of the endpoints file reports this problem.
     if reads_wrong_name(site, cluster) {
         return None;
     }
     let addresses = site.dump.cluster_addresses(cluster).unwrap_or_default();
     if addresses.iter().any(|address| address.numeric().is_none()) {
-        return Some(at.skipped("endpoints by name cannot be compared"));
+        return Some(at.skipped("endpoints with host names cannot be compared"));
     }
     let prefills = site
         .expected

@@ -1,5 +1,5 @@
-//! Checks for routes to workers without the override that activates the filter. Istio's filter
-//! sends warmroute nothing by itself.
+//! Checks for routes to workers that lack the override that activates the filter. Without an
+//! override, Istio's filter sends warmroute nothing.
 
 use warmroute_core::envoy_names::ENDPOINT;
 
@@ -9,7 +9,7 @@ use super::schema::EnvoyRoute;
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder};
 
-/// Filters whose route settings replace all others: Istio,
+/// Filters whose settings on a route replace the settings of all others in Istio, see
 /// `pilot/pkg/networking/core/route/route.go`.
 const REPLACING_FILTERS: [(&str, &str); 2] = [
     ("envoy.filters.http.cors", "CORS"),

@@ -1,4 +1,4 @@
-//! Checks of the first-token probe filter. If misconfigured, it can lose whole responses.
+//! Checks of the first-token probe filter. A misconfigured probe can lose whole responses.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::schema::{ProcessingMode, body_mode};
 use super::site::{ExtProcFilter, FilterSite};
 use crate::finding::{Finding, FindingBuilder};
 
-/// Maximum timeout: a frozen server delays every chunk of a response by this time.
+/// Maximum timeout. If warmroute is frozen, every chunk of a response is delayed by the timeout.
 const MAX_PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Returns the findings about the probe.
@@ -41,7 +41,8 @@ fn in_probe_filter(site: &FilterSite<'_>, probe: &ExtProcFilter, text: &str) -> 
     )
 }
 
-/// Reports a main filter that announces a missing probe: first tokens are not detected.
+/// Reports a main filter that announces a probe that does not exist. First tokens are then not
+/// detected.
 fn check_missing_probe(site: &FilterSite<'_>) -> Option<Finding> {
     (site.main.declared_kind() == Some(PROBED_FILTER)).then(|| {
         site.listener_check("envoy.probe").warning(
@@ -114,10 +115,10 @@ fn check_modes(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> 
     ))
 }
 
-/// Responses must not depend on the probe, nor be changed by it.
+/// Checks that responses neither depend on the probe nor are changed by it.
 fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
     let config = &probe.config;
-    let patience = config
+    let timeout = config
         .message_timeout
         .map_or(Duration::from_millis(200), |given| given.0);
     let (message, fix) = if !config.failure_mode_allow {
@@ -125,10 +126,10 @@ fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Findi
             "failure_mode_allow: false: responses are cut off without warmroute".to_owned(),
             "`failure_mode_allow: true`",
         )
-    } else if patience > MAX_PROBE_TIMEOUT {
+    } else if timeout > MAX_PROBE_TIMEOUT {
         let message = format!(
             "message_timeout: {}: a frozen warmroute delays responses by this time",
-            warmroute_settings::Period(patience)
+            warmroute_settings::Period(timeout)
         );
         (message, "`message_timeout: 0.3s`")
     } else if !config.allow_content_length_header {
@@ -145,7 +146,8 @@ fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Findi
     Some(probe_check(site, probe).warning(message, in_probe_filter(site, probe, fix)))
 }
 
-/// The metadata passes the id of the exchange from one filter to the other.
+/// Checks the metadata namespaces. The metadata passes the id of the exchange from one filter to
+/// the other.
 fn check_namespaces(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
     let main = site.variants().iter().all(|filter| {
         filter
@@ -192,10 +194,10 @@ fn check_address(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding
         .map(ToString::to_string)
         .collect::<Vec<_>>()
         .join(", ");
-    let (words, text) = site.expected.listen_text();
+    let (listen, text) = site.expected.listen_text();
     Some(probe_check(site, probe).error(
         format!(
-            "it calls {}, and warmroute listens at {words}",
+            "it calls {}, and warmroute listens at {listen}",
             if addresses.is_empty() {
                 "no server"
             } else {

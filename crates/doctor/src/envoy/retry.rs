@@ -1,6 +1,6 @@
 //! Checks of retries after an attempt that may have reached a worker. With a KV handoff or a
-//! bootstrap, such a retry must pass warmroute first: the transferred blocks may belong to another
-//! request by then, and the bootstrap room is closed.
+//! bootstrap, such a retry must pass through warmroute again. By then, the transferred blocks may
+//! belong to another request, and the bootstrap room is closed.
 
 use serde_json::Value;
 use warmroute_core::envoy_names::{RETRY_FILTER, WARMROUTE_NAMESPACE};
@@ -16,7 +16,8 @@ use super::schema::{
 use super::site::{ActiveRoute, ExtProcFilter, FilterSite};
 use crate::finding::{Finding, FindingBuilder};
 
-/// Retry conditions that may apply after a worker has started: the prompt is computed twice.
+/// Retry conditions that may apply after a worker has started a request. The prompt is then
+/// computed twice.
 const LATE_CONDITIONS: [&str; 5] = [
     "5xx",
     "gateway-error",
@@ -79,10 +80,10 @@ pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Upstream ext_proc filter of a cluster, with its surroundings.
+/// Upstream ext_proc filter of a cluster, with the settings around it.
 struct UpstreamFilter {
     filter: ExtProcFilter,
-    /// Matcher that selects the attempts it processes; `None` for all.
+    /// Matcher that selects the attempts that the filter processes; `None` for all.
     matcher: Option<Value>,
     /// Last filter of the list.
     last: TypedExtension,
@@ -153,7 +154,7 @@ fn missing_filter(
     )
 }
 
-/// A fault of the upstream filter and its fix.
+/// A problem of the upstream filter and its fix.
 struct FilterProblem {
     message: String,
     fix: String,
@@ -210,7 +211,7 @@ fn check_filter(
         .collect()
 }
 
-/// Returns the faults of the called server and of the processed requests.
+/// Returns the problems of the called server and of the processed requests.
 fn request_problems(
     site: &FilterSite<'_>,
     filter: &ExtProcFilter,
@@ -244,7 +245,7 @@ fn request_problems(
     problems
 }
 
-/// Returns the faults of the attributes and metadata that identify a retry.
+/// Returns the problems of the attributes and metadata that identify a retry.
 fn metadata_problems(
     site: &FilterSite<'_>,
     filter: &ExtProcFilter,
@@ -301,8 +302,8 @@ fn metadata_problems(
     problems
 }
 
-/// Checks the matcher: a retry that is mistaken for the first attempt is skipped, and a first
-/// attempt that is mistaken for a retry is prefilled twice.
+/// Checks the matcher. If a retry is mistaken for the first attempt, it is skipped. If a first
+/// attempt is mistaken for a retry, it is prefilled twice.
 fn check_matcher(matcher: &Value, actives: &[&ActiveRoute<'_>]) -> Option<FilterProblem> {
     let tree = &matcher["matcher_tree"];
     let by = tree["input"]["typed_config"]["header_name"]
@@ -334,8 +335,8 @@ fn check_matcher(matcher: &Value, actives: &[&ActiveRoute<'_>]) -> Option<Filter
     })
 }
 
-/// Checks the requirements of a KV handoff: time for another prefill, and no fail-open with stale
-/// blocks.
+/// Checks the requirements of a KV handoff. There must be time for another prefill, and the filter
+/// must not fail open with stale blocks.
 fn check_handoff(
     config: &ExternalProcessor,
     needed: std::time::Duration,

@@ -46,8 +46,8 @@ pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Compares the body limits: larger bodies in Envoy are forwarded unrouted, smaller limits in Envoy
-/// reject requests.
+/// Compares the body limits. If Envoy's limit is larger, longer bodies are forwarded unrouted. If
+/// it is smaller, Envoy rejects requests.
 fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<Finding> {
     if !is_buffered(&active.filter) {
         return None;
@@ -73,7 +73,7 @@ fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<F
     let fix_or_limit = format!("{fix}, or {ours}");
     Some(match limit.cmp(&site.expected.body_limit) {
         std::cmp::Ordering::Equal => at.ok(message),
-        // The connection buffers of Envoy Gateway: too small even for average prompts.
+        // The connection buffers of Envoy Gateway are too small even for average prompts.
         std::cmp::Ordering::Less if limit < DEFAULT_BUFFER => at.error(
             format!(
                 "{message}; longer bodies get 413, and prompts of a few thousand tokens \
@@ -176,7 +176,7 @@ fn check_retry(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<Findin
         ..
     } = policy;
     let late = late_conditions(policy);
-    // With disaggregated prefill such retries are intended, because either worker may fail. The
+    // With disaggregated prefill, such retries are intended, because either worker may fail. The
     // retry filter is checked separately.
     if !late.is_empty() && !has_remote_prefill(site, active) {
         return Some(at.warning(
@@ -192,10 +192,10 @@ fn check_retry(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<Findin
             ),
         ));
     }
-    let elsewhere = retry_host_predicate
+    let avoids_previous_hosts = retry_host_predicate
         .iter()
         .any(|predicate| predicate.name.contains("previous_hosts"));
-    Some(if elsewhere || !several {
+    Some(if avoids_previous_hosts || !several {
         at.ok(format!("retry_on: {retry_on}"))
     } else {
         at.warning(
@@ -245,7 +245,8 @@ fn retry_fix(site: &FilterSite<'_>, active: &ActiveRoute<'_>, text: &str) -> Str
         .unwrap_or(own)
 }
 
-/// A queued request transfers no data, so the idle timeout must exceed the longest wait.
+/// Checks the idle timeout. A queued request transfers no data, so the timeout must exceed the
+/// longest wait.
 fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
     let at = site.listener_check("envoy.idle_timeout");
     let of_all = site
@@ -253,7 +254,7 @@ fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
         .hcm
         .stream_idle_timeout
         .map_or(DEFAULT_IDLE_TIMEOUT, |given| given.0);
-    // A route overrides it; zero disables it.
+    // A route may override it, and zero disables it.
     let of_routes = site
         .active
         .iter()
@@ -286,7 +287,8 @@ fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
 }
 
 /// Checks that clients cannot set routing headers. warmroute removes them from the requests that it
-/// receives; Envoy must remove them if a header selects the worker while warmroute is bypassed.
+/// receives. If a header selects the worker while warmroute is bypassed, Envoy must remove the
+/// header.
 fn check_client_headers(site: &FilterSite<'_>) -> Option<Finding> {
     let at = site.listener_check("envoy.client_headers");
     let stripped = removed_headers(site);
@@ -335,8 +337,8 @@ fn check_client_headers(site: &FilterSite<'_>) -> Option<Finding> {
     Some(unremoved_headers(site, at, &missing))
 }
 
-/// Reports headers that a generated configuration does not remove early. It selects the worker by
-/// metadata or by a header that it removes later.
+/// Reports headers that a generated configuration does not remove early. Such a configuration
+/// selects the worker by metadata, or by a header that it removes later.
 fn unremoved_headers(site: &FilterSite<'_>, at: FindingBuilder, missing: &[&str]) -> Finding {
     let fails_open = site
         .variants()

@@ -1,4 +1,4 @@
-//! Places of warmroute's ext_proc filters in Envoy's configuration: the connection managers that
+//! Sites of warmroute's ext_proc filters in Envoy's configuration: the connection managers that
 //! call warmroute, the configuration of the filter on each route, and the roles of several filters.
 
 mod active_routes;
@@ -23,7 +23,7 @@ pub(super) struct FilterSite<'d> {
     pub(super) listener: &'d HttpListener,
     /// Main filter, which routes requests.
     pub(super) main: ExtProcFilter,
-    /// First-token probe.
+    /// First-token probe, if there is one.
     pub(super) probe: Option<ExtProcFilter>,
     /// Routes on which the main filter is active.
     pub(super) active: Vec<ActiveRoute<'d>>,
@@ -34,8 +34,8 @@ pub(super) struct FilterSite<'d> {
 }
 
 impl<'d> FilterSite<'d> {
-    /// Returns every site whose filter calls warmroute; if there is none, the sites that call any
-    /// server.
+    /// Returns every site whose filter calls warmroute. If there is none, returns the sites that
+    /// call any server.
     pub(super) fn find_all(dump: &'d ConfigDump, expected: &'d ExpectedEnvoy) -> Vec<Self> {
         let of = |only_ours: bool| -> Vec<Self> {
             dump.listeners
@@ -61,7 +61,7 @@ impl<'d> FilterSite<'d> {
                 .iter()
                 .any(|address| expected.is_ours(address))
         };
-        let asks_us = |filter: &ExtProcFilter| {
+        let calls_warmroute = |filter: &ExtProcFilter| {
             let of_routes = FilterRoutes::find(server, filter).active;
             let services = of_routes
                 .iter()
@@ -71,13 +71,13 @@ impl<'d> FilterSite<'d> {
                 .filter_map(|config| config.grpc_service.as_ref())
                 .any(is_ours)
         };
-        let signed = |filter: &ExtProcFilter| filter.declared_kind().is_some();
+        let declares_role = |filter: &ExtProcFilter| filter.declared_kind().is_some();
         let mains = || filters.iter().filter(|filter| !filter.is_probe());
         let found: Vec<&ExtProcFilter> = if only_ours {
-            mains().filter(|filter| asks_us(filter)).collect()
+            mains().filter(|filter| calls_warmroute(filter)).collect()
         } else {
             mains()
-                .find(|filter| signed(filter))
+                .find(|filter| declares_role(filter))
                 .or_else(|| mains().next())
                 .into_iter()
                 .collect()
@@ -85,7 +85,7 @@ impl<'d> FilterSite<'d> {
         // A probe with another address belongs to warmroute if it declares its role.
         let probe = filters
             .iter()
-            .find(|filter| filter.is_probe() && (asks_us(filter) || signed(filter)));
+            .find(|filter| filter.is_probe() && (calls_warmroute(filter) || declares_role(filter)));
         found
             .into_iter()
             .map(|main| Self::new(dump, expected, server, main.clone()).with_probe(probe.cloned()))
@@ -169,8 +169,8 @@ impl<'d> FilterSite<'d> {
         )
     }
 
-    /// Returns the distinct filter configurations of the routes. Without known routes, returns the
-    /// filter's own configuration, because its problems affect any route.
+    /// Returns the distinct filter configurations of the routes. If no routes are known, returns
+    /// the filter's own configuration, because its problems affect every route.
     pub(super) fn variants(&self) -> Vec<&ExternalProcessor> {
         if self.active.is_empty() {
             return if self.main.config.is_idle() {

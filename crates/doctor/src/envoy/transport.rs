@@ -61,7 +61,7 @@ fn is_tls(socket: &TypedExtension) -> bool {
         || inner.is_some_and(|inner: TypedExtension| is_tls(&inner))
 }
 
-/// Returns whether this is mutual TLS of Istio, which the sidecar of warmroute terminates:
+/// Returns whether this is mutual TLS of Istio. The sidecar of warmroute terminates it, so
 /// warmroute gets plaintext.
 fn is_mesh_tls(socket: &TypedExtension) -> bool {
     let protocols = socket.typed_config["common_tls_context"]["alpn_protocols"].as_array();
@@ -77,7 +77,7 @@ pub(super) fn check_tls(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Option
         .filter(|socket| socket.is_some_and(|one| is_tls(one) && !is_mesh_tls(one)))
         .count();
     if sockets.is_empty() {
-        // Unix sockets, or a name without an address yet: the socket of the cluster applies.
+        // For unix sockets, or a name without an address yet, the socket of the cluster applies.
         let unix = site
             .dump
             .cluster_addresses(cluster)
@@ -108,16 +108,15 @@ fn encrypted_to_plaintext(
     cluster: &EnvoyCluster,
 ) -> Finding {
     let fix = site.fix(&EnvoySetting::PickerPlaintext(cluster));
-    let ours = "write `tls: {self_signed: true}`, or a certificate, under `listen` in the \
-    configuration \
-        of warmroute";
+    let ours = "write `tls: {self_signed: true}`, or a certificate, under `listeners: {ext_proc: ..}` in the \
+        configuration of warmroute";
     at.error(
         "Envoy connects with TLS, and warmroute listens in plaintext there: no exchange succeeds",
         fix.map_or(ours.to_owned(), |fix| format!("{ours}; or {fix}")),
     )
 }
 
-/// Checks the server name. With `auto_sni` Envoy sends the `:authority` as server name and ignores
+/// Checks the server name. With `auto_sni`, Envoy sends the `:authority` as server name and ignores
 /// `sni`. The authority is the cluster name unless the filter sets one.
 pub(super) fn check_server_name(
     site: &FilterSite<'_>,

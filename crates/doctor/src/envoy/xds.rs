@@ -6,7 +6,7 @@ use super::schema::EnvoyCluster;
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder};
 
-/// Returns the findings: a cluster must call warmroute, with a service name that warmroute
+/// Returns the findings. A cluster must call warmroute, with a service name that warmroute
 /// publishes.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     let Some(ours) = &site.expected.xds else {
@@ -72,8 +72,8 @@ fn check_service_name(site: &FilterSite<'_>, cluster: &EnvoyCluster, known: &[St
     )
 }
 
-/// Returns the gRPC servers from which a cluster requests its endpoints. Empty: the server in
-/// Envoy's `ads_config`, which the dump does not contain.
+/// Returns the gRPC servers from which a cluster requests its endpoints. An empty list means the
+/// server in Envoy's `ads_config`, which the dump does not contain.
 fn xds_addresses(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Option<Vec<EnvoyAddress>> {
     let source = &cluster.eds_cluster_config.as_ref()?.eds_config;
     if source.ads.is_some() {

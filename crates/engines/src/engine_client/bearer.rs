@@ -1,6 +1,6 @@
-//! Bearer token for engines, from a file that may be replaced at any time. The file is checked at
-//! most once a second while the token is in use, and at once after an engine rejects the token, so
-//! no notification is needed.
+//! Bearer token for engines, read from a file that may be replaced at any time. While the token is
+//! in use, the file is checked at most once a second. After an engine rejects the token, the file
+//! is read at once. No file notification is needed.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant, SystemTime};
@@ -42,7 +42,7 @@ impl BearerToken {
         }
     }
 
-    /// Authorization header, if there is a usable token.
+    /// Returns the authorization header, if there is a usable token.
     pub(super) async fn header(&self) -> Option<HeaderValue> {
         let fresh = {
             let state = self.state.lock();
@@ -71,7 +71,7 @@ impl BearerToken {
 
     async fn refresh(&self) {
         let stamp = tokio::fs::metadata(&self.path).await.ok();
-        let stamp = stamp.and_then(|about| Some((about.len(), about.modified().ok()?)));
+        let stamp = stamp.and_then(|metadata| Some((metadata.len(), metadata.modified().ok()?)));
         {
             let mut state = self.state.lock();
             state.checked_at = Some(Instant::now());
@@ -124,9 +124,9 @@ mod tests {
         std::fs::write(&path, "one\n").unwrap();
         assert!(bearer.reload().await);
         assert_eq!(bearer.header().await.unwrap(), "Bearer one");
-        assert!(!bearer.reload().await, "it is the same");
+        assert!(!bearer.reload().await, "the token is unchanged");
         std::fs::write(&path, "t w o").unwrap();
-        assert!(!bearer.reload().await, "no token");
+        assert!(!bearer.reload().await, "not a valid token");
         assert_eq!(bearer.header().await.unwrap(), "Bearer one");
         std::fs::write(&path, "secret").unwrap();
         assert!(bearer.reload().await);

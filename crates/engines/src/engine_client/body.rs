@@ -5,7 +5,7 @@ use serde::de::DeserializeOwned;
 
 use super::error::{EngineError, transport_error};
 
-/// Maximum number of bytes that are read of an error response.
+/// Maximum number of bytes that are read from an error response.
 const MAX_REFUSAL: usize = 4096;
 
 pub(super) async fn read_body(
@@ -26,7 +26,7 @@ pub(super) async fn read_body(
     Ok(body)
 }
 
-/// Reads the beginning of an error response, as far as it arrives.
+/// Reads the beginning of an error response. A transport error ends it early.
 pub(super) async fn read_refusal(mut response: Response) -> Vec<u8> {
     let mut text = Vec::new();
     while let Ok(Some(chunk)) = response.chunk().await {
@@ -39,6 +39,6 @@ pub(super) async fn read_refusal(mut response: Response) -> Vec<u8> {
 }
 
 pub(super) fn parse_json<T: DeserializeOwned>(body: &[u8]) -> Result<T, EngineError> {
-    // The error of serde is not included, because it quotes the response.
+    // serde's error message is omitted, because it quotes the response.
     serde_json::from_slice(body).map_err(|_| EngineError::Unreadable("not the expected JSON"))
 }

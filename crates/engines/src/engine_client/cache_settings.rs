@@ -22,8 +22,8 @@ pub fn cache_settings(caches: &[CacheConfig]) -> EngineSettings {
     }
 }
 
-/// KV blocks of the rank that has the fewest. If several ranks share a metrics page, each line of
-/// vLLM has the sum of their blocks, but the tokens of its own rank.
+/// Returns the smallest number of KV blocks of a rank. If several ranks share a metrics page, each
+/// line of vLLM has the sum of their blocks, but the tokens of its own rank.
 fn blocks_per_rank(caches: &[CacheConfig]) -> Option<u64> {
     let count = caches.len() as u64;
     let is_sum = count > 1

@@ -1,4 +1,5 @@
-//! Calls of the doctor: a completion of one token on a given rank, and the engine's clock.
+//! Calls that `warmroute doctor` makes: a completion of one token on a given rank, and a query of
+//! the engine's clock.
 
 use std::time::{Duration, SystemTime};
 
@@ -63,7 +64,7 @@ impl EngineClient {
         })
     }
 
-    /// The engine's clock, with a resolution of one second.
+    /// Returns the time of the engine's clock, with a resolution of one second.
     pub async fn server_time(&self, engine: &EngineUrl) -> Option<SystemTime> {
         let builder = self.shared.client.get(engine.join("health"));
         let response = tokio::time::timeout(self.shared.deadline, self.send(builder))

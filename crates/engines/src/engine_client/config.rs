@@ -18,8 +18,8 @@ pub struct EnginesConfig {
     /// File with the token that workers require (`vllm serve --api-key`). It is reloaded after a
     /// change.
     pub token_file: Option<PathBuf>,
-    /// Adds the token to forwarded client requests that have none. Otherwise only our own calls use
-    /// it.
+    /// Adds the token to forwarded client requests that have none. Otherwise only warmroute's own
+    /// calls use it.
     pub forward_token: bool,
     /// CA certificates (PEM) for engines with TLS. Default: the system's.
     pub ca_file: Option<PathBuf>,
@@ -59,7 +59,7 @@ impl Default for EnginesConfig {
 }
 
 impl EnginesConfig {
-    /// Base URL of a worker.
+    /// Returns the base URL of a worker.
     pub fn url(&self, endpoint: WorkerEndpoint) -> EngineUrl {
         match self.scheme {
             EngineScheme::Http | EngineScheme::H2c => EngineUrl::http(endpoint),
@@ -77,7 +77,7 @@ impl EnginesConfig {
         }
     }
 
-    /// Semantic errors of the configuration.
+    /// Returns semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         for (key, file) in [("token_file", &self.token_file), ("ca_file", &self.ca_file)] {
@@ -89,7 +89,7 @@ impl EnginesConfig {
         if self.forward_token && self.token_file.is_none() {
             problems.push(Problem::of(
                 "forward_token",
-                "there is no token to lend; name it in `token_file`",
+                "there is no token to forward; name its file in `token_file`",
             ));
         }
         if self.timeout.get().is_zero() {

@@ -1,5 +1,5 @@
-//! Connections to engines and their timeouts. A dead machine sends nothing, and an idle server
-//! closes connections without notice. Neither may use up the deadline of a request.
+//! Connections to engines, with their timeouts. A machine that failed sends nothing, and an idle
+//! server closes connections without notice. Neither may use up the deadline of a request.
 
 use std::error::Error;
 use std::io::{self, ErrorKind};
@@ -11,27 +11,28 @@ use reqwest::{Certificate, Client, ClientBuilder};
 use super::config::{EngineScheme, EnginesConfig};
 use super::error::{EngineError, error_chain};
 
-/// Maximum time to connect, including TLS. The same as Envoy's in the example configurations.
+/// Maximum time to connect, including TLS. The example Envoy configurations use the same value.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Maximum idle time of a pooled connection. uvicorn, which most engines use, closes idle
-/// connections after 5 s, and a request that is sent at that moment is lost.
+/// connections after 5 s. A request that is sent at that moment is lost.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// Interval of HTTP/2 keep-alive pings.
 const PING_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Timeout of an HTTP/2 keep-alive ping. A busy engine responds late.
+/// Timeout of an HTTP/2 keep-alive ping. Busy engines respond late.
 const PING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Time after which unacknowledged bytes end a connection. The kernel acknowledges for a busy
-/// engine.
+/// Time after which unacknowledged bytes end a connection. On a busy engine, the kernel still
+/// acknowledges.
 const TCP_USER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A connection that fails later than this was not closed because it was idle.
+/// Maximum time from sending a request to the failure of a stale connection. A later failure has
+/// another cause.
 const STALE_CONNECTION_WINDOW: Duration = Duration::from_millis(250);
 
-/// hyper's error for a connection that was closed before the response began.
+/// Error text of hyper for a connection that was closed before the response began.
 const NO_ANSWER: &str = "connection closed before message completed";
 
 /// Creates a connection pool.
@@ -68,26 +69,26 @@ pub(super) fn build_pool(
                 .map_err(|error| build_error(error.to_string()))?;
             build(warmroute_runtime::tls::http_client_builder().tls_certs_only(certificates))
         }
-        // Small images have no CA certificates, and engines without TLS need none.
+        // Minimal images have no CA certificates, and engines without TLS need none.
         None => build(warmroute_runtime::tls::http_client_with_system_roots())
             .or_else(|_| build(warmroute_runtime::tls::http_client_builder())),
     };
     client.map_err(|error| build_error(error_chain(&error)))
 }
 
-/// Returns true if a connection failed immediately and before any byte of the response, as a stale
-/// one does that the server was already closing. The server may have processed the request, so only
-/// idempotent calls are retried.
+/// Returns true if a connection failed immediately and before any byte of the response. This
+/// happens if the server was already closing the connection. The server may have processed the
+/// request, so only idempotent calls are retried.
 pub(super) fn is_stale_connection(problem: &reqwest::Error, since: Instant) -> bool {
     if problem.is_connect() || problem.is_timeout() || since.elapsed() > STALE_CONNECTION_WINDOW {
         return false;
     }
     let mut cause = problem.source();
     while let Some(next) = cause {
-        let gone = next
+        let is_closed = next
             .downcast_ref::<io::Error>()
             .is_some_and(|error| is_disconnect(error.kind()));
-        if gone || next.to_string() == NO_ANSWER {
+        if is_closed || next.to_string() == NO_ANSWER {
             return true;
         }
         cause = next.source();

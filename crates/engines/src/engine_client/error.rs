@@ -7,7 +7,7 @@ use thiserror::Error;
 
 use super::responses;
 
-/// Maximum number of characters that are stored of an error message.
+/// Maximum number of characters that are kept of an error message.
 const MAX_MESSAGE: usize = 300;
 
 /// Reason why a call failed.
@@ -28,13 +28,13 @@ pub enum EngineError {
     /// The engine has no such endpoint, or was started without it: 403, 404, 405 and 501.
     #[error("the engine does not offer this (status {0})")]
     NotOffered(u16),
-    /// Another status than 200.
+    /// A status other than 200.
     #[error("status {status}")]
     Status {
         /// Status code.
         status: u16,
-        /// The engine's error message. It may quote the request, so it is displayed only for our
-        /// own requests.
+        /// The engine's error message. It may quote the request, so it is shown only for requests
+        /// that warmroute itself created.
         message: Option<Arc<str>>,
     },
     /// The response does not have the expected form.
@@ -46,7 +46,7 @@ pub enum EngineError {
 }
 
 impl EngineError {
-    /// Reason label in metrics.
+    /// Returns the reason label in metrics.
     pub fn label(&self) -> &'static str {
         match self {
             EngineError::Client(_) => "client",
@@ -60,7 +60,8 @@ impl EngineError {
         }
     }
 
-    /// Returns true if the engine rejected the request as invalid, as other engines would.
+    /// Returns true if the engine rejected the request as invalid. Other engines would reject it
+    /// too.
     pub fn is_refusal(&self) -> bool {
         matches!(
             self,
@@ -90,7 +91,7 @@ pub(super) fn status_error(status: StatusCode, text: &[u8]) -> EngineError {
     let message = message.map(|text| text.chars().take(MAX_MESSAGE).collect::<String>().into());
     let code = status.as_u16();
     match code {
-        // Engines respond so for unknown models and adapters, at endpoints that exist.
+        // Engines send this message for unknown models and adapters on endpoints that exist.
         404 if message
             .as_ref()
             .is_some_and(|text: &Arc<str>| text.contains("does not exist")) =>
@@ -118,7 +119,7 @@ pub(super) fn transport_error(problem: &reqwest::Error) -> EngineError {
     }
 }
 
-/// The error with its causes: the outermost one says only that sending failed.
+/// Formats the error with its causes, because the outermost error says only that sending failed.
 pub(super) fn error_chain(problem: &reqwest::Error) -> String {
     let mut text = problem.to_string();
     let mut cause = std::error::Error::source(problem);

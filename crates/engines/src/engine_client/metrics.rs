@@ -1,5 +1,6 @@
-//! Parser of metrics pages in Prometheus' text format, and the cache settings of an engine. vLLM
-//! publishes these as labels of a gauge that is always 1, one per data-parallel engine.
+//! Parser of metrics pages in the Prometheus text format, and the cache settings of an engine. vLLM
+//! publishes these settings as labels of a gauge whose value is always 1, one gauge per
+//! data-parallel engine.
 
 /// One line of a page.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,7 +14,7 @@ pub struct MetricSample {
 }
 
 impl MetricSample {
-    /// Value of a label.
+    /// Returns the value of a label.
     pub fn label(&self, name: &str) -> Option<&str> {
         self.labels
             .iter()
@@ -25,7 +26,7 @@ impl MetricSample {
 /// Cache settings of one engine. `None` means that the engine does not report the value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CacheConfig {
-    /// Data-parallel engine: the number of its rank.
+    /// Data-parallel engine, as its rank number.
     pub engine: String,
     /// Tokens per block.
     pub block_size: Option<u32>,
@@ -40,7 +41,7 @@ pub struct CacheConfig {
 }
 
 impl CacheConfig {
-    /// The data-parallel rank.
+    /// Returns the data-parallel rank.
     pub fn rank(&self) -> Option<u32> {
         self.engine.parse().ok()
     }
@@ -64,21 +65,22 @@ impl MetricsPage {
         }
     }
 
-    /// Lines of one metric.
+    /// Returns the lines of one metric.
     pub fn samples(&self, name: &str) -> impl Iterator<Item = &MetricSample> {
         self.samples
             .iter()
             .filter(move |sample| sample.name == name)
     }
 
-    /// Sum over the lines of one metric; `None` if there is none.
+    /// Returns the sum over the lines of one metric; `None` if there is none.
     pub fn sum(&self, name: &str) -> Option<f64> {
         let mut lines = self.samples(name).map(|sample| sample.value).peekable();
         lines.peek()?;
         Some(lines.sum())
     }
 
-    /// Cache settings of each data-parallel engine. vLLM writes `None` for a missing value.
+    /// Returns the cache settings of each data-parallel engine. vLLM writes `None` for a missing
+    /// value.
     pub fn caches(&self) -> Vec<CacheConfig> {
         let cache = |sample: &MetricSample| {
             let text = |name| sample.label(name).filter(|value| *value != "None");
@@ -96,7 +98,7 @@ impl MetricsPage {
         self.samples("vllm:cache_config_info").map(cache).collect()
     }
 
-    /// True if all engines enable prefix caching; `None` if none reports it.
+    /// Returns true if all engines enable prefix caching; `None` if none reports it.
     pub fn prefix_caching(&self) -> Option<bool> {
         self.caches()
             .iter()
@@ -129,7 +131,7 @@ fn parse_sample(line: &str) -> Option<MetricSample> {
     })
 }
 
-/// Labels up to the closing brace, and the rest of the line.
+/// Parses the labels up to the closing brace. Returns them and the rest of the line.
 fn parse_labels(text: &str) -> Option<(Vec<(String, String)>, &str)> {
     let mut labels = Vec::new();
     let mut rest = text.trim_start();
@@ -145,7 +147,7 @@ fn parse_labels(text: &str) -> Option<(Vec<(String, String)>, &str)> {
     }
 }
 
-/// Text up to the closing quote, and the rest of the line.
+/// Parses the text up to the closing quote. Returns it and the rest of the line.
 fn parse_quoted(text: &str) -> Option<(String, &str)> {
     let mut value = String::new();
     let mut signs = text.char_indices();

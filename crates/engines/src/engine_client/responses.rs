@@ -81,8 +81,9 @@ pub(super) struct VersionResponse {
     pub(super) version: String,
 }
 
-/// Response of a render endpoint: a list, or a single prompt. A visitor decodes it in one pass,
-/// because an untagged enum would buffer the response, which may be megabytes of numbers.
+/// Response of a render endpoint: a list of prompts or a single prompt. A visitor decodes it in one
+/// pass, because an untagged enum would buffer the response, which may contain megabytes of
+/// numbers.
 pub(super) struct RenderResponse(Vec<RenderedPromptBody>);
 
 impl<'de> Deserialize<'de> for RenderResponse {
@@ -157,7 +158,7 @@ impl RenderedPromptBody {
 }
 
 impl MultimodalFeatures {
-    /// Hashes and placeholder ranges are matched by order. If their numbers differ, the response is
+    /// Matches hashes and placeholder ranges by order. If their numbers differ, the response is
     /// invalid.
     fn objects(mut self, tokens: usize) -> Result<Vec<RenderedObject>, EngineError> {
         let mut objects = Vec::new();
@@ -196,7 +197,7 @@ impl MultimodalFeatures {
     }
 }
 
-/// By rank. JSON keys are strings, so ranks are parsed.
+/// Event settings by rank. JSON keys are strings, so ranks are parsed.
 #[derive(Deserialize)]
 #[serde(transparent)]
 pub(super) struct EventSourcesResponse(BTreeMap<String, RankEventsConfig>);
@@ -242,7 +243,7 @@ impl EventSourcesResponse {
     }
 }
 
-/// Message of an error response in OpenAI's form, the older flat form, or FastAPI's.
+/// Returns the message of an error response in OpenAI's form, the older flat form, or FastAPI's.
 pub(super) fn error_message(text: &[u8]) -> Option<String> {
     let body: Value = serde_json::from_slice(text).ok()?;
     let found = [

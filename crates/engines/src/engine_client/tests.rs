@@ -15,7 +15,7 @@ use tokio::task::JoinHandle;
 use super::*;
 use warmroute_settings::{Period, Size};
 
-const SOON: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(20);
 
 /// A server that ends with the test.
 struct Server {
@@ -41,14 +41,14 @@ impl Server {
         }
     }
 
-    /// Responds to every request alike.
-    async fn saying(status: u16, text: impl Into<String>) -> Self {
+    /// Starts a server that sends the same response to every request.
+    async fn responding(status: u16, text: impl Into<String>) -> Self {
         let text = text.into();
         let answer = async move || (StatusCode::from_u16(status).unwrap(), text);
         Self::routes(Router::new().fallback(answer)).await
     }
 
-    /// Sends these bytes on every connection and closes it.
+    /// Starts a server that sends these bytes on every connection and closes it.
     async fn raw(bytes: &'static [u8]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = EngineUrl::http(warmroute_core::worker::WorkerEndpoint(
@@ -66,7 +66,7 @@ impl Server {
 
 fn client() -> EngineClient {
     EngineClient::new(&EnginesConfig {
-        timeout: Period(SOON),
+        timeout: Period(LONG),
         ..EnginesConfig::default()
     })
     .unwrap()
@@ -78,7 +78,7 @@ async fn render(server: &Server) -> Result<Vec<EngineRendering>, EngineError> {
             &server.url,
             RenderApi::Chat,
             Bytes::from_static(b"{}"),
-            SOON,
+            LONG,
         )
         .await
 }
@@ -89,7 +89,7 @@ async fn real_render_response_has_tokens_and_images() {
         "../../../../tests/data/engines/render-image.json"
     ))
     .unwrap();
-    let server = Server::saying(200, captured.to_string()).await;
+    let server = Server::responding(200, captured.to_string()).await;
     let rendered = render(&server).await.unwrap();
     let [EngineRendering { token_ids, objects }] = &rendered[..] else {
         panic!("{rendered:?}")
@@ -112,13 +112,13 @@ async fn real_render_response_has_tokens_and_images() {
         token_ids[15..115]
             .iter()
             .all(|token| *token == token_ids[15]),
-        "one token stands for all of an image"
+        "all tokens of an image are the same placeholder"
     );
 }
 
 #[tokio::test]
 async fn completion_renderings_are_a_list() {
-    let server = Server::saying(
+    let server = Server::responding(
         200,
         r#"[{"token_ids":[1,2],"cache_salt":"s"},{"token_ids":[3],"features":null}]"#,
     )
@@ -153,7 +153,7 @@ async fn contradictory_responses_are_unreadable() {
         features(json!({"image": ["a"]}), json!({"audio": place(0, 1)})),
         features(json!({}), json!({"audio": place(0, 1)})),
     ] {
-        let server = Server::saying(200, text.clone()).await;
+        let server = Server::responding(200, text.clone()).await;
         let answered = render(&server).await;
         assert!(
             matches!(answered, Err(EngineError::Unreadable(_))),
@@ -191,8 +191,8 @@ async fn statuses_map_to_error_kinds() {
         (204, "", "status", false, None),
         (302, "", "status", false, None),
     ];
-    for (status, text, label, refusal, said) in cases {
-        let error = render(&Server::saying(status, text).await)
+    for (status, text, label, is_refusal, error_message) in cases {
+        let error = render(&Server::responding(status, text).await)
             .await
             .unwrap_err();
         let message = if let EngineError::Status { message, .. } = &error {
@@ -202,7 +202,7 @@ async fn statuses_map_to_error_kinds() {
         };
         assert_eq!(
             (error.label(), error.is_refusal(), message.as_deref()),
-            (label, refusal, said),
+            (label, is_refusal, error_message),
             "{status} {text}"
         );
         assert!(
@@ -220,7 +220,7 @@ async fn oversized_response_is_not_read_completely() {
     };
     let server = Server::routes(Router::new().fallback(endless)).await;
     let config = EnginesConfig {
-        timeout: Period(SOON),
+        timeout: Period(LONG),
         max_response_size: Size::kib(64),
         ..EnginesConfig::default()
     };
@@ -230,7 +230,7 @@ async fn oversized_response_is_not_read_completely() {
         .await
         .unwrap_err();
     assert!(matches!(error, EngineError::TooLarge(65_536)), "{error}");
-    // Nor is an error response.
+    // An error response is not read completely either.
     let refusing = async || {
         let chunk = || Ok::<_, std::io::Error>(Bytes::from_static(&[b'x'; 999]));
         (
@@ -247,15 +247,15 @@ async fn oversized_response_is_not_read_completely() {
 
 #[tokio::test]
 async fn call_ends_at_the_deadline() {
-    let begins = async || {
-        let begun = tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(b"{")));
+    let stalls = async || {
+        let beginning = tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(b"{")));
         Body::from_stream(tokio_stream::StreamExt::chain(
-            begun,
+            beginning,
             tokio_stream::pending(),
         ))
     };
     let silent = Server::routes(Router::new().fallback(std::future::pending::<()>)).await;
-    let stalled = Server::routes(Router::new().fallback(begins)).await;
+    let stalled = Server::routes(Router::new().fallback(stalls)).await;
     for server in [silent, stalled] {
         let error = client()
             .tokenize(
@@ -341,7 +341,7 @@ async fn rejected_token_is_reloaded_from_file() {
     let server = Server::routes(Router::new().route("/version", get(check))).await;
     let config = EnginesConfig {
         token_file: Some(path.clone()),
-        timeout: Period(SOON),
+        timeout: Period(LONG),
         ..EnginesConfig::default()
     };
     let client = EngineClient::new(&config).unwrap();
@@ -391,12 +391,12 @@ async fn each_call_uses_its_path() {
         Some(16)
     );
     let tokenized = client
-        .tokenize(url, Bytes::from_static(b"{}"), SOON)
+        .tokenize(url, Bytes::from_static(b"{}"), LONG)
         .await
         .unwrap();
     assert_eq!(tokenized.tokens, [5, 6]);
     let rendered = client
-        .render(url, RenderApi::Messages, Bytes::from_static(b"{}"), SOON)
+        .render(url, RenderApi::Messages, Bytes::from_static(b"{}"), LONG)
         .await
         .unwrap();
     assert_eq!(rendered[0].token_ids, [7]);
@@ -474,10 +474,10 @@ fn invalid_settings_are_reported() {
     }
 }
 
-/// The thread that parsed it.
-struct Reader(std::thread::ThreadId);
+/// Id of the thread that parsed the value.
+struct ParserThread(std::thread::ThreadId);
 
-impl<'de> serde::Deserialize<'de> for Reader {
+impl<'de> serde::Deserialize<'de> for ParserThread {
     fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         serde::de::IgnoredAny::deserialize(deserializer)?;
         Ok(Self(std::thread::current().id()))
@@ -486,10 +486,10 @@ impl<'de> serde::Deserialize<'de> for Reader {
 
 #[tokio::test]
 async fn large_responses_are_parsed_on_blocking_threads() {
-    let here = std::thread::current().id();
-    for (length, aside) in [(10, false), (LARGE_ANSWER + 1, true)] {
-        let server = Server::saying(200, format!("\"{}\"", "x".repeat(length))).await;
-        let Reader(there) = client().get(&server.url, "x").await.unwrap();
-        assert_eq!(there != here, aside, "{length}");
+    let caller = std::thread::current().id();
+    for (length, is_other_thread) in [(10, false), (LARGE_ANSWER + 1, true)] {
+        let server = Server::responding(200, format!("\"{}\"", "x".repeat(length))).await;
+        let ParserThread(parser) = client().get(&server.url, "x").await.unwrap();
+        assert_eq!(parser != caller, is_other_thread, "{length}");
     }
 }

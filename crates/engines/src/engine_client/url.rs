@@ -12,12 +12,12 @@ use warmroute_core::worker::WorkerEndpoint;
 pub struct EngineUrl(Url);
 
 impl EngineUrl {
-    /// URL of a worker over plain HTTP.
+    /// Returns the URL of a worker over plain HTTP.
     pub fn http(endpoint: WorkerEndpoint) -> Self {
         Self::with_scheme("http", endpoint)
     }
 
-    /// URL of a worker over TLS.
+    /// Returns the URL of a worker over TLS.
     pub fn https(endpoint: WorkerEndpoint) -> Self {
         Self::with_scheme("https", endpoint)
     }
@@ -28,7 +28,7 @@ impl EngineUrl {
         Self(url.unwrap_or_else(|_| url_without_zone(scheme, endpoint)))
     }
 
-    /// URL of a path below the base.
+    /// Returns the URL of a path below the base.
     pub(super) fn join(&self, path: &str) -> Url {
         let mut url = self.0.clone();
         let base = url.path().trim_end_matches('/').to_owned();
@@ -37,7 +37,7 @@ impl EngineUrl {
     }
 }
 
-/// URL of an endpoint without its IPv6 zone.
+/// Returns the URL of an endpoint without its IPv6 zone.
 fn url_without_zone(scheme: &str, endpoint: WorkerEndpoint) -> Url {
     let address = std::net::SocketAddr::new(endpoint.0.ip(), endpoint.0.port());
     Url::parse(&format!("{scheme}://{address}/"))

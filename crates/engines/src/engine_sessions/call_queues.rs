@@ -1,13 +1,13 @@
-//! Queues of session calls, one per engine. Calls of one session are made in order, and few calls
-//! to one engine run at once. A hanging engine neither delays other engines nor uses their
-//! capacity.
+//! Queues of session calls, one per engine. Calls of one session are made in order, and only a few
+//! calls to one engine run concurrently. A hanging engine neither delays other engines nor uses
+//! their capacity.
 
 use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 
 use warmroute_core::worker::WorkerEndpoint;
 
-/// Maximum number of sessions of one engine with waiting calls when another one is opened. Close
-/// calls are not limited: only opened sessions are closed, so their number is bounded.
+/// Maximum number of sessions of one engine with waiting calls. Further open calls are rejected.
+/// Close calls are not limited: only opened sessions are closed, so their number is bounded.
 pub(super) const MAX_WAITING: usize = 4096;
 
 /// Maximum number of concurrent calls to one engine.
@@ -39,7 +39,7 @@ enum PendingCall {
 #[derive(Debug, Default)]
 struct EngineQueue {
     waiting: HashMap<String, (u64, PendingCall)>,
-    /// Session ids in the order of their calls.
+    /// Session ids in the order in which their calls were enqueued.
     order: BTreeMap<u64, String>,
     last_number: u64,
     running: HashSet<String>,
@@ -58,7 +58,7 @@ impl CallQueues {
         let queue = self.engines.entry(session.endpoint).or_default();
         let many = queue.waiting.len() >= MAX_WAITING;
         match queue.waiting.get_mut(&session.id) {
-            Some((_, wanted @ PendingCall::Close)) => *wanted = PendingCall::Reopen,
+            Some((_, pending @ PendingCall::Close)) => *pending = PendingCall::Reopen,
             Some(_) => {}
             None if many => return false,
             None => queue.enqueue(session.id, PendingCall::Open),
@@ -73,7 +73,7 @@ impl CallQueues {
         let queue = self.engines.entry(session.endpoint).or_default();
         match queue.waiting.get_mut(&session.id) {
             Some((_, PendingCall::Open)) if !is_open => queue.remove(&session.id),
-            Some((_, wanted)) => *wanted = PendingCall::Close,
+            Some((_, pending)) => *pending = PendingCall::Close,
             None if is_open || queue.running.contains(&session.id) => {
                 queue.enqueue(session.id, PendingCall::Close)
             }
@@ -117,7 +117,7 @@ impl CallQueues {
         self.engines.retain(|_, queue| !queue.waiting.is_empty());
     }
 
-    /// Removes the waiting call of a session, which another replica makes.
+    /// Removes the waiting call of a session, because another replica makes it.
     pub(super) fn remove(&mut self, session: &EngineSession) {
         if let Some(queue) = self.engines.get_mut(&session.endpoint) {
             queue.remove(&session.id);
@@ -146,15 +146,15 @@ impl CallQueues {
 }
 
 impl EngineQueue {
-    fn enqueue(&mut self, id: String, wanted: PendingCall) {
+    fn enqueue(&mut self, id: String, pending: PendingCall) {
         self.last_number += 1;
         self.order.insert(self.last_number, id.clone());
-        self.waiting.insert(id, (self.last_number, wanted));
+        self.waiting.insert(id, (self.last_number, pending));
     }
 
     fn remove(&mut self, id: &str) {
-        if let Some((turn, _)) = self.waiting.remove(id) {
-            self.order.remove(&turn);
+        if let Some((number, _)) = self.waiting.remove(id) {
+            self.order.remove(&number);
         }
     }
 
@@ -162,19 +162,19 @@ impl EngineQueue {
         if self.running.len() >= MAX_CALLS_PER_ENGINE {
             return None;
         }
-        // A session waits at most once, so fewer ids are skipped than calls run.
+        // A session waits at most once, so the search skips fewer ids than there are running calls.
         let id = self
             .order
             .values()
             .find(|id| !self.running.contains(*id))?
             .clone();
         self.running.insert(id.clone());
-        let (_, wanted) = self.waiting.get_mut(&id)?;
-        let call = match wanted {
+        let (_, pending) = self.waiting.get_mut(&id)?;
+        let call = match pending {
             PendingCall::Open => SessionCall::Open,
             PendingCall::Close => SessionCall::Close,
             PendingCall::Reopen => {
-                *wanted = PendingCall::Open;
+                *pending = PendingCall::Open;
                 return Some((id, SessionCall::Close));
             }
         };
@@ -228,7 +228,8 @@ mod tests {
         queues.enqueue_open(session(1, "a"));
         queues.enqueue_close(session(1, "a"), false);
         assert_eq!((queues.next_call(), queues.engines.len()), (None, 0));
-        // Open before, so one close call follows, however often the session came and left.
+        // The session was open before, so one close call follows, however often it was bound and
+        // unbound.
         queues.enqueue_close(session(1, "a"), true);
         queues.enqueue_open(session(1, "a"));
         queues.enqueue_close(session(1, "a"), true);

@@ -10,7 +10,7 @@ use warmroute_settings::{Period, Problem};
 pub struct EngineSessionsConfig {
     /// Engine with session endpoints.
     pub kind: SessionEngineKind,
-    /// `capacity_of_str_len` of the open call: maximum number of characters of a session.
+    /// `capacity_of_str_len` of the open call: maximum number of characters in a session.
     #[serde(default = "capacity")]
     pub capacity: u64,
     /// Opens streaming sessions, whose cache is retained between turns.
@@ -41,7 +41,7 @@ fn timeout() -> Period {
 }
 
 impl EngineSessionsConfig {
-    /// Default limits.
+    /// Returns the default limits.
     pub fn with_kind(kind: SessionEngineKind) -> Self {
         Self {
             kind,
@@ -52,7 +52,7 @@ impl EngineSessionsConfig {
         }
     }
 
-    /// Semantic errors of the configuration. `ttl` is the lifetime of an idle session.
+    /// Returns semantic errors of the configuration. `ttl` is the lifetime of an idle session.
     pub fn problems(&self, ttl: Period) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.capacity == 0 {

@@ -1,7 +1,6 @@
 //! Applies the events of one worker rank to the index. The index and the position in the event
-//! stream change together, so that a reader with a copy of both resumes right after the copied
-//! state. Synchronous on purpose: a batch is applied as a whole, without awaiting the network in
-//! between.
+//! stream change together. A reader with a copy of both can therefore resume right after the copied
+//! state. The code is synchronous, so that a batch is applied as a whole.
 
 mod batch;
 mod index_events;
@@ -17,7 +16,7 @@ use warmroute_runtime::lifecycle::run_blocking;
 
 pub(super) use batch::{BatchApplier, SequenceGap};
 
-/// The event stream of one worker rank, with the position that others copy.
+/// The event stream of one worker rank, with the position that other readers copy.
 pub(super) struct EventApplier {
     position: SharedPosition,
     batches: BatchApplier,
@@ -36,10 +35,11 @@ impl EventApplier {
         }
     }
 
-    /// Applies a change to the index and updates the position under one lock, so that a copy
-    /// contains both.
+    /// Applies a change to the index and updates the position under one lock, so that copies are
+    /// consistent.
     pub(super) fn update<T>(&mut self, change: impl FnOnce(&mut BatchApplier) -> T) -> T {
-        // Copying a rank takes long, and this thread also serves other tasks.
+        // If another reader is copying the rank, the lock is held for long, and this thread also
+        // serves other tasks.
         let mut position = self
             .position
             .try_lock()
@@ -49,8 +49,8 @@ impl EventApplier {
         result
     }
 
-    /// Ends the resumption at the first connection. Returns true if the position was live, so that
-    /// the next batch number shows whether batches are missing.
+    /// Ends the resumption at the first connection. Returns true if the resumed position was live.
+    /// The next batch number then shows whether batches are missing.
     pub(super) fn finish_resume(&mut self) -> bool {
         match self.batches.take_resume_position() {
             Some(from) => {
@@ -61,7 +61,7 @@ impl EventApplier {
         }
     }
 
-    /// Position in the batch numbers.
+    /// Returns the position in the batch numbers.
     pub(super) fn sequencer(&self) -> &Sequencer {
         self.batches.sequencer()
     }

@@ -1,8 +1,9 @@
-//! Converts engine events to index events: which events count, in which tier, and with which local
-//! hashes. An engine reports more than a router can use, such as sliding windows that hold half a
-//! prefix and storage of others. It names a salt only at the first block of a prompt, so one
-//! [`EventNormalizer`] per worker rank remembers the context of later events. Ambiguous events are
-//! dropped: a missing block costs a little latency, an invented one a wrong choice.
+//! Converts engine events to index events. It decides which events count, in which tier, and with
+//! which local hashes. An engine reports more than a router can use, such as sliding windows that
+//! hold half a prefix, and storage of other workers. It names a salt only at the first block of a
+//! prompt, so one [`EventNormalizer`] per worker rank stores the context of later events. Ambiguous
+//! events are dropped: a missing block costs a little latency, but a block that does not exist
+//! leads to a wrong choice.
 
 mod filter_reason;
 
@@ -27,7 +28,7 @@ use warmroute_core::index::{
 };
 use warmroute_core::worker::BlockSize;
 
-/// Prefix of a salt that other routers pass through an engine's extra keys.
+/// Prefix of a salt that other routers pass through the extra keys of an engine.
 const SALT_PREFIX: &str = "dynamo-cache-salt:";
 
 /// Result of converting one engine event.
@@ -37,7 +38,7 @@ pub enum ConvertedEvent {
     Event(KvEvent),
     /// Any number of index events, because the engine's blocks are smaller than the index's.
     IndexEvents(Vec<KvEvent>, ApplyOutcome),
-    /// An event of a cache group beside the main one.
+    /// An event of a cache group other than the main one.
     GroupEvent(FilterReason, KvEvent),
     /// No index event.
     Filtered(FilterReason),
@@ -50,7 +51,7 @@ pub enum ConvertedEvent {
 enum EventScope {
     /// Blocks of prefixes in this tier.
     Main(StorageTier),
-    /// Blocks of a group beside the main one, on the device.
+    /// Blocks of another group than the main one, on the device.
     Group(FilterReason, u32),
 }
 
@@ -65,7 +66,7 @@ pub struct EventNormalizer {
 }
 
 impl EventNormalizer {
-    /// Creates a normalizer without knowledge.
+    /// Creates a normalizer without any state.
     pub fn new(block_size: BlockSize, media: MediaTokens) -> Self {
         let resizer = BlockResizer::new(block_size, media);
         Self {
@@ -90,8 +91,8 @@ impl EventNormalizer {
         self
     }
 
-    /// State that later events depend on, except the salts. `None` if it contains partial blocks,
-    /// which cannot be exported.
+    /// Returns the state that later events depend on, except the salts. Returns `None` if it
+    /// contains partial blocks, which cannot be exported.
     pub fn reader_state(&self) -> Option<ReaderState> {
         let mut state = ReaderState {
             block_sizes: self.resizer.tier_sizes()?,
@@ -113,7 +114,7 @@ impl EventNormalizer {
         self.resizer.clear();
     }
 
-    /// Records that events were lost for good. `gaps` is the number of losses so far.
+    /// Records that events were permanently lost. `gaps` is the number of losses so far.
     pub fn record_loss(&mut self, gaps: u32) {
         self.salts.lock().record_gap(gaps);
         self.resizer.record_loss(gaps);
@@ -127,7 +128,7 @@ impl EventNormalizer {
         events
     }
 
-    /// Tokens per block of the engine on the device, if known.
+    /// Returns the engine's tokens per block on the device, if known.
     pub fn engine_block_size(&self) -> Option<BlockSize> {
         self.resizer.device_block_size()
     }
@@ -176,8 +177,8 @@ impl EventNormalizer {
         }
     }
 
-    /// Records the kind of a group. Only stores on the device or the host with both group and kind
-    /// define it.
+    /// Records the kind of a group. Only stores on the device or the host that have both a group
+    /// and a kind define it.
     fn record_group(&mut self, stored: &StoredEvent) -> Result<(), FilterReason> {
         let tier = local_tier(&stored.origin)?;
         if let (Some(kind), Some(group)) = (stored.origin.kind, stored.origin.group)
@@ -248,7 +249,7 @@ impl EventNormalizer {
         if matches!(stored.origin.kind, Some(AttentionKind::Partial(_)))
             && !tokens_match_blocks(stored)
         {
-            // Only the engine knows which of the tokens its blocks hold.
+            // Only the engine knows which of the tokens are in its blocks.
             return Err(FilterReason::NonMainKind);
         }
         let (salt, is_known) = self.resolve_salt(stored)?;
@@ -293,16 +294,16 @@ impl EventNormalizer {
     }
 
     /// Returns true if the engine's block size changed. A cache has one block size, so the engine
-    /// has another cache then.
+    /// must have a new cache.
     fn has_new_block_size(&self, stored: &StoredEvent) -> bool {
         let size = stored.block_size as usize;
         let known = self.resizer.device_block_size().map(BlockSize::tokens);
         size > 0 && stored.tokens.ids.len() >= size && known.is_some_and(|known| known != size)
     }
 
-    /// Returns the salt of a store and whether it is known. A salt is named explicitly or in the
-    /// first block's extra keys, or inherited from the parent. Below an unknown parent it is
-    /// unknown. Recording it then would make it ambiguous when the parent is stored later.
+    /// Returns the salt of a store and whether it is known. A salt is named explicitly, found in
+    /// the first block's extra keys, or inherited from the parent. Below an unknown parent the salt
+    /// is unknown. Recording it would make it ambiguous when the parent is stored later.
     fn resolve_salt(&self, stored: &StoredEvent) -> Result<(CacheSalt, bool), FilterReason> {
         let lora = stored.lora_name.clone().filter(|name| !name.is_empty());
         let named = stored
@@ -362,7 +363,7 @@ fn check_ownership(ownership: BlockOwnership) -> Result<(), FilterReason> {
     }
 }
 
-/// Tier of an event about the worker's own storage.
+/// Returns the tier of an event about the worker's own storage.
 fn local_tier(origin: &EventOrigin) -> Result<StorageTier, FilterReason> {
     check_ownership(origin.ownership)?;
     if origin.locality == StorageLocality::Remote {
@@ -378,7 +379,7 @@ fn is_below_host(tier: StorageTier) -> bool {
     matches!(tier, StorageTier::Disk | StorageTier::External)
 }
 
-/// Returns true if the blocks of a store are those that its tokens fill.
+/// Returns true if the tokens of a store fill no more blocks than it has.
 fn tokens_match_blocks(stored: &StoredEvent) -> bool {
     let tokens = stored
         .tokens
@@ -398,9 +399,9 @@ fn has_repeated_block(stored: &StoredEvent) -> bool {
     !stored.hashes.iter().all(|&hash| seen.insert(hash))
 }
 
-/// Salt in the first block's extra keys. Engines publish it without a prefix, only at the first
-/// block of a prompt, after the adapter's name. Other routers add a prefix. In the array encoding,
-/// plain text may also be a multimodal id, which is recognized by its form.
+/// Returns the salt in the first block's extra keys. Engines publish it without a prefix, only at
+/// the first block of a prompt, after the adapter's name. Other routers add a prefix. In the array
+/// encoding, plain text may also be a multimodal id, which is recognized by its form.
 fn salt_in_keys(stored: &StoredEvent) -> Option<&str> {
     let keys = stored.extra_keys.first()?;
     let texts = keys.iter().filter_map(|key| match key {
@@ -425,7 +426,7 @@ fn salt_in_keys(stored: &StoredEvent) -> Option<&str> {
     }
 }
 
-/// Multimodal objects of each block, named explicitly or in the extra keys.
+/// Returns the multimodal objects of each block, named explicitly or in the extra keys.
 fn multimodal_objects(stored: &StoredEvent) -> Vec<Vec<u64>> {
     if let Some(media) = &stored.media {
         return media.clone();

@@ -12,7 +12,7 @@ use super::subscriber::{open_socket, parse_live_message, socket_config};
 use super::wire::{self, EventBatch};
 use warmroute_core::worker::{EventSource, SocketAttach};
 
-/// Maximum number of replies to one request.
+/// Maximum number of replies to one replay request.
 const MAX_REPLIES: usize = 100_000;
 
 /// One received message.
@@ -34,8 +34,8 @@ pub struct EventProbe {
 }
 
 impl EventProbe {
-    /// Connects to an engine, or binds for one, and subscribes to all topics. Fails after a few
-    /// seconds. `max_message` limits the size of a message in bytes.
+    /// Opens a socket, connected or bound, and subscribes to all topics. Fails after a few seconds.
+    /// `max_message` limits the size of a message in bytes.
     pub async fn open(
         endpoint: &str,
         attach: SocketAttach,
@@ -55,7 +55,7 @@ impl EventProbe {
 
     /// Waits until an engine has connected to a bound socket. Returns false at the timeout.
     pub async fn wait_for_publisher(&mut self, within: Duration) -> bool {
-        let visit = async {
+        let connected = async {
             while let Some(event) = self.socket.next_event().await {
                 if matches!(event, SubEvent::Connected { .. }) {
                     return true;
@@ -63,7 +63,7 @@ impl EventProbe {
             }
             false
         };
-        timeout(within, visit).await.unwrap_or(false)
+        timeout(within, connected).await.unwrap_or(false)
     }
 
     /// Waits for the next message. Returns `None` if the connection is lost. Cancel-safe.
@@ -106,8 +106,8 @@ impl EventProbe {
     }
 }
 
-/// Requests every batch from a number on. Returns the number of replies, or `None` if the replay
-/// did not end properly.
+/// Requests all batches starting with a number. Returns the number of replies, or `None` if the
+/// replay did not end properly.
 pub async fn count_replayed_batches(
     endpoint: &str,
     from: u64,

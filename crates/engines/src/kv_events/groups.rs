@@ -25,7 +25,7 @@ impl CacheGroups {
             return;
         }
         let entry = self.kinds.entry(group).or_insert((kind, window));
-        // An engine need not repeat the window in every event.
+        // Engines may omit the window in later events.
         let window = window.or(entry.1.filter(|_| entry.0 == kind));
         *entry = (kind, window);
         if kind == AttentionKind::Main {
@@ -69,13 +69,13 @@ impl CacheGroups {
         self.main.is_some_and(|main| main != group)
     }
 
-    /// The blocks that an engine needs of this group to reuse a prefix. A sliding window needs the
-    /// blocks of its window, and a recurrent state the last block. A group with an unknown window
-    /// is assumed to need all blocks.
+    /// Returns the blocks of this group that an engine needs to reuse a prefix. A sliding window
+    /// needs the blocks of its window. A recurrent state needs the last block. A group with an
+    /// unknown window is assumed to need all blocks.
     pub(super) fn reuse_need(&self, group: u32, block_size: u32, stride: NonZeroU32) -> GroupNeed {
         match self.kinds.get(&group) {
             Some((AttentionKind::Partial(PartialPrefix::Window), Some(window))) => {
-                // The window includes the token to be computed.
+                // The window includes the token that is computed next.
                 GroupNeed::Trailing {
                     blocks: window.saturating_sub(1).div_ceil(block_size),
                     stride,
@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(
             groups.reuse_need(1, 16, stride),
             GroupNeed::full(stride),
-            "it was another group in between"
+            "a change of the kind clears the window"
         );
         (0..1000).for_each(|group| groups.record(group, window, None));
         assert_eq!(groups.kinds.len(), MAX_GROUPS);

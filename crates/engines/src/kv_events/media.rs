@@ -1,11 +1,11 @@
-//! Multimodal objects in events: per block, the identifiers of the objects that fill its
-//! placeholder tokens.
+//! Multimodal objects in events: for each block, the identifiers of the objects that its
+//! placeholder tokens stand for.
 
 use warmroute_core::block::ObjectHash;
 pub use warmroute_core::block::placeholders::{MediaTokens, substitute_pads};
 
-/// Hash of an object's identifier. A content digest is truncated, any other name is hashed, and an
-/// empty one has no hash.
+/// Returns the hash of an object's identifier. A content digest is truncated, and any other name is
+/// hashed. An empty name has no hash.
 pub(super) fn identifier_hash(identifier: &str) -> Option<u64> {
     ObjectHash::from_identifier(identifier).map(|object| object.0)
 }
@@ -17,8 +17,8 @@ pub(super) fn parse_digest(text: &str) -> Option<u64> {
         .flatten()
 }
 
-/// Parses a hash as other routers pass it through an engine: 16 lowercase hexadecimal digits and 48
-/// zeros.
+/// Parses a hash in the form in which other routers pass it through an engine: 16 lowercase
+/// hexadecimal digits and 48 zeros.
 pub(super) fn parse_marker(text: &str) -> Option<u64> {
     let zeros = text
         .get(16..)

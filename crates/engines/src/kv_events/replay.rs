@@ -1,14 +1,14 @@
-//! Closes gaps by a replay of the engine's recent batches. Replies are applied one by one, so
+//! Closes gaps with a replay of the engine's recent batches. Replies are applied one by one, so
 //! memory does not depend on the length of the replay. If the engine left out batches, the replay
 //! is requested again from the gap, as long as that makes progress. Batches that are still missing
-//! then are lost.
+//! after that are lost.
 
 use super::applier::{BatchApplier, EventApplier, SequenceGap};
 use super::sequencer::{ReplayAction, ReplayError};
 
-/// Maximum number of requests of one replay, because of gaps or a restart.
+/// Maximum number of requests in one replay. Gaps and restarts cause further requests.
 const MAX_ROUNDS: usize = 16;
-/// Batches that are applied before the task yields.
+/// Number of batches that are applied before the task yields.
 pub(super) const BURST: usize = 32;
 
 /// One reply of a replay endpoint.
@@ -26,7 +26,7 @@ pub(super) enum ReplayReply {
 
 /// A source of replayed batches: an engine's replay endpoint, or a model of it in tests.
 pub(super) trait ReplaySource {
-    /// Requests all batches from a number on.
+    /// Requests all batches starting with a number.
     async fn request_from(&mut self, from: u64);
     /// Waits for the next reply to the last request.
     async fn next_reply(&mut self) -> ReplayReply;
@@ -67,7 +67,8 @@ pub(super) async fn catch_up(
     Err(ReplayError::NonContiguous)
 }
 
-/// Runs one request. A gap at its start is skipped, because a further request would show it again.
+/// Runs one request. A gap at its start is skipped, because another request would return the same
+/// gap.
 async fn run_round(
     engine: &mut impl ReplaySource,
     applier: &mut EventApplier,
@@ -81,7 +82,7 @@ async fn run_round(
     loop {
         let (seq, payload) = match engine.next_reply().await {
             ReplayReply::Batch(seq, payload) => (seq, payload),
-            // If a batch follows, it reveals the gap.
+            // The next batch reveals the gap.
             ReplayReply::Oversize(limit) => {
                 replies += 1;
                 applier.update(|batches| batches.record_too_large(limit.as_str()));
@@ -99,7 +100,7 @@ async fn run_round(
         };
         replies += 1;
         if std::mem::take(&mut is_first) && requested < seq && seq == start {
-            // The last applied batch did not come back, so the engine may have restarted.
+            // The engine did not send the last applied batch again, so it may have restarted.
             applier.update(BatchApplier::record_loss);
         }
         match applier.update(|batches| batches.apply_replayed(seq, &payload)) {

@@ -1,6 +1,6 @@
-//! Client of the replay endpoint: a DEALER socket connected to the engine's ROUTER. A request is an
-//! empty frame and the first batch number. Every reply carries one batch. An empty payload or the
-//! number -1 ends the replies.
+//! Client of the replay endpoint: a DEALER socket connected to the engine's ROUTER socket. A
+//! request is an empty frame and the first batch number. Every reply carries one batch. An empty
+//! payload or the number -1 ends the replies.
 
 use std::time::Duration;
 
@@ -12,12 +12,12 @@ use super::replay::{ReplayReply, ReplaySource};
 
 /// Maximum time between two replies.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
-/// Maximum time of a request with all its replies.
+/// Maximum duration of a request with all its replies.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time without requests after an unanswered one. It doubles with each further one, so that neither
-/// gaps nor periodic checks delay live events.
+/// Pause in requests after an unanswered one. It doubles with each further unanswered request, so
+/// that neither gaps nor periodic checks delay live events.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_secs(5);
-/// Maximum time without requests.
+/// Maximum pause in requests.
 const LONGEST_PAUSE: Duration = Duration::from_secs(300);
 
 /// Client of one engine's replay endpoint.
@@ -82,7 +82,7 @@ impl ReplaySource for ReplayClient {
     }
 }
 
-/// A request that is being answered.
+/// A request that waits for replies.
 struct ReplayRequest {
     socket: DealerSocket,
     deadline: Instant,
@@ -126,9 +126,9 @@ impl ReplayRequest {
     }
 }
 
-/// Parses one reply. Number and payload come last in every form: `[empty, seq, payload]` and
-/// `[empty, topic, seq, payload]`. The end is an empty payload or the number -1. `None` means that
-/// the reply is skipped.
+/// Parses one reply. In every form, number and payload come last: `[empty, seq, payload]` and
+/// `[empty, topic, seq, payload]`. An empty payload or the number -1 is the end. Returns `None` if
+/// the reply is to be skipped.
 fn parse_reply(frames: &[Bytes]) -> Option<ReplayReply> {
     let [.., seq, payload] = frames else {
         return None;
@@ -157,7 +157,7 @@ mod tests {
         );
         engine.request_from(0).await;
         assert_eq!(engine.next_reply().await, ReplayReply::Unanswered);
-        let until = engine.paused_until.expect("no requests for a while");
+        let until = engine.paused_until.expect("requests are paused");
         engine.request_from(0).await;
         assert_eq!(engine.next_reply().await, ReplayReply::Unanswered);
         assert_eq!(engine.paused_until, Some(until), "no new request yet");
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(
             engine.next_pause,
             FIRST_PAUSE * 4,
-            "longer after each failure"
+            "the pause grows with each failure"
         );
     }
 

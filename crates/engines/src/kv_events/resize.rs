@@ -1,8 +1,9 @@
-//! Converts engine blocks to the block size of the index. All workers of a model are compared by
-//! blocks of one size, but engines choose their own. If one size divides the other, only partial
-//! blocks at the end of a prompt are lost. A larger engine block becomes several index blocks with
-//! derived hashes, which needs no state. A smaller engine block is a part of an index block, and
-//! the index block is held if all its parts are. That needs the state in [`partial_blocks`].
+//! Converts engine blocks to the block size of the index. The index compares all workers of a model
+//! by blocks of one size, but engines choose their own sizes. If one size divides the other, only
+//! partial blocks at the end of a prompt are lost. A larger engine block becomes several index
+//! blocks with derived hashes, which needs no state. A smaller engine block is a part of an index
+//! block. The index block is held if all its parts are held, which needs the state in
+//! [`partial_blocks`].
 
 mod partial_blocks;
 mod run;
@@ -36,7 +37,7 @@ impl SizeRatio {
     pub(super) fn between(engine: BlockSize, ours: BlockSize) -> Option<Self> {
         let engine = engine.0.get();
         let ours = ours.0.get();
-        // An absurd size would produce as many hashes for every block.
+        // Bounds the number of hashes that an extreme block size can produce per block.
         if engine.max(ours) / engine.min(ours) > MAX_PARTS {
             return None;
         }
@@ -86,8 +87,8 @@ impl BlockResizer {
         };
     }
 
-    /// Block sizes of the engine by tier. `None` while there is state of partial blocks, which
-    /// cannot be exported.
+    /// Returns the engine's block sizes by tier. Returns `None` while there are partial blocks,
+    /// which cannot be exported.
     pub(super) fn tier_sizes(&self) -> Option<[Option<u32>; StorageTier::ALL.len()]> {
         self.partial_blocks
             .is_none()
@@ -99,14 +100,14 @@ impl BlockResizer {
         self.tier_sizes = sizes.map(|size| BlockSize::new(size?));
     }
 
-    /// Tokens per block of the engine on the device, if known.
+    /// Returns the engine's tokens per block on the device, if known.
     pub(super) fn device_block_size(&self) -> Option<BlockSize> {
         self.tier_sizes[StorageTier::Device as usize]
     }
 
     /// Returns the size ratio for a store in a tier, or `None` if the sizes are incompatible.
     /// Removals do not carry the size, so the first usable size of a tier is fixed until the cache
-    /// is empty.
+    /// is cleared.
     pub(super) fn size_ratio(&mut self, engine: BlockSize, tier: StorageTier) -> Option<SizeRatio> {
         let fit = SizeRatio::between(engine, self.index_size)?;
         let known = self.tier_sizes[tier as usize].get_or_insert(engine);
@@ -122,7 +123,7 @@ impl BlockResizer {
         Some(fit)
     }
 
-    /// Records that events were lost for good. `gaps` is the number of losses so far.
+    /// Records that events were permanently lost. `gaps` is the number of losses so far.
     pub(super) fn record_loss(&mut self, gaps: u32) {
         self.losses = gaps;
         self.partial_blocks
@@ -131,8 +132,8 @@ impl BlockResizer {
     }
 
     /// Discards blocks that the index presumes gone. Returns the engine blocks that are discarded
-    /// with them, and further events for the index: if an engine block is several index blocks, the
-    /// first of these may have stayed because others are held.
+    /// with them, and further events for the index. If an engine block is several index blocks,
+    /// these events remove the other ones.
     pub(super) fn discard_blocks(
         &mut self,
         evicted: &PurgedBlocks,
@@ -160,23 +161,25 @@ impl BlockResizer {
         (parts, others.collect())
     }
 
-    /// Converts blocks that are as large as an index block or larger.
+    /// Converts blocks that are at least as large as an index block.
     pub(super) fn split(&self, mut run: StoredRun<'_>, parts: NonZeroU32) -> KvEvent {
         let engine = BlockSize(self.index_size.0.saturating_mul(parts));
         let parts = parts.get();
         let size = self.index_size.tokens();
         let tokens = run.padded_tokens(engine, self.media);
-        // An object without pad tokens could be in any of the parts.
-        let clear = if parts == 1 {
+        // Without pad tokens, an object could be in any of the parts.
+        let first_ambiguous = if parts == 1 {
             None
         } else {
             run.objects.iter().position(|objects| !objects.is_empty())
         };
-        let whole = clear.unwrap_or(run.hashes.len()).min(run.hashes.len());
-        let most = whole * parts as usize * size + usize::from(run.bigrams);
+        let whole = first_ambiguous
+            .unwrap_or(run.hashes.len())
+            .min(run.hashes.len());
+        let max_tokens = whole * parts as usize * size + usize::from(run.bigrams);
         let objects: &[Vec<u64>] = if parts == 1 { &run.objects } else { &[] };
         let hashes = local_hashes(
-            &tokens[..tokens.len().min(most)],
+            &tokens[..tokens.len().min(max_tokens)],
             self.index_size,
             run.salt,
             run.windows(),
@@ -229,16 +232,16 @@ impl BlockResizer {
     }
 }
 
-/// Hashes of the index blocks in an engine block. The last one is the engine's hash, so that
-/// children of the engine block are children of the last part.
+/// Returns the hashes of the index blocks in an engine block. The last one is the engine's hash, so
+/// that children of the engine block are children of the last part.
 fn part_hashes(name: EngineHash, parts: u32) -> impl Iterator<Item = EngineHash> {
-    let made = move |part: u32| {
+    let derived = move |part: u32| {
         let mut bytes = [0; 12];
         bytes[..8].copy_from_slice(&name.0.to_le_bytes());
         bytes[8..].copy_from_slice(&part.to_le_bytes());
         EngineHash(xxh3_64(&bytes))
     };
-    (1..parts).map(made).chain([name])
+    (1..parts).map(derived).chain([name])
 }
 
 #[cfg(test)]

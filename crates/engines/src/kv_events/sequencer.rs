@@ -1,9 +1,9 @@
 //! Classifies numbered batches. An engine numbers its batches from zero. The subscriber may miss
-//! some, receive some twice, or reach a restarted engine whose numbers start over. Two positions
-//! tell these cases apart: the newest applied batch, with a digest of its payload, and the newest
-//! live number. A live number that does not exceed the newest one is a restart. A restarted engine
-//! whose numbers have already passed ours is detected by replaying one batch more than needed: the
-//! last applied one, which must come back unchanged.
+//! some, receive some twice, or reach a restarted engine whose numbers begin at zero again. Two
+//! positions distinguish these cases: the newest applied batch, with a digest of its payload, and
+//! the newest live number. A live number that does not exceed the newest one indicates a restart. A
+//! restarted engine may already have passed the known numbers. Every replay therefore includes the
+//! last applied batch, which must be unchanged.
 
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -53,7 +53,7 @@ pub(super) enum ReplayAction {
     /// The engine restarted while the subscriber was disconnected. Clear the rank and replay from
     /// zero.
     Restart,
-    /// The replay left out batches before this one.
+    /// The replay omits batches before this one.
     Gap {
         /// First missing number.
         from: u64,
@@ -69,14 +69,14 @@ pub(super) enum ReplayError {
     Empty,
     /// The engine no longer holds the first batches.
     StartedAfterRequested,
-    /// The engine left out batches in the middle.
+    /// The engine omitted batches in the middle.
     NonContiguous,
     /// The replay ended early, or the engine stopped replying.
     EndedBeforeTarget,
 }
 
 impl ReplayError {
-    /// Name of the reason in logs.
+    /// Returns the name of the reason in logs.
     pub(super) fn as_str(self) -> &'static str {
         match self {
             ReplayError::Empty => "empty",
@@ -95,8 +95,8 @@ pub(super) struct Sequencer {
 }
 
 impl Sequencer {
-    /// Resumes after a batch that another reader applied. Every later live batch was published
-    /// after it, so a live number that is not higher is a restart.
+    /// Creates a sequencer that resumes after a batch that another reader applied. Later live
+    /// batches have higher numbers, so a live number that is not higher indicates a restart.
     pub(super) fn resume_after(seq: u64, digest: PayloadDigest) -> Self {
         Self {
             applied: Some(AppliedBatch { seq, digest }),
@@ -104,7 +104,7 @@ impl Sequencer {
         }
     }
 
-    /// The newest applied batch.
+    /// Returns the newest applied batch.
     pub(super) fn applied(&self) -> Option<(u64, PayloadDigest)> {
         self.applied
             .map(|AppliedBatch { seq, digest }| (seq, digest))
@@ -112,8 +112,8 @@ impl Sequencer {
 
     /// Records a live batch and returns the action for it.
     ///
-    /// A number that does not increase is a restart, except for the last applied batch itself: two
-    /// connections to one publisher deliver it twice.
+    /// A number that does not increase indicates a restart, with one exception. Two connections to
+    /// one publisher deliver the last applied batch twice.
     pub(super) fn accept_live(
         &mut self,
         seq: u64,
@@ -145,12 +145,13 @@ impl Sequencer {
         }
     }
 
-    /// Number after the newest applied one.
+    /// Returns the number after the newest applied one.
     pub(super) fn next_seq(&self) -> u64 {
         self.applied.map_or(0, |mark| mark.seq.saturating_add(1))
     }
 
-    /// First number of a replay request: the newest applied batch, to check that it is unchanged.
+    /// Returns the first number of a replay request: the newest applied batch, to check that it is
+    /// unchanged.
     pub(super) fn replay_start(&self) -> u64 {
         self.applied.map_or(0, |mark| mark.seq)
     }
@@ -177,7 +178,7 @@ impl Sequencer {
     }
 
     /// Records a replay without any batch. An engine that did not restart holds at least its newest
-    /// batch, so an empty replay is a restart. Returns true if the rank has to be cleared.
+    /// batch, so an empty replay indicates a restart. Returns true if the rank has to be cleared.
     pub(super) fn accept_empty_replay(&mut self) -> bool {
         let restarted = self.applied.is_some();
         if restarted {
@@ -192,7 +193,7 @@ impl Sequencer {
         self.last_live = None;
     }
 
-    /// Advances the position: the batch was applied, or given up.
+    /// Advances the position after a batch was applied or skipped.
     pub(super) fn advance(&mut self, seq: u64, digest: PayloadDigest) {
         self.applied = Some(AppliedBatch { seq, digest });
     }

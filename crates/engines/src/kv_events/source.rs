@@ -14,13 +14,13 @@ use warmroute_core::worker::{BlockSize, EventSource, WorkerRank};
 pub struct RankSink {
     /// Applies one event to the index.
     pub apply: Box<dyn FnMut(&KvEvent) -> ApplyOutcome + Send>,
-    /// Called when events were lost for good and the index may be out of date for this rank.
+    /// Called when events were permanently lost and the index may be out of date for this rank.
     /// Returns the number of losses so far.
     pub record_loss: Box<dyn FnMut() -> u32 + Send>,
     /// Returns the state of the stale blocks, and evicts those that are presumed gone.
     pub reconcile: Box<dyn FnMut() -> ReconcileReport + Send>,
-    /// Position of the rank in its event stream. A position that is set at the start is resumed
-    /// from.
+    /// Position of the rank in its event stream. If it is set at the start, the reader resumes from
+    /// it.
     pub position: SharedPosition,
 }
 
@@ -31,21 +31,21 @@ pub struct SourceSpec {
     pub rank: WorkerRank,
     /// Endpoint and topic of the events.
     pub source: EventSource,
-    /// Identity of the engine process. Knowledge about another process is not reused.
+    /// Identity of the engine process. State of another process is not reused.
     pub engine: String,
     /// Tokens per block of the index.
     pub block_size: BlockSize,
     /// Placeholder tokens of the model.
     pub media: MediaTokens,
-    /// Policy for the blocks of the rank when batches are lost for good.
+    /// Policy for the blocks of the rank when batches are permanently lost.
     pub resync: SharedResync,
     /// Maximum message size in bytes.
     pub max_message: usize,
 }
 
 impl SourceSpec {
-    /// Digest of the engine's identity and of the settings that events are decoded with. A reader
-    /// with another digest would produce other blocks from the same events.
+    /// Returns a digest of the engine's identity and of the settings that events are decoded with.
+    /// A reader with another digest would produce other blocks from the same events.
     pub fn settings_digest(&self) -> u64 {
         let Self {
             engine,
@@ -57,8 +57,8 @@ impl SourceSpec {
     }
 }
 
-/// Policy for the blocks of a rank when batches are lost for good. The configuration can change it
-/// at any time.
+/// Policy for the blocks of a rank when batches are permanently lost. The configuration can change
+/// it at any time.
 #[derive(Clone, Debug, Default)]
 pub struct SharedResync(Arc<AtomicBool>);
 
@@ -68,7 +68,7 @@ impl SharedResync {
         self.0.store(resync == ResyncMode::Clear, Ordering::Relaxed);
     }
 
-    /// Returns true if the blocks are cleared.
+    /// Returns true if the blocks are to be cleared.
     pub fn is_clear(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }

@@ -1,5 +1,4 @@
-//! State of an event source, shared with the router, and a notification for every change of its
-//! status.
+//! State of an event source, shared with the router, with a notification for each status change.
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -29,12 +28,12 @@ impl Default for SourceMonitor {
 }
 
 impl SourceMonitor {
-    /// The state itself, for readers and for request outcomes.
+    /// Returns the state itself, for readers and for recording request outcomes.
     pub fn source(&self) -> &Arc<Mutex<EventSourceState>> {
         &self.source
     }
 
-    /// Current status.
+    /// Returns the current status.
     pub fn status(&self) -> SourceStatus {
         self.source.lock().status()
     }
@@ -53,7 +52,7 @@ impl SourceMonitor {
         }
     }
 
-    /// Waits until the status differs from the one at the last call.
+    /// Waits for a status change since the last call.
     pub async fn changed(&self) {
         self.changed.notified().await;
     }
@@ -68,7 +67,7 @@ impl SourceMonitor {
     }
 }
 
-/// Unix time in seconds; 0 before the epoch.
+/// Returns the Unix time in seconds; 0 before the epoch.
 pub(super) fn unix_now() -> f64 {
     SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -1,8 +1,8 @@
 //! Subscribes to one worker rank's event source for the lifetime of the process. After a lost
-//! connection, a new socket connects after a pause. A replay follows every connection, because only
-//! a later batch number reveals a missed batch, and an idle engine sends none. During a replay,
-//! live messages wait in the bounded queues of the kernel and of the publisher. An overflow of
-//! these queues shows as a gap.
+//! connection, it pauses and opens a new socket. A replay follows every connection, because only a
+//! later batch number reveals a missed batch, and an idle engine sends none. During a replay, live
+//! messages wait in the bounded queues of the kernel and of the publisher. If these queues
+//! overflow, the sequence numbers show a gap.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -29,13 +29,13 @@ use warmroute_metrics::{Metrics, ReasonLabel};
 
 /// Shortest and longest pause between connection attempts.
 const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// Time after connecting until the subscription has taken effect. Batches of this time may be
-/// missed and are replayed after it.
+/// Time after connecting until the subscription has taken effect. Batches published in this time
+/// may be missed; a replay after it returns them.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_secs(1);
 /// Minimum time between log lines about refused connections.
 const REFUSED_LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// Time without messages after which the replay endpoint is queried. A dead connection without a
-/// reset looks like an idle one.
+/// Time without messages after which the replay endpoint is queried. A connection that broke
+/// without a reset looks idle.
 const IDLE_CHECK_INTERVAL: Duration = Duration::from_secs(30);
 
 /// Time and reason of the next check for missed batches.
@@ -62,7 +62,7 @@ enum ListenerAction {
     Event(Option<SubEvent>),
     /// A check is due.
     Check,
-    /// Requests succeeded, and their expected events did not arrive.
+    /// Requests succeeded, but their expected events did not arrive.
     ReconnectRequested,
     /// The task yielded to other tasks.
     Yielded,
@@ -80,7 +80,7 @@ pub(super) fn socket_config(max_message: usize) -> SocketConfig {
     }
 }
 
-/// Receives the events of one source and applies them. Runs until it is dropped.
+/// Receives the events of one source and applies them. Runs until the future is dropped.
 pub async fn run(
     spec: SourceSpec,
     sink: RankSink,
@@ -182,7 +182,7 @@ struct SourceListener {
 }
 
 impl SourceListener {
-    /// Runs one socket from connection to loss.
+    /// Runs one socket until its connection is lost.
     async fn run_session(&mut self) -> Result<Infallible, DetachError> {
         let mut socket = open_socket(&self.source, self.config)
             .await
@@ -207,8 +207,8 @@ impl SourceListener {
     }
 
     /// Waits for the next action. Events come first, because a message makes a check unnecessary.
-    /// After [`BURST`] events in succession the other actions and other tasks run once, because the
-    /// socket may always have an event.
+    /// After [`BURST`] events in succession, other actions and other tasks get a turn, because the
+    /// socket may always have an event ready.
     async fn next_action(
         &mut self,
         event: impl Future<Output = Option<SubEvent>>,
@@ -289,13 +289,13 @@ impl SourceListener {
 
     /// Replays the batches that were missed before the connection.
     async fn recover_missed(&mut self) {
-        let takes_over = self.applier.finish_resume();
+        let has_resumed = self.applier.finish_resume();
         match self.catch_up().await {
             Some(Ok(())) => {}
             // The next batch number shows whether a batch is missing.
-            None if takes_over => {}
-            // The index has nothing of this rank that could be stale, and an engine without history
-            // has nothing to replay.
+            None if has_resumed => {}
+            // The index has no blocks of this rank that could be stale, and an engine without
+            // history has nothing to replay.
             Some(Err(ReplayError::Empty)) | None if self.applier.sequencer().is_fresh() => {}
             missed => {
                 let reason = missed
@@ -386,7 +386,7 @@ pub(super) fn parse_live_message(frames: &[Bytes]) -> Result<(u64, &Bytes), &'st
     Ok((u64::from_be_bytes(seq), payload))
 }
 
-/// Opens a subscribed socket, connected or bound.
+/// Opens a socket, connected or bound, and subscribes.
 pub(super) async fn open_socket(
     source: &EventSource,
     config: SocketConfig,
@@ -459,11 +459,11 @@ mod tests {
         }
     }
 
-    /// An engine that holds two batches.
+    /// Starts an engine that holds two batches.
     async fn engine() -> (String, tokio::task::JoinHandle<()>) {
         let mut router = RouterSocket::new();
         let endpoint = router.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
-        let answering = tokio::spawn(async move {
+        let server = tokio::spawn(async move {
             while let Ok(request) = router.recv().await {
                 let [client, _, from] = &request.into_vec()[..] else {
                     panic!("not a request")
@@ -480,12 +480,12 @@ mod tests {
                 }
             }
         });
-        (endpoint, answering)
+        (endpoint, server)
     }
 
     #[tokio::test]
     async fn silent_connection_to_publishing_engine_is_reattached() {
-        let (endpoint, answering) = engine().await;
+        let (endpoint, server) = engine().await;
         let mut listener = listener(&endpoint);
         listener.check = Some(ReplayCheck::Idle(Instant::now()));
         assert!(matches!(
@@ -497,8 +497,8 @@ mod tests {
             2,
             "replayed batches are applied"
         );
-        assert!(listener.check().await.is_ok(), "nothing new since");
-        answering.abort();
+        assert!(listener.check().await.is_ok(), "no new batches since then");
+        server.abort();
     }
 
     #[tokio::test]
@@ -546,11 +546,11 @@ mod tests {
 
     #[tokio::test]
     async fn batch_before_subscription_does_not_reattach() {
-        let (endpoint, answering) = engine().await;
+        let (endpoint, server) = engine().await;
         let mut listener = listener(&endpoint);
         listener.check = Some(ReplayCheck::AfterSubscribe(Instant::now()));
         assert!(listener.check().await.is_ok());
         assert_eq!(listener.applier.sequencer().next_seq(), 2);
-        answering.abort();
+        server.abort();
     }
 }

@@ -1,8 +1,8 @@
 //! Decodes the engines' event batches: MessagePack in two encodings (events as arrays or as maps),
-//! written by several engines in many versions. Visitors decode straight into small values, because
-//! a burst carries hundreds of thousands of token ids and an intermediate tree would cost more than
+//! written by several engines in many versions. Visitors decode directly into compact values. A
+//! burst carries hundreds of thousands of token ids, and an intermediate tree would cost more than
 //! the index. Enumerated texts (medium, attention kind, locality, ownership) are classified while
-//! they are decoded, so no text is stored that is never compared.
+//! they are decoded, so they are not stored.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ mod event;
 mod map;
 mod value;
 
-/// Maximum nesting of a payload. Real ones need seven.
+/// Maximum nesting of a payload. Real payloads need seven levels.
 const MAX_DEPTH: usize = 32;
 
 pub use error::{BatchLimit, WireError};

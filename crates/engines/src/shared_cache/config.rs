@@ -1,5 +1,5 @@
-//! `shared_cache:`: lookup in a cache shared by all workers. `routing.weights.shared_cache_multiplier`
-//! weighs its hits.
+//! `shared_cache:`: lookup in a cache shared by all workers. The setting
+//! `routing.weights.shared_cache_multiplier` weighs its hits.
 
 use serde::{Deserialize, Serialize};
 
@@ -35,7 +35,7 @@ fn max_response_size() -> Size {
 }
 
 impl SharedCacheConfig {
-    /// Default limits with this URL.
+    /// Returns the default limits with this URL.
     pub fn with_url(url: impl Into<String>) -> Self {
         Self {
             url: url.into(),
@@ -45,7 +45,7 @@ impl SharedCacheConfig {
         }
     }
 
-    /// Semantic errors of the configuration.
+    /// Returns semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         let url = reqwest::Url::parse(&self.url);

@@ -16,8 +16,8 @@ use super::{
     SharedCache, SharedCacheError, SharedCacheFuture, SharedCacheQuery, SharedCacheResult,
 };
 
-/// Maximum number of queried blocks, from the first on. The query is built without await points, so
-/// the timeout cannot interrupt it.
+/// Maximum number of blocks in a query, counted from the first. Building the query has no await
+/// points, so the timeout cannot interrupt it.
 const MAX_BLOCKS: usize = 1 << 16;
 
 /// HTTP client of a shared cache.
@@ -43,7 +43,7 @@ struct LookupResponse {
     ranges: Vec<(u64, u64)>,
 }
 
-/// A hash as text: many JSON parsers do not represent 64-bit numbers exactly.
+/// A hash as hexadecimal text, because many JSON parsers cannot represent 64-bit numbers exactly.
 struct HexHash(u64);
 
 impl Serialize for HexHash {
@@ -53,12 +53,12 @@ impl Serialize for HexHash {
 }
 
 impl HttpSharedCache {
-    /// Creates a client. It connects with the first lookup.
+    /// Creates a client. It connects on the first lookup.
     pub fn new(config: &SharedCacheConfig) -> Result<Self, SharedCacheError> {
         let client =
             |problem: &dyn std::fmt::Display| SharedCacheError::Client(problem.to_string());
         let url = Url::parse(&config.url).map_err(|problem| client(&problem))?;
-        // The cache is an internal service: it is called directly, and redirects are not followed.
+        // The cache is an internal service. It is called directly, and redirects are not followed.
         let builder = warmroute_runtime::tls::http_client_builder()
             .redirect(Policy::none())
             .tcp_nodelay(true);
@@ -117,7 +117,7 @@ impl SharedCache for HttpSharedCache {
     }
 }
 
-/// Encodes a query. The hashes are released before it is sent.
+/// Encodes a query as JSON.
 fn encode_query(query: SharedCacheQuery<'_>) -> Result<Vec<u8>, SharedCacheError> {
     let question = LookupRequest {
         model: query.model,
@@ -149,7 +149,7 @@ fn parse_answer(body: &[u8], blocks: usize) -> Result<Vec<Range<u32>>, SharedCac
     })
 }
 
-/// The error with its causes: the outermost one says only that sending failed.
+/// Formats the error with its causes, because the outermost error says only that sending failed.
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
 fn connection_error(problem: reqwest::Error) -> SharedCacheError {
     let mut text = problem.to_string();

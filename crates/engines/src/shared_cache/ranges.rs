@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 /// Sorts ranges, truncates them at the end of the prompt, and merges overlapping and adjacent ones.
-/// The first range that ends before it starts is the error.
+/// Returns the first range that ends before it starts as the error.
 pub(super) fn normalize_ranges(
     ranges: &[(u64, u64)],
     blocks: u32,

@@ -28,7 +28,7 @@ enum Behaviour {
     Answer(StatusCode, String),
     /// Sends the beginning of a response and stalls.
     Stall(&'static str),
-    /// Sends a response without end.
+    /// Sends an endless response.
     Flood,
     /// Responds when notified.
     Gate(Arc<Notify>),
@@ -37,7 +37,7 @@ enum Behaviour {
 #[derive(Clone)]
 struct Script {
     behaviour: Behaviour,
-    asked: Arc<Mutex<Vec<Bytes>>>,
+    requests: Arc<Mutex<Vec<Bytes>>>,
     arrived: Arc<Notify>,
 }
 
@@ -58,7 +58,7 @@ impl Server {
     async fn start(behaviour: Behaviour) -> Self {
         let script = Script {
             behaviour,
-            asked: Arc::default(),
+            requests: Arc::default(),
             arrived: Arc::default(),
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -71,7 +71,7 @@ impl Server {
         Self { url, script, task }
     }
 
-    async fn answering(status: StatusCode, body: impl Into<String>) -> Self {
+    async fn responding(status: StatusCode, body: impl Into<String>) -> Self {
         Self::start(Behaviour::Answer(status, body.into())).await
     }
 
@@ -84,15 +84,15 @@ impl Server {
 }
 
 async fn answer(State(script): State<Script>, body: Bytes) -> (StatusCode, Body) {
-    script.asked.lock().push(body);
+    script.requests.lock().push(body);
     script.arrived.notify_one();
-    let begun = |text: &'static str| {
+    let beginning = |text: &'static str| {
         tokio_stream::once(Ok::<_, std::io::Error>(Bytes::from_static(text.as_bytes())))
     };
     match script.behaviour {
         Behaviour::Answer(status, text) => (status, Body::from(text)),
         Behaviour::Stall(text) => {
-            let stalled = tokio_stream::StreamExt::chain(begun(text), tokio_stream::pending());
+            let stalled = tokio_stream::StreamExt::chain(beginning(text), tokio_stream::pending());
             (StatusCode::OK, Body::from_stream(stalled))
         }
         Behaviour::Flood => {
@@ -113,7 +113,7 @@ fn prompt(blocks: usize) -> BlockHashes {
     BlockHashes::from_tokens(&tokens, BlockSize::new(16).unwrap(), &CacheSalt::default())
 }
 
-async fn ask(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedCacheResult {
+async fn query(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedCacheResult {
     let cache: Box<dyn SharedCache> = Box::new(HttpSharedCache::new(config).unwrap());
     cache
         .query(SharedCacheQuery {
@@ -125,7 +125,7 @@ async fn ask(config: &SharedCacheConfig, prompt: &BlockHashes) -> SharedCacheRes
 
 #[tokio::test]
 async fn query_matches_documented_protocol() {
-    let server = Server::answering(
+    let server = Server::responding(
         StatusCode::OK,
         r#"{"ranges": [[0, 2], [4, 5]], "version": 3}"#,
     )
@@ -138,8 +138,11 @@ async fn query_matches_documented_protocol() {
         LocalHash(u64::MAX),
     ];
     let prompt = BlockHashes::from_locals(83, BlockSize::new(16).unwrap(), locals);
-    assert_eq!(ask(&server.config(), &prompt).await.unwrap(), [0..2, 4..5]);
-    let asked: Value = serde_json::from_slice(&server.script.asked.lock()[0]).unwrap();
+    assert_eq!(
+        query(&server.config(), &prompt).await.unwrap(),
+        [0..2, 4..5]
+    );
+    let request: Value = serde_json::from_slice(&server.script.requests.lock()[0]).unwrap();
     let sequences: Vec<_> = prompt
         .sequences()
         .iter()
@@ -153,7 +156,7 @@ async fn query_matches_documented_protocol() {
         "ffffffffffffffff",
     ];
     let expected = json!({"model": "llama", "block_size": 16, "block_hashes": blocks, "sequence_hashes": sequences});
-    assert_eq!(asked, expected);
+    assert_eq!(request, expected);
 }
 
 #[tokio::test]
@@ -171,9 +174,9 @@ async fn ranges_are_normalized() {
         ),
     ];
     for (ranges, expected) in cases {
-        let server = Server::answering(StatusCode::OK, format!(r#"{{"ranges": {ranges}}}"#)).await;
+        let server = Server::responding(StatusCode::OK, format!(r#"{{"ranges": {ranges}}}"#)).await;
         assert_eq!(
-            ask(&server.config(), &prompt(8)).await.unwrap(),
+            query(&server.config(), &prompt(8)).await.unwrap(),
             expected,
             "{ranges}"
         );
@@ -196,8 +199,8 @@ async fn invalid_answer_is_an_error() {
         r#"{"ranges": [[0, 1]]"#,
     ];
     for body in bodies {
-        let server = Server::answering(StatusCode::OK, body).await;
-        let problem = ask(&server.config(), &prompt(8)).await.unwrap_err();
+        let server = Server::responding(StatusCode::OK, body).await;
+        let problem = query(&server.config(), &prompt(8)).await.unwrap_err();
         assert_eq!(problem.label(), "invalid", "{body}: {problem}");
     }
 }
@@ -205,12 +208,12 @@ async fn invalid_answer_is_an_error() {
 #[tokio::test]
 async fn only_status_200_is_accepted() {
     for status in [500, 503, 404, 204, 302] {
-        let server = Server::answering(
+        let server = Server::responding(
             StatusCode::from_u16(status).unwrap(),
             r#"{"ranges": [[0, 1]]}"#,
         )
         .await;
-        let problem = ask(&server.config(), &prompt(8)).await.unwrap_err();
+        let problem = query(&server.config(), &prompt(8)).await.unwrap_err();
         assert!(
             matches!(problem, SharedCacheError::Status(found) if found == status),
             "{problem}"
@@ -231,7 +234,7 @@ async fn slow_server_times_out() {
             ..server.config()
         };
         assert_eq!(
-            ask(&config, &prompt(8)).await.unwrap_err().label(),
+            query(&config, &prompt(8)).await.unwrap_err().label(),
             "timeout"
         );
     }
@@ -244,20 +247,20 @@ async fn oversized_answer_is_not_read_completely() {
         max_response_size: Size::kib(4),
         ..server.config()
     };
-    let problem = ask(&config, &prompt(8)).await.unwrap_err();
+    let problem = query(&config, &prompt(8)).await.unwrap_err();
     assert!(
         matches!(problem, SharedCacheError::TooLong(4096)),
         "{problem}"
     );
     let body = r#"{"ranges": [[0, 1]]}"#;
-    let server = Server::answering(StatusCode::OK, body).await;
+    let server = Server::responding(StatusCode::OK, body).await;
     for (limit, fits) in [(body.len(), true), (body.len() - 1, false)] {
         let config = SharedCacheConfig {
             max_response_size: Size(limit as u64),
             ..server.config()
         };
         assert_eq!(
-            ask(&config, &prompt(8)).await.is_ok(),
+            query(&config, &prompt(8)).await.is_ok(),
             fits,
             "a limit of {limit}"
         );
@@ -273,7 +276,7 @@ async fn unreachable_server_is_an_error() {
         timeout: Period::seconds(20),
         ..SharedCacheConfig::with_url(format!("http://{free}/lookup"))
     };
-    let problem = ask(&config, &prompt(8)).await.unwrap_err();
+    let problem = query(&config, &prompt(8)).await.unwrap_err();
     assert_eq!(problem.label(), "connection", "{problem}");
     assert!(problem.to_string().contains("refused"), "{problem}");
 }
@@ -333,12 +336,13 @@ async fn cancelled_lookup_releases_its_permit() {
     };
     let cache = HttpSharedCache::new(&config).unwrap();
     let prompt = prompt(2);
-    let given_up = tokio::select! {
+    let is_cancelled = tokio::select! {
         _ = cache.query(SharedCacheQuery { model: "m", prompt: &prompt }) => false,
         () = server.script.arrived.notified() => true,
     };
-    assert!(given_up);
-    // A permit is stored for the next waiter, and the cancelled request may have used one.
+    assert!(is_cancelled);
+    // The notification may be stored for the next waiter, and the cancelled request may have used
+    // one.
     let next = cache.query(SharedCacheQuery {
         model: "m",
         prompt: &prompt,
@@ -351,34 +355,39 @@ async fn cancelled_lookup_releases_its_permit() {
     };
     let answered = tokio::select! {
         answered = next => answered,
-        () = gates => unreachable!("it loops"),
+        () = gates => unreachable!("the loop does not end"),
     };
     assert_eq!(answered.unwrap(), [0..1]);
 }
 
 #[tokio::test]
 async fn prompt_without_blocks_is_not_queried() {
-    let server = Server::answering(StatusCode::INTERNAL_SERVER_ERROR, "").await;
-    assert!(ask(&server.config(), &prompt(0)).await.unwrap().is_empty());
-    assert!(server.script.asked.lock().is_empty());
+    let server = Server::responding(StatusCode::INTERNAL_SERVER_ERROR, "").await;
+    assert!(
+        query(&server.config(), &prompt(0))
+            .await
+            .unwrap()
+            .is_empty()
+    );
+    assert!(server.script.requests.lock().is_empty());
 }
 
 #[tokio::test]
 async fn query_contains_first_65536_blocks_only() {
-    const MOST: usize = 1 << 16;
-    let server = Server::answering(StatusCode::OK, r#"{"ranges": [[0, 2]]}"#).await;
+    const MAX_BLOCKS: usize = 1 << 16;
+    let server = Server::responding(StatusCode::OK, r#"{"ranges": [[0, 2]]}"#).await;
     let locals = (0..500_000).map(LocalHash).collect();
     let prompt = BlockHashes::from_locals(8_000_000, BlockSize::new(16).unwrap(), locals);
-    assert_eq!(ask(&server.config(), &prompt).await.unwrap(), [0..2]);
-    let asked: Value = serde_json::from_slice(&server.script.asked.lock()[0]).unwrap();
+    assert_eq!(query(&server.config(), &prompt).await.unwrap(), [0..2]);
+    let request: Value = serde_json::from_slice(&server.script.requests.lock()[0]).unwrap();
     for (list, last) in [
-        ("block_hashes", prompt.locals()[MOST - 1].0),
-        ("sequence_hashes", prompt.sequences()[MOST - 1].0),
+        ("block_hashes", prompt.locals()[MAX_BLOCKS - 1].0),
+        ("sequence_hashes", prompt.sequences()[MAX_BLOCKS - 1].0),
     ] {
-        let hashes = asked[list].as_array().unwrap();
+        let hashes = request[list].as_array().unwrap();
         assert_eq!(
             (hashes.len(), hashes.last()),
-            (MOST, Some(&json!(format!("{last:016x}")))),
+            (MAX_BLOCKS, Some(&json!(format!("{last:016x}")))),
             "{list}"
         );
     }

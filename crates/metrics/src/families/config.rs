@@ -13,7 +13,8 @@ metrics! {
     ConfigMetrics {
         /// Generation of the configuration in use: 1 at startup, one more after each applied reload
         "config_generation" generation: Gauge = Gauge::default();
-        /// 1 if the last read of the configuration file succeeded, 0 while an invalid file is ignored
+        /// 1 if the last read of the configuration file succeeded, 0 while an invalid file is
+        /// ignored
         "config_last_reload_successful" last_reload_successful: Gauge = Gauge::default();
         /// Unix time of the last successful read of the configuration file
         "config_last_reload_success_timestamp_seconds" last_reload_success_timestamp_seconds: FloatGauge = Gauge::default();

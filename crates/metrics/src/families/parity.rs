@@ -14,8 +14,8 @@ metrics! {
         /// Workers by model and result of the comparison of their tokens with those of warmroute:
         /// untested, agrees, differs (their requests are routed by load only), cannot_test
         "parity_workers" workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
-        /// 1 while the tokens of warmroute are not used for a model, because they differ from those of
-        /// an engine and no engine confirms them
+        /// 1 while the tokens of warmroute are not used for a model, because they differ from those
+        /// of an engine and no engine confirms them
         "parity_tokens_disabled" tokens_disabled: Family<ModelLabel, Gauge> = Family::default();
         /// Comparisons of the tokens of a worker with those of warmroute, by model and outcome:
         /// agrees, differs, cannot_test

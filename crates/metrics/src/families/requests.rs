@@ -25,24 +25,24 @@ metrics! {
         /// Duration of one stage of a routing decision, by stage: parse, render, tokenize, hash,
         /// index, choose, total
         "decision_stage_duration_seconds" decision_stage_duration_seconds: Histograms<StageLabel> = stages(&["parse", "render", "tokenize", "hash", "index", "choose", "total"]);
-        /// Predicted share of the prompt's blocks that are cached on the worker rank that computes the
-        /// prompt, by model and role of that worker
+        /// Predicted share of the prompt's blocks that are cached on the worker rank that computes
+        /// the prompt, by model and role of that worker
         "prefix_hit_ratio" prefix_hit_ratio: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(linear_buckets(0.0, 0.05, 21)));
         /// Prompt length in tokens, by model and role of the worker that computes the prompt
         "prompt_tokens" prompt_tokens: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(exponential_buckets(32.0, 2.0, 14)));
         /// Output length in tokens of responses that warmroute observed, by model and role of the
         /// worker
         "output_tokens" output_tokens: Histograms<ModelRoleLabels> = histograms(|| Histogram::new(exponential_buckets(1.0, 2.0, 16)));
-        /// Time from the arrival of the request at warmroute to the first token of its response. For
-        /// responses that are not streamed, to the response headers
+        /// Time from the arrival of the request at warmroute to the first token of its response.
+        /// For responses that are not streamed, to the response headers
         "time_to_first_token_seconds" time_to_first_token_seconds: Histograms<ModelRoleLabels> = histograms(seconds);
-        /// Mean time between the output tokens of one streamed response: from the first token to the
-        /// end, divided by the number of tokens after the first
+        /// Mean time between the output tokens of one streamed response: from the first token to
+        /// the end, divided by the number of tokens after the first
         "inter_token_latency_seconds" inter_token_latency_seconds: Histograms<ModelRoleLabels> = histograms(token_seconds);
         /// Time from the arrival of the request at warmroute to the end of its response
         "request_duration_seconds" request_duration_seconds: Histograms<ModelRoleLabels> = histograms(seconds);
-        /// Predicted cached prompt tokens on the best eligible worker rank, by model and role of the
-        /// worker that computes the prompt
+        /// Predicted cached prompt tokens on the best eligible worker rank, by model and role of
+        /// the worker that computes the prompt
         "available_cached_tokens" available_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
         /// Predicted cached prompt tokens on the worker rank that computes the prompt, by model and
         /// role of that worker
@@ -50,10 +50,11 @@ metrics! {
         /// Cached prompt tokens that the engine reported in its response, by model and role of the
         /// worker that computed the prompt
         "reported_cached_tokens" reported_cached_tokens: Family<ModelRoleLabels, Counter> = Family::default();
-        /// Requests whose prompt is computed on a worker rank that is not the one with the most cached
-        /// blocks, by model and role of the chosen worker
+        /// Requests whose prompt is computed on a worker rank that is not the one with the most
+        /// cached blocks, by model and role of the chosen worker
         "non_max_overlap_choices" non_max_overlap_choices: Family<ModelRoleLabels, Counter> = Family::default();
-        /// Requests that the chosen worker rank did not answer because Envoy could not connect to it
+        /// Requests that the chosen worker rank did not answer because Envoy could not connect to
+        /// it
         "worker_unreachable_requests" worker_unreachable_requests: Family<RankLabels, Counter> = Family::default();
         /// Requests served by another endpoint than the chosen one, by effect on the reservation:
         /// moved (to the serving worker), released (the serving worker has no reservations),

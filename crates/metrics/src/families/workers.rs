@@ -34,17 +34,17 @@ metrics! {
         "worker_active_requests" active_requests: Family<RankLabels, Gauge> = Family::default();
         /// Blocks that a worker rank has cached according to its KV events, by tier
         "worker_cached_blocks" cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
-        /// Maximum number of blocks that the index stores for a worker rank, by tier; further events
-        /// have the outcome index_full
+        /// Maximum number of blocks that the index stores for a worker rank, by tier; further
+        /// events have the outcome index_full
         "worker_cached_blocks_limit" cached_blocks_limit: Family<RankTierLabels, Gauge> = Family::default();
-        /// Blocks that a worker rank is assumed to have cached because prompts with them were routed
-        /// to it
+        /// Blocks that a worker rank is assumed to have cached because prompts with them were
+        /// routed to it
         "worker_predicted_blocks" predicted_blocks: Family<RankLabels, Gauge> = Family::default();
         /// Workers whose engine reports another value than the configured one, by setting
         "engine_setting_mismatches" engine_setting_mismatches: Family<SettingLabel, Gauge> = Family::default();
-        /// Queries to engines for their settings, by outcome: ok, not_offered (the engine has no such
-        /// endpoint), unreachable, timeout, status (the engine returned an error status), unreadable,
-        /// too_large, busy
+        /// Queries to engines for their settings, by outcome: ok, not_offered (the engine has no
+        /// such endpoint), unreachable, timeout, status (the engine returned an error status),
+        /// unreadable, too_large, busy
         "engine_setting_queries" engine_setting_queries: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
     }
 }

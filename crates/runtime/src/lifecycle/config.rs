@@ -10,7 +10,7 @@ use warmroute_settings::{Period, Problem};
 pub struct ReadinessConfig {
     /// Minimum number of workers before the process is ready.
     pub min_workers: u32,
-    /// Time that readiness waits for the event sources to catch up. Afterwards requests are served
+    /// Time that readiness waits for the event sources to catch up. After that, requests are served
     /// with the current index.
     pub event_sources_timeout: Period,
 }
@@ -28,17 +28,17 @@ impl Default for ReadinessConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DrainConfig {
-    /// Time after the stop signal during which new exchanges are still served, while gRPC health
-    /// reports `draining` and a successor may start; 0s skips it.
+    /// Time after the stop signal during which new exchanges are still served. Meanwhile gRPC
+    /// health reports `draining` and a successor may start. 0s skips it.
     pub grace_period: Period,
-    /// Time that open exchanges may take after that; 0s aborts them at once.
+    /// Maximum time that open exchanges may take after the grace period; 0s aborts them at once.
     pub timeout: Period,
 }
 
 impl Default for DrainConfig {
     fn default() -> Self {
-        // Longer than a successor needs to load its tokenizers, and than gateways need to remove an
-        // endpoint.
+        // The grace period is longer than a successor needs to load its tokenizers, and than
+        // gateways need to remove an endpoint.
         Self {
             grace_period: Period::seconds(5),
             timeout: Period::seconds(30),
@@ -50,7 +50,7 @@ impl Default for DrainConfig {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReloadConfig {
-    /// True if to reload the file when it changes.
+    /// Whether the file is reloaded when it changes.
     pub watch: bool,
     /// Poll interval, in case a file notification is lost.
     pub poll_interval: Period,

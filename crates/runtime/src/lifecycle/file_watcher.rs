@@ -1,7 +1,8 @@
 //! File change notification.
 //!
-//! Watches the parent folders of the files, which covers a rename into place, a write in place and
-//! the symbolic link swap of Kubernetes. A slow poll covers file systems without notifications.
+//! The watcher follows the parent folders of the files. This covers a rename into place, a write in
+//! place, and the symbolic link swap of Kubernetes. A slow poll covers file systems without
+//! notifications.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -13,7 +14,7 @@ use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// Maximum number of debounce periods before the files are read although notifications continue.
+/// Maximum number of debounce periods before the files are read even if notifications continue.
 const MAX_DEBOUNCE_ROUNDS: u32 = 10;
 
 /// Poll and debounce intervals.
@@ -21,14 +22,15 @@ const MAX_DEBOUNCE_ROUNDS: u32 = 10;
 pub struct FileWatchTiming {
     /// Maximum time between reads, in case a notification is lost.
     pub poll: Duration,
-    /// Time without notifications before a read: several files change one after the other.
+    /// Time without notifications before a read, because several files may change one after the
+    /// other.
     pub debounce: Duration,
 }
 
-/// Watcher of files. No change after its creation is missed.
+/// Watcher of files. Changes after its creation are not missed.
 pub struct FileWatcher {
     notify: Arc<Notify>,
-    /// `None` if the system cannot watch; then only polling remains.
+    /// `None` if the operating system cannot watch files; then only polling remains.
     _watcher: Option<RecommendedWatcher>,
 }
 
@@ -42,8 +44,8 @@ impl FileWatcher {
         }
     }
 
-    /// Waits until the files may have changed: a notification followed by a debounce period without
-    /// another one, or the end of the poll interval.
+    /// Waits until the files may have changed. It returns when a debounce period without
+    /// notifications follows a notification, or when the poll interval ends.
     pub async fn changed(&self, timing: FileWatchTiming) {
         if timeout(timing.poll, self.notify.notified()).await.is_err() {
             return;
@@ -86,7 +88,7 @@ fn folder_of(file: &Path) -> &Path {
     folder.unwrap_or(Path::new("."))
 }
 
-/// Ignores reads, because the reload itself opens the files.
+/// Returns true unless the event is a read, because the reload itself opens the files.
 fn is_change(event: &Event) -> bool {
     match event.kind {
         EventKind::Access(kind) => kind == AccessKind::Close(AccessMode::Write),

@@ -1,5 +1,5 @@
 //! Folders of files that other processes trust: the unix socket and Envoy's endpoint file. A local
-//! user that can replace these files could receive prompts and responses.
+//! user with write access to these files could receive prompts and responses.
 
 use std::fs::{self, DirBuilder, Metadata};
 use std::io;
@@ -8,7 +8,8 @@ use std::path::Path;
 
 const WRITABLE_BY_OTHERS: u32 = 0o002;
 const WRITABLE_BY_GROUP_OR_OTHERS: u32 = 0o022;
-/// The sticky bit, as of `/tmp`: any user may create files, and delete only their own.
+/// The sticky bit of a folder that is writable by all users, such as `/tmp`. Any user may create
+/// files, and delete only their own.
 const SHARED: u32 = 0o1002;
 
 /// Reason for rejecting a folder.
@@ -20,7 +21,7 @@ pub enum FolderError {
         /// Owner of the folder.
         owner: u32,
     },
-    /// Any user can create the files first.
+    /// Any user can create files in it first.
     #[error("any user of this host can create files in the folder; {FIX}")]
     Shared,
 }
@@ -71,8 +72,8 @@ impl FolderAccess {
 
     /// Checks the folder for a user.
     ///
-    /// A folder of root is accepted even if others can write to it, as are volumes shared by the
-    /// containers of a pod. A folder of another user is accepted only if no other user can write to
+    /// A folder of root is accepted even if others can write to it, because containers of a pod
+    /// share such volumes. A folder of another user is accepted only if no other user can write to
     /// it and its parent is not writable by all users.
     fn check(self, user: u32) -> Result<(), FolderError> {
         let Self {
@@ -106,25 +107,25 @@ mod tests {
             // Case, owner, mode, mode of the parent, result for user 5.
             ("own folder in /tmp", 5, 0o700, 0o1777, Ok(())),
             ("own folder, group may write", 5, 0o2770, 0o755, Ok(())),
-            ("root's", 0, 0o755, 0o755, Ok(())),
-            ("a volume of the pod", 0, 0o777, 0o755, Ok(())),
+            ("folder of root", 0, 0o755, 0o755, Ok(())),
+            ("volume of a pod", 0, 0o777, 0o755, Ok(())),
             ("/tmp itself", 0, 0o1777, 0o755, Err(FolderError::Shared)),
-            ("another user was first in /tmp", 7, 0o777, 0o1777, other),
+            ("folder of another user in /tmp", 7, 0o777, 0o1777, other),
             (
-                "another user was first in /tmp, for root",
+                "folder of another user in /tmp, not writable by others",
                 7,
                 0o755,
                 0o1777,
                 other,
             ),
             (
-                "another user's, writable by a group",
+                "folder of another user, writable by a group",
                 7,
                 0o775,
                 0o755,
                 other,
             ),
-            ("a mounted folder of another user", 7, 0o755, 0o755, Ok(())),
+            ("mounted folder of another user", 7, 0o755, 0o755, Ok(())),
         ];
         for (case, owner, mode, parent_mode, expected) in cases {
             assert_eq!(

@@ -1,7 +1,7 @@
 //! Certificates and keys read from files, and the TLS server configuration built from them.
 //!
-//! All files are read before any of them is checked, so that the comparison, the check and the
-//! configuration use the same bytes.
+//! All files are read before any of them is checked. Comparison, check and configuration therefore
+//! use the same bytes.
 
 use std::fmt;
 use std::io;
@@ -15,7 +15,7 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
 
-/// Validity of a self-signed certificate, longer than any process runs.
+/// Validity of a self-signed certificate. It exceeds the lifetime of any process.
 const SELF_SIGNED_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// Tolerance for client clocks that are slow.
@@ -106,8 +106,7 @@ impl CertificateMaterial {
         })
     }
 
-    /// Returns a hash of the contents, so that a change is detected without storing the private
-    /// key.
+    /// Returns a hash of the contents. A change is detected without storing the private key.
     pub(super) fn fingerprint(&self) -> blake3::Hash {
         let mut hasher = blake3::Hasher::new();
         let pair = self.pair.iter().flat_map(|pair| [&pair.cert, &pair.key]);
@@ -117,7 +116,7 @@ impl CertificateMaterial {
         hasher.finalize()
     }
 
-    /// Checks that the contents are usable. A self-signed certificate is not created for the check.
+    /// Checks that the contents are usable. The check does not create a self-signed certificate.
     pub(super) fn check(&self) -> Result<(), TlsError> {
         let identity = if self.pair.is_some() {
             self.identity()?
@@ -275,8 +274,8 @@ pub(super) fn self_signed() -> Result<ServerIdentity, TlsError> {
     })
 }
 
-/// Returns the host name, or `None` if it is not a valid certificate name. In a container it is the
-/// pod name.
+/// Returns the host name, or `None` if it is not a valid certificate name. In a container, it is
+/// the pod name.
 pub fn host_name() -> Option<String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").ok()?;
     let name = name.trim();
@@ -315,7 +314,7 @@ mod tests {
         assert!((9..=10).contains(&years), "{years}");
     }
 
-    /// A certificate and a key as PEM.
+    /// Returns a certificate and a key as PEM.
     fn pair() -> (String, String) {
         let key = rcgen::KeyPair::generate().unwrap();
         let params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();

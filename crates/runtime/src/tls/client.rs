@@ -11,7 +11,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use warmroute_settings::Problem;
 
-/// Builder of a direct HTTP client without any certificate authority.
+/// Returns the builder of a direct HTTP client without any certificate authority.
 ///
 /// It ignores proxy variables of the environment, because engines and caches are in the same
 /// network. It can be built on hosts without system roots.
@@ -19,16 +19,16 @@ pub fn http_client_builder() -> ClientBuilder {
     http_client_with_system_roots().tls_certs_only([])
 }
 
-/// Builder of a direct HTTP client that trusts the system roots. Building fails on a host without
-/// system roots.
+/// Returns the builder of a direct HTTP client that trusts the system roots. Building the client
+/// fails on a host without system roots.
 pub fn http_client_with_system_roots() -> ClientBuilder {
-    // An embedder may have installed another provider, which works as well.
+    // An embedding program may have installed another provider, which works as well.
     ring::default_provider().install_default().ok();
     reqwest::Client::builder().no_proxy()
 }
 
-/// Builder of a client for a configured address. It trusts the CA file, or the system roots if
-/// `authority` is `None`.
+/// Returns the builder of a client for a configured address. It trusts the CA file, or the system
+/// roots if `authority` is `None`.
 pub fn http_client_with_ca(authority: Option<&Path>) -> anyhow::Result<ClientBuilder> {
     let Some(file) = authority else {
         return Ok(http_client_with_system_roots());
@@ -40,7 +40,7 @@ pub fn http_client_with_ca(authority: Option<&Path>) -> anyhow::Result<ClientBui
     Ok(http_client_with_system_roots().tls_certs_only(authorities))
 }
 
-/// TLS client files as configuration sections name them.
+/// TLS client files, under the names of the configuration keys.
 #[derive(Clone, Copy, Debug)]
 pub struct ClientFiles<'a> {
     /// `ca_file`: CA of the server; `None` means the system roots.

@@ -19,7 +19,7 @@ use super::listener::ConnectionSlot;
 const HTTP1_GREETING: usize = 16;
 
 /// Maximum time that a write waits for the client. Keepalive does not detect a client that stops
-/// reading, because its kernel still answers.
+/// reading, because its kernel still responds.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Byte stream of a connection.
@@ -31,7 +31,7 @@ pub(super) enum ConnectionIo<S> {
 /// Maximum time that a connection waits for its client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ConnectionTimeouts {
-    /// Limit for the start of a connection and for the rest of an incomplete header block.
+    /// Limit for the start of a connection, and for the rest of an incomplete header block.
     pub(super) header: Duration,
     /// Limit between requests.
     pub(super) idle: Option<Duration>,
@@ -113,7 +113,7 @@ impl<S> AcceptedConnection<S> {
         &self.slot.usage
     }
 
-    /// Reports messages and open streams since the last call to the connection table.
+    /// Updates the connection table if messages arrived since the last call.
     fn report(&mut self) {
         let frames = match &self.protocol {
             ConnectionProtocol::Http2(filter) => filter.streams().frames(),
@@ -170,7 +170,7 @@ impl<S> AcceptedConnection<S> {
         }));
     }
 
-    /// Ready when the connection must be closed.
+    /// Returns ready when the connection must be closed.
     fn poll_close(&mut self, cx: &mut Context<'_>) -> Poll<io::Error> {
         if self.slot.poll_evicted(cx).is_ready() {
             return Poll::Ready(evicted());
@@ -195,8 +195,8 @@ impl<S> AcceptedConnection<S> {
         })
     }
 
-    /// Closes a connection whose client does not read. `h2` and hyper stop reading from such a
-    /// connection, so eviction cannot rely on reads.
+    /// Processes the result of a write, and closes a connection whose client does not read. `h2`
+    /// and hyper stop reading from such a connection, so eviction cannot rely on reads.
     fn after_write<T>(
         &mut self,
         cx: &mut Context<'_>,

@@ -1,4 +1,4 @@
-//! Open connections of one listener, and eviction of idle ones when a limit is reached.
+//! Open connections of one listener. When a limit is reached, idle connections are evicted.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -24,9 +24,9 @@ pub struct ConnectionLimits {
 /// Reason for closing a new connection at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ConnectionAdmissionError {
-    /// All connections of the listener are in use.
+    /// All connections of the listener are active.
     TooMany,
-    /// All connections of the client address are in use.
+    /// All connections of the client address are active.
     TooManyOfPeer,
 }
 
@@ -66,7 +66,7 @@ impl ConnectionUse {
         Duration::from_millis(self.last.load(Ordering::Relaxed))
     }
 
-    /// Ready when the connection must be closed.
+    /// Returns ready when the connection must be closed.
     pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         self.waker.register(cx.waker());
         if self.evicted.load(Ordering::Acquire) {
@@ -128,8 +128,8 @@ impl ConnectionTable {
         }
     }
 
-    /// Admits a connection. At a limit, it evicts the longest idle connection, of the same client
-    /// address if that address is at its limit.
+    /// Admits a connection. At a limit, it evicts the connection that has been idle for the longest
+    /// time. If the client address is at its limit, it evicts a connection of that address.
     pub(super) fn admit(
         &mut self,
         peer: Option<IpAddr>,
@@ -178,7 +178,7 @@ impl ConnectionTable {
         })
     }
 
-    /// Evicts the longest idle connection, if any is idle.
+    /// Evicts the connection that has been idle for the longest time, if there is one.
     pub(super) fn evict_idlest(&self, now: Duration) {
         if let Some(victim) = self.idlest(now, |_| true) {
             victim.evict();
@@ -189,7 +189,8 @@ impl ConnectionTable {
         self.entries.try_remove(key);
     }
 
-    /// Returns the longest idle connection. Connections without open streams come first.
+    /// Returns the connection that has been idle for the longest time. Connections without open
+    /// streams come first.
     fn idlest(
         &self,
         now: Duration,

@@ -1,11 +1,12 @@
-//! Check that listeners reachable from other hosts are protected.
+//! Checks that listeners reachable from other hosts are protected.
 
 use std::net::SocketAddr;
 
 use super::TlsConfig;
 use warmroute_settings::Problem;
 
-/// A listener that requires client certificates unless it listens on loopback.
+/// A listener that must require client certificates, unless it listens on loopback or is declared
+/// unprotected.
 pub struct ListenerExposure<'a> {
     /// Key of the address in its configuration section.
     pub key: &'static str,
@@ -13,7 +14,7 @@ pub struct ListenerExposure<'a> {
     pub listen: SocketAddr,
     /// TLS configuration, if any.
     pub tls: Option<&'a TlsConfig>,
-    /// True if the operator allows unauthenticated callers.
+    /// True if the configuration allows unauthenticated callers.
     pub unprotected: bool,
     /// Actions available to any caller, for the error text.
     pub risk: &'static str,

@@ -7,13 +7,13 @@ use rustls::{Error, InvalidMessage, PeerMisbehaved};
 /// Reason for a failed handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum HandshakeError {
-    /// The server name of the client is not a DNS name; rustls 0.23 refuses it.
+    /// The server name of the client is not a DNS name; rustls 0.23 rejects it.
     ServerName,
-    /// The client speaks no TLS.
+    /// The client does not use TLS.
     Plaintext,
     /// The first messages are malformed.
     Malformed,
-    /// A client certificate is required, and there is none.
+    /// A client certificate is required, but the client sent none.
     NoClientCertificate,
     /// The client certificate is not valid.
     ClientCertificate,
@@ -23,11 +23,11 @@ pub(super) enum HandshakeError {
     Alpn,
     /// The client sent an alert, for example because it does not trust the certificate.
     Alert,
-    /// The client closed the connection, as probes of the port do.
+    /// The client closed the connection, as port probes do.
     Closed,
     /// The handshake took too long.
     Timeout,
-    /// Anything else.
+    /// Another reason.
     Other,
 }
 
@@ -84,7 +84,7 @@ impl HandshakeError {
         }
     }
 
-    /// Returns the fix, if known.
+    /// Returns a hint for fixing the failure, or an empty text.
     pub(super) fn hint(self) -> &'static str {
         match self {
             Self::ServerName => {

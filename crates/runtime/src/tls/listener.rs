@@ -1,5 +1,6 @@
-//! A listener with connection limits. At a limit, a new connection evicts the longest idle one.
-//! Each TLS handshake runs in its own task, so a slow one delays no other.
+//! A listener with connection limits. At a limit, a new connection replaces the one that has been
+//! idle for the longest time. Each TLS handshake runs in a separate task, so a slow one delays no
+//! other.
 
 use std::io;
 use std::net::SocketAddr;
@@ -29,8 +30,8 @@ use warmroute_metrics::{
     Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics,
 };
 
-/// Pause after a failed accept, which fails again at once if the process has no free file
-/// descriptors.
+/// Pause after a failed accept. If the process has no free file descriptors, accept would fail
+/// again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
 /// Limits of a listener.
@@ -38,7 +39,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 pub struct ListenerLimits {
     /// Limits of open connections.
     pub connections: ConnectionLimits,
-    /// Timeout of a TLS handshake, of the connection start, and of each header block.
+    /// Timeout of a TLS handshake, of the start of a connection, and of each header block.
     pub handshake: Duration,
     /// Maximum time that a connection may be open without a request in progress.
     pub idle: Option<Duration>,
@@ -153,7 +154,7 @@ where
         }
     }
 
-    /// Starts a handshake. A plaintext connection is ready at once.
+    /// Starts a handshake. A plaintext connection is returned at once.
     fn on_socket(&mut self, socket: S) -> Option<AcceptedConnection<S>> {
         let slot = ListenerContext::admit(&self.context, socket.peer_address())?;
         let Some(acceptor) = &self.context.profile.tls else {
@@ -222,7 +223,8 @@ impl ListenerContext {
         }
     }
 
-    /// Evicts an idle connection if no file descriptors are free.
+    /// Handles an accept error. It evicts an idle connection, because the process may have no free
+    /// file descriptors.
     async fn on_accept_error(&self, error: &io::Error) {
         self.table.lock().evict_idlest(self.now());
         if self.log.admit("accept", self.now()).is_some() {
@@ -321,10 +323,10 @@ impl ListenerContext {
     ) {
         if let Some(suppressed) = self.log.admit(cause, self.now()) {
             let peer = peer.map(tracing::field::display);
-            let most = self.profile.limits.connections.total;
+            let max_connections = self.profile.limits.connections.total;
             warn!(
                 listener = self.name(),
-                peer, most, hint, suppressed, "{text}"
+                peer, max_connections, hint, suppressed, "{text}"
             );
         }
     }
@@ -340,7 +342,7 @@ impl ConnectionSlot {
         self.context.started + time
     }
 
-    /// Ready when the connection was evicted and has not been used since.
+    /// Returns ready when the connection was evicted and has not been used since.
     pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         ready!(self.usage.poll_evicted(cx));
         if self
@@ -353,7 +355,7 @@ impl ConnectionSlot {
         Poll::Pending
     }
 
-    /// Counts a connection that is closed for `reason`.
+    /// Counts a connection that is closed because of a timeout, by its reason.
     pub(super) fn on_timeout(&self, reason: &'static str) {
         self.context.on_closed(reason);
     }
@@ -474,7 +476,7 @@ fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
     }
 }
 
-/// Returns whether an accept error concerns only one client, so that the next accept may succeed.
+/// Returns whether an accept error concerns only one client. The next accept may then succeed.
 fn is_of_one_client(error: &io::Error) -> bool {
     use io::ErrorKind::{ConnectionAborted, ConnectionRefused, ConnectionReset};
     matches!(

@@ -1,7 +1,7 @@
 //! The certificate of one listener, reloaded when its files change.
 //!
-//! If the new files cannot be used, the old certificate stays in use: an expired certificate causes
-//! warnings for weeks, a listener without a certificate is an outage at once.
+//! If the new files cannot be used, the old certificate stays in use. An expired certificate causes
+//! warnings for weeks, but a listener without a certificate is an outage at once.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -102,7 +102,7 @@ impl ListenerCertificate {
         Ok(Arc::new(acceptor))
     }
 
-    /// TLS configuration for new connections.
+    /// Returns the TLS configuration for new connections.
     pub fn current(&self) -> Arc<ServerConfig> {
         self.server.load_full()
     }
@@ -140,14 +140,14 @@ impl ListenerCertificate {
 
     /// Logs unusable files, once for each content and error.
     fn record_error(&self, read: &mut LastRead, content: Option<blake3::Hash>, error: TlsError) {
-        let trouble = Some((content, error));
-        if read.error == trouble {
+        let problem = Some((content, error));
+        if read.error == problem {
             return;
         }
-        if let Some((_, error)) = &trouble {
+        if let Some((_, error)) = &problem {
             warn!(listener = self.listener, %error, "TLS certificate reload rejected; the current certificate stays in use");
         }
-        read.error = trouble;
+        read.error = problem;
         self.count_reload("invalid");
     }
 
@@ -173,7 +173,8 @@ impl FileBacked for ListenerCertificate {
     }
 
     fn reload(&self) {
-        // Held for the whole reload, so that a concurrent reload cannot install older content last.
+        // The lock is held for the whole reload, so that a concurrent reload cannot install older
+        // content last.
         let mut read = self.last_read.lock();
         let material = match CertificateMaterial::read(&self.source, self.client_ca.as_deref()) {
             Ok(material) => material,

@@ -1,5 +1,5 @@
-//! Registry of the certificates, keys and tokens that are read from files. They are read again on a
-//! file notification, by a slow poll, and on demand.
+//! Registry of the certificates, keys and tokens that are read from files. They are read again
+//! after a file notification, by a slow poll, and on demand.
 
 use std::convert::Infallible;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use crate::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
 
 /// State that is read from files.
 pub trait FileBacked: Send + Sync {
-    /// Returns the paths.
+    /// Returns the paths of the files.
     fn files(&self) -> Vec<PathBuf>;
 
     /// Reads the files. If they cannot be used, the current state stays in use.
@@ -25,17 +25,17 @@ pub struct ReloadableFiles {
 }
 
 impl ReloadableFiles {
-    /// Adds an entry. A [`follow`](Self::follow) call that is already running does not watch it.
-    pub fn add(&self, secret: Arc<dyn FileBacked>) {
-        self.all.lock().push(secret);
+    /// Adds an entry. A running [`follow`](Self::follow) call does not watch its files.
+    pub fn add(&self, entry: Arc<dyn FileBacked>) {
+        self.all.lock().push(entry);
     }
 
-    /// Reads all files now. The files are small, but the call blocks.
+    /// Reads all files now. The call blocks until they are read.
     pub fn reload(&self) {
-        // Read without the lock, so that a slow file system does not block `add`.
+        // The files are read without the lock, so that a slow file system does not block `add`.
         let all = self.all.lock().clone();
-        for secret in all {
-            secret.reload();
+        for entry in all {
+            entry.reload();
         }
     }
 
@@ -45,7 +45,7 @@ impl ReloadableFiles {
             .all
             .lock()
             .iter()
-            .flat_map(|secret| secret.files())
+            .flat_map(|entry| entry.files())
             .collect();
         if files.is_empty() {
             std::future::pending::<()>().await;
@@ -53,9 +53,9 @@ impl ReloadableFiles {
         // Watching starts before the first read, so that no change is missed.
         let watcher = FileWatcher::new(&files);
         loop {
-            let secrets = self.clone();
+            let registry = self.clone();
             // After a panic, the next change triggers another attempt.
-            let _read = tokio::task::spawn_blocking(move || secrets.reload()).await;
+            let _read = tokio::task::spawn_blocking(move || registry.reload()).await;
             watcher.changed(timing).await;
         }
     }

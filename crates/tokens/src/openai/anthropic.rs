@@ -1,10 +1,11 @@
 //! Request body of Anthropic's `/v1/messages`, converted to a chat request as in vLLM 0.32.
 //!
 //! The system prompt becomes one message. Tool results become messages before the user message that
-//! contains them; reasoning and tool calls belong to the assistant message. System messages keep
+//! contains them. Reasoning and tool calls belong to the assistant message. System messages keep
 //! their position if the template supports it, and their blocks may add or remove tools.
 //!
-//! The prompt is unknown if no captured request shows the engine's behavior.
+//! The conversion was verified with requests captured from an engine. If a body has a feature
+//! without such a capture, its prompt is unknown.
 
 use serde::Deserialize;
 use serde::de::Deserializer;
@@ -23,8 +24,8 @@ use fold::{FoldSequence, fold_sequence};
 use image_source::ImageSource;
 use tools::ToolChange;
 
-/// Prefix of a line that Claude Code changes with every request. vLLM drops the line so that
-/// prompts stay cacheable.
+/// Prefix of a line that Claude Code changes with every request. vLLM removes the line, because it
+/// would prevent prefix cache hits.
 const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
 #[derive(Deserialize)]
@@ -124,7 +125,8 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
 #[derive(Default)]
 struct SystemPrompt(String);
 
-/// Messages, folded one by one into chat messages, so no block list is stored.
+/// Messages of a body. They are converted to chat messages one by one, so no list of blocks is
+/// stored.
 #[derive(Default)]
 struct FoldedMessages {
     messages: Vec<ChatMessage>,
@@ -149,7 +151,7 @@ struct FoldedBlocks {
     tool_calls: Vec<JsonValue>,
     tool_changes: Vec<ToolChange>,
     reasoning: Option<String>,
-    /// Chat messages made from tool results.
+    /// Chat messages that represent tool results.
     tool_results: Vec<ChatMessage>,
     text_bytes: usize,
     is_unsupported: bool,
@@ -189,7 +191,7 @@ struct ToolResultContent {
 }
 
 impl FoldedMessages {
-    /// Folds a message into the conversation. Returns `None` if the engine's conversion is unknown.
+    /// Appends a message to the conversation. Returns `None` if the engine's conversion is unknown.
     fn try_fold(&mut self, turn: AnthropicMessage) -> Option<()> {
         let FoldedBlocks {
             plain_text,
@@ -202,7 +204,7 @@ impl FoldedMessages {
             ..
         } = turn.content;
         let is_user = match turn.role.as_str() {
-            // Roles that versions of Claude Code use for the user.
+            // Some versions of Claude Code use the roles `ctx` and `msg` for the user.
             "user" | "ctx" | "msg" => true,
             "assistant" => false,
             "system" => {
@@ -216,7 +218,8 @@ impl FoldedMessages {
             }
             _ => return None,
         };
-        // The text of a tool result in an assistant message depends on Python's string conversion.
+        // The engine prints a tool result in an assistant message with Python's `str`, which is not
+        // reproduced.
         if is_unsupported || !tool_changes.is_empty() || (!is_user && !tool_results.is_empty()) {
             return None;
         }
@@ -263,7 +266,7 @@ fn system_message_text(parts: Vec<ContentPart>) -> String {
         .collect()
 }
 
-/// Returns the content of parts; a single text becomes plain text.
+/// Returns the content of a message with these parts. A single text becomes plain text.
 fn content_of_parts(parts: Vec<ContentPart>) -> MessageContent {
     match <[ContentPart; 1]>::try_from(parts) {
         Ok(
@@ -295,7 +298,7 @@ impl FoldedBlocks {
                     self.reasoning.get_or_insert_default().push_str(&thinking);
                 }
             }
-            // Tool references count only in tool results.
+            // The engine ignores tool references outside of tool results.
             "redacted_thinking" | "tool_reference" => {}
             "tool_addition" | "tool_removal" => self
                 .tool_changes
@@ -320,10 +323,10 @@ impl FoldedBlocks {
                 let ToolResultContent {
                     text,
                     images,
-                    is_unsupported: lost,
+                    is_unsupported,
                     ..
                 } = block.content.unwrap_or_default();
-                if lost {
+                if is_unsupported {
                     return None;
                 }
                 let tool_call_id = Some(block.tool_use_id.unwrap_or_default());
@@ -447,7 +450,7 @@ impl FoldSequence for ToolResultContent {
                     .get("source")
                     .map(|source| ImageSource::from_json(source).into_part()),
             ),
-            // No captured request shows the engine's behavior.
+            // The engine's conversion is not covered by a capture.
             Some("tool_reference") => self.is_unsupported = true,
             // The engine ignores other blocks.
             _ => self.is_unsupported |= !block.is_object(),

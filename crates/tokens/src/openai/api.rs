@@ -1,5 +1,5 @@
-//! The APIs that engines serve and the workload of their requests. This is the only place that
-//! knows which APIs have a prompt, which only create load, and which create none.
+//! The APIs that engines serve and the workload of their requests. Only this module distinguishes
+//! APIs with a prompt, APIs that only create load, and APIs that create no load.
 
 use std::sync::LazyLock;
 
@@ -56,7 +56,7 @@ pub enum ApiKind {
     VllmGenerate,
 }
 
-/// Workload of a request, as routing sees it.
+/// Workload that a request creates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ApiWorkload {
     /// The request has a prompt of tokens, which is hashed into blocks.
@@ -70,9 +70,9 @@ pub enum ApiWorkload {
 impl ApiKind {
     /// Returns the API of a path with the default path configuration.
     pub fn from_path(path: &str) -> Option<Self> {
-        static USUAL: LazyLock<ApiPaths> =
+        static DEFAULT_PATHS: LazyLock<ApiPaths> =
             LazyLock::new(|| ApiPaths::new(&ApiPathsConfig::default()));
-        USUAL.find_api(path)
+        DEFAULT_PATHS.find_api(path)
     }
 
     /// Returns the workload of a request of this API.
@@ -109,7 +109,7 @@ impl ApiKind {
         !matches!(self, Self::Models | Self::Conversations)
     }
 
-    /// Returns true if the body size in bytes indicates the number of tokens.
+    /// Returns true if the number of tokens can be estimated from the body size in bytes.
     pub fn has_text_body(self) -> bool {
         !matches!(
             self,

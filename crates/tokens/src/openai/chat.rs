@@ -1,6 +1,6 @@
 //! Request body of `/v1/chat/completions`: the conversation and all variables of the chat template.
-//! Values that only a template reads (tools, documents, arguments) stay JSON with their key order,
-//! since the order reaches the tokens.
+//! Values that only a template reads (tools, documents, arguments) are kept as JSON in their key
+//! order, because the order changes the tokens.
 
 use std::fmt;
 
@@ -95,7 +95,8 @@ pub enum MessageContent {
     Parts(Vec<ContentPart>),
 }
 
-// Implemented by hand, because the derived code for an untagged enum copies each text once more.
+// Implemented by hand, because the derived code for an untagged enum makes another copy of each
+// text.
 impl<'de> Deserialize<'de> for MessageContent {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(MessageContentVisitor)
@@ -130,8 +131,8 @@ impl ChatPrompt {
         self.parts().any(ContentPart::is_media)
     }
 
-    /// Returns the bytes of text that reach the prompt: messages with tool calls and reasoning,
-    /// tools and documents.
+    /// Returns the number of bytes of text in messages (with tool calls and reasoning), tools and
+    /// documents.
     pub fn text_bytes(&self) -> usize {
         let offered = [&self.tools, &self.documents]
             .into_iter()
@@ -187,7 +188,7 @@ impl ChatMessage {
 }
 
 impl MessageContent {
-    /// Returns the bytes of its text.
+    /// Returns the number of bytes of text.
     pub(super) fn text_bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),

@@ -1,9 +1,9 @@
 //! Request body of `/v1/completions`. The prompt has four forms: a text, texts, token ids, or lists
-//! of token ids. They are distinguished during parsing, not by trial, because a prompt of 100,000
-//! tokens should be read once.
+//! of token ids. The visitors distinguish them during parsing, so that a prompt of 100,000 tokens
+//! is read only once.
 //!
-//! A request with more than [`MAX_PROMPTS`] prompts keeps none of them: each costs far more memory
-//! and time than its few bytes in the body.
+//! If a request has more than [`MAX_PROMPTS`] prompts, none of them is stored, because each prompt
+//! takes far more memory and time than its few bytes in the body.
 
 use std::fmt;
 

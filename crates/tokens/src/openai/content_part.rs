@@ -1,7 +1,7 @@
 //! Parts of a message: texts and media items.
 //!
-//! A part is read as vLLM reads it (`renderers/chat_utils.py` of 0.32): by its type, or, without a
-//! type or with a client-given id, by the first key that has a value.
+//! A part is interpreted as in vLLM (`renderers/chat_utils.py` of 0.32). Its type decides, or, for
+//! a part without a type or with an id from the client, the first key that has a value.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -16,11 +16,12 @@ use super::json::{JsonObject, JsonValue};
 pub enum ContentPart {
     /// A bare string.
     Bare(String),
-    /// A typed part.
+    /// An object, usually with a type.
     Typed(TypedPart),
 }
 
-// Implemented by hand, because the derived code for an untagged enum copies each text once more.
+// Implemented by hand, because the derived code for an untagged enum makes another copy of each
+// text.
 impl<'de> Deserialize<'de> for ContentPart {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(ContentPartVisitor)
@@ -53,7 +54,7 @@ impl<'de> Visitor<'de> for ContentPartVisitor {
     }
 }
 
-/// A part with a type, as sent.
+/// A part that is an object.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TypedPart {
     /// `text`, `image_url` and so on.
@@ -73,11 +74,11 @@ pub struct PartExtras {
     pub thinking: Option<String>,
     /// Name of a referenced tool.
     pub name: Option<String>,
-    /// Item id given by the client.
+    /// Item id from the client.
     pub uuid: Option<JsonValue>,
     /// Media item of the part.
     pub media: Option<MediaItem>,
-    /// Keys that the engine does not know; templates may read them.
+    /// Keys that the engine does not know. Templates may read them.
     pub unknown_keys: JsonObject,
 }
 
@@ -86,9 +87,9 @@ pub struct PartExtras {
 pub struct MediaItem {
     /// Modality of the item.
     pub modality: MediaModality,
-    /// Source of the content; absent if only an id is given.
+    /// Source of the content. Absent if the client sent only an id.
     pub source: Option<MediaSource>,
-    /// Item id given by the client.
+    /// Item id from the client.
     pub uuid: Option<String>,
 }
 
@@ -191,12 +192,13 @@ impl ContentPart {
 
     /// Returns the keys that the engine does not know.
     pub fn unknown_keys(&self) -> impl Iterator<Item = (&String, &JsonValue)> {
-        let more = match self {
+        let extras = match self {
             ContentPart::Bare(_) => None,
             ContentPart::Typed(part) => part.extras.as_deref(),
         };
-        more.into_iter()
-            .flat_map(|more| &more.unknown_keys)
+        extras
+            .into_iter()
+            .flat_map(|extras| &extras.unknown_keys)
             .filter(|(key, _)| !KNOWN_KEYS.contains(&key.as_str()))
     }
 
@@ -243,9 +245,9 @@ impl ContentPart {
 
 impl TypedPart {
     fn meaning(&self) -> PartMeaning<'_> {
-        let more = self.extras.as_deref();
-        let media = more.and_then(|more| more.media.as_ref());
-        let named = more.is_some_and(|more| more.uuid.is_some());
+        let extras = self.extras.as_deref();
+        let media = extras.and_then(|extras| extras.media.as_ref());
+        let named = extras.is_some_and(|extras| extras.uuid.is_some());
         match self.kind.as_deref() {
             kind if named || kind.is_none() => media.map_or(
                 PartMeaning::Unknown(kind.unwrap_or("unnamed")),
@@ -255,18 +257,18 @@ impl TypedPart {
                 .text
                 .as_deref()
                 .map_or(PartMeaning::Skipped, PartMeaning::Text),
-            Some("refusal") => more
-                .and_then(|more| more.refusal.as_deref())
+            Some("refusal") => extras
+                .and_then(|extras| extras.refusal.as_deref())
                 .map_or(PartMeaning::Skipped, PartMeaning::Text),
             Some(kind @ ("input_text" | "output_text")) => self
                 .text
                 .as_deref()
                 .map_or(PartMeaning::MissingValue(kind), PartMeaning::Text),
-            Some(kind @ "thinking") => more
-                .and_then(|more| more.thinking.as_deref())
+            Some(kind @ "thinking") => extras
+                .and_then(|extras| extras.thinking.as_deref())
                 .map_or(PartMeaning::MissingValue(kind), PartMeaning::Text),
-            Some(kind @ "tool_reference") => more
-                .and_then(|more| more.name.as_deref())
+            Some(kind @ "tool_reference") => extras
+                .and_then(|extras| extras.name.as_deref())
                 .map_or(PartMeaning::MissingValue(kind), PartMeaning::Reference),
             Some(kind) => media.map_or(PartMeaning::Unknown(kind), PartMeaning::Media),
             None => PartMeaning::Unknown("unnamed"),
@@ -274,7 +276,7 @@ impl TypedPart {
     }
 }
 
-/// A part as received.
+/// The fields of a part before its interpretation.
 #[derive(Default)]
 struct RawPart {
     kind: Option<String>,
@@ -331,7 +333,7 @@ impl InputAudioField {
 }
 
 impl RawPart {
-    /// Reads the value of a key. A media key counts as present even if its value is `null`.
+    /// Deserializes the value of a key. A media key is present even if its value is `null`.
     fn read_key<'de, A: MapAccess<'de>>(
         &mut self,
         key: Cow<'de, str>,
@@ -389,7 +391,7 @@ impl RawPart {
 impl From<RawPart> for TypedPart {
     fn from(mut wire: RawPart) -> Self {
         let media = wire.take_media();
-        // The string form of other values depends on Python.
+        // The engine converts other values with Python's `str`, which is not reproduced.
         let name_of = |uuid: &JsonValue| match uuid {
             JsonValue::String(name) => Some(name.clone()),
             JsonValue::Integer(number) => Some(number.to_string()),

@@ -1,9 +1,9 @@
 //! Native generation APIs: SGLang's `/generate` with text or token ids, and vLLM's
 //! `/inference/v1/generate` with token ids.
 //!
-//! SGLang requests name no model, only an adapter. Their texts are assumed to get the tokenizer's
-//! special tokens, as completions do; this was not verified with an engine. Token ids are parsed as
-//! leniently as in vLLM 0.32.
+//! SGLang requests name no model, only an adapter. SGLang is assumed to add the tokenizer's special
+//! tokens to texts, as for completions. This was not verified with an engine. Token ids are parsed
+//! as leniently as in vLLM 0.32.
 
 use serde::Deserialize;
 use serde::de::IgnoredAny;
@@ -35,7 +35,7 @@ struct SglangGenerateBody<'a> {
     video_data: Option<IgnoredAny>,
     #[serde(default)]
     audio_data: Option<IgnoredAny>,
-    /// Cache key extension, which KV events do not report.
+    /// Extension of the cache key. KV events do not report it.
     #[serde(default)]
     extra_key: Option<IgnoredAny>,
     #[serde(default)]
@@ -54,10 +54,10 @@ struct VllmGenerateBody<'a> {
     stream: Option<bool>,
     #[serde(default)]
     token_ids: Option<Vec<LaxInteger<u32>>>,
-    /// Media features that stand for some of the tokens.
+    /// Media features. Some of the tokens are their placeholders.
     #[serde(default)]
     features: Option<IgnoredAny>,
-    /// Parts that the tokens were made from. Text parts change nothing.
+    /// Parts from which the tokens were computed. Text parts have no effect.
     #[serde(default)]
     content_parts: Option<Vec<GenerateContentPart>>,
     #[serde(default)]
@@ -68,7 +68,7 @@ struct VllmGenerateBody<'a> {
     nvext: Option<&'a RawValue>,
 }
 
-/// A content part that tokens may stand for.
+/// A content part of a request with token ids.
 #[derive(Deserialize)]
 struct GenerateContentPart {
     #[serde(default, rename = "type")]

@@ -1,6 +1,6 @@
-//! JSON values as Python's `json` module reads them, because engines read requests and tool
-//! arguments with it. Integers of any length stay integers, `-0` is `0`, `NaN` and `Infinity` are
-//! numbers, and the last of several equal keys wins.
+//! JSON values, parsed as in Python's `json` module, which engines use for requests and tool
+//! arguments. Integers of any length stay integers, `-0` is `0`, `NaN` and `Infinity` are numbers,
+//! and the last of several equal keys takes effect.
 
 use indexmap::IndexMap;
 use serde::de::{self, Deserialize, Deserializer, Unexpected};
@@ -29,7 +29,7 @@ pub enum JsonValue {
     Array(Vec<JsonValue>),
     /// An object.
     Object(JsonObject),
-    /// A value that is unknown, or that only Python can read, with the reason.
+    /// A value that is unknown or that only Python can parse, with the reason.
     Unknown(&'static str),
 }
 
@@ -48,7 +48,7 @@ pub enum JsonError {
 }
 
 impl JsonValue {
-    /// Parses a text that holds one value.
+    /// Parses a text that consists of one value.
     pub fn parse(text: &str) -> Result<Self, JsonError> {
         let mut reader = JsonReader { text, at: 0 };
         reader.skip_space();
@@ -61,7 +61,7 @@ impl JsonValue {
         }
     }
 
-    /// Returns the text of a string.
+    /// Returns the text, if the value is a string.
     pub fn as_str(&self) -> Option<&str> {
         match self {
             Self::String(text) => Some(text),
@@ -69,7 +69,7 @@ impl JsonValue {
         }
     }
 
-    /// Returns the entries of an object.
+    /// Returns the entries, if the value is an object.
     pub fn as_object(&self) -> Option<&JsonObject> {
         match self {
             Self::Object(object) => Some(object),
@@ -77,12 +77,12 @@ impl JsonValue {
         }
     }
 
-    /// Returns the entry of an object.
+    /// Returns an entry, if the value is an object.
     pub fn get(&self, key: &str) -> Option<&Self> {
         self.as_object()?.get(key)
     }
 
-    /// Returns the entry of an object for modification.
+    /// Returns a mutable entry, if the value is an object.
     pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut Self> {
         match self {
             Self::Object(object) => object.get_mut(key),
@@ -105,8 +105,8 @@ impl JsonValue {
         matches!(self, Self::Object(_))
     }
 
-    /// Returns true if all JSON readers agree on the numbers: finite floats, and integers of at
-    /// most 64 bits.
+    /// Returns true if all JSON parsers read the same numbers: the value has only finite floats,
+    /// and integers of at most 64 bits.
     pub(crate) fn is_portable(&self) -> bool {
         match self {
             Self::Null | Self::Bool(_) | Self::String(_) => true,
@@ -239,7 +239,7 @@ impl JsonReader<'_> {
             }
             self.skip_space();
             let value = self.value(depth + 1)?;
-            // A repeated key keeps its position.
+            // A repeated key replaces the value at the first position.
             object.insert(key, value);
             self.skip_space();
             if self.consume(b'}') {
@@ -277,7 +277,7 @@ impl JsonReader<'_> {
         let quoted = self.text.get(self.at..end).ok_or(JsonError::Invalid)?;
         self.at = end;
         serde_json::from_str(quoted).map_err(|_| {
-            // Python accepts an unpaired surrogate.
+            // Python accepts unpaired surrogates, which a Rust string cannot represent.
             if quoted.contains("\\u") {
                 JsonError::Unsupported("an unpaired surrogate")
             } else {

@@ -9,12 +9,12 @@ use serde_json::value::RawValue;
 
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals, skip_space};
 
-/// Maximum number of repetitions of a key. Real bodies have one; replacing many short values by a
+/// Maximum number of occurrences of a key. Real bodies have one. Replacing many short values with a
 /// long one would inflate the body.
 const MAX_KEY_REPEATS: usize = 16;
 
-/// One field edit. A repeated key is changed everywhere, because engines differ in which one they
-/// read.
+/// One field edit. All occurrences of a repeated key are changed, because engines differ in the one
+/// that they read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FieldEdit<'a> {
     /// A top-level key.
@@ -35,7 +35,7 @@ pub enum MissingKeyAction {
 }
 
 impl<'a> FieldEdit<'a> {
-    /// Sets the field, inserting it if necessary.
+    /// Creates an edit that sets the field and inserts it if it is missing.
     pub fn set(key: &'a str, json: &'a [u8]) -> Self {
         Self {
             key,
@@ -44,7 +44,7 @@ impl<'a> FieldEdit<'a> {
         }
     }
 
-    /// Replaces the field only if it is present.
+    /// Creates an edit that replaces the field only if it is present.
     pub fn replace(key: &'a str, json: &'a [u8]) -> Self {
         Self {
             key,
@@ -119,7 +119,7 @@ pub fn find_values<'b>(body: &'b [u8], keys: &[&str]) -> Option<Vec<(usize, &'b 
     Some(found)
 }
 
-/// Returns the text at a dotted path in a JSON body; the last one of repeated keys.
+/// Returns the text at a dotted path in a JSON body. Of repeated keys, the last one is used.
 pub fn text_at_path(body: &[u8], path: &str) -> Option<String> {
     let document: &RawValue = serde_json::from_slice(body).ok()?;
     let mut value = document.get().as_bytes();
@@ -169,7 +169,7 @@ fn scan_fields<'b>(
         }
     }
     let first_field = first_field?;
-    // A reader that accepts trailing data might read something else.
+    // A body with trailing data is rejected, because other parsers might read it differently.
     let is_complete = skip_space(body, at) == body.len();
     is_complete.then(|| ObjectStart {
         first_field,

@@ -1,14 +1,14 @@
-//! Repair of truncated request bodies. The proxy may show only the beginning of a body, or the rest
-//! has not arrived yet.
+//! Repair of truncated request bodies. Envoy may send only the beginning of a body, or the rest may
+//! not have arrived yet. The beginning of a prompt suffices for finding cached prefixes.
 //!
-//! Open strings and containers are closed, incomplete values are dropped, and the usual parsers
-//! read the result. A prefix cache needs only the beginning of a prompt.
+//! The repair closes open strings and containers and drops incomplete values. The result is parsed
+//! like a complete body.
 
 use serde_json::Value;
 
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, skip_space};
 
-/// Maximum nesting of the parsers.
+/// Maximum nesting that the parsers accept.
 const MAX_DEPTH: usize = 127;
 
 const LITERALS: [&[u8]; 3] = [b"true", b"false", b"null"];
@@ -22,7 +22,8 @@ pub struct RepairedJson {
     pub cut: CutPoint,
     /// Containers around the truncation, outermost first.
     open: Vec<OpenContainer>,
-    /// Length of the complete values when the open string is dropped.
+    /// Length of the document up to the last complete value. The document is truncated there if the
+    /// open string is dropped.
     complete_len: usize,
 }
 
@@ -31,9 +32,9 @@ pub struct RepairedJson {
 pub enum CutPoint {
     /// The body is complete.
     Complete,
-    /// Inside the string at this path; its text so far is correct.
+    /// Inside the string at this path. Its text up to the truncation is retained.
     InText(Vec<PathSegment>),
-    /// Between values of the container at this path; the remaining values are complete.
+    /// Between values of the container at this path. The retained values are complete.
     BetweenValues(Vec<PathSegment>),
 }
 
@@ -61,7 +62,7 @@ impl From<usize> for PathSegment {
 /// An object or list that is still open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct OpenContainer {
-    /// Length of the complete values before the container.
+    /// Length of the document up to the last complete value before the container.
     complete_len_before: usize,
     position: ContainerPosition,
 }
@@ -77,9 +78,9 @@ enum ContainerPosition {
 
 /// Closes the open containers and strings at the end of `prefix`.
 ///
-/// An incomplete string keeps its text. An incomplete key, number or literal is dropped, because
-/// more of it may follow. Returns `None` if `prefix` does not begin a JSON object or is nested too
-/// deeply.
+/// The text of an incomplete string is retained. An incomplete key, number or literal is dropped,
+/// because more of it may follow. Returns `None` if `prefix` is not the beginning of a JSON object
+/// or is nested too deeply.
 pub fn repair(prefix: &[u8]) -> Option<RepairedJson> {
     let mut repairer = JsonRepairer {
         prefix,
@@ -100,7 +101,7 @@ struct JsonRepairer<'a> {
     at: usize,
     key_start: usize,
     value_start: usize,
-    /// Length of the complete values.
+    /// Length of the document up to the last complete value.
     complete_len: usize,
     open: Vec<OpenContainer>,
 }
@@ -159,7 +160,7 @@ impl JsonRepairer<'_> {
         Some(())
     }
 
-    /// Ends a prefix that is no complete document.
+    /// Handles the end of a prefix that is not a complete document.
     fn end_inside(&mut self) -> Option<PrefixEnd> {
         match self.scanner.state() {
             ScanState::Start | ScanState::Invalid => return None,

@@ -1,9 +1,9 @@
-//! Incremental scanner over one JSON object, and byte scans of JSON text. There is no recursion, so
-//! nesting cannot exhaust the stack.
+//! Incremental scanner over one JSON object, and byte scans of JSON text. They do not use
+//! recursion, so nesting cannot exhaust the stack.
 
 use memchr::memchr2;
 
-/// Maximum nesting. The scanner retains one byte per level.
+/// Maximum nesting. The scanner stores one byte per level.
 const MAX_NESTING: usize = 1 << 20;
 
 /// Boundary of a key or value.
@@ -45,7 +45,7 @@ pub(super) enum ScanState {
 /// Incremental scanner over one JSON object, which may arrive in arbitrary chunks.
 ///
 /// Numbers, literals and escapes are not validated. In a skipped value, only brackets and strings
-/// are.
+/// are validated.
 #[derive(Debug)]
 pub(super) struct JsonScanner {
     state: ScanState,
@@ -53,7 +53,7 @@ pub(super) struct JsonScanner {
     closing: Vec<u8>,
     /// Number of containers around the skipped value.
     skipped_depth: usize,
-    /// The previous byte was a backslash.
+    /// True if the previous byte was a backslash.
     escaped: bool,
 }
 
@@ -83,7 +83,7 @@ impl JsonScanner {
         self.closing.len()
     }
 
-    /// Skips the value that has just begun: nothing inside it is reported.
+    /// Skips the value that has just begun. No boundaries inside it are reported.
     pub(super) fn skip_value(&mut self) {
         if matches!(self.state, ScanState::ObjectStart | ScanState::ListStart) {
             self.state = ScanState::InSkipped;
@@ -91,7 +91,8 @@ impl JsonScanner {
         }
     }
 
-    /// Ends a line. Strings cannot contain a raw line break.
+    /// Handles the end of a line. A string or key that is still open is invalid, because strings
+    /// cannot contain raw line breaks.
     pub(super) fn end_line(&mut self) {
         match self.state {
             ScanState::InKey | ScanState::InText | ScanState::InSkippedText => {
@@ -307,8 +308,9 @@ fn find_text_end(bytes: &[u8], start: usize) -> TextEnd {
     }
 }
 
-/// Returns the next quote or bracket. It may be a control character, which callers ignore. Blocks
-/// without delimiters are skipped as a whole, which makes lists of numbers cheap.
+/// Returns the position of the next quote or bracket. It may also be that of a control character,
+/// which callers ignore. Blocks without delimiters are skipped as a whole, which makes lists of
+/// numbers cheap.
 fn next_delimiter(bytes: &[u8]) -> Option<usize> {
     // The two kinds of brackets differ in one bit.
     let mark = |byte: &u8| matches!(byte | 0x20, b'"' | b'{' | b'}');
@@ -318,7 +320,7 @@ fn next_delimiter(bytes: &[u8]) -> Option<usize> {
     block.iter().position(mark).map(|at| nth * 32 + at)
 }
 
-/// Returns true if a document has more than `max` values, keys not counted.
+/// Returns true if a document has more than `max` values. Keys are not counted.
 pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
     let mut values = 1;
     let mut rest = bytes;

@@ -1,14 +1,16 @@
-//! Boundaries of wanted values in one JSON document that arrives in arbitrary chunks.
+//! Boundaries of some wanted values in a JSON document that arrives in arbitrary chunks.
 //!
-//! Only the keys of the outermost objects are compared; deeper values are skipped at the speed of a
-//! byte search. One short key is retained. Input that is not JSON produces no boundary.
+//! The scanner compares only the keys of the two outermost levels and skips deeper values at the
+//! speed of a byte search. It stores at most one short key. Input that is not JSON produces no
+//! boundary.
 
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals};
 
 /// Key paths of the wanted fields, at most two keys long.
 pub(super) type WantedPaths = &'static [&'static [&'static str]];
 
-/// Maximum length of a raw key: a wanted key with all bytes escaped, and its quotes.
+/// Maximum length of a raw key in bytes. It suffices for a wanted key with all bytes escaped, and
+/// its quotes.
 const MAX_KEY_BYTES: usize = 64;
 
 /// A boundary of a wanted value.
@@ -25,11 +27,11 @@ pub(super) enum ValueBoundary {
 pub(super) struct JsonStreamScanner {
     scanner: JsonScanner,
     wanted_paths: WantedPaths,
-    /// Beginning of the current raw key, longer than [`MAX_KEY_BYTES`] if the key is.
+    /// The current raw key. If it is longer than [`MAX_KEY_BYTES`], only its beginning is stored.
     key: Vec<u8>,
     /// Key of the enclosing object, if the scanner is inside a second object.
     outer_key: Option<&'static str>,
-    /// The scanner is inside a wanted value.
+    /// True if the scanner is inside a wanted value.
     in_wanted_value: bool,
 }
 
@@ -56,7 +58,7 @@ impl JsonStreamScanner {
         self.scanner.state() == ScanState::Done
     }
 
-    /// Ends a line. Strings cannot contain a raw line break.
+    /// Handles the end of a line. Strings cannot contain raw line breaks.
     pub(super) fn end_line(&mut self) {
         if self.scanner.state() == ScanState::InScalar {
             self.in_wanted_value = false;

@@ -1,6 +1,6 @@
-//! Numbers and booleans in pydantic's lax mode, in which engines validate requests. Whole floats,
-//! booleans and strings of digits are accepted as integers; `0`, `1` and some words are accepted as
-//! booleans.
+//! Numbers and booleans in pydantic's lax mode, which engines use to validate requests. Whole
+//! floats, booleans and strings of digits are accepted as integers. `0`, `1` and some words are
+//! accepted as booleans.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -1,9 +1,9 @@
-//! Multipart forms (`multipart/form-data`), used for audio and image uploads. Only the field
-//! `model` is read, and nothing is copied. The form may be truncated; the model is found if its
-//! part is complete.
+//! Multipart forms (`multipart/form-data`), which are used for audio and image uploads. Only the
+//! field `model` is read, and no other content is copied. The form may be truncated. The model is
+//! found if its part is complete.
 //!
-//! The usual crates (`multer`, `multra`, `mpart-async`) parse asynchronous streams and copy the body
-//! into a buffer of their own. Forms contain files of many megabytes.
+//! The crates `multer`, `multra` and `mpart-async` are not used, because they parse asynchronous
+//! streams and copy the body into their own buffer. Forms may contain files of many megabytes.
 
 use memchr::memmem;
 
@@ -28,7 +28,7 @@ pub fn multipart_boundary(content_type: &str) -> Option<String> {
 pub(super) fn multipart_model(boundary: &str, body: &[u8]) -> Option<String> {
     let line = format!("\r\n--{boundary}");
     let separator = memmem::Finder::new(&line);
-    // Without a preamble, no line break precedes the first boundary.
+    // If the form has no preamble, no line break precedes the first boundary.
     let mut rest = match body.strip_prefix(&line.as_bytes()[2..]) {
         Some(rest) => rest,
         None => &body[separator.find(body)? + line.len()..],
@@ -38,7 +38,7 @@ pub(super) fn multipart_model(boundary: &str, body: &[u8]) -> Option<String> {
             .iter()
             .take_while(|byte| matches!(byte, b' ' | b'\t'))
             .count();
-        // Anything else ends the form, in particular `--`.
+        // The form ends if anything else follows, in particular `--`.
         let part = rest[padding..].strip_prefix(b"\r\n")?;
         let window = &part[..part.len().min(MAX_PART_HEADER_BYTES)];
         let head = memmem::find(window, b"\r\n\r\n")?;

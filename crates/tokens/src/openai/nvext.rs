@@ -1,7 +1,7 @@
 //! `nvext`: the routing extension of a request body, as defined by Dynamo.
 //!
 //! It is read only if the operator trusts clients. Parsing is lenient: unknown keys and invalid
-//! values are ignored, because the engine may understand them.
+//! values are ignored, because the engine may support them.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use warmroute_core::worker::WorkerId;
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct NvExt {
-    /// Annotations; one that begins with `query_instance_id:` requests only the routing
+    /// Annotations. An annotation that begins with `query_instance_id:` requests only the routing
     /// decision.
     pub annotations: Vec<String>,
     /// Worker for every phase.
@@ -42,7 +42,7 @@ pub struct NvExt {
     pub router_config_override: Option<Value>,
     /// Session of the request and its lifecycle.
     pub session_control: Option<SessionControl>,
-    /// Workers that may be chosen; `None` allows all.
+    /// Workers that may be chosen. `None` allows all.
     pub allowed_worker_ids: Option<Vec<u64>>,
 }
 
@@ -99,9 +99,9 @@ pub struct AgentHints {
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub struct RoutingConstraints {
-    /// Taints that a worker must carry, all of them.
+    /// Taints that a worker must have to be eligible.
     pub required_taints: Vec<String>,
-    /// Taints that lower the cost of a worker; a negative weight raises it.
+    /// Taints that lower the cost of a worker, with their weights. A negative weight raises it.
     pub preferred_taints: BTreeMap<String, f64>,
 }
 
@@ -109,7 +109,7 @@ pub struct RoutingConstraints {
 const QUERY_ANNOTATION_PREFIX: &str = "query_instance_id:";
 
 impl NvExt {
-    /// Parses the extension field by field, so that one invalid value does not hide the others.
+    /// Parses the extension field by field, so that an invalid value affects only its own field.
     pub fn parse(raw: &str) -> Self {
         let Ok(fields) = serde_json::from_str::<BTreeMap<String, &RawValue>>(raw) else {
             return Self::default();
@@ -137,7 +137,7 @@ impl NvExt {
         extension
     }
 
-    /// Returns true if the request asks only for the routing decision.
+    /// Returns true if the client requests only the routing decision.
     pub fn is_query(&self) -> bool {
         self.annotations
             .iter()

@@ -1,5 +1,5 @@
-//! Mapping of request paths to APIs. Gateways add prefixes to the paths of engines and some rewrite
-//! them, so the path suffix decides, and operators can configure the suffixes.
+//! Mapping of request paths to APIs. Gateways add prefixes to the paths of engines, so the suffix
+//! of the path determines the API. Some gateways rewrite paths, so the suffixes are configurable.
 
 use std::borrow::Cow;
 
@@ -134,7 +134,7 @@ fn is_header_name(name: &str) -> bool {
             .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
 }
 
-/// Decodes percent escapes; invalid escapes stay as they are.
+/// Decodes percent escapes. Invalid escapes are not changed.
 fn percent_decode(path: &str) -> String {
     let mut bytes = Vec::with_capacity(path.len());
     let mut rest = path.as_bytes();
@@ -205,8 +205,8 @@ impl ApiPaths {
             .map(|(_, api)| *api)
     }
 
-    /// Returns the API of a request: by its path, else by the first configured header with a known
-    /// path.
+    /// Returns the API of a request. If its path is unknown, uses the first configured header that
+    /// has a known path.
     pub fn api_of_request<'h>(
         &self,
         path: &str,

@@ -22,7 +22,7 @@ struct PoolingBody<'a> {
     input: Option<PromptList>,
     #[serde(default)]
     messages: Option<Vec<ChatMessage>>,
-    /// Input of an engine plugin.
+    /// Input of an engine plugin, which only the plugin can interpret.
     #[serde(default)]
     data: Option<IgnoredAny>,
     #[serde(default)]
@@ -50,9 +50,10 @@ struct PoolingBody<'a> {
 pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let body: PoolingBody<'_> = serde_json::from_str(text)?;
     // Padding extends to the model's context length, which only the engine knows.
-    let hidden = body.data.is_some() || body.padding.is_some_and(|padding| padding != "do_not_pad");
+    let is_unknown =
+        body.data.is_some() || body.padding.is_some_and(|padding| padding != "do_not_pad");
     let prompt = match (body.input, body.messages) {
-        _ if hidden => return Ok(ApiRequest::untokenized(body.model, text.len())),
+        _ if is_unknown => return Ok(ApiRequest::untokenized(body.model, text.len())),
         (Some(PromptList(prompt)), _) => prompt,
         (None, Some(messages)) if messages.is_empty() => return Err(ParseError::Empty("messages")),
         (None, Some(messages)) => PromptInput::Chat(Box::new(ChatPrompt {

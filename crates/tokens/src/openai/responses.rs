@@ -1,12 +1,13 @@
 //! Request body of `/v1/responses`, converted to a conversation as in vLLM 0.32.
 //!
 //! The instructions become a system message. Consecutive reasoning, text and tool calls become one
-//! assistant message, and tool outputs become tool messages. The template sees function tools,
+//! assistant message, and tool outputs become tool messages. The template receives function tools,
 //! custom tools and those of a namespace, but no other tools. Special tokens are added, because the
 //! endpoint uses the tokenizer's default.
 //!
-//! The prompt is unknown if text is stored in the engine or no captured request shows the engine's
-//! behavior.
+//! The prompt is unknown if part of it is stored in the engine. The conversion was verified with
+//! requests captured from an engine. If a body has a feature without such a capture, its prompt is
+//! unknown too.
 
 use std::fmt;
 
@@ -40,7 +41,7 @@ struct ResponsesBody<'a> {
     tools: Option<Vec<JsonValue>>,
     #[serde(default)]
     reasoning: Option<ReasoningOptions>,
-    /// An absent field means `disabled`; `null` does not.
+    /// An absent field means `disabled`, but `null` does not.
     #[serde(default = "disabled")]
     truncation: Option<String>,
     #[serde(default, deserialize_with = "json::object")]
@@ -134,8 +135,8 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     })
 }
 
-/// Returns the tools that the template sees, in the format of chat completions. Returns `None` if
-/// the engine rejects a tool.
+/// Returns the tools that the template receives, in the format of chat completions. Returns `None`
+/// if the engine rejects a tool.
 fn template_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
     let mut shown = Vec::new();
     for tool in tools {
@@ -154,7 +155,7 @@ fn template_tools(tools: &[JsonValue]) -> Option<Vec<JsonValue>> {
                     )?);
                 }
             }
-            // Other tools are executed by the engine or a server.
+            // Other tools are executed by the engine or a server, and the template omits them.
             _ => {}
         }
     }
@@ -197,7 +198,8 @@ fn function_of_custom_tool(tool: &JsonObject) -> Option<JsonObject> {
     )
 }
 
-/// Returns a tool of a namespace; the inner `None` means that the template does not see it.
+/// Returns a tool of a namespace. The inner value is `None` if the template does not receive the
+/// tool. The outer value is `None` if the engine rejects it.
 fn function_in_namespace(namespace: &str, tool: &JsonObject) -> Option<Option<JsonValue>> {
     if tool.get("type")?.as_str()? != "function" {
         return Some(None);
@@ -208,7 +210,8 @@ fn function_in_namespace(namespace: &str, tool: &JsonObject) -> Option<Option<Js
     Some(Some(wrap_function(function)))
 }
 
-/// Name of a function in its namespace. `None`: the namespace is not a string.
+/// Returns the name of a function, qualified with its namespace. Returns `None` if the namespace is
+/// not a string.
 fn function_name(name: String, namespace: Option<JsonValue>) -> Option<String> {
     match namespace {
         None | Some(JsonValue::Null) => Some(name),
@@ -222,7 +225,8 @@ fn qualified_name(namespace: &str, name: &str) -> String {
     format!("{namespace}__{name}")
 }
 
-/// Input: a text, or items. Items are folded into messages one by one, so no item list is stored.
+/// The input: a text, or a list of items. Items are converted to messages one by one, so no list of
+/// items is stored.
 #[derive(Default)]
 struct ResponsesInput {
     messages: Vec<ChatMessage>,
@@ -276,7 +280,7 @@ impl ResponsesInput {
         }
     }
 
-    /// Folds an item into the conversation. Returns `None` if the engine's conversion is unknown.
+    /// Appends an item to the conversation. Returns `None` if the engine's conversion is unknown.
     fn try_fold(&mut self, item: ResponsesItem) -> Option<()> {
         match (item.kind.as_deref(), item.role.as_deref()) {
             (None | Some("message"), Some("assistant")) => {
@@ -414,7 +418,7 @@ impl ResponsesItem {
     }
 }
 
-/// Returns the text of an assistant message; the engine uses only the first part.
+/// Returns the text of an assistant message. The engine uses only the first part.
 fn text_of_first_part(content: MessageContent) -> Option<String> {
     match content {
         MessageContent::Text(text) => Some(text),
@@ -424,7 +428,7 @@ fn text_of_first_part(content: MessageContent) -> Option<String> {
     }
 }
 
-/// Returns the text of a part of one of these types.
+/// Returns the text of a part, if its type is one of `kinds`.
 fn text_of_part<'p>(part: &'p ContentPart, kinds: &[&str]) -> Option<&'p str> {
     match part {
         ContentPart::Typed(TypedPart {

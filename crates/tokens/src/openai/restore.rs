@@ -1,7 +1,8 @@
 //! Restores the requested model name in responses of a model that is served under another name.
 //!
-//! The response arrives in arbitrary chunks, as one document or as events, and passes through. Only
-//! a value that may still equal the served name is held back, so no token is delayed.
+//! The response is one document or a stream of events, and arrives in arbitrary chunks. The chunks
+//! are forwarded at once, except for a value that may still equal the served name. Tokens are
+//! therefore not delayed.
 
 use std::borrow::Cow;
 
@@ -28,7 +29,7 @@ pub struct ModelNameRestorer {
     line: RestoreLine,
     /// Beginning of a value that may equal the served name.
     held: Vec<u8>,
-    /// True inside such a value.
+    /// True if the scanner is inside a value that may equal the served name.
     is_holding: bool,
 }
 
@@ -49,7 +50,7 @@ enum RestoreLine {
     AfterCarriageReturn,
 }
 
-/// One chunk and its rewritten output.
+/// A chunk and its rewritten output.
 struct ChunkRewrite<'a> {
     chunk: &'a [u8],
     copied: usize,
@@ -59,7 +60,7 @@ struct ChunkRewrite<'a> {
 }
 
 impl ModelNameRestorer {
-    /// Creates a rewriter that replaces `served` by `asked`.
+    /// Creates a rewriter that replaces the name `served` with `requested`.
     pub fn new(served: &str, requested: &str) -> Self {
         Self {
             served_name: served.to_owned(),
@@ -71,7 +72,7 @@ impl ModelNameRestorer {
         }
     }
 
-    /// Processes the next chunk and returns the bytes to forward; borrowed if unchanged.
+    /// Processes the next chunk and returns the bytes to forward. They are borrowed if unchanged.
     pub fn push<'a>(&mut self, chunk: &'a [u8]) -> Cow<'a, [u8]> {
         let mut rewrite = ChunkRewrite {
             chunk,

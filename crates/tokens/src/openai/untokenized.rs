@@ -9,7 +9,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
 use super::{ApiRequest, ParseError};
 
-/// Estimated bytes of text per token, for bodies that contain token ids.
+/// Estimated bytes of text per token. It converts the number of token ids in a body to bytes.
 pub(super) const BYTES_PER_TOKEN: usize = 4;
 
 /// Fields with text in these APIs.
@@ -118,7 +118,7 @@ impl<'de> Visitor<'de> for TextByteCountVisitor {
         Ok(TextByteCount(sum))
     }
 
-    /// Counts the text of an object; its other strings are names or images.
+    /// Counts the text in the fields `text` and `content`. Other strings are names or images.
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<TextByteCount, A::Error> {
         let mut sum = 0;
         while let Some(key) = map.next_key::<Cow<'de, str>>()? {

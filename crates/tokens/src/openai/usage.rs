@@ -1,7 +1,7 @@
-//! Token usage of a response, read from the bytes as they pass.
+//! Token usage of a response, extracted while the response passes through.
 //!
 //! The response arrives in arbitrary chunks and may never end. The scanner buffers at most one
-//! event, or a complete document up to a limit; of a longer document only the usage is retained.
+//! event, or a complete document up to a limit. Of a longer document, it stores only the usage.
 
 mod event_pattern;
 mod long_document;
@@ -61,7 +61,7 @@ pub struct UsageScanner {
 struct LineBuffer {
     bytes: Vec<u8>,
     is_too_long: bool,
-    /// The previous line ended with a carriage return, so a line feed belongs to it.
+    /// True if the previous line ended with a carriage return. A line feed then belongs to it.
     after_carriage_return: bool,
 }
 
@@ -91,7 +91,7 @@ impl UsageScanner {
         }
     }
 
-    /// Returns the reported usage; later counts replace earlier ones.
+    /// Returns the reported usage. Later counts replace earlier ones.
     pub fn usage(&self) -> Option<TokenUsage> {
         self.counts.map(UsageCounts::into_usage)
     }
@@ -109,7 +109,7 @@ impl UsageScanner {
             .max(self.content_tokens)
     }
 
-    /// Returns the number of lines and events that were too long or not understood.
+    /// Returns the number of lines and events that were too long or could not be parsed.
     pub fn skipped_events(&self) -> u64 {
         self.skipped_events
     }
@@ -132,7 +132,7 @@ impl UsageScanner {
             return self.document.extend_from_slice(chunk);
         }
         let long = self.long_document.get_or_insert_default();
-        // The buffer is freed here, because a long response may last for minutes.
+        // Takes the buffer to free it, because a long response may last for minutes.
         long.push(&std::mem::take(&mut self.document));
         long.push(chunk);
     }
@@ -162,8 +162,8 @@ impl UsageScanner {
         self.extend_line(chunk);
     }
 
-    /// Returns the data of an event at the beginning of a chunk and the bytes after it. Most events
-    /// arrive like this and need no copy.
+    /// Returns the data of an event that is complete at the start of a chunk, and the bytes after
+    /// it. Most events arrive in this way and are not copied.
     fn whole_event<'c>(&self, chunk: &'c [u8]) -> Option<(&'c [u8], &'c [u8])> {
         let Self { line, event, .. } = self;
         let begins =
@@ -175,7 +175,7 @@ impl UsageScanner {
             .then(|| (data.strip_prefix(b" ").unwrap_or(data), rest))
     }
 
-    /// Ends the response. An event without a terminating empty line counts too.
+    /// Handles the end of the response. An event without a terminating empty line is complete too.
     pub fn finish(&mut self) {
         if self.encoding == ResponseEncoding::EventStream {
             self.end_line();

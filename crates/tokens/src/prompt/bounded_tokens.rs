@@ -18,7 +18,7 @@ pub struct BoundedTokens {
 }
 
 impl BoundedTokens {
-    /// Returns the tokens of a list within the budget.
+    /// Returns the first of some known tokens, up to the budget.
     fn from_ids(tokens: &[u32], budget: &TokenBudget<'_>) -> Self {
         let stopped = (tokens.len() > budget.max_tokens).then_some(StopReason::TooLong);
         Self {
@@ -30,7 +30,7 @@ impl BoundedTokens {
     }
 }
 
-/// Truncation of a prompt.
+/// Truncation that a request specifies for its prompt.
 #[derive(Clone, Copy)]
 struct PromptTruncation {
     /// True if special tokens are added.
@@ -103,7 +103,7 @@ impl Encoder {
             Some(text_limit) if truncation.side == TruncationSide::Right => {
                 text_limit.min(budget.max_tokens)
             }
-            // The retained tokens are known only at the end.
+            // Truncation on the left retains the last tokens, so the whole text is tokenized.
             Some(_) => usize::MAX,
         };
         let mut unframed = self.tokenize_bare(
@@ -118,7 +118,7 @@ impl Encoder {
             && unframed.stopped == Some(StopReason::TooLong)
             && text_limit.is_some_and(|text_limit| unframed.ids.len() >= text_limit)
         {
-            // Truncation removes everything after these tokens.
+            // Truncation would remove all later tokens, so none are missing.
             unframed.stopped = None;
         }
         let stopped = unframed.stopped;
@@ -181,8 +181,8 @@ impl Encoder {
         }
     }
 
-    /// Tokenizes a text with an unknown post-processor. It needs the whole text, so only short
-    /// texts are tokenized.
+    /// Tokenizes a text with an unknown post-processor. The post-processor needs the whole text, so
+    /// only short texts are tokenized.
     fn tokenize_post_processed(
         &self,
         text: &str,

@@ -18,7 +18,7 @@ pub(super) enum ContentFormat {
 }
 
 /// Detects the content format of a template. If an assignment target is not a plain name, vLLM
-/// gives up and uses `string`.
+/// stops the detection and uses `string`.
 pub(super) fn content_format(template: &Stmt<'_>) -> ContentFormat {
     let mut found = TemplateNodes::default();
     walk(template, &mut |node| match node {
@@ -57,7 +57,7 @@ impl<'t> TemplateNodes<'t> {
             let bound = self.bound_to_content(node, &messages);
             for inner in loops_in(&node.body) {
                 let names = in_macros.entry(std::ptr::from_ref(inner)).or_default();
-                // In nested macros that both receive the content, the inner one counts.
+                // If nested macros both receive the content, the inner one decides.
                 if !bound.is_empty() {
                     names.clone_from(&bound);
                 }

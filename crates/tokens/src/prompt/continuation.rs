@@ -1,6 +1,6 @@
-//! `continue_final_message`: the prompt ends inside the last message. As in transformers, the end
-//! of that message is marked before rendering and everything from the mark on is removed, so the
-//! template decides which text remains.
+//! Support for `continue_final_message`, where the prompt ends inside the last message. As in
+//! transformers, the end of that message is marked before rendering, and the rendered text is
+//! truncated at the mark. The template thus decides which text remains.
 
 use super::EncodeError;
 use super::conversation::TemplateMessage;
@@ -8,7 +8,7 @@ use super::python_methods;
 
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// Marks the end of the last message and returns the text before the mark.
+/// Marks the end of the last message. Returns the text of the message without the mark.
 pub(super) fn mark_last_message(turns: &mut [TemplateMessage<'_>]) -> Result<String, EncodeError> {
     let text = turns
         .last_mut()

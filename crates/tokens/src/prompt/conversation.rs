@@ -17,7 +17,7 @@ use crate::openai::{
 pub(super) use tools::template_tools;
 use tools::tool_call;
 
-/// One message as a template sees it.
+/// One message in the form that a template receives.
 pub(super) struct TemplateMessage<'m> {
     pub role: &'m str,
     pub content: TemplateContent<'m>,
@@ -48,7 +48,7 @@ pub(super) enum TemplateContent<'m> {
     Parts(Vec<TemplatePart<'m>>),
 }
 
-/// A content part as a template sees it.
+/// A content part in the form that a template receives.
 pub(super) struct TemplatePart<'m> {
     kind: TemplatePartKind<'m>,
     /// Keys that the engine does not know.
@@ -167,31 +167,31 @@ impl<'m> TemplatePart<'m> {
     }
 }
 
-/// Prefix of a line that Claude Code changes with every request. vLLM drops the line from system
-/// messages so that prompts stay cacheable.
+/// Prefix of a line that Claude Code changes with every request. vLLM removes the line from system
+/// messages, because it would prevent prefix cache hits.
 const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
 /// Returns the messages in the form that the template receives.
 pub(super) fn template_messages<'m>(
     messages: &'m [ChatMessage],
     format: ContentFormat,
-    stage: &mut MediaRenderer<'_>,
+    renderer: &mut MediaRenderer<'_>,
 ) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {
     messages
         .iter()
-        .map(|message| template_message(message, format, stage))
+        .map(|message| template_message(message, format, renderer))
         .collect()
 }
 
 fn template_message<'m>(
     message: &'m ChatMessage,
     format: ContentFormat,
-    stage: &mut MediaRenderer<'_>,
+    renderer: &mut MediaRenderer<'_>,
 ) -> Result<TemplateMessage<'m>, EncodeError> {
     let content = match &message.content {
         Some(MessageContent::Text(text)) => content_of_text(message, text, format),
-        Some(MessageContent::Parts(parts)) => content_of_parts(message, parts, format, stage)?,
-        None => content_of_parts(message, &[], format, stage)?,
+        Some(MessageContent::Parts(parts)) => content_of_parts(message, parts, format, renderer)?,
+        None => content_of_parts(message, &[], format, renderer)?,
     };
     let mut other_fields = Vec::new();
     match message.role.as_str() {
@@ -223,7 +223,7 @@ fn template_message<'m>(
     })
 }
 
-/// Converts content that is one string; it counts as one part.
+/// Converts content that is one string. Templates that take parts receive it as a single part.
 fn content_of_text<'m>(
     message: &ChatMessage,
     text: &'m str,
@@ -249,7 +249,7 @@ fn content_of_parts<'m>(
     message: &'m ChatMessage,
     parts: &'m [ContentPart],
     format: ContentFormat,
-    stage: &mut MediaRenderer<'_>,
+    renderer: &mut MediaRenderer<'_>,
 ) -> Result<TemplateContent<'m>, EncodeError> {
     let is_system = message.role == "system";
     let parts = parts.iter().filter_map(|part| {
@@ -260,12 +260,13 @@ fn content_of_parts<'m>(
         }
     });
     match format {
-        ContentFormat::Parts => parts_as_list(message, parts, stage),
-        ContentFormat::Text => parts_as_text(parts, stage).map(TemplateContent::Text),
+        ContentFormat::Parts => parts_as_list(message, parts, renderer),
+        ContentFormat::Text => parts_as_text(parts, renderer).map(TemplateContent::Text),
     }
 }
 
-/// Returns a part of a system message with its text after a billing line, if it has one.
+/// Returns a part of a system message. For a text, also returns the text without its billing line.
+/// Returns `None` if no text remains.
 fn without_billing(part: &ContentPart) -> Option<(&ContentPart, Option<&str>)> {
     let is_text = match part {
         ContentPart::Bare(_) => true,
@@ -291,7 +292,7 @@ fn strip_billing_header(text: &str) -> Option<&str> {
 fn parts_as_list<'p>(
     message: &ChatMessage,
     parts: impl Iterator<Item = (&'p ContentPart, Option<&'p str>)>,
-    stage: &mut MediaRenderer<'_>,
+    renderer: &mut MediaRenderer<'_>,
 ) -> Result<TemplateContent<'p>, EncodeError> {
     let mut pieces = Vec::new();
     for (part, shortened) in parts {
@@ -299,7 +300,7 @@ fn parts_as_list<'p>(
             PartMeaning::Text(text) => {
                 TemplatePartKind::Text(Cow::Borrowed(shortened.unwrap_or(text)))
             }
-            PartMeaning::Media(media) => match stage.render_part(media.modality)? {
+            PartMeaning::Media(media) => match renderer.render_part(media.modality)? {
                 Some(text) => TemplatePartKind::Text(Cow::Owned(text)),
                 None => TemplatePartKind::Media(media.modality),
             },
@@ -316,7 +317,7 @@ fn parts_as_list<'p>(
         };
         pieces.push(TemplatePart { kind, unknown_keys });
     }
-    // Templates rarely support lists of tool texts, so the engine always joins them.
+    // The engine always joins the texts of a tool message, because few templates support a list.
     if message.role == "tool" && pieces.iter_mut().all(|piece| piece.text_mut().is_some()) {
         let texts: Vec<_> = pieces
             .into_iter()
@@ -331,7 +332,7 @@ fn parts_as_list<'p>(
 /// contains them.
 fn parts_as_text<'p>(
     parts: impl Iterator<Item = (&'p ContentPart, Option<&'p str>)>,
-    stage: &mut MediaRenderer<'_>,
+    renderer: &mut MediaRenderer<'_>,
 ) -> Result<Cow<'p, str>, EncodeError> {
     let mut texts: Vec<&'p str> = Vec::new();
     let mut placeholders: Vec<(String, usize)> = Vec::new();
@@ -340,7 +341,7 @@ fn parts_as_text<'p>(
             PartMeaning::Text(text) => texts.push(shortened.unwrap_or(text)),
             PartMeaning::Reference(name) => texts.push(name),
             PartMeaning::Media(media) => {
-                let Some(text) = stage.render_placeholder(media.modality)? else {
+                let Some(text) = renderer.render_placeholder(media.modality)? else {
                     continue;
                 };
                 match placeholders.iter_mut().find(|(known, _)| *known == text) {
@@ -351,7 +352,7 @@ fn parts_as_text<'p>(
             _ => {}
         }
     }
-    // An empty text adds no line.
+    // Empty texts are removed, so they add no empty line.
     texts.retain(|text| !text.is_empty());
     let text = match *texts.as_slice() {
         [] => Cow::Borrowed(""),

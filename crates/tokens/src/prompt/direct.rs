@@ -1,9 +1,9 @@
 //! Evaluation of common chat templates without minijinja, over borrowed texts.
 //!
 //! Loops over the messages, comparisons of roles and concatenations are evaluated from a compiled
-//! plan. Unsupported code ends the evaluation, and minijinja renders from the beginning. Both
-//! always produce the same text. `docs/decisions/0047-evaluate-common-templates-directly.md`
-//! records the measured gain.
+//! plan. If the evaluation reaches unsupported code, it ends, and minijinja renders the whole
+//! template. Both always produce the same text.
+//! `docs/decisions/0047-evaluate-common-templates-directly.md` records the measured gain.
 
 mod compile;
 mod eval;
@@ -25,7 +25,7 @@ use value::TemplateValue;
 /// The template or a value is not supported.
 struct UnsupportedError;
 
-/// Compiled template.
+/// A compiled template and its clock.
 pub(super) struct DirectRenderer {
     plan: RenderPlan,
     clock: TemplateClock,
@@ -62,7 +62,7 @@ impl DirectRenderer {
             .iter()
             .map(|turn| turn.role.len() + turn.content.text_bytes())
             .sum();
-        // Templates write a few words around each message.
+        // Reserves space for the text that templates add around each message.
         let mut out = String::with_capacity(texts + 64 * turns.len() + 256);
         PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
             .steps(&self.plan.steps, &mut out)

@@ -1,9 +1,9 @@
 //! Fast byte pair encoding with the same tokens as the library that engines use.
 //!
-//! Ordinary texts go to `fastokens`. Its cost per byte grows with the length of a word, so very
-//! long words go to `bpe`, which takes linear time. The engines' library remains the reference: on
-//! difficult texts before the fast path is used, and on samples of real texts afterwards
-//! ([`verified`]).
+//! Ordinary texts are tokenized by `fastokens`. Its cost per byte grows with the length of a word,
+//! so very long words are tokenized by `bpe`, which takes linear time. Both are compared with the
+//! engines' library: on difficult texts before the fast path is used, and on samples of real texts
+//! afterwards ([`verified`]).
 
 pub(in crate::prompt) mod hard_texts;
 mod long_words;
@@ -15,7 +15,7 @@ use tokenizers::{ModelWrapper, Tokenizer};
 use long_words::LongWordEncoder;
 pub(super) use verified::VerifiedTokenizer;
 
-/// A tokenizer in the fast library.
+/// A tokenizer of the fast library.
 pub(super) struct FastTokenizer {
     tokenizer: fastokens::Tokenizer,
     long_words: LongWordEncoder,

@@ -1,6 +1,6 @@
 //! System messages of `/v1/messages` that follow other messages. vLLM probes the template once with
-//! plain Jinja2. Templates that render such messages get them in place; for others they are merged
-//! into the first system message.
+//! plain Jinja2. If the template renders such messages, they keep their positions. Otherwise they
+//! are merged into the first system message.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -53,8 +53,8 @@ impl InlineSystemMode {
         }
     }
 
-    /// Combines the modes of a model's templates: messages are merged if any template does not
-    /// render them. vLLM probes these two.
+    /// Combines the modes of a model's templates. Messages are merged if any template does not
+    /// render them. Like vLLM, considers only the templates `default` and `tool_use`.
     pub(super) fn combine(named: &BTreeMap<String, CompiledTemplate>) -> Self {
         let tried = ["default", "tool_use"]
             .map(|name| named.get(name).map(|template| template.inline_systems));
@@ -66,7 +66,7 @@ impl InlineSystemMode {
         }
     }
 
-    /// Returns the messages in the order that the template sees.
+    /// Returns the messages that the template receives.
     pub(super) fn arrange_messages(
         self,
         chat: &ChatPrompt,

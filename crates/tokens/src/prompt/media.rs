@@ -1,8 +1,9 @@
-//! Prompts with media items. The engine repeats a placeholder token at the position of an item, as
-//! often as the item's size requires. It identifies the item by a content hash or the client's id.
-//! Both enter the block hashes.
+//! Prompts with media items. At the position of an item, the engine inserts a number of placeholder
+//! tokens that depends on the size of the item. It identifies the item by a content hash or by the
+//! client's id. The placeholder tokens and the id are part of the block hashes.
 //!
-//! If size or id of an item cannot be determined here, the prompt is known only up to that item.
+//! If warmroute cannot determine the size or the id of an item, the prompt is known only up to that
+//! item.
 
 pub mod config;
 mod content;
@@ -60,11 +61,11 @@ impl MultimodalPrompt {
     }
 }
 
-/// Model argument with which the engines of a model were started. It enters the ids of media
-/// content.
+/// Model argument with which the engines of a model were started. It is part of the hash that
+/// identifies media content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum EngineModelName {
-    /// No engine reported it; most likely the model's name.
+    /// No engine reported it. The model's name is assumed.
     #[default]
     Unreported,
     /// All engines report this value.
@@ -153,8 +154,8 @@ impl MediaRules {
         }
     }
 
-    /// Returns the text that the engine inserts for the item of this number, for templates that
-    /// take strings.
+    /// Returns the text that the engine inserts for an item, for templates that take strings.
+    /// `number` counts the items of the modality from 1.
     pub(super) fn placeholder(&self, modality: MediaModality, number: usize) -> Option<String> {
         let text = self.rule_for(modality)?.placeholder.as_ref()?;
         Some(text.replace("{i}", &number.to_string()))

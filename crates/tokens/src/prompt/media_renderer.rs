@@ -1,5 +1,5 @@
-//! Rendering of media items for a template: rejected, as in the engine, or with a mark at one item.
-//! The position of the mark is the end of the text before that item.
+//! Rendering of media items for a template. The items are rejected, rendered as in the engine, or
+//! rendered with a mark in the place of one item. The text before that item ends at the mark.
 
 use super::EncodeError;
 use super::media::MediaRules;
@@ -15,7 +15,8 @@ pub(super) enum MediaDisplay<'s> {
     Refused,
     /// Items are rendered as in the engine.
     AsEngine(&'s MediaRules),
-    /// Items are rendered as in the engine, except the item of this index.
+    /// Items are rendered as in the engine, except the item with this index, which is rendered as
+    /// [`MARK`].
     WithMark(&'s MediaRules, usize),
 }
 
@@ -35,7 +36,7 @@ impl<'s> MediaRenderer<'s> {
         }
     }
 
-    /// Returns the text that replaces the next item in a list of parts, if any.
+    /// Returns the mark if it replaces the next item in a list of parts.
     pub(super) fn render_part(
         &mut self,
         modality: MediaModality,

@@ -45,7 +45,7 @@ pub enum LoadError {
         path: PathBuf,
         /// The template's name.
         name: String,
-        /// The unsupported feature or the mistake.
+        /// The unsupported feature or the syntax error.
         problem: String,
     },
 }
@@ -254,8 +254,8 @@ fn check_tokenizer_file(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
     })
 }
 
-/// Adds the special tokens of the older file, which transformers reads if no added tokens are
-/// listed.
+/// Adds the special tokens of `special_tokens_map.json`, an older file that transformers reads if
+/// no added tokens are listed.
 fn with_special_tokens_map(
     mut written: Map<String, Value>,
     folder: &Path,
@@ -288,7 +288,7 @@ fn build_tokenizer(
         path: path.to_owned(),
         problem: error.to_string(),
     };
-    // Parsed a second time only if it is changed, because it may have megabytes.
+    // The file may have megabytes, so it is parsed as JSON only if it must be checked or changed.
     let parsed = |bytes: &[u8]| {
         serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()))
     };
@@ -313,8 +313,8 @@ fn build_tokenizer(
     Ok(tokenizer)
 }
 
-/// Rejects configured added tokens that the tokenizer lacks. The engine adds them in an order of
-/// its own.
+/// Rejects configured added tokens that the tokenizer lacks, because the order in which the engine
+/// adds them is unknown.
 fn check_added_tokens(
     tokenizer: &Tokenizer,
     written: &Map<String, Value>,
@@ -343,7 +343,7 @@ fn check_added_tokens(
     Ok(())
 }
 
-/// Returns the special tokens as templates see them.
+/// Returns the special tokens in the form that templates receive.
 fn special_tokens(
     class: TokenizerClass,
     written: &Map<String, Value>,
@@ -369,7 +369,7 @@ fn token_text(token: &Value) -> Option<&str> {
     token.as_str().or_else(|| token.get("content")?.as_str())
 }
 
-/// Detects a BOS or EOS token that the configuration requests and `tokenizer.json` does not add, or
+/// Detects a BOS or EOS token that the configuration requests but `tokenizer.json` does not add, or
 /// the reverse.
 fn find_special_tokens_mismatch(
     tokenizer: &Tokenizer,

@@ -1,9 +1,9 @@
 //! Encoding of conversations with media items. The prompt is rendered as in the engine and
 //! tokenized, and each placeholder is expanded to the number of tokens of its item.
 //!
-//! From the first item with unknown id or size on, the tokens are unknown. To find its position,
-//! the prompt is rendered again with a mark in its place; the common prefix of both renderings
-//! precedes the item.
+//! The tokens are unknown from the first item with unknown id or size on. To find its position, the
+//! prompt is rendered again with a mark in the place of the item. The common prefix of both
+//! renderings precedes the item.
 
 use std::borrow::Cow;
 
@@ -57,7 +57,7 @@ impl Encoder {
         }
     }
 
-    /// Returns the items before the first unknown one, and whether these are all.
+    /// Returns the items before the first unknown one, and whether these are all items.
     fn resolve_items(
         &self,
         chat: &ChatPrompt,
@@ -115,8 +115,8 @@ impl Encoder {
                         min_tokens,
                     )
                 }
-                // The engine's text for the item may merge with the text before it, up to the last
-                // special token.
+                // The tokens of the engine's text for the item may merge with those of the text
+                // before it, but not across a special token.
                 Err(EncodeError::Multimodal(_)) => {
                     let mut tokens = self.prompt_tokens(&marked[..place], options)?;
                     let edge = tokens
@@ -177,9 +177,9 @@ impl Encoder {
 /// Tokenization options of a prompt with media items.
 #[derive(Clone, Copy)]
 struct TokenizeOptions<'a> {
-    /// Adds special tokens.
+    /// Whether special tokens are added.
     add_special_tokens: bool,
-    /// Namespace of cached prefixes; different namespaces share nothing.
+    /// Namespace of cached prefixes. Different namespaces share no prefixes.
     cache_namespace: Option<&'a str>,
     /// Limits of tokenization.
     budget: &'a TokenBudget<'a>,

@@ -27,7 +27,7 @@ fn split_exponent(scientific: &str) -> (&str, i32) {
     (digits, exponent.parse().unwrap_or(0))
 }
 
-/// Jinja2's filter `int`: returns the default for other values.
+/// Implements Jinja2's filter `int`. Returns the default for a value that is not a number.
 pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
     let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0)));
     if let Some(text) = value.as_str() {
@@ -59,7 +59,7 @@ pub(super) fn int_filter(value: &Value, default: Option<&Value>) -> Result<Value
     }
 }
 
-/// Jinja2's filter `float`: returns the default for other values.
+/// Implements Jinja2's filter `float`. Returns the default for a value that is not a number.
 pub(super) fn float_filter(value: &Value, default: Option<&Value>) -> Result<Value, Error> {
     let default = || Ok(default.cloned().unwrap_or_else(|| Value::from(0.0)));
     if let Some(text) = value.as_str() {
@@ -88,8 +88,8 @@ fn unsupported_number(what: &str) -> Error {
     )
 }
 
-/// Strips white space and the underscores between digits. Returns `None` for misplaced underscores.
-/// Python accepts digits of other scripts, which is not reproduced.
+/// Removes surrounding white space and the underscores between digits. Returns `None` for misplaced
+/// underscores. Returns an error for digits of other scripts, which Python accepts.
 fn number_text(text: &str) -> Result<Option<String>, Error> {
     let text = python_methods::strip(text);
     if text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {

@@ -47,7 +47,7 @@ pub(super) fn render_known_prefix<T>(
 
 /// Appends further turns after the last message.
 fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
-    let says = |role: &str| ChatMessage {
+    let message_of = |role: &str| ChatMessage {
         role: role.to_owned(),
         content: Some(MessageContent::Text(UNKNOWN_TEXT.to_owned())),
         ..ChatMessage::default()
@@ -68,7 +68,7 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
             .map(str::to_owned);
         ChatMessage {
             tool_call_id,
-            ..says("tool")
+            ..message_of("tool")
         }
     });
     whole.messages.extend(answers);
@@ -77,22 +77,24 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
         "system" | "developer" => &["user", "assistant", "user"],
         _ => &["assistant", "user"],
     };
-    whole.messages.extend(turns.iter().map(|role| says(role)));
+    whole
+        .messages
+        .extend(turns.iter().map(|role| message_of(role)));
     // A conversation with developer messages may continue with another one.
     if chat
         .messages
         .iter()
         .any(|message| message.role == "developer")
     {
-        whole.messages.push(says("developer"));
+        whole.messages.push(message_of("developer"));
     }
     if chat.allows_inline_system_messages {
-        whole.messages.push(says("system"));
+        whole.messages.push(message_of("system"));
     }
     whole
 }
 
-/// Adds everything to the last message that may follow the truncation.
+/// Adds all fields and parts to the last message that the missing part of the conversation may add.
 fn with_additions(chat: &ChatPrompt, format: ContentFormat) -> ChatPrompt {
     let mut chat = chat.clone();
     let Some(last) = chat.messages.last_mut() else {
@@ -130,9 +132,8 @@ fn with_additions(chat: &ChatPrompt, format: ContentFormat) -> ChatPrompt {
     chat
 }
 
-/// Changes the parts of the last message whose meaning may change after the truncation: text that
-/// becomes reasoning, tool calls after a text, and arguments that the template closes in its own
-/// way.
+/// Changes the parts of the last message that the missing text may turn into something else: text
+/// that becomes reasoning, tool calls after a text, and arguments that the template closes itself.
 fn with_rewritten_content(chat: &ChatPrompt) -> ChatPrompt {
     let mut chat = chat.clone();
     let Some(last) = chat.messages.last_mut() else {
@@ -168,7 +169,7 @@ fn placeholder_image() -> ContentPart {
     })
 }
 
-/// Replaces the last message by unknown text.
+/// Replaces the content of the last message with unknown text.
 fn with_unknown_last_message(chat: &ChatPrompt) -> ChatPrompt {
     let mut chat = chat.clone();
     if let Some(last) = chat.messages.last_mut() {

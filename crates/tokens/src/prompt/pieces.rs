@@ -7,20 +7,21 @@
 //! tokens of both sides are those of the whole text for tokenizers with all of these properties
 //! ([`supports_joints`]):
 //!
-//! * No added token has a separator at such a position, strips one, or depends on a word boundary that
-//!   the split changes. So added tokens are found in each side as in the whole.
-//! * The normalizer is one of those that change characters without regard to anything further away
-//!   than a combining mark, and that map separators to separators and letters to letters. Neither
-//!   combines with a preceding character.
+//! * No added token has a separator at such a position, strips one, or depends on a word boundary
+//!   that the split changes. Added tokens are therefore found in each side as in the whole text.
+//! * The normalizer changes a character without regard to anything but adjacent combining marks. It
+//!   maps separators to separators and letters to letters, and neither combines with a preceding
+//!   character.
 //! * Each pre-tokenizer is a pattern in [`DIVIDING_PATTERNS`] or [`PASSING_PATTERNS`], or separates
-//!   digits; the last one may be byte-level. A pattern matches from left to right, without look-behind
-//!   or anchors, and looks ahead only after white space. No alternative of a dividing pattern continues
-//!   from a letter to a separator, and all match letters, so one match ends at the joint and the next
-//!   begins there. A passing pattern matches no separator, so a later pattern divides its remainder.
+//!   digits; the last one may be byte-level. A pattern matches from left to right, without
+//!   look-behind or anchors, and looks ahead only after white space. No alternative of a dividing
+//!   pattern continues from a letter to a separator, and all match letters, so one match ends at
+//!   the joint and the next begins there. A passing pattern matches no separator, so a later
+//!   pattern divides its remainder.
 //! * The model is a function of each piece that the pre-tokenizers produce.
 //!
-//! Without a joint for a long stretch, or with another tokenizer, a text is one piece, up to a
-//! maximum length in bytes.
+//! A long stretch without joints, or any text of another tokenizer, is one piece, up to a maximum
+//! length in bytes.
 
 use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
@@ -28,7 +29,7 @@ use tokenizers::{AddedToken, Tokenizer};
 use super::fast::VerifiedTokenizer;
 use super::resume::check_parts;
 
-/// Length in bytes after which a joint is searched and the deadline is checked.
+/// Usual length of a piece in bytes. The deadline is checked between pieces.
 const PIECE_BYTES: usize = 64 << 10;
 /// Maximum length of a piece in bytes.
 const MAX_PIECE_BYTES: usize = 1 << 20;
@@ -38,7 +39,7 @@ const MAX_PIECE_BYTES: usize = 1 << 20;
 pub struct TokenBudget<'b> {
     /// Maximum number of tokens per prompt.
     pub max_tokens: usize,
-    /// Returns true when the deadline has passed.
+    /// Function that returns true when the deadline has passed.
     pub is_expired: &'b dyn Fn() -> bool,
     pub(super) piece_bytes: usize,
     pub(super) max_piece_bytes: usize,
@@ -53,7 +54,7 @@ impl<'b> TokenBudget<'b> {
         max_piece_bytes: usize::MAX,
     };
 
-    /// Creates a budget of `tokens` per prompt until the deadline.
+    /// Creates a budget of `max_tokens` tokens per prompt, until the deadline.
     pub fn new(max_tokens: usize, is_expired: &'b dyn Fn() -> bool) -> Self {
         Self {
             max_tokens,
@@ -127,8 +128,9 @@ pub(super) fn tokenize_pieces(
     Ok(LeadingTokens { ids, stopped })
 }
 
-/// Returns the last joint within `piece_bytes`, else the first one after it, else the end of the
-/// text, within `max_piece_bytes`.
+/// Returns the end of the piece that starts at `from`: the last joint within `piece_bytes`, else
+/// the first joint after it, else the end of the text. Returns `None` if it is not within
+/// `max_piece_bytes`.
 fn end_of_piece(
     has_joints: bool,
     text: &str,
@@ -171,7 +173,7 @@ fn is_letter(char: char) -> bool {
     matches!(char, 'a'..='z' | 'A'..='Z' | '\u{4e00}'..='\u{9fa5}' | '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}')
 }
 
-/// Patterns that divide a text at every joint, with the models that use them.
+/// Patterns that divide a text at every joint. The comments name the models that use them.
 const DIVIDING_PATTERNS: [&str; 9] = [
     // GPT-2.
     r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
@@ -192,7 +194,7 @@ const DIVIDING_PATTERNS: [&str; 9] = [
     r##"[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"##,
 ];
 
-/// Patterns that match no separator.
+/// Patterns that match no separator. Their remainder is divided by a later pattern.
 const PASSING_PATTERNS: [&str; 3] = [r"\p{N}{1,3}", r"\p{N}", "[一-龥぀-ゟ゠-ヿ]+"];
 
 /// Returns true if texts of this tokenizer can be split at joints.
@@ -215,7 +217,7 @@ pub(super) fn supports_joints(tokenizer: &Tokenizer) -> bool {
             .is_some_and(|part| divides_at_joints(&flatten_parts(&part, "pretokenizers")))
 }
 
-/// Returns the parts of a sequence, or the one part.
+/// Returns the parts of a sequence, nested ones included, or the single part.
 fn flatten_parts<'p>(part: &'p Value, parts: &str) -> Vec<&'p Value> {
     match part.get(parts).and_then(Value::as_array) {
         Some(all) => all
@@ -242,7 +244,7 @@ fn divides_at_joints(pre_tokenizers: &[&Value]) -> bool {
             Some("Digits") => true,
             Some("ByteLevel") => {
                 divided |= part["use_regex"] != false;
-                // A later pre-tokenizer would receive bytes.
+                // A pre-tokenizer after this one would receive bytes.
                 part["add_prefix_space"] == false && at + 1 == pre_tokenizers.len()
             }
             Some("Split") => {
@@ -262,8 +264,8 @@ fn divides_at_joints(pre_tokenizers: &[&Value]) -> bool {
     divided
 }
 
-/// Returns true if a split at a joint may change the matches of an added token. Further separators
-/// count, because a normalizer may map them to the known ones.
+/// Returns true if a split at a joint may change the matches of an added token. Characters that a
+/// normalizer may map to a separator count as separators.
 fn touches_joints(token: &AddedToken) -> bool {
     let chars: Vec<char> = token.content.chars().collect();
     let is_separator = |char: char| {

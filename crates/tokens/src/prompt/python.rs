@@ -1,6 +1,7 @@
-//! Template values with the string conversions of Python. Chat templates are written against
-//! Python's `str`, `repr` and `json.dumps`. If minijinja would print something else, or Python's
-//! output depends on its Unicode tables, the output contains [`POISON`] and rendering fails.
+//! Template values with the string conversions of Python. Chat templates depend on the output of
+//! Python's `str`, `repr` and `json.dumps`. If minijinja would print a value differently, or if
+//! Python's output depends on its Unicode tables, the output contains [`POISON`] and rendering
+//! fails.
 
 use std::fmt::{self, Write};
 use std::sync::Arc;
@@ -11,11 +12,12 @@ use hashbrown::HashMap;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// Marks text that cannot be printed as in Python. Rendering fails if the output contains it, also
-/// for a request that contains it itself.
+/// Marks text that cannot be printed as in Python. Rendering fails if the output contains the mark,
+/// even if the mark comes from the request.
 pub(super) const POISON: &str = "\u{10ffff}?\u{10ffff}";
 
-/// Larger dicts use a hash table, so that no request makes lookups slow.
+/// Maximum number of entries that a lookup compares one by one. Larger dicts use a hash table, so
+/// that no request makes lookups slow.
 const MAX_SCANNED_ENTRIES: usize = 8;
 
 /// A Python `dict` with string keys, in insertion order.
@@ -89,7 +91,7 @@ impl Object for PythonDict {
     }
 }
 
-/// A Python `list` or `tuple`; they are printed differently.
+/// A Python `list` or `tuple`, which differ in their brackets.
 #[derive(Debug)]
 struct PythonSequence {
     values: Vec<Value>,
@@ -217,7 +219,7 @@ pub(super) fn comparable_value(json: &JsonValue) -> Result<Value, EncodeError> {
     value(json)
 }
 
-/// Python's `str(value)`, as `{{ value }}` prints it.
+/// Returns Python's `str(value)`, which `{{ value }}` prints.
 pub(super) fn text(value: &Value) -> String {
     match value.as_str() {
         Some(text) => text.to_owned(),
@@ -226,7 +228,7 @@ pub(super) fn text(value: &Value) -> String {
     }
 }
 
-/// Python's `repr(value)`.
+/// Returns Python's `repr(value)`.
 fn repr(value: &Value) -> String {
     let mut out = String::new();
     write_repr(&mut out, value, 0);
@@ -273,21 +275,21 @@ fn write_pairs(out: &mut String, value: &Value, depth: usize) {
     out.push('}');
 }
 
-/// Names of non-finite numbers.
+/// Notation of non-finite numbers.
 struct NonFiniteNames {
     nan: &'static str,
     infinity: &'static str,
     negative: &'static str,
 }
 
-/// Names that `repr` prints.
+/// Notation of `repr`.
 const REPR_NAMES: NonFiniteNames = NonFiniteNames {
     nan: "nan",
     infinity: "inf",
     negative: "-inf",
 };
 
-/// Names that `json.dumps` prints.
+/// Notation of `json.dumps`.
 const JSON_NAMES: NonFiniteNames = NonFiniteNames {
     nan: "NaN",
     infinity: "Infinity",
@@ -311,8 +313,8 @@ fn float_text(number: f64, names: &NonFiniteNames) -> String {
     }
 }
 
-/// Writes a quoted string. Python's escaping beyond ASCII depends on its Unicode tables; letters
-/// and digits are never escaped.
+/// Writes a quoted string. Which characters beyond ASCII Python escapes depends on its Unicode
+/// tables, except that it never escapes letters and digits.
 fn write_quoted(out: &mut String, text: &str) {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
@@ -348,7 +350,8 @@ struct JsonLayout {
     key: String,
 }
 
-/// The filter `tojson` of transformers: `json.dumps` with `ensure_ascii` off and no HTML escaping.
+/// Implements the filter `tojson` of transformers: `json.dumps` with `ensure_ascii` off and without
+/// HTML escaping.
 pub(super) fn tojson(
     value: &Value,
     ensure_ascii: Option<bool>,
@@ -387,9 +390,9 @@ pub(super) fn tojson(
 
 impl JsonLayout {
     fn write(&self, out: &mut String, value: &Value, depth: usize) -> Result<(), Error> {
-        let refused = |what: String| Err(Error::new(ErrorKind::InvalidOperation, what));
+        let json_error = |what: String| Err(Error::new(ErrorKind::InvalidOperation, what));
         if depth > 256 {
-            return refused("JSON is nested too deeply".to_owned());
+            return json_error("JSON is nested too deeply".to_owned());
         }
         if let Some(UncommonFloat(number)) = value.downcast_object_ref() {
             out.push_str(&float_text(*number, &JSON_NAMES));
@@ -407,7 +410,7 @@ impl JsonLayout {
             ValueKind::Map => {
                 let mut keys: Vec<Value> = value.try_iter()?.collect();
                 if keys.iter().any(|key| key.as_str().is_none()) {
-                    return refused("a key is not a string".to_owned());
+                    return json_error("a key is not a string".to_owned());
                 }
                 if self.sort_keys {
                     keys.sort_by(|a, b| a.as_str().cmp(&b.as_str()));
@@ -416,7 +419,7 @@ impl JsonLayout {
                 let items: Vec<_> = keys.into_iter().map(item).collect::<Result<_, _>>()?;
                 self.write_all(out, ('{', '}'), depth, &items)?;
             }
-            kind => return refused(format!("{kind} is not JSON")),
+            kind => return json_error(format!("{kind} is not JSON")),
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
-//! Python methods and Jinja2 filters and tests where minijinja differs: white space, letter case,
-//! positions in characters, and the definition of a sequence. Templates with names that are not
-//! listed here are rejected at load.
+//! Python methods, Jinja2 filters and Jinja2 tests for which minijinja behaves differently. The
+//! differences concern white space, letter case, positions in characters, and the definition of a
+//! sequence. Templates that use a name not listed here are rejected at load.
 
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
@@ -111,7 +111,7 @@ pub(super) const TESTS: [&str; 32] = [
     "greaterthan",
 ];
 
-/// Installs the replacements.
+/// Installs the Python methods, filters and tests in an environment.
 pub(super) fn install(env: &mut Environment<'_>) {
     env.set_unknown_method_callback(call_method);
     env.set_formatter(|out, _, value| out.write_str(&python::text(value)).map_err(Error::from));
@@ -158,7 +158,7 @@ fn join(value: &Value, separator: Option<&str>) -> Result<String, Error> {
     Ok(items.join(separator.unwrap_or_default()))
 }
 
-/// Converts pairs to tuples, which print differently.
+/// Converts pairs to Python tuples, because minijinja prints pairs as lists.
 fn pairs_as_tuples(pairs: &Value) -> Result<Value, Error> {
     let tuple = |pair: Value| Ok(python::tuple(pair.try_iter()?.collect()));
     Ok(python::list(
@@ -225,22 +225,22 @@ fn split_limit(value: &Value) -> Result<usize, Error> {
     Ok(usize::try_from(i64::try_from(value.clone())?).unwrap_or(usize::MAX - 1))
 }
 
-/// Python's white space is Unicode's and four ASCII separators.
+/// Returns true for Python's white space: that of Unicode, and four ASCII separators.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
 
-/// Python's `str.strip()`.
+/// Implements Python's `str.strip()`.
 pub(super) fn strip(text: &str) -> &str {
     text.trim_matches(is_space)
 }
 
-/// Python's `str.rstrip()`.
+/// Implements Python's `str.rstrip()`.
 pub(super) fn strip_end(text: &str) -> &str {
     text.trim_end_matches(is_space)
 }
 
-/// Strips the given characters (or white space) from the ends.
+/// Strips the given characters from one or both ends, or white space if `chars` is `None`.
 pub(super) fn strip_with<'t>(
     text: &'t str,
     chars: Option<&str>,
@@ -295,7 +295,7 @@ fn rsplit_n(text: &str, at: &str, limit: usize) -> Result<Vec<Value>, Error> {
     Ok(parts)
 }
 
-/// Converts a byte position to characters, as Python counts.
+/// Converts a byte position to a position in characters, as Python counts. Returns -1 for `None`.
 fn char_position(text: &str, byte: Option<usize>) -> Value {
     byte.map_or(Value::from(-1), |byte| {
         Value::from(text[..byte].chars().count())
@@ -310,7 +310,8 @@ fn count(text: &str, what: &str) -> usize {
     }
 }
 
-/// Python uses title case for a non-ASCII first letter and a context-dependent form of sigma.
+/// Implements Python's `str.capitalize()`. Python uses title case for a non-ASCII first letter and
+/// a context-dependent form of sigma. Such texts become [`POISON`].
 fn capitalize(text: &str) -> String {
     let mut chars = text.chars();
     match chars.next() {
@@ -326,6 +327,7 @@ fn capitalize(text: &str) -> String {
     }
 }
 
+/// Implements Python's `str.title()` for ASCII. Other texts become [`POISON`].
 fn title(text: &str) -> String {
     if !text.is_ascii() {
         return POISON.to_owned();
@@ -343,7 +345,8 @@ fn title(text: &str) -> String {
     text.chars().map(cased).collect()
 }
 
-/// The `is…` methods for ASCII; Python's result beyond it depends on its Unicode tables.
+/// Implements the `is…` methods for ASCII. For other texts, Python's result depends on its Unicode
+/// tables, so they are an error.
 fn all_chars_are(text: &str, method: &str) -> Result<bool, Error> {
     if !text.is_ascii() {
         return Err(Error::new(

@@ -1,5 +1,5 @@
-//! Reuse of the tokens of earlier prompts. The prompt of the next turn begins with the prompt of
-//! this turn, so the common part need not be tokenized again.
+//! Reuse of the tokens of earlier prompts. Each turn of a conversation begins with the prompt of
+//! the previous turn, so the common part need not be tokenized again.
 //!
 //! A text is split after certain added tokens, its *boundary tokens*. The tokens of each piece are
 //! cached under a hash of the text from the beginning to that boundary. The cache also stores the
@@ -8,7 +8,7 @@
 //! # Correctness
 //! The tokenizer first searches the raw text for its added tokens that are not normalized, leftmost
 //! and longest first, and removes them. The text between two of them is normalized, split and
-//! tokenized independently: neither normalizer nor pre-tokenizer nor model sees beyond its piece.
+//! tokenized independently: normalizer, pre-tokenizer and model depend only on their piece of text.
 //! The only position that matters is whether a piece is the first (`Metaspace` with `first`). So,
 //! with `E` an added token,
 //!
@@ -101,8 +101,8 @@ impl ResumingTokenizer {
         })
     }
 
-    /// Tokenizes a text within a budget; the tokens equal those of the tokenizer alone. Returns
-    /// `None` if caching is not worthwhile. Texts with different `cache_namespace` share nothing.
+    /// Tokenizes a text within a budget. The tokens equal those of the tokenizer alone. Returns
+    /// `None` if caching is not worthwhile. Texts with different `cache_namespace` share no tokens.
     pub(super) fn tokenize(
         &self,
         tokenizer: &VerifiedTokenizer,
@@ -147,7 +147,7 @@ impl ResumingTokenizer {
             ids.truncate(budget.max_tokens);
         }
         resume_points.retain(|(_, tokens)| *tokens <= ids.len());
-        // Tokens made just before the fast path was disabled may be wrong and are not cached.
+        // If the fast path was disabled meanwhile, the tokens may be wrong and are not cached.
         if tokenizer.disabled_reason().is_some() != library_only {
             new_pieces.clear();
         }
@@ -204,7 +204,7 @@ impl ResumingTokenizer {
             return pieces::tokenize_pieces(tokenizer, text, budget);
         };
         let boundary = self.boundaries.get(boundary);
-        // The added token is tokenized once more and then removed.
+        // The boundary token is tokenized again and then removed, so the budget is one larger.
         let budget = TokenBudget {
             max_tokens: budget.max_tokens.saturating_add(1),
             ..*budget
@@ -219,8 +219,8 @@ impl ResumingTokenizer {
         Ok(made)
     }
 
-    /// Returns the resume points of a text with their hashes. After the fast path is disabled,
-    /// tokens cached before are not reused.
+    /// Returns the resume points of a text with their hashes. The hashes differ after the fast path
+    /// is disabled, so that tokens cached before are not reused.
     fn points(
         &self,
         text: &str,
@@ -252,7 +252,7 @@ impl ResumingTokenizer {
         self.cache.record_outcome("failed");
     }
 
-    /// Adds special tokens and attaches the resume points for tokens and blocks.
+    /// Adds special tokens if `special` is set, and attaches the resume points.
     pub(super) fn add_frame(&self, unframed: UnframedTokens, special: bool) -> PromptTokens {
         let UnframedTokens {
             ids,
@@ -297,7 +297,7 @@ impl From<LeadingTokens> for UnframedTokens {
 }
 
 impl UnframedTokens {
-    /// Applies truncation.
+    /// Retains only the tokens in a range, which depends on the number of tokens.
     pub(super) fn retain_range<E>(
         &mut self,
         range: impl FnOnce(usize) -> Result<Range<usize>, E>,

@@ -1,5 +1,5 @@
-//! Rendering of conversations as in SGLang, from the source of 0.5.23 and not verified with an
-//! engine.
+//! Rendering of conversations as in SGLang. It follows the source of SGLang 0.5.23 and was not
+//! verified with an engine.
 //!
 //! SGLang differs from vLLM in the joining of text parts, the key order of tools, the message
 //! fields that reach the template, and the treatment of a final assistant message. Behavior that is
@@ -22,7 +22,7 @@ use crate::openai::{
 /// Words in a template from which SGLang infers lists of parts.
 const MULTIMODAL_WORDS: [&str; 4] = ["image", "audio", "video", "vision"];
 
-/// Loop variables for messages that SGLang recognizes.
+/// Names of loop variables that SGLang recognizes as messages.
 const MESSAGE_NAMES: [&str; 3] = ["message", "msg", "m"];
 
 /// Schema types that SGLang does not rewrite.
@@ -109,7 +109,7 @@ pub(super) fn template_messages(
         .iter()
         .map(|message| template_message(message, format))
         .collect::<Result<_, _>>()?;
-    // SGLang treats the text of a final assistant message as the user's.
+    // SGLang treats the text of a final assistant message as a user message.
     if let Some(last) = turns.last_mut().filter(|turn| turn.role == "assistant")
         && let TemplateContent::Text(text) = &mut last.content
     {
@@ -234,7 +234,7 @@ fn tool_call(call: &JsonValue) -> Result<Value, EncodeError> {
     Ok(PythonDict::from_iter(fields.into_iter().chain([("function", function)])).into_value())
 }
 
-/// Returns the tools that the template sees.
+/// Returns the tools that the template receives.
 pub(super) fn template_tools(chat: &ChatPrompt) -> Result<Value, EncodeError> {
     let all = chat.tools.as_deref().unwrap_or_default();
     let wanted =
@@ -314,7 +314,7 @@ fn template_tool(tool: &JsonValue) -> Result<Value, EncodeError> {
     Ok(PythonDict::from_iter(fields).into_value())
 }
 
-/// Returns true if all types in a schema are JSON types; SGLang rewrites others.
+/// Returns true if all types in a schema are JSON types. SGLang rewrites other types.
 fn is_plain_schema(schema: &JsonValue) -> bool {
     match schema {
         JsonValue::Object(fields) => {

@@ -24,7 +24,8 @@ use super::{
 };
 use crate::openai::{ChatPrompt, JsonValue};
 
-/// Maximum number of template instructions: thousands of messages, or about a second.
+/// Maximum number of template instructions. They suffice for thousands of messages, and take about
+/// a second.
 const FUEL: u64 = 20_000_000;
 
 /// Template variables that clients may not set, because they control rendering in engine-specific
@@ -129,7 +130,7 @@ impl ChatTemplates {
             .ok_or(EncodeError::NoTemplate)
     }
 
-    /// Renders the prompt of a conversation with this treatment of media items.
+    /// Renders the prompt of a conversation. `show` selects the treatment of media items.
     pub(super) fn render_as(
         &self,
         chat: &ChatPrompt,
@@ -231,7 +232,8 @@ impl ChatTemplates {
                 .map(|(name, token)| (*name, Value::from(token.as_str()))),
         );
         variables.insert("documents", Value::from(()));
-        // Tools are added below. Templates print the numbers in tools and do not compare them.
+        // Tools are added below, because templates do not compare their numbers and only print
+        // them.
         let kwargs = chat
             .chat_template_kwargs
             .iter()
@@ -281,7 +283,8 @@ impl ChatTemplates {
     }
 }
 
-/// Returns true if an entry of chat_template_kwargs counts: vLLM treats these two values as absent.
+/// Returns true if an entry of chat_template_kwargs is set. vLLM treats `null` and `auto` as
+/// absent.
 fn is_kwarg_set(value: &JsonValue) -> bool {
     !value.is_null() && value.as_str() != Some("auto")
 }
@@ -368,7 +371,7 @@ impl CompiledTemplate {
             reads_content: holds(&["content"]),
             reads_thinking_field: holds(&[".thinking", "'thinking'", "\"thinking\""]),
             reads_clock: holds(&["strftime_now"]),
-            // Plain Jinja2 does not know these tags.
+            // vLLM's probe fails for a template with `generation` tags, which plain Jinja2 rejects.
             inline_systems: if source == written {
                 InlineSystemMode::probe(&env)
             } else {
@@ -419,7 +422,7 @@ impl CompiledTemplate {
         self.check_rendered(render_in(&self.env, variables)?)
     }
 
-    /// Returns a rendered text, or an error if it contains an unprintable value.
+    /// Returns a rendered text, or an error if it contains [`POISON`].
     fn check_rendered(&self, text: String) -> Result<(String, TokenExactness), EncodeError> {
         if memmem::find(text.as_bytes(), POISON.as_bytes()).is_some() {
             return Err(EncodeError::uncertain(
@@ -441,7 +444,7 @@ fn render_in(env: &Environment<'_>, variables: Value) -> Result<String, EncodeEr
         .map_err(|error| EncodeError::Render(error.to_string()))
 }
 
-/// Configures Jinja2 as transformers does.
+/// Creates an environment with the Jinja2 settings of transformers.
 fn environment(now: &TemplateClock) -> Environment<'static> {
     let mut env = Environment::new();
     env.set_trim_blocks(true);
@@ -463,8 +466,8 @@ pub(super) fn strftime(now: &TemplateClock, format: &str) -> Result<String, Erro
         .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
-/// Replaces the tags `generation` and `endgeneration`, which mark text for training and render
-/// nothing.
+/// Replaces the tags `generation` and `endgeneration`. They mark text for training and have no
+/// effect on rendering.
 fn without_generation_tags(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

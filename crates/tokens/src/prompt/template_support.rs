@@ -1,4 +1,4 @@
-//! Check that a template can be rendered exactly. A template with an unsupported feature is
+//! Checks that a template can be rendered exactly. A template with an unsupported feature is
 //! rejected at load, which is better than failing each request or producing wrong tokens.
 
 use std::collections::BTreeSet;
@@ -8,7 +8,7 @@ use minijinja::machinery::ast::{BinOp, BinOpKind, Call, Expr, Stmt};
 use super::python_methods::{FILTERS, METHODS, TESTS};
 use super::syntax::{SyntaxNode, walk};
 
-/// Names of Python `dict` methods: `x.items` is then not the item `items`.
+/// Names of Python `dict` methods. In Python, `x.items` is the method, not the item `items`.
 const DICT_METHODS: [&str; 11] = [
     "clear",
     "copy",
@@ -42,7 +42,7 @@ pub(super) fn check_supported(template: &Stmt<'_>) -> Result<(), String> {
         }
     });
     let mut found: Option<String> = None;
-    // Called attributes are methods; the walk visits the call first.
+    // An attribute that is called is a method. The walk visits the call before its attribute.
     let mut called: Vec<*const Expr<'_>> = Vec::new();
     walk(template, &mut |node| {
         let problem = match node {
@@ -110,7 +110,8 @@ fn unsupported_expression(expr: &Expr<'_>) -> Option<String> {
     }
 }
 
-/// If a dict lacks the item, Jinja2 falls back to the attribute and thus to the method.
+/// Rejects an item with the name of a method. If the dict lacks the item, Jinja2 falls back to the
+/// attribute, which is the method.
 fn unsupported_item(subscript: &Expr<'_>) -> Option<String> {
     let Expr::Const(key) = subscript else {
         return None;
@@ -125,7 +126,7 @@ fn unsupported_item(subscript: &Expr<'_>) -> Option<String> {
 }
 
 fn unsupported_operator(node: &BinOp<'_>) -> Option<String> {
-    // Jinja2 marks the text as safe and escapes everything added to it.
+    // Jinja2 marks the text as safe, and escapes any text that is added to it.
     let safe = |expr: &Expr<'_>| matches!(expr, Expr::Filter(filter) if filter.name == "safe");
     match node.op {
         BinOpKind::Add if safe(&node.left) || safe(&node.right) => {

@@ -20,7 +20,7 @@ fn handshake_with(
     ZmtpConnection::handshake(stream, session, ConnectionTiming::default())
 }
 
-/// A connection with a peer of a minor version, after the peer has read our side of the handshake.
+/// Connects to a peer of the given minor version. The peer then reads the local handshake.
 async fn connected(minor: u8) -> (ZmtpConnection<DuplexStream>, DuplexStream) {
     let (ours, mut peer) = duplex(1 << 16);
     let mut hello = greeting();
@@ -135,8 +135,8 @@ async fn peer_that_pings_and_never_reads_is_disconnected() {
         Err(ZmtpError::HeartbeatTimeout(_))
     ));
     assert!(
-        connection.session.output().capacity() <= 4 * READ,
-        "replies do not pile up"
+        connection.session.output().capacity() <= 4 * READ_SIZE,
+        "replies do not accumulate"
     );
     drop(connection);
     assert!(flood.await.unwrap() < 1000);

@@ -1,6 +1,6 @@
 use super::*;
 
-/// The peer's side of the handshake.
+/// Returns the peer's side of the handshake.
 fn handshake(minor: u8, socket_type: &str) -> BytesMut {
     let mut bytes = BytesMut::from(&greeting()[..]);
     bytes[11] = minor;
@@ -117,7 +117,7 @@ fn handshake_refuses_other_sockets_and_errors() {
 #[test]
 fn ping_is_answered_even_between_frames_of_a_message() {
     let mut session = ready(sub(), 0, MessageLimits::default());
-    assert!(!session.ping(), "a ZMTP 3.0 peer may not know PING");
+    assert!(!session.ping(), "a ZMTP 3.0 peer may not support PING");
     session.output().clear();
     let mut wire = message(&[b"kv", b"1"]);
     let rest = wire.split_off(4);
@@ -128,7 +128,7 @@ fn ping_is_answered_even_between_frames_of_a_message() {
         Ok(vec![received(&[b"kv", b"1"])])
     );
     assert_eq!(session.output()[..], *b"\x04\x08\x04PONGctx");
-    assert!(session.ping(), "a peer that sends PING knows it");
+    assert!(session.ping(), "a peer that sends PING supports it");
 }
 
 #[test]

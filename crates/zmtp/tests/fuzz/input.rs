@@ -1,9 +1,9 @@
-//! Inputs that get past the greeting: a sound conversation with a few changed bytes.
+//! Inputs that usually pass the greeting: a valid conversation with a few changed bytes.
 
 use rand::RngExt as _;
 use rand::rngs::SmallRng;
 
-/// Makes one input.
+/// Generates one input.
 pub(crate) fn input(random: &mut SmallRng) -> Vec<u8> {
     let dealer = random.random::<bool>();
     let mut input = vec![u8::from(dealer), random.random()];
@@ -26,9 +26,9 @@ pub(crate) fn input(random: &mut SmallRng) -> Vec<u8> {
     if random.random::<bool>() {
         ready.extend(b"\x08Identity\x00\x00\x00\x00");
     }
-    frame(&mut input, 4, &ready, random);
+    append_frame(&mut input, 4, &ready, random);
     for _ in 0..random.random_range(0..12) {
-        traffic(&mut input, random);
+        append_traffic(&mut input, random);
     }
     if random.random_bool(0.6) {
         for _ in 0..random.random_range(1..4) {
@@ -38,11 +38,11 @@ pub(crate) fn input(random: &mut SmallRng) -> Vec<u8> {
     input
 }
 
-fn traffic(input: &mut Vec<u8>, random: &mut SmallRng) {
+fn append_traffic(input: &mut Vec<u8>, random: &mut SmallRng) {
     match random.random_range(0..10) {
-        0 => frame(input, 4, b"\x04PING\x00\x00context", random),
-        1 => frame(input, 4, b"\x04PONG", random),
-        2 => frame(input, 4, b"\x09SUBSCRIBEkv", random),
+        0 => append_frame(input, 4, b"\x04PING\x00\x00context", random),
+        1 => append_frame(input, 4, b"\x04PONG", random),
+        2 => append_frame(input, 4, b"\x09SUBSCRIBEkv", random),
         kind => {
             let length = match kind {
                 3 => random.random_range(0..2000),
@@ -50,12 +50,12 @@ fn traffic(input: &mut Vec<u8>, random: &mut SmallRng) {
                 _ => random.random_range(0..40),
             };
             let body: Vec<u8> = (0..length).map(|at| at as u8).collect();
-            frame(input, random.random_range(0..2), &body, random);
+            append_frame(input, random.random_range(0..2), &body, random);
         }
     }
 }
 
-fn frame(input: &mut Vec<u8>, flags: u8, body: &[u8], random: &mut SmallRng) {
+fn append_frame(input: &mut Vec<u8>, flags: u8, body: &[u8], random: &mut SmallRng) {
     if body.len() > 255 || random.random_bool(0.1) {
         input.push(flags | 2);
         input.extend((body.len() as u64).to_be_bytes());

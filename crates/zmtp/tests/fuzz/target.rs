@@ -1,6 +1,6 @@
-//! The fuzz target: a peer's bytes, sent in pieces through a socket pair. The events of the
-//! connection have to be those of a plain parser that sees all bytes at once, and memory may not
-//! exceed what was received.
+//! The fuzz target: a peer sends its bytes in pieces through a socket pair. The connection must
+//! report the same events as a reference parser that has all bytes at once. The reported frames
+//! must not exceed the received bytes.
 
 use std::cell::RefCell;
 
@@ -12,15 +12,15 @@ use warmroute_zmtp::{
     ZmtpSession,
 };
 
-/// Small, so that inputs of a few hundred bytes reach the limits.
+/// Small limits, so that inputs of a few hundred bytes reach them.
 pub(crate) const LIMITS: MessageLimits = MessageLimits {
     message: 96,
     frames: 4,
 };
-const SKIPPED: u64 = 16;
-const COMMAND: u64 = 8 * 1024;
+const SKIP_FACTOR: u64 = 16;
+const MAX_COMMAND: u64 = 8 * 1024;
 
-/// The outcome of a peer's bytes.
+/// The result of processing a peer's bytes.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Outcome {
     pub(crate) ready: bool,
@@ -64,7 +64,7 @@ fn size(event: &SessionEvent) -> usize {
     }
 }
 
-/// The outcome through a socket pair.
+/// Returns the outcome of sending the bytes to a connection through a socket pair.
 async fn receive(bytes: &[u8], dealer: bool, piece: usize) -> Outcome {
     let (ours, theirs) = duplex(512);
     let (mut read, mut write) = tokio::io::split(theirs);
@@ -76,7 +76,7 @@ async fn receive(bytes: &[u8], dealer: bool, piece: usize) -> Outcome {
         }
         let _ = write.shutdown().await;
     };
-    // The peer reads all along, so that answers to its heartbeats never block.
+    // The peer reads all the time, so that replies to its heartbeats never block.
     let drain = async {
         let mut sink = [0; 256];
         while matches!(read.read(&mut sink).await, Ok(count) if count > 0) {}
@@ -121,7 +121,7 @@ async fn consume(stream: tokio::io::DuplexStream, dealer: bool) -> Outcome {
     }
 }
 
-/// The plain parser.
+/// Returns the outcome according to the reference parser.
 fn parse(bytes: &[u8], dealer: bool) -> Outcome {
     let mut outcome = Outcome::default();
     outcome.violation = parse_into(bytes, dealer, &mut outcome).is_err();
@@ -137,7 +137,7 @@ struct ParsedFrame<'a> {
     rest: &'a [u8],
 }
 
-/// The next frame. `None` where the bytes end.
+/// Parses the next frame. Returns `None` if the bytes end before it is complete.
 fn frame(
     bytes: &[u8],
     at_most: impl Fn(u8, u64) -> bool,
@@ -176,11 +176,13 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
     if !greeting[12..32].starts_with(b"NULL\0") {
         return Err(Violation);
     }
-    let Some(handshake) = frame(rest, |flags, length| flags & 4 != 0 && length <= COMMAND)? else {
+    let Some(handshake) = frame(rest, |flags, length| {
+        flags & 4 != 0 && length <= MAX_COMMAND
+    })?
+    else {
         return Ok(());
     };
-    let mut rest = handshake.rest;
-    let socket_type = ready(handshake.body).ok_or(Violation)?;
+    let socket_type = parse_ready(handshake.body).ok_or(Violation)?;
     let accepted: [&[u8]; 3] = if dealer {
         [b"ROUTER", b"DEALER", b"REP"]
     } else {
@@ -190,20 +192,25 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
         return Err(Violation);
     }
     outcome.ready = true;
+    parse_messages(handshake.rest, outcome)
+}
+
+/// Parses the frames after the handshake.
+fn parse_messages(mut rest: &[u8], outcome: &mut Outcome) -> Result<(), Violation> {
     let limit = LIMITS.message as u64;
     let mut parts = Vec::new();
     let mut count = 0_usize;
     let mut total = 0_u64;
     loop {
-        let sound = |flags: u8, length: u64| match flags & 4 {
-            0 => length.saturating_add(total) <= limit * SKIPPED,
-            _ => length <= COMMAND,
+        let is_within_limits = |flags: u8, length: u64| match flags & 4 {
+            0 => length.saturating_add(total) <= limit * SKIP_FACTOR,
+            _ => length <= MAX_COMMAND,
         };
         let Some(ParsedFrame {
             flags,
             body,
             rest: after,
-        }) = frame(rest, sound)?
+        }) = frame(rest, is_within_limits)?
         else {
             return Ok(());
         };
@@ -215,7 +222,7 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
         parts.push(Bytes::copy_from_slice(body));
         count += 1;
         total += body.len() as u64;
-        if count as u64 > LIMITS.frames as u64 * SKIPPED {
+        if count as u64 > LIMITS.frames as u64 * SKIP_FACTOR {
             return Err(Violation);
         }
         if flags & 1 == 0 {
@@ -228,7 +235,8 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
     }
 }
 
-/// The event of a complete message. Of two exceeded limits the first one is reported.
+/// Returns the event of a complete message. If both limits are exceeded, the event reports the one
+/// that was exceeded first.
 fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
     let limit = LIMITS.message as u64;
     if total <= limit && count <= LIMITS.frames {
@@ -245,8 +253,8 @@ fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
     }
 }
 
-/// The socket type that READY names.
-fn ready(body: &[u8]) -> Option<Vec<u8>> {
+/// Returns the socket type of a READY command.
+fn parse_ready(body: &[u8]) -> Option<Vec<u8>> {
     let mut rest = body.strip_prefix(b"\x05READY")?;
     let mut socket_type = Vec::new();
     while let Some((&length, after)) = rest.split_first() {
@@ -269,7 +277,7 @@ fn traffic_command(body: &[u8]) -> Result<(), Violation> {
     match name {
         b"ERROR" => Err(Violation),
         b"PING" if !(2..=18).contains(&data.len()) => Err(Violation),
-        b"READY" if ready(body).is_none() => Err(Violation),
+        b"READY" if parse_ready(body).is_none() => Err(Violation),
         _ => Ok(()),
     }
 }

@@ -13,7 +13,7 @@ fn rank(id: u64) -> WorkerRank {
     }
 }
 
-fn judged(id: u64, total: Option<f64>, excluded: Option<&str>) -> WorkerExplanation {
+fn worker_explanation(id: u64, total: Option<f64>, excluded: Option<&str>) -> WorkerExplanation {
     let cost = total.map(|total| Cost {
         prefill_cost: total - 1.0,
         decode_cost: 1.0,
@@ -61,7 +61,7 @@ fn explanation(phases: Vec<PhaseExplanation>) -> RouteExplanation {
     }
 }
 
-/// Phase with a winner, a runner-up, a further candidate and an excluded rank.
+/// Returns a phase with a winner, a runner-up, a further candidate and an excluded rank.
 fn phase_of_four_ranks() -> PhaseExplanation {
     PhaseExplanation {
         role: WorkerRole::Aggregated,
@@ -71,10 +71,10 @@ fn phase_of_four_ranks() -> PhaseExplanation {
         margin: Some(0.5),
         ties: 1,
         workers: vec![
-            judged(7, None, Some("is overloaded")),
-            judged(8, Some(1020.25), None),
-            judged(9, Some(12.5), None),
-            judged(10, Some(12.0), None),
+            worker_explanation(7, None, Some("is overloaded")),
+            worker_explanation(8, Some(1020.25), None),
+            worker_explanation(9, Some(12.5), None),
+            worker_explanation(10, Some(12.0), None),
         ],
     }
 }
@@ -141,7 +141,7 @@ fn rows_are_ordered_and_columns_aligned() {
     );
     assert!(
         lines[17].contains("  -  "),
-        "no cost without candidature: {table}"
+        "an excluded rank has no cost: {table}"
     );
     let ends = |number: &str| {
         lines[14..17]
@@ -171,19 +171,19 @@ fn phases_without_winner_or_effect_are_marked() {
         runner_up: None,
         margin: None,
         ties: 1,
-        workers: vec![judged(1, winner.map(|_| 2.0), None)],
+        workers: vec![worker_explanation(1, winner.map(|_| 2.0), None)],
     };
     let table = render(&explanation(vec![
         phase(WorkerRole::Prefill, Some(1)),
         phase(WorkerRole::Decode, None),
     ]));
-    let said = |text: &str| table.lines().any(|line| line == text);
+    let has_line = |text: &str| table.lines().any(|line| line == text);
     assert!(
-        said("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"),
+        has_line("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"),
         "{table}"
     );
     assert!(
-        said("decode: 1 of 1 worker ranks are candidates; no worker is chosen"),
+        has_line("decode: 1 of 1 worker ranks are candidates; no worker is chosen"),
         "{table}"
     );
     assert!(
@@ -196,7 +196,7 @@ fn phases_without_winner_or_effect_are_marked() {
 
 #[test]
 fn prediction_names_the_worker_that_computes_the_prompt() {
-    let mut prefill = judged(1, Some(2.0), None);
+    let mut prefill = worker_explanation(1, Some(2.0), None);
     prefill.role = WorkerRole::Prefill;
     let phase = PhaseExplanation {
         role: WorkerRole::Prefill,

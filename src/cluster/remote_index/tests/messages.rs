@@ -1,4 +1,4 @@
-//! Messages of index queries.
+//! Tests of decoding the messages of index queries.
 
 use super::*;
 
@@ -8,14 +8,14 @@ fn invalid_prompts_are_reported() {
         tokens,
         local_hashes: vec![7; blocks],
     };
-    let read = |asked, most| wire::decode_prompts(asked, size(), most).err();
-    assert_eq!(read(vec![prompt(9, 2), prompt(3, 0)], 2), None);
+    let error_of = |prompts, max| wire::decode_prompts(prompts, size(), max).err();
+    assert_eq!(error_of(vec![prompt(9, 2), prompt(3, 0)], 2), None);
     assert_eq!(
-        read(vec![prompt(9, 2), prompt(9, 1)], 2),
-        Some(wire::IndexMessageError::TooManyBlocks { blocks: 3, most: 2 })
+        error_of(vec![prompt(9, 2), prompt(9, 1)], 2),
+        Some(wire::IndexMessageError::TooManyBlocks { blocks: 3, max: 2 })
     );
     assert_eq!(
-        read(vec![prompt(7, 2)], 9),
+        error_of(vec![prompt(7, 2)], 9),
         Some(wire::IndexMessageError::TooFewTokens {
             blocks: 2,
             size: 4,
@@ -23,21 +23,21 @@ fn invalid_prompts_are_reported() {
         })
     );
     assert_eq!(
-        read(vec![prompt(1, 0); 1025], 9),
+        error_of(vec![prompt(1, 0); 1025], 9),
         Some(wire::IndexMessageError::TooManyPrompts(1025))
     );
 }
 
 #[test]
 fn invalid_overlaps_are_reported() {
-    let asked = [hashes(&[1, 2, 3])];
+    let queried = [hashes(&[1, 2, 3])];
     let held = pb::Held {
         worker_ids: vec![1, 2],
         device: vec![1, 0],
         host: vec![2, 1],
         ..pb::Held::default()
     };
-    let found = wire::decode_held(std::slice::from_ref(&held), &asked).unwrap();
+    let found = wire::decode_held(std::slice::from_ref(&held), &queried).unwrap();
     let blocks = |device, host| TierBlocks {
         device,
         host,
@@ -47,34 +47,34 @@ fn invalid_overlaps_are_reported() {
         found,
         [vec![(rank(1), blocks(1, 2)), (rank(2), blocks(0, 1))]]
     );
-    let wrong = |held: pb::Held| wire::decode_held(&[held], &asked).err();
+    let error_of = |held: pb::Held| wire::decode_held(&[held], &queried).err();
     assert_eq!(
-        wire::decode_held(&[], &asked).err(),
+        wire::decode_held(&[], &queried).err(),
         Some(wire::IndexMessageError::WrongPromptCount(0))
     );
     assert_eq!(
-        wrong(pb::Held {
+        error_of(pb::Held {
             disk: vec![1],
             ..held.clone()
         }),
         Some(wire::IndexMessageError::Columns)
     );
     assert_eq!(
-        wrong(pb::Held {
+        error_of(pb::Held {
             worker_ids: Vec::new(),
             ..held.clone()
         }),
         Some(wire::IndexMessageError::Columns)
     );
     assert_eq!(
-        wrong(pb::Held {
+        error_of(pb::Held {
             disk: vec![1, 0],
             ..held.clone()
         }),
         Some(wire::IndexMessageError::TooManyHeldBlocks)
     );
     assert_eq!(
-        wrong(pb::Held {
+        error_of(pb::Held {
             disk: vec![u32::MAX, 0],
             ..held
         }),
@@ -85,13 +85,13 @@ fn invalid_overlaps_are_reported() {
 #[test]
 fn invalid_ranks_are_reported() {
     let ranks = |trust, because| {
-        let said = pb::Rank {
+        let rank = pb::Rank {
             worker_id: 1,
             trust,
             because,
             ..pb::Rank::default()
         };
-        wire::decode_ranks(&pb::Ranks { ranks: vec![said] }).map(|ranks| ranks.rows()[0].status)
+        wire::decode_ranks(&pb::Ranks { ranks: vec![rank] }).map(|ranks| ranks.rows()[0].status)
     };
     assert_eq!(ranks(1, 0), Ok(SourceStatus::EXACT));
     assert_eq!(ranks(0, 0), Err(wire::IndexMessageError::UnknownNumber(0)));
@@ -104,7 +104,7 @@ fn invalid_ranks_are_reported() {
 
 #[test]
 fn every_enum_value_round_trips() {
-    let because = [
+    let reasons = [
         StaleReason::NoSource,
         StaleReason::Connecting,
         StaleReason::Replaying,
@@ -116,22 +116,22 @@ fn every_enum_value_round_trips() {
         StaleReason::BlockSizeMismatch,
         StaleReason::OtherRank,
     ];
-    let reasons = because.into_iter().map(Some).chain([None]);
-    let all = reasons.flat_map(|because| IndexFreshness::ALL.map(|trust| (trust, because)));
-    let row = |(at, (trust, because)): (usize, (IndexFreshness, Option<StaleReason>))| {
-        let engine_block_size = BlockSize::new(at as u32 % 3);
+    let reasons = reasons.into_iter().map(Some).chain([None]);
+    let all = reasons.flat_map(|reason| IndexFreshness::ALL.map(|freshness| (freshness, reason)));
+    let row = |(index, (freshness, reason)): (usize, (IndexFreshness, Option<StaleReason>))| {
+        let engine_block_size = BlockSize::new(index as u32 % 3);
         let rank = WorkerRank {
-            worker: WorkerId(u64::MAX - at as u64),
-            rank: DpRank(at as u32),
+            worker: WorkerId(u64::MAX - index as u64),
+            rank: DpRank(index as u32),
         };
         RemoteRank {
             rank,
             status: SourceStatus {
-                freshness: trust,
-                reason: because,
+                freshness,
+                reason,
                 engine_block_size,
             },
-            has_cache_groups: at % 2 == 0,
+            has_cache_groups: index % 2 == 0,
         }
     };
     let ranks = RemoteRanks::new(all.enumerate().map(row).collect());

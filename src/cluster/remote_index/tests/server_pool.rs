@@ -1,16 +1,16 @@
-//! Queries to several servers: failover, hedging, deadlines and limits.
+//! Tests of queries to several servers: failover, hedging, deadlines and limits.
 
 use super::*;
 
-/// A server of an index in which worker 1 holds three blocks.
-struct Site {
+/// Server of an index in which worker 1 holds three blocks.
+struct TestIndexServer {
     router: Arc<Router>,
     readiness: Readiness,
     url: String,
     _writer: RankWriter,
 }
 
-impl Site {
+impl TestIndexServer {
     async fn start() -> Self {
         let router = Arc::new(router(3, 1));
         let mut writer = router
@@ -36,8 +36,8 @@ impl Site {
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
-        let serving = Server::builder().add_service(IndexService::new(parts).server());
-        tokio::spawn(serving.serve_with_incoming(TcpListenerStream::new(listener)));
+        let service = Server::builder().add_service(IndexService::new(parts).server());
+        tokio::spawn(service.serve_with_incoming(TcpListenerStream::new(listener)));
         Self {
             router,
             readiness,
@@ -47,20 +47,20 @@ impl Site {
     }
 }
 
-/// A server that accepts connections and never responds.
-async fn silent() -> String {
+/// Starts a server that accepts connections but never responds.
+async fn start_silent_server() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
     tokio::spawn(async move {
-        let mut kept: Vec<TcpStream> = Vec::new();
+        let mut connections: Vec<TcpStream> = Vec::new();
         while let Ok((connection, _)) = listener.accept().await {
-            kept.push(connection);
+            connections.push(connection);
         }
     });
     url
 }
 
-/// A client of these servers, with a deadline that no test reaches.
+/// Returns a client of these servers, with a timeout that no test reaches.
 fn client(servers: &[&str]) -> (RemoteIndexClient, Arc<Metrics>) {
     let metrics = Arc::new(Metrics::new());
     let servers = servers.iter().map(|url| (*url).to_owned());
@@ -74,7 +74,11 @@ fn client(servers: &[&str]) -> (RemoteIndexClient, Arc<Metrics>) {
     )
 }
 
-async fn ask(client: &RemoteIndexClient, hashing: u64, locals: &[u64]) -> RemoteOverlaps {
+async fn query_overlaps(
+    client: &RemoteIndexClient,
+    hashing: u64,
+    locals: &[u64],
+) -> RemoteOverlaps {
     let model = ModelName::from(MODEL);
     client
         .query(OverlapQuery {
@@ -85,14 +89,14 @@ async fn ask(client: &RemoteIndexClient, hashing: u64, locals: &[u64]) -> Remote
         .await
 }
 
-fn answer(remote: RemoteOverlaps) -> Arc<RemoteAnswer> {
+fn expect_answer(remote: RemoteOverlaps) -> Arc<RemoteAnswer> {
     match remote {
         RemoteOverlaps::Received(answer) => answer,
         other => panic!("{other:?}"),
     }
 }
 
-fn outcome(metrics: &Metrics, outcome: &'static str) -> u64 {
+fn outcome_count(metrics: &Metrics, outcome: &'static str) -> u64 {
     metrics
         .index
         .remote_queries
@@ -102,9 +106,9 @@ fn outcome(metrics: &Metrics, outcome: &'static str) -> u64 {
 
 #[tokio::test]
 async fn ranks_are_sent_only_when_changed() {
-    let site = Site::start().await;
-    let (client, metrics) = client(&[&site.url]);
-    let first = answer(ask(&client, HASHING, &[1, 2, 9]).await);
+    let server = TestIndexServer::start().await;
+    let (client, metrics) = client(&[&server.url]);
+    let first = expect_answer(query_overlaps(&client, HASHING, &[1, 2, 9]).await);
     assert_eq!(
         first.prompts,
         [vec![(
@@ -123,34 +127,37 @@ async fn ranks_are_sent_only_when_changed() {
             has_cache_groups: false
         }]
     );
-    let second = answer(ask(&client, HASHING, &[]).await);
+    let second = expect_answer(query_overlaps(&client, HASHING, &[]).await);
     assert!(
         Arc::ptr_eq(&first.ranks, &second.ranks),
-        "the ranks were not sent again"
+        "unchanged ranks were sent again"
     );
     assert_eq!(second.prompts, [Vec::new()]);
-    site.router.set_source_status(rank(2), standing(4));
-    let third = answer(ask(&client, HASHING, &[1]).await);
-    assert_eq!(third.ranks.rows()[1].status, standing(4));
-    site.router
+    server.router.set_source_status(rank(2), source_status(4));
+    let third = expect_answer(query_overlaps(&client, HASHING, &[1]).await);
+    assert_eq!(third.ranks.rows()[1].status, source_status(4));
+    server
+        .router
         .set_source_status(rank(2), SourceStatus::default());
     assert_eq!(
-        answer(ask(&client, HASHING, &[1]).await).ranks.rows(),
+        expect_answer(query_overlaps(&client, HASHING, &[1]).await)
+            .ranks
+            .rows(),
         first.ranks.rows()
     );
-    assert_eq!(outcome(&metrics, "answered"), 4);
+    assert_eq!(outcome_count(&metrics, "answered"), 4);
 }
 
 #[tokio::test]
 async fn incompatible_blocks_are_refused() {
-    let site = Site::start().await;
-    let (client, metrics) = client(&[&site.url]);
+    let server = TestIndexServer::start().await;
+    let (client, metrics) = client(&[&server.url]);
     assert!(
         matches!(
-            ask(&client, HASHING + 1, &[1, 2]).await,
+            query_overlaps(&client, HASHING + 1, &[1, 2]).await,
             RemoteOverlaps::Unavailable(_)
         ),
-        "hashed differently"
+        "different hashing"
     );
     let model = ModelName::from(MODEL);
     let other = [BlockHashes::from_locals(
@@ -158,72 +165,72 @@ async fn incompatible_blocks_are_refused() {
         BlockSize::new(8).unwrap(),
         vec![LocalHash(1), LocalHash(2)],
     )];
-    let question = OverlapQuery {
+    let query = OverlapQuery {
         model: Some(&model),
         hashing: HASHING,
         prompts: &other,
     };
     assert!(
-        matches!(client.query(question).await, RemoteOverlaps::Unavailable(_)),
-        "blocks of another size"
+        matches!(client.query(query).await, RemoteOverlaps::Unavailable(_)),
+        "different block size"
     );
-    let stranger = ModelName::from("stranger");
-    let question = OverlapQuery {
-        model: Some(&stranger),
+    let other_model = ModelName::from("other");
+    let query = OverlapQuery {
+        model: Some(&other_model),
         hashing: HASHING,
         prompts: &[hashes(&[1])],
     };
     assert!(
-        matches!(client.query(question).await, RemoteOverlaps::Unavailable(_)),
-        "another model"
+        matches!(client.query(query).await, RemoteOverlaps::Unavailable(_)),
+        "unknown model"
     );
     assert!(
         matches!(
-            ask(&client, HASHING, &[1; 101]).await,
+            query_overlaps(&client, HASHING, &[1; 101]).await,
             RemoteOverlaps::Unavailable(_)
         ),
-        "too long"
+        "too many blocks"
     );
-    assert_eq!(outcome(&metrics, "incompatible"), 4);
-    answer(ask(&client, HASHING, &[1; 100]).await);
+    assert_eq!(outcome_count(&metrics, "incompatible"), 4);
+    expect_answer(query_overlaps(&client, HASHING, &[1; 100]).await);
     assert_eq!(
         client.status()[0]["asked"],
         true,
-        "who refuses is not left out"
+        "a refusal ejected the server"
     );
 }
 
 #[tokio::test]
 async fn unready_server_is_replaced_at_once() {
-    let site = Site::start().await;
-    let other = Site::start().await;
-    let pending = site.readiness.begin_step("something");
-    let (client, metrics) = client(&[&site.url, &other.url]);
+    let server = TestIndexServer::start().await;
+    let other = TestIndexServer::start().await;
+    let pending = server.readiness.begin_step("test step");
+    let (client, metrics) = client(&[&server.url, &other.url]);
     for _ in 0..4 {
-        answer(ask(&client, HASHING, &[1]).await);
+        expect_answer(query_overlaps(&client, HASHING, &[1]).await);
     }
     assert_eq!(
         (
             client.status()[0]["asked"].clone(),
-            outcome(&metrics, "answered")
+            outcome_count(&metrics, "answered")
         ),
         (false.into(), 4)
     );
     other.readiness.drain();
     assert!(matches!(
-        ask(&client, HASHING, &[1]).await,
+        query_overlaps(&client, HASHING, &[1]).await,
         RemoteOverlaps::Unavailable(_)
     ));
-    assert_eq!(outcome(&metrics, "failed"), 1);
+    assert_eq!(outcome_count(&metrics, "failed"), 1);
     assert!(matches!(
-        ask(&client, HASHING, &[1]).await,
+        query_overlaps(&client, HASHING, &[1]).await,
         RemoteOverlaps::Unavailable(_)
     ));
-    assert_eq!(outcome(&metrics, "no_server"), 1);
+    assert_eq!(outcome_count(&metrics, "no_server"), 1);
     // The background task probes the server.
-    let comes_back = async {
+    let readmission = async {
         while !matches!(
-            ask(&client, HASHING, &[1]).await,
+            query_overlaps(&client, HASHING, &[1]).await,
             RemoteOverlaps::Received(_)
         ) {
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -232,12 +239,12 @@ async fn unready_server_is_replaced_at_once() {
     tokio::select! {
         never = client.run_probes() => match never {},
         () = tokio::time::sleep(Duration::from_millis(1500)) => {}
-        () = comes_back => panic!("nobody is ready"),
+        () = readmission => panic!("an unready server was readmitted"),
     }
     drop(pending);
-    let comes_back = async {
+    let readmission = async {
         while !matches!(
-            ask(&client, HASHING, &[1]).await,
+            query_overlaps(&client, HASHING, &[1]).await,
             RemoteOverlaps::Received(_)
         ) {
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -245,8 +252,8 @@ async fn unready_server_is_replaced_at_once() {
     };
     tokio::select! {
         never = client.run_probes() => match never {},
-        () = tokio::time::sleep(Duration::from_secs(30)) => panic!("it does not come back"),
-        () = comes_back => {}
+        () = tokio::time::sleep(Duration::from_secs(30)) => panic!("the server was not readmitted"),
+        () = readmission => {}
     }
     assert_eq!(
         (
@@ -259,39 +266,39 @@ async fn unready_server_is_replaced_at_once() {
 
 #[tokio::test]
 async fn oversized_query_ejects_no_server() {
-    let site = Site::start().await;
-    let (client, metrics) = client(&[&site.url]);
-    let long: Vec<u64> = (0..20_000).collect();
+    let server = TestIndexServer::start().await;
+    let (client, metrics) = client(&[&server.url]);
+    let long_prompt: Vec<u64> = (0..20_000).collect();
     assert!(matches!(
-        ask(&client, HASHING, &long).await,
+        query_overlaps(&client, HASHING, &long_prompt).await,
         RemoteOverlaps::Unavailable(_)
     ));
     let model = ModelName::from(MODEL);
-    let many: Vec<BlockHashes> = (0..65).map(|local| hashes(&[local])).collect();
-    let question = OverlapQuery {
+    let prompts: Vec<BlockHashes> = (0..65).map(|local| hashes(&[local])).collect();
+    let query = OverlapQuery {
         model: Some(&model),
         hashing: HASHING,
-        prompts: &many,
+        prompts: &prompts,
     };
     assert!(matches!(
-        client.query(question).await,
+        client.query(query).await,
         RemoteOverlaps::Unavailable(_)
     ));
-    assert_eq!(outcome(&metrics, "incompatible"), 2);
-    answer(ask(&client, HASHING, &[1]).await);
+    assert_eq!(outcome_count(&metrics, "incompatible"), 2);
+    expect_answer(query_overlaps(&client, HASHING, &[1]).await);
 }
 
 #[tokio::test]
 async fn silent_server_costs_one_hedge_then_is_ejected() {
-    let site = Site::start().await;
-    let mute = silent().await;
-    let (client, metrics) = client(&[&mute, &site.url]);
+    let server = TestIndexServer::start().await;
+    let silent_url = start_silent_server().await;
+    let (client, metrics) = client(&[&silent_url, &server.url]);
     for _ in 0..40 {
-        answer(ask(&client, HASHING, &[1]).await);
+        expect_answer(query_overlaps(&client, HASHING, &[1]).await);
     }
     assert_eq!(client.status()[0]["asked"], false);
-    let hedged = outcome(&metrics, "hedge_answered");
-    let answered = outcome(&metrics, "answered");
+    let hedged = outcome_count(&metrics, "hedge_answered");
+    let answered = outcome_count(&metrics, "answered");
     assert!(
         hedged >= 3 && hedged + answered == 40,
         "{hedged} {answered}"
@@ -300,52 +307,61 @@ async fn silent_server_costs_one_hedge_then_is_ejected() {
 
 #[tokio::test]
 async fn queries_respect_deadline_and_concurrency_limit() {
-    let mute = silent().await;
+    let silent_url = start_silent_server().await;
     let metrics = Arc::new(Metrics::new());
     let settings = RemoteIndexConfig {
         max_concurrency: 1,
-        ..RemoteIndexConfig::with_servers([mute])
+        ..RemoteIndexConfig::with_servers([silent_url])
     };
     let client = RemoteIndexClient::new(&settings, metrics.clone()).unwrap();
-    let (late, busy) = tokio::join!(ask(&client, HASHING, &[1]), ask(&client, HASHING, &[1]));
+    let (slow, busy) = tokio::join!(
+        query_overlaps(&client, HASHING, &[1]),
+        query_overlaps(&client, HASHING, &[1])
+    );
     assert!(matches!(
-        (late, busy),
+        (slow, busy),
         (
             RemoteOverlaps::Unavailable(_),
             RemoteOverlaps::Unavailable(_)
         )
     ));
     assert_eq!(
-        (outcome(&metrics, "timeout"), outcome(&metrics, "busy")),
+        (
+            outcome_count(&metrics, "timeout"),
+            outcome_count(&metrics, "busy")
+        ),
         (1, 1)
     );
     for _ in 0..2 {
-        ask(&client, HASHING, &[1]).await;
+        query_overlaps(&client, HASHING, &[1]).await;
     }
     assert_eq!(
         (
-            outcome(&metrics, "timeout"),
+            outcome_count(&metrics, "timeout"),
             client.status()[0]["asked"].clone()
         ),
         (3, false.into())
     );
-    ask(&client, HASHING, &[1]).await;
-    assert_eq!(outcome(&metrics, "no_server"), 1);
+    query_overlaps(&client, HASHING, &[1]).await;
+    assert_eq!(outcome_count(&metrics, "no_server"), 1);
 }
 
 #[tokio::test]
 async fn cancelled_request_cancels_its_query() {
-    let mute = silent().await;
-    let (client, _) = client(&[&mute]);
+    let silent_url = start_silent_server().await;
+    let (client, _) = client(&[&silent_url]);
     for _ in 0..10 {
-        let gone =
-            tokio::time::timeout(Duration::from_millis(5), ask(&client, HASHING, &[1])).await;
-        assert!(gone.is_err());
+        let result = tokio::time::timeout(
+            Duration::from_millis(5),
+            query_overlaps(&client, HASHING, &[1]),
+        )
+        .await;
+        assert!(result.is_err());
     }
     assert_eq!(
         client.status()[0]["asked"],
         true,
-        "that says nothing of the server"
+        "a cancelled query ejected the server"
     );
     assert_eq!(
         client.permits.available_permits(),

@@ -1,5 +1,5 @@
-//! Messages of replica sync: handling of received messages and connection events, and publication
-//! of batches, heartbeats and snapshots.
+//! Handles received messages and connection events, and publishes batches, heartbeats and
+//! snapshots.
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use crate::cluster::replica::proto::{Batch, SnapshotPart};
 use crate::cluster::replica::{ReplicaEvent, ReplicaId};
 
 impl ReplicaSync {
-    /// Handles a message.
+    /// Handles a received message.
     pub(super) async fn on_message(
         &self,
         link: &NatsLink,
@@ -77,8 +77,8 @@ impl ReplicaSync {
         Ok(())
     }
 
-    /// Sends a heartbeat, with the given flags. Pending batches are published first, because
-    /// the heartbeat contains the last batch number.
+    /// Sends a heartbeat with the `hello` and `leaving` flags of `flags`. Pending batches are
+    /// published first, because the heartbeat contains the number of the last batch.
     pub(super) async fn send_heartbeat(&self, link: &NatsLink, flags: Batch) {
         self.publish_batches(link).await;
         let heartbeat = self.state.lock().outbox.heartbeat();
@@ -117,11 +117,11 @@ impl ReplicaSync {
         self.publish_batches(link).await;
         let parts = {
             let ReplicaState { outbox, peers, .. } = &*self.state.lock();
-            // Live peers publish their own sessions.
+            // The other peers publish their own sessions.
             sessions.retain(|update| !peers.contains(ReplicaId(update.router())));
             let marks = marks
                 .into_iter()
-                .map(|(worker, left)| ReplicaEvent::Overloaded(worker, left));
+                .map(|(worker, time)| ReplicaEvent::Overloaded(worker, time));
             outbox.snapshot(
                 &sessions
                     .into_iter()
@@ -180,11 +180,11 @@ impl ReplicaSync {
         )
         .await;
         if let Some(starting) = &mut *self.starting.lock() {
-            starting.greeted_at.get_or_insert_with(Instant::now);
+            starting.hello_sent_at.get_or_insert_with(Instant::now);
         }
     }
 
-    /// Logs a NATS error, once.
+    /// Logs a NATS error, unless it equals the last one.
     fn log_nats_error(&self, problem: &str) {
         let mut last_error = self.last_error.lock();
         if *last_error != problem {
@@ -222,7 +222,7 @@ impl ReplicaSync {
 
     fn reject_message(&self, error: &prost::DecodeError) {
         self.count_message("malformed");
-        debug!(%error, "unknown message received");
+        debug!(%error, "malformed message received");
     }
 
     fn count_message(&self, outcome: &'static str) {

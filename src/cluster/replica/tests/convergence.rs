@@ -1,4 +1,4 @@
-//! Replicas agree on the load after any sequence of events.
+//! Tests that replicas agree on the load after any sequence of events.
 
 use super::*;
 
@@ -11,42 +11,43 @@ proptest! {
         seed in any::<u64>(),
         lossy in any::<bool>(),
     ) {
-        let mut site = Site::new(3, seed);
-        site.lossy = lossy;
-        for (at, step) in &steps {
-            perform(&mut site, *at, step);
+        let mut network = ReplicaNetwork::new(3, seed);
+        network.lossy = lossy;
+        for (replica, step) in &steps {
+            perform_step(&mut network, *replica, step);
         }
-        site.heal();
-        let truth = site.truth();
+        network.converge();
+        let expected = network.expected_loads();
         let targets = |replica: &Replica, id: u64| {
             let id = format!("s{id}");
             replica.sessions.target(SessionName { id: &id, parent: None, model: Some("m"), tenant: None })
         };
-        // The fraction of shared output blocks depends on the other holders at that moment.
-        let partly = steps.iter().any(|(_, step)| matches!(step, Step::Output(_, _, Some(_))));
+        // A fraction applies only to blocks that no other request holds at that moment, so the
+        // number of active blocks can differ between replicas.
+        let has_fractions = steps.iter().any(|(_, step)| matches!(step, Step::Output(_, _, Some(_))));
         let loads = |mut loads: Vec<RankLoad>| {
-            loads.iter_mut().filter(|_| partly).for_each(|load| load.active_blocks = 0);
+            loads.iter_mut().filter(|_| has_fractions).for_each(|load| load.active_blocks = 0);
             loads
         };
-        for replica in &site.replicas {
+        for replica in &network.replicas {
             prop_assert!(replica.peers.are_synced());
-            prop_assert_eq!(loads(replica.loads()), loads(truth.clone()));
-            // If a replica died before its session update reached all, some replicas learn of it
-            // only at the next use.
-            let certain = !lossy || !steps.iter().any(|(_, step)| matches!(step, Step::Restart));
-            for id in (0..5).filter(|_| certain) {
-                prop_assert_eq!(targets(replica, id), targets(&site.replicas[0], id), "session {}", id);
+            prop_assert_eq!(loads(replica.loads()), loads(expected.clone()));
+            // If a replica terminates before its session update reaches all replicas, the others
+            // may not know the binding.
+            let all_updates_arrive = !lossy || !steps.iter().any(|(_, step)| matches!(step, Step::Restart));
+            for id in (0..5).filter(|_| all_updates_arrive) {
+                prop_assert_eq!(targets(replica, id), targets(&network.replicas[0], id), "session {}", id);
             }
         }
         for id in (0..5).filter(|_| !lossy || !steps.iter().any(|(_, step)| matches!(step, Step::Restart))) {
-            let there = targets(&site.replicas[0], id);
-            let seen = site.replicas.iter().filter_map(|replica| replica.sees_to.get(&format!("s{id}")));
-            prop_assert_eq!(seen.copied().collect::<Vec<_>>(), there.into_iter().collect::<Vec<_>>(), "session {}", id);
+            let target = targets(&network.replicas[0], id);
+            let owners = network.replicas.iter().filter_map(|replica| replica.owned_sessions.get(&format!("s{id}")));
+            prop_assert_eq!(owners.copied().collect::<Vec<_>>(), target.into_iter().collect::<Vec<_>>(), "session {}", id);
         }
         // After all reservations end, no load remains.
-        site.replicas.iter_mut().for_each(|replica| replica.held.clear());
-        site.heal();
-        for replica in &site.replicas {
+        network.replicas.iter_mut().for_each(|replica| replica.held.clear());
+        network.converge();
+        for replica in &network.replicas {
             prop_assert!(replica.loads().iter().all(|load| (load.active_blocks, load.active_requests) == (0, 0)));
             prop_assert_eq!(replica.peers.reservations(), 0);
         }
@@ -55,125 +56,136 @@ proptest! {
 
 #[test]
 fn lossless_network_needs_one_snapshot_per_peer() {
-    let mut site = Site::new(3, 1);
-    site.heal();
-    site.noted.clear();
-    for turn in 0..200_usize {
-        perform(
-            &mut site,
-            turn,
+    let mut network = ReplicaNetwork::new(3, 1);
+    network.converge();
+    network.changes.clear();
+    for index in 0..200_usize {
+        perform_step(
+            &mut network,
+            index % 3,
             &Step::Book {
-                worker: turn as u64 % RANKS,
+                worker: index as u64 % RANKS,
                 prompt: 1,
                 blocks: 3,
             },
         );
-        site.tell(turn % 3);
+        network.publish_pending(index % 3);
     }
-    assert_eq!(site.noted, []);
+    assert_eq!(network.changes, []);
     assert_eq!(
-        site.replicas[0].peers.reservations() + site.replicas[0].held.len(),
+        network.replicas[0].peers.reservations() + network.replicas[0].held.len(),
         200
     );
 }
 
 #[test]
 fn timed_out_peer_regains_reservations_on_return() {
-    let mut site = Site::new(2, 1);
-    site.replicas[1].book(2, &[1, 2, 3]);
-    site.heal();
-    let of = site.replicas[1].id;
-    let silent = PeerChange::TimedOut(site.replicas[1].id, "r2".to_owned(), 1);
-    let active = |site: &Site| site.replicas[0].loads()[2].active_blocks;
-    assert_eq!(active(&site), 3);
+    let mut network = ReplicaNetwork::new(2, 1);
+    network.replicas[1].book(2, &[1, 2, 3]);
+    network.converge();
+    let id = network.replicas[1].id;
+    let timed_out = PeerChange::TimedOut(id, "r2".to_owned(), 1);
+    let active = |network: &ReplicaNetwork| network.replicas[0].loads()[2].active_blocks;
+    assert_eq!(active(&network), 3);
     for _ in 0..6 {
-        site.pass(LEASE / 5);
-        site.deliver(0, &Sent::Look);
+        network.advance(LEASE / 5);
+        network.deliver(0, &Sent::Tick);
     }
-    assert_eq!((active(&site), site.noted.last()), (0, Some(&silent)));
-    let sign = site.replicas[1].own.heartbeat();
-    site.deliver(0, &Sent::Batch(sign));
     assert_eq!(
-        (active(&site), site.noted.last()),
-        (3, Some(&PeerChange::Synced(of, 1)))
+        (active(&network), network.changes.last()),
+        (0, Some(&timed_out))
     );
-    // A leaving replica loses its reservations immediately.
+    let heartbeat = network.replicas[1].outbox.heartbeat();
+    network.deliver(0, &Sent::Batch(heartbeat));
+    assert_eq!(
+        (active(&network), network.changes.last()),
+        (3, Some(&PeerChange::Synced(id, 1)))
+    );
+    // The reservations of a leaving replica are dropped immediately.
     let leaving = Batch {
         leaving: true,
-        ..site.replicas[1].own.heartbeat()
+        ..network.replicas[1].outbox.heartbeat()
     };
-    site.deliver(0, &Sent::Batch(leaving));
+    network.deliver(0, &Sent::Batch(leaving));
     assert_eq!(
-        (active(&site), site.noted.last()),
-        (0, Some(&PeerChange::Left(of, "r2".to_owned())))
+        (active(&network), network.changes.last()),
+        (0, Some(&PeerChange::Left(id, "r2".to_owned())))
     );
 }
 
 #[test]
 fn booking_on_unknown_worker_counts_once_known() {
     let clock = Arc::new(Mutex::new(Instant::now()));
-    let mut site = Site::new(2, 1);
-    site.clock = clock.clone();
-    let late = Replica {
+    let mut network = ReplicaNetwork::new(2, 1);
+    network.clock = clock.clone();
+    let replica = Replica {
         known: 0,
         ..Replica::new(9, &clock)
     };
-    (0..RANKS).for_each(|worker| late.load.close_slot(Replica::slot(late.first, worker)));
-    site.replicas[1] = late;
-    site.replicas[0].book(3, &[1, 2]);
-    site.replicas[0].held[0].add_output_blocks(2, None);
-    site.heal();
-    assert_eq!(site.replicas[1].loads(), []);
-    site.replicas[1].learn(RANKS);
-    site.deliver(1, &Sent::Look);
-    assert_eq!(site.replicas[1].loads(), site.truth());
+    (0..RANKS).for_each(|worker| {
+        replica
+            .load
+            .close_slot(Replica::slot(replica.first, worker))
+    });
+    network.replicas[1] = replica;
+    network.replicas[0].book(3, &[1, 2]);
+    network.replicas[0].held[0].add_output_blocks(2, None);
+    network.converge();
+    assert_eq!(network.replicas[1].loads(), []);
+    network.replicas[1].open_ranks(RANKS);
+    network.deliver(1, &Sent::Tick);
+    assert_eq!(network.replicas[1].loads(), network.expected_loads());
 }
 
 #[test]
 fn bookings_follow_slot_changes_and_moves() {
-    let mut site = Site::new(2, 1);
-    site.replicas[0].book(2, &[1, 2, 3]);
-    site.heal();
-    site.replicas[1].rearrange();
-    assert_eq!(site.replicas[1].loads()[2].active_requests, 0);
-    site.deliver(1, &Sent::Look);
-    assert_eq!(site.replicas[1].loads(), site.truth());
-    // Also by a snapshot.
-    site.replicas[1].rearrange();
-    let behind = Batch {
+    let mut network = ReplicaNetwork::new(2, 1);
+    network.replicas[0].book(2, &[1, 2, 3]);
+    network.converge();
+    network.replicas[1].move_slots();
+    assert_eq!(network.replicas[1].loads()[2].active_requests, 0);
+    network.deliver(1, &Sent::Tick);
+    assert_eq!(network.replicas[1].loads(), network.expected_loads());
+    // A snapshot also updates the slots.
+    network.replicas[1].move_slots();
+    let with_gap = Batch {
         sequence: 99,
-        ..site.replicas[0].own.heartbeat()
+        ..network.replicas[0].outbox.heartbeat()
     };
-    site.deliver(1, &Sent::Batch(behind));
-    assert_eq!(site.replicas[1].loads(), site.truth());
-    // To a worker that is still unknown.
-    let mut late = Replica {
+    network.deliver(1, &Sent::Batch(with_gap));
+    assert_eq!(network.replicas[1].loads(), network.expected_loads());
+    // A reservation is moved to a worker that is still unknown.
+    let mut replica = Replica {
         known: 0,
-        ..Replica::new(9, &site.clock)
+        ..Replica::new(9, &network.clock)
     };
-    (0..RANKS).for_each(|worker| late.load.close_slot(Replica::slot(late.first, worker)));
-    late.learn(3);
-    site.replicas[1] = late;
-    site.heal();
-    site.replicas[0].moved(0, 3);
-    site.heal();
+    (0..RANKS).for_each(|worker| {
+        replica
+            .load
+            .close_slot(Replica::slot(replica.first, worker))
+    });
+    replica.open_ranks(3);
+    network.replicas[1] = replica;
+    network.converge();
+    network.replicas[0].move_reservation(0, 3);
+    network.converge();
     assert!(
-        site.replicas[1]
+        network.replicas[1]
             .loads()
             .iter()
             .all(|load| load.active_requests == 0)
     );
-    site.replicas[1].learn(RANKS);
-    site.deliver(1, &Sent::Look);
-    assert_eq!(site.replicas[1].loads(), site.truth());
+    network.replicas[1].open_ranks(RANKS);
+    network.deliver(1, &Sent::Tick);
+    assert_eq!(network.replicas[1].loads(), network.expected_loads());
 }
 
 #[test]
 fn suspended_replica_times_out_no_peer() {
-    let mut site = Site::new(2, 1);
-    site.replicas[1].book(2, &[1]);
-    site.heal();
-    site.pass(LEASE * 3);
-    site.deliver(0, &Sent::Look);
-    assert_eq!(site.replicas[0].loads()[2].active_blocks, 1);
+    let mut network = ReplicaNetwork::new(2, 1);
+    network.replicas[1].book(2, &[1]);
+    network.converge();
+    network.advance(LEASE * 3);
+    network.deliver(0, &Sent::Tick);
+    assert_eq!(network.replicas[0].loads()[2].active_blocks, 1);
 }

@@ -1,9 +1,9 @@
-//! Limits of the memory that the state of peers takes.
+//! Tests of the limits on the memory for the state of peers.
 
 use super::*;
 
-/// A `LocalView` without ranks, with empty callbacks.
-fn empty_world(load: &Arc<LoadTracker>) -> LocalView<'_> {
+/// Returns a view without ranks and with empty callbacks.
+fn empty_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     LocalView {
         load,
         generation: 0,
@@ -17,7 +17,8 @@ fn empty_world(load: &Arc<LoadTracker>) -> LocalView<'_> {
     }
 }
 
-fn unnamed(id: u64, unnamed: u64) -> Event {
+/// Returns a booking with this number of unnamed blocks.
+fn booking_event(id: u64, unnamed: u64) -> Event {
     let prompt = proto::Prompt {
         blocks: Vec::new(),
         unnamed,
@@ -40,21 +41,20 @@ fn unnamed(id: u64, unnamed: u64) -> Event {
 #[test]
 fn each_reservation_of_a_snapshot_has_unnamed_blocks() {
     let mut random = SmallRng::seed_from_u64(1);
-    let mut names = BlockNamer::new(&mut random, None);
-    let mut blocks =
-        |unnamed_blocks| match wire::decode_event(unnamed(1, unnamed_blocks), &mut names) {
-            Some(ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. })) => bookings
-                .iter()
-                .flat_map(|booking| booking.sequences.prompts())
-                .map(|prompt| prompt.len())
-                .sum::<usize>(),
-            other => panic!("{other:?}"),
-        };
+    let mut namer = BlockNamer::new(&mut random, None);
+    let mut blocks = |unnamed| match wire::decode_event(booking_event(1, unnamed), &mut namer) {
+        Some(ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. })) => bookings
+            .iter()
+            .flat_map(|booking| booking.sequences.prompts())
+            .map(|prompt| prompt.len())
+            .sum::<usize>(),
+        other => panic!("{other:?}"),
+    };
     assert_eq!([blocks(100_000), blocks(100_000)], [100_000, 100_000]);
     assert_eq!(
         blocks(u64::MAX),
         MAX_BLOCKS_PER_PEER - 200_000,
-        "the whole message is bounded, too"
+        "the unnamed blocks of the whole message are not limited"
     );
     assert_eq!(blocks(1), 0);
 }
@@ -63,10 +63,10 @@ fn each_reservation_of_a_snapshot_has_unnamed_blocks() {
 fn unnamed_blocks_of_a_peer_are_bounded() {
     let load = LoadTracker::new(Instant::now);
     let mut random = SmallRng::seed_from_u64(1);
-    let view = empty_world(&load);
+    let view = empty_view(&load);
     let mut mirror = ReservationMirror::default();
     for id in 0..1_000 {
-        let event = unnamed(id, u64::MAX);
+        let event = booking_event(id, u64::MAX);
         assert!(event.encoded_len() < 60);
         mirror.apply(
             wire::decode_event(event, &mut BlockNamer::new(&mut random, None)).unwrap(),
@@ -89,12 +89,12 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
         &view,
     );
     assert_eq!(mirror.totals().blocks, MAX_BLOCKS_PER_PEER / 2);
-    let to_more = proto::Moved {
+    let moved = proto::Moved {
         id: 1,
-        to: Some(booking_of(&unnamed(1, u64::MAX))),
+        to: Some(booking_of(&booking_event(1, u64::MAX))),
     };
     let moved = Event {
-        event: Some(proto::event::Event::Moved(to_more)),
+        event: Some(proto::event::Event::Moved(moved)),
     };
     mirror.apply(
         wire::decode_event(moved, &mut BlockNamer::new(&mut random, None)).unwrap(),
@@ -103,7 +103,7 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
     assert_eq!(
         mirror.totals().blocks,
         MAX_BLOCKS_PER_PEER / 2,
-        "a moved reservation is counted by what it is now"
+        "a moved reservation counts with its previous blocks"
     );
     mirror.replace(Vec::new(), &view);
     assert_eq!((mirror.totals().blocks, mirror.len()), (0, 0));
@@ -113,11 +113,11 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
 fn blocks_of_all_peers_are_bounded() {
     let load = LoadTracker::new(Instant::now);
     let mut random = SmallRng::seed_from_u64(1);
-    let view = empty_world(&load);
+    let view = empty_view(&load);
     let now = Instant::now();
     let mut peers = PeerTable::new(ReplicaId(0), LEASE);
     let mut receive = |replica, ids: std::ops::Range<u64>| {
-        let events = ids.map(|id| unnamed(id, u64::MAX)).collect();
+        let events = ids.map(|id| booking_event(id, u64::MAX)).collect();
         peers.on_batch(
             Batch {
                 replica,
@@ -138,11 +138,11 @@ fn blocks_of_all_peers_are_bounded() {
         peers.on_snapshot_part(snapshot, &view, now, &mut random);
         peers.blocks_by_peer()
     };
-    let of_one = MAX_BLOCKS_PER_PEER;
-    let left = MAX_BLOCKS_OF_ALL_PEERS - of_one;
-    assert_eq!(receive(1, 0..10), [of_one]);
-    assert_eq!(receive(2, 0..10), [of_one, left]);
-    assert_eq!(receive(3, 0..10), [of_one, left, 0]);
+    let one_peer = MAX_BLOCKS_PER_PEER;
+    let rest = MAX_BLOCKS_OF_ALL_PEERS - one_peer;
+    assert_eq!(receive(1, 0..10), [one_peer]);
+    assert_eq!(receive(2, 0..10), [one_peer, rest]);
+    assert_eq!(receive(3, 0..10), [one_peer, rest, 0]);
     peers.on_batch(
         Batch {
             replica: 1,
@@ -153,16 +153,16 @@ fn blocks_of_all_peers_are_bounded() {
         now,
         &mut random,
     );
-    assert_eq!(peers.blocks_by_peer(), [left, 0]);
+    assert_eq!(peers.blocks_by_peer(), [rest, 0]);
 }
 
 #[test]
 fn known_reservations_of_a_snapshot_have_limits() {
     let load = LoadTracker::new(Instant::now);
-    let view = empty_world(&load);
+    let view = empty_view(&load);
     let mut mirror = ReservationMirror::default();
     let mut random = SmallRng::seed_from_u64(1);
-    let mut named = |id: u64| {
+    let mut reservation = |id: u64| {
         let blocks = (0..MAX_BLOCKS_PER_PEER as u64 / 4)
             .map(|block| id << 32 | block)
             .collect();
@@ -179,10 +179,10 @@ fn known_reservations_of_a_snapshot_have_limits() {
         };
         wire::decode_reservation(booked, &mut BlockNamer::new(&mut random, None))
     };
-    mirror.replace((1..=4).map(&mut named).collect(), &view);
+    mirror.replace((1..=4).map(&mut reservation).collect(), &view);
     assert_eq!(mirror.totals().blocks, MAX_BLOCKS_PER_PEER);
-    // New reservations come before known ones.
-    mirror.replace([5, 6, 1, 2, 3, 4].map(&mut named).into(), &view);
+    // The snapshot contains new reservations before known ones.
+    mirror.replace([5, 6, 1, 2, 3, 4].map(&mut reservation).into(), &view);
     assert_eq!(
         (mirror.totals().blocks, mirror.refused()),
         (MAX_BLOCKS_PER_PEER, 2)
@@ -200,7 +200,7 @@ fn booking_of(event: &Event) -> proto::Booking {
 fn batches_awaiting_snapshots_are_bounded() {
     let load = LoadTracker::new(Instant::now);
     let mut random = SmallRng::seed_from_u64(1);
-    let view = empty_world(&load);
+    let view = empty_view(&load);
     let now = Instant::now();
     let mut peers = PeerTable::new(ReplicaId(0), LEASE);
     for sequence in 1..40 {
@@ -229,7 +229,7 @@ fn batches_awaiting_snapshots_are_bounded() {
 fn empty_events_awaiting_snapshots_count_their_memory() {
     let load = LoadTracker::new(Instant::now);
     let mut random = SmallRng::seed_from_u64(1);
-    let view = empty_world(&load);
+    let view = empty_view(&load);
     let now = Instant::now();
     let mut peers = PeerTable::new(ReplicaId(0), LEASE);
     let events = || vec![Event::default(); 1000];

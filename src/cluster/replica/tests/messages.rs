@@ -1,23 +1,24 @@
-//! Messages of replicas.
+//! Tests of the messages between replicas.
 
 use super::*;
 
 #[test]
 fn long_prompt_counts_fully_within_message_limit() {
-    let mut site = Site::new(2, 1);
-    site.replicas
+    let mut network = ReplicaNetwork::new(2, 1);
+    network
+        .replicas
         .iter_mut()
-        .for_each(|replica| replica.own.set_max_bytes(16 * 1024));
+        .for_each(|replica| replica.outbox.set_max_bytes(16 * 1024));
     let blocks: Vec<u64> = (0..5000).collect();
-    (0..20).for_each(|_| site.replicas[0].book(1, &blocks));
-    let batches = site.replicas[0].batches();
+    (0..20).for_each(|_| network.replicas[0].book(1, &blocks));
+    let batches = network.replicas[0].batches();
     assert!(batches.len() > 5);
     assert!(batches.iter().all(|batch| batch.encoded_len() <= 16 * 1024));
-    let parts = site.replicas[0].own.snapshot(&[]);
+    let parts = network.replicas[0].outbox.snapshot(&[]);
     assert!(parts.len() > 5 && parts.iter().all(|part| part.encoded_len() <= 16 * 1024));
-    site.heal();
-    let load = site.replicas[1].loads()[1];
-    // Named blocks are shared, the others are not.
+    network.converge();
+    let load = network.replicas[1].loads()[1];
+    // Named blocks are shared between the reservations, unnamed blocks are not.
     let named = 12 * 1024 / 2 / 8;
     assert_eq!(load.active_blocks, named + 20 * (5000 - named));
     assert_eq!(load.active_requests, 20);
@@ -58,14 +59,14 @@ fn messages_round_trip() {
     for event in all {
         let sent = ReplicaEvent::Load(event);
         let bytes = wire::encode_event(&sent, 100, None).encode_to_vec();
-        let mut back = decode(Event::decode(&bytes[..]).unwrap()).unwrap();
-        if let ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. }) = &mut back {
+        let mut decoded = decode(Event::decode(&bytes[..]).unwrap()).unwrap();
+        if let ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. }) = &mut decoded {
             bookings[0].slot = replica.booking(2, &[]).slot;
         }
-        if let ReplicaEvent::Load(ReservationEvent::Moved { to: Some(to), .. }) = &mut back {
+        if let ReplicaEvent::Load(ReservationEvent::Moved { to: Some(to), .. }) = &mut decoded {
             to.slot = replica.booking(2, &[]).slot;
         }
-        assert_eq!(back, sent);
+        assert_eq!(decoded, sent);
     }
 }
 
@@ -77,18 +78,18 @@ fn routed_prompts_are_truncated_to_the_limit() {
         block_size: BlockSize::new(16).unwrap(),
         prompts,
     };
-    let back = |most_named| {
-        let event = wire::encode_event(&ReplicaEvent::Routed(routed.clone()), most_named, None);
+    let round_trip = |max_named| {
+        let event = wire::encode_event(&ReplicaEvent::Routed(routed.clone()), max_named, None);
         match decode(event) {
             Some(ReplicaEvent::Routed(routed)) => routed,
             other => panic!("{other:?}"),
         }
     };
-    assert_eq!(back(100), routed);
+    assert_eq!(round_trip(100), routed);
     assert_eq!(
-        back(1).prompts,
+        round_trip(1).prompts,
         [vec![LocalHash(1)], vec![]],
-        "as much of it as there is room for"
+        "the prompts are not truncated to the limit"
     );
     assert_eq!(decode(Event::default()), None);
 }
@@ -102,9 +103,9 @@ fn routed_hashes_are_readable_with_the_key_only() {
         block_size: BlockSize::new(16).unwrap(),
         prompts,
     };
-    let told = ReplicaEvent::Routed(routed.clone());
-    let ours = key("a", 7);
-    let event = wire::encode_event(&told, 100, Some(&ours));
+    let routed_event = ReplicaEvent::Routed(routed.clone());
+    let own_key = key("a", 7);
+    let event = wire::encode_event(&routed_event, 100, Some(&own_key));
     let Some(proto::event::Event::Routed(sent)) = &event.event else {
         panic!("{event:?}")
     };
@@ -117,19 +118,25 @@ fn routed_hashes_are_readable_with_the_key_only() {
         hashes.iter().all(|hash| ![1, 2].contains(hash)),
         "{hashes:?}"
     );
-    assert_ne!(hashes[0], hashes[2], "equal blocks look different");
+    assert_ne!(
+        hashes[0], hashes[2],
+        "equal blocks have equal encrypted hashes"
+    );
     assert_ne!(
         event,
-        wire::encode_event(&told, 100, Some(&ours)),
-        "every message has its own nonce"
+        wire::encode_event(&routed_event, 100, Some(&own_key)),
+        "two messages use the same nonce"
     );
-    let read = |key: Option<&TrackingKey>| {
+    let decode_with = |key: Option<&TrackingKey>| {
         wire::decode_event(
             event.clone(),
             &mut BlockNamer::new(&mut SmallRng::seed_from_u64(1), key),
         )
     };
-    assert_eq!(read(Some(&ours)), Some(told.clone()));
-    assert_eq!((read(None), read(Some(&key("b", 7)))), (None, None));
-    assert_ne!(read(Some(&key("a", 8))), Some(told));
+    assert_eq!(decode_with(Some(&own_key)), Some(routed_event.clone()));
+    assert_eq!(
+        (decode_with(None), decode_with(Some(&key("b", 7)))),
+        (None, None)
+    );
+    assert_ne!(decode_with(Some(&key("a", 8))), Some(routed_event));
 }

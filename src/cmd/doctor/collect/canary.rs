@@ -13,7 +13,7 @@ use warmroute_tokens::openai::{self, ApiKind};
 
 use super::FactCollector;
 
-/// Delay until a ZeroMQ subscription takes effect.
+/// Time until a ZeroMQ subscription takes effect.
 const SUBSCRIPTION_DELAY: Duration = Duration::from_millis(300);
 /// Maximum number of canaries sent until the blocks of one arrive.
 const MAX_CANARIES: u32 = 2;
@@ -26,8 +26,8 @@ const CANARY_WORDS: [&str; 16] = [
 ];
 
 impl FactCollector<'_> {
-    /// Sends a canary and receives its events. Retries with another canary if none arrive. Finally
-    /// repeats the last canary to see whether it is cached.
+    /// Sends a canary and receives its events. If none arrive, sends another canary. Finally
+    /// repeats the last canary to find out whether it is cached.
     pub(super) async fn send_canary(
         &self,
         engine: &EngineUrl,
@@ -36,8 +36,8 @@ impl FactCollector<'_> {
         mut socket: Option<&mut EventProbe>,
     ) -> (EngineReply<CanaryReply>, Vec<ProbedBatch>) {
         let mut received = Vec::new();
-        let tries = if socket.is_some() { MAX_CANARIES } else { 1 };
-        for attempt in 1..=tries {
+        let max_attempts = if socket.is_some() { MAX_CANARIES } else { 1 };
+        for attempt in 1..=max_attempts {
             let (body, tokens) = self.new_prompt(engine, worker).await;
             if let Some(socket) = socket.as_deref_mut() {
                 received.extend(receive_until(socket, SUBSCRIPTION_DELAY, |_| false).await);
@@ -52,16 +52,16 @@ impl FactCollector<'_> {
             };
             let mut new_messages = Vec::new();
             if let Some(socket) = socket.as_deref_mut() {
-                let wanted = |one: &ProbedBatch| {
+                let is_match = |message: &ProbedBatch| {
                     tokens
                         .as_ref()
-                        .is_none_or(|tokens| stores_prefix_of(one, tokens))
+                        .is_none_or(|tokens| stores_prefix_of(message, tokens))
                 };
-                new_messages = receive_until(socket, self.timeout / tries, wanted).await;
+                new_messages = receive_until(socket, self.timeout / max_attempts, is_match).await;
             }
-            let came = !new_messages.is_empty();
+            let has_arrived = !new_messages.is_empty();
             received.extend(new_messages);
-            if came || attempt == tries {
+            if has_arrived || attempt == max_attempts {
                 let second = self.client.complete(engine, body, rank, self.timeout).await;
                 let cached = second.as_ref().ok().and_then(|usage| usage.cached_tokens);
                 return (
@@ -117,24 +117,24 @@ impl FactCollector<'_> {
     }
 }
 
-/// Receives messages until one satisfies `wanted`, or until the timeout.
+/// Receives messages until one satisfies `is_match`, or until the timeout.
 async fn receive_until(
     socket: &mut EventProbe,
-    within: Duration,
-    wanted: impl Fn(&ProbedBatch) -> bool,
+    timeout: Duration,
+    is_match: impl Fn(&ProbedBatch) -> bool,
 ) -> Vec<ProbedBatch> {
     let mut received = Vec::new();
-    let hearing = async {
-        while let Some(one) = socket.next_message().await {
-            let last = wanted(&one);
-            received.push(one);
-            if last {
+    let receiving = async {
+        while let Some(message) = socket.next_message().await {
+            let is_last = is_match(&message);
+            received.push(message);
+            if is_last {
                 return;
             }
         }
         // The connection is lost.
     };
-    _ = tokio::time::timeout(within, hearing).await;
+    _ = tokio::time::timeout(timeout, receiving).await;
     received
 }
 

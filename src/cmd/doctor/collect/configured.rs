@@ -10,7 +10,7 @@ use crate::config::{ApproximatePolicy, WorkerSource};
 use crate::server;
 
 impl FactCollector<'_> {
-    /// Returns the part of the configuration that describes a worker of `workers`.
+    /// Returns the origin of a worker: the configured list, or a pod and its pool.
     pub(super) fn worker_origin(&self, worker: &Worker, workers: &[Worker]) -> WorkerOrigin {
         let (WorkerSource::Kubernetes(_), Some(name)) = (self.config.worker_source(), &worker.name)
         else {
@@ -42,8 +42,8 @@ impl FactCollector<'_> {
         }
     }
 
-    /// Returns the worker with the settings that a running warmroute would read from the engine,
-    /// and whether its event sources come from there.
+    /// Returns the worker, completed by the settings that a running warmroute would query from the
+    /// engine, and whether its event sources are among these.
     pub(super) fn with_discovered_settings(
         &self,
         worker: &Worker,
@@ -57,8 +57,9 @@ impl FactCollector<'_> {
             server::parse_engine_settings(worker.endpoint, &caches, publishers)
                 .fill_missing(&mut completed, &ConfiguredSettings::default());
         }
-        let learned = worker.event_sources.is_empty() && !completed.event_sources.is_empty();
-        (completed, learned)
+        let has_discovered_sources =
+            worker.event_sources.is_empty() && !completed.event_sources.is_empty();
+        (completed, has_discovered_sources)
     }
 
     /// Returns the configured adapters of a model.
@@ -101,10 +102,10 @@ impl FactCollector<'_> {
 
 /// Returns whether a worker on another machine may fetch the KV of a prefill worker.
 pub(super) fn has_remote_decoders(prefill: &Worker, workers: &[Worker]) -> bool {
-    let takes_over =
+    let is_decoder =
         |other: &&Worker| other.model == prefill.model && other.role != WorkerRole::Prefill;
     workers
         .iter()
-        .filter(takes_over)
+        .filter(is_decoder)
         .any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
 }

@@ -10,7 +10,7 @@ use super::FactCollector;
 use crate::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
 
 impl FactCollector<'_> {
-    /// Fills in the facts about the handoff of KV from a prefill worker.
+    /// Fills in the facts about the KV handoff of a prefill worker.
     pub(super) async fn collect_prefill(&self, engine: &EngineUrl, facts: &mut WorkerFacts) {
         facts.bootstrap = if self.uses_bootstrap(&facts.worker) {
             Some(self.probe_bootstrap(&facts.worker).await)
@@ -48,11 +48,11 @@ impl FactCollector<'_> {
                 BootstrapReachability::Refused
             }
             Ok(Err(error)) => BootstrapReachability::Unknown(error.to_string()),
-            Err(_) => BootstrapReachability::Unknown("no answer".to_owned()),
+            Err(_) => BootstrapReachability::Unknown("no response".to_owned()),
         }
     }
 
-    /// Sends a prefill with KV handoff, in the form of vLLM.
+    /// Sends a prefill request with a KV handoff in vLLM's protocol, if the worker's model uses it.
     async fn probe_kv_handoff(
         &self,
         engine: &EngineUrl,

@@ -8,13 +8,13 @@ use warmroute_engines::kv_events::event_probe::{self, EventProbe};
 use super::FactCollector;
 
 impl FactCollector<'_> {
-    /// Returns the facts about a rank. `several`: requests must name their rank.
+    /// Returns the facts about a rank. If `names_rank` is true, requests name their rank.
     pub(super) async fn collect_rank(
         &self,
         engine: &EngineUrl,
         worker: &Worker,
         rank: DpRank,
-        several: bool,
+        names_rank: bool,
     ) -> RankFacts {
         let source = worker.event_source(rank).cloned();
         let mut socket = None;
@@ -27,13 +27,19 @@ impl FactCollector<'_> {
         let mut canary = None;
         // A worker that runs requests in pairs rejects a single one.
         if self.sends_canaries && !worker.draining && !self.uses_bootstrap(worker) {
-            let sent = self.send_canary(engine, worker, several.then_some(rank.0), socket.as_mut());
+            let sent = self.send_canary(
+                engine,
+                worker,
+                names_rank.then_some(rank.0),
+                socket.as_mut(),
+            );
             let (answer, messages) = sent.await;
             (canary, received) = (Some(answer), messages);
         }
         let last = received.iter().map(|received| received.seq).max();
         let replay = match source.as_ref().and_then(|source| source.replay.as_deref()) {
-            // Starts after the newest batch: only the response itself matters.
+            // The replay starts after the newest batch, because only the response itself is
+            // checked.
             Some(endpoint) => Some(
                 event_probe::count_replayed_batches(
                     endpoint,
@@ -60,7 +66,8 @@ impl FactCollector<'_> {
         self.config.engines.kv_events.max_message_size.bytes()
     }
 
-    /// Attaches as configured. If that fails, tries the opposite direction.
+    /// Attaches to the event source as configured. If that fails, tries the opposite direction to
+    /// find the cause.
     pub(super) async fn attach(
         &self,
         worker: &Worker,
@@ -71,15 +78,17 @@ impl FactCollector<'_> {
             (SocketAttach::Connect, Ok(socket)) => {
                 (Some(socket), AttachOutcome::Attached(SocketAttach::Connect))
             }
-            (SocketAttach::Connect, Err(why)) => (None, AttachOutcome::ConnectRefused(why)),
-            (SocketAttach::Bind, Err(why)) => {
-                let here = source
+            (SocketAttach::Connect, Err(reason)) => (None, AttachOutcome::ConnectRefused(reason)),
+            (SocketAttach::Bind, Err(reason)) => {
+                let local_endpoint = source
                     .endpoint
                     .replacen("//*:", "//127.0.0.1:", 1)
                     .replacen("//0.0.0.0:", "//127.0.0.1:", 1);
-                match EventProbe::open(&here, SocketAttach::Connect, self.max_message()).await {
-                    Ok(socket) => (Some(socket), AttachOutcome::EngineMayBind(here)),
-                    Err(_) => (None, AttachOutcome::BindRefused(why)),
+                match EventProbe::open(&local_endpoint, SocketAttach::Connect, self.max_message())
+                    .await
+                {
+                    Ok(socket) => (Some(socket), AttachOutcome::EngineMayBind(local_endpoint)),
+                    Err(_) => (None, AttachOutcome::BindRefused(reason)),
                 }
             }
             (SocketAttach::Bind, Ok(mut socket)) => {
@@ -88,9 +97,11 @@ impl FactCollector<'_> {
                 }
                 drop(socket);
                 let port = source.endpoint.rsplit(':').next().unwrap_or_default();
-                let there = format!("tcp://{}:{port}", worker.endpoint.0.ip());
-                match EventProbe::open(&there, SocketAttach::Connect, self.max_message()).await {
-                    Ok(socket) => (Some(socket), AttachOutcome::EngineBinds(there)),
+                let engine_endpoint = format!("tcp://{}:{port}", worker.endpoint.0.ip());
+                match EventProbe::open(&engine_endpoint, SocketAttach::Connect, self.max_message())
+                    .await
+                {
+                    Ok(socket) => (Some(socket), AttachOutcome::EngineBinds(engine_endpoint)),
                     Err(_) => (None, AttachOutcome::NoPeer),
                 }
             }

@@ -12,8 +12,8 @@ use zeromq::{PubSocket, Socket as _, SocketSend as _};
 use super::*;
 use crate::config::WorkerSource;
 
-/// The batch that the doctor receives from an engine that publishes payloads of 2 MiB.
-async fn received(max_message: Size) -> ProbedBatch {
+/// Returns the batch that doctor receives from an engine that publishes payloads of 2 MiB.
+async fn receive_batch(max_message: Size) -> ProbedBatch {
     let text = json!({
         "models": [{"name": "m"}],
         "workers": {"list": [{"id": 1, "endpoint": "127.0.0.1:1"}]},
@@ -22,13 +22,12 @@ async fn received(max_message: Size) -> ProbedBatch {
     let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes());
     let config = config.unwrap_or_else(|errors| panic!("{errors:?}"));
     let client = EngineClient::new(&config.engines.http).unwrap();
-    let patience = Duration::from_secs(5);
     let progress = DoctorProgress::default();
     let collector = FactCollector {
         config: &config,
         client,
         models: HashMap::new(),
-        timeout: patience,
+        timeout: Duration::from_secs(5),
         sends_canaries: false,
         progress,
     };
@@ -73,7 +72,8 @@ async fn received(max_message: Size) -> ProbedBatch {
     message
 }
 
-/// Answers `/health`, and begins every other answer without completing it.
+/// Starts an engine that responds to `/health`, and begins every other response without completing
+/// it. Returns its address.
 async fn stalling_engine() -> std::net::SocketAddr {
     use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -106,16 +106,15 @@ async fn stalling_engine_leaves_facts_of_complete_steps() {
     });
     let config = Config::parse(Path::new("warmroute.yaml"), text.to_string().as_bytes()).unwrap();
     let WorkerSource::Fixed(workers) = config.worker_source() else {
-        panic!("another source")
+        panic!("the workers are not a fixed list")
     };
     let client = EngineClient::new(&config.engines.http).unwrap();
-    let patience = Duration::from_secs(60);
     let progress = DoctorProgress::default();
     let collector = FactCollector {
         config: &config,
         client,
         models: HashMap::new(),
-        timeout: patience,
+        timeout: Duration::from_secs(60),
         sends_canaries: true,
         progress,
     };
@@ -130,30 +129,27 @@ async fn stalling_engine_leaves_facts_of_complete_steps() {
     );
     assert!(facts.health.is_ok(), "{:?}", facts.health);
     let found = check_worker(&facts);
-    let overdue = found
+    let finding = found
         .iter()
-        .find(|one| one.check == "engine.deadline")
+        .find(|finding| finding.check == "engine.deadline")
         .unwrap();
     assert!(
-        overdue
+        finding
             .message
             .starts_with("not complete within 3s: rank 0: KV events and canary"),
         "{}",
-        overdue.message
+        finding.message
     );
 }
 
 #[tokio::test]
 async fn event_messages_have_the_configured_limit() {
-    let limited = received(Size::mib(1)).await;
+    let limited = receive_batch(Size::mib(1)).await;
     assert_eq!(
         limited.batch,
         Err("a message exceeds the message limit".to_owned())
     );
-    let whole = received(Size::mib(3)).await;
-    assert_ne!(
-        whole.batch, limited.batch,
-        "it is received, although it is not a batch"
-    );
-    assert_eq!(whole.topic, "kv");
+    let complete = receive_batch(Size::mib(3)).await;
+    assert_ne!(complete.batch, limited.batch, "the message is not received");
+    assert_eq!(complete.topic, "kv");
 }

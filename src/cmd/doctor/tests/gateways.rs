@@ -1,4 +1,4 @@
-//! Findings for configurations that control planes generate: unchanged and with planted faults.
+//! Findings for configurations that control planes generate, unchanged and with injected faults.
 //! Fixes must name fields of the control plane's resources.
 
 mod clusters;
@@ -23,31 +23,31 @@ const PICKER: &str = "outbound|9002||warmroute.inference.svc.cluster.local";
 
 const AI_PICKER: &str = "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc";
 
-/// Configuration dump that Envoy shows for a configuration file.
+/// Returns the configuration dump that Envoy shows for a generated configuration file.
 fn generated(name: &str) -> Value {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/data/gateways")
         .join(format!("{name}.yaml"));
     let bootstrap: Value = serde_saphyr::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
-    let wrapped = |list: &str, key: &str| -> Value {
+    let wrap_items = |list: &str, key: &str| -> Value {
         let items = bootstrap["static_resources"][list].as_array().unwrap();
         items.iter().map(|item| json!({key: item})).collect()
     };
     json!({"configs": [
         {"@type": "x/envoy.admin.v3.BootstrapConfigDump", "bootstrap": bootstrap},
-        {"@type": "x/envoy.admin.v3.ClustersConfigDump", "static_clusters": wrapped("clusters", "cluster")},
-        {"@type": "x/envoy.admin.v3.ListenersConfigDump", "static_listeners": wrapped("listeners", "listener")},
+        {"@type": "x/envoy.admin.v3.ClustersConfigDump", "static_clusters": wrap_items("clusters", "cluster")},
+        {"@type": "x/envoy.admin.v3.ListenersConfigDump", "static_listeners": wrap_items("listeners", "listener")},
     ]})
 }
 
-/// warmroute.yaml of the manifests, with the addresses of the workers.
+/// Returns the warmroute.yaml of the manifests, with the addresses of the workers.
 fn shipped(name: &str, page: &Value) -> Value {
     let clusters = page["configs"][1]["static_clusters"].as_array().unwrap();
     let endpoints = clusters
         .iter()
-        .filter(|one| one.to_string().contains("OverrideHost"))
-        .flat_map(|one| {
-            let hosts = one["cluster"]["load_assignment"]["endpoints"][0]["lb_endpoints"]
+        .filter(|item| item.to_string().contains("OverrideHost"))
+        .flat_map(|item| {
+            let hosts = item["cluster"]["load_assignment"]["endpoints"][0]["lb_endpoints"]
                 .as_array()
                 .unwrap();
             hosts.iter().map(|host| {
@@ -85,40 +85,46 @@ fn shipped(name: &str, page: &Value) -> Value {
     config
 }
 
-/// Returns all findings except `ok`, after a change of both sides.
+/// Returns all findings except `ok`, after a change of the dump and of warmroute's configuration.
 fn found_after(name: &str, change: impl FnOnce(&mut Value, &mut Value)) -> Vec<Finding> {
     let mut page = generated(name);
     let mut config = shipped(name, &page);
     change(&mut page, &mut config);
     let mut found = findings(&page, &config);
-    found.retain(|one| one.level != FindingLevel::Ok);
+    found.retain(|finding| finding.level != FindingLevel::Ok);
     found
 }
 
+/// Returns level and check of the findings, sorted.
 fn checks(found: &[Finding]) -> Vec<(FindingLevel, &'static str)> {
-    let mut checks: Vec<_> = found.iter().map(|one| (one.level, one.check)).collect();
+    let mut checks: Vec<_> = found
+        .iter()
+        .map(|finding| (finding.level, finding.check))
+        .collect();
     checks.sort_unstable();
     checks
 }
 
 /// Returns the only finding of a check.
-fn of<'f>(found: &'f [Finding], check: &str) -> &'f Finding {
-    let mut of_check = found.iter().filter(|one| one.check == check);
-    let first = of_check
+fn finding_of<'f>(found: &'f [Finding], check: &str) -> &'f Finding {
+    let mut matching = found.iter().filter(|finding| finding.check == check);
+    let first = matching
         .next()
         .unwrap_or_else(|| panic!("no {check}:\n{}", print(found)));
-    assert!(of_check.next().is_none(), "two {check}:\n{}", print(found));
+    assert!(matching.next().is_none(), "two {check}:\n{}", print(found));
     first
 }
 
+/// Returns the fix of the only finding of a check.
 fn fix<'f>(found: &'f [Finding], check: &str) -> &'f str {
-    let finding = of(found, check);
+    let finding = finding_of(found, check);
     finding
         .fix
         .as_deref()
         .unwrap_or_else(|| panic!("no fix: {finding:?}"))
 }
 
+/// Returns the HTTP connection manager.
 fn manager(page: &mut Value) -> &mut Value {
     let listener = &mut items(page, "static_listeners")[0]["listener"];
     let chain = if listener["filter_chains"].is_array() {
@@ -137,8 +143,8 @@ fn overrides(page: &mut Value) -> &mut Value {
     &mut route(page)["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]
 }
 
-/// As in the manifests: a server name, a connect timeout, and pings.
-fn repaired_istio(page: &mut Value) {
+/// Applies the settings of the manifests: a server name, a connect timeout, and pings.
+fn apply_manifest_settings(page: &mut Value) {
     let picker = cluster(page, PICKER);
     picker["connect_timeout"] = json!("1s");
     picker["transport_socket"]["typed_config"]["sni"] =
@@ -152,26 +158,32 @@ fn repaired_istio(page: &mut Value) {
 #[test]
 fn authority_without_pool_is_found() {
     for name in ["istio-as-generated", AI_GATEWAY, ENVOY_GATEWAY] {
-        let confine = |service: &'static str| {
+        let found_with_authority = |service: &'static str| {
             found_after(name, |_, config| {
                 config["routing"]["pool_routes"] =
                     json!({"authorities": {service: "inference/vllm-qwen"}})
             })
         };
-        let found = confine("warmroute.inference");
+        let found = found_with_authority("warmroute.inference");
         assert!(
-            found.iter().all(|one| one.check != "envoy.pool_authority"),
+            found
+                .iter()
+                .all(|finding| finding.check != "envoy.pool_authority"),
             "{}",
             print(&found)
         );
-        let found = confine("warmroute-other.inference");
-        assert_eq!(of(&found, "envoy.pool_authority").level, Warning, "{name}");
+        let found = found_with_authority("warmroute-other.inference");
+        assert_eq!(
+            finding_of(&found, "envoy.pool_authority").level,
+            Warning,
+            "{name}"
+        );
     }
 }
 
 #[test]
-fn generated_configurations_have_only_true_findings() {
-    let frozen = [
+fn generated_configurations_have_only_valid_findings() {
+    let stall_findings = [
         (Warning, "envoy.connect_timeout"),
         (Warning, "envoy.keepalive"),
     ];
@@ -181,10 +193,10 @@ fn generated_configurations_have_only_true_findings() {
         (Note, "envoy.full_duplex"),
     ];
     let cases: [(&str, Vec<(FindingLevel, &str)>); 5] = [
-        (ISTIO, [&frozen[..], &istio].concat()),
+        (ISTIO, [&stall_findings[..], &istio].concat()),
         (
             "istio-as-generated",
-            [&[(Error, "envoy.server_name")], &frozen[..], &istio].concat(),
+            [&[(Error, "envoy.server_name")], &stall_findings[..], &istio].concat(),
         ),
         (ISTIO_BUFFERED, vec![(Note, "envoy.client_headers")]),
         (
@@ -219,9 +231,9 @@ fn generated_configurations_have_only_true_findings() {
 #[test]
 fn istio_with_shipped_settings_has_no_warnings() {
     for name in [ISTIO, "istio-as-generated"] {
-        let found = found_after(name, |page, _| repaired_istio(page));
+        let found = found_after(name, |page, _| apply_manifest_settings(page));
         assert!(
-            found.iter().all(|one| one.level == Note),
+            found.iter().all(|finding| finding.level == Note),
             "{name}:\n{}",
             print(&found)
         );
@@ -231,7 +243,7 @@ fn istio_with_shipped_settings_has_no_warnings() {
 #[test]
 fn full_duplex_failure_mode_is_a_note() {
     let found = found_after(ISTIO, |_, _| {});
-    let note = of(&found, "envoy.failure_mode");
+    let note = finding_of(&found, "envoy.failure_mode");
     assert_eq!(note.level, Note);
     assert!(
         note.message
@@ -242,16 +254,16 @@ fn full_duplex_failure_mode_is_a_note() {
     assert!(
         !found_after(ISTIO_BUFFERED, |_, _| {})
             .iter()
-            .any(|one| one.check == "envoy.failure_mode")
+            .any(|finding| finding.check == "envoy.failure_mode")
     );
 }
 
 #[test]
 fn suppressed_headers_need_client_traffic_policy() {
     let found = found_after(AI_GATEWAY, |_, _| {});
-    let words = fix(&found, "envoy.suppressed_headers");
+    let text = fix(&found, "envoy.suppressed_headers");
     assert_eq!(
-        words,
+        text,
         "in a ClientTrafficPolicy for the Gateway `inference/inference-gateway` write `headers: \
         {enableEnvoyHeaders: true}`"
     );
@@ -263,18 +275,22 @@ fn suppressed_headers_need_client_traffic_policy() {
             .unwrap();
         remove(&mut router["typed_config"], "suppress_envoy_headers");
     });
-    assert!(!found.iter().any(|one| matches!(
-        one.check,
+    assert!(!found.iter().any(|finding| matches!(
+        finding.check,
         "envoy.suppressed_headers" | "envoy.response_attributes"
     )));
-    // Envoy Gateway alone also suppresses them, and its policy requests attributes.
+    // Envoy Gateway without the AI Gateway also suppresses them, but its policy requests
+    // attributes.
     let found = found_after(ENVOY_GATEWAY, |page, _| {
         drop(remove(
             &mut manager(page)["http_filters"][0]["typed_config"],
             "response_attributes",
         ));
     });
-    assert_eq!(of(&found, "envoy.suppressed_headers").level, Warning);
+    assert_eq!(
+        finding_of(&found, "envoy.suppressed_headers").level,
+        Warning
+    );
 }
 
 #[test]
@@ -285,7 +301,7 @@ fn attributes_of_route_override_do_not_count() {
         let policy = &mut cluster(page, target)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
         drop(remove(&mut policy["typed_config"], "selected_host_key"));
     });
-    let finding = of(&found, "envoy.response_attributes");
+    let finding = finding_of(&found, "envoy.response_attributes");
     assert!(
         finding
             .message
@@ -293,10 +309,10 @@ fn attributes_of_route_override_do_not_count() {
         "{}",
         finding.message
     );
-    let words = fix(&found, "envoy.response_attributes");
+    let text = fix(&found, "envoy.response_attributes");
     assert!(
-        words.starts_with("in an EnvoyFilter with `applyTo: HTTP_FILTER`"),
-        "{words}"
+        text.starts_with("in an EnvoyFilter with `applyTo: HTTP_FILTER`"),
+        "{text}"
     );
     let found = found_after(ISTIO, |page, _| {
         let target = "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local";
@@ -308,7 +324,7 @@ fn attributes_of_route_override_do_not_count() {
     assert!(
         !found
             .iter()
-            .any(|one| one.check == "envoy.response_attributes"),
+            .any(|finding| finding.check == "envoy.response_attributes"),
         "{}",
         print(&found)
     );
@@ -317,7 +333,7 @@ fn attributes_of_route_override_do_not_count() {
 #[test]
 fn overrides_of_several_levels_are_merged() {
     let found = found_after(ISTIO, |page, _| {
-        repaired_istio(page);
+        apply_manifest_settings(page);
         // The virtual host sets the service, the route the other fields.
         let service = remove(overrides(page), "grpc_service");
         let host = &mut manager(page)["route_config"]["virtual_hosts"][0];
@@ -326,11 +342,11 @@ fn overrides_of_several_levels_are_merged() {
             "overrides": {"grpc_service": service, "failure_mode_allow": false},
         });
         overrides(page)["metadata_options"] =
-            json!({"forwarding_namespaces": {"untyped": ["envoy.lb", "more"]}});
+            json!({"forwarding_namespaces": {"untyped": ["envoy.lb", "other"]}});
         overrides(page)["grpc_initial_metadata"] = json!([{"key": "x", "value": "y"}]);
     });
     assert!(
-        found.iter().all(|one| one.level == Note),
+        found.iter().all(|finding| finding.level == Note),
         "{}",
         print(&found)
     );
@@ -352,22 +368,23 @@ fn cors_filter_is_named_as_cause_of_lost_override() {
         }});
     };
     let found = found_after(ISTIO, |page, _| cors(page));
-    let lost = of(&found, "envoy.route_override");
+    let finding = finding_of(&found, "envoy.route_override");
     assert_eq!(
-        (lost.level, lost.subject.as_str()),
+        (finding.level, finding.subject.as_str()),
         (Error, "listener 0.0.0.0_80, route inference.qwen.0")
     );
     assert!(
-        lost.message
+        finding
+            .message
             .contains("Istio drops the override of a rule with CORS"),
         "{}",
-        lost.message
+        finding.message
     );
     assert!(
         fix(&found, "envoy.route_override")
             .starts_with("remove the CORS filter from the rule of the HTTPRoute")
     );
-    // The same next to a route that retains its override.
+    // A route with its override does not hide the finding of the other route.
     let found = found_after(ISTIO, |page, _| {
         let mut other = route(page).clone();
         other["name"] = json!("inference.other.0");
@@ -377,26 +394,30 @@ fn cors_filter_is_named_as_cause_of_lost_override() {
             .unwrap()
             .push(other);
     });
-    assert!(of(&found, "envoy.route_override").message.contains("CORS"));
+    assert!(
+        finding_of(&found, "envoy.route_override")
+            .message
+            .contains("CORS")
+    );
     assert!(
         !found
             .iter()
-            .any(|one| one.level == Error && one.check != "envoy.route_override"),
+            .any(|finding| finding.level == Error && finding.check != "envoy.route_override"),
         "{}",
         print(&found)
     );
     // A route of the same Gateway to another service does not concern warmroute.
     let found = found_after(ISTIO, |page, _| {
-        let mut foreign = route(page).clone();
-        remove(&mut foreign, "typed_per_filter_config");
-        foreign["route"]["cluster"] = json!(PICKER);
+        let mut other_service = route(page).clone();
+        remove(&mut other_service, "typed_per_filter_config");
+        other_service["route"]["cluster"] = json!(PICKER);
         manager(page)["route_config"]["virtual_hosts"][0]["routes"]
             .as_array_mut()
             .unwrap()
-            .push(foreign);
+            .push(other_service);
     });
     assert!(
-        !found.iter().any(|one| one.level == Error),
+        !found.iter().any(|finding| finding.level == Error),
         "{}",
         print(&found)
     );
@@ -405,15 +426,15 @@ fn cors_filter_is_named_as_cause_of_lost_override() {
 #[test]
 fn missing_retry_names_what_control_plane_can_set() {
     let found = found_after(ENVOY_GATEWAY, |_, _| {});
-    let words = fix(&found, "envoy.retry");
+    let text = fix(&found, "envoy.retry");
     assert!(
-        words.contains(
+        text.contains(
             "BackendTrafficPolicy for the HTTPRoute `inference/qwen` write `retry: {numRetries: 5"
         ),
-        "{words}"
+        "{text}"
     );
     let found = found_after(AI_GATEWAY, |_, _| {});
-    let note = of(&found, "envoy.retry");
+    let note = finding_of(&found, "envoy.retry");
     assert!(
         note.message.contains("requests to a dead worker get 503"),
         "{}",
@@ -434,7 +455,7 @@ fn buffered_ai_gateway_names_annotation() {
         modes["request_body_mode"] = json!("BUFFERED");
         modes["response_body_mode"] = json!("BUFFERED");
     });
-    let limit = of(&found, "envoy.body_limit");
+    let limit = finding_of(&found, "envoy.body_limit");
     assert_eq!(limit.level, Error);
     assert!(
         limit
@@ -472,9 +493,9 @@ fn filter_of_second_pool_is_checked() {
     });
     let pickers = found
         .iter()
-        .filter(|one| one.check == "envoy.circuit_breakers" && one.level == Error);
+        .filter(|finding| finding.check == "envoy.circuit_breakers" && finding.level == Error);
     assert_eq!(pickers.count(), 2, "{}", print(&found));
-    assert_eq!(of(&found, "envoy.response_trailers").level, Error);
+    assert_eq!(finding_of(&found, "envoy.response_trailers").level, Error);
 }
 
 #[test]
@@ -492,5 +513,5 @@ fn unseen_routes_of_istio_are_skipped_without_findings() {
         "{}",
         print(&found)
     );
-    assert_eq!(of(&found, "envoy.filter").level, Skipped);
+    assert_eq!(finding_of(&found, "envoy.filter").level, Skipped);
 }

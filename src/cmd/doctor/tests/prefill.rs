@@ -1,36 +1,39 @@
-//! Checks of mirrored requests and of retries, with one fault each.
+//! Checks of mirrored requests and of retries, with one injected fault each.
 
 use serde_json::{Value, json};
 use warmroute_doctor::finding::FindingLevel;
 
-use super::{Plant, cluster, host, items, options, planted, remove, swap};
+use super::{
+    Fault, cluster, http_options, inject_fault, items, remove, replace_text, virtual_host,
+};
 
-/// Every action with mirror policies.
-fn copying(page: &mut Value, mut change: impl FnMut(&mut Value)) {
-    for route in host(page)["routes"].as_array_mut().unwrap() {
+/// Changes every route action with mirror policies.
+fn for_each_mirror_action(page: &mut Value, mut change: impl FnMut(&mut Value)) {
+    for route in virtual_host(page)["routes"].as_array_mut().unwrap() {
         if route["route"]["request_mirror_policies"].is_array() {
             change(&mut route["route"]);
         }
     }
 }
 
-/// The upstream filter for retries.
-fn retry_filter(page: &mut Value) -> &mut Value {
-    &mut options(page)["http_filters"][0]["typed_config"]
+/// Returns the matcher around the upstream filter for retries.
+fn retry_matcher(page: &mut Value) -> &mut Value {
+    &mut http_options(page)["http_filters"][0]["typed_config"]
 }
 
-fn inner(page: &mut Value) -> &mut Value {
-    &mut retry_filter(page)["extension_config"]["typed_config"]
+/// Returns the ext_proc filter for retries.
+fn inner_filter(page: &mut Value) -> &mut Value {
+    &mut retry_matcher(page)["extension_config"]["typed_config"]
 }
 
-type MirrorFault = (&'static str, Plant, &'static str, &'static str);
+type MirrorFault = (&'static str, Fault, &'static str, &'static str);
 
-/// Faults of the mirror policy: name, change, check and words of the fix.
+/// Faults of the mirror policy: name, fault, failing check and text of the fix.
 const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
     (
-        "none",
+        "no mirror policy",
         |page, _| {
-            copying(page, |action| {
+            for_each_mirror_action(page, |action| {
                 drop(remove(action, "request_mirror_policies"))
             })
         },
@@ -38,9 +41,9 @@ const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
         "cluster_header",
     ),
     (
-        "of everything",
+        "a copy of every request",
         |page, _| {
-            copying(page, |action| {
+            for_each_mirror_action(page, |action| {
                 action["request_mirror_policies"] = json!([{"cluster": "prefill"}])
             })
         },
@@ -48,15 +51,15 @@ const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
         "and no other policy",
     ),
     (
-        "of everything, by a cluster",
-        |page, _| options(page)["request_mirror_policies"] = json!([{"cluster": "prefill"}]),
+        "a copy of every request, by the cluster",
+        |page, _| http_options(page)["request_mirror_policies"] = json!([{"cluster": "prefill"}]),
         "envoy.mirror",
         "and no other policy",
     ),
     (
-        "of every tenth",
+        "a copy of every tenth request",
         |page, _| {
-            copying(page, |action| {
+            for_each_mirror_action(page, |action| {
                 action["request_mirror_policies"][0]["runtime_fraction"] =
                     json!({"default_value": {"numerator": 10}});
             });
@@ -65,8 +68,8 @@ const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
         "remove `runtime_fraction`",
     ),
     (
-        "the header is gone before",
-        |page, _| host(page)["request_headers_to_remove"] = json!(["x-prefill-cluster"]),
+        "the header is removed first",
+        |page, _| virtual_host(page)["request_headers_to_remove"] = json!(["x-prefill-cluster"]),
         "envoy.mirror",
         "remove `x-prefill-cluster`",
     ),
@@ -76,17 +79,17 @@ const MIRROR_POLICY_FAULTS: [MirrorFault; 5] = [
 const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
     (
         "no such cluster",
-        |page, _| swap(page, r#""name":"prefill""#, r#""name":"zz""#),
+        |page, _| replace_text(page, r#""name":"prefill""#, r#""name":"zz""#),
         "envoy.mirror_cluster",
         "add the cluster `prefill`",
     ),
     (
-        "to any worker",
+        "copies to any worker",
         |page, _| {
-            swap(
+            replace_text(
                 page,
                 r#""key":"x-prefill-destination""#,
-                r#""key":"elsewhere""#,
+                r#""key":"x-other""#,
             )
         },
         "envoy.mirror_cluster",
@@ -104,9 +107,9 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
         "in the `eds_cluster_config` of cluster `prefill` write `service_name: workers`",
     ),
     (
-        "the same of a cluster behind the others in the alphabet",
+        "the same for a cluster that sorts last",
         |page, config| {
-            swap(page, r#""name":"prefill""#, r#""name":"zz""#);
+            replace_text(page, r#""name":"prefill""#, r#""name":"zz""#);
             config["models"][0]["prefill"]["cluster"] = json!("zz");
             remove(
                 &mut cluster(page, "zz")["eds_cluster_config"],
@@ -117,7 +120,7 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
         "in the `eds_cluster_config` of cluster `zz` write `service_name: workers`",
     ),
     (
-        "Envoy's own limits",
+        "default circuit breakers",
         |page, _| drop(remove(cluster(page, "prefill"), "circuit_breakers")),
         "envoy.circuit_breakers",
         "in cluster `prefill` write `circuit_breakers",
@@ -133,7 +136,7 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
         "`fallback_policy` of cluster `prefill`",
     ),
     (
-        "endpoints of its own",
+        "a separate list of endpoints",
         |page, _| {
             let cluster = cluster(page, "prefill");
             remove(cluster, "eds_cluster_config");
@@ -146,63 +149,67 @@ const MIRROR_CLUSTER_FAULTS: [MirrorFault; 7] = [
 
 #[test]
 fn mirror_faults_are_found() {
-    for (name, plant, check, words) in MIRROR_POLICY_FAULTS
+    for (name, fault, check, text) in MIRROR_POLICY_FAULTS
         .into_iter()
         .chain(MIRROR_CLUSTER_FAULTS)
     {
-        let (found, fixes) = planted("disaggregated-mirror", plant);
+        let (found, fixes) = inject_fault("disaggregated-mirror", fault);
         let level = if check == "envoy.mirror_fallback" {
             FindingLevel::Warning
         } else {
             FindingLevel::Error
         };
         assert_eq!(found, [(level, check)], "{name}");
-        assert!(fixes.contains(words), "{name}: {fixes}");
+        assert!(fixes.contains(text), "{name}: {fixes}");
     }
 }
 
 /// Moves the mirror policies to another level.
-fn policies_at(page: &mut Value, put: fn(&mut Value) -> &mut Value) {
+fn move_policies(page: &mut Value, level: fn(&mut Value) -> &mut Value) {
     let mut policies = Value::Null;
-    copying(page, |action| {
+    for_each_mirror_action(page, |action| {
         policies = remove(action, "request_mirror_policies")
     });
-    put(page)["request_mirror_policies"] = policies;
+    level(page)["request_mirror_policies"] = policies;
 }
 
 #[test]
 fn mirror_policy_of_any_level_is_accepted() {
-    let well: [(&str, Plant); 6] = [
-        ("by the virtual host", |page, _| policies_at(page, host)),
-        ("by the route configuration", |page, _| {
-            policies_at(page, |page| {
+    let accepted: [(&str, Fault); 6] = [
+        ("policy of the virtual host", |page, _| {
+            move_policies(page, virtual_host)
+        }),
+        ("policy of the route configuration", |page, _| {
+            move_policies(page, |page| {
                 let listener = &mut items(page, "static_listeners")[0]["listener"];
                 &mut listener["filter_chains"][0]["filters"][0]["typed_config"]["route_config"]
             });
         }),
-        ("by the cluster", |page, _| policies_at(page, options)),
-        ("all of them, in words", |page, _| {
-            copying(page, |action| {
+        ("policy of the cluster", |page, _| {
+            move_policies(page, http_options)
+        }),
+        ("an explicit fraction of all requests", |page, _| {
+            for_each_mirror_action(page, |action| {
                 let all =
                     json!({"default_value": {"numerator": 10_000, "denominator": "TEN_THOUSAND"}});
                 action["request_mirror_policies"][0]["runtime_fraction"] = all;
             });
         }),
-        ("another header is gone", |page, _| {
-            host(page)["request_headers_to_remove"] = json!(["x-secret"])
+        ("another header is removed", |page, _| {
+            virtual_host(page)["request_headers_to_remove"] = json!(["x-secret"])
         }),
-        ("a route to workers of another model", |page, config| {
+        ("a route to the workers of another model", |page, config| {
             let mut others = cluster(page, "workers").clone();
             others["name"] = json!("others");
             remove(&mut others, "eds_cluster_config");
             let at = json!({"socket_address": {"address": "127.0.0.1", "port_value": 9001}});
             others["load_assignment"] = json!({"cluster_name": "others", "endpoints": [{"lb_endpoints": [{"endpoint": {"address": at}}]}]});
             items(page, "static_clusters").push(json!({"cluster": others}));
-            let mut route = host(page)["routes"][0].clone();
+            let mut route = virtual_host(page)["routes"][0].clone();
             route["match"] = json!({"prefix": "/other/"});
             route["route"]["cluster"] = json!("others");
             remove(&mut route["route"], "request_mirror_policies");
-            host(page)["routes"]
+            virtual_host(page)["routes"]
                 .as_array_mut()
                 .unwrap()
                 .insert(0, route);
@@ -217,9 +224,9 @@ fn mirror_policy_of_any_level_is_accepted() {
             workers.push(json!({"id": 3, "model": "other", "endpoint": "127.0.0.1:9001"}));
         }),
     ];
-    for (name, plant) in well {
+    for (name, fault) in accepted {
         assert_eq!(
-            planted("disaggregated-mirror", plant),
+            inject_fault("disaggregated-mirror", fault),
             (Vec::new(), String::new()),
             "{name}"
         );
@@ -228,116 +235,134 @@ fn mirror_policy_of_any_level_is_accepted() {
 
 #[test]
 fn retry_filter_is_required_for_late_retries() {
-    let no_late: Plant = |page, _| {
-        remove(options(page), "http_filters");
+    let no_late_retries: Fault = |page, _| {
+        remove(http_options(page), "http_filters");
         let safe = "connect-failure,refused-stream,reset-before-request";
-        swap(page, &format!("{safe},reset,retriable-status-codes"), safe);
+        replace_text(page, &format!("{safe},reset,retriable-status-codes"), safe);
     };
-    let all_tries: Plant = |page, _| {
-        let inner = retry_filter(page)["extension_config"]["typed_config"].take();
-        options(page)["http_filters"][0]["typed_config"] = inner;
-        remove(host(page), "include_request_attempt_count");
+    let every_attempt: Fault = |page, _| {
+        let inner = retry_matcher(page)["extension_config"]["typed_config"].take();
+        http_options(page)["http_filters"][0]["typed_config"] = inner;
+        remove(virtual_host(page), "include_request_attempt_count");
     };
     for name in ["disaggregated-call", "disaggregated-mirror"] {
-        for (what, plant) in [("no late tries", no_late), ("all tries", all_tries)] {
+        for (fault_name, fault) in [
+            ("no late retries", no_late_retries),
+            ("every attempt", every_attempt),
+        ] {
             assert_eq!(
-                planted(name, plant),
+                inject_fault(name, fault),
                 (Vec::new(), String::new()),
-                "{name}: {what}"
+                "{name}: {fault_name}"
             );
         }
     }
 }
 
-/// Faults of the retry filter: name, change and words of the fix.
-const RETRY_FILTER_FAULTS: [(&str, Plant, &str); 9] = [
+/// Faults of the retry filter: name, fault and text of the fix.
+const RETRY_FILTER_FAULTS: [(&str, Fault, &str); 9] = [
     (
         "no filter",
-        |page, _| drop(remove(options(page), "http_filters")),
+        |page, _| drop(remove(http_options(page), "http_filters")),
         "in cluster `workers` write the `http_filters`",
     ),
     (
-        "no word of itself",
-        |page, _| drop(remove(&mut inner(page)["grpc_service"], "initial_metadata")),
+        "no initial metadata",
+        |page, _| {
+            drop(remove(
+                &mut inner_filter(page)["grpc_service"],
+                "initial_metadata",
+            ))
+        },
         "write the `http_filters`",
     ),
     (
         "another server",
-        |page, _| inner(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("workers"),
+        |page, _| {
+            inner_filter(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("workers")
+        },
         "write the `grpc_service` of the main filter",
     ),
     (
         "no body",
-        |page, _| inner(page)["processing_mode"]["request_body_mode"] = json!("NONE"),
+        |page, _| inner_filter(page)["processing_mode"]["request_body_mode"] = json!("NONE"),
         "`request_body_mode: BUFFERED`",
     ),
     (
         "no address",
-        |page, _| drop(remove(inner(page), "request_attributes")),
+        |page, _| drop(remove(inner_filter(page), "request_attributes")),
         "`request_attributes: [upstream.address]`",
     ),
     (
-        "no exchange",
-        |page, _| drop(remove(inner(page), "metadata_options")),
+        "no exchange id",
+        |page, _| drop(remove(inner_filter(page), "metadata_options")),
         "`metadata_options: {forwarding_namespaces: {untyped: [warmroute]}}`",
     ),
     (
-        "nothing behind it",
-        |page, _| drop(options(page)["http_filters"].as_array_mut().unwrap().pop()),
+        "no upstream codec",
+        |page, _| {
+            drop(
+                http_options(page)["http_filters"]
+                    .as_array_mut()
+                    .unwrap()
+                    .pop(),
+            )
+        },
         "move `envoy.filters.http.upstream_codec` to the end",
     ),
     (
-        "attempts that are not counted",
-        |page, _| drop(remove(host(page), "include_request_attempt_count")),
+        "no attempt count",
+        |page, _| drop(remove(virtual_host(page), "include_request_attempt_count")),
         "`include_request_attempt_count: true`",
     ),
     (
         "another header",
-        |page, _| swap(page, "x-envoy-attempt-count", "x-attempt"),
+        |page, _| replace_text(page, "x-envoy-attempt-count", "x-attempt"),
         "write its `xds_matcher`",
     ),
 ];
+
 #[test]
 fn retry_filter_faults_are_found() {
     for name in ["disaggregated-call", "disaggregated-mirror"] {
-        for (what, plant, words) in &RETRY_FILTER_FAULTS {
-            let (found, fixes) = planted(name, plant);
+        for (fault_name, fault, text) in &RETRY_FILTER_FAULTS {
+            let (found, fixes) = inject_fault(name, fault);
             assert_eq!(
                 found,
                 [(FindingLevel::Error, "envoy.retry_filter")],
-                "{name}: {what}"
+                "{name}: {fault_name}"
             );
-            assert!(fixes.contains(words), "{name}: {what}: {fixes}");
+            assert!(fixes.contains(text), "{name}: {fault_name}: {fixes}");
         }
     }
 }
 
 #[test]
 fn retry_filter_faults_of_called_prefills_are_found() {
-    let of_call: [(&str, Plant, &str); 3] = [
+    let faults: [(&str, Fault, &str); 3] = [
         (
-            "the first hand-over again",
-            |page, _| inner(page)["failure_mode_allow"] = json!(true),
+            "retries pass without warmroute",
+            |page, _| inner_filter(page)["failure_mode_allow"] = json!(true),
             "`failure_mode_allow: false`",
         ),
         (
-            "less time than a prefill takes",
-            |page, _| inner(page)["max_message_timeout"] = json!("40s"),
+            "a timeout below that of a prefill",
+            |page, _| inner_filter(page)["max_message_timeout"] = json!("40s"),
             "`max_message_timeout: 41s`",
         ),
         (
-            "longer prefills",
+            "a longer prefill timeout",
             |_, config| config["models"][0]["prefill"]["timeout"] = json!("31s"),
             "`max_message_timeout: 63s`",
         ),
     ];
-    for (what, plant, words) in of_call {
-        let (found, fixes) = planted("disaggregated-call", plant);
+    for (fault_name, fault, text) in faults {
+        let (found, fixes) = inject_fault("disaggregated-call", fault);
         assert_eq!(
             found,
             [(FindingLevel::Error, "envoy.retry_filter")],
-            "{what}"
+            "{fault_name}"
         );
-        assert!(fixes.contains(words), "{what}: {fixes}");
+        assert!(fixes.contains(text), "{fault_name}: {fixes}");
     }
 }

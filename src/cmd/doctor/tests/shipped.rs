@@ -1,4 +1,4 @@
-//! Checks of the shipped Envoy files, unchanged and with one fault each.
+//! Checks of the shipped Envoy files, unchanged and with one injected fault each.
 
 use serde_json::{Value, json};
 use warmroute_doctor::envoy::dump::EnvoyAddress;
@@ -30,8 +30,9 @@ fn shipped_configurations_have_no_problems() {
     }
 }
 
-/// The same configuration as from a control plane: all resources dynamic, with RDS and ECDS.
-fn by_control_plane(mut page: Value) -> Value {
+/// Converts a dump to the form that a control plane causes: all resources are dynamic, with RDS and
+/// ECDS.
+fn as_dynamic(mut page: Value) -> Value {
     let configs = page["configs"].as_array_mut().unwrap();
     let section = |configs: &mut Vec<Value>, kind: &str| {
         configs
@@ -73,54 +74,57 @@ fn by_control_plane(mut page: Value) -> Value {
 fn dynamic_resources_equal_static_ones() {
     let page = page("standalone");
     let config = config("standalone");
-    let found = findings(&by_control_plane(page.clone()), &config);
+    let found = findings(&as_dynamic(page.clone()), &config);
     assert_eq!(print(&found), print(&findings(&page, &config)));
 }
 
 #[test]
 fn route_overrides_apply_to_the_filter() {
     let route = r#""match":{"prefix":"/v1/"},"#;
-    let said = |what: &str| {
-        format!(r#"{route}"typed_per_filter_config":{{"envoy.filters.http.ext_proc":{what}}},"#)
+    let with_override = |filter_config: &str| {
+        format!(
+            r#"{route}"typed_per_filter_config":{{"envoy.filters.http.ext_proc":{filter_config}}},"#
+        )
     };
     let per_route = r#""@type":"t/envoy.extensions.filters.http.ext_proc.v3.ExtProcPerRoute""#;
-    let none = said(&format!(
+    let none = with_override(&format!(
         r#"{{{per_route},"overrides":{{"processing_mode":{{"response_trailer_mode":"SEND"}}}}}}"#
     ));
     assert_eq!(
-        changed(route, &none),
+        problems_after(route, &none),
         [(FindingLevel::Error, "envoy.request_body")]
     );
-    let closed = said(&format!(
+    let closed = with_override(&format!(
         r#"{{{per_route},"overrides":{{"failure_mode_allow":false}}}}"#
     ));
     assert_eq!(
-        changed(route, &closed),
+        problems_after(route, &closed),
         [(FindingLevel::Warning, "envoy.failure_mode")]
     );
-    let off = said(r#"{"@type":"t/envoy.config.route.v3.FilterConfig","disabled":true}"#);
+    let disabled =
+        with_override(r#"{"@type":"t/envoy.config.route.v3.FilterConfig","disabled":true}"#);
     assert_eq!(
-        changed(route, &off),
+        problems_after(route, &disabled),
         [(FindingLevel::Error, "envoy.filter")]
     );
-    let wrapped = said(&format!(
+    let wrapped = with_override(&format!(
         r#"{{"@type":"t/envoy.config.route.v3.FilterConfig","config":{{{per_route}}}}}"#
     ));
-    assert_eq!(changed(route, &wrapped), []);
-    // Disabled in the filter list and enabled by that route.
+    assert_eq!(problems_after(route, &wrapped), []);
+    // A filter that is disabled in the filter list and that no route enables.
     let name = r#""name":"envoy.filters.http.ext_proc","typed_config""#;
-    let off_in_list = r#""name":"envoy.filters.http.ext_proc","disabled":true,"typed_config""#;
+    let disabled_in_list = r#""name":"envoy.filters.http.ext_proc","disabled":true,"typed_config""#;
     assert_eq!(
-        changed(name, off_in_list),
+        problems_after(name, disabled_in_list),
         [(FindingLevel::Error, "envoy.filter")]
     );
 }
 
 #[test]
 fn filter_is_checked_without_routes_in_dump() {
-    // Routes that are missing in the dump, and a fault in the filter.
-    let elsewhere = |fault: fn(&mut Value)| {
-        let mut page = by_control_plane(page("standalone"));
+    // Removes the routes from the dump and injects a fault into the filter.
+    let problems_without_routes = |fault: fn(&mut Value)| {
+        let mut page = as_dynamic(page("standalone"));
         let configs = page["configs"].as_array_mut().unwrap();
         configs.retain(|config| {
             !config["@type"]
@@ -136,19 +140,20 @@ fn filter_is_checked_without_routes_in_dump() {
         let found = findings(&page, &config("standalone"));
         found
             .into_iter()
-            .filter(|one| one.level <= FindingLevel::Skipped)
-            .map(|one| (one.level, one.check))
+            .filter(|finding| finding.level <= FindingLevel::Skipped)
+            .map(|finding| (finding.level, finding.check))
             .collect::<Vec<_>>()
     };
     let skipped = (FindingLevel::Skipped, "envoy.filter");
-    assert_eq!(elsewhere(|_| {}), [skipped]);
-    let trailers =
-        elsewhere(|filter| filter["processing_mode"]["response_trailer_mode"] = json!("SKIP"));
+    assert_eq!(problems_without_routes(|_| {}), [skipped]);
+    let trailers = problems_without_routes(|filter| {
+        filter["processing_mode"]["response_trailer_mode"] = json!("SKIP")
+    });
     assert_eq!(
         trailers,
         [skipped, (FindingLevel::Error, "envoy.response_trailers")]
     );
-    let namespaces = elsewhere(|filter| {
+    let namespaces = problems_without_routes(|filter| {
         filter["metadata_options"]
             .as_object_mut()
             .unwrap()
@@ -162,13 +167,13 @@ fn filter_is_checked_without_routes_in_dump() {
 
 #[test]
 fn auto_sni_with_invalid_dns_name_is_an_error() {
-    let as_istio = |page: &mut Value, is_automatic: bool| {
-        swap(
+    let use_istio_cluster = |page: &mut Value, is_automatic: bool| {
+        replace_text(
             page,
             r#""cluster_name":"ext_proc""#,
             r#""cluster_name":"outbound|9002||picker.ns.svc""#,
         );
-        swap(
+        replace_text(
             page,
             r#""name":"ext_proc""#,
             r#""name":"outbound|9002||picker.ns.svc""#,
@@ -182,7 +187,7 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
         options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]["upstream_http_protocol_options"] =
             json!({"auto_sni": is_automatic});
     };
-    let (found, fixes) = planted("standalone", |page, _| as_istio(page, true));
+    let (found, fixes) = inject_fault("standalone", |page, _| use_istio_cluster(page, true));
     assert!(
         found.contains(&(FindingLevel::Error, "envoy.server_name")),
         "{found:?}"
@@ -191,7 +196,7 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
         fixes.contains("`trafficPolicy: {tls: {sni: picker.ns.svc}}`"),
         "{fixes}"
     );
-    let (found, _) = planted("standalone", |page, _| as_istio(page, false));
+    let (found, _) = inject_fault("standalone", |page, _| use_istio_cluster(page, false));
     assert!(
         !found.iter().any(|(_, check)| *check == "envoy.server_name"),
         "{found:?}"
@@ -201,7 +206,7 @@ fn auto_sni_with_invalid_dns_name_is_an_error() {
 #[test]
 fn missing_request_body_means_load_only_routing() {
     let mut hidden = page("standalone");
-    swap(
+    replace_text(
         &mut hidden,
         r#""request_body_mode":"BUFFERED""#,
         r#""request_body_mode":"NONE""#,
@@ -212,9 +217,9 @@ fn missing_request_body_means_load_only_routing() {
         .find(|finding| finding.check == "envoy.request_body")
         .unwrap();
     assert_eq!(body.level, FindingLevel::Error);
-    let seen = "request_body_mode: NONE: warmroute gets no prompt, so every request is routed by \
+    let expected_message = "request_body_mode: NONE: warmroute gets no prompt, so every request is routed by \
     load only";
-    assert_eq!(body.message, seen);
+    assert_eq!(body.message, expected_message);
 }
 
 #[test]
@@ -225,7 +230,7 @@ fn fallback_subset_without_workers_is_a_warning() {
             worker["role"] = json!("aggregated");
         }
     };
-    let (found, fixes) = planted("disaggregated-call", roles);
+    let (found, fixes) = inject_fault("disaggregated-call", roles);
     assert!(
         found.contains(&(FindingLevel::Warning, "envoy.fallback")),
         "{found:?}"
@@ -239,24 +244,24 @@ fn fallback_subset_without_workers_is_a_warning() {
 #[test]
 fn google_grpc_address_is_checked() {
     let cluster = r#""grpc_service":{"envoy_grpc":{"cluster_name":"ext_proc"}"#;
-    let by = |target: &str| {
+    let google_grpc = |target: &str| {
         format!(r#""grpc_service":{{"google_grpc":{{"target_uri":"{target}","stat_prefix":"x"}}"#)
     };
     assert_eq!(
-        changed(cluster, &by("unix:/tmp/warmroute/ext_proc.sock")),
+        problems_after(cluster, &google_grpc("unix:/tmp/warmroute/ext_proc.sock")),
         []
     );
     assert_eq!(
-        changed(cluster, &by("unix:///tmp/warmroute/ext_proc.sock")),
+        problems_after(cluster, &google_grpc("unix:///tmp/warmroute/ext_proc.sock")),
         []
     );
     assert_eq!(
-        changed(cluster, &by("dns:///warmroute:9002")),
+        problems_after(cluster, &google_grpc("dns:///warmroute:9002")),
         [(FindingLevel::Error, "envoy.address")]
     );
-    let gone = r#""grpc_service":{"envoy_grpc":{"cluster_name":"gone"}"#;
+    let missing = r#""grpc_service":{"envoy_grpc":{"cluster_name":"missing"}"#;
     assert_eq!(
-        changed(cluster, gone),
+        problems_after(cluster, missing),
         [(FindingLevel::Error, "envoy.ext_proc_cluster")]
     );
 }
@@ -293,11 +298,16 @@ fn pin_headers_of_trusted_clients_may_stay() {
         .to_string()
         .replace(r#"{"remove":"x-worker-instance-id"},"#, "");
     let page: Value = serde_json::from_str(&text).unwrap();
-    let levels = |config: &Value| findings(&page, config).iter().map(|one| one.level).min();
-    let mut trusting = config("standalone");
-    assert_eq!(levels(&trusting), Some(FindingLevel::Warning));
-    trusting["requests"]["clients"] = json!({"trusted": true});
-    assert_eq!(levels(&trusting), Some(FindingLevel::Ok));
+    let levels = |config: &Value| {
+        findings(&page, config)
+            .iter()
+            .map(|finding| finding.level)
+            .min()
+    };
+    let mut settings = config("standalone");
+    assert_eq!(levels(&settings), Some(FindingLevel::Warning));
+    settings["requests"]["clients"] = json!({"trusted": true});
+    assert_eq!(levels(&settings), Some(FindingLevel::Ok));
 }
 
 #[test]
@@ -320,7 +330,7 @@ fn invalid_config_dump_is_rejected_with_reason() {
     assert_eq!(
         empty
             .iter()
-            .map(|one| (one.level, one.check))
+            .map(|finding| (finding.level, finding.check))
             .collect::<Vec<_>>(),
         [(FindingLevel::Error, "envoy.filter")]
     );

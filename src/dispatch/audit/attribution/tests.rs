@@ -28,7 +28,7 @@ const NO_EVIDENCE: MissEvidence = MissEvidence {
     rounding_tokens: 0,
 };
 
-/// Usage of a prompt of 100 tokens.
+/// Returns the usage of a prompt of 100 tokens.
 fn usage(cached_tokens: u64) -> ReportedUsage {
     ReportedUsage {
         prompt_tokens: 100,
@@ -118,7 +118,8 @@ fn fewer_cached_tokens_are_attributed() {
     ]);
 }
 
-/// More than predicted reduces the tokens of load balancing first, then those that were not cached.
+/// Surplus cached tokens first reduce the tokens missed by load balancing, and then the tokens that
+/// were not cached.
 #[test]
 fn surplus_cached_tokens_are_attributed() {
     use MissCause::{
@@ -170,7 +171,7 @@ fn surplus_cached_tokens_are_attributed() {
             &[(Align, 4), (NotCached, 48)],
             Some((1, StaleIndex)),
         ),
-        // An absurd report is clamped.
+        // An impossible report is clamped.
         (
             forecast(32, 32),
             usage(u64::MAX),

@@ -53,7 +53,7 @@ impl QueueConfig {
         problems
     }
 
-    /// Keys that have no effect without classes.
+    /// Returns problems for keys that have no effect without classes.
     fn check_unused_keys(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         let text =
@@ -193,11 +193,11 @@ impl QueueConfig {
         let mut problems = Vec::new();
         for family in self.families() {
             for BucketConfig { bucket, .. } in &self.uncached_buckets {
-                let fits = |class: &ClassConfig| {
+                let matches = |class: &ClassConfig| {
                     class.family.as_deref() == Some(family)
                         && class.bucket.as_deref() == Some(bucket)
                 };
-                if !self.classes.iter().any(fits) {
+                if !self.classes.iter().any(matches) {
                     let text =
                         format!("no class has family `{family}` and bucket `{bucket}`; add one");
                     problems.push(Problem::of("classes", text));

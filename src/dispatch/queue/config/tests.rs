@@ -22,7 +22,7 @@ fn bucket(min_tokens: u64, bucket: &str) -> BucketConfig {
     }
 }
 
-/// Two buckets, one family, and a class that is selected by its name.
+/// Returns a configuration with two buckets, one family, and a class that is selected by its name.
 fn valid_config() -> QueueConfig {
     QueueConfig {
         default_family: Some("f".into()),
@@ -42,7 +42,7 @@ fn valid_configuration_has_no_problems() {
     assert_eq!(valid_config().problems(), []);
 }
 
-/// Key, words of the error, and the change that causes it.
+/// Key, part of the error text, and the change that causes the error.
 type ConfigFault = (&'static str, &'static str, fn(&mut QueueConfig));
 
 const GENERAL_FAULTS: &[ConfigFault] = &[
@@ -256,6 +256,11 @@ fn class_is_selected_by_name_or_family_and_length() {
             "{requested:?} {uncached}"
         );
     }
-    let only = QueueConfig::default().to_classes();
-    assert_eq!(&*only.get(only.resolve(Some("vip"), 5)).name, "default");
+    let default_classes = QueueConfig::default().to_classes();
+    assert_eq!(
+        &*default_classes
+            .get(default_classes.resolve(Some("vip"), 5))
+            .name,
+        "default"
+    );
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Queue classes with one limit each.
+/// Returns a configuration of queue classes with one limit each.
 fn limited_classes() -> QueueConfig {
     serde_json::from_value(serde_json::json!({
         "prefill_busy_threshold": 0,
@@ -37,9 +37,10 @@ async fn overflow_error_names_limit_and_retry_time() {
         ("never", 0, QueueLimitKind::Requests, 0, 0),
     ];
     let mut queued = Vec::new();
-    for (name, fit, kind, current, limit) in cases {
-        queued
-            .extend((0..fit).map(|_| expect_queued(queue.enter("a".into(), class_metadata(name)))));
+    for (name, accepted, kind, current, limit) in cases {
+        queued.extend(
+            (0..accepted).map(|_| expect_queued(queue.enter("a".into(), class_metadata(name)))),
+        );
         let class = if name == "f" { "two" } else { name }.into();
         let retry_after = Duration::from_secs(4);
         let expected = AdmissionError::Overflow {

@@ -1,5 +1,5 @@
-//! A placer with a number of slots. It is busy without a free slot. A slot is released by drop, like
-//! a reservation.
+//! A placer with a number of slots. Without a free slot, it reports busy. A slot is released by
+//! drop, like a reservation.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -57,7 +57,7 @@ impl SlotCounter {
     }
 }
 
-/// A request.
+/// A request of a test.
 #[derive(Debug, Default)]
 pub(super) struct TestRequest {
     pub(super) name: &'static str,
@@ -89,7 +89,7 @@ impl From<&'static str> for TestRequest {
 }
 
 impl TestPlacer {
-    /// A queue in front of one worker with this number of slots.
+    /// Returns a queue in front of one worker with this number of slots.
     pub(super) fn queue(
         slots: usize,
         config: &QueueConfig,

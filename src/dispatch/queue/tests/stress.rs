@@ -1,5 +1,6 @@
-//! Many concurrent clients, some of which leave at any moment. At the end every slot is free and no
-//! request is queued. No request waits until its deadline, which would be a lost wake-up.
+//! Many concurrent clients, some of which cancel requests at any time. At the end, every slot is
+//! free and no request is queued. No request waits until its deadline, which would be a lost
+//! wake-up.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -13,12 +14,12 @@ const TASKS: u64 = 64;
 const SLOTS: usize = 4;
 const REQUESTS: usize = 150;
 
-/// Counted requests.
+/// Request counters.
 #[derive(Default)]
 struct RequestCounts {
     running: AtomicUsize,
     placed: AtomicUsize,
-    left: AtomicUsize,
+    cancelled: AtomicUsize,
 }
 
 async fn yield_times(times: u32) {
@@ -53,7 +54,7 @@ async fn client(queue: Arc<AdmissionQueue<TestPlacer>>, counts: Arc<RequestCount
             (EnterOutcome::Queued(wait), Some(max_yields)) => tokio::select! {
                 outcome = wait.placement() => outcome,
                 () = yield_times(max_yields) => {
-                    counts.left.fetch_add(1, Ordering::SeqCst);
+                    counts.cancelled.fetch_add(1, Ordering::SeqCst);
                     continue;
                 }
             },
@@ -91,7 +92,7 @@ async fn run_clients(with_background_task: bool) {
     for class in &statuses {
         assert_eq!(class.depth, QueueDepth::default(), "{class:?}");
     }
-    let left = counts.left.load(Ordering::SeqCst);
+    let cancelled = counts.cancelled.load(Ordering::SeqCst);
     let placed = counts.placed.load(Ordering::SeqCst);
     let sum = |counter: fn(&ClassCounters) -> u64| {
         statuses
@@ -100,11 +101,12 @@ async fn run_clients(with_background_task: bool) {
             .sum::<u64>() as usize
     };
     assert_eq!(queue.placer().free(), SLOTS);
-    assert_eq!(placed + left, TASKS as usize * REQUESTS);
-    // Some were placed at the very moment they left, and do not counts as having left the queue.
+    assert_eq!(placed + cancelled, TASKS as usize * REQUESTS);
+    // Some requests were placed at the time of their cancellation. The queue does not count them as
+    // cancelled.
     assert!(
-        sum(|counters| counters.cancelled) <= left && left > 0,
-        "{statuses:?} {left}"
+        sum(|counters| counters.cancelled) <= cancelled && cancelled > 0,
+        "{statuses:?} {cancelled}"
     );
     assert!(sum(|counters| counters.waited) > REQUESTS, "{statuses:?}");
     assert_eq!(sum(|counters| counters.expired), 0);

@@ -93,8 +93,8 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// An exchange with all its inputs and outputs.
-struct Seen {
+/// An exchange with its inputs and outputs so far.
+struct ExchangeRecord {
     exchange: Exchange,
     duplex: bool,
     config: Option<ProtocolConfiguration>,
@@ -107,7 +107,7 @@ struct Seen {
     effects: HashMap<&'static str, usize>,
 }
 
-impl Seen {
+impl ExchangeRecord {
     fn new(request: BodySendMode, response: BodySendMode) -> Self {
         let response_headers = ResponseHeaderOptions {
             mode: true,
@@ -140,12 +140,13 @@ impl Seen {
         }
     }
 
-    fn take(&mut self, step: Step) {
+    fn apply(&mut self, step: Step) {
         let effects = match step {
-            Step::Routed(steered) => {
-                self.exchange
-                    .on_route(if steered { to_worker() } else { to_no_worker() })
-            }
+            Step::Routed(has_worker) => self.exchange.on_route(if has_worker {
+                to_worker()
+            } else {
+                to_no_worker()
+            }),
             Step::Deadline => self.exchange.on_deadline(),
             Step::FirstToken => self.exchange.on_first_token(),
             Step::Wire(request) => {
@@ -167,13 +168,13 @@ impl Seen {
             }
         };
         for effect in effects {
-            self.note(effect);
+            self.record(effect);
         }
     }
 
-    fn note(&mut self, effect: Effect) {
+    fn record(&mut self, effect: Effect) {
         let name = match effect {
-            Effect::Reply(reply) => return self.note_reply(reply.response.unwrap()),
+            Effect::Reply(reply) => return self.record_reply(reply.response.unwrap()),
             Effect::Route(_) => "route",
             Effect::ResponseStarted(_) => "status",
             Effect::FirstToken { .. } => "first token",
@@ -183,7 +184,7 @@ impl Seen {
         *self.effects.entry(name).or_default() += 1;
     }
 
-    fn note_reply(&mut self, response: Response) {
+    fn record_reply(&mut self, response: Response) {
         let name = match response {
             Response::RequestHeaders(_) => "request headers",
             Response::RequestBody(body) => {
@@ -207,8 +208,7 @@ impl Seen {
         self.names.push(name);
     }
 
-    /// Checks that every reply belongs to a message, and that nothing happens twice that must
-    /// happen once.
+    /// Checks that every reply belongs to a message, and that no effect occurs twice.
     fn check(&self) {
         for (name, replied) in &self.replied {
             let sent = self.sent.get(name).copied().unwrap_or(0);
@@ -264,19 +264,19 @@ proptest! {
     fn any_message_order_gets_only_due_replies(
         request in body_mode(), response in body_mode(), steps in vec(step(), 0..24),
     ) {
-        let mut seen = Seen::new(request, response);
+        let mut record = ExchangeRecord::new(request, response);
         for step in steps {
-            seen.take(step);
-            seen.check();
+            record.apply(step);
+            record.check();
         }
     }
 
     #[test]
     fn full_duplex_returns_every_byte_once_in_order(
-        inference: bool, steered: bool, trailers: bool,
+        inference: bool, has_worker: bool, trailers: bool,
         chunks in vec(vec(any::<u8>(), 0..8), 0..10), route_after in 0..14usize, response_after in 0..14usize,
     ) {
-        let mut seen = Seen::new(BodySendMode::FullDuplexStreamed, BodySendMode::None);
+        let mut record = ExchangeRecord::new(BodySendMode::FullDuplexStreamed, BodySendMode::None);
         let mut messages = vec![request_headers(inference, chunks.is_empty() && !trailers)];
         let last = chunks.len().saturating_sub(1);
         let body = |(at, chunk)| Request::RequestBody(http_body(chunk, at == last && !trailers));
@@ -287,32 +287,32 @@ proptest! {
         let mut waited = 0;
         let mut routed = false;
         let mut steps_since_route = 0;
-        let mut after = |seen: &mut Seen, least| {
-            if seen.exchange.is_routing() {
+        let mut after = |record: &mut ExchangeRecord, limit| {
+            if record.exchange.is_routing() {
                 waited += 1;
-                if waited > route_after.min(least) {
-                    seen.take(Step::Routed(steered));
+                if waited > route_after.min(limit) {
+                    record.apply(Step::Routed(has_worker));
                     routed = true;
                 }
             } else if routed {
                 // A worker may respond before the request has ended.
                 steps_since_route += 1;
                 if steps_since_route == response_after {
-                    seen.take(Step::Wire(response_headers(true, false)));
+                    record.apply(Step::Wire(response_headers(true, false)));
                 }
             }
         };
         for message in messages {
-            seen.take(Step::Wire(message));
-            after(&mut seen, usize::MAX);
+            record.apply(Step::Wire(message));
+            after(&mut record, usize::MAX);
         }
-        after(&mut seen, 0);
-        seen.check();
-        prop_assert_eq!(&seen.bytes_out, &seen.bytes_in);
-        prop_assert_eq!(seen.names.first(), Some(&"request headers"));
-        prop_assert_eq!(seen.replied["request headers"], 1);
-        prop_assert_eq!(seen.replied.contains_key("request trailers"), trailers);
-        let ended_by_body = !trailers && seen.sent.contains_key("request body");
-        prop_assert_eq!(seen.ends_out, usize::from(ended_by_body));
+        after(&mut record, 0);
+        record.check();
+        prop_assert_eq!(&record.bytes_out, &record.bytes_in);
+        prop_assert_eq!(record.names.first(), Some(&"request headers"));
+        prop_assert_eq!(record.replied["request headers"], 1);
+        prop_assert_eq!(record.replied.contains_key("request trailers"), trailers);
+        let ended_by_body = !trailers && record.sent.contains_key("request body");
+        prop_assert_eq!(record.ends_out, usize::from(ended_by_body));
     }
 }

@@ -6,7 +6,7 @@ use crate::ext_proc::config::ObserveMode;
 use crate::ext_proc::headers::ResponseSource;
 use crate::ext_proc::metadata::GatewayMetadata;
 
-fn with(options: ExchangeOptions) -> Exchange {
+fn pending_route(options: ExchangeOptions) -> Exchange {
     let modes = BodyModes {
         request: BodyMode::Buffered,
         response: BodyMode::None,
@@ -17,7 +17,7 @@ fn with(options: ExchangeOptions) -> Exchange {
     exchange
 }
 
-fn edited(body: &'static [u8]) -> RouteReply {
+fn reply_with_edit(body: &'static [u8]) -> RouteReply {
     let restore = Some(ModelRename {
         served: "target".into(),
         requested: "requested".into(),
@@ -34,17 +34,20 @@ fn edited(body: &'static [u8]) -> RouteReply {
 
 #[test]
 fn route_cache_is_cleared_if_configured() {
-    let mut exchange = with(ExchangeOptions {
+    let mut exchange = pending_route(ExchangeOptions {
         clear_route_cache: true,
         ..options()
     });
-    let line = short(exchange.on_route(to_worker())).remove(0);
+    let line = describe(exchange.on_route(to_worker())).remove(0);
     assert!(line.contains(" +route"), "{line}");
-    let mut exchange = with(ExchangeOptions {
+    let mut exchange = pending_route(ExchangeOptions {
         clear_route_cache: true,
         ..options()
     });
-    assert_eq!(short(exchange.on_route(to_no_worker())), ["request body"]);
+    assert_eq!(
+        describe(exchange.on_route(to_no_worker())),
+        ["request body"]
+    );
 }
 
 #[test]
@@ -56,7 +59,7 @@ fn endpoint_list_and_scores_are_in_metadata() {
         scores: vec![(first, 0.0), (second, 3.0)],
         ..to_worker()
     };
-    let mut exchange = with(options());
+    let mut exchange = pending_route(options());
     let Effect::Reply(reply) = exchange.on_route(target).remove(0) else {
         panic!("no reply")
     };
@@ -67,7 +70,7 @@ fn endpoint_list_and_scores_are_in_metadata() {
         text.contains("NumberValue(1.0)") && text.contains("NumberValue(0.25)"),
         "{text}"
     );
-    let line = short_one(Effect::Reply(reply));
+    let line = describe_one(Effect::Reply(reply));
     assert!(
         line.contains("x-gateway-destination-endpoint=10.0.0.1:8000,[2001:db8::1]:8000"),
         "{line}"
@@ -76,8 +79,8 @@ fn endpoint_list_and_scores_are_in_metadata() {
 
 #[test]
 fn edited_body_has_own_length_and_restores_model() {
-    let mut exchange = with(options());
-    let lines = short(exchange.on_route(edited(b"{\"model\":\"target\"}")));
+    let mut exchange = pending_route(options());
+    let lines = describe(exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}")));
     let expected = format!(
         "request body content-length=18 {} body {{\"model\":\"target\"}} +metadata",
         ROUTE_HEADERS.strip_suffix(" +metadata").unwrap()
@@ -85,11 +88,11 @@ fn edited_body_has_own_length_and_restores_model() {
     assert_eq!(lines, [expected]);
     let head = "response headers x-warmroute-mode=exact -content-length mode 2/1";
     assert_eq!(
-        short(exchange.on_message(response(false, false))),
+        describe(exchange.on_message(response(false, false))),
         [head, "status 200", "first token"]
     );
-    let first = short(exchange.on_message(response_body(b"{\"id\":1,\"mod", false)));
-    let second = short(exchange.on_message(response_body(b"el\": \"target\"}", true)));
+    let first = describe(exchange.on_message(response_body(b"{\"id\":1,\"mod", false)));
+    let second = describe(exchange.on_message(response_body(b"el\": \"target\"}", true)));
     let body = |lines: &[String]| {
         lines[0]
             .strip_prefix("response body body ")
@@ -108,7 +111,7 @@ fn edited_body_is_returned_whole_in_full_duplex() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{\"model\":\"requested\"}", false));
     exchange.on_message(body(b"", true));
-    let lines = short(exchange.on_route(edited(b"{\"model\":\"target\"}")));
+    let lines = describe(exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}")));
     assert_eq!(
         lines,
         [
@@ -118,7 +121,7 @@ fn edited_body_is_returned_whole_in_full_duplex() {
     );
     exchange.on_message(response(true, false));
     let lines =
-        short(exchange.on_message(response_body(b"data: {\"model\":\"target\"}\n\n", true)));
+        describe(exchange.on_message(response_body(b"data: {\"model\":\"target\"}\n\n", true)));
     assert_eq!(lines[0], "response body 29 end");
 }
 
@@ -127,20 +130,20 @@ fn partially_buffered_body_is_routed_by_its_beginning() {
     let mut partial = exchange(BodyMode::BufferedPartial, BodyMode::None);
     partial.on_message(headers(CHAT, false));
     assert_eq!(
-        short(partial.on_message(body(b"{\"a", false))),
-        ["route cut 3 of None"]
+        describe(partial.on_message(body(b"{\"a", false))),
+        ["route truncated 3 of None"]
     );
     let mut whole = exchange(BodyMode::BufferedPartial, BodyMode::None);
     whole.on_message(headers(CHAT, false));
     assert_eq!(
-        short(whole.on_message(body(b"{}", true))),
+        describe(whole.on_message(body(b"{}", true))),
         ["route whole 2"]
     );
     // A buffered body followed by trailers is complete.
     let mut trailers = exchange(BodyMode::Buffered, BodyMode::None);
     trailers.on_message(headers(CHAT, false));
     assert_eq!(
-        short(trailers.on_message(body(b"{}", false))),
+        describe(trailers.on_message(body(b"{}", false))),
         ["route whole 2"]
     );
 }
@@ -160,23 +163,26 @@ fn late_full_duplex_body_is_routed_and_passes_whole() {
     assert!(exchange.is_gathering());
     exchange.on_message(body(b"{\"mod", false));
     assert_eq!(exchange.buffered_bytes(), 5);
-    assert_eq!(short(exchange.on_deadline()), ["route cut 5 of Some(9)"]);
+    assert_eq!(
+        describe(exchange.on_deadline()),
+        ["route truncated 5 of Some(9)"]
+    );
     assert!(!exchange.is_gathering());
     let expected = [
         format!("request headers content-length=9 {ROUTE_HEADERS}"),
         "request body 5".into(),
     ];
-    assert_eq!(short(exchange.on_route(to_worker())), expected);
+    assert_eq!(describe(exchange.on_route(to_worker())), expected);
     assert!(exchange.on_deadline().is_empty(), "only once");
     assert_eq!(
-        short(exchange.on_message(body(b"el\"}", true))),
+        describe(exchange.on_message(body(b"el\"}", true))),
         ["request body 4 end"]
     );
     let mut buffered = super::exchange(BodyMode::Buffered, BodyMode::None);
     buffered.on_message(headers(CHAT, false));
     assert!(
         buffered.on_deadline().is_empty(),
-        "there Envoy holds the body"
+        "in buffered mode, Envoy buffers the body"
     );
 }
 
@@ -207,9 +213,9 @@ fn body_is_not_requested_beside_probe_filter() {
             .contains_key("warmroute")
     );
     let head = ["response headers x-warmroute-mode=exact", "status 200"];
-    assert_eq!(short(exchange.on_message(response(true, false))), head);
+    assert_eq!(describe(exchange.on_message(response(true, false))), head);
     assert!(exchange.awaits_first_token());
-    assert_eq!(short(exchange.on_first_token()), ["first token"]);
+    assert_eq!(describe(exchange.on_first_token()), ["first token"]);
     assert!(exchange.on_first_token().is_empty(), "only once");
 }
 
@@ -220,7 +226,7 @@ fn observe_mode_decides_shown_response_body() {
         "status 200",
         "first token",
     ];
-    let watched = [
+    let observed = [
         "response headers x-warmroute-mode=exact mode 2/1",
         "status 200",
         "first token",
@@ -234,12 +240,18 @@ fn observe_mode_decides_shown_response_body() {
     let cases: [(ObserveMode, bool, RouteReply, bool, &[&str]); 6] = [
         (ObserveMode::Off, false, reply(), true, &plain),
         (ObserveMode::FirstToken, false, headers_only, true, &plain),
-        (ObserveMode::FirstToken, false, reply(), true, &watched[..2]),
-        (ObserveMode::Usage, false, reply(), false, &watched),
-        (half, true, reply(), false, &watched),
+        (
+            ObserveMode::FirstToken,
+            false,
+            reply(),
+            true,
+            &observed[..2],
+        ),
+        (ObserveMode::Usage, false, reply(), false, &observed),
+        (half, true, reply(), false, &observed),
         (half, false, reply(), false, &plain),
     ];
-    for (observe, sampled, directions, event_stream, expected) in cases {
+    for (observe, sampled, route_reply, event_stream, expected) in cases {
         let start = ExchangeStart {
             is_sampled: sampled,
             ..ExchangeStart::default()
@@ -258,9 +270,9 @@ fn observe_mode_decides_shown_response_body() {
         );
         exchange.on_message(headers(CHAT, false));
         exchange.on_message(body(b"{}", true));
-        exchange.on_route(directions);
+        exchange.on_route(route_reply);
         assert_eq!(
-            short(exchange.on_message(response(event_stream, false))),
+            describe(exchange.on_message(response(event_stream, false))),
             expected,
             "{observe} {sampled}"
         );
@@ -332,17 +344,17 @@ fn request_without_id_is_assigned_one() {
     };
     let mut exchange = exchange_with(options(), start, modes);
     exchange.on_message(headers(CHAT, true));
-    let line = short(exchange.on_route(to_worker())).remove(0);
+    let line = describe(exchange.on_route(to_worker())).remove(0);
     assert!(line.contains(" x-request-id=made "), "{line}");
 }
 
 #[test]
 fn conformance_headers_name_chosen_and_serving_endpoint() {
-    let mut exchange = with(ExchangeOptions {
+    let mut exchange = pending_route(ExchangeOptions {
         conformance: true,
         ..options()
     });
-    let line = short(exchange.on_route(to_worker())).remove(0);
+    let line = describe(exchange.on_route(to_worker())).remove(0);
     assert!(
         line.contains("x-echo-set-header=x-conformance-test-served-endpoint:10.0.0.1:8000"),
         "{line}"
@@ -353,7 +365,7 @@ fn conformance_headers_name_chosen_and_serving_endpoint() {
         source: from,
         ..ResponseHead::default()
     };
-    let line = short(exchange.on_message(ExchangeMessage::ResponseHeaders {
+    let line = describe(exchange.on_message(ExchangeMessage::ResponseHeaders {
         head,
         end_of_stream: true,
     }))
@@ -362,12 +374,12 @@ fn conformance_headers_name_chosen_and_serving_endpoint() {
         line.ends_with("x-conformance-test-served-endpoint=10.0.0.2:8000"),
         "{line}"
     );
-    let mut exchange = with(ExchangeOptions {
+    let mut exchange = pending_route(ExchangeOptions {
         conformance: true,
         ..options()
     });
     exchange.on_route(to_worker());
-    let line = short(exchange.on_message(response(false, true))).remove(0);
+    let line = describe(exchange.on_message(response(false, true))).remove(0);
     assert!(
         line.contains("x-conformance-test-served-endpoint=fail:"),
         "{line}"
@@ -379,13 +391,13 @@ fn first_token_is_not_awaited_without_response_body() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"{\"model\":\"requested\"}", true));
-    exchange.on_route(edited(b"{\"model\":\"target\"}"));
+    exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}"));
     let head = [
         "response headers x-warmroute-mode=exact",
         "status 200",
         "first token",
     ];
-    assert_eq!(short(exchange.on_message(response(true, false))), head);
+    assert_eq!(describe(exchange.on_message(response(true, false))), head);
 }
 
 #[test]
@@ -397,17 +409,17 @@ fn usage_is_scanned_only_if_configured() {
         ),
         (
             ObserveMode::Usage,
-            &["response body", "first token", "answer 4"],
+            &["response body", "first token", "response chunk 4"],
         ),
     ] {
-        let mut exchange = with(ExchangeOptions {
+        let mut exchange = pending_route(ExchangeOptions {
             observe,
             ..options()
         });
         exchange.on_route(to_worker());
         exchange.on_message(response(true, false));
         assert_eq!(
-            short(exchange.on_message(response_body(b"data", false))),
+            describe(exchange.on_message(response_body(b"data", false))),
             expected,
             "{observe}"
         );

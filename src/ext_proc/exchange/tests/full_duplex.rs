@@ -9,7 +9,7 @@ fn full_duplex_holds_header_reply_and_returns_every_byte() {
     assert!(exchange.on_message(body(&[1; 100_000], false)).is_empty());
     assert!(exchange.on_message(body(&[2; 50_000], false)).is_empty());
     assert_eq!(
-        short(exchange.on_message(body(b"", true))),
+        describe(exchange.on_message(body(b"", true))),
         ["route whole 150000"]
     );
     assert!(
@@ -22,7 +22,7 @@ fn full_duplex_holds_header_reply_and_returns_every_byte() {
         "request body 62000".into(),
         "request body 26000 end".into(),
     ];
-    assert_eq!(short(exchange.on_route(to_worker())), expected);
+    assert_eq!(describe(exchange.on_route(to_worker())), expected);
 }
 
 #[test]
@@ -31,7 +31,7 @@ fn full_duplex_request_ends_with_its_trailers() {
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(b"abc", false));
     assert_eq!(
-        short(exchange.on_message(ExchangeMessage::RequestTrailers)),
+        describe(exchange.on_message(ExchangeMessage::RequestTrailers)),
         ["route whole 3"]
     );
     let expected = [
@@ -39,7 +39,7 @@ fn full_duplex_request_ends_with_its_trailers() {
         "request body 3".into(),
         "request trailers".into(),
     ];
-    assert_eq!(short(exchange.on_route(to_worker())), expected);
+    assert_eq!(describe(exchange.on_route(to_worker())), expected);
 }
 
 #[test]
@@ -47,11 +47,11 @@ fn trailers_without_body_get_one_reply() {
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     duplex.on_message(headers(CHAT, false));
     assert_eq!(
-        short(duplex.on_message(ExchangeMessage::RequestTrailers)),
+        describe(duplex.on_message(ExchangeMessage::RequestTrailers)),
         ["route whole 0"]
     );
     assert_eq!(
-        short(duplex.on_route(to_worker())),
+        describe(duplex.on_route(to_worker())),
         [
             format!("request headers {ROUTE_HEADERS}"),
             "request trailers".into()
@@ -60,7 +60,7 @@ fn trailers_without_body_get_one_reply() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     buffered.on_message(headers(CHAT, false));
     assert_eq!(
-        short(buffered.on_message(ExchangeMessage::RequestTrailers)),
+        describe(buffered.on_message(ExchangeMessage::RequestTrailers)),
         ["request trailers"]
     );
 }
@@ -72,14 +72,17 @@ fn full_duplex_response_is_returned_byte_for_byte() {
     exchange.on_message(body(b"{}", true));
     exchange.on_route(to_worker());
     let expected = ["response headers x-warmroute-mode=exact", "status 200"];
-    assert_eq!(short(exchange.on_message(response(true, false))), expected);
+    assert_eq!(
+        describe(exchange.on_message(response(true, false))),
+        expected
+    );
     let first = ["response body 62000", "response body 1000", "first token"];
     assert_eq!(
-        short(exchange.on_message(response_body(&[7; 63_000], false))),
+        describe(exchange.on_message(response_body(&[7; 63_000], false))),
         first
     );
     assert_eq!(
-        short(exchange.on_message(response_body(b"", true))),
+        describe(exchange.on_message(response_body(b"", true))),
         ["response body 0 end", "finished"]
     );
 }

@@ -1,75 +1,83 @@
-//! Short forms of effects.
+//! One-line descriptions of effects.
 
 use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
-use envoy_types::pb::envoy::service::ext_proc::v3::{CommonResponse, HeaderMutation};
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    CommonResponse, HeaderMutation, ProcessingResponse,
+};
 
 use super::*;
 
-pub(super) fn short(effects: Vec<Effect>) -> Vec<String> {
-    effects.into_iter().map(short_one).collect()
+pub(super) fn describe(effects: Vec<Effect>) -> Vec<String> {
+    effects.into_iter().map(describe_one).collect()
 }
 
-pub(super) fn short_one(effect: Effect) -> String {
+pub(super) fn describe_one(effect: Effect) -> String {
     match effect {
         Effect::Route(InboundRequest { body, .. }) => match body {
             RequestBody::Absent => "route absent".into(),
-            RequestBody::NotShown => "route unseen".into(),
+            RequestBody::NotShown => "route not shown".into(),
             RequestBody::Streamed => "route streamed".into(),
             RequestBody::Truncated { shown, length } => {
-                format!("route cut {} of {length:?}", shown.len())
+                format!("route truncated {} of {length:?}", shown.len())
             }
             RequestBody::Whole(bytes) => format!("route whole {}", bytes.len()),
             RequestBody::TooLarge { shown, .. } => format!("route too large {}", shown.len()),
             RequestBody::Shed { bytes: len, .. } => format!("route shed {len}"),
         },
         Effect::FirstToken { .. } => "first token".into(),
-        Effect::ResponseChunk(bytes) => format!("answer {}", bytes.len()),
+        Effect::ResponseChunk(bytes) => format!("response chunk {}", bytes.len()),
         Effect::ResponseStarted(head) => format!("status {}", head.status),
         Effect::Completed => "finished".into(),
         Effect::Reply(reply) if reply.override_message_timeout.is_some() => {
             assert_eq!(
                 reply.response, None,
-                "Envoy accepts an extended timeout only alone"
+                "Envoy accepts an extended timeout only in a separate reply"
             );
             let wait = reply.override_message_timeout.unwrap();
-            format!("hold {}.{:03}", wait.seconds, wait.nanos / 1_000_000)
+            format!(
+                "extend timeout {}.{:03}",
+                wait.seconds,
+                wait.nanos / 1_000_000
+            )
         }
-        Effect::Reply(reply) => {
-            let (name, common) = match reply.response.clone().unwrap() {
-                Response::RequestHeaders(headers) => ("request headers", headers.response),
-                Response::RequestBody(body) => ("request body", body.response),
-                Response::ResponseHeaders(headers) => ("response headers", headers.response),
-                Response::ResponseBody(body) => ("response body", body.response),
-                Response::RequestTrailers(_) => ("request trailers", None),
-                Response::ResponseTrailers(_) => ("response trailers", None),
-                Response::ImmediateResponse(own) => {
-                    let status = own.status.unwrap().code;
-                    let headers = changes(CommonResponse {
-                        header_mutation: own.headers,
-                        ..Default::default()
-                    });
-                    return format!(
-                        "own {status}{headers} {}",
-                        String::from_utf8(own.body).unwrap()
-                    );
-                }
-                other => panic!("unexpected {other:?}"),
-            };
-            let mut line = name.to_owned();
-            line += &common.map(changes).unwrap_or_default();
-            if reply.dynamic_metadata.is_some() {
-                line += " +metadata";
-            }
-            if let Some(mode) = reply.mode_override {
-                line += &format!(
-                    " mode {}/{}",
-                    mode.request_body_mode, mode.response_body_mode
-                );
-            }
-            line
-        }
+        Effect::Reply(reply) => describe_reply(&reply),
     }
+}
+
+fn describe_reply(reply: &ProcessingResponse) -> String {
+    let (name, common) = match reply.response.clone().unwrap() {
+        Response::RequestHeaders(headers) => ("request headers", headers.response),
+        Response::RequestBody(body) => ("request body", body.response),
+        Response::ResponseHeaders(headers) => ("response headers", headers.response),
+        Response::ResponseBody(body) => ("response body", body.response),
+        Response::RequestTrailers(_) => ("request trailers", None),
+        Response::ResponseTrailers(_) => ("response trailers", None),
+        Response::ImmediateResponse(immediate) => {
+            let status = immediate.status.unwrap().code;
+            let headers = changes(CommonResponse {
+                header_mutation: immediate.headers,
+                ..Default::default()
+            });
+            return format!(
+                "immediate {status}{headers} {}",
+                String::from_utf8(immediate.body).unwrap()
+            );
+        }
+        other => panic!("unexpected {other:?}"),
+    };
+    let mut line = name.to_owned();
+    line += &common.map(changes).unwrap_or_default();
+    if reply.dynamic_metadata.is_some() {
+        line += " +metadata";
+    }
+    if let Some(mode) = &reply.mode_override {
+        line += &format!(
+            " mode {}/{}",
+            mode.request_body_mode, mode.response_body_mode
+        );
+    }
+    line
 }
 
 fn changes(common: CommonResponse) -> String {

@@ -10,7 +10,7 @@ use warmroute_settings::{Period, Problem};
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
 
-/// `dns:` entry: a DNS name and the template of its workers.
+/// Entry of `workers.dns`: a DNS name and the template of its workers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DnsConfig {
@@ -19,7 +19,7 @@ pub struct DnsConfig {
     /// Record type.
     #[serde(default)]
     pub record: DnsRecord,
-    /// Port of the workers, if the records contain none.
+    /// Port of the workers; required for address records, which contain no port.
     #[serde(default)]
     pub port: Option<NonZeroU16>,
     /// Template of the workers.

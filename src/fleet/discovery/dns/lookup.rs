@@ -1,4 +1,4 @@
-//! Periodic DNS queries and the worker set that results from the answers.
+//! Periodic DNS queries, and the worker set that results from the answers.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -20,7 +20,8 @@ use super::{DnsAnswer, DnsAnswers, DnsConfig, DnsQuery};
 use crate::fleet::discovery::worker_set::WorkerSetTracker;
 use crate::fleet::discovery::{DiscoverySourceHealth, WorkerModel, resolve_each};
 
-/// Queries the names periodically and reports each new fleet, the first one with the first answer.
+/// Queries the names periodically and reports each new fleet. The first one is reported after the
+/// first answer.
 pub async fn watch(
     names: Vec<DnsConfig>,
     models: Vec<WorkerModel>,
@@ -29,32 +30,40 @@ pub async fn watch(
 ) -> anyhow::Result<Infallible> {
     let resolvers = DnsResolvers::new(&names)?;
     let mut answers = DnsAnswers::default();
-    let mut standings: Vec<DiscoverySourceHealth> = names
+    let mut health: Vec<DiscoverySourceHealth> = names
         .iter()
         .map(|name| DiscoverySourceHealth::new(format!("dns {}", name.name), &metrics))
         .collect();
-    let mut dues = vec![Instant::now(); names.len()];
-    let mut found = WorkerSetTracker::new("dns", models);
+    let mut next_queries = vec![Instant::now(); names.len()];
+    let mut tracker = WorkerSetTracker::new("dns", models);
     loop {
         let now = Instant::now();
-        for (at, name) in names.iter().enumerate().filter(|(at, _)| dues[*at] <= now) {
+        for (at, name) in names
+            .iter()
+            .enumerate()
+            .filter(|(at, _)| next_queries[*at] <= now)
+        {
             match resolvers.query_all(name, &mut answers).await {
-                Ok(()) => standings[at].mark_up(),
-                Err(error) => standings[at].mark_failed(&error),
+                Ok(()) => health[at].mark_up(),
+                Err(error) => health[at].mark_failed(&error),
             }
         }
         let now = Instant::now();
-        for (due, name) in dues.iter_mut().zip(&names).filter(|(due, _)| **due <= now) {
+        for (due, name) in next_queries
+            .iter_mut()
+            .zip(&names)
+            .filter(|(due, _)| **due <= now)
+        {
             *due = now + name.refresh_interval.get();
         }
         answers.retain(&names);
         if answers.has_any() {
-            found
+            tracker
                 .update(answers.workers(&names))
                 .into_iter()
                 .for_each(&mut on_fleet);
         }
-        tokio::time::sleep_until(dues.iter().min().copied().unwrap_or(now)).await;
+        tokio::time::sleep_until(next_queries.iter().min().copied().unwrap_or(now)).await;
     }
 }
 
@@ -79,13 +88,13 @@ struct DnsResolvers(HashMap<Option<SocketAddr>, TokioResolver>);
 
 impl DnsResolvers {
     fn new(names: &[DnsConfig]) -> anyhow::Result<Self> {
-        let made = names
+        let resolvers = names
             .iter()
             .map(|name| Ok((name.resolver, resolver(name.resolver)?)));
-        Ok(Self(made.collect::<anyhow::Result<_>>()?))
+        Ok(Self(resolvers.collect::<anyhow::Result<_>>()?))
     }
 
-    /// Sends all queries of a name. Each answer is stored; the first failure is returned.
+    /// Sends all queries of a name and stores the answers. Returns the first failure.
     async fn query_all(&self, name: &DnsConfig, answers: &mut DnsAnswers) -> Result<(), String> {
         let Some(resolver) = self.0.get(&name.resolver) else {
             return Ok(());
@@ -94,21 +103,20 @@ impl DnsResolvers {
         let mut queried: Vec<DnsQuery> = Vec::new();
         loop {
             // The answer to one query may add further queries.
-            let questions: Vec<_> = answers
+            let queries: Vec<_> = answers
                 .queries(name)
                 .into_iter()
-                .filter(|question| !queried.contains(question))
+                .filter(|query| !queried.contains(query))
                 .collect();
-            if questions.is_empty() {
+            if queries.is_empty() {
                 return failed.map_or(Ok(()), Err);
             }
-            let results =
-                join_all(questions.iter().map(|question| query(resolver, question))).await;
-            for (question, answer) in questions.into_iter().zip(results) {
-                queried.push(question.clone());
+            let results = join_all(queries.iter().map(|query| send_query(resolver, query))).await;
+            for (query, answer) in queries.into_iter().zip(results) {
+                queried.push(query.clone());
                 match answer {
-                    Ok(answer) => answers.insert(question, answer),
-                    Err(error) => failed = failed.or(Some(format!("{question}: {error}"))),
+                    Ok(answer) => answers.insert(query, answer),
+                    Err(error) => failed = failed.or(Some(format!("{query}: {error}"))),
                 }
             }
         }
@@ -128,13 +136,13 @@ fn resolver(at: Option<SocketAddr>) -> anyhow::Result<TokioResolver> {
             TokioResolver::builder_with_config(config, TokioRuntimeProvider::default())
         }
     };
-    // The configured interval determines the query rate; upstream resolvers have caches.
+    // The configured interval determines the query rate. Caching is left to upstream resolvers.
     builder.options_mut().cache_size = 0;
     Ok(builder.build()?)
 }
 
-async fn query(resolver: &TokioResolver, question: &DnsQuery) -> Result<DnsAnswer, NetError> {
-    let (name, kind) = match question {
+async fn send_query(resolver: &TokioResolver, query: &DnsQuery) -> Result<DnsAnswer, NetError> {
+    let (name, kind) = match query {
         DnsQuery::A(name) => (name, RecordType::A),
         DnsQuery::Aaaa(name) => (name, RecordType::AAAA),
         DnsQuery::Srv(name) => (name, RecordType::SRV),
@@ -154,7 +162,7 @@ async fn query(resolver: &TokioResolver, question: &DnsQuery) -> Result<DnsAnswe
         Err(error) if error.is_no_records_found() => Vec::new(),
         Err(error) => return Err(error),
     };
-    Ok(match question {
+    Ok(match query {
         DnsQuery::Srv(_) => DnsAnswer::Targets(records.iter().filter_map(target).collect()),
         DnsQuery::A(_) | DnsQuery::Aaaa(_) => {
             DnsAnswer::Addresses(records.iter().filter_map(address).collect())
@@ -174,7 +182,7 @@ fn target(record: &RData) -> Option<(String, NonZeroU16)> {
     let RData::SRV(service) = record else {
         return None;
     };
-    // RFC 2782: the root as target means that the service is not available.
+    // RFC 2782: the root domain as target means that the service is not available.
     let port = NonZeroU16::new(service.port).filter(|_| !service.target.is_root())?;
     Some((service.target.to_string(), port))
 }

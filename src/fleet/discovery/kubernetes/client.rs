@@ -1,5 +1,5 @@
-//! Requests to the API server: lists and watches, each with a deadline, and errors that name the
-//! request and its cause.
+//! Requests to the API server: lists, watches and access reviews. Each has a deadline, and errors
+//! name the request and its cause.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,14 +26,14 @@ use super::store::ReceivedObject;
 
 /// Timeout of a TCP and TLS handshake.
 pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
-/// Additional time after `silence`, when the API server should have ended a watch, before the
-/// connection counts as dead.
+/// Additional time before a connection counts as dead, after the API server should have ended the
+/// watch.
 const SILENCE_MARGIN: Duration = Duration::from_secs(5);
 /// Status of an expired resource version or continue token.
 const EXPIRED: u16 = 410;
 /// Objects per list page.
 const PAGE_SIZE: u32 = 500;
-/// Any authenticated user may review its own access.
+/// Path of access reviews. Any authenticated user may review its own access.
 const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// Maximum `timeoutSeconds` of a watch; the default of kube-core.
 const MAX_WATCH_SECONDS: u64 = 290;
@@ -57,7 +57,7 @@ impl ObjectQuery {
     }
 }
 
-/// Permission that a request needs.
+/// A permission, as in a Role.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct ResourceAccess<'a> {
     /// `None`: the namespace of the credentials.
@@ -90,7 +90,7 @@ struct RawListMetadata {
     next: Option<String>,
 }
 
-/// API client that reloads its credentials. Clones share it.
+/// API client that reloads its credentials. Clones share one connection.
 #[derive(Clone)]
 pub(super) struct ApiClient(Arc<SharedClient>);
 
@@ -127,7 +127,8 @@ impl ApiClient {
         }))
     }
 
-    /// Returns the maximum time without a byte on a request or an open watch.
+    /// Returns the maximum duration of a request, which is also the maximum time without a byte on
+    /// an open watch.
     pub(super) fn deadline(&self) -> Duration {
         self.0.deadline
     }
@@ -137,8 +138,8 @@ impl ApiClient {
         Ok(self.connection().await?.namespace.clone())
     }
 
-    /// Returns a connection with the current credentials. If the new files are unusable, the
-    /// previous credentials stay in use.
+    /// Returns a connection with the current credentials. If changed credential files are unusable,
+    /// the previous credentials stay in use.
     async fn connection(&self) -> Result<Arc<ApiConnection>, String> {
         let mut current = self.0.current.lock().await;
         if let Some(current) = &*current
@@ -179,9 +180,9 @@ impl ApiClient {
         }
     }
 
-    /// Drops the pooled connections after one of them timed out, because the others may be dead
-    /// too.
-    async fn drop_connections(&self, before: Instant) {
+    /// Marks the connection as suspect after a request timed out, if it was opened before `before`:
+    /// its other pooled TCP connections may be dead, too.
+    async fn mark_suspect(&self, before: Instant) {
         let mut current = self.0.current.lock().await;
         if let Some(current) = current.as_mut().filter(|current| current.opened < before) {
             current.is_suspect = true;
@@ -203,7 +204,8 @@ impl ApiClient {
         loop {
             let page = match self.list_page(query, &parameters, &mut objects).await {
                 Ok(page) => page,
-                // The history of the pages was compacted; list everything in one page.
+                // The API server no longer has the state of the first pages, so everything is
+                // listed in one page.
                 Err(error)
                     if error.code() == Some(EXPIRED)
                         && parameters.continue_token.take().is_some() =>
@@ -229,7 +231,7 @@ impl ApiClient {
         }
     }
 
-    /// Checks that the objects can be listed, without parsing them.
+    /// Checks that the objects can be listed, by a list of one object.
     pub(super) async fn try_list(&self, query: &ObjectQuery) -> Result<(), RequestError> {
         let parameters = ListParams::default().limit(1);
         self.list_page::<serde::de::IgnoredAny>(query, &parameters, &mut Vec::new())
@@ -283,8 +285,8 @@ impl ApiClient {
     ) -> Result<OpenBody, RequestError> {
         let sent = Instant::now();
         let deadline = sent + self.deadline();
-        let answer = timeout_at(deadline, self.answer(query, request)).await;
-        match answer.unwrap_or(Err(RequestFailure::Timeout(self.deadline()))) {
+        let response = timeout_at(deadline, self.open(query, request)).await;
+        match response.unwrap_or(Err(RequestFailure::Timeout(self.deadline()))) {
             Ok(body) => Ok(OpenBody {
                 body,
                 sent,
@@ -294,7 +296,7 @@ impl ApiClient {
         }
     }
 
-    async fn answer(
+    async fn open(
         &self,
         query: &ObjectQuery,
         request: ApiRequest<'_>,
@@ -313,6 +315,7 @@ impl ApiClient {
         Self::exchange(&connection, request.map(Body::from)).await
     }
 
+    /// Sends a request and returns the body of a successful response.
     async fn exchange(
         connection: &ApiConnection,
         request: http::Request<Body>,
@@ -340,7 +343,7 @@ impl ApiClient {
         })
     }
 
-    /// Reviews with the API server whether the credentials allow a request.
+    /// Returns whether the credentials have a permission, by a `SelfSubjectAccessReview`.
     pub(super) async fn is_allowed(&self, access: &ResourceAccess<'_>) -> Result<bool, String> {
         #[derive(Deserialize)]
         struct AccessReview {
@@ -384,6 +387,7 @@ impl ApiClient {
         answer.unwrap_or_else(|_| Err(RequestFailure::Timeout(deadline).to_string()))
     }
 
+    /// Builds the error of a failed request. After a timeout, also marks the connection as suspect.
     async fn fail(
         &self,
         query: &ObjectQuery,
@@ -394,7 +398,7 @@ impl ApiClient {
         let is_timeout = matches!(failure, RequestFailure::Timeout(_));
         let error = self.error(query, verb, failure).await;
         if is_timeout {
-            self.drop_connections(sent).await;
+            self.mark_suspect(sent).await;
         }
         error
     }
@@ -479,8 +483,8 @@ fn parse_page<K: DeserializeOwned>(
     bytes: &[u8],
     objects: &mut Vec<ReceivedObject<K>>,
 ) -> Result<RawListMetadata, String> {
-    let page: RawList<'_> =
-        serde_json::from_slice(bytes).map_err(|error| format!("no list of objects: {error}"))?;
+    let page: RawList<'_> = serde_json::from_slice(bytes)
+        .map_err(|error| format!("the response is not a list of objects: {error}"))?;
     objects.extend(
         page.items
             .unwrap_or_default()

@@ -16,13 +16,14 @@ use crate::fleet::discovery::template::TemplateConfig;
 /// Maximum number of ports of a pod, as in an InferencePool.
 const MAX_PORTS: usize = 8;
 
-/// `kubernetes:`.
+/// The `workers.kubernetes:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct KubernetesConfig {
-    /// Pools of pods that are workers.
+    /// Pools, whose pods are the workers.
     pub pools: Vec<PodsConfig>,
-    /// Kubeconfig with the API server and credentials; those of the pod or of the user if omitted.
+    /// Kubeconfig with the API server and credentials. If omitted, the user's kubeconfig, or else
+    /// the service account of the pod.
     #[serde(default)]
     pub kubeconfig: Option<PathBuf>,
     /// Context of the kubeconfig; the current context if omitted.
@@ -31,7 +32,8 @@ pub struct KubernetesConfig {
     /// Names of the labels and annotations that describe pods.
     #[serde(default)]
     pub labels: LabelsConfig,
-    /// Time after which the API server ends a watch. A request without a response fails 5 s later.
+    /// Time after which the API server ends a watch. A request without a response fails after this
+    /// time plus 5 s.
     #[serde(default = "watch_timeout")]
     pub watch_timeout: Period,
     /// Interval at which the optional kinds InferenceObjective and InferenceModelRewrite are probed
@@ -48,7 +50,7 @@ fn resync_interval() -> Period {
     Period::seconds(300)
 }
 
-/// A pool of pods: either the name of an InferencePool, or a selector and ports.
+/// A pool of pods: the name of an InferencePool, or a selector and ports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PodsConfig {
@@ -58,10 +60,11 @@ pub struct PodsConfig {
     /// Labels of the pods; all must match.
     #[serde(default)]
     pub selector: BTreeMap<String, String>,
-    /// Ports of each pod. Several ports are the data-parallel ranks, in this order.
+    /// Ports of each pod. Several ports belong to the data-parallel ranks, in this order.
     #[serde(default)]
     pub ports: Vec<NonZeroU16>,
-    /// Namespace of the pods and of the InferencePool; that of the credentials if omitted.
+    /// Namespace of the pods and of the InferencePool; defaults to the namespace of the
+    /// credentials.
     #[serde(default)]
     pub namespace: Option<String>,
     /// Source of the worker ids, unless a label contains them.
@@ -79,7 +82,8 @@ pub enum WorkerIdSource {
     /// Pod uid and port; never reused.
     #[default]
     PodUid,
-    /// Pod name, as Dynamo workers compute their id with Kubernetes discovery. One id per pod.
+    /// Pod name, from which Dynamo workers compute their id with Kubernetes discovery. One id per
+    /// pod.
     Dynamo,
 }
 
@@ -134,26 +138,27 @@ impl PodsConfig {
     /// Returns the display name: the InferencePool or the selector, with the configured namespace
     /// as prefix.
     pub fn title(&self) -> String {
-        let own = self
+        let name = self
             .name
             .clone()
             .unwrap_or_else(|| label_selector(&self.selector));
         match &self.namespace {
-            Some(namespace) => format!("{namespace}/{own}"),
-            None => own,
+            Some(namespace) => format!("{namespace}/{name}"),
+            None => name,
         }
     }
 
     /// Returns whether this entry selects every pod that `other` selects.
     pub fn includes(&self, other: &Self) -> bool {
-        let of = |pods: &Self| {
+        let identity = |pods: &Self| {
             (
                 pods.namespace.clone(),
                 pods.name.clone(),
                 pods.selector.clone(),
             )
         };
-        of(self) == of(other) && other.ports.iter().all(|port| self.ports.contains(port))
+        identity(self) == identity(other)
+            && other.ports.iter().all(|port| self.ports.contains(port))
     }
 
     fn problems(&self) -> Vec<Problem> {
@@ -212,7 +217,7 @@ impl PodsConfig {
 impl KubernetesConfig {
     /// Returns the delay before optional kinds are probed again, with jitter so that replicas do
     /// not probe at the same time.
-    pub(super) fn look_again(&self) -> Duration {
+    pub(super) fn probe_delay(&self) -> Duration {
         self.resync_interval
             .get()
             .mul_f64(rand::random_range(0.8..1.2))

@@ -30,13 +30,13 @@ impl From<&KubernetesConfig> for CredentialSource {
     }
 }
 
-/// Files that a client was created from.
+/// Files that the credentials of a client were read from.
 #[derive(Clone, Debug, Default)]
 pub(super) struct CredentialFiles {
     pub(super) token: Option<PathBuf>,
     pub(super) authority: Option<PathBuf>,
     others: Vec<PathBuf>,
-    /// Hash of the contents, because these are secret.
+    /// Hash of the contents. The contents are not stored, because they are secret.
     contents: u64,
 }
 
@@ -66,7 +66,7 @@ pub(super) struct ApiConnection {
 }
 
 impl CredentialSource {
-    /// Creates a client. The error text contains the fix.
+    /// Creates a client from the credentials. The error text contains the fix.
     pub(super) async fn connect(&self) -> Result<ApiConnection, String> {
         let read = match &self.kubeconfig {
             Some(path) => Some(Kubeconfig::read_from(path)),
@@ -151,7 +151,7 @@ async fn in_cluster() -> Result<ApiConnection, String> {
     connection(settings, files).map_err(|error| describe(&error))
 }
 
-/// Returns the error text for a pod that cannot reach the API server, with the fix.
+/// Describes why the service account of the pod cannot be used, with the fix.
 fn describe_in_cluster(error: &InClusterError) -> String {
     let mount = "set `automountServiceAccountToken: true` in the pod and in its ServiceAccount";
     match error {
@@ -168,8 +168,8 @@ fn describe_in_cluster(error: &InClusterError) -> String {
     }
 }
 
-/// Creates the client. The token file is read once and trimmed, because a trailing newline is not
-/// part of the token.
+/// Creates the client. The token is read from its file here and trimmed, because the library would
+/// not remove a trailing newline.
 fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnection, kube::Error> {
     if let Some(path) = settings
         .auth_info
@@ -200,7 +200,7 @@ fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnect
     }
     settings.root_cert_file = None;
     settings.default_namespace = settings.default_namespace.trim().to_owned();
-    // Retries and deadlines are implemented by the list and watch.
+    // `list_watch` implements retries, and `ApiClient` deadlines.
     settings.default_retry = false;
     settings.connect_timeout = Some(super::client::CONNECT_DEADLINE);
     let namespace = settings.default_namespace.clone();
@@ -279,7 +279,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn trailing_newlines_are_no_part_of_token_and_namespace() {
+    async fn trailing_newlines_of_token_and_namespace_are_removed() {
         let dir = tempfile::tempdir().unwrap();
         let token = dir.path().join("token");
         std::fs::write(&token, "secret\n").unwrap();

@@ -38,7 +38,7 @@ pub(super) enum RequestFailure {
     },
     Timeout(Duration),
     Transport(String),
-    /// The response is not that of an API server.
+    /// The request could not be built, or the response is not that of an API server.
     Malformed(String),
 }
 
@@ -52,7 +52,7 @@ pub(super) struct RequestError {
     pub(super) kind: String,
     pub(super) namespace: String,
     pub(super) address: String,
-    /// Paths of the token and CA files, where known.
+    /// Text fragments with the paths of the token and CA files; empty if unknown.
     pub(super) token_file: String,
     pub(super) authority_file: String,
     pub(super) failure: RequestFailure,
@@ -66,8 +66,8 @@ impl RequestError {
         }
     }
 
-    /// Returns whether two errors have the same cause, which is logged once. An unreachable API
-    /// server fails every request.
+    /// Returns whether two errors have the same cause, which is logged only once. All errors of an
+    /// unreachable API server have the same cause.
     pub(super) fn has_cause_of(&self, other: &Self) -> bool {
         use RequestFailure::{Credentials, Malformed, Status, Timeout, Transport};
         match (&self.failure, &other.failure) {

@@ -1,4 +1,5 @@
-//! One-time inspection of the pools for commands: their pods, permissions and failures.
+//! One-time inspection of the pools for the subcommands: their pods, missing permissions and
+//! failures.
 
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ pub struct ClusterReport {
     pub pools: Vec<PoolReport>,
     /// Workers of all pools.
     pub workers: Vec<Worker>,
-    /// Conflicts between workers.
+    /// Workers that cannot be used, with the reason, for example conflicts between workers.
     pub conflicts: Vec<String>,
 }
 
@@ -138,8 +139,8 @@ async fn read_pods(
     Ok((membership, pods))
 }
 
-/// Returns the missing permissions. An optional kind is only reported if exactly one of list and
-/// watch is allowed; without both, it is not used.
+/// Returns the missing permissions. For an optional kind, a missing permission is only reported if
+/// the other one of list and watch is granted; without both, the kind is not used.
 async fn missing_rights(
     client: &ApiClient,
     pool: &PodsConfig,

@@ -1,18 +1,19 @@
-//! State machine of a list and watch of one kind of object: which request is next, and when. Pure:
-//! clock and jitter are arguments.
+//! State machine for the list and watch of one kind of object. Determines the next request and its
+//! time. Pure: clock and jitter are arguments.
 
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// First delay after a failure. `MAX_DELAY` is the longest one without `Retry-After`.
+/// First delay after a failure, and longest delay without `Retry-After`.
 const MIN_DELAY: Duration = Duration::from_millis(100);
 const MAX_DELAY: Duration = Duration::from_secs(5);
-/// Maximum `Retry-After` that is honored.
+/// Maximum delay by a `Retry-After` header.
 const MAX_RETRY_AFTER: Duration = Duration::from_secs(30);
-/// Minimum duration of a working watch without an event. A shorter one counts as a failure.
+/// Time after which an open watch counts as working even without an event. A watch that ends
+/// earlier without an event counts as a failure.
 const MIN_WATCH: Duration = Duration::from_millis(500);
-/// Consecutive failures after which the objects are listed again instead of watched from the last
+/// Consecutive failures after which the objects are listed again, in place of a watch from the last
 /// version.
 const WATCH_ATTEMPTS: u32 = 3;
 
@@ -30,8 +31,8 @@ impl RetryBackoff {
             .saturating_mul(1 << self.failures.min(10))
             .min(MAX_DELAY);
         self.failures = self.failures.saturating_add(1);
-        let least = retry_after.unwrap_or_default().min(MAX_RETRY_AFTER);
-        (least + own.mul_f64(0.1 * jitter)).max(own.mul_f64(0.5 + jitter / 2.0))
+        let min_delay = retry_after.unwrap_or_default().min(MAX_RETRY_AFTER);
+        (min_delay + own.mul_f64(0.1 * jitter)).max(own.mul_f64(0.5 + jitter / 2.0))
     }
 
     pub(super) fn reset(&mut self) {
@@ -56,18 +57,18 @@ pub(super) enum NextStep {
 pub(super) enum FailureKind {
     /// 410: the resource version is too old.
     Expired,
-    /// Another 4xx; the same request would fail again.
+    /// Another 4xx, or a malformed response: the same request would fail again.
     Rejected,
     /// Any other failure, with the value of `Retry-After`.
     Unavailable(Option<Duration>),
 }
 
-/// Meaning of a watch without events until the deadline of [`NextStep::Read`].
+/// State of a watch that had no event until the deadline of [`NextStep::Read`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum QuietWatch {
     /// Open long enough to count as working.
     Works,
-    /// The connection is dead, because the API server should have ended the watch.
+    /// Open for longer than the API server allows, so the connection is dead.
     Dead,
 }
 
@@ -75,7 +76,7 @@ pub(super) enum QuietWatch {
 struct OpenWatch {
     opened: Instant,
     last_event: Instant,
-    works: bool,
+    is_working: bool,
 }
 
 /// State of one list and watch.
@@ -83,7 +84,7 @@ struct OpenWatch {
 pub(super) struct ListWatch {
     /// Maximum time without a byte on an open watch.
     silence: Duration,
-    /// `None`: list next.
+    /// Resource version to watch from; `None`: the objects are listed next.
     version: Option<String>,
     open: Option<OpenWatch>,
     /// True if a watch has worked since the last list.
@@ -108,17 +109,20 @@ impl ListWatch {
     pub(super) fn next_step(&self) -> NextStep {
         match (self.retry_at, &self.open, &self.version) {
             (Some(at), ..) => NextStep::Wait(at),
-            (None, Some(open), _) if open.works => NextStep::Read(open.last_event + self.silence),
+            (None, Some(open), _) if open.is_working => {
+                NextStep::Read(open.last_event + self.silence)
+            }
             (None, Some(open), _) => NextStep::Read(open.opened + MIN_WATCH.min(self.silence)),
             (None, None, Some(version)) => NextStep::Watch(version.clone()),
             (None, None, None) => NextStep::List,
         }
     }
 
-    /// Returns whether changes are received. After a failure, the next watch must work first.
+    /// Returns whether changes are received. After a failure, this is only the case when the next
+    /// watch works.
     pub(super) fn is_up(&self) -> bool {
         self.open
-            .is_some_and(|open| open.works || self.backoff.failures == 0)
+            .is_some_and(|open| open.is_working || self.backoff.failures == 0)
     }
 
     pub(super) fn on_waited(&mut self) {
@@ -134,7 +138,7 @@ impl ListWatch {
         self.open = Some(OpenWatch {
             opened: now,
             last_event: now,
-            works: false,
+            is_working: false,
         });
     }
 
@@ -143,7 +147,7 @@ impl ListWatch {
         self.version = version.or_else(|| self.version.take());
         if let Some(open) = &mut self.open {
             open.last_event = now;
-            open.works = true;
+            open.is_working = true;
             self.watched_since_list = true;
             if now >= open.opened + MIN_WATCH {
                 self.backoff.reset();
@@ -163,28 +167,28 @@ impl ListWatch {
         QuietWatch::Works
     }
 
-    /// Handles the end of a watch. Returns whether it is a failure. After a watch of normal
-    /// duration, the next one is opened at once.
+    /// Handles the end of a watch. Returns whether the end is a failure. After a watch of normal
+    /// duration, the next one is opened immediately.
     pub(super) fn on_closed(&mut self, now: Instant, jitter: f64) -> bool {
         if self.open.is_some_and(|open| now >= open.opened + MIN_WATCH) {
             self.confirm();
             self.open = None;
             return false;
         }
-        if self.open.take().is_some_and(|open| open.works) {
+        if self.open.take().is_some_and(|open| open.is_working) {
             self.retry_at = Some(now + self.backoff.next_delay(None, jitter));
             return false;
         }
         self.on_failure(FailureKind::Unavailable(None), now, jitter)
     }
 
-    /// Handles a failed request. Returns whether to report it: a version that expired under a
-    /// working watch is not reported.
+    /// Handles a failed request. Returns whether to report it: an expired version is not reported
+    /// if a watch has worked since the last list.
     pub(super) fn on_failure(&mut self, kind: FailureKind, now: Instant, jitter: f64) -> bool {
         self.open = None;
         if kind == FailureKind::Expired && self.watched_since_list {
             self.version = None;
-            // If the new list expires as well, that is a failure.
+            // If the version of the new list expires as well, that is a failure.
             self.watched_since_list = false;
             return false;
         }
@@ -193,17 +197,18 @@ impl ListWatch {
             FailureKind::Expired | FailureKind::Rejected => None,
         };
         self.retry_at = Some(now + self.backoff.next_delay(retry_after, jitter));
-        let try_again =
+        let watches_again =
             matches!(kind, FailureKind::Unavailable(_)) && self.backoff.failures < WATCH_ATTEMPTS;
-        if !try_again {
+        if !watches_again {
             self.version = None;
         }
         true
     }
 
+    /// Records that the open watch works.
     fn confirm(&mut self) {
         if let Some(open) = &mut self.open {
-            open.works = true;
+            open.is_working = true;
             self.watched_since_list = true;
             self.backoff.reset();
         }
@@ -221,54 +226,60 @@ mod tests {
     }
 
     fn watching(now: Instant) -> ListWatch {
-        let mut states = ListWatch::new(SILENCE);
-        states.on_listed("7".to_owned());
-        states.on_opened(now);
-        states
+        let mut list_watch = ListWatch::new(SILENCE);
+        list_watch.on_listed("7".to_owned());
+        list_watch.on_opened(now);
+        list_watch
     }
 
-    fn fail(states: &mut ListWatch, kind: FailureKind, now: Instant) -> Duration {
-        assert!(states.on_failure(kind, now, 1.0));
-        let NextStep::Wait(at) = states.next_step() else {
-            panic!("{:?}", states.next_step())
+    fn fail(list_watch: &mut ListWatch, kind: FailureKind, now: Instant) -> Duration {
+        assert!(list_watch.on_failure(kind, now, 1.0));
+        let NextStep::Wait(at) = list_watch.next_step() else {
+            panic!("{:?}", list_watch.next_step())
         };
-        states.on_waited();
+        list_watch.on_waited();
         at - now
     }
 
     #[test]
     fn objects_are_listed_then_watched() {
         let now = Instant::now();
-        let mut states = ListWatch::new(SILENCE);
-        assert_eq!(states.next_step(), NextStep::List);
-        states.on_listed("7".to_owned());
+        let mut list_watch = ListWatch::new(SILENCE);
+        assert_eq!(list_watch.next_step(), NextStep::List);
+        list_watch.on_listed("7".to_owned());
         assert_eq!(
-            (states.next_step(), states.is_up()),
+            (list_watch.next_step(), list_watch.is_up()),
             (NextStep::Watch("7".to_owned()), false)
         );
-        states.on_opened(now);
-        assert!(states.is_up());
-        states.on_event(Some("9".to_owned()), now + ms(10));
-        assert_eq!(states.next_step(), NextStep::Read(now + ms(10) + SILENCE));
+        list_watch.on_opened(now);
+        assert!(list_watch.is_up());
+        list_watch.on_event(Some("9".to_owned()), now + ms(10));
+        assert_eq!(
+            list_watch.next_step(),
+            NextStep::Read(now + ms(10) + SILENCE)
+        );
         // The API server ends each watch after a while; the next one continues.
-        assert!(!states.on_closed(now + MIN_WATCH, 1.0));
-        assert_eq!(states.next_step(), NextStep::Watch("9".to_owned()));
+        assert!(!list_watch.on_closed(now + MIN_WATCH, 1.0));
+        assert_eq!(list_watch.next_step(), NextStep::Watch("9".to_owned()));
     }
 
     #[test]
     fn watches_that_end_after_one_event_back_off() {
         let now = Instant::now();
-        let mut states = watching(now);
+        let mut list_watch = watching(now);
         let mut delays = Vec::new();
         for _ in 0..7 {
-            states.on_event(None, now + ms(1));
-            assert!(!states.on_closed(now + ms(2), 1.0), "changes are received");
-            let NextStep::Wait(at) = states.next_step() else {
-                panic!("{:?}", states.next_step())
+            list_watch.on_event(None, now + ms(1));
+            assert!(
+                !list_watch.on_closed(now + ms(2), 1.0),
+                "a watch with an event is not a failure"
+            );
+            let NextStep::Wait(at) = list_watch.next_step() else {
+                panic!("{:?}", list_watch.next_step())
             };
             delays.push(at - now - ms(2));
-            states.on_waited();
-            states.on_opened(now);
+            list_watch.on_waited();
+            list_watch.on_opened(now);
         }
         assert_eq!((delays[0], delays[6]), (ms(100), MAX_DELAY));
     }
@@ -276,13 +287,13 @@ mod tests {
     #[test]
     fn forbidden_watch_backs_off_despite_successful_lists() {
         let now = Instant::now();
-        let mut states = ListWatch::new(SILENCE);
+        let mut list_watch = ListWatch::new(SILENCE);
         let mut delays = Vec::new();
         for _ in 0..9 {
-            assert_eq!(states.next_step(), NextStep::List);
-            states.on_listed("7".to_owned());
-            delays.push(fail(&mut states, FailureKind::Rejected, now));
-            assert!(!states.is_up());
+            assert_eq!(list_watch.next_step(), NextStep::List);
+            list_watch.on_listed("7".to_owned());
+            delays.push(fail(&mut list_watch, FailureKind::Rejected, now));
+            assert!(!list_watch.is_up());
         }
         assert_eq!(delays[..4], [ms(100), ms(200), ms(400), ms(800)]);
         assert_eq!(delays[6..], [MAX_DELAY; 3]);
@@ -291,26 +302,26 @@ mod tests {
     #[test]
     fn watches_that_end_at_once_back_off() {
         let now = Instant::now();
-        let mut states = watching(now);
+        let mut list_watch = watching(now);
         let mut delays = Vec::new();
         for _ in 0..8 {
-            assert!(states.on_closed(now + ms(1), 1.0));
-            let NextStep::Wait(at) = states.next_step() else {
-                panic!("{:?}", states.next_step())
+            assert!(list_watch.on_closed(now + ms(1), 1.0));
+            let NextStep::Wait(at) = list_watch.next_step() else {
+                panic!("{:?}", list_watch.next_step())
             };
             delays.push(at - now - ms(1));
-            states.on_waited();
-            states.on_listed("7".to_owned());
-            states.on_opened(now);
-            assert!(!states.is_up(), "the watch before it failed");
+            list_watch.on_waited();
+            list_watch.on_listed("7".to_owned());
+            list_watch.on_opened(now);
+            assert!(!list_watch.is_up(), "the previous watch failed");
         }
         assert_eq!((delays[0], delays[7]), (ms(100), MAX_DELAY));
         // A watch that stays open resets the delay.
-        assert_eq!(states.next_step(), NextStep::Read(now + MIN_WATCH));
-        assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
-        assert!(states.is_up());
+        assert_eq!(list_watch.next_step(), NextStep::Read(now + MIN_WATCH));
+        assert_eq!(list_watch.on_quiet(now + MIN_WATCH), QuietWatch::Works);
+        assert!(list_watch.is_up());
         assert_eq!(
-            fail(&mut states, FailureKind::Unavailable(None), now),
+            fail(&mut list_watch, FailureKind::Unavailable(None), now),
             ms(100)
         );
     }
@@ -318,16 +329,20 @@ mod tests {
     #[test]
     fn silent_watch_is_dead_after_silence() {
         let now = Instant::now();
-        let mut states = watching(now);
-        assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
-        assert_eq!(states.next_step(), NextStep::Read(now + SILENCE));
-        assert_eq!(states.on_quiet(now + SILENCE), QuietWatch::Dead);
+        let mut list_watch = watching(now);
+        assert_eq!(list_watch.on_quiet(now + MIN_WATCH), QuietWatch::Works);
+        assert_eq!(list_watch.next_step(), NextStep::Read(now + SILENCE));
+        assert_eq!(list_watch.on_quiet(now + SILENCE), QuietWatch::Dead);
         assert_eq!(
-            fail(&mut states, FailureKind::Unavailable(None), now + SILENCE),
+            fail(
+                &mut list_watch,
+                FailureKind::Unavailable(None),
+                now + SILENCE
+            ),
             ms(100)
         );
         assert_eq!(
-            (states.next_step(), states.is_up()),
+            (list_watch.next_step(), list_watch.is_up()),
             (NextStep::Watch("7".to_owned()), false)
         );
     }
@@ -335,16 +350,16 @@ mod tests {
     #[test]
     fn unavailable_server_is_retried_within_five_seconds() {
         let now = Instant::now();
-        let mut states = watching(now);
+        let mut list_watch = watching(now);
         let delays: Vec<_> = (0..20)
-            .map(|_| fail(&mut states, FailureKind::Unavailable(None), now))
+            .map(|_| fail(&mut list_watch, FailureKind::Unavailable(None), now))
             .collect();
         assert!(delays.iter().all(|delay| *delay <= MAX_DELAY), "{delays:?}");
         assert!(delays.iter().sum::<Duration>() > ms(70_000), "{delays:?}");
         assert_eq!(
-            states.next_step(),
+            list_watch.next_step(),
             NextStep::List,
-            "a watch was tried often enough"
+            "the number of watch attempts is limited"
         );
         let spread = [0.0, 1.0].map(|jitter| RetryBackoff { failures: 9 }.next_delay(None, jitter));
         assert_eq!(spread, [MAX_DELAY / 2, MAX_DELAY]);
@@ -363,32 +378,32 @@ mod tests {
     #[test]
     fn expired_version_is_listed_again_at_once() {
         let now = Instant::now();
-        let mut states = watching(now);
-        states.on_event(None, now);
-        assert!(!states.on_closed(now + MIN_WATCH, 1.0));
+        let mut list_watch = watching(now);
+        list_watch.on_event(None, now);
+        assert!(!list_watch.on_closed(now + MIN_WATCH, 1.0));
         assert!(
-            !states.on_failure(FailureKind::Expired, now, 1.0),
-            "not worth a report"
+            !list_watch.on_failure(FailureKind::Expired, now, 1.0),
+            "an expired version is not reported after a working watch"
         );
-        assert_eq!(states.next_step(), NextStep::List);
+        assert_eq!(list_watch.next_step(), NextStep::List);
         // A new version that has expired as well is a failure.
-        states.on_listed("8".to_owned());
-        assert_eq!(fail(&mut states, FailureKind::Expired, now), ms(100));
-        assert_eq!(states.next_step(), NextStep::List);
+        list_watch.on_listed("8".to_owned());
+        assert_eq!(fail(&mut list_watch, FailureKind::Expired, now), ms(100));
+        assert_eq!(list_watch.next_step(), NextStep::List);
     }
 
     #[test]
     fn expired_list_backs_off() {
         let now = Instant::now();
-        let mut states = watching(now);
-        assert_eq!(states.on_quiet(now + MIN_WATCH), QuietWatch::Works);
+        let mut list_watch = watching(now);
+        assert_eq!(list_watch.on_quiet(now + MIN_WATCH), QuietWatch::Works);
         assert!(
-            !states.on_failure(FailureKind::Expired, now, 1.0),
-            "the version of a working watch"
+            !list_watch.on_failure(FailureKind::Expired, now, 1.0),
+            "an expired version is not reported after a working watch"
         );
-        assert_eq!(states.next_step(), NextStep::List);
+        assert_eq!(list_watch.next_step(), NextStep::List);
         let delays: Vec<_> = (0..7)
-            .map(|_| fail(&mut states, FailureKind::Expired, now))
+            .map(|_| fail(&mut list_watch, FailureKind::Expired, now))
             .collect();
         assert_eq!((delays[0], delays[6]), (ms(100), MAX_DELAY));
     }

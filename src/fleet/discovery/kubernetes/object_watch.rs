@@ -46,7 +46,7 @@ impl<K: DeserializeOwned> WatchEvent<K> {
         match serde_json::from_slice::<RawEvent<'_>>(line) {
             Ok(event) => Self::from_raw(&event),
             Err(error) => Self::Failed(RequestFailure::Malformed(format!(
-                "no event of a watch: {error}"
+                "the line is not a watch event: {error}"
             ))),
         }
     }
@@ -85,7 +85,7 @@ pub(super) struct ObjectWatch {
     body: Body,
     pub(super) opened: Instant,
     received: Vec<u8>,
-    /// Prefix of `received` without a line end.
+    /// Length of the prefix of `received` that contains no line end.
     searched: usize,
 }
 

@@ -10,13 +10,13 @@ use serde::{Deserialize, Deserializer, Serialize};
 /// A pod.
 pub(super) type Pod = Object<PodSpec, PodStatus>;
 
-/// `InferencePool` of the Gateway API inference extension.
+/// An `InferencePool` of the Gateway API inference extension.
 pub(super) type InferencePool = Object<PoolSpec, NotUsed>;
 
-/// `InferenceObjective` of llm-d: a named priority.
+/// An `InferenceObjective` of llm-d: a named priority.
 pub(super) type InferenceObjective = Object<ObjectiveSpec, NotUsed>;
 
-/// `InferenceModelRewrite` of llm-d: mapping of requested to served models.
+/// An `InferenceModelRewrite` of llm-d: a mapping from requested to served models.
 pub(super) type InferenceModelRewrite = Object<RewriteSpec, NotUsed>;
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -86,7 +86,8 @@ pub(super) struct PodStatus {
     pub(super) conditions: Vec<PodCondition>,
 }
 
-/// The error names the field and the value: the API server accepts addresses with leading zeros.
+/// Parses the address of a pod. The error names field and value, because the API server accepts
+/// addresses with leading zeros, which Rust rejects.
 fn pod_ip<'de, D: Deserializer<'de>>(input: D) -> Result<Option<IpAddr>, D::Error> {
     let Some(text) = Option::<String>::deserialize(input)? else {
         return Ok(None);
@@ -136,7 +137,7 @@ pub(super) const POOL_GROUP: &str = "inference.networking.k8s.io";
 /// API groups of the optional kinds, in order of preference.
 pub(super) const RULE_GROUPS: [&str; 2] = ["llm-d.ai", "inference.networking.x-k8s.io"];
 
-/// An optional kind, which may be not installed.
+/// A kind that may not be installed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct OptionalKind {
     pub(super) kind: &'static str,

@@ -1,7 +1,8 @@
 //! Watches of the optional kinds that configure InferencePools.
 //!
-//! The kinds may be not installed, or not allowed by the Role. Then warmroute works without them
-//! and probes again after `look_again`. Objects that cannot be reached stay as last received.
+//! A kind may not be installed, or the Role may not allow it. warmroute then works without it and
+//! probes again after `resync_interval`. While objects cannot be read, the last received ones stay
+//! in use.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;
@@ -25,34 +26,34 @@ use super::reflector::{ObjectReflector, WatchHealth, WatchUpdate};
 use super::rules::{self, KindStatus, KubernetesRules, ObjectsByNamespace, ServedPool};
 use super::store::ObjectStore;
 
-/// Status of a kind that is not installed, and of one that the Role does not allow.
+/// Response status for a kind that is not installed, and for one that the Role does not allow.
 const ABSENT: u16 = 404;
 const FORBIDDEN: u16 = 403;
 
-/// Time for which a kind that was listed before is retried with backoff. A restarting API server
-/// returns 403 until its caches are filled.
+/// Time for which a rejected request for a kind that was listed before is retried with backoff. A
+/// restarting API server returns 403 until its caches are filled.
 const FORBIDDEN_GRACE: Duration = Duration::from_secs(60);
 const ABSENT_GRACE: Duration = Duration::from_secs(3);
-/// Same for a kind that was not listed before, for an API server that starts at the same time as
-/// warmroute.
+/// The same for a kind that was not listed before, because the API server may start at the same
+/// time as warmroute.
 const START_GRACE: Duration = Duration::from_secs(10);
-/// Duration after which a failure is logged for each kind.
+/// Duration after which a failure is logged for each kind, in addition to the logs of the pools.
 const LASTING_FAILURE: Duration = Duration::from_secs(60);
 
-/// Watches the optional kinds and reports each change. Nothing is reported before the state of each
-/// kind is known.
+/// Watches the optional kinds and reports each change. Nothing is reported before the first reports
+/// of all kinds.
 pub async fn watch_rules(
     config: &KubernetesConfig,
     mut on_rules: impl FnMut(KubernetesRules),
 ) -> anyhow::Result<Infallible> {
     if config.pools.iter().all(|pool| pool.name.is_none()) {
-        // Pools configured by selector have no such objects.
+        // Only InferencePools can have such objects.
         on_rules(KubernetesRules::default());
         return std::future::pending().await;
     }
     let client = ApiClient::new(config);
-    let ours = served_pools(config, &client).await;
-    let namespaces: BTreeSet<&str> = ours.iter().map(|pool| pool.namespace.as_str()).collect();
+    let served = served_pools(config, &client).await;
+    let namespaces: BTreeSet<&str> = served.iter().map(|pool| pool.namespace.as_str()).collect();
     let (report_tx, mut report_rx) = mpsc::unbounded_channel();
     let mut watches: Vec<BoxFuture<'_, Infallible>> = Vec::new();
     for namespace in &namespaces {
@@ -60,14 +61,14 @@ pub async fn watch_rules(
         let objectives_tx = report_tx.clone();
         let rewrites_tx = report_tx.clone();
         let on_objectives =
-            move |followed, all| _ = objectives_tx.send(KindReport::Objectives(followed, all));
+            move |status, all| _ = objectives_tx.send(KindReport::Objectives(status, all));
         watches.push(watch(OBJECTIVES).run(on_objectives).boxed());
         let on_rewrites =
-            move |followed, all| _ = rewrites_tx.send(KindReport::Rewrites(followed, all));
+            move |status, all| _ = rewrites_tx.send(KindReport::Rewrites(status, all));
         watches.push(watch(REWRITES).run(on_rewrites).boxed());
     }
     let expected = watches.len();
-    let collected = async {
+    let reporting = async {
         let mut known = KnownObjects::default();
         while let Some(report) = report_rx.recv().await {
             known.apply(report);
@@ -77,23 +78,24 @@ pub async fn watch_rules(
                     .values()
                     .any(|kind| kind.standing != NOT_READ)
             {
-                on_rules(known.rules(&ours));
+                on_rules(known.rules(&served));
             }
         }
     };
     tokio::select! {
         _ = join_all(watches) => anyhow::bail!("the watches of Kubernetes have ended"),
-        () = collected => anyhow::bail!("the watches of Kubernetes have ended"),
+        () = reporting => anyhow::bail!("the watches of Kubernetes have ended"),
     }
 }
 
-/// Returns the pools configured by name. Waits for the credentials if the namespace is theirs.
+/// Returns the pools that are configured by name. Waits for the default namespace of the
+/// credentials.
 async fn served_pools(config: &KubernetesConfig, client: &ApiClient) -> Vec<ServedPool> {
     let mut backoff = RetryBackoff::default();
     let default = loop {
         match client.default_namespace().await {
             Ok(namespace) => break namespace,
-            // The pool watch logs the reason.
+            // The watch of the pools logs the reason.
             Err(_) => tokio::time::sleep(backoff.next_delay(None, rand::random())).await,
         }
     };
@@ -125,22 +127,22 @@ struct KnownObjects {
 
 impl KnownObjects {
     fn apply(&mut self, report: KindReport) {
-        let (KindReport::Objectives(followed, _) | KindReport::Rewrites(followed, _)) = &report;
-        let namespace = followed.namespace.clone();
-        let followed = followed.clone();
+        let (KindReport::Objectives(status, _) | KindReport::Rewrites(status, _)) = &report;
+        let namespace = status.namespace.clone();
+        let status = status.clone();
         self.statuses
-            .insert((followed.kind, namespace.clone()), followed);
+            .insert((status.kind, namespace.clone()), status);
         match report {
             KindReport::Objectives(_, all) => drop(self.objectives.insert(namespace, all)),
             KindReport::Rewrites(_, all) => drop(self.rewrites.insert(namespace, all)),
         }
     }
 
-    fn rules(&self, ours: &[ServedPool]) -> KubernetesRules {
+    fn rules(&self, served: &[ServedPool]) -> KubernetesRules {
         KubernetesRules {
             objects: self.statuses.values().cloned().collect(),
-            objectives: rules::objectives(ours, &self.objectives),
-            rewrites: rules::rewrites(ours, &self.rewrites),
+            objectives: rules::objectives(served, &self.objectives),
+            rewrites: rules::rewrites(served, &self.rewrites),
         }
     }
 }
@@ -150,7 +152,7 @@ const NOT_READ: &str = "not read yet";
 
 /// Reason why a kind is not watched.
 enum KindError {
-    /// No API group can be read: 404 or 403.
+    /// No API group can be read. The status is 404 or 403.
     Refused(u16),
     Failed(RequestError),
 }
@@ -174,7 +176,7 @@ impl<'a> KindWatch<'a> {
         namespace: &str,
         kind: OptionalKind,
     ) -> Self {
-        let followed = KindStatus {
+        let status = KindStatus {
             kind: kind.kind,
             namespace: namespace.to_owned(),
             standing: NOT_READ.to_owned(),
@@ -185,7 +187,7 @@ impl<'a> KindWatch<'a> {
             client,
             config,
             kind,
-            status: followed,
+            status,
             reported_error: None,
             failed_since: None,
         }
@@ -201,20 +203,20 @@ impl<'a> KindWatch<'a> {
     {
         let mut store: ObjectStore<K> = ObjectStore::default();
         let mut backoff = RetryBackoff::default();
-        // Start of the current refusal by the API server.
+        // Time since which the API server rejects the requests.
         let mut refused_since: Option<Instant> = None;
         loop {
             let wait = match self.find_group().await {
                 Ok(group) => {
                     backoff.reset();
                     refused_since = None;
-                    let look_again = self.config.look_again();
+                    let probe_delay = self.config.probe_delay();
                     let watch = self.watch(group, &mut store, &mut on_change);
                     if group == RULE_GROUPS[0] {
                         watch.await;
                     } else {
                         // The other API group may have been installed.
-                        _ = tokio::time::timeout(look_again, watch).await;
+                        _ = tokio::time::timeout(probe_delay, watch).await;
                     }
                     continue;
                 }
@@ -232,11 +234,11 @@ impl<'a> KindWatch<'a> {
                     );
                     self.set_error(None);
                     let since = *refused_since.get_or_insert_with(Instant::now);
-                    let look_again = self.config.look_again();
-                    if status == FORBIDDEN && since.elapsed() < START_GRACE.min(look_again) {
+                    let probe_delay = self.config.probe_delay();
+                    if status == FORBIDDEN && since.elapsed() < START_GRACE.min(probe_delay) {
                         backoff.next_delay(None, rand::random())
                     } else {
-                        look_again
+                        probe_delay
                     }
                 }
                 Err(KindError::Failed(error)) => {
@@ -285,7 +287,7 @@ impl<'a> KindWatch<'a> {
     }
 
     fn is_followed(&self, group: &str) -> bool {
-        self.status.error.is_none() && self.status.standing == watched_as(group)
+        self.status.error.is_none() && self.status.standing == watched_state(group)
     }
 
     fn apply_health(&mut self, health: &WatchHealth, group: &str) {
@@ -293,10 +295,10 @@ impl<'a> KindWatch<'a> {
             WatchHealth::Starting => {}
             WatchHealth::Up => {
                 self.set_error(None);
-                self.set_state(watched_as(group));
+                self.set_state(watched_state(group));
             }
             WatchHealth::Failed(error) => {
-                // Lists still return the objects if only the watch fails.
+                // If only the watch fails, lists still return the objects.
                 if error.verb == ApiVerb::Watch && self.status.standing == NOT_READ {
                     self.set_state(format!("listed as {group}/v1alpha2, and not watched"));
                 }
@@ -305,8 +307,7 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    /// Returns the time for which a rejected request is retried with backoff; `None` means without
-    /// limit.
+    /// Returns the time for which a failed request is retried with backoff. `None`: without limit.
     fn grace(&self, error: &RequestError) -> Option<Duration> {
         let grace = match (error.verb, error.code()) {
             (_, Some(ABSENT)) => ABSENT_GRACE,
@@ -316,7 +317,7 @@ impl<'a> KindWatch<'a> {
         Some(grace.min(self.config.resync_interval.get()))
     }
 
-    /// Returns the API group that is installed and readable.
+    /// Returns the first API group that is installed and readable.
     async fn find_group(&self) -> Result<&'static str, KindError> {
         let mut refused = ABSENT;
         for group in RULE_GROUPS {
@@ -351,8 +352,8 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    /// The pool watches log an unreachable API server. A failure of this kind is logged here only
-    /// if it lasts longer.
+    /// Sets the error. An unreachable API server is logged by the watches of the pools, and here
+    /// only if the failure lasts longer.
     fn set_error(&mut self, error: Option<&RequestError>) {
         let kind = self.status.kind;
         let failed_since = error.map(|_| self.failed_since.unwrap_or_else(Instant::now));
@@ -378,7 +379,7 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    /// Returns the status with the unreadable objects. Each of these is logged once.
+    /// Returns the status, with the unreadable objects. Each of these is logged once.
     fn describe<K>(&mut self, store: &ObjectStore<K>) -> KindStatus {
         let unreadable: Vec<String> = store
             .unreadable()
@@ -395,6 +396,6 @@ impl<'a> KindWatch<'a> {
     }
 }
 
-fn watched_as(group: &str) -> String {
+fn watched_state(group: &str) -> String {
     format!("followed as {group}/v1alpha2")
 }

@@ -13,7 +13,7 @@ use super::objects::Pod;
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
 
-/// Topology labels of Kubernetes and the topology domains they become.
+/// Topology labels of Kubernetes, with the topology domain of each.
 const TOPOLOGY_LABELS: [(&str, &str); 2] = [
     ("topology.kubernetes.io/zone", "zone"),
     ("topology.kubernetes.io/region", "region"),
@@ -33,19 +33,19 @@ pub(super) struct PoolWorkerSpec<'a> {
 /// Older name of the active-ports annotation, which llm-d also reads.
 const OLD_ACTIVE_PORTS: &str = "inference.networking.k8s.io/active-ports";
 
-/// True if a pod accepts requests.
+/// Availability of a pod for requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PodAvailability {
     Active,
-    /// Running requests continue.
+    /// The pod gets no new requests, but running ones continue.
     Draining,
     Unavailable,
 }
 
 /// Returns the workers of the pods, and the errors of pods that cannot be workers.
 ///
-/// `used` holds the uids of pods that were workers before; these stay as draining workers while
-/// they finish their requests.
+/// `used` contains the uids of pods that were workers before. If these are no longer ready, they
+/// stay as draining workers while they finish their requests.
 pub(super) fn workers(
     pods: &BTreeMap<String, Pod>,
     spec: &PoolWorkerSpec<'_>,
@@ -87,15 +87,15 @@ fn availability(pod: &Pod, is_used: bool) -> PodAvailability {
         .conditions
         .iter()
         .any(|condition| condition.kind == "Ready" && condition.status == "True");
-    let ends = pod.metadata.deletion_timestamp.is_some();
-    match (status.phase.as_str(), is_ready && !ends) {
+    let is_terminating = pod.metadata.deletion_timestamp.is_some();
+    match (status.phase.as_str(), is_ready && !is_terminating) {
         ("Running", true) => PodAvailability::Active,
         ("Running", false) if is_used => PodAvailability::Draining,
         _ => PodAvailability::Unavailable,
     }
 }
 
-/// Returns the reason why a pod accepts no requests, apart from labels and annotations.
+/// Returns the reason in its status why a pod accepts no requests.
 pub(super) fn unready_reason(pod: &Pod) -> Option<String> {
     let Some(status) = &pod.status else {
         return Some("it has no status yet".to_owned());
@@ -184,11 +184,11 @@ fn workers_of_pod(
         worker
             .taints
             .extend(label(&spec.labels.engine).map(|engine| format!("engine={engine}")));
-        let places = TOPOLOGY_LABELS
+        let topology = TOPOLOGY_LABELS
             .into_iter()
             .filter_map(|(name, domain)| Some((domain, label(name)?)));
         let node = pod.spec.node_name.as_deref().map(|node| ("node", node));
-        for (domain, value) in places.chain(node) {
+        for (domain, value) in topology.chain(node) {
             worker
                 .topology
                 .entry(domain.to_owned())
@@ -259,15 +259,15 @@ fn parse_ports(list: &str) -> Result<Vec<NonZeroU16>, String> {
         .collect()
 }
 
-/// Worker id of a pod's port: a hash of the pod uid, which is never reused, and the port. It is
-/// stable across restarts and equal on all replicas. It is below 2^53, because JSON readers may not
-/// represent larger integers.
+/// Returns the worker id of a pod's port: a hash of the port and of the pod uid, which is never
+/// reused. It is stable across restarts and equal on all replicas. It is below 2^53, because JSON
+/// readers may not represent larger integers.
 pub fn worker_id(uid: &str, port: NonZeroU16) -> WorkerId {
     WorkerId(xxh3_64(format!("{uid}/{port}").as_bytes()) >> 11)
 }
 
-/// Worker id of a Dynamo worker discovered by Kubernetes: the default hash of the Rust standard
-/// library over the pod name, as Dynamo computes it, limited to 53 bits for JSON.
+/// Returns the id of a Dynamo worker that Kubernetes discovery finds. As in Dynamo, it is the
+/// default hash of the Rust standard library over the pod name, limited to 53 bits for JSON.
 pub fn dynamo_id(name: &str) -> WorkerId {
     let mut hasher = DefaultHasher::new();
     name.hash(&mut hasher);

@@ -17,8 +17,8 @@ pub(super) struct PoolMembership {
 }
 
 impl PoolMembership {
-    /// Returns the membership of an InferencePool, or `None` without a selector, which would match
-    /// every pod of the namespace.
+    /// Returns the membership of an InferencePool, or `None` if it has no selector. An empty
+    /// selector would match every pod of the namespace.
     pub(super) fn from_pool(pool: &InferencePool) -> Option<Self> {
         let selector = pool.spec.selector.match_labels.clone();
         let ports = pool
@@ -69,7 +69,7 @@ impl PoolPods {
             .collect()
     }
 
-    /// Removes all pods after the pool was deleted. Returns whether that removes workers.
+    /// Removes all pods after the pool was deleted. Returns whether any of them was a worker.
     pub(super) fn clear(&mut self) -> bool {
         let had_workers = !self.used_uids.is_empty();
         self.store.clear();
@@ -77,7 +77,7 @@ impl PoolPods {
         had_workers
     }
 
-    /// Returns the workers and the errors of single pods, or `None` before the first list.
+    /// Returns the workers, and the errors of unusable pods. Returns `None` before the first list.
     pub(super) fn workers(
         &mut self,
         membership: &PoolMembership,

@@ -1,4 +1,4 @@
-//! Endless list and watch of one kind of object.
+//! List and watch of one kind of object, without end.
 
 use futures_util::StreamExt as _;
 use futures_util::stream::{self, BoxStream};
@@ -38,16 +38,16 @@ pub(super) struct ObjectReflector<K> {
 
 impl<K: DeserializeOwned + Send + 'static> ObjectReflector<K> {
     pub(super) fn new(client: ApiClient, query: ObjectQuery) -> Self {
-        let states = ListWatch::new(client.deadline());
+        let list_watch = ListWatch::new(client.deadline());
         let requests = ObjectRequests {
             client,
             query,
-            states,
+            list_watch,
             watch: None,
         };
         let updates = stream::unfold(requests, async |mut requests| {
             let update = requests.next().await;
-            let is_up = requests.states.is_up();
+            let is_up = requests.list_watch.is_up();
             Some(((update, is_up), requests))
         });
         Self {
@@ -76,17 +76,17 @@ impl<K: DeserializeOwned + Send + 'static> ObjectReflector<K> {
 struct ObjectRequests {
     client: ApiClient,
     query: ObjectQuery,
-    states: ListWatch,
+    list_watch: ListWatch,
     watch: Option<ObjectWatch>,
 }
 
 impl ObjectRequests {
     async fn next<K: DeserializeOwned>(&mut self) -> WatchUpdate<K> {
         loop {
-            let update = match self.states.next_step() {
+            let update = match self.list_watch.next_step() {
                 NextStep::Wait(until) => {
                     sleep_until(until).await;
-                    self.states.on_waited();
+                    self.list_watch.on_waited();
                     None
                 }
                 NextStep::List => self.list().await,
@@ -102,7 +102,7 @@ impl ObjectRequests {
     async fn list<K: DeserializeOwned>(&mut self) -> Option<WatchUpdate<K>> {
         match self.client.list(&self.query).await {
             Ok(list) => {
-                self.states.on_listed(list.version);
+                self.list_watch.on_listed(list.version);
                 Some(WatchUpdate::Changed(ObjectChange::Listed(list.objects)))
             }
             Err(error) => self.fail(error),
@@ -113,8 +113,8 @@ impl ObjectRequests {
         match self.client.watch(&self.query, version).await {
             Ok(watch) => {
                 self.watch = Some(watch);
-                self.states.on_opened(Instant::now());
-                self.states.is_up().then_some(WatchUpdate::Alive)
+                self.list_watch.on_opened(Instant::now());
+                self.list_watch.is_up().then_some(WatchUpdate::Alive)
             }
             Err(error) => self.fail(error),
         }
@@ -123,7 +123,7 @@ impl ObjectRequests {
     async fn read<K: DeserializeOwned>(&mut self, until: Instant) -> Option<WatchUpdate<K>> {
         let watch = self.watch.as_mut()?;
         let Ok(event) = timeout_at(until, watch.next()).await else {
-            return match self.states.on_quiet(Instant::now()) {
+            return match self.list_watch.on_quiet(Instant::now()) {
                 QuietWatch::Works => Some(WatchUpdate::Alive),
                 QuietWatch::Dead => {
                     let error = self.client.silent_watch(&self.query, watch.opened).await;
@@ -133,11 +133,11 @@ impl ObjectRequests {
         };
         match event {
             Some(WatchEvent::Changed { change, version }) => {
-                self.states.on_event(version, Instant::now());
+                self.list_watch.on_event(version, Instant::now());
                 Some(WatchUpdate::Changed(change))
             }
             Some(WatchEvent::Bookmark { version }) => {
-                self.states.on_event(version, Instant::now());
+                self.list_watch.on_event(version, Instant::now());
                 Some(WatchUpdate::Alive)
             }
             Some(WatchEvent::Failed(failure)) => {
@@ -153,11 +153,11 @@ impl ObjectRequests {
 
     async fn close<K>(&mut self) -> Option<WatchUpdate<K>> {
         self.watch = None;
-        if !self.states.on_closed(Instant::now(), rand::random()) {
+        if !self.list_watch.on_closed(Instant::now(), rand::random()) {
             return None;
         }
         let failure = super::error::RequestFailure::Transport(
-            "the watch ended at once, without an event".to_owned(),
+            "the watch ended immediately, without an event".to_owned(),
         );
         Some(WatchUpdate::Failed(
             self.client
@@ -169,7 +169,7 @@ impl ObjectRequests {
     fn fail<K>(&mut self, error: RequestError) -> Option<WatchUpdate<K>> {
         self.watch = None;
         let is_reported =
-            self.states
+            self.list_watch
                 .on_failure(error.failure_kind(), Instant::now(), rand::random());
         is_reported.then_some(WatchUpdate::Failed(error))
     }

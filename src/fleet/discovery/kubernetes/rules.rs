@@ -8,23 +8,24 @@ use serde::Serialize;
 
 use super::objects::{self, InferenceModelRewrite, InferenceObjective, PoolRef, RewriteRuleSpec};
 
-/// Request rules of all pools.
+/// Rules for the requests of all pools.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct KubernetesRules {
     /// Status of each kind of object.
     pub objects: Vec<KindStatus>,
-    /// Named priorities; the first one of a name applies.
+    /// Named priorities. The first one with a name applies.
     pub objectives: Vec<PoolObjective>,
-    /// Model rewrites; the first match applies, and a specific model before a rule for all models.
+    /// Model rewrites. The first match applies; a rule for specific models takes precedence over
+    /// one for all models.
     pub rewrites: Vec<PoolRewrite>,
 }
 
 /// Status of one kind of object in one namespace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct KindStatus {
-    /// Kind.
+    /// Kind of the objects.
     pub kind: &'static str,
-    /// Namespace.
+    /// Namespace of the objects.
     pub namespace: String,
     /// State of the watch.
     pub standing: String,
@@ -39,9 +40,9 @@ pub struct KindStatus {
 /// Named priority.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PoolObjective {
-    /// Pool.
+    /// Title of the pool.
     pub pool: Arc<str>,
-    /// Name.
+    /// Name of the objective.
     pub name: String,
     /// Higher values are served first; requests with a negative priority are shed first.
     pub priority: i64,
@@ -50,7 +51,7 @@ pub struct PoolObjective {
 /// Rewrite of requested models.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct PoolRewrite {
-    /// Pool.
+    /// Title of the pool.
     pub pool: Arc<str>,
     /// Object that contains the rule.
     pub object: String,
@@ -63,7 +64,7 @@ pub struct PoolRewrite {
 /// InferencePool of the configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct ServedPool {
-    /// Name in the configuration.
+    /// Title of the pool, as in the configuration.
     pub(super) title: Arc<str>,
     pub(super) namespace: String,
     pub(super) name: String,
@@ -74,7 +75,7 @@ pub(super) type ObjectsByNamespace<K> = BTreeMap<String, BTreeMap<String, K>>;
 
 /// Returns the priorities for the configured pools.
 pub(super) fn objectives(
-    ours: &[ServedPool],
+    served: &[ServedPool],
     all: &ObjectsByNamespace<InferenceObjective>,
 ) -> Vec<PoolObjective> {
     let of_pool = |pool: &ServedPool| {
@@ -93,13 +94,13 @@ pub(super) fn objectives(
         objectives.sort_by(|a, b| a.name.cmp(&b.name));
         objectives
     };
-    ours.iter().flat_map(of_pool).collect()
+    served.iter().flat_map(of_pool).collect()
 }
 
-/// Returns the rewrites for the configured pools: oldest object first, then in the order of the
-/// object.
+/// Returns the rewrites for the configured pools: those of the oldest object first, in the order of
+/// its rules.
 pub(super) fn rewrites(
-    ours: &[ServedPool],
+    served: &[ServedPool],
     all: &ObjectsByNamespace<InferenceModelRewrite>,
 ) -> Vec<PoolRewrite> {
     let mut objects: Vec<(&String, &InferenceModelRewrite)> = all
@@ -108,15 +109,15 @@ pub(super) fn rewrites(
         .collect();
     let age = |object: &InferenceModelRewrite| object.metadata.creation_timestamp.clone();
     objects.sort_by(|(a_in, a), (b_in, b)| {
-        let aged = (age(a).is_none(), age(a)).cmp(&(age(b).is_none(), age(b)));
-        aged.then_with(|| (a_in, &a.metadata.name).cmp(&(b_in, &b.metadata.name)))
+        let by_age = (age(a).is_none(), age(a)).cmp(&(age(b).is_none(), age(b)));
+        by_age.then_with(|| (a_in, &a.metadata.name).cmp(&(b_in, &b.metadata.name)))
     });
     let of_object = |(namespace, object): (&String, &InferenceModelRewrite)| {
         let name = format!(
             "{namespace}/{}",
             object.metadata.name.as_deref().unwrap_or_default()
         );
-        let pools = ours
+        let pools = served
             .iter()
             .filter(|pool| pool.namespace == *namespace && is_for(&object.spec.pool_ref, pool));
         let rules = |pool: &ServedPool| {
@@ -158,8 +159,8 @@ fn parse_rule(rule: &RewriteRuleSpec, pool: &Arc<str>, object: &str) -> Option<P
     let to: Vec<_> = targets
         .map(|target| (target.model_rewrite.clone(), target.weight.map(weight)))
         .collect();
-    let fits_something = rule.matches.is_empty() || !models.is_empty();
-    (fits_something && !to.is_empty()).then(|| PoolRewrite {
+    let has_matches = rule.matches.is_empty() || !models.is_empty();
+    (has_matches && !to.is_empty()).then(|| PoolRewrite {
         pool: pool.clone(),
         object: object.to_owned(),
         models,

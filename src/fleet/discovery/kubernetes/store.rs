@@ -1,4 +1,4 @@
-//! Last known objects of one kind. An object that cannot be parsed is stored with its error and
+//! Last received objects of one kind. An object that cannot be parsed is stored as its error and
 //! does not affect the others.
 
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ pub(super) struct UnreadableObject {
 }
 
 impl UnreadableObject {
-    /// Returns a sentence for the log.
+    /// Returns a description for logs and status pages.
     pub(super) fn describe(&self, kind: &str) -> String {
         format!(
             "{kind} {} cannot be read, so it is ignored: {}",
@@ -66,7 +66,7 @@ impl<K: DeserializeOwned> ReceivedObject<K> {
         );
         let object = serde_json::from_str(text);
         let object = object.map_err(|error: serde_json::Error| {
-            // Positions are omitted, because the text is not available to the operator.
+            // Positions in the text are removed, because operators cannot see the text.
             let reason = error.to_string();
             let reason = reason
                 .split(" at line ")
@@ -182,7 +182,7 @@ mod tests {
         let mut store = ObjectStore::default();
         store.apply(ObjectChange::Listed(vec![
             pod("a", "10.0.0.1"),
-            pod("odd", "010.000.001.007"),
+            pod("invalid", "010.000.001.007"),
         ]));
         assert_eq!(store.objects().keys().collect::<Vec<_>>(), ["a"]);
         let problems: Vec<_> = store
@@ -192,14 +192,14 @@ mod tests {
         assert_eq!(
             problems,
             [
-                "pod n/odd cannot be read, so it is ignored: podIP `010.000.001.007` is not an IP address"
+                "pod n/invalid cannot be read, so it is ignored: podIP `010.000.001.007` is not an IP address"
             ]
         );
         // An object that becomes unreadable is removed and returns when it can be read.
         store.apply(ObjectChange::Applied(pod("a", "300.1.1.1")));
         assert_eq!((store.objects().len(), store.unreadable().count()), (0, 2));
         store.apply(ObjectChange::Applied(pod("a", "10.0.0.2")));
-        store.apply(ObjectChange::Deleted("odd".to_owned()));
+        store.apply(ObjectChange::Deleted("invalid".to_owned()));
         assert_eq!((store.objects().len(), store.unreadable().count()), (1, 0));
     }
 

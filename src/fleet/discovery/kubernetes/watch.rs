@@ -1,5 +1,5 @@
-//! List and watch of each pool: one of its InferencePool, one of its pods. Failures are retried
-//! without limit and do not change the fleet.
+//! Lists and watches the InferencePool and the pods of each pool. Failures are retried without
+//! limit and do not change the fleet.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use crate::fleet::discovery::{DiscoverySourceHealth, WorkerModel};
 /// Window in which changes are combined into one update.
 const COALESCE_WINDOW: Duration = Duration::from_millis(20);
 
-/// Watches the pools and reports each new fleet, the first one when any pool is known.
+/// Watches the pools and reports each new fleet. The first one is reported when any pool is known.
 pub async fn watch(
     config: KubernetesConfig,
     models: Vec<WorkerModel>,
@@ -41,12 +41,12 @@ pub async fn watch(
         let workers_tx = workers_tx.clone();
         watch.run(move |workers| _ = workers_tx.send((at, workers)))
     });
-    let gathered = async {
+    let reporting = async {
         let mut all: Vec<Vec<WorkerConfig>> = vec![Vec::new(); config.pools.len()];
-        let mut found = WorkerSetTracker::new("kubernetes", models);
+        let mut tracker = WorkerSetTracker::new("kubernetes", models);
         while let Some((at, workers)) = workers_rx.recv().await {
             all[at] = workers;
-            found
+            tracker
                 .update(all.concat())
                 .into_iter()
                 .for_each(&mut on_fleet);
@@ -54,11 +54,11 @@ pub async fn watch(
     };
     tokio::select! {
         _ = join_all(pools) => anyhow::bail!("the watches of Kubernetes have ended"),
-        () = gathered => anyhow::bail!("the watches of Kubernetes have ended"),
+        () = reporting => anyhow::bail!("the watches of Kubernetes have ended"),
     }
 }
 
-/// Lists the workers once.
+/// Lists the workers once. Fails if any pool cannot be read.
 pub async fn list_workers(
     config: &KubernetesConfig,
     models: &[WorkerModel],
@@ -74,7 +74,7 @@ pub async fn list_workers(
     }
 }
 
-/// Returns the next update; pending without a list and watch.
+/// Returns the next update. Never completes without a reflector.
 async fn next<K>(reflector: &mut Option<ObjectReflector<K>>) -> WatchUpdate<K>
 where
     K: DeserializeOwned + Send + 'static,
@@ -85,7 +85,7 @@ where
     }
 }
 
-/// Reason why the InferencePool selects no pods.
+/// Reason why the InferencePool cannot be used or selects no pods.
 enum PoolProblem {
     /// The current workers stay in use.
     WorkersKept(String),
@@ -93,12 +93,12 @@ enum PoolProblem {
     WorkersRemoved(String),
 }
 
-/// List and watch of one pool.
+/// State of the list and watch of one pool.
 struct PoolWatch<'a> {
     config: &'a KubernetesConfig,
     pool: &'a PodsConfig,
     client: &'a ApiClient,
-    /// `None` without an InferencePool.
+    /// `None` if the pool is configured by a selector.
     pools: Option<ObjectReflector<InferencePool>>,
     /// `None` while the selector is unknown.
     pods: Option<ObjectReflector<Pod>>,
@@ -148,7 +148,7 @@ impl<'a> PoolWatch<'a> {
         watch
     }
 
-    /// Reports the workers whenever they may have changed.
+    /// Reports the workers after each change of the pool or its pods.
     async fn run(mut self, mut on_workers: impl FnMut(Vec<WorkerConfig>)) {
         let mut due: Option<Instant> = None;
         loop {
@@ -211,7 +211,7 @@ impl<'a> PoolWatch<'a> {
         true
     }
 
-    /// Publishes the health of the watches, with the first problem.
+    /// Publishes the health of the watches, or the first problem.
     fn report_health(&mut self) {
         let none = WatchHealth::Starting;
         let pools = self
@@ -239,7 +239,7 @@ impl<'a> PoolWatch<'a> {
         self.reported_error = None;
     }
 
-    /// Changes the selector. The current pods stay until the new list is received.
+    /// Changes selector and ports. The current pods stay until the new list is received.
     fn select(&mut self, membership: PoolMembership) {
         self.pool_problem = None;
         let selector = membership.label_selector();
@@ -262,7 +262,7 @@ impl<'a> PoolWatch<'a> {
         self.membership = Some(membership);
     }
 
-    /// Selects no pods.
+    /// Stops the watch of the pods and removes their workers.
     fn clear(&mut self, reason: &str) {
         let removed_before = matches!(self.pool_problem, Some(PoolProblem::WorkersRemoved(_)));
         let removed = self.pool_pods.clear() || removed_before;

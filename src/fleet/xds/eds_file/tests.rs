@@ -117,22 +117,22 @@ fn equal_text_does_not_replace_file() {
     assert_ne!(
         std::fs::metadata(&path).unwrap().ino(),
         first.ino(),
-        "Envoy sees renames only"
+        "the file was written in place"
     );
     assert_eq!(std::fs::read_to_string(&path).unwrap(), "two");
     assert_eq!(
         std::fs::read_dir(path.parent().unwrap()).unwrap().count(),
         1,
-        "no temporary file is left"
+        "a temporary file is left"
     );
-    let writes = |outcome| {
+    let write_count = |outcome| {
         metrics
             .endpoints
             .file_writes
             .get_or_create(&OutcomeLabel { outcome })
             .get()
     };
-    assert_eq!((writes("written"), writes("failed")), (2, 0));
+    assert_eq!((write_count("written"), write_count("failed")), (2, 0));
 }
 
 #[test]

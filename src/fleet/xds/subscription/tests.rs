@@ -5,8 +5,8 @@ use warmroute_core::worker::{BlockSize, Worker, WorkerId, WorkerRole};
 use super::*;
 use crate::fleet::xds::config::ClusterConfig;
 
-/// Assignments of the clusters `a` to `d`: the given number of endpoints on each worker.
-fn assignments(of: [u64; 4]) -> AssignmentSnapshot {
+/// Returns the assignments of the clusters `a` to `d`. Each has one worker, with the given id.
+fn assignments(worker_ids: [u64; 4]) -> AssignmentSnapshot {
     let clusters = ["a", "b", "c", "d"];
     let roles = [
         WorkerRole::Aggregated,
@@ -30,7 +30,7 @@ fn assignments(of: [u64; 4]) -> AssignmentSnapshot {
             )
         }
     };
-    let workers: Vec<Worker> = clusters.into_iter().zip(of).map(worker).collect();
+    let workers: Vec<Worker> = clusters.into_iter().zip(worker_ids).map(worker).collect();
     AssignmentSnapshot::new(
         1,
         std::time::Instant::now(),
@@ -39,7 +39,7 @@ fn assignments(of: [u64; 4]) -> AssignmentSnapshot {
     )
 }
 
-fn exactly(names: &[&str]) -> SubscriptionChange {
+fn replace(names: &[&str]) -> SubscriptionChange {
     SubscriptionChange::Replace(names.iter().map(|name| (*name).to_owned()).collect())
 }
 
@@ -52,29 +52,31 @@ fn change(subscribe: &[&str], unsubscribe: &[&str]) -> SubscriptionChange {
     }
 }
 
-fn says(nonce: &str, wants: SubscriptionChange) -> SubscriptionRequest {
+/// Returns a request that acknowledges the response with this nonce.
+fn request(nonce: &str, change: SubscriptionChange) -> SubscriptionRequest {
     SubscriptionRequest {
         nonce: nonce.to_owned(),
         error_detail: None,
-        change: wants,
+        change,
     }
 }
 
-/// Next response: nonce, clusters, missing clusters.
-fn told(
+/// Returns the next response: nonce, clusters, missing clusters.
+fn next_update(
     subscription: &mut EndpointSubscription,
     now: &AssignmentSnapshot,
-    absent: bool,
+    reports_missing: bool,
 ) -> Option<(String, Vec<String>, Vec<String>)> {
-    let news = subscription.next_update(now, absent)?;
+    let update = subscription.next_update(now, reports_missing)?;
     Some((
-        news.nonce,
-        news.clusters.into_iter().map(|(name, _)| name).collect(),
-        news.missing,
+        update.nonce,
+        update.clusters.into_iter().map(|(name, _)| name).collect(),
+        update.missing,
     ))
 }
 
-fn news(nonce: &str, clusters: &[&str]) -> Option<(String, Vec<String>, Vec<String>)> {
+/// Returns an expected response without missing clusters.
+fn update(nonce: &str, clusters: &[&str]) -> Option<(String, Vec<String>, Vec<String>)> {
     Some((
         nonce.to_owned(),
         clusters.iter().map(|name| (*name).to_owned()).collect(),
@@ -87,48 +89,57 @@ fn subscriber_receives_resources_then_changes() {
     let mut subscription = EndpointSubscription::default();
     let now = assignments([1, 2, 3, 4]);
     assert_eq!(
-        told(&mut subscription, &now, false),
+        next_update(&mut subscription, &now, false),
         None,
-        "nothing was asked"
+        "nothing was requested"
     );
     assert_eq!(
-        subscription.on_request(says("", exactly(&["a", "b"]))),
+        subscription.on_request(request("", replace(&["a", "b"]))),
         AckOutcome::Query
     );
-    assert_eq!(told(&mut subscription, &now, false), news("1", &["a", "b"]));
+    assert_eq!(
+        next_update(&mut subscription, &now, false),
+        update("1", &["a", "b"])
+    );
     let later = assignments([1, 5, 3, 4]);
     assert_eq!(
-        told(&mut subscription, &later, false),
+        next_update(&mut subscription, &later, false),
         None,
-        "the first answer was not heard of yet"
+        "the first response is not acknowledged yet"
     );
     assert!(!subscription.is_synced(&now));
     assert_eq!(
-        subscription.on_request(says("1", exactly(&["a", "b"]))),
+        subscription.on_request(request("1", replace(&["a", "b"]))),
         AckOutcome::Ack
     );
     assert!(subscription.is_synced(&now) && !subscription.is_synced(&later));
-    assert_eq!(told(&mut subscription, &later, false), news("2", &["b"]));
+    assert_eq!(
+        next_update(&mut subscription, &later, false),
+        update("2", &["b"])
+    );
 }
 
 #[test]
 fn rejected_resource_is_resent_only_after_change() {
     let mut subscription = EndpointSubscription::default();
     let now = assignments([1, 2, 3, 4]);
-    subscription.on_request(says("", exactly(&["a"])));
-    assert_eq!(told(&mut subscription, &now, false), news("1", &["a"]));
+    subscription.on_request(request("", replace(&["a"])));
+    assert_eq!(
+        next_update(&mut subscription, &now, false),
+        update("1", &["a"])
+    );
     let refusal = SubscriptionRequest {
         error_detail: Some("no".to_owned()),
-        ..says("1", exactly(&["a"]))
+        ..request("1", replace(&["a"]))
     };
     assert_eq!(
         subscription.on_request(refusal),
         AckOutcome::Nack("no".to_owned())
     );
-    assert_eq!(told(&mut subscription, &now, false), None);
+    assert_eq!(next_update(&mut subscription, &now, false), None);
     assert_eq!(
-        told(&mut subscription, &assignments([7, 2, 3, 4]), false),
-        news("2", &["a"])
+        next_update(&mut subscription, &assignments([7, 2, 3, 4]), false),
+        update("2", &["a"])
     );
 }
 
@@ -136,11 +147,11 @@ fn rejected_resource_is_resent_only_after_change() {
 fn stale_nonce_is_ignored() {
     let mut subscription = EndpointSubscription::default();
     let now = assignments([1, 2, 3, 4]);
-    subscription.on_request(says("", exactly(&["a"])));
-    told(&mut subscription, &now, false);
+    subscription.on_request(request("", replace(&["a"])));
+    next_update(&mut subscription, &now, false);
     for nonce in ["0", "2", "x"] {
         assert_eq!(
-            subscription.on_request(says(nonce, exactly(&["b"]))),
+            subscription.on_request(request(nonce, replace(&["b"]))),
             AckOutcome::Stale
         );
     }
@@ -152,27 +163,33 @@ fn stale_nonce_is_ignored() {
 #[test]
 fn repeated_query_is_answered_again() {
     let now = assignments([1, 2, 3, 4]);
-    let mut world = EndpointSubscription::default();
-    world.on_request(says("", exactly(&["a", "b"])));
-    told(&mut world, &now, false);
-    world.on_request(says("1", exactly(&["a", "b"])));
-    assert_eq!(told(&mut world, &now, false), None);
-    world.on_request(says("1", exactly(&["a", "b"])));
-    assert_eq!(told(&mut world, &now, false), news("2", &["a", "b"]));
+    let mut state_of_the_world = EndpointSubscription::default();
+    state_of_the_world.on_request(request("", replace(&["a", "b"])));
+    next_update(&mut state_of_the_world, &now, false);
+    state_of_the_world.on_request(request("1", replace(&["a", "b"])));
+    assert_eq!(next_update(&mut state_of_the_world, &now, false), None);
+    state_of_the_world.on_request(request("1", replace(&["a", "b"])));
+    assert_eq!(
+        next_update(&mut state_of_the_world, &now, false),
+        update("2", &["a", "b"])
+    );
     // Removing a name sends nothing.
-    world.on_request(says("2", exactly(&["a", "b"])));
-    world.on_request(says("2", exactly(&["a"])));
-    assert_eq!(told(&mut world, &now, false), None);
-    world.on_request(says("2", exactly(&["a", "b"])));
-    assert_eq!(told(&mut world, &now, false), news("3", &["b"]));
+    state_of_the_world.on_request(request("2", replace(&["a", "b"])));
+    state_of_the_world.on_request(request("2", replace(&["a"])));
+    assert_eq!(next_update(&mut state_of_the_world, &now, false), None);
+    state_of_the_world.on_request(request("2", replace(&["a", "b"])));
+    assert_eq!(
+        next_update(&mut state_of_the_world, &now, false),
+        update("3", &["b"])
+    );
 
     let mut delta = EndpointSubscription::default();
-    delta.on_request(says("", change(&["a"], &[])));
-    told(&mut delta, &now, true);
-    delta.on_request(says("1", change(&[], &[])));
-    assert_eq!(told(&mut delta, &now, true), None);
-    delta.on_request(says("", change(&["a"], &[])));
-    assert_eq!(told(&mut delta, &now, true), news("2", &["a"]));
+    delta.on_request(request("", change(&["a"], &[])));
+    next_update(&mut delta, &now, true);
+    delta.on_request(request("1", change(&[], &[])));
+    assert_eq!(next_update(&mut delta, &now, true), None);
+    delta.on_request(request("", change(&["a"], &[])));
+    assert_eq!(next_update(&mut delta, &now, true), update("2", &["a"]));
 }
 
 #[test]
@@ -185,25 +202,34 @@ fn reconnect_receives_only_outdated_resources() {
     ]
     .into();
     let mut subscription = EndpointSubscription::default();
-    let wants = SubscriptionChange::Delta {
+    let change = SubscriptionChange::Delta {
         subscribe: vec!["a".to_owned(), "b".to_owned()],
         unsubscribe: Vec::new(),
         initial_versions,
     };
-    subscription.on_request(says("", wants));
-    assert_eq!(told(&mut subscription, &now, true), news("1", &["b"]));
+    subscription.on_request(request("", change));
+    assert_eq!(
+        next_update(&mut subscription, &now, true),
+        update("1", &["b"])
+    );
 }
 
 #[test]
 fn missing_resource_is_reported_once_in_delta() {
     let now = assignments([1, 2, 3, 4]);
-    for absent in [false, true] {
+    for reports_missing in [false, true] {
         let mut subscription = EndpointSubscription::default();
-        subscription.on_request(says("", change(&["x"], &[])));
-        let expected = absent.then(|| ("1".to_owned(), Vec::new(), vec!["x".to_owned()]));
-        assert_eq!(told(&mut subscription, &now, absent), expected);
-        subscription.on_request(says(if absent { "1" } else { "" }, change(&[], &[])));
-        assert_eq!(told(&mut subscription, &now, absent), None);
+        subscription.on_request(request("", change(&["x"], &[])));
+        let expected = reports_missing.then(|| ("1".to_owned(), Vec::new(), vec!["x".to_owned()]));
+        assert_eq!(
+            next_update(&mut subscription, &now, reports_missing),
+            expected
+        );
+        subscription.on_request(request(
+            if reports_missing { "1" } else { "" },
+            change(&[], &[]),
+        ));
+        assert_eq!(next_update(&mut subscription, &now, reports_missing), None);
         assert!(subscription.is_synced(&now));
     }
 }
@@ -211,17 +237,17 @@ fn missing_resource_is_reported_once_in_delta() {
 #[test]
 fn empty_first_request_is_wildcard() {
     let now = assignments([1, 2, 3, 4]);
-    for wants in [
-        exactly(&[]),
+    for change in [
+        replace(&[]),
         change(&[], &[]),
-        exactly(&["*"]),
+        replace(&["*"]),
         change(&["*"], &[]),
     ] {
         let mut subscription = EndpointSubscription::default();
-        subscription.on_request(says("", wants));
+        subscription.on_request(request("", change));
         assert_eq!(
-            told(&mut subscription, &now, true),
-            news("1", &["a", "b", "c", "d"])
+            next_update(&mut subscription, &now, true),
+            update("1", &["a", "b", "c", "d"])
         );
     }
 }
@@ -229,20 +255,20 @@ fn empty_first_request_is_wildcard() {
 #[derive(Clone, Debug)]
 enum Step {
     /// Requests other clusters.
-    Wants(BTreeSet<usize>),
+    Subscribe(BTreeSet<usize>),
     /// Changes the fleet.
-    Changes([u64; 4]),
-    /// Acknowledges the response, or rejects it if false.
-    Answers(bool),
+    ChangeFleet([u64; 4]),
+    /// Acknowledges the response if true, or rejects it.
+    Respond(bool),
     /// Sends a stale nonce.
     Stale,
 }
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        btree_set(0..5usize, 1..5).prop_map(Step::Wants),
-        [0..3u64, 3..6u64, 6..9u64, 9..12u64].prop_map(Step::Changes),
-        any::<bool>().prop_map(Step::Answers),
+        btree_set(0..5usize, 1..5).prop_map(Step::Subscribe),
+        [0..3u64, 3..6u64, 6..9u64, 9..12u64].prop_map(Step::ChangeFleet),
+        any::<bool>().prop_map(Step::Respond),
         Just(Step::Stale),
     ]
 }
@@ -250,42 +276,42 @@ fn step() -> impl Strategy<Value = Step> {
 /// Simulated Envoy in both variants.
 struct Client {
     delta: bool,
-    wants: BTreeSet<String>,
+    names: BTreeSet<String>,
     initial_versions: BTreeMap<String, String>,
-    last: String,
+    last_nonce: String,
     open: Option<BTreeMap<String, String>>,
 }
 
 impl Client {
     /// Builds the next request, given the previously requested clusters.
-    fn says(&self, before: &BTreeSet<String>) -> SubscriptionRequest {
-        let wants = if self.delta {
-            let subscribe = self.wants.difference(before).cloned().collect();
-            let unsubscribe = before.difference(&self.wants).cloned().collect();
+    fn build_request(&self, before: &BTreeSet<String>) -> SubscriptionRequest {
+        let change = if self.delta {
+            let subscribe = self.names.difference(before).cloned().collect();
+            let unsubscribe = before.difference(&self.names).cloned().collect();
             SubscriptionChange::Delta {
                 subscribe,
                 unsubscribe,
                 initial_versions: BTreeMap::new(),
             }
         } else {
-            SubscriptionChange::Replace(self.wants.clone())
+            SubscriptionChange::Replace(self.names.clone())
         };
         let nonce = if self.delta {
             String::new()
         } else {
-            self.last.clone()
+            self.last_nonce.clone()
         };
         SubscriptionRequest {
             nonce,
             error_detail: None,
-            change: wants,
+            change,
         }
     }
 }
 
 proptest! {
-    /// After any steps, a client that acknowledges everything has the current resources, and only
-    /// one response is open at a time.
+    /// After any steps, a client that acknowledges everything has the current resources. At most
+    /// one response is unacknowledged at a time.
     #[test]
     fn subscriptions_converge(delta: bool, steps in vec(step(), 0..40)) {
         let names = ["a", "b", "c", "d", "x"];
@@ -293,48 +319,49 @@ proptest! {
         let mut subscription = EndpointSubscription::default();
         let mut client = Client {
             delta,
-            wants: BTreeSet::new(),
+            names: BTreeSet::new(),
             initial_versions: BTreeMap::new(),
-            last: String::new(),
+            last_nonce: String::new(),
             open: None,
         };
-        let answers = || [Step::Answers(true), Step::Answers(true)];
-        let rest = answers().into_iter().chain([Step::Wants([0, 1, 2].into())]).chain(answers());
-        let rest = rest.chain([Step::Changes([20, 21, 22, 23])]).chain(answers());
-        for step in steps.into_iter().chain(rest) {
+        let accept_all = || [Step::Respond(true), Step::Respond(true)];
+        let final_steps = accept_all().into_iter().chain([Step::Subscribe([0, 1, 2].into())]).chain(accept_all());
+        let final_steps = final_steps.chain([Step::ChangeFleet([20, 21, 22, 23])]).chain(accept_all());
+        for step in steps.into_iter().chain(final_steps) {
             match step {
-                Step::Wants(at) => {
-                    // Envoy answers the open response before it sends another request.
+                Step::Subscribe(at) => {
+                    // In the state-of-the-world variant, Envoy responds to the open response before
+                    // it changes its subscription.
                     if client.open.is_some() && !delta {
                         continue;
                     }
-                    let wants: BTreeSet<String> = at.into_iter().map(|at| names[at].to_owned()).collect();
-                    let before = std::mem::replace(&mut client.wants, wants);
-                    client.initial_versions.retain(|name, _| client.wants.contains(name));
-                    let said = client.says(&before);
-                    subscription.on_request(said);
+                    let requested: BTreeSet<String> = at.into_iter().map(|at| names[at].to_owned()).collect();
+                    let before = std::mem::replace(&mut client.names, requested);
+                    client.initial_versions.retain(|name, _| client.names.contains(name));
+                    let request = client.build_request(&before);
+                    subscription.on_request(request);
                 }
-                Step::Changes(of) => now = assignments(of),
-                Step::Answers(takes) => {
-                    let Some(told) = client.open.take() else { continue };
-                    if takes {
-                        client.initial_versions.extend(told.into_iter().filter(|(name, _)| client.wants.contains(name)));
+                Step::ChangeFleet(worker_ids) => now = assignments(worker_ids),
+                Step::Respond(is_accepted) => {
+                    let Some(versions) = client.open.take() else { continue };
+                    if is_accepted {
+                        client.initial_versions.extend(versions.into_iter().filter(|(name, _)| client.names.contains(name)));
                     }
-                    let refusal = (!takes).then(|| "no".to_owned());
-                    let said = client.says(&client.wants.clone());
-                    subscription.on_request(SubscriptionRequest { nonce: client.last.clone(), error_detail: refusal, ..said });
+                    let refusal = (!is_accepted).then(|| "no".to_owned());
+                    let request = client.build_request(&client.names.clone());
+                    subscription.on_request(SubscriptionRequest { nonce: client.last_nonce.clone(), error_detail: refusal, ..request });
                 }
                 Step::Stale => {
-                    let said = client.says(&client.wants.clone());
-                    let word = subscription.on_request(SubscriptionRequest { nonce: "999".to_owned(), ..said });
-                    prop_assert_eq!(word, AckOutcome::Stale);
+                    let request = client.build_request(&client.names.clone());
+                    let outcome = subscription.on_request(SubscriptionRequest { nonce: "999".to_owned(), ..request });
+                    prop_assert_eq!(outcome, AckOutcome::Stale);
                 }
             }
-            if let Some(news) = subscription.next_update(&now, delta) {
-                prop_assert!(client.open.is_none(), "two answers at a time");
-                client.last = news.nonce.clone();
-                let told = news.clusters.iter().map(|(name, assignment)| (name.clone(), assignment.version.to_string()));
-                client.open = Some(told.collect());
+            if let Some(update) = subscription.next_update(&now, delta) {
+                prop_assert!(client.open.is_none(), "two unacknowledged responses");
+                client.last_nonce = update.nonce.clone();
+                let versions = update.clusters.iter().map(|(name, assignment)| (name.clone(), assignment.version.to_string()));
+                client.open = Some(versions.collect());
             }
         }
         prop_assert!(client.open.is_none() && subscription.is_synced(&now));
@@ -353,39 +380,39 @@ fn stream_with_too_many_clusters_is_rejected() {
     let (last, fitting) = names.split_last().unwrap();
     for name in fitting {
         assert_eq!(
-            delta.on_request(says("", change(&[name], &[]))),
+            delta.on_request(request("", change(&[name], &[]))),
             AckOutcome::Query
         );
     }
     assert_eq!(
-        delta.on_request(says("", change(&[last], &[]))),
+        delta.on_request(request("", change(&[last], &[]))),
         AckOutcome::TooManyNames
     );
-    let mut whole = EndpointSubscription::default();
+    let mut state_of_the_world = EndpointSubscription::default();
     assert_eq!(
-        whole.on_request(says(
+        state_of_the_world.on_request(request(
             "",
             SubscriptionChange::Replace(names.iter().cloned().collect())
         )),
         AckOutcome::TooManyNames
     );
-    let mut resumed = EndpointSubscription::default();
+    let mut reconnected = EndpointSubscription::default();
     let initial_versions = names
         .into_iter()
         .map(|name| (name, "1".to_owned()))
         .collect();
-    let wants = SubscriptionChange::Delta {
+    let change = SubscriptionChange::Delta {
         subscribe: Vec::new(),
         unsubscribe: Vec::new(),
         initial_versions,
     };
     assert_eq!(
-        resumed.on_request(says("", wants)),
+        reconnected.on_request(request("", change)),
         AckOutcome::TooManyNames
     );
     let long = "x".repeat(MAX_NAME_BYTES + 1);
     assert_eq!(
-        EndpointSubscription::default().on_request(says("", exactly(&[&long]))),
+        EndpointSubscription::default().on_request(request("", replace(&[&long]))),
         AckOutcome::TooManyNames
     );
 }

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A conversation that is not encoded on the caller's thread.
+/// Returns a conversation that is not encoded on the caller's thread.
 fn large_body() -> RequestBody {
     let text = "hello ".repeat(2000);
     RequestBody::Whole(
@@ -51,7 +51,7 @@ async fn large_queries_are_prepared_on_encoder_threads() {
     wait_until(|| count_outcomes(&metrics, "timeout") == 1).await;
     drop(permits);
     first.await.unwrap();
-    // A full queue is not joined.
+    // A full queue rejects the query.
     let (preprocessor, metrics) =
         new_preprocessor(&config_with_long_timeout(vec![url]), MediaTokens::default());
     let slot = EncodeQueueSlot::try_acquire(&preprocessor.queued_bodies, 1).unwrap();

@@ -59,14 +59,15 @@ async fn failed_fetch_fails_late_or_recomputes() {
             ("kv_stale_reads_total", 0.0),
         ];
         engine.expect_metrics(&counts).await;
-        is_idle(engine).await;
+        wait_idle(engine).await;
     }
     let params = other("remote_port", json!(free));
     let stream = with(&decode_of(&ask, &params), &json!({"stream": true}));
     assert_streams_fail_or_recompute(&decoder, &other_policy, &stream, text(&expected)).await;
 }
 
-/// Checks a stream whose blocks cannot be fetched, with both policies.
+/// Asserts that a stream whose blocks cannot be fetched fails or is recomputed, depending on the
+/// policy.
 async fn assert_streams_fail_or_recompute(
     failing: &DisaggregatedEngine,
     recomputing: &DisaggregatedEngine,
@@ -74,7 +75,7 @@ async fn assert_streams_fail_or_recompute(
     expected: &str,
 ) {
     let (status, failed) = failing.post("/v1/completions", stream).await;
-    // vLLM has begun to respond by then.
+    // vLLM has already sent status 200 by then.
     assert!(
         status == StatusCode::OK
             && failed.contains("\"error\"")
@@ -97,7 +98,7 @@ async fn incomplete_params_fail_and_absent_params_compute() {
         decoder.ask(&decode_of(&ask, &incomplete)).await.0,
         StatusCode::INTERNAL_SERVER_ERROR
     );
-    // Without parameters it computes the prompt itself.
+    // Without transfer parameters, the engine computes the prompt itself.
     let nothing = json!({"do_remote_prefill": false, "do_remote_decode": false});
     let computed = decoder.complete(&decode_of(&ask, &nothing)).await;
     assert_eq!(text(&computed), text(&decoder.complete(&ask).await));
@@ -165,7 +166,7 @@ async fn injected_faults_affect_prefills_only() {
     assert_prefills_hang_and_crash(prefiller, &decoder, &ask).await;
 }
 
-/// Injects a hanging prefill, and a crash while a prefill waits for its decode worker.
+/// Makes a prefill hang, and crashes the engine while its blocks wait for the decode engine.
 async fn assert_prefills_hang_and_crash(
     mut prefiller: DisaggregatedEngine,
     decoder: &DisaggregatedEngine,
@@ -200,5 +201,5 @@ async fn assert_prefills_hang_and_crash(
         decoder.ask(&decode_of(ask, &params)).await.0,
         StatusCode::INTERNAL_SERVER_ERROR
     );
-    is_idle(decoder).await;
+    wait_idle(decoder).await;
 }

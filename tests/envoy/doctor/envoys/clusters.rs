@@ -2,28 +2,27 @@
 
 use super::*;
 
-/// Faults of the ext_proc cluster and of the host selection.
 pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
     standalone(
-        "breakers of the way to us",
-        |sides| EnvoySides::without(sides.cluster("ext_proc"), "circuit_breakers"),
+        "default circuit breakers of the ext_proc cluster",
+        |configs| ConfigPair::without(configs.cluster("ext_proc"), "circuit_breakers"),
         &[(Error, "envoy.circuit_breakers")],
         "in cluster `ext_proc` write `circuit_breakers: {thresholds: [{max_connections: 100000",
     ),
     standalone(
-        "breakers of the workers",
-        |sides| {
-            sides.cluster("workers")["circuit_breakers"]["thresholds"][0]["max_requests"] =
+        "default circuit breakers of the workers",
+        |configs| {
+            configs.cluster("workers")["circuit_breakers"]["thresholds"][0]["max_requests"] =
                 json!(1024)
         },
         &[(Warning, "envoy.circuit_breakers")],
         "in cluster `workers` write `circuit_breakers",
     ),
     standalone(
-        "HTTP/1 to us",
-        |sides| {
-            EnvoySides::without(
-                sides.cluster("ext_proc"),
+        "HTTP/1 to warmroute",
+        |configs| {
+            ConfigPair::without(
+                configs.cluster("ext_proc"),
                 "typed_extension_protocol_options",
             )
         },
@@ -31,9 +30,9 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
         "`typed_extension_protocol_options` as in cluster `ext_proc`",
     ),
     standalone(
-        "no pings",
-        |sides| {
-            let options = &mut sides.cluster("ext_proc")["typed_extension_protocol_options"];
+        "no keepalive pings",
+        |configs| {
+            let options = &mut configs.cluster("ext_proc")["typed_extension_protocol_options"];
             options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]["explicit_http_config"] =
                 json!({"http2_protocol_options": {}});
         },
@@ -41,12 +40,12 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
         "`connection_keepalive: {interval: 2s, timeout: 2s}`",
     ),
     standalone(
-        "plaintext where we want TLS",
-        |sides| {
-            sides.ours["listeners"]["ext_proc"] =
+        "plaintext to a TLS listener",
+        |configs| {
+            configs.warmroute["listeners"]["ext_proc"] =
                 json!({"address": "127.0.0.1:9002", "tls": {"self_signed": true}});
             for cluster in ["ext_proc", "first_token_probe"] {
-                sides.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
+                configs.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
                     ["address"] =
                     json!({"socket_address": {"address": "127.0.0.1", "port_value": 9002}});
             }
@@ -55,51 +54,53 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
         "write a `transport_socket` as in envoy/README.md",
     ),
     standalone(
-        "another key of the metadata",
-        |sides| {
-            sides.policy()["override_host_sources"][0]["metadata"]["path"][0]["key"] =
+        "another metadata key",
+        |configs| {
+            configs.policy()["override_host_sources"][0]["metadata"]["path"][0]["key"] =
                 json!("x-worker");
         },
         &[(Error, "envoy.override_host")],
         "`- metadata: {key: envoy.lb, path: [{key: x-gateway-destination-endpoint}]}`",
     ),
     standalone(
-        "metadata that is dropped",
-        |sides| {
-            sides.main()["metadata_options"]["receiving_namespaces"]["untyped"] =
+        "metadata namespace that is not received",
+        |configs| {
+            configs.main()["metadata_options"]["receiving_namespaces"]["untyped"] =
                 json!(["warmroute"]);
         },
         &[(Error, "envoy.metadata")],
         "`envoy.lb` into `receiving_namespaces",
     ),
     standalone(
-        "no served endpoint",
-        |sides| EnvoySides::without(sides.policy(), "selected_host_key"),
+        "served endpoint not reported",
+        |configs| ConfigPair::without(configs.policy(), "selected_host_key"),
         &[(Warning, "envoy.served")],
         "write `selected_host_key: {key: envoy.lb, path: [{key: \
             x-gateway-destination-endpoint-served}]}`",
     ),
     standalone(
-        "a balancer of its own",
-        |sides| EnvoySides::without(sides.cluster("workers"), "load_balancing_policy"),
+        "load balancing without the override",
+        |configs| ConfigPair::without(configs.cluster("workers"), "load_balancing_policy"),
         &[(Error, "envoy.host_selection")],
         "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml",
     ),
-    of(
+    in_file(
         "subset",
         standalone(
             "one host per subset",
-            |sides| sides.policy()["subset_selectors"][0]["single_host_per_subset"] = json!(true),
+            |configs| {
+                configs.policy()["subset_selectors"][0]["single_host_per_subset"] = json!(true)
+            },
             &[(Error, "envoy.host_selection")],
             "remove `single_host_per_subset`",
         ),
     ),
-    of(
+    in_file(
         "subset",
         standalone(
-            "nothing makes metadata of the id",
-            |sides| {
-                sides
+            "worker id not copied to metadata",
+            |configs| {
+                configs
                     .filters()
                     .retain(|filter| filter["name"] != "envoy.filters.http.header_to_metadata")
             },
@@ -107,35 +108,35 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
             "add the filter `envoy.filters.http.header_to_metadata`",
         ),
     ),
-    of(
+    in_file(
         "subset",
         standalone(
-            "the endpoint beside the id",
-            |sides| {
-                sides.main()["metadata_options"]["receiving_namespaces"]["untyped"] =
+            "endpoint in the metadata of subsets",
+            |configs| {
+                configs.main()["metadata_options"]["receiving_namespaces"]["untyped"] =
                     json!(["envoy.lb", "warmroute"]);
             },
             &[(Error, "envoy.host_selection")],
             "remove `envoy.lb` from the `receiving_namespaces`",
         ),
     ),
-    of(
+    in_file(
         "original-dst",
         standalone(
             "the address in another header",
-            |sides| {
-                sides.cluster("workers")["original_dst_lb_config"]["http_header_name"] =
+            |configs| {
+                configs.cluster("workers")["original_dst_lb_config"]["http_header_name"] =
                     json!("x-where")
             },
             &[(Error, "envoy.host_selection")],
             "write `http_header_name: x-gateway-destination-endpoint`",
         ),
     ),
-    of(
+    in_file(
         "route-per-header",
         standalone(
-            "routes that are not looked for again",
-            |sides| sides.ours["gateway"] = json!({"clear_route_cache": false}),
+            "route cache not cleared",
+            |configs| configs.warmroute["gateway"] = json!({"clear_route_cache": false}),
             &[(Error, "envoy.clear_route_cache")],
             "`gateway: {clear_route_cache: true}`",
         ),

@@ -5,9 +5,9 @@ use super::*;
 /// Faults of the main filter.
 pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
     standalone(
-        "no filter at all",
-        |sides| {
-            sides
+        "no ext_proc filter",
+        |configs| {
+            configs
                 .filters()
                 .retain(|filter| filter["name"] == "envoy.filters.http.router")
         },
@@ -15,130 +15,132 @@ pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
         "add the filter `envoy.filters.http.ext_proc` and the cluster `ext_proc`",
     ),
     standalone(
-        "switched off on every route",
-        |sides| {
-            let off = sides.host()["routes"][1]["typed_per_filter_config"].clone();
-            sides.host()["routes"][0]["typed_per_filter_config"] = off;
+        "filter disabled on every route",
+        |configs| {
+            let off = configs.host()["routes"][1]["typed_per_filter_config"].clone();
+            configs.host()["routes"][0]["typed_per_filter_config"] = off;
         },
         &[(Error, "envoy.filter")],
         "remove `disabled: true` for `envoy.filters.http.ext_proc`",
     ),
     standalone(
         "another socket",
-        |sides| sides.ours["listeners"]["ext_proc"] = json!({"address": "127.0.0.1:9002"}),
+        |configs| configs.warmroute["listeners"]["ext_proc"] = json!({"address": "127.0.0.1:9002"}),
         &[(Error, "envoy.address"), (Error, "envoy.probe")],
         "address: {socket_address: {address: 127.0.0.1, port_value: 9002}}",
     ),
     standalone(
-        "only watched",
-        |sides| sides.main()["observability_mode"] = json!(true),
+        "observability mode",
+        |configs| configs.main()["observability_mode"] = json!(true),
         &[(Error, "envoy.observability")],
         "`observability_mode: false`",
     ),
     standalone(
-        "no bodies",
-        |sides| sides.modes()["request_body_mode"] = json!("NONE"),
+        "no request bodies",
+        |configs| configs.modes()["request_body_mode"] = json!("NONE"),
         &[(Error, "envoy.request_body")],
         "`request_body_mode: BUFFERED` under `processing_mode`",
     ),
     standalone(
-        "streamed bodies",
-        |sides| sides.modes()["request_body_mode"] = json!("STREAMED"),
+        "streamed request bodies",
+        |configs| configs.modes()["request_body_mode"] = json!("STREAMED"),
         &[(Error, "envoy.request_body")],
         "`request_body_mode: BUFFERED` under `processing_mode`",
     ),
     standalone(
-        "no headers",
-        |sides| sides.modes()["request_header_mode"] = json!("SKIP"),
+        "no request headers",
+        |configs| configs.modes()["request_header_mode"] = json!("SKIP"),
         &[(Error, "envoy.request_headers")],
         "`request_header_mode: SEND`",
     ),
     standalone(
-        "no headers of answers",
-        |sides| sides.modes()["response_header_mode"] = json!("SKIP"),
+        "no response headers",
+        |configs| configs.modes()["response_header_mode"] = json!("SKIP"),
         &[(Warning, "envoy.response_headers")],
         "`response_header_mode: SEND`",
     ),
     standalone(
-        "no trailers of answers",
-        |sides| sides.modes()["response_trailer_mode"] = json!("SKIP"),
+        "no response trailers",
+        |configs| configs.modes()["response_trailer_mode"] = json!("SKIP"),
         &[(Error, "envoy.response_trailers")],
         "`response_trailer_mode: SEND`",
     ),
     standalone(
-        "every token",
-        |sides| sides.modes()["response_body_mode"] = json!("STREAMED"),
+        "streamed response bodies",
+        |configs| configs.modes()["response_body_mode"] = json!("STREAMED"),
         &[(Warning, "envoy.response_body")],
         "`response_body_mode: NONE`",
     ),
     standalone(
-        "answers held back",
-        |sides| sides.modes()["response_body_mode"] = json!("BUFFERED"),
+        "buffered response bodies",
+        |configs| configs.modes()["response_body_mode"] = json!("BUFFERED"),
         &[(Error, "envoy.response_body")],
         "`response_body_mode: NONE`",
     ),
     standalone(
-        "500 without us",
-        |sides| sides.main()["failure_mode_allow"] = json!(false),
+        "500 without warmroute",
+        |configs| configs.main()["failure_mode_allow"] = json!(false),
         &[(Warning, "envoy.failure_mode")],
         "`failure_mode_allow: true`",
     ),
     standalone(
-        "no time",
-        |sides| EnvoySides::without(sides.main(), "message_timeout"),
+        "message timeout too short",
+        |configs| ConfigPair::without(configs.main(), "message_timeout"),
         &[(Error, "envoy.message_timeout")],
         "`message_timeout: 1s`",
     ),
     standalone(
-        "no time for waiting",
-        |sides| {
-            EnvoySides::without(sides.main(), "max_message_timeout");
-            sides.ours["queue"] = json!({"prefill_busy_threshold": 8192});
+        "maximum message timeout shorter than the queue timeout",
+        |configs| {
+            ConfigPair::without(configs.main(), "max_message_timeout");
+            configs.warmroute["queue"] = json!({"prefill_busy_threshold": 8192});
         },
         &[(Error, "envoy.max_message_timeout")],
         "`max_message_timeout: 30.5s`",
     ),
     standalone(
-        "no time for so much waiting",
-        |sides| sides.ours["queue"] = json!({"prefill_busy_threshold": 8192, "timeout": "2m"}),
+        "maximum message timeout shorter than a long queue timeout",
+        |configs| {
+            configs.warmroute["queue"] = json!({"prefill_busy_threshold": 8192, "timeout": "2m"})
+        },
         &[(Error, "envoy.max_message_timeout")],
         "`max_message_timeout: 120.5s`",
     ),
     standalone(
-        "ended while it waits",
-        |sides| {
-            sides.main()["max_message_timeout"] = json!("1000s");
-            sides.ours["queue"] = json!({"prefill_busy_threshold": 8192, "timeout": "11m"});
+        "idle timeout shorter than the queue timeout",
+        |configs| {
+            configs.main()["max_message_timeout"] = json!("1000s");
+            configs.warmroute["queue"] = json!({"prefill_busy_threshold": 8192, "timeout": "11m"});
         },
         &[(Error, "envoy.idle_timeout")],
         "`stream_idle_timeout: 1260.5s`",
     ),
     standalone(
-        "no wishes",
-        |sides| sides.main()["allow_mode_override"] = json!(false),
+        "mode override not allowed",
+        |configs| configs.main()["allow_mode_override"] = json!(false),
         &[(Warning, "envoy.mode_override")],
         "`allow_mode_override: true`",
     ),
     standalone(
         "no response attributes",
-        |sides| EnvoySides::without(sides.main(), "response_attributes"),
+        |configs| ConfigPair::without(configs.main(), "response_attributes"),
         &[(Warning, "envoy.response_attributes")],
         "`response_attributes: [upstream.address, response.flags]`",
     ),
-    of(
+    in_file(
         "gateway-api",
         standalone(
-            "full duplex without lengths",
-            |sides| EnvoySides::without(sides.main(), "allow_content_length_header"),
+            "full duplex without content length",
+            |configs| ConfigPair::without(configs.main(), "allow_content_length_header"),
             &[(Warning, "envoy.full_duplex")],
             "`allow_content_length_header: true`",
         ),
     ),
-    of(
+    in_file(
         "gateway-api",
         standalone(
-            "full duplex, and to be served without us",
-            |sides| sides.ours["gateway"]["failure"] = json!({"mode": "fail_open"}),
+            "full duplex with fail_open",
+            |configs| configs.warmroute["gateway"]["failure"] = json!({"mode": "fail_open"}),
             &[(Warning, "envoy.failure_mode")],
             "`gateway: {failure: {mode: fail_closed}}`",
         ),
@@ -148,33 +150,33 @@ pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
 /// Faults of the first-token probe.
 pub(super) const PROBE_FAULTS: &[EnvoyFault] = &[
     standalone(
-        "the probe behind the other filter",
-        |sides| sides.filters().swap(0, 1),
+        "probe after the main filter",
+        |configs| configs.filters().swap(0, 1),
         &[(Error, "envoy.probe_order")],
         "move `first_token_probe` before `envoy.filters.http.ext_proc`",
     ),
     standalone(
-        "a probe that cuts answers",
-        |sides| sides.probe()["failure_mode_allow"] = json!(false),
+        "probe that truncates responses on failure",
+        |configs| configs.probe()["failure_mode_allow"] = json!(false),
         &[(Warning, "envoy.probe")],
         "`failure_mode_allow: true`",
     ),
     standalone(
-        "a probe that holds answers up",
-        |sides| sides.probe()["message_timeout"] = json!("10s"),
+        "probe that delays responses",
+        |configs| configs.probe()["message_timeout"] = json!("10s"),
         &[(Warning, "envoy.probe")],
         "`message_timeout: 0.3s`",
     ),
     standalone(
-        "a probe that does not say so",
-        |sides| EnvoySides::without(&mut sides.probe()["grpc_service"], "initial_metadata"),
+        "probe without its identifying metadata",
+        |configs| ConfigPair::without(&mut configs.probe()["grpc_service"], "initial_metadata"),
         &[(Warning, "envoy.probe")],
         "`initial_metadata: [{key: x-warmroute-filter, value: probe}]`",
     ),
     standalone(
-        "a probe that is not there",
-        |sides| {
-            sides
+        "missing probe",
+        |configs| {
+            configs
                 .filters()
                 .retain(|filter| filter["name"] != "first_token_probe")
         },
@@ -182,8 +184,8 @@ pub(super) const PROBE_FAULTS: &[EnvoyFault] = &[
         "remove x-warmroute-filter",
     ),
     standalone(
-        "first tokens without an exchange",
-        |sides| EnvoySides::without(sides.probe(), "metadata_options"),
+        "probe that does not forward the exchange key",
+        |configs| ConfigPair::without(configs.probe(), "metadata_options"),
         &[(Warning, "envoy.probe")],
         "`warmroute` into `forwarding_namespaces",
     ),

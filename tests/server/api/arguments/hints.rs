@@ -1,16 +1,16 @@
-//! Hints of callers.
+//! Routing hints in calls.
 
 use super::*;
 
-/// Hints that no worker satisfies, and their expected statuses.
-fn bad_wishes() -> Vec<(&'static str, pb::Wishes, Code)> {
-    let mut wishes = bad_constraints();
-    wishes.extend(bad_numbers());
+/// Returns hints that no worker satisfies, with the expected statuses.
+fn invalid_hints() -> Vec<(&'static str, pb::Wishes, Code)> {
+    let mut wishes = impossible_constraints();
+    wishes.extend(invalid_numbers());
     wishes
 }
 
-/// Constraints that no worker satisfies.
-fn bad_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
+/// Returns constraints that no worker satisfies.
+fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
     let pin = |worker_id, dp_rank| Some(pb::Pin { worker_id, dp_rank });
     let none = pb::Wishes::default;
     let allowed = |ids: &[u64]| Some(pb::AllowedWorkers { ids: ids.to_vec() });
@@ -67,8 +67,8 @@ fn bad_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
     ]
 }
 
-/// Numbers outside their range.
-fn bad_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
+/// Returns numbers that are out of range.
+fn invalid_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
     let none = pb::Wishes::default;
     let overrides = |set: pb::Overrides| pb::Wishes {
         overrides: Some(set),
@@ -83,17 +83,25 @@ fn bad_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
     };
     vec![
         (
-            "no number",
+            "not a number",
             pb::Wishes {
                 preferred_taints: [("x".to_owned(), f64::NAN)].into(),
                 ..none()
             },
             Code::InvalidArgument,
         ),
-        ("going back", priority(-1.0), Code::InvalidArgument),
-        ("for ever", priority(f64::INFINITY), Code::InvalidArgument),
         (
-            "less than nothing",
+            "a negative priority jump",
+            priority(-1.0),
+            Code::InvalidArgument,
+        ),
+        (
+            "an infinite priority jump",
+            priority(f64::INFINITY),
+            Code::InvalidArgument,
+        ),
+        (
+            "a negative credit",
             overrides(pb::Overrides {
                 overlap_score_credit: Some(-1.0),
                 ..pb::Overrides::default()
@@ -101,7 +109,7 @@ fn bad_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
             Code::InvalidArgument,
         ),
         (
-            "more than all",
+            "a multiplier above one",
             overrides(pb::Overrides {
                 shared_cache_multiplier: Some(2.0),
                 ..pb::Overrides::default()
@@ -111,7 +119,7 @@ fn bad_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
     ]
 }
 
-/// Site of two workers, of which the second has a taint and two ranks.
+/// Starts a site with two workers, of which the second has a taint and two ranks.
 async fn site_with_taint() -> ApiSite {
     let tainted = worker(2, ", taints: [fast], data_parallel: {size: 2}");
     ApiSite::start("", &[worker(1, ""), tainted]).await
@@ -120,7 +128,7 @@ async fn site_with_taint() -> ApiSite {
 #[tokio::test]
 async fn impossible_hints_are_rejected() {
     let site = site_with_taint().await;
-    for (what, wishes, code) in bad_wishes() {
+    for (what, wishes, code) in invalid_hints() {
         for call_request in [
             book("r", 0, 9),
             pb::RouteRequest {
@@ -128,7 +136,7 @@ async fn impossible_hints_are_rejected() {
                 ..book("r", 0, 9)
             },
         ] {
-            refused(
+            assert_code(
                 what,
                 site.route(pb::RouteRequest {
                     wishes: Some(wishes.clone()),
@@ -140,7 +148,7 @@ async fn impossible_hints_are_rejected() {
         }
     }
     let session = Some(pb::Session::default());
-    refused(
+    assert_code(
         "no id",
         site.route(pb::RouteRequest {
             session,

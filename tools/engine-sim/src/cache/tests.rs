@@ -1,4 +1,4 @@
-//! Compares the cache with events captured from vLLM, and with a naive model over random histories.
+//! Single cases, and random histories compared with a naive model.
 
 use std::collections::HashSet;
 
@@ -23,13 +23,13 @@ fn prefill(
     Ok(cached)
 }
 
-fn once(cache: &mut BlockCache, mut sequence: TokenSequence) -> usize {
+fn prefill_once(cache: &mut BlockCache, mut sequence: TokenSequence) -> usize {
     let cached = prefill(cache, &mut sequence).unwrap();
     cache.release(&mut sequence);
     cached
 }
 
-fn shape(events: &[CacheEvent]) -> Vec<String> {
+fn event_kinds(events: &[CacheEvent]) -> Vec<String> {
     let one = |event: &CacheEvent| match event {
         CacheEvent::Stored(stored) => format!("stored {}", stored.hashes.len()),
         CacheEvent::Removed(_) => "removed".into(),
@@ -42,9 +42,9 @@ fn shape(events: &[CacheEvent]) -> Vec<String> {
 fn repeated_prompt_hits_all_but_last_token() {
     for (prompt, hit) in [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (16, 12), (17, 16)] {
         let mut cache = BlockCache::new(BLOCK, 32);
-        assert_eq!(once(&mut cache, plain(0..prompt)), 0);
+        assert_eq!(prefill_once(&mut cache, plain(0..prompt)), 0);
         assert_eq!(
-            once(&mut cache, plain(0..prompt)),
+            prefill_once(&mut cache, plain(0..prompt)),
             hit,
             "prompt of {prompt}"
         );
@@ -54,10 +54,10 @@ fn repeated_prompt_hits_all_but_last_token() {
 #[test]
 fn shared_prefix_hits_up_to_first_difference() {
     let mut cache = BlockCache::new(BLOCK, 32);
-    once(&mut cache, plain(0..20));
+    prefill_once(&mut cache, plain(0..20));
     let forked = (0..10).chain(100..110).collect();
     assert_eq!(
-        once(&mut cache, TokenSequence::new(forked, BlockKeys::default())),
+        prefill_once(&mut cache, TokenSequence::new(forked, BlockKeys::default())),
         8
     );
 }
@@ -65,11 +65,11 @@ fn shared_prefix_hits_up_to_first_difference() {
 #[test]
 fn hits_and_short_prompts_publish_nothing() {
     let mut cache = BlockCache::new(BLOCK, 32);
-    once(&mut cache, plain(0..3));
+    prefill_once(&mut cache, plain(0..3));
     assert_eq!(cache.take_events(), []);
-    once(&mut cache, plain(0..9));
-    assert_eq!(shape(&cache.take_events()), ["stored 2"]);
-    once(&mut cache, plain(0..9));
+    prefill_once(&mut cache, plain(0..9));
+    assert_eq!(event_kinds(&cache.take_events()), ["stored 2"]);
+    prefill_once(&mut cache, plain(0..9));
     assert_eq!(cache.take_events(), []);
 }
 
@@ -77,17 +77,17 @@ fn hits_and_short_prompts_publish_nothing() {
 fn recomputed_last_block_is_stored_and_removed_twice() {
     let mut cache = BlockCache::new(BLOCK, 8);
     for _ in 0..3 {
-        once(&mut cache, plain(0..8));
+        prefill_once(&mut cache, plain(0..8));
     }
     let stored = cache.take_events();
-    assert_eq!(shape(&stored), ["stored 2", "stored 1", "stored 1"]);
+    assert_eq!(event_kinds(&stored), ["stored 2", "stored 1", "stored 1"]);
     let CacheEvent::Stored(last) = &stored[2] else {
         panic!("{stored:?}")
     };
     assert_eq!(cache.content()[&last.hashes[0]], 3);
     assert_eq!(last.parent, stored_hashes(&stored[0]).first().copied());
     assert_eq!(last.tokens, [4, 5, 6, 7]);
-    once(&mut cache, plain(100..132));
+    prefill_once(&mut cache, plain(100..132));
     let removed = cache
         .take_events()
         .iter()
@@ -106,30 +106,31 @@ fn stored_hashes(event: &CacheEvent) -> Vec<EngineHash> {
 #[test]
 fn eviction_starts_at_tail_of_oldest_prefix() {
     let mut cache = BlockCache::new(BLOCK, 6);
-    once(&mut cache, plain(0..13));
-    once(&mut cache, plain(100..108));
+    prefill_once(&mut cache, plain(0..13));
+    prefill_once(&mut cache, plain(100..108));
     let old = cache.take_events();
-    once(&mut cache, plain(0..5));
-    once(&mut cache, plain(200..208));
+    prefill_once(&mut cache, plain(0..5));
+    prefill_once(&mut cache, plain(200..208));
     let events = cache.take_events();
-    // One block is the partial block of the repeated prompt, the other belongs to the old tail.
-    assert_eq!(shape(&events), ["removed", "stored 2"]);
+    // One of the two new blocks reuses the partial block of the repeated prompt. The other evicts
+    // the old tail.
+    assert_eq!(event_kinds(&events), ["removed", "stored 2"]);
     assert_eq!(events[0], CacheEvent::Removed(stored_hashes(&old[0])[2]));
     assert_eq!(
-        once(&mut cache, plain(0..13)),
+        prefill_once(&mut cache, plain(0..13)),
         8,
-        "what was hit last stays longest"
+        "the prefix that was hit last is evicted last"
     );
 }
 
 #[test]
 fn removals_precede_stores_of_same_admission() {
     let mut cache = BlockCache::new(BLOCK, 4);
-    once(&mut cache, plain(0..16));
+    prefill_once(&mut cache, plain(0..16));
     cache.take_events();
-    once(&mut cache, plain(100..116));
+    prefill_once(&mut cache, plain(100..116));
     assert_eq!(
-        shape(&cache.take_events()),
+        event_kinds(&cache.take_events()),
         ["removed", "removed", "removed", "removed", "stored 4"]
     );
 }
@@ -146,7 +147,7 @@ fn chunks_and_generated_blocks_carry_their_parent() {
         cache.grow(&mut sequence, 1).unwrap();
     }
     let events = cache.take_events();
-    assert_eq!(shape(&events), ["stored 1", "stored 1", "stored 1"]);
+    assert_eq!(event_kinds(&events), ["stored 1", "stored 1", "stored 1"]);
     let CacheEvent::Stored(decoded) = &events[2] else {
         panic!("{events:?}")
     };
@@ -188,12 +189,12 @@ fn salt_and_adapter_separate_equal_tokens() {
         session: Some(Arc::from("s")),
     };
     let mut cache = BlockCache::new(BLOCK, 32);
-    assert_eq!(once(&mut cache, plain(0..12)), 0);
-    assert_eq!(once(&mut cache, salted("a")), 0);
-    assert_eq!(once(&mut cache, salted("b")), 0);
-    assert_eq!(once(&mut cache, salted("a")), 8);
+    assert_eq!(prefill_once(&mut cache, plain(0..12)), 0);
+    assert_eq!(prefill_once(&mut cache, salted("a")), 0);
+    assert_eq!(prefill_once(&mut cache, salted("b")), 0);
+    assert_eq!(prefill_once(&mut cache, salted("a")), 8);
     assert_eq!(
-        once(
+        prefill_once(
             &mut cache,
             TokenSequence::new((0..12).collect(), adapted.clone())
         ),
@@ -225,7 +226,7 @@ fn full_cache_rejects_without_allocating() {
     let before = cache.content();
     assert_eq!(prefill(&mut cache, &mut second), Err(NoFreeBlockError));
     assert_eq!((cache.used_blocks(), cache.content()), (3, before));
-    // Its hit consists of the same free blocks that it needs to fill.
+    // The hit consists of the same free blocks that the request needs to fill.
     cache.release(&mut first);
     assert_eq!(
         prefill(&mut cache, &mut plain(0..21)),
@@ -244,13 +245,12 @@ fn reset_clears_idle_cache_and_fails_when_busy() {
     cache.take_events();
     assert!(cache.reset());
     assert_eq!(cache.take_events(), [CacheEvent::Cleared]);
-    assert_eq!(once(&mut cache, plain(0..9)), 0);
+    assert_eq!(prefill_once(&mut cache, plain(0..9)), 0);
 }
 
 #[derive(Clone, Debug)]
 enum CacheAction {
-    /// Starts a prompt from a small alphabet of prefixes, with a limit of prefilled tokens per
-    /// step.
+    /// Starts a prompt from a small set of prefixes, with a limit of prefilled tokens per step.
     Start {
         trunk: u32,
         fork: usize,
@@ -267,7 +267,7 @@ enum CacheAction {
     Reset,
 }
 
-fn act() -> impl Strategy<Value = CacheAction> {
+fn cache_action() -> impl Strategy<Value = CacheAction> {
     prop_oneof![
         4 => (0..3u32, 0..12usize, 1..40usize, 1..12usize)
             .prop_map(|(trunk, fork, len, chunk)| CacheAction::Start { trunk, fork, len, chunk }),
@@ -277,7 +277,7 @@ fn act() -> impl Strategy<Value = CacheAction> {
     ]
 }
 
-/// Builds the content of the cache from its events alone, as an index does.
+/// Applies events to a model of the cache content, as an index does.
 fn replay(model: &mut BTreeMap<EngineHash, usize>, events: &[CacheEvent]) {
     for event in events {
         match event {
@@ -295,9 +295,7 @@ fn replay(model: &mut BTreeMap<EngineHash, usize>, events: &[CacheEvent]) {
                     .for_each(|&hash| *model.entry(hash).or_default() += 1);
             }
             CacheEvent::Removed(hash) => {
-                let copies = model
-                    .get_mut(hash)
-                    .expect("only what was stored is removed");
+                let copies = model.get_mut(hash).expect("a removed block was stored");
                 *copies -= 1;
                 if *copies == 0 {
                     model.remove(hash);
@@ -345,7 +343,7 @@ fn check(cache: &BlockCache, running: &[TokenSequence], model: &BTreeMap<EngineH
     assert_eq!(&cache.content(), model);
 }
 
-/// Whether each of these blocks has the needed content.
+/// Returns whether each of these blocks has the needed content.
 fn can_serve(cache: &BlockCache, numbers: &[usize], needed: &[BlockContent]) -> Vec<bool> {
     let found = cache.read(numbers);
     found
@@ -372,7 +370,7 @@ fn block_content_stays_until_overwritten() {
     assert_eq!(
         can_serve(&cache, &numbers, &shorter),
         [true; 3],
-        "more than is needed does no harm"
+        "additional tokens are accepted"
     );
     for (other, salt) in [
         (tokens(0..11), "a"),
@@ -385,7 +383,7 @@ fn block_content_stays_until_overwritten() {
             "{other:?}"
         );
     }
-    // The same tokens after a different prefix are a different content.
+    // The same tokens after a different prefix are different content.
     let after = [tokens(4..8), tokens(4..10)].concat();
     assert_eq!(
         can_serve(
@@ -399,7 +397,7 @@ fn block_content_stays_until_overwritten() {
     assert_eq!(
         can_serve(&cache, &numbers, &needed),
         [true; 3],
-        "free, and still there"
+        "a free block keeps its content"
     );
     let mut other = plain(100..116);
     prefill(&mut cache, &mut other).unwrap();
@@ -435,23 +433,23 @@ fn growing_block_holds_computed_tokens() {
     assert_eq!(held, [vec![0, 1, 2, 3], vec![4, 5]]);
 }
 
-/// Returns the blocks of `tokens` that are cached according to a list of whole prefixes.
+/// Returns the number of tokens of `tokens` that are cached according to a list of whole prefixes.
 fn naive_hit(prefixes: &HashSet<Vec<u32>>, tokens: &[u32]) -> usize {
-    let most = (tokens.len() - 1) / BLOCK;
-    (1..=most)
+    let max_blocks = (tokens.len() - 1) / BLOCK;
+    (1..=max_blocks)
         .take_while(|blocks| prefixes.contains(&tokens[..blocks * BLOCK]))
         .count()
         * BLOCK
 }
 
-/// Records the prefix of each cached hash, derived only from the sequences that ran.
-fn note_prefixes(names: &mut HashMap<EngineHash, Vec<u32>>, sequence: &TokenSequence) {
+/// Records the prefix of each cached hash, derived from the sequences that ran.
+fn record_prefixes(names: &mut HashMap<EngineHash, Vec<u32>>, sequence: &TokenSequence) {
     for (position, &hash) in sequence.hashes.iter().enumerate() {
         let prefix = sequence.tokens[..(position + 1) * BLOCK].to_vec();
         assert_eq!(
             names.entry(hash).or_insert_with(|| prefix.clone()),
             &prefix,
-            "one hash, one prefix"
+            "a hash identifies one prefix"
         );
     }
 }
@@ -460,14 +458,14 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
     #[test]
     fn random_histories_keep_cache_consistent(
-        acts in prop::collection::vec(act(), 1..60), num_blocks in 1usize..24
+        actions in prop::collection::vec(cache_action(), 1..60), num_blocks in 1usize..24
     ) {
         let mut cache = BlockCache::new(BLOCK, num_blocks);
         let mut running = Vec::<TokenSequence>::new();
         let mut model = BTreeMap::new();
         let mut names = HashMap::<_, Vec<u32>>::new();
-        for act in acts {
-            match act {
+        for action in actions {
+            match action {
                 CacheAction::Start { trunk, fork, len, chunk } => {
                     let tokens: Vec<u32> = (0..len).map(|at| if at < fork { trunk } else { 10 + trunk }).collect();
                     let held: HashSet<_> = cache.content().keys().map(|hash| names[hash].clone()).collect();
@@ -475,13 +473,13 @@ proptest! {
                     let hit = cache.lookup(&mut sequence);
                     let cached = cache.hit_tokens(&hit);
                     prop_assert_eq!(cached, naive_hit(&held, &sequence.tokens));
-                    let mut alive = cache.admit(&mut sequence, &hit, chunk.min(len - cached)).is_ok();
-                    while alive && sequence.computed < len {
+                    let mut fits = cache.admit(&mut sequence, &hit, chunk.min(len - cached)).is_ok();
+                    while fits && sequence.computed < len {
                         let tokens = chunk.min(len - sequence.computed);
-                        alive = cache.grow(&mut sequence, tokens).is_ok();
+                        fits = cache.grow(&mut sequence, tokens).is_ok();
                     }
-                    note_prefixes(&mut names, &sequence);
-                    if alive { running.push(sequence) } else { cache.release(&mut sequence) }
+                    record_prefixes(&mut names, &sequence);
+                    if fits { running.push(sequence) } else { cache.release(&mut sequence) }
                 }
                 CacheAction::Decode { which, token } if !running.is_empty() => {
                     let at = which % running.len();
@@ -489,7 +487,7 @@ proptest! {
                     if cache.grow(&mut running[at], 1).is_err() {
                         cache.release(&mut running.remove(at));
                     } else {
-                        note_prefixes(&mut names, &running[at]);
+                        record_prefixes(&mut names, &running[at]);
                     }
                 }
                 CacheAction::Finish { which } if !running.is_empty() => {

@@ -132,7 +132,7 @@ fn disaggregated_params_return_with_other_request_type() {
     );
 }
 
-/// Parameters that a context server returned for a generation server, and their phase.
+/// Returns the parameters that a context server returned for a generation server, and their phase.
 fn generation_params() -> Value {
     let body =
         json!({"disaggregated_params": {"request_type": "context_only", "disagg_request_id": 77}});

@@ -32,7 +32,7 @@ fn job(id: u64, prompt: std::ops::Range<u32>, answer: u32) -> SchedulerJob {
     )
 }
 
-/// Runs to the end; returns each step with its outputs.
+/// Runs to the end. Returns each step with its outputs.
 fn run(scheduler: &mut StepScheduler) -> Vec<(SchedulerStep, Vec<TokenOutput>)> {
     let mut steps = Vec::new();
     while let Some(step) = scheduler.plan() {
@@ -83,7 +83,7 @@ fn each_chunk_publishes_one_stored_event() {
             stored.push(event.hashes.len());
         }
     }
-    // 20 + 5 tokens, of which 24 are computed: six blocks.
+    // 20 prompt and 5 generated tokens, of which 24 are computed, fill six blocks.
     assert_eq!(stored, [2, 2, 1, 1]);
 }
 
@@ -151,7 +151,7 @@ fn preempted_job_resumes_without_losing_tokens() {
     assert_eq!(
         admitted,
         [JobId(1), JobId(2)],
-        "a preempted job is not admitted as if new"
+        "a preempted job is not counted as newly admitted"
     );
     let totals = scheduler.totals();
     assert_eq!(
@@ -198,7 +198,7 @@ fn abort_frees_blocks_but_leaves_them_cached() {
     assert_eq!(scheduler.plan(), None);
 }
 
-/// Runs until a job must fetch; returns the jobs and their numbers of blocks.
+/// Runs until a job must fetch blocks. Returns the jobs and their numbers of blocks.
 fn fetches(scheduler: &mut StepScheduler) -> Vec<(JobId, usize)> {
     run(scheduler);
     scheduler.take_fetches()
@@ -210,7 +210,7 @@ fn fetched_prompt_computes_one_token() {
     scheduler.submit(job(1, 0..9, 1));
     run(&mut scheduler);
     scheduler.cache.take_events();
-    // Two of five blocks are cached; the fifth is full, the prompt ends with it.
+    // Two of the five blocks are cached. The fifth block is full, because the prompt ends with it.
     scheduler.submit(job(2, 0..20, 3).with_remote_phase(RemotePhase::Prefill));
     assert_eq!(fetches(&mut scheduler), [(JobId(2), 3)]);
     assert_eq!(
@@ -224,7 +224,7 @@ fn fetched_prompt_computes_one_token() {
     assert_eq!(
         scheduler.cache.take_events(),
         [],
-        "nothing is stored before it is here"
+        "nothing is stored before the blocks arrive"
     );
     scheduler.received(JobId(2), None);
     let steps = run(&mut scheduler);
@@ -236,7 +236,7 @@ fn fetched_prompt_computes_one_token() {
     assert_eq!(tokens_of(&steps, 2), [2000, 2001, 2002]);
     assert_eq!(
         steps[0].1[0].cached, 8,
-        "only what was here before counts as cached"
+        "only blocks cached before the fetch count as cached"
     );
     let events = scheduler.cache.take_events();
     let [CacheEvent::Stored(stored)] = &events[..] else {
@@ -311,11 +311,11 @@ fn failed_fetch_recomputes_first_and_wrong_blocks_change_answer() {
 #[test]
 fn leased_blocks_stay_until_released() {
     let mut scheduler = scheduler(8, 16, 4);
-    let part = RemotePhase::Decode {
+    let phase = RemotePhase::Decode {
         name: "a".into(),
         can_be_aborted: false,
     };
-    scheduler.submit(job(1, 0..18, 1).with_remote_phase(part));
+    scheduler.submit(job(1, 0..18, 1).with_remote_phase(phase));
     run(&mut scheduler);
     let mut leased = scheduler.take_finished_prefills();
     let [(JobId(1), name, sequence)] = &mut leased[..] else {
@@ -334,7 +334,7 @@ fn leased_blocks_stay_until_released() {
 
 #[test]
 fn only_started_prefill_survives_abort() {
-    for (can_be_aborted, has_begun, lives) in [
+    for (can_be_aborted, has_begun, survives) in [
         (false, false, false),
         (false, true, true),
         (true, false, false),
@@ -353,10 +353,10 @@ fn only_started_prefill_survives_abort() {
         run(&mut scheduler);
         assert_eq!(
             scheduler.take_finished_prefills().len(),
-            usize::from(lives),
+            usize::from(survives),
             "{can_be_aborted}, {has_begun}"
         );
-        assert_eq!(scheduler.cache.used_blocks(), if lives { 5 } else { 0 });
+        assert_eq!(scheduler.cache.used_blocks(), if survives { 5 } else { 0 });
     }
 }
 
@@ -376,13 +376,13 @@ fn replay(content: &mut BTreeMap<u64, usize>, events: Vec<CacheEvent>) {
 }
 
 fn remote_phase() -> impl Strategy<Value = RemotePhase> {
-    let lend = |can_be_aborted| {
+    let remote_decode = |can_be_aborted| {
         Just(RemotePhase::Decode {
             name: "lease".into(),
             can_be_aborted,
         })
     };
-    prop_oneof![4 => Just(RemotePhase::None), 2 => Just(RemotePhase::Prefill), 1 => lend(true), 1 => lend(false)]
+    prop_oneof![4 => Just(RemotePhase::None), 2 => Just(RemotePhase::Prefill), 1 => remote_decode(true), 1 => remote_decode(false)]
 }
 
 proptest! {
@@ -401,8 +401,8 @@ proptest! {
         let mut pause = 0;
         for round in 0.. {
             prop_assert!(round < 20_000, "no progress");
-            if pause == 0 && let Some((id, &(trunk, prompt, answer, wait, _, ref part))) = arrivals.pop_front() {
-                scheduler.submit(job(id as u64, trunk * 10..trunk * 10 + prompt, answer).with_remote_phase(part.clone()));
+            if pause == 0 && let Some((id, &(trunk, prompt, answer, wait, _, ref phase))) = arrivals.pop_front() {
+                scheduler.submit(job(id as u64, trunk * 10..trunk * 10 + prompt, answer).with_remote_phase(phase.clone()));
                 pause = wait;
             }
             pause = pause.saturating_sub(1);
@@ -429,7 +429,7 @@ proptest! {
                 prop_assert!(output.cached < prompt && output.cached.is_multiple_of(BLOCK));
                 let tokens = got.entry(id).or_default();
                 tokens.push(output.token);
-                // The client of every other job leaves after its third token.
+                // The client of some jobs disconnects after the third token.
                 if jobs[id as usize].4 && tokens.len() == 3 && !output.is_last {
                     scheduler.abort(output.job);
                 }
@@ -439,10 +439,10 @@ proptest! {
             prop_assert_eq!(&content, &scheduler.cache.content());
         }
         prop_assert_eq!((scheduler.running(), scheduler.waiting(), scheduler.cache.used_blocks()), (0, 0, 0));
-        for (id, &(_, _, answer, _, leaves, ref part)) in jobs.iter().enumerate() {
-            let must_end = matches!(part, RemotePhase::Decode { can_be_aborted: false, .. });
-            let wanted = if leaves && !must_end { answer.min(3) } else { answer };
-            let expected: Vec<u32> = (0..wanted).map(|at| 1000 * id as u32 + at).collect();
+        for (id, &(_, _, answer, _, disconnects, ref phase)) in jobs.iter().enumerate() {
+            let runs_to_end = matches!(phase, RemotePhase::Decode { can_be_aborted: false, .. });
+            let expected_len = if disconnects && !runs_to_end { answer.min(3) } else { answer };
+            let expected: Vec<u32> = (0..expected_len).map(|at| 1000 * id as u32 + at).collect();
             prop_assert_eq!(got.get(&(id as u64)).cloned().unwrap_or_default(), expected);
         }
     }

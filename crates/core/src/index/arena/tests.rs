@@ -36,8 +36,8 @@ pub(in crate::index) fn check(arena: &BlockArena, used: &BTreeMap<u32, u32>) {
                 len > 0 && len.ilog2() as usize == list,
                 "{len} in list {list}"
             );
-            let (back, next) = arena.free_links(at);
-            assert_eq!(back, before, "the list does not lead back");
+            let (previous, next) = arena.free_links(at);
+            assert_eq!(previous, before, "the links of the list are not symmetric");
             assert!(free.insert(at, len).is_none(), "listed twice");
             before = at;
             at = next;
@@ -53,11 +53,11 @@ pub(in crate::index) fn check(arena: &BlockArena, used: &BTreeMap<u32, u32>) {
     );
     for (number, chunk) in arena.chunks.iter().enumerate() {
         let is_last = number + 1 == arena.chunks.len();
-        let bare = arena.empty_chunks.contains(&(number as u32));
+        let is_empty = arena.empty_chunks.contains(&(number as u32));
         assert_eq!(chunk.locals.len(), chunk.run_ids.len());
         assert!(
-            is_last || chunk.run_ids.len() == if bare { 0 } else { CHUNK },
-            "chunk {number} is not whole"
+            is_last || chunk.run_ids.len() == if is_empty { 0 } else { CHUNK },
+            "chunk {number} is not complete"
         );
         let mut at = (number * CHUNK) as u32;
         let mut was_free = false;
@@ -68,7 +68,7 @@ pub(in crate::index) fn check(arena: &BlockArena, used: &BTreeMap<u32, u32>) {
             let len = len.unwrap_or_else(|| panic!("position {at} is neither free nor in use"));
             assert!(
                 !(is_free && was_free),
-                "free neighbours at {at} were not joined"
+                "free neighbours at {at} were not merged"
             );
             if is_free {
                 assert!((at..at + len).all(|at| arena.run_at(at).is_none()));
@@ -77,7 +77,7 @@ pub(in crate::index) fn check(arena: &BlockArena, used: &BTreeMap<u32, u32>) {
             was_free = is_free;
         }
         assert_eq!(at, end);
-        // Unless another chunk was about to follow, but the limit was reached.
+        // At the limit of chunks, opening a further chunk fails after the last chunk was extended.
         assert!(
             !(is_last && was_free && arena.chunks.len() < arena.max_chunks),
             "the last chunk ends with free positions"
@@ -95,23 +95,24 @@ enum Step {
 
 fn steps() -> impl Strategy<Value = Step> {
     prop_oneof![
-        4 => (1..200usize, 1..65usize).prop_map(|(want, least)| Step::Take(want, least)),
-        2 => (1..9usize, 1..2usize).prop_map(|(want, least)| Step::Take(want, least)),
+        4 => (1..200usize, 1..65usize).prop_map(|(want, min_len)| Step::Take(want, min_len)),
+        2 => (1..9usize, 1..2usize).prop_map(|(want, min_len)| Step::Take(want, min_len)),
         2 => (any::<usize>(), 1..100usize).prop_map(|(pick, want)| Step::Behind(pick, want)),
         5 => any::<usize>().prop_map(Step::Give),
         2 => (any::<usize>(), 1..60u32).prop_map(|(pick, len)| Step::GiveTail(pick, len)),
     ]
 }
 
-/// Used extents. Each contains its own start, so overlapping ones are detected.
+/// Arena with its used extents. The blocks of an extent contain its start, so overlapping extents
+/// are detected.
 #[derive(Default)]
-struct Bed {
+struct TestArena {
     arena: BlockArena,
     used: BTreeMap<u32, u32>,
     most: usize,
 }
 
-impl Bed {
+impl TestArena {
     fn enter(&mut self, first: u32, len: u32) {
         let overlapping = self
             .used
@@ -121,7 +122,7 @@ impl Bed {
         assert!(!overlapping, "{first} is in use");
         assert!(
             first as usize / CHUNK == (first + len - 1) as usize / CHUNK,
-            "in two chunks"
+            "the extent spans two chunks"
         );
         self.arena.assign_run(ArenaExtent { first, len }, 7);
         self.arena
@@ -138,21 +139,21 @@ impl Bed {
 
     fn step(&mut self, step: &Step) {
         match step {
-            Step::Take(want, least) => {
-                let Some(stretch) = self.arena.allocate(*want, *least) else {
+            Step::Take(want, min_len) => {
+                let Some(extent) = self.arena.allocate(*want, *min_len) else {
                     return;
                 };
-                assert!(stretch.len >= 1 && stretch.len as usize <= *want);
-                self.enter(stretch.first, stretch.len);
+                assert!(extent.len >= 1 && extent.len as usize <= *want);
+                self.enter(extent.first, extent.len);
             }
             Step::Behind(pick, want) => {
                 let Some((first, len)) = self.pick(*pick) else {
                     return;
                 };
-                let more = self.arena.allocate_at(first + len, *want);
-                assert!(more as usize <= *want);
-                if more > 0 {
-                    self.enter(first + len, more);
+                let count = self.arena.allocate_at(first + len, *want);
+                assert!(count as usize <= *want);
+                if count > 0 {
+                    self.enter(first + len, count);
                 }
             }
             Step::Give(pick) => {
@@ -162,18 +163,18 @@ impl Bed {
                 self.used.remove(&first);
                 self.arena.deallocate(ArenaExtent { first, len });
             }
-            Step::GiveTail(pick, gone) => {
+            Step::GiveTail(pick, freed) => {
                 let Some((first, len)) = self.pick(*pick) else {
                     return;
                 };
-                let gone = (*gone).min(len);
+                let freed = (*freed).min(len);
                 self.used.remove(&first);
-                if gone < len {
-                    self.used.insert(first, len - gone);
+                if freed < len {
+                    self.used.insert(first, len - freed);
                 }
                 self.arena.deallocate(ArenaExtent {
-                    first: first + len - gone,
-                    len: gone,
+                    first: first + len - freed,
+                    len: freed,
                 });
             }
         }
@@ -189,48 +190,48 @@ proptest! {
         script in vec(steps(), 1..120),
         chunks in 1..8usize,
     ) {
-        let mut bed = Bed::default();
-        limit(&mut bed.arena, chunks);
+        let mut test_arena = TestArena::default();
+        limit(&mut test_arena.arena, chunks);
         for step in &script {
-            bed.step(step);
-            check(&bed.arena, &bed.used);
+            test_arena.step(step);
+            check(&test_arena.arena, &test_arena.used);
         }
-        for (first, len) in std::mem::take(&mut bed.used) {
-            bed.arena.deallocate(ArenaExtent { first, len });
+        for (first, len) in std::mem::take(&mut test_arena.used) {
+            test_arena.arena.deallocate(ArenaExtent { first, len });
         }
-        check(&bed.arena, &bed.used);
-        prop_assert!(counts(&bed.arena).0 <= CHUNK && capacity(&bed.arena) <= 2 * CHUNK, "memory is retained");
+        check(&test_arena.arena, &test_arena.used);
+        prop_assert!(counts(&test_arena.arena).0 <= CHUNK && capacity(&test_arena.arena) <= 2 * CHUNK, "memory is retained");
     }
 }
 
 #[test]
 fn fragmented_free_memory_is_reused() {
-    let mut bed = Bed::default();
+    let mut test_arena = TestArena::default();
     for round in 0..200usize {
         for _ in 0..60 {
-            bed.step(&Step::Take(1 + (round * 37) % 90, 64));
+            test_arena.step(&Step::Take(1 + (round * 37) % 90, 64));
         }
         for pick in 0..58 {
-            bed.step(&Step::Give(pick * 13 + round));
+            test_arena.step(&Step::Give(pick * 13 + round));
         }
     }
-    let (free, used) = counts(&bed.arena);
+    let (free, used) = counts(&test_arena.arena);
     assert!(
-        free + used <= 2 * bed.most + 2 * CHUNK,
+        free + used <= 2 * test_arena.most + 2 * CHUNK,
         "{free} free, {used} used, {} at most",
-        bed.most
+        test_arena.most
     );
-    check(&bed.arena, &bed.used);
+    check(&test_arena.arena, &test_arena.used);
 }
 
 #[test]
 fn full_arena_allocates_again_after_deallocation() {
-    let mut bed = Bed::default();
-    limit(&mut bed.arena, 2);
-    while let Some(stretch) = bed.arena.allocate(50, 16) {
-        bed.enter(stretch.first, stretch.len);
+    let mut test_arena = TestArena::default();
+    limit(&mut test_arena.arena, 2);
+    while let Some(extent) = test_arena.arena.allocate(50, 16) {
+        test_arena.enter(extent.first, extent.len);
     }
-    assert_eq!(counts(&bed.arena), (0, 2 * CHUNK));
-    bed.step(&Step::Give(3));
-    assert!(bed.arena.allocate(10, 1).is_some());
+    assert_eq!(counts(&test_arena.arena), (0, 2 * CHUNK));
+    test_arena.step(&Step::Give(3));
+    assert!(test_arena.arena.allocate(10, 1).is_some());
 }

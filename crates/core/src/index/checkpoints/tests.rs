@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn names(numbers: impl IntoIterator<Item = u64>) -> Vec<SequenceHash> {
+fn sequences(numbers: impl IntoIterator<Item = u64>) -> Vec<SequenceHash> {
     numbers.into_iter().map(SequenceHash).collect()
 }
 
@@ -12,23 +12,23 @@ proptest! {
     /// to another prompt.
     #[test]
     fn checkpoints_match_only_the_same_prompt(
-        from in 0..9usize, len in 0..40usize, left in vec(any::<bool>(), 12), other in 0..50usize,
+        from in 0..9usize, len in 0..40usize, is_recorded in vec(any::<bool>(), 12), other in 0..50usize,
     ) {
-        let mut marks = PrefixCheckpoints::default();
-        marks.resize(48);
-        let name = |at: usize| if at < other { at as u64 + 1 } else { at as u64 + 1_001 };
-        for at in (0..48).filter(|at| left[at / CHECKPOINT_INTERVAL]) {
-            marks.record(at, SequenceHash(name(at)));
+        let mut checkpoints = PrefixCheckpoints::default();
+        checkpoints.resize(48);
+        let sequence = |at: usize| if at < other { at as u64 + 1 } else { at as u64 + 1_001 };
+        for at in (0..48).filter(|at| is_recorded[at / CHECKPOINT_INTERVAL]) {
+            checkpoints.record(at, SequenceHash(sequence(at)));
         }
-        let asked = names((from..from + len).map(|at| at as u64 + 1));
-        let agree = (from..from + len).take_while(|at| *at < other).count();
-        let known = marks.matching_len(from, &asked);
-        prop_assert!(known <= agree, "{known} of {agree}");
-        if left.iter().all(|left| *left) {
-            prop_assert!(agree - known < CHECKPOINT_INTERVAL);
+        let prompt = sequences((from..from + len).map(|at| at as u64 + 1));
+        let matching = (from..from + len).take_while(|at| *at < other).count();
+        let known = checkpoints.matching_len(from, &prompt);
+        prop_assert!(known <= matching, "{known} of {matching}");
+        if is_recorded.iter().all(|is_recorded| *is_recorded) {
+            prop_assert!(matching - known < CHECKPOINT_INTERVAL);
         }
         prop_assert!(known == 0 || (from + known).is_multiple_of(CHECKPOINT_INTERVAL));
-        marks.clear(from..from + len);
-        prop_assert_eq!(marks.matching_len(from, &asked), 0);
+        checkpoints.clear(from..from + len);
+        prop_assert_eq!(checkpoints.matching_len(from, &prompt), 0);
     }
 }

@@ -15,7 +15,7 @@ const MAX_EVENT_BLOCKS: usize = 512;
 
 /// Engine hash by which events refer to a block, and the tier of the first store.
 #[derive(Clone, Copy)]
-struct EventName {
+struct EventHash {
     engine: EngineHash,
     tier: StorageTier,
     /// Whether the hash is a placeholder.
@@ -48,63 +48,60 @@ impl RankDump {
         &self,
         replay: CopyReplay,
     ) -> impl Iterator<Item = KvEvent> {
-        let event_names: Arc<[EventName]> = self.event_names().into();
+        let event_hashes: Arc<[EventHash]> = self.event_hashes().into();
         let groups = (0..self.groups.len()).flat_map(move |group| self.group_events(group, replay));
-        let singles = {
-            let event_names = event_names.clone();
+        let further = {
+            let event_hashes = event_hashes.clone();
             self.hashes
                 .iter()
-                .flat_map(move |name| self.further_stores(name, &event_names, replay))
+                .flat_map(move |row| self.further_stores(row, &event_hashes, replay))
         };
-        let mut gaps: Vec<KvEvent> = Vec::new();
-        for name in event_names.iter().filter(|name| name.is_placeholder) {
-            match gaps.last_mut() {
+        let mut removals: Vec<KvEvent> = Vec::new();
+        for hash in event_hashes.iter().filter(|hash| hash.is_placeholder) {
+            match removals.last_mut() {
                 Some(KvEvent::Removed { blocks, .. }) if blocks.len() < MAX_EVENT_BLOCKS => {
-                    blocks.push(name.engine)
+                    blocks.push(hash.engine)
                 }
-                _ => gaps.push(KvEvent::Removed {
-                    blocks: vec![name.engine],
-                    tier: name.tier,
+                _ => removals.push(KvEvent::Removed {
+                    blocks: vec![hash.engine],
+                    tier: hash.tier,
                 }),
             }
         }
         let waiting = self
             .orphans
             .iter()
-            .flat_map(move |name| orphan_events(name, replay));
+            .flat_map(move |row| orphan_events(row, replay));
         groups
-            .chain(self.store_events(event_names))
-            .chain(singles)
-            .chain(gaps)
+            .chain(self.store_events(event_hashes))
+            .chain(further)
+            .chain(removals)
             .chain(waiting)
     }
 
-    /// Chooses the engine hash of each block.
-    fn event_names(&self) -> Vec<EventName> {
-        let mut event_names: Vec<Option<EventName>> = vec![None; self.blocks.len()];
-        for name in self.hashes.iter().rev() {
-            let tier = name
+    /// Chooses an engine hash for each block.
+    fn event_hashes(&self) -> Vec<EventHash> {
+        let mut event_hashes: Vec<Option<EventHash>> = vec![None; self.blocks.len()];
+        for row in self.hashes.iter().rev() {
+            let tier = row
                 .copies
                 .held()
                 .next()
                 .map_or(StorageTier::Device, |(tier, _)| tier);
-            event_names[name.block as usize] = Some(EventName {
-                engine: name.engine,
+            event_hashes[row.block as usize] = Some(EventHash {
+                engine: row.engine,
                 tier,
                 is_placeholder: false,
             });
         }
-        let used: HashSet<EngineHash> = if event_names.iter().all(Option::is_some) {
+        let used: HashSet<EngineHash> = if event_hashes.iter().all(Option::is_some) {
             HashSet::new()
         } else {
-            let waiting = self
-                .orphans
-                .iter()
-                .flat_map(|name| [name.engine, name.parent]);
+            let waiting = self.orphans.iter().flat_map(|row| [row.engine, row.parent]);
             let shares = self.shares.iter().map(|share| share.engine);
             self.hashes
                 .iter()
-                .map(|name| name.engine)
+                .map(|row| row.engine)
                 .chain(waiting)
                 .chain(shares)
                 .collect()
@@ -113,59 +110,60 @@ impl RankDump {
             .rev()
             .map(EngineHash)
             .filter(|engine| !used.contains(engine));
-        let mut gap = || EventName {
+        let mut placeholder = || EventHash {
             engine: unused.next().unwrap_or(EngineHash(0)),
             tier: StorageTier::Device,
             is_placeholder: true,
         };
-        event_names
+        event_hashes
             .into_iter()
-            .map(|name| name.unwrap_or_else(&mut gap))
+            .map(|hash| hash.unwrap_or_else(&mut placeholder))
             .collect()
     }
 
-    /// Stores every block under its chosen hash, in each tier of that hash.
-    fn store_events(&self, event_names: Arc<[EventName]>) -> impl Iterator<Item = KvEvent> {
-        let mut also = vec![[false; 4]; self.blocks.len()];
-        for name in &self.hashes {
-            let first = event_names[name.block as usize];
-            for (tier, _) in name
+    /// Returns the events that store every block under its chosen hash, in each tier of that hash.
+    fn store_events(&self, event_hashes: Arc<[EventHash]>) -> impl Iterator<Item = KvEvent> {
+        let mut further_tiers = vec![[false; 4]; self.blocks.len()];
+        for row in &self.hashes {
+            let first = event_hashes[row.block as usize];
+            for (tier, _) in row
                 .copies
                 .held()
-                .filter(|(tier, _)| first.engine == name.engine && first.tier != *tier)
+                .filter(|(tier, _)| first.engine == row.engine && first.tier != *tier)
             {
-                also[name.block as usize][tier as usize] = true;
+                further_tiers[row.block as usize][tier as usize] = true;
             }
         }
-        let also: Arc<[[bool; 4]]> = also.into();
-        let first = self.store_runs(event_names.clone(), |block, _| Some(block.tier));
-        let more = StorageTier::ALL.into_iter().flat_map(move |tier| {
-            let also = also.clone();
-            self.store_runs(event_names.clone(), move |_, at| {
-                also[at][tier as usize].then_some(tier)
+        let further_tiers: Arc<[[bool; 4]]> = further_tiers.into();
+        let first = self.store_runs(event_hashes.clone(), |block, _| Some(block.tier));
+        let others = StorageTier::ALL.into_iter().flat_map(move |tier| {
+            let further_tiers = further_tiers.clone();
+            self.store_runs(event_hashes.clone(), move |_, at| {
+                further_tiers[at][tier as usize].then_some(tier)
             })
         });
-        first.chain(more)
+        first.chain(others)
     }
 
-    /// Stores consecutive blocks of the same tier in one event.
+    /// Returns the events that store blocks in the tier that `tier_of` returns. One event contains
+    /// consecutive blocks of the same tier.
     fn store_runs(
         &self,
-        event_names: Arc<[EventName]>,
-        tier_of: impl Fn(EventName, usize) -> Option<StorageTier>,
+        event_hashes: Arc<[EventHash]>,
+        tier_of: impl Fn(EventHash, usize) -> Option<StorageTier>,
     ) -> impl Iterator<Item = KvEvent> {
         let mut next = 0;
         std::iter::from_fn(move || {
-            let tier_at = |at: usize| tier_of(*event_names.get(at)?, at);
-            next = (next..event_names.len()).find(|at| tier_at(*at).is_some())?;
+            let tier_at = |at: usize| tier_of(*event_hashes.get(at)?, at);
+            next = (next..event_hashes.len()).find(|at| tier_at(*at).is_some())?;
             let tier = tier_at(next)?;
             let parent = self.blocks[next]
                 .parent
-                .map(|parent| event_names[parent as usize].engine);
+                .map(|parent| event_hashes[parent as usize].engine);
             let mut blocks = Vec::new();
             loop {
                 blocks.push(StoredBlock {
-                    engine: event_names[next].engine,
+                    engine: event_hashes[next].engine,
                     local: self.blocks[next].local,
                 });
                 next += 1;
@@ -184,32 +182,34 @@ impl RankDump {
         })
     }
 
-    /// Stores the further tiers and copies of an engine hash after its block has a location.
+    /// Returns the events that store the further tiers and copies of an engine hash, whose block
+    /// has a location by then.
     fn further_stores(
         &self,
-        name: &HashRow,
-        event_names: &[EventName],
+        row: &HashRow,
+        event_hashes: &[EventHash],
         replay: CopyReplay,
     ) -> Vec<KvEvent> {
-        let block = self.blocks[name.block as usize];
-        let told = u32::from(event_names[name.block as usize].engine == name.engine);
+        let block = self.blocks[row.block as usize];
+        let already_stored = u32::from(event_hashes[row.block as usize].engine == row.engine);
         let parent = block
             .parent
-            .map(|parent| event_names[parent as usize].engine);
+            .map(|parent| event_hashes[parent as usize].engine);
         let blocks = [StoredBlock {
-            engine: name.engine,
+            engine: row.engine,
             local: block.local,
         }];
-        let left = name
+        let tiers = row
             .copies
             .held()
-            .flat_map(|(tier, copies)| (told..replay.times(copies)).map(move |_| tier));
-        left.map(|tier| KvEvent::Stored {
-            parent,
-            blocks: blocks.to_vec(),
-            tier,
-        })
-        .collect()
+            .flat_map(|(tier, copies)| (already_stored..replay.times(copies)).map(move |_| tier));
+        tiers
+            .map(|tier| KvEvent::Stored {
+                parent,
+                blocks: blocks.to_vec(),
+                tier,
+            })
+            .collect()
     }
 
     fn group_events(&self, group: usize, replay: CopyReplay) -> Vec<KvEvent> {
@@ -232,19 +232,19 @@ impl RankDump {
     }
 }
 
-/// Stores an engine hash whose parent is unknown.
-fn orphan_events(name: &OrphanRow, replay: CopyReplay) -> Vec<KvEvent> {
+/// Returns the events that store an engine hash whose parent is unknown.
+fn orphan_events(row: &OrphanRow, replay: CopyReplay) -> Vec<KvEvent> {
     let block = StoredBlock {
-        engine: name.engine,
-        local: name.local,
+        engine: row.engine,
+        local: row.local,
     };
-    let times = name
+    let times = row
         .copies
         .held()
         .flat_map(|(tier, copies)| (0..replay.times(copies)).map(move |_| tier));
     times
         .map(|tier| KvEvent::Stored {
-            parent: Some(name.parent),
+            parent: Some(row.parent),
             blocks: vec![block],
             tier,
         })

@@ -85,10 +85,10 @@ impl<W: Write> FrameWriter<W> {
         kind: DumpFrameKind,
         rows: &[T],
     ) -> std::io::Result<()> {
-        for some in rows.chunks(MAX_PAYLOAD_LEN / T::SIZE) {
+        for batch in rows.chunks(MAX_PAYLOAD_LEN / T::SIZE) {
             let mut buffer = std::mem::take(&mut self.buffer);
             buffer.clear();
-            some.iter().for_each(|row| row.encode(&mut buffer));
+            batch.iter().for_each(|row| row.encode(&mut buffer));
             self.write(kind, &buffer)?;
             self.buffer = buffer;
         }
@@ -149,9 +149,11 @@ pub(super) fn decode_rows<T: FrameRow>(payload: &[u8], into: &mut Vec<T>) -> Res
 }
 
 /// Fills the buffer completely.
-pub(super) fn read_exact(input: &mut impl Read, room: &mut [u8]) -> Result<(), DumpError> {
-    input.read_exact(room).map_err(|error| match error.kind() {
-        ErrorKind::UnexpectedEof => DumpError::Truncated,
-        _ => DumpError::Io(error),
-    })
+pub(super) fn read_exact(input: &mut impl Read, buffer: &mut [u8]) -> Result<(), DumpError> {
+    input
+        .read_exact(buffer)
+        .map_err(|error| match error.kind() {
+            ErrorKind::UnexpectedEof => DumpError::Truncated,
+            _ => DumpError::Io(error),
+        })
 }

@@ -4,8 +4,8 @@ use super::{HashRow, RankDump};
 use crate::block::LocalHash;
 use crate::index::salts::{SaltRef, SaltRow};
 
-/// Content of a dump without the order of its blocks, which depends on the order of insertion into
-/// the tries. For tests of this crate and of the server.
+/// Returns the content of a dump without the order of its blocks, which depends on the order of
+/// insertion into the tries. For tests of this crate and of the server.
 pub fn order_free_content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug + use<> {
     let mut paths: Vec<Vec<LocalHash>> = Vec::new();
     for block in &dump.blocks {
@@ -16,9 +16,9 @@ pub fn order_free_content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug +
         path.push(block.local);
         paths.push(path);
     }
-    let name = |name: &HashRow| (name.engine, paths[name.block as usize].clone(), name.copies);
-    let mut names: Vec<_> = dump.hashes.iter().map(name).collect();
-    names.sort_by_key(|(engine, ..)| *engine);
+    let row = |row: &HashRow| (row.engine, paths[row.block as usize].clone(), row.copies);
+    let mut hashes: Vec<_> = dump.hashes.iter().map(row).collect();
+    hashes.sort_by_key(|(engine, ..)| *engine);
     paths.sort();
     let salt = |row: &SaltRow| match row.salt {
         SaltRef::Named(number) => (*row, Some(dump.salts.names[number as usize].clone())),
@@ -40,7 +40,7 @@ pub fn order_free_content(dump: &RankDump) -> impl PartialEq + std::fmt::Debug +
         salts.collect::<Vec<_>>(),
     );
     (
-        names,
+        hashes,
         paths,
         dump.orphans.clone(),
         dump.groups.clone(),

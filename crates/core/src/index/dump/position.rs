@@ -4,7 +4,8 @@ use super::format::DumpError;
 use super::frame::{FrameRow, decode_rows};
 use crate::index::position::{EventPosition, ReaderGroup, ReaderState};
 
-/// Number, digest, reader digest, main group, block sizes, engine block size, flags.
+/// Length of the fixed part: sequence number, digest, reader digest, main group, block sizes,
+/// engine block size and flags.
 const HEADER_LEN: usize = 3 * u64::SIZE + 6 * u32::SIZE + 1;
 
 /// Encoding of `None`. No engine has as many groups, or as many tokens in a block or a window.
@@ -14,19 +15,19 @@ pub(super) fn encode(position: &EventPosition) -> Vec<u8> {
     let EventPosition {
         seq,
         digest,
-        reader_digest: reading,
-        is_live: live,
+        reader_digest,
+        is_live,
         reader_state,
     } = position;
     let mut bytes = Vec::with_capacity(HEADER_LEN + reader_state.groups.len() * ReaderGroup::SIZE);
-    [seq, digest, reading]
+    [seq, digest, reader_digest]
         .into_iter()
         .for_each(|number| number.encode(&mut bytes));
     let rest = std::iter::once(reader_state.main_group)
         .chain(reader_state.block_sizes)
         .chain([reader_state.engine_block_size]);
     rest.for_each(|number| number.unwrap_or(NONE).encode(&mut bytes));
-    bytes.push(u8::from(reader_state.has_dropped_stores) | u8::from(*live) << 1);
+    bytes.push(u8::from(reader_state.has_dropped_stores) | u8::from(*is_live) << 1);
     reader_state
         .groups
         .iter()

@@ -15,7 +15,7 @@ use crate::index::position::EventPosition;
 use crate::index::salts::{SaltRef, SaltRow, SaltTableDump};
 use crate::worker::{DpRank, WorkerId, WorkerRank};
 
-/// No parent: the block starts a prompt.
+/// Encoding of a block without a parent: it starts a prompt.
 const ROOT: u32 = u32::MAX;
 
 /// Maximum number of cache groups.
@@ -102,8 +102,8 @@ impl RankDump {
         let copies = self
             .hashes
             .iter()
-            .map(|name| &name.copies)
-            .chain(self.orphans.iter().map(|name| &name.copies));
+            .map(|row| &row.copies)
+            .chain(self.orphans.iter().map(|row| &row.copies));
         copies
             .into_iter()
             .any(|copies| copies.stale.contains(&true))
@@ -120,12 +120,16 @@ impl RankDump {
             .unwrap_or(u64::MAX)
             .encode(&mut head);
         let SaltTableDump {
-            has_salts: used,
-            is_full: full,
+            has_salts,
+            is_full,
             names,
             rows: salts,
         } = &self.salts;
-        head.push(pack_flags([self.has_untracked_groups, *used, *full]));
+        head.push(pack_flags([
+            self.has_untracked_groups,
+            *has_salts,
+            *is_full,
+        ]));
         frames.write(DumpFrameKind::Rank, &head)?;
         if let Some(position) = &self.position {
             frames.write(DumpFrameKind::Position, &position::encode(position))?;
@@ -190,8 +194,12 @@ impl RankDump {
             worker: WorkerId(u64::decode(worker)?),
             rank: DpRank(u32::decode(number)?),
         };
-        let (evictions, more) = rest.split_at(u64::SIZE);
-        let is_set = |bit: usize| more.first().is_some_and(|flags| flags & (1 << bit) != 0);
+        let (evictions, flag_bytes) = rest.split_at(u64::SIZE);
+        let is_set = |bit: usize| {
+            flag_bytes
+                .first()
+                .is_some_and(|flags| flags & (1 << bit) != 0)
+        };
         Ok(Self {
             rank,
             position: None,
@@ -223,9 +231,9 @@ impl RankDump {
         let is_ordered =
             blocks.all(|(at, block)| block.parent.is_none_or(|parent| (parent as usize) < at));
         require(is_ordered, "a block precedes its parent")?;
-        let is_sorted = self.hashes.is_sorted_by_key(|name| name.block);
+        let is_sorted = self.hashes.is_sorted_by_key(|row| row.block);
         require(is_sorted, "engine hashes are not in the order of blocks")?;
-        let last = self.hashes.last().map_or(0, |name| name.block as usize + 1);
+        let last = self.hashes.last().map_or(0, |row| row.block as usize + 1);
         require(
             last <= self.blocks.len(),
             "an engine hash refers to a missing block",
@@ -233,8 +241,8 @@ impl RankDump {
     }
 
     fn validate_copies(&self) -> Result<(), DumpError> {
-        let hashes = self.hashes.iter().map(|name| (name.engine, name.copies));
-        let orphans = self.orphans.iter().map(|name| (name.engine, name.copies));
+        let hashes = self.hashes.iter().map(|row| (row.engine, row.copies));
+        let orphans = self.orphans.iter().map(|row| (row.engine, row.copies));
         let named = hashes.chain(orphans);
         let mut seen = HashSet::with_capacity(self.hashes.len() + self.orphans.len());
         let is_distinct = named.clone().all(|(engine, _)| seen.insert(engine));
@@ -246,7 +254,7 @@ impl RankDump {
         let has_device_orphan = self
             .orphans
             .iter()
-            .any(|name| name.copies.has(StorageTier::Device));
+            .any(|row| row.copies.has(StorageTier::Device));
         require(!has_device_orphan, "an orphan is stored on the device")
     }
 
@@ -276,13 +284,13 @@ impl RankDump {
         )?;
         require(
             rows.is_sorted_by(|a, b| a.engine < b.engine),
-            "salts are not in the order of names",
+            "salts are not in the order of engine hashes",
         )
     }
 }
 
-fn require(is_sound: bool, problem: &'static str) -> Result<(), DumpError> {
-    if is_sound {
+fn require(is_valid: bool, problem: &'static str) -> Result<(), DumpError> {
+    if is_valid {
         Ok(())
     } else {
         Err(DumpError::Malformed(problem))

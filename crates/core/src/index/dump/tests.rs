@@ -6,10 +6,10 @@ use crate::index::salts::{SaltRef, SaltRow};
 use crate::index::{GroupNeed, KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
 
-fn stored(parent: Option<u64>, names: &[u64], tier: StorageTier) -> KvEvent {
-    let blocks = names.iter().map(|&name| StoredBlock {
-        engine: EngineHash(name),
-        local: LocalHash(name % 100),
+fn stored(parent: Option<u64>, hashes: &[u64], tier: StorageTier) -> KvEvent {
+    let blocks = hashes.iter().map(|&hash| StoredBlock {
+        engine: EngineHash(hash),
+        local: LocalHash(hash % 100),
     });
     KvEvent::Stored {
         parent: parent.map(EngineHash),
@@ -18,9 +18,9 @@ fn stored(parent: Option<u64>, names: &[u64], tier: StorageTier) -> KvEvent {
     }
 }
 
-fn removed(names: &[u64]) -> KvEvent {
+fn removed(hashes: &[u64]) -> KvEvent {
     KvEvent::Removed {
-        blocks: names.iter().copied().map(EngineHash).collect(),
+        blocks: hashes.iter().copied().map(EngineHash).collect(),
         tier: StorageTier::Device,
     }
 }
@@ -108,7 +108,7 @@ fn replayed_dump_restores_all_but_staleness() {
     let dump = read(&bytes()).unwrap().remove(0);
     let index = PrefixIndex::new();
     let mut writer = index.create_writer(RankSlot(0));
-    let mut told = std::collections::HashSet::new();
+    let mut stored_hashes = std::collections::HashSet::new();
     for event in dump.events() {
         if let KvEvent::Stored {
             parent: Some(parent),
@@ -117,31 +117,31 @@ fn replayed_dump_restores_all_but_staleness() {
         } = &event
         {
             assert!(
-                told.contains(parent) || *tier == StorageTier::Disk,
-                "{parent:?} comes after what follows it"
+                stored_hashes.contains(parent) || *tier == StorageTier::Disk,
+                "{parent:?} is stored after its children"
             );
         }
         if let KvEvent::Stored { blocks, .. } = &event {
-            told.extend(blocks.iter().map(|block| block.engine));
+            stored_hashes.extend(blocks.iter().map(|block| block.engine));
         }
         writer.apply(&event);
     }
-    let mut certain = dump.clone();
-    certain
+    let mut confirmed = dump.clone();
+    confirmed
         .hashes
         .iter_mut()
-        .for_each(|name| name.copies.stale = [false; 4]);
-    certain
+        .for_each(|row| row.copies.stale = [false; 4]);
+    confirmed
         .orphans
         .iter_mut()
-        .for_each(|name| name.copies.stale = [false; 4]);
-    certain
+        .for_each(|row| row.copies.stale = [false; 4]);
+    confirmed
         .shares
         .iter_mut()
         .for_each(|share| share.is_stale = false);
     assert_eq!(
         order_free_content(&writer.snapshot(rank(0))),
-        order_free_content(&certain)
+        order_free_content(&confirmed)
     );
 }
 
@@ -175,21 +175,21 @@ fn claimed_length_reserves_no_memory() {
 
 #[test]
 fn inconsistent_frames_are_rejected() {
-    let mut sound = read(&bytes()).unwrap().remove(0);
+    let mut valid = read(&bytes()).unwrap().remove(0);
     let row = |engine| SaltRow {
         engine: EngineHash(engine),
         salt: SaltRef::Named(0),
         copies: [1; 4],
         stale: [false; 4],
     };
-    sound.salts.names.push("tenant".into());
-    sound.salts.rows = vec![row(1), row(2)];
+    valid.salts.names.push("tenant".into());
+    valid.salts.rows = vec![row(1), row(2)];
     type Damage = fn(&mut RankDump);
     let cases: [(&str, Damage); 10] = [
         ("a block refers to a missing salt", |dump| {
             dump.salts.rows[0].salt = SaltRef::Named(1)
         }),
-        ("salts are not in the order of names", |dump| {
+        ("salts are not in the order of engine hashes", |dump| {
             dump.salts.rows.swap(0, 1)
         }),
         ("a block precedes its parent", |dump| {
@@ -219,7 +219,7 @@ fn inconsistent_frames_are_rejected() {
         }),
     ];
     for (problem, damage) in cases {
-        let mut dump = sound.clone();
+        let mut dump = valid.clone();
         damage(&mut dump);
         let mut bytes = Vec::new();
         write_header(&mut bytes).unwrap();

@@ -30,11 +30,11 @@ fn common(a: &[u64], b: &[u64]) -> usize {
     a.iter().zip(b).take_while(|(a, b)| a == b).count()
 }
 
-/// Naive model of one writer: the prompts that are no prefix of another one.
+/// Naive model of one writer: the prompts that are not a prefix of another one.
 #[derive(Debug, Default)]
-struct Plain(BTreeMap<Path, Option<PathEnd>>);
+struct PathModel(BTreeMap<Path, Option<PathEnd>>);
 
-impl Plain {
+impl PathModel {
     fn known(&self, path: &[u64]) -> usize {
         self.0
             .keys()
@@ -44,7 +44,7 @@ impl Plain {
     }
 
     /// Returns the number of blocks at the end of a prompt that no other one has.
-    fn alone(&self, at: usize) -> (Path, usize) {
+    fn exclusive_tail(&self, at: usize) -> (Path, usize) {
         let path = self.0.keys().nth(at).unwrap();
         let shared = self
             .0
@@ -90,41 +90,45 @@ enum Step {
     },
 }
 
-/// Scripts whose prompts consist of at most `pieces` pieces of this length.
-fn steps(most: usize, pieces: usize, length: Range<u64>) -> impl Strategy<Value = Vec<Step>> {
-    let piece = (0..2u64, length)
+/// Generates scripts whose prompts consist of at most `segments` segments of this length.
+fn steps(
+    max_steps: usize,
+    segments: usize,
+    length: Range<u64>,
+) -> impl Strategy<Value = Vec<Step>> {
+    let segment = (0..2u64, length)
         .prop_map(|(kind, blocks)| (0..blocks).map(move |at| 1 + kind * 10_000 + at));
-    let path =
-        vec(piece, 1..=pieces).prop_map(|pieces| pieces.into_iter().flatten().collect::<Path>());
+    let path = vec(segment, 1..=segments)
+        .prop_map(|segments| segments.into_iter().flatten().collect::<Path>());
     let step = prop_oneof![
         6 => (0..=WRITERS, path).prop_map(|(slot, path)| Step::Enter { slot, path }),
         6 => (0..=WRITERS, any::<usize>(), 0.0..1.0).prop_map(|(slot, pick, share)| Step::Cut { slot, pick, share }),
         1 => (0..=WRITERS).prop_map(|slot| Step::Leave { slot }),
     ];
-    vec(step, 1..most)
+    vec(step, 1..max_steps)
 }
 
-struct Bed {
+struct TestBed {
     index: Arc<PrefixIndex>,
     writers: Vec<PathWriter>,
     events: RankWriter,
-    models: Vec<Plain>,
+    models: Vec<PathModel>,
     seen: Vec<Path>,
 }
 
-impl Bed {
-    fn new(longest: Option<usize>) -> Self {
+impl TestBed {
+    fn new(max_run_len: Option<usize>) -> Self {
         let index = PrefixIndex::new();
-        if let Some(longest) = longest {
+        if let Some(max_run_len) = max_run_len {
             index
                 .shards
                 .iter()
-                .for_each(|shard| limit(&mut shard.write(), longest));
+                .for_each(|shard| limit(&mut shard.write(), max_run_len));
         }
         let writers = (0..WRITERS)
             .map(|slot| index.create_path_writer(RankSlot(slot as u32)))
             .collect();
-        let models = (0..=WRITERS).map(|_| Plain::default()).collect();
+        let models = (0..=WRITERS).map(|_| PathModel::default()).collect();
         Self {
             events: index.create_writer(RankSlot(WRITERS as u32)),
             index,
@@ -138,13 +142,14 @@ impl Bed {
         match step {
             Step::Enter { slot, path } => self.enter(*slot, path),
             Step::Cut { slot, pick, share } if !self.models[*slot].0.is_empty() => {
-                let (path, most) = self.models[*slot].alone(pick % self.models[*slot].0.len());
-                self.cut(*slot, &path, (most as f64 * share).ceil() as usize);
+                let (path, exclusive) =
+                    self.models[*slot].exclusive_tail(pick % self.models[*slot].0.len());
+                self.cut(*slot, &path, (exclusive as f64 * share).ceil() as usize);
             }
             Step::Cut { .. } => {}
             Step::Leave { slot: WRITERS } => {
                 self.events = self.index.create_writer(RankSlot(WRITERS as u32));
-                self.models[WRITERS] = Plain::default();
+                self.models[WRITERS] = PathModel::default();
             }
             Step::Leave { slot } => {
                 self.empty(*slot);
@@ -157,13 +162,13 @@ impl Bed {
         let known = self.models[slot].known(path);
         let new = &path[known..];
         let end = if slot == WRITERS {
-            let names = prompt(path);
-            let name = |at: usize| EngineHash(names.sequences()[at].0);
+            let hashes = prompt(path);
+            let hash = |at: usize| EngineHash(hashes.sequences()[at].0);
             let blocks = (known..path.len()).map(|at| StoredBlock {
-                engine: name(at),
+                engine: hash(at),
                 local: LocalHash(path[at]),
             });
-            let parent = known.checked_sub(1).map(name);
+            let parent = known.checked_sub(1).map(hash);
             let stored = KvEvent::Stored {
                 parent,
                 blocks: blocks.collect(),
@@ -189,26 +194,26 @@ impl Bed {
             .0
             .iter()
             .find(|(longer, _)| longer.starts_with(path))?;
-        let beyond = longer.len() - path.len();
-        if beyond == 0 {
+        let extra = longer.len() - path.len();
+        if extra == 0 {
             return end;
         }
-        let (before, next) = self.writers[slot].trace_back(end?, beyond as u64);
+        let (before, next) = self.writers[slot].trace_back(end?, extra as u64);
         assert_eq!(next.0, longer[path.len()]);
         before
     }
 
     fn cut(&mut self, slot: usize, path: &Path, blocks: usize) {
-        let left = path.len() - blocks;
+        let remaining = path.len() - blocks;
         let end = self.models[slot].0[path];
         let new = if slot == WRITERS {
-            let names = prompt(path).sequences()[left..]
+            let hashes = prompt(path).sequences()[remaining..]
                 .iter()
-                .map(|name| EngineHash(name.0))
+                .map(|hash| EngineHash(hash.0))
                 .collect();
             assert_eq!(
                 self.events.apply(&KvEvent::Removed {
-                    blocks: names,
+                    blocks: hashes,
                     tier: StorageTier::Device
                 }),
                 ApplyOutcome::Ok
@@ -216,18 +221,18 @@ impl Bed {
             None
         } else {
             let new = self.writers[slot].remove_tail(end.unwrap(), blocks as u64);
-            assert_eq!(new.is_some(), left > 0);
+            assert_eq!(new.is_some(), remaining > 0);
             new
         };
         let model = &mut self.models[slot];
         model.0.remove(path);
-        model.enter(&path[..left], new);
+        model.enter(&path[..remaining], new);
     }
 
     fn empty(&mut self, slot: usize) {
         while !self.models[slot].0.is_empty() {
-            let (path, alone) = self.models[slot].alone(0);
-            self.cut(slot, &path, alone);
+            let (path, exclusive_tail) = self.models[slot].exclusive_tail(0);
+            self.cut(slot, &path, exclusive_tail);
         }
     }
 
@@ -281,10 +286,10 @@ proptest! {
 
     #[test]
     fn paths_match_model(
-        longest in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
+        max_run_len in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
         steps in steps(40, 4, 1..4),
     ) {
-        Bed::new(longest).run(&steps);
+        TestBed::new(max_run_len).run(&steps);
     }
 }
 
@@ -294,7 +299,7 @@ proptest! {
     #[test]
     fn long_paths_changed_in_steps_match_model(steps in steps(25, 3, 1..1_500)) {
         // With a limited run length, the check does not require that runs are merged.
-        Bed::new(Some(1_000)).run(&steps);
+        TestBed::new(Some(1_000)).run(&steps);
     }
 }
 
@@ -381,10 +386,10 @@ fn full_index_rejects_path_until_memory_is_freed() {
         .remove_tail(shared.end.unwrap(), 2 * CHUNK as u64 - 1)
         .unwrap();
     let rest = writer.remove_tail(end.unwrap(), CHUNK as u64).unwrap();
-    let again = other.insert(Some(shared), &[LocalHash(7)]);
-    assert_eq!(again.blocks, 1);
+    let appended = other.insert(Some(shared), &[LocalHash(7)]);
+    assert_eq!(appended.blocks, 1);
     index.shards.iter().for_each(|shard| check(&shard.read()));
-    assert_eq!(other.remove_tail(again.end.unwrap(), 2), None);
+    assert_eq!(other.remove_tail(appended.end.unwrap(), 2), None);
     assert_eq!(writer.remove_tail(rest, CHUNK as u64), None);
     drop((writer, other));
     assert_eq!(index.stats(), IndexStats::default());

@@ -67,7 +67,7 @@ fn hybrid_overlap_is_limited_by_all_groups() {
     }
 }
 
-/// Device blocks of the prompt 1 to 9 in a new index after these events.
+/// Returns the device blocks of the prompt 1 to 9 in a new index after these events.
 fn overlap_after(events: &[KvEvent]) -> u32 {
     let index = PrefixIndex::new();
     let mut writer = index.create_writer(RankSlot(0));
@@ -100,11 +100,11 @@ fn group_releases_block_with_last_copy() {
     let index = PrefixIndex::new();
     let mut writer = index.create_writer(RankSlot(0));
     writer.apply(&stored(None, &[(1, 1), (2, 2)], StorageTier::Device));
-    let gone = KvEvent::GroupRemoved {
+    let group_removed = KvEvent::GroupRemoved {
         group: 0,
         blocks: vec![EngineHash(1)],
     };
-    assert_eq!(writer.apply(&gone), ApplyOutcome::BlockNotFound);
+    assert_eq!(writer.apply(&group_removed), ApplyOutcome::BlockNotFound);
     assert_eq!(writer.apply(&share(0, (1, 1), &[1])), ApplyOutcome::Ok);
     assert_eq!(
         writer.apply(&share(0, (1, 1), &[1])),
@@ -115,7 +115,7 @@ fn group_releases_block_with_last_copy() {
         (0, ApplyOutcome::Ok),
         (0, ApplyOutcome::BlockNotFound),
     ] {
-        assert_eq!(writer.apply(&gone), outcome);
+        assert_eq!(writer.apply(&group_removed), outcome);
         assert_eq!(device(&index, RankSlot(0), &[1, 2]), left);
     }
     writer.apply(&KvEvent::Cleared);

@@ -7,51 +7,51 @@ use crate::block::{EngineHash, LocalHash, StorageTier};
 use crate::index::{ApplyOutcome, BlockCounts, GroupNeed, KvEvent, StoredBlock, TierBlocks};
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Name {
+pub(super) struct ModelBlock {
     pub(super) path: Vec<LocalHash>,
-    copies: Copies,
+    copies: ModelCopies,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Apart {
+pub(super) struct ModelOrphan {
     pub(super) parent: EngineHash,
     pub(super) local: LocalHash,
-    copies: Copies,
+    copies: ModelCopies,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Copies {
+struct ModelCopies {
     count: [u64; 4],
-    stale_layers: [bool; 4],
+    stale: [bool; 4],
 }
 
-impl Copies {
+impl ModelCopies {
     /// Adds a copy. Returns whether it is the first one.
     fn add(&mut self, tier: StorageTier) -> bool {
         let tier = tier as usize;
         let first = self.count[tier] == 0;
-        self.count[tier] = if self.stale_layers[tier] {
+        self.count[tier] = if self.stale[tier] {
             1
         } else {
             self.count[tier] + 1
         };
-        self.stale_layers[tier] = false;
+        self.stale[tier] = false;
         first
     }
 
     /// Removes a copy. Returns whether there was one.
-    fn take(&mut self, tier: StorageTier) -> bool {
+    fn remove(&mut self, tier: StorageTier) -> bool {
         let tier = tier as usize;
         if self.count[tier] == 0 {
             return false;
         }
         self.count[tier] -= 1;
-        self.stale_layers[tier] &= self.count[tier] > 0;
+        self.stale[tier] &= self.count[tier] > 0;
         true
     }
 
-    fn doubt(&mut self) {
-        self.stale_layers = self.count.map(|count| count > 0);
+    fn mark_stale(&mut self) {
+        self.stale = self.count.map(|count| count > 0);
     }
 
     fn any(&self) -> bool {
@@ -61,15 +61,15 @@ impl Copies {
 
 #[derive(Clone, Debug, Default)]
 pub(super) struct Rank {
-    pub(super) names: BTreeMap<EngineHash, Name>,
-    pub(super) waiting: BTreeMap<EngineHash, Apart>,
+    pub(super) blocks: BTreeMap<EngineHash, ModelBlock>,
+    pub(super) orphans: BTreeMap<EngineHash, ModelOrphan>,
     groups: BTreeMap<u32, Group>,
 }
 
 #[derive(Clone, Debug)]
 struct Group {
     need: GroupNeed,
-    shares: BTreeMap<EngineHash, Copies>,
+    shares: BTreeMap<EngineHash, ModelCopies>,
 }
 
 impl Rank {
@@ -97,10 +97,10 @@ impl Rank {
                 tier,
             } => match parent {
                 None => self.store(Vec::new(), blocks, *tier),
-                Some(parent) => match self.names.get(parent) {
-                    Some(name) => self.store(name.path.clone(), blocks, *tier),
+                Some(parent) => match self.blocks.get(parent) {
+                    Some(block) => self.store(block.path.clone(), blocks, *tier),
                     None if *tier == StorageTier::Device => ApplyOutcome::ParentNotFound,
-                    None => self.store_apart(*parent, blocks, *tier),
+                    None => self.store_orphans(*parent, blocks, *tier),
                 },
             },
             KvEvent::GroupStored {
@@ -117,7 +117,7 @@ impl Rank {
                     if !group
                         .shares
                         .get_mut(engine)
-                        .is_some_and(|share| share.take(StorageTier::Device))
+                        .is_some_and(|share| share.remove(StorageTier::Device))
                     {
                         outcome = ApplyOutcome::BlockNotFound;
                     }
@@ -129,13 +129,13 @@ impl Rank {
     }
 
     fn remove(&mut self, engine: EngineHash, tier: StorageTier) -> bool {
-        let found = match (self.names.get_mut(&engine), self.waiting.get_mut(&engine)) {
-            (Some(name), _) => name.copies.take(tier),
-            (None, Some(orphan)) => orphan.copies.take(tier),
+        let found = match (self.blocks.get_mut(&engine), self.orphans.get_mut(&engine)) {
+            (Some(block), _) => block.copies.remove(tier),
+            (None, Some(orphan)) => orphan.copies.remove(tier),
             (None, None) => false,
         };
-        self.names.retain(|_, name| name.copies.any());
-        self.waiting.retain(|_, orphan| orphan.copies.any());
+        self.blocks.retain(|_, block| block.copies.any());
+        self.orphans.retain(|_, orphan| orphan.copies.any());
         found
     }
 
@@ -153,43 +153,43 @@ impl Rank {
         for block in blocks {
             path.push(block.local);
             if let Some(orphan) = self
-                .waiting
+                .orphans
                 .remove(&block.engine)
                 .filter(|orphan| orphan.local == block.local)
             {
-                self.names.insert(
+                self.blocks.insert(
                     block.engine,
-                    Name {
+                    ModelBlock {
                         path: path.clone(),
                         copies: orphan.copies,
                     },
                 );
                 outcome = ApplyOutcome::Ok;
             }
-            let name = self.names.entry(block.engine).or_default();
-            if name.path != path {
-                *name = Name {
+            let entry = self.blocks.entry(block.engine).or_default();
+            if entry.path != path {
+                *entry = ModelBlock {
                     path: path.clone(),
-                    ..Name::default()
+                    ..ModelBlock::default()
                 };
             }
-            if name.copies.add(tier) {
+            if entry.copies.add(tier) {
                 outcome = ApplyOutcome::Ok;
             }
         }
         while let Some(child) = self
-            .waiting
+            .orphans
             .iter()
-            .find(|(_, orphan)| self.names.contains_key(&orphan.parent))
+            .find(|(_, orphan)| self.blocks.contains_key(&orphan.parent))
         {
             let engine = *child.0;
             let orphan = child.1.clone();
-            let mut path = self.names[&orphan.parent].path.clone();
+            let mut path = self.blocks[&orphan.parent].path.clone();
             path.push(orphan.local);
-            self.waiting.remove(&engine);
-            self.names.insert(
+            self.orphans.remove(&engine);
+            self.blocks.insert(
                 engine,
-                Name {
+                ModelBlock {
                     path,
                     copies: orphan.copies,
                 },
@@ -198,7 +198,7 @@ impl Rank {
         outcome
     }
 
-    fn store_apart(
+    fn store_orphans(
         &mut self,
         mut parent: EngineHash,
         blocks: &[StoredBlock],
@@ -206,11 +206,11 @@ impl Rank {
     ) -> ApplyOutcome {
         for (at, block) in blocks.iter().enumerate() {
             let known = self
-                .names
+                .blocks
                 .get(&block.engine)
-                .filter(|name| name.path.last() == Some(&block.local));
-            if let Some(name) = known {
-                let before = name.path[..name.path.len() - 1].to_vec();
+                .filter(|held| held.path.last() == Some(&block.local));
+            if let Some(held) = known {
+                let before = held.path[..held.path.len() - 1].to_vec();
                 let outcome = self.store(before, &blocks[at..], tier);
                 return if at == 0 {
                     outcome
@@ -218,14 +218,14 @@ impl Rank {
                     ApplyOutcome::ParentAwaited
                 };
             }
-            self.names.remove(&block.engine);
-            let orphan = Apart {
+            self.blocks.remove(&block.engine);
+            let orphan = ModelOrphan {
                 parent,
                 local: block.local,
-                copies: Copies::default(),
+                copies: ModelCopies::default(),
             };
             let waiting = self
-                .waiting
+                .orphans
                 .entry(block.engine)
                 .or_insert_with(|| orphan.clone());
             if (waiting.parent, waiting.local) != (orphan.parent, orphan.local) {
@@ -266,51 +266,53 @@ impl Rank {
         }
     }
 
-    pub(super) fn doubt(&mut self) {
-        self.names.values_mut().for_each(|name| name.copies.doubt());
-        self.waiting
+    pub(super) fn mark_stale(&mut self) {
+        self.blocks
             .values_mut()
-            .for_each(|orphan| orphan.copies.doubt());
+            .for_each(|block| block.copies.mark_stale());
+        self.orphans
+            .values_mut()
+            .for_each(|orphan| orphan.copies.mark_stale());
         self.groups
             .values_mut()
             .flat_map(|group| group.shares.values_mut())
-            .for_each(Copies::doubt);
+            .for_each(ModelCopies::mark_stale);
     }
 
     /// Removes blocks that were purged. Only stale blocks may be purged.
-    pub(super) fn forget(&mut self, names: &[(EngineHash, StorageTier)]) {
-        for (engine, tier) in names {
-            let placed = self.names.get_mut(engine).map(|name| &mut name.copies);
-            let copies = placed
+    pub(super) fn remove_purged(&mut self, purged: &[(EngineHash, StorageTier)]) {
+        for (engine, tier) in purged {
+            let located = self.blocks.get_mut(engine).map(|block| &mut block.copies);
+            let copies = located
                 .or_else(|| {
-                    self.waiting
+                    self.orphans
                         .get_mut(engine)
                         .map(|orphan| &mut orphan.copies)
                 })
                 .unwrap();
             assert!(
-                copies.stale_layers[*tier as usize],
-                "{engine:?} was counted since"
+                copies.stale[*tier as usize],
+                "{engine:?} was counted since the gap"
             );
             copies.count[*tier as usize] = 0;
-            copies.stale_layers[*tier as usize] = false;
+            copies.stale[*tier as usize] = false;
         }
-        self.names.retain(|_, name| name.copies.any());
-        self.waiting.retain(|_, orphan| orphan.copies.any());
+        self.blocks.retain(|_, block| block.copies.any());
+        self.orphans.retain(|_, orphan| orphan.copies.any());
     }
 
-    /// Keeps only these shares of the groups.
-    pub(super) fn keep_shares(&mut self, is_left: impl Fn(u32, EngineHash) -> bool) {
+    /// Removes the shares of groups that `is_held` rejects.
+    pub(super) fn retain_shares(&mut self, is_held: impl Fn(u32, EngineHash) -> bool) {
         for (id, group) in &mut self.groups {
-            group.shares.retain(|engine, _| is_left(*id, *engine));
+            group.shares.retain(|engine, _| is_held(*id, *engine));
         }
     }
 
     pub(super) fn overlap(&self, prompt: &[LocalHash]) -> TierBlocks {
         let holds = |blocks: usize, tier: StorageTier| {
-            self.names
-                .values()
-                .any(|name| name.path == prompt[..blocks] && name.copies.count[tier as usize] > 0)
+            self.blocks.values().any(|block| {
+                block.path == prompt[..blocks] && block.copies.count[tier as usize] > 0
+            })
         };
         let mut reached = 0;
         let mut counts = [0u32; 4];
@@ -320,8 +322,8 @@ impl Rank {
                 counts[tier as usize] += 1;
             }
         }
-        let most = counts[0].min(prompt.len().saturating_sub(1) as u32);
-        let reusable = (1..=most)
+        let max_blocks = counts[0].min(prompt.len().saturating_sub(1) as u32);
+        let reusable = (1..=max_blocks)
             .rev()
             .find(|blocks| self.serves(&prompt[..*blocks as usize]))
             .unwrap_or(0);
@@ -345,23 +347,23 @@ impl Rank {
             let GroupNeed::Trailing { blocks, stride } = group.need else {
                 return false;
             };
-            let alike = || {
+            let with_same_need = || {
                 self.groups
                     .values()
                     .filter(|other| other.need == group.need)
             };
             let stride = stride.get() as usize;
             let all = prefix.len() / stride;
-            let wanted = all.saturating_sub(blocks as usize)..all;
+            let required = all.saturating_sub(blocks as usize)..all;
             prefix.len().is_multiple_of(stride)
-                && wanted.into_iter().all(|block| {
+                && required.into_iter().all(|block| {
                     let of_block = self
-                        .names
+                        .blocks
                         .iter()
-                        .filter(|(_, name)| name.path == prefix[..(block + 1) * stride]);
-                    of_block
-                        .into_iter()
-                        .any(|(engine, _)| alike().all(|other| other.shares.contains_key(engine)))
+                        .filter(|(_, held)| held.path == prefix[..(block + 1) * stride]);
+                    of_block.into_iter().any(|(engine, _)| {
+                        with_same_need().all(|other| other.shares.contains_key(engine))
+                    })
                 })
         })
     }
@@ -369,29 +371,29 @@ impl Rank {
     pub(super) fn counts(&self) -> BlockCounts {
         let held = |tier: usize| {
             let held = self
-                .names
+                .blocks
                 .values()
-                .filter(|name| name.copies.count[tier] > 0)
-                .map(|name| &name.path);
+                .filter(|block| block.copies.count[tier] > 0)
+                .map(|block| &block.path);
             let waiting = self
-                .waiting
+                .orphans
                 .values()
                 .filter(|orphan| orphan.copies.count[tier] > 0)
                 .count();
             (held.collect::<BTreeSet<_>>().len() + waiting) as u64
         };
         let copies = self
-            .names
+            .blocks
             .values()
-            .map(|name| &name.copies)
-            .chain(self.waiting.values().map(|orphan| &orphan.copies));
+            .map(|block| &block.copies)
+            .chain(self.orphans.values().map(|orphan| &orphan.copies));
         BlockCounts {
             device: held(0),
             host: held(1),
             disk: held(2),
             external: held(3),
             copies: copies.flat_map(|copies| copies.count).sum(),
-            waiting: self.waiting.len() as u64,
+            waiting: self.orphans.len() as u64,
         }
     }
 }

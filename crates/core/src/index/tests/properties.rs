@@ -55,10 +55,10 @@ enum Step {
     Clear {
         rank: usize,
     },
-    Doubt {
+    Gap {
         rank: usize,
     },
-    Settle {
+    Reconcile {
         rank: usize,
     },
     Rejoin {
@@ -74,9 +74,9 @@ enum Step {
 #[derive(Clone, Debug)]
 enum Parent {
     None,
-    /// A hash that is held or an orphan.
+    /// Hash of a held block or of an orphan.
     Known(u8),
-    /// The hash that this prompt has by content, known or not.
+    /// Hash of this prompt by content, known or not.
     Prompt(Vec<u8>),
     /// Any small number.
     Number(u8),
@@ -145,14 +145,14 @@ fn steps() -> impl Strategy<Value = Step> {
         8 => remove,
         8 => remove_run,
         1 => (0..RANKS).prop_map(|rank| Step::Clear { rank }),
-        2 => (0..RANKS).prop_map(|rank| Step::Doubt { rank }),
-        4 => (0..RANKS).prop_map(|rank| Step::Settle { rank }),
+        2 => (0..RANKS).prop_map(|rank| Step::Gap { rank }),
+        4 => (0..RANKS).prop_map(|rank| Step::Reconcile { rank }),
         1 => (0..RANKS).prop_map(|rank| Step::Rejoin { rank }),
         2 => (0..RANKS, any::<bool>()).prop_map(|(rank, rejoin)| Step::Restore { rank, rejoin }),
     ]
 }
 
-/// Scripts of models with one cache group, and with several.
+/// Generates scripts of models with one cache group, and with several.
 fn scripts() -> impl Strategy<Value = Vec<Step>> {
     let group = (
         0..RANKS,
@@ -176,7 +176,7 @@ fn scripts() -> impl Strategy<Value = Vec<Step>> {
     ]
 }
 
-fn name(path: &[LocalHash], variant: u8) -> EngineHash {
+fn engine_hash(path: &[LocalHash], variant: u8) -> EngineHash {
     EngineHash(
         prompt(path).sequences()[path.len() - 1]
             .0
@@ -185,19 +185,19 @@ fn name(path: &[LocalHash], variant: u8) -> EngineHash {
 }
 
 /// Returns the hashes of the blocks up to `end`, last one first.
-fn line(rank: &model::Rank, end: EngineHash) -> Vec<EngineHash> {
+fn prefix_hashes(rank: &model::Rank, end: EngineHash) -> Vec<EngineHash> {
     let end = rank
-        .names
+        .blocks
         .get(&end)
-        .map(|name| name.path.clone())
+        .map(|block| block.path.clone())
         .unwrap_or_default();
-    let mut line: Vec<_> = rank
-        .names
+    let mut prefix: Vec<_> = rank
+        .blocks
         .iter()
-        .filter(|(_, name)| end.starts_with(&name.path))
+        .filter(|(_, block)| end.starts_with(&block.path))
         .collect();
-    line.sort_by_key(|(_, name)| std::cmp::Reverse(name.path.len()));
-    line.into_iter().map(|(engine, _)| *engine).collect()
+    prefix.sort_by_key(|(_, block)| std::cmp::Reverse(block.path.len()));
+    prefix.into_iter().map(|(engine, _)| *engine).collect()
 }
 
 /// Returns the event of a step, given the content of the rank.
@@ -227,7 +227,10 @@ fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
             tier,
             ..
         } => {
-            let mut blocks: Vec<_> = line(rank, pick(*at)).into_iter().take(*count).collect();
+            let mut blocks: Vec<_> = prefix_hashes(rank, pick(*at))
+                .into_iter()
+                .take(*count)
+                .collect();
             if *reverse {
                 blocks.reverse();
             }
@@ -236,37 +239,45 @@ fn event(step: &Step, rank: &model::Rank) -> Option<KvEvent> {
                 tier: *tier,
             }
         }
-        Step::Group {
-            group,
-            need,
-            pick: at,
-            count,
-            stored,
-            ..
-        } => {
-            let group = *group;
-            let blocks = line(rank, pick(*at)).into_iter().take(*count).collect();
-            if *stored {
-                let need = group_need(group, *need);
-                KvEvent::GroupStored {
-                    group,
-                    need,
-                    blocks,
-                }
-            } else {
-                KvEvent::GroupRemoved { group, blocks }
-            }
-        }
+        Step::Group { .. } => group_event(step, rank),
         Step::Clear { .. } => KvEvent::Cleared,
-        Step::Doubt { .. } | Step::Settle { .. } | Step::Rejoin { .. } | Step::Restore { .. } => {
+        Step::Gap { .. } | Step::Reconcile { .. } | Step::Rejoin { .. } | Step::Restore { .. } => {
             return None;
         }
     })
 }
 
+/// Returns the event of a [`Step::Group`].
+fn group_event(step: &Step, rank: &model::Rank) -> KvEvent {
+    let Step::Group {
+        group,
+        need,
+        pick,
+        count,
+        stored,
+        ..
+    } = step
+    else {
+        panic!("{step:?} changes no cache group");
+    };
+    let group = *group;
+    let blocks = prefix_hashes(rank, known_hash(rank, *pick))
+        .into_iter()
+        .take(*count)
+        .collect();
+    if !*stored {
+        return KvEvent::GroupRemoved { group, blocks };
+    }
+    KvEvent::GroupStored {
+        group,
+        need: group_need(group, *need),
+        blocks,
+    }
+}
+
 /// Returns a hash that the rank knows, or an unknown one if it knows none.
 fn known_hash(rank: &model::Rank, number: u8) -> EngineHash {
-    let known: Vec<_> = rank.names.keys().chain(rank.waiting.keys()).collect();
+    let known: Vec<_> = rank.blocks.keys().chain(rank.orphans.keys()).collect();
     known
         .get(usize::from(number) % known.len().max(1))
         .map_or(EngineHash(999), |engine| **engine)
@@ -293,19 +304,19 @@ fn store_event(step: &Step, rank: &model::Rank) -> KvEvent {
         Parent::Known(known) => (Some(known_hash(rank, *known)), Vec::new()),
         Parent::Prompt(before) => {
             let path = local_hashes(before);
-            (Some(name(&path, 0)), path)
+            (Some(engine_hash(&path, 0)), path)
         }
         Parent::Number(number) => (Some(EngineHash(u64::from(*number))), Vec::new()),
     };
-    if let Some(held) = parent.and_then(|parent| rank.names.get(&parent)) {
+    if let Some(held) = parent.and_then(|parent| rank.blocks.get(&parent)) {
         path = held.path.clone();
     }
     let blocks = local_hashes(locals).into_iter().enumerate();
     let blocks = blocks.map(|(at, local)| {
         path.push(local);
         let engine = match naming {
-            Naming::Content(variant) => name(&path, *variant),
-            Naming::Arbitrary(names) => EngineHash(u64::from(names[at])),
+            Naming::Content(variant) => engine_hash(&path, *variant),
+            Naming::Arbitrary(hashes) => EngineHash(u64::from(hashes[at])),
         };
         StoredBlock { engine, local }
     });
@@ -316,7 +327,7 @@ fn store_event(step: &Step, rank: &model::Rank) -> KvEvent {
     }
 }
 
-/// Requirement of a group. In most cases a group keeps its requirement.
+/// Returns the requirement of a group. In most cases a group keeps its requirement.
 fn group_need(group: u32, number: usize) -> GroupNeed {
     let index = if number < NEEDS.len() {
         number
@@ -331,20 +342,20 @@ fn group_need(group: u32, number: usize) -> GroupNeed {
 }
 
 /// Index and model.
-struct Pair {
+struct IndexAndModel {
     index: Arc<PrefixIndex>,
     writers: Vec<Option<RankWriter>>,
     models: Vec<model::Rank>,
     overlaps: Overlaps,
 }
 
-impl Pair {
-    fn new(longest: Option<usize>) -> Self {
+impl IndexAndModel {
+    fn new(max_run_len: Option<usize>) -> Self {
         let index = PrefixIndex::new();
         for shard in &index.shards {
-            longest
+            max_run_len
                 .iter()
-                .for_each(|&longest| trie::tests::limit(&mut shard.write(), longest));
+                .for_each(|&max_run_len| trie::tests::limit(&mut shard.write(), max_run_len));
         }
         let writers = (0..RANKS)
             .map(|rank| Some(index.create_writer(RankSlot(rank as u32))))
@@ -363,26 +374,26 @@ impl Pair {
         | Step::RemoveRun { rank, .. }
         | Step::Group { rank, .. }
         | Step::Clear { rank }
-        | Step::Doubt { rank }
-        | Step::Settle { rank }
+        | Step::Gap { rank }
+        | Step::Reconcile { rank }
         | Step::Rejoin { rank }
         | Step::Restore { rank, .. }) = *step;
         let slot = RankSlot(rank as u32);
         let model = &mut self.models[rank];
         let writer = self.writers[rank].as_mut().unwrap();
         match step {
-            Step::Doubt { .. } => {
-                model.doubt();
+            Step::Gap { .. } => {
+                model.mark_stale();
                 writer.record_gap();
             }
-            Step::Settle { .. } => settle(writer, model),
+            Step::Reconcile { .. } => reconcile(writer, model),
             Step::Rejoin { .. } => {
                 *model = model::Rank::default();
                 self.writers[rank] = None;
                 self.writers[rank] = Some(self.index.create_writer(slot));
             }
             Step::Restore { rejoin, .. } => {
-                let dump = through_bytes(writer);
+                let dump = dump_and_read(writer);
                 if *rejoin {
                     self.writers[rank] = None;
                     self.writers[rank] = Some(self.index.create_writer(slot));
@@ -390,7 +401,7 @@ impl Pair {
                 let writer = self.writers[rank].as_mut().unwrap();
                 writer.restore(&dump);
                 assert_eq!(
-                    order_free_content(&through_bytes(writer)),
+                    order_free_content(&dump_and_read(writer)),
                     order_free_content(&dump)
                 );
             }
@@ -427,18 +438,17 @@ impl Pair {
     }
 
     fn compare_all(&mut self) {
-        let held = self.models.iter().flat_map(|model| model.names.values());
-        let prompts: BTreeSet<Vec<LocalHash>> = held.map(|name| name.path.clone()).collect();
-        // A prompt that is a prefix of another one adds no information, except if missing blocks at
-        // its end count.
+        let held = self.models.iter().flat_map(|model| model.blocks.values());
+        let prompts: BTreeSet<Vec<LocalHash>> = held.map(|block| block.path.clone()).collect();
+        // Every held path is queried as it is, and with two more blocks, which are often missing.
         for path in prompts {
             self.compare(&prompt(&path));
-            let beyond: Vec<_> = path
+            let longer: Vec<_> = path
                 .iter()
                 .copied()
                 .chain([LocalHash(1), LocalHash(2)])
                 .collect();
-            self.compare(&prompt(&beyond));
+            self.compare(&prompt(&longer));
         }
         self.compare(&prompt(&[]));
         let stats = self.index.stats();
@@ -451,8 +461,9 @@ impl Pair {
     }
 }
 
-/// Purged blocks are removed from the model too, which checks that they may be gone.
-fn settle(writer: &mut RankWriter, model: &mut model::Rank) {
+/// Reconciles the writer and removes the purged blocks from the model, which checks that they were
+/// stale.
+fn reconcile(writer: &mut RankWriter, model: &mut model::Rank) {
     let shares = |writer: &RankWriter| -> BTreeSet<_> {
         let dump = writer.snapshot(RANK);
         let of_group = |share: dump::GroupShare| {
@@ -465,23 +476,21 @@ fn settle(writer: &mut RankWriter, model: &mut model::Rank) {
         dump.shares.into_iter().map(of_group).collect()
     };
     let before = shares(writer);
-    let forgotten = writer.reconcile().purged.unwrap_or_default();
+    let purged = writer.reconcile().purged.unwrap_or_default();
     let after = shares(writer);
     assert!(
-        before
-            .difference(&after)
-            .all(|(.., stale_layers)| *stale_layers),
+        before.difference(&after).all(|(.., is_stale)| *is_stale),
         "blocks confirmed since the gap are held"
     );
-    model.forget(&forgotten.blocks);
-    let left: BTreeSet<_> = after
+    model.remove_purged(&purged.blocks);
+    let held_shares: BTreeSet<_> = after
         .into_iter()
         .map(|(group, engine, _)| (group, engine))
         .collect();
-    model.keep_shares(|group, engine| left.contains(&(group, engine)));
+    model.retain_shares(|group, engine| held_shares.contains(&(group, engine)));
 }
 
-fn through_bytes(writer: &RankWriter) -> dump::RankDump {
+fn dump_and_read(writer: &RankWriter) -> dump::RankDump {
     let rank = WorkerRank {
         worker: WorkerId(7),
         rank: DpRank(writer.slot().0),
@@ -504,9 +513,9 @@ proptest! {
     fn index_matches_naive_model(
         script in scripts(),
         probe in vec(0..3u64, 8),
-        longest in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
+        max_run_len in prop_oneof![Just(None), (1..6usize).prop_map(Some)],
     ) {
-        let mut pair = Pair::new(longest);
+        let mut pair = IndexAndModel::new(max_run_len);
         let probe: Vec<_> = probe.into_iter().map(LocalHash).collect();
         for (at, step) in script.iter().enumerate() {
             pair.step(step);

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// A rank that holds a hot prefix of two blocks and eight other prompts of one block.
-fn warm(index: &Arc<PrefixIndex>) -> RankWriter {
+/// Creates a rank that holds a prefix of two blocks and eight other prompts of one block.
+fn writer_with_blocks(index: &Arc<PrefixIndex>) -> RankWriter {
     let mut writer = index.create_writer(RankSlot(0));
     writer.apply(&stored(None, &[(1, 100), (2, 200)], StorageTier::Device));
     for other in 10..18 {
@@ -21,7 +21,7 @@ fn hashes(locals: &[u64]) -> BlockHashes {
 #[test]
 fn stored_child_confirms_all_ancestors() {
     let index = PrefixIndex::new();
-    let mut writer = warm(&index);
+    let mut writer = writer_with_blocks(&index);
     writer.apply(&stored(Some(200), &[(3, 300)], StorageTier::HostPinned));
     assert_eq!(
         index.stale_block_count(RankSlot(0)),
@@ -39,7 +39,7 @@ fn stored_child_confirms_all_ancestors() {
 #[test]
 fn reported_hit_confirms_unless_sent_before_gap() {
     let index = PrefixIndex::new();
-    let mut writer = warm(&index);
+    let mut writer = writer_with_blocks(&index);
     let sent = index.event_cursor(RankSlot(0)).unwrap();
     index.confirm_cached(&hashes(&[1, 2, 3]), 1, RankSlot(0), sent);
     assert_eq!(index.stale_block_count(RankSlot(0)), Some(9));
@@ -53,8 +53,8 @@ fn reported_hit_confirms_unless_sent_before_gap() {
 #[test]
 fn used_prefix_survives_gaps_and_unused_is_purged() {
     let index = PrefixIndex::new();
-    let mut writer = warm(&index);
-    // A cache of twelve blocks behind a link that loses events all the time, including removals.
+    let mut writer = writer_with_blocks(&index);
+    // A cache of twelve blocks, whose source loses events all the time, including removals.
     let mut live: std::collections::VecDeque<u64> = Default::default();
     for tail in 1000..1060 {
         writer.apply(&stored(Some(200), &[(tail, tail)], StorageTier::Device));
@@ -138,7 +138,7 @@ fn reinsertion_since_cursor_is_reported() {
     let mut writer = index.create_writer(RankSlot(0));
     writer.apply(&stored(None, &[(1, 100), (2, 200)], StorageTier::Device));
     let sent = index.event_cursor(RankSlot(0)).unwrap();
-    let gained =
+    let was_reinserted =
         |blocks| index.was_reinserted_since(&hashes(&[1, 2, 3]), blocks, RankSlot(0), sent);
     // Stored again without a removal: it was held all the time.
     writer.apply(&stored(
@@ -146,20 +146,23 @@ fn reinsertion_since_cursor_is_reported() {
         &[(1, 100), (2, 200), (3, 300)],
         StorageTier::Device,
     ));
-    assert_eq!(gained(3), Some(false), "and the third is new");
+    assert_eq!(was_reinserted(3), Some(false), "and the third is new");
     writer.apply(&removed(&[200, 200, 300]));
     writer.apply(&stored(
         Some(100),
         &[(2, 200), (3, 300)],
         StorageTier::Device,
     ));
-    assert_eq!((gained(1), gained(2)), (Some(false), Some(true)));
+    assert_eq!(
+        (was_reinserted(1), was_reinserted(2)),
+        (Some(false), Some(true))
+    );
     // Stores and evictions of other blocks do not matter until the filter has dropped this one.
     let sent = index.event_cursor(RankSlot(0)).unwrap();
-    let gained =
+    let was_reinserted =
         |blocks| index.was_reinserted_since(&hashes(&[1, 2, 3]), blocks, RankSlot(0), sent);
     for block in 1000..8000 {
-        assert_eq!(gained(3), Some(false), "{block}");
+        assert_eq!(was_reinserted(3), Some(false), "{block}");
         writer.apply(&stored(None, &[(block, block)], StorageTier::Device));
         if block < 2000 {
             writer.apply(&removed(&[block]));
@@ -168,7 +171,7 @@ fn reinsertion_since_cursor_is_reported() {
     for block in 2000..6000 {
         writer.apply(&removed(&[block]));
     }
-    assert_eq!(gained(3), None);
+    assert_eq!(was_reinserted(3), None);
     let sent = index.event_cursor(RankSlot(0)).unwrap();
     writer.apply(&KvEvent::Cleared);
     writer.apply(&stored(None, &[(1, 100)], StorageTier::Device));
@@ -197,17 +200,17 @@ fn each_tier_purges_by_its_own_evictions() {
         writer.apply(&stored(None, &[(block, block)], StorageTier::Device));
         writer.apply(&stored(None, &[(block, block)], StorageTier::HostPinned));
         writer.apply(&lower(block));
-        let settled = writer.reconcile();
-        assert!(settled.has_unreported, "the device still holds its blocks");
-        let names = settled
+        let report = writer.reconcile();
+        assert!(report.has_unreported, "the device still holds its blocks");
+        let purged_hashes = report
             .purged
             .map(|forgotten| forgotten.blocks)
             .unwrap_or_default();
         assert!(
-            names
+            purged_hashes
                 .iter()
                 .all(|(_, tier)| *tier == StorageTier::HostPinned),
-            "{names:?}"
+            "{purged_hashes:?}"
         );
     }
     let counts = index.stats().total;
@@ -262,15 +265,15 @@ fn overlap_uses_fastest_tier_of_each_block() {
             tier: StorageTier::HostPinned,
         });
     }
-    let mut names = writer.reconcile().purged.unwrap().blocks;
-    names.sort_unstable();
+    let mut purged_hashes = writer.reconcile().purged.unwrap().blocks;
+    purged_hashes.sort_unstable();
     assert_eq!(
-        names,
+        purged_hashes,
         [1, 2, 4].map(|name| (EngineHash(name), StorageTier::HostPinned))
     );
 }
 
-/// Event of a group with a window of one block.
+/// Returns an event of a group with a window of one block.
 fn window(blocks: &[u64], is_held: bool) -> KvEvent {
     let need = GroupNeed::Trailing {
         blocks: 1,

@@ -33,7 +33,8 @@ fn queries() -> Vec<BlockHashes> {
     (0..3).map(|branch| prompt(&line(branch))).collect()
 }
 
-/// Stores and removes parts of the queried prompts, so that all writers change the same runs.
+/// Generates a script that stores and removes parts of the queried prompts, so that all writers
+/// change the same runs.
 fn script(seed: u64, queries: &[BlockHashes]) -> Script {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut model = super::model::Rank::default();
@@ -43,23 +44,23 @@ fn script(seed: u64, queries: &[BlockHashes]) -> Script {
         begun: 0.into(),
         ended: 0.into(),
     };
-    let note = |model: &super::model::Rank, script: &mut Script| {
+    let record = |model: &super::model::Rank, script: &mut Script| {
         for (query, expected) in queries.iter().zip(&mut script.expected) {
             expected.push(model.overlap(query.locals()));
         }
     };
-    note(&model, &mut script);
+    record(&model, &mut script);
     while script.events.len() < EVENTS {
         let query = &queries[rng.random_range(0..queries.len())];
         let event = random_event(&mut rng, seed, query);
         model.apply(&event);
         script.events.push(event);
-        note(&model, &mut script);
+        record(&model, &mut script);
     }
     script
 }
 
-/// Event of blocks of one query.
+/// Generates an event about the blocks of one query.
 fn random_event(rng: &mut StdRng, seed: u64, query: &BlockHashes) -> KvEvent {
     let engine = |at: usize| EngineHash(query.sequences()[at].0 ^ seed);
     let from = rng.random_range(0..query.len());

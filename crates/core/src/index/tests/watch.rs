@@ -13,7 +13,7 @@ fn hashes(locals: &[u64]) -> BlockHashes {
     prompt(&locals.iter().copied().map(LocalHash).collect::<Vec<_>>())
 }
 
-/// Engine hash of a block: its path.
+/// Returns the engine hash of a block: its path.
 fn name(prompt: usize, block: usize) -> u64 {
     PROMPTS[prompt][..=block]
         .iter()
@@ -80,7 +80,7 @@ fn step() -> impl Strategy<Value = Step> {
         })
 }
 
-/// Leading blocks held in any tier, as reported by a new watch.
+/// Returns the leading blocks held in any tier, as reported by a new watch.
 fn held_now(index: &Arc<PrefixIndex>, prompt: usize) -> usize {
     index
         .watch(&hashes(&PROMPTS[prompt]), RankSlot(0))

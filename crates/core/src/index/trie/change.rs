@@ -12,7 +12,7 @@ use crate::index::owners::OwnerSet;
 /// fragmented.
 const MIN_EXTENT_LEN: usize = 64;
 /// Minimum and maximum number of positions to reserve for decoding.
-const ROOM: (u32, u32) = (8, 64);
+const RESERVE_RANGE: (u32, u32) = (8, 64);
 
 impl BlockTrie {
     /// Inserts blocks after a block, or at the root, and appends their ids to `path`. The
@@ -27,8 +27,8 @@ impl BlockTrie {
         let mut after = after;
         let mut rest = locals;
         while !rest.is_empty() {
-            let home = after.map(|block| self.position_of(block));
-            let grown = match home {
+            let position = after.map(|block| self.position_of(block));
+            let grown = match position {
                 Some(RunPosition { run, depth }) if self.can_grow(run, depth, hold) => {
                     self.grow(run, rest, path)
                 }
@@ -103,13 +103,13 @@ impl BlockTrie {
     ) {
         let mut rest = blocks;
         while let Some(&first) = rest.first() {
-            let (now, later) = rest.split_at(self.contiguous_len(rest));
+            let (head, tail) = rest.split_at(self.contiguous_len(rest));
             if self.layers_of(first, hold.owner).has(hold.layer) {
-                held.extend(now);
+                held.extend(head);
             } else {
-                self.set_hold(first, now.len(), hold, true);
+                self.set_hold(first, head.len(), hold, true);
             }
-            rest = later;
+            rest = tail;
         }
     }
 
@@ -125,19 +125,19 @@ impl BlockTrie {
             } else {
                 (first.0, up)
             };
-            let mut left = ArenaExtent {
+            let mut remaining = ArenaExtent {
                 first: lowest,
                 len: count as u32,
             };
-            while left.len > 0 {
-                let last = left.end() - 1;
+            while remaining.len > 0 {
+                let last = remaining.end() - 1;
                 let run = self.arena.run_at(last).map(|run| &self.runs[run]);
                 let within = run
                     .and_then(|run| run.blocks.find(last))
-                    .map_or(last, |(_, stretch)| stretch.first);
-                let from = within.max(left.first);
+                    .map_or(last, |(_, extent)| extent.first);
+                let from = within.max(remaining.first);
                 self.set_hold(BlockId(from), (last + 1 - from) as usize, hold, false);
-                left.len = from - left.first;
+                remaining.len = from - remaining.first;
             }
             rest = &rest[count..];
         }
@@ -221,42 +221,42 @@ impl BlockTrie {
 
     /// Appends as many blocks to a run as fit. Returns their number.
     fn grow(&mut self, run: u32, locals: &[LocalHash], path: &mut Vec<BlockId>) -> usize {
-        let most = self.max_run_len - self.runs[run].blocks.len() as usize;
-        let all = &locals[..most.min(locals.len())];
+        let max_blocks = self.max_run_len - self.runs[run].blocks.len() as usize;
+        let all = &locals[..max_blocks.min(locals.len())];
         let mut rest = all;
         while !rest.is_empty() {
             let blocks = &mut self.runs[run].blocks;
             if blocks.room().len == 0 {
                 let want =
                     rest.len() + spare_positions(blocks.len(), blocks.last(), rest.len()) as usize;
-                let behind = if blocks.len() > 0 {
+                let adjacent = if blocks.len() > 0 {
                     self.arena.allocate_at(blocks.last().end(), want)
                 } else {
                     0
                 };
-                if behind > 0 {
-                    blocks.grow_reserved(behind);
-                } else if let Some(stretch) =
+                if adjacent > 0 {
+                    blocks.grow_reserved(adjacent);
+                } else if let Some(extent) =
                     self.arena.allocate(want, rest.len().min(MIN_EXTENT_LEN))
                 {
-                    blocks.push_extent(stretch);
+                    blocks.push_extent(extent);
                 } else {
                     break;
                 }
             }
             let ArenaExtent { first, len } = blocks.room();
-            let (now, later) = rest.split_at(rest.len().min(len as usize));
-            blocks.fill_reserved(now.len() as u32);
-            self.arena.write(first, now);
+            let (head, tail) = rest.split_at(rest.len().min(len as usize));
+            blocks.fill_reserved(head.len() as u32);
+            self.arena.write(first, head);
             self.arena.assign_run(
                 ArenaExtent {
                     first,
-                    len: now.len() as u32,
+                    len: head.len() as u32,
                 },
                 run,
             );
-            path.extend((first..first + now.len() as u32).map(BlockId));
-            rest = later;
+            path.extend((first..first + head.len() as u32).map(BlockId));
+            rest = tail;
         }
         self.blocks += all.len() - rest.len();
         all.len() - rest.len()
@@ -273,29 +273,29 @@ impl BlockTrie {
     /// Removes the end of a run, but not all of it. A few positions stay reserved for later blocks.
     fn truncate(&mut self, run: u32, depth: u32) {
         let keep = depth - self.runs[run].start;
-        let mut gone = self.runs[run].blocks.split_off(keep);
+        let mut tail = self.runs[run].blocks.split_off(keep);
         let blocks = &mut self.runs[run].blocks;
-        self.blocks -= gone.len() as usize;
-        let (head, more) = gone.split_first();
-        if more.is_empty() && blocks.is_followed_by(head.first) {
+        self.blocks -= tail.len() as usize;
+        let (head, rest) = tail.split_first();
+        if rest.is_empty() && blocks.is_followed_by(head.first) {
             self.arena.assign_run(head, arena::NO_RUN);
-            blocks.grow_reserved(head.len + gone.room().len);
+            blocks.grow_reserved(head.len + tail.room().len);
         } else {
-            self.free_extents(&mut gone);
+            self.free_extents(&mut tail);
         }
         let blocks = &mut self.runs[run].blocks;
-        if blocks.room().len > ROOM.1.max(blocks.len()) {
-            let rest = blocks.shrink_reserved(ROOM.0);
+        if blocks.room().len > RESERVE_RANGE.1.max(blocks.len()) {
+            let rest = blocks.shrink_reserved(RESERVE_RANGE.0);
             self.arena.deallocate(rest);
         }
     }
 
     /// Frees the extents and the reserved positions of a run.
     fn free_extents(&mut self, blocks: &mut ExtentList) {
-        let room = blocks.shrink_reserved(0);
-        self.arena.deallocate(room);
-        for stretch in blocks.iter() {
-            self.arena.deallocate(stretch);
+        let reserved = blocks.shrink_reserved(0);
+        self.arena.deallocate(reserved);
+        for extent in blocks.iter() {
+            self.arena.deallocate(extent);
         }
     }
 
@@ -350,27 +350,27 @@ impl BlockTrie {
         } else {
             (lower, upper)
         };
-        let gone = self.runs.remove(dropped);
-        for stretch in gone.blocks.iter() {
-            self.arena.assign_run(stretch, kept);
+        let removed = self.runs.remove(dropped);
+        for extent in removed.blocks.iter() {
+            self.arena.assign_run(extent, kept);
         }
-        let rest = &mut self.runs[kept];
+        let kept_run = &mut self.runs[kept];
         if upper_stays {
-            let room = rest.blocks.shrink_reserved(0);
-            rest.blocks.append(gone.blocks);
-            rest.children = gone.children;
-            self.arena.deallocate(room);
+            let reserved = kept_run.blocks.shrink_reserved(0);
+            kept_run.blocks.append(removed.blocks);
+            kept_run.children = removed.children;
+            self.arena.deallocate(reserved);
             self.reparent(kept);
         } else {
-            let mut blocks = gone.blocks;
-            let room = blocks.shrink_reserved(0);
-            blocks.append(std::mem::take(&mut rest.blocks));
+            let mut blocks = removed.blocks;
+            let reserved = blocks.shrink_reserved(0);
+            blocks.append(std::mem::take(&mut kept_run.blocks));
             let first = self.arena.local(blocks.first());
-            rest.start = gone.start;
-            rest.parent = gone.parent;
-            rest.blocks = blocks;
-            self.arena.deallocate(room);
-            self.children_of(gone.parent).set(first, kept);
+            kept_run.start = removed.start;
+            kept_run.parent = removed.parent;
+            kept_run.blocks = blocks;
+            self.arena.deallocate(reserved);
+            self.children_of(removed.parent).set(first, kept);
         }
         kept
     }
@@ -380,15 +380,15 @@ impl BlockTrie {
     fn compact(&mut self, run: u32) {
         let mut run = run;
         while self.runs[run].is_unused() {
-            let mut gone = self.runs.remove(run);
-            let first = self.arena.local(gone.blocks.first());
-            self.children_of(gone.parent).remove(first);
-            self.blocks -= gone.blocks.len() as usize;
-            self.free_extents(&mut gone.blocks);
-            if gone.parent == NO_RUN {
+            let mut removed = self.runs.remove(run);
+            let first = self.arena.local(removed.blocks.first());
+            self.children_of(removed.parent).remove(first);
+            self.blocks -= removed.blocks.len() as usize;
+            self.free_extents(&mut removed.blocks);
+            if removed.parent == NO_RUN {
                 return;
             }
-            run = gone.parent;
+            run = removed.parent;
         }
         let run = self.join(run);
         let parent = self.runs[run].parent;
@@ -398,8 +398,8 @@ impl BlockTrie {
     }
 
     fn reassign_blocks(&mut self, run: u32) {
-        for stretch in self.runs[run].blocks.iter() {
-            self.arena.assign_run(stretch, run);
+        for extent in self.runs[run].blocks.iter() {
+            self.arena.assign_run(extent, run);
         }
     }
 
@@ -423,11 +423,11 @@ fn sequence_len(blocks: &[BlockId], rule: impl Fn(u32) -> u32) -> usize {
 
 /// Returns the number of positions to reserve behind new blocks. A run that grows in small steps
 /// gets about as many as its last extent has.
-fn spare_positions(blocks: u32, last: ArenaExtent, more: usize) -> u32 {
-    let (least, most) = ROOM;
-    match more {
-        0..8 if blocks > 0 && last.len <= most => (2 * last.len).max(least),
-        0..8 => least,
+fn spare_positions(blocks: u32, last: ArenaExtent, new_blocks: usize) -> u32 {
+    let (min, max) = RESERVE_RANGE;
+    match new_blocks {
+        0..8 if blocks > 0 && last.len <= max => (2 * last.len).max(min),
+        0..8 => min,
         _ => 0,
     }
 }

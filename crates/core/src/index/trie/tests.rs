@@ -4,16 +4,16 @@ use super::*;
 use crate::index::arena;
 
 /// Limits the length of runs, so that short prompts reach the limit.
-pub(in crate::index) fn limit(trie: &mut BlockTrie, longest: usize) {
-    trie.max_run_len = longest;
+pub(in crate::index) fn limit(trie: &mut BlockTrie, max_run_len: usize) {
+    trie.max_run_len = max_run_len;
 }
 
-/// Limits the memory.
+/// Limits the number of chunks of memory.
 pub(in crate::index) fn limit_chunks(trie: &mut BlockTrie, chunks: usize) {
     arena::tests::limit(&mut trie.arena, chunks);
 }
 
-/// Panics if the trie is inconsistent or contains anything unnecessary.
+/// Panics if the trie is inconsistent, or if a run could be removed or merged.
 pub(in crate::index) fn check(trie: &BlockTrie) {
     let mut stack: Vec<(u32, u32, u32)> = trie.roots.runs().map(|run| (NO_RUN, 0, run)).collect();
     let mut runs = 0;
@@ -29,7 +29,7 @@ pub(in crate::index) fn check(trie: &BlockTrie) {
         let positions = run
             .blocks
             .iter()
-            .flat_map(|stretch| stretch.first..stretch.end());
+            .flat_map(|extent| extent.first..extent.end());
         for (at, block) in positions.enumerate() {
             assert_eq!(
                 trie.position_of(BlockId(block)),
@@ -49,22 +49,22 @@ pub(in crate::index) fn check(trie: &BlockTrie) {
             room.len <= 128.max(run.blocks.len()),
             "too much memory is reserved"
         );
-        for stretch in run
+        for extent in run
             .blocks
             .iter()
             .chain([room])
-            .filter(|stretch| stretch.len > 0)
+            .filter(|extent| extent.len > 0)
         {
             assert!(
-                used.insert(stretch.first, stretch.len).is_none(),
+                used.insert(extent.first, extent.len).is_none(),
                 "two runs share a position"
             );
         }
         if let Some(only) = run.children.only_child() {
             let child = &trie.runs[only];
             // With a short limit, runs that were too long to be merged may have become shorter.
-            let alike = child.owners == run.owners && trie.max_run_len == MAX_RUN_LEN;
-            assert!(!alike, "two equal neighbouring runs were not merged");
+            let are_equal = child.owners == run.owners && trie.max_run_len == MAX_RUN_LEN;
+            assert!(!are_equal, "two equal neighbouring runs were not merged");
         }
         for child in run.children.runs() {
             let first = trie.arena.local(trie.runs[child].blocks.first());

@@ -3,14 +3,14 @@
 use super::RankWriter;
 use crate::index::ids::{BlockLocation, OwnerId};
 
-/// Blocks that a long change inserts or removes before it lets readers in.
+/// Number of blocks that a clear or a purge removes before waiting readers get the lock.
 pub(super) const SWEEP_BATCH: usize = 256;
 
 impl RankWriter {
     /// Stops reporting the blocks in one step, and then removes them in batches.
     pub(super) fn clear(&mut self) {
-        let left = self.owner;
-        self.owner = self.index.owners.write().reassign(left);
+        let old_owner = self.owner;
+        self.owner = self.index.owners.write().reassign(old_owner);
         self.shared.reset();
         self.unreported_evictions = None;
         self.evicted = Default::default();
@@ -20,24 +20,25 @@ impl RankWriter {
         self.orphans = Default::default();
         // The next events announce the groups again. Another model may have none.
         self.groups = None;
-        self.sweep(left);
+        self.sweep(old_owner);
     }
 
-    /// Removes an owner that is no longer reported from all tries.
-    fn sweep(&mut self, left: OwnerId) {
-        let names = std::mem::take(&mut self.blocks);
+    /// Removes an owner from all tries. It is no longer reported to readers.
+    fn sweep(&mut self, old_owner: OwnerId) {
+        let blocks = std::mem::take(&mut self.blocks);
         let mut locations: Vec<BlockLocation> =
-            names.iter().map(|(_, named)| named.location).collect();
-        drop(names);
+            blocks.iter().map(|(_, mapped)| mapped.location).collect();
+        drop(blocks);
         locations.sort_unstable();
         for shard in locations.chunk_by(|a, b| a.shard == b.shard) {
-            for some in shard.chunks(SWEEP_BATCH) {
-                let mut trie = self.index.shards[usize::from(some[0].shard)].write();
-                some.iter()
-                    .for_each(|location| trie.remove_owner(location.block, left));
+            for batch in shard.chunks(SWEEP_BATCH) {
+                let mut trie = self.index.shards[usize::from(batch[0].shard)].write();
+                batch
+                    .iter()
+                    .for_each(|location| trie.remove_owner(location.block, old_owner));
             }
         }
-        self.index.owners.write().free(left);
+        self.index.owners.write().free(old_owner);
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) struct CopyEpochs {
 }
 
 impl CopyEpochs {
-    /// Number of gaps in the event stream.
+    /// Returns the number of gaps in the event stream.
     pub(super) fn generation(&self) -> u32 {
         self.generation
     }
@@ -51,15 +51,15 @@ impl CopyEpochs {
 
     /// Returns the tiers of a hash whose copies are stale.
     pub(super) fn stale_tiers(&self, engine: EngineHash, layers: LayerSet) -> LayerSet {
-        let counted = self.get(engine);
-        if counted.generation == self.generation {
-            counted.stale
+        let epoch = self.get(engine);
+        if epoch.generation == self.generation {
+            epoch.stale
         } else {
             layers.tiers()
         }
     }
 
-    /// Marks the copies of a hash as counted, except in the `doubted` tiers.
+    /// Marks the copies of a hash as counted, except in the stale tiers.
     pub(super) fn set_counted_now(&mut self, engine: EngineHash, stale_layers: LayerSet) {
         self.set(
             engine,
@@ -71,9 +71,9 @@ impl CopyEpochs {
     }
 
     /// Sets the epoch of a hash.
-    pub(super) fn set(&mut self, engine: EngineHash, counted: CopyEpoch) {
-        if counted != CopyEpoch::default() {
-            self.by_hash.insert(engine, counted);
+    pub(super) fn set(&mut self, engine: EngineHash, epoch: CopyEpoch) {
+        if epoch != CopyEpoch::default() {
+            self.by_hash.insert(engine, epoch);
         } else if !self.by_hash.is_empty() {
             self.by_hash.remove(&engine);
         }
@@ -82,16 +82,16 @@ impl CopyEpochs {
     /// Returns the gap after which the copies of an evicted block were counted, or 0 if they were
     /// stale.
     pub(super) fn epoch_at_eviction(&mut self, engine: EngineHash, tier: StorageTier) -> u32 {
-        let Some(counted) = self.by_hash.get_mut(&engine) else {
+        let Some(epoch) = self.by_hash.get_mut(&engine) else {
             return 0;
         };
-        let was = if counted.stale.has(tier) {
+        let counted_in = if epoch.stale.has(tier) {
             0
         } else {
-            counted.generation
+            epoch.generation
         };
-        counted.stale = counted.stale.without(tier);
-        was
+        epoch.stale = epoch.stale.without(tier);
+        counted_in
     }
 
     /// Removes the epoch of a hash.

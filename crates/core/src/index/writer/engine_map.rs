@@ -4,10 +4,10 @@
 //! entries are stored in the order of insertion, next to the hashes they were stored with, because
 //! engines refer to them in the same order later.
 //!
-//! A hash table refers to the entries. Like F14, it consists of buckets with seven slots, one tag
-//! byte per slot and an overflow count. Two buckets fill a cache line. An entry is in the first
-//! bucket of its probe sequence that had a free slot. Lookups prefetch the buckets of the following
-//! hashes.
+//! A hash table refers to the entries. Like Folly's F14, it consists of buckets with seven slots,
+//! one tag byte per slot and an overflow count. Two buckets fill a cache line. An entry is in the
+//! first bucket of its probe sequence that had a free slot. Lookups prefetch the buckets of the
+//! following hashes.
 //!
 //! A slot holds an entry number and eleven more bits of the hash, so unrelated entries are rarely
 //! read. Eight of these bits form the tag, and the tags of a bucket are compared at once. Growing
@@ -81,19 +81,19 @@ impl EngineBlockMap {
         self.len
     }
 
-    pub(super) fn get(&self, name: EngineHash) -> Option<MappedBlock> {
-        Some(self.find(name)?.1)
+    pub(super) fn get(&self, hash: EngineHash) -> Option<MappedBlock> {
+        Some(self.find(hash)?.1)
     }
 
-    pub(super) fn contains(&self, name: EngineHash) -> bool {
-        self.find(name).is_some()
+    pub(super) fn contains(&self, hash: EngineHash) -> bool {
+        self.find(hash).is_some()
     }
 
     /// Returns the entry of a hash. The reference is valid until the map is resized.
-    pub(super) fn find(&self, name: EngineHash) -> Option<(EntryRef, MappedBlock)> {
-        let mixed = mix(name.0);
+    pub(super) fn find(&self, hash: EngineHash) -> Option<(EntryRef, MappedBlock)> {
+        let mixed = mix(hash.0);
         let partition = self.partition_of(mixed);
-        let number = self.partitions.get(partition)?.find(name, mixed).ok()?;
+        let number = self.partitions.get(partition)?.find(hash, mixed).ok()?;
         Some((
             EntryRef {
                 partition: partition as u32,
@@ -118,13 +118,13 @@ impl EngineBlockMap {
     }
 
     /// Inserts or replaces a hash.
-    pub(super) fn insert(&mut self, name: EngineHash, named: MappedBlock) {
+    pub(super) fn insert(&mut self, hash: EngineHash, mapped: MappedBlock) {
         self.reserve(1);
-        if let Some(at) = self.insert_new(name, mix(name.0), named.layers) {
-            self.set_location(at, named.location);
-        } else if let Some((at, _)) = self.find(name) {
-            self.set_location(at, named.location);
-            self.set_layers(at, named.layers);
+        if let Some(at) = self.insert_new(hash, mix(hash.0), mapped.layers) {
+            self.set_location(at, mapped.location);
+        } else if let Some((at, _)) = self.find(hash) {
+            self.set_location(at, mapped.location);
+            self.set_layers(at, mapped.layers);
         }
     }
 
@@ -132,21 +132,21 @@ impl EngineBlockMap {
     /// entries to `into`. The caller must reserve capacity first.
     pub(super) fn insert_unlocated(
         &mut self,
-        names: impl Iterator<Item = EngineHash> + Clone,
+        hashes: impl Iterator<Item = EngineHash> + Clone,
         layers: LayerSet,
         into: &mut Vec<EntryRef>,
     ) {
-        let mut later = names.clone();
+        let mut later = hashes.clone();
         later
             .by_ref()
             .take(PREFETCH_DISTANCE)
-            .for_each(|name| self.prefetch(name));
-        into.extend(names.map_while(|name| {
+            .for_each(|hash| self.prefetch(hash));
+        into.extend(hashes.map_while(|hash| {
             later
                 .next()
                 .into_iter()
-                .for_each(|name| self.prefetch(name));
-            self.insert_new(name, mix(name.0), layers)
+                .for_each(|hash| self.prefetch(hash));
+            self.insert_new(hash, mix(hash.0), layers)
         }));
     }
 
@@ -168,8 +168,8 @@ impl EngineBlockMap {
     }
 
     /// Reserves capacity for more hashes.
-    pub(super) fn reserve(&mut self, more: usize) {
-        let wanted = (self.len + more)
+    pub(super) fn reserve(&mut self, additional: usize) {
+        let wanted = (self.len + additional)
             .div_ceil(PARTITION_CAPACITY)
             .next_power_of_two();
         if wanted > self.partitions.len() {
@@ -177,7 +177,7 @@ impl EngineBlockMap {
         }
         self.partitions
             .iter_mut()
-            .for_each(|partition| partition.reserve(more));
+            .for_each(|partition| partition.reserve(additional));
     }
 
     /// Returns memory if most hashes were removed.
@@ -196,8 +196,8 @@ impl EngineBlockMap {
     }
 
     /// Prefetches the home bucket of a hash.
-    pub(super) fn prefetch(&self, name: EngineHash) {
-        self.prefetch_mixed(mix(name.0));
+    pub(super) fn prefetch(&self, hash: EngineHash) {
+        self.prefetch_mixed(mix(hash.0));
     }
 
     fn prefetch_mixed(&self, mixed: u64) {
@@ -210,12 +210,12 @@ impl EngineBlockMap {
     }
 
     /// Inserts one hash. Returns `None` if it exists.
-    fn insert_new(&mut self, name: EngineHash, mixed: u64, layers: LayerSet) -> Option<EntryRef> {
+    fn insert_new(&mut self, hash: EngineHash, mixed: u64, layers: LayerSet) -> Option<EntryRef> {
         let partition = self.partition_of(mixed);
         let number = self.partitions.get_mut(partition)?.insert(
             HashEntry {
                 layers,
-                ..HashEntry::new(name)
+                ..HashEntry::new(hash)
             },
             mixed,
         )?;
@@ -227,10 +227,10 @@ impl EngineBlockMap {
     }
 
     /// Rebuilds the map with another number of partitions.
-    fn repartition(&mut self, shelves: usize) {
+    fn repartition(&mut self, count: usize) {
         let all = std::mem::take(&mut self.partitions);
-        self.bits = shelves.ilog2();
-        self.partitions.resize_with(shelves, MapPartition::default);
+        self.bits = count.ilog2();
+        self.partitions.resize_with(count, MapPartition::default);
         for (_, entry) in all.iter().flat_map(|partition| partition.entries.iter()) {
             let mixed = mix(entry.engine);
             let partition = self.partition_of(mixed);
@@ -247,22 +247,22 @@ impl EngineBlockMap {
 
 impl MapPartition {
     /// Returns the entry of a hash, or else the first free slot in its probe sequence.
-    fn find(&self, name: EngineHash, mixed: u64) -> Result<u32, Option<(usize, usize)>> {
+    fn find(&self, hash: EngineHash, mixed: u64) -> Result<u32, Option<(usize, usize)>> {
         let mut free = None;
         // All buckets may have overflowed, in small tables or after a saturated count. The probe
         // then ends after one round.
         for at in probe_sequence(mixed, self.table.len()) {
             let slots = self.bucket(at);
-            let mut alike = slots.slots_with_tag(tag_of(mixed));
-            while alike != 0 {
-                let slot = slot_index(alike);
+            let mut matches = slots.slots_with_tag(tag_of(mixed));
+            while matches != 0 {
+                let slot = slot_index(matches);
                 if slots.may_match(slot, mixed) {
                     let number = slots.entry_number(slot);
-                    if self.entries.get(number).engine == name.0 {
+                    if self.entries.get(number).engine == hash.0 {
                         return Ok(number);
                     }
                 }
-                alike &= alike - 1;
+                matches &= matches - 1;
             }
             if free.is_none() && slots.slots_with_tag(0) != 0 {
                 free = Some((at, slot_index(slots.slots_with_tag(0))));
@@ -282,55 +282,56 @@ impl MapPartition {
         Some(number)
     }
 
-    /// Uses the first free slot, which the caller may know already. There always is one, because a
-    /// table is never full.
+    /// Stores an entry number in the first free slot, which the caller may know already. A free
+    /// slot always exists, because a table is never full.
     fn insert_slot(&mut self, number: u32, mixed: u64, free: Option<(usize, usize)>) {
         for at in probe_sequence(mixed, self.table.len()) {
-            let here = match free {
+            let free_slot = match free {
                 Some((free, slot)) => (free == at).then_some(slot),
                 None => Some(self.bucket(at).slots_with_tag(0))
                     .filter(|free| *free != 0)
                     .map(slot_index),
             };
             let slots = self.bucket_mut(at);
-            if let Some(slot) = here {
+            if let Some(slot) = free_slot {
                 return slots.set_slot(slot, number, mixed);
             }
             slots.add_overflow();
         }
     }
 
-    fn remove(&mut self, gone: u32) {
-        let mixed = mix(self.entries.get(gone).engine);
-        self.entries.remove(gone);
+    fn remove(&mut self, number: u32) {
+        let mixed = mix(self.entries.get(number).engine);
+        self.entries.remove(number);
         for at in probe_sequence(mixed, self.table.len()) {
             let slots = self.bucket_mut(at);
-            let mut alike = slots.slots_with_tag(tag_of(mixed));
-            while alike != 0 {
-                let slot = slot_index(alike);
-                if slots.may_match(slot, mixed) && slots.entry_number(slot) == gone {
+            let mut matches = slots.slots_with_tag(tag_of(mixed));
+            while matches != 0 {
+                let slot = slot_index(matches);
+                if slots.may_match(slot, mixed) && slots.entry_number(slot) == number {
                     slots.tags &= !(0xff << (8 * slot));
                     return;
                 }
-                alike &= alike - 1;
+                matches &= matches - 1;
             }
             slots.remove_overflow();
         }
     }
 
-    fn reserve(&mut self, more: usize) {
-        let least =
-            (self.entries.len() + more) * MAX_LOAD.1 / (MAX_LOAD.0 * 2 * SLOTS_PER_BUCKET) + 1;
-        if least <= self.table.len() {
+    fn reserve(&mut self, additional: usize) {
+        let min_lines = (self.entries.len() + additional) * MAX_LOAD.1
+            / (MAX_LOAD.0 * 2 * SLOTS_PER_BUCKET)
+            + 1;
+        if min_lines <= self.table.len() {
             return;
         }
-        let length = least.max(self.table.len() * 2);
+        let length = min_lines.max(self.table.len() * 2);
         self.table = Vec::new();
         self.table.reserve_exact(length);
         // Touches the pages now. Reading them first would cost two page faults instead of one.
         self.table.resize(length, BucketLine::default());
-        let log = std::mem::take(&mut self.entries);
-        let mut entries = log
+        let list = std::mem::take(&mut self.entries);
+        let mut entries = list
             .iter()
             .map(|(number, entry)| (number, mix(entry.engine)));
         let mut batch = [(0, 0); PREFETCH_DISTANCE];
@@ -351,7 +352,7 @@ impl MapPartition {
             }
         }
         drop(entries);
-        self.entries = log;
+        self.entries = list;
     }
 
     fn bucket(&self, at: usize) -> &HashBucket {
@@ -366,8 +367,8 @@ impl MapPartition {
 impl HashBucket {
     /// Returns the highest bit of every slot with this tag. Slots after the first match may be
     /// false positives.
-    fn slots_with_tag(&self, byte: u64) -> u64 {
-        let zero = self.tags ^ (TAG_LOW_BITS * byte);
+    fn slots_with_tag(&self, tag: u64) -> u64 {
+        let zero = self.tags ^ (TAG_LOW_BITS * tag);
         zero.wrapping_sub(TAG_LOW_BITS) & !zero & TAG_HIGH_BITS
     }
 
@@ -387,7 +388,7 @@ impl HashBucket {
     }
 
     fn set_slot(&mut self, slot: usize, number: u32, mixed: u64) {
-        debug_assert!(number < 1 << NUMBER_BITS, "a shelf with too many names");
+        debug_assert!(number < 1 << NUMBER_BITS, "too many entries in a partition");
         self.tags |= tag_of(mixed) << (8 * slot);
         let [a, b, c, _] = (number | extra_tag_bits(mixed) << NUMBER_BITS).to_le_bytes();
         self.entry_numbers[slot] = [a, b, c];
@@ -419,7 +420,7 @@ fn home_bucket(mixed: u64, lines: usize) -> usize {
 /// the buckets after a second, independent position. Linear probing would cluster.
 fn probe_sequence(mixed: u64, lines: usize) -> impl Iterator<Item = usize> {
     let first = home_bucket(mixed, lines);
-    let elsewhere = move |at: usize| {
+    let second_probe = move |at: usize| {
         let second = home_bucket(
             u64::from(mixed as u32).wrapping_mul(0x9e37_79b9_7f4a_7c15),
             lines,
@@ -431,7 +432,7 @@ fn probe_sequence(mixed: u64, lines: usize) -> impl Iterator<Item = usize> {
     [first, first ^ 1]
         .into_iter()
         .take(2 * lines)
-        .chain((0..2 * lines).map(elsewhere))
+        .chain((0..2 * lines).map(second_probe))
 }
 
 /// Returns the tag of a hash.
@@ -445,9 +446,9 @@ fn extra_tag_bits(mixed: u64) -> u32 {
 }
 
 /// Spreads a hash over all bits, because some engines number their blocks.
-fn mix(name: u64) -> u64 {
-    let wide = u128::from(name ^ 0x2545_f491_4f6c_dd1d) * 0x9e37_79b9_7f4a_7c15;
-    (wide >> 64) as u64 ^ wide as u64
+fn mix(hash: u64) -> u64 {
+    let product = u128::from(hash ^ 0x2545_f491_4f6c_dd1d) * 0x9e37_79b9_7f4a_7c15;
+    (product >> 64) as u64 ^ product as u64
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use crate::index::children::U64HashMap;
 use crate::index::dump::GroupShare;
 use crate::index::layers::{BlockLayer, LayerSet};
 
-/// Maximum number of groups: one bit each in a word.
+/// Maximum number of groups. Each group has one bit of a `u64`.
 const MAX_GROUPS: usize = 64;
 
 /// Cache groups of one rank.
@@ -114,19 +114,19 @@ impl GroupHoldings {
                 self.rules.has_unknown = true;
                 continue;
             };
-            let class = ReuseRule { blocks, stride };
+            let rule = ReuseRule { blocks, stride };
             let at = self
                 .rules
                 .rules
                 .iter()
-                .position(|known| *known == class)
+                .position(|known| *known == rule)
                 .unwrap_or(self.rules.rules.len());
             if at == BlockLayer::MAX_RULES {
                 self.rules.has_unknown = true;
                 continue;
             }
             if at == self.rules.rules.len() {
-                self.rules.rules.push(class);
+                self.rules.rules.push(rule);
             }
             group.rule = Some(at);
         }
@@ -141,36 +141,37 @@ impl GroupHoldings {
 
     /// Returns the layers of a block whose copies were all counted since the last gap.
     pub(super) fn sure(&self, engine: EngineHash) -> LayerSet {
-        let Some(sure) = &self.confirmed else {
+        let Some(counted) = &self.confirmed else {
             return self.held_layers(engine);
         };
-        sure.get(&engine)
-            .map_or(LayerSet::NONE, |&sure| self.complete_layers(sure))
+        counted
+            .get(&engine)
+            .map_or(LayerSet::NONE, |&counted| self.complete_layers(counted))
     }
 
     fn complete_layers(&self, held: u64) -> LayerSet {
         let mut layers = LayerSet::NONE;
-        for class in 0..self.rules.rules.len() {
+        for rule in 0..self.rules.rules.len() {
             let members = self
                 .definitions
                 .iter()
                 .enumerate()
-                .filter(|(_, group)| group.rule == Some(class));
+                .filter(|(_, group)| group.rule == Some(rule));
             if members.into_iter().all(|(at, _)| held & (1 << at) != 0) {
-                layers = layers.with(BlockLayer::rule(class));
+                layers = layers.with(BlockLayer::rule(rule));
             }
         }
         layers
     }
 
     /// Adds one copy of a block. Returns whether the group did not hold it before. Returns `None`
-    /// if the limit `most` of blocks or of further copies is reached.
-    pub(super) fn store(&mut self, at: usize, engine: EngineHash, most: usize) -> Option<bool> {
+    /// if the limit `max` of blocks or of further copies is reached.
+    pub(super) fn store(&mut self, at: usize, engine: EngineHash, max: usize) -> Option<bool> {
         let is_known = self.held.contains_key(&engine);
         let room = if is_known {
-            self.extra_copies.len() < most
+            self.extra_copies.len() < max
         } else {
-            self.held.len() < most
+            self.held.len() < max
         };
         room.then(|| self.store_one(at, engine))
     }
@@ -180,8 +181,8 @@ impl GroupHoldings {
         let bit = 1 << at;
         let is_new = *held & bit == 0;
         *held |= bit;
-        let was_sure = self.confirm_copies(at, engine);
-        if !is_new && was_sure {
+        let was_counted = self.confirm_copies(at, engine);
+        if !is_new && was_counted {
             *self.extra_copies.entry((engine, at)).or_insert(0) += 1;
         } else if !is_new {
             self.extra_copies.remove(&(engine, at));
@@ -191,13 +192,13 @@ impl GroupHoldings {
 
     /// Marks the copies of a block as counted. Returns whether they were counted before.
     fn confirm_copies(&mut self, at: usize, engine: EngineHash) -> bool {
-        let Some(sure) = &mut self.confirmed else {
+        let Some(counted) = &mut self.confirmed else {
             return true;
         };
-        let sure = sure.entry(engine).or_insert(0);
-        let was = *sure & (1 << at) != 0;
-        *sure |= 1 << at;
-        was
+        let counted = counted.entry(engine).or_insert(0);
+        let was_counted = *counted & (1 << at) != 0;
+        *counted |= 1 << at;
+        was_counted
     }
 
     /// Removes one copy of a block. Returns whether there was one.
@@ -218,10 +219,10 @@ impl GroupHoldings {
             self.held.remove(&engine);
         }
         if let Some(all) = &mut self.confirmed
-            && let Some(sure) = all.get_mut(&engine)
+            && let Some(counted) = all.get_mut(&engine)
         {
-            *sure &= !bit;
-            if *sure == 0 {
+            *counted &= !bit;
+            if *counted == 0 {
                 all.remove(&engine);
             }
         }
@@ -230,12 +231,12 @@ impl GroupHoldings {
 
     /// Removes the copies of a block that were not counted since the last gap, for the groups of
     /// one rule.
-    pub(super) fn remove_unconfirmed(&mut self, engine: EngineHash, class: usize) {
+    pub(super) fn remove_unconfirmed(&mut self, engine: EngineHash, rule: usize) {
         let members = self
             .definitions
             .iter()
             .enumerate()
-            .filter(|(_, group)| group.rule == Some(class));
+            .filter(|(_, group)| group.rule == Some(rule));
         self.drop_unconfirmed(
             engine,
             members.fold(0, |members, (at, _)| members | 1 << at),
@@ -244,12 +245,12 @@ impl GroupHoldings {
 
     /// Removes the copies that were not counted since the last gap, for all groups and all blocks
     /// without a location.
-    pub(super) fn remove_unconfirmed_except(&mut self, has_place: impl Fn(EngineHash) -> bool) {
+    pub(super) fn remove_unconfirmed_except(&mut self, has_location: impl Fn(EngineHash) -> bool) {
         let others: Vec<_> = self
             .held
             .keys()
             .copied()
-            .filter(|engine| !has_place(*engine))
+            .filter(|engine| !has_location(*engine))
             .collect();
         others
             .into_iter()
@@ -257,19 +258,21 @@ impl GroupHoldings {
     }
 
     fn drop_unconfirmed(&mut self, engine: EngineHash, members: u64) {
-        let Some(sure) = &self.confirmed else { return };
-        let gone = members & !sure.get(&engine).unwrap_or(&0);
+        let Some(counted) = &self.confirmed else {
+            return;
+        };
+        let dropped = members & !counted.get(&engine).unwrap_or(&0);
         let Some(held) = self.held.get_mut(&engine) else {
             return;
         };
-        let gone = gone & *held;
-        *held &= !gone;
+        let dropped = dropped & *held;
+        *held &= !dropped;
         if *held == 0 {
             self.held.remove(&engine);
         }
         if !self.extra_copies.is_empty() {
             (0..MAX_GROUPS)
-                .filter(|at| gone & (1 << at) != 0)
+                .filter(|at| dropped & (1 << at) != 0)
                 .for_each(|at| _ = self.extra_copies.remove(&(engine, at)));
         }
     }
@@ -288,14 +291,14 @@ impl GroupHoldings {
                 is_stale: self
                     .confirmed
                     .as_ref()
-                    .is_some_and(|sure| sure.get(&engine).unwrap_or(&0) & (1 << at) == 0),
+                    .is_some_and(|counted| counted.get(&engine).unwrap_or(&0) & (1 << at) == 0),
             })
         })
     }
 
-    /// Restores the copies of a share. A share that exceeded a limit is skipped. `most` limits the
+    /// Restores the copies of a share. A share that exceeded a limit is skipped. `max` limits the
     /// further copies.
-    pub(super) fn restore_share(&mut self, at: usize, share: &GroupShare, most: usize) {
+    pub(super) fn restore_share(&mut self, at: usize, share: &GroupShare, max: usize) {
         if self
             .held
             .get(&share.engine)
@@ -303,7 +306,7 @@ impl GroupHoldings {
         {
             return;
         }
-        if share.copies > 1 && self.extra_copies.len() < most {
+        if share.copies > 1 && self.extra_copies.len() < max {
             self.extra_copies
                 .insert((share.engine, at), share.copies - 1);
         }

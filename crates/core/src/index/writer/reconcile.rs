@@ -54,9 +54,10 @@ impl RankWriter {
         if self.copy_epochs.generation() == 0 {
             return ReconcileReport::default();
         }
-        let forgotten = self.purge();
-        // By then, the engine has evicted all blocks that it held at the gap and has not used
-        // since. Blocks in use are confirmed by the blocks that follow them.
+        let purged = self.purge();
+        // After as many evictions as it holds blocks, the engine has evicted all blocks that it
+        // held at the gap and has not used since. Blocks in use are confirmed by the blocks that
+        // follow them.
         let stale_blocks = self.shared.stale.lock();
         self.unreported_evictions = self
             .unreported_evictions
@@ -64,7 +65,7 @@ impl RankWriter {
         ReconcileReport {
             stale_blocks: stale_blocks.stale_count(),
             has_unreported: self.unreported_evictions.is_some(),
-            purged: forgotten,
+            purged,
         }
     }
 
@@ -72,11 +73,11 @@ impl RankWriter {
     #[cfg(test)]
     pub(in crate::index) fn check_stale(&self) {
         let held = self.blocks.iter();
-        let held = held.flat_map(|(_, named)| {
-            named
+        let held = held.flat_map(|(_, mapped)| {
+            mapped
                 .layers
                 .iter()
-                .map(move |layer| (named.location, layer))
+                .map(move |layer| (mapped.location, layer))
         });
         self.shared.stale.lock().check(&held.collect());
     }
@@ -98,10 +99,10 @@ impl RankWriter {
         if due.is_empty() {
             return None;
         }
-        let mut forgotten = PurgedBlocks::default();
+        let mut purged = PurgedBlocks::default();
         for layer in due.iter() {
             match layer.tier() {
-                Some(tier) => self.purge_tier(tier, &mut forgotten),
+                Some(tier) => self.purge_tier(tier, &mut purged),
                 None => self.purge_shares(layer),
             }
             self.shared.stale.lock().finish_purge(layer);
@@ -110,21 +111,21 @@ impl RankWriter {
             // A hash that is stored again must not inherit old shares.
             groups.remove_unconfirmed_except(|engine| self.blocks.contains(engine));
         }
-        (forgotten.before_gap != [0; StorageTier::ALL.len()]).then_some(forgotten)
+        (purged.before_gap != [0; StorageTier::ALL.len()]).then_some(purged)
     }
 
-    fn purge_tier(&mut self, tier: StorageTier, forgotten: &mut PurgedBlocks) {
+    fn purge_tier(&mut self, tier: StorageTier, purged: &mut PurgedBlocks) {
         let stale_blocks = self.shared.stale.lock();
         let Some(before) = stale_blocks.horizon(tier) else {
             return;
         };
-        let is_old = |named: &MappedBlock| {
-            named.layers.has(tier) && stale_blocks.is_unconfirmed(named.location, tier)
+        let is_old = |mapped: &MappedBlock| {
+            mapped.layers.has(tier) && stale_blocks.is_unconfirmed(mapped.location, tier)
         };
         let mut old: Vec<_> = self
             .blocks
             .iter()
-            .filter(|(_, named)| is_old(named))
+            .filter(|(_, mapped)| is_old(mapped))
             .map(|(engine, _)| engine)
             .collect();
         drop(stale_blocks);
@@ -133,37 +134,38 @@ impl RankWriter {
             .iter()
             .filter(|(_, orphan)| orphan.tiers.has(tier) && orphan.generation < before);
         old.extend(waiting.map(|(engine, _)| engine));
-        for some in old.chunks(SWEEP_BATCH) {
-            some.iter()
+        for batch in old.chunks(SWEEP_BATCH) {
+            batch
+                .iter()
                 .for_each(|&engine| self.drop_extra_copies(engine, tier));
-            self.remove(some, tier);
+            self.remove(batch, tier);
         }
-        forgotten.before_gap[tier as usize] = before;
-        forgotten
+        purged.before_gap[tier as usize] = before;
+        purged
             .blocks
             .extend(old.into_iter().map(|engine| (engine, tier)));
     }
 
     /// Purges the shares of the cache groups with one reuse rule.
     fn purge_shares(&mut self, layer: BlockLayer) {
-        let (Some(groups), Some(class)) = (&mut self.groups, layer.rule_number()) else {
+        let (Some(groups), Some(rule)) = (&mut self.groups, layer.rule_number()) else {
             return;
         };
         let stale_blocks = self.shared.stale.lock();
-        let is_old = |named: &MappedBlock| {
-            named.layers.has(layer) && stale_blocks.is_unconfirmed(named.location, layer)
+        let is_old = |mapped: &MappedBlock| {
+            mapped.layers.has(layer) && stale_blocks.is_unconfirmed(mapped.location, layer)
         };
         let old: Vec<_> = self
             .blocks
             .iter()
-            .filter(|(_, named)| is_old(named))
+            .filter(|(_, mapped)| is_old(mapped))
             .map(|(engine, _)| engine)
             .collect();
         drop(stale_blocks);
         old.iter()
-            .for_each(|engine| groups.remove_unconfirmed(*engine, class));
+            .for_each(|engine| groups.remove_unconfirmed(*engine, rule));
         old.chunks(SWEEP_BATCH)
-            .for_each(|some| self.update_group_layers(some));
+            .for_each(|batch| self.update_group_layers(batch));
     }
 
     /// Counts evictions from a tier. `counted` contains the gaps after which the copies were last
@@ -189,14 +191,14 @@ impl RankWriter {
     /// all blocks before it.
     pub(super) fn confirm(
         &self,
-        sure: &[(BlockLocation, BlockLayer)],
+        confirmed: &[(BlockLocation, BlockLayer)],
         parent: Option<(&BlockTrie, BlockLocation)>,
     ) {
         let mut stale_blocks = self.shared.stale.lock();
         if !stale_blocks.has_stale() {
             return;
         }
-        for &(location, layer) in sure {
+        for &(location, layer) in confirmed {
             stale_blocks.confirm(location, layer);
         }
         let mut next = parent;

@@ -15,15 +15,15 @@ impl RankWriter {
         scratch: &mut EventBuffers,
     ) {
         for layer in layers_in(&scratch.gained) {
-            let mut here = Vec::new();
-            scratch.gained.retain(|&(location, won)| {
-                let taken = won == layer && usize::from(location.shard) == shard;
-                here.extend(taken.then_some(location));
-                !taken
+            let mut locations = Vec::new();
+            scratch.gained.retain(|&(location, gained_layer)| {
+                let is_match = gained_layer == layer && usize::from(location.shard) == shard;
+                locations.extend(is_match.then_some(location));
+                !is_match
             });
-            here.sort_unstable_by_key(|location| trie.position_of(location.block));
+            locations.sort_unstable_by_key(|location| trie.position_of(location.block));
             scratch.granted.clear();
-            for location in here {
+            for location in locations {
                 // Two hashes may have gained the same block.
                 let held = scratch.granted.last() == Some(&location.block);
                 if held || trie.layers_of(location.block, self.owner).has(layer) {
@@ -107,26 +107,26 @@ impl RankWriter {
     fn collect_lost(&mut self, shard: usize, layer: BlockLayer, scratch: &mut EventBuffers) {
         let EventBuffers {
             lost,
-            granted: gone,
+            granted: released,
             ..
         } = scratch;
-        gone.clear();
+        released.clear();
         lost.retain(|&(location, lost_layer)| {
-            let here = lost_layer == layer && usize::from(location.shard) == shard;
-            if here && (self.aliases.is_empty() || !self.release_alias(location, layer)) {
-                gone.push(location.block);
+            let is_match = lost_layer == layer && usize::from(location.shard) == shard;
+            if is_match && (self.aliases.is_empty() || !self.release_alias(location, layer)) {
+                released.push(location.block);
             }
-            !here
+            !is_match
         });
-        let rows = gone
+        let breaks = released
             .windows(2)
             .filter(|pair| pair[0].0.abs_diff(pair[1].0) != 1)
             .count();
-        if rows > gone.len() / 4 {
-            gone.sort_unstable();
+        if breaks > released.len() / 4 {
+            released.sort_unstable();
         }
         if let Some(tier) = layer.tier() {
-            self.shared.add_blocks(tier, -(gone.len() as i64));
+            self.shared.add_blocks(tier, -(released.len() as i64));
         }
     }
 
@@ -135,18 +135,18 @@ impl RankWriter {
         trie: &mut BlockTrie,
         shard: usize,
         layer: BlockLayer,
-        gone: &[BlockId],
+        released: &[BlockId],
     ) {
         // Under the lock of the trie: `confirm_cached` checks there whether the block is held.
         self.shared.stale.lock().remove_all(
-            gone.iter().map(|&block| BlockLocation {
+            released.iter().map(|&block| BlockLocation {
                 shard: shard as u8,
                 block,
             }),
             layer,
         );
         trie.release(
-            gone,
+            released,
             LayerHold {
                 owner: self.owner,
                 layer,

@@ -53,40 +53,40 @@ impl RankWriter {
                 .sort_unstable_by_key(|share| (share.group, share.engine));
         }
         dump.hashes
-            .sort_unstable_by_key(|name| (name.block, name.engine));
-        dump.orphans.sort_unstable_by_key(|name| name.engine);
+            .sort_unstable_by_key(|row| (row.block, row.engine));
+        dump.orphans.sort_unstable_by_key(|row| row.engine);
         dump
     }
 
     fn add_located_blocks(&self, dump: &mut RankDump) {
         let mut shards: [Vec<(EngineHash, MappedBlock)>; SHARDS] =
             std::array::from_fn(|_| Vec::new());
-        for (engine, named) in self.blocks.iter() {
-            shards[usize::from(named.location.shard)].push((engine, named));
+        for (engine, mapped) in self.blocks.iter() {
+            shards[usize::from(mapped.location.shard)].push((engine, mapped));
         }
-        for (shard, names) in shards.into_iter().enumerate() {
+        for (shard, hashes) in shards.into_iter().enumerate() {
             let shard_trie = &self.index.shards[shard];
             // Sorting only places neighbours next to each other, so concurrent changes of runs do
             // no harm.
-            let mut homes = Vec::with_capacity(names.len());
-            for some in names.chunks(BLOCKS_PER_LOCK) {
+            let mut by_position = Vec::with_capacity(hashes.len());
+            for batch in hashes.chunks(BLOCKS_PER_LOCK) {
                 let trie = shard_trie.read();
-                homes.extend(some.iter().map(|(engine, named)| {
-                    (trie.position_of(named.location.block), *engine, *named)
+                by_position.extend(batch.iter().map(|(engine, mapped)| {
+                    (trie.position_of(mapped.location.block), *engine, *mapped)
                 }));
             }
-            drop(names);
-            homes.sort_unstable_by_key(|(home, ..)| *home);
+            drop(hashes);
+            by_position.sort_unstable_by_key(|(position, ..)| *position);
             let mut rows: U64HashMap<u64, u32> = U64HashMap::default();
-            for some in homes.chunks(BLOCKS_PER_LOCK) {
+            for batch in by_position.chunks(BLOCKS_PER_LOCK) {
                 let trie = shard_trie.read();
-                for (_, engine, named) in some {
+                for (_, engine, mapped) in batch {
                     let block =
-                        row_of_block(&trie, named.location.block, &mut rows, &mut dump.blocks);
+                        row_of_block(&trie, mapped.location.block, &mut rows, &mut dump.blocks);
                     let copies = self.copy_counts(
                         *engine,
-                        named.layers,
-                        self.copy_epochs.stale_tiers(*engine, named.layers),
+                        mapped.layers,
+                        self.copy_epochs.stale_tiers(*engine, mapped.layers),
                     );
                     dump.hashes.push(HashRow {
                         engine: *engine,
@@ -133,18 +133,19 @@ impl RankWriter {
     /// it is restored.
     pub fn restore(&mut self, dump: &RankDump) {
         self.clear();
-        let empty = std::mem::replace(&mut self.owner, self.index.owners.write().allocate_hidden());
+        let empty_owner =
+            std::mem::replace(&mut self.owner, self.index.owners.write().allocate_hidden());
         for event in dump.replay_events(CopyReplay::One) {
             self.apply(&event);
         }
         if dump.has_stale() || dump.unreported_evictions.is_some() {
             self.record_gap();
         }
-        for name in &dump.hashes {
-            self.restore_copies(name.engine, name.copies);
+        for row in &dump.hashes {
+            self.restore_copies(row.engine, row.copies);
         }
-        for name in &dump.orphans {
-            self.restore_copies(name.engine, name.copies);
+        for row in &dump.orphans {
+            self.restore_copies(row.engine, row.copies);
         }
         self.restore_groups(dump);
         self.unreported_evictions = dump.unreported_evictions;
@@ -154,30 +155,30 @@ impl RankWriter {
             .as_ref()
             .map(|groups| Arc::new(groups.rules().clone()));
         let mut owners = self.index.owners.write();
-        owners.replace(empty, self.owner, rules);
-        owners.free(empty);
+        owners.replace(empty_owner, self.owner, rules);
+        owners.free(empty_owner);
     }
 
     fn restore_groups(&mut self, dump: &RankDump) {
-        let most = usize::try_from(self.shared.limits().max_hashes()).unwrap_or(usize::MAX);
+        let max_hashes = usize::try_from(self.shared.limits().max_hashes()).unwrap_or(usize::MAX);
         let Some(groups) = &mut self.groups else {
             return;
         };
         for share in &dump.shares {
             let GroupShare { group, .. } = share;
             if let Some(at) = groups.find(dump.groups[*group as usize].0) {
-                groups.restore_share(at, share, most);
+                groups.restore_share(at, share, max_hashes);
             }
         }
         if dump.has_untracked_groups {
             groups.set_untracked();
         }
         let mut stale_blocks = self.shared.stale.lock();
-        for (engine, named) in self.blocks.iter() {
+        for (engine, mapped) in self.blocks.iter() {
             groups
                 .sure(engine)
                 .iter()
-                .for_each(|layer| _ = stale_blocks.confirm(named.location, layer));
+                .for_each(|layer| _ = stale_blocks.confirm(mapped.location, layer));
         }
     }
 
@@ -185,7 +186,7 @@ impl RankWriter {
     /// skipped.
     fn restore_copies(&mut self, engine: EngineHash, copies: CopyCounts) {
         let held = match (self.blocks.get(engine), self.orphans.get_mut(engine)) {
-            (Some(named), _) => named.layers,
+            (Some(mapped), _) => mapped.layers,
             (None, Some(orphan)) => orphan.tiers,
             (None, None) => return,
         };
@@ -204,11 +205,11 @@ impl RankWriter {
             .into_iter()
             .filter(|tier| copies.stale[*tier as usize]);
         let stale_layers = stale_layers.fold(LayerSet::NONE, LayerSet::with);
-        if let Some(named) = self.blocks.get(engine) {
+        if let Some(mapped) = self.blocks.get(engine) {
             self.copy_epochs.set_counted_now(engine, stale_layers);
             let mut stale_blocks = self.shared.stale.lock();
-            for tier in named.layers.tiers().difference(stale_layers).iter_tiers() {
-                stale_blocks.confirm(named.location, tier);
+            for tier in mapped.layers.tiers().difference(stale_layers).iter_tiers() {
+                stale_blocks.confirm(mapped.location, tier);
             }
         } else if let Some(orphan) = self.orphans.get_mut(engine) {
             orphan.stale = stale_layers;
@@ -224,7 +225,7 @@ fn row_of_block(
     rows: &mut U64HashMap<u64, u32>,
     into: &mut Vec<BlockRow>,
 ) -> u32 {
-    let mut line = Vec::new();
+    let mut path = Vec::new();
     let mut next = Some(block);
     let mut parent = None;
     while let Some(block) = next {
@@ -233,10 +234,10 @@ fn row_of_block(
             break;
         }
         let (before, local) = trie.origin(block);
-        line.push((block, local));
+        path.push((block, local));
         next = before;
     }
-    for (block, local) in line.into_iter().rev() {
+    for (block, local) in path.into_iter().rev() {
         let at = into.len() as u32;
         into.push(BlockRow { parent, local });
         rows.insert(u64::from(block.0), at);

@@ -53,34 +53,34 @@ impl RankWriter {
 
     /// Counts the leading blocks that keep the writer within its limits.
     fn count_allowed(&self, blocks: &[StoredBlock], tier: StorageTier) -> usize {
-        let mut room = self.shared.remaining(tier);
-        let most_names = self.shared.limits().max_hashes();
+        let mut blocks_left = self.shared.remaining(tier);
+        let max_hashes = self.shared.limits().max_hashes();
         let held = (self.blocks.len() + self.orphans.len()) as u64;
-        let mut names = most_names.saturating_sub(held);
-        let mut copies = most_names.saturating_sub(self.extra_copies.len() as u64);
-        if blocks.len() as u64 <= room.min(names).min(copies) {
+        let mut hashes_left = max_hashes.saturating_sub(held);
+        let mut copies_left = max_hashes.saturating_sub(self.extra_copies.len() as u64);
+        if blocks.len() as u64 <= blocks_left.min(hashes_left).min(copies_left) {
             return blocks.len();
         }
         let mut fits = |block: &&StoredBlock| {
-            let named = self.blocks.get(block.engine);
-            let new_name = named.is_none();
+            let mapped = self.blocks.get(block.engine);
+            let is_new_hash = mapped.is_none();
             // If a hash moves to another block, the old block stays held as long as it has further
             // hashes.
             let may_move = !self.aliases.is_empty();
-            let new_in_tier = may_move || named.is_none_or(|named| !named.layers.has(tier));
+            let new_in_tier = may_move || mapped.is_none_or(|mapped| !mapped.layers.has(tier));
             let waiting = self.orphans.get(block.engine).map(|orphan| orphan.tiers);
-            let is_copy = named
-                .map(|named| named.layers)
+            let is_copy = mapped
+                .map(|mapped| mapped.layers)
                 .or(waiting)
                 .is_some_and(|layers| layers.has(tier));
             // A third copy is counted in the entry of the second one.
             let second_copy = is_copy && !self.extra_copies.contains_key(&(block.engine, tier));
-            let fits = (!new_name || names > 0)
-                && (!new_in_tier || room > 0)
-                && (!second_copy || copies > 0);
-            copies = copies.saturating_sub(u64::from(second_copy));
-            names = names.saturating_sub(u64::from(new_name));
-            room = room.saturating_sub(u64::from(new_in_tier));
+            let fits = (!is_new_hash || hashes_left > 0)
+                && (!new_in_tier || blocks_left > 0)
+                && (!second_copy || copies_left > 0);
+            copies_left = copies_left.saturating_sub(u64::from(second_copy));
+            hashes_left = hashes_left.saturating_sub(u64::from(is_new_hash));
+            blocks_left = blocks_left.saturating_sub(u64::from(new_in_tier));
             fits
         };
         blocks.iter().take_while(|block| fits(block)).count()
@@ -99,7 +99,7 @@ impl RankWriter {
             .for_each(|block| self.blocks.prefetch(block.engine));
         match parent.map(|parent| (parent, self.blocks.get(parent))) {
             None => self.store_after(None, blocks, tier),
-            Some((_, Some(named))) => self.store_after(Some(named.location), blocks, tier),
+            Some((_, Some(mapped))) => self.store_after(Some(mapped.location), blocks, tier),
             // On the device, a parent is evicted after its children. It was therefore never stored
             // here.
             Some((_, None)) if tier == StorageTier::Device => ApplyOutcome::ParentNotFound,
@@ -185,7 +185,7 @@ impl RankWriter {
             locals,
             path,
             granted: held,
-            new_entries: begun,
+            new_entries: entries,
             ..
         } = scratch;
         {
@@ -199,7 +199,7 @@ impl RankWriter {
             shard: shard as u8,
             block,
         };
-        for (at, block) in begun.iter().zip(&*path) {
+        for (at, block) in entries.iter().zip(&*path) {
             self.blocks.set_location(*at, location(*block));
         }
         for block in &*held {
@@ -208,8 +208,8 @@ impl RankWriter {
                 .entry((location(*block), tier.into()))
                 .or_insert(0) += 1;
         }
-        let (stored, lost) = blocks.split_at(path.len());
-        self.remove_unlocated(lost);
+        let (stored, dropped) = blocks.split_at(path.len());
+        self.remove_unlocated(dropped);
         self.count_layer(tier.into(), (path.len() - held.len()) as i64);
         self.shared.add_copies(stored.len() as i64);
         if self.copy_epochs.generation() > 0 {
@@ -219,12 +219,12 @@ impl RankWriter {
             });
         }
         if tier == StorageTier::Device {
-            let again = self
+            let reinserted = self
                 .evicted
                 .first_evicted(stored.iter().map(|block| block.engine));
-            self.record_reinsertion(again.map(|at| location(path[at])));
+            self.record_reinsertion(reinserted.map(|at| location(path[at])));
         }
-        if lost.is_empty() {
+        if dropped.is_empty() {
             ApplyOutcome::Ok
         } else {
             ApplyOutcome::IndexFull
@@ -250,10 +250,10 @@ impl RankWriter {
         let known = scratch.path.len();
         let last = scratch.path.last().copied().or(after);
         trie.insert(last, &scratch.locals[known..], hold, &mut scratch.path);
-        let (stored, lost) = blocks.split_at(scratch.path.len());
-        let mut gained = false;
-        let mut entered = 0;
-        let mut again = None;
+        let (stored, dropped) = blocks.split_at(scratch.path.len());
+        let mut any_new = false;
+        let mut added = 0;
+        let mut reinserted = None;
         for (at, block) in stored.iter().enumerate() {
             let location = BlockLocation {
                 shard: shard as u8,
@@ -262,22 +262,24 @@ impl RankWriter {
             if self.record_copy(*block, location, tier, scratch) == StoreEffect::ExtraCopy {
                 continue;
             }
-            gained = true;
-            if again.is_none() && tier == StorageTier::Device && self.evicted.contains(block.engine)
+            any_new = true;
+            if reinserted.is_none()
+                && tier == StorageTier::Device
+                && self.evicted.contains(block.engine)
             {
-                again = Some(location);
+                reinserted = Some(location);
             }
             if at >= known {
-                entered += 1;
+                added += 1;
             } else if trie.layers_of(location.block, self.owner).has(tier) {
                 *self.aliases.entry((location, tier.into())).or_insert(0) += 1;
             } else {
-                entered += 1;
+                added += 1;
                 scratch.granted.push(location.block);
             }
         }
-        self.count_layer(tier.into(), entered);
-        self.record_reinsertion(again);
+        self.count_layer(tier.into(), added);
+        self.record_reinsertion(reinserted);
         trie.set_hold_all(&scratch.granted, hold, true);
         self.apply_gained(&mut trie, shard, scratch);
         if !self.orphans.is_empty() {
@@ -289,8 +291,8 @@ impl RankWriter {
         self.apply_lost(&mut trie, shard, scratch);
         drop(trie);
         self.apply_all_lost(scratch);
-        match gained {
-            _ if !lost.is_empty() => ApplyOutcome::IndexFull,
+        match any_new {
+            _ if !dropped.is_empty() => ApplyOutcome::IndexFull,
             true => ApplyOutcome::Ok,
             false => ApplyOutcome::DuplicateStore,
         }
@@ -321,12 +323,12 @@ impl RankWriter {
     }
 
     /// Logs that a block was evicted recently and is stored again.
-    fn record_reinsertion(&self, again: Option<BlockLocation>) {
-        if let Some(again) = again {
+    fn record_reinsertion(&self, reinserted: Option<BlockLocation>) {
+        if let Some(reinserted) = reinserted {
             self.shared
                 .reinsertions
                 .lock()
-                .record(self.shared.event_cursor().stores + 1, again);
+                .record(self.shared.event_cursor().stores + 1, reinserted);
         }
     }
 
@@ -343,31 +345,31 @@ impl RankWriter {
         if !self.orphans.is_empty() && self.locate_stored_orphan(block, location, tier, scratch) {
             return StoreEffect::NewHash;
         }
-        let fresh = MappedBlock {
+        let new_block = MappedBlock {
             location,
             layers: LayerSet::of(tier),
         };
         let before = self.blocks.find(engine);
-        let stale_layers = before.map_or(LayerSet::NONE, |(_, named)| {
-            self.copy_epochs.stale_tiers(engine, named.layers)
+        let stale_layers = before.map_or(LayerSet::NONE, |(_, mapped)| {
+            self.copy_epochs.stale_tiers(engine, mapped.layers)
         });
         match before {
             None => {
-                self.blocks.insert(engine, fresh);
+                self.blocks.insert(engine, new_block);
                 self.copy_epochs.set_counted_now(engine, LayerSet::NONE);
                 self.add_group_layers(engine, scratch);
             }
-            Some((_, named)) if named.location != location => {
-                self.blocks.insert(engine, fresh);
+            Some((_, mapped)) if mapped.location != location => {
+                self.blocks.insert(engine, new_block);
                 self.copy_epochs.set_counted_now(engine, LayerSet::NONE);
                 scratch
                     .lost
-                    .extend(named.layers.iter().map(|layer| (named.location, layer)));
-                self.drop_copies(engine, named.layers);
+                    .extend(mapped.layers.iter().map(|layer| (mapped.location, layer)));
+                self.drop_copies(engine, mapped.layers);
                 self.add_group_layers(engine, scratch);
             }
-            Some((at, named)) if !named.layers.has(tier) => {
-                self.blocks.set_layers(at, named.layers.with(tier));
+            Some((at, mapped)) if !mapped.layers.has(tier) => {
+                self.blocks.set_layers(at, mapped.layers.with(tier));
                 self.copy_epochs.set_counted_now(engine, stale_layers);
             }
             Some(_) if stale_layers.has(tier) => {
@@ -392,16 +394,16 @@ impl RankWriter {
     pub(super) fn add_group_layers(&mut self, engine: EngineHash, scratch: &mut EventBuffers) {
         let Some(groups) = &self.groups else { return };
         let layers = groups.held_layers(engine);
-        if let Some((at, named)) = self.blocks.find(engine) {
-            self.blocks.set_layers(at, named.layers.union(layers));
+        if let Some((at, mapped)) = self.blocks.find(engine) {
+            self.blocks.set_layers(at, mapped.layers.union(layers));
             scratch
                 .gained
-                .extend(layers.iter().map(|layer| (named.location, layer)));
+                .extend(layers.iter().map(|layer| (mapped.location, layer)));
             scratch.confirmed.extend(
                 groups
                     .sure(engine)
                     .iter()
-                    .map(|layer| (named.location, layer)),
+                    .map(|layer| (mapped.location, layer)),
             );
         }
     }
@@ -411,14 +413,14 @@ impl RankWriter {
         if let Some(orphan) = self.take_orphan(engine) {
             self.drop_copies(engine, orphan.tiers);
         }
-        if let Some((at, named)) = self.blocks.find(engine) {
+        if let Some((at, mapped)) = self.blocks.find(engine) {
             self.blocks.set_layers(at, LayerSet::NONE);
             self.copy_epochs.remove(engine);
-            self.drop_copies(engine, named.layers);
+            self.drop_copies(engine, mapped.layers);
             // Released at the end of the event.
             self.buffers
                 .lost
-                .extend(named.layers.iter().map(|layer| (named.location, layer)));
+                .extend(mapped.layers.iter().map(|layer| (mapped.location, layer)));
         }
     }
 

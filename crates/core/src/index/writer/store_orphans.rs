@@ -67,7 +67,7 @@ impl RankWriter {
         tier: StorageTier,
     ) -> ApplyOutcome {
         let mut parent = parent;
-        let mut full = false;
+        let mut is_full = false;
         for (at, block) in blocks.iter().enumerate() {
             if let Some(before) = self.find_predecessor(*block) {
                 // The hash has a location, and so has the rest of the run.
@@ -79,7 +79,7 @@ impl RankWriter {
                 };
             }
             if !self.add_orphan(parent, *block, tier) {
-                full = true;
+                is_full = true;
                 break;
             }
             parent = block.engine;
@@ -88,7 +88,7 @@ impl RankWriter {
         self.apply_all_lost(&mut scratch);
         self.return_buffers(scratch);
         match blocks {
-            _ if full => ApplyOutcome::TooManyWaiting,
+            _ if is_full => ApplyOutcome::TooManyWaiting,
             [] => ApplyOutcome::Ok,
             _ => ApplyOutcome::ParentAwaited,
         }
@@ -163,13 +163,13 @@ impl RankWriter {
     /// Locates the orphans that follow these blocks, in one step because readers see an event as a
     /// whole. The number of orphans is bounded.
     pub(super) fn locate_orphans(&mut self, trie: &mut BlockTrie, blocks: &[StoredBlock]) {
-        let awaited = blocks
+        let with_orphans = blocks
             .iter()
             .map(|block| block.engine)
             .filter(|engine| self.orphans.has_child(*engine));
-        let mut parents: Vec<EngineHash> = awaited.collect();
+        let mut parents: Vec<EngineHash> = with_orphans.collect();
         while let Some(&parent) = parents.last() {
-            let location = self.blocks.get(parent).map(|named| named.location);
+            let location = self.blocks.get(parent).map(|mapped| mapped.location);
             match location.and_then(|location| Some((location, self.orphans.take_child(parent)?))) {
                 None => drop(parents.pop()),
                 Some((location, (child, orphan))) => {
@@ -214,16 +214,16 @@ impl RankWriter {
             return;
         };
         let location = BlockLocation { block, ..after };
-        let sure = layers
+        let confirmed = layers
             .tiers()
             .difference(orphan.stale_tiers(self.copy_epochs.generation()));
-        let sure = sure.union(
+        let confirmed = confirmed.union(
             self.groups
                 .as_ref()
                 .map_or(LayerSet::NONE, |groups| groups.sure(child)),
         );
         self.confirm(
-            &sure
+            &confirmed
                 .iter()
                 .map(|layer| (location, layer))
                 .collect::<Vec<_>>(),

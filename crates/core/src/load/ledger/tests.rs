@@ -29,18 +29,18 @@ fn booking(worker: u32, blocks: u64) -> LoadBooking {
     }
 }
 
-fn named(request: &str, number: u64) -> RequestAttempt<'_> {
+fn request_attempt(request: &str, number: u64) -> RequestAttempt<'_> {
     RequestAttempt { request, number }
 }
 
 /// Ledger of two workers with a manual clock.
-struct Bench {
+struct TestLedger {
     ledger: BookingLedger,
     load: Arc<LoadTracker>,
     now: Arc<Mutex<Instant>>,
 }
 
-impl Bench {
+impl TestLedger {
     fn new(rules: LedgerRules) -> Self {
         let now = Arc::new(Mutex::new(Instant::now()));
         let clock = now.clone();
@@ -53,7 +53,7 @@ impl Bench {
         }
     }
 
-    fn pass(&self, time: Duration) {
+    fn advance(&self, time: Duration) {
         *self.now.lock() += time;
     }
 
@@ -63,10 +63,11 @@ impl Bench {
         number: u64,
         booking: LoadBooking,
     ) -> Result<LedgerChange, LedgerError> {
-        self.ledger.add(named(request, number), vec![booking])
+        self.ledger
+            .add(request_attempt(request, number), vec![booking])
     }
 
-    /// Blocks, prefill tokens and requests of both workers.
+    /// Returns the blocks, prefill tokens and requests of both workers.
     fn loads(&self) -> Vec<(u64, u64, u64)> {
         let row = |load: &RankLoad| {
             (
@@ -81,30 +82,36 @@ impl Bench {
 
 #[test]
 fn only_later_attempt_replaces_booking() {
-    let mut bench = Bench::new(LedgerRules::default());
-    assert_eq!(bench.add("a", 1, booking(0, 2)), Ok(LedgerChange::Applied));
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
     assert_eq!(
-        bench.add("a", 1, booking(0, 2)),
+        test_ledger.add("a", 1, booking(0, 2)),
+        Ok(LedgerChange::Applied)
+    );
+    assert_eq!(
+        test_ledger.add("a", 1, booking(0, 2)),
         Ok(LedgerChange::Unchanged)
     );
     for (number, other) in [(1, booking(1, 2)), (1, booking(0, 3)), (0, booking(0, 2))] {
         assert_eq!(
-            bench.add("a", number, other),
+            test_ledger.add("a", number, other),
             Err(LedgerError::AlreadyBooked { attempt: 1 })
         );
     }
-    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)]);
+    assert_eq!(test_ledger.loads(), [(2, 32, 1), (0, 0, 0)]);
     assert_eq!(
-        bench.add("a", 2, booking(7, 1)),
+        test_ledger.add("a", 2, booking(7, 1)),
         Err(LedgerError::NotServing { rank: rank(7) })
     );
-    assert_eq!(bench.loads(), [(2, 32, 1), (0, 0, 0)], "unchanged");
-    assert_eq!(bench.add("a", 2, booking(1, 3)), Ok(LedgerChange::Applied));
-    assert_eq!(bench.loads(), [(0, 0, 0), (3, 48, 1)]);
+    assert_eq!(test_ledger.loads(), [(2, 32, 1), (0, 0, 0)], "unchanged");
+    assert_eq!(
+        test_ledger.add("a", 2, booking(1, 3)),
+        Ok(LedgerChange::Applied)
+    );
+    assert_eq!(test_ledger.loads(), [(0, 0, 0), (3, 48, 1)]);
     assert_eq!(
         (
-            bench.ledger.free(named("a", 1)),
-            bench.ledger.counts().bookings
+            test_ledger.ledger.free(request_attempt("a", 1)),
+            test_ledger.ledger.counts().bookings
         ),
         (LedgerChange::Unchanged, 1)
     );
@@ -131,46 +138,46 @@ fn ended_attempt_is_not_booked_again() {
         ("free", BookingLedger::free),
     ];
     for (name, end) in ends {
-        let mut bench = Bench::new(rules);
-        bench.add("a", 1, prefill()).unwrap();
+        let mut test_ledger = TestLedger::new(rules);
+        test_ledger.add("a", 1, prefill()).unwrap();
         assert_eq!(
-            end(&mut bench.ledger, named("a", 1)),
+            end(&mut test_ledger.ledger, request_attempt("a", 1)),
             LedgerChange::Applied,
             "{name}"
         );
         for number in [0, 1] {
             assert_eq!(
-                bench.add("a", number, prefill()),
+                test_ledger.add("a", number, prefill()),
                 Ok(LedgerChange::Unchanged),
                 "{name}"
             );
-            assert_ended(&mut bench, named("a", number), name);
+            assert_ended(&mut test_ledger, request_attempt("a", number), name);
         }
-        assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
+        assert_eq!(test_ledger.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
         assert_eq!(
-            bench.ledger.counts(),
+            test_ledger.ledger.counts(),
             LedgerCounts::default(),
             "{name}: an ended attempt holds no slot"
         );
         assert_eq!(
-            bench.add("a", 2, booking(1, 1)),
+            test_ledger.add("a", 2, booking(1, 1)),
             Ok(LedgerChange::Applied),
             "{name}: a later attempt"
         );
-        bench.ledger.free(named("a", 2));
-        bench.pass(rules.idle_timeout + Duration::from_millis(1));
-        bench.ledger.expire();
+        test_ledger.ledger.free(request_attempt("a", 2));
+        test_ledger.advance(rules.idle_timeout + Duration::from_millis(1));
+        test_ledger.ledger.expire();
         assert!(
-            bench.ledger.entries.is_empty() && bench.ledger.ended.is_empty(),
+            test_ledger.ledger.entries.is_empty() && test_ledger.ledger.ended.is_empty(),
             "{name}"
         );
         assert_eq!(
-            bench.ledger.counts(),
+            test_ledger.ledger.counts(),
             LedgerCounts::default(),
             "{name}: it was not idle"
         );
         assert_eq!(
-            bench.add("a", 1, prefill()),
+            test_ledger.add("a", 1, prefill()),
             Ok(LedgerChange::Applied),
             "{name}: removed"
         );
@@ -179,17 +186,22 @@ fn ended_attempt_is_not_booked_again() {
 
 #[test]
 fn number_of_remembered_attempts_is_limited() {
-    let mut bench = Bench::new(rules_for_one_booking());
+    let mut test_ledger = TestLedger::new(rules_for_one_booking());
     for name in ["a", "b", "c"] {
-        bench.add(name, 0, booking(0, 1)).unwrap();
-        bench.ledger.free(named(name, 0));
+        test_ledger.add(name, 0, booking(0, 1)).unwrap();
+        test_ledger.ledger.free(request_attempt(name, 0));
     }
-    let known = ["a", "b", "c"].map(|name| bench.ledger.attempt_state(named(name, 0)).is_some());
+    let known = ["a", "b", "c"].map(|name| {
+        test_ledger
+            .ledger
+            .attempt_state(request_attempt(name, 0))
+            .is_some()
+    });
     assert_eq!(known, [false, true, true]);
 }
 
-fn assert_ended(bench: &mut Bench, attempt: RequestAttempt<'_>, name: &str) {
-    let ledger = &mut bench.ledger;
+fn assert_ended(test_ledger: &mut TestLedger, attempt: RequestAttempt<'_>, name: &str) {
+    let ledger = &mut test_ledger.ledger;
     let completed = ledger.mark_prefill_completed(attempt);
     assert_eq!(completed, LedgerChange::Unchanged, "{name}");
     assert_eq!(ledger.free(attempt), LedgerChange::Unchanged, "{name}");
@@ -199,122 +211,149 @@ fn assert_ended(bench: &mut Bench, attempt: RequestAttempt<'_>, name: &str) {
 
 #[test]
 fn ledger_limits_blocks() {
-    let mut bench = Bench::new(LedgerRules {
+    let mut test_ledger = TestLedger::new(LedgerRules {
         max_blocks: 3,
         ..LedgerRules::default()
     });
-    bench.add("a", 0, booking(0, 2)).unwrap();
+    test_ledger.add("a", 0, booking(0, 2)).unwrap();
     assert_eq!(
-        bench.add("b", 0, booking(0, 2)),
+        test_ledger.add("b", 0, booking(0, 2)),
         Err(LedgerError::TooManyBlocks { most: 3 })
     );
-    assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(LedgerChange::Applied));
-    bench.pass(LedgerRules::default().idle_timeout + Duration::from_millis(1));
-    assert_eq!(bench.ledger.expire(), 2);
-    assert_eq!(bench.add("b", 1, booking(0, 3)), Ok(LedgerChange::Applied));
-    bench.load.open_slot(RankSlot(0), rank(0));
-    bench.ledger.expire();
-    assert_eq!(bench.ledger.blocks, 0);
+    assert_eq!(
+        test_ledger.add("b", 0, booking(0, 1)),
+        Ok(LedgerChange::Applied)
+    );
+    test_ledger.advance(LedgerRules::default().idle_timeout + Duration::from_millis(1));
+    assert_eq!(test_ledger.ledger.expire(), 2);
+    assert_eq!(
+        test_ledger.add("b", 1, booking(0, 3)),
+        Ok(LedgerChange::Applied)
+    );
+    test_ledger.load.open_slot(RankSlot(0), rank(0));
+    test_ledger.ledger.expire();
+    assert_eq!(test_ledger.ledger.blocks, 0);
 }
 
 #[test]
 fn late_message_of_earlier_attempt_is_ignored() {
-    let mut bench = Bench::new(LedgerRules::default());
-    bench.add("a", 1, booking(0, 2)).unwrap();
-    assert_eq!(bench.ledger.free(named("a", 1)), LedgerChange::Applied);
-    bench.add("a", 2, booking(1, 2)).unwrap();
-    let old = named("a", 1);
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
+    test_ledger.add("a", 1, booking(0, 2)).unwrap();
+    assert_eq!(
+        test_ledger.ledger.free(request_attempt("a", 1)),
+        LedgerChange::Applied
+    );
+    test_ledger.add("a", 2, booking(1, 2)).unwrap();
+    let old = request_attempt("a", 1);
     let late_messages = [
-        bench.ledger.mark_prefill_completed(old),
-        bench.ledger.add_output_block(old, None),
-        bench.ledger.touch(old),
-        bench.ledger.free(old),
+        test_ledger.ledger.mark_prefill_completed(old),
+        test_ledger.ledger.add_output_block(old, None),
+        test_ledger.ledger.touch(old),
+        test_ledger.ledger.free(old),
     ];
     assert_eq!(late_messages, [LedgerChange::Unchanged; 4]);
-    assert_eq!(bench.loads(), [(0, 0, 0), (2, 32, 1)]);
-    assert!(bench.ledger.get(named("a", 2)).is_some());
-    assert!(bench.ledger.get(old).is_none());
+    assert_eq!(test_ledger.loads(), [(0, 0, 0), (2, 32, 1)]);
+    assert!(test_ledger.ledger.get(request_attempt("a", 2)).is_some());
+    assert!(test_ledger.ledger.get(old).is_none());
 }
 
 #[test]
 fn external_booking_needs_all_ranks_in_fleet() {
-    let mut bench = Bench::new(LedgerRules::default());
-    let gone = booking(7, 1);
-    let refused = bench
-        .ledger
-        .add(named("a", 0), vec![booking(0, 1), gone.clone()]);
-    assert_eq!(refused, Err(LedgerError::NotServing { rank: gone.rank }));
-    assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)]);
-    assert_eq!(bench.ledger.counts(), LedgerCounts::default());
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
+    let unknown_rank = booking(7, 1);
+    let result = test_ledger.ledger.add(
+        request_attempt("a", 0),
+        vec![booking(0, 1), unknown_rank.clone()],
+    );
+    assert_eq!(
+        result,
+        Err(LedgerError::NotServing {
+            rank: unknown_rank.rank
+        })
+    );
+    assert_eq!(test_ledger.loads(), [(0, 0, 0), (0, 0, 0)]);
+    assert_eq!(test_ledger.ledger.counts(), LedgerCounts::default());
 }
 
 #[test]
 fn booking_ends_with_its_worker() {
-    let mut bench = Bench::new(LedgerRules::default());
-    bench.add("a", 0, booking(0, 2)).unwrap();
-    bench.add("b", 0, booking(0, 2)).unwrap();
-    bench.load.open_slot(RankSlot(0), rank(0));
-    assert_eq!(bench.ledger.touch(named("a", 0)), LedgerChange::Unchanged);
-    assert_eq!(bench.ledger.free(named("a", 0)), LedgerChange::Unchanged);
-    assert_eq!(bench.add("a", 0, booking(0, 3)), Ok(LedgerChange::Applied));
-    assert_eq!(bench.ledger.expire(), 0);
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
+    test_ledger.add("a", 0, booking(0, 2)).unwrap();
+    test_ledger.add("b", 0, booking(0, 2)).unwrap();
+    test_ledger.load.open_slot(RankSlot(0), rank(0));
     assert_eq!(
-        bench.ledger.counts(),
+        test_ledger.ledger.touch(request_attempt("a", 0)),
+        LedgerChange::Unchanged
+    );
+    assert_eq!(
+        test_ledger.ledger.free(request_attempt("a", 0)),
+        LedgerChange::Unchanged
+    );
+    assert_eq!(
+        test_ledger.add("a", 0, booking(0, 3)),
+        Ok(LedgerChange::Applied)
+    );
+    assert_eq!(test_ledger.ledger.expire(), 0);
+    assert_eq!(
+        test_ledger.ledger.counts(),
         LedgerCounts {
             bookings: 1,
             expired: 0
         }
     );
-    assert_eq!(bench.loads()[0], (3, 48, 1));
+    assert_eq!(test_ledger.loads()[0], (3, 48, 1));
 }
 
 #[test]
 fn ledger_limits_bookings_and_blocks() {
-    let mut bench = Bench::new(LedgerRules {
+    let mut test_ledger = TestLedger::new(LedgerRules {
         max_bookings: 1,
         ..LedgerRules::default()
     });
-    bench.add("a", 0, booking(0, 1)).unwrap();
+    test_ledger.add("a", 0, booking(0, 1)).unwrap();
     assert_eq!(
-        bench.add("b", 0, booking(0, 1)),
+        test_ledger.add("b", 0, booking(0, 1)),
         Err(LedgerError::Full { most: 1 })
     );
     assert_eq!(
-        bench.add("a", 0, booking(0, 1)),
+        test_ledger.add("a", 0, booking(0, 1)),
         Ok(LedgerChange::Unchanged)
     );
-    bench.ledger.free(named("a", 0));
-    assert_eq!(bench.add("b", 0, booking(0, 1)), Ok(LedgerChange::Applied));
+    test_ledger.ledger.free(request_attempt("a", 0));
+    assert_eq!(
+        test_ledger.add("b", 0, booking(0, 1)),
+        Ok(LedgerChange::Applied)
+    );
 }
 
 #[test]
 fn ledger_expires_only_after_idle_timeout() {
-    type Sign = fn(&mut BookingLedger, RequestAttempt<'_>) -> LedgerChange;
-    let signs: [(&str, Sign); 3] = [
+    type Message = fn(&mut BookingLedger, RequestAttempt<'_>) -> LedgerChange;
+    let messages: [(&str, Message); 3] = [
         ("touch", BookingLedger::touch),
         ("mark", BookingLedger::mark_prefill_completed),
         ("output", |ledger, attempt| {
             ledger.add_output_block(attempt, Some(0.5))
         }),
     ];
-    let allowed = LedgerRules::default().idle_timeout;
-    for (name, sign) in signs {
-        let mut bench = Bench::new(LedgerRules::default());
-        bench.add("a", 0, booking(0, 1)).unwrap();
-        bench.pass(allowed);
-        assert_eq!(bench.ledger.expire(), 0, "{name}");
+    let idle_timeout = LedgerRules::default().idle_timeout;
+    for (name, message) in messages {
+        let mut test_ledger = TestLedger::new(LedgerRules::default());
+        test_ledger.add("a", 0, booking(0, 1)).unwrap();
+        test_ledger.advance(idle_timeout);
+        assert_eq!(test_ledger.ledger.expire(), 0, "{name}");
         assert_eq!(
-            sign(&mut bench.ledger, named("a", 0)),
+            message(&mut test_ledger.ledger, request_attempt("a", 0)),
             LedgerChange::Applied,
             "{name}"
         );
-        bench.pass(allowed);
-        assert_eq!(bench.ledger.expire(), 0, "{name}");
-        bench.pass(Duration::from_millis(1));
-        assert_eq!(bench.ledger.expire(), 1, "{name}");
-        assert_eq!(bench.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
+        test_ledger.advance(idle_timeout);
+        assert_eq!(test_ledger.ledger.expire(), 0, "{name}");
+        test_ledger.advance(Duration::from_millis(1));
+        assert_eq!(test_ledger.ledger.expire(), 1, "{name}");
+        assert_eq!(test_ledger.loads(), [(0, 0, 0), (0, 0, 0)], "{name}");
         assert_eq!(
-            bench.ledger.counts(),
+            test_ledger.ledger.counts(),
             LedgerCounts {
                 bookings: 0,
                 expired: 1
@@ -325,14 +364,14 @@ fn ledger_expires_only_after_idle_timeout() {
 }
 
 #[test]
-fn adding_looks_for_the_silent_itself() {
-    let mut bench = Bench::new(LedgerRules::default());
-    bench.add("a", 0, booking(0, 1)).unwrap();
-    bench.pass(Duration::from_secs(301));
-    bench.add("b", 0, booking(1, 1)).unwrap();
-    assert_eq!(bench.loads(), [(0, 0, 0), (1, 16, 1)]);
+fn add_expires_idle_bookings() {
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
+    test_ledger.add("a", 0, booking(0, 1)).unwrap();
+    test_ledger.advance(Duration::from_secs(301));
+    test_ledger.add("b", 0, booking(1, 1)).unwrap();
+    assert_eq!(test_ledger.loads(), [(0, 0, 0), (1, 16, 1)]);
     assert_eq!(
-        bench.ledger.counts(),
+        test_ledger.ledger.counts(),
         LedgerCounts {
             bookings: 1,
             expired: 1
@@ -342,9 +381,9 @@ fn adding_looks_for_the_silent_itself() {
 
 #[test]
 fn booking_survives_or_ends_with_serving_endpoint() {
-    let mut bench = Bench::new(LedgerRules::default());
+    let mut test_ledger = TestLedger::new(LedgerRules::default());
     let book = |booking: LoadBooking| {
-        bench
+        test_ledger
             .load
             .book_with(|_| Ok::<_, ()>(vec![booking]))
             .unwrap()
@@ -353,23 +392,23 @@ fn booking_survives_or_ends_with_serving_endpoint() {
     let same = book(booking(0, 1));
     let other = book(booking(1, 1));
     assert_eq!(
-        bench.ledger.adopt(named("a", 0), first),
+        test_ledger.ledger.adopt(request_attempt("a", 0), first),
         Ok(LedgerChange::Applied)
     );
     assert_eq!(
-        bench.ledger.adopt(named("a", 0), same),
+        test_ledger.ledger.adopt(request_attempt("a", 0), same),
         Ok(LedgerChange::Unchanged)
     );
     assert_eq!(
-        bench.ledger.adopt(named("a", 0), other),
+        test_ledger.ledger.adopt(request_attempt("a", 0), other),
         Err(LedgerError::AlreadyBooked { attempt: 0 })
     );
-    assert_eq!(bench.loads(), [(1, 16, 1), (0, 0, 0)]);
+    assert_eq!(test_ledger.loads(), [(1, 16, 1), (0, 0, 0)]);
 }
 
-/// Booking of the model.
+/// Booking in the model.
 #[derive(Clone, Debug, PartialEq)]
-struct Live {
+struct ModelBooking {
     attempt: u64,
     worker: u32,
     blocks: u64,
@@ -380,25 +419,25 @@ struct Live {
 
 /// Naive model of the ledger. Time is in seconds.
 #[derive(Default)]
-struct Naive {
-    live: BTreeMap<u8, Live>,
+struct LedgerModel {
+    live: BTreeMap<u8, ModelBooking>,
     now: u64,
-    swept: u64,
+    swept_at: u64,
     expired: u64,
 }
 
-impl Naive {
+impl LedgerModel {
     fn expire(&mut self) {
         let before = self.live.len();
         let now = self.now;
         self.live
             .retain(|_, live| now - live.last_message_at <= 300);
         self.expired += (before - self.live.len()) as u64;
-        self.swept = now;
+        self.swept_at = now;
     }
 
-    fn add(&mut self, request: u8, new: Live) -> Result<LedgerChange, LedgerError> {
-        if self.now - self.swept >= 30 {
+    fn add(&mut self, request: u8, new: ModelBooking) -> Result<LedgerChange, LedgerError> {
+        if self.now - self.swept_at >= 30 {
             self.expire();
         }
         let now = self.now;
@@ -433,7 +472,7 @@ impl Naive {
     }
 
     /// Handles a message about an attempt. Returns whether the attempt is booked.
-    fn hear(&mut self, request: u8, attempt: u64) -> Option<&mut Live> {
+    fn touch(&mut self, request: u8, attempt: u64) -> Option<&mut ModelBooking> {
         let now = self.now;
         let live = self
             .live
@@ -467,48 +506,48 @@ proptest! {
     fn ledger_matches_live_attempts(
         script in vec((0..10u8, 0..3u8, 0..3u64, 0..3u32, 0..3u64), 1..40),
     ) {
-        let mut bench = Bench::new(LedgerRules::default());
-        let mut naive = Naive::default();
+        let mut test_ledger = TestLedger::new(LedgerRules::default());
+        let mut model = LedgerModel::default();
         for (kind, request, attempt, worker, blocks) in script {
             let name = ["a", "b", "c"][usize::from(request)];
-            let meant = named(name, attempt);
+            let target = request_attempt(name, attempt);
             match kind {
                 0..3 => {
-                    let live = Live { attempt, worker, blocks, prefill: blocks > 0, outputs: 0, last_message_at: naive.now };
-                    prop_assert_eq!(bench.add(name, attempt, booking(worker, blocks)), naive.add(request, live));
+                    let live = ModelBooking { attempt, worker, blocks, prefill: blocks > 0, outputs: 0, last_message_at: model.now };
+                    prop_assert_eq!(test_ledger.add(name, attempt, booking(worker, blocks)), model.add(request, live));
                 }
                 3 => {
-                    let known = naive.hear(request, attempt);
+                    let known = model.touch(request, attempt);
                     let change = LedgerChange::from_applied(known.is_some_and(|live| std::mem::take(&mut live.prefill)));
-                    prop_assert_eq!(bench.ledger.mark_prefill_completed(meant), change);
+                    prop_assert_eq!(test_ledger.ledger.mark_prefill_completed(target), change);
                 }
                 4 => {
-                    let known = naive.hear(request, attempt).map(|live| live.outputs += 1);
-                    prop_assert_eq!(bench.ledger.add_output_block(meant, None), LedgerChange::from_applied(known.is_some()));
+                    let known = model.touch(request, attempt).map(|live| live.outputs += 1);
+                    prop_assert_eq!(test_ledger.ledger.add_output_block(target, None), LedgerChange::from_applied(known.is_some()));
                 }
-                5 => prop_assert_eq!(bench.ledger.touch(meant), LedgerChange::from_applied(naive.hear(request, attempt).is_some())),
+                5 => prop_assert_eq!(test_ledger.ledger.touch(target), LedgerChange::from_applied(model.touch(request, attempt).is_some())),
                 6 => {
-                    let known = naive.live.get(&request).is_some_and(|live| live.attempt == attempt);
-                    prop_assert_eq!(bench.ledger.free(meant), LedgerChange::from_applied(known));
+                    let known = model.live.get(&request).is_some_and(|live| live.attempt == attempt);
+                    prop_assert_eq!(test_ledger.ledger.free(target), LedgerChange::from_applied(known));
                     if known {
-                        naive.live.remove(&request);
+                        model.live.remove(&request);
                     }
                 }
                 7 => {
-                    naive.expire();
-                    bench.ledger.expire();
+                    model.expire();
+                    test_ledger.ledger.expire();
                 }
                 _ => {
                     let seconds = [1, 29, 30, 150, 299, 300, 301][(blocks * 3 + u64::from(request)) as usize % 7];
-                    naive.now += seconds;
-                    bench.pass(Duration::from_secs(seconds));
+                    model.now += seconds;
+                    test_ledger.advance(Duration::from_secs(seconds));
                 }
             }
-            prop_assert_eq!(bench.loads(), [naive.load(0), naive.load(1)]);
-            let counts = LedgerCounts { bookings: naive.live.len(), expired: naive.expired };
-            prop_assert_eq!(bench.ledger.counts(), counts);
+            prop_assert_eq!(test_ledger.loads(), [model.load(0), model.load(1)]);
+            let counts = LedgerCounts { bookings: model.live.len(), expired: model.expired };
+            prop_assert_eq!(test_ledger.ledger.counts(), counts);
         }
-        drop(bench.ledger);
-        prop_assert!(bench.load.snapshot().iter().all(|load| load.active_blocks + load.active_requests == 0));
+        drop(test_ledger.ledger);
+        prop_assert!(test_ledger.load.snapshot().iter().all(|load| load.active_blocks + load.active_requests == 0));
     }
 }

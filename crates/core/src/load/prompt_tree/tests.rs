@@ -7,7 +7,7 @@ use super::*;
 
 const SLOTS: u32 = 3;
 
-/// Chained hashes, which are equal only after equal prefixes.
+/// Chains the hashes, so that two are equal only after equal prefixes.
 fn chained(locals: &[u64]) -> SequenceHashes {
     let step = |last: &mut u64, local: &u64| {
         *last = *last * 4 + local + 1;
@@ -23,7 +23,7 @@ struct Live {
     leaf: Option<LeafId>,
 }
 
-/// Held blocks of each slot, with the number of holders.
+/// Returns the held blocks of a slot, with the number of holders.
 fn held(live: &[Live], slot: RankSlot) -> BTreeMap<SequenceHash, usize> {
     let mut held = BTreeMap::new();
     for live in live.iter().filter(|live| live.slot == slot) {
@@ -146,7 +146,7 @@ proptest! {
         });
     }
 
-    /// Hashes that do not depend on the blocks before them.
+    /// Uses hashes that do not depend on the blocks before them.
     #[test]
     fn mirrored_blocks_with_foreign_hashes_are_released(
         script in vec((0..10u8, 0..SLOTS, vec((0..5u64).prop_map(SequenceHash), 0..7), any::<u16>()), 1..60),
@@ -194,7 +194,8 @@ fn prompt_nodes_merge_after_release() {
     );
 }
 
-/// Hashes of released prompts are retained only while another prompt holds a prefix of them.
+/// Checks that the hashes of a released prompt are retained only while another prompt holds a
+/// prefix of it.
 #[test]
 fn shared_prefix_is_counted_once() {
     let mut tree = PromptTree::default();

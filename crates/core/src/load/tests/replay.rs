@@ -14,7 +14,7 @@ const PARTS: u64 = 40;
 #[derive(Clone, Debug)]
 enum LogEntry {
     /// A request was booked, with or without an estimate.
-    Came {
+    Booked {
         id: usize,
         slot: u32,
         prompt: Vec<u64>,
@@ -22,7 +22,7 @@ enum LogEntry {
         millis: Option<u64>,
         at: u64,
     },
-    Token {
+    FirstToken {
         id: usize,
         at: u64,
     },
@@ -30,7 +30,7 @@ enum LogEntry {
         id: usize,
         parts: Option<u64>,
     },
-    Left {
+    Released {
         id: usize,
         at: u64,
     },
@@ -43,7 +43,7 @@ enum LogEntry {
         at: u64,
     },
     /// The slot was closed and opened again.
-    Emptied {
+    SlotReopened {
         slot: u32,
     },
 }
@@ -58,12 +58,12 @@ struct LoggedRequest {
     has_first_token: bool,
     outputs: Vec<u64>,
     parts: Option<u64>,
-    /// Whether it is booked in a row that still exists.
-    counts: bool,
+    /// Whether it is booked in a slot that was not reopened since.
+    is_booked: bool,
 }
 
 #[derive(Clone, Debug)]
-struct Live {
+struct ModelRequest {
     id: usize,
     prompt: Vec<u64>,
     outputs: Vec<u64>,
@@ -78,26 +78,26 @@ struct Prefill {
     millis: Option<u64>,
 }
 
-/// Slot in the log.
+/// Model of one slot, computed from the log.
 #[derive(Default)]
-struct Naive {
-    live: Vec<Live>,
+struct SlotModel {
+    live: Vec<ModelRequest>,
     prefills: Vec<Prefill>,
     since: u64,
-    /// Discounted blocks.
-    faded: BTreeMap<u64, u64>,
+    /// Weights of the discounted blocks.
+    discounted: BTreeMap<u64, u64>,
 }
 
-impl Naive {
+impl SlotModel {
     fn of(log: &[LogEntry], slot: u32) -> Self {
-        let mut naive = Self::default();
-        log.iter().for_each(|line| naive.read(line, slot));
-        naive
+        let mut model = Self::default();
+        log.iter().for_each(|entry| model.apply(entry, slot));
+        model
     }
 
-    fn read(&mut self, line: &LogEntry, slot: u32) {
-        match line {
-            LogEntry::Came {
+    fn apply(&mut self, entry: &LogEntry, slot: u32) {
+        match entry {
+            LogEntry::Booked {
                 id,
                 slot: in_slot,
                 prompt,
@@ -105,21 +105,21 @@ impl Naive {
                 millis,
                 at,
             } if *in_slot == slot => {
-                let live = Live {
+                let live = ModelRequest {
                     id: *id,
                     prompt: prompt.clone(),
                     outputs: Vec::new(),
                     parts: None,
                 };
-                self.came(live, *tokens, *millis, *at);
+                self.add(live, *tokens, *millis, *at);
             }
-            LogEntry::Token { id, at } => self.end_prefill(*id, *at),
+            LogEntry::FirstToken { id, at } => self.end_prefill(*id, *at),
             LogEntry::Output { id, parts } => self.output(*id, *parts),
-            LogEntry::Left { id, at } => {
+            LogEntry::Released { id, at } => {
                 self.end_prefill(*id, *at);
-                self.leave(*id);
+                self.remove(*id);
             }
-            LogEntry::Emptied { slot: in_slot } if *in_slot == slot => *self = Self::default(),
+            LogEntry::SlotReopened { slot: in_slot } if *in_slot == slot => *self = Self::default(),
             LogEntry::Moved {
                 id,
                 to,
@@ -128,12 +128,12 @@ impl Naive {
                 at,
             } => {
                 self.end_prefill(*id, *at);
-                self.leave(*id);
+                self.remove(*id);
                 if *to == Some(slot) {
                     let prompt = request.prompt.clone();
                     let outputs = request.outputs.clone();
-                    self.came(
-                        Live {
+                    self.add(
+                        ModelRequest {
                             id: *id,
                             prompt,
                             outputs,
@@ -146,14 +146,14 @@ impl Naive {
                     request
                         .parts
                         .into_iter()
-                        .for_each(|parts| self.fade(*id, parts));
+                        .for_each(|parts| self.discount(*id, parts));
                 }
             }
-            LogEntry::Came { .. } | LogEntry::Emptied { .. } => {}
+            LogEntry::Booked { .. } | LogEntry::SlotReopened { .. } => {}
         }
     }
 
-    fn came(&mut self, live: Live, tokens: u64, millis: Option<u64>, at: u64) {
+    fn add(&mut self, live: ModelRequest, tokens: u64, millis: Option<u64>, at: u64) {
         if tokens > 0 {
             self.since = if self.prefills.is_empty() {
                 at
@@ -169,18 +169,18 @@ impl Naive {
         self.live.push(live);
     }
 
-    fn leave(&mut self, id: usize) {
+    fn remove(&mut self, id: usize) {
         self.live.retain(|live| live.id != id);
         let held = self.held();
-        self.faded.retain(|block, _| held.contains(block));
+        self.discounted.retain(|block, _| held.contains(block));
     }
 
     fn end_prefill(&mut self, id: usize, at: u64) {
-        let Some(place) = self.prefills.iter().position(|prefill| prefill.id == id) else {
+        let Some(index) = self.prefills.iter().position(|prefill| prefill.id == id) else {
             return;
         };
-        let ended = self.prefills.remove(place);
-        match (place, ended.millis) {
+        let ended = self.prefills.remove(index);
+        match (index, ended.millis) {
             (0, _) => self.since = at,
             (_, Some(millis)) => self.since = at.min(self.since + millis),
             (_, None) => {}
@@ -195,24 +195,24 @@ impl Naive {
         let Some(parts) = parts else { return };
         self.live[at].outputs.fill(parts);
         self.live[at].parts = Some(parts);
-        self.fade(id, parts);
+        self.discount(id, parts);
     }
 
-    fn fade(&mut self, id: usize, parts: u64) {
-        let others = |block: &u64, live: &[Live]| {
+    fn discount(&mut self, id: usize, parts: u64) {
+        let others = |block: &u64, live: &[ModelRequest]| {
             live.iter()
                 .any(|other| other.id != id && other.prompt.contains(block))
         };
         let Some(at) = self.live.iter().position(|live| live.id == id) else {
             return;
         };
-        let alone = self.live[at]
+        let exclusive = self.live[at]
             .prompt
             .iter()
             .filter(|block| !others(block, &self.live))
             .copied();
-        self.faded
-            .extend(alone.map(|block| (block, parts)).collect::<Vec<_>>());
+        self.discounted
+            .extend(exclusive.map(|block| (block, parts)).collect::<Vec<_>>());
     }
 
     fn held(&self) -> BTreeSet<u64> {
@@ -226,7 +226,7 @@ impl Naive {
         let prompts: u64 = self
             .held()
             .iter()
-            .map(|block| self.faded.get(block).unwrap_or(&PARTS))
+            .map(|block| self.discounted.get(block).unwrap_or(&PARTS))
             .sum();
         let outputs: u64 = self.live.iter().flat_map(|live| &live.outputs).sum();
         ActiveLoad {
@@ -264,7 +264,7 @@ impl Naive {
     }
 }
 
-/// Chained hashes, which are equal only after equal prefixes.
+/// Chains the hashes, so that two are equal only after equal prefixes.
 fn chained(locals: &[u64]) -> Vec<u64> {
     let step = |last: &mut u64, local: &u64| {
         *last = *last * 4 + local + 1;
@@ -273,7 +273,7 @@ fn chained(locals: &[u64]) -> Vec<u64> {
     locals.iter().scan(0, step).collect()
 }
 
-/// Prompts of a request: one, or two with a shared prefix.
+/// Returns the prompts of a request: one, or two with a shared prefix.
 fn sequences(locals: &[u64], fork: usize) -> PromptSequences {
     let hashes = |locals: &[u64]| chained(locals).into_iter().map(SequenceHash).collect();
     match fork.checked_sub(3) {
@@ -294,7 +294,7 @@ fn sequences(locals: &[u64], fork: usize) -> PromptSequences {
     }
 }
 
-/// Distinct blocks of a request.
+/// Returns the distinct blocks of a request.
 fn distinct(sequences: &PromptSequences) -> Vec<u64> {
     let blocks: BTreeSet<_> = sequences
         .prompts()
@@ -304,9 +304,9 @@ fn distinct(sequences: &PromptSequences) -> Vec<u64> {
     blocks.into_iter().map(|block| block.0).collect()
 }
 
-/// Load of the three slots, and the additional blocks of one more request.
+/// Returns the load of the three slots, and the additional blocks of one more request.
 fn read(tracker: &Arc<LoadTracker>, sequences: &PromptSequences) -> [(ActiveLoad, u64); 3] {
-    let looked = tracker.book_with(|view| {
+    let result = tracker.book_with(|view| {
         let additional = view.additional(sequences);
         let row = |slot: u32| {
             let load = view.load(RankSlot(slot), rank(u64::from(slot))).unwrap();
@@ -314,18 +314,18 @@ fn read(tracker: &Arc<LoadTracker>, sequences: &PromptSequences) -> [(ActiveLoad
         };
         Err::<Vec<LoadBooking>, _>([row(0), row(1), row(2)])
     });
-    looked.unwrap_err()
+    result.unwrap_err()
 }
 
-/// Duration of a prefill.
+/// Returns the duration of a prefill in milliseconds, or `None` for an unknown one.
 fn millis(pick: u16) -> Option<u64> {
     [None, Some(0), Some(7), Some(100), Some(1000)][usize::from(pick) % 5]
 }
 
-/// Fraction for a number; rarely `None`.
+/// Returns the fraction for a number, in units of `1 / PARTS`. Rarely returns `None`.
 fn parts(pick: u16) -> Option<u64> {
-    let eighths = (0..=8).map(|of| of * PARTS / 8);
-    let mut all = eighths.chain((1..10).map(|of| of * PARTS / 10));
+    let eighths = (0..=8).map(|count| count * PARTS / 8);
+    let mut all = eighths.chain((1..10).map(|count| count * PARTS / 10));
     all.nth(usize::from(pick) % 22)
 }
 
@@ -341,7 +341,7 @@ proptest! {
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
         (0..3).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot))));
-        let mut gone = BTreeSet::new();
+        let mut released = BTreeSet::new();
         let mut log = Vec::new();
         let mut live = BTreeMap::<usize, (Reservation, LoggedRequest)>::new();
         for (id, (kind, slot, locals, tokens, pick, fork)) in script.into_iter().enumerate() {
@@ -357,22 +357,22 @@ proptest! {
                     let booking = LoadBooking { prefill_time, sequences, ..booking(slot, u64::from(slot), &[], tokens) };
                     let outputs = Vec::new();
                     let parts = None;
-                    let counts = true;
-                    let request = LoggedRequest { slot, prompt: prompt.clone(), tokens, has_first_token: false, outputs, parts, counts };
+                    let is_booked = true;
+                    let request = LoggedRequest { slot, prompt: prompt.clone(), tokens, has_first_token: false, outputs, parts, is_booked };
                     live.insert(id, (book(&tracker, booking), request));
-                    log.push(LogEntry::Came { id, slot, prompt: prompt.clone(), tokens, millis, at });
+                    log.push(LogEntry::Booked { id, slot, prompt: prompt.clone(), tokens, millis, at });
                 }
                 (4, Some(id)) => {
                     let (reservation, request) = live.get_mut(&id).unwrap();
                     reservation.on_first_token();
                     request.has_first_token = true;
-                    log.push(LogEntry::Token { id, at });
+                    log.push(LogEntry::FirstToken { id, at });
                 }
                 (5 | 6, Some(id)) => {
                     let parts = parts(pick / 7);
                     let (reservation, request) = live.get_mut(&id).unwrap();
                     reservation.add_output_block(parts.map(|parts| parts as f64 / PARTS as f64));
-                    if request.counts {
+                    if request.is_booked {
                         request.outputs.push(PARTS);
                         parts.into_iter().for_each(|parts| request.outputs.fill(parts));
                         request.parts = parts.or(request.parts);
@@ -381,15 +381,15 @@ proptest! {
                 }
                 (7 | 8, Some(id)) => {
                     drop(live.remove(&id));
-                    log.push(LogEntry::Left { id, at });
+                    log.push(LogEntry::Released { id, at });
                 }
                 (9 | 10, _) => *now.lock() += Duration::from_millis(tokens * u64::from(pick % 20)),
                 (11, _) if pick % 4 == 0 => {
                     tracker.close_slot(RankSlot(slot));
                     tracker.open_slot(RankSlot(slot), rank(u64::from(slot)));
                     let in_slot = live.values_mut().filter(|(_, request)| request.slot == slot);
-                    in_slot.for_each(|(_, request)| request.counts = false);
-                    log.push(LogEntry::Emptied { slot });
+                    in_slot.for_each(|(_, request)| request.is_booked = false);
+                    log.push(LogEntry::SlotReopened { slot });
                 }
                 (12..15, Some(id)) => {
                     let (reservation, request) = live.get_mut(&id).unwrap();
@@ -405,15 +405,15 @@ proptest! {
                         let prefill_time = millis.map(Duration::from_millis);
                         Some(LoadBooking { slot: RankSlot(slot), rank, cached_tokens, prefill_time, ..before.clone() })
                     });
-                    prop_assert_eq!(moved, to.is_some() && !gone.contains(&id));
-                    if !gone.contains(&id) {
+                    prop_assert_eq!(moved, to.is_some() && !released.contains(&id));
+                    if !released.contains(&id) {
                         request.tokens = if request.has_first_token { 0 } else { before.prompt_tokens - cached_tokens };
-                        request.counts = to.is_some();
+                        request.is_booked = to.is_some();
                         request.slot = to.unwrap_or(request.slot);
                         log.push(LogEntry::Moved { id, to, request: request.clone(), millis, at });
                     }
                     if to.is_none() {
-                        gone.insert(id);
+                        released.insert(id);
                     }
                 }
                 _ => {}
@@ -421,8 +421,8 @@ proptest! {
             let at = (*now.lock() - start).as_millis() as u64;
             let read = read(&tracker, &sequences);
             for slot in 0..3 {
-                let naive = Naive::of(&log, slot);
-                prop_assert_eq!(read[slot as usize], (naive.load(at), naive.additional(&prompt)), "{:?}", log);
+                let model = SlotModel::of(&log, slot);
+                prop_assert_eq!(read[slot as usize], (model.load(at), model.additional(&prompt)), "{:?}", log);
             }
         }
         live.clear();

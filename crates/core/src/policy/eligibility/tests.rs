@@ -15,7 +15,7 @@ fn worker(id: u64) -> Worker {
     )
 }
 
-fn several(worker: Worker, ranks: u32) -> Worker {
+fn with_ranks(worker: Worker, ranks: u32) -> Worker {
     Worker {
         ranks: RankRange {
             start: 2,
@@ -47,16 +47,16 @@ fn strings<const N: usize>(of: [&str; N]) -> BTreeSet<String> {
 fn ids(
     fleet: &Fleet,
     constraints: &Constraints,
-    standings: &[(u64, WorkerAvailability)],
+    availabilities: &[(u64, WorkerAvailability)],
 ) -> Result<Vec<(u64, u32)>, EligibilityError> {
     let members: Vec<_> = fleet.members().collect();
-    let standing = |member: &FleetMember| {
-        let found = standings
+    let availability = |member: &FleetMember| {
+        let found = availabilities
             .iter()
             .find(|(id, _)| WorkerId(*id) == member.rank.worker);
-        found.map_or(WorkerAvailability::Ready, |(_, standing)| *standing)
+        found.map_or(WorkerAvailability::Ready, |(_, availability)| *availability)
     };
-    let found = eligible_members(&members, constraints, standing)?;
+    let found = eligible_members(&members, constraints, availability)?;
     Ok(found
         .into_iter()
         .map(|member| (member.rank.worker.0, member.rank.rank.0))
@@ -73,7 +73,7 @@ fn pin(worker: u64, rank: Option<u32>) -> Constraints {
     }
 }
 
-/// Workers for pins: 1, 2 with two ranks, 3 with a taint, and 4 for prefills.
+/// Returns workers for pins: 1, 2 with two ranks, 3 with a taint, and 4 for prefills.
 fn pinned_fleet() -> Fleet {
     let prefill = Worker {
         role: WorkerRole::Prefill,
@@ -83,7 +83,7 @@ fn pinned_fleet() -> Fleet {
         taints: strings(["a"]),
         ..worker(3)
     };
-    fleet([worker(1), several(worker(2), 2), tainted, prefill])
+    fleet([worker(1), with_ranks(worker(2), 2), tainted, prefill])
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn empty_subset_admits_none_and_missing_subset_all() {
 
 #[test]
 fn pin_outside_gateway_subset_is_rejected() {
-    let fleet = fleet([worker(1), several(worker(2), 2)]);
+    let fleet = fleet([worker(1), with_ranks(worker(2), 2)]);
     let within = |constraints, ids: &[u64]| Constraints {
         endpoints: Some(subset(ids)),
         ..constraints
@@ -225,8 +225,9 @@ fn pin_outside_gateway_subset_is_rejected() {
 fn unhealthy_workers_serve_only_without_healthy_ones() {
     use WorkerAvailability::{Overloaded, Unavailable, Unhealthy};
     let fleet = fleet([worker(1), worker(2), worker(3)]);
-    let of =
-        |standings: &[(u64, WorkerAvailability)]| ids(&fleet, &Constraints::default(), standings);
+    let of = |availabilities: &[(u64, WorkerAvailability)]| {
+        ids(&fleet, &Constraints::default(), availabilities)
+    };
     assert_eq!(of(&[(1, Unhealthy)]), Ok(vec![(2, 0), (3, 0)]));
     assert_eq!(
         of(&[(1, Unhealthy), (2, Unhealthy), (3, Unhealthy)]),
@@ -330,8 +331,8 @@ fn decode_follows_prefill_topology() {
         .collect();
     assert_eq!(preferences, [0.0, 1.5, 1.5]);
 
-    let mut untouched = Constraints::default();
-    let unknown = untouched
+    let mut unchanged = Constraints::default();
+    let unknown = unchanged
         .add_transfer_demands(&prefill(TransferEnforcement::Required))
         .unwrap_err();
     assert_eq!(
@@ -341,8 +342,8 @@ fn decode_follows_prefill_topology() {
             domain: "rack".to_owned()
         }
     );
-    untouched.add_transfer_demands(&worker(9)).unwrap();
-    assert_eq!(untouched, Constraints::default());
+    unchanged.add_transfer_demands(&worker(9)).unwrap();
+    assert_eq!(unchanged, Constraints::default());
 }
 
 #[test]
@@ -371,16 +372,16 @@ fn explanation_reports_first_exclusion_reason() {
         found[0].unwrap().to_string(),
         "lacks the required taint `a`"
     );
-    let confined = Constraints {
+    let pool_constraints = Constraints {
         pool: Some("ns/p".into()),
         ..constraints
     };
-    let found = exclusion_reasons(&members, &confined, |_| WorkerAvailability::Ready);
+    let found = exclusion_reasons(&members, &pool_constraints, |_| WorkerAvailability::Ready);
     assert_eq!(found, [Some(ExclusionReason::OtherPool("ns/p")); 2]);
     assert_eq!(found[0].unwrap().to_string(), "is not of the pool `ns/p`");
 }
 
-fn any_standing() -> impl Strategy<Value = WorkerAvailability> {
+fn any_availability() -> impl Strategy<Value = WorkerAvailability> {
     prop_oneof![
         4 => Just(WorkerAvailability::Ready),
         1 => Just(WorkerAvailability::Overloaded),
@@ -402,7 +403,7 @@ fn any_worker(id: u64) -> impl Strategy<Value = Worker> {
         prop::bool::ANY,
         pool,
     )
-        .prop_map(move |(ranks, prefill, labels, racked, pool)| Worker {
+        .prop_map(move |(ranks, prefill, labels, in_rack, pool)| Worker {
             role: if prefill {
                 WorkerRole::Prefill
             } else {
@@ -410,11 +411,11 @@ fn any_worker(id: u64) -> impl Strategy<Value = Worker> {
             },
             taints: labels.0.into_iter().chain(pool).collect(),
             adapters: labels.1,
-            topology: racked
+            topology: in_rack
                 .then(|| ("rack".to_owned(), "r".to_owned()))
                 .into_iter()
                 .collect(),
-            ..several(worker(id), ranks)
+            ..with_ranks(worker(id), ranks)
         })
 }
 
@@ -460,13 +461,13 @@ fn any_constraints() -> impl Strategy<Value = Constraints> {
         )
 }
 
-/// Independent definition of the rules for one member, without an order.
-fn breaks(constraints: &Constraints, member: &FleetMember) -> bool {
+/// Returns whether a member breaks any rule, by an independent definition of the rules.
+fn violates_constraints(constraints: &Constraints, member: &FleetMember) -> bool {
     let worker = &member.worker;
     let rank = constraints.pin.and_then(|pin| pin.rank);
-    let racked = worker.topology.get("rack").map(String::as_str) == Some("r");
+    let in_rack = worker.topology.get("rack").map(String::as_str) == Some("r");
     let has = |taint: &String| {
-        worker.taints.contains(taint) || (racked && taint == "dynamo.topology/rack=r")
+        worker.taints.contains(taint) || (in_rack && taint == "dynamo.topology/rack=r")
     };
     (constraints.role == WorkerRole::Prefill) != (worker.role == WorkerRole::Prefill)
         || constraints.pin.is_some_and(|pin| pin.worker != worker.id)
@@ -493,20 +494,20 @@ proptest! {
     #[test]
     fn exclusion_reasons_match_eligibility(
         workers in (any_worker(0), any_worker(1), any_worker(2), any_worker(3)),
-        standings in prop::collection::vec(any_standing(), 4),
+        availabilities in prop::collection::vec(any_availability(), 4),
         constraints in any_constraints(),
     ) {
         let fleet = fleet([workers.0, workers.1, workers.2, workers.3]);
         let members: Vec<_> = fleet.members().collect();
-        let standing = |member: &FleetMember| standings[member.rank.worker.0 as usize];
-        let found = eligible_members(&members, &constraints, standing);
+        let availability = |member: &FleetMember| availabilities[member.rank.worker.0 as usize];
+        let found = eligible_members(&members, &constraints, availability);
         let candidates = found.as_deref().unwrap_or_default();
 
-        let fit: Vec<_> = members.iter().copied().filter(|member| !breaks(&constraints, member)).collect();
-        let stand = |wanted: WorkerAvailability| fit.iter().copied().filter(move |member| standing(member) == wanted);
-        let mut expected: Vec<_> = stand(WorkerAvailability::Ready).collect();
-        if expected.is_empty() && stand(WorkerAvailability::Overloaded).next().is_none() {
-            expected = stand(WorkerAvailability::Unhealthy).collect();
+        let fitting: Vec<_> = members.iter().copied().filter(|member| !violates_constraints(&constraints, member)).collect();
+        let with_availability = |wanted: WorkerAvailability| fitting.iter().copied().filter(move |member| availability(member) == wanted);
+        let mut expected: Vec<_> = with_availability(WorkerAvailability::Ready).collect();
+        if expected.is_empty() && with_availability(WorkerAvailability::Overloaded).next().is_none() {
+            expected = with_availability(WorkerAvailability::Unhealthy).collect();
         }
         if let Some(bound) = expected.iter().copied().find(|member| Some(member.rank) == constraints.bound_rank) {
             expected = vec![bound];
@@ -517,15 +518,15 @@ proptest! {
         }
         prop_assert_eq!(candidates, &expected[..]);
 
-        let verdicts = exclusion_reasons(&members, &constraints, standing);
+        let verdicts = exclusion_reasons(&members, &constraints, availability);
         for (member, verdict) in members.iter().zip(verdicts) {
             prop_assert_eq!(verdict.is_none(), expected.contains(member), "{:?}", verdict);
         }
         if let Err(why) = found {
-            let overloaded = stand(WorkerAvailability::Overloaded).next().is_some();
-            let says_so =
+            let overloaded = with_availability(WorkerAvailability::Overloaded).next().is_some();
+            let reports_overload =
                 matches!(why, EligibilityError::AllEligibleWorkersOverloaded | EligibilityError::PinnedWorkerOverloaded(_));
-            prop_assert_eq!(says_so, overloaded, "{:?}", why);
+            prop_assert_eq!(reports_overload, overloaded, "{:?}", why);
             let pins = matches!(why, EligibilityError::AllEligibleWorkersOverloaded | EligibilityError::NoEndpoints);
             prop_assert!(pins || constraints.pin.is_some(), "{:?}", why);
         }

@@ -215,7 +215,8 @@ fn invalid_thresholds_are_rejected_by_name() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Worker 0 has two ranks and worker 1 has one. Blocks are 49, 50 or 51 of 100, or as little off by report.
+    /// Worker 0 has two ranks and worker 1 has one. Blocks are 49, 50 or 51 of 100, or as little
+    /// off by report.
     #[test]
     fn overload_latches_per_rank_and_needs_all_ranks(
         steps in prop::collection::vec(prop::array::uniform3((49u64..=51, prop::option::of(49u64..=51))), 1..12),

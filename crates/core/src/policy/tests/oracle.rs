@@ -9,13 +9,13 @@ use rand::rngs::StdRng;
 use super::*;
 
 /// Returns the cheapest candidate and the number of candidates with equal cost.
-fn defined(
-    question: &PolicyInput,
+fn choose_by_definition(
+    input: &PolicyInput,
     candidates: &[Candidate],
     weights: &Weights,
     rng: &mut StdRng,
 ) -> Option<(usize, usize)> {
-    let costs = costs(question, candidates, weights);
+    let costs = costs(input, candidates, weights);
     let totals = costs.iter().map(|cost| {
         if cost.total.is_nan() {
             f64::INFINITY
@@ -95,7 +95,7 @@ fn weights() -> impl Strategy<Value = Weights> {
     )
 }
 
-fn questions() -> impl Strategy<Value = PolicyInput> {
+fn inputs() -> impl Strategy<Value = PolicyInput> {
     let tokens = prop_oneof![
         0..300_u64,
         0..200_000_u64,
@@ -124,15 +124,15 @@ proptest! {
 
     #[test]
     fn choice_has_minimum_cost(
-        (question, candidates, weights) in (questions(), candidates(), weights()),
+        (input, candidates, weights) in (inputs(), candidates(), weights()),
         seed in any::<u64>(),
     ) {
         let rng = || StdRng::seed_from_u64(seed);
-        let expected = defined(&question, &candidates, &weights, &mut rng());
-        let choice = choose(&question, &candidates, &weights, &mut rng());
+        let expected = choose_by_definition(&input, &candidates, &weights, &mut rng());
+        let choice = choose(&input, &candidates, &weights, &mut rng());
         prop_assert_eq!(choice.as_ref().map(|choice| (choice.index, choice.ties)), expected);
         // As text, because NaN is not equal to itself.
-        let chosen = choice.map(|choice| (choice.cost, costs(&question, &candidates, &weights)[choice.index]));
+        let chosen = choice.map(|choice| (choice.cost, costs(&input, &candidates, &weights)[choice.index]));
         prop_assert!(chosen.is_none_or(|(chosen, of)| format!("{chosen:?}") == format!("{of:?}")), "{:?}", chosen);
     }
 }

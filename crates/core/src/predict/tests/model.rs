@@ -13,18 +13,18 @@ pub(super) struct Block {
 
 /// State before a use.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Entered {
+pub(super) struct UseSnapshot {
     known: usize,
     stamp: (u64, u64),
 }
 
 #[derive(Debug)]
 pub(super) struct Model {
-    most: u64,
+    max_blocks: u64,
     leases: bool,
     ttl: u64,
     blocks: BTreeMap<Path, Block>,
-    /// Per path, the number of blocks generated after it, and the time at which that ended.
+    /// Per path, the number of blocks generated after it, and the stamp of the release.
     generated: BTreeMap<Path, (u64, (u64, u64))>,
     growing: u64,
     uses: u64,
@@ -34,11 +34,11 @@ pub(super) struct Model {
 }
 
 impl Model {
-    pub(super) fn new(most: u64, leases: bool, ttl: u64) -> Self {
+    pub(super) fn new(max_blocks: u64, leases: bool, ttl: u64) -> Self {
         let blocks = BTreeMap::new();
         let generated = BTreeMap::new();
         Self {
-            most,
+            max_blocks,
             leases,
             ttl,
             blocks,
@@ -57,11 +57,11 @@ impl Model {
     }
 
     /// Records a prompt. Returns the number of blocks held, and the state before.
-    pub(super) fn record(&mut self, path: &[u8], now: u64) -> (usize, Entered) {
+    pub(super) fn record(&mut self, path: &[u8], now: u64) -> (usize, UseSnapshot) {
         let stamp = self.stamp(now);
         let known = self.overlap(path);
         let held = self.generated.is_empty() && self.blocks.values().all(|block| block.leases > 0);
-        let full = held && self.blocks() + self.generated() >= self.most;
+        let full = held && self.blocks() + self.generated() >= self.max_blocks;
         self.refused += if full { (path.len() - known) as u64 } else { 0 };
         let path = if full { &path[..known] } else { path };
         if let Some((count, _)) = self.generated.get_mut(&path[..known]) {
@@ -77,29 +77,36 @@ impl Model {
             block.leases += u32::from(self.leases);
         }
         self.make_room();
-        (path.len(), Entered { known, stamp })
+        (path.len(), UseSnapshot { known, stamp })
     }
 
     /// Removes the blocks that only this use has added.
-    pub(super) fn revoke(&mut self, path: &[u8], entered: Entered, generated: u64, now: u64) {
-        let Entered { known, stamp } = entered;
+    pub(super) fn revoke(
+        &mut self,
+        path: &[u8],
+        before_use: UseSnapshot,
+        generated: u64,
+        now: u64,
+    ) {
+        let UseSnapshot { known, stamp } = before_use;
         let leases = u32::from(self.leases);
-        let own = |end: &usize| {
+        let exclusive = |end: &usize| {
             let block = self.blocks[&path[..*end]];
             block.stamp == stamp
                 && block.leases == leases
                 && !self.generated.contains_key(&path[..*end])
         };
         let reached = self.overlap(path);
-        let own: Vec<usize> = (known + 1..=reached).rev().take_while(own).collect();
+        let exclusive: Vec<usize> = (known + 1..=reached).rev().take_while(exclusive).collect();
         let follows = |other: &Path| other.len() > reached && other.starts_with(&path[..reached]);
-        let own = if self.blocks.keys().any(follows) {
+        let exclusive = if self.blocks.keys().any(follows) {
             Vec::new()
         } else {
-            own
+            exclusive
         };
         self.release_only(path, generated, now);
-        own.iter()
+        exclusive
+            .iter()
             .for_each(|end| _ = self.blocks.remove(&path[..*end]));
         self.make_room();
     }
@@ -148,7 +155,7 @@ impl Model {
     }
 
     fn make_room(&mut self) {
-        while self.blocks() + self.generated() > self.most {
+        while self.blocks() + self.generated() > self.max_blocks {
             let free = self.blocks.iter().filter(|(_, block)| block.leases == 0);
             let blocks = free
                 .map(|(path, block)| (block.stamp, usize::MAX - path.len(), path.clone(), false));
@@ -156,9 +163,9 @@ impl Model {
             let generated = generated.map(|(path, (_, stamp))| {
                 (*stamp, usize::MAX - path.len() - 1, path.clone(), true)
             });
-            let least = blocks.chain(generated).min();
-            self.evicted += u64::from(least.is_some());
-            match least {
+            let oldest = blocks.chain(generated).min();
+            self.evicted += u64::from(oldest.is_some());
+            match oldest {
                 None => return,
                 Some((_, _, path, false)) => {
                     self.blocks.remove(&path);
@@ -195,7 +202,7 @@ impl Model {
     }
 
     /// Returns whether the parent of every block is present.
-    pub(super) fn is_whole(&self) -> bool {
+    pub(super) fn has_all_parents(&self) -> bool {
         let before =
             |path: &Path| path.len() == 1 || self.blocks.contains_key(&path[..path.len() - 1]);
         let after = |path: &Path| path.is_empty() || self.blocks.contains_key(path);

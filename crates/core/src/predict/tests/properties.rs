@@ -29,12 +29,17 @@ enum Step {
     },
 }
 
-/// Scripts of at most `most` steps on this many ranks. Prompts have fewer than `longest` blocks of
-/// this many kinds.
-fn steps(most: usize, ranks: u32, kinds: u8, longest: usize) -> impl Strategy<Value = Vec<Step>> {
+/// Generates scripts of at most `max_steps` steps on this many ranks. Prompts have fewer than
+/// `max_len` blocks of this many kinds.
+fn steps(
+    max_steps: usize,
+    ranks: u32,
+    kinds: u8,
+    max_len: usize,
+) -> impl Strategy<Value = Vec<Step>> {
     let slot = move || prop_oneof![3 => Just(A), 2 => (0..ranks).prop_map(RankSlot)];
     let step = prop_oneof![
-        10 => (slot(), vec(0..kinds, 0..longest), any::<bool>())
+        10 => (slot(), vec(0..kinds, 0..max_len), any::<bool>())
             .prop_map(|(slot, path, hold)| Step::Record { slot, path, hold }),
         3 => (any::<usize>(), 1..4u64).prop_map(|(pick, blocks)| Step::Grow { pick, blocks }),
         5 => any::<usize>().prop_map(|pick| Step::Release { pick }),
@@ -43,7 +48,7 @@ fn steps(most: usize, ranks: u32, kinds: u8, longest: usize) -> impl Strategy<Va
         4 => Just(Step::Expire),
         1 => slot().prop_map(|slot| Step::Reopen { slot }),
     ];
-    vec(step, 1..most)
+    vec(step, 1..max_steps)
 }
 
 /// Running request in the predictor and in the model.
@@ -52,38 +57,38 @@ struct Request {
     opened: usize,
     prompt_path: Vec<u8>,
     path: Vec<u8>,
-    entered: Entered,
+    before_use: UseSnapshot,
     generated: u64,
     lease: PredictionLease,
 }
 
 /// Predictor and models. Ranks with and without a capacity alternate.
-struct Pair {
-    bed: Bed,
+struct PredictorAndModels {
+    test_bed: TestBed,
     lru: bool,
-    most: u64,
+    max_blocks: u64,
     models: Vec<Model>,
     opened: Vec<usize>,
     requests: Vec<Request>,
     seen: Vec<Vec<u8>>,
 }
 
-impl Pair {
-    fn new(lru: bool, most: u64, ranks: u32) -> Self {
+impl PredictorAndModels {
+    fn new(lru: bool, max_blocks: u64, ranks: u32) -> Self {
         let policy = if lru {
             EvictionPolicy::Lru {
                 default_blocks: None,
-                fallback: ttl(most),
+                fallback: ttl(max_blocks),
             }
         } else {
-            EvictionPolicy::Ttl(ttl(most))
+            EvictionPolicy::Ttl(ttl(max_blocks))
         };
-        let bed = Bed::new(policy);
+        let test_bed = TestBed::new(policy);
         let opened = vec![0; ranks as usize];
         let mut pair = Self {
-            bed,
+            test_bed,
             lru,
-            most,
+            max_blocks,
             models: Vec::new(),
             opened,
             requests: Vec::new(),
@@ -101,21 +106,21 @@ impl Pair {
         let capacity = slot
             .0
             .is_multiple_of(2)
-            .then_some(self.most * (1 + u64::from(slot.0)));
-        self.bed.predictor.open(slot, name(slot), capacity);
-        let (most, leases) = match capacity.filter(|_| self.lru) {
+            .then_some(self.max_blocks * (1 + u64::from(slot.0)));
+        self.test_bed.predictor.open(slot, rank_of(slot), capacity);
+        let (max_blocks, leases) = match capacity.filter(|_| self.lru) {
             Some(capacity) => (capacity, true),
-            None => (self.most, false),
+            None => (self.max_blocks, false),
         };
-        Model::new(most, leases, TTL)
+        Model::new(max_blocks, leases, TTL)
     }
 
-    fn take(&mut self, step: &Step) {
-        let now = self.bed.now();
+    fn apply(&mut self, step: &Step) {
+        let now = self.test_bed.now();
         match step {
             Step::Record { slot, path, hold } => {
-                let lease = self.bed.record(*slot, path);
-                let (held, entered) = self.models[slot.index()].record(path, now);
+                let lease = self.test_bed.record(*slot, path);
+                let (held, before_use) = self.models[slot.index()].record(path, now);
                 let slot = *slot;
                 let opened = self.opened[slot.index()];
                 let prompt_path = path.clone();
@@ -125,7 +130,7 @@ impl Pair {
                     opened,
                     prompt_path,
                     path,
-                    entered,
+                    before_use,
                     generated: 0,
                     lease,
                 });
@@ -153,9 +158,9 @@ impl Pair {
                 self.revoke(pick % self.requests.len())
             }
             Step::Grow { .. } | Step::Release { .. } | Step::Revoke { .. } => {}
-            Step::Wait { millis } => self.bed.wait(*millis),
+            Step::Wait { millis } => self.test_bed.wait(*millis),
             Step::Expire => {
-                self.bed.predictor.expire();
+                self.test_bed.predictor.expire();
                 self.models.iter_mut().for_each(|model| model.expire(now));
             }
             Step::Reopen { slot } => {
@@ -171,7 +176,7 @@ impl Pair {
             opened,
             prompt_path,
             path,
-            entered,
+            before_use,
             generated,
             lease,
         } = self.requests.swap_remove(at);
@@ -185,8 +190,8 @@ impl Pair {
                     0
                 }
             );
-            let now = self.bed.now();
-            self.models[slot.index()].revoke(&path, entered, generated, now);
+            let now = self.test_bed.now();
+            self.models[slot.index()].revoke(&path, before_use, generated, now);
         }
     }
 
@@ -201,7 +206,7 @@ impl Pair {
         } = self.requests.swap_remove(at);
         drop(lease);
         if opened == self.opened[slot.index()] {
-            let now = self.bed.now();
+            let now = self.test_bed.now();
             self.models[slot.index()].release(&path, generated, now);
         }
     }
@@ -215,11 +220,11 @@ impl Pair {
 
     fn check_path(&mut self, at: usize) {
         let path = &self.seen[at];
-        self.bed
+        self.test_bed
             .predictor
-            .overlaps(&prompt(path), &mut self.bed.overlaps);
+            .overlaps(&prompt(path), &mut self.test_bed.overlaps);
         for (slot, model) in self.models.iter().enumerate() {
-            let found = self.bed.overlaps.get(RankSlot(slot as u32));
+            let found = self.test_bed.overlaps.get(RankSlot(slot as u32));
             assert_eq!(found.total(), found.device);
             assert_eq!(
                 found.device as usize,
@@ -230,14 +235,14 @@ impl Pair {
     }
 
     fn check_counts(&self) {
-        let stats = self.bed.predictor.stats();
-        let indexed = self.bed.predictor.index.stats();
+        let stats = self.test_bed.predictor.stats();
+        let indexed = self.test_bed.predictor.index.stats();
         let all: BTreeSet<&Vec<u8>> = self.models.iter().flat_map(Model::paths).collect();
         assert_eq!(indexed.distinct_blocks, all.len() as u64);
         for (slot, model) in self.models.iter().enumerate() {
             assert!(
-                model.is_whole(),
-                "a block left before its descendants: {model:?}"
+                model.has_all_parents(),
+                "a block was evicted before its descendants: {model:?}"
             );
             let found = &stats.ranks[slot];
             assert_eq!(
@@ -245,9 +250,9 @@ impl Pair {
                 (model.blocks(), model.generated()),
                 "{slot:?}"
             );
-            let gone = (found.evicted, found.expired, found.refused);
+            let removed = (found.evicted, found.expired, found.refused);
             assert_eq!(
-                gone,
+                removed,
                 (model.evicted, model.expired, model.refused),
                 "{slot:?}"
             );
@@ -266,9 +271,9 @@ impl Pair {
         }
         self.check();
         for slot in (0..self.models.len() as u32).map(RankSlot) {
-            self.bed.predictor.close(slot);
+            self.test_bed.predictor.close(slot);
         }
-        assert_eq!(self.bed.predictor.index.stats(), IndexStats::default());
+        assert_eq!(self.test_bed.predictor.index.stats(), IndexStats::default());
     }
 }
 
@@ -278,12 +283,12 @@ proptest! {
     #[test]
     fn predictor_matches_model(
         lru in any::<bool>(),
-        most in 1..20u64,
+        max_blocks in 1..20u64,
         steps in steps(30, 2, 2, 8),
     ) {
-        let mut pair = Pair::new(lru, most, 2);
+        let mut pair = PredictorAndModels::new(lru, max_blocks, 2);
         for step in &steps {
-            pair.take(step);
+            pair.apply(step);
             pair.check();
         }
         pair.end();
@@ -296,12 +301,12 @@ proptest! {
     #[test]
     fn long_scripts_on_several_ranks_match_model(
         lru in any::<bool>(),
-        most in 5..100u64,
+        max_blocks in 5..100u64,
         steps in steps(300, RANKS, 3, 16),
     ) {
-        let mut pair = Pair::new(lru, most, RANKS);
+        let mut pair = PredictorAndModels::new(lru, max_blocks, RANKS);
         for (at, step) in steps.iter().enumerate() {
-            pair.take(step);
+            pair.apply(step);
             pair.check_counts();
             let last = pair.seen.len().saturating_sub(4);
             (last..pair.seen.len()).for_each(|seen| pair.check_path(seen));

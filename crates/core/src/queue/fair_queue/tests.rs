@@ -18,7 +18,7 @@ enum Op {
     Push {
         class: usize,
         after: Duration,
-        turn: QueueMetadata,
+        metadata: QueueMetadata,
     },
     /// Removes one of the queued requests.
     Remove(usize),
@@ -69,16 +69,16 @@ fn lane() -> impl Strategy<Value = QueueLane> {
 
 fn op() -> impl Strategy<Value = Op> {
     let jump = prop_oneof![4 => Just(0.0), 1 => Just(-1.0), 1 => Just(0.5), 1 => Just(2.0), 1 => Just(f64::NAN)];
-    let turn = (
+    let metadata = (
         lane(),
         prop_oneof![3 => Just(0i64), 1 => -2i64..3],
         jump,
         0u64..40,
         0u64..40,
     );
-    let push = (0usize..4, 0u64..4, turn).prop_map(|(class, halves, turn)| {
-        let (lane, strict_priority, priority_jump, prompt_tokens, cached_tokens) = turn;
-        let turn = QueueMetadata {
+    let push = (0usize..4, 0u64..4, metadata).prop_map(|(class, halves, metadata)| {
+        let (lane, strict_priority, priority_jump, prompt_tokens, cached_tokens) = metadata;
+        let metadata = QueueMetadata {
             lane,
             strict_priority,
             priority_jump,
@@ -89,7 +89,7 @@ fn op() -> impl Strategy<Value = Op> {
         Op::Push {
             class,
             after: Duration::from_millis(500 * halves),
-            turn,
+            metadata,
         }
     });
     prop_oneof![
@@ -101,7 +101,7 @@ fn op() -> impl Strategy<Value = Op> {
 }
 
 /// Queue and model.
-struct Both {
+struct QueueAndModel {
     classes: Arc<QueueClasses>,
     queue: FairQueue<usize>,
     model: Model,
@@ -110,7 +110,7 @@ struct Both {
     tickets: Vec<QueueTicket>,
 }
 
-impl Both {
+impl QueueAndModel {
     const WORKERS: usize = 2;
 
     fn new(classes: Vec<QueueClass>) -> Self {
@@ -130,7 +130,11 @@ impl Both {
 
     fn run(&mut self, op: Op) {
         match op {
-            Op::Push { class, after, turn } => self.push(class, after, turn),
+            Op::Push {
+                class,
+                after,
+                metadata,
+            } => self.push(class, after, metadata),
             Op::Remove(nth) => {
                 let Some((id, ticket)) = nth
                     .checked_rem(self.tickets.len())
@@ -164,7 +168,7 @@ impl Both {
         assert_eq!(self.queue.is_empty(), self.model.waiting.is_empty());
     }
 
-    fn push(&mut self, class: usize, after: Duration, turn: QueueMetadata) {
+    fn push(&mut self, class: usize, after: Duration, metadata: QueueMetadata) {
         self.now += after;
         let class = class % self.classes.iter().count();
         let full = self
@@ -177,7 +181,7 @@ impl Both {
         }
         let id = self.tickets.len();
         let entry = QueueEntry {
-            metadata: turn.clone(),
+            metadata: metadata.clone(),
             class: ClassId(class),
             arrived_at: self.start + self.now,
             payload: id,
@@ -186,7 +190,7 @@ impl Both {
         self.model.push(Waiter {
             id,
             class,
-            turn,
+            metadata,
             arrived: self.now,
         });
         assert!(self.queue.contains(self.tickets[id]));
@@ -198,7 +202,7 @@ proptest! {
 
     #[test]
     fn queue_matches_sorted_list(classes in class_configs(), ops in vec(op(), 1..40)) {
-        let mut both = Both::new(classes);
+        let mut both = QueueAndModel::new(classes);
         for op in ops {
             both.run(op);
         }

@@ -122,7 +122,7 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             .collect()
     }
 
-    /// Phase without a choice.
+    /// Explains a phase without a choice.
     fn unchosen_phase(&self, constraints: &Constraints) -> PhaseExplanation {
         PhaseExplanation {
             role: constraints.role,

@@ -74,7 +74,7 @@ fn worker_row(phase: &PhaseExplanation, id: u64) -> &WorkerExplanation {
     phase
         .workers
         .iter()
-        .find(|judged| judged.rank == rank(id))
+        .find(|row| row.rank == rank(id))
         .unwrap()
 }
 
@@ -193,7 +193,7 @@ fn exclusions_by_constraint() -> Vec<(Vec<Worker>, RequestChange, &'static str)>
         (
             vec![worker(1), with_role(2, WorkerRole::Prefill)],
             |_| {},
-            "does not do this phase",
+            "does not run this phase",
         ),
         (
             vec![worker(1), worker(2)],
@@ -284,10 +284,10 @@ fn explanation_reports_every_exclusion_reason() {
         let left: Vec<_> = phase
             .workers
             .iter()
-            .filter(|judged| judged.excluded.is_none())
+            .filter(|row| row.excluded.is_none())
             .collect();
         assert!(
-            left.iter().all(|judged| judged.cost.is_some()) && !left.is_empty(),
+            left.iter().all(|row| row.cost.is_some()) && !left.is_empty(),
             "{expected}: {phase:?}"
         );
         assert_eq!(
@@ -334,7 +334,7 @@ fn explanation_lists_overloaded_ejected_and_removed_workers() {
     assert_eq!(why(&explanation, 3), Some("decode workers take precedence"));
 }
 
-/// Router with one small worker, predictions without events and an overload threshold.
+/// Creates a router with one small worker, predictions without events and an overload threshold.
 fn router_of_small_worker(clock: &Clock) -> Router {
     let overload = OverloadThresholds {
         decode_blocks: Some(0.5),
@@ -399,7 +399,7 @@ fn explanation_changes_no_state() {
     let third = router.route(request(&[vec![3]])).unwrap();
     let overloaded =
         |router: &Router| why(&router.explain(request(&[vec![9]])), 1).map(str::to_owned);
-    let standings = || {
+    let is_overloaded = || {
         let fleet = router.fleet();
         let members: Vec<_> = fleet.members().collect();
         router
@@ -416,7 +416,7 @@ fn explanation_changes_no_state() {
     );
     drop(third);
     assert_eq!(
-        (standings(), overloaded(&router)),
+        (is_overloaded(), overloaded(&router)),
         (false, None),
         "explanations do not latch"
     );
@@ -493,7 +493,7 @@ fn agrees(explanation: &RouteExplanation, route: &Route) -> Result<(), TestCaseE
         let won = phase
             .workers
             .iter()
-            .find(|judged| judged.rank == to.rank)
+            .find(|row| row.rank == to.rank)
             .unwrap();
         prop_assert_eq!(won.cost, Some(choice.cost));
         prop_assert_eq!(
@@ -503,7 +503,7 @@ fn agrees(explanation: &RouteExplanation, route: &Route) -> Result<(), TestCaseE
         let cheapest = phase
             .workers
             .iter()
-            .filter_map(|judged| Some(judged.cost?.total))
+            .filter_map(|row| Some(row.cost?.total))
             .fold(f64::INFINITY, f64::min);
         prop_assert!(explanation.weights.router_temperature > 0.0 || choice.cost.total == cheapest);
     }
@@ -511,7 +511,7 @@ fn agrees(explanation: &RouteExplanation, route: &Route) -> Result<(), TestCaseE
     let won = decode
         .workers
         .iter()
-        .find(|judged| judged.rank == route.to.rank)
+        .find(|row| row.rank == route.to.rank)
         .unwrap();
     prop_assert_eq!(won.cached_tokens, route.predicted_cached_tokens);
     Ok(())

@@ -69,7 +69,8 @@ fn estimates_match_next_decision() {
         (warm.shared_beyond_device, warm.effective_blocks),
         (4, 1.0 + 2.0 * 0.75 + 0.25)
     );
-    // One token of the live request is still to be computed, and its two blocks are among these eight.
+    // One token of the live request is still to be computed, and its two blocks are among these
+    // eight.
     assert_eq!(
         (
             warm.load.active_prefill_tokens,

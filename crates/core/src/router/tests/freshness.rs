@@ -63,21 +63,21 @@ fn stale_source_reduces_credit_and_is_reported() {
         "4 blocks count, not 8"
     );
     let explanation = router.explain(prompt());
-    let judged = explanation.phases[0]
+    let row = explanation.phases[0]
         .workers
         .iter()
-        .find(|judged| judged.rank == rank(1))
+        .find(|row| row.rank == rank(1))
         .unwrap();
-    let cost = judged.cost.unwrap();
+    let cost = row.cost.unwrap();
     assert_eq!(
         (
             cost.freshness_credit,
             cost.device_credit,
-            judged.overlap.device
+            row.overlap.device
         ),
         (0.5, 4.0, 8)
     );
-    assert_eq!(judged.source, stale());
+    assert_eq!(row.source, stale());
 
     router.set_source_status(rank(2), stale());
     let route = router.preview(prompt()).unwrap();
@@ -165,7 +165,7 @@ fn unusable_sources_route_by_load_only() {
 
 #[test]
 fn engine_reuses_only_whole_engine_blocks() {
-    // Our blocks have 4 tokens; the prompt has 41, of which 28 are held.
+    // Index blocks have 4 tokens. The prompt has 41 tokens, of which 28 are held.
     let cases = [
         (None, 28, 7),
         (BlockSize::new(8), 24, 6),
@@ -249,7 +249,8 @@ fn answers_that_store_blocks_expect_events() {
         "it held the whole prompt"
     );
     assert_eq!(answer((0..9).collect(), 200, ResponseOrigin::Chosen), 2);
-    // The engine's blocks are four of ours, and it had all that it stores of each prompt.
+    // An engine block covers four index blocks, and the engine already held all blocks that it
+    // stores for each prompt.
     router.set_source_status(
         rank(1),
         SourceStatus {
@@ -257,7 +258,7 @@ fn answers_that_store_blocks_expect_events() {
             ..SourceStatus::EXACT
         },
     );
-    let several = |prompts: &[Vec<u64>]| {
+    let expected_events = |prompts: &[Vec<u64>]| {
         let mut booked = router.route(request(prompts)).unwrap();
         router.on_response(
             &mut booked,
@@ -268,11 +269,11 @@ fn answers_that_store_blocks_expect_events() {
         );
         source.lock().facts().requests_without_events
     };
-    let six: Vec<Vec<u64>> = vec![(0..6).collect(); 4];
+    let six_block_prompts: Vec<Vec<u64>> = vec![(0..6).collect(); 4];
     assert_eq!(
-        several(&six),
+        expected_events(&six_block_prompts),
         2,
         "the remainders of four prompts contain no whole block"
     );
-    assert_eq!(several(&[(0..6).collect(), (0..12).collect()]), 3);
+    assert_eq!(expected_events(&[(0..6).collect(), (0..12).collect()]), 3);
 }

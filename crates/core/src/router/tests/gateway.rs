@@ -46,7 +46,7 @@ fn pin(id: u64) -> Option<WorkerPin> {
     })
 }
 
-fn within(ids: &[u64]) -> RouteRequest {
+fn request_within(ids: &[u64]) -> RouteRequest {
     let mut request = request(&[vec![1, 2, 3]]);
     request.constraints.endpoints = subset(ids);
     request
@@ -164,7 +164,7 @@ fn prefill_worker_within(
     };
     let placement = router_of(workers, settings).route(RouteRequest {
         prefill_pin,
-        ..within(ids)
+        ..request_within(ids)
     })?;
     let prefill = placement.route.prefill();
     Ok(prefill.map(|prefill| prefill.to.rank.worker.0))
@@ -199,7 +199,7 @@ fn pin_outside_subset_is_not_a_client_error() {
         with_role(11, WorkerRole::Decode),
     ];
     let router = router_of(workers, RouterSettings::default());
-    let mut pinned = within(&[1]);
+    let mut pinned = request_within(&[1]);
     pinned.constraints.pin = pin(11);
     assert_eq!(router.route(pinned).unwrap_err(), RouteError::Unsatisfied);
 }
@@ -211,7 +211,7 @@ fn draining_worker_gets_no_new_requests() {
         ..at(id)
     };
     let router = router_of([at(1), at(2)], RouterSettings::default());
-    let held = router.route(within(&[1])).unwrap();
+    let held = router.route(request_within(&[1])).unwrap();
     publish(&router, [draining(1), at(2)]);
     assert_eq!(load_of(&router, 1).2, 1, "it is the same worker");
     for _ in 0..8 {
@@ -224,7 +224,7 @@ fn draining_worker_gets_no_new_requests() {
     pinned.constraints.pin = pin(1);
     assert_eq!(router.route(pinned).unwrap_err(), RouteError::Unsatisfied);
     assert_eq!(
-        router.route(within(&[1])).unwrap_err(),
+        router.route(request_within(&[1])).unwrap_err(),
         RouteError::Unsatisfied
     );
     assert!(!router.is_usable(rank(1)) && router.is_usable(rank(2)) && !router.is_usable(rank(3)));
@@ -242,7 +242,7 @@ fn draining_worker_gets_no_new_requests() {
     );
 }
 
-/// Three known blocks of a truncated prompt.
+/// Returns three known blocks of a truncated prompt.
 fn known_blocks() -> BlockHashes {
     let locals = [1, 2, 3].map(LocalHash).into();
     BlockHashes::from_locals(12, BlockSize::new(4).unwrap(), locals)
@@ -257,7 +257,7 @@ fn truncated_request(known: BlockHashes) -> RouteRequest {
     RouteRequest::new(None, prompt)
 }
 
-/// Router of two workers with event sources.
+/// Creates a router of two workers with event sources.
 fn router_with_event_sources() -> Router {
     let source = EventSource {
         endpoint: "tcp://127.0.0.1:1".to_owned(),
@@ -348,7 +348,8 @@ fn truncated_prompt_uses_predictions() {
     assert_eq!(route.target().predicted_cached_tokens, Some(12));
 }
 
-/// Envoy would choose a worker of another pool, so the request is rejected with the name of the pool.
+/// Checks that a request without a worker in its pool is rejected. Envoy would choose a worker of
+/// another pool.
 #[test]
 fn pool_request_uses_pool_workers_only() {
     let of_pool = |id, pool: &str| Worker {

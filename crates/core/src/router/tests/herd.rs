@@ -7,7 +7,7 @@ use super::*;
 
 /// Routes one request per thread at the same time. Returns the number of choices per rank and
 /// phase.
-fn stampede(router: &Router, threads: usize) -> (Vec<WorkerRank>, Vec<WorkerRank>) {
+fn route_concurrently(router: &Router, threads: usize) -> (Vec<WorkerRank>, Vec<WorkerRank>) {
     let barrier = Barrier::new(threads);
     let booked: Vec<Placement> = thread::scope(|scope| {
         let route = |at: usize| {
@@ -50,7 +50,7 @@ fn simultaneous_requests_spread_over_idle_workers() {
     for workers in [2, 3, 8, 16] {
         let router = router_of((0..workers).map(worker), RouterSettings::default());
         for round in 0..100 {
-            let (chosen, _) = stampede(&router, workers as usize);
+            let (chosen, _) = route_concurrently(&router, workers as usize);
             assert_eq!(chosen, each(0..workers), "round {round}");
         }
         assert!(
@@ -77,7 +77,7 @@ fn both_phases_are_booked_in_one_step() {
     };
     let router = router_of(workers(), RouterSettings::default());
     for round in 0..100 {
-        let (decode, prefill) = stampede(&router, 8);
+        let (decode, prefill) = route_concurrently(&router, 8);
         assert_eq!(
             (prefill, decode),
             (each(0..8), each(8..16)),

@@ -138,7 +138,7 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
     assert_eq!(ids(&router, 50), [2]);
 
     clock.advance(Duration::from_secs(1));
-    let mut probe = held_until(&router, WorkerId(1));
+    let mut probe = route_until_chosen(&router, WorkerId(1));
     assert_eq!(probe.probes.len(), 1);
     assert_eq!(ids(&router, 50), [2], "exactly one request probes it");
     router.on_response(&mut probe, DEAD);
@@ -146,13 +146,13 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
     clock.advance(Duration::from_millis(1999));
     assert_eq!(ids(&router, 50), [2], "twice as long");
     clock.advance(Duration::from_millis(1));
-    router.on_response(&mut held_until(&router, WorkerId(1)), OK);
+    router.on_response(&mut route_until_chosen(&router, WorkerId(1)), OK);
     assert_eq!(router.ejected_workers(), []);
     assert_eq!(ids(&router, 50), [1, 2]);
 }
 
 /// Routes and books requests until the worker is chosen.
-fn held_until(router: &Router, worker: WorkerId) -> Placement {
+fn route_until_chosen(router: &Router, worker: WorkerId) -> Placement {
     let mut held = Vec::new();
     for at in 0..50 {
         let booked = router.route(request(&[vec![1000 + at]])).unwrap();

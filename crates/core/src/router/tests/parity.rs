@@ -7,15 +7,16 @@ use crate::freshness::{IndexFreshness, SourceStatus, StaleReason};
 use crate::index::{KvEvent, StoredBlock};
 use crate::parity::{BlockEvidence, ParityChange, ParityExpectation};
 
-fn hashed(foretold: ParityExpectation) -> RouteRequest {
+fn hashed(expectation: ParityExpectation) -> RouteRequest {
     RouteRequest {
         model: Some("m".into()),
-        parity: foretold,
+        parity: expectation,
         ..request(&[(0..10).collect()])
     }
 }
 
-/// Two workers. The first holds more blocks, and its events prove that its tokens differ.
+/// Creates a router of two workers. The first holds more blocks, and its events prove that its
+/// tokens differ.
 fn router_with_one_that_differs() -> (Router, [crate::index::RankWriter; 2]) {
     let router = router_of([worker(1), worker(2)], RouterSettings::default());
     let writers = [holds(&router, 1, 8), holds(&router, 2, 6)];
@@ -23,20 +24,20 @@ fn router_with_one_that_differs() -> (Router, [crate::index::RankWriter; 2]) {
         .into_iter()
         .for_each(|id| router.set_source_status(rank(id), SourceStatus::EXACT));
     router.parity().configure([("m".into(), Arc::default())]);
-    let standing = router.parity().model_status(&"m".into()).unwrap();
+    let status = router.parity().model_status(&"m".into()).unwrap();
     for _ in 0..8 {
-        standing.record_evidence(WorkerId(1), BlockEvidence::Unconfirmed { block: 0 });
-        standing.record_evidence(WorkerId(2), BlockEvidence::Confirmed);
+        status.record_evidence(WorkerId(1), BlockEvidence::Unconfirmed { block: 0 });
+        status.record_evidence(WorkerId(2), BlockEvidence::Confirmed);
     }
-    assert!(!standing.is_mistrusted());
+    assert!(!status.is_mistrusted());
     (router, writers)
 }
 
 #[test]
 fn mismatched_worker_gets_no_cache_credit() {
     let (router, _writers) = router_with_one_that_differs();
-    for foretold in [ParityExpectation::Prompt, ParityExpectation::Multimodal] {
-        let route = router.preview(hashed(foretold)).unwrap();
+    for expectation in [ParityExpectation::Prompt, ParityExpectation::Multimodal] {
+        let route = router.preview(hashed(expectation)).unwrap();
         assert_eq!(
             (route.to.rank, route.mode, route.reason),
             (rank(2), Mode::Exact, None)
@@ -79,8 +80,8 @@ fn route_to_mismatched_worker_is_load_only() {
         );
     }
     // Checks continue, so agreement is detected again.
-    let standing = router.parity().model_status(&"m".into()).unwrap();
-    (0..3).for_each(|_| _ = standing.record_evidence(WorkerId(1), BlockEvidence::Confirmed));
+    let status = router.parity().model_status(&"m".into()).unwrap();
+    (0..3).for_each(|_| _ = status.record_evidence(WorkerId(1), BlockEvidence::Confirmed));
     assert_eq!(
         router
             .preview(hashed(ParityExpectation::Prompt))
@@ -106,7 +107,7 @@ fn after_lost_batches_only_new_blocks_are_evidence() {
         blocks,
         tier: StorageTier::Device,
     };
-    let looked_after = || {
+    let take_check = || {
         let mut booked = router.route(hashed(ParityExpectation::Prompt)).unwrap();
         router.start_parity_check(&mut booked);
         parity.take_ready_checks().pop()
@@ -115,37 +116,37 @@ fn after_lost_batches_only_new_blocks_are_evidence() {
         (IndexFreshness::Stale, StaleReason::LostBatches),
         (IndexFreshness::Incomplete, StaleReason::UnreportedBlocks),
     ];
-    for (at, (trust, because)) in lost.into_iter().enumerate() {
-        router.set_source_status(rank(1), SourceStatus::new(trust, Some(because)));
+    for (at, (freshness, reason)) in lost.into_iter().enumerate() {
+        router.set_source_status(rank(1), SourceStatus::new(freshness, Some(reason)));
         let mut writer = router
             .index()
             .create_writer(router.fleet().slot(rank(1)).unwrap());
         assert_eq!(
-            router.evaluate_parity_check(looked_after().unwrap()),
+            router.evaluate_parity_check(take_check().unwrap()),
             None,
-            "it may hold them: {trust:?}"
+            "it may hold them: {freshness:?}"
         );
         assert_eq!(
             parity.parity().workers[&WorkerId(1)].events.undecided,
             at as u64 + 1
         );
-        let sighting = looked_after().unwrap();
+        let check = take_check().unwrap();
         writer.apply(&stored);
         assert_eq!(
-            router.evaluate_parity_check(sighting),
+            router.evaluate_parity_check(check),
             Some((BlockEvidence::Confirmed, ParityChange::None)),
-            "{trust:?}"
+            "{freshness:?}"
         );
         assert!(
-            looked_after().is_none(),
-            "an earlier incarnation may have reported them: {trust:?}"
+            take_check().is_none(),
+            "an earlier incarnation may have reported them: {freshness:?}"
         );
     }
     router.set_source_status(
         rank(1),
         SourceStatus::new(IndexFreshness::Stale, Some(StaleReason::Silent)),
     );
-    assert!(looked_after().is_none(), "no event arrived");
+    assert!(take_check().is_none(), "no event arrived");
 }
 
 #[test]

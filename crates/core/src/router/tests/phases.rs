@@ -88,10 +88,13 @@ fn decode_workers_prefill_unless_enforced() {
             .into_iter()
             .filter(|worker| worker.role == WorkerRole::Decode)
     };
-    let lenient = router_of(decoders(), enforcing(false));
-    let booked = lenient.route(request(&[vec![1, 2]])).unwrap();
+    let not_enforcing = router_of(decoders(), enforcing(false));
+    let booked = not_enforcing.route(request(&[vec![1, 2]])).unwrap();
     assert_eq!(booked.route.phases, PhaseAssignment::Aggregated);
-    assert_eq!(load_of(&lenient, booked.route.to.rank.worker.0), (2, 9, 1));
+    assert_eq!(
+        load_of(&not_enforcing, booked.route.to.rank.worker.0),
+        (2, 9, 1)
+    );
     drop(booked);
 
     let strict = router_of(decoders(), enforcing(true));
@@ -288,26 +291,27 @@ fn prefill_topology_constrains_decode_worker() {
     );
     drop(booked);
 
-    let apart = || {
+    let workers_in_two_zones = || {
         vec![
             placed(1, WorkerRole::Prefill, "c"),
             placed(11, WorkerRole::Decode, "a"),
         ]
     };
-    let lenient = router_of(apart(), enforcing(false))
+    let not_enforcing = router_of(workers_in_two_zones(), enforcing(false))
         .route(request(&[vec![1]]))
         .unwrap();
     assert_eq!(
-        lenient.route.phases,
+        not_enforcing.route.phases,
         PhaseAssignment::Local(LocalPrefillReason::TopologyMismatch)
     );
-    let strict = router_of(apart(), enforcing(true)).route(request(&[vec![1]]));
+    let strict = router_of(workers_in_two_zones(), enforcing(true)).route(request(&[vec![1]]));
     assert_eq!(strict.unwrap_err(), RouteError::NoPrefill);
 }
 
 #[test]
 fn request_without_prompt_skips_prefill_and_queue() {
-    let unread = |because| RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, because });
+    let without_prompt =
+        |because| RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, because });
     let when_all_overloaded = OverloadAction::Reject;
     let settings = RouterSettings {
         when_all_overloaded,
@@ -315,16 +319,18 @@ fn request_without_prompt_skips_prefill_and_queue() {
     };
     let router = router_of([with_role(11, WorkerRole::Decode)], settings);
     assert_eq!(
-        router.route(unread(Reason::BodyTooLarge)).unwrap_err(),
+        router
+            .route(without_prompt(Reason::BodyTooLarge))
+            .unwrap_err(),
         RouteError::NoPrefill
     );
     for because in [Reason::NotInference, Reason::NoBody] {
         assert_eq!(
-            router.route(unread(because)).unwrap().route.phases,
+            router.route(without_prompt(because)).unwrap().route.phases,
             PhaseAssignment::Aggregated
         );
     }
-    let mut booked = router.route(unread(Reason::NoBody)).unwrap();
+    let mut booked = router.route(without_prompt(Reason::NoBody)).unwrap();
     router.on_response(
         &mut booked,
         WorkerResponse {
@@ -333,13 +339,13 @@ fn request_without_prompt_skips_prefill_and_queue() {
         },
     );
     assert!(
-        router.route(unread(Reason::NoBody)).is_ok(),
+        router.route(without_prompt(Reason::NoBody)).is_ok(),
         "even if it is overloaded"
     );
     publish(&router, pools());
     assert!(
         router
-            .route(unread(Reason::NotInference))
+            .route(without_prompt(Reason::NotInference))
             .unwrap()
             .route
             .prefill()
@@ -436,7 +442,7 @@ fn failure_after_remote_prefill_is_inconclusive() {
 
 #[test]
 fn local_prefill_ignores_busy_prefill_workers() {
-    let gate = BusyThreshold {
+    let threshold = BusyThreshold {
         prefill_tokens: Some(10),
         ..BusyThreshold::default()
     };
@@ -452,17 +458,17 @@ fn local_prefill_ignores_busy_prefill_workers() {
                 ..RouterSettings::default()
             },
         );
-        let occupy = |id: u64| {
+        let book_on = |id: u64| {
             let mut long = request(&[(id * 100..id * 100 + 20).collect()]);
             long.prefill_pin = pinned(id);
             router.route(long).unwrap()
         };
-        let _held = [occupy(1), occupy(2)];
+        let _held = [book_on(1), book_on(2)];
         let mut prepared = router.prepare(RouteRequest {
             prefill_pin,
             ..request(&[vec![7]])
         });
-        match router.place(&mut prepared, &gate) {
+        match router.place(&mut prepared, &threshold) {
             PlaceOutcome::Placed(booked) => Some(booked.route.phases),
             attempt => {
                 assert!(matches!(attempt, PlaceOutcome::Busy), "{attempt:?}");

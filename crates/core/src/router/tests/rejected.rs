@@ -13,7 +13,7 @@ const TTL: TtlPolicy = TtlPolicy {
     most_blocks_per_rank: 1 << 20,
 };
 
-/// Router with workers whose caches are predicted by a policy.
+/// Creates a router with workers whose caches are predicted by a policy.
 fn predicting(policy: EvictionPolicy, workers: impl IntoIterator<Item = Worker>) -> Router {
     let router = router_of(workers, RouterSettings::default());
     let without_events = Some(Predictor::new(policy, Instant::now));
@@ -85,23 +85,29 @@ fn refused_prompt_neither_stays_nor_evicts_others() {
     for (case, policy, capacity, attack) in cases {
         let published = Arc::new(PublishCounter::default());
         let router = predicting(policy, [with_capacity(capacity)]).with_listener(published.clone());
-        let of_victim = tokens(0, 8000);
+        let cached_prompt = tokens(0, 8000);
         let of_refused = tokens(1 << 30, attack);
-        let victim = || of_victim.clone();
+        let cached_request = || cached_prompt.clone();
         let refused = || of_refused.clone();
-        answer(&router, victim(), 200);
-        assert_eq!(cached(&router, victim()), 7_984, "{case}");
+        answer(&router, cached_request(), 200);
+        assert_eq!(cached(&router, cached_request()), 7_984, "{case}");
         for status in [400, 500, 503, 302] {
             answer(&router, refused(), status);
             assert_eq!(
-                (cached(&router, victim()), cached(&router, refused())),
+                (
+                    cached(&router, cached_request()),
+                    cached(&router, refused())
+                ),
                 (7_984, 0),
                 "{case}: {status}"
             );
         }
         drop(router.route(refused()).unwrap());
         assert_eq!(
-            (cached(&router, victim()), cached(&router, refused())),
+            (
+                cached(&router, cached_request()),
+                cached(&router, refused())
+            ),
             (7_984, 0),
             "{case}: the client left"
         );
@@ -146,8 +152,8 @@ fn prompt_in_flight_counts_for_concurrent_requests() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
-    /// Two routers get the same accepted requests. One of them also gets rejected requests, some of
-    /// which are in flight at the same time.
+    /// Sends the same accepted requests to two routers. One of them also receives rejected
+    /// requests, some of which are in flight at the same time.
     #[test]
     fn refused_requests_leave_all_overlaps_unchanged(
         lru in any::<bool>(),

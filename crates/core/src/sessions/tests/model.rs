@@ -7,20 +7,20 @@ use proptest::prelude::*;
 use super::*;
 
 const IDS: [&str; 4] = ["a", "b", "c", "p"];
-const MOST: usize = 3;
+const MAX_SESSIONS: usize = 3;
 
 #[derive(Clone, Debug)]
 enum Op {
     Enter(usize),
     Bind(usize, u64),
-    Leave(usize),
+    Abandon(usize),
     Release(usize),
     Rebind(usize, u64),
     Finish(usize),
     Poll(usize),
     StopWaiting(usize),
-    Lose(u64),
-    Pass(u64),
+    RemoveWorker(u64),
+    Advance(u64),
 }
 
 fn any_op() -> impl Strategy<Value = Op> {
@@ -29,20 +29,20 @@ fn any_op() -> impl Strategy<Value = Op> {
     prop_oneof![
         8 => (0usize..4).prop_map(Op::Enter),
         4 => (nth(), worker()).prop_map(|(nth, worker)| Op::Bind(nth, worker)),
-        2 => nth().prop_map(Op::Leave),
+        2 => nth().prop_map(Op::Abandon),
         5 => nth().prop_map(Op::Release),
         1 => (nth(), worker()).prop_map(|(nth, worker)| Op::Rebind(nth, worker)),
         1 => nth().prop_map(Op::Finish),
         4 => nth().prop_map(Op::Poll),
         1 => nth().prop_map(Op::StopWaiting),
-        1 => worker().prop_map(Op::Lose),
-        4 => (1u64..8).prop_map(Op::Pass),
+        1 => worker().prop_map(Op::RemoveWorker),
+        4 => (1u64..8).prop_map(Op::Advance),
     ]
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Bond {
-    Loose,
+enum BindingModel {
+    Unbound,
     Deciding,
     Bound(u64),
 }
@@ -50,7 +50,7 @@ enum Bond {
 struct Session {
     /// Order of arrival.
     number: u64,
-    bond: Bond,
+    binding: BindingModel,
     running: usize,
     last: u64,
     ending: bool,
@@ -73,16 +73,16 @@ struct Model {
 }
 
 impl Model {
-    fn end(&mut self, of: impl Fn(&Session) -> bool) {
+    fn end(&mut self, matches: impl Fn(&Session) -> bool) {
         let ended: Vec<usize> = self
             .sessions
             .iter()
-            .filter(|(_, session)| of(session))
+            .filter(|(_, session)| matches(session))
             .map(|(id, _)| *id)
             .collect();
         for id in ended {
             if let Some(Session {
-                bond: Bond::Bound(worker),
+                binding: BindingModel::Bound(worker),
                 ..
             }) = self.sessions.remove(&id)
             {
@@ -93,13 +93,16 @@ impl Model {
 
     fn expire(&mut self) {
         let now = self.now;
-        let old = |session: &Session| session.running == 0 && session.last + TTL <= now;
-        self.end(|session| matches!(session.bond, Bond::Bound(_)) && old(session));
+        let is_expired = |session: &Session| session.running == 0 && session.last + TTL <= now;
+        self.end(|session| {
+            matches!(session.binding, BindingModel::Bound(_)) && is_expired(session)
+        });
     }
 
     fn evict(&mut self) -> bool {
-        let idle =
-            |session: &&Session| session.running == 0 && matches!(session.bond, Bond::Bound(_));
+        let idle = |session: &&Session| {
+            session.running == 0 && matches!(session.binding, BindingModel::Bound(_))
+        };
         let oldest = self
             .sessions
             .values()
@@ -114,7 +117,7 @@ impl Model {
         self.expire();
         let count = self.sessions.len();
         let Some(session) = self.sessions.get_mut(&id) else {
-            if count == MOST && !self.evict() {
+            if count == MAX_SESSIONS && !self.evict() {
                 return Expected::Full;
             }
             self.numbers += 1;
@@ -124,7 +127,7 @@ impl Model {
                 id,
                 Session {
                     number,
-                    bond: Bond::Deciding,
+                    binding: BindingModel::Deciding,
                     running: 0,
                     last,
                     ending: false,
@@ -132,22 +135,22 @@ impl Model {
             );
             return Expected::First;
         };
-        match session.bond {
-            Bond::Bound(worker) => {
+        match session.binding {
+            BindingModel::Bound(worker) => {
                 session.running += 1;
                 session.ending = false;
                 Expected::Bound(worker)
             }
-            Bond::Loose => {
-                session.bond = Bond::Deciding;
+            BindingModel::Unbound => {
+                session.binding = BindingModel::Deciding;
                 session.ending = false;
                 Expected::First
             }
-            Bond::Deciding => Expected::Wait,
+            BindingModel::Deciding => Expected::Wait,
         }
     }
 
-    fn of(&mut self, id: usize) -> &mut Session {
+    fn session(&mut self, id: usize) -> &mut Session {
         self.sessions
             .get_mut(&id)
             .expect("a session with a lease was removed")
@@ -155,64 +158,65 @@ impl Model {
 
     fn release(&mut self, id: usize) {
         let now = self.now;
-        let session = self.of(id);
+        let session = self.session(id);
         session.running -= 1;
         session.last = now;
         self.end(|session| {
-            let over = session.ending || session.bond == Bond::Loose;
-            session.running == 0 && session.bond != Bond::Deciding && over
+            let is_over = session.ending || session.binding == BindingModel::Unbound;
+            session.running == 0 && session.binding != BindingModel::Deciding && is_over
         });
     }
 
     fn unbind(&mut self, id: usize) {
-        self.of(id).bond = Bond::Loose;
-        self.end(|session| session.running == 0 && session.bond == Bond::Loose);
+        self.session(id).binding = BindingModel::Unbound;
+        self.end(|session| session.running == 0 && session.binding == BindingModel::Unbound);
     }
 
     fn move_to(&mut self, id: usize, worker: u64) {
-        let was = std::mem::replace(&mut self.of(id).bond, Bond::Bound(worker));
-        if let Bond::Bound(left) = was
-            && left != worker
+        let previous =
+            std::mem::replace(&mut self.session(id).binding, BindingModel::Bound(worker));
+        if let BindingModel::Bound(old_worker) = previous
+            && old_worker != worker
         {
-            self.ended.push((id, left));
+            self.ended.push((id, old_worker));
         }
     }
 
-    fn loosen(&mut self, id: usize, worker: u64) {
-        if self.of(id).bond == Bond::Bound(worker) {
-            self.of(id).bond = Bond::Loose;
+    fn unbind_from(&mut self, id: usize, worker: u64) {
+        if self.session(id).binding == BindingModel::Bound(worker) {
+            self.session(id).binding = BindingModel::Unbound;
             self.ended.push((id, worker));
         }
     }
 
-    fn lose(&mut self, worker: u64) {
+    fn remove_worker(&mut self, worker: u64) {
         self.expire();
-        self.end(|session| session.running == 0 && session.bond == Bond::Bound(worker));
+        self.end(|session| session.running == 0 && session.binding == BindingModel::Bound(worker));
         let ids: Vec<usize> = self.sessions.keys().copied().collect();
-        ids.into_iter().for_each(|id| self.loosen(id, worker));
+        ids.into_iter().for_each(|id| self.unbind_from(id, worker));
     }
 }
 
-struct Life {
+struct ModelCheck {
     sessions: Arc<SessionStore>,
     time: ManualClock,
     model: Model,
     /// Rank of each session, by the reported moves.
-    there: BTreeMap<usize, u64>,
+    reported_ranks: BTreeMap<usize, u64>,
     holds: Vec<(usize, SessionLease)>,
     bindings: Vec<(usize, PendingBinding)>,
-    waiting: Vec<(usize, BindingWait, Arc<Bell>, bool)>,
+    waiting: Vec<(usize, BindingWait, Arc<WakeFlag>, bool)>,
 }
 
-impl Life {
+impl ModelCheck {
     fn new() -> Self {
-        let (sessions, time) = sessions(MOST);
+        let (sessions, time) = sessions(MAX_SESSIONS);
         let model = Model::default();
         Self {
             sessions,
             time,
             model,
-            there: BTreeMap::new(),
+            reported_ranks: BTreeMap::new(),
             holds: vec![],
             bindings: vec![],
             waiting: vec![],
@@ -230,7 +234,12 @@ impl Life {
     }
 
     /// Compares an entry with the model and stores it.
-    fn take(&mut self, id: usize, entry: Result<SessionEntry, SessionError>, expected: &Expected) {
+    fn compare_entry(
+        &mut self,
+        id: usize,
+        entry: Result<SessionEntry, SessionError>,
+        expected: &Expected,
+    ) {
         let found = match entry {
             Ok(SessionEntry::Bound(hold)) => {
                 let found = Expected::Bound(hold.target().worker.0);
@@ -242,9 +251,9 @@ impl Life {
                 Expected::First
             }
             Ok(SessionEntry::Deciding(mut waiting)) => {
-                let bell = Arc::new(Bell::default());
-                assert!(poll(&mut waiting, &bell).is_none());
-                self.waiting.push((id, waiting, bell, false));
+                let flag = Arc::new(WakeFlag::default());
+                assert!(poll(&mut waiting, &flag).is_none());
+                self.waiting.push((id, waiting, flag, false));
                 Expected::Wait
             }
             Err(_) => Expected::Full,
@@ -257,16 +266,16 @@ impl Life {
             Op::Enter(id) => {
                 let expected = self.model.enter(id);
                 let entry = self.enter(id);
-                self.take(id, entry, &expected);
+                self.compare_entry(id, entry, &expected);
             }
             Op::Bind(nth, worker) if nth < self.bindings.len() => {
                 let (id, binding) = self.bindings.remove(nth);
-                self.model.of(id).running += 1;
-                self.model.of(id).bond = Bond::Bound(worker);
+                self.model.session(id).running += 1;
+                self.model.session(id).binding = BindingModel::Bound(worker);
                 self.holds.push((id, binding.bind(rank(worker))));
                 self.wake(id);
             }
-            Op::Leave(nth) if nth < self.bindings.len() => {
+            Op::Abandon(nth) if nth < self.bindings.len() => {
                 let (id, binding) = self.bindings.remove(nth);
                 self.model.unbind(id);
                 drop(binding);
@@ -279,24 +288,24 @@ impl Life {
             }
             Op::Rebind(nth, worker) if nth < self.holds.len() => {
                 let (id, hold) = &mut self.holds[nth];
-                if self.model.of(*id).bond != Bond::Deciding {
+                if self.model.session(*id).binding != BindingModel::Deciding {
                     self.model.move_to(*id, worker);
                 }
                 hold.rebind(rank(worker));
             }
             Op::Finish(nth) if nth < self.holds.len() => {
                 let (id, hold) = &self.holds[nth];
-                self.model.of(*id).ending |= IDS[*id] != "p";
+                self.model.session(*id).ending |= IDS[*id] != "p";
                 hold.finish();
             }
             Op::Poll(nth) if nth < self.waiting.len() => self.poll(nth),
             Op::StopWaiting(nth) if nth < self.waiting.len() => drop(self.waiting.remove(nth)),
-            Op::Lose(worker) => {
-                self.model.lose(worker);
-                self.follow();
+            Op::RemoveWorker(worker) => {
+                self.model.remove_worker(worker);
+                self.compare_moves();
                 self.sessions.retain(|known| known != WorkerId(worker));
             }
-            Op::Pass(seconds) => {
+            Op::Advance(seconds) => {
                 self.model.now += seconds;
                 self.time.forward(seconds);
             }
@@ -305,10 +314,10 @@ impl Life {
     }
 
     fn poll(&mut self, nth: usize) {
-        let (id, mut waiting, bell, _) = self.waiting.remove(nth);
-        match (poll(&mut waiting, &bell), self.model.enter(id)) {
-            (None, Expected::Wait) => self.waiting.push((id, waiting, bell, false)),
-            (Some(entry), expected) => self.take(id, entry, &expected),
+        let (id, mut waiting, flag, _) = self.waiting.remove(nth);
+        match (poll(&mut waiting, &flag), self.model.enter(id)) {
+            (None, Expected::Wait) => self.waiting.push((id, waiting, flag, false)),
+            (Some(entry), expected) => self.compare_entry(id, entry, &expected),
             (None, expected) => panic!("{expected:?} but the request waits"),
         }
     }
@@ -317,13 +326,13 @@ impl Life {
     fn wake(&mut self, id: usize) {
         self.waiting
             .iter_mut()
-            .filter(|(of, ..)| *of == id)
+            .filter(|(waiting_id, ..)| *waiting_id == id)
             .for_each(|(.., woken)| *woken = true);
     }
 
     /// Compares the reported moves with the model. A session is unbound only after it was bound,
     /// and before it is bound again.
-    fn follow(&mut self) {
+    fn compare_moves(&mut self) {
         self.sessions.expire();
         for moved in self.sessions.take_moves() {
             let (SessionMove::Bound(binding)
@@ -332,22 +341,22 @@ impl Life {
             | SessionMove::TakenOver(binding)) = &moved;
             let id = IDS.iter().position(|id| *id == binding.id).unwrap();
             assert_eq!(binding.group, IDS[id] == "p");
-            let here = binding.target.worker.0;
+            let worker = binding.target.worker.0;
             match moved {
                 SessionMove::Bound(_) => {
                     assert_eq!(
-                        self.there.insert(id, here),
+                        self.reported_ranks.insert(id, worker),
                         None,
                         "{binding:?} was bound twice"
                     )
                 }
                 SessionMove::Unbound(_) => {
                     assert_eq!(
-                        self.there.remove(&id),
-                        Some(here),
+                        self.reported_ranks.remove(&id),
+                        Some(worker),
                         "{binding:?} was not bound"
                     );
-                    let at = self.model.ended.iter().position(|one| *one == (id, here));
+                    let at = self.model.ended.iter().position(|one| *one == (id, worker));
                     self.model.ended.swap_remove(
                         at.unwrap_or_else(|| panic!("{binding:?} has not ended in the model")),
                     );
@@ -360,9 +369,9 @@ impl Life {
     }
 
     fn check(&mut self) {
-        for (_, _, bell, woken) in &self.waiting {
+        for (_, _, flag, woken) in &self.waiting {
             assert!(
-                !woken || bell.0.load(Ordering::Relaxed),
+                !woken || flag.0.load(Ordering::Relaxed),
                 "a request is never woken"
             );
         }
@@ -374,10 +383,10 @@ impl Life {
             .sum();
         assert_eq!(running, self.holds.len());
         self.model.expire();
-        self.follow();
+        self.compare_moves();
         assert_eq!(self.model.ended, [], "an end was not reported");
-        let bound = |(id, session): (&usize, &Session)| match session.bond {
-            Bond::Bound(worker) => Some((*id, worker)),
+        let bound = |(id, session): (&usize, &Session)| match session.binding {
+            BindingModel::Bound(worker) => Some((*id, worker)),
             _ => None,
         };
         assert!(
@@ -385,7 +394,7 @@ impl Life {
                 .sessions
                 .iter()
                 .filter_map(bound)
-                .eq(self.there.clone()),
+                .eq(self.reported_ranks.clone()),
             "a binding was not reported"
         );
         let counts = SessionCounts {
@@ -402,17 +411,17 @@ proptest! {
 
     #[test]
     fn sessions_match_model(ops in prop::collection::vec(any_op(), 1..40)) {
-        let mut life = Life::new();
+        let mut check = ModelCheck::new();
         for op in &ops {
-            life.apply(op);
-            life.check();
+            check.apply(op);
+            check.check();
         }
-        let Life { sessions, time, holds, bindings, waiting, .. } = life;
+        let ModelCheck { sessions, time, holds, bindings, waiting, .. } = check;
         drop((holds, bindings, waiting));
         time.forward(TTL);
         sessions.expire();
         prop_assert_eq!(sessions.counts(), SessionCounts::default());
-        let shown = format!("{sessions:?}");
-        prop_assert!(shown.contains("idle: {}"), "{}", shown);
+        let debug = format!("{sessions:?}");
+        prop_assert!(debug.contains("idle: {}"), "{}", debug);
     }
 }

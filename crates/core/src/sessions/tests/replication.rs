@@ -2,13 +2,13 @@
 
 use super::*;
 
-/// Replica with its own session store.
+/// Creates a replica with its own session store.
 fn router(own: u64) -> (Arc<SessionStore>, ManualClock) {
     recording_sessions(8, Some(own))
 }
 
 /// Exchanges updates between the replicas until none is left.
-fn talk(routers: &[&Arc<SessionStore>]) {
+fn exchange_updates(routers: &[&Arc<SessionStore>]) {
     loop {
         let updates: Vec<Vec<SessionUpdate>> =
             routers.iter().map(|router| router.take_updates()).collect();
@@ -42,7 +42,7 @@ fn equal_bindings_leave_one_replica_responsible() {
         first(enter(&a, "a")).bind(rank(1)),
         first(enter(&b, "a")).bind(rank(1)),
     ];
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     assert_eq!(
         a.take_moves(),
         [
@@ -65,7 +65,7 @@ fn conflicting_binding_unbinds_losing_worker() {
         first(enter(&a, "a")).bind(rank(1)),
         first(enter(&b, "a")).bind(rank(2)),
     ];
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     assert_eq!(
         a.take_moves(),
         [
@@ -81,15 +81,15 @@ fn abandoned_decision_keeps_binding_of_other_replica() {
     let ((a, time), (b, _)) = (router(1), router(2));
     let deciding = first(enter(&a, "a"));
     let mut waits = waiting(enter(&a, "a"));
-    let bell = Arc::new(Bell::default());
-    assert!(poll(&mut waits, &bell).is_none());
+    let flag = Arc::new(WakeFlag::default());
+    assert!(poll(&mut waits, &flag).is_none());
     let hold = first(enter(&b, "a")).bind(rank(2));
-    talk(&[&a, &b]);
-    assert!(!bell.rang(), "the local decision is newer");
+    exchange_updates(&[&a, &b]);
+    assert!(!flag.is_woken(), "the local decision is newer");
     drop(deciding);
-    assert!(bell.rang());
+    assert!(flag.is_woken());
     assert_eq!(
-        bound(poll(&mut waits, &bell).unwrap().unwrap()).target(),
+        bound(poll(&mut waits, &flag).unwrap().unwrap()).target(),
         rank(2)
     );
     drop(waits);
@@ -148,7 +148,7 @@ fn successor_reports_ends_of_inherited_sessions() {
     let ((a, time), (b, _), (c, _)) = (router(1), router(2), router(3));
     drop(first(enter(&b, "a")).bind(rank(2)));
     drop(first(enter(&a, "own")).bind(rank(1)));
-    talk(&[&a, &b, &c]);
+    exchange_updates(&[&a, &b, &c]);
     a.take_moves();
     assert_eq!(
         a.take_over_orphans(|by| by == 2),
@@ -158,7 +158,7 @@ fn successor_reports_ends_of_inherited_sessions() {
     assert_eq!(a.take_over_orphans(|_| false), 1, "b is gone");
     assert_eq!(a.take_over_orphans(|_| false), 0);
     assert_eq!(a.take_moves(), [SessionMove::TakenOver(binding(2))]);
-    talk(&[&a, &c]);
+    exchange_updates(&[&a, &c]);
     assert_eq!(c.take_moves(), []);
     // If it was absent, it receives the newer binding later.
     b.take_moves();
@@ -181,7 +181,7 @@ fn successor_reports_ends_of_inherited_sessions() {
 fn abandoned_session_keeps_binding_of_uninformed_replica() {
     let ((a, _), (b, time)) = (router(1), router(2));
     let hold = first(enter(&a, "a")).bind(rank(1));
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     a.retain(|worker| worker != WorkerId(1));
     let deciding = first(enter(&a, "a"));
     assert_eq!(
@@ -193,7 +193,7 @@ fn abandoned_session_keeps_binding_of_uninformed_replica() {
     );
     time.forward(TTL / 2);
     drop(bound(enter(&b, "a")));
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     drop((deciding, hold));
     assert_eq!(
         (a.counts(), a.take_moves()),
@@ -203,25 +203,25 @@ fn abandoned_session_keeps_binding_of_uninformed_replica() {
 
 #[test]
 fn use_at_other_replica_refreshes_or_restores_session() {
-    let ((a, hands_of_a), (b, hands_of_b)) = (router(1), router(2));
+    let ((a, time_a), (b, time_b)) = (router(1), router(2));
     drop(first(enter(&a, "a")).bind(rank(1)));
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     // A request that runs longer than the TTL: its end is reported too.
     let long = bound(enter(&b, "a"));
-    [&hands_of_a, &hands_of_b]
+    [&time_a, &time_b]
         .into_iter()
         .for_each(|time| time.forward(TTL - 1));
     drop(long);
-    talk(&[&a, &b]);
-    [&hands_of_a, &hands_of_b]
+    exchange_updates(&[&a, &b]);
+    [&time_a, &time_b]
         .into_iter()
         .for_each(|time| time.forward(TTL - 1));
     assert_eq!(ended_bindings(&a), []);
     // Expired here, and still in use elsewhere: it is bound here again.
-    hands_of_a.forward(1);
+    time_a.forward(1);
     assert_eq!(ended_bindings(&a), [binding(1)]);
     drop(bound(enter(&b, "a")));
-    talk(&[&a, &b]);
+    exchange_updates(&[&a, &b]);
     assert_eq!(a.take_moves(), [SessionMove::Bound(binding(1))]);
 }
 

@@ -2,8 +2,8 @@
 
 use super::*;
 
-/// Replaces the received messages of the rank.
-fn with(message: ProbedBatch) -> impl FnOnce(&mut WorkerFacts) {
+/// Returns a change that replaces the received messages of the rank.
+fn with_message(message: ProbedBatch) -> impl FnOnce(&mut WorkerFacts) {
     move |facts| facts.ranks[0].messages = vec![message]
 }
 
@@ -11,37 +11,37 @@ fn with(message: ProbedBatch) -> impl FnOnce(&mut WorkerFacts) {
 fn canary_events_are_compared() {
     let ours = tokens();
     let words = ["have the topic \"other\"", "write `topic: \"other\"`"];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.topic",
         &words,
-        with(heard(stored(&ours[..96], 32), "other", Some(0))),
+        with_message(message(stored(&ours[..96], 32), "other", Some(0))),
     );
     let words = [
         "from rank 3",
         "write `data_parallel: {start: 3, size: 1}` for worker 1",
     ];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.rank",
         &words,
-        with(heard(stored(&ours[..96], 32), "kv@a", Some(3))),
+        with_message(message(stored(&ours[..96], 32), "kv@a", Some(3))),
     );
     let mut theirs = ours[..96].to_vec();
     theirs[40] = 7;
     let words = ["token 40 of the canary is 40 in warmroute and 7 in the event"];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.tokens",
         &words,
-        with(heard(stored(&theirs, 32), "kv@a", None)),
+        with_message(message(stored(&theirs, 32), "kv@a", None)),
     );
     let words = ["1 other messages did", "start it with `--kv-events-config"];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.arrive",
         &words,
-        with(heard(stored(&[9, 9], 1), "kv@a", None)),
+        with_message(message(stored(&[9, 9], 1), "kv@a", None)),
     );
 }
 
@@ -54,40 +54,40 @@ fn canary_events_with_other_hashes_are_reported() {
         bigrams: true,
     };
     let words = ["token pairs", "write `eagle: true` for the model m"];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.hashes",
         &words,
-        with(heard(bigrams, "kv@a", None)),
+        with_message(message(bigrams, "kv@a", None)),
     );
     let salted = StoredEvent {
         cache_salt: Some("s".to_owned()),
         ..stored(&ours[..96], 32)
     };
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.hashes",
         &["0 of 3 blocks"],
-        with(heard(salted, "kv@a", None)),
+        with_message(message(salted, "kv@a", None)),
     );
     let garbage = ProbedBatch {
         batch: Err("not a batch".to_owned()),
-        ..heard(StoredEvent::default(), "kv@a", None)
+        ..message(StoredEvent::default(), "kv@a", None)
     };
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.arrive",
         &["messages that cannot be decoded: not a batch"],
-        with(garbage),
+        with_message(garbage),
     );
-    // Without a metrics page, the events show the block size.
-    only(
+    // Without a metrics page, the block size is taken from the events.
+    assert_problem(
         FindingLevel::Warning,
         "engine.block_size",
         &["16 tokens by its events", "write `block_size: 16`"],
         |facts| {
             facts.metrics = Err(EngineError::NotOffered(404));
-            facts.ranks[0].messages = vec![heard(stored(&ours[..96], 16), "kv@a", None)];
+            facts.ranks[0].messages = vec![message(stored(&ours[..96], 16), "kv@a", None)];
         },
     );
 }
@@ -102,19 +102,19 @@ fn canary_reuse_is_compared_with_expectation() {
             canary.cached = Some(cached);
         }
     };
-    only(
+    assert_problem(
         FindingLevel::Error,
         "canary.reused",
         &["found 0 cached; 96 expected"],
         cached(0),
     );
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "canary.reused",
         &["found 64 cached; 96 expected"],
         cached(64),
     );
-    only(
+    assert_problem(
         FindingLevel::Error,
         "canary.counted",
         &["has 100 tokens in warmroute and 99 in the engine"],
@@ -133,7 +133,7 @@ fn first_differing_token_is_reported_with_text() {
         "canary tools: token 17 is 4 in warmroute and nothing in the engine",
         "\"b\" in warmroute, \"c\" in the engine",
     ];
-    only(FindingLevel::Error, "engine.tokenizer", &words, |facts| {
+    assert_problem(FindingLevel::Error, "engine.tokenizer", &words, |facts| {
         let difference = TokenDifference {
             what: ComparedItem::Length,
             canary: Some("tools".to_owned()),

@@ -17,7 +17,7 @@ fn both_sides_binding_or_connecting_is_an_error() {
         "\"endpoint\": \"tcp://*:5557\"",
         "write `attach: bind` in the `kv_events` of worker 1",
     ];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.attached",
         &words,
@@ -27,7 +27,7 @@ fn both_sides_binding_or_connecting_is_an_error() {
         "the engine publishes at tcp://*:6000",
         "write `endpoint: \"tcp://10.0.0.7:6000\"` in the `kv_events` of worker 1",
     ];
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.attached",
         &words,
@@ -37,11 +37,11 @@ fn both_sides_binding_or_connecting_is_an_error() {
         "`kv_events: {endpoint: \"tcp://10.0.0.7:5557\", topic: \"kv@\", attach: bind}` of worker \
         1",
     ];
-    only(FindingLevel::Error, "events.attached", &words, |facts| {
+    assert_problem(FindingLevel::Error, "events.attached", &words, |facts| {
         listens_elsewhere("tcp://10.0.0.7:5557")(facts);
         facts.has_discovered_sources = true;
     });
-    only(
+    assert_problem(
         FindingLevel::Error,
         "events.attached",
         &["no engine connected", "so that it connects"],
@@ -53,14 +53,14 @@ fn both_sides_binding_or_connecting_is_an_error() {
         "both sides bind",
         "write `attach: connect` and `endpoint: \"tcp://10.0.0.7:5557\"`",
     ];
-    only(FindingLevel::Error, "events.attached", &words, |facts| {
+    assert_problem(FindingLevel::Error, "events.attached", &words, |facts| {
         facts.ranks[0].attachment =
             Some(AttachOutcome::EngineBinds("tcp://10.0.0.7:5557".to_owned()));
     });
-    let taken = wrong(|facts| {
+    let found = problems(|facts| {
         facts.ranks[0].attachment = Some(AttachOutcome::BindRefused("in use".to_owned()))
     });
-    assert_eq!(taken, [], "another process uses it, perhaps warmroute");
+    assert_eq!(found, [], "another process may use the port");
 }
 
 #[test]
@@ -70,15 +70,15 @@ fn disabled_publisher_fix_names_the_flag() {
         "\"replay_endpoint\": \"tcp://*:5558\"",
         "\"topic\": \"kv@\"",
     ];
-    only(FindingLevel::Error, "events.published", &words, |facts| {
+    assert_problem(FindingLevel::Error, "events.published", &words, |facts| {
         facts.publishers = Ok(Vec::new())
     });
-    only(FindingLevel::Error, "events.published", &words, |facts| {
+    assert_problem(FindingLevel::Error, "events.published", &words, |facts| {
         facts.publishers.as_mut().unwrap()[0].enabled = false
     });
 }
 
-/// Builds a metrics page with one line per rank: rank, tokens per block, blocks.
+/// Builds a metrics page with one line per tuple of rank, tokens per block, and blocks.
 fn page_of(ranks: &[(u32, u32, u64)]) -> Result<MetricsPage, EngineError> {
     let line = |(rank, size, blocks): &(u32, u32, u64)| {
         format!(
@@ -100,11 +100,11 @@ fn mismatch_of_any_rank_is_reported() {
         "the data-parallel ranks 1 by /metrics, configured are 1 from 0",
         "`data_parallel: {start: 1, size: 1}`",
     ];
-    only(FindingLevel::Error, "engine.ranks", &words, |facts| {
+    assert_problem(FindingLevel::Error, "engine.ranks", &words, |facts| {
         facts.metrics = page_of(&[(1, 32, 9)])
     });
     let words = ["blocks have 16 tokens by /metrics, configured are 32"];
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.block_size",
         &words,
@@ -113,15 +113,16 @@ fn mismatch_of_any_rank_is_reported() {
             facts.metrics = page_of(&[(0, 32, 9), (1, 16, 18)]);
         },
     );
-    // Converted to the configured block size: 64 blocks of 16 tokens are 32 of 32.
-    for (configured, wrong_by) in [
+    // The capacity is converted to the configured block size: 64 blocks of 16 tokens are 32 blocks
+    // of 32.
+    for (configured, expected_text) in [
         (32, None),
         (
             64,
             Some("the engine has 32 blocks of 32 tokens per rank, configured are 64"),
         ),
     ] {
-        let found = wrong(|facts| {
+        let found = problems(|facts| {
             sized(facts, 2);
             facts.configured.total_kv_blocks = Some(configured);
             facts.metrics = page_of(&[(0, 16, 80), (1, 16, 64)]);
@@ -129,9 +130,9 @@ fn mismatch_of_any_rank_is_reported() {
         let of_capacity = found
             .iter()
             .find(|(_, check, _)| *check == "engine.capacity");
-        assert_eq!(of_capacity.is_some(), wrong_by.is_some(), "{found:?}");
+        assert_eq!(of_capacity.is_some(), expected_text.is_some(), "{found:?}");
         assert!(
-            of_capacity.is_none_or(|(.., text)| text.contains(wrong_by.unwrap_or_default())),
+            of_capacity.is_none_or(|(.., text)| text.contains(expected_text.unwrap_or_default())),
             "{found:?}"
         );
     }
@@ -143,7 +144,7 @@ fn discovered_settings_are_not_called_configured() {
         "the model m has the default of 32",
         "| write `block_size: 16` for the model m",
     ];
-    only(
+    assert_problem(
         FindingLevel::Warning,
         "engine.block_size",
         &words,
@@ -152,8 +153,8 @@ fn discovered_settings_are_not_called_configured() {
             facts.metrics = page_of(&[(0, 16, 18)]);
         },
     );
-    let mut facts = well();
-    // Filled in from the metrics of the engine.
+    let mut facts = healthy_worker();
+    // This value was filled in from the metrics of the engine.
     facts.worker.capacity.total_kv_blocks = Some(9);
     facts.metrics = page_of(&[(0, 32, 9)]);
     let capacity = check_worker(&facts)
@@ -167,10 +168,10 @@ fn discovered_settings_are_not_called_configured() {
             "9 blocks per rank, reported by the engine"
         )
     );
-    // Two ranks of 3000 blocks in the format of vLLM 0.32.
+    // A page of two ranks with 3000 blocks each, in the format of vLLM 0.32.
     let page = "vllm:cache_config_info{block_size=\"32\",engine=\"0\",kv_cache_size_tokens=\"96000\",num_gpu_blocks=\"6000\"} 1
 vllm:cache_config_info{block_size=\"32\",engine=\"1\",kv_cache_size_tokens=\"96000\",num_gpu_blocks=\"6000\"} 1";
-    let found = wrong(|facts| {
+    let found = problems(|facts| {
         facts.worker.ranks.size = std::num::NonZeroU32::new(2).unwrap();
         facts.publishers = Err(EngineError::NotOffered(404));
         facts.configured.total_kv_blocks = Some(3000);
@@ -186,16 +187,21 @@ vllm:cache_config_info{block_size=\"32\",engine=\"1\",kv_cache_size_tokens=\"960
 
 #[test]
 fn image_model_mismatch_is_an_error() {
-    let of = |ours: &'static str| {
+    let with_model = |ours: &'static str| {
         move |facts: &mut WorkerFacts| {
             facts.image_model = Some(ours.to_owned());
             facts.models.as_mut().unwrap()[0].root = Some("/models/qwen".to_owned());
         }
     };
-    assert_eq!(wrong(of("/models/qwen")), []);
+    assert_eq!(problems(with_model("/models/qwen")), []);
     let words = [
         "images with the model name /models/qwen, warmroute with m",
         "write `multimodal: {model: /models/qwen, ..}`",
     ];
-    only(FindingLevel::Error, "engine.image_names", &words, of("m"));
+    assert_problem(
+        FindingLevel::Error,
+        "engine.image_names",
+        &words,
+        with_model("m"),
+    );
 }

@@ -7,7 +7,7 @@ use crate::envoy::control_plane::{ControlPlane, ResourceName, http_route};
 use crate::envoy::schema::EnvoyCluster;
 use crate::envoy::site::FilterSite;
 
-/// Limits that no deployment reaches.
+/// Circuit breaker limits that no deployment reaches.
 const BREAKER_LIMITS: &str =
     "{maxConnections: 100000, maxPendingRequests: 100000, maxParallelRequests: 100000}";
 
@@ -61,8 +61,8 @@ impl FilterSite<'_> {
                 "annotate the InferencePool with `{}`",
                 field.annotation?
             )),
-            // Envoy AI Gateway adds this cluster after it applies all policies; runtime keys
-            // still affect it.
+            // Envoy AI Gateway adds this cluster after it applies all policies. Runtime keys still
+            // affect the cluster.
             EnvoySetting::PickerLimits(cluster) => Some(format!(
                 "in the EnvoyProxy that the Gateway{} refers to write `bootstrap: {{type: \
                     JSONPatch, jsonPatches: [{{op: add, path: \
@@ -88,7 +88,8 @@ impl FilterSite<'_> {
         }
     }
 
-    /// Returns a fix that both forms of Envoy Gateway share: policies for clients and routes.
+    /// Returns a fix that applies to Envoy Gateway and Envoy AI Gateway: a policy for clients or
+    /// routes.
     fn gateway_fix(&self, setting: &EnvoySetting<'_>) -> Option<String> {
         if let Some(fix) = traffic_policy_fix(setting) {
             return Some(fix);
@@ -130,7 +131,7 @@ fn backend_settings(policy: &impl std::fmt::Display, field: &str) -> String {
     format!("in `extProc` of the EnvoyExtensionPolicy{policy} write `backendSettings: {{{field}}}`")
 }
 
-/// Returns a fix of a cluster setting that a BackendTrafficPolicy has a field for.
+/// Returns a fix for a cluster setting that has a field in BackendTrafficPolicy.
 fn traffic_policy_fix(setting: &EnvoySetting<'_>) -> Option<String> {
     let policy = |cluster: &EnvoyCluster, field: &str| {
         Some(format!(

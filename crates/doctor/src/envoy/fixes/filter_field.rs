@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::envoy::filter::format_seconds;
 
-/// Places where Envoy reads a field of the ext_proc filter.
+/// Scope in which Envoy reads a field of the ext_proc filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FieldScope {
     /// The filter and the overrides of a route.
@@ -20,9 +20,9 @@ pub(crate) struct FilterField<'a> {
     pub(super) scope: FieldScope,
     /// Text for Envoy's own configuration.
     pub(super) envoy: Cow<'a, str>,
-    /// Field under `extProc` of an EnvoyExtensionPolicy; `None` if it has no such field.
+    /// Field under `extProc` of an EnvoyExtensionPolicy; `None` if there is no such field.
     pub(super) policy: Option<Cow<'a, str>>,
-    /// Annotation of the InferencePool for Envoy AI Gateway; `None` if it has none.
+    /// Annotation of the InferencePool for Envoy AI Gateway; `None` if there is no such annotation.
     pub(super) annotation: Option<&'a str>,
 }
 
@@ -45,7 +45,7 @@ impl<'a> FilterField<'a> {
         }
     }
 
-    /// `message_timeout`.
+    /// Returns `message_timeout` with this value.
     pub(crate) fn message_timeout(length: Duration) -> Self {
         let policy = format!("messageTimeout: {}ms", length.as_millis());
         let envoy = format!("`message_timeout: {}`", format_seconds(length));
@@ -57,7 +57,7 @@ impl<'a> FilterField<'a> {
         }
     }
 
-    /// `max_message_timeout`.
+    /// Returns `max_message_timeout` with this value.
     pub(crate) fn max_message_timeout(length: Duration) -> Self {
         let envoy = format!("`max_message_timeout: {}`", format_seconds(length));
         Self {
@@ -68,7 +68,7 @@ impl<'a> FilterField<'a> {
         }
     }
 
-    /// One of the namespaces whose metadata Envoy accepts.
+    /// Returns the field that lets Envoy accept metadata of a namespace.
     pub(crate) fn receiving(namespace: &str) -> Self {
         let envoy = format!(
             "`{namespace}` into `receiving_namespaces: {{untyped: [..]}}` under `metadata_options`"
@@ -82,7 +82,7 @@ impl<'a> FilterField<'a> {
         }
     }
 
-    /// One of the namespaces whose metadata Envoy sends.
+    /// Returns the field that lets Envoy send metadata of a namespace.
     pub(crate) fn forwarding(namespace: &str) -> Self {
         let envoy = format!(
             "`{namespace}` into `forwarding_namespaces: {{untyped: [..]}}` under `metadata_options`"
@@ -164,7 +164,7 @@ pub(crate) const MODE_OVERRIDE: FilterField<'static> = FilterField::new(
     Some("processingMode: {allowModeOverride: true}"),
     Some("aigateway.envoyproxy.io/allow-mode-override: \"true\""),
 );
-/// Envoy accepts attributes in the overrides of a route, and ignores them.
+/// Response attributes. Envoy accepts attributes in the overrides of a route, but ignores them.
 pub(crate) const RESPONSE_ATTRIBUTES: FilterField<'static> = FilterField::new(
     FieldScope::Filter,
     "`response_attributes: [upstream.address, response.flags]`",

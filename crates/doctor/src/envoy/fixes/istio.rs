@@ -100,7 +100,7 @@ fn route_filter(routes: &[String], text: &str) -> String {
     format!("in an EnvoyFilter with `applyTo: {named} write {text}")
 }
 
-/// Fixes of cluster settings that a DestinationRule has fields for.
+/// Returns the fix for a cluster setting that has a field in DestinationRule.
 fn destination_rule(setting: &EnvoySetting<'_>) -> Option<String> {
     let rule = |cluster: &EnvoyCluster, policy: &str| {
         let host = istio_host(cluster);

@@ -6,7 +6,7 @@ use crate::envoy::filter::format_seconds;
 use crate::envoy::site::FilterSite;
 
 impl FilterSite<'_> {
-    /// Fixes in Envoy's own configuration.
+    /// Returns a fix in Envoy's own configuration.
     pub(super) fn envoy_fix(&self, setting: &EnvoySetting<'_>) -> String {
         match setting {
             EnvoySetting::Filter(field) => self.in_main_filter(&field.envoy),

@@ -30,7 +30,7 @@ pub struct EnvoyCluster {
 }
 
 impl EnvoyCluster {
-    /// Returns the name that the cluster requests endpoints for.
+    /// Returns the name for which the cluster requests endpoints.
     pub(crate) fn eds_service_name(&self) -> &str {
         let other = self
             .eds_cluster_config

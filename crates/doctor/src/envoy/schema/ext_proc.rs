@@ -21,12 +21,12 @@ pub(crate) struct ExternalProcessor {
     pub(crate) response_attributes: Vec<String>,
     pub(crate) metadata_options: MetadataOptions,
     pub(crate) allow_content_length_header: bool,
-    /// Attributes in the overrides of a route, which Envoy ignores.
+    /// Attributes in the overrides of a route. Envoy ignores them.
     #[serde(skip)]
     pub(crate) ignored_attributes: Vec<String>,
 }
 
-/// `GrpcService`: the called gRPC server.
+/// `GrpcService`: the gRPC server that the filter calls.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(default)]
 pub(crate) struct GrpcService {
@@ -44,7 +44,8 @@ pub(crate) struct EnvoyGrpc {
 }
 
 impl EnvoyGrpc {
-    /// Returns the `:authority` of its calls. Envoy sends the cluster name if none is configured.
+    /// Returns the `:authority` of its calls. Without a configured authority, Envoy sends the
+    /// cluster name.
     pub(crate) fn sent_authority(&self) -> &str {
         if self.authority.is_empty() {
             &self.cluster_name
@@ -81,7 +82,7 @@ pub(crate) struct ProcessingMode {
     pub(crate) response_trailer_mode: String,
 }
 
-/// Returns the body mode, with the default filled in.
+/// Returns the body mode. An empty string is replaced by the default.
 pub(crate) fn body_mode(mode: &str) -> &str {
     if mode.is_empty() { "NONE" } else { mode }
 }
@@ -134,9 +135,9 @@ pub(crate) struct ExtProcOverrides {
     pub(crate) grpc_initial_metadata: Vec<KeyValue>,
     pub(crate) metadata_options: Option<MetadataOptionsOverride>,
     pub(crate) failure_mode_allow: Option<bool>,
-    /// Accepted and ignored by Envoy 1.40.
+    /// Attributes that Envoy 1.40 accepts but ignores.
     pub(crate) response_attributes: Vec<String>,
-    /// Accepted, but ignored by Envoy 1.40.
+    /// Attributes that Envoy 1.40 accepts but ignores.
     pub(crate) request_attributes: Vec<String>,
 }
 

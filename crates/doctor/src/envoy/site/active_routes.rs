@@ -14,7 +14,7 @@ use crate::envoy::schema::{
 pub(crate) struct ActiveRoute<'d> {
     pub(crate) host: &'d VirtualHost,
     pub(crate) route: &'d EnvoyRoute,
-    /// Further routes that differ only in their paths.
+    /// Other routes that differ only in their paths.
     pub(crate) similar: Vec<&'d EnvoyRoute>,
     pub(crate) action: &'d RouteAction,
     /// Filter configuration on this route.
@@ -78,7 +78,7 @@ impl<'d> ActiveRoute<'d> {
     }
 }
 
-/// Returns the clusters of all routes; every cluster if the routes are not in the dump.
+/// Returns the clusters of all routes, or every cluster if the dump does not contain the routes.
 pub(super) fn route_clusters<'d>(dump: &'d ConfigDump, server: &'d HttpListener) -> Vec<&'d str> {
     let Some(routes) = &server.routes else {
         return dump.clusters.keys().map(String::as_str).collect();
@@ -177,7 +177,7 @@ fn effective_config(
         return None;
     }
     let mut config = filter.config.clone();
-    // A more specific level overrides field by field.
+    // A more specific level overrides single fields.
     for overrides in levels.iter().filter_map(|level| level.overrides.as_ref()) {
         apply_overrides(overrides, &mut config);
     }

@@ -44,20 +44,20 @@ impl ExtProcFilter {
     /// Returns whether it is a first-token probe.
     pub(crate) fn is_probe(&self) -> bool {
         let modes = &self.config.processing_mode;
-        let blind = !shows_headers(&modes.request_header_mode)
+        let skips_headers = !shows_headers(&modes.request_header_mode)
             && !shows_headers(&modes.response_header_mode);
         match self.declared_kind() {
             Some(role) => role == PROBE_FILTER,
-            None => blind && modes.response_body_mode == "STREAMED",
+            None => skips_headers && modes.response_body_mode == "STREAMED",
         }
     }
 
-    /// Returns the called cluster.
+    /// Returns the cluster that the filter calls.
     pub(crate) fn cluster(&self) -> Option<&str> {
         self.config.grpc_service.as_ref()?.cluster()
     }
 
-    /// Returns the called addresses.
+    /// Returns the addresses that the filter calls.
     pub(crate) fn addresses(&self, dump: &ConfigDump) -> Vec<EnvoyAddress> {
         self.config
             .grpc_service
@@ -88,7 +88,7 @@ impl GrpcService {
 }
 
 impl ExternalProcessor {
-    /// Returns whether the filter sends nothing, and so never calls the server. Istio's filter is
+    /// Returns whether the filter sends nothing and so never calls the server. Istio's filter is
     /// idle unless a route overrides it.
     pub(crate) fn is_idle(&self) -> bool {
         let modes = &self.processing_mode;

@@ -31,39 +31,40 @@ fn client() -> EngineClient {
     EngineClient::new(&config()).unwrap()
 }
 
-/// An engine whose connections, one after the other, each respond to a number of requests and close
-/// with the next one, after a delay.
+/// An engine whose connections each answer a number of requests. The next request closes the
+/// connection after a delay.
 struct Engine {
     url: EngineUrl,
     connections: Arc<AtomicUsize>,
-    questions: Arc<AtomicUsize>,
+    requests: Arc<AtomicUsize>,
 }
 
 impl Engine {
-    async fn answering(each: &'static [usize], hangs_up_after: Duration) -> Self {
+    async fn start(requests_per_connection: &'static [usize], close_delay: Duration) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = EngineUrl::http(WorkerEndpoint(listener.local_addr().unwrap()));
         let connections = Arc::<AtomicUsize>::default();
-        let questions = Arc::<AtomicUsize>::default();
+        let requests = Arc::<AtomicUsize>::default();
         let connected = connections.clone();
-        let asked = questions.clone();
+        let request_count = requests.clone();
         tokio::spawn(async move {
             while let Ok((mut socket, _)) = listener.accept().await {
-                let answers = each[connected.fetch_add(1, Ordering::SeqCst).min(each.len() - 1)];
-                let asked = asked.clone();
+                let index = connected.fetch_add(1, Ordering::SeqCst);
+                let answers = requests_per_connection[index.min(requests_per_connection.len() - 1)];
+                let request_count = request_count.clone();
                 tokio::spawn(async move {
                     for _ in 0..answers {
                         if socket.read(&mut [0; 4096]).await.unwrap_or(0) == 0 {
                             return;
                         }
-                        asked.fetch_add(1, Ordering::SeqCst);
+                        request_count.fetch_add(1, Ordering::SeqCst);
                         let answer =
                             "HTTP/1.1 200 OK\r\ncontent-length: 15\r\n\r\n{\"version\":\"1\"}";
                         socket.write_all(answer.as_bytes()).await.unwrap();
                     }
                     if socket.read(&mut [0; 4096]).await.unwrap_or(0) > 0 {
-                        asked.fetch_add(1, Ordering::SeqCst);
-                        tokio::time::sleep(hangs_up_after).await;
+                        request_count.fetch_add(1, Ordering::SeqCst);
+                        tokio::time::sleep(close_delay).await;
                     }
                 });
             }
@@ -71,19 +72,19 @@ impl Engine {
         Self {
             url,
             connections,
-            questions,
+            requests,
         }
     }
 
-    fn seen(&self) -> (usize, usize) {
+    fn counts(&self) -> (usize, usize) {
         (
             self.connections.load(Ordering::SeqCst),
-            self.questions.load(Ordering::SeqCst),
+            self.requests.load(Ordering::SeqCst),
         )
     }
 }
 
-fn forwarded(engine: &EngineUrl, again: bool) -> ForwardedRequest<'_> {
+fn forwarded(engine: &EngineUrl, may_retry: bool) -> ForwardedRequest<'_> {
     let body = || Body::from("{}");
     let headers = HeaderMap::new();
     ForwardedRequest {
@@ -91,7 +92,7 @@ fn forwarded(engine: &EngineUrl, again: bool) -> ForwardedRequest<'_> {
         path: "v1/completions",
         headers,
         body: body(),
-        retry_body: again.then(body),
+        retry_body: may_retry.then(body),
         deadline: LONG,
     }
 }
@@ -102,8 +103,8 @@ async fn connect_timeout_is_unreachable_before_the_deadline() {
     socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
     let address = socket.local_addr().unwrap();
     let _listener = socket.listen(1).unwrap();
-    // As many as the accept queue holds. The system does not respond to the next one, like a
-    // machine that is switched off.
+    // Fills the accept queue. The system then ignores the next connection, like a machine that is
+    // switched off.
     let mut waiting = Vec::new();
     while let Ok(connected) = timeout(Duration::from_millis(300), TcpStream::connect(address)).await
     {
@@ -125,40 +126,40 @@ async fn connect_timeout_is_unreachable_before_the_deadline() {
 
 #[tokio::test]
 async fn idle_connection_is_dropped_before_server_closes_it() {
-    let engine = Engine::answering(&[usize::MAX], Duration::ZERO).await;
+    let engine = Engine::start(&[usize::MAX], Duration::ZERO).await;
     let client = client();
     for _ in 0..3 {
         client.version(&engine.url).await.unwrap();
     }
-    assert_eq!(engine.seen(), (1, 3));
+    assert_eq!(engine.counts(), (1, 3));
     tokio::time::pause();
     // uvicorn has not closed it yet.
     tokio::time::advance(Duration::from_millis(4900)).await;
     tokio::time::resume();
     client.version(&engine.url).await.unwrap();
-    assert_eq!(engine.seen(), (2, 4));
+    assert_eq!(engine.counts(), (2, 4));
 }
 
 #[tokio::test]
 async fn idempotent_call_on_closing_connection_is_retried() {
-    let engine = Engine::answering(&[1, usize::MAX], Duration::ZERO).await;
+    let engine = Engine::start(&[1, usize::MAX], Duration::ZERO).await;
     let client = client();
     client.version(&engine.url).await.unwrap();
     assert_eq!(client.version(&engine.url).await.unwrap(), "1");
-    assert_eq!(engine.seen(), (2, 3), "and no more often than that");
-    // Likewise for forwarded requests.
-    for (again, seen) in [(true, (2, 3)), (false, (1, 2))] {
-        let engine = Engine::answering(&[1, usize::MAX], Duration::ZERO).await;
+    assert_eq!(engine.counts(), (2, 3), "one retry");
+    // The same applies to forwarded requests.
+    for (may_retry, counts) in [(true, (2, 3)), (false, (1, 2))] {
+        let engine = Engine::start(&[1, usize::MAX], Duration::ZERO).await;
         client.version(&engine.url).await.unwrap();
-        let answered = client.forward(forwarded(&engine.url, again)).await;
+        let answered = client.forward(forwarded(&engine.url, may_retry)).await;
         assert_eq!(
-            (answered.is_ok(), engine.seen()),
-            (again, seen),
+            (answered.is_ok(), engine.counts()),
+            (may_retry, counts),
             "{answered:?}"
         );
     }
-    // Only one retry.
-    let engine = Engine::answering(&[1, 0], Duration::ZERO).await;
+    // A request is retried only once.
+    let engine = Engine::start(&[1, 0], Duration::ZERO).await;
     client.version(&engine.url).await.unwrap();
     assert_eq!(
         client
@@ -168,12 +169,12 @@ async fn idempotent_call_on_closing_connection_is_retried() {
             .label(),
         "unreachable"
     );
-    assert_eq!(engine.seen(), (2, 3));
+    assert_eq!(engine.counts(), (2, 3));
 }
 
 #[tokio::test]
 async fn call_that_kills_engine_is_not_retried() {
-    let engine = Engine::answering(&[1, usize::MAX], STALE_CONNECTION_WINDOW * 2).await;
+    let engine = Engine::start(&[1, usize::MAX], STALE_CONNECTION_WINDOW * 2).await;
     let client = client();
     client.version(&engine.url).await.unwrap();
     assert_eq!(
@@ -184,27 +185,27 @@ async fn call_that_kills_engine_is_not_retried() {
             .label(),
         "unreachable"
     );
-    assert_eq!(engine.seen(), (1, 2));
+    assert_eq!(engine.counts(), (1, 2));
 }
 
-/// A proxy to a server. Once frozen, existing connections stay open and silent, like those to a
-/// dead machine.
-async fn way_to(server: SocketAddr, frozen: watch::Receiver<bool>) -> SocketAddr {
+/// Starts a proxy to a server. Once frozen, existing connections stay open and silent, like
+/// connections to a machine that failed.
+async fn start_freezable_proxy(server: SocketAddr, frozen: watch::Receiver<bool>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move {
-        while let Ok((mut here, _)) = listener.accept().await {
+        while let Ok((mut client_stream, _)) = listener.accept().await {
             let mut frozen = frozen.clone();
-            let fresh = *frozen.borrow();
+            let is_new = *frozen.borrow();
             tokio::spawn(async move {
-                let mut there = TcpStream::connect(server).await.unwrap();
+                let mut server_stream = TcpStream::connect(server).await.unwrap();
                 let freezes = async {
-                    if fresh || frozen.wait_for(|frozen| *frozen).await.is_err() {
+                    if is_new || frozen.wait_for(|frozen| *frozen).await.is_err() {
                         std::future::pending::<()>().await;
                     }
                 };
                 tokio::select! {
-                    _ = tokio::io::copy_bidirectional(&mut here, &mut there) => {}
+                    _ = tokio::io::copy_bidirectional(&mut client_stream, &mut server_stream) => {}
                     () = freezes => tokio::time::sleep(LONG * 2).await,
                 }
             });
@@ -222,32 +223,32 @@ async fn dead_http2_connection_is_dropped_while_in_use() {
     let serving = tonic::transport::Server::builder().add_routes(routes.into());
     tokio::spawn(async { serving.serve_with_incoming(incoming).await });
     let (freeze, frozen) = watch::channel(false);
-    let url = EngineUrl::http(WorkerEndpoint(way_to(server, frozen).await));
+    let url = EngineUrl::http(WorkerEndpoint(start_freezable_proxy(server, frozen).await));
     let client = EngineClient::new(&EnginesConfig {
         scheme: EngineScheme::H2c,
         ..config()
     })
     .unwrap();
-    let ask = async |patience| {
+    let tokenize = async |deadline| {
         client
-            .tokenize(&url, Bytes::from_static(b"{}"), patience)
+            .tokenize(&url, Bytes::from_static(b"{}"), deadline)
             .await
     };
-    assert_eq!(ask(LONG).await.unwrap().tokens, [1]);
+    assert_eq!(tokenize(LONG).await.unwrap().tokens, [1]);
     freeze.send(true).unwrap();
-    let patience = Duration::from_millis(300);
+    let deadline = Duration::from_millis(300);
     assert!(
-        matches!(ask(patience).await, Err(EngineError::Timeout)),
-        "nobody is there"
+        matches!(tokenize(deadline).await, Err(EngineError::Timeout)),
+        "the connection is silent"
     );
-    let answered = async { while ask(patience).await.is_err() {} };
+    let answered = async { while tokenize(deadline).await.is_err() {} };
     timeout(LONG / 2, answered)
         .await
-        .expect("another connection is made");
+        .expect("a new connection is opened");
 }
 
 #[tokio::test]
-async fn token_is_lent_only_if_configured() {
+async fn token_is_forwarded_only_if_configured() {
     let folder = tempfile::tempdir().unwrap();
     let token_file = folder.path().join("token");
     std::fs::write(&token_file, "ours").unwrap();
@@ -262,7 +263,7 @@ async fn token_is_lent_only_if_configured() {
     let routes = Router::new().fallback(post(echo));
     tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     let theirs = HeaderValue::from_static("Bearer theirs");
-    for (token_file, lend_token, brought, expected) in [
+    for (token_file, forward_token, client_token, expected) in [
         (Some(&token_file), false, None, ""),
         (Some(&token_file), false, Some(&theirs), "Bearer theirs"),
         (Some(&token_file), true, None, "Bearer ours"),
@@ -271,18 +272,18 @@ async fn token_is_lent_only_if_configured() {
     ] {
         let config = EnginesConfig {
             token_file: token_file.cloned(),
-            forward_token: lend_token,
+            forward_token,
             ..config()
         };
         let client = EngineClient::new(&config).unwrap();
         let mut request = forwarded(&url, true);
         request
             .headers
-            .extend(brought.map(|value| (AUTHORIZATION, value.clone())));
+            .extend(client_token.map(|value| (AUTHORIZATION, value.clone())));
         assert_eq!(
             client.forward(request).await.unwrap(),
             expected,
-            "{config:?} {brought:?}"
+            "{config:?} {client_token:?}"
         );
     }
 }

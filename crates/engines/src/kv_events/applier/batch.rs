@@ -17,7 +17,7 @@ use warmroute_runtime::lifecycle::run_blocking;
 /// Minimum time between log lines about batches that exceed a limit.
 const TOO_LARGE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// A live batch that arrived too early: the numbers before it are missing.
+/// A gap in the batch numbers before a live batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::kv_events) struct SequenceGap {
     /// First missing number.
@@ -34,7 +34,7 @@ pub(in crate::kv_events) struct BatchApplier {
     pub(super) normalizer: EventNormalizer,
     /// See [`SourceSpec::settings_digest`].
     settings_digest: u64,
-    /// Position that another reader left, until this reader is connected for the first time.
+    /// Position of another reader from which this one resumes; taken at the first connection.
     resume_position: Option<EventPosition>,
     pub(super) sink: RankSink,
     metrics: Arc<Metrics>,
@@ -46,7 +46,7 @@ pub(in crate::kv_events) struct BatchApplier {
     pub(super) has_dropped_stores: bool,
 }
 
-/// Problems that were already logged. A repetition is not logged.
+/// Problems that were already logged. Each is logged once.
 #[derive(Default)]
 pub(super) struct LoggedProblems {
     undecodable: bool,
@@ -94,13 +94,13 @@ impl BatchApplier {
         }
     }
 
-    /// Position in the batch numbers.
+    /// Returns the position in the batch numbers.
     pub(super) fn sequencer(&self) -> &Sequencer {
         &self.sequencer
     }
 
     /// Applies one live message. Returns the gap before it, if there is one. The caller closes the
-    /// gap by a replay and then calls [`BatchApplier::apply_after_replay`].
+    /// gap with a replay and then calls [`BatchApplier::apply_after_replay`].
     pub(in crate::kv_events) fn apply_live(
         &mut self,
         seq: u64,
@@ -123,7 +123,7 @@ impl BatchApplier {
                 return Some(SequenceGap { from, to });
             }
             LiveAction::Stale | LiveAction::Restart => self.count_batch("stale"),
-            // If an undecodable batch does not advance the position, the next batch causes a replay
+            // An undecodable batch does not advance the position, so the next batch causes a replay
             // of it.
             LiveAction::Apply => {
                 if self.apply_decoded(batch, BatchOrigin::Live(seq)) {
@@ -158,7 +158,7 @@ impl BatchApplier {
         }
     }
 
-    /// Applies one replayed batch. A batch after a gap is not applied.
+    /// Applies one replayed batch, unless batches before it are missing.
     pub(in crate::kv_events) fn apply_replayed(
         &mut self,
         seq: u64,
@@ -196,7 +196,7 @@ impl BatchApplier {
         restarted
     }
 
-    /// Gives up the missing batches before a batch and applies it.
+    /// Skips the missing batches before a batch and applies it.
     pub(in crate::kv_events) fn skip_gap(&mut self, gap: SequenceGap, payload: &[u8]) {
         self.record_lost_batches(gap.from, gap.to);
         if !self.apply_decoded(wire::decode(payload), BatchOrigin::Replayed(gap.to)) {
@@ -205,8 +205,8 @@ impl BatchApplier {
         self.sequencer.advance(gap.to, PayloadDigest::of(payload));
     }
 
-    /// Position from which another reader could resume. `None` while the events of the rank are
-    /// unusable.
+    /// Returns the position from which another reader could resume, or `None` while the events of
+    /// the rank are unusable.
     pub(super) fn position(&self) -> Option<EventPosition> {
         let status = self.monitor.status();
         if status.freshness == IndexFreshness::Absent {
@@ -216,7 +216,7 @@ impl BatchApplier {
             .sequencer
             .applied()
             .zip(self.normalizer.reader_state())?;
-        let taught = ReaderState {
+        let reader_state = ReaderState {
             engine_block_size: status.engine_block_size.map(|size| size.0.get()),
             has_dropped_stores: self.has_dropped_stores,
             ..state
@@ -226,11 +226,11 @@ impl BatchApplier {
             digest: digest.0,
             reader_digest: self.settings_digest,
             is_live: true,
-            reader_state: taught,
+            reader_state,
         })
     }
 
-    /// Takes the position that another reader left.
+    /// Takes the position of another reader from which this one resumes.
     pub(super) fn take_resume_position(&mut self) -> Option<EventPosition> {
         self.resume_position.take()
     }
@@ -258,7 +258,7 @@ impl BatchApplier {
         self.reconcile();
     }
 
-    /// Clears the rank in the index.
+    /// Clears the blocks of the rank in the index.
     fn clear_index(&mut self) {
         self.has_dropped_stores = false;
         (self.sink.apply)(&KvEvent::Cleared);
@@ -266,7 +266,7 @@ impl BatchApplier {
     }
 
     /// Clears the rank because the engine's block size changed. A cache has one block size, so the
-    /// engine may have restarted unnoticed.
+    /// engine may have restarted without being detected.
     pub(super) fn handle_block_size_change(&mut self) {
         tracing::warn!(
             rank = %self.rank, engine = self.normalizer.engine_block_size().map(BlockSize::tokens),
@@ -277,8 +277,8 @@ impl BatchApplier {
         self.normalizer.record_loss((self.sink.record_loss)());
     }
 
-    /// Evicts stale blocks that are presumed gone and publishes the numbers of stale and unreported
-    /// blocks.
+    /// Evicts stale blocks that are presumed gone, and updates the status of the source with the
+    /// numbers of stale and unreported blocks.
     fn reconcile(&mut self) {
         let reconciled = (self.sink.reconcile)();
         if let Some(evicted) = &reconciled.purged {
@@ -340,8 +340,8 @@ impl BatchApplier {
         self.monitor.update(EventSourceState::record_restart);
     }
 
-    /// Returns true if a batch is of another rank. Applied to this rank, its blocks would be
-    /// prefixes that do not exist. Its number and arrival time do not concern this rank either.
+    /// Returns true if a batch belongs to another rank. Applied to this rank, it would add prefixes
+    /// that do not exist. Its number and arrival time do not concern this rank either.
     fn is_other_rank(&mut self, batch: &Result<EventBatch, WireError>) -> bool {
         let rank = batch.as_ref().ok().and_then(|batch| batch.rank);
         let Some(other) = rank.filter(|&rank| rank != self.rank.rank.0) else {

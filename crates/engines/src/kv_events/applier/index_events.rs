@@ -61,9 +61,9 @@ impl BatchApplier {
         }
     }
 
-    /// Reports a block on the device whose parent was never stored. The index marks the rank
-    /// incomplete by such events, and does not see them if the engine's blocks are smaller than its
-    /// own.
+    /// Reports a block on the device whose parent was never stored, so that the index marks the
+    /// rank as incomplete. If the engine's blocks are smaller than those of the index, the index
+    /// does not see such events itself.
     fn report_unknown_parent(&mut self, event: &EngineEvent) {
         if let EngineEvent::Stored(stored) = event
             && stored.origin.medium == StorageMedium::Tier(StorageTier::Device)
@@ -90,7 +90,7 @@ impl BatchApplier {
         outcome
     }
 
-    /// Updates the source for a filtered event, and logs a problem once.
+    /// Updates the source for a filtered event, and logs each problem once.
     fn report_filtered(&mut self, reason: FilterReason) {
         match reason {
             FilterReason::AmbiguousSalt => self.has_dropped_stores = true,
@@ -108,8 +108,8 @@ impl BatchApplier {
         }
     }
 
-    /// Reports an incompatible block size. If the device is the first tier with it, the events of
-    /// the rank are unusable. In a lower tier, only the blocks of that tier are missing.
+    /// Reports an incompatible block size. If the device has no known block size yet, the events of
+    /// the rank are unusable. Otherwise only the blocks of one tier are missing.
     fn report_block_size(&mut self, engine: u32) {
         let device = self.normalizer.engine_block_size();
         if device.is_none() {

@@ -14,7 +14,7 @@ use warmroute_core::worker::{
 use warmroute_metrics::EventLabels;
 
 /// Applies captured batches of a sliding-window model to a rank with the given block size.
-fn play(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
+fn apply_captured_batches(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
     let session: serde_json::Value =
         serde_json::from_str(include_str!("../../../../../tests/data/hybrid.json")).unwrap();
     let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
@@ -74,7 +74,7 @@ fn count(metrics: &Metrics, outcome: &'static str) -> u64 {
 
 #[test]
 fn group_blocks_are_indexed_and_counted_as_filtered() {
-    let (metrics, events) = play(32);
+    let (metrics, events) = apply_captured_batches(32);
     let [
         KvEvent::GroupStored {
             group: 0,
@@ -107,7 +107,7 @@ fn group_blocks_are_indexed_and_counted_as_filtered() {
 
 #[test]
 fn group_block_size_mismatch_is_counted() {
-    let (metrics, events) = play(24);
+    let (metrics, events) = apply_captured_batches(24);
     assert!(
         matches!(
             events[..],
@@ -189,7 +189,7 @@ impl TestStream {
         }
     }
 
-    /// Sends a batch without a replay endpoint.
+    /// Sends a batch. There is no replay endpoint.
     fn send(&mut self, payload: &[u8]) {
         if let Some(gap) = self
             .applier
@@ -205,7 +205,7 @@ impl TestStream {
         self.next += batches;
     }
 
-    /// Stores blocks of two tokens each. The token ids are the block's hash.
+    /// Stores blocks of two tokens each. Both token ids are the block's hash.
     fn store(&mut self, parent: Option<u64>, blocks: &[u64]) {
         let tokens: Vec<u64> = blocks.iter().flat_map(|block| [*block, *block]).collect();
         self.send(
@@ -238,7 +238,7 @@ impl TestStream {
     }
 
     /// Applies a batch of another rank, with a number of that rank.
-    fn foreign(&mut self, number: u64) {
+    fn receive_other_rank_batch(&mut self, number: u64) {
         let payload = rmp_serde::to_vec(&(
             1.5,
             [("BlockStored", [77u64], None::<u64>, [7u64, 7], 2u32)],
@@ -257,7 +257,7 @@ impl TestStream {
         );
     }
 
-    /// Leading blocks of a prompt in the index.
+    /// Returns the number of leading blocks of a prompt in the index.
     fn holds(&self, blocks: &[u32]) -> usize {
         let tokens: Vec<u32> = blocks.iter().flat_map(|block| [*block, *block]).collect();
         let size = BlockSize::new(2).unwrap();
@@ -278,8 +278,8 @@ impl TestStream {
     }
 
     fn status(&self) -> (IndexFreshness, Option<StaleReason>) {
-        let standing = self.monitor.status();
-        (standing.freshness, standing.reason)
+        let status = self.monitor.status();
+        (status.freshness, status.reason)
     }
 
     fn facts(&self) -> SourceFacts {
@@ -303,15 +303,15 @@ fn shared_prefix_survives_gap_and_lost_blocks_leave() {
         stream.store(Some(2), &[prompt]);
     }
     assert_eq!(stream.status(), EXACT);
-    // Half of the prompts leave in lost batches. The cache has twenty blocks, and the system prompt
-    // is hit all the time without being stored again.
+    // Half of the prompts are evicted in lost batches. The cache has twenty blocks, and the system
+    // prompt is hit all the time without being stored again.
     stream.lose(5);
     let mut live: std::collections::VecDeque<u64> = (15..20).collect();
     stream.store(Some(2), &[20]);
     assert_eq!(
         (stream.status(), stream.facts().stale_blocks),
         (STALE, 10),
-        "the prefix is confirmed at once"
+        "the store confirms the prefix"
     );
     for prompt in 21..80 {
         stream.store(Some(2), &[prompt]);
@@ -324,7 +324,7 @@ fn shared_prefix_survives_gap_and_lost_blocks_leave() {
     assert_eq!(
         (stream.holds(&[1, 2, 79]), stream.holds(&[1, 2, 12])),
         (3, 2),
-        "one is in use, one is gone"
+        "the cached prompt is found, the evicted one is not"
     );
 }
 
@@ -367,7 +367,7 @@ fn new_block_size_clears_the_rank() {
     assert_eq!(
         (stream.holds(&[1, 2]), stream.holds(&[7, 7])),
         (0, 2),
-        "one of four tokens is two of ours"
+        "one engine block of four tokens is two index blocks"
     );
     assert_eq!(stream.monitor.status().engine_block_size, BlockSize::new(4));
     assert_eq!(
@@ -406,12 +406,12 @@ fn unusable_blocks_of_slower_tier_are_incomplete() {
     assert_eq!(
         (stream.status(), stream.holds(&[1, 2])),
         (INCOMPLETE, 2),
-        "the device is as it was"
+        "the device blocks are unchanged"
     );
     assert_eq!(count(&stream.metrics, "filtered_block_size_mismatch"), 1);
     stream.next = 0;
     stream.store(None, &[1]);
-    assert_eq!(stream.status(), EXACT, "a new engine");
+    assert_eq!(stream.status(), EXACT, "the engine restarted");
 }
 
 #[test]
@@ -440,7 +440,8 @@ fn unknown_parent_of_small_block_is_incomplete() {
 
 #[test]
 fn stores_dropped_at_capacity_make_source_inexact() {
-    // More than each limit: orphans, partial blocks of tests, bytes of salts.
+    // Each case exceeds one limit: orphans, partial blocks (with the limit for tests), or bytes of
+    // salts.
     let orphans: Vec<u64> = (1000..264_000).collect();
     let many: Vec<u64> = (1000..6000).collect();
     let salt = "s".repeat(60_000);
@@ -479,7 +480,7 @@ fn stores_dropped_at_capacity_make_source_inexact() {
         assert_eq!(stream.status(), INCOMPLETE, "{at}");
         stream.next = 0;
         stream.store(None, &[1]);
-        assert_eq!(stream.status(), EXACT, "{at}: a new engine");
+        assert_eq!(stream.status(), EXACT, "{at}: the engine restarted");
     }
 }
 
@@ -487,9 +488,9 @@ fn stores_dropped_at_capacity_make_source_inexact() {
 fn batches_of_another_rank_are_dropped_and_reported() {
     let mut stream = TestStream::new(ResyncMode::Keep);
     stream.store(None, &[1]);
-    // Another publisher, whose numbers are far ahead or start over.
+    // Batches of another publisher, whose numbers are far ahead or restart at zero.
     for (block, number) in [(2, 500), (3, 501), (4, 0), (5, 1)] {
-        stream.foreign(number);
+        stream.receive_other_rank_batch(number);
         let before = stream.facts();
         stream.store(None, &[block]);
         assert_eq!(
@@ -503,7 +504,11 @@ fn batches_of_another_rank_are_dropped_and_reported() {
             (0, 0, 0),
             "{number}"
         );
-        assert_eq!(facts.batches, before.batches + 1, "only its own are heard");
+        assert_eq!(
+            facts.batches,
+            before.batches + 1,
+            "only batches of this rank count"
+        );
     }
     assert_eq!(
         (stream.holds(&[1]), stream.holds(&[5]), stream.holds(&[7])),
@@ -512,5 +517,5 @@ fn batches_of_another_rank_are_dropped_and_reported() {
     for block in 10..80 {
         stream.store(None, &[block]);
     }
-    assert_eq!(stream.status(), EXACT, "the other rank is gone");
+    assert_eq!(stream.status(), EXACT, "the other rank stopped publishing");
 }

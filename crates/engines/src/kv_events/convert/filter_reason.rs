@@ -23,7 +23,8 @@ pub enum FilterReason {
     UnlearnedGroup,
     /// A second cache group that holds whole prefixes. The first one identifies the blocks.
     SecondaryMainGroup,
-    /// A cache group beside the main one whose block size is not a multiple of the index block size.
+    /// A cache group other than the main one, whose block size is not a multiple of the index block
+    /// size.
     GroupBlockSize {
         /// Tokens per block in the event.
         engine: u32,
@@ -43,7 +44,7 @@ impl FilterReason {
         self.label().trim_start_matches("filtered_")
     }
 
-    /// Outcome label in metrics.
+    /// Returns the outcome label in metrics.
     pub fn label(self) -> &'static str {
         match self {
             FilterReason::UnsupportedOwnership => "filtered_unsupported_ownership",

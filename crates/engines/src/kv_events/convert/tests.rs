@@ -140,7 +140,7 @@ fn salt_is_inherited_until_last_copy_leaves() {
     assert_eq!(
         local(&mut normalizer, store(3, Some(2))),
         salted,
-        "another copy of 2 is still there"
+        "another copy of block 2 is left"
     );
     normalizer.convert(&removed(2));
     assert_eq!(
@@ -181,23 +181,23 @@ fn ambiguous_salt_filters_the_event() {
 }
 
 #[test]
-fn forgotten_salt_is_learned_again_from_event() {
+fn purged_salt_is_recorded_again_from_event() {
     let mut normalizer = normalizer();
     let salted = expected(None, Some("tenant"), &[]);
     let first = || with_keys(1, None, &[text("tenant")]);
     assert_eq!(local(&mut normalizer, first()), salted);
     assert_eq!(local(&mut normalizer, store(2, Some(1))), salted);
-    // The parent was presumed gone and is still there: its children have no known salt, and the
-    // index drops them.
-    let forgotten = PurgedBlocks {
+    // The index purged the parent, but the engine still has it. Children of the parent have no
+    // known salt, and the index drops them.
+    let purged = PurgedBlocks {
         before_gap: [1, 0, 0, 0],
         blocks: vec![(EngineHash(1), StorageTier::Device)],
     };
-    assert_eq!(normalizer.discard_blocks(&forgotten), []);
+    assert_eq!(normalizer.discard_blocks(&purged), []);
     assert_eq!(
         local(&mut normalizer, store(2, Some(1))),
         salted,
-        "its own is known"
+        "the salt of the block itself is known"
     );
     assert_eq!(
         local(&mut normalizer, store(3, Some(1))),
@@ -282,8 +282,8 @@ fn secondary_group_reports_its_reuse_need() {
     let state = Some(AttentionKind::Partial(PartialPrefix::State));
     let other = Some(AttentionKind::Partial(PartialPrefix::Other));
     let all = GroupNeed::full(NonZeroU32::MIN);
-    // Blocks of four tokens: a window of nine sees eight tokens back, one of ten reaches into a
-    // third block.
+    // With blocks of four tokens, a window of nine covers eight earlier tokens. A window of ten
+    // reaches into a third block.
     let unknown = Some(AttentionKind::Unknown);
     let other_kind = FilterReason::NonMainKind;
     let other_size = |engine| FilterReason::GroupBlockSize { engine };
@@ -308,7 +308,7 @@ fn secondary_group_reports_its_reuse_need() {
             block_size,
             ..store(5, Some(1))
         };
-        let share = KvEvent::GroupStored {
+        let group_stored = KvEvent::GroupStored {
             group,
             need,
             blocks: vec![EngineHash(5)],
@@ -316,7 +316,7 @@ fn secondary_group_reports_its_reuse_need() {
         let event = EngineEvent::Stored(Box::new(stored));
         assert_eq!(
             normalizer().convert(&event),
-            ConvertedEvent::GroupEvent(reason, share),
+            ConvertedEvent::GroupEvent(reason, group_stored),
             "{origin:?} {block_size}"
         );
     }
@@ -341,7 +341,7 @@ fn group_kind_is_remembered_by_number() {
         Some(9),
     )));
     let blocks = vec![EngineHash(5)];
-    let share = KvEvent::GroupStored {
+    let group_stored = KvEvent::GroupStored {
         group: 1,
         need: need(2, 1),
         blocks: blocks.clone(),
@@ -349,12 +349,12 @@ fn group_kind_is_remembered_by_number() {
     let bare = grouped(1, None, None);
     assert_eq!(
         normalizer.convert(&stored(bare)),
-        ConvertedEvent::GroupEvent(FilterReason::NonMainGroup, share)
+        ConvertedEvent::GroupEvent(FilterReason::NonMainGroup, group_stored)
     );
-    let gone = KvEvent::GroupRemoved { group: 1, blocks };
+    let group_removed = KvEvent::GroupRemoved { group: 1, blocks };
     assert_eq!(
         normalizer.convert(&removed(bare)),
-        ConvertedEvent::GroupEvent(FilterReason::NonMainGroup, gone.clone())
+        ConvertedEvent::GroupEvent(FilterReason::NonMainGroup, group_removed.clone())
     );
     let host = EventOrigin {
         medium: StorageMedium::Tier(StorageTier::HostPinned),
@@ -363,12 +363,12 @@ fn group_kind_is_remembered_by_number() {
     assert_eq!(
         normalizer.convert(&removed(host)),
         ConvertedEvent::Filtered(FilterReason::NonMainGroup),
-        "groups lie on the device"
+        "only groups on the device are tracked"
     );
     normalizer.reset();
     assert_eq!(
         normalizer.convert(&removed(bare)),
-        ConvertedEvent::GroupEvent(FilterReason::UnlearnedGroup, gone)
+        ConvertedEvent::GroupEvent(FilterReason::UnlearnedGroup, group_removed)
     );
 }
 
@@ -388,13 +388,14 @@ fn first_full_attention_group_is_the_main_one() {
             ConvertedEvent::Event(KvEvent::Stored { .. })
         ));
     }
-    let share = KvEvent::GroupStored {
+    let group_stored = KvEvent::GroupStored {
         group: 3,
         need: GroupNeed::full(NonZeroU32::MIN),
         blocks: vec![EngineHash(5)],
     };
     for kind in [main, None] {
-        let further = ConvertedEvent::GroupEvent(FilterReason::SecondaryMainGroup, share.clone());
+        let further =
+            ConvertedEvent::GroupEvent(FilterReason::SecondaryMainGroup, group_stored.clone());
         assert_eq!(normalizer.convert(&of(3, kind)), further);
     }
 }

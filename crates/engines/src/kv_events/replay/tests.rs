@@ -11,7 +11,7 @@ use warmroute_core::index::{ApplyOutcome, KvEvent};
 use warmroute_core::worker::{BlockSize, DpRank, EventSource, SocketAttach, WorkerId, WorkerRank};
 use warmroute_metrics::Metrics;
 
-/// Expected content of the index, and whether a loss was recorded since it was last cleared.
+/// Content of the index, and whether a loss was recorded since it was last cleared.
 #[derive(Default)]
 struct Held {
     blocks: HashSet<u64>,
@@ -70,26 +70,27 @@ fn applier(held: &Arc<Mutex<Held>>) -> EventApplier {
     )
 }
 
-/// An engine that numbers its batches, holds the newest ones, and replays them with losses.
+/// An engine that numbers its batches, retains the newest ones, and loses some of its replay
+/// replies.
 struct Engine {
-    life: u64,
+    incarnation: u64,
     log: Vec<(Bytes, Option<u64>)>,
     holds: usize,
-    /// Whether each reply in turn is lost.
+    /// Whether each successive reply is lost.
     losses: Vec<bool>,
     sent: usize,
-    mute: bool,
+    is_silent: bool,
     replies: VecDeque<ReplayReply>,
 }
 
 impl Engine {
     fn publish(&mut self, readable: bool) -> (u64, Bytes) {
         let seq = self.log.len() as u64;
-        let block = self.life * 1000 + seq;
+        let block = self.incarnation * 1000 + seq;
         let event = ("BlockStored", [block], None::<u64>, [1u32], 1u32);
         let payload = match readable {
             true => rmp_serde::to_vec(&(1.0, [event], 0)).unwrap(),
-            false => vec![0xc1, self.life as u8, seq as u8],
+            false => vec![0xc1, self.incarnation as u8, seq as u8],
         };
         self.log
             .push((payload.clone().into(), readable.then_some(block)));
@@ -97,7 +98,7 @@ impl Engine {
     }
 
     fn restart(&mut self) {
-        self.life += 1;
+        self.incarnation += 1;
         self.log.clear();
     }
 
@@ -109,7 +110,7 @@ impl Engine {
 impl ReplaySource for Engine {
     async fn request_from(&mut self, from: u64) {
         self.replies.clear();
-        if self.mute {
+        if self.is_silent {
             return;
         }
         let first = self.log.len().saturating_sub(self.holds).max(from as usize);
@@ -154,7 +155,7 @@ async fn attach(engine: &mut Engine, applier: &mut EventApplier) {
 enum Step {
     Publish { delivered: bool, readable: bool },
     Redeliver,
-    Restart { unseen: usize, mute: bool },
+    Restart { unseen: usize, is_silent: bool },
     Reattach,
 }
 
@@ -163,12 +164,12 @@ fn step() -> impl Strategy<Value = Step> {
         8 => (prop::bool::weighted(0.7), prop::bool::weighted(0.9))
             .prop_map(|(delivered, readable)| Step::Publish { delivered, readable }),
         1 => Just(Step::Redeliver),
-        1 => (0usize..12, prop::bool::weighted(0.2)).prop_map(|(unseen, mute)| Step::Restart { unseen, mute }),
+        1 => (0usize..12, prop::bool::weighted(0.2)).prop_map(|(unseen, is_silent)| Step::Restart { unseen, is_silent }),
         1 => Just(Step::Reattach),
     ]
 }
 
-async fn play(steps: Vec<Step>, engine: &mut Engine, applier: &mut EventApplier) {
+async fn run_steps(steps: Vec<Step>, engine: &mut Engine, applier: &mut EventApplier) {
     let mut last = None;
     attach(engine, applier).await;
     for step in steps {
@@ -188,40 +189,40 @@ async fn play(steps: Vec<Step>, engine: &mut Engine, applier: &mut EventApplier)
                     deliver(engine, applier, *seq, payload).await;
                 }
             }
-            Step::Restart { unseen, mute } => {
+            Step::Restart { unseen, is_silent } => {
                 engine.restart();
                 last = None;
                 for _ in 0..unseen {
                     engine.publish(true);
                 }
-                engine.mute = mute;
+                engine.is_silent = is_silent;
                 attach(engine, applier).await;
-                engine.mute = false;
+                engine.is_silent = false;
             }
             Step::Reattach => attach(engine, applier).await,
         }
     }
-    // Whatever happened before: one replay without losses.
+    // Regardless of the history, one replay without losses follows.
     engine.losses.clear();
     attach(engine, applier).await;
 }
 
-fn check(steps: Vec<Step>, holds: usize, losses: Vec<bool>) -> (Held, HashSet<u64>) {
+fn run_history(steps: Vec<Step>, holds: usize, losses: Vec<bool>) -> (Held, HashSet<u64>) {
     let held = Arc::default();
     let mut applier = applier(&held);
     let mut engine = Engine {
-        life: 1,
+        incarnation: 1,
         log: vec![],
         holds,
         losses,
         sent: 0,
-        mute: false,
+        is_silent: false,
         replies: VecDeque::new(),
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .build()
         .unwrap();
-    runtime.block_on(play(steps, &mut engine, &mut applier));
+    runtime.block_on(run_steps(steps, &mut engine, &mut applier));
     let held = std::mem::take(&mut *held.lock());
     (held, engine.blocks())
 }
@@ -233,22 +234,22 @@ proptest! {
         holds in 1usize..40,
         losses in prop::collection::vec(prop::bool::weighted(0.2), 0..7),
     ) {
-        let (held, truth) = check(steps, holds, losses);
-        prop_assert!(held.lost || held.blocks == truth, "{:?} instead of {:?}", held.blocks, truth);
+        let (held, cached) = run_history(steps, holds, losses);
+        prop_assert!(held.lost || held.blocks == cached, "{:?} instead of {:?}", held.blocks, cached);
     }
 
     #[test]
     fn complete_replay_keeps_the_index_exact(
         steps in prop::collection::vec(
-            step().prop_filter("only losses on the live feed", |step| {
-                !matches!(step, Step::Publish { readable: false, .. } | Step::Restart { mute: true, .. })
+            step().prop_filter("batches are lost only on the live stream", |step| {
+                !matches!(step, Step::Publish { readable: false, .. } | Step::Restart { is_silent: true, .. })
             }),
             0..60,
         ),
     ) {
-        let (held, truth) = check(steps, usize::MAX, vec![]);
+        let (held, cached) = run_history(steps, usize::MAX, vec![]);
         prop_assert!(!held.lost);
-        prop_assert_eq!(held.blocks, truth);
+        prop_assert_eq!(held.blocks, cached);
     }
 }
 
@@ -256,16 +257,16 @@ proptest! {
 fn replay_with_gap_is_requested_from_the_gap() {
     let unseen = |count| Step::Restart {
         unseen: count,
-        mute: false,
+        is_silent: false,
     };
     // Every fifth reply is lost.
-    let (held, truth) = check(
+    let (held, cached) = run_history(
         vec![unseen(20)],
         100,
         vec![true, false, false, false, false],
     );
-    assert_eq!(held.blocks, truth);
-    assert_eq!(truth.len(), 20);
+    assert_eq!(held.blocks, cached);
+    assert_eq!(cached.len(), 20);
 }
 
 #[test]
@@ -274,12 +275,12 @@ fn undecodable_batch_is_skipped_once_during_replay() {
         delivered: true,
         readable,
     };
-    let (held, truth) = check(
+    let (held, cached) = run_history(
         vec![publish(true), publish(false), publish(true), publish(true)],
         100,
         vec![],
     );
-    assert_eq!(held.blocks, truth);
-    assert_eq!(truth.len(), 3);
+    assert_eq!(held.blocks, cached);
+    assert_eq!(cached.len(), 3);
     assert!(held.lost);
 }

@@ -1,8 +1,8 @@
-//! Joins small engine blocks to index blocks. An index block is a run of a chain of engine blocks
-//! that begins at a multiple of its size. Its hash is the hash of its last part, and a tier holds
-//! it if it holds all parts. Parts are stored and removed separately, and several chains may share
-//! them. Every part therefore keeps its content while children may follow, and its copies are
-//! counted here. The index sees one copy of each index block.
+//! Joins small engine blocks to index blocks. Each index block consists of consecutive engine
+//! blocks of a chain, its parts. Its hash is the hash of its last part, and a tier holds it if the
+//! tier holds all parts. Parts are stored and removed separately, and several chains may share
+//! them. A part therefore keeps its content while children may follow. Copies of parts are counted
+//! here; the index sees one copy of each index block.
 
 mod part;
 
@@ -134,14 +134,14 @@ impl PartialBlocks {
         true
     }
 
-    /// Local hash of the index block that a part completes.
+    /// Returns the local hash of the index block that a part completes.
     fn block_hash(
         &self,
         parent: Option<EngineHash>,
         run: &StoredRun<'_>,
         input: PartInput<'_>,
     ) -> Option<LocalHash> {
-        // From the last part to the first.
+        // The parts are collected from the last to the first.
         let mut parts = vec![input];
         let mut next = parent;
         while parts.len() < self.parts_per_block() {
@@ -163,7 +163,7 @@ impl PartialBlocks {
             .collect();
         let mut all: Vec<u64> = Vec::new();
         for part in parts.iter().rev() {
-            // An object that continues in the next part is one object.
+            // An object that continues in the next part is counted once.
             let continues = all.last().is_some() && all.last() == part.objects.first();
             all.extend(&part.objects[usize::from(continues)..]);
         }
@@ -190,8 +190,7 @@ impl PartialBlocks {
         first
     }
 
-    /// Reports the index blocks that contain a part, and the following ones, as far as they are
-    /// complete.
+    /// Reports the complete index blocks that contain a part, and those that follow.
     fn report_from(&mut self, hash: EngineHash, events: &mut IndexEvents) {
         let mut open = vec![hash];
         while let Some(hash) = open.pop() {
@@ -228,7 +227,7 @@ impl PartialBlocks {
         };
         let is_reported = &mut block.reported[tier as usize];
         let counted = &mut block.confirmed_at[tier as usize];
-        // A repeated store confirms the block in the index after a loss.
+        // After a loss, a repeated store confirms the block in the index.
         let is_confirmed = *counted != self.losses && !unconfirmed;
         if *is_reported && !is_confirmed {
             return;
@@ -250,8 +249,8 @@ impl PartialBlocks {
     }
 
     /// Returns the state of the index block that ends with a part: its parent, whether the tier
-    /// holds all parts, and whether any part is unconfirmed since the last loss. On the device, a
-    /// stored last part confirms the parts before it.
+    /// holds all parts, and whether any part is unconfirmed since the last loss. On the device,
+    /// storing the last part confirms the parts before it.
     fn block_status(
         &self,
         hash: EngineHash,
@@ -313,7 +312,8 @@ impl PartialBlocks {
         }
     }
 
-    /// Removes a part without copies and children, and its ancestors that were kept only for it.
+    /// Removes a part without copies and children, and its ancestors that were retained only for
+    /// it.
     fn prune(&mut self, hash: EngineHash) {
         let mut next = Some(hash);
         while let Some(hash) = next {
@@ -355,15 +355,15 @@ impl PartialBlocks {
         before.into_iter().for_each(|before| self.prune(before));
     }
 
-    /// Records that events were lost for good. Copies are counted from one again when a part is
-    /// stored, as in the index.
+    /// Records that events were permanently lost. When a part is stored after a loss, its copies
+    /// are counted from one again, as in the index.
     pub(super) fn record_loss(&mut self, gaps: u32) {
         self.losses = gaps;
     }
 
     /// Discards parts of blocks that the index presumes gone, unless they were stored since or
-    /// belong to other blocks. The index does not know parts that never completed a block, so parts
-    /// at the end of a chain are discarded by their own age. Returns the discarded parts.
+    /// belong to other blocks. The index does not know parts that never completed a block. Such
+    /// parts at the end of a chain are discarded by their own age. Returns the discarded parts.
     pub(super) fn discard_blocks(
         &mut self,
         evicted: &PurgedBlocks,
@@ -387,7 +387,7 @@ impl PartialBlocks {
             .filter(|(_, part)| is_end(part))
             .map(|(hash, _)| *hash);
         let mut open: Vec<EngineHash> = named.chain(ends).collect();
-        let mut gone = Vec::new();
+        let mut discarded = Vec::new();
         while let Some(hash) = open.pop() {
             let Some(part) = self
                 .parts
@@ -401,7 +401,7 @@ impl PartialBlocks {
                     part.counted_at[*tier as usize] < evicted.before_gap[*tier as usize]
                 }) {
                     if std::mem::take(&mut part.copies[tier as usize]) > 0 {
-                        gone.push((hash, tier));
+                        discarded.push((hash, tier));
                     }
                 }
             }
@@ -415,7 +415,7 @@ impl PartialBlocks {
             }
             open.extend(before);
         }
-        gone
+        discarded
     }
 
     #[cfg(test)]

@@ -13,7 +13,7 @@ use warmroute_core::worker::BlockSize;
 pub(in crate::kv_events) struct StoredRun<'a> {
     pub(in crate::kv_events) parent: Option<EngineHash>,
     pub(in crate::kv_events) hashes: &'a [EngineHash],
-    /// Token ids. Bigrams have one more than the blocks hold.
+    /// Token ids. With bigrams, there is one more than the blocks hold.
     pub(in crate::kv_events) tokens: &'a [u32],
     pub(in crate::kv_events) bigrams: bool,
     pub(in crate::kv_events) salt: &'a CacheSalt,
@@ -31,8 +31,8 @@ impl<'a> StoredRun<'a> {
         }
     }
 
-    /// The tokens of the blocks, with placeholder tokens replaced by pad tokens. Objects that the
-    /// pad tokens represent are removed from `objects`.
+    /// Returns the tokens of the blocks, with placeholder tokens replaced by pad tokens. Objects
+    /// that pad tokens represent are removed from `objects`.
     pub(super) fn padded_tokens(&mut self, size: BlockSize, media: MediaTokens) -> Cow<'a, [u32]> {
         let wanted = self.hashes.len() * size.tokens() + usize::from(self.bigrams);
         let tokens = &self.tokens[..self.tokens.len().min(wanted)];
@@ -53,7 +53,7 @@ pub(in crate::kv_events) struct ResizedEvents {
     pub(in crate::kv_events) outcome: ApplyOutcome,
 }
 
-/// Local hash of one index block.
+/// Returns the local hash of one index block.
 pub(super) fn local_hash(
     tokens: &[u32],
     ours: BlockSize,

@@ -1,4 +1,4 @@
-//! Engines with blocks of other sizes against a model that knows only tokens.
+//! Compares engines whose block size differs from the index with a model that knows only tokens.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -40,7 +40,7 @@ fn sizes_match_if_one_divides_the_other() {
 }
 
 /// An engine, its events, and the resulting index.
-struct Bed {
+struct Harness {
     engine: usize,
     ours: usize,
     bigrams: bool,
@@ -49,7 +49,7 @@ struct Bed {
     writer: RankWriter,
     /// Copies of each engine block, by all tokens up to its end.
     held: BTreeMap<(Salted, Vec<u32>), Copies>,
-    /// Number of blocks presumed gone.
+    /// Number of reconciliations that evicted blocks.
     evicted: usize,
 }
 
@@ -67,7 +67,7 @@ fn name(salt: Salted, tokens: &[u32]) -> EngineHash {
     EngineHash(xxh3_64(&bytes))
 }
 
-impl Bed {
+impl Harness {
     fn new(engine: usize, ours: usize, bigrams: bool) -> Self {
         let index = PrefixIndex::new();
         let normalizer = EventNormalizer::new(size(ours as u32), MediaTokens::default());
@@ -113,7 +113,7 @@ impl Bed {
     ) -> Option<ApplyOutcome> {
         let all: Vec<u32> = before.iter().chain(more).copied().collect();
         let ends = (before.len() + self.engine..=all.len()).step_by(self.engine);
-        // The token after the last one decides the last bigram.
+        // The token after the last one determines the last bigram.
         let ids = if self.bigrams {
             more.iter().copied().chain([next(&all)]).collect()
         } else {
@@ -153,7 +153,7 @@ impl Bed {
     fn remove(&mut self, salt: Salted, block: &[u32], tier: usize) -> Option<ApplyOutcome> {
         let key = (salt, block.to_vec());
         let Some(tiers) = self.held.get_mut(&key) else {
-            panic!("not held")
+            panic!("the block is not held")
         };
         tiers[tier].0 -= 1;
         if tiers[tier].0 == 0 {
@@ -213,7 +213,7 @@ impl Bed {
             .retain(|_, tiers| tiers.iter().any(|(copies, _)| *copies > 0));
     }
 
-    /// Leading index blocks on the device, according to the index.
+    /// Returns the number of leading index blocks on the device, according to the index.
     fn found(&self, salt: Salted, tokens: &[u32]) -> usize {
         let salt = CacheSalt {
             lora: None,
@@ -231,7 +231,7 @@ impl Bed {
         overlaps.get(RankSlot(0)).device as usize
     }
 
-    /// Leading index blocks on the device, according to the model.
+    /// Returns the number of leading index blocks on the device, according to the model.
     fn expected(&self, salt: Salted, tokens: &[u32]) -> usize {
         let is_held = |block: &[u32]| {
             self.held
@@ -243,7 +243,7 @@ impl Bed {
                 let mut ends = (end - self.ours + self.engine..=end).step_by(self.engine);
                 return ends.all(|end| is_held(&tokens[..end]));
             }
-            // The beginning of an engine block is held with the block, whatever its rest is.
+            // If the engine block is held, its beginning is held too, whatever follows.
             let whole = end.div_ceil(self.engine) * self.engine;
             // The last bigram needs the token after it.
             let end = if self.bigrams {
@@ -265,23 +265,24 @@ impl Bed {
 
     fn check(&self, salt: Salted, tokens: &[u32]) {
         // A window of bigrams ends with the token after the block.
-        let mut asked = tokens.to_vec();
+        let mut query = tokens.to_vec();
         if self.bigrams {
-            asked.push(next(tokens));
+            query.push(next(tokens));
         }
         let engine = self.engine;
         let ours = self.ours;
         let bigrams = self.bigrams;
         let case = format!("{tokens:?} of {salt:?}, {engine} on {ours}, bigrams {bigrams}");
         assert_eq!(
-            self.found(salt, &asked),
+            self.found(salt, &query),
             self.expected(salt, tokens),
             "{case}"
         );
     }
 }
 
-/// The token that always follows these, so that a block determines its last bigram.
+/// Returns the token that follows these. It is constant, so that a block determines its last
+/// bigram.
 fn next(_: &[u32]) -> u32 {
     0
 }
@@ -297,12 +298,12 @@ fn random_tokens(rng: &mut SmallRng, count: usize, bigrams: bool, engine: usize)
     (0..count).map(|at| token(at, rng)).collect()
 }
 
-fn play(seed: u64, engine: usize, ours: usize, bigrams: bool) -> usize {
+fn run_random_history(seed: u64, engine: usize, ours: usize, bigrams: bool) -> usize {
     let mut rng = SmallRng::seed_from_u64(seed);
-    let mut bed = Bed::new(engine, ours, bigrams);
-    let mut asked: Vec<(Salted, Vec<u32>)> = Vec::new();
+    let mut harness = Harness::new(engine, ours, bigrams);
+    let mut queries: Vec<(Salted, Vec<u32>)> = Vec::new();
     for _ in 0..150 {
-        let known: Vec<(Salted, Vec<u32>)> = bed.held.keys().cloned().collect();
+        let known: Vec<(Salted, Vec<u32>)> = harness.held.keys().cloned().collect();
         let pick = |rng: &mut SmallRng| known.get(rng.random_range(0..known.len().max(1))).cloned();
         match rng.random_range(0..100) {
             0..55 => {
@@ -320,41 +321,42 @@ fn play(seed: u64, engine: usize, ours: usize, bigrams: bool) -> usize {
                 let count = rng.random_range(1..6) * engine;
                 let more = random_tokens(&mut rng, count, bigrams, engine);
                 let tier = usize::from(rng.random_bool(0.15));
-                bed.store(salt, &before, &more, tier);
-                asked.push((salt, before.into_iter().chain(more).collect()));
+                harness.store(salt, &before, &more, tier);
+                queries.push((salt, before.into_iter().chain(more).collect()));
             }
             55..96 => {
                 let Some((salt, block)) = pick(&mut rng) else {
                     continue;
                 };
-                let held = bed.held[&(salt, block.clone())];
+                let held = harness.held[&(salt, block.clone())];
                 let tier = usize::from(held[0].0 == 0);
-                bed.remove(salt, &block, tier);
+                harness.remove(salt, &block, tier);
             }
-            96..98 => bed.mark_stale(),
-            98 => bed.clear(),
-            _ => bed.reconcile(),
+            96..98 => harness.mark_stale(),
+            98 => harness.clear(),
+            _ => harness.reconcile(),
         }
         for _ in 0..4 {
-            if let Some((salt, tokens)) = asked.get(rng.random_range(0..asked.len().max(1))) {
-                bed.check(*salt, tokens);
+            if let Some((salt, tokens)) = queries.get(rng.random_range(0..queries.len().max(1))) {
+                harness.check(*salt, tokens);
             }
         }
     }
-    asked
+    queries
         .iter()
-        .for_each(|(salt, tokens)| bed.check(*salt, tokens));
-    // Every block leaves with its last copy.
-    while let Some(((salt, block), tiers)) = bed
+        .for_each(|(salt, tokens)| harness.check(*salt, tokens));
+    // Removing the last copy of each block empties the index.
+    while let Some(((salt, block), tiers)) = harness
         .held
         .iter()
         .next_back()
         .map(|(key, tiers)| (key.clone(), *tiers))
     {
-        bed.remove(salt, &block, usize::from(tiers[0].0 == 0));
+        harness.remove(salt, &block, usize::from(tiers[0].0 == 0));
     }
-    assert_eq!(bed.index.stats().total.copies, 0, "{:?}", bed.index.stats());
-    bed.evicted
+    let stats = harness.index.stats();
+    assert_eq!(stats.total.copies, 0, "{stats:?}");
+    harness.evicted
 }
 
 #[test]
@@ -370,7 +372,9 @@ fn index_agrees_with_token_model_after_resizing() {
         (1, 3),
     ] {
         for bigrams in [false, true] {
-            let evicted: usize = (0..25).map(|seed| play(seed, engine, ours, bigrams)).sum();
+            let evicted: usize = (0..25)
+                .map(|seed| run_random_history(seed, engine, ours, bigrams))
+                .sum();
             assert!(evicted > 0, "{engine} on {ours}");
         }
     }
@@ -378,49 +382,49 @@ fn index_agrees_with_token_model_after_resizing() {
 
 #[test]
 fn block_is_held_only_with_all_parts() {
-    let mut bed = Bed::new(2, 6, false);
+    let mut harness = Harness::new(2, 6, false);
     let tokens: Vec<u32> = (1..=12).collect();
-    bed.store(None, &[], &tokens[..2], 0);
-    bed.store(None, &tokens[..2], &tokens[2..4], 0);
-    assert_eq!(bed.found(None, &tokens), 0, "two of three parts");
-    bed.store(None, &tokens[..4], &tokens[4..12], 0);
-    assert_eq!(bed.found(None, &tokens), 2);
-    bed.remove(None, &tokens[..4], 0);
+    harness.store(None, &[], &tokens[..2], 0);
+    harness.store(None, &tokens[..2], &tokens[2..4], 0);
+    assert_eq!(harness.found(None, &tokens), 0, "two of three parts");
+    harness.store(None, &tokens[..4], &tokens[4..12], 0);
+    assert_eq!(harness.found(None, &tokens), 2);
+    harness.remove(None, &tokens[..4], 0);
     assert_eq!(
-        bed.found(None, &tokens),
+        harness.found(None, &tokens),
         0,
-        "any part that leaves takes the block along"
+        "removing any part removes the block"
     );
-    bed.store(None, &tokens[..2], &tokens[2..4], 0);
+    harness.store(None, &tokens[..2], &tokens[2..4], 0);
     assert_eq!(
-        bed.found(None, &tokens),
+        harness.found(None, &tokens),
         2,
-        "and what followed is there again"
+        "the block and its successor are found again"
     );
 }
 
 #[test]
 fn unknown_parent_is_rejected() {
-    let mut bed = Bed::new(2, 4, false);
+    let mut harness = Harness::new(2, 4, false);
     assert_eq!(
-        bed.store(None, &[1, 2], &[3, 4], 0),
+        harness.store(None, &[1, 2], &[3, 4], 0),
         Some(ApplyOutcome::ParentNotFound)
     );
-    assert_eq!(bed.found(None, &[1, 2, 3, 4]), 0);
-    let mut bed = Bed::new(4, 2, false);
+    assert_eq!(harness.found(None, &[1, 2, 3, 4]), 0);
+    let mut harness = Harness::new(4, 2, false);
     assert_eq!(
-        bed.store(None, &[1, 2, 3, 4], &[5, 6, 7, 8], 0),
+        harness.store(None, &[1, 2, 3, 4], &[5, 6, 7, 8], 0),
         Some(ApplyOutcome::ParentNotFound)
     );
 }
 
 #[test]
 fn removed_parts_leave_no_memory() {
-    let mut bed = Bed::new(1, 4, false);
+    let mut harness = Harness::new(1, 4, false);
     let tokens: Vec<u32> = (0..40).collect();
-    bed.store(None, &[], &tokens, 0);
+    harness.store(None, &[], &tokens, 0);
     for end in (1..=40).rev() {
-        bed.remove(None, &tokens[..end], 0);
+        harness.remove(None, &tokens[..end], 0);
     }
     let mut partial_blocks = PartialBlocks::new(size(1), size(4), 0);
     assert_eq!(
@@ -430,7 +434,7 @@ fn removed_parts_leave_no_memory() {
         ApplyOutcome::BlockNotFound
     );
     assert_eq!(partial_blocks.len(), 0);
-    assert_eq!(bed.index.stats().distinct_blocks, 0);
+    assert_eq!(harness.index.stats().distinct_blocks, 0);
 }
 
 fn image(
@@ -476,7 +480,7 @@ fn images_are_assigned_by_their_placeholders() {
         BlockWindows::Plain,
         &[],
     );
-    // One engine block is two index blocks, and one index block two engine blocks.
+    // One engine block is two index blocks, or one index block is two engine blocks.
     let larger = image(&[5], &[1, 2, 9, 9, 9, 9, 7, 8], &[&["cat"]], None, 8);
     let smaller = image(
         &[5, 6, 7, 8],
@@ -500,14 +504,16 @@ fn images_are_assigned_by_their_placeholders() {
             expected
         );
     }
-    // Without placeholders the half that contains an image is unknown.
+    // Without placeholders, the half of the block that contains the image is unknown.
     let mut normalizer = EventNormalizer::new(size(4), MediaTokens::default());
-    let blind = image(&[4, 5, 6], &[1; 24], &[&[], &["cat"], &[]], None, 8);
-    let ConvertedEvent::Event(KvEvent::Stored { blocks, .. }) = normalizer.convert(&blind) else {
+    let without_placeholders = image(&[4, 5, 6], &[1; 24], &[&[], &["cat"], &[]], None, 8);
+    let ConvertedEvent::Event(KvEvent::Stored { blocks, .. }) =
+        normalizer.convert(&without_placeholders)
+    else {
         panic!()
     };
-    assert_eq!(blocks.len(), 2, "what is before it keeps its place");
-    // Smaller blocks name it in each part, the index block only once.
+    assert_eq!(blocks.len(), 2, "the blocks before the image are known");
+    // Smaller blocks name the object in each part, but the index block has it only once.
     let mut normalizer = EventNormalizer::new(size(4), MediaTokens::default());
     let event = image(&[5, 6], &[3, 4, 5, 6], &[&["cat"], &["cat"]], None, 2);
     let ConvertedEvent::Event(KvEvent::Stored { blocks, .. }) = normalizer.convert(&event) else {
@@ -539,7 +545,7 @@ fn tier_block_size_is_fixed_until_cleared() {
     assert_eq!(
         resizer.size_ratio(size(4), StorageTier::External),
         None,
-        "the chains are of one size"
+        "all partial blocks have one size"
     );
     resizer.clear();
     assert!(resizer.size_ratio(size(16), StorageTier::Device).is_some());

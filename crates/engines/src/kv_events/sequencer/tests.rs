@@ -1,11 +1,11 @@
 use super::*;
 
-fn digest(life: u8) -> PayloadDigest {
-    PayloadDigest::of(&[life])
+fn digest(content: u8) -> PayloadDigest {
+    PayloadDigest::of(&[content])
 }
 
-/// A sequencer that received live batches up to `live` and applied batches up to `applied`.
-fn at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
+/// Returns a sequencer that received live batches up to `live` and applied batches up to `applied`.
+fn sequencer_at(applied: Option<u64>, live: Option<u64>) -> Sequencer {
     let applied = applied.map(|seq| AppliedBatch {
         seq,
         digest: digest(1),
@@ -35,7 +35,7 @@ fn live_batch_is_classified_by_both_positions() {
     ];
     for (applied, live, seq, expected) in cases {
         assert_eq!(
-            at(applied, live).accept_live(seq, || digest(2)),
+            sequencer_at(applied, live).accept_live(seq, || digest(2)),
             expected,
             "{applied:?} {live:?} {seq}"
         );
@@ -45,13 +45,13 @@ fn live_batch_is_classified_by_both_positions() {
 #[test]
 fn repeated_last_batch_is_no_restart() {
     assert_eq!(
-        at(Some(4), Some(4)).accept_live(4, || digest(1)),
+        sequencer_at(Some(4), Some(4)).accept_live(4, || digest(1)),
         LiveAction::Stale
     );
     assert_eq!(
-        at(Some(9), Some(7)).accept_live(7, || digest(1)),
+        sequencer_at(Some(9), Some(7)).accept_live(7, || digest(1)),
         LiveAction::Restart,
-        "an older number is"
+        "an older number is a restart"
     );
 }
 
@@ -66,18 +66,18 @@ fn replayed_batch_is_classified_by_number_and_content() {
         (Some(4), 5, 2, ReplayAction::Apply),
         (Some(4), 6, 2, ReplayAction::Gap { from: 5, to: 6 }),
     ];
-    for (applied, seq, life, expected) in cases {
+    for (applied, seq, content, expected) in cases {
         assert_eq!(
-            at(applied, None).accept_replayed(seq, digest(life)),
+            sequencer_at(applied, None).accept_replayed(seq, digest(content)),
             expected,
-            "{applied:?} {seq} {life}"
+            "{applied:?} {seq} {content}"
         );
     }
 }
 
 #[test]
 fn restart_clears_both_positions() {
-    let mut sequencer = at(Some(4), Some(4));
+    let mut sequencer = sequencer_at(Some(4), Some(4));
     assert_eq!(
         sequencer.accept_replayed(4, digest(2)),
         ReplayAction::Restart
@@ -94,16 +94,16 @@ fn restart_clears_both_positions() {
     assert_eq!(
         sequencer.accept_live(1, || digest(2)),
         LiveAction::Apply,
-        "its numbers are not compared with the old life's"
+        "its number is not compared with those before the restart"
     );
 }
 
 #[test]
 fn empty_replay_after_applied_batch_is_restart() {
-    let mut sequencer = at(Some(4), Some(4));
+    let mut sequencer = sequencer_at(Some(4), Some(4));
     assert!(sequencer.accept_empty_replay());
     assert!(
         !sequencer.accept_empty_replay(),
-        "there is nothing left to forget"
+        "the state is already clear"
     );
 }

@@ -1,4 +1,4 @@
-//! Events as arrays: fields by position, and a tail that grew over the engines' versions.
+//! Events as arrays: fields by position, with a tail whose length depends on the engine version.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use super::value::{
     self, BlockMedia, CacheNamespace, EnumText, WireHash, WireHashes, next_required,
 };
 
-/// Maximum number of tail elements with a meaning in any layout.
+/// Maximum number of tail elements that have a meaning in any layout.
 const MAX_TAIL: usize = 8;
 
 pub(super) fn event<'de, A: SeqAccess<'de>>(mut seq: A) -> Result<EngineEvent, A::Error> {
@@ -64,8 +64,7 @@ fn stored_event<'de, A: SeqAccess<'de>>(seq: &mut A) -> Result<EngineEvent, A::E
         next_required::<Option<WireHash>, _>(seq, "parent_block_hash")?.map(|WireHash(hash)| hash);
     let tokens = next_required(seq, "token_ids")?;
     let block_size = next_required(seq, "block_size")?;
-    // The numeric adapter id is only checked for its type: caches are separated by the adapter's
-    // name.
+    // The numeric adapter id is not stored, because caches are separated by the adapter's name.
     value::next_optional::<u64, _>(seq)?;
     let medium = next_medium(seq)?;
     let (lora, cache_salt) = match value::next_optional::<CacheNamespace, _>(seq)? {
@@ -109,8 +108,9 @@ fn next_medium<'de, A: SeqAccess<'de>>(seq: &mut A) -> Result<StorageMedium, A::
 
 type BlockObjects = Option<Vec<Vec<u64>>>;
 
-/// Decodes the elements after the named positions. Four or more elements of the right types are the
-/// layout of newer engines. Other tails are searched by type, because older engines omit elements.
+/// Decodes the elements after the fields with fixed positions. Four or more elements of the right
+/// types are the layout of newer engines. Other tails are searched by type, because older engines
+/// omit elements.
 fn read_tail<'de, A: SeqAccess<'de>>(
     seq: &mut A,
     medium: StorageMedium,
@@ -174,7 +174,7 @@ enum TailElement {
 }
 
 impl TailElement {
-    /// A number or nil; `None` if it is neither.
+    /// Returns the number, or `None` for nil; the outer `None` means neither.
     fn number(&self) -> Option<Option<u32>> {
         match self {
             TailElement::Nil => Some(None),
@@ -183,7 +183,7 @@ impl TailElement {
         }
     }
 
-    /// A text or nil; `None` if it is neither.
+    /// Returns the text, or `None` for nil; the outer `None` means neither.
     fn text(&self) -> Option<Option<&str>> {
         match self {
             TailElement::Nil => Some(None),

@@ -1,5 +1,5 @@
-//! Limits of a batch, checked before anything is decoded. One pass over the payload counts what
-//! decoding would allocate memory for, so that a few bytes on the wire cannot become many in
+//! Limits of a batch, checked before anything is decoded. One pass over the payload counts the
+//! elements for which decoding allocates memory, so that a small payload cannot use a lot of
 //! memory.
 //!
 //! A decoded batch takes at most about 180 MiB: 128 Ki events of 300 bytes, 1 Mi hashes of 8 bytes,
@@ -14,7 +14,7 @@ const EVENTS: usize = 1 << 17;
 const HASHES: usize = 1 << 20;
 /// Maximum number of tokens in a batch.
 const TOKENS: usize = 1 << 24;
-/// Lists of extra keys that an event may have beyond its blocks. They are ignored.
+/// Maximum number of lists of extra keys in an event beyond its number of blocks. They are ignored.
 const SPARE_LISTS: usize = 16;
 /// Maximum number of extra keys or multimodal objects of one block.
 const KEYS_PER_BLOCK: usize = 64;
@@ -49,19 +49,20 @@ struct BatchCounters<'a> {
     keys: usize,
 }
 
-/// The content of a field, as far as decoding allocates memory for its elements.
+/// Content of a field, as far as decoding allocates memory for its elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FieldContent {
     Hashes,
     Tokens,
-    /// Extra keys or multimodal objects: a list per block.
+    /// Extra keys or multimodal objects: one list per block.
     Keys,
     Other,
 }
 
 impl FieldContent {
-    /// The content of a position in the array encoding. The decoder searches the tail, which begins
-    /// earlier in events without tokens, for multimodal objects, and ignores everything after it.
+    /// Returns the content of a position in the array encoding. The decoder searches the tail for
+    /// multimodal objects and ignores everything after it. In events without tokens, the tail
+    /// begins earlier.
     fn at(position: usize, is_store: bool) -> Self {
         match position {
             1 => FieldContent::Hashes,
@@ -72,7 +73,7 @@ impl FieldContent {
         }
     }
 
-    /// The content of a name in the map encoding.
+    /// Returns the content of a field name in the map encoding.
     fn of(name: &[u8]) -> Self {
         match name {
             b"block_hashes" => FieldContent::Hashes,
@@ -103,7 +104,8 @@ impl BatchCounters<'_> {
         Ok(())
     }
 
-    /// Counts an event in the array encoding. Returns the longest list of lists per block.
+    /// Counts an event in the array encoding. Returns the largest number of per-block lists in a
+    /// field.
     fn array_event(&mut self, fields: usize) -> Result<usize, WireError> {
         let mut lists = 0;
         let mut is_store = false;
@@ -117,7 +119,8 @@ impl BatchCounters<'_> {
         Ok(lists)
     }
 
-    /// Counts an event in the map encoding. Returns the longest list of lists per block.
+    /// Counts an event in the map encoding. Returns the largest number of per-block lists in a
+    /// field.
     fn map_event(&mut self, fields: usize) -> Result<usize, WireError> {
         let mut lists = 0;
         for _ in 0..fields {
@@ -134,7 +137,7 @@ impl BatchCounters<'_> {
         Ok(lists)
     }
 
-    /// Counts one field. Returns its number of lists if it has one per block.
+    /// Counts one field. Returns its number of per-block lists, or 0 if it has none.
     fn field(&mut self, content: FieldContent, value: ValueHead<'_>) -> Result<usize, WireError> {
         let ValueHead::Array(elements) = value else {
             self.reader.skip_content(value)?;
@@ -161,7 +164,7 @@ impl BatchCounters<'_> {
     }
 
     /// Counts the extra keys of a block, which are an array, or its multimodal objects, which are
-    /// an array inside an array or a map: the elements of the arrays at both depths.
+    /// an array inside an array or a map. The elements of arrays at both depths are counted.
     fn block_keys(&mut self) -> Result<usize, WireError> {
         let block = self.reader.value()?;
         let mut keys = if let ValueHead::Array(elements) = block {
@@ -194,7 +197,7 @@ fn count(
     }
 }
 
-/// The head of a MessagePack value; the content of arrays and maps follows it.
+/// The head of a MessagePack value. The content of arrays and maps follows it.
 #[derive(Clone, Copy)]
 enum ValueHead<'a> {
     Scalar,
@@ -205,7 +208,7 @@ enum ValueHead<'a> {
 }
 
 impl ValueHead<'_> {
-    /// The number of values inside it.
+    /// Returns the number of values inside it.
     fn children(self) -> usize {
         match self {
             ValueHead::Scalar | ValueHead::Bytes(_) => 0,
@@ -277,7 +280,7 @@ impl<'a> MessagePackReader<'a> {
         Ok(*taken)
     }
 
-    /// A big-endian length of N bytes.
+    /// Reads a big-endian length of N bytes.
     fn length<const N: usize>(&mut self) -> Result<usize, WireError> {
         Ok(self
             .take::<N>()?
@@ -298,7 +301,8 @@ impl<'a> MessagePackReader<'a> {
         self.bytes(length).map(|_| ValueHead::Scalar)
     }
 
-    /// Every element has at least one byte, so a length beyond the rest is invalid.
+    /// Returns the head of an array. Every element has at least one byte, so a length beyond the
+    /// rest is invalid.
     fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
         if elements > self.rest.len() {
             Err(WireError::Truncated)

@@ -28,7 +28,7 @@ pub enum BatchLimit {
 }
 
 impl BatchLimit {
-    /// Name of the limit in metrics and logs.
+    /// Returns the name of the limit in metrics and logs.
     pub fn as_str(self) -> &'static str {
         match self {
             BatchLimit::Events => "events",

@@ -9,7 +9,7 @@ pub struct EventBatch {
     pub timestamp: f64,
     /// The changes, in order.
     pub events: Vec<EngineEvent>,
-    /// Data-parallel rank, if the engine names it.
+    /// Data-parallel rank, if the engine reports it.
     pub rank: Option<u32>,
 }
 
@@ -30,7 +30,7 @@ pub enum EngineEvent {
         /// Manager of the cache.
         ownership: BlockOwnership,
     },
-    /// A placeholder, to be skipped.
+    /// A placeholder without effect.
     Ignored,
 }
 
@@ -47,11 +47,11 @@ pub struct StoredEvent {
     pub block_size: u32,
     /// LoRA adapter.
     pub lora_name: Option<String>,
-    /// Cache salt, if the engine names it explicitly.
+    /// Cache salt, if the event names it explicitly.
     pub cache_salt: Option<String>,
     /// Extra keys of each block's hash.
     pub extra_keys: Vec<Vec<ExtraKey>>,
-    /// Multimodal objects of each block, if the engine names them explicitly.
+    /// Multimodal objects of each block, if the event names them explicitly.
     pub media: Option<Vec<Vec<u64>>>,
     /// Set for the map encoding, in which a multimodal key is always a pair and never plain text.
     pub keys_are_pairs: bool,
@@ -62,7 +62,8 @@ pub struct StoredEvent {
 /// The tokens of a store event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct EventTokens {
-    /// Token ids. Of bigrams, the first token of each and the second one of the last.
+    /// Token ids. With bigrams, the first token of each one, followed by the second token of the
+    /// last one.
     pub ids: Vec<u32>,
     /// Set for bigrams (EAGLE speculative decoding).
     pub bigrams: bool,
@@ -126,9 +127,9 @@ impl From<&str> for StorageMedium {
 /// Attention kind of a cache group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AttentionKind {
-    /// Holds every block of a prefix. Overlaps are counted in such a group.
+    /// Holds every block of a prefix. Overlaps are counted in a group of this kind.
     Main,
-    /// Known, and holds only part of a prefix.
+    /// A known kind that holds only part of a prefix.
     Partial(PartialPrefix),
     /// Unknown text.
     Unknown,
@@ -137,11 +138,11 @@ pub enum AttentionKind {
 /// Part of a prefix that a cache group holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PartialPrefix {
-    /// The tokens of a window before the end.
+    /// The tokens of the window before the end.
     Window,
-    /// The state at the end.
+    /// The recurrent state at the end.
     State,
-    /// Not described by events.
+    /// A part that events do not describe.
     Other,
 }
 
@@ -187,7 +188,7 @@ pub enum BlockOwnership {
     /// The engine.
     #[default]
     Framework,
-    /// A cache beside the engine that does not serve its prefix hits.
+    /// A cache outside the engine that does not serve the engine's prefix hits.
     Kvcr,
     /// Unknown text.
     Unknown,

@@ -52,7 +52,7 @@ impl From<&str> for EventField {
     }
 }
 
-/// Fields decoded so far. The type may come last.
+/// Fields decoded so far. The type field may come last.
 #[derive(Default)]
 struct EventFields {
     tag: Option<EventTag>,

@@ -147,7 +147,7 @@ fn array_tail_is_read_by_position_or_type() {
 
 #[test]
 fn announced_length_reserves_no_memory_and_depth_is_bounded() {
-    // Four billion tokens in a payload of a few bytes.
+    // A length of four billion tokens in a payload of a few bytes.
     let mut claims = vec![0x93, 0x01, 0x91, 0x95, 0xab];
     claims.extend(b"BlockStored");
     claims.extend([0x91, 0x01, 0xc0, 0xdd, 0xff, 0xff, 0xff, 0xff, 0x01]);

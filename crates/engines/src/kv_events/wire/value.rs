@@ -35,7 +35,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for SizedList<T> {
     }
 }
 
-/// A timestamp, integer or float.
+/// A timestamp, which may be an integer or a float.
 pub(super) struct WireTimestamp(pub(super) f64);
 
 impl<'de> Deserialize<'de> for WireTimestamp {
@@ -88,13 +88,13 @@ impl<'de> Deserialize<'de> for WireHashes {
     }
 }
 
-/// A text that is classified while it is decoded. Nil and absence are `None`.
+/// A text that is classified while it is decoded.
 pub(super) struct EnumText<T>(pub(super) T);
 
 impl<'de, T: for<'a> From<&'a str>> Deserialize<'de> for EnumText<T> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct WordVisitor<T>(PhantomData<T>);
-        impl<T: for<'a> From<&'a str>> Visitor<'_> for WordVisitor<T> {
+        struct TextVisitor<T>(PhantomData<T>);
+        impl<T: for<'a> From<&'a str>> Visitor<'_> for TextVisitor<T> {
             type Value = EnumText<T>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -105,7 +105,7 @@ impl<'de, T: for<'a> From<&'a str>> Deserialize<'de> for EnumText<T> {
                 Ok(EnumText(T::from(text)))
             }
         }
-        deserializer.deserialize_str(WordVisitor(PhantomData))
+        deserializer.deserialize_str(TextVisitor(PhantomData))
     }
 }
 
@@ -150,7 +150,7 @@ impl<'de> Deserialize<'de> for EventTokens {
     }
 }
 
-/// The first token of a list. It decides how the others are decoded.
+/// The first token of a list. It determines how the others are decoded.
 enum LeadingToken {
     Single(u32),
     Pair(u32, u32),
@@ -243,7 +243,7 @@ impl<'de> Deserialize<'de> for ExtraKey {
     }
 }
 
-/// A list or nil per block; nil is the empty list.
+/// Converts a list or nil per block to a list per block; nil becomes the empty list.
 pub(super) fn per_block<T>(blocks: Option<SizedList<Option<SizedList<T>>>>) -> Vec<Vec<T>> {
     let per_block = |keys: Option<SizedList<T>>| keys.map_or_else(Vec::new, |SizedList(keys)| keys);
     blocks.map_or_else(Vec::new, |SizedList(blocks)| {
@@ -268,7 +268,7 @@ struct MediaObject {
     offsets: Option<IgnoredAny>,
 }
 
-/// Hashes of the objects of each block.
+/// Returns the hashes of the objects of each block.
 pub(super) fn media_hashes(blocks: Vec<Option<BlockMedia>>) -> Vec<Vec<u64>> {
     let hashes = |objects: BlockMedia| {
         objects

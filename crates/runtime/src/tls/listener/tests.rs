@@ -76,7 +76,7 @@ fn closed(metrics: &Metrics, reason: &'static str) -> u64 {
         .get()
 }
 
-/// HEADERS of stream 1, complete or not: `:method: POST`.
+/// Returns a HEADERS frame of stream 1 with `:method: POST`, complete or not.
 fn headers(flags: u8) -> Vec<u8> {
     vec![0, 0, 1, 1, flags, 0, 0, 0, 1, 0x83]
 }
@@ -118,9 +118,9 @@ async fn idle_connection_is_replaced_and_used_ones_stay() {
         timeout(Duration::from_secs(1), used.read_u8())
             .await
             .is_err(),
-        "it stays"
+        "the connection stays open"
     );
-    // The end of the stream, as the server sends it, makes the connection idle.
+    // The end of the stream, sent by the server, makes the connection idle.
     used.write_all(&[0, 0, 0, 0, 1, 0, 0, 0, 1]).await.unwrap();
     let _fourth_client = connect(&incoming);
     let _fourth = listener.next().await.unwrap();
@@ -142,7 +142,8 @@ async fn connection_used_since_its_eviction_stays() {
     read_preface(&mut used, &mut clients[1]).await;
     clients[1].write_all(&headers(4)).await.unwrap();
     used.read_exact(&mut [0; 10]).await.unwrap();
-    // The first one is chosen while it has no stream. A stream arrives before its task runs.
+    // The first connection is selected for eviction while it has no stream. A stream arrives before
+    // its task runs.
     let _third_client = connect(&incoming);
     let mut third = listener.next().await.unwrap();
     clients[0].write_all(&headers(4)).await.unwrap();
@@ -151,9 +152,10 @@ async fn connection_used_since_its_eviction_stays() {
         timeout(Duration::from_secs(1), chosen.read_u8())
             .await
             .is_err(),
-        "it stays"
+        "the connection stays open"
     );
-    // It counts as used again: the next connection replaces the one without streams.
+    // The first connection counts as used again, so the next connection replaces the one without
+    // streams.
     let _fourth_client = connect(&incoming);
     let _fourth = listener.next().await.unwrap();
     assert_eq!(
@@ -173,7 +175,11 @@ async fn evicted_client_is_counted_when_closed() {
     tokio::task::yield_now().await;
     let _second_client = connect(&incoming);
     let _second = listener.next().await.unwrap();
-    assert_eq!(closed(&metrics, "evicted"), 0, "it is not closed yet");
+    assert_eq!(
+        closed(&metrics, "evicted"),
+        0,
+        "the connection is not closed yet"
+    );
     let ended = timeout(Duration::from_secs(1), writing)
         .await
         .unwrap()
@@ -193,7 +199,7 @@ async fn write_times_out_unless_the_client_reads() {
         tokio::time::sleep(Duration::from_secs(50)).await;
         client.read_u8().await.unwrap();
     }
-    assert!(!writing.is_finished(), "slow progress is progress");
+    assert!(!writing.is_finished(), "each read restarts the timeout");
     let ended = timeout(Duration::from_secs(70), writing)
         .await
         .unwrap()
@@ -240,7 +246,11 @@ async fn connection_is_refused_while_all_others_are_used() {
             .await
             .is_err()
     );
-    assert_eq!(second.read(&mut [0; 1]).await.unwrap(), 0, "it is closed");
+    assert_eq!(
+        second.read(&mut [0; 1]).await.unwrap(),
+        0,
+        "the connection is closed"
+    );
     assert_eq!(
         metrics
             .listeners
@@ -305,7 +315,7 @@ async fn idle_limit_spares_connections_with_open_streams() {
     assert_eq!(closed(&metrics, "idle"), 1);
     assert!(
         timeout(IDLE * 10, used.read_u8()).await.is_err(),
-        "it stays"
+        "the connection stays open"
     );
 }
 
@@ -341,7 +351,7 @@ async fn slow_handshake_expires_and_delays_no_other() {
         timeout(Duration::from_secs(5), listener.next())
             .await
             .is_err(),
-        "none is ready"
+        "no connection is ready"
     );
     assert_eq!(
         (outcome("failed"), outcome("expired"), error("plaintext")),
@@ -362,7 +372,7 @@ async fn slow_handshake_expires_and_delays_no_other() {
     assert_eq!(
         silent[0].read(&mut [0; 1]).await.unwrap(),
         0,
-        "it is closed"
+        "the connection is closed"
     );
     assert_eq!(metrics.listeners.connections.get_or_create(&LABEL).get(), 0);
 }
@@ -382,7 +392,11 @@ async fn full_listener_replaces_pending_handshake() {
             .await
             .is_err()
     );
-    assert_eq!(first.read(&mut [0; 1]).await.unwrap(), 0, "it is closed");
+    assert_eq!(
+        first.read(&mut [0; 1]).await.unwrap(),
+        0,
+        "the connection is closed"
+    );
     assert_eq!(closed(&metrics, "evicted"), 1);
 }
 

@@ -11,14 +11,14 @@ fn issue(cert: &Path, key: &Path) {
     fs::write(key, pair.serialize_pem()).unwrap();
 }
 
-struct Bench {
+struct Harness {
     dir: tempfile::TempDir,
     acceptor: Arc<ListenerCertificate>,
     metrics: Arc<Metrics>,
-    seen: Arc<ServerConfig>,
+    last_config: Arc<ServerConfig>,
 }
 
-impl Bench {
+impl Harness {
     fn start() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let cert = dir.path().join("tls.crt");
@@ -32,12 +32,12 @@ impl Bench {
         let acceptor =
             ListenerCertificate::new("test", &config, ListenerProtocol::Grpc, metrics.clone())
                 .unwrap();
-        let seen = acceptor.current();
+        let last_config = acceptor.current();
         Self {
             dir,
             acceptor,
             metrics,
-            seen,
+            last_config,
         }
     }
 
@@ -48,11 +48,11 @@ impl Bench {
         )
     }
 
-    /// Reloads. Returns whether the certificate changed, and the numbers of applied and invalid
-    /// reloads so far.
+    /// Reloads the files. Returns whether the certificate changed, and the numbers of applied and
+    /// invalid reloads so far.
     fn reload(&mut self) -> (bool, u64, u64) {
         self.acceptor.reload();
-        let before = std::mem::replace(&mut self.seen, self.acceptor.current());
+        let before = std::mem::replace(&mut self.last_config, self.acceptor.current());
         let count = |outcome| {
             let labels = ListenerOutcomeLabels {
                 listener: "test",
@@ -65,7 +65,7 @@ impl Bench {
                 .get()
         };
         (
-            !Arc::ptr_eq(&before, &self.seen),
+            !Arc::ptr_eq(&before, &self.last_config),
             count("applied"),
             count("invalid"),
         )
@@ -74,37 +74,41 @@ impl Bench {
 
 #[test]
 fn only_changes_are_applied_and_logged() {
-    let mut bench = Bench::start();
-    let (cert, key) = bench.files();
-    assert_eq!(bench.reload(), (false, 0, 0), "nothing has changed");
+    let mut harness = Harness::start();
+    let (cert, key) = harness.files();
+    assert_eq!(harness.reload(), (false, 0, 0), "no file has changed");
     issue(&cert, &key);
-    assert_eq!(bench.reload(), (true, 1, 0));
+    assert_eq!(harness.reload(), (true, 1, 0));
     let good = (fs::read(&cert).unwrap(), fs::read(&key).unwrap());
-    // During a change, then broken differently, then missing: the current certificate stays.
-    issue(&cert, &bench.dir.path().join("other.key"));
-    assert_eq!(bench.reload(), (false, 1, 1));
-    assert_eq!(bench.reload(), (false, 1, 1), "it was told");
+    // The current certificate stays in use while files do not match, are broken, or are missing.
+    issue(&cert, &harness.dir.path().join("other.key"));
+    assert_eq!(harness.reload(), (false, 1, 1));
+    assert_eq!(
+        harness.reload(),
+        (false, 1, 1),
+        "the error was already logged"
+    );
     fs::write(&cert, "broken").unwrap();
-    assert_eq!(bench.reload(), (false, 1, 2));
+    assert_eq!(harness.reload(), (false, 1, 2));
     fs::remove_file(&cert).unwrap();
-    assert_eq!(bench.reload(), (false, 1, 3));
-    assert_eq!(bench.reload(), (false, 1, 3));
-    // The current certificate is restored, which is no change and clears the error.
+    assert_eq!(harness.reload(), (false, 1, 3));
+    assert_eq!(harness.reload(), (false, 1, 3));
+    // Restoring the files of the current certificate is no change and clears the error.
     fs::write(&cert, &good.0).unwrap();
-    assert_eq!(bench.reload(), (false, 1, 3));
+    assert_eq!(harness.reload(), (false, 1, 3));
     fs::write(&cert, "broken").unwrap();
-    assert_eq!(bench.reload(), (false, 1, 4));
+    assert_eq!(harness.reload(), (false, 1, 4));
     issue(&cert, &key);
-    assert_eq!(bench.reload(), (true, 2, 4));
+    assert_eq!(harness.reload(), (true, 2, 4));
 }
 
 #[test]
 fn certificate_expiry_is_published() {
-    let bench = Bench::start();
-    let (cert, key) = bench.files();
+    let harness = Harness::start();
+    let (cert, key) = harness.files();
     let label = ListenerLabel { listener: "test" };
-    let shown = || {
-        bench
+    let expiry = || {
+        harness
             .metrics
             .listeners
             .tls_certificate_expiry_timestamp_seconds
@@ -113,7 +117,7 @@ fn certificate_expiry_is_published() {
     };
     let pair = rcgen::KeyPair::generate().unwrap();
     let mut params = rcgen::CertificateParams::new(vec!["localhost".to_owned()]).unwrap();
-    // After 2049 the time has another encoding.
+    // Times after 2049 have another encoding.
     for (year, seconds) in [
         (2030, 1_893_456_000),
         (2060, 2_840_140_800),
@@ -122,11 +126,11 @@ fn certificate_expiry_is_published() {
         params.not_after = rcgen::date_time_ymd(year, 1, 1);
         fs::write(&cert, params.self_signed(&pair).unwrap().pem()).unwrap();
         fs::write(&key, pair.serialize_pem()).unwrap();
-        bench.acceptor.reload();
+        harness.acceptor.reload();
         assert_eq!(
-            shown(),
+            expiry(),
             seconds,
-            "{year}; even an expired one is served, because not everybody checks"
+            "{year}: expired certificates are served too, because some clients do not verify"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Values that are read from a text or a list, without a copy of the list.
+//! Values that are deserialized from a text or a list, without a copy of the list.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -6,7 +6,7 @@ use std::marker::PhantomData;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, SeqAccess, Unexpected, Visitor};
 
-/// A value that is read from a text, or from a list whose elements are folded one by one.
+/// A value that is deserialized from a text, or from a list whose elements are added one by one.
 pub(super) trait FoldSequence: Default {
     type Element: for<'de> Deserialize<'de>;
 
@@ -15,7 +15,7 @@ pub(super) trait FoldSequence: Default {
     fn add_element(&mut self, element: Self::Element);
 }
 
-/// Reads a value, element by element.
+/// Deserializes a value from a text, or from a list element by element.
 pub(super) fn fold_sequence<'de, T: FoldSequence, D: Deserializer<'de>>(
     deserializer: D,
 ) -> Result<T, D::Error> {

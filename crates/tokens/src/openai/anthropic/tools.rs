@@ -1,5 +1,5 @@
 //! Tools of `/v1/messages`: those of the request, and blocks of system messages that add or remove
-//! tools. The template sees one list with the tools at the end of the conversation.
+//! tools. The template receives one list: the tools that are valid at the end of the conversation.
 
 use std::collections::HashSet;
 
@@ -11,7 +11,7 @@ use crate::openai::json::{JsonObject, JsonValue};
 pub(super) enum ToolChange {
     /// Adds a tool, or replaces the tool of the same name.
     Definition(JsonObject),
-    /// Enables a known tool whose loading was deferred.
+    /// Enables a known tool: ends the deferral of its loading, or undoes its removal.
     Addition(String),
     /// Removes a tool.
     Removal(String),
@@ -35,7 +35,7 @@ impl ToolChange {
     }
 }
 
-/// Returns the tools in the format of chat completions; `None` if the request has no tool list.
+/// Returns the tools in the format of chat completions, or `None` if the request has no tool list.
 pub(super) fn template_tools(
     tools: Option<Vec<JsonValue>>,
     changes: Vec<ToolChange>,

@@ -103,13 +103,13 @@ fn incomplete_object_is_not_edited() {
     );
 }
 
-/// Small JSON values of every kind.
+/// Generates small JSON values of every kind.
 pub(in crate::openai) fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
         any::<i64>().prop_map(Value::from),
-        // Numbers that survive parsing and printing.
+        // Numbers that do not change when they are printed and parsed.
         any::<i32>().prop_map(|number| Value::from(f64::from(number) / 4.0)),
         any_text().prop_map(Value::from),
     ];
@@ -121,7 +121,7 @@ pub(in crate::openai) fn any_json() -> impl Strategy<Value = Value> {
     })
 }
 
-/// Texts with structural characters and characters that need escapes.
+/// Generates texts with structural characters and characters that need escapes.
 pub(in crate::openai) fn any_text() -> impl Strategy<Value = String> {
     prop_oneof![
         Just("model".to_owned()),
@@ -130,9 +130,12 @@ pub(in crate::openai) fn any_text() -> impl Strategy<Value = String> {
     ]
 }
 
-/// Text of an object with white space between its parts, and the parts before, in and after the
-/// values of a key.
-fn written(fields: &[(String, Value)], spaces: &[&'static str]) -> (String, Vec<(usize, usize)>) {
+/// Returns an object as text with white space between its parts, and the bounds of the values of
+/// the key `model`.
+fn object_text(
+    fields: &[(String, Value)],
+    spaces: &[&'static str],
+) -> (String, Vec<(usize, usize)>) {
     let mut space = spaces.iter().cycle().copied();
     let mut next = || space.next().unwrap_or_default();
     let mut text = format!("{}{{{}", next(), next());
@@ -171,7 +174,7 @@ proptest! {
         spaces in vec(prop_oneof![Just(""), Just(" "), Just("\r\n\t ")], 1..9),
         name in any_text(),
     ) {
-        let (body, spans) = written(&fields, &spaces);
+        let (body, spans) = object_text(&fields, &spaces);
         let edited = String::from_utf8(set_model(body.as_bytes(), &name).unwrap()).unwrap();
         let json = json!(name).to_string();
         let mut expected = body.clone();

@@ -182,7 +182,7 @@ fn prefix_of_non_object_is_not_repaired() {
     let repaired = repair(&deep.as_bytes()[..deep.len() - 1]).unwrap();
     assert!(
         serde_json::from_slice::<Value>(&repaired.json).is_ok(),
-        "as deep as the readers go"
+        "the maximum nesting of the parsers"
     );
 }
 
@@ -222,9 +222,9 @@ fn open_containers_are_dropped_innermost_first() {
     assert_eq!(repair(b"{}").unwrap().drop_innermost(), None);
 }
 
-/// Returns true if `part` can be known from a prefix of `whole`: equal except for the last entry on
-/// each level, which may be a prefix. Texts have prefixes, objects and lists their first entries,
-/// other values none.
+/// Returns true if `part` is a value that a prefix of `whole` may contain. The last entry on each
+/// level may be incomplete: a text may be a prefix, and an object or list may have only the first
+/// entries. All other values are equal.
 fn begins(part: &Value, whole: &Value) -> bool {
     match (part, whole) {
         (Value::String(part), Value::String(whole)) => whole.starts_with(part),
@@ -270,7 +270,8 @@ fn value_at<'v>(value: &'v Value, path: &[PathSegment]) -> Option<&'v Value> {
     })
 }
 
-/// Number of known bytes, a measure that grows.
+/// Returns a measure of the known part of a value. It must not decrease when more of the body is
+/// known.
 fn size(value: &Value) -> usize {
     match value {
         Value::String(text) => 1 + text.len(),
@@ -316,7 +317,7 @@ fn body_prefix_is_read_at_every_cut() {
             assert!(begins(&part, &whole), "{part} of {whole}");
             assert!(
                 size(&part) >= known,
-                "less is known after more bytes: {part}"
+                "a longer prefix has less content: {part}"
             );
             known = size(&part);
             match &repaired.cut {

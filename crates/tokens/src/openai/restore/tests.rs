@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use super::*;
 use crate::openai::json_edit::tests::{any_json, any_text};
 
-/// Output for each chunk, and the concatenated output.
+/// Returns the output for each chunk, and the output at the end of the response.
 fn restored(restorer: &mut ModelNameRestorer, chunks: &[&[u8]]) -> Vec<Vec<u8>> {
     let mut out: Vec<Vec<u8>> = chunks
         .iter()
@@ -17,7 +17,7 @@ fn restored(restorer: &mut ModelNameRestorer, chunks: &[&[u8]]) -> Vec<Vec<u8>> 
     out
 }
 
-fn in_every_cut(text: &str, served: &str, requested: &str, expected: &str) {
+fn assert_restored_in_every_split(text: &str, served: &str, requested: &str, expected: &str) {
     let bytes = text.as_bytes();
     for cut in 0..=bytes.len() {
         let out = restored(
@@ -87,9 +87,9 @@ fn requested_name_is_restored_in_documents() {
         (r#"[{"model":"s"}]"#, r#"[{"model":"s"}]"#),
     ];
     for (text, expected) in cases {
-        in_every_cut(text, "s", "A\"", expected);
+        assert_restored_in_every_split(text, "s", "A\"", expected);
     }
-    in_every_cut(
+    assert_restored_in_every_split(
         r#"{"model":"org\/s\u00e9\ud83d\ude00"}"#,
         "org/s\u{e9}\u{1f600}",
         "a",
@@ -133,7 +133,7 @@ fn requested_name_is_restored_in_event_streams() {
         ("", ""),
     ];
     for (text, expected) in cases {
-        in_every_cut(text, "s", "A\"", expected);
+        assert_restored_in_every_split(text, "s", "A\"", expected);
     }
 }
 
@@ -170,7 +170,7 @@ fn only_possible_model_name_is_held_back() {
     assert_eq!(
         restorer.push(text.as_bytes()).len(),
         text.len(),
-        "too long to be the name, whatever it says"
+        "too long to be the name, whatever its content"
     );
 }
 
@@ -192,7 +192,7 @@ fn unchanged_chunk_is_not_copied() {
     ));
 }
 
-/// Reference that parses and prints each document.
+/// Reference implementation: replaces the names in a parsed document.
 fn reference(document: &Value, served: &str, requested: &str) -> Value {
     let mut document = document.clone();
     for path in ["/model", "/response/model", "/message/model"] {
@@ -214,19 +214,19 @@ fn document() -> impl Strategy<Value = Value> {
     vec((key, value), 0..5).prop_map(|fields| Value::Object(fields.into_iter().collect()))
 }
 
-/// JSON in one of several spellings, with line breaks if possible.
-fn text_of(value: &Value, way: u8) -> String {
-    let text = if way & 1 == 0 {
+/// Prints JSON in one of several styles.
+fn text_of(value: &Value, style: u8) -> String {
+    let text = if style & 1 == 0 {
         value.to_string()
     } else {
         serde_json::to_string_pretty(value).unwrap()
     };
-    let text = if way & 2 == 0 {
+    let text = if style & 2 == 0 {
         text
     } else {
         text.replace('\u{e9}', "\\u00e9")
     };
-    if way & 4 == 0 {
+    if style & 4 == 0 {
         text
     } else {
         text.replace("model", "mod\\u0065l")
@@ -257,7 +257,7 @@ proptest! {
         end in prop_oneof![Just("\n"), Just("\r\n"), Just("\r")],
     ) {
         let data = |text: String| text.lines().map(|line| format!("data: {line}{end}")).collect::<String>() + end;
-        let stream: String = events.iter().map(|(event, way)| data(text_of(event, *way))).collect();
+        let stream: String = events.iter().map(|(event, style)| data(text_of(event, *style))).collect();
         let out = restored(&mut ModelNameRestorer::new("s\u{e9}\"", "A\\"), &cut(stream.as_bytes(), &sizes)).concat();
         let out = String::from_utf8(out).unwrap();
         let twice = format!("{end}{end}");
@@ -277,9 +277,9 @@ proptest! {
 
     #[test]
     fn document_rewrite_equals_parsed_rewrite(
-        answer in document(), way in 0_u8..8, sizes in vec(1_usize..12, 1..20),
+        answer in document(), style in 0_u8..8, sizes in vec(1_usize..12, 1..20),
     ) {
-        let text = text_of(&answer, way);
+        let text = text_of(&answer, style);
         let out = restored(&mut ModelNameRestorer::new("s\u{e9}\"", "A\\"), &cut(text.as_bytes(), &sizes)).concat();
         prop_assert_eq!(serde_json::from_slice::<Value>(&out).unwrap(), reference(&answer, "s\u{e9}\"", "A\\"));
         let never = restored(&mut ModelNameRestorer::new("nobody", "A"), &cut(text.as_bytes(), &sizes)).concat();

@@ -61,7 +61,7 @@ fn model_field_is_found_among_parts() {
             Some("m"),
         ),
         (part(&named("model"), "") + "--B--", Some("")),
-        // A file of that name is not the field.
+        // A file with the name `model` is not the field.
         (
             part(
                 "Content-Disposition: form-data; name=\"model\"; filename=\"x\"",

@@ -90,7 +90,7 @@ fn configured_paths_rename_and_disable_apis() {
     assert_eq!(
         ApiPaths::new(&nothing).find_api("/"),
         None,
-        "an empty ending is a mistake, and no ending of every path"
+        "an empty suffix is an error, and does not match every path"
     );
 }
 

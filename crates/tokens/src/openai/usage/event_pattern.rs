@@ -9,10 +9,10 @@
 
 use memchr::memmem;
 
-/// Keys before the text that may differ.
+/// Keys of the texts that may differ, with the opening quote of the text.
 const TEXT_KEYS: [&[u8]; 2] = [b"\"content\":\"", b"\"text\":\""];
 
-/// An event with content, without usage, that is not the last.
+/// Pattern of an event that has content, reports no usage and does not end the response.
 #[derive(Debug, Default)]
 pub(super) struct EventPattern {
     /// Bytes up to the text; empty if no event is recorded.
@@ -21,7 +21,7 @@ pub(super) struct EventPattern {
 }
 
 impl EventPattern {
-    /// Records the pattern of such an event.
+    /// Records the pattern of an event. The caller has parsed it and checked these properties.
     pub(super) fn record(&mut self, json: &[u8]) {
         let Some(from) = TEXT_KEYS
             .iter()

@@ -1,5 +1,5 @@
 //! Usage of a JSON response that is too long to buffer. The usage is extracted while the bytes
-//! pass; nothing else is retained.
+//! pass, and nothing else is stored.
 
 use super::response_event::{self, UsageCounts};
 use crate::openai::json_stream::{JsonStreamScanner, ValueBoundary, WantedPaths};

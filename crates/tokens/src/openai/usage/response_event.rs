@@ -32,7 +32,7 @@ pub(super) enum EventContent {
 }
 
 impl EventContent {
-    /// Returns the number of tokens; one if unknown.
+    /// Returns the number of tokens, or one if it is unknown.
     pub(super) fn tokens(self) -> u64 {
         match self {
             EventContent::None => 0,
@@ -59,8 +59,8 @@ impl EventContent {
     }
 }
 
-/// Token counts by their names in the APIs. Later counts replace earlier ones; absent counts do
-/// not.
+/// Token counts by their names in the APIs. A later count replaces an earlier one, unless it is
+/// absent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(default)]
 pub(super) struct UsageCounts {
@@ -362,7 +362,7 @@ impl ResponseChoice {
     }
 }
 
-/// Length of a list; 0 for other values.
+/// Length of a list, or 0 for any other value.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ListLength(u64);
 
@@ -375,7 +375,8 @@ impl<'de> Deserialize<'de> for ListLength {
     }
 }
 
-/// Log probabilities of a choice, one list per token in either API.
+/// Number of log probabilities of a choice. Chat completions list them in `content`, and
+/// completions in `tokens`.
 #[derive(Clone, Copy, Debug, Default)]
 struct LogprobTokens {
     content: ListLength,
@@ -403,7 +404,7 @@ impl<'de> Deserialize<'de> for LogprobTokens {
     }
 }
 
-/// True for a value that is present and not empty. The value itself is dropped.
+/// True for a value that is present and not empty. The value itself is not stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct NonEmptyValue(bool);
 

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A stream of vLLM: role first, content, tool calls, and a last event with usage and no choices.
+/// A stream from vLLM: the role, content, tool calls, and a last event with usage and no choices.
 const STREAM: &str = concat!(
     ": a comment\n\n",
     "data: {\"id\":\"c\",\"choices\":[{\"index\":0,\"delta\":{\"role\":\"assistant\",\"content\":\"\"}}],\"usage\":null}\n\n",
@@ -17,14 +17,14 @@ const STREAM: &str = concat!(
     "data: [DONE]\n\n",
 );
 
-const TOLD: TokenUsage = TokenUsage {
+const REPORTED_USAGE: TokenUsage = TokenUsage {
     prompt_tokens: 419,
     completion_tokens: 3,
     cached_tokens: Some(416),
 };
 
 fn check(scanner: &UsageScanner) {
-    assert_eq!(scanner.usage(), Some(TOLD));
+    assert_eq!(scanner.usage(), Some(REPORTED_USAGE));
     assert_eq!(scanner.content_events(), 3);
     assert_eq!(scanner.skipped_events(), 0);
     assert!(scanner.is_complete());
@@ -97,12 +97,16 @@ fn oversized_or_invalid_events_are_counted_as_skipped() {
     assert_eq!(
         scanner.skipped_events(),
         2,
-        "lines that are short enough but make too long an event"
+        "lines within the limit that form an event beyond it"
     );
     scanner.push(b"data: {broken\n\n");
     assert_eq!(scanner.skipped_events(), 3);
     scanner.push(STREAM.as_bytes());
-    assert_eq!(scanner.usage(), Some(TOLD), "the stream goes on");
+    assert_eq!(
+        scanner.usage(),
+        Some(REPORTED_USAGE),
+        "the rest of the stream is read"
+    );
 }
 
 #[test]
@@ -128,7 +132,7 @@ fn document_usage_is_read_at_end() {
         scanner.finish();
         assert_eq!(
             (scanner.usage(), scanner.content_events()),
-            (Some(TOLD), content)
+            (Some(REPORTED_USAGE), content)
         );
     }
     let mut scanner = UsageScanner::new(ResponseEncoding::Document);
@@ -348,7 +352,7 @@ fn anthropic_usage_is_merged_from_two_events() {
         (ended.usage(), ended.is_complete(), ended.skipped_events()),
         (usage(25, 9, Some(16)), true, 0)
     );
-    // Like vLLM, which knows the prompt length only at the end.
+    // vLLM reports the prompt length only in the last event.
     events[0]["message"]["usage"] = json!({"input_tokens": 0, "output_tokens": 0});
     events[9]["usage"] = json!({"input_tokens": 30, "output_tokens": 9});
     assert_eq!(stream(&events).usage(), usage(30, 9, None));
@@ -412,7 +416,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn a_cut_changes_nothing(
+    fn chunk_boundaries_do_not_change_usage(
         events in vec((event(), prop_oneof![Just("\n\n"), Just("\r\n\r\n"), Just("\r\r"), Just("\n")]), 0..6),
         sizes in vec(1_usize..40, 1..20),
         streamed in any::<bool>(),
@@ -451,7 +455,7 @@ proptest! {
     }
 }
 
-/// Texts of events, and texts that must not be mistaken for structure.
+/// Generates texts of events, and texts that must not be mistaken for structure.
 fn event_text() -> impl Strategy<Value = Vec<u8>> {
     let odd: [&[u8]; 8] = [
         b"",
@@ -469,7 +473,7 @@ fn event_text() -> impl Strategy<Value = Vec<u8>> {
     ]
 }
 
-/// Events of engines, and events that only look similar.
+/// Generates events of engines, and events that are only similar.
 fn similar_event() -> impl Strategy<Value = Vec<u8>> {
     let around = [
         (
@@ -512,7 +516,7 @@ proptest! {
             stream.extend(b"data: ".iter().chain(event).chain(end.as_bytes()));
             match event.as_slice() {
                 b"[DONE]" => expected.is_complete = true,
-                // Other tests cover multi-line and empty data.
+                // Other tests cover data that is empty or has several lines.
                 event => match response_event::parse_event(event) {
                     Some(reported) => {
                         expected.content_events += u64::from(reported.content != EventContent::None);

@@ -1,5 +1,5 @@
-//! Tools and tool calls as templates see them, in the form in which the engine's validation leaves
-//! them.
+//! Tools and tool calls in the form that templates receive, which is the result of the engine's
+//! validation.
 
 use minijinja::Value;
 
@@ -7,9 +7,8 @@ use crate::openai::{JsonError, JsonObject, JsonValue};
 use crate::prompt::EncodeError;
 use crate::prompt::python::{self, POISON, PythonDict};
 
-/// Returns a tool call as the engine's validation leaves it: known keys in schema order, then the
-/// others in request order. A call that the engine built is not validated again and has its name
-/// first.
+/// Returns a tool call after the engine's validation: known keys in schema order, then the others
+/// in request order. A call that the engine built itself is not validated and begins with the name.
 pub(super) fn tool_call(call: &JsonValue, is_converted: bool) -> Result<Value, EncodeError> {
     let call = call
         .as_object()
@@ -24,7 +23,7 @@ pub(super) fn tool_call(call: &JsonValue, is_converted: bool) -> Result<Value, E
     };
     let id = match call.get("id") {
         Some(JsonValue::String(id)) => Value::from(id.as_str()),
-        // A template that prints the id fails.
+        // The id is unknown. A template that prints it fails.
         Some(JsonValue::Unknown(_)) => Value::from(POISON.repeat(8)),
         _ => return Err(EncodeError::uncertain("a tool call without id")),
     };
@@ -67,7 +66,7 @@ fn with_unknown_keys<const N: usize>(
     Ok(dict.into_value())
 }
 
-/// Parses arguments. Text that is not a JSON object becomes an empty object.
+/// Parses the arguments of a tool call. Text that is not a JSON object becomes an empty object.
 fn arguments_value(text: &str) -> Result<Value, EncodeError> {
     match JsonValue::parse(text) {
         Ok(json @ JsonValue::Object(_)) => python::value(&json),
@@ -78,8 +77,8 @@ fn arguments_value(text: &str) -> Result<Value, EncodeError> {
     }
 }
 
-/// Returns the tools as the engine's validation leaves them: known keys in schema order, missing
-/// ones `null`.
+/// Returns the tools after the engine's validation: known keys in schema order, with `null` for
+/// missing ones.
 pub(in crate::prompt) fn template_tools(tools: &[JsonValue]) -> Result<Value, EncodeError> {
     Ok(python::list(
         tools.iter().map(template_tool).collect::<Result<_, _>>()?,
@@ -118,7 +117,7 @@ fn template_tool(tool: &JsonValue) -> Result<Value, EncodeError> {
         })?,
     );
     copy_flag(function, "strict", &mut dict)?;
-    // A deferred tool defers its function, but not the reverse.
+    // The function inherits `defer_loading` from its tool, but not the reverse.
     let of_tool = tool.get("defer_loading").filter(|value| !value.is_null());
     match (
         function

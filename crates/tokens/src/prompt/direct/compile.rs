@@ -1,6 +1,6 @@
 //! Compilation of a syntax tree to a plan. Names become slots, and concatenated texts become
-//! pieces of output. Unsupported code becomes [`PlanTerm::Unknown`], which matters only if it is
-//! reached.
+//! pieces of output. Unsupported code becomes [`PlanTerm::Unknown`], which ends the evaluation if
+//! it is reached.
 
 mod calls;
 
@@ -14,7 +14,7 @@ use super::plan::{
     ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, RenderPlan, TermOperation, VariableSlot,
 };
 
-/// Names of functions, unless a variable has the name.
+/// Names of functions. A template variable with one of these names is not supported.
 const FUNCTIONS: [&str; 8] = [
     "caller",
     "debug",
@@ -44,7 +44,8 @@ pub(super) fn template(tree: &Stmt<'_>) -> RenderPlan {
         ..
     } = compiler;
     for known in &mut macros {
-        // The variables of the template that a macro sees at a call are not tracked.
+        // A macro that uses a variable of the template is not supported, because the value of the
+        // variable at the time of a call is not tracked.
         if known
             .free
             .iter()
@@ -82,9 +83,9 @@ struct PlanCompiler {
 struct MacroScope {
     parameters: Vec<VariableSlot>,
     sets: Vec<VariableSlot>,
-    /// Variables read before a certain assignment.
+    /// Variables that may be read before they are assigned in the macro.
     free: Vec<VariableSlot>,
-    /// All named variables.
+    /// All variables whose names occur in the macro.
     named: Vec<VariableSlot>,
 }
 
@@ -153,7 +154,7 @@ impl PlanCompiler {
                 _ => None,
             })
             .collect();
-        // The variables that nested macros see are not tracked.
+        // Nested macros are not supported, because the variables visible to them are not tracked.
         let (Some(slots), 1, None) = (parameters, self.depth, &self.inside) else {
             self.opaque.push(node.name.into());
             return PlanStep::Nothing;
@@ -205,13 +206,13 @@ impl PlanCompiler {
             Stmt::Set(node) => self.set(node),
             Stmt::Break(_) => PlanStep::Break,
             Stmt::Continue(_) => PlanStep::Continue,
-            // A macro does nothing until it is called.
+            // The definition of a macro writes nothing.
             Stmt::Macro(node) => self.macro_of(node),
             _ => PlanStep::Unknown,
         }
     }
 
-    /// Compiles an output. Sums of texts are written piece by piece.
+    /// Compiles an output. Concatenated texts are written piece by piece.
     fn emit(&mut self, expr: &Expr<'_>) -> PlanStep {
         if let Expr::BinOp(node) = expr {
             match node.op {

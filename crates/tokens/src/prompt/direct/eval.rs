@@ -16,8 +16,9 @@ use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::template;
 use crate::prompt::template::TemplateClock;
 
-/// Maximum number of iterations. Longer runs are left to minijinja and its fuel.
-const MOST_ITERATIONS: u32 = 100_000;
+/// Maximum number of iterations and macro calls. minijinja renders longer runs and limits them by
+/// fuel.
+const MAX_ITERATIONS: u32 = 100_000;
 
 /// Control flow after a list of steps.
 #[derive(PartialEq, Eq)]
@@ -31,8 +32,8 @@ pub(super) enum LoopFlow {
 pub(super) struct PlanRun<'a> {
     turns: &'a [TemplateMessage<'a>],
     slots: Vec<TemplateValue<'a>>,
-    /// Slots before the first assignment, with which each macro begins.
-    given: Vec<TemplateValue<'a>>,
+    /// Values of the slots at the start of the template. Each call of a macro starts with them.
+    initial_slots: Vec<TemplateValue<'a>>,
     macros: &'a [PlanMacro],
     clock: &'a TemplateClock,
     iterations: u32,
@@ -45,7 +46,7 @@ impl<'a> PlanRun<'a> {
         macros: &'a [PlanMacro],
         clock: &'a TemplateClock,
     ) -> Self {
-        let given = if macros.is_empty() {
+        let initial_slots = if macros.is_empty() {
             Vec::new()
         } else {
             slots.clone()
@@ -53,7 +54,7 @@ impl<'a> PlanRun<'a> {
         Self {
             turns,
             slots,
-            given,
+            initial_slots,
             macros,
             clock,
             iterations: 0,
@@ -78,7 +79,7 @@ impl<'a> PlanRun<'a> {
                 }
                 PlanStep::Texts(terms) => {
                     for term in terms {
-                        match self.plain(term) {
+                        match self.borrowed_text(term) {
                             Some(text) => out.push_str(text),
                             None => out.push_str(self.term(term)?.text().ok_or(UnsupportedError)?),
                         }
@@ -87,7 +88,7 @@ impl<'a> PlanRun<'a> {
                 }
                 PlanStep::Joined(terms) => {
                     for term in terms {
-                        match self.plain(term) {
+                        match self.borrowed_text(term) {
                             Some(text) => out.push_str(text),
                             None => join(&self.term(term)?, out)?,
                         }
@@ -131,7 +132,7 @@ impl<'a> PlanRun<'a> {
     ) -> Result<LoopFlow, UnsupportedError> {
         let over = self.term(&node.over)?;
         let length = match &over {
-            // The number of items is known only after the iteration.
+            // The length of such a value is known only after the iteration.
             TemplateValue::Other(value) if value.kind() != ValueKind::Seq => {
                 return Err(UnsupportedError);
             }
@@ -144,9 +145,9 @@ impl<'a> PlanRun<'a> {
             .map(|slot| self.slots[slot.at()].clone())
             .collect();
         for index in 0..length {
-            self.count()?;
+            self.count_iteration()?;
             for (slot, value) in node.own.iter().zip(&before) {
-                // These two are assigned below.
+                // The loop variable and the counter are assigned below.
                 if *slot != node.target && *slot != node.counter {
                     self.slots[slot.at()] = value.clone();
                 }
@@ -158,7 +159,7 @@ impl<'a> PlanRun<'a> {
             });
             self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
             if self.steps(&node.body, out)? == LoopFlow::Break {
-                // Template engines differ in the `else` of a loop that breaks.
+                // Template engines differ in whether a loop that breaks runs its `else` block.
                 if !node.otherwise.is_empty() {
                     return Err(UnsupportedError);
                 }
@@ -181,7 +182,7 @@ impl<'a> PlanRun<'a> {
         given: &'a [(VariableSlot, PlanTerm)],
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         let body = called.body.as_ref().ok_or(UnsupportedError)?;
-        self.count()?;
+        self.count_iteration()?;
         let mut values = Vec::with_capacity(called.parameters.len());
         for (slot, default) in &called.parameters {
             let given = given
@@ -197,12 +198,13 @@ impl<'a> PlanRun<'a> {
             }
             values.push((*slot, value));
         }
-        // Each name has one slot, and a macro does not see the variables of its caller.
+        // Each name has one slot. A macro does not see the variables of its caller, so all slots
+        // that it names are reset.
         values.extend(
             called
                 .named
                 .iter()
-                .map(|slot| (*slot, self.given[slot.at()].clone())),
+                .map(|slot| (*slot, self.initial_slots[slot.at()].clone())),
         );
         for (slot, value) in &mut values {
             std::mem::swap(&mut self.slots[slot.at()], value);
@@ -215,10 +217,10 @@ impl<'a> PlanRun<'a> {
         Ok(TemplateValue::Owned(text.into()))
     }
 
-    /// Counts an iteration.
-    fn count(&mut self) -> Result<(), UnsupportedError> {
+    /// Counts an iteration or a call of a macro. Returns an error if there are too many.
+    fn count_iteration(&mut self) -> Result<(), UnsupportedError> {
         self.iterations += 1;
-        if self.iterations > MOST_ITERATIONS {
+        if self.iterations > MAX_ITERATIONS {
             Err(UnsupportedError)
         } else {
             Ok(())
@@ -265,8 +267,8 @@ impl<'a> PlanRun<'a> {
                 let TemplateValue::Messages(messages) = self.term(of)? else {
                     return Err(UnsupportedError);
                 };
-                let start = self.end(start.as_deref())?;
-                let stop = self.end(stop.as_deref())?;
+                let start = self.slice_bound(start.as_deref())?;
+                let stop = self.slice_bound(stop.as_deref())?;
                 TemplateValue::Messages(messages.cut(start, stop)?)
             }
             PlanTerm::Backwards(of) => match self.term(of)? {
@@ -295,23 +297,25 @@ impl<'a> PlanRun<'a> {
         })
     }
 
-    /// Returns the truth of a term. Most tests need no value for that.
+    /// Returns whether a term is true. Logical operators and comparisons need no value for that.
     fn is_true(&mut self, term: &'a PlanTerm) -> Result<bool, UnsupportedError> {
         match term {
             PlanTerm::Not(term) => Ok(!self.is_true(term)?),
             PlanTerm::And(pair) => Ok(self.is_true(&pair.0)? && self.is_true(&pair.1)?),
             PlanTerm::Or(pair) => Ok(self.is_true(&pair.0)? || self.is_true(&pair.1)?),
-            PlanTerm::Compare(comparison, pair) => self.compared(*comparison, pair),
+            PlanTerm::Compare(comparison, pair) => self.evaluate_comparison(*comparison, pair),
             _ => self.term(term)?.is_true(),
         }
     }
 
-    fn compared(
+    fn evaluate_comparison(
         &mut self,
         comparison: ComparisonOp,
         pair: &'a (PlanTerm, PlanTerm),
     ) -> Result<bool, UnsupportedError> {
-        if let (Some(left), Some(right)) = (self.plain(&pair.0), self.plain(&pair.1)) {
+        if let (Some(left), Some(right)) =
+            (self.borrowed_text(&pair.0), self.borrowed_text(&pair.1))
+        {
             match comparison {
                 ComparisonOp::Eq => return Ok(left == right),
                 ComparisonOp::Ne => return Ok(left != right),
@@ -323,8 +327,9 @@ impl<'a> PlanRun<'a> {
         self.compare(comparison, &left, &right)
     }
 
-    /// Returns the text of a constant, a variable, or the role or content of a message.
-    fn plain(&self, term: &'a PlanTerm) -> Option<&'a str> {
+    /// Returns the text of a term without copying it. Supports constants, variables and fields of a
+    /// message.
+    fn borrowed_text(&self, term: &'a PlanTerm) -> Option<&'a str> {
         match term {
             PlanTerm::Text(text) => Some(text),
             PlanTerm::Var(slot) => match self.slots[slot.at()] {
@@ -368,7 +373,7 @@ impl<'a> PlanRun<'a> {
                 }
             }
             PlanTerm::Compare(comparison, pair) => {
-                TemplateValue::Bool(self.compared(*comparison, pair)?)
+                TemplateValue::Bool(self.evaluate_comparison(*comparison, pair)?)
             }
             PlanTerm::Arithmetic(operation, pair) => {
                 let left = self.term(&pair.0)?;
@@ -414,7 +419,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Evaluates a bound of a slice.
-    fn end(&mut self, term: Option<&'a PlanTerm>) -> Result<Option<i64>, UnsupportedError> {
+    fn slice_bound(&mut self, term: Option<&'a PlanTerm>) -> Result<Option<i64>, UnsupportedError> {
         match term.map(|term| self.term(term)).transpose()? {
             None | Some(TemplateValue::None) => Ok(None),
             Some(TemplateValue::Int(number)) => Ok(Some(number)),

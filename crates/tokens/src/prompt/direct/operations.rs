@@ -8,7 +8,7 @@ use super::plan::{TermOperation, ValueTest};
 use super::value::TemplateValue;
 use crate::prompt::python::{self, POISON};
 
-/// Writes a value like `{{ }}`.
+/// Writes a value as the output `{{ value }}` does.
 pub(super) fn print(value: &TemplateValue<'_>, out: &mut String) -> Result<(), UnsupportedError> {
     let TemplateValue::Other(other) = value else {
         return join(value, out);
@@ -21,7 +21,7 @@ pub(super) fn print(value: &TemplateValue<'_>, out: &mut String) -> Result<(), U
     Ok(())
 }
 
-/// Writes a value like `~`.
+/// Writes a value as the operator `~` does.
 pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> Result<(), UnsupportedError> {
     match (value, value.text()) {
         (_, Some(text)) => out.push_str(text),
@@ -32,7 +32,7 @@ pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> Result<(), Un
     Ok(())
 }
 
-/// Returns a part of a text, borrowed if the text is.
+/// Returns a part of a text. It is borrowed if the text is borrowed.
 pub(super) fn mapped<'a>(
     value: &TemplateValue<'a>,
     part: impl for<'t> Fn(&'t str) -> &'t str,
@@ -60,7 +60,7 @@ pub(super) fn arithmetic<'a>(
     let result = match operation {
         TermOperation::Add => left.checked_add(*right),
         TermOperation::Sub => left.checked_sub(*right),
-        // Python differs for negative numbers.
+        // Python's result for negative numbers differs.
         TermOperation::Rem if *left >= 0 && *right > 0 => Some(left % right),
         TermOperation::Rem => None,
     };
@@ -94,7 +94,7 @@ pub(super) fn is(value: &TemplateValue<'_>, kind: ValueTest) -> Result<bool, Uns
     })
 }
 
-/// Converts a value to that of minijinja.
+/// Converts a value to a minijinja value.
 pub(super) fn value_of(value: &TemplateValue<'_>) -> Result<Value, UnsupportedError> {
     match value {
         TemplateValue::Other(value) => Ok(value.clone()),

@@ -2,7 +2,7 @@
 
 use minijinja::Value;
 
-/// Slot of a variable.
+/// Index of a variable in the table of values.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct VariableSlot(u16);
 
@@ -21,9 +21,9 @@ pub(super) enum PlanStep {
     Raw(Box<str>),
     /// Writes one value.
     Emit(PlanTerm),
-    /// Writes texts.
+    /// Writes the operands of `+`, which must be texts.
     Texts(Vec<PlanTerm>),
-    /// Writes values as texts.
+    /// Writes the operands of `~`, which are converted to texts.
     Joined(Vec<PlanTerm>),
     If {
         test: PlanTerm,
@@ -46,11 +46,12 @@ pub(super) struct LoopStep {
     pub(super) over: PlanTerm,
     pub(super) body: Vec<PlanStep>,
     pub(super) otherwise: Vec<PlanStep>,
-    /// Variables whose assignments end with an iteration.
+    /// Variables that are assigned in the body. They have their previous values after each
+    /// iteration.
     pub(super) own: Vec<VariableSlot>,
 }
 
-/// Expression with a value.
+/// An expression, which has a value.
 pub(super) enum PlanTerm {
     Text(Box<str>),
     Int(i64),
@@ -104,6 +105,7 @@ pub(super) enum KnownFilter {
     Length,
     First,
     Last,
+    /// Returns a text unchanged: `string` or `safe`.
     Same,
     Default(Box<PlanTerm>),
     Replace(Box<(PlanTerm, PlanTerm)>),
@@ -148,12 +150,12 @@ pub(super) struct PlanMacro {
     pub(super) name: Box<str>,
     /// Parameters with their defaults.
     pub(super) parameters: Vec<(VariableSlot, Option<PlanTerm>)>,
-    /// `None` if the variables that the body sees are not tracked.
+    /// `None` if the body uses a variable of the template, which is not supported.
     pub(super) body: Option<Vec<PlanStep>>,
     /// Assigned variables, without parameters.
     pub(super) sets: Vec<VariableSlot>,
-    /// Variables read before a certain assignment.
+    /// Variables that may be read before they are assigned in the macro.
     pub(super) free: Vec<VariableSlot>,
-    /// All named variables, without parameters.
+    /// All variables whose names occur in the macro, without parameters.
     pub(super) named: Vec<VariableSlot>,
 }

@@ -13,8 +13,8 @@ use crate::openai::{self, ApiKind, ChatPrompt, PromptInput};
 use crate::prompt::model_files::TemplateSources;
 use crate::prompt::template::ChatTemplates;
 
-/// Templates of a `tokenizer_config.json`, with names if there are several.
-fn of_model(path: &str) -> Vec<(String, String)> {
+/// Returns the templates of a `tokenizer_config.json` with their names.
+fn templates_of_model(path: &str) -> Vec<(String, String)> {
     let text = fs::read_to_string(
         Path::new(env!("CARGO_MANIFEST_DIR"))
             .join("../..")
@@ -44,7 +44,8 @@ const MODELS: [&str; 6] = [
     "tests/data/tokens/engine/qwen2vl/tokenizer_config.json",
 ];
 
-/// A reasoning model with the usual template code for the last question and earlier reasoning.
+/// A template of a reasoning model, with the common code that finds the last question and removes
+/// earlier reasoning.
 const THINKING: &str = r#"
 {%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- '\n' + (tool | tojson) }}{%- endfor %}{{- '</tools>' }}{%- endif %}
 {%- set ns = namespace(open=true, last=messages|length - 1, seen='') %}
@@ -88,8 +89,8 @@ const THINKING: &str = r#"
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}
 {%- endif %}"#;
 
-/// Features that the other templates do not use.
-const ODDS: &[&str] = &[
+/// Templates with features that the other templates do not use.
+const RARE_FEATURES: &[&str] = &[
     "{% for m in messages %}{% if loop.index0 % 2 == 1 %}{% continue %}{% endif %}{% if m.role == 'tool' %}{% break %}{% endif %}\
      {{ loop.index }}/{{ loop.length }}{{ m.content | trim if m.content is string else m.content | length }}{% else %}none{% endfor %}",
     "{% set x = 'out' %}{% for m in messages %}{{ x }}{% set x = m.role %}{{ x }}{% endfor %}{{ x }}{{ nothing }}{{ custom }}",
@@ -124,9 +125,8 @@ const ODDS: &[&str] = &[
     "{% macro s(x, mark='*') %}{{ mark }}{% endmacro %}{% for m in messages %}{{ s('a', m.name) }}{{ m.get('name', missing) }}{% endfor %}",
 ];
 
-/// Templates that are never rendered directly: variables that macros read from outside are not
-/// tracked.
-const NEVER: [&str; 1] = [ODDS[16]];
+/// Templates that are never rendered directly, because a macro reads a variable of the template.
+const NEVER_DIRECT: [&str; 1] = [RARE_FEATURES[16]];
 
 fn compiled(named: Vec<(String, String)>) -> Option<ChatTemplates> {
     let sources = TemplateSources {
@@ -141,7 +141,7 @@ fn compiled(named: Vec<(String, String)>) -> Option<ChatTemplates> {
     ChatTemplates::compile(sources, special, now).ok()
 }
 
-/// All templates by name, and the source of the first.
+/// Compiles all templates. Each entry has the source of its first template.
 fn all() -> Vec<(String, ChatTemplates)> {
     let golden = fs::read_to_string(
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/data/tokens/templates.json"),
@@ -152,13 +152,13 @@ fn all() -> Vec<(String, ChatTemplates)> {
         .iter()
         .filter_map(|case| Some(case["template"].as_str()?.to_owned()));
     let single = |source: String| vec![("default".to_owned(), source)];
-    let own = ODDS
+    let own = RARE_FEATURES
         .iter()
         .chain([&THINKING])
         .map(|source| (*source).to_owned());
     let models = MODELS
         .iter()
-        .map(|path| of_model(path))
+        .map(|path| templates_of_model(path))
         .filter(|named| !named.is_empty());
     let named = models.chain(golden.chain(own).map(single));
     named
@@ -258,7 +258,8 @@ fn body() -> impl Strategy<Value = Value> {
     )
 }
 
-/// Renders every template with a conversation and counts the direct ones.
+/// Compares direct rendering of a conversation with minijinja for every template. Counts the
+/// conversations that each template renders directly.
 fn compare(templates: &[(String, ChatTemplates)], chat: &ChatPrompt, directly: &mut [usize]) {
     for ((source, template), directly) in templates.iter().zip(directly) {
         let Some((direct, rendered)) = template.render_both(chat) else {
@@ -293,13 +294,13 @@ fn direct_rendering_equals_minijinja() {
     // Downloaded templates are not required to render directly.
     let never: Vec<&str> = never
         .into_iter()
-        .filter(|source| ODDS.contains(source) || *source == THINKING)
+        .filter(|source| RARE_FEATURES.contains(source) || *source == THINKING)
         .collect();
-    assert_eq!(never, NEVER);
+    assert_eq!(never, NEVER_DIRECT);
 }
 
-/// A common conversation, with or without tools.
-fn usual(tools: bool) -> ChatPrompt {
+/// Returns a common conversation, with or without tools.
+fn common_conversation(tools: bool) -> ChatPrompt {
     let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
     let mut messages = vec![
         json!({"role": "system", "content": "Be brief."}),
@@ -319,17 +320,17 @@ fn usual(tools: bool) -> ChatPrompt {
 
 #[test]
 fn common_conversations_render_directly() {
-    // Mistral's template regroups the messages with macros and its own lists.
+    // Mistral's template is not rendered directly: it regroups the messages with macros and lists.
     let known = MODELS
         .iter()
         .filter(|path| !path.contains("mistral"))
-        .map(|path| of_model(path));
+        .map(|path| templates_of_model(path));
     let thinking = vec![("default".to_owned(), THINKING.to_owned())];
     for (number, named) in known.chain([thinking]).enumerate() {
         let template = compiled(named).unwrap();
         for tools in [false, true] {
-            let (direct, rendered) = template.render_both(&usual(tools)).unwrap();
-            // One template maps its tools.
+            let (direct, rendered) = template.render_both(&common_conversation(tools)).unwrap();
+            // Template 3 applies an unsupported filter to the tools.
             let unknown = rendered.is_err() || (tools && number == 3);
             assert!(
                 direct.is_some() || unknown,

@@ -1,5 +1,5 @@
 //! Values of an evaluation. Texts of the request and of the template are borrowed. Rare values
-//! (tools, their calls, documents) are those of minijinja.
+//! (tools, tool calls and documents) are minijinja values.
 
 use std::cell::RefCell;
 use std::rc::Rc;
@@ -20,18 +20,20 @@ pub(super) enum TemplateValue<'a> {
     Text(&'a str),
     Owned(Rc<str>),
     Messages(MessageRange),
-    /// Message by its index.
+    /// A message, by its index.
     Message(usize),
     Parts(&'a [TemplatePart<'a>]),
     Part(&'a TemplatePart<'a>),
     List(Rc<[TemplateValue<'a>]>),
+    /// A Jinja2 namespace.
     Space(Rc<RefCell<Vec<(&'a str, TemplateValue<'a>)>>>),
+    /// The variable `loop`.
     Counter(LoopCounter),
-    /// Any other value, and texts inside it.
+    /// Any other value, or a text inside one.
     Other(Value),
 }
 
-/// Range of messages. It is small, because values are moved often.
+/// Range of messages. It is kept small, because values are moved often.
 #[derive(Clone, Copy)]
 pub(super) struct MessageRange {
     from: u32,
@@ -39,7 +41,7 @@ pub(super) struct MessageRange {
     backwards: bool,
 }
 
-/// Position of a loop.
+/// Position in a loop: the variable `loop`.
 #[derive(Clone, Copy)]
 pub(super) struct LoopCounter {
     pub(super) index: u32,
@@ -49,7 +51,7 @@ pub(super) struct LoopCounter {
 }
 
 impl LoopCounter {
-    /// Returns the message at a distance from the current one.
+    /// Returns the message at the distance `away` from the current one.
     pub(super) fn beside(self, away: i64) -> Result<Option<usize>, UnsupportedError> {
         let over = self.over.ok_or(UnsupportedError)?;
         let place = i64::from(self.index) + away;
@@ -79,7 +81,7 @@ impl MessageRange {
         }
     }
 
-    /// Returns the messages from `start` to `stop`, counted as in Python.
+    /// Returns the messages from `start` to `stop`, with the semantics of Python slices.
     pub(super) fn cut(
         self,
         start: Option<i64>,
@@ -130,7 +132,7 @@ impl<'a> TemplateValue<'a> {
         Self::Owned(Rc::from(text.as_ref()))
     }
 
-    /// Converts a value of minijinja.
+    /// Converts a minijinja value.
     pub(super) fn of(value: Value) -> Self {
         match value.kind() {
             ValueKind::Undefined => Self::Undefined,
@@ -143,7 +145,7 @@ impl<'a> TemplateValue<'a> {
         }
     }
 
-    /// Returns the text of a text.
+    /// Returns the text, if the value is a text.
     pub(super) fn text(&self) -> Option<&str> {
         match self {
             Self::Text(text) => Some(text),
@@ -153,7 +155,7 @@ impl<'a> TemplateValue<'a> {
         }
     }
 
-    /// Returns the messages of a range.
+    /// Returns the range, if the value is a range of messages.
     pub(super) fn messages(&self) -> Option<MessageRange> {
         match self {
             Self::Messages(messages) => Some(*messages),
@@ -178,7 +180,8 @@ impl<'a> TemplateValue<'a> {
         })
     }
 
-    /// Returns true for equal values, if their types allow a comparison.
+    /// Returns true for equal values. Returns an error if the comparison is not supported for their
+    /// types.
     pub(super) fn equals(&self, other: &Self) -> Result<bool, UnsupportedError> {
         if let (Some(one), Some(other)) = (self.text(), other.text()) {
             return Ok(one == other);

@@ -144,12 +144,12 @@ const PROSE: &str = "The worker whose cache is warm answers first. \"Isn't that 
     Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Portez ce vieux whisky au juge blond qui fume. \
     El pingüino Wenceslao hizo kilómetros. Съешь же ещё этих мягких французских булок. いろはにほへと ちりぬるを。天地玄黄，宇宙洪荒。";
 
-/// Length of the longest text in bytes. The fast library uses other algorithms from 64 KiB and from
+/// Length of the longest text in bytes. The fast library changes its algorithm at 64 KiB and at
 /// 256 KiB.
 const DOCUMENT_BYTES: usize = 300 << 10;
 
-/// Returns about 30 KB of texts with `added` tokens between the pieces, and one long document. No
-/// text has a very long word.
+/// Returns about 30 KB of texts with `added` tokens between the pieces, and one long document.
+/// They contain no very long words.
 pub(super) fn hard_texts(added: &[&str]) -> Vec<String> {
     let mut texts = vec![
         PROSE.to_owned(),
@@ -167,7 +167,7 @@ pub(super) fn hard_texts(added: &[&str]) -> Vec<String> {
         );
     }
     texts.extend(["a", " ", "ab", "\n", "é"].map(|piece| piece.repeat(200 / piece.len())));
-    // A few hundred are enough; some tokenizers have thousands of reserved tokens.
+    // A few hundred added tokens are enough. Some tokenizers have thousands of reserved ones.
     let between = PIECES.iter().cycle().zip(added.iter().take(300));
     texts.push(
         between

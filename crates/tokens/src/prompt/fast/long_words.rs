@@ -1,7 +1,7 @@
-//! Very long words, such as a megabyte of one letter or of spaces. Pre-tokenizers do not split
-//! them, and ordinary byte pair encoding takes superlinear time. The `bpe` library takes linear
-//! time, but requires that token ids are ordered by merge. Whether it supports a vocabulary is
-//! checked on words that both libraries can encode.
+//! Encoding of very long words, such as a megabyte of one letter or of spaces. Pre-tokenizers do
+//! not split them, and ordinary byte pair encoding takes superlinear time. The `bpe` library takes
+//! linear time, but requires that token ids are ordered by merge. To check whether it supports a
+//! vocabulary, its tokens are compared with those of `fastokens` on some words.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +13,7 @@ use icu_properties::CodePointMapData;
 use icu_properties::props::{GeneralCategory, GeneralCategoryGroup};
 use serde_json::Value;
 
-/// Minimum length of a long word in bytes; longer than any token.
+/// Minimum length of a long word in bytes. No token is that long.
 pub(super) const LONG_WORD_BYTES: usize = 512;
 
 /// Repeated pieces of the words on which both libraries must agree.
@@ -25,13 +25,13 @@ pub(super) struct LongWordEncoder(OnceLock<Option<LinearBpe>>);
 /// Encoder with linear running time.
 struct LinearBpe {
     encoding: BytePairEncoding,
-    /// Byte of each character that vocabularies use for bytes.
+    /// The byte that each character of a byte-level vocabulary represents.
     bytes: Box<[Option<u8>]>,
 }
 
 /// Returns true if a text may contain a long word: a long stretch of characters of one kind.
 pub(super) fn has_long_word(text: &str) -> bool {
-    // A long stretch covers at least one of these pieces completely.
+    // A long word covers at least one of these pieces completely.
     let starts = (0..text.len()).step_by(LONG_WORD_BYTES / 2);
     starts
         .into_iter()
@@ -44,7 +44,7 @@ fn has_one_char_kind(text: &str, piece: Range<usize>) -> bool {
     }
     let piece = &text[text.ceil_char_boundary(piece.start)..text.floor_char_boundary(piece.end)];
     let mut common = ANY;
-    // Most pieces end after the first word.
+    // In most pieces, the check ends at the first change of the character kind.
     piece.chars().all(|char| {
         common &= char_kinds(char);
         common != 0
@@ -78,7 +78,7 @@ fn char_kinds(char: char) -> u8 {
     }
 }
 
-/// Returns true if token ids are ordered by merge. Several merges may produce one token.
+/// Returns true if token ids are ordered by merge. Several merges may produce the same token.
 pub(super) fn has_ordered_merges(written: &Value, tokenizer: &tokenizers::Tokenizer) -> bool {
     let merges = written.pointer("/model/merges").and_then(Value::as_array);
     let made = |merge: &Value| match merge {
@@ -97,7 +97,7 @@ pub(super) fn has_ordered_merges(written: &Value, tokenizer: &tokenizers::Tokeni
 }
 
 impl LongWordEncoder {
-    /// Creates the encoder; without ordered merges it supports no text.
+    /// Creates the encoder. If merges are not in order, it supports no text.
     pub(super) fn new(in_order: bool) -> Self {
         Self(if in_order {
             OnceLock::new()
@@ -132,7 +132,7 @@ impl LongWordEncoder {
 }
 
 impl LinearBpe {
-    /// Builds the encoder of a tokenizer's vocabulary, if it is supported.
+    /// Builds the encoder for a tokenizer. Returns `None` if its vocabulary is not supported.
     fn from_tokenizer(tokenizer: &Tokenizer) -> Option<Self> {
         let model = tokenizer.model();
         let bytes = byte_chars();
@@ -178,7 +178,7 @@ impl LinearBpe {
         })
     }
 
-    /// Returns the tokens of a word in the vocabulary's characters.
+    /// Returns the tokens of a word that is written in the characters of the vocabulary.
     fn ids(&self, word: &str) -> Option<Vec<u32>> {
         let bytes: Vec<u8> = word
             .chars()

@@ -1,6 +1,7 @@
-//! Prevents the fast library from starting threads. It distributes long texts over spinning
-//! threads, one for each available core, while the cores are busy with other requests. It reads the
-//! number of cores once, so the first call runs on a thread that is pinned to one core.
+//! Prevents the fast library from starting threads. By default, the library distributes long texts
+//! over spinning threads, one for each available core, although the cores are busy with other
+//! requests. It reads the number of cores only once, so the first call runs on a thread that is
+//! pinned to one core.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -9,7 +10,7 @@ pub(super) fn run_on_one_core<T: Send>(work: impl FnOnce() -> T + Send) -> Optio
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
             pin_to_one_core();
-            // The library caches this number.
+            // The first call reads the number of cores, and the library caches it.
             fastokens::fanout::threads();
             catch_unwind(AssertUnwindSafe(work)).ok()
         });
@@ -37,4 +38,4 @@ fn pin_to_one_core() {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn keep_to_one_core() {}
+fn pin_to_one_core() {}

@@ -1,4 +1,4 @@
-//! Equality with the library tokenizer for all texts and all tokenizer parts.
+//! Tests that the fast tokenizer equals the library for all texts and all tokenizer parts.
 
 use std::io::Read;
 use std::sync::LazyLock;
@@ -74,7 +74,7 @@ fn file(path: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Qwen's vocabulary with other parts.
+/// Returns Qwen's tokenizer with changed parts.
 pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
     static QWEN: LazyLock<Value> =
         LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
@@ -101,12 +101,12 @@ pub(in crate::prompt) fn pre_tokenizer(patterns: &[&str]) -> Value {
     json!({"type": "Sequence", "pretokenizers": parts})
 }
 
-/// Qwen's tokenizer as shipped.
+/// Returns Qwen's tokenizer without changes.
 pub(in crate::prompt) fn qwen() -> Tokenizer {
     with_parts(|_| ())
 }
 
-/// A tokenizer with another merge order.
+/// Returns a tokenizer with another merge order.
 pub(super) fn other_merges() -> Tokenizer {
     with_parts(|written| written["model"]["merges"].as_array_mut().unwrap().reverse())
 }
@@ -118,7 +118,7 @@ fn pair(tokenizer: Tokenizer) -> Pair {
     (tokenizer, fast)
 }
 
-/// Tokenizers of every supported kind.
+/// Returns one tokenizer of every supported kind.
 fn all() -> &'static [(String, Pair)] {
     static ALL: LazyLock<Vec<(String, Pair)>> = LazyLock::new(|| {
         let mut all = vec![("qwen as it is".to_owned(), pair(qwen()))];

@@ -1,9 +1,9 @@
-//! The library tokenizer, and the fast tokenizer for as long as both agree.
+//! The library tokenizer, and the fast tokenizer as long as both agree.
 //!
-//! The fast tokenizer takes a second to build, so it is built on request, in parallel to the first
-//! prompts. It is used once both agree on difficult texts. Afterwards pieces of real prompts are
-//! compared outside of requests. After one difference only the library is used, because a wrong
-//! token is worse than a slow one.
+//! The fast tokenizer takes a second to build. It is built on request, while the library tokenizes
+//! the first prompts. It is used if both agree on difficult texts. Afterwards, pieces of real
+//! prompts are compared outside of requests. After one difference, only the library is used,
+//! because a wrong token is worse than a slow one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -16,10 +16,10 @@ use tokenizers::Tokenizer;
 use super::{FastTokenizer, hard_texts};
 use crate::prompt::pieces;
 
-/// Maximum length in bytes of a compared sample; the library takes about ten milliseconds for it.
+/// Maximum length of a compared sample in bytes. The library takes about ten milliseconds for it.
 const MAX_SAMPLE_BYTES: usize = 32 << 10;
 
-/// Reason after a panic of the fast tokenizer.
+/// Reason for disabling the fast path after a panic.
 const PANICKED: &str = "the fast tokenizer panicked";
 
 /// A library tokenizer with a verified fast path.
@@ -27,12 +27,13 @@ pub(in crate::prompt) struct VerifiedTokenizer {
     library: Tokenizer,
     /// True if texts can be split at joints.
     has_joints: bool,
-    /// Set after it agreed on difficult texts.
+    /// The fast tokenizer. It is set after it agreed with the library on difficult texts.
     fast: OnceLock<FastTokenizer>,
     /// Reason why only the library is used.
     disabled_reason: OnceLock<&'static str>,
-    /// Request for a sample of the next text, and that sample with the tokens of the fast path.
+    /// True if the next text is to be sampled.
     sample_wanted: AtomicBool,
+    /// A piece of a text with its tokens from the fast path.
     sample: Mutex<Option<(String, Vec<u32>)>>,
 }
 
@@ -64,7 +65,7 @@ impl VerifiedTokenizer {
                     .join()
             });
             match made.unwrap_or(Err(PANICKED)) {
-                // A concurrent call may have set an equal one.
+                // A concurrent call may have set an equal tokenizer.
                 Ok(fast) => drop(self.fast.set(fast)),
                 Err(disabled_reason) => self.disable_fast_path(disabled_reason),
             }
@@ -123,12 +124,12 @@ impl VerifiedTokenizer {
     }
 
     fn disable_fast_path(&self, disabled_reason: &'static str) {
-        // The first reason stays.
+        // If a reason is set already, it is retained.
         let _ = self.disabled_reason.set(disabled_reason);
     }
 
-    /// Stores a sample of a text if one is requested. Its tokens are computed here and not at the
-    /// comparison, because the fast tokenizer uses many megabytes per calling thread.
+    /// Stores a sample of a text if one is requested. Its tokens are computed here instead of
+    /// during the comparison, because the fast tokenizer uses many megabytes per calling thread.
     fn take_sample(&self, text: &str) {
         if self.sample_wanted.load(Ordering::Relaxed)
             && self.sample_wanted.swap(false, Ordering::Relaxed)
@@ -160,12 +161,12 @@ impl VerifiedTokenizer {
     }
 }
 
-/// Returns the tokens of the fast path. The error is the reason to disable it after a panic.
+/// Returns the tokens of the fast path. After a panic, the error is the reason to disable it.
 fn try_encode(fast: &FastTokenizer, text: &str) -> Result<Option<Vec<u32>>, &'static str> {
     catch_unwind(AssertUnwindSafe(|| fast.ids(text))).map_err(|_| PANICKED)
 }
 
-/// Returns a piece of a text of the sample length that begins near `around`.
+/// Returns a piece of a text that begins near `around` and has at most the sample length.
 fn sample_around(text: &str, around: usize) -> &str {
     let start = around.min(text.len().saturating_sub(MAX_SAMPLE_BYTES));
     let start = text.ceil_char_boundary(start);
@@ -203,13 +204,13 @@ mod tests {
         assert_eq!(
             (checked.verify_sample(), checked.verify_sample()),
             (None, None),
-            "there is nothing to compare"
+            "there is no sample"
         );
         assert_eq!(
             (checked.enable_fast_path(), checked.verify_sample()),
             (Ok(()), None)
         );
-        for text in ["A text that was asked for.", "Another one"] {
+        for text in ["A sampled text.", "Another one"] {
             let known = checked
                 .library()
                 .encode_fast(text, false)
@@ -218,7 +219,7 @@ mod tests {
                 .to_vec();
             assert_eq!(checked.ids(text).unwrap(), known);
             assert_eq!(checked.verify_sample(), Some(false));
-            assert_eq!(checked.verify_sample(), None, "nothing was kept since");
+            assert_eq!(checked.verify_sample(), None, "no new sample");
         }
     }
 
@@ -252,7 +253,7 @@ mod tests {
         assert_ne!(
             checked.ids(text).unwrap(),
             known,
-            "the difference is found afterwards"
+            "the difference is not detected yet"
         );
         assert_eq!(checked.verify_sample(), Some(true));
         assert_eq!(

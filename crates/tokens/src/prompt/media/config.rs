@@ -1,5 +1,5 @@
-//! `multimodal:` of a model: placeholders of media items in its prompts, and the ids that engines give
-//! them.
+//! The setting `multimodal:` of a model: the placeholders of media items in its prompts, and the
+//! ids that engines assign to the items.
 
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
@@ -8,20 +8,20 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_settings::Problem;
 
-/// Placeholders of media items. An item of an undescribed modality is unknown, and a prompt is then
-/// known only up to it.
+/// Placeholders of media items. If a modality is not configured, its items are unknown, and a
+/// prompt is known only up to the first of them.
 #[derive(Deserialize, Serialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(deny_unknown_fields, default)]
 pub struct MediaConfig {
-    /// Model argument of the engines (`vllm serve MODEL`), which enters the ids of media content.
-    /// Unset means the value that all engines report, or the model's name if none reports it. If
-    /// they report different values, content has no known id.
+    /// Model argument of the engines (`vllm serve MODEL`), which is part of the ids of media
+    /// content. By default, it is the value that all engines report, or the model's name if none
+    /// reports it. If they report different values, the ids of content are unknown.
     pub model: Option<String>,
     /// Images.
     pub image: Option<MediaItemRule>,
-    /// Audio; its id is known only if the client gives one.
+    /// Audio. Its id is known only if the client sends one.
     pub audio: Option<MediaItemRule>,
-    /// Video; its id is known only if the client gives one.
+    /// Video. Its id is known only if the client sends one.
     pub video: Option<MediaItemRule>,
 }
 
@@ -29,10 +29,10 @@ pub struct MediaConfig {
 #[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
 #[serde(deny_unknown_fields)]
 pub struct MediaItemRule {
-    /// The repeated token, as written in the tokenizer.
+    /// Text of the repeated token in the tokenizer.
     pub token: String,
     /// Text that the engine inserts for an item if the chat template takes strings instead of lists
-    /// of parts; `{i}` is the item's number.
+    /// of parts. `{i}` is replaced with the number of the item.
     #[serde(default)]
     pub placeholder: Option<String>,
     /// Rule for the number of repetitions.
@@ -49,10 +49,10 @@ pub struct MediaItemRule {
     /// Side length of a token in patches.
     #[serde(default)]
     pub merge_size: Option<NonZeroU32>,
-    /// Smaller images are enlarged to this number of pixels.
+    /// Minimum number of pixels. Smaller images are enlarged.
     #[serde(default)]
     pub min_pixels: Option<u64>,
-    /// Larger images are reduced to this number of pixels.
+    /// Maximum number of pixels. Larger images are reduced.
     #[serde(default)]
     pub max_pixels: Option<u64>,
 }

@@ -19,10 +19,10 @@ const BASE64: GeneralPurpose = GeneralPurpose::new(
 /// Number of characters decoded at once.
 const CHUNK_CHARS: usize = 64 * 1024;
 
-/// Number of characters searched for an image header, first and last attempt.
+/// Numbers of characters that the first and the last attempt search for an image header.
 const HEADER_CHARS: [usize; 2] = [16 * 1024, 4 * 1024 * 1024];
 
-/// Returns the base64 text of inline content; `None` for an external URL.
+/// Returns the base64 text of inline content, or `None` for an external URL.
 pub(super) fn base64_of(source: &MediaSource) -> Option<&str> {
     let url = match source {
         MediaSource::Base64(data) => return Some(data),
@@ -37,7 +37,8 @@ pub(super) fn base64_of(source: &MediaSource) -> Option<&str> {
     (encoding == "base64").then_some(data)
 }
 
-/// Returns the number of decoded bytes.
+/// Returns the number of bytes that a base64 text decodes to. Returns `None` if the length is
+/// invalid.
 pub(super) fn decoded_len(data: &str) -> Option<u64> {
     let characters = data.trim_end_matches('=').len();
     let left_over = match characters % 4 {
@@ -57,13 +58,13 @@ pub(super) fn read_image_header(data: &str) -> Option<ImageHeader> {
     })
 }
 
-/// Passes the decoded bytes to `take` in chunks. Returns `None` if the text is not base64.
+/// Passes the decoded bytes to `on_chunk`. Returns `None` if the text is not base64.
 pub(super) fn decode_chunks(data: &str, mut on_chunk: impl FnMut(&[u8])) -> Option<()> {
     let mut buffer = vec![0; CHUNK_CHARS / 4 * 3];
     let mut rest = data.as_bytes();
     while !rest.is_empty() {
         let (piece, after) = rest.split_at(rest.len().min(CHUNK_CHARS));
-        // Padding may only end the last chunk.
+        // Only the last chunk may end with padding.
         if !after.is_empty() && piece.ends_with(b"=") {
             return None;
         }

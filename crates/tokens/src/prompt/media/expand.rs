@@ -4,7 +4,7 @@ use super::{MediaRules, MultimodalPrompt, PlacedMediaItem, ResolvedMediaItem};
 use crate::openai::MediaModality;
 use crate::prompt::{EncodeError, PromptTokens};
 
-/// Maximum number of expanded tokens; no context is larger.
+/// Maximum number of expanded tokens. No model has a larger context.
 const MAX_EXPANDED_TOKENS: usize = 1 << 21;
 
 /// Returns the common prefix of the tokens of two prompts.
@@ -47,8 +47,9 @@ impl ModalityQueue {
 }
 
 /// Repeats the placeholder of each item as often as the item has tokens. The engine assigns the
-/// placeholders of a modality to its items in order, wherever they come from; surplus ones stay
-/// single. If only the first items are known, the result ends before the next placeholder.
+/// placeholders of a modality to its items in order, even those in the text of the client. It does
+/// not repeat surplus placeholders. If `all` is false, only the first items are known, and the
+/// result ends before the next placeholder.
 pub(in crate::prompt) fn expand_placeholders(
     tokens: PromptTokens,
     items: &[(MediaModality, ResolvedMediaItem)],

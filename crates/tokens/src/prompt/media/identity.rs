@@ -18,7 +18,8 @@ pub(super) fn image_id(model: &str, is_rgb: bool, base64: &str) -> Option<String
     if is_rgb {
         name.tag(LEAF);
     } else {
-        // Target mode of the conversion, and the background for transparency: white.
+        // The hash includes the target mode of the conversion, and white as the background of
+        // transparent images.
         name.container(MAPPING, 2);
         name.text("io_config");
         name.container(MAPPING, 2);

@@ -1,16 +1,16 @@
-//! Image headers: the size, and whether Pillow opens the image as plain RGB. Every other image is
-//! converted and therefore gets another id.
+//! Image headers: the size, and whether Pillow opens the image as plain RGB. The engine converts
+//! every other image, which changes its id.
 
 /// Size and color mode of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct ImageHeader {
     pub(super) width: u32,
     pub(super) height: u32,
-    /// True if Pillow opens the image as RGB; unknown for rare formats.
+    /// True if Pillow opens the image as RGB. `None` if that is unknown, as for rare formats.
     pub(super) is_rgb: Option<bool>,
 }
 
-/// Reads the beginning of an image. Returns `None` if it is too short.
+/// Reads the header at the start of an image. Returns `None` if `head` is too short.
 pub(super) fn read_header(head: &[u8]) -> Option<ImageHeader> {
     let size = imagesize::blob_size(head).ok()?;
     let is_rgb = match imagesize::image_type(head).ok()? {
@@ -30,8 +30,8 @@ pub(super) fn read_header(head: &[u8]) -> Option<ImageHeader> {
     })
 }
 
-/// Color type of the first chunk: 2 is RGB. The engine's treatment of 16-bit color was not
-/// verified.
+/// Reads the color type of the first chunk, where 2 is RGB. Returns `None` for 16-bit color,
+/// because the engine's treatment of it was not verified.
 fn is_rgb_png(head: &[u8]) -> Option<bool> {
     (head.get(12..16)? == b"IHDR").then_some(())?;
     match (head.get(24)?, head.get(25)?) {
@@ -40,13 +40,13 @@ fn is_rgb_png(head: &[u8]) -> Option<bool> {
     }
 }
 
-/// A bitmap of 24 bits is RGB.
+/// Reads the color depth. A bitmap of 24 bits is RGB, and other depths are unknown.
 fn is_rgb_bmp(head: &[u8]) -> Option<bool> {
     (head.get(28..30)? == [24, 0]).then_some(true)
 }
 
-/// Number of components of the frame: three are RGB, one is grayscale, four are CMYK. Returns
-/// `None` if the frame is not in the header.
+/// Reads the number of components of the frame: three are RGB, one is grayscale, and four are CMYK.
+/// Returns `None` if `head` ends before the frame.
 fn is_rgb_jpeg(head: &[u8]) -> Option<bool> {
     let mut rest = head.get(2..)?;
     loop {
@@ -58,7 +58,7 @@ fn is_rgb_jpeg(head: &[u8]) -> Option<bool> {
             [0xff, marker, ..] => *marker,
             _ => return None,
         };
-        // Start of frame; the excluded markers are tables.
+        // A marker of this range starts a frame, except three markers that start tables.
         if matches!(marker, 0xc0..=0xcf) && !matches!(marker, 0xc4 | 0xc8 | 0xcc) {
             return rest.get(9).map(|&components| components == 3);
         }
@@ -67,11 +67,11 @@ fn is_rgb_jpeg(head: &[u8]) -> Option<bool> {
     }
 }
 
-/// Alpha channel of the simple formats.
+/// Reads the alpha flag of the simple formats. An image with an alpha channel is not RGB.
 fn is_rgb_webp(head: &[u8]) -> Option<bool> {
     match head.get(12..16)? {
         b"VP8 " => Some(true),
-        // The flag follows 28 bits of size.
+        // The alpha flag follows 28 bits of size.
         b"VP8L" => head.get(24).map(|&byte| byte & 0x10 == 0),
         _ => None,
     }

@@ -8,10 +8,10 @@ use serde::Deserialize;
 use super::config::{MediaItemRule, TokenCountRule};
 use super::image_header::ImageHeader;
 
-/// Maximum aspect ratio; engines reject others.
+/// Maximum aspect ratio. Engines reject images with a larger one.
 const MAX_ASPECT_RATIO: u64 = 200;
 
-/// A rule with all parameters.
+/// Rule for the number of tokens of an item, with all parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MediaTokenCounter {
     Fixed(usize),
@@ -59,7 +59,7 @@ impl MediaTokenCounter {
             TokenCountRule::Fixed => {
                 let tokens = rule
                     .tokens_per_item
-                    .ok_or("the rule `fixed` needs `tokens`")?;
+                    .ok_or("the rule `fixed` needs `tokens_per_item`")?;
                 usize::try_from(tokens.get())
                     .map(Self::Fixed)
                     .map_err(|error| error.to_string())
@@ -123,8 +123,8 @@ fn read_preprocessor(path: &Path) -> Result<PreprocessorFile, String> {
 }
 
 impl PatchGrid {
-    /// `smart_resize` of transformers in the same arithmetic: rounding half to even, roots as
-    /// doubles.
+    /// Returns the number of tokens of an image. Reproduces the arithmetic of `smart_resize` in
+    /// transformers: rounding half to even, and square roots as doubles.
     fn count_tokens(self, width: u64, height: u64) -> Option<usize> {
         let short = width.min(height);
         let long = width.max(height);
@@ -147,7 +147,7 @@ impl PatchGrid {
             (wide, high) = (enlarged(w), enlarged(h));
         }
         let tokens = (wide / side) * (high / side);
-        // No context is larger.
+        // No model has a larger context.
         (tokens <= f64::from(1 << 24)).then_some(tokens as usize)
     }
 }
@@ -172,7 +172,7 @@ mod tests {
         }
     }
 
-    /// Computed by `smart_resize` of transformers 5.19.
+    /// Width, height and number of tokens, computed by `smart_resize` of transformers 5.19.
     const SIZES: [(u64, u64, Option<usize>); 18] = [
         (1, 1, Some(4)),
         (28, 28, Some(4)),

@@ -42,7 +42,7 @@ fn placeholders_expand_in_order_of_items() {
     assert_eq!(
         *shown.tokens,
         [7, 0, 0, 7, 1, 1, 1, 0, 7, 0],
-        "the last placeholder stands for nothing"
+        "the last placeholder belongs to no item"
     );
     let places: Vec<_> = shown
         .items
@@ -60,12 +60,12 @@ fn placeholders_expand_in_order_of_items() {
     );
     assert!(
         expand_placeholders(vec![7, 0].into(), &items, &rules(), true).is_err(),
-        "two items are shown nowhere"
+        "two items have no placeholder"
     );
     let many = vec![(MediaModality::Audio, known("y", 1 << 20)); 3];
     assert!(
         expand_placeholders(vec![1, 1, 1].into(), &many, &rules(), true).is_err(),
-        "no context is so long"
+        "more tokens than any context"
     );
 }
 
@@ -78,7 +78,7 @@ fn image(url: &str, uuid: Option<&str>) -> MediaItem {
     }
 }
 
-/// Header of a PNG image of this size and color type.
+/// Returns the header of a PNG image with this size and color type.
 fn png(width: u32, height: u32, colour: u8) -> Vec<u8> {
     let mut bytes = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR".to_vec();
     bytes.extend(width.to_be_bytes());

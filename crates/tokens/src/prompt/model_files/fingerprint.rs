@@ -14,7 +14,7 @@ impl ModelFingerprint {
     /// Adds the model's traits to the hash.
     pub fn with_traits(self, traits: &ModelTraits) -> Result<Self, LoadError> {
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
-        // Only models with media in their prompts need the name; others may share an encoder.
+        // The name matters only for the ids of media items. Other models may share an encoder.
         let name = traits.media.as_ref().map(|_| traits.name.as_str());
         let engine = traits.engine;
         let class = &traits.tokenizer_class;

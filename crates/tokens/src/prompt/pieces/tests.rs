@@ -7,7 +7,7 @@ use super::*;
 use crate::prompt::fast::hard_texts::PIECES;
 use crate::prompt::fast::tests::{PATTERNS, pre_tokenizer, qwen, with_parts};
 
-/// Tokenizers of every kind with joints.
+/// Returns one tokenizer of every kind that supports joints.
 fn all() -> &'static [(&'static str, VerifiedTokenizer)] {
     static ALL: LazyLock<Vec<(&'static str, VerifiedTokenizer)>> = LazyLock::new(|| {
         let of = |patterns: &[&str]| {
@@ -21,7 +21,7 @@ fn all() -> &'static [(&'static str, VerifiedTokenizer)] {
             });
             VerifiedTokenizer::new(tokenizer)
         };
-        // The DeepSeek pattern there has other line endings.
+        // The DeepSeek pattern in `PATTERNS` is written with other line endings.
         let kinds = PATTERNS.iter().filter(|(name, _)| *name != "deepseek-v3");
         let deepseek = [
             PASSING_PATTERNS[0],

@@ -13,7 +13,7 @@ use crate::prompt::model_files::SPECIAL_TOKENS;
 pub(in crate::prompt) struct AddedTokens {
     /// Listed tokens, ordered by id.
     listed: Vec<AddedToken>,
-    /// Special tokens: the named ones first.
+    /// Special tokens, the named ones first.
     special: Vec<AddedToken>,
     /// Number of named special tokens.
     named_count: usize,
@@ -50,7 +50,7 @@ impl AddedTokens {
         listed.sort_by_key(|(id, _)| *id);
         let listed: Vec<AddedToken> = listed.into_iter().map(|(_, token)| token).collect();
         let (special, named_count) = special_tokens(class, settings);
-        // A named token takes its properties from the list.
+        // The properties of a named token are those in the list, if it is listed.
         let special = special.into_iter().map(|token| {
             listed
                 .iter()
@@ -103,8 +103,8 @@ impl AddedTokens {
     }
 }
 
-/// Returns the special tokens and the number of named ones: those with names of the library, those
-/// with names of the model, and those without names.
+/// Returns the special tokens and the number of named ones. The order is: tokens with names of the
+/// library, tokens with names of the model, and tokens without names.
 fn special_tokens(
     class: TokenizerClass,
     settings: &Map<String, Value>,
@@ -159,7 +159,7 @@ fn is_empty(value: &Value) -> bool {
         || value.as_object().is_some_and(Map::is_empty)
 }
 
-/// Parses a token; a plain string is a special token.
+/// Parses a token. A plain string is a special token.
 fn parse_token(value: &Value) -> Option<AddedToken> {
     if let Some(text) = value.as_str() {
         return Some(AddedToken::from(text, true));

@@ -9,7 +9,7 @@ use serde::Deserialize;
 /// The tables, as extracted by `tests/data/tokens/make_classes.py`.
 pub(super) static CLASS_TABLE: LazyLock<TokenizerClassTable> = LazyLock::new(|| {
     serde_json::from_str(include_str!("transformers.json"))
-        .expect("a test reads the same file at build time")
+        .expect("the file is part of the program, and tests parse it")
 });
 
 #[derive(Deserialize)]
@@ -34,12 +34,13 @@ pub(super) enum ClassBehavior {
     AsWritten,
     /// The class is implemented in Python.
     Python,
-    /// The class rebuilds the tokenizer around the vocabulary like this one.
+    /// The class builds the tokenizer from the vocabulary in the same way as this class.
     RebuildsAs(&'static str),
 }
 
 impl TokenizerClassTable {
-    /// Returns the class for a model type whose files name `named`; `None` means built as written.
+    /// Returns the class for a model type whose files name `named`. `None` means that the tokenizer
+    /// is built as written.
     pub(super) fn choose_class<'s>(
         &'static self,
         model_type: &str,
@@ -75,8 +76,8 @@ impl TokenizerClassTable {
         self.classes.contains_key(class)
     }
 
-    /// Returns the behavior of a class. transformers replaces an unknown class by the one that
-    /// builds as written.
+    /// Returns the behavior of a class. transformers replaces an unknown class with the one that
+    /// builds tokenizers as written.
     pub(super) fn behavior_of(&'static self, class: &str) -> ClassBehavior {
         match self.classes.get(class).map(String::as_str) {
             None | Some("written") => ClassBehavior::AsWritten,

@@ -5,15 +5,16 @@ use std::collections::HashMap;
 use super::*;
 
 #[derive(serde::Deserialize)]
-struct Chosen {
+struct ExpectedClasses {
     models: Vec<String>,
     classes: Vec<String>,
     /// Index into `classes` by model type, for each class named in the files.
     chosen: HashMap<String, Vec<usize>>,
 }
 
-/// Model types that are rarely routed or whose files name a class.
-const REFUSED: [&str; 22] = [
+/// Model types that are not supported unless the files name a class. They are rare, or their files
+/// usually name one.
+const UNSUPPORTED_MODEL_TYPES: [&str; 22] = [
     "barthez",
     "bartpho",
     "bert-japanese",
@@ -48,15 +49,15 @@ fn class_of(name: &str) -> Result<TokenizerClass, String> {
 
 #[test]
 fn tokenizer_class_is_chosen_as_in_transformers() {
-    let truth: Chosen = serde_json::from_slice(include_bytes!(
+    let expected: ExpectedClasses = serde_json::from_slice(include_bytes!(
         "../../../../../tests/data/tokens/classes/chosen.json"
     ))
     .unwrap();
     let mut compared = 0;
-    let mut needless = Vec::new();
-    for (named, row) in &truth.chosen {
-        for (model, place) in truth.models.iter().zip(row) {
-            let real = truth.classes[*place].as_str();
+    let mut unsupported = Vec::new();
+    for (named, row) in &expected.chosen {
+        for (model, place) in expected.models.iter().zip(row) {
+            let real = expected.classes[*place].as_str();
             let metadata = TokenizerMetadata {
                 class: Some(named.as_str()).filter(|named| !named.is_empty()),
                 model_type: Some(model),
@@ -64,20 +65,20 @@ fn tokenizer_class_is_chosen_as_in_transformers() {
             };
             let ours = metadata.resolve_class();
             match (real.starts_with('!'), ours) {
-                // The engine does not start.
+                // transformers fails, so the engine does not start.
                 (true, _) => {}
                 (false, ours) if ours.as_ref().ok() == class_of(real).as_ref().ok() => {
                     compared += 1
                 }
-                (false, Err(_)) if named.is_empty() => needless.push(model.as_str()),
+                (false, Err(_)) if named.is_empty() => unsupported.push(model.as_str()),
                 (false, ours) => panic!("{model} {named}: {ours:?}, transformers has {real}"),
             }
         }
     }
     assert!(compared > 6000, "{compared}");
     assert_eq!(
-        needless, REFUSED,
-        "types of models that are refused without need where the files name no class"
+        unsupported, UNSUPPORTED_MODEL_TYPES,
+        "model types that are rejected if the files name no class, although transformers has one"
     );
 }
 
@@ -156,7 +157,8 @@ fn transformers_4_builds_as_written() {
     );
 }
 
-/// Otherwise sentence-piece vocabularies would not be built as written for every model type.
+/// `check_without_model_type` assumes that model types override the named class only for byte-level
+/// vocabularies.
 #[test]
 fn forced_classes_are_byte_level() {
     let mut found = std::collections::BTreeSet::new();

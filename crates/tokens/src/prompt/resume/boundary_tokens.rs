@@ -38,7 +38,7 @@ impl BoundaryTokens {
     /// Returns the boundary tokens of a tokenizer, or the reason why it has none.
     pub(super) fn from_tokenizer(tokenizer: &Tokenizer) -> Result<Self, &'static str> {
         let added = tokenizer.get_added_tokens_decoder();
-        // Normalized tokens are matched later, in the pieces between these.
+        // Normalized added tokens are matched later, in the text between these.
         let raw: Vec<_> = added
             .iter()
             .filter(|(_, token)| !token.normalized && !token.content.is_empty())
@@ -76,7 +76,7 @@ impl BoundaryTokens {
         })
     }
 
-    /// Returns the boundary token of this index.
+    /// Returns the boundary token with this index.
     pub(super) fn get(&self, index: usize) -> &BoundaryToken {
         &self.tokens[index]
     }
@@ -112,8 +112,8 @@ impl BoundaryTokens {
         points
     }
 
-    /// Returns the boundary token at the start of `text`. None is a prefix of another, so it is the
-    /// last one not greater than the text.
+    /// Returns the boundary token at the start of `text`. No boundary token is a prefix of another,
+    /// so it can only be the last one that is not greater than the text.
     fn token_at(&self, text: &[u8]) -> Option<usize> {
         let index = self
             .tokens
@@ -133,7 +133,7 @@ impl BoundaryTokens {
     }
 }
 
-/// Returns the most common first bytes of boundary tokens; usually only `<` or `[`.
+/// Returns the most common first bytes of boundary tokens, usually only `<` or `[`.
 fn commonest_first_bytes(tokens: &[BoundaryToken]) -> Vec<u8> {
     let mut counts = [0u32; 256];
     for token in tokens {
@@ -147,8 +147,8 @@ fn commonest_first_bytes(tokens: &[BoundaryToken]) -> Vec<u8> {
     bytes
 }
 
-/// Returns true if another added token (or the same) cannot match part of this one: it does not
-/// contain it, and does not end with a prefix of it.
+/// Returns true if `other` cannot prevent a match of `token`: it does not contain `token` and does
+/// not end with a prefix of it. The two may be the same token.
 fn is_unambiguous(token: &str, other: &str) -> bool {
     let token = token.as_bytes();
     let other = other.as_bytes();

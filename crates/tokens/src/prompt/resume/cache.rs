@@ -14,10 +14,12 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 /// Number of pieces that are read or evicted under one lock.
 const LOCK_BATCH: usize = 64;
 
-/// Maximum overhead per piece in bytes: its share of just-grown tables and of the allocator.
+/// Maximum overhead per piece in bytes: its share of tables that have just grown, and of the
+/// allocator.
 const ENTRY_OVERHEAD_BYTES: usize = 256;
 
-/// A single prompt may use this fraction of the limit, so that it cannot evict all others.
+/// A single prompt may use at most the limit divided by this number, so that it cannot evict all
+/// others.
 const MAX_PROMPT_SHARE: usize = 4;
 
 /// Index of the list head.
@@ -89,7 +91,7 @@ impl PromptCache {
         })
     }
 
-    /// Changes the limit.
+    /// Changes the limit and evicts pieces that exceed it.
     pub fn resize(&self, limit: usize) {
         self.limit.store(limit, Ordering::Relaxed);
         while self.bytes() > self.limit() {
@@ -112,7 +114,7 @@ impl PromptCache {
         self.table.lock().bytes
     }
 
-    /// Returns the pieces of the leading keys that are cached.
+    /// Returns the cached pieces of the leading keys, up to the first key without one.
     pub(super) fn find_leading<T>(
         &self,
         keys: &[u128],
@@ -169,9 +171,9 @@ impl PromptCache {
         }
     }
 
-    /// Evicts a batch of pieces if there is no room for `bytes`; otherwise calls `then`.
+    /// Evicts a batch of pieces. If there is then room for `bytes`, calls `then`.
     fn evict_for(&self, bytes: usize, then: impl FnOnce(&mut PromptCacheTable)) {
-        // Dropped after the lock is released.
+        // The pieces are freed after the lock is released.
         let mut evicted = Vec::new();
         let mut table = self.table.lock();
         while table.bytes + bytes > self.limit() && evicted.len() < LOCK_BATCH {
@@ -251,7 +253,7 @@ impl PromptCacheTable {
         }
     }
 
-    /// Stores a piece. An existing piece of the same key is equal and stays.
+    /// Stores a piece. If the key is present, its piece is equal and stays.
     fn insert(&mut self, key: u128, value: CachedPiece) {
         if self.positions.contains_key(&key) {
             return self.touch(key);
@@ -269,7 +271,7 @@ impl PromptCacheTable {
                 index
             }
             None => {
-                // Only a limit of a terabyte has room for so many.
+                // So many entries fit only into a limit of about a terabyte.
                 let Ok(index) = u32::try_from(self.entries.len()) else {
                     return;
                 };

@@ -1,4 +1,4 @@
-//! Tokens of a prompt with their resume points, from which block hashes are reused too.
+//! Tokens of a prompt with their resume points. Block hashes are cached at the same points.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ pub struct PromptTokens {
     trail: Option<PromptTrail>,
 }
 
-/// Resume points of a text: hash, and number of tokens before it.
+/// Resume points of a text, each with its hash and the number of tokens before it.
 #[derive(Clone)]
 pub(super) struct PromptTrail {
     cache: Arc<PromptCache>,
@@ -87,8 +87,8 @@ impl PromptTokens {
         }
     }
 
-    /// Returns the tokens `ids`, which equal these before `place`, with the resume points up to
-    /// there.
+    /// Replaces the token ids with `ids`. The ids before `place` must be equal, so the resume
+    /// points up to there remain valid.
     pub(in crate::prompt) fn with_ids(self, ids: Vec<u32>, place: usize) -> Self {
         let trail = self.trail.map(|mut trail| {
             trail.points.retain(|(_, tokens)| *tokens <= place);
@@ -97,8 +97,8 @@ impl PromptTokens {
         Self { ids, trail }
     }
 
-    /// Returns the block hashes. The result equals that of
-    /// [`BlockHashes::from_content`]; cached hashes are copied.
+    /// Returns the block hashes. The result equals that of [`BlockHashes::from_content`]. Cached
+    /// hashes are copied instead of computed.
     pub fn block_hashes(
         &self,
         salt: &CacheSalt,

@@ -1,5 +1,5 @@
-//! Check that the parts of a tokenizer depend only on their piece of text. Every variant is listed,
-//! so that a new one in the library must be decided here.
+//! Checks that the parts of a tokenizer depend only on their piece of text. Every variant is
+//! listed, so that this module does not compile if the library adds one.
 
 use serde_json::Value;
 use tokenizers::normalizers::NormalizerWrapper as Normalizer;
@@ -19,12 +19,12 @@ impl SpecialTokenFrame {
         self.before.len() + self.after.len()
     }
 
-    /// Returns the tokens after the leading special tokens.
+    /// Returns the leading special tokens followed by `ids`.
     pub(in crate::prompt) fn prepend_to(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids].concat()
     }
 
-    /// Returns the tokens between the special tokens.
+    /// Returns `ids` with the special tokens before and after them.
     pub(in crate::prompt) fn surround(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids, &self.after].concat()
     }
@@ -53,7 +53,7 @@ pub(in crate::prompt) fn check_parts(tokenizer: &Tokenizer) -> Result<(), &'stat
     }
 }
 
-/// All normalizers are functions of their text.
+/// Checks a normalizer. All known ones are functions of their text.
 fn check_normalizer(normalizer: &Normalizer) -> Result<(), &'static str> {
     match normalizer {
         Normalizer::Sequence(all) => all.as_ref().iter().try_for_each(self::check_normalizer),
@@ -73,8 +73,8 @@ fn check_normalizer(normalizer: &Normalizer) -> Result<(), &'static str> {
     }
 }
 
-/// `Metaspace` depends on whether a piece is the first of the text; the others are functions of
-/// their piece.
+/// Checks a pre-tokenizer. `Metaspace` depends on whether a piece is the first of the text. The
+/// other supported ones are functions of their piece.
 fn check_pre_tokenizer(pre_tokenizer: &PreTokenizer) -> Result<(), &'static str> {
     match pre_tokenizer {
         PreTokenizer::Sequence(all) => all.as_ref().iter().try_for_each(self::check_pre_tokenizer),
@@ -115,8 +115,8 @@ pub(in crate::prompt) fn find_frame(
     Ok(frame)
 }
 
-/// Returns the tokens of the only template among the processors. Of the others, only those that
-/// leave the tokens unchanged are supported.
+/// Returns the special tokens of the only template among the processors. Any other processor must
+/// leave the tokens unchanged.
 fn frame_of_processor(processor: Option<&Processor>) -> Option<SpecialTokenFrame> {
     let none = SpecialTokenFrame {
         before: Vec::new(),

@@ -5,16 +5,16 @@ use super::*;
 #[test]
 fn cluster_of_route_override_is_checked() {
     let found = found_after(ISTIO, |page, _| {
-        repaired_istio(page);
+        apply_manifest_settings(page);
         drop(remove(cluster(page, PICKER), "transport_socket"));
     });
-    assert_eq!(of(&found, "envoy.tls").level, Error);
+    assert_eq!(finding_of(&found, "envoy.tls").level, Error);
     assert!(
         fix(&found, "envoy.tls")
             .contains("DestinationRule of the host `warmroute.inference.svc.cluster.local`")
     );
     let found = found_after(ISTIO, |page, _| {
-        repaired_istio(page);
+        apply_manifest_settings(page);
         cluster(page, PICKER)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1000);
     });
     assert!(fix(&found, "envoy.circuit_breakers").contains(
@@ -28,19 +28,19 @@ fn cluster_of_route_override_is_checked() {
         }
     });
     assert!(
-        of(&found, "envoy.address")
+        finding_of(&found, "envoy.address")
             .message
             .contains("10.244.2.1:9003"),
         "{}",
         print(&found)
     );
     let found = found_after(ISTIO, |page, _| {
-        overrides(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("gone")
+        overrides(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("missing")
     });
     assert!(
-        of(&found, "envoy.ext_proc_cluster")
+        finding_of(&found, "envoy.ext_proc_cluster")
             .message
-            .contains("the cluster gone")
+            .contains("the cluster missing")
     );
 }
 
@@ -48,20 +48,20 @@ fn cluster_of_route_override_is_checked() {
 fn cluster_name_as_server_name_names_destination_rule() {
     let found = found_after("istio-as-generated", |_, _| {});
     assert!(
-        of(&found, "envoy.server_name")
+        finding_of(&found, "envoy.server_name")
             .message
             .contains(&format!("`{PICKER}`"))
     );
-    let words = "write `trafficPolicy: {tls: {sni: warmroute.inference.svc.cluster.local}}`";
+    let text = "write `trafficPolicy: {tls: {sni: warmroute.inference.svc.cluster.local}}`";
     assert!(
-        fix(&found, "envoy.server_name").contains(words),
+        fix(&found, "envoy.server_name").contains(text),
         "{}",
         fix(&found, "envoy.server_name")
     );
 }
 
 #[test]
-fn frozen_warmroute_fixes_name_control_plane_fields() {
+fn stall_detection_fixes_name_control_plane_fields() {
     let found = found_after(ISTIO, |_, _| {});
     assert!(
         fix(&found, "envoy.keepalive").starts_with("in an EnvoyFilter with `applyTo: CLUSTER`")
@@ -88,7 +88,7 @@ fn frozen_warmroute_fixes_name_control_plane_fields() {
     );
     let found = found_after(AI_GATEWAY, |_, _| {});
     assert!(
-        of(&found, "envoy.keepalive")
+        finding_of(&found, "envoy.keepalive")
             .message
             .ends_with("Envoy AI Gateway has no field for it")
     );
@@ -105,9 +105,9 @@ fn request_limits_name_control_plane_fields() {
     let fixes = |level: FindingLevel| {
         let found = found
             .iter()
-            .filter(|one| one.level == level && one.check == "envoy.circuit_breakers");
+            .filter(|finding| finding.level == level && finding.check == "envoy.circuit_breakers");
         found
-            .filter_map(|one| one.fix.clone())
+            .filter_map(|finding| finding.fix.clone())
             .collect::<Vec<_>>()
             .join("\n")
     };
@@ -133,37 +133,37 @@ fn runtime_keys_raise_limits_of_generated_cluster() {
     let found = found_after(AI_GATEWAY, |_, _| {});
     let limits = found
         .iter()
-        .find(|one| one.check == "envoy.circuit_breakers" && one.level == Error)
+        .find(|finding| finding.check == "envoy.circuit_breakers" && finding.level == Error)
         .unwrap();
-    let words = limits.fix.clone().unwrap();
+    let text = limits.fix.clone().unwrap();
     assert!(
-        words.contains("EnvoyProxy that the Gateway `inference/inference-gateway` refers to"),
-        "{words}"
+        text.contains("EnvoyProxy that the Gateway `inference/inference-gateway` refers to"),
+        "{text}"
     );
     assert!(
-        words.contains(&format!("/layered_runtime/layers/0/static_layer/{key}")),
-        "{words}"
+        text.contains(&format!("/layered_runtime/layers/0/static_layer/{key}")),
+        "{text}"
     );
     let picker = |layers: Value| {
         let found = found_after(AI_GATEWAY, |page, _| {
             page["configs"][0]["bootstrap"]["layered_runtime"] = json!({"layers": layers})
         });
-        let of_picker = |one: &&Finding| {
-            one.check == "envoy.circuit_breakers" && one.subject.contains(AI_PICKER)
+        let is_of_picker = |finding: &&Finding| {
+            finding.check == "envoy.circuit_breakers" && finding.subject.contains(AI_PICKER)
         };
-        found.iter().find(of_picker).map(|one| one.level)
+        found.iter().find(is_of_picker).map(|finding| finding.level)
     };
     let layer = |value: Value| json!({"name": "l", "static_layer": value});
     assert_eq!(
         picker(json!([layer(json!({&key: 100_000, &pending: 100_000}))])),
         None
     );
-    // The limit of bursts before Envoy is connected stays.
+    // Without the second key, the limit of pending requests stays.
     assert_eq!(
         picker(json!([layer(json!({&key: 100_000}))])),
         Some(Warning)
     );
-    // Nested keys, as text, overridden by a later layer.
+    // Nested keys with text values. A later layer takes precedence.
     let nested = json!({"circuit_breakers": {AI_PICKER: {"default": {"max_requests": "100000", "max_pending_requests": 1e5}}}});
     assert_eq!(
         picker(json!([layer(json!({&key: 7})), layer(nested.clone())])),
@@ -186,8 +186,8 @@ fn tls_of_matching_transport_socket_is_checked() {
         });
         found
             .iter()
-            .find(|one| one.check == "envoy.tls")
-            .map(|one| (one.level, one.fix.clone().unwrap()))
+            .find(|finding| finding.check == "envoy.tls")
+            .map(|finding| (finding.level, finding.fix.clone().unwrap()))
     };
     assert_eq!(tls(|_| {}), None);
     // Only the matching socket counts.
@@ -242,8 +242,8 @@ fn mesh_tls_ends_in_sidecar() {
         });
         found
             .iter()
-            .find(|one| one.check == "envoy.tls")
-            .map(|one| one.level)
+            .find(|finding| finding.check == "envoy.tls")
+            .map(|finding| finding.level)
     };
     assert_eq!(found(false), None);
     assert_eq!(found(true), Some(Error));
@@ -255,7 +255,7 @@ fn single_dns_address_with_replicas_needs_headless_service() {
         let found = found_after(AI_GATEWAY, |page, config| {
             let host = |address: &&str| json!({"endpoint": {"address": {"socket_address": {"address": address, "port_value": 9002}}}});
             let hosts: Value = hosts.iter().map(host).collect();
-            // As Envoy lists the resolved addresses of a name.
+            // Envoy lists the resolved addresses of a name in this form.
             page["configs"].as_array_mut().unwrap().push(json!({
                 "@type": "x/envoy.admin.v3.EndpointsConfigDump",
                 "static_endpoint_configs": [{"endpoint_config": {"cluster_name": AI_PICKER, "endpoints": [{"lb_endpoints": hosts}]}}],
@@ -266,8 +266,8 @@ fn single_dns_address_with_replicas_needs_headless_service() {
         });
         found
             .into_iter()
-            .find(|one| one.check == "envoy.dns")
-            .map(|one| one.fix.unwrap())
+            .find(|finding| finding.check == "envoy.dns")
+            .map(|finding| finding.fix.unwrap())
     };
     assert!(
         found(&["10.96.0.7"], true)
@@ -312,7 +312,9 @@ fn endpoints_of_second_pool_are_known() {
             .push(worker.clone());
     });
     assert!(
-        !found.iter().any(|one| one.check == "envoy.endpoints"),
+        !found
+            .iter()
+            .any(|finding| finding.check == "envoy.endpoints"),
         "{}",
         print(&found)
     );
@@ -340,12 +342,12 @@ fn picker_protocol_and_balancer_name_control_plane_fields() {
             "load_balancing_policy",
         ));
     });
-    let words = fix(&found, "envoy.host_selection");
+    let text = fix(&found, "envoy.host_selection");
     assert!(
-        words.contains(
+        text.contains(
             "`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:"
         ),
-        "{words}"
+        "{text}"
     );
 }
 
@@ -355,7 +357,7 @@ fn original_dst_with_fallbacks_is_an_error() {
         config["gateway"]["fallback_endpoints"] = json!(2)
     });
     assert!(
-        of(&found, "envoy.host_selection")
+        finding_of(&found, "envoy.host_selection")
             .message
             .contains("gateway.fallbacks: 2")
     );
@@ -365,7 +367,9 @@ fn original_dst_with_fallbacks_is_an_error() {
             config["gateway"]["fallback_endpoints"] = json!(2)
         });
         assert!(
-            !found.iter().any(|one| one.check == "envoy.host_selection"),
+            !found
+                .iter()
+                .any(|finding| finding.check == "envoy.host_selection"),
             "{name}"
         );
     }

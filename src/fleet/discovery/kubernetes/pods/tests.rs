@@ -21,15 +21,15 @@ fn pod(uid: &str, change: impl FnOnce(&mut Value)) -> (String, Pod) {
     (uid.to_owned(), serde_json::from_value(object).unwrap())
 }
 
-fn found(
+fn workers_of(
     pods: &[(String, Pod)],
     ports: &[u16],
     used: &mut HashSet<String>,
 ) -> (Vec<WorkerConfig>, Vec<String>) {
-    found_as(pods, ports, used, WorkerIdSource::PodUid)
+    workers_with_ids(pods, ports, used, WorkerIdSource::PodUid)
 }
 
-fn found_as(
+fn workers_with_ids(
     pods: &[(String, Pod)],
     ports: &[u16],
     used: &mut HashSet<String>,
@@ -44,23 +44,23 @@ fn found_as(
         ..Default::default()
     };
     let labels = LabelsConfig::default();
-    let like = PoolWorkerSpec {
+    let spec = PoolWorkerSpec {
         ports: &ports,
         template: &template,
         labels: &labels,
         pool: "inference/p",
         ids,
     };
-    workers(&pods.iter().cloned().collect(), &like, used)
+    workers(&pods.iter().cloned().collect(), &spec, used)
 }
 
-fn alone(change: impl FnOnce(&mut Value)) -> (Vec<WorkerConfig>, Vec<String>) {
-    found(&[pod("a", change)], &[8000], &mut HashSet::new())
+fn workers_of_pod_with(change: impl FnOnce(&mut Value)) -> (Vec<WorkerConfig>, Vec<String>) {
+    workers_of(&[pod("a", change)], &[8000], &mut HashSet::new())
 }
 
 #[test]
 fn ready_pod_becomes_worker_with_topology() {
-    let (workers, odd) = alone(|pod| {
+    let (workers, errors) = workers_of_pod_with(|pod| {
         pod["metadata"]["labels"]["topology.kubernetes.io/region"] = json!("eu");
         pod["metadata"]["labels"]["topology.kubernetes.io/zone"] = json!("eu-1");
         pod["metadata"]["labels"]["llm-d.ai/engine-type"] = json!("vllm");
@@ -73,14 +73,14 @@ fn ready_pod_becomes_worker_with_topology() {
         ("10.0.0.1:8000", WorkerRole::Aggregated)
     );
     assert_eq!(worker.name.as_deref(), Some("inference/vllm-a"));
-    let places = [
+    let topology = [
         ("node", "node-1"),
         ("region", "eu"),
         ("zone", "of the template"),
     ];
     assert_eq!(
         worker.topology,
-        places
+        topology
             .map(|(domain, value)| (domain.to_owned(), value.to_owned()))
             .into()
     );
@@ -90,7 +90,7 @@ fn ready_pod_becomes_worker_with_topology() {
             .map(str::to_owned)
             .into()
     );
-    assert!(!worker.draining && odd.is_empty());
+    assert!(!worker.draining && errors.is_empty());
 }
 
 #[test]
@@ -104,11 +104,11 @@ fn only_running_ready_pods_become_workers() {
         |pod| pod["status"] = Value::Null,
     ];
     for change in changes {
-        assert_eq!(alone(change), (Vec::new(), Vec::new()));
+        assert_eq!(workers_of_pod_with(change), (Vec::new(), Vec::new()));
     }
 }
 
-/// Running requests continue, so its cache and its requests are retained.
+/// Running requests of such a pod continue, so its worker stays.
 #[test]
 fn unready_running_pod_drains() {
     type Case = (fn(&mut Value), bool);
@@ -124,19 +124,22 @@ fn unready_running_pod_drains() {
         (|pod| pod["status"]["phase"] = json!("Succeeded"), false),
         (|pod| pod["status"]["podIP"] = Value::Null, false),
     ];
-    for (change, stays) in changes {
+    for (change, is_draining) in changes {
         let mut used = HashSet::new();
-        assert_eq!(found(&[pod("a", |_| {})], &[8000], &mut used).0.len(), 1);
-        let (workers, _) = found(&[pod("a", change)], &[8000], &mut used);
+        assert_eq!(
+            workers_of(&[pod("a", |_| {})], &[8000], &mut used).0.len(),
+            1
+        );
+        let (workers, _) = workers_of(&[pod("a", change)], &[8000], &mut used);
         assert_eq!(
             workers
                 .iter()
                 .map(|worker| worker.draining)
                 .collect::<Vec<_>>(),
-            if stays { vec![true] } else { vec![] }
+            if is_draining { vec![true] } else { vec![] }
         );
         // A pod that never was a worker does not drain.
-        assert_eq!(found(&[pod("b", change)], &[8000], &mut used).0, []);
+        assert_eq!(workers_of(&[pod("b", change)], &[8000], &mut used).0, []);
         assert!(used.is_empty());
     }
 }
@@ -150,35 +153,38 @@ fn each_active_port_is_one_rank() {
             .collect()
     };
     let mut used = HashSet::new();
-    let (workers, _) = found(&[pod("a", |_| {})], &[8000, 8001, 8002], &mut used);
+    let (workers, _) = workers_of(&[pod("a", |_| {})], &[8000, 8001, 8002], &mut used);
     assert_eq!(list(&workers), [(8000, 0), (8001, 1), (8002, 2)]);
     let ids: HashSet<_> = workers.iter().map(|worker| worker.id).collect();
     assert_eq!(ids.len(), 3);
-    let some = |pod: &mut Value| {
+    let two_active = |pod: &mut Value| {
         pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "8002, 8000"})
     };
-    let (workers, odd) = found(&[pod("a", some)], &[8000, 8001, 8002], &mut used);
-    assert_eq!((list(&workers), odd), (vec![(8000, 0), (8002, 2)], vec![]));
+    let (workers, errors) = workers_of(&[pod("a", two_active)], &[8000, 8001, 8002], &mut used);
+    assert_eq!(
+        (list(&workers), errors),
+        (vec![(8000, 0), (8002, 2)], vec![])
+    );
     // The older annotation applies if the newer one is missing.
     let older = "inference.networking.k8s.io/active-ports";
     let old = |pod: &mut Value| pod["metadata"]["annotations"] = json!({older: "8001"});
     assert_eq!(
-        list(&found(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0),
+        list(&workers_of(&[pod("a", old)], &[8000, 8001, 8002], &mut used).0),
         [(8001, 1)]
     );
     let both = |pod: &mut Value| {
         pod["metadata"]["annotations"] = json!({older: "8001", "llm-d.ai/active-ports": "8000"})
     };
     assert_eq!(
-        list(&found(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0),
+        list(&workers_of(&[pod("a", both)], &[8000, 8001, 8002], &mut used).0),
         [(8000, 0)]
     );
     let wrong =
         |pod: &mut Value| pod["metadata"]["annotations"] = json!({"llm-d.ai/active-ports": "all"});
-    let (workers, odd) = found(&[pod("a", wrong)], &[8000, 8001], &mut used);
+    let (workers, errors) = workers_of(&[pod("a", wrong)], &[8000, 8001], &mut used);
     assert!(
-        workers.is_empty() && odd[0].contains("inference/vllm-a") && odd[0].contains("`all`"),
-        "{odd:?}"
+        workers.is_empty() && errors[0].contains("inference/vllm-a") && errors[0].contains("`all`"),
+        "{errors:?}"
     );
 }
 
@@ -192,23 +198,35 @@ fn labels_set_role_and_worker_id() {
         ("encode", None),
     ];
     for (label, role) in cases {
-        let (workers, odd) = alone(|pod| pod["metadata"]["labels"]["llm-d.ai/role"] = json!(label));
+        let (workers, errors) =
+            workers_of_pod_with(|pod| pod["metadata"]["labels"]["llm-d.ai/role"] = json!(label));
         assert_eq!(workers.first().map(|worker| worker.role), role);
-        assert_eq!(odd.len(), usize::from(role.is_none()), "{odd:?}");
+        assert_eq!(errors.len(), usize::from(role.is_none()), "{errors:?}");
     }
-    let told = |ids: &'static str| {
+    let with_worker_id = |ids: &'static str| {
         move |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!(ids)
     };
     let ids =
         |workers: &[WorkerConfig]| workers.iter().map(|worker| worker.id.0).collect::<Vec<_>>();
-    assert_eq!(ids(&alone(told("18446744073709551615")).0), [u64::MAX]);
     assert_eq!(
-        ids(&found(&[pod("a", told("7.9"))], &[1, 2], &mut HashSet::new()).0),
+        ids(&workers_of_pod_with(with_worker_id("18446744073709551615")).0),
+        [u64::MAX]
+    );
+    assert_eq!(
+        ids(&workers_of(
+            &[pod("a", with_worker_id("7.9"))],
+            &[1, 2],
+            &mut HashSet::new()
+        )
+        .0),
         [7, 9]
     );
     for wrong in ["seven", "7.8", ""] {
-        let (workers, odd) = alone(told(wrong));
-        assert!(workers.is_empty() && odd.len() == 1, "{wrong}: {workers:?}");
+        let (workers, errors) = workers_of_pod_with(with_worker_id(wrong));
+        assert!(
+            workers.is_empty() && errors.len() == 1,
+            "{wrong}: {workers:?}"
+        );
     }
 }
 
@@ -216,15 +234,15 @@ fn labels_set_role_and_worker_id() {
 fn pod_worker_id_is_unique_and_stable() {
     let port = |port| NonZeroU16::new(port).unwrap();
     let uid = "6f1c1f5e-9a53-4d2a-8a51-0f3b1f6f7c11";
-    // The id must be equal on all replicas and in later versions.
+    // The id must not change in later versions.
     assert_eq!(worker_id(uid, port(8000)), WorkerId(PINNED));
     assert_ne!(worker_id(uid, port(8000)), worker_id(uid, port(8001)));
     assert_ne!(worker_id(uid, port(8000)), worker_id("another", port(8000)));
     assert!(worker_id(uid, port(8000)).0 < 1 << 53);
 }
 
-/// Expected values from another implementation of SipHash-1-3 with zero keys, over the name and a
-/// byte of ones.
+/// The expected values come from another implementation of SipHash-1-3 with zero keys, over the
+/// name and the byte 0xff.
 #[test]
 fn dynamo_ids_come_from_names_unless_labeled() {
     for (name, id) in [
@@ -234,18 +252,19 @@ fn dynamo_ids_come_from_names_unless_labeled() {
     ] {
         assert_eq!(dynamo_id(name), WorkerId(id));
         let named = |pod: &mut Value| pod["metadata"]["name"] = json!(name);
-        let (workers, odd) = found_as(
+        let (workers, errors) = workers_with_ids(
             &[pod("u", named)],
             &[8000],
             &mut HashSet::new(),
             WorkerIdSource::Dynamo,
         );
-        assert_eq!((workers[0].id, odd), (WorkerId(id), vec![]));
+        assert_eq!((workers[0].id, errors), (WorkerId(id), vec![]));
     }
-    let told = |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!("7");
+    let with_worker_id =
+        |pod: &mut Value| pod["metadata"]["labels"]["warmroute.dev/worker-id"] = json!("7");
     assert_eq!(
-        found_as(
-            &[pod("u", told)],
+        workers_with_ids(
+            &[pod("u", with_worker_id)],
             &[8000],
             &mut HashSet::new(),
             WorkerIdSource::Dynamo
@@ -254,16 +273,17 @@ fn dynamo_ids_come_from_names_unless_labeled() {
             .id,
         WorkerId(7)
     );
-    let (workers, odd) = found_as(
+    let (workers, errors) = workers_with_ids(
         &[pod("u", |_| {})],
         &[8000, 8001],
         &mut HashSet::new(),
         WorkerIdSource::Dynamo,
     );
     assert!(
-        workers.is_empty() && odd[0].contains("it has 2 ports"),
-        "{odd:?}"
+        workers.is_empty() && errors[0].contains("it has 2 ports"),
+        "{errors:?}"
     );
 }
 
+/// Worker id of the pod in `pod_worker_id_is_unique_and_stable`.
 const PINNED: u64 = 7_322_531_667_002_998;

@@ -1,4 +1,4 @@
-//! Pods of a pool under watch events.
+//! Pods of a pool after lists and watch events.
 
 use serde_json::json;
 
@@ -37,11 +37,11 @@ fn lists_replace_pods_and_events_change_them() {
     assert_eq!(names(&mut pods).unwrap(), ["/b", "/c"]);
     pods.apply(ObjectChange::Listed(vec![pod("d")]));
     assert_eq!(names(&mut pods).unwrap(), ["/d"]);
-    assert!(pods.clear(), "there were workers");
+    assert!(pods.clear(), "workers are removed");
     assert_eq!(names(&mut pods).unwrap(), [""; 0]);
-    let mut never = PoolPods::default();
-    assert!(!never.clear());
-    assert_eq!(names(&mut never), None, "there never was such a pool");
+    let mut unlisted = PoolPods::default();
+    assert!(!unlisted.clear());
+    assert_eq!(names(&mut unlisted), None, "no pods were listed");
 }
 
 #[test]
@@ -68,10 +68,10 @@ fn inference_pool_sets_selector_and_ports() {
             .collect::<Vec<_>>(),
         [8000, 8001]
     );
-    let mut all = object;
-    all["spec"]["selector"] = json!({"matchLabels": {}});
+    let mut without_selector = object;
+    without_selector["spec"]["selector"] = json!({"matchLabels": {}});
     assert_eq!(
-        PoolMembership::from_pool(&serde_json::from_value(all).unwrap()),
+        PoolMembership::from_pool(&serde_json::from_value(without_selector).unwrap()),
         None
     );
 }

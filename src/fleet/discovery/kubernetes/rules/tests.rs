@@ -1,11 +1,11 @@
-//! Request rules of optional objects.
+//! Request rules from the optional objects.
 
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 
 use super::*;
 
-fn ours() -> Vec<ServedPool> {
+fn served_pools() -> Vec<ServedPool> {
     let pool = |title: &str, namespace: &str, name: &str| ServedPool {
         title: title.into(),
         namespace: namespace.to_owned(),
@@ -23,7 +23,7 @@ fn objects<K: DeserializeOwned>(all: &[Value]) -> ObjectsByNamespace<K> {
     for (number, object) in all.iter().enumerate() {
         let namespace = object["metadata"]["namespace"].as_str().unwrap().to_owned();
         let of_namespace: &mut BTreeMap<String, K> = objects.entry(namespace).or_default();
-        // The map order differs from the age order.
+        // The order of the map differs from the order by age.
         of_namespace.insert(
             format!("{:03}", 999 - number),
             serde_json::from_value(object.clone()).unwrap(),
@@ -40,45 +40,45 @@ fn object(namespace: &str, name: &str, created: &str, spec: &Value) -> Value {
 
 #[test]
 fn objectives_belong_to_pools_of_their_namespace() {
-    let of = |namespace: &str, name: &str, spec: Value| {
+    let objective = |namespace: &str, name: &str, spec: Value| {
         object(namespace, name, "2026-01-01T00:00:00Z", &spec)
     };
     let group = "inference.networking.k8s.io";
     let all = objects(&[
-        of(
+        objective(
             "inference",
             "gold",
             json!({"priority": 10, "poolRef": {"group": group, "name": "p"}}),
         ),
-        of(
+        objective(
             "inference",
             "batch",
             json!({"priority": -1, "poolRef": {"name": "p"}}),
         ),
-        of("inference", "unset", json!({"poolRef": {"name": "q"}})),
-        of(
+        objective("inference", "unset", json!({"poolRef": {"name": "q"}})),
+        objective(
             "inference",
-            "nobody",
+            "unknown-pool",
             json!({"priority": 1, "poolRef": {"name": "none"}}),
         ),
-        of(
+        objective(
             "inference",
             "older",
             json!({"priority": 1, "poolRef": {"group": "inference.networking.x-k8s.io", "name": "p"}}),
         ),
-        of(
+        objective(
             "inference",
             "service",
             json!({"priority": 1, "poolRef": {"kind": "Service", "name": "p"}}),
         ),
-        of("inference", "lost", json!({"priority": 1})),
-        of(
+        objective("inference", "no-pool", json!({"priority": 1})),
+        objective(
             "other",
             "gold",
             json!({"priority": 7, "poolRef": {"name": "p"}}),
         ),
     ]);
-    let found: Vec<_> = objectives(&ours(), &all)
+    let found: Vec<_> = objectives(&served_pools(), &all)
         .into_iter()
         .map(|o| (o.pool.to_string(), o.name, o.priority))
         .collect();
@@ -94,7 +94,7 @@ fn objectives_belong_to_pools_of_their_namespace() {
     );
 }
 
-/// Rule that rewrites these models to others.
+/// Returns a rule that rewrites `models` to `to`.
 fn rule(models: &[&str], to: &[&str]) -> Value {
     let matches: Vec<Value> = models
         .iter()
@@ -145,7 +145,7 @@ fn rules_are_ordered_by_object_age() {
             &spec("q", json!([rule(&[], &["foreign"])])),
         ),
     ]);
-    let found: Vec<String> = rewrites(&ours(), &all)
+    let found: Vec<String> = rewrites(&served_pools(), &all)
         .into_iter()
         .map(|rule| {
             format!(

@@ -31,9 +31,9 @@ pub(super) struct HashEntry {
 
 impl HashEntry {
     /// Creates an entry without a location.
-    pub(super) fn new(name: EngineHash) -> Self {
+    pub(super) fn new(hash: EngineHash) -> Self {
         Self {
-            engine: name.0,
+            engine: hash.0,
             block: 0,
             shard: 0,
             layers: LayerSet::NONE,
@@ -99,15 +99,15 @@ impl EntryList {
         if self
             .pages
             .last()
-            .is_none_or(|piece| piece.len() == ENTRIES_PER_PAGE)
+            .is_none_or(|page| page.len() == ENTRIES_PER_PAGE)
         {
             // Only the first page grows by copying.
-            let room = if self.pages.is_empty() {
+            let capacity = if self.pages.is_empty() {
                 4
             } else {
                 ENTRIES_PER_PAGE
             };
-            self.pages.push(Vec::with_capacity(room));
+            self.pages.push(Vec::with_capacity(capacity));
         }
         let before = (self.pages.len() - 1) * ENTRIES_PER_PAGE;
         let Some(last) = self.pages.last_mut() else {

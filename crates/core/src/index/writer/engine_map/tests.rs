@@ -6,7 +6,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::index::ids::BlockId;
 
-fn named(number: u32) -> MappedBlock {
+fn mapped(number: u32) -> MappedBlock {
     MappedBlock {
         location: BlockLocation {
             shard: number as u8,
@@ -16,9 +16,9 @@ fn named(number: u32) -> MappedBlock {
     }
 }
 
-/// Hashes that are close together or far apart. Many of them have the same home bucket in a small
-/// map.
-fn names() -> impl Strategy<Value = u64> {
+/// Generates hashes that are close together or far apart. Many of them have the same home bucket in
+/// a small map.
+fn hashes() -> impl Strategy<Value = u64> {
     prop_oneof![
         0..40u64,
         (0..40u64).prop_map(|at| at << 32),
@@ -30,120 +30,120 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn engine_map_matches_std_map(steps in vec((names(), any::<u32>(), 0..4u8), 0..200)) {
-        let mut all = EngineBlockMap::default();
+    fn engine_map_matches_std_map(steps in vec((hashes(), any::<u32>(), 0..4u8), 0..200)) {
+        let mut map = EngineBlockMap::default();
         let mut model = HashMap::new();
-        for (name, number, kind) in steps {
-            let engine = EngineHash(name);
+        for (hash, number, kind) in steps {
+            let engine = EngineHash(hash);
             match kind {
                 0 => {
-                    all.insert(engine, named(number));
-                    model.insert(name, named(number));
+                    map.insert(engine, mapped(number));
+                    model.insert(hash, mapped(number));
                 }
                 1 => {
-                    all.reserve(1);
-                    let mut begun = Vec::new();
-                    all.insert_unlocated([engine].into_iter(), named(number).layers, &mut begun);
-                    prop_assert_eq!(begun.is_empty(), model.contains_key(&name));
-                    for at in begun {
-                        all.set_location(at, named(number).location);
-                        model.insert(name, named(number));
+                    map.reserve(1);
+                    let mut entries = Vec::new();
+                    map.insert_unlocated([engine].into_iter(), mapped(number).layers, &mut entries);
+                    prop_assert_eq!(entries.is_empty(), model.contains_key(&hash));
+                    for at in entries {
+                        map.set_location(at, mapped(number).location);
+                        model.insert(hash, mapped(number));
                     }
                 }
                 _ => {
-                    let found = all.find(engine);
-                    prop_assert_eq!(found.map(|(_, named)| named), model.remove(&name));
+                    let found = map.find(engine);
+                    prop_assert_eq!(found.map(|(_, mapped)| mapped), model.remove(&hash));
                     if let Some((at, _)) = found {
-                        all.set_layers(at, LayerSet::NONE);
+                        map.set_layers(at, LayerSet::NONE);
                     }
-                    all.shrink();
+                    map.shrink();
                 }
             }
-            prop_assert_eq!(all.len(), model.len());
-            prop_assert_eq!(all.get(engine), model.get(&name).copied());
+            prop_assert_eq!(map.len(), model.len());
+            prop_assert_eq!(map.get(engine), model.get(&hash).copied());
         }
-        for (name, named) in &model {
-            prop_assert_eq!(all.get(EngineHash(*name)), Some(*named));
+        for (hash, mapped) in &model {
+            prop_assert_eq!(map.get(EngineHash(*hash)), Some(*mapped));
         }
-        prop_assert_eq!(all.iter().map(|(engine, named)| (engine.0, named)).collect::<HashMap<_, _>>(), model);
+        prop_assert_eq!(map.iter().map(|(engine, mapped)| (engine.0, mapped)).collect::<HashMap<_, _>>(), model);
     }
 }
 
 #[test]
 fn map_returns_memory_and_needs_few_bytes() {
-    let mut all = EngineBlockMap::default();
-    for name in 0..10_000u32 {
-        all.insert(EngineHash(u64::from(name)), named(name));
-        let slots: usize = all
+    let mut map = EngineBlockMap::default();
+    for hash in 0..10_000u32 {
+        map.insert(EngineHash(u64::from(hash)), mapped(hash));
+        let slots: usize = map
             .partitions
             .iter()
             .map(|partition| partition.table.len() * 2 * SLOTS_PER_BUCKET)
             .sum();
         assert!(
-            slots <= all.len() * 5 / 2 + 4 * SLOTS_PER_BUCKET * all.partitions.len(),
+            slots <= map.len() * 5 / 2 + 4 * SLOTS_PER_BUCKET * map.partitions.len(),
             "{slots} slots for {}",
-            all.len()
+            map.len()
         );
     }
     assert_eq!(size_of::<HashEntry>(), 14);
-    for name in 0..9_990 {
-        let (at, _) = all.find(EngineHash(name)).unwrap();
-        all.set_layers(at, LayerSet::NONE);
-        all.shrink();
+    for hash in 0..9_990 {
+        let (at, _) = map.find(EngineHash(hash)).unwrap();
+        map.set_layers(at, LayerSet::NONE);
+        map.shrink();
     }
     assert!(
-        all.partitions.len() == 1 && all.partitions[0].table.len() <= 16,
+        map.partitions.len() == 1 && map.partitions[0].table.len() <= 16,
         "{}",
-        all.partitions[0].table.len()
+        map.partitions[0].table.len()
     );
-    assert!((9_990..10_000).all(|name| all.get(EngineHash(u64::from(name))) == Some(named(name))));
+    assert!((9_990..10_000).all(|hash| map.get(EngineHash(u64::from(hash))) == Some(mapped(hash))));
 }
 
 #[test]
 fn hashes_of_one_home_bucket_overflow() {
-    let mut all = EngineBlockMap::default();
-    let alike: Vec<_> = (0u64..)
-        .filter(|name| mix(*name) >> 56 == 255)
+    let mut map = EngineBlockMap::default();
+    let colliding: Vec<_> = (0u64..)
+        .filter(|hash| mix(*hash) >> 56 == 255)
         .take(150)
         .map(EngineHash)
         .collect();
-    for (at, name) in alike.iter().enumerate() {
-        all.insert(*name, named(at as u32));
+    for (at, hash) in colliding.iter().enumerate() {
+        map.insert(*hash, mapped(at as u32));
     }
-    let gone = [3, 0, 149, 7, 8, 9, 10, 148, 71, 72, 73];
-    for gone in gone {
-        let (at, _) = all.find(alike[gone]).unwrap();
-        all.set_layers(at, LayerSet::NONE);
-        assert!(!all.contains(alike[gone]));
+    let removed = [3, 0, 149, 7, 8, 9, 10, 148, 71, 72, 73];
+    for removed in removed {
+        let (at, _) = map.find(colliding[removed]).unwrap();
+        map.set_layers(at, LayerSet::NONE);
+        assert!(!map.contains(colliding[removed]));
     }
-    let left = (0..150)
-        .filter(|at| all.get(alike[*at]) == Some(named(*at as u32)))
+    let remaining = (0..150)
+        .filter(|at| map.get(colliding[*at]) == Some(mapped(*at as u32)))
         .count();
-    assert_eq!((left, all.len()), (139, 139));
+    assert_eq!((remaining, map.len()), (139, 139));
 }
 
 #[test]
 fn missing_hash_in_small_map_ends_probe() {
-    let mut name = 1_u64;
+    let mut hash = 1_u64;
     let mut next = || {
-        name = name
+        hash = hash
             .wrapping_mul(6_364_136_223_846_793_005)
             .wrapping_add(1_442_695_040_888_963_407);
-        EngineHash(name)
+        EngineHash(hash)
     };
     for count in (1..60).cycle().take(6_000) {
-        let mut all = EngineBlockMap::default();
-        (0..count).for_each(|number| all.insert(next(), named(number)));
-        assert!(!all.contains(next()), "{count} names");
+        let mut map = EngineBlockMap::default();
+        (0..count).for_each(|number| map.insert(next(), mapped(number)));
+        assert!(!map.contains(next()), "{count} hashes");
     }
 }
 
 #[test]
 fn empty_map_finds_nothing() {
-    let mut all = EngineBlockMap::default();
-    all.repartition(4);
-    (0..100).for_each(|name| {
-        all.prefetch(EngineHash(name));
-        assert_eq!(all.get(EngineHash(name)), None);
+    let mut map = EngineBlockMap::default();
+    map.repartition(4);
+    (0..100).for_each(|hash| {
+        map.prefetch(EngineHash(hash));
+        assert_eq!(map.get(EngineHash(hash)), None);
     });
 }

@@ -11,7 +11,7 @@ use crate::queue::{QueueClass, QueueDepth, QueueLane, QueueLimitKind, QueueMetad
 pub(super) struct Waiter {
     pub(super) id: usize,
     pub(super) class: usize,
-    pub(super) turn: QueueMetadata,
+    pub(super) metadata: QueueMetadata,
     pub(super) arrived: Duration,
 }
 
@@ -69,30 +69,35 @@ impl Model {
                 limits.cached_tokens,
             ),
         ];
-        let over = all
+        let limits_over_workers = all
             .into_iter()
             .filter_map(|(kind, current, limit)| Some((kind, current, limit? * workers)));
-        over.into_iter()
+        limits_over_workers
+            .into_iter()
             .find(|(_, current, limit)| current >= limit)
     }
 
     pub(super) fn push(&mut self, waiter: Waiter) {
         self.waiting.push(waiter);
-        self.forget_changed_lanes();
+        self.unblock_changed_lanes();
     }
 
     pub(super) fn remove(&mut self, id: usize) -> bool {
         let Some(at) = self.waiting.iter().position(|waiter| waiter.id == id) else {
             return false;
         };
-        let gone = self.waiting.remove(at);
-        if self.waiting.iter().all(|waiter| waiter.class != gone.class) {
-            self.rounds.deficits[gone.class] = 0;
-            if self.rounds.at == gone.class {
+        let removed = self.waiting.remove(at);
+        if self
+            .waiting
+            .iter()
+            .all(|waiter| waiter.class != removed.class)
+        {
+            self.rounds.deficits[removed.class] = 0;
+            if self.rounds.at == removed.class {
                 self.rounds.step();
             }
         }
-        self.forget_changed_lanes();
+        self.unblock_changed_lanes();
         true
     }
 
@@ -100,7 +105,7 @@ impl Model {
         self.blocked.clear();
     }
 
-    pub(super) fn next(&mut self, may_go: impl Fn(usize) -> bool) -> Option<usize> {
+    pub(super) fn next(&mut self, can_place: impl Fn(usize) -> bool) -> Option<usize> {
         loop {
             let mut rounds = self.rounds.clone();
             let classes = self.classes.len();
@@ -113,20 +118,20 @@ impl Model {
                         rounds.deficits[rounds.at] += self.classes[rounds.at].quantum;
                         rounds.credited = true;
                     }
-                    if rounds.deficits[rounds.at] >= cost(&first.turn) {
+                    if rounds.deficits[rounds.at] >= cost(&first.metadata) {
                         break first.clone();
                     }
                 }
                 rounds.step();
             };
-            if may_go(first.id) {
-                rounds.deficits[rounds.at] -= cost(&first.turn);
+            if can_place(first.id) {
+                rounds.deficits[rounds.at] -= cost(&first.metadata);
                 self.rounds = rounds;
                 self.remove(first.id);
                 return Some(first.id);
             }
             self.blocked
-                .insert((first.class, first.turn.lane), first.id);
+                .insert((first.class, first.metadata.lane), first.id);
         }
     }
 
@@ -134,13 +139,17 @@ impl Model {
         let mut pending = QueueDepth::default();
         for waiter in self.waiting.iter().filter(|waiter| waiter.class == class) {
             pending.requests += 1;
-            pending.prompt_tokens += waiter.turn.prompt_tokens;
-            pending.cached_tokens += waiter.turn.cached_tokens.min(waiter.turn.prompt_tokens);
+            pending.prompt_tokens += waiter.metadata.prompt_tokens;
+            pending.cached_tokens += waiter
+                .metadata
+                .cached_tokens
+                .min(waiter.metadata.prompt_tokens);
         }
         pending
     }
 
-    /// Requests of a class, in order. `sort_by` preserves the order of arrival among equals.
+    /// Returns the requests of a class, in order. `sort_by` preserves the order of arrival among
+    /// equals.
     fn sorted(&self, class: usize) -> Vec<&Waiter> {
         let mut found: Vec<_> = self
             .waiting
@@ -149,43 +158,43 @@ impl Model {
             .collect();
         let policy = self.classes[class].policy;
         let rank = |waiter: &Waiter| {
-            let turn = &waiter.turn;
-            (Reverse(turn.strict_priority), -score(policy, waiter))
+            let metadata = &waiter.metadata;
+            (Reverse(metadata.strict_priority), -score(policy, waiter))
         };
         found.sort_by(|a, b| rank(a).partial_cmp(&rank(b)).unwrap());
         found
     }
 
     fn first_open(&self, class: usize) -> Option<&Waiter> {
-        let is_open = |waiter: &&Waiter| !self.blocked.contains_key(&(class, waiter.turn.lane));
+        let is_open = |waiter: &&Waiter| !self.blocked.contains_key(&(class, waiter.metadata.lane));
         self.sorted(class).into_iter().find(is_open)
     }
 
-    /// Another request is first now, so the lane is not blocked.
-    fn forget_changed_lanes(&mut self) {
+    /// Unblocks the lanes whose first request has changed.
+    fn unblock_changed_lanes(&mut self) {
         let mut blocked = std::mem::take(&mut self.blocked);
         blocked.retain(|(class, lane), id| {
             let sorted = self.sorted(*class);
             sorted
                 .iter()
-                .find(|waiter| waiter.turn.lane == *lane)
+                .find(|waiter| waiter.metadata.lane == *lane)
                 .is_some_and(|first| first.id == *id)
         });
         self.blocked = blocked;
     }
 }
 
-fn cost(turn: &QueueMetadata) -> u64 {
-    if turn.cached_tokens >= turn.prompt_tokens {
+fn cost(metadata: &QueueMetadata) -> u64 {
+    if metadata.cached_tokens >= metadata.prompt_tokens {
         1
     } else {
-        turn.prompt_tokens - turn.cached_tokens
+        metadata.prompt_tokens - metadata.cached_tokens
     }
 }
 
 fn score(policy: QueuePolicy, waiter: &Waiter) -> f64 {
-    let jump = if waiter.turn.priority_jump > 0.0 {
-        waiter.turn.priority_jump
+    let jump = if waiter.metadata.priority_jump > 0.0 {
+        waiter.metadata.priority_jump
     } else {
         0.0
     };
@@ -193,6 +202,6 @@ fn score(policy: QueuePolicy, waiter: &Waiter) -> f64 {
     match policy {
         QueuePolicy::Fcfs => jump - arrived,
         QueuePolicy::Lcfs => jump + arrived,
-        QueuePolicy::Wspt => (1.0 + jump) / cost(&waiter.turn) as f64,
+        QueuePolicy::Wspt => (1.0 + jump) / cost(&waiter.metadata) as f64,
     }
 }

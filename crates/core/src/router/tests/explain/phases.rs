@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// Router of two prefill workers (1, 2) and two decode workers (11, 12).
+/// Creates a router of two prefill workers (1, 2) and two decode workers (11, 12).
 fn router_with_pools() -> Router {
     let workers = [
         (1, WorkerRole::Prefill),
@@ -46,11 +46,11 @@ fn prefill_and_decode_are_explained_separately() {
     assert!(prefill.used && decode.used && prefill.margin.unwrap() >= 3.0);
     assert_eq!(
         worker_row(prefill, 11).excluded.as_deref(),
-        Some("does not do this phase")
+        Some("does not run this phase")
     );
     assert_eq!(
         worker_row(decode, 1).excluded.as_deref(),
-        Some("does not do this phase")
+        Some("does not run this phase")
     );
     assert_eq!(
         worker_row(decode, 12).prefill_tokens,
@@ -66,7 +66,10 @@ fn prefill_and_decode_are_explained_separately() {
     );
     let route = router.route(request(&[(0..4).collect()])).unwrap().route;
     assert_eq!(
-        (Some(route.to.rank), route.prefill().map(|leg| leg.to.rank)),
+        (
+            Some(route.to.rank),
+            route.prefill().map(|prefill| prefill.to.rank)
+        ),
         (decode.winner, prefill.winner)
     );
 }
@@ -92,14 +95,14 @@ fn prefill_and_decode_worker() -> [Worker; 2] {
 #[test]
 fn local_prefill_is_explained() {
     let conditional = Some(ConditionalPrefillConfig::default());
-    let keeping = DisaggregationConfig {
+    let with_local_prefill = DisaggregationConfig {
         enforce: false,
         conditional,
     };
     let router = router_of(
         prefill_and_decode_worker(),
         RouterSettings {
-            disaggregation: keeping,
+            disaggregation: with_local_prefill,
             ..RouterSettings::default()
         },
     );
@@ -238,7 +241,7 @@ fn missing_prefill_worker_is_explained() {
     };
     assert_eq!(
         worker_row(prefill, 1).excluded.as_deref(),
-        Some("does not do this phase")
+        Some("does not run this phase")
     );
     assert_eq!(
         (

@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// Six workers: the first has two ranks, and the sixth shares its endpoint.
+/// Returns six workers. The first has two ranks, and the sixth shares its endpoint.
 fn fleet_with_shared_endpoint() -> [Worker; 6] {
-    let twin = Worker {
+    let same_endpoint = Worker {
         endpoint: endpoint(1),
         ..worker(6)
     };
@@ -15,7 +15,7 @@ fn fleet_with_shared_endpoint() -> [Worker; 6] {
         },
         ..at(1)
     };
-    [two_ranks, at(2), at(3), at(4), at(5), twin]
+    [two_ranks, at(2), at(3), at(4), at(5), same_endpoint]
 }
 
 /// Ejects worker 4 and overloads worker 5 by their responses.
@@ -91,7 +91,7 @@ fn fallbacks_are_next_best_healthy_endpoints() {
     assert_eq!(later.scores.len(), 5);
 }
 
-/// Router with predicted workers, and the expected blocks of each.
+/// Creates a router whose workers have predicted caches.
 pub(super) fn predicted(workers: impl IntoIterator<Item = Worker>) -> Router {
     let fallback = TtlPolicy {
         ttl: Duration::from_secs(60),
@@ -150,10 +150,10 @@ fn booking_and_prediction_move_to_serving_rank() {
     let router = predicted([at(1), at(2)]);
     let known = router.route(RouteRequest {
         prompt: request(&[vec![1, 2]]).prompt,
-        ..within(&[2])
+        ..request_within(&[2])
     });
     accept(&router, known.unwrap());
-    let mut booked = router.route(within(&[1])).unwrap();
+    let mut booked = router.route(request_within(&[1])).unwrap();
     booked.reservation.add_output_block(None);
     assert_eq!(
         (load_of(&router, 1), load_of(&router, 2)),
@@ -207,7 +207,7 @@ fn booking_and_prediction_move_to_serving_rank() {
 #[test]
 fn relocated_request_counts_for_chosen_worker() {
     let router = predicted([at(1), at(2)]);
-    let mut booked = router.route(within(&[1])).unwrap();
+    let mut booked = router.route(request_within(&[1])).unwrap();
     assert_eq!(
         router.on_served_by(&mut booked, endpoint(2)),
         RelocationOutcome::Moved(rank(2))
@@ -235,23 +235,23 @@ fn mismatched_worker_is_booked_without_cached_tokens() {
     let router = router_of([at(1), at(2)], RouterSettings::default());
     let _writers = [holds(&router, 1, 3), holds(&router, 2, 3)];
     router.parity().configure([("m".into(), Arc::default())]);
-    let standing = router.parity().model_status(&"m".into()).unwrap();
+    let status = router.parity().model_status(&"m".into()).unwrap();
     for _ in 0..8 {
-        standing.record_evidence(WorkerId(1), crate::parity::BlockEvidence::Confirmed);
-        standing.record_evidence(
+        status.record_evidence(WorkerId(1), crate::parity::BlockEvidence::Confirmed);
+        status.record_evidence(
             WorkerId(2),
             crate::parity::BlockEvidence::Unconfirmed { block: 0 },
         );
     }
-    // Our prompt has 13 tokens in 3 blocks.
-    for (foretold, prefill) in [
+    // The prompt has 13 tokens in 3 blocks.
+    for (expectation, prefill) in [
         (crate::parity::ParityExpectation::Prompt, 13),
         (crate::parity::ParityExpectation::NotPredicted, 1),
     ] {
         let new_request = RouteRequest {
             model: Some("m".into()),
-            parity: foretold,
-            ..within(&[1])
+            parity: expectation,
+            ..request_within(&[1])
         };
         let mut booked = router.route(new_request).unwrap();
         assert_eq!(load_of(&router, 1).1, 1);
@@ -266,7 +266,7 @@ fn mismatched_worker_is_booked_without_cached_tokens() {
 #[test]
 fn unknown_endpoint_releases_booking() {
     let router = predicted([at(1), at(2)]);
-    let mut booked = router.route(within(&[1])).unwrap();
+    let mut booked = router.route(request_within(&[1])).unwrap();
     assert_eq!(
         router.on_served_by(&mut booked, endpoint(9)),
         RelocationOutcome::Released
@@ -290,7 +290,7 @@ fn unknown_endpoint_releases_booking() {
         "no booking is left to move"
     );
     drop(booked);
-    let mut left = router.route(within(&[1])).unwrap();
+    let mut left = router.route(request_within(&[1])).unwrap();
     publish(&router, [at(2)]);
     assert_eq!(
         router.on_served_by(&mut left, endpoint(2)),
@@ -334,7 +334,7 @@ fn shared_endpoint_is_served_by_named_or_idlest_rank() {
         RelocationOutcome::Moved(on(3, 1)),
         "the header named that rank"
     );
-    let mut unnamed = router.route(within(&[1])).unwrap();
+    let mut unnamed = router.route(request_within(&[1])).unwrap();
     assert_eq!(
         router.on_served_by(&mut unnamed, endpoint(3)),
         RelocationOutcome::Moved(on(3, 0))
@@ -350,7 +350,7 @@ fn remote_prefill_stays_on_its_worker() {
         with_role(12, WorkerRole::Decode),
     ];
     let router = predicted(workers);
-    let mut booked = router.route(within(&[1, 11])).unwrap();
+    let mut booked = router.route(request_within(&[1, 11])).unwrap();
     assert_eq!(in_flight_at(&router), [(1, 3), (11, 3), (12, 0)]);
     assert_eq!(
         router.on_served_by(&mut booked, endpoint(12)),

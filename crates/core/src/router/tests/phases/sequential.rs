@@ -10,7 +10,7 @@ fn first(failed: &[u64]) -> RouteRequest {
     }
 }
 
-fn taking_over(done: CompletedPrefill) -> RouteRequest {
+fn decode_request(done: CompletedPrefill) -> RouteRequest {
     RouteRequest {
         phases: PhaseSelection::Decode(Box::new(done)),
         ..request(&[vec![1, 2, 3]])
@@ -30,9 +30,9 @@ fn sequential_prefill_books_each_phase_separately() {
     );
 
     // Meanwhile another request fills the worker that would have been chosen.
-    let foreseen = prefilling.route.to.rank.worker;
+    let first_choice = prefilling.route.to.rank.worker;
     let pin = Constraints {
-        pin: pinned(foreseen.0),
+        pin: pinned(first_choice.0),
         ..Constraints::default()
     };
     let other = router
@@ -44,9 +44,9 @@ fn sequential_prefill_books_each_phase_separately() {
     let done = router.completed_prefill(&prefilling.route).unwrap();
     drop(prefilling);
     assert_eq!(done.prefill.to.rank.worker.0, prefill);
-    let mut decoding = router.route(taking_over(done)).unwrap();
+    let mut decoding = router.route(decode_request(done)).unwrap();
     let decode = decoding.route.to.rank.worker;
-    assert_ne!(decode, foreseen);
+    assert_ne!(decode, first_choice);
     assert_eq!(
         load_of(&router, decode.0),
         (3, 0, 1),
@@ -75,10 +75,10 @@ fn sequential_prefill_books_each_phase_separately() {
 
 #[test]
 fn failed_prefill_workers_are_excluded_from_retry() {
-    let lenient = router_of(pools(), enforcing(false));
+    let not_enforcing = router_of(pools(), enforcing(false));
     let by = |failed: &[u64]| {
         Some(
-            lenient
+            not_enforcing
                 .route(first(failed))
                 .unwrap()
                 .route
@@ -98,13 +98,13 @@ fn failed_prefill_workers_are_excluded_from_retry() {
             })
             .unwrap()
     };
-    let booked = together(&lenient);
+    let booked = together(&not_enforcing);
     assert_eq!(
         booked.route.phases,
         PhaseAssignment::Local(LocalPrefillReason::PrefillFailed)
     );
     assert_eq!(
-        load_of(&lenient, booked.route.to.rank.worker.0),
+        load_of(&not_enforcing, booked.route.to.rank.worker.0),
         (2, 9, 1),
         "with its prefill"
     );
@@ -142,7 +142,7 @@ fn decode_worker_is_in_reach_of_prefill_worker() {
     let done = router.completed_prefill(&booked.route).unwrap();
     assert_eq!(
         router
-            .route(taking_over(done.clone()))
+            .route(decode_request(done.clone()))
             .unwrap()
             .route
             .to
@@ -152,7 +152,7 @@ fn decode_worker_is_in_reach_of_prefill_worker() {
     );
     publish(&router, workers.into_iter().take(2));
     assert_eq!(
-        router.route(taking_over(done)).unwrap_err(),
+        router.route(decode_request(done)).unwrap_err(),
         RouteError::NoCandidate,
         "out of reach"
     );
@@ -160,7 +160,7 @@ fn decode_worker_is_in_reach_of_prefill_worker() {
 
 #[test]
 fn decode_only_workers_never_compute_prompts() {
-    let asks = |step| RouteRequest {
+    let request_for = |step| RouteRequest {
         phases: step,
         decode_capability: DecodeCapability::DecodeOnly,
         ..request(&[vec![1, 2]])
@@ -184,24 +184,24 @@ fn decode_only_workers_never_compute_prompts() {
     let router = router_of(pools(), settings);
     assert!(
         router
-            .route(asks(PhaseSelection::Both))
+            .route(request_for(PhaseSelection::Both))
             .unwrap()
             .route
             .prefill()
             .is_some(),
         "even for a short prompt"
     );
-    let together = || asks(PhaseSelection::Local(LocalPrefillReason::NotSplittable));
+    let together = || request_for(PhaseSelection::Local(LocalPrefillReason::NotSplittable));
     assert_eq!(router.route(together()).unwrap_err(), RouteError::NoPrefill);
     publish(&router, decoders());
     assert_eq!(
-        router.route(asks(PhaseSelection::Both)).unwrap_err(),
+        router.route(request_for(PhaseSelection::Both)).unwrap_err(),
         RouteError::NoPrefill
     );
     publish(&router, decoders().chain([worker(21)]));
     assert_eq!(
         router
-            .route(asks(PhaseSelection::Both))
+            .route(request_for(PhaseSelection::Both))
             .unwrap()
             .route
             .to

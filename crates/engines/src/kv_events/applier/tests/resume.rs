@@ -1,5 +1,5 @@
-//! Resumed readers: after any history, a resumed reader is indistinguishable from one that received
-//! everything.
+//! Resumed readers: after any history, a resumed reader has the same state as one that received all
+//! batches.
 
 use proptest::prelude::*;
 
@@ -14,9 +14,9 @@ const RANK: WorkerRank = WorkerRank {
 /// Next action of an engine.
 #[derive(Clone, Debug)]
 enum EngineAction {
-    /// Stores new blocks after a held block, or at the start of a prompt.
+    /// Stores new blocks after a stored block, or at the start of a prompt.
     Store {
-        behind: Option<prop::sample::Index>,
+        parent: Option<prop::sample::Index>,
         blocks: u64,
         tier: &'static str,
         size: u32,
@@ -39,7 +39,7 @@ enum EngineAction {
     Restart,
 }
 
-fn act() -> impl Strategy<Value = EngineAction> {
+fn engine_action() -> impl Strategy<Value = EngineAction> {
     let tier = prop_oneof![3 => Just("GPU"), 1 => Just("CPU")];
     let size = prop_oneof![6 => Just(2u32), 2 => Just(4), 1 => Just(3)];
     let salt = prop_oneof![4 => Just(None), 1 => Just(Some("one")), 1 => Just(Some("another"))];
@@ -57,7 +57,7 @@ fn act() -> impl Strategy<Value = EngineAction> {
         Just("full_attention")
     ];
     prop_oneof![
-        8 => store.prop_map(|(behind, blocks, tier, size, salt)| EngineAction::Store { behind, blocks, tier, size, salt }),
+        8 => store.prop_map(|(parent, blocks, tier, size, salt)| EngineAction::Store { parent, blocks, tier, size, salt }),
         2 => (0..3u32, kind, any::<Option<u8>>())
             .prop_map(|(id, kind, window)| EngineAction::Group { id, kind, window: window.map(u32::from) }),
         1 => (0..3u32).prop_map(|id| EngineAction::Main { id }),
@@ -67,7 +67,7 @@ fn act() -> impl Strategy<Value = EngineAction> {
     ]
 }
 
-/// A batch that stores one block of two tokens in a cache group.
+/// Returns a batch that stores one block of two tokens in a cache group.
 fn group_store(
     block: u64,
     id: u32,
@@ -94,7 +94,7 @@ fn group_store(
     rmp_serde::to_vec(&(1.5, [stored], 0))
 }
 
-/// A batch that stores these blocks. Every token of a block is the number of the block.
+/// Returns a batch that stores these blocks. Every token of a block is the number of the block.
 fn store_batch(
     action: &EngineAction,
     stored: &[u64],
@@ -127,31 +127,31 @@ fn store_batch(
     rmp_serde::to_vec(&(1.5, [event], 0))
 }
 
-/// Events of these actions: numbers and payloads.
+/// Returns the numbers and payloads of the batches for these actions.
 fn publish_all(actions: &[EngineAction]) -> Vec<(u64, Vec<u8>)> {
     let mut number = 0;
     let mut names = Vec::<u64>::new();
-    let mut fresh = 0;
+    let mut last_block = 0;
     let mut batches = Vec::new();
-    for act in actions {
-        let payload = match act {
-            EngineAction::Store { behind, blocks, .. } => {
-                let parent = behind
+    for action in actions {
+        let payload = match action {
+            EngineAction::Store { parent, blocks, .. } => {
+                let parent = parent
                     .filter(|_| !names.is_empty())
                     .map(|at| *at.get(&names));
-                let stored: Vec<u64> = (fresh + 1..=fresh + blocks).collect();
-                fresh += blocks;
+                let stored: Vec<u64> = (last_block + 1..=last_block + blocks).collect();
+                last_block += blocks;
                 names.extend(&stored);
-                store_batch(act, &stored, parent)
+                store_batch(action, &stored, parent)
             }
             EngineAction::Group { id, kind, window } => {
                 let newest = names.last().copied().unwrap_or_default();
                 group_store(newest, *id, kind, *window)
             }
             EngineAction::Main { id } => {
-                fresh += 1;
-                names.push(fresh);
-                group_store(fresh, *id, "full_attention", None)
+                last_block += 1;
+                names.push(last_block);
+                group_store(last_block, *id, "full_attention", None)
             }
             EngineAction::Evict(_) if names.is_empty() => continue,
             EngineAction::Evict(at) => rmp_serde::to_vec(&(
@@ -184,7 +184,7 @@ impl TestStream {
         }
     }
 
-    /// A copy of the rank, encoded and decoded.
+    /// Returns a copy of the rank, encoded and decoded.
     fn copy(&self) -> RankDump {
         let held = self
             .applier
@@ -210,7 +210,7 @@ proptest! {
 
     #[test]
     fn resumed_reader_ends_like_uninterrupted_reader(
-        actions in prop::collection::vec(act(), 1..40),
+        actions in prop::collection::vec(engine_action(), 1..40),
         cut in any::<prop::sample::Index>(),
         lost in 0..3usize,
     ) {
@@ -218,20 +218,20 @@ proptest! {
         prop_assume!(!batches.is_empty());
         let (before, after) = batches.split_at(1 + cut.index(batches.len()));
         let after = &after[lost.min(after.len())..];
-        let mut all = TestStream::new(ResyncMode::Keep);
-        all.receive(before);
-        if all.copy().position().is_none() {
-            // Blocks of an incompatible size.
-            prop_assert_eq!(all.status().0, IndexFreshness::Absent);
+        let mut uninterrupted = TestStream::new(ResyncMode::Keep);
+        uninterrupted.receive(before);
+        if uninterrupted.copy().position().is_none() {
+            // The rank has blocks of an incompatible size.
+            prop_assert_eq!(uninterrupted.status().0, IndexFreshness::Absent);
             return Ok(());
         }
-        let mut next = all.resume();
-        prop_assert_eq!(next.monitor.status(), all.monitor.status());
-        all.receive(after);
-        next.receive(after);
-        prop_assert_eq!(next.monitor.status(), all.monitor.status());
-        let of = |stream: &TestStream| (order_free_content(&stream.copy()), stream.copy().position().cloned());
-        prop_assert_eq!(of(&next), of(&all));
+        let mut resumed = uninterrupted.resume();
+        prop_assert_eq!(resumed.monitor.status(), uninterrupted.monitor.status());
+        uninterrupted.receive(after);
+        resumed.receive(after);
+        prop_assert_eq!(resumed.monitor.status(), uninterrupted.monitor.status());
+        let content = |stream: &TestStream| (order_free_content(&stream.copy()), stream.copy().position().cloned());
+        prop_assert_eq!(content(&resumed), content(&uninterrupted));
     }
 }
 
@@ -259,7 +259,7 @@ fn resumed_reader_keeps_stale_and_incomplete_state() {
         (STALE, stream.facts().stale_blocks)
     );
     next.store(None, &[1, 2]);
-    assert_eq!(next.status(), INCOMPLETE, "lost blocks may be held");
+    assert_eq!(next.status(), INCOMPLETE, "the engine may hold lost blocks");
 
     let mut stream = TestStream::new(ResyncMode::Keep);
     stream.lose(5_000);
@@ -278,7 +278,7 @@ fn resumed_reader_detects_restart_and_gap_without_replay() {
     assert_eq!(
         (next.status(), next.holds(&[1])),
         (EXACT, 1),
-        "nothing is missing"
+        "no batch is missing"
     );
 
     let mut next = stream.resume();
@@ -287,7 +287,7 @@ fn resumed_reader_detects_restart_and_gap_without_replay() {
     assert_eq!(
         (next.status(), next.holds(&[1])),
         (STALE, 1),
-        "something is"
+        "one batch is missing"
     );
 
     for number in [0, 2, 4] {
@@ -297,7 +297,7 @@ fn resumed_reader_detects_restart_and_gap_without_replay() {
         assert_eq!(
             (next.facts().restarts, next.holds(&[1])),
             (1, 0),
-            "another engine, at batch {number}"
+            "the engine restarted, at batch {number}"
         );
     }
 }

@@ -13,19 +13,19 @@ pub(super) struct BlockPart {
     pub(super) index: usize,
     pub(super) content: PartContent,
     pub(super) copies: [u32; StorageTier::ALL.len()],
-    /// Number of losses at which the copies were last counted, by tier.
+    /// Number of losses when the copies were last counted, by tier.
     pub(super) counted_at: [u32; StorageTier::ALL.len()],
 }
 
 /// Content of a part.
 #[derive(Debug)]
 pub(super) enum PartContent {
-    /// A part before the last one. Its tokens are needed to hash the index block.
+    /// A part other than the last one. Its tokens are needed to hash the index block.
     Tokens {
         ids: Box<[u32]>,
         objects: Box<[u64]>,
     },
-    /// The last part, with the index block.
+    /// The last part. It stores the index block.
     Whole(IndexBlock),
 }
 
@@ -33,10 +33,10 @@ pub(super) enum PartContent {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct IndexBlock {
     pub(super) local: LocalHash,
-    /// Tiers in which the index was notified of the block.
+    /// Tiers in which the block was reported to the index.
     pub(super) reported: [bool; StorageTier::ALL.len()],
-    /// Number of losses at the last notification. After a further loss, the index counts its copies
-    /// from one again.
+    /// Number of losses at the last report, by tier. After a further loss, the index counts its
+    /// copies from one again.
     pub(super) confirmed_at: [u32; StorageTier::ALL.len()],
 }
 

@@ -4,7 +4,7 @@ use super::{BatchLimit, EVENTS, HASHES, KEYS, KEYS_PER_BLOCK, SPARE_LISTS, TOKEN
 const NIL: u8 = 0xc0;
 const ONE: u8 = 0x01;
 
-/// An array of up to 2^32 elements.
+/// Returns the head of an array; it may announce up to 2^32 elements.
 fn array(elements: usize) -> Vec<u8> {
     [&[0xdd], &u32::try_from(elements).unwrap().to_be_bytes()[..]].concat()
 }
@@ -13,7 +13,7 @@ fn repeated(element: &[u8], elements: usize) -> Vec<u8> {
     [array(elements), element.repeat(elements)].concat()
 }
 
-/// A batch of encoded events.
+/// Returns a batch of encoded events.
 fn batch(events: &[Vec<u8>]) -> Vec<u8> {
     [
         vec![0x93, ONE],
@@ -24,7 +24,7 @@ fn batch(events: &[Vec<u8>]) -> Vec<u8> {
     .concat()
 }
 
-/// A store event in the array encoding.
+/// Returns a store event in the array encoding.
 fn stored(hashes: &[u8], tokens: &[u8], extra_keys: &[u8]) -> Vec<u8> {
     let head = &b"\x99\xabBlockStored"[..];
     [
@@ -38,7 +38,7 @@ fn stored(hashes: &[u8], tokens: &[u8], extra_keys: &[u8]) -> Vec<u8> {
     .concat()
 }
 
-/// A store event in the map encoding, with the extra keys before the hashes.
+/// Returns a store event in the map encoding, with the extra keys before the hashes.
 fn stored_map(hashes: &[u8], tokens: &[u8], extra_keys: &[u8]) -> Vec<u8> {
     let fields: [(&[u8], &[u8]); 5] = [
         (b"\xaaextra_keys", extra_keys),
@@ -64,7 +64,7 @@ fn limit(payload: &[u8]) -> Option<BatchLimit> {
     }
 }
 
-/// Reproduction of a process that grew from 24 to 966 MiB.
+/// Reproduces a payload that made a process grow from 24 to 966 MiB.
 #[test]
 fn twenty_million_nil_extra_keys_are_rejected() {
     let keys = repeated(&[NIL], 20_000_000);
@@ -178,7 +178,7 @@ fn truncated_payload_is_malformed_and_not_too_large() {
     }
 }
 
-/// Allocated heap bytes.
+/// Returns the number of allocated heap bytes.
 fn heap(batch: &EventBatch) -> usize {
     let events = batch.events.capacity() * size_of::<EngineEvent>();
     events + batch.events.iter().map(heap_of_event).sum::<usize>()

@@ -105,7 +105,7 @@ impl PlanCompiler {
     }
 
     fn call_of_macro(&mut self, name: &str, args: &[CallArg<'_>]) -> Option<PlanTerm> {
-        // The last macro of a name counts.
+        // A later macro replaces an earlier one of the same name.
         let called = self.macros.iter().rposition(|known| *known.name == *name)?;
         if self.opaque.iter().any(|known| **known == *name) {
             return None;

@@ -106,7 +106,7 @@ impl<'a> PlanRun<'a> {
         }
         match whole {
             TemplateValue::List(items) => {
-                // All items are compared, so an unsupported one is found in every order.
+                // Compares all items, so that an unsupported item is detected even after a match.
                 let equal = items
                     .iter()
                     .map(|known| known.equals(item))

@@ -42,7 +42,7 @@ fn stored_pieces_are_found_up_to_gap() {
     assert_eq!(
         cache.find_leading(&names, CachedPiece::blocks).len(),
         0,
-        "tokens are no hashes"
+        "tokens are not returned as block hashes"
     );
 }
 
@@ -98,7 +98,7 @@ fn cache_limit_holds_and_can_change() {
                         pieces(names[found..].iter().copied(), length),
                     );
                     assert!(cache.bytes() <= 100_000);
-                    // Concurrent resizes do not wait for each other.
+                    // Resizes happen concurrently with lookups and with each other.
                     if random.random_bool(0.01) {
                         cache.resize(random.random_range(10_000..=100_000));
                     }
@@ -135,9 +135,9 @@ fn cache_limit_holds_and_can_change() {
 
 #[test]
 fn entry_overhead_covers_grown_tables() {
-    // A vector has room for twice its entries just after it has grown, and a map for 16/7 and a
-    // byte for each. The free list is at most as long as the entries. An `Arc` has two counts, and
-    // an allocation has a header and rounding.
+    // A vector that has just grown has space for twice its entries. A map has space for 16/7 of
+    // them, plus one byte each. The free list is at most as long as the entries. An `Arc` has two
+    // counts, and an allocation has a header and rounding.
     let entry = 2 * (size_of::<PromptCacheEntry>() + size_of::<u32>());
     let place = (size_of::<(u128, u32)>() + 1) * 16 / 7;
     assert!(
