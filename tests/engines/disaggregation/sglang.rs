@@ -291,7 +291,7 @@ async fn failed_prefill_engine_fails_decode() {
     );
     let (status, answer) = decoded.await.unwrap();
     assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR);
-    assert!(answer.contains("gone"), "{answer}");
+    assert!(answer.contains("disconnected"), "{answer}");
     wait_idle(&decoder).await;
 }
 
