@@ -8,14 +8,14 @@ use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
 use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use prost::Message as _;
-use warmroute::ext_proc::exchange::{
-    Effect, Exchange, ExchangeOptions, ExchangeStart, ResponseHeaderOptions,
-};
-use warmroute::ext_proc::headers::{RequestHead, ResponseHead};
-use warmroute::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
-use warmroute::ext_proc::wire::BodyPiece;
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_server::ext_proc::exchange::{
+    Effect, Exchange, ExchangeOptions, ExchangeStart, ResponseHeaderOptions,
+};
+use warmroute_server::ext_proc::headers::{RequestHead, ResponseHead};
+use warmroute_server::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
+use warmroute_server::ext_proc::wire::BodyPiece;
 
 const MB: usize = 1_000_000;
 /// Size of Envoy's chunks in full-duplex mode.

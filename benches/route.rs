@@ -7,10 +7,6 @@ use std::time::Duration;
 
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
-use warmroute::cluster::remote_index::config::RemoteIndexConfig;
-use warmroute::cluster::remote_index::{
-    IndexService, IndexServiceParts, IndexedModel, OverlapQuery, RemoteIndexClient,
-};
 use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, StorageTier};
 use warmroute_core::fleet::Fleet;
 use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
@@ -19,6 +15,10 @@ use warmroute_core::router::{RemoteOverlaps, RoutePrompt, RouteRequest, Router, 
 use warmroute_core::worker::{BlockSize, ModelName, RankSlot, Worker, WorkerEndpoint, WorkerId};
 use warmroute_metrics::Metrics;
 use warmroute_runtime::lifecycle::Readiness;
+use warmroute_server::cluster::remote_index::config::RemoteIndexConfig;
+use warmroute_server::cluster::remote_index::{
+    IndexService, IndexServiceParts, IndexedModel, OverlapQuery, RemoteIndexClient,
+};
 use warmroute_settings::Period;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 

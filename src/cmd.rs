@@ -6,20 +6,17 @@ pub mod check;
 pub mod cli;
 pub mod doctor;
 pub mod explain;
-pub mod serve;
 
 use std::io::{self, Write};
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
-use warmroute_settings::ConfigError;
-use warmroute_tokens::prompt::LoadError;
+use warmroute_server::config::Config;
+use warmroute_server::serve::{self, config_or_report, exit_code};
 
-use crate::config::Config;
+use crate::discovery::DiscoveryClients;
 use cli::{Cli, Command};
-
-/// Exit code for an invalid configuration.
-pub const EXIT_MISCONFIGURED: u8 = 2;
 
 /// Runs the subcommand and returns the exit code of the process.
 pub fn run(cli: Cli) -> ExitCode {
@@ -29,7 +26,7 @@ pub fn run(cli: Cli) -> ExitCode {
         Command::Check(args) => check::run(&args, &mut io::stdout(), &mut err),
         Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
         Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
-        Command::Serve(args) => serve::run(&args, &mut err),
+        Command::Serve(args) => serve::run(&args, Arc::new(DiscoveryClients), &mut err),
     };
     ended.map_or_else(|error| report_failure(&error, &mut err), ExitCode::from)
 }
@@ -40,34 +37,9 @@ pub fn load_config(path: &Path, err: &mut impl Write) -> io::Result<Option<Confi
     config_or_report(Config::load(path), err)
 }
 
-/// Returns the configuration, or writes its errors.
-fn config_or_report(
-    read: Result<Config, Vec<ConfigError>>,
-    err: &mut impl Write,
-) -> io::Result<Option<Config>> {
-    match read {
-        Ok(config) => Ok(Some(config)),
-        Err(errors) => write_errors(errors, err).map(|()| None),
-    }
-}
-
-/// Writes one line per error.
-fn write_errors(errors: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
-    errors
-        .into_iter()
-        .try_for_each(|error| writeln!(err, "{error}"))
-}
-
 /// Prints the error of a command and returns its exit code.
 fn report_failure(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
     // A failed write to standard error cannot be reported.
     let _written = writeln!(err, "warmroute: {error:#}");
     ExitCode::from(exit_code(error))
-}
-
-/// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used,
-/// else 1.
-fn exit_code(error: &anyhow::Error) -> u8 {
-    let misconfigured = error.downcast_ref::<LoadError>().is_some();
-    if misconfigured { EXIT_MISCONFIGURED } else { 1 }
 }

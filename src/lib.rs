@@ -1,30 +1,13 @@
 //! warmroute routes every LLM request to the worker whose KV cache is already warm for it.
 //!
-//! The crate is a library and one binary. Envoy opens one gRPC stream per HTTP exchange. The pure
-//! state machine [`ext_proc`]`::Exchange` turns its messages into replies and effects. The central
-//! effect is *route*: [`Router`](warmroute_core::router::Router) computes it from the
-//! [`Fleet`](warmroute_core::fleet::Fleet), the [`PrefixIndex`](warmroute_core::index::PrefixIndex)
-//! and the load with the pure function [`choose`](warmroute_core::policy::choose). All other
-//! components update this state. See `ARCHITECTURE.md` for the layers.
+//! This crate is the command line, and the discovery of workers by Kubernetes and DNS. The server is
+//! the crate `warmroute-server`, and the decisions are `warmroute-core`. `ARCHITECTURE.md` describes
+//! the crates.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-// Layer 3: application.
-pub mod dispatch;
-pub mod tracking_hash;
-
-// Layer 4: adapters.
-pub mod admin;
-pub mod api;
-pub mod cluster;
-pub mod ext_proc;
-pub mod fleet;
-pub mod prefill;
-pub mod request;
-pub mod self_test;
-
-// Layer 5: process.
 pub mod cmd;
-pub mod config;
-pub mod server;
+pub mod discovery;
+pub mod dns;
+pub mod kubernetes;

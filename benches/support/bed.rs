@@ -8,18 +8,18 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::FutureExt;
-use warmroute::request::config::ClientsConfig;
-use warmroute::request::{
-    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestBody,
-    RequestPreprocessor,
-};
-use warmroute::tracking_hash::TrackingHash;
 use warmroute_core::block::{BlockHashes, BlockWindows, EngineHash, MediaTokens, StorageTier};
 use warmroute_core::fleet::Fleet;
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::LoadTracker;
 use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
 use warmroute_core::worker::{BlockSize, RankSlot, Worker, WorkerEndpoint, WorkerId};
+use warmroute_server::request::config::ClientsConfig;
+use warmroute_server::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestBody,
+    RequestPreprocessor,
+};
+use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig};
 use warmroute_tokens::prompt::Encoder;
 
@@ -70,7 +70,7 @@ impl DecisionPipeline {
             paths: ApiPaths::new(&ApiPathsConfig::default()),
             clients: ClientsConfig::default(),
             pool_routes: Default::default(),
-            rewrites: warmroute::request::RewriteRules::default(),
+            rewrites: warmroute_server::request::RewriteRules::default(),
             rewrite_headers: Vec::new(),
             cluster: Default::default(),
             limits: EncodeLimits {

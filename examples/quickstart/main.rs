@@ -12,6 +12,7 @@ use std::io::{self, Write as _};
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
@@ -19,7 +20,9 @@ use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
-use warmroute::dispatch::audit::AuditTotals;
+use warmroute_server::app::NoExternalDiscovery;
+use warmroute_server::dispatch::audit::{AuditTotals, table};
+use warmroute_server::serve::{self, ServeArgs};
 use warmroute_testbed::deployment::{
     EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
 };
@@ -27,10 +30,6 @@ use warmroute_testbed::envoy;
 use warmroute_testbed::replay::{self, PredictionAccuracy, ReplaySummary, RequestSample};
 use warmroute_testbed::signals::run_until_signal;
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
-
-/// The allocator of the warmroute binary, so that the measured memory is that of a deployment.
-#[global_allocator]
-static ALLOCATOR: tikv_jemallocator::Jemalloc = tikv_jemallocator::Jemalloc;
 
 /// Instance ids of the engines. The last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
@@ -91,7 +90,7 @@ fn main() -> ExitCode {
     let rest = own.into_iter().chain(args);
     match first.as_ref().and_then(|first| first.to_str()) {
         Some(AS_ENGINE) => exit_code(run_engine(rest)),
-        Some(AS_WARMROUTE) => run_warmroute(rest),
+        Some(AS_WARMROUTE) => exit_code(run_warmroute(rest)),
         _ => exit_code(quickstart(&QuickstartArgs::parse())),
     }
 }
@@ -130,8 +129,23 @@ async fn run_engine(args: impl Iterator<Item = OsString>) -> anyhow::Result<Exit
     Ok(ExitCode::SUCCESS)
 }
 
-fn run_warmroute(args: impl Iterator<Item = OsString>) -> ExitCode {
-    warmroute::cmd::run(warmroute::cmd::cli::Cli::parse_from(args))
+/// Arguments of the server process.
+#[derive(Debug, Parser)]
+struct ServerArgs {
+    #[command(subcommand)]
+    command: ServerCommand,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum ServerCommand {
+    /// Serves until SIGTERM or SIGINT
+    Serve(ServeArgs),
+}
+
+fn run_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode> {
+    let ServerCommand::Serve(args) = ServerArgs::parse_from(args).command;
+    let code = serve::run(&args, Arc::new(NoExternalDiscovery), &mut io::stderr())?;
+    Ok(ExitCode::from(code))
 }
 
 fn quickstart(args: &QuickstartArgs) -> anyhow::Result<ExitCode> {
@@ -356,7 +370,7 @@ impl QuickstartReport {
             "mean error {:.2} tokens; as warmroute itself accounts for it (`warmroute audit`):\n",
             prediction.mean_abs_error_tokens
         )?;
-        write!(out, "{}", warmroute::cmd::audit::render(&self.audit, None))
+        write!(out, "{}", table::render(&self.audit, None))
     }
 
     /// Returns the rows of the table: name, round robin, warmroute.

@@ -2,10 +2,10 @@
 
 use std::io::Write;
 
-use super::{EXIT_MISCONFIGURED, config_or_report, write_errors};
 use crate::cmd::cli::CheckArgs;
-use crate::config::Config;
-use crate::server;
+use warmroute_server::app;
+use warmroute_server::config::Config;
+use warmroute_server::serve::{EXIT_MISCONFIGURED, config_or_report, write_errors};
 
 /// Prints the resolved configuration and warnings, or all errors. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
@@ -18,12 +18,12 @@ pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyh
     let Some(config) = config_or_report(read, err)? else {
         return Ok(EXIT_MISCONFIGURED);
     };
-    let mut warnings = config.advice(&server::listed_workers(&config)?);
+    let mut warnings = config.advice(&app::listed_workers(&config)?);
     if !args.fast {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
-        let report = runtime.block_on(server::try_load(&config));
+        let report = runtime.block_on(app::try_load(&config));
         if !report.problems.is_empty() {
             match path {
                 Some(path) => write_errors(Config::locate(path, report.problems), err)?,

@@ -8,8 +8,7 @@ use std::sync::Arc;
 
 use clap::{Args, Parser, Subcommand};
 
-use crate::config::LogLevel;
-pub use serve::ServeArgs;
+use warmroute_server::serve::ServeArgs;
 
 /// Routes every LLM request to the worker whose KV cache is already warm for it.
 #[derive(Debug, Parser)]
@@ -167,22 +166,6 @@ fn parse_header(text: &str) -> Result<(String, String), String> {
     } else {
         Ok((name.to_lowercase(), value.trim().to_owned()))
     }
-}
-
-/// Returns the log filter: `RUST_LOG` if set, else the configured level.
-pub fn log_filter(level: LogLevel) -> String {
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "only this module reads the environment"
-    )]
-    let from_env = std::env::var("RUST_LOG");
-    // Both libraries would repeat messages of warmroute. Its listeners log rejected TLS server
-    // names with a rate limit, and discovery logs each failure of the API server once.
-    let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
-    from_env
-        .ok()
-        .filter(|filter| !filter.is_empty())
-        .unwrap_or_else(by_level)
 }
 
 #[cfg(test)]

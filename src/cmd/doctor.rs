@@ -21,13 +21,15 @@ use warmroute_doctor::finding::{Finding, FindingBuilder, exit_code};
 use warmroute_doctor::{engine, envoy, host, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
 
-use super::{EXIT_MISCONFIGURED, load_config};
+use super::load_config;
 use crate::cmd::cli::DoctorArgs;
-use crate::config::{Config, WorkerSource};
-use crate::fleet::discovery::kubernetes::inspect;
-use crate::server;
+use crate::discovery::load_workers;
+use crate::kubernetes::inspect;
 use collect::FactCollector;
 use progress::DoctorProgress;
+use warmroute_server::app;
+use warmroute_server::config::{Config, WorkerSource};
+use warmroute_server::serve::EXIT_MISCONFIGURED;
 
 pub use inputs::expected_envoy;
 
@@ -69,7 +71,7 @@ async fn run_checks(
     };
     let workers = match &cluster {
         Some(cluster) => cluster.workers.clone(),
-        None => server::load_workers(config).await?,
+        None => load_workers(config).await?,
     };
     drop(part);
     let file = args.config.display().to_string();
@@ -117,7 +119,7 @@ async fn check_engines(
     let mut models = HashMap::new();
     for model in &config.models {
         let _part = progress.open(format!("model {}", model.name), "tokenizer");
-        let loaded = server::load_model(config, model).await;
+        let loaded = app::load_model(config, model).await;
         let encoder = loaded
             .as_ref()
             .map(|loaded| loaded.as_ref().and_then(|model| model.encoder.as_deref()));

@@ -11,12 +11,14 @@ use anyhow::{Context as _, bail};
 use warmroute_core::router::RouteExplanation;
 
 use super::admin_client::{AdminClient, pretty_json};
-use super::{EXIT_MISCONFIGURED, load_config};
-use crate::admin::explain::{EXPLAIN_PATH, ExplainRequest, table};
+use super::load_config;
 use crate::cmd::cli::ExplainArgs;
-use crate::config::Config;
-use crate::request::RequestBody;
-use crate::server::OfflineRouter;
+use crate::discovery::load_workers;
+use warmroute_server::admin::explain::{EXPLAIN_PATH, ExplainRequest, table};
+use warmroute_server::app::OfflineRouter;
+use warmroute_server::config::Config;
+use warmroute_server::request::RequestBody;
+use warmroute_server::serve::EXIT_MISCONFIGURED;
 
 /// Prints the explanation and returns the exit code.
 pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
@@ -91,7 +93,7 @@ async fn explain_offline(
     config: &Config,
     request: &ExplainRequest,
 ) -> anyhow::Result<RouteExplanation> {
-    let offline = OfflineRouter::new(config).await?;
+    let offline = OfflineRouter::new(config, load_workers(config).await?).await?;
     let body = request.body()?.unwrap_or_default();
     let path = request.resolve_path(&body).to_owned();
     let headers = |name: &str| request.header(name);

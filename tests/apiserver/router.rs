@@ -272,7 +272,7 @@ impl RouterProcess {
         let url = format!(
             "http://127.0.0.1:{}{}",
             self.admin,
-            warmroute::admin::explain::EXPLAIN_PATH
+            warmroute_server::admin::explain::EXPLAIN_PATH
         );
         Ok(self
             .http

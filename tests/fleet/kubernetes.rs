@@ -14,10 +14,11 @@ use std::sync::Arc;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::sync::watch;
-use warmroute::fleet::discovery::WorkerModel;
-use warmroute::fleet::discovery::kubernetes::{self, KubernetesConfig};
+use warmroute::kubernetes;
 use warmroute_core::worker::{BlockSize, Worker};
 use warmroute_metrics::Metrics;
+use warmroute_server::fleet::discovery::WorkerModel;
+use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 use warmroute_testbed::ports::until;
 
 use crate::source_health::wait_source_up;

@@ -13,7 +13,7 @@ use std::sync::LazyLock;
 use std::time::Duration;
 
 use serde_json::{Value, json};
-use warmroute::config::Config;
+use warmroute_server::config::Config;
 
 use crate::support::manifest_set::{
     FOLDER, ManifestSet, PodTemplates, named, policy_ports, validated,

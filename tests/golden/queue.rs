@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use warmroute::dispatch::queue::config::{BucketConfig, ClassConfig, QueueConfig};
-use warmroute::dispatch::queue::{FairQueue, QueueEntry, QueueLane, QueueMetadata, QueuePolicy};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_server::dispatch::queue::config::{BucketConfig, ClassConfig, QueueConfig};
+use warmroute_server::dispatch::queue::{
+    FairQueue, QueueEntry, QueueLane, QueueMetadata, QueuePolicy,
+};
 
 use super::frame::{CheckReport, run_cases};
 

@@ -12,11 +12,6 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use warmroute::cluster::replica::{
-    Batch, LocalView, PeerAction, PeerTable, PeerUpdate, ReplicaEvent as Message, ReplicaId,
-    ReplicaOutbox, SnapshotPart,
-};
-use warmroute::fleet::discovery::{self, WorkerModel};
 use warmroute_core::block::{BlockHashes, LocalHash, SequenceHash};
 use warmroute_core::fleet::{Fleet, FleetMember};
 use warmroute_core::load::ledger::{
@@ -27,6 +22,11 @@ use warmroute_core::load::{
     ReservationEvent,
 };
 use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_server::cluster::replica::{
+    Batch, LocalView, PeerAction, PeerTable, PeerUpdate, ReplicaEvent as Message, ReplicaId,
+    ReplicaOutbox, SnapshotPart,
+};
+use warmroute_server::fleet::discovery::{self, WorkerModel};
 
 use super::frame::{CaseCheck, CheckReport, GoldenDeviation, run_cases};
 

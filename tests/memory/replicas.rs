@@ -6,11 +6,11 @@ use std::time::{Duration, Instant};
 use prost::Message as _;
 use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
-use warmroute::cluster::replica::{
-    Batch, LocalView, PeerChange, PeerTable, ReplicaId, SnapshotPart,
-};
 use warmroute_core::load::LoadTracker;
 use warmroute_core::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
+use warmroute_server::cluster::replica::{
+    Batch, LocalView, PeerChange, PeerTable, ReplicaId, SnapshotPart,
+};
 
 use crate::{MIB, measure, mix};
 

@@ -13,17 +13,17 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tokio::sync::watch;
-use warmroute::cluster::remote_index::config::RemoteIndexConfig;
-use warmroute::config::{Config, SessionsConfig, WorkerSource};
-use warmroute::fleet::discovery::WorkerModel;
-use warmroute::fleet::discovery::config::DiscoveryConfig;
-use warmroute::fleet::discovery::file::{self, WorkersFile};
-use warmroute::request::engine_tokens::config::EngineTokensConfig;
 use warmroute_core::policy::ConditionalPrefillConfig;
 use warmroute_core::worker::{BlockSize, DpRank, SocketAttach, WorkerRole};
 use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
 use warmroute_engines::shared_cache::SharedCacheConfig;
 use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_server::cluster::remote_index::config::RemoteIndexConfig;
+use warmroute_server::config::{Config, SessionsConfig, WorkerSource};
+use warmroute_server::fleet::discovery::WorkerModel;
+use warmroute_server::fleet::discovery::config::DiscoveryConfig;
+use warmroute_server::fleet::discovery::file::{self, WorkersFile};
+use warmroute_server::request::engine_tokens::config::EngineTokensConfig;
 use warmroute_settings::Period;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
@@ -289,7 +289,8 @@ fn example_fleet_has_one_source_per_rank() {
         .unwrap()
         .served_models();
     let workers =
-        warmroute::fleet::discovery::parse(&path, &fs::read(&path).unwrap(), &models).unwrap();
+        warmroute_server::fleet::discovery::parse(&path, &fs::read(&path).unwrap(), &models)
+            .unwrap();
     let endpoints: Vec<Vec<_>> = workers
         .iter()
         .map(|worker| {

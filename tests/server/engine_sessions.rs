@@ -19,8 +19,6 @@ use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use warmroute::config::Config;
-use warmroute::server::App;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
 use warmroute_core::router::{Router, RouterSettings};
@@ -36,6 +34,8 @@ use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_metrics::{EngineSessionLabels, Metrics};
+use warmroute_server::app::App;
+use warmroute_server::config::Config;
 use warmroute_settings::Period;
 
 use engine::{EngineBehaviour, SessionEngine, close, open};

@@ -6,7 +6,7 @@ mod behind_envoy;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tonic::Request;
-use warmroute::api::pb;
+use warmroute_server::api::pb;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::NATS;
 use warmroute_testbed::merge_config;

@@ -19,10 +19,10 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use warmroute::api::pb;
-use warmroute::api::pb::router_client::RouterClient;
-use warmroute::config::Config;
-use warmroute::server::App;
+use warmroute_server::api::pb;
+use warmroute_server::api::pb::router_client::RouterClient;
+use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::config::Config;
 
 /// Received queries, and the response. `None` means status 500.
 #[derive(Default)]
@@ -67,10 +67,12 @@ impl SharedCacheBed {
              routing: {{weights: {{overlap_score_credit: 1, prefill_load_scale: 1, decode_active_request_weight: 0, \
              shared_cache_multiplier: 1}}}}\n"
         );
-        let app =
-            App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
-                .await
-                .unwrap();
+        let app = App::start(
+            Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
+            Arc::new(NoExternalDiscovery),
+        )
+        .await
+        .unwrap();
         let api = app.api_address.unwrap();
         let ext_proc = app.ext_proc_address.unwrap();
         let admin = app.admin_address;

@@ -20,10 +20,10 @@ use warmroute_doctor::engine::is_reachable;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 
 use super::progress::{DoctorProgress, OpenPart};
-use crate::config::Config;
-use crate::request::ConfiguredModel;
-use crate::self_test::CanarySuite;
 use configured::has_remote_decoders;
+use warmroute_server::config::Config;
+use warmroute_server::request::ConfiguredModel;
+use warmroute_server::self_test::CanarySuite;
 
 /// Maximum number of workers checked concurrently.
 const MAX_CONCURRENT: usize = 32;

@@ -11,9 +11,9 @@ use warmroute_http2_filter::service_of_authority;
 use warmroute_tokens::openai::paths::ApiPaths;
 use warmroute_tokens::prompt::Encoder;
 
-use crate::config::{Advice, Config, SessionsConfig};
-use crate::ext_proc::config::FailureMode;
-use crate::prefill::{PrefillConfig, PrefillMode};
+use warmroute_server::config::{Advice, Config, SessionsConfig};
+use warmroute_server::ext_proc::config::FailureMode;
+use warmroute_server::prefill::{PrefillConfig, PrefillMode};
 
 /// Margin of Envoy's `max_message_timeout` over the longest wait of a request.
 const WAIT_MARGIN: Duration = Duration::from_millis(500);

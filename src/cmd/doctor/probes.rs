@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::config::Config;
+use warmroute_server::config::Config;
 
 /// Returns Envoy's `/config_dump`.
 pub(super) async fn fetch_config_dump(

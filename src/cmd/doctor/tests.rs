@@ -15,7 +15,7 @@ use warmroute_doctor::envoy::expected::ExpectedEnvoy;
 use warmroute_doctor::finding::{Finding, FindingLevel};
 
 use super::inputs::expected_envoy;
-use crate::config::{Config, WorkerSource};
+use warmroute_server::config::{Config, WorkerSource};
 
 /// Returns the recorded configuration dump of a shipped file.
 fn page(name: &str) -> Value {

@@ -10,16 +10,16 @@ use std::time::Duration;
 use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
-use warmroute::request::config::ClientsConfig;
-use warmroute::request::{
-    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestPreprocessor,
-};
-use warmroute::tracking_hash::TrackingHash;
 use warmroute_core::block::{BlockWindows, MediaTokens};
 use warmroute_core::index::{ApplyOutcome, Overlaps, PrefixIndex, RankWriter};
 use warmroute_core::router::RoutePrompt;
 use warmroute_core::worker::{BlockSize, RankSlot};
 use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, wire};
+use warmroute_server::request::config::ClientsConfig;
+use warmroute_server::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestPreprocessor,
+};
+use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::ApiPaths;
 use warmroute_tokens::prompt::media::{MediaItemRule, TokenCountRule};
 use warmroute_tokens::prompt::{Config, Encoder, MediaConfig, ModelTraits};
@@ -116,7 +116,7 @@ fn preprocessor(
         paths: ApiPaths::default(),
         clients: ClientsConfig::default(),
         pool_routes: Default::default(),
-        rewrites: warmroute::request::RewriteRules::default(),
+        rewrites: warmroute_server::request::RewriteRules::default(),
         rewrite_headers: Vec::new(),
         cluster: Default::default(),
         limits: EncodeLimits {

@@ -173,7 +173,7 @@ fn prefill_faults() -> Vec<EngineFault> {
                 &[("error", "engine.handover"), ("warning", "config.prefill")],
                 &[
                     "--kv-transfer-config '{\"kv_connector\":\"NixlConnector\"",
-                    "write `role: decode` for some of them",
+                    "set `role: decode` for some of its workers",
                 ],
             )
         },
@@ -183,7 +183,7 @@ fn prefill_faults() -> Vec<EngineFault> {
                 "a prefill worker with KV handoff, and no decode worker",
                 EnginePlan::with(&["--kv-connector", "nixl"]),
                 &[("warning", "config.prefill")],
-                &["write `role: decode` for some of them"],
+                &["set `role: decode` for some of its workers"],
             )
         },
         EngineFault {

@@ -18,14 +18,14 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tonic::service::Routes;
 use tonic::transport::Server;
 use warmroute::cmd::doctor::expected_envoy;
-use warmroute::config::{Config, WorkerSource};
-use warmroute::fleet::xds::config::EnvoyConfig;
-use warmroute::fleet::xds::{XdsClients, XdsService};
 use warmroute_core::worker::Worker;
 use warmroute_doctor::envoy::check_envoy;
 use warmroute_doctor::envoy::dump::ConfigDump;
 use warmroute_doctor::finding::{Finding, FindingLevel};
 use warmroute_metrics::Metrics;
+use warmroute_server::config::{Config, WorkerSource};
+use warmroute_server::fleet::xds::config::EnvoyConfig;
+use warmroute_server::fleet::xds::{XdsClients, XdsService};
 use warmroute_testbed::envoy::{self, EnvoySetup};
 use warmroute_testbed::ports::{FreePort, until};
 

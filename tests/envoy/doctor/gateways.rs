@@ -4,10 +4,10 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use warmroute::cmd::doctor::expected_envoy;
-use warmroute::config::{Config, WorkerSource};
 use warmroute_doctor::envoy::check_envoy;
 use warmroute_doctor::envoy::dump::ConfigDump;
 use warmroute_doctor::finding::{Finding, FindingLevel};
+use warmroute_server::config::{Config, WorkerSource};
 use warmroute_testbed::envoy;
 use warmroute_testbed::ports::FreePort;
 

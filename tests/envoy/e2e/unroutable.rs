@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use reqwest::Method;
 use serde_json::{Value, json};
-use warmroute::ext_proc::routing_headers::RoutingHeaders;
+use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::envoy;
 
 use crate::e2e::bodies::EchoedBody;

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 
 use futures_util::StreamExt as _;
 use serde_json::{Value, json};
-use warmroute::ext_proc::routing_headers::RoutingHeaders;
+use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::envoy;
 use warmroute_testbed::ports::until;

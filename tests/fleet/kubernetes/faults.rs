@@ -6,8 +6,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use tempfile::TempDir;
-use warmroute::fleet::discovery::kubernetes::{self, KubernetesConfig};
+use warmroute::kubernetes;
 use warmroute_metrics::SourceLabel;
+use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 use warmroute_testbed::ports::until;
 
 use super::{KubernetesFollower, pod, pool};

@@ -4,7 +4,8 @@
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tokio::sync::watch;
-use warmroute::fleet::discovery::kubernetes::{self, KubernetesConfig, KubernetesRules};
+use warmroute::kubernetes::{self, KubernetesRules};
+use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 use warmroute_testbed::deployment::{EngineSpec, MODEL};
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::until;
@@ -348,7 +349,7 @@ async fn assert_pools_are_explained(site: &RequestSite) {
             json!({"path": path, "headers": {"x-pool": pool}, "body": completion(1, Some(MODEL))});
         let url = site
             .deployment
-            .admin_url(warmroute::admin::explain::EXPLAIN_PATH);
+            .admin_url(warmroute_server::admin::explain::EXPLAIN_PATH);
         site.deployment
             .http
             .post(url)

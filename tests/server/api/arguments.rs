@@ -5,8 +5,8 @@ mod hints;
 use std::collections::HashMap;
 
 use tonic::{Code, Status};
-use warmroute::api::pb;
-use warmroute::api::pb::question::Prompt;
+use warmroute_server::api::pb;
+use warmroute_server::api::pb::question::Prompt;
 
 use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
 

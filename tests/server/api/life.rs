@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
-use warmroute::api::pb;
+use warmroute_server::api::pb;
 
 use crate::api::site::{ApiSite, PATIENCE, attempt, book, rank, tokens, worker};
 

@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,10 +13,10 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
-use warmroute::api::pb;
-use warmroute::api::pb::router_client::RouterClient;
-use warmroute::config::Config;
-use warmroute::server::App;
+use warmroute_server::api::pb;
+use warmroute_server::api::pb::router_client::RouterClient;
+use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::config::Config;
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
 
@@ -67,7 +68,9 @@ impl ApiSite {
         std::fs::write(&path, config.to_string()).unwrap();
         std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config).await.unwrap();
+        let app = App::start(config, Arc::new(NoExternalDiscovery))
+            .await
+            .unwrap();
         let admin = app.admin_address;
         let api = app.api_address.unwrap();
         let shutdown = CancellationToken::new();

@@ -9,12 +9,12 @@ use tonic::{Code, Streaming};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute::api::pb;
-use warmroute::api::pb::dump_events_response::Kind;
 use warmroute_core::block::{BlockHashes, CacheSalt};
 use warmroute_core::index::dump::{DumpReader, VERSION};
 use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
 use warmroute_core::worker::{BlockSize, RankSlot};
+use warmroute_server::api::pb;
+use warmroute_server::api::pb::dump_events_response::Kind;
 
 use crate::api::site::{ApiSite, PATIENCE, StubEngine, rank, tokens, worker};
 

@@ -1,5 +1,7 @@
 //! Engine sessions of a whole server.
 
+use warmroute_server::app::NoExternalDiscovery;
+
 use super::*;
 
 fn header(key: &str, value: &str) -> HeaderValue {
@@ -26,10 +28,12 @@ impl SessionStack {
              process: {{drain: {{grace_period: 0s}}}}\n{more}",
             engine.address
         );
-        let app =
-            App::start(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
-                .await
-                .unwrap();
+        let app = App::start(
+            Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
+            Arc::new(NoExternalDiscovery),
+        )
+        .await
+        .unwrap();
         let address = app.ext_proc_address.unwrap();
         let stop = CancellationToken::new();
         let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));

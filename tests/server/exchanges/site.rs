@@ -2,6 +2,7 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
@@ -13,8 +14,8 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute::config::Config;
-use warmroute::server::App;
+use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::config::Config;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -58,7 +59,9 @@ impl ExchangeSite {
         )
         .unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config).await.unwrap();
+        let app = App::start(config, Arc::new(NoExternalDiscovery))
+            .await
+            .unwrap();
         let admin = app.admin_address;
         let tcp = app.ext_proc_address.unwrap();
         let shutdown = CancellationToken::new();

@@ -10,17 +10,17 @@ use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
 use proto::ProcessingRequest;
 use proto::processing_request::Request;
-use warmroute::ext_proc::config::ObserveMode;
-use warmroute::ext_proc::exchange::{ExchangeOptions, ExchangeStart, ResponseHeaderOptions};
-use warmroute::ext_proc::message::{BodyMode, IncomingMessage};
-use warmroute::ext_proc::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
-use warmroute::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
-use warmroute::ext_proc::{Effect, Exchange, headers};
-use warmroute::prefill::MirrorTarget;
-use warmroute::request::RequestBody;
 use warmroute_core::policy::EndpointSubset;
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+use warmroute_server::ext_proc::config::ObserveMode;
+use warmroute_server::ext_proc::exchange::{ExchangeOptions, ExchangeStart, ResponseHeaderOptions};
+use warmroute_server::ext_proc::message::{BodyMode, IncomingMessage};
+use warmroute_server::ext_proc::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
+use warmroute_server::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
+use warmroute_server::ext_proc::{Effect, Exchange, headers};
+use warmroute_server::prefill::MirrorTarget;
+use warmroute_server::request::RequestBody;
 
 use super::input::Input;
 use super::watch::ExchangeWatch;
@@ -292,7 +292,7 @@ fn options(input: &mut Input<'_>) -> ExchangeOptions {
         body_limit: input.below(64) << (input.byte() & 12),
         routing_headers: RoutingHeaders::new(&profiles[..count], &HeaderNames::default()),
         clear_route_cache: input.flag(),
-        assumed_modes: warmroute::ext_proc::message::BodyModes {
+        assumed_modes: warmroute_server::ext_proc::message::BodyModes {
             request: input.pick(&MODES),
             response: input.pick(&MODES),
         },

@@ -8,15 +8,15 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use bytes::Bytes;
-use warmroute::request::config::ClientsConfig;
-use warmroute::request::{
-    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessedRequest, PreprocessorParts,
-    RequestBody, RequestPreprocessor, SessionFields,
-};
-use warmroute::tracking_hash::TrackingHash;
 use warmroute_core::block::BlockWindows;
 use warmroute_core::router::{Reason, RoutePrompt};
 use warmroute_core::worker::BlockSize;
+use warmroute_server::request::config::ClientsConfig;
+use warmroute_server::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessedRequest, PreprocessorParts,
+    RequestBody, RequestPreprocessor, SessionFields,
+};
+use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::{ApiPaths, ApiWorkload};
 
 use super::bodies::CANARY;
@@ -96,7 +96,7 @@ fn preprocessor(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
             ..ClientsConfig::default()
         },
         pool_routes: Default::default(),
-        rewrites: warmroute::request::RewriteRules::default(),
+        rewrites: warmroute_server::request::RewriteRules::default(),
         rewrite_headers: Vec::new(),
         cluster: Default::default(),
         // The limits make all work run on this thread.

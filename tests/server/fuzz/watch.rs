@@ -7,10 +7,10 @@ use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::body_mutation::Mutation;
 use proto::processing_request::Request;
 use proto::processing_response::Response;
-use warmroute::ext_proc::message::{BodyMode, BodyModes};
-use warmroute::ext_proc::mutation::MAX_CHUNK_BYTES;
-use warmroute::ext_proc::reply::RouteReply;
-use warmroute::ext_proc::{Effect, Exchange, headers};
+use warmroute_server::ext_proc::message::{BodyMode, BodyModes};
+use warmroute_server::ext_proc::mutation::MAX_CHUNK_BYTES;
+use warmroute_server::ext_proc::reply::RouteReply;
+use warmroute_server::ext_proc::{Effect, Exchange, headers};
 use warmroute_tokens::openai::restore::ModelNameRestorer;
 
 const REQUEST_HEADERS: &str = "request headers";

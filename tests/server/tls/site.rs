@@ -22,9 +22,9 @@ use tonic::transport::Channel;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute::config::Config;
-use warmroute::server::App;
 use warmroute_runtime::tls::ReloadableFiles;
+use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::config::Config;
 use warmroute_testbed::merge_config;
 
 /// Timeout of waits, far longer than any step takes.
@@ -62,7 +62,9 @@ impl TlsSite {
         let path = dir.path().join("warmroute.yaml");
         std::fs::write(&path, config.to_string()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config).await.unwrap();
+        let app = App::start(config, Arc::new(NoExternalDiscovery))
+            .await
+            .unwrap();
         let ext_proc = app.ext_proc_address.unwrap();
         let api = app.api_address;
         let admin = app.admin_address;

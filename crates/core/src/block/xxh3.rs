@@ -172,6 +172,7 @@ fn avalanche(sum: u64) -> u64 {
 mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::*;
 
@@ -183,7 +184,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(property_config(20_000))]
 
         #[test]
         fn sixteen_tokens_hash_like_bytes(tokens: [u32; 16], seed: u64) {

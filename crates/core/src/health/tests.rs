@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -339,7 +340,7 @@ impl Model {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn health_matches_model_with_single_probes(ops in prop::collection::vec(any_op(), 1..40)) {

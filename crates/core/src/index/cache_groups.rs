@@ -189,7 +189,7 @@ mod tests {
     }
 
     proptest::proptest! {
-        #![proptest_config(proptest::prelude::ProptestConfig { cases: 10_000, failure_persistence: None, ..Default::default() })]
+        #![proptest_config(warmroute_property_tests::property_config(10_000))]
 
         #[test]
         fn reusable_prefix_matches_definition(

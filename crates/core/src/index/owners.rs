@@ -249,11 +249,12 @@ mod tests {
     use std::collections::BTreeMap;
 
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::*;
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(property_config(2_000))]
 
         #[test]
         fn all_owner_representations_are_equivalent(

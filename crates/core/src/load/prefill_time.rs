@@ -172,6 +172,7 @@ impl RegressionLine {
 mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::*;
 
@@ -289,7 +290,7 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(property_config(2000))]
 
         #[test]
         fn any_observations_give_a_bounded_estimate(observed in vec((any::<u64>(), 0..4_000_000_000_000u64), 8..40), tokens in any::<u64>()) {

@@ -263,11 +263,12 @@ fn round_to_u64(number: f64) -> u64 {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::round_to_u64;
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(property_config(20_000))]
 
         #[test]
         fn rounding_equals_the_standard_library(number in prop_oneof![0.0..1e6, 0.0..1e20, proptest::num::f64::POSITIVE], halves: u32) {

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 mod explain;
 mod external;
@@ -101,7 +102,7 @@ fn request(prompts: &[Vec<u64>]) -> RouteRequest {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(256))]
 
     #[test]
     fn decode_block_forecast_matches_load(

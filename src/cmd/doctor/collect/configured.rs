@@ -6,8 +6,8 @@ use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
 use warmroute_engines::engine_client::{MetricsPage, RankEventSource};
 
 use super::FactCollector;
-use crate::config::{ApproximatePolicy, WorkerSource};
-use crate::server;
+use warmroute_server::app;
+use warmroute_server::config::{ApproximatePolicy, WorkerSource};
 
 impl FactCollector<'_> {
     /// Returns the origin of a worker: the configured list, or a pod and its pool.
@@ -54,7 +54,7 @@ impl FactCollector<'_> {
         if self.config.engines.discovery.enabled {
             let caches = metrics.map(MetricsPage::caches).unwrap_or_default();
             let publishers = publishers.map(Vec::as_slice).unwrap_or_default();
-            server::parse_engine_settings(worker.endpoint, &caches, publishers)
+            app::parse_engine_settings(worker.endpoint, &caches, publishers)
                 .fill_missing(&mut completed, &ConfiguredSettings::default());
         }
         let has_discovered_sources =

@@ -7,7 +7,7 @@ use warmroute_doctor::engine::facts::{BootstrapReachability, EngineReply, Worker
 use warmroute_engines::engine_client::EngineUrl;
 
 use super::FactCollector;
-use crate::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
+use warmroute_server::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
 
 impl FactCollector<'_> {
     /// Fills in the facts about the KV handoff of a prefill worker.

@@ -10,7 +10,7 @@ use warmroute_settings::Size;
 use zeromq::{PubSocket, Socket as _, SocketSend as _};
 
 use super::*;
-use crate::config::WorkerSource;
+use warmroute_server::config::WorkerSource;
 
 /// Returns the batch that doctor receives from an engine that publishes payloads of 2 MiB.
 async fn receive_batch(max_message: Size) -> ProbedBatch {

@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -455,7 +456,7 @@ fn record_prefixes(names: &mut HashMap<EngineHash, Vec<u32>>, sequence: &TokenSe
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(300) })]
+    #![proptest_config(property_config(300))]
     #[test]
     fn random_histories_keep_cache_consistent(
         actions in prop::collection::vec(cache_action(), 1..60), num_blocks in 1usize..24

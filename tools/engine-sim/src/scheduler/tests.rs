@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::super::cache::{BlockKeys, CacheEvent};
 use super::*;
@@ -386,7 +387,7 @@ fn remote_phase() -> impl Strategy<Value = RemotePhase> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::with_cases(200) })]
+    #![proptest_config(property_config(200))]
     #[test]
     fn random_jobs_get_exact_answers_and_release_blocks(
         jobs in prop::collection::vec((0..3u32, 1..50u32, 1..14u32, 0..6usize, any::<bool>(), remote_phase()), 1..12),

@@ -1,5 +1,6 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 use super::*;
@@ -70,7 +71,7 @@ fn salt() -> impl Strategy<Value = CacheSalt> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(3_000))]
 
     #[test]
     fn block_hashes_match_definition(

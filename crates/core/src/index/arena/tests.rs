@@ -2,6 +2,7 @@ use std::collections::BTreeMap;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -183,7 +184,7 @@ impl TestArena {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(500))]
 
     #[test]
     fn extents_are_disjoint_and_free_neighbours_merge(

@@ -1,4 +1,5 @@
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::block::{EngineHash, LocalHash, StorageTier};
@@ -233,7 +234,7 @@ fn inconsistent_frames_are_rejected() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn every_corrupted_byte_is_detected(at in any::<prop::sample::Index>(), flip in 1..=255u8, cut in any::<bool>()) {

@@ -3,6 +3,7 @@ use std::ops::Range;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::block::{BlockHashes, EngineHash};
@@ -282,7 +283,7 @@ impl TestBed {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(2_000))]
 
     #[test]
     fn paths_match_model(
@@ -294,7 +295,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(60))]
 
     #[test]
     fn long_paths_changed_in_steps_match_model(steps in steps(25, 3, 1..1_500)) {

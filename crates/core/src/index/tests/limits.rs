@@ -2,6 +2,7 @@
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::cache_groups::share;
 use super::*;
@@ -196,7 +197,7 @@ fn limits_follow_known_capacity() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(500))]
 
     #[test]
     fn no_sequence_of_events_exceeds_the_limits(

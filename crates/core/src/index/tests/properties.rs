@@ -6,6 +6,7 @@ use std::num::NonZeroU32;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::index::dump::order_free_content;
@@ -507,7 +508,7 @@ fn dump_and_read(writer: &RankWriter) -> dump::RankDump {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn index_matches_naive_model(

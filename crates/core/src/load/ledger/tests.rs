@@ -3,6 +3,7 @@ use std::collections::BTreeMap;
 use parking_lot::Mutex;
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::block::SequenceHash;
@@ -500,7 +501,7 @@ impl LedgerModel {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn ledger_matches_live_attempts(

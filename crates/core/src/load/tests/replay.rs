@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -330,7 +331,7 @@ fn parts(pick: u16) -> Option<u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn load_matches_event_log(

@@ -1,6 +1,7 @@
 use std::num::NonZeroU32;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::fleet::Fleet;
@@ -489,7 +490,7 @@ fn violates_constraints(constraints: &Constraints, member: &FleetMember) -> bool
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn exclusion_reasons_match_eligibility(

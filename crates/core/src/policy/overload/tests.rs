@@ -1,6 +1,7 @@
 use std::num::NonZeroU32;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::fleet::Fleet;
@@ -213,7 +214,7 @@ fn invalid_thresholds_are_rejected_by_name() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     /// Worker 0 has two ranks and worker 1 has one. Blocks are 49, 50 or 51 of 100, or as little
     /// off by report.

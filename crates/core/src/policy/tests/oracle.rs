@@ -5,6 +5,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -120,7 +121,7 @@ fn inputs() -> impl Strategy<Value = PolicyInput> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 20_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(20_000))]
 
     #[test]
     fn choice_has_minimum_cost(

@@ -278,7 +278,7 @@ impl PredictorAndModels {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(warmroute_property_tests::property_config(10_000))]
 
     #[test]
     fn predictor_matches_model(
@@ -296,7 +296,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(warmroute_property_tests::property_config(300))]
 
     #[test]
     fn long_scripts_on_several_ranks_match_model(

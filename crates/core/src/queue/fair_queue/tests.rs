@@ -2,6 +2,7 @@ use std::time::Duration;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::queue::{
@@ -198,7 +199,7 @@ impl QueueAndModel {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn queue_matches_sorted_list(classes in class_configs(), ops in vec(op(), 1..40)) {

@@ -423,7 +423,7 @@ fn explanation_changes_no_state() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(warmroute_property_tests::property_config(512))]
 
     #[test]
     fn next_decision_matches_explanation(

@@ -150,7 +150,7 @@ fn prompt_in_flight_counts_for_concurrent_requests() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(warmroute_property_tests::property_config(400))]
 
     /// Sends the same accepted requests to two routers. One of them also receives rejected
     /// requests, some of which are in flight at the same time.

@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -407,7 +408,7 @@ impl ModelCheck {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn sessions_match_model(ops in prop::collection::vec(any_op(), 1..40)) {

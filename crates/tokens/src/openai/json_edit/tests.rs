@@ -1,6 +1,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -166,7 +167,7 @@ fn object_text(
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 10_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(10_000))]
 
     #[test]
     fn edit_changes_only_its_field(

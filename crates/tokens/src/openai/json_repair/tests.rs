@@ -349,12 +349,13 @@ fn body_prefix_is_read_at_every_cut() {
 
 mod any {
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::*;
     use crate::openai::json_edit::tests::any_json;
 
     proptest! {
-        #![proptest_config(ProptestConfig { cases: 2000, failure_persistence: None, ..ProptestConfig::default() })]
+        #![proptest_config(property_config(2000))]
 
         #[test]
         fn prefix_of_any_body_is_repaired(value in any_json(), cut in any::<proptest::sample::Index>(), pretty: bool) {

@@ -3,6 +3,7 @@ use std::borrow::Cow;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::openai::json_edit::tests::{any_json, any_text};
@@ -248,7 +249,7 @@ fn cut<'t>(text: &'t [u8], sizes: &[usize]) -> Vec<&'t [u8]> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(3000))]
 
     #[test]
     fn stream_rewrite_equals_parsed_rewrite(

@@ -1,6 +1,7 @@
 use proptest::collection::vec;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use warmroute_property_tests::property_config;
 
 use super::*;
 
@@ -413,7 +414,7 @@ fn event() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(500))]
 
     #[test]
     fn chunk_boundaries_do_not_change_usage(

@@ -8,6 +8,7 @@ use std::path::Path;
 use proptest::prelude::*;
 use proptest::test_runner::TestRunner;
 use serde_json::{Value, json};
+use warmroute_property_tests::property_config;
 
 use crate::openai::{self, ApiKind, ChatPrompt, PromptInput};
 use crate::prompt::model_files::TemplateSources;
@@ -276,7 +277,7 @@ fn direct_rendering_equals_minijinja() {
     let templates = all();
     assert!(templates.len() > 30, "{} templates", templates.len());
     let directly = RefCell::new(vec![0; templates.len()]);
-    let mut runner = TestRunner::new(ProptestConfig::with_cases(300));
+    let mut runner = TestRunner::new(property_config(300));
     let outcome = runner.run(&body(), |body| {
         compare(
             &templates,

@@ -6,6 +6,7 @@ use std::sync::LazyLock;
 use flate2::read::GzDecoder;
 use proptest::prelude::*;
 use serde_json::{Value, json};
+use warmroute_property_tests::property_config;
 
 use super::hard_texts::PIECES;
 use super::*;
@@ -203,7 +204,7 @@ fn fast_tokens_match_for_hard_pieces() {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(32))]
+    #![proptest_config(property_config(32))]
 
     #[test]
     fn fast_tokens_match_for_random_hard_texts(

@@ -2,6 +2,7 @@ use std::cell::Cell;
 use std::sync::LazyLock;
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::prompt::fast::hard_texts::PIECES;
@@ -123,7 +124,7 @@ fn texts() -> impl Strategy<Value = String> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(64))]
 
     #[test]
     fn pieces_have_first_tokens_of_whole_text(

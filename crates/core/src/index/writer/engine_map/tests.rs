@@ -2,6 +2,7 @@ use std::collections::HashMap;
 
 use proptest::collection::vec;
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::index::ids::BlockId;
@@ -27,7 +28,7 @@ fn hashes() -> impl Strategy<Value = u64> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(2_000))]
 
     #[test]
     fn engine_map_matches_std_map(steps in vec((hashes(), any::<u32>(), 0..4u8), 0..200)) {

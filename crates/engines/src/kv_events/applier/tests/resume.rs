@@ -2,6 +2,7 @@
 //! batches.
 
 use proptest::prelude::*;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use warmroute_core::index::dump::{self, DumpReader, order_free_content};
@@ -206,7 +207,7 @@ impl TestStream {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(property_config(2_000))]
 
     #[test]
     fn resumed_reader_ends_like_uninterrupted_reader(

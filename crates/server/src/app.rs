@@ -1,0 +1,412 @@
+//! Composition root, which connects all components. [`App::start`] builds them from the
+//! configuration and binds the sockets; [`App::run_until`] serves until shutdown is requested, then
+//! drains.
+
+mod abortable;
+mod addresses;
+mod background;
+mod core_listener;
+mod drain;
+mod encoders;
+mod endpoint_publisher;
+mod ext_proc_factory;
+mod external_discovery;
+mod fleet_controller;
+mod fleet_source;
+mod health;
+mod health_checks;
+mod incarnation;
+mod listeners;
+mod offline;
+mod parts;
+mod reload;
+mod reloadable_service;
+mod self_test;
+mod self_test_subjects;
+mod servers;
+mod settings_poller;
+mod source_task;
+pub mod telemetry;
+mod tokenizer_checks;
+mod unix_socket;
+
+use std::collections::BTreeSet;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use anyhow::{Context as _, bail};
+use arc_swap::ArcSwap;
+use tokio::task::JoinSet;
+use tokio_util::sync::{CancellationToken, DropGuard};
+use tokio_util::task::{AbortOnDropHandle, TaskTracker};
+use tracing::info;
+use warmroute_core::router::{Reason, Router};
+use warmroute_core::worker::ModelName;
+use warmroute_metrics::{KnownLabels, Metrics, PoolLabels};
+use warmroute_runtime::lifecycle::{Readiness, supervise};
+use warmroute_runtime::tls::ReloadableFiles;
+
+use crate::admin::explain::ExplainContext;
+use crate::api::{self, RankWriters};
+use crate::app::telemetry::LogFilter;
+use crate::cluster::replica::LocalEventChannel;
+use crate::config::Config;
+use crate::dispatch::audit::{CacheAudit, MissCause};
+use crate::request::{ModelRegistry, RequestPreprocessor};
+use core_listener::CoreListener;
+use health::GrpcHealth;
+use listeners::ListenerFactory;
+use parts::PreprocessorDeps;
+use unix_socket::SocketIdentity;
+
+pub use external_discovery::{
+    ExternalDiscovery, ExternalSource, ExternalWatch, NoExternalDiscovery,
+};
+pub use offline::{
+    LoadReport, OfflineRouter, listed_workers, load_model, missing_template_advice, try_load,
+};
+pub use reload::{ConfigFile, ReadConfig, ReloadOutcome, Reloader};
+pub use settings_poller::parse_engine_settings;
+
+/// Startup step that ends when the ext_proc service is served.
+const LOADING: &str = "tokenizers";
+
+/// A running warmroute process.
+pub struct App {
+    /// Stops the background tasks before the components that they use are dropped, for example when
+    /// startup fails.
+    _stop_first: DropGuard,
+    started: Instant,
+    /// Admin address.
+    pub admin_address: SocketAddr,
+    /// API address, if configured.
+    pub api_address: Option<SocketAddr>,
+    /// ext_proc TCP address.
+    pub ext_proc_address: Option<SocketAddr>,
+    /// ext_proc unix socket.
+    pub ext_proc_socket: Option<PathBuf>,
+    /// Address of the dedicated gRPC health listener.
+    pub health_address: Option<SocketAddr>,
+    /// xDS address, if separate from ext_proc.
+    pub xds_address: Option<SocketAddr>,
+    /// Certificates, keys and tokens; [`ReloadableFiles::reload`] reads them immediately.
+    pub reloadable_files: ReloadableFiles,
+    /// Audit of predictions.
+    audit: Arc<CacheAudit>,
+    /// Unix socket that a successor may take over.
+    socket: Option<SocketIdentity>,
+    readiness: Readiness,
+    /// Health service of the main listeners; its watches end when they close.
+    health: GrpcHealth,
+    /// Health service of the dedicated listener, which serves until the process ends.
+    dedicated_health: GrpcHealth,
+    reloader: Arc<Reloader>,
+    /// Clients for discovery by Kubernetes and DNS.
+    discovery: Arc<dyn ExternalDiscovery>,
+    /// Stops accepting exchanges and finishes open ones.
+    closing: CancellationToken,
+    /// Aborts open exchanges.
+    abort: CancellationToken,
+    /// Tasks that outlive their exchange: prefills and engine notifications.
+    exchange_tasks: TaskTracker,
+    /// Stops all other tasks.
+    stop: CancellationToken,
+    /// Servers that end with `closing`.
+    servers: JoinSet<anyhow::Result<()>>,
+    /// Closes the admin and health listeners; child of `stop`.
+    close_pages: CancellationToken,
+    /// Servers that end with `close_pages`.
+    pages: JoinSet<anyhow::Result<()>>,
+    background: JoinSet<()>,
+}
+
+impl App {
+    /// Builds everything, binds the sockets and starts the background tasks.
+    pub async fn start(
+        config: Config,
+        discovery: Arc<dyn ExternalDiscovery>,
+    ) -> anyhow::Result<Self> {
+        let metrics = Arc::new(Metrics::new());
+        let channel = config.replicas.as_ref().map(|_| LocalEventChannel::new());
+        let replica_events = channel.as_ref().map(|channel| channel.events.clone());
+        let core_listener = Arc::new(CoreListener::for_server(&config, replica_events));
+        let dispatcher = parts::dispatcher(&config, rand::random(), &core_listener);
+        let router = dispatcher.router().clone();
+        let audit = CacheAudit::new(router.clone(), metrics.clone());
+        let mut app = Self::new(Arc::new(config), discovery, &router, &metrics, audit)?;
+        let config = app.reloader.running();
+        let sockets = ListenerFactory {
+            limits: config.listeners.limits.clone(),
+            wait_for_addresses: addresses::ensure_free(&config).await?,
+            reloadable_files: app.reloadable_files.clone(),
+            metrics: metrics.clone(),
+        };
+        // Health and admin pages start first, so that they show pending startup steps.
+        let loading = app.readiness.begin_step(LOADING);
+        let explain = ExplainContext::new(config.requests.limits.max_body_size.bytes());
+        app.serve_health(&sockets, &config).await?;
+        let envoys = parts::xds_clients(&config, &metrics);
+        let replica = app.join_replicas(&config, &dispatcher, channel)?;
+        let pages = app.admin_pages(&dispatcher, &explain, envoys.clone(), replica.clone());
+        app.serve_admin(&sockets, &config, pages).await?;
+        let writers = Arc::new(RankWriters::default());
+        app.start_fleet_controller(&config, &dispatcher, writers.clone(), envoys.clone())?;
+        let discovery = app.start_xds(&sockets, &config, envoys).await?;
+        app.start_timers(&dispatcher, &metrics);
+        app.start_index_client();
+        app.start_engine_sessions(
+            &config,
+            &dispatcher,
+            core_listener.session_moves(),
+            replica.clone(),
+        );
+        let models = app.reloader.load_models().await?;
+        let listeners = app.bind_ext_proc(&sockets, &config).await?;
+        let preprocessor = app.build_preprocessor(&config, models, &router)?;
+        router.parity().configure(preprocessor.parity_statuses());
+        explain.preprocessor.store(Some(preprocessor.clone()));
+        let parts = api::ApiDependencies {
+            preprocessor: Arc::new(ArcSwap::new(preprocessor.clone())),
+            dispatcher: dispatcher.clone(),
+            writers,
+            metrics: metrics.clone(),
+            shutdown: app.closing.clone(),
+            readiness: app.readiness.clone(),
+        };
+        app.follow_models(router.clone(), explain, parts.preprocessor.clone());
+        // The checks need the parity status of each model, which was created above.
+        app.start_checks(&config, &router);
+        app.serve_api(&sockets, &config, parts).await?;
+        app.follow_files(&metrics);
+        let service = app.ext_proc_service(&config, preprocessor, dispatcher, replica)?;
+        app.serve_ext_proc(listeners, &service, discovery.as_ref());
+        loading.complete();
+        Ok(app)
+    }
+
+    fn build_preprocessor(
+        &self,
+        config: &Config,
+        models: ModelRegistry,
+        router: &Arc<Router>,
+    ) -> anyhow::Result<Arc<RequestPreprocessor>> {
+        let deps = PreprocessorDeps {
+            cluster: &self.reloader.cluster,
+            client: &self.reloader.client(),
+            router,
+            metrics: &self.reloader.metrics,
+            remote_index: self.reloader.index_client.clone(),
+        };
+        parts::preprocessor(config, models, deps)
+    }
+
+    fn start_checks(&mut self, config: &Config, router: &Arc<Router>) {
+        self.start_self_test(config, router);
+        self.start_health_checks(config, router);
+        self.start_tokenizer_checks(router);
+    }
+
+    /// Creates the process state without starting tasks.
+    fn new(
+        config: Arc<Config>,
+        discovery: Arc<dyn ExternalDiscovery>,
+        router: &Arc<Router>,
+        metrics: &Arc<Metrics>,
+        audit: Arc<CacheAudit>,
+    ) -> anyhow::Result<Self> {
+        let models: Vec<ModelName> = config
+            .models
+            .iter()
+            .map(|model| model.name.clone())
+            .collect();
+        metrics.start_at_zero(&KnownLabels {
+            models: &models,
+            reasons: &Reason::ALL.map(Reason::as_str),
+            causes: &MissCause::ALL.map(MissCause::as_str),
+        });
+        if let Some(pool) = &config.process.pool {
+            let name = pool.name.clone().unwrap_or_default();
+            let namespace = pool.namespace.clone().unwrap_or_default();
+            info!(name, namespace, "serving this pool");
+            metrics
+                .process
+                .pool_info
+                .get_or_create(&PoolLabels { name, namespace })
+                .set(1);
+        }
+        let stop = CancellationToken::new();
+        Ok(Self {
+            _stop_first: stop.clone().drop_guard(),
+            started: Instant::now(),
+            admin_address: config.listeners.admin.address,
+            api_address: None,
+            ext_proc_address: None,
+            ext_proc_socket: None,
+            health_address: None,
+            xds_address: None,
+            reloadable_files: ReloadableFiles::default(),
+            audit,
+            socket: None,
+            readiness: Readiness::default(),
+            health: GrpcHealth::default(),
+            dedicated_health: GrpcHealth::default(),
+            reloader: Arc::new(Reloader::new(config, router.clone(), metrics.clone())?),
+            discovery,
+            closing: CancellationToken::new(),
+            abort: CancellationToken::new(),
+            exchange_tasks: TaskTracker::new(),
+            close_pages: stop.child_token(),
+            stop,
+            servers: JoinSet::new(),
+            pages: JoinSet::new(),
+            background: JoinSet::new(),
+        })
+    }
+
+    /// Reloads the configuration when its file changes or a reload is requested.
+    pub fn follow_config_file(&mut self, file: ConfigFile, log: LogFilter) {
+        let log = Arc::new(log);
+        self.reloader.register("log.level", move |next| {
+            let log = log.clone();
+            let level = next.config.process.log.level;
+            Ok(Box::new(move || log.set_level(level)))
+        });
+        let reloader = self.reloader.clone();
+        let file = Arc::new(file);
+        let stop = self.stop.clone();
+        let metrics = reloader.metrics.clone();
+        self.background.spawn(async move {
+            supervise("configuration", &metrics, stop, || {
+                reload::follow(reloader.clone(), file.clone())
+            })
+            .await;
+        });
+    }
+
+    /// Returns the reloader.
+    pub fn reloader(&self) -> &Arc<Reloader> {
+        &self.reloader
+    }
+
+    /// Serves until `shutdown` completes, then drains. During the grace period the process is not
+    /// ready but serves; then it accepts no new streams until the deadline.
+    pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
+        info!(
+            admin = %self.admin_address,
+            tcp = ?self.ext_proc_address,
+            unix = ?self.ext_proc_socket,
+            health = ?self.health_address,
+            api = ?self.api_address,
+            xds = ?self.xds_address,
+            "listening"
+        );
+        // Dropped before the components, because dropping them ends their startup steps.
+        let _announcement = AbortOnDropHandle::new(tokio::spawn(announce_ready(
+            self.readiness.clone(),
+            self.reloader.clone(),
+            self.started,
+        )));
+        tokio::select! {
+            () = shutdown => {}
+            failed = self.wait_for_failure() => return failed,
+        }
+        self.readiness.drain();
+        for health in [&self.health, &self.dedicated_health] {
+            health.publish(&self.readiness).await;
+        }
+        self.drain().await?;
+        self.stop.cancel();
+        self.abort_open().await;
+        info!("stopped");
+        Ok(())
+    }
+
+    /// Returns when a server or task ends unexpectedly.
+    async fn wait_for_failure(&mut self) -> anyhow::Result<()> {
+        tokio::select! {
+            // Servers end by themselves only on failure.
+            ended = self.servers.join_next() => ended.context("there is no server")??,
+            ended = self.pages.join_next() => ended.context("there are no pages")??,
+            ended = self.background.join_next() => {
+                // Background tasks end only on failure, too. Without the fleet controller, the
+                // fleet would silently stay unchanged.
+                ended.context("there is no background task")?.context("a background task failed")?;
+                bail!("a background task ended");
+            }
+        }
+    }
+
+    /// Registers the participant that replaces the preprocessor of the API and the admin pages.
+    fn follow_models(
+        &self,
+        router: Arc<Router>,
+        explain: ExplainContext,
+        api: Arc<ArcSwap<RequestPreprocessor>>,
+    ) {
+        self.reloader.register("models", move |next| {
+            let explain = explain.clone();
+            let api = api.clone();
+            let preprocessor = next.preprocessor.clone();
+            let router = router.clone();
+            let body_limit = next.config.requests.limits.max_body_size.bytes();
+            Ok(Box::new(move || {
+                router.parity().configure(preprocessor.parity_statuses());
+                explain.set_body_limit(body_limit);
+                explain.preprocessor.store(Some(preprocessor.clone()));
+                api.store(preprocessor);
+            }))
+        });
+    }
+}
+
+/// Logs one line with the loaded models, workers and event sources once every startup step has
+/// ended.
+async fn announce_ready(readiness: Readiness, reloader: Arc<Reloader>, started: Instant) {
+    if readiness
+        .subscribe()
+        .wait_for(BTreeSet::is_empty)
+        .await
+        .is_err()
+    {
+        return;
+    }
+    let router = reloader.router();
+    let fleet = router.fleet();
+    let sources = fleet
+        .members()
+        .filter(|member| member.worker.event_source(member.rank.rank).is_some());
+    let (live, absent): (Vec<_>, Vec<_>) =
+        sources.partition(|member| router.source_status(member.rank).is_attached());
+    info!(
+        took = format!("{:.1}s", started.elapsed().as_secs_f64()),
+        models = reloader.running().models.len(),
+        workers = fleet.workers().count(),
+        event_sources = format!("{} of {}", live.len(), live.len() + absent.len()),
+        "ready"
+    );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn panicking_background_task_ends_process() {
+        let text = "listeners: {ext_proc: {address: '127.0.0.1:0'}, admin: {address: '127.0.0.1:0'}}\nmodels: [{name: m, block_size: 16}]\n\
+                    workers: {list: [{id: 1, endpoint: '127.0.0.1:8000'}]}\n";
+        let config =
+            Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
+        let mut app = App::start(config, Arc::new(NoExternalDiscovery))
+            .await
+            .unwrap();
+        app.background.spawn(async { panic!("injected failure") });
+        let ended = app.run_until(std::future::pending()).await.unwrap_err();
+        assert!(
+            format!("{ended:#}").contains("a background task failed"),
+            "{ended:#}"
+        );
+    }
+}

@@ -1,0 +1,328 @@
+//! Derives the settings of an engine from its responses.
+
+use std::collections::BTreeMap;
+
+use warmroute_core::engine_settings::EngineSettings;
+use warmroute_core::worker::{EventSource, ModelName, SocketAttach, WorkerEndpoint};
+use warmroute_engines::engine_client::{
+    CacheConfig, EngineError, EngineModel, RankEventSource, cache_settings,
+};
+
+use crate::fleet::discovery::zmq::ZmqEndpoint;
+
+/// Responses of an engine's endpoints, or their errors.
+pub(super) struct EngineResponses {
+    pub(super) caches: Result<Vec<CacheConfig>, EngineError>,
+    pub(super) sources: Result<Vec<RankEventSource>, EngineError>,
+    pub(super) model: Result<Option<EngineModel>, EngineError>,
+}
+
+impl EngineResponses {
+    /// Returns whether a failed response may succeed soon: the engine is starting or overloaded.
+    pub(super) fn is_retryable(&self) -> bool {
+        let errors = [
+            self.caches.as_ref().err(),
+            self.sources.as_ref().err(),
+            self.model.as_ref().err(),
+        ];
+        errors.into_iter().flatten().any(EngineError::is_transient)
+    }
+
+    /// Returns the settings according to the responses. If an endpoint failed, its previous
+    /// settings are kept.
+    pub(super) fn merge(
+        self,
+        endpoint: WorkerEndpoint,
+        before: Option<&EngineSettings>,
+    ) -> EngineSettings {
+        let before = before.cloned().unwrap_or_default();
+        let now = parse_engine_settings(
+            endpoint,
+            self.caches.as_deref().unwrap_or_default(),
+            self.sources.as_deref().unwrap_or_default(),
+        );
+        let cached = if self.caches.is_ok() { &now } else { &before };
+        let event_sources = if self.sources.is_ok() {
+            now.event_sources.clone()
+        } else {
+            before.event_sources.clone()
+        };
+        let (root, max_model_len) = match self.model {
+            Ok(model) => model.map_or((None, None), |model| (model.root, model.max_model_len)),
+            Err(_) => (before.root.clone(), before.max_model_len),
+        };
+        EngineSettings {
+            block_size: cached.block_size,
+            total_kv_blocks: cached.total_kv_blocks,
+            ranks: cached.ranks,
+            event_sources,
+            root,
+            max_model_len,
+        }
+    }
+}
+
+/// Derives the settings from the cache configurations and event sources of an engine.
+pub fn parse_engine_settings(
+    endpoint: WorkerEndpoint,
+    caches: &[CacheConfig],
+    sources: &[RankEventSource],
+) -> EngineSettings {
+    let published = sources.iter().filter(|source| source.enabled);
+    let event_sources: BTreeMap<u32, EventSource> = published
+        .filter_map(|source| Some((source.rank, event_source_of_rank(endpoint, source)?)))
+        .collect();
+    EngineSettings {
+        event_sources,
+        ..cache_settings(caches)
+    }
+}
+
+/// Returns the base model with this name, or else the first base model.
+pub(super) fn base_model(models: Vec<EngineModel>, name: &ModelName) -> Option<EngineModel> {
+    let mut base_models = models.into_iter().filter(|model| model.parent.is_none());
+    let first = base_models.next()?;
+    if first.id == name.as_str() {
+        Some(first)
+    } else {
+        base_models
+            .find(|model| model.id == name.as_str())
+            .or(Some(first))
+    }
+}
+
+/// Returns the event source of a rank, or `None` if this process cannot connect to it. vLLM binds
+/// only if the endpoint is a wildcard or a path. Otherwise it connects to a subscriber, which is
+/// not this process unless configured.
+fn event_source_of_rank(worker: WorkerEndpoint, source: &RankEventSource) -> Option<EventSource> {
+    let binds = ["*", "::"]
+        .iter()
+        .any(|mark| source.endpoint.contains(mark))
+        || source.endpoint.starts_with("ipc:");
+    if !binds {
+        return None;
+    }
+    let replay = source
+        .replay_endpoint
+        .as_deref()
+        .and_then(|replay| reachable_endpoint(worker, replay));
+    let endpoint = reachable_endpoint(worker, &source.endpoint)?;
+    Some(EventSource {
+        endpoint,
+        topic: source.topic.clone(),
+        attach: SocketAttach::Connect,
+        replay,
+    })
+}
+
+/// Returns an endpoint as this process reaches it: with the worker's address as host. Returns
+/// `None` for an endpoint at another host.
+fn reachable_endpoint(worker: WorkerEndpoint, endpoint: &str) -> Option<String> {
+    let endpoint: ZmqEndpoint = endpoint.parse().ok()?;
+    let ZmqEndpoint::Tcp { host, port } = &endpoint else {
+        // A path can only be used on the same machine.
+        return worker.0.ip().is_loopback().then(|| endpoint.to_string());
+    };
+    let own = worker.0.ip();
+    let address = host.parse::<std::net::IpAddr>();
+    let is_local = host == "localhost" || address.is_ok_and(|ip| ip.is_loopback() || ip == own);
+    let reachable = ZmqEndpoint::Tcp {
+        host: own.to_string(),
+        port: *port,
+    };
+    (*port != 0 && (endpoint.is_wildcard() || is_local)).then(|| reachable.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use warmroute_core::worker::BlockSize;
+    use warmroute_engines::engine_client::MetricsPage;
+
+    #[test]
+    fn engine_host_is_replaced_by_worker_address() {
+        let worker: WorkerEndpoint = "10.0.0.7:8000".parse().unwrap();
+        let cases = [
+            ("tcp://*:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://0.0.0.0:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://[::]:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://127.0.0.1:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://localhost:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://10.0.0.7:5557", Some("tcp://10.0.0.7:5557")),
+            ("tcp://10.0.0.9:5557", None),
+            ("tcp://*:0", None),
+            ("ipc:///run/events", None),
+            ("nonsense", None),
+        ];
+        for (given, expected) in cases {
+            assert_eq!(
+                reachable_endpoint(worker, given).as_deref(),
+                expected,
+                "{given}"
+            );
+        }
+        let local: WorkerEndpoint = "127.0.0.1:8000".parse().unwrap();
+        assert_eq!(
+            reachable_endpoint(local, "ipc:///run/events").as_deref(),
+            Some("ipc:///run/events")
+        );
+    }
+
+    #[test]
+    fn failed_response_keeps_previous_settings() {
+        let worker: WorkerEndpoint = "10.0.0.7:8000".parse().unwrap();
+        let cache = CacheConfig {
+            engine: "0".to_owned(),
+            block_size: Some(16),
+            num_gpu_blocks: Some(90),
+            size_tokens: None,
+            prefix_caching: None,
+            hash_algorithm: None,
+        };
+        let source = |endpoint: &str| RankEventSource {
+            rank: 0,
+            enabled: true,
+            endpoint: endpoint.to_owned(),
+            replay_endpoint: None,
+            topic: String::new(),
+        };
+        let model = EngineModel {
+            id: "m".to_owned(),
+            root: Some("org/m".to_owned()),
+            parent: None,
+            max_model_len: Some(4096),
+        };
+        let timeout = || EngineError::Timeout;
+        let complete = EngineResponses {
+            caches: Ok(vec![cache]),
+            sources: Ok(vec![source("tcp://*:5557")]),
+            model: Ok(Some(model)),
+        };
+        assert!(!complete.is_retryable());
+        let first = complete.merge(worker, None);
+        assert_eq!(
+            (first.total_kv_blocks, first.event_sources.len()),
+            (Some(90), 1)
+        );
+        assert_eq!(
+            (first.root.as_deref(), first.max_model_len),
+            (Some("org/m"), Some(4096))
+        );
+        for sources in [Err(timeout()), Ok(vec![source("tcp://*:5557")])] {
+            let partial = EngineResponses {
+                caches: Err(timeout()),
+                sources,
+                model: Err(timeout()),
+            };
+            assert!(partial.is_retryable());
+            assert_eq!(partial.merge(worker, Some(&first)), first);
+        }
+        // The endpoint no longer exists, so the engine is not queried again soon.
+        let no_events = EngineResponses {
+            caches: Err(EngineError::Unreadable("")),
+            sources: Ok(Vec::new()),
+            model: Ok(None),
+        };
+        assert!(!no_events.is_retryable());
+        let no_events = no_events.merge(worker, Some(&first));
+        assert_eq!(
+            (no_events.total_kv_blocks, no_events.event_sources.len()),
+            (Some(90), 0)
+        );
+        assert_eq!(no_events.root, None);
+        // The engine connects, so it is not a source to connect to.
+        assert!(parse_engine_settings(worker, &[], &[source("tcp://127.0.0.1:5557")]).is_empty());
+    }
+
+    #[test]
+    fn adapter_is_not_the_base_model() {
+        let model = |id: &str, parent: Option<&str>| EngineModel {
+            id: id.to_owned(),
+            root: Some(format!("root of {id}")),
+            parent: parent.map(str::to_owned),
+            max_model_len: None,
+        };
+        let served = || {
+            vec![
+                model("m-lora", Some("m")),
+                model("alias", None),
+                model("m", None),
+            ]
+        };
+        for (name, expected) in [
+            ("m", "m"),
+            ("alias", "alias"),
+            ("other", "alias"),
+            ("m-lora", "alias"),
+        ] {
+            assert_eq!(
+                base_model(served(), &name.into()).unwrap().id,
+                expected,
+                "{name}"
+            );
+        }
+        assert_eq!(base_model(Vec::new(), &"m".into()), None);
+    }
+
+    #[test]
+    fn responses_become_settings_if_ranks_agree() {
+        let cache = |engine: &str, size, blocks| CacheConfig {
+            engine: engine.to_owned(),
+            block_size: Some(size),
+            num_gpu_blocks: Some(blocks),
+            size_tokens: None,
+            prefix_caching: None,
+            hash_algorithm: None,
+        };
+        let events = |rank, enabled| RankEventSource {
+            rank,
+            enabled,
+            endpoint: format!("tcp://*:{}", 5557 + rank),
+            replay_endpoint: None,
+            topic: String::new(),
+        };
+        let worker: WorkerEndpoint = "10.0.0.7:8000".parse().unwrap();
+        let caches = [cache("1", 16, 100), cache("0", 16, 90)];
+        let found = parse_engine_settings(worker, &caches, &[events(0, true), events(1, false)]);
+        assert_eq!(
+            (found.block_size, found.total_kv_blocks),
+            (BlockSize::new(16), Some(90))
+        );
+        assert_eq!(
+            found.ranks.map(|ranks| (ranks.start, ranks.size.get())),
+            Some((0, 2))
+        );
+        assert_eq!(found.event_sources.keys().collect::<Vec<_>>(), [&0]);
+        // Each metric line of vLLM has the blocks of all ranks and the tokens of one rank.
+        let sum = [cache("0", 32, 6000), cache("1", 32, 6000)];
+        assert_eq!(
+            parse_engine_settings(worker, &sum, &[]).total_kv_blocks,
+            Some(3000)
+        );
+        let exact = sum.clone().map(|cache| CacheConfig {
+            size_tokens: Some(64_000),
+            ..cache
+        });
+        assert_eq!(
+            parse_engine_settings(worker, &exact, &[]).total_kv_blocks,
+            Some(2000)
+        );
+        assert_eq!(
+            parse_engine_settings(worker, &exact[..1], &[]).total_kv_blocks,
+            Some(6000),
+            "a page of one rank"
+        );
+        let page = MetricsPage::parse(include_str!(
+            "../../../../../tests/data/engines/metrics-vllm-dp2.txt"
+        ));
+        assert_eq!(
+            parse_engine_settings(worker, &page.caches(), &[]).total_kv_blocks,
+            Some(256),
+            "a captured page"
+        );
+        let inconsistent =
+            parse_engine_settings(worker, &[cache("0", 16, 1), cache("2", 32, 1)], &[]);
+        assert_eq!((inconsistent.block_size, inconsistent.ranks), (None, None));
+        assert!(parse_engine_settings(worker, &[], &[]).is_empty());
+    }
+}

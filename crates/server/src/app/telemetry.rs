@@ -1,0 +1,111 @@
+//! Logging to standard error, so that standard output contains only the output of commands.
+
+use std::any::Any;
+use std::io::IsTerminal;
+
+use tracing::error;
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::reload::Handle;
+
+use crate::config::{LogConfig, LogFormat, LogLevel};
+
+/// Handle to change the log filter at run time.
+pub struct LogFilter(Box<dyn Fn(EnvFilter) + Send + Sync>);
+
+impl LogFilter {
+    fn new<S: 'static>(handle: Handle<EnvFilter, S>) -> Self {
+        // Fails only if the subscriber no longer exists, and then nothing is logged.
+        Self(Box::new(move |filter| _ = handle.reload(filter)))
+    }
+
+    /// Changes the log level, unless the environment sets the filter.
+    pub fn set_level(&self, level: LogLevel) {
+        (self.0)(env_filter(level));
+    }
+}
+
+/// Installs a panic hook that logs the location of a panic. The message is logged only if it is a
+/// constant, because it may quote a prompt, for example if a text was sliced inside a character.
+pub fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|panic| {
+        let location = panic
+            .location()
+            .map(ToString::to_string)
+            .unwrap_or_default();
+        let thread = std::thread::current();
+        let thread = thread.name().unwrap_or_default();
+        error!(
+            location,
+            thread,
+            "panic: {}",
+            panic_message(panic.payload())
+        );
+    }));
+}
+
+/// Returns the panic message if it is a constant.
+fn panic_message(payload: &dyn Any) -> &'static str {
+    payload
+        .downcast_ref::<&'static str>()
+        .copied()
+        .unwrap_or("message omitted, because it may contain request data")
+}
+
+/// Starts logging. An existing subscriber stays in place.
+pub fn init(config: &LogConfig) -> LogFilter {
+    let has_colors = std::io::stderr().is_terminal();
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(env_filter(config.level))
+        .with_writer(std::io::stderr);
+    let lines = lines.with_ansi(has_colors);
+    match config.format {
+        LogFormat::Text => {
+            let lines = lines.with_filter_reloading();
+            let level = LogFilter::new(lines.reload_handle());
+            let _started = lines.try_init();
+            level
+        }
+        LogFormat::Json => {
+            let lines = lines.json().with_filter_reloading();
+            let level = LogFilter::new(lines.reload_handle());
+            let _started = lines.try_init();
+            level
+        }
+    }
+}
+
+fn env_filter(level: LogLevel) -> EnvFilter {
+    EnvFilter::new(log_filter(level))
+}
+
+/// Returns the log filter: `RUST_LOG` if set, else the configured level.
+fn log_filter(level: LogLevel) -> String {
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the standard variable for log filters overrides the configuration"
+    )]
+    let from_env = std::env::var("RUST_LOG");
+    // Both libraries would repeat messages of warmroute. Its listeners log rejected TLS server
+    // names with a rate limit, and discovery logs each failure of the API server once.
+    let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
+    from_env
+        .ok()
+        .filter(|filter| !filter.is_empty())
+        .unwrap_or_else(by_level)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::panic::catch_unwind;
+
+    use super::*;
+
+    #[test]
+    fn only_constant_panic_messages_are_logged() {
+        let constant = catch_unwind(|| panic!("a constant")).unwrap_err();
+        assert_eq!(panic_message(&*constant), "a constant");
+        let text = String::from("a \u{e9}CANARY");
+        let quoting = catch_unwind(|| text[..3].len()).unwrap_err();
+        assert!(!panic_message(&*quoting).contains("CANARY"));
+    }
+}

@@ -1,0 +1,30 @@
+//! The warmroute server.
+//!
+//! Envoy opens one gRPC stream per HTTP exchange. The pure state machine [`ext_proc`]`::Exchange` turns
+//! its messages into replies and effects. The central effect is *route*:
+//! [`Router`](warmroute_core::router::Router) computes it from the
+//! [`Fleet`](warmroute_core::fleet::Fleet), the [`PrefixIndex`](warmroute_core::index::PrefixIndex) and
+//! the load by the pure function [`choose`](warmroute_core::policy::choose). All other components
+//! update this state. See `ARCHITECTURE.md` for the layers.
+
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::unwrap_used))]
+
+// Layer 3: application.
+pub mod dispatch;
+pub mod tracking_hash;
+
+// Layer 4: adapters.
+pub mod admin;
+pub mod api;
+pub mod cluster;
+pub mod ext_proc;
+pub mod fleet;
+pub mod prefill;
+pub mod request;
+pub mod self_test;
+
+// Layer 5: process.
+pub mod app;
+pub mod config;
+pub mod serve;

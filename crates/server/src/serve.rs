@@ -1,0 +1,179 @@
+//! `warmroute serve`: runs the router until a signal.
+
+mod args;
+
+use std::io::{self, Write};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::Notify;
+use tokio_util::sync::CancellationToken;
+use tracing::{error, info, warn};
+use warmroute_settings::ConfigError;
+use warmroute_tokens::prompt::LoadError;
+
+use crate::app::telemetry::{self, LogFilter};
+use crate::app::{self, App, ConfigFile, ExternalDiscovery};
+use crate::config::Config;
+
+pub use args::ServeArgs;
+
+/// Exit code for an invalid configuration.
+pub const EXIT_MISCONFIGURED: u8 = 2;
+
+/// Serves until SIGTERM or SIGINT, then drains. A second signal stops the process immediately.
+/// Returns the exit code.
+pub fn run(
+    args: &ServeArgs,
+    discovery: Arc<dyn ExternalDiscovery>,
+    err: &mut impl Write,
+) -> anyhow::Result<u8> {
+    let reload = Arc::new(Notify::new());
+    let (read, file) = read_config(args, &reload);
+    let Some(config) = config_or_report(read, err)? else {
+        return Ok(EXIT_MISCONFIGURED);
+    };
+    let log = telemetry::init(&config.process.log);
+    telemetry::install_panic_hook();
+    // An unreadable workers file is ignored here: the task that watches the file reports it.
+    for advice in config.advice(&app::listed_workers(&config).unwrap_or_default()) {
+        warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()?;
+    let ended = runtime.block_on(serve(config, file, discovery, log, reload));
+    // Work on the blocking pool must not delay the exit further.
+    runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
+    ended
+}
+
+/// Reads the configuration of the process. Also returns the file to follow, or `None` if the
+/// configuration consists of flags only.
+fn read_config(
+    args: &ServeArgs,
+    reload: &Arc<Notify>,
+) -> (Result<Config, Vec<ConfigError>>, Option<ConfigFile>) {
+    let flags = args.flags();
+    let Some(path) = args.config.clone() else {
+        return (Config::of_flags(&flags), None);
+    };
+    // Read before the configuration is parsed, so that a later change is detected.
+    let last_bytes = std::fs::read(&path).ok().into();
+    let config = Config::load_with(&path, &flags);
+    let read_path = path.clone();
+    let file = ConfigFile {
+        path,
+        read: Box::new(move || Config::load_with(&read_path, &flags)),
+        reload_requested: reload.clone(),
+        last_bytes,
+    };
+    (config, Some(file))
+}
+
+/// Runs the process until a signal, or until it fails. Returns the exit code.
+async fn serve(
+    config: Config,
+    file: Option<ConfigFile>,
+    discovery: Arc<dyn ExternalDiscovery>,
+    log: LogFilter,
+    reload: Arc<Notify>,
+) -> anyhow::Result<u8> {
+    // Installed first: a signal during startup must stop the process cleanly, and SIGHUP must not
+    // end it.
+    let mut signals = TerminationSignals {
+        terminate: signal(SignalKind::terminate())?,
+        interrupt: signal(SignalKind::interrupt())?,
+    };
+    let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
+    let mut app = tokio::select! {
+        app = App::start(config, discovery) => match app {
+            Ok(app) => app,
+            Err(error) => return Ok(log_failure("cannot start", &error)),
+        },
+        signal = signals.recv() => {
+            info!(signal, "stopped during startup");
+            return Ok(0);
+        }
+    };
+    if let Some(file) = file {
+        app.follow_config_file(file, log);
+    }
+    let drain = CancellationToken::new();
+    let running = app.run_until(drain.clone().cancelled_owned());
+    let on_signals = async {
+        // Received outside the log macros, which do not evaluate their arguments if the level is
+        // disabled.
+        let signal = signals.recv().await;
+        info!(signal, "shutdown requested");
+        drain.cancel();
+        let signal = signals.recv().await;
+        info!(
+            signal,
+            "second signal, exiting without waiting for open exchanges"
+        );
+    };
+    tokio::select! {
+        ended = running => Ok(ended.map_or_else(|error| log_failure("stopped because of an error", &error), |()| 0)),
+        () = on_signals => Ok(0),
+    }
+}
+
+/// Logs the cause of a failure and returns the exit code.
+fn log_failure(phase: &str, error: &anyhow::Error) -> u8 {
+    error!("{phase}: {error:#}");
+    exit_code(error)
+}
+
+/// Time that blocking work may delay the exit.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Signals that stop the process.
+struct TerminationSignals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl TerminationSignals {
+    async fn recv(&mut self) -> &'static str {
+        tokio::select! {
+            _ = self.terminate.recv() => "SIGTERM",
+            _ = self.interrupt.recv() => "SIGINT",
+        }
+    }
+}
+
+/// Requests a configuration reload for each SIGHUP. A request during startup takes effect when the
+/// reloader runs.
+async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
+    while hangup.recv().await.is_some() {
+        info!("SIGHUP");
+        reload.notify_one();
+    }
+}
+
+/// Returns the configuration, or writes its errors.
+pub fn config_or_report(
+    read: Result<Config, Vec<ConfigError>>,
+    err: &mut impl Write,
+) -> io::Result<Option<Config>> {
+    match read {
+        Ok(config) => Ok(Some(config)),
+        Err(errors) => write_errors(errors, err).map(|()| None),
+    }
+}
+
+/// Writes one line per error.
+pub fn write_errors(errors: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
+    errors
+        .into_iter()
+        .try_for_each(|error| writeln!(err, "{error}"))
+}
+
+/// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used,
+/// else 1.
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    let misconfigured = error.downcast_ref::<LoadError>().is_some();
+    if misconfigured { EXIT_MISCONFIGURED } else { 1 }
+}

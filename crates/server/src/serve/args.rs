@@ -1,0 +1,101 @@
+//! Flags of `serve`. Besides the configuration file, they include the flags that gateway charts and
+//! the Gateway API conformance tests pass to an endpoint picker.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use warmroute_settings::Period;
+
+use crate::config::{Flags, LogFormat, LogLevel};
+
+/// Arguments of `serve`. Flags override the configuration file.
+#[derive(Debug, Args)]
+pub struct ServeArgs {
+    /// The configuration file. Without one, the pool is served by load only, as in gateway
+    /// conformance tests
+    #[arg(
+        long,
+        short,
+        value_name = "FILE",
+        required_unless_present = "pool_name"
+    )]
+    pub config: Option<PathBuf>,
+    /// Name of the InferencePool whose pods are the workers, unless the file configures other
+    /// workers
+    #[arg(long, value_name = "NAME")]
+    pub pool_name: Option<String>,
+    /// Namespace of the pool; default: the namespace of this pod
+    #[arg(long, value_name = "NAME")]
+    pub pool_namespace: Option<String>,
+    /// Port of ext_proc on all addresses; overrides `listeners.ext_proc.address`
+    #[arg(long, value_name = "PORT")]
+    pub grpc_port: Option<u16>,
+    /// Port of the gRPC health service on all addresses; overrides
+    /// `listeners.ext_proc.health_address`
+    #[arg(long, value_name = "PORT")]
+    pub grpc_health_port: Option<u16>,
+    /// Serve ext_proc with TLS. Without a configured certificate, a self-signed one is created at
+    /// start
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub secure_serving: Option<bool>,
+    /// Directory with the certificate of ext_proc: tls.crt and tls.key
+    #[arg(long, value_name = "DIR")]
+    pub cert_path: Option<PathBuf>,
+    /// Ignored: certificates are always reloaded when their files change
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub enable_cert_reload: Option<bool>,
+    /// Ignored: the gRPC health service is always offered beside ext_proc
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub health_checking: Option<bool>,
+    /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
+    #[arg(long, value_name = "TIME")]
+    pub drain_timeout: Option<Period>,
+    /// Port of the admin pages; their address stays that of `listeners.admin.address`
+    #[arg(long, value_name = "PORT")]
+    pub metrics_port: Option<u16>,
+    /// Log format: json or console
+    #[arg(long, value_name = "FORM", value_parser = parse_log_format)]
+    pub zap_encoder: Option<LogFormat>,
+    /// Log verbosity: 0 to 3 info, 4 debug, 5 and above trace
+    #[arg(long = "v", short = 'v', value_name = "LEVEL")]
+    pub verbosity: Option<u8>,
+}
+
+impl ServeArgs {
+    /// Returns the flags that override the configuration file.
+    pub fn flags(&self) -> Flags {
+        Flags {
+            pool_name: self.pool_name.clone(),
+            pool_namespace: self.pool_namespace.clone(),
+            grpc_port: self.grpc_port,
+            grpc_health_port: self.grpc_health_port,
+            secure_serving: self.secure_serving,
+            // A relative path is relative to the working directory, not to the configuration file.
+            cert_dir: self
+                .cert_path
+                .as_ref()
+                .map(|dir| std::path::absolute(dir).unwrap_or_else(|_| dir.clone())),
+            drain_grace: self.drain_timeout,
+            metrics_port: self.metrics_port,
+            log_format: self.zap_encoder,
+            log_level: self.verbosity.map(log_level),
+        }
+    }
+}
+
+fn parse_log_format(text: &str) -> Result<LogFormat, String> {
+    match text {
+        "json" => Ok(LogFormat::Json),
+        "console" => Ok(LogFormat::Text),
+        _ => Err("expected json or console".to_owned()),
+    }
+}
+
+/// Maps the verbosity of gateway charts to a log level. Their default is 2; 4 is for debugging.
+fn log_level(verbosity: u8) -> LogLevel {
+    match verbosity {
+        0..=3 => LogLevel::Info,
+        4 => LogLevel::Debug,
+        5.. => LogLevel::Trace,
+    }
+}

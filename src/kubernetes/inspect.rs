@@ -1,0 +1,187 @@
+//! One-time inspection of the pools for the subcommands: their pods, missing permissions and
+//! failures.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use warmroute_core::worker::Worker;
+use warmroute_doctor::kubernetes::{MissingRight, PoolFailure, PoolReport, RequestCause};
+
+use super::client::{ApiClient, ObjectQuery, ResourceAccess};
+use super::error::{RequestError, RequestFailure};
+use super::objects::{self, InferencePool};
+use super::pool::{PoolMembership, PoolPods};
+use super::store::ObjectChange;
+use warmroute_server::fleet::discovery::config::WorkerConfig;
+use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
+use warmroute_server::fleet::discovery::{WorkerModel, resolve_each};
+
+/// Pools and the workers of their pods.
+#[derive(Clone, Debug, Default)]
+pub struct ClusterReport {
+    /// Pools in configuration order.
+    pub pools: Vec<PoolReport>,
+    /// Workers of all pools.
+    pub workers: Vec<Worker>,
+    /// Workers that cannot be used, with the reason, for example conflicts between workers.
+    pub conflicts: Vec<String>,
+}
+
+impl From<RequestError> for PoolFailure {
+    fn from(error: RequestError) -> Self {
+        let cause = match &error.failure {
+            RequestFailure::Credentials(_) => RequestCause::Credentials,
+            RequestFailure::Status { code: 401, .. } => RequestCause::Unauthorized,
+            RequestFailure::Status { code: 403, .. } => RequestCause::Forbidden,
+            RequestFailure::Status { code: 404, .. } => RequestCause::NotInstalled,
+            RequestFailure::Transport(reason) if reason.contains("certificate") => {
+                RequestCause::Certificate
+            }
+            RequestFailure::Transport(_) | RequestFailure::Timeout(_) => RequestCause::Unreachable,
+            RequestFailure::Status { .. } | RequestFailure::Malformed(_) => RequestCause::Other,
+        };
+        Self::Request(error.to_string(), cause)
+    }
+}
+
+/// Inspects all pools concurrently. `deadline` applies to each request.
+pub async fn inspect(
+    config: &KubernetesConfig,
+    models: &[WorkerModel],
+    deadline: Duration,
+) -> ClusterReport {
+    let client = ApiClient::with_deadline(config, deadline);
+    let read = join_all(
+        config
+            .pools
+            .iter()
+            .map(|pool| inspect_pool(&client, config, pool)),
+    )
+    .await;
+    let mut report = ClusterReport::default();
+    let mut all = Vec::new();
+    for (pool, workers) in read {
+        report.pools.push(pool);
+        all.extend(workers);
+    }
+    (report.workers, report.conflicts) = resolve_each(all, models);
+    report
+}
+
+async fn inspect_pool(
+    client: &ApiClient,
+    config: &KubernetesConfig,
+    pool: &PodsConfig,
+) -> (PoolReport, Vec<WorkerConfig>) {
+    let (pods, rights) = tokio::join!(read_pods(client, pool), missing_rights(client, pool));
+    let mut report = PoolReport {
+        title: pool.title(),
+        ..PoolReport::default()
+    };
+    match rights {
+        Ok(missing) => report.missing_rights = missing,
+        Err(error) => report.rights_error = Some(error),
+    }
+    let workers = match pods {
+        Ok((membership, mut pods)) => {
+            let (workers, problems) = pods
+                .workers(&membership, pool, &config.labels)
+                .unwrap_or_default();
+            report.pods = pods.len();
+            report.unready = pods.unready();
+            report.unusable = problems;
+            workers
+        }
+        Err(failure) => {
+            report.failure = Some(failure);
+            Vec::new()
+        }
+    };
+    report.workers = workers.len();
+    (report, workers)
+}
+
+async fn read_pods(
+    client: &ApiClient,
+    pool: &PodsConfig,
+) -> Result<(PoolMembership, PoolPods), PoolFailure> {
+    let query = |resource| ObjectQuery {
+        resource,
+        namespace: pool.namespace.clone(),
+        labels: None,
+        fields: None,
+    };
+    let membership = match &pool.name {
+        Some(name) => {
+            let fields = Some(format!("metadata.name={name}"));
+            let query = ObjectQuery {
+                fields,
+                ..query(objects::inference_pools())
+            };
+            let found = client
+                .list::<InferencePool>(&query)
+                .await?
+                .objects
+                .into_iter()
+                .next();
+            let found = found.ok_or(PoolFailure::Missing)?.object;
+            let found = found.map_err(|object| PoolFailure::Unreadable(object.reason))?;
+            PoolMembership::from_pool(&found).ok_or(PoolFailure::NoSelector)?
+        }
+        None => PoolMembership::from_config(pool).unwrap_or_default(),
+    };
+    let query = ObjectQuery {
+        labels: Some(membership.label_selector()),
+        ..query(objects::pods())
+    };
+    let mut pods = PoolPods::default();
+    pods.apply(ObjectChange::Listed(client.list(&query).await?.objects));
+    Ok((membership, pods))
+}
+
+/// Returns the missing permissions. For an optional kind, a missing permission is only reported if
+/// the other one of list and watch is granted; without both, the kind is not used.
+async fn missing_rights(
+    client: &ApiClient,
+    pool: &PodsConfig,
+) -> Result<Vec<MissingRight>, String> {
+    let name = pool.name.as_deref();
+    let mut resources = vec![("", "pods", None)];
+    if name.is_some() {
+        resources.push((objects::POOL_GROUP, "inferencepools", name));
+        resources
+            .extend(objects::RULE_GROUPS.map(|group| (group, objects::OBJECTIVES.plural, None)));
+        resources.extend(objects::RULE_GROUPS.map(|group| (group, objects::REWRITES.plural, None)));
+    }
+    let missing = resources.into_iter().map(async |(group, resource, name)| {
+        let access = |verb| ResourceAccess {
+            namespace: pool.namespace.as_deref(),
+            verb,
+            group,
+            resource,
+            name,
+        };
+        let lists = access("list");
+        let watches = access("watch");
+        let (lists, watches) =
+            tokio::try_join!(client.is_allowed(&lists), client.is_allowed(&watches))?;
+        let is_optional = objects::RULE_GROUPS.contains(&group);
+        let missing = [("list", lists), ("watch", watches)]
+            .into_iter()
+            .filter(|(_, allowed)| !allowed);
+        let missing: Vec<_> = missing
+            .map(|(verb, _)| MissingRight {
+                verb,
+                resource,
+                group,
+            })
+            .collect();
+        Ok::<_, String>(if is_optional && missing.len() == 2 {
+            Vec::new()
+        } else {
+            missing
+        })
+    });
+    let missing: Result<Vec<_>, String> = join_all(missing).await.into_iter().collect();
+    missing.map(|missing| missing.concat())
+}
