@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::Args;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use crate::config::{Flags, LogFormat, LogLevel};
 
@@ -50,7 +50,7 @@ pub struct ServeArgs {
     pub health_checking: Option<bool>,
     /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
     #[arg(long, value_name = "TIME")]
-    pub drain_timeout: Option<Period>,
+    pub drain_timeout: Option<DurationSetting>,
     /// Port of the admin pages; their address stays that of `listeners.admin.address`
     #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
@@ -225,7 +225,7 @@ mod tests {
             metrics_port: Some(9090),
             secure_serving: Some(true),
             cert_dir: Some("/certs".into()),
-            drain_grace: Some(Period::seconds(90)),
+            drain_grace: Some(DurationSetting::seconds(90)),
             log_format: Some(LogFormat::Json),
             log_level: Some(LogLevel::Debug),
         };
