@@ -59,8 +59,8 @@ pub(crate) struct MountedAccount {
     pub(crate) namespace: String,
 }
 
-/// Service account directory, written as a kubelet writes it: files are links into `..data`, which a
-/// rename replaces.
+/// Service account directory, written as a kubelet writes it: files are links into `..data`, which
+/// a rename replaces.
 struct AccountVolume {
     directory: PathBuf,
     versions: u32,

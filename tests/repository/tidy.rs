@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Layer of each module of the server. A module may use lower layers and its own directory. Adapters
-/// (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the dependencies
-/// between crates.
+/// Layer of each module of the server. A module may use lower layers and its own directory.
+/// Adapters (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the
+/// dependencies between crates.
 const LAYERS: &[(&str, u8)] = &[
     ("dispatch", 3),
     ("tracking_hash", 3),

@@ -2,7 +2,8 @@
 //! `*.json.gz` of a directory that is a list of tokenization cases or a scenario.
 //!
 //! `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` reads DIR instead of
-//! `tests/data/tokens/engine`. A file `models.yaml` in the directory lists tokenizers by model name.
+//! `tests/data/tokens/engine`. A file `models.yaml` in the directory lists tokenizers by model
+//! name.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};

@@ -30,8 +30,8 @@ pub(crate) enum ZmtpFrame {
 pub(crate) enum AcceptedFrames {
     /// None: the handshake consists of commands.
     Commands,
-    /// Message frames. A body of up to `store_limit` bytes is stored, one of up to `skip_limit` bytes is
-    /// discarded, and a larger one is an error.
+    /// Message frames. A body of up to `store_limit` bytes is stored, one of up to `skip_limit`
+    /// bytes is discarded, and a larger one is an error.
     Messages { store_limit: usize, skip_limit: u64 },
 }
 

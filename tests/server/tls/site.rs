@@ -44,8 +44,8 @@ pub(crate) struct TlsSite {
 }
 
 impl TlsSite {
-    /// Starts the server. `lay` writes files into the directory that contains the configuration file,
-    /// where `more` can refer to them.
+    /// Starts the server. `lay` writes files into the directory that contains the configuration
+    /// file, where `more` can refer to them.
     pub(crate) async fn start(more: Value, write_files: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         write_files(dir.path());

@@ -1,5 +1,5 @@
-//! Directories of files that other processes trust: the unix socket and Envoy's endpoint file. A local
-//! user with write access to these files could receive prompts and responses.
+//! Directories of files that other processes trust: the unix socket and Envoy's endpoint file. A
+//! local user with write access to these files could receive prompts and responses.
 
 use std::fs::{self, DirBuilder, Metadata};
 use std::io;
@@ -73,8 +73,8 @@ impl DirectoryAccess {
     /// Checks the directory for a user.
     ///
     /// A directory of root is accepted even if others can write to it, because containers of a pod
-    /// share such volumes. A directory of another user is accepted only if no other user can write to
-    /// it and its parent is not writable by all users.
+    /// share such volumes. A directory of another user is accepted only if no other user can write
+    /// to it and its parent is not writable by all users.
     fn check(self, user: u32) -> Result<(), DirectoryError> {
         let Self {
             owner,

@@ -1,8 +1,8 @@
 //! File change notification.
 //!
-//! The watcher follows the parent directories of the files. This covers a rename into place, a write in
-//! place, and the symbolic link swap of Kubernetes. A slow poll covers file systems without
-//! notifications.
+//! The watcher follows the parent directories of the files. This covers a rename into place, a
+//! write in place, and the symbolic link swap of Kubernetes. A slow poll covers file systems
+//! without notifications.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
