@@ -112,7 +112,7 @@ enum IndexOp {
     QueryAllTiers {
         local_hashes: Vec<u64>,
     },
-    ByteSize {
+    Size {
         #[serde(rename = "note")]
         _note: String,
     },
@@ -280,7 +280,7 @@ impl IndexHarness {
                 (json!(ours), json!(by_rank(&expected["overlap"], "blocks")))
             }
             IndexOp::QueryAllTiers { local_hashes } => self.all_tiers(local_hashes, expected),
-            IndexOp::ByteSize { .. } => (json!(self.index.stats().total.device), expected.clone()),
+            IndexOp::Size { .. } => (json!(self.index.stats().total.device), expected.clone()),
             IndexOp::DumpAsStoreEvents { .. } => (json!(self.edges()), json!(edges(expected))),
             IndexOp::KnownWorkers {} => (json!(self.known_workers()), expected.clone()),
         }

@@ -77,7 +77,7 @@ fn check_warns_of_probable_mistakes() {
     let prefill = "- {id: 1, endpoint: '10.0.0.1:80', role: prefill}\n- {id: 2, endpoint: '10.0.0.2:80', role: decode}\n";
     fs::write(dir.path().join("workers.yaml"), prefill).unwrap();
     for (prefill, warning) in [
-        ("", "no request is prefilled there"),
+        ("", "they compute no prefills"),
         (", prefill: {mode: call}", ""),
     ] {
         fs::write(
