@@ -19,7 +19,7 @@ use warmroute_server::cluster::remote_index::config::RemoteIndexConfig;
 use warmroute_server::cluster::remote_index::{
     IndexService, IndexServiceParts, IndexedModel, OverlapQuery, RemoteIndexClient,
 };
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
@@ -238,7 +238,7 @@ fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, size: QuerySize) {
             }),
             readiness: Readiness::default(),
             metrics: Arc::new(Metrics::new()),
-            most_blocks: 1 << 17,
+            max_blocks: 1 << 17,
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0")
             .await
@@ -250,7 +250,7 @@ fn overlaps_of_a_remote_index(bencher: Bencher<'_, '_>, size: QuerySize) {
             tonic::transport::Server::builder().add_service(IndexService::new(parts).server());
         tokio::spawn(server.serve_with_incoming(incoming));
         let settings = RemoteIndexConfig {
-            timeout: Period(Duration::from_secs(5)),
+            timeout: DurationSetting(Duration::from_secs(5)),
             ..RemoteIndexConfig::with_servers([url])
         };
         RemoteIndexClient::new(&settings, Arc::new(Metrics::new())).expect("an address")

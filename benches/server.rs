@@ -164,7 +164,7 @@ async fn measure_requests(
             LoadCase::new(name, bytes, is_warm, 16)
         };
         for (case, goal) in [
-            (case("by load", false).with_unknown_model(), goal),
+            (case("load-only", false).with_unknown_model(), goal),
             (case("warm prompt", true), goal),
             (case("new prompt", false), None),
         ] {
@@ -189,7 +189,7 @@ async fn measure_pieces(
         ..setup_settings
     };
     let setups = LoadSetups::start(&setup_settings, &dir.join("pieces")).await?;
-    let name = "server CPU per piece of a streamed answer".to_owned();
+    let name = "server CPU per chunk of a streamed response".to_owned();
     let case = LoadCase::new(name, 1_000, false, 16)
         .with_unknown_model()
         .with_chunks(PIECES);

@@ -41,13 +41,16 @@ pub(super) fn measure(run: &mut LimitRun) {
 /// turns.
 fn documents() -> Vec<String> {
     let mut files = Vec::new();
-    let mut folders = vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in std::fs::read_dir(folder).expect("the repository").flatten() {
+    let mut directories = vec![Path::new(env!("CARGO_MANIFEST_DIR")).to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(directory)
+            .expect("the repository")
+            .flatten()
+        {
             let path = entry.path();
             let name = entry.file_name();
             if path.is_dir() && !name.to_string_lossy().starts_with(['.', 't']) {
-                folders.push(path);
+                directories.push(path);
             } else if path.extension().is_some_and(|kind| {
                 ["rs", "md", "yaml", "json", "py"]
                     .iter()
@@ -111,7 +114,7 @@ fn library_tokenizes(library: &Tokenizer, text: &str) -> (f64, Vec<u32>) {
 
 /// Measures each document once. Both word caches are warm from previous documents.
 fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
-    let name = "tokenise 32k tokens, first time seen";
+    let name = "tokenize 32k tokens, first time seen";
     if !run.wants(name) {
         return;
     }
@@ -136,7 +139,7 @@ fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
 /// Measures the same with new encoders. Their caches have only the words of the texts that verify
 /// the fast tokenizer.
 fn just_loaded(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
-    let name = "tokenise 32k tokens, first request to the fast way";
+    let name = "tokenize 32k tokens, first request on the fast path";
     if !run.wants(name) {
         return;
     }
@@ -170,10 +173,10 @@ fn chat(texts: &[&str]) -> ApiRequest {
 /// chat without a cache is the reference. Every round uses another chat.
 fn next_turn(run: &mut LimitRun, documents: &[String]) {
     let rows = [
-        ("tokenise, one new message in a chat of 50", 1, false),
-        ("tokenise, two new messages in a chat of 50", 2, false),
+        ("tokenize, one new message in a chat of 50", 1, false),
+        ("tokenize, two new messages in a chat of 50", 2, false),
         (
-            "tokenise and hash, one new message in a chat of 50",
+            "tokenize and hash, one new message in a chat of 50",
             1,
             true,
         ),

@@ -54,7 +54,7 @@ pub(crate) fn measure(table: &mut ComparisonTable, rounds: usize) {
 /// Returns the microseconds per stream.
 fn cost(connection: &[u8]) -> f64 {
     let limits = Http2Limits {
-        header_block: 64 << 10,
+        max_header_block_bytes: 64 << 10,
     };
     let filtered = read(Http2Filter::new(connection, limits, |_| {}));
     (filtered - read(connection)).max(0.0) / 1e3 / f64::from(STREAMS)

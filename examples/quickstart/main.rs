@@ -314,7 +314,7 @@ async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Resul
         let audited: u64 = totals
             .models
             .values()
-            .map(|sums| sums.answers + sums.no_usage + sums.no_details)
+            .map(|sums| sums.responses + sums.no_usage + sums.no_cached_tokens)
             .sum();
         // A failed request has no response and is counted as an error.
         if totals.waiting == 0 && audited >= answers || tokio::time::Instant::now() > deadline {

@@ -100,7 +100,7 @@ pub struct DoctorArgs {
     pub no_canary: bool,
     /// Timeout for responses, KV events and publishers
     #[arg(long, value_name = "TIME", default_value = "5s")]
-    pub patience: humantime::Duration,
+    pub timeout: humantime::Duration,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
@@ -196,16 +196,16 @@ mod tests {
         let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
             panic!("unexpected command")
         };
-        let patience: std::time::Duration = args.patience.into();
+        let timeout: std::time::Duration = args.timeout.into();
         assert_eq!(
             (args.envoy_admin, args.no_canary, args.json),
             (None, false, false)
         );
-        assert_eq!(patience, std::time::Duration::from_secs(5));
+        assert_eq!(timeout, std::time::Duration::from_secs(5));
         for refused in [
             &[][..],
             &["--config", "w", "--envoy-admin", "localhost:9900"],
-            &["--config", "w", "--patience", "x"],
+            &["--config", "w", "--timeout", "x"],
         ] {
             assert!(doctor(refused).is_err(), "{refused:?}");
         }

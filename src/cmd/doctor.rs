@@ -65,7 +65,7 @@ async fn run_checks(
     let part = progress.open("worker discovery".to_owned(), "discovery");
     let cluster = match config.worker_source() {
         WorkerSource::Kubernetes(pools) => {
-            Some(inspect(&pools, &config.served_models(), args.patience.into()).await)
+            Some(inspect(&pools, &config.served_models(), args.timeout.into()).await)
         }
         _ => None,
     };
@@ -92,7 +92,7 @@ async fn run_checks(
         getrlimit(Resource::Nofile).current,
     ));
     let listening = async {
-        host::check_listeners(&probes::probe_listeners(config, args.patience.into()).await)
+        host::check_listeners(&probes::probe_listeners(config, args.timeout.into()).await)
     };
     let engines = check_engines(config, args, &workers, progress);
     let (engines, listening, envoy) = tokio::join!(
@@ -133,7 +133,7 @@ async fn check_engines(
         config,
         client,
         models,
-        timeout: args.patience.into(),
+        timeout: args.timeout.into(),
         sends_canaries: !args.no_canary,
         progress: progress.clone(),
     };
@@ -167,7 +167,7 @@ async fn check_envoy(
     };
     let _part = progress.open(format!("Envoy at {url}"), "/config_dump");
     let page =
-        probes::fetch_config_dump(&url, args.envoy_ca_file.as_deref(), args.patience.into()).await;
+        probes::fetch_config_dump(&url, args.envoy_ca_file.as_deref(), args.timeout.into()).await;
     let dump = page.and_then(|page| {
         ConfigDump::parse(&page).map_err(|problem| format!("{url}/config_dump: {problem}"))
     });

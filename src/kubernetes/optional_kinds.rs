@@ -73,10 +73,7 @@ pub async fn watch_rules(
         while let Some(report) = report_rx.recv().await {
             known.apply(report);
             if known.statuses.len() == expected
-                && known
-                    .statuses
-                    .values()
-                    .any(|kind| kind.standing != NOT_READ)
+                && known.statuses.values().any(|kind| kind.state != NOT_READ)
             {
                 on_rules(known.rules(&served));
             }
@@ -179,7 +176,7 @@ impl<'a> KindWatch<'a> {
         let status = KindStatus {
             kind: kind.kind,
             namespace: namespace.to_owned(),
-            standing: NOT_READ.to_owned(),
+            state: NOT_READ.to_owned(),
             error: None,
             unreadable: Vec::new(),
         };
@@ -287,7 +284,7 @@ impl<'a> KindWatch<'a> {
     }
 
     fn is_followed(&self, group: &str) -> bool {
-        self.status.error.is_none() && self.status.standing == watched_state(group)
+        self.status.error.is_none() && self.status.state == watched_state(group)
     }
 
     fn apply_health(&mut self, health: &WatchHealth, group: &str) {
@@ -299,7 +296,7 @@ impl<'a> KindWatch<'a> {
             }
             WatchHealth::Failed(error) => {
                 // If only the watch fails, lists still return the objects.
-                if error.verb == ApiVerb::Watch && self.status.standing == NOT_READ {
+                if error.verb == ApiVerb::Watch && self.status.state == NOT_READ {
                     self.set_state(format!("listed as {group}/v1alpha2, and not watched"));
                 }
                 self.set_error(Some(error));
@@ -342,13 +339,13 @@ impl<'a> KindWatch<'a> {
         }
     }
 
-    fn set_state(&mut self, standing: String) {
+    fn set_state(&mut self, state: String) {
         let KindStatus {
             kind, namespace, ..
         } = &self.status;
-        if self.status.standing != standing {
-            info!(kind, namespace, standing, "optional InferencePool objects");
-            self.status.standing = standing;
+        if self.status.state != state {
+            info!(kind, namespace, state, "optional InferencePool objects");
+            self.status.state = state;
         }
     }
 
@@ -397,5 +394,5 @@ impl<'a> KindWatch<'a> {
 }
 
 fn watched_state(group: &str) -> String {
-    format!("followed as {group}/v1alpha2")
+    format!("watched as {group}/v1alpha2")
 }

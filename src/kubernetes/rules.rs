@@ -28,7 +28,7 @@ pub struct KindStatus {
     /// Namespace of the objects.
     pub namespace: String,
     /// State of the watch.
-    pub standing: String,
+    pub state: String,
     /// Error of the current failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,

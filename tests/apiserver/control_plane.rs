@@ -25,7 +25,7 @@ const START_LIMIT: Duration = Duration::from_secs(60);
 /// Audit policy that logs the requests of service accounts without their bodies.
 const AUDIT_POLICY: &str = r#"{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}]}"#;
-const CRD_FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/crds");
+const CRD_DIRECTORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/crds");
 
 /// A custom resource definition of the test data.
 #[derive(Clone, Copy, Debug)]
@@ -129,7 +129,7 @@ impl TestControlPlane {
         plane.start_etcd().await?;
         plane.start_api_server(&[]).await?;
         if install {
-            for entry in std::fs::read_dir(CRD_FOLDER)? {
+            for entry in std::fs::read_dir(CRD_DIRECTORY)? {
                 let path = entry?.path();
                 if path
                     .extension()
@@ -355,7 +355,7 @@ impl TestControlPlane {
     /// Installs a definition of the test data and waits until its objects are served.
     pub(crate) async fn install(&self, definition: ResourceDefinition) -> anyhow::Result<()> {
         let name = format!("{}_{}.yaml", definition.group(), definition.plural);
-        self.install_file(&PathBuf::from(CRD_FOLDER).join(name))
+        self.install_file(&PathBuf::from(CRD_DIRECTORY).join(name))
             .await?;
         self.wait_served(definition).await
     }

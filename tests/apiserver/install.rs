@@ -54,14 +54,14 @@ pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
     if find_on_path("go").is_some() {
         try_mount()?;
     }
-    let folder = build().map_err(|error| match find_on_path("go") {
+    let directory = build().map_err(|error| match find_on_path("go") {
         Some(_) => MissingProgramError::BuildFailed(error),
         None => MissingProgramError::GoMissing,
     })?;
     try_mount()?;
     Ok(ControlPlanePrograms {
-        etcd: folder.join("etcd"),
-        api_server: folder.join("kube-apiserver"),
+        etcd: directory.join("etcd"),
+        api_server: directory.join("kube-apiserver"),
     })
 }
 

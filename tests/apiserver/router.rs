@@ -19,7 +19,7 @@ const USER_HZ: u64 = 100;
 const POLL: Duration = Duration::from_millis(20);
 const CONFIG: &str = include_str!("../../examples/kubernetes/gateway-api/warmroute-config.yaml");
 /// Runs in a separate mount namespace. Hides the service account of the machine, if any, and mounts
-/// the folder `$0` in its place unless `$0` is empty.
+/// the directory `$0` in its place unless `$0` is empty.
 const MOUNT_SCRIPT: &str = r#"set -e
 mount -t tmpfs tmpfs /var/run
 if [ -n "$0" ]; then
@@ -28,12 +28,12 @@ if [ -n "$0" ]; then
 fi
 exec "$@""#;
 
-fn in_mount_namespace(folder: &str) -> Command {
+fn in_mount_namespace(directory: &str) -> Command {
     let mut command = Command::new("unshare");
     if !rustix::process::geteuid().is_root() {
         command.arg("--map-root-user");
     }
-    command.args(["--mount", "--", "sh", "-c", MOUNT_SCRIPT, folder]);
+    command.args(["--mount", "--", "sh", "-c", MOUNT_SCRIPT, directory]);
     command
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn try_mount() -> Result<(), String> {
     }
 }
 
-/// Files in the folder of a service account.
+/// Files in the directory of a service account.
 #[derive(Clone, Debug)]
 pub(crate) struct MountedAccount {
     pub(crate) token: String,
@@ -59,23 +59,23 @@ pub(crate) struct MountedAccount {
     pub(crate) namespace: String,
 }
 
-/// Service account folder, written as a kubelet writes it: files are links into `..data`, which a
-/// rename replaces.
+/// Service account directory, written as a kubelet writes it: files are links into `..data`, which
+/// a rename replaces.
 struct AccountVolume {
-    folder: PathBuf,
+    directory: PathBuf,
     versions: u32,
 }
 
 impl AccountVolume {
-    fn create(folder: PathBuf, account: &MountedAccount) -> anyhow::Result<Self> {
-        fs::create_dir_all(&folder)?;
+    fn create(directory: PathBuf, account: &MountedAccount) -> anyhow::Result<Self> {
+        fs::create_dir_all(&directory)?;
         let mut volume = Self {
-            folder,
+            directory,
             versions: 0,
         };
         volume.write(account)?;
         for name in ["token", "ca.crt", "namespace"] {
-            symlink(format!("..data/{name}"), volume.folder.join(name))?;
+            symlink(format!("..data/{name}"), volume.directory.join(name))?;
         }
         Ok(volume)
     }
@@ -83,13 +83,16 @@ impl AccountVolume {
     fn write(&mut self, account: &MountedAccount) -> anyhow::Result<()> {
         self.versions += 1;
         let version = format!("..version_{}", self.versions);
-        let folder = self.folder.join(&version);
-        fs::create_dir(&folder)?;
-        fs::write(folder.join("token"), &account.token)?;
-        fs::write(folder.join("ca.crt"), &account.ca)?;
-        fs::write(folder.join("namespace"), &account.namespace)?;
-        symlink(version, self.folder.join("..data_new"))?;
-        fs::rename(self.folder.join("..data_new"), self.folder.join("..data"))?;
+        let directory = self.directory.join(&version);
+        fs::create_dir(&directory)?;
+        fs::write(directory.join("token"), &account.token)?;
+        fs::write(directory.join("ca.crt"), &account.ca)?;
+        fs::write(directory.join("namespace"), &account.namespace)?;
+        symlink(version, self.directory.join("..data_new"))?;
+        fs::rename(
+            self.directory.join("..data_new"),
+            self.directory.join("..data"),
+        )?;
         Ok(())
     }
 }
@@ -268,7 +271,7 @@ impl RouterProcess {
 
     /// Sends `POST /debug/explain` for a completion of a model.
     pub(crate) async fn explain(&self, model: &str) -> anyhow::Result<Value> {
-        let question = json!({"path": "/v1/completions", "headers": {}, "body": {"model": model, "prompt": "hello"}});
+        let query = json!({"path": "/v1/completions", "headers": {}, "body": {"model": model, "prompt": "hello"}});
         let url = format!(
             "http://127.0.0.1:{}{}",
             self.admin,
@@ -277,7 +280,7 @@ impl RouterProcess {
         Ok(self
             .http
             .post(url)
-            .json(&question)
+            .json(&query)
             .send()
             .await?
             .json()
@@ -458,11 +461,11 @@ pub(crate) fn pod_name(worker: &Value) -> &str {
 }
 
 fn pod_command(volume: &Option<AccountVolume>, options: &RouterOptions, home: &Path) -> Command {
-    let folder = volume
+    let directory = volume
         .as_ref()
-        .map(|volume| volume.folder.to_string_lossy().into_owned())
+        .map(|volume| volume.directory.to_string_lossy().into_owned())
         .unwrap_or_default();
-    let mut command = in_mount_namespace(&folder);
+    let mut command = in_mount_namespace(&directory);
     command.arg(env!("CARGO_BIN_EXE_warmroute"));
     command.env("HOME", home).env_remove("KUBECONFIG");
     command.env(

@@ -30,8 +30,8 @@ fn bytes(hex: &str) -> Vec<u8> {
 }
 
 fn captures() -> Vec<PathBuf> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/kv_events");
-    let mut files: Vec<_> = fs::read_dir(folder)
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/kv_events");
+    let mut files: Vec<_> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();

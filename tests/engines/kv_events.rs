@@ -523,10 +523,10 @@ async fn decreasing_numbers_without_replay_are_restart() {
 
 #[tokio::test]
 async fn unix_socket_source_survives_publisher_restart() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| format!("ipc://{}", folder.path().join(name).display());
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| format!("ipc://{}", directory.path().join(name).display());
     // A stale socket file exists where the subscriber has to bind.
-    drop(std::os::unix::net::UnixListener::bind(folder.path().join("bound")).unwrap());
+    drop(std::os::unix::net::UnixListener::bind(directory.path().join("bound")).unwrap());
     for (attach, name) in [
         (SocketAttach::Connect, "connected"),
         (SocketAttach::Bind, "bound"),
@@ -544,7 +544,7 @@ async fn unix_socket_source_survives_publisher_restart() {
         subscriber.expect_blocks(&mut engine, [1]).await;
         subscriber.wait_blocks([10, 0, 1]).await;
         drop(engine);
-        let _ = std::fs::remove_file(folder.path().join("connected"));
+        let _ = std::fs::remove_file(directory.path().join("connected"));
         subscriber.wait_state(SourceState::Connecting).await;
         let _engine = EventEngine::start(&site, log([20])).await;
         subscriber.wait_blocks([20]).await;

@@ -267,7 +267,7 @@ fn assert_audit_matches(report: &Value) {
     let number = |at: &str| number_at(report, at);
     let of = |key: &str| number(&format!("/audit/models/qwen2.5/{key}"));
     assert_eq!(
-        (of("answers"), of("unforeseen")),
+        (of("responses"), of("not_predicted")),
         (number("/requests"), 0.0),
         "{report}"
     );
@@ -282,7 +282,7 @@ fn assert_audit_matches(report: &Value) {
     };
     assert_eq!(
         (of("equal"), sum("errors")),
-        (number("/prediction/exact"), of("answers") - of("equal")),
+        (number("/prediction/exact"), of("responses") - of("equal")),
         "{report}"
     );
     assert_eq!(

@@ -83,11 +83,11 @@ async fn conformance_flags_alone_serve_the_pool() {
     let is_served = async || gateway.ask(Some(&added)).await.served == added;
     assert!(until(SOON, is_served).await);
     for endpoint in [at(0, first), at(0, second), at(1, first), at(1, second)] {
-        gateway.sends(Some(&endpoint), &[&endpoint]).await;
+        gateway.probe(Some(&endpoint), &[&endpoint]).await;
     }
 
     assert_pool_is_followed(&server, &picker, &gateway, second).await;
-    gateway.sends(None, &[&at(0, second), &at(1, second)]).await;
+    gateway.probe(None, &[&at(0, second), &at(1, second)]).await;
 
     assert_eq!(
         server.violations(),
@@ -128,15 +128,15 @@ async fn assert_pool_is_followed(
 /// is not a member.
 async fn assert_subsets_are_followed(gateway: &ConformanceGateway, endpoints: &[String; 3]) {
     let [one, two, non_member] = endpoints;
-    gateway.sends(Some(one), &[one]).await;
+    gateway.probe(Some(one), &[one]).await;
     let address = two.split(':').next();
-    gateway.sends(address, &[two]).await;
+    gateway.probe(address, &[two]).await;
     gateway
-        .sends(Some(&format!("{non_member}, {two}")), &[two])
+        .probe(Some(&format!("{non_member}, {two}")), &[two])
         .await;
     let members = [&**one, &**two];
-    gateway.sends(Some("192.0.2.9"), &members).await;
-    gateway.sends(None, &members).await;
+    gateway.probe(Some("192.0.2.9"), &members).await;
+    gateway.probe(None, &members).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

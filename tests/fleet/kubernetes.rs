@@ -128,7 +128,7 @@ impl KubernetesFollower {
         Some(fleet)
     }
 
-    async fn is(&self, fleet: &[&str]) {
+    async fn wait_for(&self, fleet: &[&str]) {
         let found = until(PATIENCE, async || {
             self.fleet().is_some_and(|found| found == fleet)
         })

@@ -4,7 +4,7 @@
 //! An intended difference is listed in a table next to the format's check, with the case, the
 //! field, both answers and the reason. Everything else must be equal. A table entry that no longer
 //! applies is a failure, and so is an unknown file name or field. `WARMROUTE_GOLDEN_DIR` reads the
-//! files from another folder.
+//! files from another directory.
 
 #![expect(clippy::unwrap_used, reason = "test helpers fail by panicking")]
 
@@ -35,8 +35,8 @@ const FORMATS: [GoldenFormat; 6] = [
     ("queue.json", queue::run),
 ];
 
-fn json_files(folder: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<_> = fs::read_dir(folder)
+fn json_files(directory: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();
@@ -48,7 +48,7 @@ fn json_files(folder: &Path) -> Vec<PathBuf> {
     assert!(
         !files.is_empty(),
         "{} holds no golden files",
-        folder.display()
+        directory.display()
     );
     files
 }
@@ -80,7 +80,7 @@ fn run_file(path: &Path, ours: bool, on_progress: impl Fn(String)) -> Vec<String
 #[test]
 #[expect(
     clippy::disallowed_methods,
-    reason = "the folder is set by the environment"
+    reason = "the directory is set by the environment"
 )]
 fn every_case_matches_or_is_a_listed_deviation() {
     let elsewhere = std::env::var_os("WARMROUTE_GOLDEN_DIR").map(PathBuf::from);
@@ -168,12 +168,12 @@ fn with_one_more_field(value: &Value) -> Vec<Value> {
 
 #[test]
 fn unknown_field_fails_at_every_level() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
     let mut tried = 0;
     let mut silent = Vec::new();
     for (name, run) in FORMATS {
         let mut file: Value =
-            serde_json::from_slice(&fs::read(folder.join(name)).unwrap()).unwrap();
+            serde_json::from_slice(&fs::read(directory.join(name)).unwrap()).unwrap();
         let cases = std::mem::take(file["cases"].as_array_mut().unwrap());
         file["case_count"] = 1.into();
         for case in cases {
@@ -200,10 +200,10 @@ fn changed_answer_or_unknown_file_fails() {
     let text =
         fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/queue.json"))
             .unwrap();
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, text: &str| {
-        fs::write(folder.path().join(name), text).unwrap();
-        run_file(&folder.path().join(name), false, drop)
+        fs::write(directory.path().join(name), text).unwrap();
+        run_file(&directory.path().join(name), false, drop)
     };
     assert_eq!(file("queue.json", &text), [""; 0]);
     let changed = file(

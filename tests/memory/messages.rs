@@ -25,7 +25,7 @@ use warmroute_core::worker::BlockSize;
 use warmroute_engines::shared_cache::{
     HttpSharedCache, SharedCache as _, SharedCacheConfig, SharedCacheQuery,
 };
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use crate::support::process::WarmrouteProcess;
 use crate::{MemoryBound, MemoryMeter, measure};
@@ -120,7 +120,7 @@ async fn tokens_of_waiting_requests() {
     for count in 1..=REQUESTS {
         waiting.push(exchange(channel.clone(), completion(count, TOKENS)).await);
         process
-            .shows(
+            .wait_metric(
                 "queue_prompt_tokens{class=\"default\"}",
                 (count * TOKENS) as f64,
             )
@@ -143,7 +143,7 @@ async fn connections_of_a_listener() {
         connections.push(exchange(process.channel(process.grpc).await, Vec::new()).await);
     }
     process
-        .shows("connections{listener=\"ext_proc\"}", CONNECTIONS as f64)
+        .wait_metric("connections{listener=\"ext_proc\"}", CONNECTIONS as f64)
         .await;
     let mut refused = TcpStream::connect(("127.0.0.1", process.grpc))
         .await
@@ -154,7 +154,7 @@ async fn connections_of_a_listener() {
         "the connection is accepted"
     );
     process
-        .shows("connections_refused_total{listener=\"ext_proc\"}", 1.0)
+        .wait_metric("connections_refused_total{listener=\"ext_proc\"}", 1.0)
         .await;
     meter.compare(
         "messages::connections_of_a_listener",
@@ -278,7 +278,7 @@ async fn hold_queries(count: usize, prompt: Arc<BlockHashes>) -> (JoinSet<()>, V
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}/lookup", listener.local_addr().unwrap());
     let config = SharedCacheConfig {
-        timeout: Period::seconds(600),
+        timeout: DurationSetting::seconds(600),
         ..SharedCacheConfig::with_url(url)
     };
     let cache = Arc::new(HttpSharedCache::new(&config).unwrap());

@@ -31,10 +31,10 @@ const RANK: WorkerRank = WorkerRank {
     rank: DpRank(0),
 };
 
-fn predictor(most_blocks_per_rank: u64) -> Arc<Predictor> {
+fn predictor(max_blocks_per_rank: u64) -> Arc<Predictor> {
     let ttl = TtlPolicy {
         ttl: Duration::from_secs(3600),
-        most_blocks_per_rank,
+        max_blocks_per_rank,
     };
     let predictor = Predictor::new(EvictionPolicy::Ttl(ttl), Instant::now);
     predictor.open(RankSlot(0), RANK, None);
@@ -51,27 +51,27 @@ fn prompt(number: u64, blocks: u64) -> BlockHashes {
 
 /// Records the maximum number of confirmed blocks of a rank, in prompts of `blocks` blocks.
 fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
-    let most = setting(PREDICTED);
-    let predictor = predictor(most);
-    (0..most / blocks + 10)
+    let limit = setting(PREDICTED);
+    let predictor = predictor(limit);
+    (0..limit / blocks + 10)
         .for_each(|number| drop(predictor.record(RankSlot(0), RANK, &prompt(number, blocks))));
     let stats = predictor.stats();
-    assert_eq!((stats.blocks, stats.ranks[0].evicted), (most, 10 * blocks));
-    (most, predictor)
+    assert_eq!((stats.blocks, stats.ranks[0].evicted), (limit, 10 * blocks));
+    (limit, predictor)
 }
 
 /// Like [`confirmed`], for prompts in flight.
 fn in_flight(blocks: u64) -> (u64, impl Sized) {
-    let most = setting(PREDICTED);
-    let predictor = predictor(most);
+    let limit = setting(PREDICTED);
+    let predictor = predictor(limit);
     let send = |number| predictor.record_in_flight(RankSlot(0), RANK, &prompt(number, blocks));
-    let prompts: Vec<_> = (0..most / blocks + 10).map(send).collect();
+    let prompts: Vec<_> = (0..limit / blocks + 10).map(send).collect();
     let stats = predictor.stats();
     assert_eq!(
         (stats.in_flight, stats.ranks[0].refused),
-        (most, 10 * blocks)
+        (limit, 10 * blocks)
     );
-    (most, (predictor, prompts))
+    (limit, (predictor, prompts))
 }
 
 #[test]
@@ -108,11 +108,11 @@ fn idle_sessions() {
     measure("tables::idle_sessions", 2560, || {
         let rules = SessionRules::default();
         let sessions = SessionStore::new(rules, Instant::now);
-        for number in 0..rules.most_sessions + 100 {
+        for number in 0..rules.max_sessions + 100 {
             drop(first(&sessions, number));
         }
-        assert_eq!(sessions.counts().sessions, rules.most_sessions);
-        (rules.most_sessions as u64, sessions)
+        assert_eq!(sessions.counts().sessions, rules.max_sessions);
+        (rules.max_sessions as u64, sessions)
     });
 }
 
@@ -126,7 +126,7 @@ fn sessions_with_unread_updates() {
             updates_by: Some(1),
         };
         let sessions = SessionStore::with_listener(rules, Instant::now, recording, Arc::new(()));
-        let mut holds: Vec<_> = (0..rules.most_sessions)
+        let mut holds: Vec<_> = (0..rules.max_sessions)
             .map(|number| first(&sessions, number))
             .collect();
         let [id, tenant] = [&"x".repeat(256), &"y".repeat(256)];
@@ -137,7 +137,7 @@ fn sessions_with_unread_updates() {
             tenant: Some(tenant),
         };
         let full = SessionRefused::Full {
-            most: rules.most_sessions,
+            limit: rules.max_sessions,
         };
         assert_eq!(sessions.enter(name).unwrap_err(), full);
         for worker in 2..6 {
@@ -147,7 +147,7 @@ fn sessions_with_unread_updates() {
             };
             holds.iter_mut().for_each(|hold| hold.rebind(to));
         }
-        (rules.most_sessions as u64, (sessions, holds))
+        (rules.max_sessions as u64, (sessions, holds))
     });
 }
 
@@ -166,13 +166,13 @@ fn first(sessions: &Arc<SessionStore>, number: usize) -> SessionLease {
     }
 }
 
-fn ledger(most: u64, blocks: u64) -> BookingLedger {
+fn ledger(limit: u64, blocks: u64) -> BookingLedger {
     let load = LoadTracker::new(Instant::now);
     load.open_slot(RankSlot(0), RANK);
     let rules = LedgerRules {
-        max_bookings: most as usize,
+        max_bookings: limit as usize,
         max_blocks: blocks as usize,
-        max_ended: most as usize / 8,
+        max_ended: limit as usize / 8,
         ..LedgerRules::default()
     };
     BookingLedger::new(load, rules)
@@ -206,32 +206,32 @@ fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), Ledg
 fn booked_blocks() {
     measure("tables::booked_blocks", 32, || {
         // A thirty-second of the default suffices, because all blocks take the same memory.
-        let most = BOOKED_BLOCKS / 32;
-        let mut ledger = ledger(BOOKINGS, most);
-        (0..most / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
+        let limit = BOOKED_BLOCKS / 32;
+        let mut ledger = ledger(BOOKINGS, limit);
+        (0..limit / 512).for_each(|number| book(&mut ledger, number, 512).unwrap());
         assert_eq!(
-            book(&mut ledger, most, 512),
+            book(&mut ledger, limit, 512),
             Err(LedgerError::TooManyBlocks {
-                most: most as usize
+                limit: limit as usize
             })
         );
-        (most, ledger)
+        (limit, ledger)
     });
 }
 
 #[test]
 fn bookings_of_short_prompts() {
     measure("tables::bookings_of_short_prompts", 2048, || {
-        let most = setting(BOOKINGS);
-        let mut ledger = ledger(most, BOOKED_BLOCKS);
-        (0..most).for_each(|number| book(&mut ledger, number, 1).unwrap());
+        let limit = setting(BOOKINGS);
+        let mut ledger = ledger(limit, BOOKED_BLOCKS);
+        (0..limit).for_each(|number| book(&mut ledger, number, 1).unwrap());
         assert_eq!(
-            book(&mut ledger, most, 1),
+            book(&mut ledger, limit, 1),
             Err(LedgerError::Full {
-                most: most as usize
+                limit: limit as usize
             })
         );
-        (most, ledger)
+        (limit, ledger)
     });
 }
 
@@ -252,9 +252,9 @@ fn fast_encoder() -> Encoder {
 fn prompt_cache() {
     measure_after("tables::prompt_cache", 2, fast_encoder, |encoder| {
         // Default of `requests.limits.prompt_cache_size`.
-        let most = setting(256 * MIB);
+        let limit = setting(256 * MIB);
         let metrics = Arc::new(Metrics::new());
-        let cache = PromptCache::new(most as usize, metrics.clone());
+        let cache = PromptCache::new(limit as usize, metrics.clone());
         let (encoder, resumes) = encoder.with_prompt_cache(cache.clone());
         assert_eq!(resumes, Ok(()));
         let mut chat = 0_u64;
@@ -273,7 +273,7 @@ fn prompt_cache() {
                 .unwrap();
             chat += 1;
         }
-        assert!(cache.bytes() as u64 <= most && cache.bytes() as u64 > most - 8192);
-        (most, (encoder, cache))
+        assert!(cache.bytes() as u64 <= limit && cache.bytes() as u64 > limit - 8192);
+        (limit, (encoder, cache))
     });
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Layer of each module of the server. A module may use lower layers and its own folder. Adapters
-/// (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the dependencies
-/// between crates.
+/// Layer of each module of the server. A module may use lower layers and its own directory.
+/// Adapters (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the
+/// dependencies between crates.
 const LAYERS: &[(&str, u8)] = &[
     ("dispatch", 3),
     ("tracking_hash", 3),
@@ -84,9 +84,9 @@ fn server_sources() -> Vec<SourceFile> {
     sources_of("crates/server/src")
 }
 
-/// Returns the sources below a folder. Panics if there are only few.
-fn sources_of(folder: &str) -> Vec<SourceFile> {
-    let found = sources_below(&package().join(folder));
+/// Returns the sources below a directory. Panics if there are only few.
+fn sources_of(directory: &str) -> Vec<SourceFile> {
+    let found = sources_below(&package().join(directory));
     assert!(found.len() > 20, "only {} source files found", found.len());
     found
 }
@@ -97,12 +97,12 @@ fn package() -> &'static Path {
 
 fn sources_below(root: &Path) -> Vec<SourceFile> {
     let mut found = Vec::new();
-    let mut folders = vec![root.to_owned()];
-    while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).unwrap() {
+    let mut directories = vec![root.to_owned()];
+    while let Some(directory) = directories.pop() {
+        for entry in fs::read_dir(&directory).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
-                folders.push(path);
+                directories.push(path);
             } else if path.extension().is_some_and(|extension| extension == "rs")
                 && !is_test_file(path.strip_prefix(root).unwrap())
             {

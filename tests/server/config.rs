@@ -24,7 +24,7 @@ use warmroute_server::fleet::discovery::WorkerModel;
 use warmroute_server::fleet::discovery::config::DiscoveryConfig;
 use warmroute_server::fleet::discovery::file::{self, WorkersFile};
 use warmroute_server::request::engine_tokens::config::EngineTokensConfig;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// Timeout of waits, far longer than any of them takes.
@@ -34,8 +34,8 @@ fn data(name: &str) -> PathBuf {
     Path::new(ROOT).join("tests/data/config").join(name)
 }
 
-fn yaml_files(folder: &Path) -> Vec<PathBuf> {
-    let mut files: Vec<_> = fs::read_dir(folder)
+fn yaml_files(directory: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();
@@ -44,7 +44,7 @@ fn yaml_files(folder: &Path) -> Vec<PathBuf> {
             .is_some_and(|extension| extension == "yaml")
     });
     files.sort();
-    assert!(!files.is_empty(), "{} holds no cases", folder.display());
+    assert!(!files.is_empty(), "{} holds no cases", directory.display());
     files
 }
 

@@ -36,7 +36,7 @@ use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedS
 use warmroute_metrics::{EngineSessionLabels, Metrics};
 use warmroute_server::app::App;
 use warmroute_server::config::Config;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use engine::{EngineBehaviour, SessionEngine, close, open};
 
@@ -331,7 +331,7 @@ async fn groups_are_not_opened_and_options_are_sent() {
     let config = EngineSessionsConfig {
         capacity: 1000,
         streaming: true,
-        idle_timeout: Some(Period::seconds(90)),
+        idle_timeout: Some(DurationSetting::seconds(90)),
         ..EngineSessionsConfig::with_kind(SessionEngineKind::Sglang)
     };
     let bed = SessionBed::start(&[engine.address], config);
@@ -397,7 +397,7 @@ async fn hanging_engine_is_isolated_and_still_closed() {
         SessionEngine::start(EngineBehaviour::Well).await,
     ];
     let config = EngineSessionsConfig {
-        timeout: Period::millis(50),
+        timeout: DurationSetting::millis(50),
         ..sglang()
     };
     let bed = SessionBed::start(&[engines[0].address, engines[1].address], config);

@@ -55,7 +55,7 @@ async fn every_exchange_matches_its_transcript() {
     let mut failed = 0;
     for (name, script, played) in played_transcripts().await {
         let wrong = match played {
-            Ok(played) => played.wrong(script),
+            Ok(played) => played.mismatches(script),
             Err(why) => vec![why.clone()],
         };
         let verdict = if wrong.is_empty() { "passed" } else { "FAILED" };

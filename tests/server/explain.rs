@@ -22,8 +22,8 @@ fn captured_chat() -> Value {
     chat
 }
 
-fn write(folder: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
-    let file = folder.join(name);
+fn write(directory: &Path, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+    let file = directory.join(name);
     std::fs::write(&file, content).unwrap();
     file
 }

@@ -91,7 +91,7 @@ fn two_workers() -> Vec<String> {
 async fn wait_for_peers(site: &ApiSite, peers: usize) {
     let level = |page: &Value| {
         let all = page["peers"].as_array().unwrap();
-        all.len() == peers && all.iter().all(|peer| peer["level"] == true)
+        all.len() == peers && all.iter().all(|peer| peer["synced"] == true)
     };
     site.until(
         &format!("the replica is synced with {peers} peers"),
@@ -109,7 +109,7 @@ async fn peer_bookings_count_from_start_to_end() {
     wait_for_peers(&a, 1).await;
     wait_for_peers(&b, 1).await;
     let first = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap();
-    b.loaded((22, 5, 1)).await;
+    b.wait_load((22, 5, 1)).await;
     // The second request goes to the other worker, because b knows the load of the first one.
     let route_request = pb::RouteRequest {
         book: None,
@@ -124,15 +124,15 @@ async fn peer_bookings_count_from_start_to_end() {
         })
         .await
         .unwrap();
-    b.loaded((0, 5, 1)).await;
+    b.wait_load((0, 5, 1)).await;
     let output = |decay_fraction| pb::AddOutputBlockRequest {
         attempt: attempt("r", 0),
         decay_fraction,
     };
     client.add_output_block(output(None)).await.unwrap();
-    b.loaded((0, 6, 1)).await;
+    b.wait_load((0, 6, 1)).await;
     client.add_output_block(output(Some(0.5))).await.unwrap();
-    b.loaded((0, 4, 1)).await;
+    b.wait_load((0, 4, 1)).await;
     // A replica that starts later receives a snapshot.
     let c = nats.replica(&two_workers()).await;
     assert_eq!(
@@ -141,11 +141,11 @@ async fn peer_bookings_count_from_start_to_end() {
         "a replica is ready only after the snapshot"
     );
     assert!(a.free("r", 0).await);
-    b.loaded((0, 0, 0)).await;
-    c.loaded((0, 0, 0)).await;
+    b.wait_load((0, 0, 0)).await;
+    c.wait_load((0, 0, 0)).await;
     for site in [a, b, c] {
         site.stop();
-        site.stopped().await;
+        site.wait_shutdown().await;
     }
 }
 
@@ -171,15 +171,15 @@ async fn peer_routes_are_predicted_as_cached() {
             .unwrap()
             .predicted_cached_tokens
     };
-    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
         ids: (500..522).collect(),
     });
-    let question = Some(pb::Question {
+    let query = Some(pb::PromptQuery {
         prompt: Some(prompt),
-        ..pb::Question::default()
+        ..pb::PromptQuery::default()
     });
     let other_prompt = || pb::RouteRequest {
-        question: question.clone(),
+        query: query.clone(),
         ..route_request()
     };
     a.route(other_prompt()).await.unwrap();
@@ -199,11 +199,11 @@ async fn peer_routes_are_predicted_as_cached() {
         0,
         "a query is not a routed request"
     );
-    b.loaded((0, 0, 0)).await;
+    b.wait_load((0, 0, 0)).await;
     assert_eq!(decode_worker(&b, route_request()).await, there);
     for site in [a, b] {
         site.stop();
-        site.stopped().await;
+        site.wait_shutdown().await;
     }
 }
 
@@ -214,7 +214,7 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
     let b = nats.replica(&two_workers()).await;
     wait_for_peers(&b, 1).await;
     a.route(book("r", 0, 22)).await.unwrap();
-    b.loaded((22, 5, 1)).await;
+    b.wait_load((22, 5, 1)).await;
     // Without NATS, each replica works alone.
     nats.kill();
     b.until("alone", |page| page["connected"] == false, "debug/replicas")
@@ -224,7 +224,7 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
         9,
         "the replica still routes requests"
     );
-    b.loaded((9, 2, 1)).await;
+    b.wait_load((9, 2, 1)).await;
     b.until(
         "no peer",
         |page| page["peers"] == json!([]),
@@ -241,19 +241,19 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
         "{:?}",
         a.load().await
     );
-    b.loaded(a.load().await).await;
+    b.wait_load(a.load().await).await;
     // Replica a shuts down regularly.
     a.stop();
-    a.stopped().await;
+    a.wait_shutdown().await;
     b.until(
         "a has left",
         |page| page["peers"] == json!([]),
         "debug/replicas",
     )
     .await;
-    b.loaded((9, 2, 1)).await;
+    b.wait_load((9, 2, 1)).await;
     b.stop();
-    b.stopped().await;
+    b.wait_shutdown().await;
 }
 
 #[tokio::test]
@@ -310,7 +310,7 @@ async fn sessions_and_overload_marks_reach_all_replicas() {
     assert!(warmroute_testbed::ports::until(crate::api::site::PATIENCE, left_alone).await);
     for site in [a, b] {
         site.stop();
-        site.stopped().await;
+        site.wait_shutdown().await;
     }
 }
 
@@ -338,7 +338,7 @@ async fn engine_session_survives_departure_while_in_use() {
     b.route(route_request("second")).await.unwrap();
     assert!(a.free("first", 0).await);
     a.stop();
-    a.stopped().await;
+    a.wait_shutdown().await;
     // The engine rejects the second open call because the session is still open. If it had been
     // closed, the call would have opened it again.
     assert_eq!(engine.received_calls(2).await, [open("s"), open("s")]);
@@ -353,7 +353,7 @@ async fn engine_session_survives_departure_while_in_use() {
     b.route(route_request("third")).await.unwrap();
     engine.received_calls(4).await;
     b.stop();
-    b.stopped().await;
+    b.wait_shutdown().await;
     assert_eq!(engine.calls()[3..], [open("s"), close("s")]);
 }
 
@@ -381,8 +381,8 @@ async fn last_replica_closes_its_sessions() {
     engine.received_calls(2).await;
     a.stop();
     b.stop();
-    a.stopped().await;
-    b.stopped().await;
+    a.wait_shutdown().await;
+    b.wait_shutdown().await;
     assert!(
         engine.state.borrow().open.is_empty(),
         "{:?}",
@@ -419,7 +419,7 @@ async fn replica_is_ready_without_nats_and_joins_later() {
     )
     .await;
     let b = ApiSite::start(&own, &two_workers()).await;
-    b.loaded((22, 5, 1)).await;
+    b.wait_load((22, 5, 1)).await;
     let named = |page: &Value| page["peers"][0]["name"] == "first";
     b.until("known by name", named, "debug/replicas").await;
     // Replicas of another group are independent.
@@ -429,6 +429,6 @@ async fn replica_is_ready_without_nats_and_joins_later() {
     assert_eq!(c.load().await, (0, 0, 0));
     for site in [a, b, c] {
         site.stop();
-        site.stopped().await;
+        site.wait_shutdown().await;
     }
 }

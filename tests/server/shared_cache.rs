@@ -31,8 +31,8 @@ struct CacheServer {
     queries: Mutex<Vec<Value>>,
 }
 
-async fn lookup(State(cache): State<Arc<CacheServer>>, Json(question): Json<Value>) -> Response {
-    cache.queries.lock().push(question);
+async fn lookup(State(cache): State<Arc<CacheServer>>, Json(query): Json<Value>) -> Response {
+    cache.queries.lock().push(query);
     match &*cache.ranges.lock() {
         Some(ranges) => Json(json!({ "ranges": ranges })).into_response(),
         None => StatusCode::INTERNAL_SERVER_ERROR.into_response(),
@@ -98,7 +98,7 @@ impl SharedCacheBed {
         *self.cache.ranges.lock() = Some(ranges.to_vec());
     }
 
-    async fn book(&self, id: &str, worker: u64, question: pb::Question) {
+    async fn book(&self, id: &str, worker: u64, query: pb::PromptQuery) {
         let request = pb::AddRequestRequest {
             attempt: Some(pb::Attempt {
                 id: id.to_owned(),
@@ -108,7 +108,7 @@ impl SharedCacheBed {
                 worker_id: worker,
                 dp_rank: 0,
             }),
-            question: Some(question),
+            query: Some(query),
             ..pb::AddRequestRequest::default()
         };
         self.router.clone().add_request(request).await.unwrap();
@@ -225,21 +225,21 @@ impl SharedCacheBed {
     }
 }
 
-fn question(tokens: std::ops::Range<u32>) -> pb::Question {
-    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+fn query(tokens: std::ops::Range<u32>) -> pb::PromptQuery {
+    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
         ids: tokens.collect(),
     });
-    pb::Question {
+    pb::PromptQuery {
         prompt: Some(prompt),
-        ..pb::Question::default()
+        ..pb::PromptQuery::default()
     }
 }
 
 /// Makes worker 1 cache the prompt and run a small request.
 async fn warm(bed: &SharedCacheBed) {
-    bed.book("warm", 1, question(0..17)).await;
+    bed.book("warm", 1, query(0..17)).await;
     bed.free("warm").await;
-    bed.book("busy", 1, question(100..104)).await;
+    bed.book("busy", 1, query(100..104)).await;
 }
 
 #[tokio::test]
@@ -290,7 +290,7 @@ async fn shared_cache_query_contains_prompt_hashes() {
     warm(&bed).await;
     bed.holds(&[(2, 4), (0, 2)]);
     let request = pb::RouteRequest {
-        question: Some(question(0..17)),
+        query: Some(query(0..17)),
         ..pb::RouteRequest::default()
     };
     let response = bed
@@ -323,7 +323,7 @@ async fn overlap_scores_summarize_the_shared_cache() {
     let bed = SharedCacheBed::start().await;
     warm(&bed).await;
     let request = |include_shared| pb::OverlapScoresRequest {
-        question: Some(question(0..17)),
+        query: Some(query(0..17)),
         include_shared,
         ..pb::OverlapScoresRequest::default()
     };
@@ -379,7 +379,7 @@ async fn overrides_apply_to_scores() {
         })
     };
     let request = |overrides| pb::OverlapScoresRequest {
-        question: Some(question(0..17)),
+        query: Some(query(0..17)),
         overrides,
         ..pb::OverlapScoresRequest::default()
     };
@@ -412,7 +412,7 @@ async fn overrides_apply_to_loads_and_bookings() {
         })
     };
     let request = |overrides| pb::PotentialLoadsRequest {
-        question: Some(question(200..208)),
+        query: Some(query(200..208)),
         overrides,
     };
     let loads = async |overrides| {
@@ -440,7 +440,7 @@ async fn overrides_apply_to_loads_and_bookings() {
             worker_id: 2,
             dp_rank: 0,
         }),
-        question: Some(question(200..208)),
+        query: Some(query(200..208)),
         overrides: untracked(),
         ..pb::AddRequestRequest::default()
     };

@@ -97,8 +97,8 @@ fn load(name: &str, tokenizer: &Path, ours: bool) -> Encoder {
     }
 }
 
-fn tested_tokenizer(name: &str, folder: &Path, ours: bool) -> TestedTokenizer {
-    let files = ["tokenizer.json", "tokenizer.json.gz"].map(|name| folder.join(name));
+fn tested_tokenizer(name: &str, directory: &Path, ours: bool) -> TestedTokenizer {
+    let files = ["tokenizer.json", "tokenizer.json.gz"].map(|name| directory.join(name));
     let tokenizer = files.into_iter().find(|file| file.is_file()).unwrap();
     let metrics = Arc::new(Metrics::new());
     let cache = PromptCache::new(16 << 20, metrics.clone());
@@ -382,8 +382,8 @@ fn converse(random: &mut impl Rng, tested_tokenizer: &TestedTokenizer, figures: 
     figures.conversations.fetch_add(1, Ordering::Relaxed);
 }
 
-fn compare_with_cache(name: &str, folder: &Path, ours: bool) {
-    let tested_tokenizer = tested_tokenizer(name, folder, ours);
+fn compare_with_cache(name: &str, directory: &Path, ours: bool) {
+    let tested_tokenizer = tested_tokenizer(name, directory, ours);
     let wanted = std::env::var("WARMROUTE_FUZZ_CONVERSATIONS")
         .ok()
         .map(|count| count.parse::<usize>().unwrap());
@@ -484,11 +484,11 @@ fn tinyllama_resumes_with_equal_tokens() {
 #[test]
 fn synthetic_tokenizers_resume_with_equal_tokens() {
     for (name, tokenizer) in made::all() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         tokenizer
-            .save(folder.path().join("tokenizer.json"), false)
+            .save(directory.path().join("tokenizer.json"), false)
             .unwrap();
-        compare_with_cache(name, folder.path(), true);
+        compare_with_cache(name, directory.path(), true);
     }
 }
 
@@ -520,20 +520,24 @@ fn prompt_of_boundary_tokens_stays_within_cache_limit() {
 #[test]
 #[ignore = "reads tokenizers in WARMROUTE_TOKENIZERS, which are not in the repository"]
 fn downloaded_tokenizers_resume_with_equal_tokens() {
-    let folder = std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS must be set");
-    let mut folders: Vec<_> = std::fs::read_dir(folder)
+    let directory =
+        std::env::var("WARMROUTE_TOKENIZERS").expect("WARMROUTE_TOKENIZERS must be set");
+    let mut directories: Vec<_> = std::fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
         .collect();
-    folders.retain(|folder| {
-        folder.join("tokenizer.json").is_file() || folder.join("tokenizer.json.gz").is_file()
+    directories.retain(|directory| {
+        directory.join("tokenizer.json").is_file() || directory.join("tokenizer.json.gz").is_file()
     });
-    folders.sort();
-    assert!(!folders.is_empty(), "the folder contains no tokenizer");
-    for folder in folders {
+    directories.sort();
+    assert!(
+        !directories.is_empty(),
+        "the directory contains no tokenizer"
+    );
+    for directory in directories {
         compare_with_cache(
-            folder.file_name().unwrap().to_str().unwrap(),
-            &folder,
+            directory.file_name().unwrap().to_str().unwrap(),
+            &directory,
             false,
         );
     }

@@ -12,7 +12,7 @@ use warmroute_testbed::pypi::{self, PypiPackages};
 use xxhash_rust::xxh3::xxh3_64;
 
 pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kubernetes");
-/// Folder of the stored chart renderings.
+/// Directory of the stored chart renderings.
 const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
 const VALIDATE: &str = concat!(
     env!("CARGO_MANIFEST_DIR"),
@@ -80,9 +80,9 @@ pub(crate) fn validated(objects: &Value, version: &str) -> Value {
 }
 
 /// Returns all files of the chart in sorted order.
-fn chart_files(folder: &Path) -> Vec<PathBuf> {
+fn chart_files(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
-    for entry in fs::read_dir(folder)
+    for entry in fs::read_dir(directory)
         .unwrap()
         .map(|entry| entry.unwrap().path())
     {
@@ -179,7 +179,7 @@ fn yaml_files(path: &Path) -> Vec<PathBuf> {
 }
 
 impl ManifestSet {
-    /// Reads the objects of these files and folders.
+    /// Reads the objects of these files and directories.
     pub(crate) fn of<'a>(name: &str, paths: impl IntoIterator<Item = &'a str>) -> Self {
         let files = paths
             .into_iter()

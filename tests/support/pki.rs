@@ -11,12 +11,12 @@ pub(crate) struct CertificatePair {
 }
 
 impl CertificatePair {
-    /// Writes both files into a folder, under the names of a Kubernetes TLS secret.
-    pub(crate) fn write(&self, folder: &Path) {
-        std::fs::create_dir_all(folder).unwrap();
+    /// Writes both files into a directory, under the names of a Kubernetes TLS secret.
+    pub(crate) fn write(&self, directory: &Path) {
+        std::fs::create_dir_all(directory).unwrap();
         // Between the two writes, key and certificate do not match in either order.
-        std::fs::write(folder.join("tls.key"), &self.key).unwrap();
-        std::fs::write(folder.join("tls.crt"), &self.cert).unwrap();
+        std::fs::write(directory.join("tls.key"), &self.key).unwrap();
+        std::fs::write(directory.join("tls.crt"), &self.cert).unwrap();
     }
 }
 

@@ -26,7 +26,7 @@ use warmroute_testbed::ports::{FreePort, until};
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
-/// A warmroute process with a temporary folder.
+/// A warmroute process with a temporary directory.
 pub(crate) struct WarmrouteProcess {
     pub(crate) child: ChildProcess,
     pub(crate) dir: tempfile::TempDir,
@@ -142,7 +142,7 @@ impl WarmrouteProcess {
     }
 
     /// Returns the page `/debug/config`.
-    pub(crate) async fn shown(&self) -> Value {
+    pub(crate) async fn config_page(&self) -> Value {
         serde_json::from_str(&self.get("/debug/config").await.1).unwrap()
     }
 
@@ -155,7 +155,7 @@ impl WarmrouteProcess {
         line.map_or(0.0, |value| value.trim().parse().unwrap())
     }
 
-    pub(crate) async fn shows(&self, series: &str, wanted: f64) {
+    pub(crate) async fn wait_metric(&self, series: &str, wanted: f64) {
         let reached = until(SOON, async || self.metric(series).await == wanted).await;
         assert!(
             reached,
@@ -205,7 +205,7 @@ impl WarmrouteProcess {
     }
 
     /// Waits for the exit and asserts success.
-    pub(crate) async fn ends_well(&self) {
+    pub(crate) async fn assert_exit_success(&self) {
         assert!(
             until(SOON, async || !self.child.is_running()).await,
             "still running:\n{}",
@@ -263,7 +263,7 @@ impl WarmrouteProcess {
 
 impl OpenExchange {
     /// Sends response headers and asserts a reply, which shows that the exchange is alive.
-    pub(crate) async fn answers(&mut self) {
+    pub(crate) async fn assert_reply(&mut self) {
         let headers = HttpHeaders {
             headers: Some(map(&[(":status", "200")])),
             ..HttpHeaders::default()

@@ -49,9 +49,9 @@ fn made() -> MadeTokenizers {
 }
 
 fn load(made: &MadeTokenizers, case: &ClassCase, traits: &ModelTraits) -> Result<Encoder, String> {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let file = |name: &str, content: &Value| {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         std::fs::write(&path, serde_json::to_vec(content).unwrap()).unwrap();
         path
     };

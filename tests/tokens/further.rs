@@ -1,8 +1,9 @@
 //! Captured requests, compared with the tokens of this encoder. The test reads every `*.json` and
-//! `*.json.gz` of a folder that is a list of tokenization cases or a scenario.
+//! `*.json.gz` of a directory that is a list of tokenization cases or a scenario.
 //!
 //! `WARMROUTE_TOKEN_CASES=DIR cargo test --test tokens` reads DIR instead of
-//! `tests/data/tokens/engine`. A file `models.yaml` in the folder lists tokenizers by model name.
+//! `tests/data/tokens/engine`. A file `models.yaml` in the directory lists tokenizers by model
+//! name.
 
 use std::collections::BTreeMap;
 use std::io::{Read as _, Write as _};
@@ -38,15 +39,15 @@ const MAX_MODEL_LEN: u64 = 16384;
 #[test]
 #[expect(
     clippy::disallowed_methods,
-    reason = "the folder is set by the environment"
+    reason = "the directory is set by the environment"
 )]
-fn captured_files_of_folder_match() {
+fn captured_files_of_directory_match() {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/engine");
     let other = std::env::var_os("WARMROUTE_TOKEN_CASES").map(PathBuf::from);
-    let folder = other.clone().unwrap_or(own);
-    let mut models = TokenizerTable::of(&folder);
-    let mut files: Vec<PathBuf> = std::fs::read_dir(&folder)
-        .unwrap_or_else(|error| panic!("{}: {error}", folder.display()))
+    let directory = other.clone().unwrap_or(own);
+    let mut models = TokenizerTable::of(&directory);
+    let mut files: Vec<PathBuf> = std::fs::read_dir(&directory)
+        .unwrap_or_else(|error| panic!("{}: {error}", directory.display()))
         .map(|entry| entry.unwrap().path())
         .filter(|path| {
             [".json", ".json.gz"]
@@ -55,7 +56,7 @@ fn captured_files_of_folder_match() {
         })
         .collect();
     files.sort();
-    let mut report = format!("\ntokens: files of {}\n", folder.display());
+    let mut report = format!("\ntokens: files of {}\n", directory.display());
     let mut compared = 0;
     let mut different = 0;
     let mut found = Vec::new();
@@ -260,10 +261,10 @@ impl<'j> CapturedRequest<'j> {
         let reported = answers.iter().find_map(|answer| tokens_in(answer));
         let truncated = request["truncate_prompt_tokens"].is_number();
         let engine = match reported {
-            Some(tokens) if !answers.first().is_some_and(|first| is_refusal(first)) => {
+            Some(tokens) if !answers.first().is_some_and(|first| is_rejection(first)) => {
                 EngineResult::Tokens(tokens)
             }
-            _ if answers.iter().any(|answer| is_refusal(answer)) => EngineResult::Refused,
+            _ if answers.iter().any(|answer| is_rejection(answer)) => EngineResult::Refused,
             _ => match tokens_in(&case["tokenize"]).filter(|_| !truncated) {
                 Some(tokens) => EngineResult::Tokens(tokens),
                 None => EngineResult::Silent,
@@ -296,7 +297,7 @@ impl<'j> CapturedRequest<'j> {
             .as_u64()
             .or_else(|| response["usage"]["input_tokens"].as_u64());
         let engine = match (reported, count) {
-            _ if is_refusal(response) => EngineResult::Refused,
+            _ if is_rejection(response) => EngineResult::Refused,
             (Some(tokens), _) => EngineResult::Tokens(tokens),
             (None, Some(count)) => EngineResult::Count(count as usize),
             (None, None) => EngineResult::Silent,
@@ -320,7 +321,7 @@ fn api_of(holder: &Value, request: &Value) -> Option<ApiKind> {
     }
 }
 
-fn is_refusal(answer: &Value) -> bool {
+fn is_rejection(answer: &Value) -> bool {
     let status = |key: &str| answer[key].as_u64().is_some_and(|status| status >= 400);
     answer.get("error").is_some_and(|error| !error.is_null())
         || ["HTTP", "status", "code"].iter().any(|key| status(key))
@@ -519,23 +520,23 @@ struct TokenizerTable {
 }
 
 impl TokenizerTable {
-    fn of(folder: &Path) -> Self {
+    fn of(directory: &Path) -> Self {
         let mut entries = BTreeMap::new();
-        let file = folder.join("models.yaml");
+        let file = directory.join("models.yaml");
         if file.is_file() {
             let list: Vec<ModelEntry> =
                 serde_saphyr::from_str(&std::fs::read_to_string(&file).unwrap())
                     .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
             for entry in list {
-                let tokenizer_config = entry.config.map(|config| folder.join(config));
-                let chat_template = entry.chat_template.map(|template| folder.join(template));
+                let tokenizer_config = entry.config.map(|config| directory.join(config));
+                let chat_template = entry.chat_template.map(|template| directory.join(template));
                 let config = Config {
-                    tokenizer: folder.join(entry.tokenizer),
+                    tokenizer: directory.join(entry.tokenizer),
                     tokenizer_config,
                     chat_template,
                 };
                 let media = entry.media.map(|mut media| {
-                    media.resolve(folder);
+                    media.resolve(directory);
                     media
                 });
                 entries.insert(entry.name, (config, media));

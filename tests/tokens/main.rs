@@ -104,15 +104,15 @@ struct Rendering {
 #[test]
 fn captured_requests_render_as_in_engine() {
     for name in ["llama3", "mistral"] {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/rendered");
-        let tokenizer_config = Some(folder.join(name).join("tokenizer_config.json"));
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/rendered");
+        let tokenizer_config = Some(directory.join(name).join("tokenizer_config.json"));
         let encoder = Encoder::load(&Config {
             tokenizer_config,
             ..files("tinyllama")
         })
         .unwrap();
         let cases: Vec<Rendering> =
-            serde_json::from_slice(&contents(&folder.join(format!("{name}.json.gz")))).unwrap();
+            serde_json::from_slice(&contents(&directory.join(format!("{name}.json.gz")))).unwrap();
         let mut equal = 0;
         let mut skipped = Vec::new();
         for Rendering {
@@ -364,9 +364,9 @@ fn invalid_json_arguments_become_empty_object() {
 
 #[test]
 fn unusable_files_are_named_with_problem() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let write = |name: &str, text: &str| {
-        let path = folder.path().join(name);
+        let path = directory.path().join(name);
         std::fs::write(&path, text).unwrap();
         path
     };
@@ -377,7 +377,7 @@ fn unusable_files_are_named_with_problem() {
         assert!(words.iter().all(|word| text.contains(word)), "{text}");
     };
     let none = Config {
-        tokenizer: folder.path().join("no.json"),
+        tokenizer: directory.path().join("no.json"),
         tokenizer_config: None,
         chat_template: None,
     };
@@ -420,10 +420,10 @@ fn unusable_files_are_named_with_problem() {
 
 #[test]
 fn bos_token_mismatch_makes_special_tokens_uncertain() {
-    let folder = tempfile::tempdir().unwrap();
-    let config = folder.path().join("tokenizer_config.json");
+    let directory = tempfile::tempdir().unwrap();
+    let config = directory.path().join("tokenizer_config.json");
     std::fs::write(
-        folder.path().join("config.json"),
+        directory.path().join("config.json"),
         r#"{"model_type": "llama"}"#,
     )
     .unwrap();

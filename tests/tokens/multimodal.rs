@@ -62,7 +62,7 @@ fn prompt_ends_before_first_unknown_image() {
 
 /// Returns the encoder of a vision model whose images have five tokens.
 fn vision_encoder() -> Encoder {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl");
+    let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl");
     let image: MediaItemRule = serde_json::from_value(
         json!({"token": "<|image_pad|>", "token_count": "fixed", "tokens_per_item": 5}),
     )
@@ -74,7 +74,7 @@ fn vision_encoder() -> Encoder {
         }),
         ..ModelTraits::default()
     };
-    let tokenizer_config = Some(folder.join("tokenizer_config.json"));
+    let tokenizer_config = Some(directory.join("tokenizer_config.json"));
     let config = Config {
         tokenizer: model("qwen2.5").join("tokenizer.json.gz"),
         tokenizer_config,

@@ -349,7 +349,7 @@ impl OurPredictor {
     fn new(case: &ApproximateCase) -> Self {
         let ttl = TtlPolicy {
             ttl: UNREACHED_TTL,
-            most_blocks_per_rank: u64::MAX,
+            max_blocks_per_rank: u64::MAX,
         };
         let (policy, capacity) = match case.eviction {
             EvictionMode::Ttl => (EvictionPolicy::Ttl(ttl), None),

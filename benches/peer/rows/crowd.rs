@@ -23,7 +23,7 @@ const SHARED: StaticMeasure = StaticMeasure::new(
     Some(0.1),
 );
 const BUSY: StaticMeasure = StaticMeasure::new(
-    "query p99 while one thread writes flat out",
+    "query p99 while one thread writes continuously",
     "µs",
     Some(0.5),
 );

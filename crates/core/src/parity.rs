@@ -35,7 +35,7 @@ const MAX_RUNNING_CHECKS: usize = 32;
 /// Parity of one model, shared by the tests and by their consumers.
 #[derive(Debug, Default)]
 pub struct ParityStatus {
-    mistrusted: AtomicBool,
+    tokens_disabled: AtomicBool,
     /// Reason why the slower `tokenizers` library produces warmroute's tokens.
     slow_reason: Mutex<Option<&'static str>>,
     differing_workers: ArcSwap<BTreeSet<WorkerId>>,
@@ -49,16 +49,16 @@ pub struct ParityStatus {
 /// Effect of a new result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ParityChange {
-    /// No change of trust in warmroute's tokens.
+    /// No change of the use of warmroute's tokens.
     None,
     /// The worker differs now, while others agree.
-    Differs,
+    WorkerDiffers,
     /// The worker no longer differs.
-    Agrees,
-    /// Our tokens are no longer trusted.
-    Distrusted,
-    /// Our tokens are trusted again.
-    Trusted,
+    WorkerAgrees,
+    /// Warmroute's tokens are no longer used for the model.
+    TokensDisabled,
+    /// Warmroute's tokens are used for the model again.
+    TokensEnabled,
 }
 
 /// Parity of one model on status pages.
@@ -66,8 +66,8 @@ pub enum ParityChange {
 pub struct ParityReport {
     /// Model name.
     pub model: ModelName,
-    /// True if warmroute's tokens are not trusted.
-    pub mistrusted: bool,
+    /// True if warmroute's tokens are not used.
+    pub tokens_disabled: bool,
     /// Reason why the slower `tokenizers` library produces warmroute's tokens. Absent while the
     /// fast tokenizer agrees with it.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,9 +82,9 @@ pub struct ParityReport {
 }
 
 impl ParityStatus {
-    /// Returns true if warmroute's tokens are not trusted.
-    pub fn is_mistrusted(&self) -> bool {
-        self.mistrusted.load(Ordering::Relaxed)
+    /// Returns true if warmroute's tokens are not used.
+    pub fn are_tokens_disabled(&self) -> bool {
+        self.tokens_disabled.load(Ordering::Relaxed)
     }
 
     /// Returns the results of the tests.
@@ -192,7 +192,7 @@ impl ParityStatus {
         let mut parity = self.parity.lock();
         change(&mut parity);
         // Under the lock, so that concurrent results take effect in order.
-        let now = parity.is_mistrusted();
+        let now = parity.are_tokens_disabled();
         let differing = parity.differing_workers();
         let is_affected =
             |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));
@@ -201,12 +201,12 @@ impl ParityStatus {
         if **self.differing_workers.load() != differing {
             self.differing_workers.store(Arc::new(differing));
         }
-        match (self.mistrusted.swap(now, Ordering::Relaxed), now) {
-            (false, true) => ParityChange::Distrusted,
-            (true, false) => ParityChange::Trusted,
+        match (self.tokens_disabled.swap(now, Ordering::Relaxed), now) {
+            (false, true) => ParityChange::TokensDisabled,
+            (true, false) => ParityChange::TokensEnabled,
             _ if now || before == after => ParityChange::None,
-            _ if after => ParityChange::Differs,
-            _ => ParityChange::Agrees,
+            _ if after => ParityChange::WorkerDiffers,
+            _ => ParityChange::WorkerAgrees,
         }
     }
 }
@@ -257,7 +257,7 @@ impl ParityRegistry {
         let models = self.models.load();
         let report = |(model, status): (&ModelName, &Arc<ParityStatus>)| ParityReport {
             model: model.clone(),
-            mistrusted: status.is_mistrusted(),
+            tokens_disabled: status.are_tokens_disabled(),
             tokenized_by_library: *status.slow_reason.lock(),
             parity: status.parity(),
             confirmed: status.confirmed.load(Ordering::Relaxed),

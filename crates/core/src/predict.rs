@@ -112,10 +112,10 @@ impl Predictor {
         self.close(slot);
         let policy = self.rules.policy.for_capacity(capacity);
         // An engine rejects a prompt that exceeds its cache.
-        let most_in_flight = policy.most_blocks().min(capacity.unwrap_or(u64::MAX));
+        let max_in_flight = policy.max_blocks().min(capacity.unwrap_or(u64::MAX));
         let in_flight = InFlightPrompts::new(
             self.in_flight.create_path_writer(slot),
-            most_in_flight,
+            max_in_flight,
             self.rules.clone(),
         );
         let confirmed = ConfirmedBlocks::new(

@@ -24,7 +24,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 
 use bearer::BearerToken;
-use body::{parse_json, read_body, read_refusal};
+use body::{parse_json, read_body, read_error_body};
 use config::EnginesConfig;
 use connections::is_stale_connection;
 use error::{status_error, transport_error};
@@ -78,7 +78,7 @@ pub struct EngineClient {
 struct EngineClientInner {
     client: Client,
     bearer: Option<BearerToken>,
-    max_answer: usize,
+    max_response: usize,
     permits: Arc<Semaphore>,
     deadline: Duration,
     /// Configuration that the client was created from.
@@ -142,7 +142,7 @@ impl EngineClient {
     pub fn with_credentials(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
         let EngineClientInner {
             client,
-            max_answer,
+            max_response,
             deadline,
             ca_bundle: authorities,
             ..
@@ -155,7 +155,7 @@ impl EngineClient {
         let shared = EngineClientInner {
             client: client.clone(),
             bearer: config.token_file.clone().map(BearerToken::new),
-            max_answer: *max_answer,
+            max_response: *max_response,
             permits: permits(&config),
             deadline: *deadline,
             ca_bundle: authorities.clone(),
@@ -170,7 +170,7 @@ impl EngineClient {
         let shared = EngineClientInner {
             client: connections::build_pool(config, authorities.as_deref())?,
             bearer: config.token_file.clone().map(BearerToken::new),
-            max_answer: config.max_response_size.bytes(),
+            max_response: config.max_response_size.bytes(),
             permits: permits(config),
             deadline: config.timeout.get(),
             config: config.clone(),
@@ -460,8 +460,8 @@ impl EngineClientInner {
     ) -> Result<Vec<u8>, EngineError> {
         let response = response.map_err(|error| transport_error(&error))?;
         match response.status() {
-            StatusCode::OK => read_body(response, self.max_answer).await,
-            status => Err(status_error(status, &read_refusal(response).await)),
+            StatusCode::OK => read_body(response, self.max_response).await,
+            status => Err(status_error(status, &read_error_body(response).await)),
         }
     }
 }

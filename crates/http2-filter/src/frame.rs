@@ -40,7 +40,7 @@ impl FrameHeader {
         })
     }
 
-    pub(crate) fn has(self, flag: u8) -> bool {
+    pub(crate) fn has_flag(self, flag: u8) -> bool {
         self.flags & flag != 0
     }
 }

@@ -256,7 +256,7 @@ impl InboundReader {
             if at > octets.len() {
                 return HeaderBlockExtent::Incomplete(at);
             }
-            if header.has(END_HEADERS) {
+            if header.has_flag(END_HEADERS) {
                 return HeaderBlockExtent::Complete(at);
             }
             stream = Some(header.stream);
@@ -313,11 +313,11 @@ impl<'a> HeaderBlock<'a> {
             }
             let mut start = HEADER_LEN;
             let mut padding = 0;
-            if header.has(PADDED) {
+            if header.has_flag(PADDED) {
                 padding = usize::from(*frame.get(start).ok_or(BlockError)?);
                 start += 1;
             }
-            if header.has(PRIORITY) {
+            if header.has_flag(PRIORITY) {
                 let dependency = frame.get(start..start + 5).ok_or(BlockError)?;
                 if u32::from_be_bytes([
                     dependency[0] & 0x7f,

@@ -81,7 +81,7 @@ fn on_frame(header: FrameHeader, payload: &[u8], streams: &mut OpenStreams) -> O
     match header.kind {
         HEADERS | DATA => {
             streams.on_frame();
-            if header.has(END_STREAM) {
+            if header.has_flag(END_STREAM) {
                 streams.close(header.stream);
             }
             None

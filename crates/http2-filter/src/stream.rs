@@ -20,7 +20,7 @@ pub struct Http2Limits {
     /// one, so reading fails with an error of the kind [`InvalidData`](io::ErrorKind::InvalidData).
     /// The limit must exceed the sum of the server's maximum frame size and header list size. The
     /// filter can then decode blocks that the server refuses with status 431.
-    pub header_block: usize,
+    pub max_header_block_bytes: usize,
 }
 
 /// Connection of an HTTP/2 client, wrapped by the filter.
@@ -46,7 +46,7 @@ impl<S> Http2Filter<S> {
     ) -> Self {
         Self {
             io,
-            inbound: InboundReader::new(limits.header_block),
+            inbound: InboundReader::new(limits.max_header_block_bytes),
             outbound: OutboundReader::default(),
             streams: OpenStreams::default(),
             ready: Vec::new(),

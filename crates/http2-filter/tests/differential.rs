@@ -236,7 +236,7 @@ fn filtered(input: &[u8], pieces: Vec<usize>) -> (Outcome, usize) {
     let filter = Http2Filter::new(
         script,
         Http2Limits {
-            header_block: BLOCK_LIMIT,
+            max_header_block_bytes: BLOCK_LIMIT,
         },
         move |_| {
             counter.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -252,7 +252,7 @@ fn passed(input: &[u8], pieces: Vec<usize>, ends: bool) -> Vec<u8> {
     let mut filter = Http2Filter::new(
         script,
         Http2Limits {
-            header_block: BLOCK_LIMIT,
+            max_header_block_bytes: BLOCK_LIMIT,
         },
         |_| {},
     );

@@ -22,7 +22,7 @@ async fn passed(frames: &[Vec<u8>]) -> (Vec<u8>, io::Result<usize>) {
     let mut filter = Http2Filter::new(
         &*input,
         Http2Limits {
-            header_block: LIMIT,
+            max_header_block_bytes: LIMIT,
         },
         |_| {},
     );

@@ -8,8 +8,8 @@
 
 mod families;
 mod format;
+mod known_series;
 mod labels;
-mod zero;
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -27,8 +27,8 @@ pub use families::{
     ReplicaMetrics, RequestMetrics, SessionMetrics, TokenMetrics, WorkerMetrics,
 };
 pub use format::TextFormat;
+pub use known_series::KnownLabels;
 pub use labels::*;
-pub use zero::KnownLabels;
 
 /// Family of histograms. The constructor is a function pointer, so that the type can be written.
 pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;
@@ -137,7 +137,7 @@ impl Default for Metrics {
 impl Metrics {
     /// Renders the metrics page. `refresh` updates the gauges that are computed at each scrape.
     /// Pages are rendered one at a time, so `refresh` may clear and rebuild families.
-    pub fn page(
+    pub fn render(
         &self,
         format: TextFormat,
         refresh: impl FnOnce(&Self),

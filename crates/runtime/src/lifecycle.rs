@@ -5,8 +5,8 @@
 //! represented by a pending step that never completes.
 
 pub mod config;
+pub mod directory;
 pub mod file_watcher;
-pub mod folder;
 
 use std::collections::BTreeSet;
 use std::future::Future;

@@ -127,7 +127,7 @@ async fn metrics_page(State(admin): State<AdminState>, headers: HeaderMap) -> Re
         .iter()
         .filter_map(|value| value.to_str().ok());
     let format = TextFormat::negotiate(accept);
-    match admin.metrics.page(format, |metrics| {
+    match admin.metrics.render(format, |metrics| {
         gauges::refresh_gauges(metrics, &admin.dispatcher)
     }) {
         Ok(page) => ([(header::CONTENT_TYPE, format.content_type())], page).into_response(),

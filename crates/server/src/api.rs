@@ -175,12 +175,12 @@ impl ApiService {
             .transpose()?;
         let session = message.session.map(request::parse_session).transpose()?;
         let query =
-            request::parse_query(&preprocessor.load_full(), message.question, *options).await?;
+            request::parse_query(&preprocessor.load_full(), message.query, *options).await?;
         let mut request = query.request;
-        if let Some(hints) = message.wishes {
+        if let Some(hints) = message.hints {
             request::apply_hints(&mut request, hints)?;
         }
-        let tokens = if message.with_tokens {
+        let tokens = if message.include_token_ids {
             query.tokens
         } else {
             Vec::new()
@@ -191,14 +191,14 @@ impl ApiService {
             return Ok(response::route_to_proto(
                 &dispatcher.preview(request, session.as_ref())?,
                 prompts,
-                pb::Booked::Not,
+                pb::BookingOutcome::NotBooked,
             ));
         };
         if let Some(route) = bookings.find_route(attempt)? {
             return Ok(response::route_to_proto(
                 &route,
                 prompts,
-                pb::Booked::Before,
+                pb::BookingOutcome::AlreadyBooked,
             ));
         }
         let mut active = dispatcher
@@ -211,9 +211,11 @@ impl ApiService {
         // No await from here on: a cancelled call leaves either nothing or a booking that the
         // caller can find by name.
         Ok(match bookings.store(attempt, active)? {
-            BookOutcome::New(route) => response::route_to_proto(&route, prompts, pb::Booked::Now),
+            BookOutcome::New(route) => {
+                response::route_to_proto(&route, prompts, pb::BookingOutcome::Booked)
+            }
             BookOutcome::Existing(route) => {
-                response::route_to_proto(&route, prompts, pb::Booked::Before)
+                response::route_to_proto(&route, prompts, pb::BookingOutcome::AlreadyBooked)
             }
         })
     }
@@ -233,7 +235,7 @@ impl ApiService {
         let rank = request::parse_rank(message.worker)?;
         let mut request = request::parse_query(
             &preprocessor.load_full(),
-            message.question,
+            message.query,
             QueryOptions {
                 query_shared_cache: false,
                 ..*options
@@ -259,8 +261,8 @@ impl ApiService {
             .prepare_external(request, rank, options)
             .ok_or(LedgerError::NotServing { rank })?;
         let (added, booked) = match bookings.add_external(attempt, &external, router)? {
-            BookOutcome::New(added) => (added, pb::Booked::Now),
-            BookOutcome::Existing(added) => (added, pb::Booked::Before),
+            BookOutcome::New(added) => (added, pb::BookingOutcome::Booked),
+            BookOutcome::Existing(added) => (added, pb::BookingOutcome::AlreadyBooked),
         };
         let BookingSummary {
             prefill_tokens,
@@ -328,7 +330,7 @@ impl ApiService {
             query_shared_cache: message.include_shared.unwrap_or(true),
             ..self.0.query_options
         };
-        let mut request = request::parse_query(&preprocessor, message.question, options)
+        let mut request = request::parse_query(&preprocessor, message.query, options)
             .await?
             .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;
@@ -361,7 +363,7 @@ impl ApiService {
         message: pb::PotentialLoadsRequest,
     ) -> Result<pb::PotentialLoadsResponse, ApiError> {
         let router = self.0.dispatcher.router();
-        if message.question.is_none() {
+        if message.query.is_none() {
             let mut loads = router.load().snapshot();
             loads.sort_by_key(|load| load.rank);
             return Ok(pb::PotentialLoadsResponse {
@@ -370,7 +372,7 @@ impl ApiService {
         }
         let mut request = request::parse_query(
             &self.0.preprocessor.load_full(),
-            message.question,
+            message.query,
             self.0.query_options,
         )
         .await?

@@ -222,7 +222,7 @@ impl App {
             .iter()
             .map(|model| model.name.clone())
             .collect();
-        metrics.start_at_zero(&KnownLabels {
+        metrics.init_known_series(&KnownLabels {
             models: &models,
             reasons: &Reason::ALL.map(Reason::as_str),
             causes: &MissCause::ALL.map(MissCause::as_str),

@@ -4,13 +4,13 @@
 
 mod advice;
 mod check;
+mod engine_discovery;
 mod engines;
 mod flags;
+mod freshness;
 mod health;
 mod index;
-mod index_trust;
 mod kv_events;
-mod learn;
 mod listeners;
 mod log;
 mod model;
@@ -44,13 +44,13 @@ use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
 
 pub use advice::Advice;
+pub use engine_discovery::EngineDiscoveryConfig;
 pub use engines::EnginesSection;
 pub use flags::Flags;
+pub use freshness::{FreshnessConfig, SilenceConfig};
 pub use health::HealthConfig;
 pub use index::IndexSection;
-pub use index_trust::{IndexTrustConfig, SilenceConfig};
 pub use kv_events::KvEventsLimits;
-pub use learn::LearnConfig;
 pub use listeners::ListenersSection;
 pub use log::{LogConfig, LogFormat, LogLevel};
 pub use model::{FirstToken, ModelConfig};
@@ -58,7 +58,7 @@ pub use overload::OverloadConfig;
 pub use pool::PoolConfig;
 pub use predict::{ApproximateConfig, ApproximatePolicy};
 pub use process::ProcessSection;
-pub use reload::Adopted;
+pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
 pub use routing::RoutingSection;
 pub use sessions::{Affinity, SessionsConfig};
@@ -276,15 +276,15 @@ impl Config {
             .collect()
     }
 
-    fn resolve(&mut self, folder: &Path) {
+    fn resolve(&mut self, directory: &Path) {
         for model in &mut self.models {
-            model.resolve(folder);
+            model.resolve(directory);
         }
         if let Some(file) = &mut self.workers.file {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
         if let Some(envoy) = &mut self.envoy {
-            envoy.resolve(folder);
+            envoy.resolve(directory);
         }
         if let Some(file) = self
             .workers
@@ -292,24 +292,24 @@ impl Config {
             .as_mut()
             .and_then(|kubernetes| kubernetes.kubeconfig.as_mut())
         {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
         if let Some(replicas) = &mut self.replicas {
-            replicas.resolve(folder);
+            replicas.resolve(directory);
         }
         if let Some(warm_start) = &mut self.index.warm_start {
-            warm_start.resolve(folder);
+            warm_start.resolve(directory);
         }
         if let Some(remote) = &mut self.index.remote {
-            remote.resolve(folder);
+            remote.resolve(directory);
         }
-        self.listeners.ext_proc.resolve(folder);
-        self.listeners.admin.resolve_paths(folder);
-        self.engines.http.resolve(folder);
+        self.listeners.ext_proc.resolve(directory);
+        self.listeners.admin.resolve_paths(directory);
+        self.engines.http.resolve(directory);
         if let Some(tls) = self.listeners.api.as_mut().and_then(|api| api.tls.as_mut()) {
-            tls.resolve(folder);
+            tls.resolve(directory);
         }
-        self.routing.block_hash.resolve(folder);
+        self.routing.block_hash.resolve(directory);
         let served = self.served_models();
         for worker in self.workers.list.iter_mut().flatten() {
             worker.fill_defaults(&served);

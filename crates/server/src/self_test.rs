@@ -128,12 +128,12 @@ impl CanarySuite {
                     }
                     None => compared += 1,
                 },
-                Err(error @ EngineError::Status { .. }) if error.is_refusal() => {
-                    skipped.insert(name, describe_refusal(&error));
+                Err(error @ EngineError::Status { .. }) if error.is_rejection() => {
+                    skipped.insert(name, describe_rejection(&error));
                 }
                 Err(error) => {
                     return CanaryVerdict::CannotTest {
-                        why: describe_error(&error),
+                        reason: describe_error(&error),
                         is_transient: error.is_transient(),
                     };
                 }
@@ -141,7 +141,7 @@ impl CanarySuite {
         }
         match (compared, skipped.values().next()) {
             (0, Some(first)) => CanaryVerdict::CannotTest {
-                why: format!("every canary was skipped; the first: {first}"),
+                reason: format!("every canary was skipped; the first: {first}"),
                 is_transient: false,
             },
             _ => CanaryVerdict::Agrees { compared, skipped },
@@ -163,18 +163,18 @@ impl CanarySuite {
             Some(self.encoder.decode_tokens(&ids[start..end]))
         };
         Some(TokenDifference {
-            what: if at < ours.len().min(theirs.len()) {
+            compared: if at < ours.len().min(theirs.len()) {
                 ComparedItem::Tokens
             } else {
                 ComparedItem::Length
             },
             canary: Some(canary.to_owned()),
-            at,
+            position: at,
             block: at / self.block_size.tokens(),
-            ours: ours.get(at).copied(),
-            theirs: theirs.get(at).copied(),
-            our_text: around(ours),
-            their_text: around(theirs),
+            warmroute_token: ours.get(at).copied(),
+            engine_token: theirs.get(at).copied(),
+            warmroute_text: around(ours),
+            engine_text: around(theirs),
         })
     }
 }
@@ -221,7 +221,7 @@ async fn fetch_tokens(
 }
 
 /// Describes the refusal of a canary, with the message of the engine.
-fn describe_refusal(error: &EngineError) -> String {
+fn describe_rejection(error: &EngineError) -> String {
     let message = match error {
         EngineError::Status { message, .. } => message.as_deref().unwrap_or_default(),
         _ => "",

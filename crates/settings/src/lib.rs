@@ -5,7 +5,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-mod place;
+mod problem;
 mod reader;
 mod tree;
 mod units;
@@ -17,9 +17,9 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
-pub use place::{Place, Problem, Step};
+pub use problem::{PathStep, Problem, SourcePosition};
 pub use tree::{Tree, Value};
-pub use units::{Period, Size};
+pub use units::{ByteSize, DurationSetting};
 pub use urls::has_credentials;
 
 /// Error in a settings file, with its position and fix.
@@ -47,12 +47,12 @@ impl ConfigError {
     }
 
     /// Creates an error at a position in the file.
-    pub fn at(path: &Path, place: Place, problem: impl Into<String>) -> Self {
+    pub fn at(path: &Path, position: SourcePosition, problem: impl Into<String>) -> Self {
         let known = |number: usize| (number > 0).then_some(number);
         Self {
             path: path.to_owned(),
-            line: known(place.line),
-            column: known(place.column),
+            line: known(position.line),
+            column: known(position.column),
             problem: problem.into(),
         }
     }
@@ -112,12 +112,12 @@ impl Document {
             let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
             ConfigError::at(
                 path,
-                Place { line, column: 0 },
+                SourcePosition { line, column: 0 },
                 "this is not UTF-8 text; save the file as UTF-8",
             )
         })?;
-        let tree =
-            tree::parse(text).map_err(|(place, problem)| ConfigError::at(path, place, problem))?;
+        let tree = tree::parse(text)
+            .map_err(|(position, problem)| ConfigError::at(path, position, problem))?;
         Ok(Self {
             path: path.to_owned(),
             tree,
@@ -135,7 +135,7 @@ impl Document {
             self.in_order(
                 errors
                     .into_iter()
-                    .map(|(place, problem)| ConfigError::at(&self.path, place, problem)),
+                    .map(|(position, problem)| ConfigError::at(&self.path, position, problem)),
             )
         })
     }
@@ -143,7 +143,11 @@ impl Document {
     /// Adds to each problem the position of its value. Returns the errors in the order of the file.
     pub fn locate(&self, problems: Vec<Problem>) -> Vec<ConfigError> {
         self.in_order(problems.into_iter().map(|problem| {
-            ConfigError::at(&self.path, self.tree.place_of(&problem.trail), problem.text)
+            ConfigError::at(
+                &self.path,
+                self.tree.position_of(&problem.path),
+                problem.text,
+            )
         }))
     }
 

@@ -11,7 +11,7 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-use super::{Place, Tree, Value, nearest};
+use super::{SourcePosition, Tree, Value, nearest};
 
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
@@ -20,7 +20,7 @@ const MAX_ERRORS: usize = 100;
 type ValuePath = Vec<usize>;
 
 /// Deserializes the tree, or returns every error with its position.
-pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, String)>> {
+pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(SourcePosition, String)>> {
     let mut removed = RemovedValues::default();
     let mut errors = Vec::new();
     loop {
@@ -36,7 +36,7 @@ pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(Place, St
             Err(error) => error,
         };
         if !removed.is_consequence(&error) {
-            errors.push((error.place, error.message()));
+            errors.push((error.position, error.message()));
         }
         // Each pass removes one more value, so the loop terminates. The root cannot be removed.
         if error.path.is_empty() || errors.len() == MAX_ERRORS || !removed.add(&error, tree) {
@@ -98,7 +98,7 @@ fn value_at<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
 struct SettingsError {
     kind: SettingsErrorKind,
     located: bool,
-    place: Place,
+    position: SourcePosition,
     path: ValuePath,
     name: Box<str>,
 }
@@ -124,7 +124,7 @@ impl SettingsError {
         Self {
             kind,
             located: false,
-            place: Place::default(),
+            position: SourcePosition::default(),
             path: ValuePath::new(),
             name: Box::default(),
         }
@@ -281,7 +281,7 @@ impl<'a> ValueReader<'a> {
     fn locate(&self, mut error: SettingsError) -> SettingsError {
         if !error.located {
             error.located = true;
-            error.place = self.tree.place;
+            error.position = self.tree.position;
             error.path.clone_from(&self.path);
             error.name = self.name.as_str().into();
             if let (SettingsErrorKind::Rejected(text), Value::Text(given)) =
@@ -341,7 +341,7 @@ impl<'a> ValueReader<'a> {
                 let mut error = self
                     .inner(position, tree, self.name.clone())
                     .locate(de::Error::unknown_field(&key.name, fields));
-                error.place = key.place;
+                error.position = key.position;
                 return Err(error);
             }
         }

@@ -22,15 +22,15 @@ struct Shop {
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Rest {
-    pause: Period,
-    room: Size,
+    pause: DurationSetting,
+    room: ByteSize,
 }
 
 impl Default for Rest {
     fn default() -> Self {
         Self {
-            pause: Period::seconds(1),
-            room: Size::kib(1),
+            pause: DurationSetting::seconds(1),
+            room: ByteSize::kib(1),
         }
     }
 }
@@ -152,7 +152,7 @@ fn problem_has_the_line_of_the_nearest_value() {
         b"name: a\nshelves:\n  - id: 1\n    colour: red\n",
     )
     .unwrap();
-    let line_of = |steps: &[Step]| document.tree().place_of(steps).line;
+    let line_of = |steps: &[PathStep]| document.tree().position_of(steps).line;
     assert_eq!(line_of(&["name".into()]), 1);
     assert_eq!(line_of(&["shelves".into(), 0.into(), "colour".into()]), 4);
     assert_eq!(line_of(&["shelves".into(), 0.into(), "size".into()]), 3);
@@ -169,14 +169,14 @@ fn problem_has_the_line_of_the_nearest_value() {
 #[test]
 fn durations_and_sizes_print_as_parsed() {
     for text in ["250ms", "30s", "5m", "2h", "0s", "90s", "1500us"] {
-        assert_eq!(text.parse::<Period>().unwrap().to_string(), text);
+        assert_eq!(text.parse::<DurationSetting>().unwrap().to_string(), text);
     }
     for text in ["32MiB", "16KiB", "1GiB", "5MB", "123B", "0B"] {
-        assert_eq!(text.parse::<Size>().unwrap().to_string(), text);
+        assert_eq!(text.parse::<ByteSize>().unwrap().to_string(), text);
     }
-    assert_eq!("1048576".parse::<Size>().unwrap(), Size::mib(1));
-    assert!("30".parse::<Period>().is_err() && "".parse::<Period>().is_err());
-    assert!("".parse::<Size>().is_err() && "-1".parse::<Size>().is_err());
+    assert_eq!("1048576".parse::<ByteSize>().unwrap(), ByteSize::mib(1));
+    assert!("30".parse::<DurationSetting>().is_err() && "".parse::<DurationSetting>().is_err());
+    assert!("".parse::<ByteSize>().is_err() && "-1".parse::<ByteSize>().is_err());
 }
 
 #[test]
@@ -203,8 +203,8 @@ proptest! {
 
     #[test]
     fn units_round_trip(nanos in any::<u64>(), bytes in any::<u64>()) {
-        let period = Period(std::time::Duration::from_nanos(nanos));
-        prop_assert_eq!(period.to_string().parse::<Period>().unwrap(), period);
-        prop_assert_eq!(Size(bytes).to_string().parse::<Size>().unwrap(), Size(bytes));
+        let period = DurationSetting(std::time::Duration::from_nanos(nanos));
+        prop_assert_eq!(period.to_string().parse::<DurationSetting>().unwrap(), period);
+        prop_assert_eq!(ByteSize(bytes).to_string().parse::<ByteSize>().unwrap(), ByteSize(bytes));
     }
 }

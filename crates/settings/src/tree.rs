@@ -5,7 +5,7 @@ use std::fmt;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
-use super::{Place, Step};
+use super::{PathStep, SourcePosition};
 
 /// A YAML value with its position.
 #[derive(Clone, Debug, PartialEq)]
@@ -13,7 +13,7 @@ pub struct Tree {
     /// The value.
     pub value: Value,
     /// Position of its start.
-    pub place: Place,
+    pub position: SourcePosition,
 }
 
 /// A YAML value.
@@ -43,21 +43,21 @@ pub struct Key {
     /// The text of the key.
     pub name: String,
     /// Position of its start.
-    pub place: Place,
+    pub position: SourcePosition,
 }
 
 impl Tree {
     /// Returns the position of the value at the end of a path. If it does not exist, returns the
     /// position of the last value on the path that exists.
-    pub(super) fn place_of(&self, trail: &[Step]) -> Place {
+    pub(super) fn position_of(&self, path: &[PathStep]) -> SourcePosition {
         let mut node = self;
-        for step in trail {
+        for step in path {
             let next = match (&node.value, step) {
-                (Value::Map(entries), Step::Key(key)) => entries
+                (Value::Map(entries), PathStep::Key(key)) => entries
                     .iter()
                     .find(|(name, _)| name.name == *key)
                     .map(|(_, value)| value),
-                (Value::List(items), Step::At(at)) => items.get(*at),
+                (Value::List(items), PathStep::At(at)) => items.get(*at),
                 _ => None,
             };
             match next {
@@ -65,12 +65,12 @@ impl Tree {
                 None => break,
             }
         }
-        node.place
+        node.position
     }
 }
 
 /// Parses one YAML document. Returns an error with its position.
-pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
+pub(super) fn parse(text: &str) -> Result<Tree, (SourcePosition, String)> {
     // Non-finite numbers are accepted here. The check of each setting rejects them with a better
     // message.
     let options = serde_saphyr::options! {
@@ -81,11 +81,11 @@ pub(super) fn parse(text: &str) -> Result<Tree, (Place, String)> {
         non_finite_float_policy: serde_saphyr::NonFiniteFloatPolicy::PassThrough,
     };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
-        let place = error.location().map(place).unwrap_or_default();
+        let position = error.location().map(position).unwrap_or_default();
         let formatter = serde_saphyr::UserMessageFormatter;
         let message = error.without_snippet().render_with_formatter(&formatter);
         (
-            place,
+            position,
             format!("this is not valid YAML: {}", without_place(&message)),
         )
     })
@@ -103,9 +103,9 @@ fn without_place(message: &str) -> &str {
         .map_or(message, |(_, tail)| tail)
 }
 
-fn place(location: serde_saphyr::Location) -> Place {
+fn position(location: serde_saphyr::Location) -> SourcePosition {
     let number = |number: u64| usize::try_from(number).unwrap_or(usize::MAX);
-    Place {
+    SourcePosition {
         line: number(location.line()),
         column: number(location.column()),
     }
@@ -116,7 +116,7 @@ impl<'de> Deserialize<'de> for Tree {
         let spanned = Spanned::<Value>::deserialize(deserializer)?;
         Ok(Self {
             value: spanned.value,
-            place: place(spanned.referenced),
+            position: position(spanned.referenced),
         })
     }
 }
@@ -189,7 +189,7 @@ impl<'de> Visitor<'de> for ValueVisitor {
         while let Some(key) = entries.next_key::<Spanned<String>>()? {
             let key = Key {
                 name: key.value,
-                place: place(key.referenced),
+                position: position(key.referenced),
             };
             if map.iter().any(|(known, _)| known.name == key.name) {
                 return Err(A::Error::custom(format!("`{}` is given twice", key.name)));

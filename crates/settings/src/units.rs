@@ -9,9 +9,9 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// Duration, written with its unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Period(pub Duration);
+pub struct DurationSetting(pub Duration);
 
-impl Period {
+impl DurationSetting {
     /// Creates a duration from milliseconds.
     pub const fn millis(millis: u64) -> Self {
         Self(Duration::from_millis(millis))
@@ -28,7 +28,7 @@ impl Period {
     }
 }
 
-impl FromStr for Period {
+impl FromStr for DurationSetting {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -40,7 +40,7 @@ impl FromStr for Period {
     }
 }
 
-impl fmt::Display for Period {
+impl fmt::Display for DurationSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u128, &str); 6] = [
             (3_600_000_000_000, "h"),
@@ -64,9 +64,9 @@ impl fmt::Display for Period {
 
 /// Size in bytes, written with its unit or as a plain number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Size(pub u64);
+pub struct ByteSize(pub u64);
 
-impl Size {
+impl ByteSize {
     /// Creates a size from KiB.
     pub const fn kib(kib: u64) -> Self {
         Self(kib * 1024)
@@ -83,7 +83,7 @@ impl Size {
     }
 }
 
-impl FromStr for Size {
+impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -93,7 +93,7 @@ impl FromStr for Size {
     }
 }
 
-impl fmt::Display for Size {
+impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const UNITS: [(u64, &str); 6] = [
             (1 << 30, "GiB"),
@@ -113,30 +113,30 @@ impl fmt::Display for Size {
     }
 }
 
-impl Serialize for Period {
+impl Serialize for DurationSetting {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl Serialize for Size {
+impl Serialize for ByteSize {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
     }
 }
 
-impl<'de> Deserialize<'de> for Period {
+impl<'de> Deserialize<'de> for DurationSetting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Text;
 
         impl de::Visitor<'_> for Text {
-            type Value = Period;
+            type Value = DurationSetting;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a length of time with its unit, for example 250ms or 30s")
             }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Period, E> {
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<DurationSetting, E> {
                 text.parse().map_err(E::custom)
             }
         }
@@ -144,22 +144,22 @@ impl<'de> Deserialize<'de> for Period {
     }
 }
 
-impl<'de> Deserialize<'de> for Size {
+impl<'de> Deserialize<'de> for ByteSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct TextOrBytes;
 
         impl de::Visitor<'_> for TextOrBytes {
-            type Value = Size;
+            type Value = ByteSize;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a size, for example 16KiB or 32MiB")
             }
 
-            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<Size, E> {
-                Ok(Size(bytes))
+            fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<ByteSize, E> {
+                Ok(ByteSize(bytes))
             }
 
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Size, E> {
+            fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
                 text.parse().map_err(E::custom)
             }
         }

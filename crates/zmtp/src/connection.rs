@@ -24,7 +24,7 @@ pub struct ConnectionTiming {
     pub heartbeat: Duration,
     /// Time after which a peer that accepts no data is disconnected. A peer that supports
     /// heartbeats is also disconnected if it sends nothing for this long.
-    pub silence: Duration,
+    pub idle_timeout: Duration,
 }
 
 impl Default for ConnectionTiming {
@@ -33,7 +33,7 @@ impl Default for ConnectionTiming {
             connect: Duration::from_secs(3),
             handshake: Duration::from_secs(5),
             heartbeat: Duration::from_secs(10),
-            silence: Duration::from_secs(30),
+            idle_timeout: Duration::from_secs(30),
         }
     }
 }
@@ -100,8 +100,8 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
                     self.received_at = Instant::now();
                 }
                 () = sleep_until(self.next_heartbeat) => {
-                    if self.ping() && self.received_at.elapsed() >= self.timing.silence {
-                        return Err(ZmtpError::HeartbeatTimeout(self.timing.silence));
+                    if self.ping() && self.received_at.elapsed() >= self.timing.idle_timeout {
+                        return Err(ZmtpError::HeartbeatTimeout(self.timing.idle_timeout));
                     }
                 }
             }
@@ -140,7 +140,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
     }
 
     async fn flush(&mut self) -> Result<(), ZmtpError> {
-        let written = timeout(self.timing.silence, async {
+        let written = timeout(self.timing.idle_timeout, async {
             while !self.session.output().is_empty() {
                 if self.stream.write_buf(self.session.output()).await? == 0 {
                     return Err(ZmtpError::Closed);
@@ -150,7 +150,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> ZmtpConnection<S> {
         });
         written
             .await
-            .map_err(|_| ZmtpError::HeartbeatTimeout(self.timing.silence))?
+            .map_err(|_| ZmtpError::HeartbeatTimeout(self.timing.idle_timeout))?
     }
 }
 

@@ -30,9 +30,9 @@ pub(crate) enum ZmtpFrame {
 pub(crate) enum AcceptedFrames {
     /// None: the handshake consists of commands.
     Commands,
-    /// Message frames. A body of up to `room` bytes is stored, one of up to `skip` bytes is
-    /// discarded, and a larger one is an error.
-    Messages { room: usize, skip: u64 },
+    /// Message frames. A body of up to `store_limit` bytes is stored, one of up to `skip_limit`
+    /// bytes is discarded, and a larger one is an error.
+    Messages { store_limit: usize, skip_limit: u64 },
 }
 
 /// Decodes frames from pieces of a byte stream.
@@ -176,19 +176,19 @@ fn body_state(flags: u8, length: u64, accept: AcceptedFrames) -> Result<State, P
         return Err(ProtocolError::Flags(flags));
     }
     let more = flags & MORE != 0;
-    let (kind, room) = match accept {
+    let (kind, store_limit) = match accept {
         _ if flags & IS_COMMAND != 0 && length > MAX_COMMAND => {
             return Err(ProtocolError::CommandTooLarge(length));
         }
         _ if flags & IS_COMMAND != 0 => (FrameKind::Command, usize::MAX),
         AcceptedFrames::Commands => return Err(ProtocolError::EarlyMessage),
-        AcceptedFrames::Messages { skip, .. } if length > skip => {
+        AcceptedFrames::Messages { skip_limit, .. } if length > skip_limit => {
             return Err(ProtocolError::MessageTooLarge(length));
         }
-        AcceptedFrames::Messages { room, .. } => (FrameKind::Part { more }, room),
+        AcceptedFrames::Messages { store_limit, .. } => (FrameKind::Part { more }, store_limit),
     };
     Ok(match usize::try_from(length) {
-        Ok(length) if length <= room => State::Body {
+        Ok(length) if length <= store_limit => State::Body {
             kind,
             length,
             stored: Vec::new(),
@@ -240,8 +240,8 @@ mod tests {
     use super::*;
 
     const AMPLE_LIMITS: AcceptedFrames = AcceptedFrames::Messages {
-        room: 1 << 20,
-        skip: 1 << 24,
+        store_limit: 1 << 20,
+        skip_limit: 1 << 24,
     };
 
     fn decode_all(
@@ -299,8 +299,8 @@ mod tests {
         let mut decoder = FrameDecoder::default();
         let mut header = BytesMut::from(&[LONG, 0, 0, 0, 0, 0x40, 0, 0, 0, 7][..]);
         let accept = AcceptedFrames::Messages {
-            room: 1 << 40,
-            skip: 1 << 41,
+            store_limit: 1 << 40,
+            skip_limit: 1 << 41,
         };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
         let State::Body { stored, length, .. } = decoder.state else {
@@ -317,8 +317,8 @@ mod tests {
         let mut header = BytesMut::from(&[LONG][..]);
         header.put_u64(length);
         let accept = AcceptedFrames::Messages {
-            room: 1 << 22,
-            skip: 1 << 22,
+            store_limit: 1 << 22,
+            skip_limit: 1 << 22,
         };
         assert_eq!(decoder.decode(&mut header, accept), Ok(None));
         for _ in 1..(length / 1024) {
@@ -345,8 +345,8 @@ mod tests {
         put_part(&mut wire, &[1; 300], true);
         put_part(&mut wire, b"after", false);
         let accept = AcceptedFrames::Messages {
-            room: 299,
-            skip: 300,
+            store_limit: 299,
+            skip_limit: 300,
         };
         let expected = vec![
             ZmtpFrame::Skipped {

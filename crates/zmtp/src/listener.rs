@@ -12,13 +12,13 @@ use tokio::time::{Instant, sleep};
 use crate::SocketConfig;
 use crate::connection::ZmtpConnection;
 use crate::error::ZmtpError;
-use crate::sub::{PublisherId, SubEvent, forward, report_end, session};
+use crate::sub::{PublisherId, SubEvent, forward_messages, report_end, session};
 use crate::transport::{TransportListener, TransportStream};
 
 /// Most publishers of a socket. An event source has one publisher, and two while an engine is
 /// replaced. A connection beyond the limit replaces the publisher that has been silent for longest.
 /// It is refused if no publisher has been silent for
-/// [`ConnectionTiming::silence`](crate::ConnectionTiming::silence).
+/// [`ConnectionTiming::idle_timeout`](crate::ConnectionTiming::idle_timeout).
 const MAX_PUBLISHERS: usize = 4;
 /// Most connections in the handshake. A connection beyond the limit replaces the oldest one of the
 /// host that has most of them, because that one is the most likely to be stalled.
@@ -146,7 +146,9 @@ impl PublisherListener {
         let last_message = |publisher: &ActivePublisher| *publisher.last_message.borrow();
         let silent = (0..self.active.len()).min_by_key(|&at| last_message(&self.active[at]));
         match silent {
-            Some(at) if last_message(&self.active[at]).elapsed() >= self.config.timing.silence => {
+            Some(at)
+                if last_message(&self.active[at]).elapsed() >= self.config.timing.idle_timeout =>
+            {
                 drop(self.active.swap_remove(at));
                 true
             }
@@ -169,7 +171,7 @@ impl PublisherListener {
                 return;
             }
             let error = tokio::select! {
-                error = forward(connection, &events, Some(&last_message_tx)) => error,
+                error = forward_messages(connection, &events, Some(&last_message_tx)) => error,
                 // The sender is dropped when the publisher is replaced.
                 _ = replaced.changed() => Some(ZmtpError::Replaced),
             };

@@ -16,16 +16,16 @@ const SKIP_FACTOR: u64 = 16;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MessageLimits {
     /// Largest message in bytes, all frames together.
-    pub message: usize,
+    pub max_bytes: usize,
     /// Most frames of a message.
-    pub frames: usize,
+    pub max_frames: usize,
 }
 
 impl Default for MessageLimits {
     fn default() -> Self {
         Self {
-            message: 64 << 20,
-            frames: 16,
+            max_bytes: 64 << 20,
+            max_frames: 16,
         }
     }
 }
@@ -61,9 +61,9 @@ impl SocketRole {
 /// The limit that a message exceeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExceededLimit {
-    /// [`MessageLimits::message`].
+    /// [`MessageLimits::max_bytes`].
     Message,
-    /// [`MessageLimits::frames`].
+    /// [`MessageLimits::max_frames`].
     Frames,
 }
 
@@ -239,14 +239,14 @@ struct PartialMessage {
 
 impl PartialMessage {
     fn accept(&self, limits: &MessageLimits) -> AcceptedFrames {
-        let limit = limits.message as u64;
-        let room = match self.oversize {
+        let limit = limits.max_bytes as u64;
+        let store_limit = match self.oversize {
             None => usize::try_from(limit.saturating_sub(self.bytes)).unwrap_or(usize::MAX),
             Some(_) => 0,
         };
         AcceptedFrames::Messages {
-            room,
-            skip: limit.saturating_mul(SKIP_FACTOR).saturating_sub(self.bytes),
+            store_limit,
+            skip_limit: limit.saturating_mul(SKIP_FACTOR).saturating_sub(self.bytes),
         }
     }
 
@@ -257,7 +257,7 @@ impl PartialMessage {
         limits: &MessageLimits,
     ) -> Result<Option<SessionEvent>, ProtocolError> {
         self.bytes += body.len() as u64;
-        if self.oversize.is_none() && self.frames < limits.frames {
+        if self.oversize.is_none() && self.frames < limits.max_frames {
             self.parts.push(body);
         }
         self.end_frame(more, limits)
@@ -285,10 +285,10 @@ impl PartialMessage {
         limits: &MessageLimits,
     ) -> Result<Option<SessionEvent>, ProtocolError> {
         self.frames += 1;
-        if self.frames > limits.frames {
+        if self.frames > limits.max_frames {
             self.exceed(ExceededLimit::Frames);
         }
-        if self.frames as u64 > (limits.frames as u64).saturating_mul(SKIP_FACTOR) {
+        if self.frames as u64 > (limits.max_frames as u64).saturating_mul(SKIP_FACTOR) {
             return Err(ProtocolError::TooManyFrames);
         }
         if more {

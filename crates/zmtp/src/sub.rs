@@ -75,7 +75,7 @@ impl SubSocket {
         let (events_tx, events) = mpsc::channel(QUEUE_CAPACITY);
         let mut tasks = JoinSet::new();
         tasks.spawn(async move {
-            let error = forward(connection, &events_tx, None).await;
+            let error = forward_messages(connection, &events_tx, None).await;
             report_end(PublisherId(0), error, &events_tx).await;
         });
         Ok(Self {
@@ -125,7 +125,7 @@ pub(crate) fn session(topic: &str, config: SocketConfig) -> ZmtpSession {
 
 /// Forwards the messages of a connection one at a time. Nothing is read while a message waits for
 /// the consumer. Returns the error of the connection, or `None` if the socket was dropped.
-pub(crate) async fn forward(
+pub(crate) async fn forward_messages(
     mut connection: ZmtpConnection<TransportStream>,
     events: &mpsc::Sender<SubEvent>,
     last_message: Option<&watch::Sender<Instant>>,

@@ -36,8 +36,8 @@ async fn bind_socket() -> (SubSocket, String) {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let config = SocketConfig {
         limits: MessageLimits {
-            message: 1 << 20,
-            frames: 4,
+            max_bytes: 1 << 20,
+            max_frames: 4,
         },
         ..SocketConfig::default()
     };
@@ -359,9 +359,9 @@ async fn disconnected_before_message(socket: &mut SubSocket) -> Vec<(PublisherId
 #[tokio::test]
 async fn silent_publisher_is_replaced_by_a_new_one() {
     let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
-    let silence = Duration::from_millis(500);
+    let idle_timeout = Duration::from_millis(500);
     let timing = ConnectionTiming {
-        silence,
+        idle_timeout,
         ..ConnectionTiming::default()
     };
     let mut socket = SubSocket::bind(
@@ -388,7 +388,7 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
             other => panic!("{other:?}"),
         }
     }
-    sleep(silence).await;
+    sleep(idle_timeout).await;
     // After this message, the second publisher has been silent for longest.
     publishers[0].write_all(b"\x00\x02kv").await.unwrap();
     assert!(matches!(next(&mut socket).await, SubEvent::Message(_)));

@@ -180,7 +180,7 @@ fn fast_heartbeats() -> SocketConfig {
     let millis = Duration::from_millis;
     let timing = ConnectionTiming {
         heartbeat: millis(100),
-        silence: millis(600),
+        idle_timeout: millis(600),
         ..ConnectionTiming::default()
     };
     SocketConfig {
@@ -219,8 +219,8 @@ async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
             .unwrap()
             .starts_with("4.")
     );
-    let folder = tempfile::tempdir().unwrap();
-    let ipc = format!("ipc://{}", folder.path().join("events").display());
+    let directory = tempfile::tempdir().unwrap();
+    let ipc = format!("ipc://{}", directory.path().join("events").display());
     for (endpoint, options) in [
         ("tcp://127.0.0.1:*", json!({})),
         ("tcp://[::1]:*", json!({"IPV6": 1})),
@@ -244,8 +244,8 @@ async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
 #[tokio::test]
 async fn libzmq_publisher_that_connects_is_received_over_every_transport() {
     let mut peer = Libzmq::start().await;
-    let folder = tempfile::tempdir().unwrap();
-    let ipc = format!("ipc://{}", folder.path().join("events").display());
+    let directory = tempfile::tempdir().unwrap();
+    let ipc = format!("ipc://{}", directory.path().join("events").display());
     for (endpoint, options) in [
         ("tcp://127.0.0.1:0", json!({})),
         ("tcp://[::1]:0", json!({"IPV6": 1})),
@@ -454,7 +454,7 @@ async fn oversize_libzmq_message_is_skipped() {
     let mut peer = Libzmq::start().await;
     let endpoint = peer.bind("XPUB", "tcp://127.0.0.1:*", json!({})).await;
     let limits = MessageLimits {
-        message: 1 << 20,
+        max_bytes: 1 << 20,
         ..MessageLimits::default()
     };
     let config = SocketConfig {

@@ -36,7 +36,7 @@ mod tests {
     use std::path::PathBuf;
 
     use warmroute_server::config::{Flags, LogFormat, LogLevel};
-    use warmroute_settings::Period;
+    use warmroute_settings::DurationSetting;
 
     use super::*;
     use crate::cmd::cli::{Cli, Command};
@@ -131,7 +131,7 @@ mod tests {
             metrics_port: Some(9090),
             secure_serving: Some(true),
             cert_dir: Some("/certs".into()),
-            drain_grace: Some(Period::seconds(90)),
+            drain_grace: Some(DurationSetting::seconds(90)),
             log_format: Some(LogFormat::Json),
             log_level: Some(LogLevel::Debug),
         };

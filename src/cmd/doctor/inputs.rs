@@ -35,7 +35,7 @@ const PIN_HEADERS: [&str; 9] = [
 
 /// Returns the finding for a warning about the configuration.
 pub(super) fn advice_finding(advice: Advice) -> Finding {
-    FindingBuilder::new("config.prefill", advice.subject).warning(advice.finding, advice.fix)
+    FindingBuilder::new("config.advice", advice.subject).warning(advice.finding, advice.fix)
 }
 
 /// Returns the summary of a configuration file and its workers.

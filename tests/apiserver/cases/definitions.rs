@@ -68,7 +68,7 @@ pub(super) async fn optional_definitions_change(plane: Arc<TestControlPlane>) ->
         .await?;
     let mut longest = router.wait_cluster("older").await?;
     router
-        .wait_cluster("followed as inference.networking.x-k8s.io/v1alpha2")
+        .wait_cluster("watched as inference.networking.x-k8s.io/v1alpha2")
         .await?;
     // If both API groups are installed, warmroute uses the newer one.
     plane.install(OBJECTIVES).await?;

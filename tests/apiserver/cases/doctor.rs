@@ -17,7 +17,7 @@ const ERRORS: i32 = 2;
 
 async fn examine(router: &RouterProcess) -> anyhow::Result<String> {
     let (code, text) = router
-        .run(&["doctor", "--patience", "1s", "--no-canary"])
+        .run(&["doctor", "--timeout", "1s", "--no-canary"])
         .await?;
     ensure!(code == ERRORS, "exit code {code}:\n{text}");
     Ok(text)

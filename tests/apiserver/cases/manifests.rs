@@ -13,7 +13,7 @@ use crate::runner::CaseResult;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 
-/// Manifest folders and stored chart renderings, in the order in which they are applied.
+/// Manifest directories and stored chart renderings, in the order in which they are applied.
 const SOURCES: [&str; 10] = [
     "examples/kubernetes/namespace.yaml",
     "examples/kubernetes/warmroute",

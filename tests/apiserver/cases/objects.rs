@@ -14,7 +14,7 @@ use crate::runner::CaseResult;
 use crate::traffic::route;
 
 const A: &str = "a 127.0.1.1:8000";
-const FOLLOWED: &str = "followed as llm-d.ai/v1alpha2";
+const FOLLOWED: &str = "watched as llm-d.ai/v1alpha2";
 
 async fn start(
     plane: &Arc<TestControlPlane>,

@@ -94,14 +94,14 @@ impl DisaggregatedEngine {
     }
 
     /// Sends a completion request.
-    pub(crate) async fn ask(&self, body: &Value) -> (StatusCode, Value) {
+    pub(crate) async fn send(&self, body: &Value) -> (StatusCode, Value) {
         let (status, text) = self.post("/v1/completions", body).await;
         (status, serde_json::from_str(&text).unwrap())
     }
 
     /// Sends a completion request that must succeed.
     pub(crate) async fn complete(&self, body: &Value) -> Value {
-        let (status, answer) = self.ask(body).await;
+        let (status, answer) = self.send(body).await;
         assert_eq!(status, StatusCode::OK, "{answer}");
         answer
     }

@@ -167,7 +167,7 @@ async fn room_belongs_to_one_rank_and_request() {
     );
     for (engine, body) in [(&prefiller, ids(0..30, 2)), (&decoder, ids(0..30, 2))] {
         assert_eq!(
-            engine.ask(&body).await.0,
+            engine.send(&body).await.0,
             StatusCode::BAD_REQUEST,
             "nothing is served without a room"
         );
@@ -216,7 +216,7 @@ async fn lone_worker_times_out_and_unreachable_fails_early() {
     let flags = [
         "--bootstrap-timeout",
         "400ms",
-        "--bootstrap-patience",
+        "--bootstrap-connect-timeout",
         "150ms",
     ];
     let (prefiller, decoder) = tokio::join!(prefiller(&flags), decoder(&flags));
@@ -266,7 +266,7 @@ async fn failed_prefill_engine_fails_decode() {
     let flags = [
         "--bootstrap-timeout",
         "500ms",
-        "--bootstrap-patience",
+        "--bootstrap-connect-timeout",
         "100ms",
     ];
     let (prefiller, decoder) = tokio::join!(prefiller(&flags), decoder(&flags));
@@ -518,7 +518,7 @@ async fn several_outputs_are_rejected_with_room() {
     let (prefiller, decoder) = tokio::join!(prefiller(&[]), decoder(&[]));
     let several = with(&in_room(&ids(0..30, 2), &prefiller, 1), &json!({"n": 2}));
     for engine in [&prefiller, &decoder] {
-        let (status, answer) = engine.ask(&several).await;
+        let (status, answer) = engine.send(&several).await;
         assert_eq!(status, StatusCode::BAD_REQUEST, "{answer}");
         wait_idle(engine).await;
     }

@@ -111,7 +111,7 @@ async fn mixed_up_contexts_are_detected() {
             .unwrap()
             .remove(missing);
         assert_eq!(
-            generations.ask(&body).await.0,
+            generations.send(&body).await.0,
             StatusCode::BAD_REQUEST,
             "{missing}"
         );
@@ -190,7 +190,7 @@ async fn one_sided_context_id_finds_nothing() {
         let mut params =
             context(&contexts, &ask, given).await["choices"][0]["disaggregated_params"].take();
         params["disagg_request_id"] = json!(requested);
-        let (status, answer) = generations.ask(&generation_of(&ask, &params)).await;
+        let (status, answer) = generations.send(&generation_of(&ask, &params)).await;
         assert_eq!(status, StatusCode::INTERNAL_SERVER_ERROR, "{answer}");
         assert!(
             answer["error"]["message"]
@@ -218,7 +218,7 @@ async fn one_token_response_needs_no_generation_engine() {
     );
     contexts.expect_metrics(&[("kv_leases", 0.0)]).await;
     let params = &answer["choices"][0]["disaggregated_params"];
-    let (status, answer) = generations.ask(&generation_of(&ask, params)).await;
+    let (status, answer) = generations.send(&generation_of(&ask, params)).await;
     assert_eq!(
         status,
         StatusCode::INTERNAL_SERVER_ERROR,

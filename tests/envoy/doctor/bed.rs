@@ -21,7 +21,7 @@ pub(crate) struct EnginePlan {
     /// Additional arguments.
     pub(crate) args: Vec<String>,
     /// The engine publishes no events.
-    pub(crate) silent: bool,
+    pub(crate) without_events: bool,
     /// The event publisher connects instead of binding.
     pub(crate) connects: bool,
 }
@@ -35,9 +35,9 @@ impl EnginePlan {
     }
 
     /// Returns options for an engine without events.
-    pub(crate) fn silent() -> Self {
+    pub(crate) fn without_events() -> Self {
         Self {
-            silent: true,
+            without_events: true,
             ..Self::default()
         }
     }
@@ -97,7 +97,7 @@ impl DoctorBed {
         command
             .arg("--tokenizer-config")
             .arg(model_file("tokenizer_config.json"));
-        if !plan.silent {
+        if !plan.without_events {
             command.args(["--events-endpoint", &format!("tcp://127.0.0.1:{events}")]);
             command.args(["--replay-endpoint", &format!("tcp://127.0.0.1:{replay}")]);
         }
@@ -165,7 +165,7 @@ pub(crate) fn write(dir: &Path, config: &Value) -> PathBuf {
 pub(crate) async fn doctor(file: &Path, extra_args: &[&str]) -> DoctorOutput {
     let mut command = tokio::process::Command::new(env!("CARGO_BIN_EXE_warmroute"));
     command
-        .args(["doctor", "--json", "--patience", "3s", "--config"])
+        .args(["doctor", "--json", "--timeout", "3s", "--config"])
         .arg(file)
         .args(extra_args)
         .kill_on_drop(true);

@@ -52,7 +52,7 @@ fn event_faults() -> Vec<EngineFault> {
     vec![
         fault(
             "without events",
-            EnginePlan::silent(),
+            EnginePlan::without_events(),
             &[("error", "events.published"), ("error", "events.replay")],
             &[
                 "--kv-events-config '{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \
@@ -63,7 +63,7 @@ fn event_faults() -> Vec<EngineFault> {
             config: |_, config| config["workers"]["list"][0]["kv_events"] = Value::Null,
             ..fault(
                 "without events, and none expected",
-                EnginePlan::silent(),
+                EnginePlan::without_events(),
                 &[("warning", "events.configured")],
                 &["and write `kv_events: {endpoint: \"tcp://127.0.0.1:5557\""],
             )
@@ -170,7 +170,7 @@ fn prefill_faults() -> Vec<EngineFault> {
             ..fault(
                 "a prefill worker without KV handoff, and no decode worker",
                 EnginePlan::default(),
-                &[("error", "engine.handover"), ("warning", "config.prefill")],
+                &[("error", "engine.kv_handoff"), ("warning", "config.advice")],
                 &[
                     "--kv-transfer-config '{\"kv_connector\":\"NixlConnector\"",
                     "set `role: decode` for some of its workers",
@@ -182,7 +182,7 @@ fn prefill_faults() -> Vec<EngineFault> {
             ..fault(
                 "a prefill worker with KV handoff, and no decode worker",
                 EnginePlan::with(&["--kv-connector", "nixl"]),
-                &[("warning", "config.prefill")],
+                &[("warning", "config.advice")],
                 &["set `role: decode` for some of its workers"],
             )
         },
@@ -191,7 +191,7 @@ fn prefill_faults() -> Vec<EngineFault> {
             ..fault(
                 "a prefill worker with another bootstrap port",
                 EnginePlan::default(),
-                &[("error", "engine.bootstrap"), ("warning", "config.prefill")],
+                &[("error", "engine.bootstrap"), ("warning", "config.advice")],
                 &["--disaggregation-mode prefill --disaggregation-bootstrap-port"],
             )
         },

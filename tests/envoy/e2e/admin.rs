@@ -139,9 +139,9 @@ const ABSENT: [&str; 10] = [
 
 /// Returns name and type of all families that the files of `crates/metrics` declare.
 fn declared() -> BTreeMap<String, &'static str> {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
     let mut families = BTreeMap::new();
-    for file in std::fs::read_dir(folder).unwrap() {
+    for file in std::fs::read_dir(directory).unwrap() {
         let source = std::fs::read_to_string(file.unwrap().path()).unwrap();
         families.extend(source.lines().filter_map(family));
     }

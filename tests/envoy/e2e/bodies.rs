@@ -10,7 +10,7 @@ use crate::support::deployment::{ChatAnswer, PATIENCE, TestDeployment, with_resp
 
 /// Body mode in which Envoy sends requests to warmroute.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) enum EchoedBody {
+pub(crate) enum EchoBodyMode {
     /// The shipped mode.
     Buffered,
     FullDuplex,
@@ -18,11 +18,11 @@ pub(crate) enum EchoedBody {
     FullDuplexWithLength,
 }
 
-impl EchoedBody {
+impl EchoBodyMode {
     /// Returns the shipped configuration with this body mode.
     pub(crate) fn config(self, deployment: &TestDeployment) -> String {
         let shipped = deployment.envoy_config();
-        if self == EchoedBody::Buffered {
+        if self == EchoBodyMode::Buffered {
             return shipped;
         }
         let mut config: Value = serde_saphyr::from_str(&shipped).unwrap();
@@ -33,7 +33,7 @@ impl EchoedBody {
             .iter_mut()
             .find(|filter| filter["name"] == "envoy.filters.http.ext_proc")
             .unwrap();
-        if self == EchoedBody::FullDuplexWithLength {
+        if self == EchoBodyMode::FullDuplexWithLength {
             filter["typed_config"]["allow_content_length_header"] = json!(true);
         }
         let modes = &mut filter["typed_config"]["processing_mode"];
@@ -66,7 +66,7 @@ fn chunked(body: &[u8]) -> Body {
     Body::wrap_stream(futures_util::stream::iter(pieces))
 }
 
-async fn bodies_arrive(shown: EchoedBody) {
+async fn bodies_arrive(shown: EchoBodyMode) {
     let echoes = [
         EchoEngine::start(1).await,
         EchoEngine::start(u64::MAX).await,
@@ -115,9 +115,9 @@ async fn bodies_arrive(shown: EchoedBody) {
                 // Envoy does not know the length of a chunked body. warmroute does, because it has
                 // the whole body.
                 let has_length = match shown {
-                    EchoedBody::Buffered => sized,
-                    EchoedBody::FullDuplex => false,
-                    EchoedBody::FullDuplexWithLength => true,
+                    EchoBodyMode::Buffered => sized,
+                    EchoBodyMode::FullDuplex => false,
+                    EchoBodyMode::FullDuplexWithLength => true,
                 };
                 assert_framing(
                     &answered.documents()[0],
@@ -171,15 +171,15 @@ fn assert_framing(report: &Value, length: Option<usize>, what: &str) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_arrive_unchanged_as_shipped() {
-    bodies_arrive(EchoedBody::Buffered).await;
+    bodies_arrive(EchoBodyMode::Buffered).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn bodies_arrive_unchanged_in_full_duplex() {
-    bodies_arrive(EchoedBody::FullDuplex).await;
+    bodies_arrive(EchoBodyMode::FullDuplex).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn full_duplex_retains_content_length_if_configured() {
-    bodies_arrive(EchoedBody::FullDuplexWithLength).await;
+    bodies_arrive(EchoBodyMode::FullDuplexWithLength).await;
 }

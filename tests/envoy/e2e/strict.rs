@@ -60,7 +60,8 @@ pub(crate) fn parse(page: &str, format: PageFormat) -> BTreeMap<String, (String,
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Returns the path of the script in a folder with its packages, which are installed on first use.
+/// Returns the path of the script in a directory with its packages, which are installed on first
+/// use.
 fn script() -> PathBuf {
     let requirements = fs::read(REQUIREMENTS).unwrap();
     let name = format!(

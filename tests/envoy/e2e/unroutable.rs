@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use warmroute_server::ext_proc::routing_headers::RoutingHeaders;
 use warmroute_testbed::envoy;
 
-use crate::e2e::bodies::EchoedBody;
+use crate::e2e::bodies::EchoBodyMode;
 use crate::e2e::echo::{EchoEngine, received};
 use crate::support::deployment::{ChatAnswer, TestDeployment, chat, fast, with_response_headers};
 
@@ -64,7 +64,7 @@ fn unroutable_requests() -> Vec<UnroutableRequest> {
     ]
 }
 
-async fn assert_requests_reach_an_engine(shown: EchoedBody) {
+async fn assert_requests_reach_an_engine(shown: EchoBodyMode) {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_workers().unwrap();
     deployment
@@ -126,12 +126,12 @@ async fn assert_requests_reach_an_engine(shown: EchoedBody) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_requests_are_load_only_as_shipped() {
-    assert_requests_reach_an_engine(EchoedBody::Buffered).await;
+    assert_requests_reach_an_engine(EchoBodyMode::Buffered).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn unusable_requests_are_load_only_in_full_duplex() {
-    assert_requests_reach_an_engine(EchoedBody::FullDuplex).await;
+    assert_requests_reach_an_engine(EchoBodyMode::FullDuplex).await;
 }
 
 /// Returns the shipped configuration without its header removal, so that only warmroute removes
@@ -159,7 +159,7 @@ async fn client_cannot_choose_worker() {
         .start_router(&with_response_headers(json!({})))
         .await
         .unwrap();
-    for shown in [EchoedBody::Buffered, EchoedBody::FullDuplex] {
+    for shown in [EchoBodyMode::Buffered, EchoBodyMode::FullDuplex] {
         for config in [
             shown.config(&deployment),
             without_early_mutation(&shown.config(&deployment)),

@@ -88,7 +88,7 @@ impl FaultBed {
             more: all,
             _dir: dir,
         };
-        bed.routed_again().await;
+        bed.wait_routable().await;
         bed
     }
 
@@ -99,11 +99,11 @@ impl FaultBed {
     }
 
     /// Waits until warmroute routes requests exactly.
-    pub(crate) async fn routed_again(&self) {
+    pub(crate) async fn wait_routable(&self) {
         let exact =
-            async || self.ask(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
+            async || self.send(&chat("are you there?", 1)).await.mode.as_deref() == Some("exact");
         assert!(until(SOON, exact).await, "no request was routed exactly");
-        self.quiet().await;
+        self.wait_idle().await;
     }
 
     /// Starts a successor of warmroute with the same configuration. Returns the old process, which
@@ -120,14 +120,14 @@ impl FaultBed {
     }
 
     /// Sends a request and asserts a complete response.
-    pub(crate) async fn ask(&self, body: &Value) -> FaultAnswer {
-        whole(self.post(body).send().await.unwrap(), body).await
+    pub(crate) async fn send(&self, body: &Value) -> FaultAnswer {
+        finish(self.post(body).send().await.unwrap(), body).await
     }
 
     /// Sends a request in the background and asserts a complete response.
     pub(crate) fn send_in_background(&self, body: Value) -> JoinHandle<FaultAnswer> {
         let request = self.post(&body);
-        tokio::spawn(async move { whole(request.send().await.unwrap(), &body).await })
+        tokio::spawn(async move { finish(request.send().await.unwrap(), &body).await })
     }
 
     /// Sends concurrent requests in the background. Every second one is streaming.
@@ -204,7 +204,7 @@ impl FaultBed {
     }
 
     /// Waits until no exchange is open. Asserts that no rank has a booking.
-    pub(crate) async fn quiet(&self) {
+    pub(crate) async fn wait_idle(&self) {
         self.wait_exchanges(0).await;
         for rank in self
             .stack
@@ -268,7 +268,7 @@ pub(crate) fn stream(text: &str, tokens: u64) -> Value {
 }
 
 /// Reads a response to its end and asserts that it is complete.
-pub(crate) async fn whole(response: Response, request: &Value) -> FaultAnswer {
+pub(crate) async fn finish(response: Response, request: &Value) -> FaultAnswer {
     let status = response.status();
     let headers = response.headers().clone();
     let text = response.text().await.unwrap();
@@ -308,7 +308,7 @@ pub(crate) fn usage_of_stream(text: &str) -> Value {
 }
 
 /// Waits for all background requests, which assert complete responses.
-pub(crate) async fn all(requests: Vec<JoinHandle<FaultAnswer>>) -> Vec<FaultAnswer> {
+pub(crate) async fn join_answers(requests: Vec<JoinHandle<FaultAnswer>>) -> Vec<FaultAnswer> {
     let answers = tokio::time::timeout(SOON * 2, join_all(requests))
         .await
         .expect("requests still have no response");

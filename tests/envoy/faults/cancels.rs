@@ -30,8 +30,8 @@ async fn disconnect_during_upload_leaves_no_exchange() {
         "a request is booked before its prompt is known"
     );
     drop(clients);
-    bed.quiet().await;
-    bed.routed_again().await;
+    bed.wait_idle().await;
+    bed.wait_routable().await;
 }
 
 #[tokio::test]
@@ -43,8 +43,8 @@ async fn disconnect_of_held_request_leaves_no_booking() {
     sending.iter().for_each(tokio::task::JoinHandle::abort);
     bed.wait_held(0).await;
     bed.stack.router().unwrap().thaw();
-    bed.quiet().await;
-    bed.routed_again().await;
+    bed.wait_idle().await;
+    bed.wait_routable().await;
 }
 
 #[tokio::test]
@@ -56,8 +56,8 @@ async fn disconnect_during_tokenization_leaves_no_booking() {
         .collect();
     bed.wait_exchanges(6).await;
     sending.iter().for_each(tokio::task::JoinHandle::abort);
-    bed.quiet().await;
-    bed.routed_again().await;
+    bed.wait_idle().await;
+    bed.wait_routable().await;
 }
 
 #[tokio::test]
@@ -71,7 +71,7 @@ async fn disconnect_before_first_token_frees_worker() {
     let sending = bed.send_many_in_background(12, "waiting", 5);
     bed.wait_load("active_requests", 12).await;
     sending.iter().for_each(tokio::task::JoinHandle::abort);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test]
@@ -89,7 +89,7 @@ async fn disconnect_during_stream_frees_worker() {
     let begun = begun.await;
     assert_eq!(bed.load("active_requests").await, 8);
     drop(begun);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test]
@@ -115,6 +115,6 @@ async fn disconnects_at_random_times_leave_no_booking() {
         .await;
     let left = left.into_iter().filter(|left| *left).count();
     assert!(left >= 200, "only {left} clients left early");
-    bed.quiet().await;
-    bed.routed_again().await;
+    bed.wait_idle().await;
+    bed.wait_routable().await;
 }

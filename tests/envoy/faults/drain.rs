@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, stream, usage_of_stream};
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, join_answers, stream, usage_of_stream};
 
 /// Returns an engine that streams at most 25 tokens per second.
 fn slow_engine() -> EngineSpec {
@@ -74,7 +74,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
     };
     assert!(until(SOON, draining).await, "{page}");
     assert_eq!(page, json!({"ready": false, "pending": ["draining"]}));
-    for answer in all(bed.send_many_in_background(4, "new", 2)).await {
+    for answer in join_answers(bed.send_many_in_background(4, "new", 2)).await {
         assert_eq!(answer.mode, None, "no new exchange is begun while draining");
     }
     assert!(
@@ -85,7 +85,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
     exits_well(&bed).await;
     let log = bed.stack.router().unwrap().log_tail();
     assert!(!log.contains("drain deadline exceeded"), "{log}");
-    for answer in all(bed.send_many_in_background(2, "newer", 2)).await {
+    for answer in join_answers(bed.send_many_in_background(2, "newer", 2)).await {
         assert_eq!(answer.mode, None);
     }
 }
@@ -107,7 +107,7 @@ async fn drain_deadline_leaves_streams_to_envoy() {
         "exited only after {took:?}; the streams take 8 s"
     );
     end(streams, 200).await;
-    for answer in all(bed.send_many_in_background(2, "newer", 2)).await {
+    for answer in join_answers(bed.send_many_in_background(2, "newer", 2)).await {
         assert_eq!(answer.mode, None);
     }
 }

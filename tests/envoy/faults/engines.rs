@@ -4,23 +4,23 @@ use serde_json::json;
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, chat, stream};
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, join_answers, stream};
 
 const LIVE: &str = r#"warmroute_kv_event_source_freshness{worker_id="1",dp_rank="0",role="aggregated",freshness="exact"}"#;
 
 #[tokio::test]
 async fn requests_for_killed_engine_reach_another() {
     let mut bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
-    let warm = bed.ask(&chat("shared", 2)).await.engine;
+    let warm = bed.send(&chat("shared", 2)).await.engine;
     // The index contains the prefix before the engine dies.
     let known = async || {
-        bed.ask(&chat("shared", 2))
+        bed.send(&chat("shared", 2))
             .await
             .predicted
             .is_some_and(|tokens| tokens > 0)
     };
     assert!(until(SOON, known).await);
-    bed.quiet().await;
+    bed.wait_idle().await;
     let dead = bed
         .stack
         .engines
@@ -35,7 +35,7 @@ async fn requests_for_killed_engine_reach_another() {
         .to_str()
         .unwrap()
         .to_owned();
-    let engine = crate::faults::bed::whole(response, &body).await.engine;
+    let engine = crate::faults::bed::finish(response, &body).await.engine;
     assert_eq!(
         served,
         engine.to_string(),
@@ -57,10 +57,10 @@ async fn requests_for_killed_engine_reach_another() {
             stream("shared", 3)
         })
     });
-    for answer in all(sending.collect()).await {
+    for answer in join_answers(sending.collect()).await {
         assert_ne!(answer.engine, warm);
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 /// Fills the cache of an engine, replaces the engine by a new process on the same ports, and
@@ -70,10 +70,10 @@ async fn assert_old_cache_removed(replay: bool) {
     spec.replay = replay;
     let mut bed = FaultBed::of(&[spec], TimeoutLength::Long, json!({})).await;
     for at in 0..6 {
-        bed.ask(&chat(&format!("old {at}"), 2)).await;
+        bed.send(&chat(&format!("old {at}"), 2)).await;
     }
     let warm = async || {
-        let answer = bed.ask(&chat("old 5", 2)).await;
+        let answer = bed.send(&chat("old 5", 2)).await;
         answer.delivered > 0 && answer.predicted == Some(answer.delivered)
     };
     assert!(until(SOON, warm).await, "the index must know the old cache");
@@ -99,9 +99,9 @@ async fn assert_old_cache_removed(replay: bool) {
         "the event source does not reconnect"
     );
     let fresh = chat("fresh", 2);
-    bed.ask(&fresh).await;
+    bed.send(&fresh).await;
     let has_events = async || {
-        let again = bed.ask(&fresh).await;
+        let again = bed.send(&fresh).await;
         again.delivered > 0 && again.predicted == Some(again.delivered)
     };
     assert!(
@@ -109,11 +109,11 @@ async fn assert_old_cache_removed(replay: bool) {
         "no events of the new process arrived"
     );
     for at in 0..6 {
-        let answer = bed.ask(&chat(&format!("old {at}"), 2)).await;
+        let answer = bed.send(&chat(&format!("old {at}"), 2)).await;
         assert_eq!(answer.mode.as_deref(), Some("exact"));
         assert_eq!(answer.predicted, Some(answer.delivered), "old prompt {at}");
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test]

@@ -21,17 +21,17 @@ async fn assert_unharmed(bed: &FaultBed) {
         "{}",
         bed.stack.router().unwrap().log_tail()
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
     for at in 0..3 {
         assert_eq!(
-            bed.ask(&chat(&format!("after {at}"), 2))
+            bed.send(&chat(&format!("after {at}"), 2))
                 .await
                 .mode
                 .as_deref(),
             Some("exact")
         );
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test]

@@ -13,7 +13,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, chat, stream};
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, join_answers, stream};
 
 #[tokio::test]
 async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
@@ -50,7 +50,7 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
     for at in 0..3 {
         bed.stack.engines[at].thaw();
     }
-    let answers = all(sending).await;
+    let answers = join_answers(sending).await;
     let strays: Vec<_> = answers
         .iter()
         .filter(|answer| answer.mode.as_deref() != Some("exact"))
@@ -72,7 +72,7 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
             "engine {engine} served {served}"
         );
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test]
@@ -97,7 +97,7 @@ async fn stream_frees_prefill_first_and_blocks_last() {
     );
     assert_eq!(bed.load("active_requests").await, 1);
     while response.chunk().await.unwrap().is_some() {}
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 /// Starts an engine that sends the response headers of a chat at once, and the body when notified.
@@ -150,7 +150,7 @@ async fn unary_prefill_ends_with_response_headers() {
         assert_eq!(bed.load("active_requests").await, 1);
         release.notify_one();
         assert_eq!(response.text().await.unwrap(), "{}");
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
 }
 
@@ -198,7 +198,7 @@ async fn slow_peers_delay_no_others_and_free_bookings() {
         writer.read_to_string(&mut text).await.unwrap();
         text
     });
-    for answer in all(bed.send_many_in_background(20, "others", 5)).await {
+    for answer in join_answers(bed.send_many_in_background(20, "others", 5)).await {
         assert_eq!(answer.mode.as_deref(), Some("exact"));
     }
     assert!(
@@ -216,5 +216,5 @@ async fn slow_peers_delay_no_others_and_free_bookings() {
         written.starts_with("HTTP/1.1 200") && written.contains("\"completion_tokens\":3"),
         "{written}"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }

@@ -11,7 +11,7 @@ use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, stream, usage_of_stream, whole};
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, finish, stream, usage_of_stream};
 
 /// Minimum number of requests. More are sent if the restarts take longer.
 const REQUESTS: usize = 5_000;
@@ -63,8 +63,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
                 } else {
                     chat(&format!("{of} {at}"), 1)
                 };
-                // Asserts status 200 and a complete response.
-                let answer = whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
+                let answer = finish(http.post(&url).json(&body).send().await.unwrap(), &body).await;
                 routed.fetch_add(usize::from(answer.mode.is_some()), Ordering::Relaxed);
             }
         })
@@ -95,7 +94,7 @@ async fn restarts_under_load_lose_no_request_or_stream() {
         assert_eq!(usage_of_stream(&text)["completion_tokens"], 400);
     }
     assert_all_end(left).await;
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 /// Waits until the replaced processes exit without an error.

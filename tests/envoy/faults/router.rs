@@ -3,31 +3,31 @@
 use futures_util::future::join_all;
 use warmroute_testbed::ports::until;
 
-use crate::faults::bed::{FaultBed, SOON, TimeoutLength, all, chat, stream, whole};
+use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, finish, join_answers, stream};
 
 /// Asserts that Envoy selects workers while warmroute is down, and that requests are routed exactly
 /// after a restart.
 async fn assert_outage_and_recovery(bed: &mut FaultBed) {
-    for answer in all(bed.send_many_in_background(6, "down", 3)).await {
+    for answer in join_answers(bed.send_many_in_background(6, "down", 3)).await {
         assert_eq!(answer.mode, None);
     }
     bed.restart_router().await;
-    bed.routed_again().await;
+    bed.wait_routable().await;
 }
 
 #[tokio::test]
 async fn kill_with_held_requests_loses_none() {
     let mut bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
-    let warm = bed.ask(&chat("a warm prompt", 2)).await;
+    let warm = bed.send(&chat("a warm prompt", 2)).await;
     bed.stack.router().unwrap().freeze();
     let sending = bed.send_many_in_background(8, "held", 5);
     bed.wait_held(8).await;
     bed.stack.kill9_router();
-    for answer in all(sending).await {
+    for answer in join_answers(sending).await {
         assert_eq!(answer.mode, None, "a killed warmroute cannot have answered");
     }
     assert_outage_and_recovery(&mut bed).await;
-    let again = bed.ask(&chat("a warm prompt", 2)).await;
+    let again = bed.send(&chat("a warm prompt", 2)).await;
     assert_eq!(
         (again.engine, again.mode.as_deref()),
         (warm.engine, Some("exact"))
@@ -52,7 +52,7 @@ async fn kill_between_request_and_response_loses_none() {
         .collect();
     bed.wait_load("active_requests", 8).await;
     bed.stack.kill9_router();
-    all(sending).await;
+    join_answers(sending).await;
     for engine in 0..2 {
         bed.misbehave(engine, &serde_json::json!({"slow_first_token_ms": 0}))
             .await;
@@ -101,7 +101,7 @@ async fn frozen_warmroute_delays_requests_by_message_timeout() {
     let mut running = bed.post(&body).send().await.unwrap();
     let first = running.chunk().await.unwrap().unwrap();
     bed.stack.router().unwrap().freeze();
-    for answer in all(bed.send_many_in_background(8, "frozen", 5)).await {
+    for answer in join_answers(bed.send_many_in_background(8, "frozen", 5)).await {
         assert_eq!(answer.mode, None);
     }
     let rest = running.bytes().await.unwrap();
@@ -111,7 +111,7 @@ async fn frozen_warmroute_delays_requests_by_message_timeout() {
         40
     );
     bed.stack.router().unwrap().thaw();
-    bed.routed_again().await;
+    bed.wait_routable().await;
 }
 
 #[tokio::test]
@@ -133,7 +133,7 @@ async fn continuous_requests_survive_three_kills() {
                 } else {
                     stream(&text, 8)
                 };
-                whole(http.post(&url).json(&body).send().await.unwrap(), &body).await;
+                finish(http.post(&url).json(&body).send().await.unwrap(), &body).await;
                 answered += 1;
             }
             answered
@@ -150,5 +150,5 @@ async fn continuous_requests_survive_three_kills() {
     for answered in join_all(clients).await {
         assert!(answered.unwrap() > 0);
     }
-    bed.routed_again().await;
+    bed.wait_routable().await;
 }

@@ -17,7 +17,7 @@ pub(crate) struct GatewayFixture {
     pub(crate) picker: &'static str,
     /// Name of the cluster of the workers.
     pub(crate) workers: &'static str,
-    /// Manifest folders in `examples/kubernetes`.
+    /// Manifest directories in `examples/kubernetes`.
     pub(crate) manifests: &'static [&'static str],
 }
 

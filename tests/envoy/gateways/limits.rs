@@ -59,7 +59,7 @@ async fn open_streams(gateway: GatewayFixture, config: GeneratedConfig) -> Vec<u
         .collect();
     workers
         .iter()
-        .for_each(|worker| worker.go.add_permits(4 * STREAMS));
+        .for_each(|worker| worker.event_permits.add_permits(4 * STREAMS));
     for response in responses {
         response.bytes().await.unwrap();
     }
@@ -113,7 +113,7 @@ async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
             "doctor",
             "--json",
             "--no-canary",
-            "--patience",
+            "--timeout",
             "1s",
             "--config",
         ])

@@ -104,7 +104,7 @@ const ROWS: [FailureRow; 9] = [
     FailureRow {
         name: "responses streamed, open",
         change: |manager| {
-            manager.alone();
+            manager.remove_first_token_probe();
             manager.modes(&[("response_body_mode", "STREAMED")]);
         },
         held: "whole",
@@ -116,7 +116,7 @@ const ROWS: [FailureRow; 9] = [
     FailureRow {
         name: "duplex both ways, open",
         change: |manager| {
-            manager.alone();
+            manager.remove_first_token_probe();
             manager.duplex();
             manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
         },
@@ -129,7 +129,7 @@ const ROWS: [FailureRow; 9] = [
     FailureRow {
         name: "request buffered, response duplex, open",
         change: |manager| {
-            manager.alone();
+            manager.remove_first_token_probe();
             manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
         },
         held: "whole",
@@ -226,7 +226,7 @@ impl ModeGateway {
             );
         });
         join_all(served).await;
-        self.quiet().await;
+        self.wait_idle().await;
     }
 
     async fn kill_and_restart(
@@ -257,7 +257,7 @@ fn assert_rows(when: &str, outcomes: &[String], expected: impl Fn(&FailureRow) -
 
 async fn hold_tokens(gateway: &ModeGateway, hold: bool) {
     for id in [1, 2] {
-        gateway.first_tokens(id, !hold).await;
+        gateway.set_first_tokens(id, !hold).await;
     }
 }
 

@@ -33,7 +33,7 @@ impl ConnectionManager {
     }
 
     /// Removes the filter that detects first tokens.
-    pub(crate) fn alone(&mut self) {
+    pub(crate) fn remove_first_token_probe(&mut self) {
         self.0["http_filters"]
             .as_array_mut()
             .unwrap()
@@ -108,7 +108,7 @@ impl ModeGateway {
             .iter()
             .map(|_| FreePort::find().unwrap().release())
             .collect();
-        let bed = RoutingBed::behind(specs, more, |shipped| {
+        let bed = RoutingBed::start_with_envoy(specs, more, |shipped| {
             with_listeners(&patient(shipped), &ports, changes)
         })
         .await;

@@ -7,7 +7,7 @@ use warmroute_testbed::deployment::MODEL;
 
 use crate::modes::client::{Http1Client, UploadResponse};
 use crate::modes::gateway::{ManagerChange, ModeGateway};
-use crate::modes::uploads::ShownBody;
+use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::{RecordingWorker, fingerprint};
 use crate::routing::bed::{chat, engine, stream};
 
@@ -15,8 +15,8 @@ const CHUNKED: &str = "transfer-encoding: chunked\r\n";
 
 fn changes() -> Vec<ManagerChange> {
     vec![
-        ShownBody::Duplex.change(),
-        ShownBody::DuplexBothWays.change(),
+        EnvoyBodyMode::Duplex.change(),
+        EnvoyBodyMode::DuplexBothWays.change(),
     ]
 }
 
@@ -47,7 +47,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
             .wait_load(1, "active_requests", |requests| requests == 1)
             .await;
         gateway
-            .shows("bodies are buffered", |page| {
+            .wait_metrics("bodies are buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) == 0.0
             })
             .await;
@@ -55,7 +55,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
             client.chunk(piece).await;
         }
         assert_whole(&client.end().await, &body, "partial");
-        gateway.quiet().await;
+        gateway.wait_idle().await;
         // The next upload stalls before its prompt.
         let mut client = Http1Client::begin(port, CHUNKED).await;
         client.chunk(&body[..5]).await;
@@ -64,7 +64,7 @@ async fn stalled_upload_is_routed_and_arrives_whole() {
             .await;
         client.chunk(&body[5..]).await;
         assert_whole(&client.end().await, &body, "load_only");
-        gateway.quiet().await;
+        gateway.wait_idle().await;
     }
 }
 
@@ -87,12 +87,12 @@ async fn bodies_above_total_limit_are_routed_early() {
     }
     // Six of the sixteen bodies fit. Each further body is routed at once.
     gateway
-        .shows("too few requests are routed", |page| {
+        .wait_metrics("too few requests are routed", |page| {
             page.sum("requests_total", &[("mode", "partial")]) >= 10.0
         })
         .await;
     gateway
-        .shows("too many bytes are buffered", |page| {
+        .wait_metrics("too many bytes are buffered", |page| {
             page.sum("buffered_body_bytes", &[]) <= 131_072.0
         })
         .await;
@@ -108,7 +108,7 @@ async fn bodies_above_total_limit_are_routed_early() {
         assert!(["exact", "partial"].contains(&mode), "{got:?}");
         assert_whole(got, body, mode);
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
     assert_eq!(gateway.metrics().await.sum("buffered_body_bytes", &[]), 0.0);
 }
 
@@ -123,7 +123,7 @@ fn unfinished(body: &Value) -> reqwest::Body {
 async fn disconnects_in_full_duplex_leave_no_state() {
     let busy = json!({"queue": {"prefill_busy_threshold": 1, "timeout": "60s"}});
     let gateway = ModeGateway::start(&[engine(1)], busy, &changes()).await;
-    gateway.first_tokens(1, false).await;
+    gateway.set_first_tokens(1, false).await;
     for listener in 0..2 {
         let post = || {
             gateway
@@ -133,12 +133,12 @@ async fn disconnects_in_full_duplex_leave_no_state() {
         // The client disconnects during the upload.
         let uploading = tokio::spawn(post().body(unfinished(&chat("uploading"))).send());
         gateway
-            .shows("a body is buffered", |page| {
+            .wait_metrics("a body is buffered", |page| {
                 page.sum("buffered_body_bytes", &[]) > 0.0
             })
             .await;
         uploading.abort();
-        gateway.quiet().await;
+        gateway.wait_idle().await;
         // The client disconnects before its response begins, while another request is queued.
         let waiting = tokio::spawn(post().json(&chat("waiting")).send());
         gateway
@@ -146,22 +146,22 @@ async fn disconnects_in_full_duplex_leave_no_state() {
             .await;
         let queued = tokio::spawn(post().json(&chat("queued")).send());
         gateway
-            .shows("one request is queued", |page| {
+            .wait_metrics("one request is queued", |page| {
                 page.sum("queue_requests", &[]) == 1.0
             })
             .await;
         queued.abort();
         gateway
-            .shows("no request is queued", |page| {
+            .wait_metrics("no request is queued", |page| {
                 page.sum("queue_requests", &[]) == 0.0
             })
             .await;
         waiting.abort();
-        gateway.quiet().await;
+        gateway.wait_idle().await;
         // The client disconnects during the stream.
         let running = post().json(&stream("running", 3)).send().await.unwrap();
         assert_eq!(gateway.load(1, "active_requests").await, 1);
         drop(running);
-        gateway.quiet().await;
+        gateway.wait_idle().await;
     }
 }

@@ -3,7 +3,7 @@
 use serde_json::{Value, json};
 
 use crate::modes::gateway::{ConnectionManager, ManagerChange, ModeGateway};
-use crate::modes::uploads::ShownBody;
+use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::RecordingWorker;
 use crate::routing::bed::{RoutedAnswer, chat, engine, essay, stream, text};
 
@@ -76,7 +76,7 @@ async fn subset_hint_of_envoy_is_followed() {
         }
         assert!(allowed.is_empty() || !served.is_empty());
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 /// Returns hints with the ids of the workers that they allow.
@@ -103,15 +103,15 @@ async fn dead_worker_falls_back_and_booking_moves() {
         "gateway": {"fallback_endpoints": 2},
         "routing": {"outlier_detection": {"consecutive_failures": 0}},
     });
-    let changes: Vec<ManagerChange> = vec![Box::new(|_| {}), ShownBody::Duplex.change()];
+    let changes: Vec<ManagerChange> = vec![Box::new(|_| {}), EnvoyBodyMode::Duplex.change()];
     let mut gateway = ModeGateway::start(&[engine(1), engine(2), engine(3)], more, &changes).await;
     let prompts = [text(&essay(1)), text(&essay(2))];
     for prompt in &prompts {
         gateway.warm(1, prompt).await;
     }
     gateway.kill(1);
-    gateway.first_tokens(2, false).await;
-    gateway.first_tokens(3, false).await;
+    gateway.set_first_tokens(2, false).await;
+    gateway.set_first_tokens(3, false).await;
     for (listener, prompt) in prompts.iter().enumerate() {
         let mut prompt = prompt.clone();
         prompt["stream"] = json!(true);
@@ -136,7 +136,7 @@ async fn dead_worker_falls_back_and_booking_moves() {
             .await;
         assert_eq!(gateway.load(1, "active_requests").await, 0);
         drop(running);
-        gateway.quiet().await;
+        gateway.wait_idle().await;
     }
     assert_eq!(
         gateway
@@ -155,7 +155,7 @@ async fn ipv6_workers_are_routed_exactly() {
     ];
     let changes: Vec<ManagerChange> = vec![
         Box::new(|_| {}),
-        ShownBody::Duplex.change(),
+        EnvoyBodyMode::Duplex.change(),
         hinted(json!(["::1"]), false),
     ];
     let specs = [workers[0].engine(1), workers[1].engine(2)];
@@ -179,5 +179,5 @@ async fn ipv6_workers_are_routed_exactly() {
             assert_eq!(answer.json()["worker"], json!(address));
         }
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }

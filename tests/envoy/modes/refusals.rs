@@ -4,14 +4,14 @@ use serde_json::json;
 use warmroute_testbed::deployment::MODEL;
 
 use crate::modes::gateway::{ManagerChange, ModeGateway};
-use crate::modes::uploads::ShownBody;
+use crate::modes::uploads::EnvoyBodyMode;
 use crate::routing::bed::{RoutedAnswer, chat, engine};
 
 fn changes() -> Vec<ManagerChange> {
     vec![
         Box::new(|_| {}),
-        ShownBody::Duplex.change(),
-        ShownBody::DuplexBothWays.change(),
+        EnvoyBodyMode::Duplex.change(),
+        EnvoyBodyMode::DuplexBothWays.change(),
     ]
 }
 
@@ -67,7 +67,7 @@ async fn strict_settings_reject_with_status_and_code() {
             "exact"
         );
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -87,5 +87,5 @@ async fn fail_closed_returns_error_without_workers() {
             "{answer:?}"
         );
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }

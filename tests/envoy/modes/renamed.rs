@@ -8,21 +8,24 @@ use warmroute_testbed::deployment::MODEL;
 
 use crate::modes::client::take;
 use crate::modes::gateway::{ManagerChange, ModeGateway};
-use crate::modes::uploads::ShownBody;
+use crate::modes::uploads::EnvoyBodyMode;
 use crate::modes::worker::{PIECES, RecordingWorker, events, fingerprint, received};
 
 /// Returns true if the response has the requested name. With full-duplex request bodies, Envoy
 /// ignores a mode override for the response body.
-fn restored(shown: ShownBody) -> bool {
-    !matches!(shown, ShownBody::Duplex | ShownBody::DuplexWithLength)
+fn restored(mode: EnvoyBodyMode) -> bool {
+    !matches!(
+        mode,
+        EnvoyBodyMode::Duplex | EnvoyBodyMode::DuplexWithLength
+    )
 }
 
-const MODES: [ShownBody; 5] = [
-    ShownBody::Buffered,
-    ShownBody::Partial,
-    ShownBody::Duplex,
-    ShownBody::DuplexWithLength,
-    ShownBody::DuplexBothWays,
+const MODES: [EnvoyBodyMode; 5] = [
+    EnvoyBodyMode::Buffered,
+    EnvoyBodyMode::Partial,
+    EnvoyBodyMode::Duplex,
+    EnvoyBodyMode::DuplexWithLength,
+    EnvoyBodyMode::DuplexBothWays,
 ];
 
 fn body(model: &str) -> String {
@@ -65,7 +68,7 @@ async fn model_is_rewritten_in_request_and_response() {
     // One name is longer and one is shorter than that of the worker.
     let names = ["chat-latest-of-all-that-there-are", "c"];
     let rewrites = json!({"rules": [{"models": names, "targets": [{"model": MODEL}]}]});
-    let changes: Vec<ManagerChange> = MODES.into_iter().map(ShownBody::change).collect();
+    let changes: Vec<ManagerChange> = MODES.into_iter().map(EnvoyBodyMode::change).collect();
     let gateway = ModeGateway::start(
         &[worker.engine(1)],
         json!({"routing": {"model_rewrites": rewrites}}),
@@ -78,7 +81,7 @@ async fn model_is_rewritten_in_request_and_response() {
         client().http1_only().build().unwrap(),
         client().http2_prior_knowledge().build().unwrap(),
     ];
-    for (listener, shown) in MODES.into_iter().enumerate() {
+    for (listener, mode) in MODES.into_iter().enumerate() {
         for (client, requested) in clients
             .iter()
             .flat_map(|client| names.map(|name| (client, name)))
@@ -94,9 +97,9 @@ async fn model_is_rewritten_in_request_and_response() {
                     .post(gateway.at(listener, "/v1/chat/completions"))
                     .body(payload)
             };
-            let named = if restored(shown) { requested } else { MODEL };
+            let named = if restored(mode) { requested } else { MODEL };
             for sized in [true, false] {
-                let what = format!("{shown:?} {requested} sized: {sized}");
+                let what = format!("{mode:?} {requested} sized: {sized}");
                 let got = take(post(sized).send().await.unwrap()).await;
                 assert!(got.status == 200 && got.whole, "{what}: {got:?}");
                 assert_eq!(got.mode(), "exact", "{what}");
@@ -104,16 +107,16 @@ async fn model_is_rewritten_in_request_and_response() {
             }
             for size in [1, 7, 64, 100_000] {
                 let got = take(post(true).header(PIECES, size).send().await.unwrap()).await;
-                assert!(got.status == 200 && got.whole, "{shown:?} {size}: {got:?}");
+                assert!(got.status == 200 && got.whole, "{mode:?} {size}: {got:?}");
                 let text = String::from_utf8(got.body).unwrap();
                 assert_eq!(
                     text,
                     events(&Value::from(named)),
-                    "{shown:?} in chunks of {size}"
+                    "{mode:?} in chunks of {size}"
                 );
             }
         }
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
     assert!(gateway.metrics().await.sum("model_rewrites_total", &[]) > 0.0);
 }

@@ -17,22 +17,22 @@ use crate::routing::bed::SOON;
 
 /// Body mode of Envoy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ShownBody {
+pub(crate) enum EnvoyBodyMode {
     Buffered,
     Partial,
     Streamed,
-    Unseen,
+    NotSent,
     Duplex,
     DuplexWithLength,
     DuplexBothWays,
 }
 
-impl ShownBody {
+impl EnvoyBodyMode {
     pub(crate) const ALL: [Self; 7] = [
         Self::Buffered,
         Self::Partial,
         Self::Streamed,
-        Self::Unseen,
+        Self::NotSent,
         Self::Duplex,
         Self::DuplexWithLength,
         Self::DuplexBothWays,
@@ -46,7 +46,7 @@ impl ShownBody {
                 manager.modes(&[("request_body_mode", "BUFFERED_PARTIAL")]);
             }
             Self::Streamed => manager.modes(&[("request_body_mode", "STREAMED")]),
-            Self::Unseen => manager.modes(&[("request_body_mode", "NONE")]),
+            Self::NotSent => manager.modes(&[("request_body_mode", "NONE")]),
             Self::Duplex => manager.duplex(),
             Self::DuplexWithLength => {
                 manager.duplex();
@@ -54,7 +54,7 @@ impl ShownBody {
             }
             Self::DuplexBothWays => {
                 manager.duplex();
-                manager.alone();
+                manager.remove_first_token_probe();
                 manager.modes(&[("response_body_mode", "FULL_DUPLEX_STREAMED")]);
             }
         })
@@ -63,7 +63,7 @@ impl ShownBody {
     /// Returns the routing mode of a chat that fits into all buffers.
     fn expected_mode(self) -> &'static str {
         match self {
-            Self::Streamed | Self::Unseen => "load_only",
+            Self::Streamed | Self::NotSent => "load_only",
             _ => "exact",
         }
     }
@@ -71,7 +71,7 @@ impl ShownBody {
     /// Returns true if the worker receives a `content-length` header.
     fn reports_length(self, upload: UploadRequest) -> bool {
         match self {
-            Self::Buffered | Self::Unseen => upload.sized,
+            Self::Buffered | Self::NotSent => upload.sized,
             Self::Partial | Self::Streamed | Self::Duplex | Self::DuplexBothWays => false,
             // warmroute has the whole body before it forwards the body, so it knows the length. A
             // request with trailers has no content length.
@@ -170,9 +170,9 @@ async fn gateway(workers: &[RecordingWorker]) -> ModeGateway {
         .zip(1..)
         .map(|(worker, id)| worker.engine(id))
         .collect();
-    let change = |shown: ShownBody| {
-        let change = shown.change();
-        let retried = matches!(shown, ShownBody::Buffered | ShownBody::Unseen);
+    let change = |body_mode: EnvoyBodyMode| {
+        let change = body_mode.change();
+        let retried = matches!(body_mode, EnvoyBodyMode::Buffered | EnvoyBodyMode::NotSent);
         Box::new(move |manager: &mut ConnectionManager| {
             change(manager);
             if !retried {
@@ -180,7 +180,7 @@ async fn gateway(workers: &[RecordingWorker]) -> ModeGateway {
             }
         }) as ManagerChange
     };
-    let changes: Vec<ManagerChange> = ShownBody::ALL.into_iter().map(change).collect();
+    let changes: Vec<ManagerChange> = EnvoyBodyMode::ALL.into_iter().map(change).collect();
     ModeGateway::start(&specs, json!({}), &changes).await
 }
 
@@ -226,24 +226,24 @@ async fn uploads_arrive_whole_in_every_mode() {
             ..UploadRequest::CHUNKED
         },
     ];
-    let one = async |(shown, &port): (ShownBody, &u16)| {
+    let one = async |(body_mode, &port): (EnvoyBodyMode, &u16)| {
         let mut wrong = UploadErrors::default();
-        let body = chat(&format!("{shown:?}"), 0);
+        let body = chat(&format!("{body_mode:?}"), 0);
         for upload in uploads {
             for (version, got) in post_with_both_versions(port, &body, upload).await {
-                let what = format!("{shown:?} {version} {upload:?}");
+                let what = format!("{body_mode:?} {version} {upload:?}");
                 let expected = ExpectedRoute {
-                    modes: &[shown.expected_mode()],
-                    reports_length: shown.reports_length(upload),
+                    modes: &[body_mode.expected_mode()],
+                    reports_length: body_mode.reports_length(upload),
                 };
                 wrong.check(&what, &got, &body, &expected);
             }
         }
         std::mem::take(&mut wrong.0)
     };
-    let found = join_all(ShownBody::ALL.into_iter().zip(&gateway.ports).map(one)).await;
+    let found = join_all(EnvoyBodyMode::ALL.into_iter().zip(&gateway.ports).map(one)).await;
     UploadErrors(found.concat());
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -254,7 +254,7 @@ async fn tiny_bodies_arrive_in_every_mode() {
     ];
     let gateway = gateway(&workers).await;
     let mut wrong = Vec::new();
-    for (shown, &port) in ShownBody::ALL.into_iter().zip(&gateway.ports) {
+    for (body_mode, &port) in EnvoyBodyMode::ALL.into_iter().zip(&gateway.ports) {
         for body in [&b""[..], b"7"] {
             for upload in [
                 UploadRequest::SIZED,
@@ -265,13 +265,13 @@ async fn tiny_bodies_arrive_in_every_mode() {
                 },
             ] {
                 for (version, got) in post_with_both_versions(port, body, upload).await {
-                    let what = format!("{shown:?} {version} {upload:?} {} bytes", body.len());
+                    let what = format!("{body_mode:?} {version} {upload:?} {} bytes", body.len());
                     assert!(got.status == 200 && got.whole, "{what}: {got:?}");
                     // In buffered modes, Envoy sends no message for trailers without a body, and
                     // selects the worker itself.
                     let unseen = body.is_empty()
                         && upload.trailers
-                        && matches!(shown, ShownBody::Buffered | ShownBody::Partial);
+                        && matches!(body_mode, EnvoyBodyMode::Buffered | EnvoyBodyMode::Partial);
                     let mode = if unseen { "" } else { "load_only" };
                     if got.json()["xxh3"] != json!(fingerprint(body)) || got.mode() != mode {
                         wrong.push(format!("{what}: {:?} {}", got.mode(), got.json()["bytes"]));
@@ -281,7 +281,7 @@ async fn tiny_bodies_arrive_in_every_mode() {
         }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -292,8 +292,8 @@ async fn ten_megabyte_bodies_arrive_whole_in_every_mode() {
     ];
     let gateway = gateway(&workers).await;
     let mut wrong = UploadErrors::default();
-    for (shown, &port) in ShownBody::ALL.into_iter().zip(&gateway.ports) {
-        let body = chat(&format!("{shown:?}"), 10_000_000);
+    for (body_mode, &port) in EnvoyBodyMode::ALL.into_iter().zip(&gateway.ports) {
+        let body = chat(&format!("{body_mode:?}"), 10_000_000);
         for upload in [
             UploadRequest::SIZED,
             UploadRequest::CHUNKED,
@@ -303,23 +303,23 @@ async fn ten_megabyte_bodies_arrive_whole_in_every_mode() {
             },
         ] {
             for (version, got) in post_with_both_versions(port, &body, upload).await {
-                let what = format!("{shown:?} {version} {upload:?} 10 MB");
+                let what = format!("{body_mode:?} {version} {upload:?} 10 MB");
                 // The truncated rest could contain tools, which come first in a prompt. For HTTP/2,
                 // Envoy buffers as much as the flow-control window of a stream.
-                let modes: &[&str] = if shown == ShownBody::Partial {
+                let modes: &[&str] = if body_mode == EnvoyBodyMode::Partial {
                     &["load_only", "exact"]
                 } else {
-                    &[shown.expected_mode()]
+                    &[body_mode.expected_mode()]
                 };
                 let expected = ExpectedRoute {
                     modes,
-                    reports_length: shown.reports_length(upload),
+                    reports_length: body_mode.reports_length(upload),
                 };
                 wrong.check(&what, &got, &body, &expected);
             }
         }
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -329,9 +329,9 @@ async fn oversized_prompt_is_routed_by_its_start() {
         RecordingWorker::start().await,
     ];
     let gateway = gateway(&workers).await;
-    let at = ShownBody::ALL
+    let at = EnvoyBodyMode::ALL
         .iter()
-        .position(|shown| *shown == ShownBody::Partial)
+        .position(|body_mode| *body_mode == EnvoyBodyMode::Partial)
         .unwrap();
     let question =
         "Every word of this long question counts, and all of it arrives. ".repeat(100_000);
@@ -347,7 +347,7 @@ async fn oversized_prompt_is_routed_by_its_start() {
         };
         wrong.check(&format!("{upload:?}"), &got, &body, &expected);
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -355,7 +355,7 @@ async fn body_above_buffer_is_rejected_or_whole() {
     let workers = [RecordingWorker::start().await];
     let limited: Vec<ManagerChange> = vec![
         Box::new(|manager| manager.buffer(1 << 20)),
-        ShownBody::Duplex.change(),
+        EnvoyBodyMode::Duplex.change(),
     ];
     let gateway = ModeGateway::start(&[workers[0].engine(1)], json!({}), &limited).await;
     let body = chat("a long one", 40_000_000);
@@ -386,7 +386,7 @@ async fn body_above_buffer_is_rejected_or_whole() {
             );
         }
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
     assert_eq!(gateway.metrics().await.sum("buffered_body_bytes", &[]), 0.0);
 }
 
@@ -399,7 +399,7 @@ async fn envoy_retry_policy_duplicates_duplex_body_with_trailers() {
     let gateway = ModeGateway::start(
         &[worker.engine(1)],
         json!({}),
-        &[ShownBody::Duplex.change()],
+        &[EnvoyBodyMode::Duplex.change()],
     )
     .await;
     let body = chat("twice", 10_000_000);
@@ -430,7 +430,7 @@ async fn envoy_retry_policy_duplicates_streamed_body_with_trailers() {
     let gateway = ModeGateway::start(
         &[worker.engine(1)],
         json!({}),
-        &[ShownBody::Streamed.change()],
+        &[EnvoyBodyMode::Streamed.change()],
     )
     .await;
     // HTTP/1.1 comes first, because HTTP/2 connections send later frames, which would change its
@@ -443,7 +443,7 @@ async fn envoy_retry_policy_duplicates_streamed_body_with_trailers() {
     {
         assert_eq!(got.json()["xxh3"], json!(fingerprint(&body)), "{version}");
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }
 
 async fn assert_streamed_trailers<C: UploadSteps>(gateway: &ModeGateway, worker: &RecordingWorker) {

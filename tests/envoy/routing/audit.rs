@@ -27,7 +27,7 @@ pub(crate) async fn sums(bed: &RoutingBed, answers: u64) -> Value {
     let done = until(SOON, async || {
         totals = bed.stack.debug_page("audit").await.unwrap();
         let sums = &totals["models"]["qwen2.5"];
-        let counted = ["answers", "no_usage", "no_details", "undecided"]
+        let counted = ["responses", "no_usage", "no_cached_tokens", "undecided"]
             .map(|key| sums[key].as_u64().unwrap_or(0));
         counted.iter().sum::<u64>() == answers && totals["waiting"] == 0
     });
@@ -70,13 +70,13 @@ async fn missed_tokens_are_attributed_and_printed() {
         (&json!(2), &json!(reusable))
     );
     // The warm worker is busy, so the other one is chosen.
-    bed.first_tokens(first.engine(), false).await;
+    bed.set_first_tokens(first.engine(), false).await;
     let busy = bed.send_in_background(&prompt);
     bed.wait_load(first.engine(), "active_requests", |active| active == 1)
         .await;
     let spilled = bed.ask(&prompt).await;
     assert_ne!(spilled.engine(), first.engine());
-    bed.first_tokens(first.engine(), true).await;
+    bed.set_first_tokens(first.engine(), true).await;
     busy.await.unwrap().engine();
     let all = sums(&bed, 4).await;
     assert_eq!(
@@ -147,7 +147,7 @@ async fn blocks_removed_before_prefill_count_as_evicted() {
     bed.ask(&prompt).await.engine();
     let sums = sums(&bed, 2).await;
     assert_eq!(
-        (&sums["errors"], &sums["less"]),
+        (&sums["errors"], &sums["fewer"]),
         (&json!({"evicted": 1}), &json!(1)),
         "{sums:#}"
     );
@@ -177,8 +177,8 @@ async fn hit_after_lost_events_is_stale_index() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn other_template_and_missing_usage_are_audited() {
-    let folder = tempfile::tempdir().unwrap();
-    let template = folder.path().join("other.jinja");
+    let directory = tempfile::tempdir().unwrap();
+    let template = directory.path().join("other.jinja");
     std::fs::write(
         &template,
         "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
@@ -204,9 +204,9 @@ async fn other_template_and_missing_usage_are_audited() {
     let silent = sums(&bed, 2).await;
     assert_eq!(
         (
-            &silent["no_details"],
+            &silent["no_cached_tokens"],
             &silent["no_usage"],
-            &silent["answers"]
+            &silent["responses"]
         ),
         (&json!(1), &json!(1), &json!(0))
     );

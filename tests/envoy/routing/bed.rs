@@ -48,7 +48,7 @@ pub(crate) fn patient(shipped: &str) -> String {
 
 /// Returns a configuration that does not remove the pins and ranks of clients, as described in
 /// `envoy/README.md`.
-pub(crate) fn letting_pins_through(shipped: &str) -> String {
+pub(crate) fn allow_pin_headers(shipped: &str) -> String {
     let mut config = patient(shipped);
     for name in [
         "x-worker-instance-id",
@@ -72,20 +72,20 @@ impl RoutingBed {
     /// Starts the deployment and waits until requests are routed. `more` is merged into the
     /// configuration.
     pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> Self {
-        Self::behind(specs, more, patient).await
+        Self::start_with_envoy(specs, more, patient).await
     }
 
     /// Like [`Self::start`], with a changed Envoy configuration.
-    pub(crate) async fn behind(
+    pub(crate) async fn start_with_envoy(
         specs: &[EngineSpec],
         more: Value,
         envoy: impl Fn(&str) -> String,
     ) -> Self {
-        Self::behind_file("standalone", specs, more, envoy).await
+        Self::start_with_envoy_file("standalone", specs, more, envoy).await
     }
 
-    /// Like [`Self::behind`], with another shipped Envoy file.
-    pub(crate) async fn behind_file(
+    /// Like [`Self::start_with_envoy`], with another shipped Envoy file.
+    pub(crate) async fn start_with_envoy_file(
         file: &str,
         specs: &[EngineSpec],
         more: Value,
@@ -147,8 +147,8 @@ impl RoutingBed {
 
     /// Releases or holds the first tokens of an engine. While they are held, its prefills do not
     /// end.
-    pub(crate) async fn first_tokens(&self, id: u64, come: bool) {
-        self.misbehave(id, json!({"hold_first_tokens": !come}))
+    pub(crate) async fn set_first_tokens(&self, id: u64, released: bool) {
+        self.misbehave(id, json!({"hold_first_tokens": !released}))
             .await;
     }
 
@@ -165,7 +165,7 @@ impl RoutingBed {
     }
 
     /// Stores the metrics of an engine before it is killed.
-    pub(crate) async fn harvest(&mut self, id: u64) {
+    pub(crate) async fn save_metrics(&mut self, id: u64) {
         let page = self.page(id).await;
         self.harvested.push((id, page));
     }
@@ -233,7 +233,7 @@ impl RoutingBed {
     }
 
     /// Waits until the metrics page meets a condition.
-    pub(crate) async fn shows(&self, what: &str, is_met: impl Fn(&OpenMetricsPage) -> bool) {
+    pub(crate) async fn wait_metrics(&self, what: &str, is_met: impl Fn(&OpenMetricsPage) -> bool) {
         let met = until(SOON, async || is_met(&self.metrics().await)).await;
         assert!(met, "{what}:\n{}", self.metrics().await.text());
     }
@@ -265,8 +265,8 @@ impl RoutingBed {
 
     /// Waits until no exchange is open. Asserts that no load, queue entry or session request is
     /// left.
-    pub(crate) async fn quiet(&self) {
-        self.shows("exchanges are open", |page| {
+    pub(crate) async fn wait_idle(&self) {
+        self.wait_metrics("exchanges are open", |page| {
             page.sum("open_exchanges", &[]) == 0.0
         })
         .await;
@@ -289,7 +289,7 @@ impl RoutingBed {
 
     /// Waits until no exchange is open and the index equals the caches of the engines.
     pub(crate) async fn settle(&self) {
-        self.quiet().await;
+        self.wait_idle().await;
         let agree = async || {
             let indexed = self.stack.debug_page("index").await.unwrap()["total"]["device"]
                 .as_u64()

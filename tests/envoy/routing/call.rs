@@ -27,12 +27,12 @@ pub(crate) fn pools(args: &[&str]) -> Vec<EngineSpec> {
     clippy::needless_pass_by_value,
     reason = "tests read better without the references"
 )]
-pub(crate) fn calling(prefill: Value, more: Value) -> Value {
-    carrying("call", &prefill, &more)
+pub(crate) fn call_config(prefill: Value, more: Value) -> Value {
+    config_with_prefill("call", &prefill, &more)
 }
 
 /// Returns a configuration with a prefill mode. `more` is merged into it.
-pub(crate) fn carrying(by: &str, prefill: &Value, more: &Value) -> Value {
+pub(crate) fn config_with_prefill(by: &str, prefill: &Value, more: &Value) -> Value {
     let mut config = json!({"models": [{
         "name": MODEL,
         "tokenizer": model_file("tokenizer.json.gz"),
@@ -56,8 +56,8 @@ impl RoutingBed {
     }
 
     /// Waits until no exchange is open. Asserts that no engine keeps state of finished requests.
-    pub(crate) async fn nothing_left(&self) {
-        self.quiet().await;
+    pub(crate) async fn assert_nothing_left(&self) {
+        self.wait_idle().await;
         assert!(
             until(SOON, async || self.idle().await).await,
             "an engine still runs a request"
@@ -88,7 +88,7 @@ fn response_text(answer: &RoutedAnswer) -> String {
 
 /// Starts a deployment with the shipped Envoy configuration for this mode.
 pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> RoutingBed {
-    RoutingBed::behind_file(
+    RoutingBed::start_with_envoy_file(
         "disaggregated-call",
         specs,
         more,
@@ -99,7 +99,7 @@ pub(crate) async fn start(specs: &[EngineSpec], more: Value) -> RoutingBed {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn split_responses_equal_those_of_one_worker() {
-    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&NIXL), call_config(json!({}), json!({}))).await;
     let served_by = assert_split_contents(&bed).await;
     assert_eq!(served_by.prefills, PREFILL.into());
     assert_eq!(served_by.decodes, DECODE.into());
@@ -118,7 +118,7 @@ async fn split_responses_equal_those_of_one_worker() {
         page.sum("phase_plans_total", &[("plan", "remote_prefill")]),
         60.0
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 /// Returns the number of requests with this phase plan from the metrics.
@@ -130,8 +130,8 @@ pub(crate) async fn phases(bed: &RoutingBed, of: &str) -> f64 {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn failed_prefill_is_retried_then_computed_locally() {
-    let args = [&NIXL[..], &["--kv-lease", "1s"]].concat();
-    let bed = start(&pools(&args), calling(json!({"timeout": "2s"}), json!({}))).await;
+    let engines = pools(&[&NIXL[..], &["--kv-lease", "1s"]].concat());
+    let bed = start(&engines, call_config(json!({"timeout": "2s"}), json!({}))).await;
     let well = json!({"refuse_prefills": null, "hang_prefills": false, "omit_transfer_params": false, "fail_prefills_with_200": false});
     let mut topics = 0..;
     // If one prefill worker fails, the other one computes the prefill.
@@ -153,7 +153,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
             );
         }
         bed.misbehave(11, well.clone()).await;
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
     let remote = phases(&bed, "remote_prefill").await;
     assert_eq!((remote, phases(&bed, "prefill_failed").await), (12.0, 0.0));
@@ -189,14 +189,14 @@ async fn failed_prefill_is_retried_then_computed_locally() {
             == 0.0)
         .await
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn enforced_remote_prefill_failure_rejects_request() {
     let bed = start(
         &pools(&NIXL),
-        calling(
+        call_config(
             json!({}),
             json!({"routing": {"disaggregation": {"enforce": true}}}),
         ),
@@ -208,7 +208,7 @@ async fn enforced_remote_prefill_failure_rejects_request() {
     }
     let (code, _) = bed.ask(&chat(&essay(2))).await.error(503);
     assert_eq!(code, "no_prefill_worker");
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -217,10 +217,10 @@ async fn each_phase_is_booked_on_its_worker() {
         crate::routing::bed::patient(shipped)
             .replace(" message_timeout: 30s", " message_timeout: 2s")
     };
-    let bed = RoutingBed::behind_file(
+    let bed = RoutingBed::start_with_envoy_file(
         "disaggregated-call",
         &pools(&NIXL),
-        calling(json!({}), json!({})),
+        call_config(json!({}), json!({})),
         hasty,
     )
     .await;
@@ -262,13 +262,13 @@ async fn each_phase_is_booked_on_its_worker() {
         (200, "exact"),
         "{answer:?}"
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prefill_continues_and_counts_after_cancellation() {
     let args = [&NIXL[..], &["--kv-lease", "2s"]].concat();
-    let bed = start(&pools(&args), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&args), call_config(json!({}), json!({}))).await;
     for id in PREFILL {
         bed.misbehave(id, json!({"slow_prefill_ms": 3000})).await;
     }
@@ -285,7 +285,7 @@ async fn prefill_continues_and_counts_after_cancellation() {
         .await
     );
     sending.abort();
-    bed.shows("the client has disconnected", |page| {
+    bed.wait_metrics("the client has disconnected", |page| {
         page.sum(
             "prefill_calls_total",
             &[("outcome", "cancelled_after_start")],
@@ -297,11 +297,11 @@ async fn prefill_continues_and_counts_after_cancellation() {
         1,
         "the engine still computes the prefill"
     );
-    bed.shows("the prefill completes", |page| {
+    bed.wait_metrics("the prefill completes", |page| {
         page.sum("prefill_calls_total", &[("outcome", "completed")]) == 1.0
     })
     .await;
-    bed.quiet().await;
+    bed.wait_idle().await;
     // No decode worker fetches the blocks, so their lease expires.
     assert!(
         until(SOON, async || bed
@@ -310,12 +310,12 @@ async fn prefill_continues_and_counts_after_cancellation() {
             == 1.0)
         .await
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn client_cannot_forge_transfer_params() {
-    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&NIXL), call_config(json!({}), json!({}))).await;
     // A prefill engine holds the blocks of another request.
     let mut prefill = text(&essay(1));
     prefill["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
@@ -368,7 +368,7 @@ async fn client_cannot_forge_transfer_params() {
 async fn tensorrt_llm_handoff_uses_its_own_fields() {
     let bed = start(
         &pools(&["--disaggregation", "trtllm"]),
-        calling(json!({"protocol": "trtllm"}), json!({})),
+        call_config(json!({"protocol": "trtllm"}), json!({})),
     )
     .await;
     let alone = ReferenceEngine::start().await;
@@ -390,7 +390,7 @@ async fn tensorrt_llm_handoff_uses_its_own_fields() {
         );
     }
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, 12.0);
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -398,7 +398,7 @@ async fn small_prefill_stays_on_decode_worker() {
     let conditional = json!({
         "routing": {"disaggregation": {"conditional": {"uncached_tokens": 64}}},
     });
-    let bed = start(&pools(&NIXL), calling(json!({}), conditional)).await;
+    let bed = start(&pools(&NIXL), call_config(json!({}), conditional)).await;
     let first = bed.ask(&text(&essay(1))).await;
     assert!(
         !first.header("x-prefill-instance-id").is_empty(),
@@ -413,12 +413,12 @@ async fn small_prefill_stays_on_decode_worker() {
         "{again:?}"
     );
     assert_eq!(phases(&bed, "short_prompt").await, 1.0);
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn waiting_request_survives_a_stalled_warmroute() {
-    let bed = start(&pools(&NIXL), calling(json!({}), json!({}))).await;
+    let bed = start(&pools(&NIXL), call_config(json!({}), json!({}))).await;
     for id in PREFILL {
         bed.misbehave(id, json!({"slow_prefill_ms": 10_000})).await;
     }
@@ -447,5 +447,5 @@ async fn waiting_request_survives_a_stalled_warmroute() {
             .sum("prefill_calls_total", &[("outcome", "completed")]),
         1.0
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
 }

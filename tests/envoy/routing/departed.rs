@@ -22,8 +22,8 @@ fn worker_labels() -> Vec<&'static str> {
 /// Returns the source of the metric families of `crates/metrics`, with one declaration per line:
 /// `"name" field: Type = constructor;`.
 fn declarations() -> &'static str {
-    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
-    let files = std::fs::read_dir(folder).unwrap();
+    let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
+    let files = std::fs::read_dir(directory).unwrap();
     let sources: Vec<String> = files
         .map(|file| std::fs::read_to_string(file.unwrap().path()).unwrap())
         .collect();
@@ -107,7 +107,7 @@ async fn departed_worker_leaves_no_metric_series() {
     let endpoint = bed.engine(2).address.to_string();
     let remaining: Vec<Value> = vec![bed.engine(1).worker_entry()];
     bed.stack.write_worker_entries(&json!(remaining)).unwrap();
-    bed.shows("the worker leaves", |page| page.sum("workers", &[]) == 1.0)
+    bed.wait_metrics("the worker leaves", |page| page.sum("workers", &[]) == 1.0)
         .await;
     let page = bed.metrics().await;
     let left: Vec<_> = page

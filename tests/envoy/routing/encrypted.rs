@@ -39,7 +39,7 @@ async fn serves_exactly(bed: &RoutingBed) {
         assert_eq!(answer.mode(), "exact", "{answer:?}");
         assert_eq!(answer.engine(), answer.chosen());
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
     let page = bed.metrics().await;
     let shaken = page.sum(
         "tls_handshakes_total",
@@ -63,7 +63,7 @@ async fn envoy_without_verification_is_served() {
         },
     });
     let context = json!({"common_tls_context": {"alpn_protocols": ["h2"]}});
-    let bed = RoutingBed::behind(&[engine(1), engine(2)], more, |shipped| {
+    let bed = RoutingBed::start_with_envoy(&[engine(1), engine(2)], more, |shipped| {
         encrypting(shipped, port, &context)
     })
     .await;
@@ -104,7 +104,7 @@ async fn envoy_with_client_certificate_is_served() {
             },
         },
     });
-    let bed = RoutingBed::behind(&[engine(1), engine(2)], more, |shipped| {
+    let bed = RoutingBed::start_with_envoy(&[engine(1), engine(2)], more, |shipped| {
         encrypting(shipped, port, &context)
     })
     .await;

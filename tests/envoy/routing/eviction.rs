@@ -54,7 +54,7 @@ async fn evicted_blocks_are_no_parity_mismatch() {
     let shown = parity().await;
     assert!(confirmed, "{shown:#}");
     assert_eq!(
-        (&shown["mistrusted"], &shown["unconfirmed"]),
+        (&shown["tokens_disabled"], &shown["unconfirmed"]),
         (&json!(false), &json!(0)),
         "{shown:#}"
     );
@@ -67,7 +67,7 @@ async fn evicted_blocks_are_no_parity_mismatch() {
     let audited = async || bed.stack.debug_page("audit").await.unwrap();
     assert!(until(SOON, async || audited().await["waiting"] == 0).await);
     let sums = audited().await["models"][MODEL].take();
-    assert_eq!(sums["answers"], 60, "{sums:#}");
+    assert_eq!(sums["responses"], 60, "{sums:#}");
     assert!(
         sums["missed_tokens"].get("token_mismatch").is_none(),
         "{sums:#}"
@@ -110,7 +110,7 @@ async fn blocks_evicted_while_waiting_are_audited() {
     let audited = async || bed.stack.debug_page("audit").await.unwrap();
     let whole = until(SOON, async || {
         let totals = audited().await;
-        totals["waiting"] == 0 && totals["models"][MODEL]["answers"] == 5
+        totals["waiting"] == 0 && totals["models"][MODEL]["responses"] == 5
     });
     assert!(whole.await, "{:#}", audited().await);
     let sums = audited().await["models"][MODEL].take();
@@ -125,8 +125,8 @@ async fn blocks_evicted_while_waiting_are_audited() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn parity_mismatch_is_detected_despite_evictions() {
-    let folder = tempfile::tempdir().unwrap();
-    let template = folder.path().join("other.jinja");
+    let directory = tempfile::tempdir().unwrap();
+    let template = directory.path().join("other.jinja");
     std::fs::write(
         &template,
         "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
@@ -150,7 +150,7 @@ async fn parity_mismatch_is_detected_despite_evictions() {
         topic += 1;
         let chat = json!({"model": MODEL, "max_tokens": 2, "messages": [{"role": "user", "content": essay(topic)}]});
         bed.ask(&chat).await.engine();
-        bed.stack.debug_page("parity").await.unwrap()[0]["mistrusted"] == true
+        bed.stack.debug_page("parity").await.unwrap()[0]["tokens_disabled"] == true
     });
     assert!(
         found.await,

@@ -135,7 +135,7 @@ async fn with_prefill_workers(envoy: EnvoyTemplate) {
             );
             let answer = ask(&bed, &body, forged).await;
             assert_eq!(answer.status, 200, "{forged:?}: {answer:?}");
-            mirror::all_met(&bed).await;
+            mirror::assert_all_rooms_joined(&bed).await;
             let after = (
                 request_count(&bed).await,
                 bed.engines("engine_sim:rooms_met_total").await,
@@ -157,7 +157,8 @@ async fn with_prefill_workers(envoy: EnvoyTemplate) {
 /// Asserts that aggregated workers receive no copy.
 async fn without_prefill_workers(envoy: EnvoyTemplate) {
     let specs = [engine(21), engine(22)];
-    let bed = RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
+    let bed =
+        RoutingBed::start_with_envoy_file("disaggregated-mirror", &specs, json!({}), envoy).await;
     let outsider = OutsideServer::start().await;
     let engine = bed.engine(22).address.to_string();
     for (topic, forged) in forgeries(&outsider, &engine).into_iter().enumerate() {
@@ -212,7 +213,8 @@ async fn envoy_alone_protects_without_warmroute() {
     for (envoy, status, reached) in envoys {
         let specs = [engine_for("decode", 21), engine_for("decode", 22)];
         let mut bed =
-            RoutingBed::behind_file("disaggregated-mirror", &specs, json!({}), envoy).await;
+            RoutingBed::start_with_envoy_file("disaggregated-mirror", &specs, json!({}), envoy)
+                .await;
         let outsider = OutsideServer::start().await;
         bed.stack.kill9_router();
         let answer = ask(

@@ -72,11 +72,11 @@ async fn storm(bed: &RoutingBed) -> f64 {
 async fn concurrent_calls_lose_or_mix_no_request() {
     let bed = call::start(
         &call::pools(&call::NIXL),
-        call::calling(json!({}), json!({})),
+        call::call_config(json!({}), json!({})),
     )
     .await;
     let count = storm(&bed).await;
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
     assert_eq!(bed.engines("engine_sim:kv_transfers_total").await, count);
     assert_eq!(
         bed.engines("engine_sim:kv_leases_expired_total").await,
@@ -89,7 +89,7 @@ async fn concurrent_calls_lose_or_mix_no_request() {
 async fn concurrent_mirrors_lose_or_mix_no_request() {
     let bed = mirror::start("20", json!({})).await;
     let count = storm(&bed).await;
-    mirror::all_met(&bed).await;
+    mirror::assert_all_rooms_joined(&bed).await;
     assert_eq!(
         bed.engines("engine_sim:rooms_met_total").await,
         2.0 * count,
@@ -184,7 +184,7 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
                 .map(|pool| pool[random.random_range(0..pool.len())])
                 .collect();
             for worker in &victims {
-                bed.harvest(*worker).await;
+                bed.save_metrics(*worker).await;
             }
             let from = Instant::now();
             victims.iter().for_each(|worker| bed.kill(*worker));
@@ -300,7 +300,7 @@ impl ChaosRun {
 
 /// Starts a deployment in mode `call` with short leases, so that those of killed workers expire
 /// soon.
-async fn calling() -> RoutingBed {
+async fn start_call_bed() -> RoutingBed {
     let args = [
         &call::NIXL[..],
         &[
@@ -315,7 +315,7 @@ async fn calling() -> RoutingBed {
     .concat();
     call::start(
         &call::pools(&args),
-        call::calling(json!({"timeout": "5s"}), json!({})),
+        call::call_config(json!({"timeout": "5s"}), json!({})),
     )
     .await
 }
@@ -329,7 +329,7 @@ async fn assert_no_leases(bed: &RoutingBed, chaos: &ChaosRun) {
         .await,
         "leases are left over"
     );
-    bed.nothing_left().await;
+    bed.assert_nothing_left().await;
     let expired = bed.engines("engine_sim:kv_leases_expired_total").await;
     let most = chaos.overlapping_requests(call::DECODE);
     assert!(
@@ -340,7 +340,7 @@ async fn assert_no_leases(bed: &RoutingBed, chaos: &ChaosRun) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn call_loses_nothing_when_prefill_workers_die() {
-    let mut bed = calling().await;
+    let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL]).await;
     chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
     assert_no_leases(&bed, &chaos).await;
@@ -348,7 +348,7 @@ async fn call_loses_nothing_when_prefill_workers_die() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn call_loses_only_begun_when_decode_workers_die() {
-    let mut bed = calling().await;
+    let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::DECODE]).await;
     chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
     assert_no_leases(&bed, &chaos).await;
@@ -356,7 +356,7 @@ async fn call_loses_only_begun_when_decode_workers_die() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn call_loses_only_begun_when_both_pools_die() {
-    let mut bed = calling().await;
+    let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL, &call::DECODE]).await;
     chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
     assert_no_leases(&bed, &chaos).await;
@@ -369,7 +369,7 @@ async fn mirror_chaos(pools: &[&[u64]]) {
     chaos
         .assert_only_begun_lost(HeaderTiming::WithFirstToken)
         .await;
-    mirror::nobody_is_left_waiting(&bed).await;
+    mirror::assert_no_room_waits(&bed).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

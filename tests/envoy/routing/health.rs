@@ -57,7 +57,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
             1,
             "the header names the worker that served: {answer:?}"
         );
-        bed.quiet().await;
+        bed.wait_idle().await;
         ejected(&bed).await == 1.0
     });
     assert!(ejection.await, "{}", bed.metrics().await.text());
@@ -67,7 +67,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
         (3, 3),
         "ejected after exactly three failures"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 
     assert_one_request_probes(&bed, since).await;
     assert_eq!(missed(&bed, 2).await, 4);
@@ -94,7 +94,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
     };
     assert!(until(SOON, served).await, "the worker receives no request");
     assert_eq!(missed(&bed, 2).await, 4);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 /// Asserts that no concurrent request reaches the worker while it is ejected, and that exactly one
@@ -151,7 +151,7 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
                 refused
             };
             assert!(until(SOON, refused).await, "worker 2 gets no request");
-            bed.quiet().await;
+            bed.wait_idle().await;
             bed.misbehave(2, json!({"refuse": null})).await;
             spared = 0;
             let used_again = async || {
@@ -178,7 +178,7 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
             0.0,
             "an overload does not count as a failure"
         );
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
 }
 
@@ -195,7 +195,7 @@ async fn three_dead_workers_lose_no_request() {
         *served.entry(answer.engine()).or_insert(0) += 1;
     }
     assert_eq!(served.len(), 4, "{served:?}");
-    bed.quiet().await;
+    bed.wait_idle().await;
     for id in [1, 2, 3] {
         bed.kill(id);
     }
@@ -219,7 +219,7 @@ async fn three_dead_workers_lose_no_request() {
             "{answer:?}"
         );
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -262,6 +262,6 @@ async fn restarted_worker_is_used_again_within_seconds() {
         "{:?}",
         restarted.elapsed()
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
     assert_eq!(ejected(&bed).await, 0.0);
 }

@@ -8,7 +8,7 @@ use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::{FreePort, until};
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, essay, patient, stream, text};
-use crate::routing::call::{carrying, phases};
+use crate::routing::call::{config_with_prefill, phases};
 use crate::routing::contents::assert_split_contents;
 use crate::support::openmetrics::OpenMetricsPage;
 
@@ -35,7 +35,7 @@ fn pools([prefill_speed, decode_speed]: [&str; 2]) -> Vec<EngineSpec> {
     let mode = [
         "--disaggregation-mode",
         "decode",
-        "--bootstrap-patience",
+        "--bootstrap-connect-timeout",
         "300ms",
     ];
     let listed = json!({"role": "decode"});
@@ -63,12 +63,12 @@ pub(crate) async fn start_behind(
 
 /// Like [`start`], with responses that are observed up to their usage.
 pub(crate) async fn start_observed() -> RoutingBed {
-    let config = carrying(
+    let config = config_with_prefill(
         "mirror",
         &json!({}),
         &json!({"gateway": {"observe": "usage"}}),
     );
-    RoutingBed::behind_file(
+    RoutingBed::start_with_envoy_file(
         "disaggregated-mirror",
         &pools(["20", "20"]),
         config,
@@ -83,13 +83,13 @@ async fn start_with(
     prefill: &Value,
     envoy: impl Fn(&str) -> String,
 ) -> RoutingBed {
-    let config = carrying("mirror", prefill, &json!({}));
-    RoutingBed::behind_file("disaggregated-mirror", &pools(speeds), config, envoy).await
+    let config = config_with_prefill("mirror", prefill, &json!({}));
+    RoutingBed::start_with_envoy_file("disaggregated-mirror", &pools(speeds), config, envoy).await
 }
 
 /// Waits until no exchange is open. Asserts that both workers joined every bootstrap room.
-pub(crate) async fn all_met(bed: &RoutingBed) {
-    nobody_is_left_waiting(bed).await;
+pub(crate) async fn assert_all_rooms_joined(bed: &RoutingBed) {
+    assert_no_room_waits(bed).await;
     assert_eq!(
         bed.engines("engine_sim:rooms_unmet_total").await,
         0.0,
@@ -99,8 +99,8 @@ pub(crate) async fn all_met(bed: &RoutingBed) {
 
 /// Waits until no exchange is open and no bootstrap room has a waiting worker. Asserts that no room
 /// mixed two requests. Suits tests in which workers crash.
-pub(crate) async fn nobody_is_left_waiting(bed: &RoutingBed) {
-    bed.quiet().await;
+pub(crate) async fn assert_no_room_waits(bed: &RoutingBed) {
+    bed.wait_idle().await;
     assert_eq!(
         bed.engines("engine_sim:rooms_mismatched_total").await,
         0.0,
@@ -136,7 +136,7 @@ async fn both_workers_receive_the_request_and_connect() {
     assert_eq!(served_by.prefills, PREFILL.into());
     assert_eq!(served_by.decodes, DECODE.into());
     assert_eq!(phases(&bed, "remote_prefill").await, 60.0);
-    all_met(&bed).await;
+    assert_all_rooms_joined(&bed).await;
     assert_eq!(
         bed.engines("engine_sim:rooms_met_total").await,
         120.0,
@@ -160,7 +160,7 @@ async fn prompts_use_adjacent_rooms_and_n_is_rejected() {
             .len(),
         2
     );
-    all_met(&bed).await;
+    assert_all_rooms_joined(&bed).await;
     assert_eq!(bed.engines("engine_sim:rooms_met_total").await, 4.0);
 }
 
@@ -176,14 +176,14 @@ async fn cancelled_request_aborts_its_prefill() {
     // A frozen decode worker cannot notify the prefill worker.
     DECODE.iter().for_each(|id| bed.engine(*id).freeze());
     sending.abort();
-    bed.shows("the engine receives the abort", |page| {
+    bed.wait_metrics("the engine receives the abort", |page| {
         page.sum("prefill_aborts_total", &[("outcome", "accepted")]) == 1.0
     })
     .await;
     let aborted = async || bed.engine_sum(&PREFILL, "engine_sim:aborted_total").await == 1.0;
     assert!(until(SOON, aborted).await);
     DECODE.iter().for_each(|id| bed.engine(*id).thaw());
-    bed.quiet().await;
+    bed.wait_idle().await;
     let idle = async || bed.engines("vllm:num_requests_running").await == 0.0;
     assert!(
         until(SOON, idle).await,
@@ -219,9 +219,10 @@ async fn hanging_prefill_fails_at_the_deadline() {
             page.sum("prefill_aborts_total", &[("outcome", "accepted")])
                 == 2.0 * (number + 1) as f64
         };
-        bed.shows("both engines receive the abort", reported).await;
+        bed.wait_metrics("both engines receive the abort", reported)
+            .await;
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
     assert!(
         until(SOON, async || bed
             .engine_sum(&DECODE, "engine_sim:rooms_waiting")
@@ -252,7 +253,7 @@ async fn rejected_prefill_fails_by_the_deadline() {
             "{took:?} for {body}"
         );
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
     assert!(
         until(SOON, async || bed.idle().await).await,
         "an engine still runs an aborted request"
@@ -315,11 +316,11 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
             before + 1.0
         );
         // The bootstrap room of the dead worker is aborted.
-        bed.shows("the engine receives the abort", |page| {
+        bed.wait_metrics("the engine receives the abort", |page| {
             page.sum("prefill_aborts_total", &[("outcome", "accepted")]) == before + 1.0
         })
         .await;
-        bed.quiet().await;
+        bed.wait_idle().await;
         bed.restart(decode).await;
     }
     assert_eq!(bed.engines("engine_sim:rooms_mismatched_total").await, 0.0);
@@ -358,7 +359,7 @@ async fn dead_prefill_worker_is_replaced() {
             (200, false),
             "{answer:?}"
         );
-        bed.quiet().await;
+        bed.wait_idle().await;
         bed.restart(prefill).await;
     }
     assert_eq!(
@@ -395,7 +396,7 @@ async fn unstreamed_response_may_outlast_prefill_timeout() {
     );
     let out = bed.metrics().await;
     assert_eq!(out.sum("prefill_aborts_total", &[]), 0.0, "{}", out.text());
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -18,17 +18,17 @@ const OTHER: &str = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.conte
 
 struct TemplateFile {
     path: PathBuf,
-    _folder: tempfile::TempDir,
+    _directory: tempfile::TempDir,
 }
 
 impl TemplateFile {
     fn other() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("other.jinja");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("other.jinja");
         std::fs::write(&path, OTHER).unwrap();
         Self {
             path,
-            _folder: folder,
+            _directory: directory,
         }
     }
 
@@ -45,10 +45,17 @@ async fn parity(bed: &RoutingBed) -> Value {
     bed.stack.debug_page("parity").await.unwrap()[0].take()
 }
 
-async fn wait_mistrusted(bed: &RoutingBed, mistrusted: bool) -> Value {
-    let reached = until(SOON, async || parity(bed).await["mistrusted"] == mistrusted).await;
+async fn wait_tokens_disabled(bed: &RoutingBed, tokens_disabled: bool) -> Value {
+    let reached = until(SOON, async || {
+        parity(bed).await["tokens_disabled"] == tokens_disabled
+    })
+    .await;
     let shown = parity(bed).await;
-    assert!(reached, "mistrusted: {mistrusted}\n{shown:#}\n{}", log(bed));
+    assert!(
+        reached,
+        "tokens_disabled: {tokens_disabled}\n{shown:#}\n{}",
+        log(bed)
+    );
     shown
 }
 
@@ -89,7 +96,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     let template = TemplateFile::other();
     let config = json!({"engines": {"parity_check": {"interval": "1s", "timeout": "30s"}}});
     let mut bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
-    let shown = wait_mistrusted(&bed, true).await;
+    let shown = wait_tokens_disabled(&bed, true).await;
     assert_difference_is_reported(&shown, &log(&bed));
     let question = chat(&essay(1));
     for _ in 0..2 {
@@ -108,7 +115,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
             .mode(),
         "exact"
     );
-    bed.shows("the mismatch is counted", |page| {
+    bed.wait_metrics("the mismatch is counted", |page| {
         page.sum("parity_tokens_disabled", &[("model", MODEL)]) == 1.0
             && page.sum("parity_mismatches_total", &[("model", MODEL)]) == 1.0
             && page.sum("parity_workers", &[("outcome", "differs")]) == 1.0
@@ -116,7 +123,7 @@ async fn wrong_template_is_reported_until_engine_restart() {
     })
     .await;
     restart_with_own_template(&mut bed).await;
-    let recovered = wait_mistrusted(&bed, false).await;
+    let recovered = wait_tokens_disabled(&bed, false).await;
     assert_eq!(
         recovered["workers"]["1"]["verdict"], "agrees",
         "{recovered:#}"
@@ -133,25 +140,25 @@ async fn wrong_template_is_reported_until_engine_restart() {
 fn assert_difference_is_reported(shown: &Value, log_text: &str) {
     let difference = &shown["workers"]["1"]["difference"];
     assert_eq!(
-        (&difference["what"], &difference["canary"]),
+        (&difference["compared"], &difference["canary"]),
         (&json!("tokens"), &json!("chat_plain")),
         "{shown:#}"
     );
     assert!(
-        difference["ours"].is_u64() && difference["theirs"].is_u64(),
+        difference["warmroute_token"].is_u64() && difference["engine_token"].is_u64(),
         "{shown:#}"
     );
-    assert_ne!(difference["ours"], difference["theirs"]);
+    assert_ne!(difference["warmroute_token"], difference["engine_token"]);
     // Qwen's template adds a default system prompt.
     assert!(
-        difference["our_text"]
+        difference["warmroute_text"]
             .as_str()
             .unwrap()
             .contains("<|im_start|>system"),
         "{shown:#}"
     );
     assert!(
-        difference["their_text"]
+        difference["engine_text"]
             .as_str()
             .unwrap()
             .contains("<|im_start|>user"),
@@ -163,8 +170,8 @@ fn assert_difference_is_reported(shown: &Value, log_text: &str) {
         .unwrap_or_else(|| panic!("{log_text}"));
     for word in [
         "chat_plain",
-        &format!("ours=Some({})", difference["ours"]),
-        &format!("theirs=Some({})", difference["theirs"]),
+        &format!("warmroute_token=Some({})", difference["warmroute_token"]),
+        &format!("engine_token=Some({})", difference["engine_token"]),
     ] {
         assert!(line.contains(word), "{word}: {line}");
     }
@@ -184,7 +191,7 @@ async fn only_the_differing_engine_is_routed_load_only() {
             && shown["workers"]["2"]["verdict"] == "agrees"
     };
     assert!(until(SOON, is_reported).await, "{:#}", parity(&bed).await);
-    assert_eq!(parity(&bed).await["mistrusted"], false);
+    assert_eq!(parity(&bed).await["tokens_disabled"], false);
     let mut modes = std::collections::BTreeSet::new();
     let mut topic = 0;
     let both = until(SOON, async || {
@@ -233,7 +240,7 @@ async fn check_detection_by_events(replay: bool) {
     let found = until(SOON, async || {
         requests += 1;
         bed.ask(&chat(&essay(requests))).await.engine();
-        parity(&bed).await["mistrusted"] == true
+        parity(&bed).await["tokens_disabled"] == true
     });
     assert!(found.await, "{:#}\n{}", parity(&bed).await, log(&bed));
     assert!(requests <= 100, "{requests} requests");
@@ -241,11 +248,17 @@ async fn check_detection_by_events(replay: bool) {
     assert_eq!(shown["workers"]["1"]["verdict"], "cannot_test", "{shown:#}");
     let difference = &shown["workers"]["1"]["events"]["differs"];
     assert_eq!(
-        (&difference["what"], &difference["block"]),
+        (&difference["compared"], &difference["block"]),
         (&json!("events"), &json!(0)),
         "{shown:#}"
     );
-    let nothing = ["canary", "ours", "theirs", "our_text", "their_text"];
+    let nothing = [
+        "canary",
+        "warmroute_token",
+        "engine_token",
+        "warmroute_text",
+        "engine_text",
+    ];
     assert!(
         nothing.iter().all(|key| difference[*key].is_null()),
         "no request text is shown: {shown:#}"
@@ -263,7 +276,7 @@ async fn check_detection_by_events(replay: bool) {
     let recovered = until(SOON, async || {
         topic += 1;
         bed.ask(&unrelated_chat(topic)).await;
-        parity(&bed).await["mistrusted"] == false
+        parity(&bed).await["tokens_disabled"] == false
     });
     assert!(recovered.await, "{:#}\n{}", parity(&bed).await, log(&bed));
     assert_eq!(bed.ask(&unrelated_chat(topic)).await.mode(), "exact");
@@ -287,7 +300,7 @@ async fn mismatch_falls_back_to_remote_tokenizer() {
         "engines": {"parity_check": {"timeout": "30s"}},
     });
     let bed = RoutingBed::start(&[engine(1).with(&template.flags(&[]))], config).await;
-    wait_mistrusted(&bed, true).await;
+    wait_tokens_disabled(&bed, true).await;
     exact_twice(&bed, 1).await;
     // `/tokenize` ignores this field, so warmroute does not call it.
     let mut cut = chat(&essay(2));
@@ -315,8 +328,8 @@ async fn exact_twice(bed: &RoutingBed, topic: usize) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn remote_tokenizer_alone_routes_exactly() {
-    let folder = tempfile::tempdir().unwrap();
-    let token = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("token");
     std::fs::write(&token, "letmein\n").unwrap();
     let tokens = json!({"timeout": "20s", "hedge_delay": "20s", "token_file": token});
     let bed = RoutingBed::start(
@@ -333,7 +346,7 @@ async fn remote_tokenizer_alone_routes_exactly() {
         (first.mode(), second.mode(), second.engine()),
         ("exact", "exact", first.engine())
     );
-    bed.shows("requests to the remote tokenizer are counted", |page| {
+    bed.wait_metrics("requests to the remote tokenizer are counted", |page| {
         page.sum("remote_tokenizer_requests_total", &[("outcome", "ok")]) == 4.0
     })
     .await;
@@ -368,7 +381,7 @@ async fn dead_or_slow_render_servers_cause_no_error() {
         }
         // Both servers are in cooldown, so no request waits for them.
         let started = Instant::now();
-        bed.shows("no engine is queried", |page| {
+        bed.wait_metrics("no engine is queried", |page| {
             page.sum(
                 "remote_tokenizer_requests_total",
                 &[("outcome", "no_engine")],

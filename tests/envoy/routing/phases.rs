@@ -71,7 +71,7 @@ async fn list_workers(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
         .map(EngineProcess::worker_entry)
         .collect();
     bed.stack.write_worker_entries(&json!(entries)).unwrap();
-    bed.shows("the fleet follows", |page| {
+    bed.wait_metrics("the fleet follows", |page| {
         page.sum("workers", &[]) == entries.len() as f64
     })
     .await;
@@ -91,7 +91,7 @@ async fn decode_request_names_both_workers() {
         let answer = bed.ask(&body).await;
         prefills.insert(prefill_of(&bed, &answer).expect("a prefill worker"));
         decodes.insert(answer.engine());
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
     assert_eq!((prefills, decodes), (PREFILL.into(), DECODE.into()));
     // No condition is configured, so no prompt is too short or too warm for a remote prefill.
@@ -120,7 +120,7 @@ async fn prefill_is_booked_until_the_first_token() {
         }
     });
     let bed = RoutingBed::start(&specs, json!({})).await;
-    bed.first_tokens(21, false).await;
+    bed.set_first_tokens(21, false).await;
     let mut response = bed.post(&stream(&essay(1), 200)).send().await.unwrap();
     let booked = async |id| {
         let mut booked = Vec::new();
@@ -139,7 +139,7 @@ async fn prefill_is_booked_until_the_first_token() {
         "{decode:?}"
     );
 
-    bed.first_tokens(21, true).await;
+    bed.set_first_tokens(21, true).await;
     response.chunk().await.unwrap().unwrap();
     bed.wait_load(11, "active_prefill_tokens", |tokens| tokens == 0)
         .await;
@@ -154,7 +154,7 @@ async fn prefill_is_booked_until_the_first_token() {
         "the load of the decode worker stays"
     );
     drop(response);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 /// Clients that send requests continuously until `end`. Every request must succeed.
@@ -216,7 +216,7 @@ async fn missing_prefill_workers_fall_back_to_aggregated() {
     let answer = bed.ask(&chat(&essay(31))).await;
     assert_eq!(prefill_of(&bed, &answer), Some(12), "{answer:?}");
     traffic.end().await;
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -242,7 +242,7 @@ async fn enforced_remote_prefill_rejects_without_workers() {
                 "no engine received the request: {refused:?}"
             );
         }
-        bed.quiet().await;
+        bed.wait_idle().await;
         list_workers(&bed, |_| true).await;
     }
     let answer = bed.ask(&chat(&essay(30))).await;
@@ -288,7 +288,7 @@ async fn short_or_cached_prompt_stays_on_decode_worker() {
         bed.warm(id, &chat("What?")).await;
     }
     assert!(!ask("Well?").await.0, "short prompt");
-    bed.quiet().await;
+    bed.wait_idle().await;
     let page = bed.metrics().await;
     for (phases, count) in [("remote_prefill", 2.0), ("short_prompt", 3.0)] {
         assert_eq!(

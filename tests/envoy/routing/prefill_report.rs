@@ -7,7 +7,7 @@ use warmroute_testbed::ports::until;
 
 use crate::routing::audit::sums;
 use crate::routing::bed::{RoutingBed, SOON, engine_for, essay, stream, text};
-use crate::routing::call::{NIXL, calling, start};
+use crate::routing::call::{NIXL, call_config, start};
 use crate::routing::mirror;
 
 const PREFILL: u64 = 11;
@@ -23,7 +23,7 @@ fn pools() -> [EngineSpec; 2] {
 async fn bed() -> RoutingBed {
     start(
         &pools(),
-        calling(
+        call_config(
             json!({}),
             json!({
                 "gateway": {"observe": "usage"},
@@ -110,7 +110,7 @@ async fn evictions_of_prefill_worker_are_audited() {
     bed.ask(&prompt).await.engine();
     let sums = sums(&bed, 2).await;
     assert_eq!(
-        (&sums["errors"], &sums["less"]),
+        (&sums["errors"], &sums["fewer"]),
         (&json!({"evicted": 1}), &json!(1)),
         "{sums:#}"
     );
@@ -119,15 +119,15 @@ async fn evictions_of_prefill_worker_are_audited() {
         "{sums:#}"
     );
     assert_eq!(
-        bed.stack.debug_page("parity").await.unwrap()[0]["mistrusted"],
+        bed.stack.debug_page("parity").await.unwrap()[0]["tokens_disabled"],
         false
     );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn decode_worker_is_not_judged_for_the_prefill() {
-    let folder = tempfile::tempdir().unwrap();
-    let template = folder.path().join("other.jinja");
+    let directory = tempfile::tempdir().unwrap();
+    let template = directory.path().join("other.jinja");
     std::fs::write(
         &template,
         "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
@@ -147,7 +147,7 @@ async fn decode_worker_is_not_judged_for_the_prefill() {
     });
     let bed = start(
         &pools().map(|spec| spec.with(&other)),
-        calling(json!({}), config),
+        call_config(json!({}), config),
     )
     .await;
     let mut topic = 0;
@@ -156,7 +156,7 @@ async fn decode_worker_is_not_judged_for_the_prefill() {
         bed.ask(&crate::routing::bed::chat(&essay(topic)))
             .await
             .engine();
-        bed.stack.debug_page("parity").await.unwrap()[0]["mistrusted"] == true
+        bed.stack.debug_page("parity").await.unwrap()[0]["tokens_disabled"] == true
     });
     let found = found.await;
     let parity = bed.stack.debug_page("parity").await.unwrap();
@@ -174,7 +174,7 @@ async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
     }
     let sums = sums(&bed, 4).await;
     assert_eq!(
-        (&sums["undecided"], &sums["answers"]),
+        (&sums["undecided"], &sums["responses"]),
         (&json!(4), &json!(0)),
         "{sums:#}"
     );

@@ -24,12 +24,12 @@ fn queue_config(more: &Value) -> Value {
 /// Starts one worker behind the shipped Envoy configuration, with a prefill that runs until
 /// [`release`].
 async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
-    let bed = RoutingBed::behind(&[engine(1)], queue_config(more), str::to_owned).await;
+    let bed = RoutingBed::start_with_envoy(&[engine(1)], queue_config(more), str::to_owned).await;
     // The first response after the start may be slow.
     let ready = async || bed.ask(&chat("are you there?")).await.mode() == "exact";
     assert!(until(SOON, ready).await);
-    bed.quiet().await;
-    bed.first_tokens(1, false).await;
+    bed.wait_idle().await;
+    bed.set_first_tokens(1, false).await;
     let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
     bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
         .await;
@@ -39,7 +39,7 @@ async fn busy(more: &Value) -> (RoutingBed, JoinHandle<RoutedAnswer>) {
 /// Starts a request and waits until it is queued.
 async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<RoutedAnswer> {
     let sending = bed.send_in_background(&chat(name));
-    bed.shows(&format!("{name} waits"), |page| {
+    bed.wait_metrics(&format!("{name} waits"), |page| {
         page.sum("queue_requests", &[]) == queued
     })
     .await;
@@ -48,7 +48,7 @@ async fn waiting(bed: &RoutingBed, name: &str, queued: f64) -> JoinHandle<Routed
 
 /// Lets the busy worker continue, so that its request completes.
 async fn release(bed: &RoutingBed, holder: JoinHandle<RoutedAnswer>) {
-    bed.first_tokens(1, true).await;
+    bed.set_first_tokens(1, true).await;
     assert_eq!(holder.await.unwrap().engine(), 1);
 }
 
@@ -92,7 +92,7 @@ async fn queued_request_outlasts_envoy_message_timeout() {
         );
         assert_eq!(answer.header("x-received-envoy-attempt-count"), "1");
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
     let page = bed.metrics().await;
     assert_eq!(
         page.sum("queue_outcomes_total", &[("outcome", "admitted")]),
@@ -159,7 +159,7 @@ async fn full_queue_rejects_with_retry_after() {
     for waiter in waiters {
         assert_eq!(waiter.await.unwrap().engine(), 1);
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -168,7 +168,7 @@ async fn cancelled_queued_request_leaves_nothing_behind() {
     let leaves = waiting(&bed, "leaves", 1.0).await;
     let stays = waiting(&bed, "stays", 2.0).await;
     leaves.abort();
-    bed.shows("the client has disconnected", |page| {
+    bed.wait_metrics("the client has disconnected", |page| {
         page.sum("queue_requests", &[]) == 1.0
             && page.sum("queue_outcomes_total", &[("outcome", "cancelled")]) == 1.0
             && page.sum("open_exchanges", &[]) == 2.0
@@ -177,7 +177,7 @@ async fn cancelled_queued_request_leaves_nothing_behind() {
     assert_eq!(bed.load(1, "active_requests").await, 1);
     release(&bed, holder).await;
     assert_eq!(stays.await.unwrap().engine(), 1);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -210,7 +210,7 @@ async fn queue_timeout_rejects_with_retry_after() {
         page.text()
     );
     release(&bed, holder).await;
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -262,7 +262,7 @@ async fn rejected_overload_has_retry_after() {
         "routing": {"overload": {"prefill_tokens_threshold": 10, "when_all": "reject"}},
     });
     let bed = RoutingBed::start(&[engine(1)], more).await;
-    bed.first_tokens(1, false).await;
+    bed.set_first_tokens(1, false).await;
     let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
     bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
         .await;
@@ -274,7 +274,7 @@ async fn rejected_overload_has_retry_after() {
         "{message}"
     );
     release(&bed, holder).await;
-    bed.quiet().await;
+    bed.wait_idle().await;
     assert_eq!(bed.ask(&chat("another")).await.engine(), 1);
 }
 
@@ -297,8 +297,8 @@ async fn full_duplex_requests_are_queued_and_rejected() {
         "default_family": "f", "uncached_buckets": [{"min_tokens": 0, "bucket": "any"}], "classes": [class],
     }));
     config["requests"]["clients"] = json!({"trusted": true});
-    let bed = RoutingBed::behind(&[engine(1)], config, full_duplex).await;
-    bed.first_tokens(1, false).await;
+    let bed = RoutingBed::start_with_envoy(&[engine(1)], config, full_duplex).await;
+    bed.set_first_tokens(1, false).await;
     let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
     bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
         .await;
@@ -330,5 +330,5 @@ async fn full_duplex_requests_are_queued_and_rejected() {
     release(&bed, holder).await;
     let answer = waiter.await.unwrap();
     assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
-    bed.quiet().await;
+    bed.wait_idle().await;
 }

@@ -38,7 +38,7 @@ async fn hard_session_ignores_a_cheaper_worker() {
             other(home),
             "the test needs the other worker to be cheaper"
         );
-        bed.quiet().await;
+        bed.wait_idle().await;
         let bound = ask(&bed, "alice", &chat(&format!("{} And?", essay(topic)))).await;
         assert_eq!((bound.chosen(), bound.engine()), (home, home), "{bound:?}");
         bed.settle().await;
@@ -92,7 +92,7 @@ async fn session_of_dead_worker_is_rebound_permanently() {
         (other(home), other(home)),
         "{answer:?}"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -104,8 +104,8 @@ async fn hard_session_waits_and_soft_session_moves() {
             .await
             .engine();
         assert_eq!(again, home, "{affinity}");
-        bed.quiet().await;
-        bed.first_tokens(home, false).await;
+        bed.wait_idle().await;
+        bed.set_first_tokens(home, false).await;
         let holder = {
             let request = bed
                 .post(&stream("Keep it busy.", 4))
@@ -117,21 +117,21 @@ async fn hard_session_waits_and_soft_session_moves() {
         let request = bed.post(&chat("And now?")).header("x-session-id", "alice");
         let sending = tokio::spawn(RoutedAnswer::of(request));
         if waits {
-            bed.shows("the request waits", |page| {
+            bed.wait_metrics("the request waits", |page| {
                 page.sum("queue_requests", &[]) == 1.0
             })
             .await;
-            bed.first_tokens(home, true).await;
+            bed.set_first_tokens(home, true).await;
             assert_eq!(sending.await.unwrap().engine(), home);
         } else {
             assert_eq!(sending.await.unwrap().engine(), other(home));
             // The session has moved with its last request.
             let next = ask(&bed, "alice", &chat("And then?")).await;
             assert_eq!(next.engine(), other(home), "{next:?}");
-            bed.first_tokens(home, true).await;
+            bed.set_first_tokens(home, true).await;
         }
         assert_eq!(holder.await.unwrap().engine(), home);
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
 }
 
@@ -149,7 +149,7 @@ async fn concurrent_first_requests_share_one_worker() {
             homes.extend(workers);
         }
         assert_eq!(homes.len(), 2, "{affinity}: sessions are spread");
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
 }
 
@@ -162,11 +162,11 @@ async fn idle_or_final_session_is_removed() {
         .header("x-session-id", "bob")
         .header("x-dynamo-session-final", "true");
     assert_eq!(RoutedAnswer::of(last).await.status, 200);
-    bed.shows("no session is left", |page| {
+    bed.wait_metrics("no session is left", |page| {
         page.sum("sessions", &[]) == 0.0
     })
     .await;
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -192,7 +192,7 @@ async fn session_stays_with_one_worker_rank() {
         ranks.insert((true, bound));
         let free = rank(&bed.ask(&text(&essay(100 + turn))).await);
         ranks.insert((false, free));
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
     let of = |bound: bool| ranks.iter().filter(|(is, _)| *is == bound).count();
     assert_eq!((of(true), of(false)), (1, 2), "{ranks:?}");
@@ -202,8 +202,8 @@ async fn session_stays_with_one_worker_rank() {
 async fn waiting_session_moves_when_its_worker_is_removed() {
     let bed = bed("hard", json!({"queue": {"prefill_busy_threshold": 10}})).await;
     let home = ask(&bed, "alice", &chat("Good morning.")).await.engine();
-    bed.quiet().await;
-    bed.first_tokens(home, false).await;
+    bed.wait_idle().await;
+    bed.set_first_tokens(home, false).await;
     let holder = tokio::spawn(RoutedAnswer::of(
         bed.post(&stream("Busy.", 4))
             .header("x-session-id", "alice"),
@@ -213,7 +213,7 @@ async fn waiting_session_moves_when_its_worker_is_removed() {
     let sending = tokio::spawn(RoutedAnswer::of(
         bed.post(&chat("And now?")).header("x-session-id", "alice"),
     ));
-    bed.shows("the request waits", |page| {
+    bed.wait_metrics("the request waits", |page| {
         page.sum("queue_requests", &[]) == 1.0
     })
     .await;
@@ -227,7 +227,7 @@ async fn waiting_session_moves_when_its_worker_is_removed() {
         "{answer:?}"
     );
     // The response of a removed worker is completed.
-    bed.first_tokens(home, true).await;
+    bed.set_first_tokens(home, true).await;
     assert_eq!(holder.await.unwrap().engine(), home);
-    bed.quiet().await;
+    bed.wait_idle().await;
 }

@@ -118,7 +118,7 @@ async fn blocks_of_another_size_are_converted() {
             );
             assert_eq!(source(&bed, warm).await["engine_block_size"], json!(16));
         }
-        bed.shows("the mismatch is reported", |page| {
+        bed.wait_metrics("the mismatch is reported", |page| {
             page.sum("engine_setting_mismatches", &[("setting", "block_size")]) == 2.0
         })
         .await;
@@ -155,7 +155,7 @@ async fn incompatible_block_size_routes_load_only() {
         ("load_only", 1),
         "{answer:?}"
     );
-    bed.shows("why", |page| {
+    bed.wait_metrics("why", |page| {
         page.sum("degradations_total", &[("reason", "block_size_mismatch")]) >= 1.0
     })
     .await;
@@ -355,7 +355,10 @@ async fn unconfigured_settings_are_discovered_from_engine() {
         "{found}"
     );
     assert_eq!(
-        (&found["learned"]["block_size"], &found["mismatches"]),
+        (
+            &found["engine_settings"]["block_size"],
+            &found["mismatches"]
+        ),
         (&json!(16), &json!([])),
         "{found}"
     );

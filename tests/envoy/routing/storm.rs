@@ -195,8 +195,8 @@ async fn send(
 }
 
 async fn assert_nothing_left(bed: &RoutingBed, requests: usize, summary: &str) {
-    bed.quiet().await;
-    bed.shows("sessions are left", |page| page.sum("sessions", &[]) == 0.0)
+    bed.wait_idle().await;
+    bed.wait_metrics("sessions are left", |page| page.sum("sessions", &[]) == 0.0)
         .await;
     let page = bed.metrics().await;
     assert!(

@@ -30,7 +30,7 @@ async fn prompts_beyond_tokenizer_queue_are_routed_load_only() {
         "{}",
         page.text()
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -51,7 +51,7 @@ async fn slow_tokenization_is_routed_load_only() {
         "{}",
         page.text()
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -90,5 +90,5 @@ async fn next_chat_turn_resumes_tokenization() {
         bytes > 4.0 * (all - resumed) / 2.0 && bytes < 64.0 * all,
         "{bytes}"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
 
 use crate::routing::bed::{
-    RoutedAnswer, RoutingBed, chat, engine, engine_for, essay, letting_pins_through, text,
+    RoutedAnswer, RoutingBed, allow_pin_headers, chat, engine, engine_for, essay, text,
 };
 
 /// Request headers of a client.
@@ -14,7 +14,7 @@ type SentHeaders<'h> = &'h [(&'h str, &'h str)];
 
 async fn bed(specs: &[EngineSpec], trusted: bool) -> RoutingBed {
     let more = json!({"requests": {"clients": {"trusted": trusted}}});
-    RoutingBed::behind(specs, more, letting_pins_through).await
+    RoutingBed::start_with_envoy(specs, more, allow_pin_headers).await
 }
 
 async fn ask(bed: &RoutingBed, headers: SentHeaders<'_>, body: &Value) -> RoutedAnswer {
@@ -81,7 +81,7 @@ async fn trusted_pins_override_cached_blocks() {
             );
         }
     }
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -125,7 +125,7 @@ async fn impossible_pin_is_a_client_error() {
     // An invalid id is ignored.
     let answer = ask(&bed, &[("x-worker-instance-id", "first")], &chat("Hello")).await;
     assert_eq!(answer.mode(), "exact", "{answer:?}");
-    bed.quiet().await;
+    bed.wait_idle().await;
     assert_eq!(
         bed.metrics()
             .await
@@ -183,7 +183,7 @@ async fn trusted_clients_pin_each_phase() {
         code == "invalid_worker" && message.contains("21"),
         "a decode worker does no prefill: {message}"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -232,7 +232,7 @@ async fn query_returns_the_choice_without_booking() {
             choice["overlap_blocks"]["device"].as_u64().unwrap() >= cached / 16,
             "{choice}"
         );
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
     let page = bed.metrics().await;
     assert_eq!(
@@ -258,7 +258,7 @@ async fn query_names_the_workers_of_both_phases() {
     let choice = bed.ask(&query).await.json();
     let workers = json!({"decode_worker_id": 21, "decode_dp_rank": 0, "prefill_worker_id": 11, "prefill_dp_rank": 0});
     assert_eq!(choice["nvext"]["worker_id"], workers, "{choice}");
-    bed.quiet().await;
+    bed.wait_idle().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -292,7 +292,7 @@ async fn untrusted_hints_have_no_effect() {
             "a completion and not the choice"
         );
         served.insert(answer.engine());
-        bed.quiet().await;
+        bed.wait_idle().await;
     }
     assert_eq!(served.len(), 2, "the pins have no effect");
     assert_eq!(bed.metrics().await.sum("degradations_total", &[]), 0.0);
@@ -320,5 +320,5 @@ async fn trusted_constraints_are_met_or_rejected() {
         ("no_eligible_worker", 1),
         "{message}"
     );
-    bed.quiet().await;
+    bed.wait_idle().await;
 }

@@ -29,7 +29,7 @@ pub(crate) struct BurstEngine {
     id: u64,
     pub(crate) address: SocketAddr,
     /// Permits for the events of paced responses.
-    pub(crate) go: Arc<Semaphore>,
+    pub(crate) event_permits: Arc<Semaphore>,
     /// Number of responses in progress.
     pub(crate) open: Arc<AtomicUsize>,
     task: AbortHandle,
@@ -39,9 +39,9 @@ impl BurstEngine {
     pub(crate) async fn start(id: u64) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let go = Arc::new(Semaphore::new(0));
+        let event_permits = Arc::new(Semaphore::new(0));
         let open = Arc::default();
-        let gate = Arc::clone(&go);
+        let gate = Arc::clone(&event_permits);
         let count = Arc::clone(&open);
         let app = Router::new().fallback(async move |request: Request| {
             let (head, body) = request.into_parts();
@@ -55,7 +55,7 @@ impl BurstEngine {
         Self {
             id,
             address,
-            go,
+            event_permits,
             open,
             task,
         }
@@ -63,7 +63,8 @@ impl BurstEngine {
 
     /// Removes all unused permits.
     pub(crate) fn hold(&self) {
-        self.go.forget_permits(self.go.available_permits());
+        self.event_permits
+            .forget_permits(self.event_permits.available_permits());
     }
 
     /// Returns the entry for the workers file, without an event source.
@@ -107,7 +108,11 @@ impl Drop for OpenRequest {
     }
 }
 
-fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> Response {
+fn answer(
+    headers: &HeaderMap,
+    event_permits: &Arc<Semaphore>,
+    open: &Arc<AtomicUsize>,
+) -> Response {
     let parameter = |name: &str| {
         headers
             .get(name)
@@ -117,7 +122,7 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
         return piece(bytes).into_response();
     }
     let events = parameter(EVENTS).unwrap_or(1);
-    let paced = headers.contains_key(PACED).then(|| go.clone());
+    let paced = headers.contains_key(PACED).then(|| event_permits.clone());
     open.fetch_add(1, Ordering::SeqCst);
     let open = OpenRequest(open.clone());
     let body = stream::unfold((0, open), move |(at, open)| {
@@ -126,8 +131,8 @@ fn answer(headers: &HeaderMap, go: &Arc<Semaphore>, open: &Arc<AtomicUsize>) -> 
             if at > events {
                 return None;
             }
-            if let Some(go) = paced {
-                go.acquire().await.unwrap().forget();
+            if let Some(event_permits) = paced {
+                event_permits.acquire().await.unwrap().forget();
             }
             let text = if at == events {
                 "data: [DONE]\n\n".to_owned()
@@ -149,7 +154,9 @@ pub(crate) async fn begin(
 ) -> (reqwest::Response, Vec<u8>) {
     workers.iter().for_each(BurstEngine::hold);
     let mut response = request.send().await.unwrap();
-    workers.iter().for_each(|worker| worker.go.add_permits(1));
+    workers
+        .iter()
+        .for_each(|worker| worker.event_permits.add_permits(1));
     let first = response.chunk().await.unwrap().unwrap();
     (response, first.to_vec())
 }
@@ -161,7 +168,7 @@ pub(crate) async fn is_whole(
 ) -> bool {
     workers
         .iter()
-        .for_each(|worker| worker.go.add_permits(1_000));
+        .for_each(|worker| worker.event_permits.add_permits(1_000));
     loop {
         match response.chunk().await {
             Ok(Some(chunk)) => text.extend(chunk),

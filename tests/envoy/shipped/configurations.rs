@@ -18,7 +18,7 @@ use crate::support::deployment::{
 
 /// Expected behaviour of a shipped Envoy configuration.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct RoutingWay {
+pub(crate) struct ConfigurationCase {
     /// Name of the file `envoy/<file>.yaml`.
     pub(crate) file: &'static str,
     /// Response status while warmroute is down or frozen.
@@ -31,35 +31,35 @@ pub(crate) struct RoutingWay {
     survives: bool,
 }
 
-pub(crate) const STANDALONE: RoutingWay = RoutingWay {
+pub(crate) const STANDALONE: ConfigurationCase = ConfigurationCase {
     file: "standalone",
     status_without_warmroute: 200,
     status_without_workers: 200,
     takes_over: true,
     survives: true,
 };
-pub(crate) const SUBSET: RoutingWay = RoutingWay {
+pub(crate) const SUBSET: ConfigurationCase = ConfigurationCase {
     file: "subset",
     status_without_warmroute: 503,
     status_without_workers: 503,
     takes_over: false,
     survives: true,
 };
-pub(crate) const ORIGINAL_DST: RoutingWay = RoutingWay {
+pub(crate) const ORIGINAL_DST: ConfigurationCase = ConfigurationCase {
     file: "original-dst",
     status_without_warmroute: 503,
     status_without_workers: 503,
     takes_over: false,
     survives: true,
 };
-pub(crate) const ROUTES: RoutingWay = RoutingWay {
+pub(crate) const ROUTES: ConfigurationCase = ConfigurationCase {
     file: "route-per-header",
     status_without_warmroute: 200,
     status_without_workers: 200,
     takes_over: false,
     survives: true,
 };
-pub(crate) const GATEWAY_API: RoutingWay = RoutingWay {
+pub(crate) const GATEWAY_API: ConfigurationCase = ConfigurationCase {
     file: "gateway-api",
     status_without_warmroute: 500,
     status_without_workers: 503,
@@ -67,7 +67,7 @@ pub(crate) const GATEWAY_API: RoutingWay = RoutingWay {
     survives: false,
 };
 
-pub(crate) const XDS: RoutingWay = RoutingWay {
+pub(crate) const XDS: ConfigurationCase = ConfigurationCase {
     file: "xds",
     status_without_warmroute: 200,
     status_without_workers: 503,
@@ -75,7 +75,7 @@ pub(crate) const XDS: RoutingWay = RoutingWay {
     survives: true,
 };
 
-impl RoutingWay {
+impl ConfigurationCase {
     /// Returns warmroute's configuration for this file, with response headers for each decision.
     pub(crate) fn warmroute(self) -> Value {
         let mut own = envoy::warmroute_settings(self.file)
@@ -253,7 +253,10 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment) {
     deployment.idle().await;
 }
 
-async fn assert_fallback_without_warmroute(way: RoutingWay, deployment: &mut TestDeployment) {
+async fn assert_fallback_without_warmroute(
+    way: ConfigurationCase,
+    deployment: &mut TestDeployment,
+) {
     deployment.kill9_router();
     let mut served = BTreeSet::new();
     for number in 0..12 {
@@ -279,7 +282,7 @@ async fn assert_fallback_without_warmroute(way: RoutingWay, deployment: &mut Tes
     assert!(back.await, "{}", deployment.router_log());
 }
 
-async fn assert_dead_worker_avoided(way: RoutingWay, deployment: &mut TestDeployment) {
+async fn assert_dead_worker_avoided(way: ConfigurationCase, deployment: &mut TestDeployment) {
     deployment.engines[1].kill9();
     let mut rejected = 0;
     let mut in_a_row = 0;
@@ -333,7 +336,7 @@ async fn assert_dead_worker_avoided(way: RoutingWay, deployment: &mut TestDeploy
     deployment.idle().await;
 }
 
-async fn assert_exact_routing(way: RoutingWay) {
+async fn assert_exact_routing(way: ConfigurationCase) {
     let mut deployment = way.engines().await;
     assert_300_exact_requests(&deployment).await;
     assert_forged_headers_ignored(&deployment).await;
@@ -342,7 +345,7 @@ async fn assert_exact_routing(way: RoutingWay) {
 }
 
 /// Asserts the outcome of streaming responses and new requests while warmroute is killed or frozen.
-async fn assert_behavior_without_warmroute(way: RoutingWay) {
+async fn assert_behavior_without_warmroute(way: ConfigurationCase) {
     let workers = [
         BurstEngine::start(1).await,
         BurstEngine::start(2).await,
@@ -394,7 +397,7 @@ async fn assert_behavior_without_warmroute(way: RoutingWay) {
 
 /// Asserts that a graceful restart interrupts no response.
 async fn assert_graceful_restart(
-    way: RoutingWay,
+    way: ConfigurationCase,
     mut deployment: TestDeployment,
     workers: &[BurstEngine],
 ) {
@@ -411,7 +414,7 @@ async fn assert_graceful_restart(
     };
     workers
         .iter()
-        .for_each(|worker| worker.go.add_permits(1_000));
+        .for_each(|worker| worker.event_permits.add_permits(1_000));
     let served = async || paced(&deployment).send().await.unwrap().status() == 200;
     assert!(until(PATIENCE, served).await);
     let open = begin(paced(&deployment), workers).await;
@@ -430,7 +433,7 @@ async fn assert_graceful_restart(
     );
 }
 
-async fn assert_status_without_workers(way: RoutingWay) {
+async fn assert_status_without_workers(way: ConfigurationCase) {
     let workers = [
         BurstEngine::start(1).await,
         BurstEngine::start(2).await,
@@ -503,7 +506,7 @@ async fn active(deployment: &TestDeployment, id: u64) -> u64 {
         .sum()
 }
 
-async fn assert_bookings_follow(way: RoutingWay, change: impl FnOnce(String) -> String) {
+async fn assert_bookings_follow(way: ConfigurationCase, change: impl FnOnce(String) -> String) {
     let alive = BurstEngine::start(2).await;
     let dead = SocketAddr::from((
         [127, 0, 0, 1],

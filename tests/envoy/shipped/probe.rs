@@ -64,7 +64,7 @@ impl ProbeBed {
     /// Lets each worker send one more event. Only one worker has a request.
     fn let_one_go(&self) {
         for worker in &self.workers {
-            worker.go.add_permits(1);
+            worker.event_permits.add_permits(1);
         }
     }
 
@@ -253,7 +253,7 @@ async fn responses_are_whole_across_warmroute_restart() {
     bed.deployment.kill9_router();
     bed.workers
         .iter()
-        .for_each(|worker| worker.go.add_permits(10_000));
+        .for_each(|worker| worker.event_permits.add_permits(10_000));
     for text in join_all(open.into_iter().map(reqwest::Response::text)).await {
         assert_eq!(text.unwrap(), whole(30));
     }

@@ -148,8 +148,8 @@ async fn assert_envoy_follows(kind: &str, aggregated: bool) {
         &[(one.address, "DRAINING"), (three.address, "HEALTHY")],
     )
     .await;
-    one.go.add_permits(1_000);
-    three.go.add_permits(1_000);
+    one.event_permits.add_permits(1_000);
+    three.event_permits.add_permits(1_000);
     for number in 0..10 {
         let response = deployment
             .post("/v1/chat/completions", &chat(&essay(number)))
@@ -334,7 +334,7 @@ async fn restart_of_either_side_loses_no_worker() {
     let healthy = |worker: &BurstEngine| (worker.address, "HEALTHY");
     wait_for_endpoints(&deployment, &deployment.envoy_setup(), &[healthy(&one)]).await;
     deployment.kill9_router();
-    one.go.add_permits(1_000);
+    one.event_permits.add_permits(1_000);
     let answer = deployment
         .post("/v1/chat/completions", &chat(&essay(1)))
         .await;
@@ -459,7 +459,8 @@ async fn rejecting_client_is_shown_and_blocks_nothing() {
         .send(ask(&first.nonce, Some("rejected")))
         .await
         .unwrap();
-    let shown = async || deployment.debug_page("envoys").await.unwrap()[0]["refused"] == "rejected";
+    let shown =
+        async || deployment.debug_page("envoys").await.unwrap()[0]["rejection"] == "rejected";
     assert!(until(PATIENCE, shown).await);
     let unknown_type = DiscoveryRequest {
         type_url: "type.googleapis.com/nonsense".to_owned(),

@@ -293,7 +293,7 @@ impl ConformanceGateway {
 
     /// Asserts that requests with and without a body go only to endpoints in `allowed`, that all
     /// reports of the endpoint agree, and that each endpoint is used.
-    pub(crate) async fn sends(&self, selection: Option<&str>, allowed: &[&str]) {
+    pub(crate) async fn probe(&self, selection: Option<&str>, allowed: &[&str]) {
         let mut seen = std::collections::BTreeSet::new();
         for turn in 0..40 {
             let answer = match turn % 4 {

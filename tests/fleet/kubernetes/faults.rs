@@ -51,7 +51,7 @@ async fn frozen_api_server_clears_discovery_up() {
     let server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = KubernetesFollower::start(&server, &selected());
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     follows.up_is(SOURCE, 1).await;
     // The next watch gets no response, not even headers.
     server.freeze();
@@ -59,7 +59,9 @@ async fn frozen_api_server_clears_discovery_up() {
     assert_eq!(follows.fleet().unwrap(), ["a 10.0.0.1:8000"]);
     server.put("pods", vllm("b", "10.0.0.2"));
     server.thaw();
-    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    follows
+        .wait_for(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"])
+        .await;
     follows.up_is(SOURCE, 1).await;
 }
 
@@ -68,7 +70,7 @@ async fn unavailable_api_server_is_reported_and_retried() {
     let server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = KubernetesFollower::start(&server, &selected());
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     follows.up_is(SOURCE, 1).await;
     server.fail_with(Some((503, 2)));
     let before = server.requests();
@@ -96,17 +98,19 @@ async fn forbidden_watch_backs_off_and_is_not_up() {
     server.put("pods", vllm("a", "10.0.0.1"));
     server.forbid_watch("pods", true);
     let follows = KubernetesFollower::start(&server, &selected());
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     up_stays(&follows, 0, Duration::from_secs(4)).await;
     assert!(server.lists() <= 9, "{} lists within 4 s", server.lists());
     // warmroute still lists the objects, at a low rate.
     server.put("pods", vllm("b", "10.0.0.2"));
-    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    follows
+        .wait_for(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"])
+        .await;
     server.forbid_watch("pods", false);
     follows.up_is(SOURCE, 1).await;
     server.put("pods", vllm("c", "10.0.0.3"));
     follows
-        .is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"])
+        .wait_for(&["a 10.0.0.1:8000", "b 10.0.0.2:8000", "c 10.0.0.3:8000"])
         .await;
 }
 
@@ -115,14 +119,16 @@ async fn expired_watch_lists_objects_again() {
     let mut server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = KubernetesFollower::start(&server, &selected());
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     follows.up_is(SOURCE, 1).await;
     server.stop().await;
     server.put("pods", vllm("b", "10.0.0.2"));
     server.compact();
     let lists = server.lists();
     server.resume().await;
-    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    follows
+        .wait_for(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"])
+        .await;
     assert_eq!(server.lists() - lists, 1);
 }
 
@@ -131,7 +137,7 @@ async fn expired_lists_back_off_and_are_not_up() {
     let server = ApiServer::start().await;
     server.put("pods", vllm("a", "10.0.0.1"));
     let follows = KubernetesFollower::start(&server, &selected());
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     follows.up_is(SOURCE, 1).await;
     // The watch ends, and every list fails with 410 as well.
     server.fail_with(Some((410, 0)));
@@ -155,19 +161,23 @@ async fn unreadable_pod_is_left_out() {
     // The API server accepts such an address.
     server.put("pods", vllm("odd", "010.000.001.007"));
     let follows = KubernetesFollower::start(&server, &json!([{"name": "p"}]));
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     server.put("pods", vllm("b", "10.0.0.2"));
-    follows.is(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"]).await;
+    follows
+        .wait_for(&["a 10.0.0.1:8000", "b 10.0.0.2:8000"])
+        .await;
     server.change("pods", "b", |pod| {
         pod["status"]["podIP"] = json!("10.0.0.256")
     });
     server.put("pods", vllm("c", "10.0.0.3"));
-    follows.is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000"]).await;
+    follows
+        .wait_for(&["a 10.0.0.1:8000", "c 10.0.0.3:8000"])
+        .await;
     server.change("pods", "odd", |pod| {
         pod["status"]["podIP"] = json!("10.0.1.7")
     });
     follows
-        .is(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"])
+        .wait_for(&["a 10.0.0.1:8000", "c 10.0.0.3:8000", "odd 10.0.1.7:8000"])
         .await;
     follows.up_is("kubernetes p", 1).await;
     // If a pool becomes unreadable, warmroute keeps its last selector.
@@ -180,7 +190,7 @@ async fn unreadable_pod_is_left_out() {
         pool["spec"]["targetPorts"] = json!([{"number": 8001}])
     });
     follows
-        .is(&["a 10.0.0.1:8001", "c 10.0.0.3:8001", "odd 10.0.1.7:8001"])
+        .wait_for(&["a 10.0.0.1:8001", "c 10.0.0.3:8001", "odd 10.0.1.7:8001"])
         .await;
     follows.up_is("kubernetes p", 1).await;
 }
@@ -235,11 +245,11 @@ async fn object_without_spec_is_left_out() {
     server.forbid(OBJECTIVES, false);
     server.forbid(REWRITES, false);
     let follows = requests::RuleFollower::start(&server, &json!([{"name": "p"}]), "1h");
-    let rewrites = "InferenceModelRewrite: followed as llm-d.ai/v1alpha2";
-    let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
+    let rewrites = "InferenceModelRewrite: watched as llm-d.ai/v1alpha2";
+    let objectives = "InferenceObjective: watched as llm-d.ai/v1alpha2";
     let canary = r#"p inference/canary ["a"] [("b", None)]"#;
     follows
-        .is(&[rewrites, objectives, "p gold 5", canary])
+        .wait_for(&[rewrites, objectives, "p gold 5", canary])
         .await;
     let page = serde_json::to_string(&*follows.rules.borrow()).unwrap();
     assert!(
@@ -251,7 +261,7 @@ async fn object_without_spec_is_left_out() {
         object["spec"]["priority"] = json!(7)
     });
     follows
-        .is(&[rewrites, objectives, "p gold 7", canary])
+        .wait_for(&[rewrites, objectives, "p gold 7", canary])
         .await;
 }
 
@@ -266,8 +276,8 @@ async fn momentary_403_does_not_suspend_objectives() {
     server.forbid(OBJECTIVES, false);
     let follows = requests::RuleFollower::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: forbidden";
-    let objectives = "InferenceObjective: followed as llm-d.ai/v1alpha2";
-    follows.is(&[rewrites, objectives, "p gold 5"]).await;
+    let objectives = "InferenceObjective: watched as llm-d.ai/v1alpha2";
+    follows.wait_for(&[rewrites, objectives, "p gold 5"]).await;
     server.stop().await;
     server.forbid(OBJECTIVES, true);
     server.resume().await;
@@ -277,7 +287,7 @@ async fn momentary_403_does_not_suspend_objectives() {
         object["spec"]["priority"] = json!(7)
     });
     server.forbid(OBJECTIVES, false);
-    follows.is(&[rewrites, objectives, "p gold 7"]).await;
+    follows.wait_for(&[rewrites, objectives, "p gold 7"]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -312,7 +322,7 @@ async fn objectives_without_right_to_watch_are_reported() {
     server.forbid_watch(OBJECTIVES, false);
     assert!(
         until(PATIENCE, async || page()
-            .contains("followed as llm-d.ai/v1alpha2"))
+            .contains("watched as llm-d.ai/v1alpha2"))
         .await,
         "{}",
         page()
@@ -333,11 +343,11 @@ async fn objects_are_used_without_any_watch() {
     let follows = requests::RuleFollower::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: listed as llm-d.ai/v1alpha2, and not watched";
     let objectives = "InferenceObjective: listed as llm-d.ai/v1alpha2, and not watched";
-    follows.is(&[rewrites, objectives, "p gold 5"]).await;
+    follows.wait_for(&[rewrites, objectives, "p gold 5"]).await;
     server.change(OBJECTIVES, "gold", |object| {
         object["spec"]["priority"] = json!(7)
     });
-    follows.is(&[rewrites, objectives, "p gold 7"]).await;
+    follows.wait_for(&[rewrites, objectives, "p gold 7"]).await;
 }
 
 /// warmroute starts before the caches of the API server are filled.
@@ -351,13 +361,13 @@ async fn momentary_403_at_start_is_retried() {
     let follows = requests::RuleFollower::start(&server, &json!([{"name": "p"}]), "1h");
     let rewrites = "InferenceModelRewrite: forbidden";
     follows
-        .is(&[rewrites, "InferenceObjective: forbidden"])
+        .wait_for(&[rewrites, "InferenceObjective: forbidden"])
         .await;
     server.forbid(OBJECTIVES, false);
     follows
-        .is(&[
+        .wait_for(&[
             rewrites,
-            "InferenceObjective: followed as llm-d.ai/v1alpha2",
+            "InferenceObjective: watched as llm-d.ai/v1alpha2",
             "p gold 5",
         ])
         .await;
@@ -404,7 +414,7 @@ async fn replaced_token_and_authority_take_effect_within_seconds() {
     let credentials = ClientCredentials::new(&server);
     let follows = KubernetesFollower::start_with(&credentials.kubeconfig(&server), &selected());
     // The token file ends in a newline.
-    follows.is(&["a 10.0.0.1:8000"]).await;
+    follows.wait_for(&["a 10.0.0.1:8000"]).await;
     server.set_token("the-next-token");
     server.put("pods", vllm("b", "10.0.0.2"));
     follows.up_is(SOURCE, 0).await;
@@ -500,7 +510,7 @@ async fn doctor(dir: &Path, kubeconfig: &Value, pools: &Value) -> (i32, Vec<Valu
             "doctor",
             "--json",
             "--no-canary",
-            "--patience",
+            "--timeout",
             "2s",
             "--config",
         ])

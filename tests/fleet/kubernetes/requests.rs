@@ -83,7 +83,7 @@ impl RuleFollower {
         let objects = rules
             .objects
             .iter()
-            .map(|followed| format!("{}: {}", followed.kind, followed.standing));
+            .map(|followed| format!("{}: {}", followed.kind, followed.state));
         let objectives = rules
             .objectives
             .iter()
@@ -95,7 +95,7 @@ impl RuleFollower {
         Some(objects.chain(objectives).chain(rewrites).collect())
     }
 
-    pub(crate) async fn is(&self, expected: &[&str]) {
+    pub(crate) async fn wait_for(&self, expected: &[&str]) {
         let found = until(PATIENCE, async || {
             self.current().is_some_and(|current| current == expected)
         })
@@ -139,14 +139,16 @@ async fn rewrites_are_ordered_by_object_age() {
     server.forbid(OLD_REWRITES, false);
     let follows = RuleFollower::start(&server, &json!([{"name": "p"}, {"name": "o"}]), "1h");
     let standing = [
-        "InferenceModelRewrite: followed as inference.networking.x-k8s.io/v1alpha2",
+        "InferenceModelRewrite: watched as inference.networking.x-k8s.io/v1alpha2",
         "InferenceObjective: forbidden",
     ];
     let old = r#"p inference/zz-old [] [("d", Some(9))]"#;
     let young = r#"p inference/young ["a"] [("b", None), ("c", Some(0))]"#;
-    follows.is(&[standing[0], standing[1], old, young]).await;
+    follows
+        .wait_for(&[standing[0], standing[1], old, young])
+        .await;
     server.delete(OLD_REWRITES, "zz-old");
-    follows.is(&[standing[0], standing[1], young]).await;
+    follows.wait_for(&[standing[0], standing[1], young]).await;
     // No object can refer to a pool of labels and ports, so warmroute does not list the optional
     // kinds.
     let refused = server.refused(OBJECTIVES);
@@ -155,7 +157,7 @@ async fn rewrites_are_ordered_by_object_age() {
         &json!([{"selector": {"app": "p"}, "ports": [80]}]),
         "1h",
     )
-    .is(&[])
+    .wait_for(&[])
     .await;
     assert_eq!(server.refused(OBJECTIVES), refused);
     assert_eq!(server.violations(), [""; 0]);
@@ -374,7 +376,7 @@ async fn assert_pools_are_explained(site: &RequestSite) {
     );
     let page = explained("/v1/completions", "absent").await;
     assert!(
-        page["sentence"]
+        page["summary"]
             .as_str()
             .unwrap()
             .contains("the request is for the pool `absent`"),

@@ -6,28 +6,28 @@ use std::collections::HashMap;
 
 use tonic::{Code, Status};
 use warmroute_server::api::pb;
-use warmroute_server::api::pb::question::Prompt;
+use warmroute_server::api::pb::prompt_query::Prompt;
 
 use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
 
-fn question(prompt: Option<Prompt>) -> pb::Question {
-    pb::Question {
+fn query(prompt: Option<Prompt>) -> pb::PromptQuery {
+    pb::PromptQuery {
         prompt,
-        ..pb::Question::default()
+        ..pb::PromptQuery::default()
     }
 }
 
-fn blocks(local_hashes: usize, sequence_hashes: usize, isl_tokens: u64) -> pb::Question {
-    question(Some(Prompt::Blocks(pb::BlockHashes {
+fn blocks(local_hashes: usize, sequence_hashes: usize, isl_tokens: u64) -> pb::PromptQuery {
+    query(Some(Prompt::Blocks(pb::BlockHashes {
         local_hashes: vec![1; local_hashes],
         sequence_hashes: vec![1; sequence_hashes],
         isl_tokens,
     })))
 }
 
-fn body(path: &str, json: &str) -> pb::Question {
+fn body(path: &str, json: &str) -> pb::PromptQuery {
     let headers = HashMap::new();
-    question(Some(Prompt::Body(pb::Body {
+    query(Some(Prompt::Body(pb::Body {
         path: path.into(),
         headers,
         json: json.as_bytes().to_vec(),
@@ -35,21 +35,21 @@ fn body(path: &str, json: &str) -> pb::Question {
 }
 
 /// Returns queries that every call rejects.
-fn invalid_queries() -> Vec<(&'static str, Option<pb::Question>, Code)> {
-    let mut questions = invalid_prompts();
-    questions.extend(invalid_bodies());
-    questions
+fn invalid_queries() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
+    let mut queries = invalid_prompts();
+    queries.extend(invalid_bodies());
+    queries
 }
 
 /// Returns prompts that every call rejects.
-fn invalid_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+fn invalid_prompts() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
     vec![
-        ("no question", None, Code::InvalidArgument),
-        ("no prompt", Some(question(None)), Code::InvalidArgument),
+        ("no query", None, Code::InvalidArgument),
+        ("no prompt", Some(query(None)), Code::InvalidArgument),
         ("no tokens", Some(tokens(0)), Code::InvalidArgument),
         (
             "an unknown model",
-            Some(pb::Question {
+            Some(pb::PromptQuery {
                 model: "x".into(),
                 ..tokens(9)
             }),
@@ -72,7 +72,7 @@ fn invalid_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
         ),
         (
             "a salt in addition to hashes",
-            Some(pb::Question {
+            Some(pb::PromptQuery {
                 cache_salt: "s".into(),
                 ..blocks(1, 0, 4)
             }),
@@ -82,13 +82,13 @@ fn invalid_prompts() -> Vec<(&'static str, Option<pb::Question>, Code)> {
 }
 
 /// Returns request bodies that every call rejects.
-fn invalid_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
+fn invalid_bodies() -> Vec<(&'static str, Option<pb::PromptQuery>, Code)> {
     let completions = "/v1/completions";
     let good = body(completions, r#"{"model":"m","prompt":"x"}"#);
     vec![
         (
             "a model in addition to a body",
-            Some(pb::Question {
+            Some(pb::PromptQuery {
                 model: "m".into(),
                 ..good.clone()
             }),
@@ -96,7 +96,7 @@ fn invalid_bodies() -> Vec<(&'static str, Option<pb::Question>, Code)> {
         ),
         (
             "a salt in addition to a body",
-            Some(pb::Question {
+            Some(pb::PromptQuery {
                 cache_salt: "m".into(),
                 ..good
             }),
@@ -138,25 +138,25 @@ fn assert_code<T: std::fmt::Debug>(what: &str, answer: Result<T, Status>, code: 
 async fn invalid_queries_are_rejected_by_every_call() {
     let site = ApiSite::plain().await;
     let mut client = site.client.clone();
-    for (what, question, code) in invalid_queries() {
+    for (what, query, code) in invalid_queries() {
         for id in ["", "r"] {
             let book = attempt(id, 0).filter(|_| !id.is_empty());
             let call_request = pb::RouteRequest {
-                question: question.clone(),
+                query: query.clone(),
                 book,
                 ..pb::RouteRequest::default()
             };
             assert_code(what, client.route(call_request).await, code);
         }
         let call_request = pb::OverlapScoresRequest {
-            question: question.clone(),
+            query: query.clone(),
             ..Default::default()
         };
         assert_code(what, client.overlap_scores(call_request).await, code);
-        if question.is_some() {
+        if query.is_some() {
             // Without a query, the call returns the current loads.
             let call_request = pb::PotentialLoadsRequest {
-                question: question.clone(),
+                query: query.clone(),
                 ..Default::default()
             };
             assert_code(what, client.potential_loads(call_request).await, code);
@@ -164,7 +164,7 @@ async fn invalid_queries_are_rejected_by_every_call() {
         let call_request = pb::AddRequestRequest {
             attempt: attempt("r", 0),
             worker: rank(1),
-            question,
+            query,
             ..pb::AddRequestRequest::default()
         };
         assert_code(what, client.add_request(call_request).await, code);
@@ -210,7 +210,7 @@ fn booking() -> pb::AddRequestRequest {
     pb::AddRequestRequest {
         attempt: attempt("r", 0),
         worker: rank(1),
-        question: Some(tokens(9)),
+        query: Some(tokens(9)),
         ..pb::AddRequestRequest::default()
     }
 }
@@ -294,9 +294,9 @@ async fn block_limit_and_unknown_model_are_reported() {
         &[worker(1, "")],
     )
     .await;
-    for question in [tokens(12), blocks(3, 0, 12), blocks(3, 3, 12)] {
+    for query in [tokens(12), blocks(3, 0, 12), blocks(3, 3, 12)] {
         let call_request = pb::RouteRequest {
-            question: Some(question),
+            query: Some(query),
             ..book("r", 0, 9)
         };
         assert_code(
@@ -311,7 +311,7 @@ async fn block_limit_and_unknown_model_are_reported() {
         r#"{"model":"absent-model","prompt":"x"}"#,
     );
     let call_request = pb::RouteRequest {
-        question: Some(unknown),
+        query: Some(unknown),
         ..book("s", 0, 9)
     };
     let status = site.route(call_request).await.unwrap_err();
@@ -330,7 +330,7 @@ async fn booking_on_another_model_is_rejected() {
         let call_request = pb::AddRequestRequest {
             attempt: attempt(&format!("{model}{worker}"), 0),
             worker: rank(worker),
-            question: Some(pb::Question {
+            query: Some(pb::PromptQuery {
                 model: model.into(),
                 ..tokens(9)
             }),
@@ -373,7 +373,7 @@ async fn excess_bookings_are_rejected_with_retry_after() {
     assert_eq!(late.code(), Code::ResourceExhausted, "{late:?}");
     assert!(late.metadata().contains_key("retry-after"));
 
-    short_timeout.list(&["[]".to_owned()]);
+    short_timeout.set_workers(&["[]".to_owned()]);
     short_timeout
         .until(
             "no worker is left",
@@ -414,9 +414,9 @@ async fn body_is_tokenized_like_the_engine() {
         ids: tokenized.token_ids.clone(),
     }));
     let again = site
-        .route(unbooked(pb::Question {
+        .route(unbooked(pb::PromptQuery {
             model: "qwen2.5".into(),
-            ..question(prompt)
+            ..query(prompt)
         }))
         .await
         .unwrap();
@@ -445,10 +445,10 @@ async fn model_without_tokenizer_is_routed_by_load() {
     );
 }
 
-fn unbooked(question: pb::Question) -> pb::RouteRequest {
+fn unbooked(query: pb::PromptQuery) -> pb::RouteRequest {
     pb::RouteRequest {
-        question: Some(question),
-        with_tokens: true,
+        query: Some(query),
+        include_token_ids: true,
         ..pb::RouteRequest::default()
     }
 }

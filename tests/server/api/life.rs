@@ -47,7 +47,7 @@ async fn request_passes_its_whole_lifecycle() {
     assert!(!site.free("r", 0).await);
     assert_eq!(site.load().await, (0, 0, 0));
     site.stop();
-    site.stopped().await;
+    site.wait_shutdown().await;
 }
 
 /// Asserts the response to a booked prompt of 22 tokens.
@@ -57,7 +57,7 @@ fn assert_booked(answer: &pb::RouteResponse) {
     assert_eq!(decode.endpoint, format!("10.0.0.{}:8000", chosen.worker_id));
     assert_eq!(
         (answer.booked(), answer.mode()),
-        (pb::Booked::Now, pb::Mode::Approximate)
+        (pb::BookingOutcome::Booked, pb::Mode::Approximate)
     );
     assert_eq!(
         (
@@ -106,7 +106,7 @@ async fn assert_loads_are_reported(site: &ApiSite, chosen: u64) {
         (&5.into(), &22.into())
     );
     let call_request = pb::PotentialLoadsRequest {
-        question: Some(tokens(18)),
+        query: Some(tokens(18)),
         ..Default::default()
     };
     let loads = site
@@ -135,13 +135,13 @@ async fn route_without_book_holds_nothing() {
     let site = ApiSite::plain().await;
     let call_request = pb::RouteRequest {
         book: None,
-        with_tokens: true,
+        include_token_ids: true,
         ..book("", 0, 9)
     };
     let answer = site.route(call_request).await.unwrap();
     assert_eq!(
         (answer.booked(), answer.prompts[0].token_ids.len()),
-        (pb::Booked::Not, 9)
+        (pb::BookingOutcome::NotBooked, 9)
     );
     assert_eq!(site.load().await, (0, 0, 0));
 }
@@ -154,7 +154,7 @@ async fn repeated_attempt_is_idempotent_and_later_replaces() {
     assert_eq!(
         again,
         pb::RouteResponse {
-            booked: pb::Booked::Before.into(),
+            booked: pb::BookingOutcome::AlreadyBooked.into(),
             ..first.clone()
         }
     );
@@ -166,7 +166,7 @@ async fn repeated_attempt_is_idempotent_and_later_replaces() {
     assert_eq!(site.load().await.2, 1);
     assert_eq!(
         site.route(book("r", 4, 22)).await.unwrap().booked(),
-        pb::Booked::Now
+        pb::BookingOutcome::Booked
     );
     assert!(
         !site.free("r", 3).await,
@@ -177,7 +177,7 @@ async fn repeated_attempt_is_idempotent_and_later_replaces() {
     assert!(site.free("r", 4).await);
     assert_eq!(
         site.route(book("r", 4, 22)).await.unwrap().booked(),
-        pb::Booked::Before
+        pb::BookingOutcome::AlreadyBooked
     );
     assert_eq!(site.load().await.2, 0);
     site.route(book("r", 5, 22)).await.unwrap();
@@ -205,7 +205,7 @@ async fn expired_booking_is_released_and_bookable() {
     .await;
     site.route(book("r", 0, 22)).await.unwrap();
     assert_eq!(site.load().await.2, 1);
-    site.loaded((0, 0, 0)).await;
+    site.wait_load((0, 0, 0)).await;
     let page = site.page("metrics").await;
     for line in [
         "warmroute_api_bookings 0",
@@ -229,7 +229,7 @@ async fn expired_booking_is_released_and_bookable() {
         Code::NotFound
     );
     let answer = site.route(book("r", 1, 22)).await.unwrap();
-    assert_eq!(answer.booked(), pb::Booked::Now);
+    assert_eq!(answer.booked(), pb::BookingOutcome::Booked);
 }
 
 #[tokio::test]
@@ -240,7 +240,7 @@ async fn external_bookings_count_on_their_rank() {
         let request = pb::AddRequestRequest {
             attempt: attempt(id, 0),
             worker: rank(worker),
-            question: Some(tokens(22)),
+            query: Some(tokens(22)),
             prefills,
             cached_tokens,
             overrides: None,
@@ -258,17 +258,17 @@ async fn external_bookings_count_on_their_rank() {
     let answer = add("d", 1, Some(false), None).await.unwrap().into_inner();
     assert_eq!(
         (answer.booked(), answer.prefill_tokens, answer.prompt_blocks),
-        (pb::Booked::Now, 0, 5)
+        (pb::BookingOutcome::Booked, 0, 5)
     );
     let answer = add("p", 2, None, Some(8)).await.unwrap().into_inner();
     assert_eq!(
         (answer.booked(), answer.prefill_tokens, answer.prompt_blocks),
-        (pb::Booked::Now, 14, 0)
+        (pb::BookingOutcome::Booked, 14, 0)
     );
     let answer = add("p", 2, None, Some(8)).await.unwrap().into_inner();
     assert_eq!(
         (answer.booked(), answer.prefill_tokens),
-        (pb::Booked::Before, 14)
+        (pb::BookingOutcome::AlreadyBooked, 14)
     );
     let elsewhere = add("p", 1, None, None).await.unwrap_err();
     assert_eq!(elsewhere.code(), Code::AlreadyExists);
@@ -281,7 +281,7 @@ async fn external_bookings_count_on_their_rank() {
     let answer = add("p", 2, None, Some(8)).await.unwrap().into_inner();
     assert_eq!(
         (answer.booked(), answer.prefill_tokens),
-        (pb::Booked::Before, 14)
+        (pb::BookingOutcome::AlreadyBooked, 14)
     );
     assert_eq!(site.load().await, (0, 5, 1));
     assert!(site.free("d", 0).await);
@@ -324,7 +324,7 @@ async fn queue_is_fair_and_cancellation_is_clean() {
         matches!(late, Code::DeadlineExceeded | Code::Cancelled),
         "{late:?}"
     );
-    site.waiting(0).await;
+    site.wait_queued(0).await;
     // The caller disconnects.
     let leave = CancellationToken::new();
     let mut client = site.client.clone();
@@ -333,14 +333,14 @@ async fn queue_is_fair_and_cancellation_is_clean() {
             .clone()
             .run_until_cancelled_owned(async move { client.route(book("left", 0, 22)).await }),
     );
-    site.waiting(1).await;
+    site.wait_queued(1).await;
     leave.cancel();
     assert!(left.await.unwrap().is_none());
-    site.waiting(0).await;
+    site.wait_queued(0).await;
     // The caller waits until the prefill of the first request ends.
     let mut client = site.client.clone();
     let stays = tokio::spawn(async move { client.route(book("stays", 0, 22)).await });
-    site.waiting(1).await;
+    site.wait_queued(1).await;
     assert!(site.free("first", 0).await);
     let answer = tokio::time::timeout(PATIENCE, stays)
         .await
@@ -348,7 +348,7 @@ async fn queue_is_fair_and_cancellation_is_clean() {
         .unwrap()
         .unwrap()
         .into_inner();
-    assert_eq!(answer.booked(), pb::Booked::Now);
+    assert_eq!(answer.booked(), pb::BookingOutcome::Booked);
     assert_eq!(site.load().await.2, 1);
     assert!(!site.free("late", 0).await && !site.free("left", 0).await);
     assert!(site.free("stays", 0).await);
@@ -459,7 +459,7 @@ async fn enforced_prefill_gates_readiness() {
     site.until("waiting", |page| page["ready"] == false, "readyz")
         .await;
     assert!(site.page("readyz").await.contains("prefill workers"));
-    site.list(&[worker(1, ", role: decode"), worker(2, ", role: prefill")]);
+    site.set_workers(&[worker(1, ", role: decode"), worker(2, ", role: prefill")]);
     site.until("ready", |page| page["ready"] == true, "readyz")
         .await;
 }

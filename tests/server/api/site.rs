@@ -93,7 +93,7 @@ impl ApiSite {
     }
 
     /// Replaces the list of workers.
-    pub(crate) fn list(&self, workers: &[String]) {
+    pub(crate) fn set_workers(&self, workers: &[String]) {
         let new = self.dir.path().join("workers.new");
         std::fs::write(&new, workers.concat()).unwrap();
         std::fs::rename(new, self.workers_file()).unwrap();
@@ -128,7 +128,7 @@ impl ApiSite {
     }
 
     /// Waits until this number of requests is queued.
-    pub(crate) async fn waiting(&self, requests: u32) {
+    pub(crate) async fn wait_queued(&self, requests: u32) {
         let line = |page: &Value| {
             let line = page
                 .as_str()?
@@ -163,7 +163,7 @@ impl ApiSite {
     }
 
     /// Waits until the load of all workers has the expected sum.
-    pub(crate) async fn loaded(&self, expected: (u64, u64, u64)) {
+    pub(crate) async fn wait_load(&self, expected: (u64, u64, u64)) {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let load = self.load().await;
@@ -203,9 +203,9 @@ impl ApiSite {
             .changed
     }
 
-    pub(crate) async fn overlaps(&self, question: pb::Question) -> Vec<pb::OverlapScore> {
+    pub(crate) async fn overlaps(&self, query: pb::PromptQuery) -> Vec<pb::OverlapScore> {
         let call_request = pb::OverlapScoresRequest {
-            question: Some(question),
+            query: Some(query),
             ..Default::default()
         };
         self.client
@@ -223,7 +223,7 @@ impl ApiSite {
     }
 
     /// Waits until the server has shut down.
-    pub(crate) async fn stopped(self) {
+    pub(crate) async fn wait_shutdown(self) {
         timeout(PATIENCE, self.running)
             .await
             .unwrap()
@@ -252,20 +252,20 @@ pub(crate) fn rank(worker_id: u64) -> Option<pb::WorkerRank> {
 }
 
 /// Returns a query for the first `count` token ids.
-pub(crate) fn tokens(count: u32) -> pb::Question {
-    let prompt = pb::question::Prompt::Tokens(pb::Tokens {
+pub(crate) fn tokens(count: u32) -> pb::PromptQuery {
+    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
         ids: (0..count).collect(),
     });
-    pb::Question {
+    pb::PromptQuery {
         prompt: Some(prompt),
-        ..pb::Question::default()
+        ..pb::PromptQuery::default()
     }
 }
 
 /// Returns a request that routes and books a prompt of the first `count` token ids under this id.
 pub(crate) fn book(id: &str, number: u64, count: u32) -> pb::RouteRequest {
     pb::RouteRequest {
-        question: Some(tokens(count)),
+        query: Some(tokens(count)),
         book: attempt(id, number),
         ..pb::RouteRequest::default()
     }
@@ -290,7 +290,7 @@ impl StubEngine {
     }
 
     /// Returns its fields in the list of workers.
-    pub(crate) fn listed(&self) -> String {
+    pub(crate) fn worker_fields(&self) -> String {
         format!(", kv_events: {{endpoint: '{}'}}", self.endpoint)
     }
 

@@ -59,8 +59,8 @@ async fn dump(site: &ApiSite, ranks: Vec<pb::WorkerRank>) -> Vec<Kind> {
 async fn dump_rebuilds_an_equal_index() {
     let mut engines = [StubEngine::start().await, StubEngine::start().await];
     let workers = [
-        worker(1, &engines[0].listed()),
-        worker(2, &engines[1].listed()),
+        worker(1, &engines[0].worker_fields()),
+        worker(2, &engines[1].worker_fields()),
         worker(3, ""),
     ];
     let more = "process: {readiness: {event_sources_timeout: 50ms}}\nindex: {approximate: {policy: 'off'}}\n";
@@ -88,7 +88,7 @@ async fn dump_rebuilds_an_equal_index() {
     assert_dump_of_ranks(&site).await;
     // Worker 1 is removed.
     let one = dump(&site, rank(2).into_iter().collect()).await;
-    site.list(&workers[1..]);
+    site.set_workers(&workers[1..]);
     let gone = |page: &serde_json::Value| {
         page["members"]
             .as_array()
@@ -179,8 +179,8 @@ async fn copy_in(
         .map_err(|status| status.code())?
         .into_inner();
     let mut bytes = Vec::new();
-    while let Some(pb::CopyRankResponse { piece }) = stream.message().await.unwrap() {
-        bytes.extend(piece);
+    while let Some(pb::CopyRankResponse { chunk }) = stream.message().await.unwrap() {
+        bytes.extend(chunk);
     }
     Ok(bytes)
 }
@@ -189,7 +189,7 @@ async fn copy_in(
 async fn rank_copy_restores_blocks_and_position() {
     let mut engine = StubEngine::start().await;
     let more = "process: {readiness: {event_sources_timeout: 50ms}}\n";
-    let site = ApiSite::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
+    let site = ApiSite::start(more, &[worker(1, &engine.worker_fields()), worker(2, "")]).await;
     let nothing = copy(&site, 1).await.unwrap();
     assert_eq!(
         DumpReader::new(&nothing[..])
@@ -250,10 +250,10 @@ fn device_blocks(device: u64) -> Option<pb::Tiers> {
 async fn overlap_scores_report_blocks_and_credit() {
     let mut engine = StubEngine::start().await;
     let more = "process: {readiness: {event_sources_timeout: 50ms}}\nrouting: {weights: {overlap_score_credit: 0.5}}\n";
-    let site = ApiSite::start(more, &[worker(1, &engine.listed()), worker(2, "")]).await;
+    let site = ApiSite::start(more, &[worker(1, &engine.worker_fields()), worker(2, "")]).await;
     store(&site, &mut engine, 1, 1, 16).await;
     let call_request = pb::OverlapScoresRequest {
-        question: Some(tokens(16)),
+        query: Some(tokens(16)),
         ..Default::default()
     };
     let answer = site
@@ -277,7 +277,7 @@ async fn overlap_scores_report_blocks_and_credit() {
     // The same query with the hashes that `Route` returned.
     let received = site
         .route(pb::RouteRequest {
-            question: Some(tokens(16)),
+            query: Some(tokens(16)),
             ..pb::RouteRequest::default()
         })
         .await
@@ -288,11 +288,11 @@ async fn overlap_scores_report_blocks_and_credit() {
         sequence_hashes: received.prompts[0].sequence_hashes.clone(),
         isl_tokens: 16,
     };
-    let prompt = Some(pb::question::Prompt::Blocks(blocks));
+    let prompt = Some(pb::prompt_query::Prompt::Blocks(blocks));
     assert_eq!(
-        site.overlaps(pb::Question {
+        site.overlaps(pb::PromptQuery {
             prompt,
-            ..pb::Question::default()
+            ..pb::PromptQuery::default()
         })
         .await,
         answer.ranks
@@ -302,22 +302,22 @@ async fn overlap_scores_report_blocks_and_credit() {
 
 /// Asserts that another adapter and another tenant have separate caches.
 async fn assert_other_caches_are_empty(site: &ApiSite) {
-    for question in [
-        pb::Question {
+    for query in [
+        pb::PromptQuery {
             model: "tuned".into(),
             ..tokens(16)
         },
-        pb::Question {
+        pb::PromptQuery {
             adapter: "tuned".into(),
             ..tokens(16)
         },
-        pb::Question {
+        pb::PromptQuery {
             cache_salt: "tenant".into(),
             ..tokens(16)
         },
     ] {
         assert!(
-            site.overlaps(question)
+            site.overlaps(query)
                 .await
                 .iter()
                 .all(|score| score.blocks == device_blocks(0))
@@ -366,7 +366,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
         total_kv_blocks: Some(9),
     };
     assert_eq!((first.generation, first.workers), (1, vec![expected]));
-    site.list(&[worker(1, more), worker(2, "")]);
+    site.set_workers(&[worker(1, more), worker(2, "")]);
     assert_eq!(ids(&mut fleet).await, Some(vec![1, 2]));
     let mut late = site
         .client
@@ -380,7 +380,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
         Some(vec![1, 2]),
         "a later watcher receives the whole fleet"
     );
-    site.list(&[worker(2, "")]);
+    site.set_workers(&[worker(2, "")]);
     assert_eq!(
         (ids(&mut fleet).await, ids(&mut late).await),
         (Some(vec![2]), Some(vec![2]))
@@ -393,7 +393,7 @@ async fn watch_reports_fleet_changes_and_shutdown() {
     site.stop();
     assert_eq!((ids(&mut fleet).await, ids(&mut late).await), (None, None));
     drop((fleet, late));
-    site.stopped().await;
+    site.wait_shutdown().await;
 }
 
 #[tokio::test]

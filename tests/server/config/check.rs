@@ -104,7 +104,7 @@ fn model_file(name: &str) -> PathBuf {
     Path::new(ROOT).join("examples/models/qwen2.5").join(name)
 }
 
-/// Returns a configuration in a folder with copies of some files of a model.
+/// Returns a configuration in a directory with copies of some files of a model.
 fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
     for name in files {
         fs::copy(model_file(name), dir.join(name)).unwrap();

@@ -2,9 +2,9 @@
 
 use super::*;
 
-/// Watched workers file in its own folder. Dropping it ends the watch.
+/// Watched workers file in its own directory. Dropping it ends the watch.
 struct WatchedFile {
-    folder: tempfile::TempDir,
+    directory: tempfile::TempDir,
     fleet: watch::Receiver<Vec<u64>>,
     metrics: Arc<Metrics>,
     task: tokio::task::JoinHandle<()>,
@@ -16,13 +16,13 @@ impl Drop for WatchedFile {
     }
 }
 
-const NEVER: Period = Period::seconds(3600);
+const NEVER: DurationSetting = DurationSetting::seconds(3600);
 
 impl WatchedFile {
-    /// Watches `workers.yaml`, which `create_files` must create in the folder.
-    fn start(poll: Period, create_files: impl FnOnce(&Path)) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        create_files(folder.path());
+    /// Watches `workers.yaml`, which `create_files` must create in the directory.
+    fn start(poll: DurationSetting, create_files: impl FnOnce(&Path)) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        create_files(directory.path());
         let (report, fleet) = watch::channel(Vec::new());
         let metrics = Arc::new(Metrics::new());
         let model = WorkerModel {
@@ -31,11 +31,11 @@ impl WatchedFile {
             uses_bootstrap: false,
         };
         let watched = WorkersFile {
-            path: folder.path().join("workers.yaml"),
+            path: directory.path().join("workers.yaml"),
             models: vec![model],
             settings: DiscoveryConfig {
                 poll_interval: poll,
-                debounce: Period::millis(10),
+                debounce: DurationSetting::millis(10),
             },
         };
         let watch_future = file::watch(watched, Arc::clone(&metrics), move |workers| {
@@ -45,7 +45,7 @@ impl WatchedFile {
             watch_future.await;
         });
         Self {
-            folder,
+            directory,
             fleet,
             metrics,
             task,
@@ -53,7 +53,7 @@ impl WatchedFile {
     }
 
     fn path(&self, name: &str) -> PathBuf {
-        self.folder.path().join(name)
+        self.directory.path().join(name)
     }
 
     fn rename_into_place(&self, text: &str) {
@@ -99,8 +99,8 @@ fn list(ids: &[u64]) -> String {
 
 #[tokio::test]
 async fn rename_and_write_are_detected_without_polling() {
-    let mut watched = WatchedFile::start(NEVER, |folder| {
-        fs::write(folder.join("workers.yaml"), list(&[1])).unwrap()
+    let mut watched = WatchedFile::start(NEVER, |directory| {
+        fs::write(directory.join("workers.yaml"), list(&[1])).unwrap()
     });
     watched.wait_fleet(&[1]).await;
     watched.rename_into_place(&list(&[1, 2]));
@@ -112,8 +112,8 @@ async fn rename_and_write_are_detected_without_polling() {
 
 #[tokio::test]
 async fn invalid_or_deleted_file_retains_the_fleet() {
-    let mut watched = WatchedFile::start(NEVER, |folder| {
-        fs::write(folder.join("workers.yaml"), list(&[1, 2])).unwrap()
+    let mut watched = WatchedFile::start(NEVER, |directory| {
+        fs::write(directory.join("workers.yaml"), list(&[1, 2])).unwrap()
     });
     watched.wait_fleet(&[1, 2]).await;
     watched.rename_into_place("- {id: 3, endpoint: '10.0.0.3:8000'}\n- {id: 4, endpoin");
@@ -140,17 +140,17 @@ async fn file_created_later_is_detected() {
 
 #[tokio::test]
 async fn config_map_symlink_swap_is_detected() {
-    let version = |folder: &Path, name: &str, ids: &[u64]| {
-        fs::create_dir(folder.join(name)).unwrap();
-        fs::write(folder.join(name).join("workers.yaml"), list(ids)).unwrap();
+    let version = |directory: &Path, name: &str, ids: &[u64]| {
+        fs::create_dir(directory.join(name)).unwrap();
+        fs::write(directory.join(name).join("workers.yaml"), list(ids)).unwrap();
     };
-    let mut watched = WatchedFile::start(NEVER, |folder| {
-        version(folder, "..v1", &[1]);
-        symlink("..v1", folder.join("..data")).unwrap();
-        symlink("..data/workers.yaml", folder.join("workers.yaml")).unwrap();
+    let mut watched = WatchedFile::start(NEVER, |directory| {
+        version(directory, "..v1", &[1]);
+        symlink("..v1", directory.join("..data")).unwrap();
+        symlink("..data/workers.yaml", directory.join("workers.yaml")).unwrap();
     });
     watched.wait_fleet(&[1]).await;
-    version(watched.folder.path(), "..v2", &[2, 3]);
+    version(watched.directory.path(), "..v2", &[2, 3]);
     symlink("..v2", watched.path("..data_tmp")).unwrap();
     fs::rename(watched.path("..data_tmp"), watched.path("..data")).unwrap();
     fs::remove_dir_all(watched.path("..v1")).unwrap();
@@ -159,14 +159,14 @@ async fn config_map_symlink_swap_is_detected() {
 
 #[tokio::test]
 async fn change_without_notification_is_found_by_polling() {
-    let other_folder = tempfile::tempdir().unwrap();
-    let target = other_folder.path().join("list.yaml");
+    let other_directory = tempfile::tempdir().unwrap();
+    let target = other_directory.path().join("list.yaml");
     fs::write(&target, list(&[1])).unwrap();
-    let mut watched = WatchedFile::start(Period::millis(20), |folder| {
-        symlink(&target, folder.join("workers.yaml")).unwrap()
+    let mut watched = WatchedFile::start(DurationSetting::millis(20), |directory| {
+        symlink(&target, directory.join("workers.yaml")).unwrap()
     });
     watched.wait_fleet(&[1]).await;
-    fs::write(other_folder.path().join("next"), list(&[2])).unwrap();
-    fs::rename(other_folder.path().join("next"), &target).unwrap();
+    fs::write(other_directory.path().join("next"), list(&[2])).unwrap();
+    fs::rename(other_directory.path().join("next"), &target).unwrap();
     watched.wait_fleet(&[2]).await;
 }

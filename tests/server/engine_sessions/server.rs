@@ -159,8 +159,8 @@ async fn requests_are_sent_when_opening_exceeds_its_deadline() {
 #[tokio::test]
 async fn session_calls_carry_the_token_of_engines() {
     let engine = SessionEngine::start(EngineBehaviour::Protected).await;
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("token");
     std::fs::write(&file, "secret\n").unwrap();
     let stack = SessionStack::start(
         &engine,

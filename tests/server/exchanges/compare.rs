@@ -23,7 +23,7 @@ fn compare(place: &str, expected: &Value, found: &Value, different: &mut Vec<Str
             }
         }
         (Value::Object(_), _) if is_written_bytes(expected) => {
-            let expected = wire::shown_bytes(&wire::bytes(expected));
+            let expected = wire::canonical_bytes(&wire::bytes(expected));
             if expected != *found {
                 different.push(format!(
                     "{place}: {} is not {}",

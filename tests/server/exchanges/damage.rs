@@ -100,7 +100,7 @@ async fn damaged_transcript_fails_in_playback() {
         .into_iter()
         .find(|(_, script)| script.steps.len() > 2)
         .unwrap();
-    assert_eq!(play(&script).await.wrong(&script), [""; 0], "{name}");
+    assert_eq!(play(&script).await.mismatches(&script), [""; 0], "{name}");
     let mut fewer = script.clone();
     let replies = fewer.steps.iter_mut().find_map(|step| match step {
         ScriptStep::Send(send) if !send.replies.is_empty() => Some(&mut send.replies),
@@ -108,7 +108,7 @@ async fn damaged_transcript_fails_in_playback() {
     });
     replies.unwrap().pop();
     assert_ne!(
-        play(&fewer).await.wrong(&fewer),
+        play(&fewer).await.mismatches(&fewer),
         [""; 0],
         "{name}: an additional reply is not detected"
     );
@@ -116,29 +116,29 @@ async fn damaged_transcript_fails_in_playback() {
 
 #[tokio::test]
 async fn early_stream_end_is_detected() {
-    let ended_by_us = |step: &ScriptStep| {
+    let ended_by_warmroute = |step: &ScriptStep| {
         matches!(
             step,
             ScriptStep::End {
-                end: StreamEnd::ByUs,
+                end: StreamEnd::ByWarmroute,
                 ..
             }
         )
     };
     let (name, mut script) = ExchangeScript::all()
         .into_iter()
-        .find(|(_, script)| script.steps.iter().any(ended_by_us))
+        .find(|(_, script)| script.steps.iter().any(ended_by_warmroute))
         .unwrap();
     for step in &mut script.steps {
         if let ScriptStep::End {
-            end: end @ StreamEnd::ByUs,
+            end: end @ StreamEnd::ByWarmroute,
             ..
         } = step
         {
             *end = StreamEnd::Close;
         }
     }
-    let wrong = play(&script).await.wrong(&script);
+    let wrong = play(&script).await.mismatches(&script);
     assert!(
         wrong
             .iter()

@@ -28,7 +28,7 @@ pub(crate) struct PlaybackResult {
 
 impl PlaybackResult {
     /// Returns every difference from the transcript.
-    pub(crate) fn wrong(&self, script: &ExchangeScript) -> Vec<String> {
+    pub(crate) fn mismatches(&self, script: &ExchangeScript) -> Vec<String> {
         let steps = script.steps.iter().zip(&self.found).enumerate();
         let wrong = steps.flat_map(|(at, (step, found))| {
             differences(&step.expected(), found)
@@ -49,7 +49,7 @@ impl ScriptStep {
                 returned: ReturnedBody { request, response },
                 ..
             } => {
-                let bytes = |written: &Value| wire::shown_bytes(&wire::bytes(written));
+                let bytes = |written: &Value| wire::canonical_bytes(&wire::bytes(written));
                 json!({ "request": request.as_ref().map(bytes), "response": response.as_ref().map(bytes) })
             }
             ScriptStep::Busy { .. } | ScriptStep::Workers { .. } => Value::Null,
@@ -211,7 +211,7 @@ impl TranscriptPlayer {
             ScriptStep::Returned { on, returned } => {
                 let stream = &self.streams[on];
                 let of = |wanted: &Option<Value>, bytes: &[u8]| {
-                    wanted.as_ref().map(|_| wire::shown_bytes(bytes))
+                    wanted.as_ref().map(|_| wire::canonical_bytes(bytes))
                 };
                 json!({ "request": of(&returned.request, &stream.request),
                         "response": of(&returned.response, &stream.response) })
@@ -301,7 +301,7 @@ impl TranscriptPlayer {
                 Vec::new()
             }
             // The client's side stays open, so only the server can have ended the stream.
-            StreamEnd::ByUs => stream.rest().await,
+            StreamEnd::ByWarmroute => stream.rest().await,
         }
     }
 

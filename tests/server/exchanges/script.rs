@@ -79,7 +79,7 @@ pub(crate) enum StreamEnd {
     /// The gateway resets the stream.
     Abort,
     /// warmroute ends the stream.
-    ByUs,
+    ByWarmroute,
 }
 
 /// Returned bytes by direction.
@@ -96,8 +96,8 @@ fn main() -> String {
     "main".to_owned()
 }
 
-/// Returns the folder of the transcripts.
-pub(crate) fn folder() -> PathBuf {
+/// Returns the directory of the transcripts.
+pub(crate) fn directory() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/exchanges")
 }
 
@@ -105,7 +105,7 @@ impl ExchangeScript {
     /// Returns every transcript with the name of its file.
     pub(crate) fn all() -> Vec<(String, Self)> {
         let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
-        let paths = fs::read_dir(folder())
+        let paths = fs::read_dir(directory())
             .unwrap()
             .map(|entry| entry.unwrap().path());
         let mut paths: Vec<_> = paths

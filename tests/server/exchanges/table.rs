@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use crate::exchanges::script::{ExchangeScript, folder};
+use crate::exchanges::script::{ExchangeScript, directory};
 
 /// Name of the table file next to the transcripts.
 pub(crate) const FILE: &str = "rows.json";
@@ -54,7 +54,7 @@ impl TableRow {
 }
 
 fn rows() -> BTreeMap<String, TableRow> {
-    serde_json::from_slice(&fs::read(folder().join(FILE)).unwrap())
+    serde_json::from_slice(&fs::read(directory().join(FILE)).unwrap())
         .unwrap_or_else(|error| panic!("{FILE}: {error}"))
 }
 
@@ -67,7 +67,7 @@ fn row_errors(row: &str, found: &TableRow) -> Vec<String> {
     }
     for test in found.tests() {
         let exists = match test.split_once("::") {
-            None => folder().join(test).is_file(),
+            None => directory().join(test).is_file(),
             Some((file, name)) => fs::read_to_string(root.join(file)).is_ok_and(|source| {
                 source.contains(&format!("fn {name}(")) || source.contains(&format!("fn {name}<"))
             }),
@@ -128,6 +128,6 @@ fn unknown_test_in_row_is_reported() {
     ] {
         assert_eq!(row_errors("row", &row(bad)).len(), 1, "{bad}");
     }
-    let gone: PathBuf = folder().join("none.json");
+    let gone: PathBuf = directory().join("none.json");
     assert!(!gone.exists());
 }

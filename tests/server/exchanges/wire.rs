@@ -47,7 +47,7 @@ pub(crate) fn bytes(written: &Value) -> Vec<u8> {
 }
 
 /// Returns bytes in the canonical form for comparison.
-pub(crate) fn shown_bytes(bytes: &[u8]) -> Value {
+pub(crate) fn canonical_bytes(bytes: &[u8]) -> Value {
     match str::from_utf8(bytes) {
         Ok(text) => Value::String(text.to_owned()),
         Err(_) => {
@@ -282,7 +282,7 @@ fn common(mut reply: CommonResponse) -> Value {
         .into_iter()
         .for_each(|mutation| headers(mutation, &mut shown));
     match reply.body_mutation.take().and_then(|body| body.mutation) {
-        Some(Mutation::Body(body)) => drop(shown.insert("body".to_owned(), shown_bytes(&body))),
+        Some(Mutation::Body(body)) => drop(shown.insert("body".to_owned(), canonical_bytes(&body))),
         Some(Mutation::ClearBody(clear)) => {
             drop(shown.insert("clear_body".to_owned(), json!(clear)))
         }
@@ -290,7 +290,7 @@ fn common(mut reply: CommonResponse) -> Value {
             let mut fields = Map::new();
             fields.insert(
                 "body".to_owned(),
-                shown_bytes(&std::mem::take(&mut piece.body)),
+                canonical_bytes(&std::mem::take(&mut piece.body)),
             );
             fields.insert(
                 "end_of_stream".to_owned(),
@@ -330,7 +330,7 @@ fn immediate(mut reply: ImmediateResponse) -> Value {
         .for_each(|mutation| headers(mutation, &mut shown));
     let body = std::mem::take(&mut reply.body);
     let json = shown["set_headers"]["content-type"] == "application/json";
-    let text = || shown_bytes(&body);
+    let text = || canonical_bytes(&body);
     let body = if json {
         serde_json::from_slice(&body).unwrap_or_else(|_| text())
     } else {
@@ -353,7 +353,7 @@ fn headers(mutation: HeaderMutation, shown: &mut Map<String, Value>) {
         let overwrites =
             option.append_action == i32::from(HeaderAppendAction::OverwriteIfExistsOrAdd);
         option.append_action = 0;
-        let mut value = shown_bytes(&header.raw_value);
+        let mut value = canonical_bytes(&header.raw_value);
         if !overwrites || !header.value.is_empty() || option != HeaderValueOption::default() {
             value = json!(format!("{option:?} {header:?}, overwrites: {overwrites}"));
         }

@@ -334,7 +334,7 @@ fn check(report: &Value, table: &str) {
     );
     assert_eq!(phase["runner_up"]["worker"], "4");
     assert!(
-        report["sentence"]
+        report["summary"]
             .as_str()
             .unwrap()
             .contains("while 6/0 holds"),

@@ -16,12 +16,12 @@ fn model_file(name: &str) -> PathBuf {
 }
 
 /// Writes a configuration with two workers in a separate file.
-fn configuration(folder: &Path) -> PathBuf {
+fn configuration(directory: &Path) -> PathBuf {
     let workers = json!([
         {"id": 1, "endpoint": "127.0.0.1:8001"},
         {"id": 2, "endpoint": "127.0.0.1:8002", "taints": ["spot"]},
     ]);
-    write(folder, "workers.yaml", workers.to_string());
+    write(directory, "workers.yaml", workers.to_string());
     let config = json!({
         "models": [
             {
@@ -34,7 +34,7 @@ fn configuration(folder: &Path) -> PathBuf {
         "routing": {"weights": {"overlap_score_credit": 0.5}},
         "workers": {"file": "workers.yaml"},
     });
-    write(folder, "warmroute.yaml", config.to_string())
+    write(directory, "warmroute.yaml", config.to_string())
 }
 
 #[tokio::test]
@@ -207,7 +207,7 @@ async fn missing_chat_template_is_explained() {
         "{report}"
     );
     assert!(
-        report["sentence"]
+        report["summary"]
             .as_str()
             .unwrap()
             .contains("the model has no chat template"),

@@ -151,7 +151,7 @@ impl ExchangeRun {
     }
 
     fn apply(&mut self, wire: ProcessingRequest) {
-        self.watch.sends(&wire, &self.exchange);
+        self.watch.on_message(&wire, &self.exchange);
         let incoming = IncomingMessage::parse(wire);
         if let Some(modes) = incoming.modes {
             self.exchange.configure(modes);
@@ -194,7 +194,7 @@ impl ExchangeRun {
             first_token_with_headers: input.rarely(),
         };
         self.watch
-            .routes(&route_reply, self.whole.as_ref(), &self.exchange);
+            .on_route(&route_reply, self.whole.as_ref(), &self.exchange);
         self.exchange.on_route(route_reply)
     }
 
@@ -220,7 +220,7 @@ impl ExchangeRun {
                     self.whole = Some(body.clone());
                 }
             }
-            self.watch.sees(effect);
+            self.watch.on_effect(effect);
         }
         self.watch.check();
     }
@@ -244,7 +244,7 @@ impl ExchangeRun {
         }
         if self.exchange.is_routing() {
             let route_reply = RouteReply::from(RouteTarget::PASSTHROUGH);
-            self.watch.routes(&route_reply, None, &self.exchange);
+            self.watch.on_route(&route_reply, None, &self.exchange);
             let effects = self.exchange.on_route(route_reply);
             self.record_effects(effects);
         }
@@ -262,7 +262,7 @@ impl ExchangeRun {
                 && !self.exchange.is_gathering()
                 && !self.exchange.awaits_first_token()
         );
-        self.watch.ended();
+        self.watch.assert_ended();
         for effects in [
             self.exchange.on_deadline(),
             self.exchange.on_first_token(),

@@ -135,28 +135,28 @@ pub(crate) fn requests(bytes: &[u8]) {
     } else {
         Cow::Borrowed(input.pick(&PATHS))
     };
-    let shown = input.byte();
+    let received = input.byte();
     let count = input.below(4);
     let headers: Vec<(&str, String)> = (0..count)
         .map(|_| (input.pick(&HEADERS), input.text()))
         .collect();
     let body = Bytes::copy_from_slice(input.rest());
     let length = body.len();
-    let body = match shown % 8 {
+    let body = match received % 8 {
         0 => RequestBody::Absent,
-        1 => RequestBody::NotShown,
+        1 => RequestBody::NotReceived,
         2 => RequestBody::Streamed,
         3 => RequestBody::TooLarge {
-            shown: body,
-            bytes: (length as u64) << (shown >> 3),
+            received: body,
+            bytes: (length as u64) << (received >> 3),
         },
         4 => RequestBody::Truncated {
-            shown: body,
+            received: body,
             length: None,
         },
         5 => RequestBody::Truncated {
-            shown: body,
-            length: Some((length as u64) << (shown >> 3)),
+            received: body,
+            length: Some((length as u64) << (received >> 3)),
         },
         _ => RequestBody::Whole(body),
     };
@@ -199,14 +199,14 @@ fn preprocess(
 
 fn check(preprocessed: &PreprocessedRequest, length: usize) {
     let hashed = match &preprocessed.route_request.prompt {
-        RoutePrompt::Estimated { tokens, because } => {
-            assert_ne!(*because, Reason::EncodeFailed, "tokenization panicked");
+        RoutePrompt::Estimated { tokens, reason } => {
+            assert_ne!(*reason, Reason::EncodeFailed, "tokenization panicked");
             assert!(*tokens <= MAX_ESTIMATE, "estimate of {tokens} tokens");
             if preprocessed
                 .api
                 .is_none_or(|api| api.workload() == ApiWorkload::None)
             {
-                assert_eq!((*tokens, *because), (0, Reason::NotInference));
+                assert_eq!((*tokens, *reason), (0, Reason::NotInference));
             }
             0
         }

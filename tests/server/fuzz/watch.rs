@@ -106,7 +106,7 @@ impl ExchangeWatch {
     }
 
     /// Records a message before the exchange processes it.
-    pub(crate) fn sends(&mut self, wire: &proto::ProcessingRequest, exchange: &Exchange) {
+    pub(crate) fn on_message(&mut self, wire: &proto::ProcessingRequest, exchange: &Exchange) {
         if let Some(config) = &wire.protocol_config
             && self.sent.is_empty()
         {
@@ -142,7 +142,7 @@ impl ExchangeWatch {
             }
             Request::ResponseBody(body) => {
                 let end = body.end_of_stream || body.end_of_stream_without_message;
-                self.answers(&body.body, end);
+                self.on_client_bytes(&body.body, end);
             }
             Request::ResponseTrailers(_) if self.answer.ended => {}
             Request::ResponseTrailers(_) => {
@@ -194,7 +194,7 @@ impl ExchangeWatch {
         }
     }
 
-    fn answers(&mut self, body: &[u8], end: bool) {
+    fn on_client_bytes(&mut self, body: &[u8], end: bool) {
         if self.answer.ended {
             return;
         }
@@ -211,7 +211,7 @@ impl ExchangeWatch {
     }
 
     /// Records the reply to the effect `Route` before it is applied.
-    pub(crate) fn routes(
+    pub(crate) fn on_route(
         &mut self,
         route_reply: &RouteReply,
         whole: Option<&Bytes>,
@@ -236,7 +236,7 @@ impl ExchangeWatch {
     }
 
     /// Records an effect.
-    pub(crate) fn sees(&mut self, effect: Effect) {
+    pub(crate) fn on_effect(&mut self, effect: Effect) {
         let finished = self.effects.contains_key("finished");
         let name = match effect {
             Effect::Reply(reply) => {
@@ -419,7 +419,7 @@ impl ExchangeWatch {
     }
 
     /// Checks a finished exchange.
-    pub(crate) fn ended(&self) {
+    pub(crate) fn assert_ended(&self) {
         assert_eq!(
             self.effects.get("finished"),
             Some(&1),

@@ -97,9 +97,9 @@ async fn health_port_opens_first() {
 async fn assert_exchanges_are_served(process: &WarmrouteProcess, channel: Channel) {
     let (mut fresh, steered) = process.open(process.channel(process.grpc).await, "m").await;
     assert!(steered.contains("10.0.0.1:8000"), "{steered}");
-    fresh.answers().await;
+    fresh.assert_reply().await;
     let (mut known, _) = process.open(channel, "m").await;
-    known.answers().await;
+    known.assert_reply().await;
 }
 
 #[tokio::test]
@@ -151,14 +151,14 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     let grace = signalled.elapsed();
     assert!(grace >= Duration::from_millis(14_900), "{grace:?}");
     // The open exchange continues, and the health service still responds.
-    long.answers().await;
+    long.assert_reply().await;
     assert_eq!(
         process.health(process.health, "liveness").await.unwrap(),
         Some(Serving)
     );
     assert!(process.child.is_running());
     drop(long);
-    process.ends_well().await;
+    process.assert_exit_success().await;
     assert!(
         !process.log().contains("drain deadline exceeded"),
         "{}",
@@ -180,7 +180,7 @@ async fn second_signal_ends_grace_period() {
     };
     assert!(until(SOON, draining).await, "{}", process.log());
     process.terminate();
-    process.ends_well().await;
+    process.assert_exit_success().await;
 }
 
 #[tokio::test]
@@ -192,7 +192,7 @@ async fn drain_deadline_aborts_open_exchanges() {
     .await;
     let (open, _) = process.open(process.channel(process.grpc).await, "m").await;
     process.terminate();
-    process.ends_well().await;
+    process.assert_exit_success().await;
     assert!(
         process.log().contains("drain deadline exceeded"),
         "{}",

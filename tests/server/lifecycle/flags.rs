@@ -44,7 +44,7 @@ async fn flags_override_the_file() {
             .await,
         1.0
     );
-    let shown = process.shown().await;
+    let shown = process.config_page().await;
     assert_eq!(
         shown["config"]["process"]["pool"],
         json!({"name": "vllm", "namespace": "inference"})
@@ -64,8 +64,8 @@ async fn flags_override_the_file() {
         "process": {"log": {"level": "error"}},
         "routing": {"weights": {"router_temperature": 0.5}},
     }));
-    process.shows("config_generation", 2.0).await;
-    let shown = process.shown().await;
+    process.wait_metric("config_generation", 2.0).await;
+    let shown = process.config_page().await;
     assert_eq!(shown["config"]["process"]["log"]["level"], "debug");
     assert_eq!(shown["needs_restart"], json!([]));
 }
@@ -87,7 +87,7 @@ async fn secure_serving_encrypts_only_ext_proc_port() {
     };
     assert!(until(SOON, tls).await);
     assert_eq!(
-        process.shown().await["config"]["listeners"]["ext_proc"]["tls"]["self_signed"],
+        process.config_page().await["config"]["listeners"]["ext_proc"]["tls"]["self_signed"],
         true
     );
 }

@@ -85,7 +85,7 @@ async fn shutdown_waits_for_detached_prefill() {
     let (.., mut reply) = worker.questions("/v1/completions").await;
     drop(open);
     process
-        .shows(
+        .wait_metric(
             "prefill_calls_total{outcome=\"cancelled_after_start\"}",
             1.0,
         )
@@ -106,7 +106,7 @@ async fn shutdown_waits_for_detached_prefill() {
         process.log()
     );
     reply.send(json!({"kv_transfer_params": null})).unwrap();
-    process.ends_well().await;
+    process.assert_exit_success().await;
     assert!(
         !process.log().contains("drain deadline exceeded"),
         "{}",
@@ -123,13 +123,13 @@ async fn drain_deadline_bounds_detached_prefill() {
     let (.., mut reply) = worker.questions("/v1/completions").await;
     drop(open);
     process
-        .shows(
+        .wait_metric(
             "prefill_calls_total{outcome=\"cancelled_after_start\"}",
             1.0,
         )
         .await;
     process.terminate();
-    process.ends_well().await;
+    process.assert_exit_success().await;
     reply.closed().await;
     assert!(
         process.log().contains("aborting prefills"),
@@ -152,7 +152,7 @@ async fn engines_are_notified_of_aborted_requests() {
     let (_, body, reply) = worker.questions("/abort_request").await;
     assert!(body.contains("\"rid\":\"warmroute-"), "{body}");
     reply.send(Value::Null).unwrap();
-    process.ends_well().await;
+    process.assert_exit_success().await;
     assert!(
         process.log().contains("drain deadline exceeded"),
         "{}",

@@ -28,7 +28,7 @@ async fn steered(process: &WarmrouteProcess, model: &str) -> String {
 #[tokio::test]
 async fn sighup_applies_all_reloadable_settings_together() {
     let process = WarmrouteProcess::start(by_signal(&json!({})), &[]).await;
-    assert_eq!(process.shown().await["generation"], 1);
+    assert_eq!(process.config_page().await["generation"], 1);
     assert!(steered(&process, "m").await.contains("10.0.0.1:8000"));
     // An open exchange continues with its original configuration.
     let (mut open, _) = process.open(process.channel(process.grpc).await, "m").await;
@@ -45,13 +45,13 @@ async fn sighup_applies_all_reloadable_settings_together() {
         "queue": {"timeout": "7s"},
     }));
     process.hangup();
-    process.shows("config_generation", 2.0).await;
+    process.wait_metric("config_generation", 2.0).await;
     assert_eq!(process.metric(APPLIED).await, 1.0);
-    open.answers().await;
+    open.assert_reply().await;
     let moved = async || steered(&process, "m").await.contains("10.0.0.2:8000");
     assert!(until(SOON, moved).await, "{}", process.log());
     assert!(steered(&process, "n").await.contains("10.0.0.3:8000"));
-    let shown = process.shown().await;
+    let shown = process.config_page().await;
     assert_eq!(
         shown["config"]["routing"]["weights"]["router_temperature"],
         0.25
@@ -67,7 +67,7 @@ async fn sighup_applies_all_reloadable_settings_together() {
     assert_eq!(process.metric("config_pending_restart_keys").await, 1.0);
     // A reload of the same file changes nothing. It only logs the settings that need a restart.
     process.hangup();
-    process.shows(UNCHANGED, 1.0).await;
+    process.wait_metric(UNCHANGED, 1.0).await;
     assert!(
         !process.log().contains("nothing changed"),
         "{}",
@@ -82,7 +82,7 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
     let broken = "models:\n  - name: m\nworkers:\n  list:\n    - {id: 9, endpoint: '10.0.0.9:80'}\nrouting:\n  weights: {router_temperature: -1}\n";
     process.configure(broken);
     process.hangup();
-    process.shows(INVALID, 1.0).await;
+    process.wait_metric(INVALID, 1.0).await;
     assert_eq!(process.metric("config_generation").await, 1.0);
     assert!(
         process.log().contains("warmroute.yaml:7:"),
@@ -103,15 +103,15 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
     worse["routing"] = json!({"weights": {"router_temperature": 0.5}});
     process.configure(&worse.to_string());
     process.hangup();
-    process.shows(INVALID, 2.0).await;
+    process.wait_metric(INVALID, 2.0).await;
     assert_eq!(
-        process.shown().await["config"]["routing"]["weights"]["router_temperature"],
+        process.config_page().await["config"]["routing"]["weights"]["router_temperature"],
         0.0
     );
     // Restoring the previous file changes nothing.
     process.configure(&good.to_string());
     process.hangup();
-    process.shows(UNCHANGED, 1.0).await;
+    process.wait_metric(UNCHANGED, 1.0).await;
     assert_eq!(process.metric("config_last_reload_successful").await, 1.0);
     assert!(
         process
@@ -142,14 +142,14 @@ async fn tokenizers_reload_only_after_file_change() {
         "routing": {"weights": {"router_temperature": 0.5}},
     }));
     process.hangup();
-    process.shows("config_generation", 2.0).await;
+    process.wait_metric("config_generation", 2.0).await;
     assert_eq!(loaded(), 1, "{}", process.log());
     assert!(steered(&process, "also").await.contains("10.0.0.1:8000"));
     // The same configuration with a changed tokenizer file.
     let text = std::fs::read_to_string(&settings).unwrap();
     std::fs::write(&settings, format!("{text}\n")).unwrap();
     process.hangup();
-    process.shows("config_generation", 3.0).await;
+    process.wait_metric("config_generation", 3.0).await;
     assert_eq!(loaded(), 2, "{}", process.log());
 }
 
@@ -163,11 +163,11 @@ async fn file_change_triggers_reload_and_log_level() {
     )
     .await;
     process.reconfigure(&json!({"process": {"log": {"level": "debug"}}}));
-    process.shows("config_generation", 2.0).await;
+    process.wait_metric("config_generation", 2.0).await;
     let _steered = steered(&process, "m").await;
     let debugs = async || process.log().contains("DEBUG");
     assert!(until(SOON, debugs).await, "{}", process.log());
     process.configure("models: [");
-    process.shows(INVALID, 1.0).await;
+    process.wait_metric(INVALID, 1.0).await;
     assert_eq!(process.metric("config_generation").await, 2.0);
 }

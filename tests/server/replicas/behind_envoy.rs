@@ -247,7 +247,7 @@ async fn wait_no_bookings(http: &reqwest::Client, of: &str) {
             && peers.len() == 2
             && peers
                 .iter()
-                .all(|peer| peer["level"] == true && peer["reservations"] == 0)
+                .all(|peer| peer["synced"] == true && peer["reservations"] == 0)
     };
     assert!(
         until(PATIENCE, rests).await,

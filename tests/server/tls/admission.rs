@@ -83,8 +83,8 @@ async fn configured_certificate_is_verified_on_every_listener() {
             "admin": listener(json!({"cert_dir": "certs"})),
         },
     });
-    let site = TlsSite::start(more, |folder| {
-        authority.sign(1).write(&folder.join("certs"))
+    let site = TlsSite::start(more, |directory| {
+        authority.sign(1).write(&directory.join("certs"))
     })
     .await;
     let mut callers = Vec::new();
@@ -132,9 +132,9 @@ async fn client_ca_admits_only_its_clients() {
             "admin": {"address": "127.0.0.1:0", "tls": tls},
         },
     });
-    let site = TlsSite::start(more, |folder| {
-        servers.sign(1).write(&folder.join("certs"));
-        std::fs::write(folder.join("clients.pem"), &clients.cert).unwrap();
+    let site = TlsSite::start(more, |directory| {
+        servers.sign(1).write(&directory.join("certs"));
+        std::fs::write(directory.join("clients.pem"), &clients.cert).unwrap();
     })
     .await;
     let right = clients.sign(2);
@@ -166,8 +166,8 @@ async fn client_ca_admits_only_its_clients() {
 #[tokio::test]
 async fn token_protects_all_pages_but_probes() {
     let more = json!({"listeners": {"admin": {"address": "127.0.0.1:0", "token_file": "token"}}});
-    let site = TlsSite::start(more, |folder| {
-        std::fs::write(folder.join("token"), "first\n").unwrap()
+    let site = TlsSite::start(more, |directory| {
+        std::fs::write(directory.join("token"), "first\n").unwrap()
     })
     .await;
     let with = |token: &str| format!("authorization: Bearer {token}\r\n");
@@ -214,8 +214,8 @@ async fn token_protects_all_pages_but_probes() {
 #[tokio::test]
 async fn explain_sends_the_token() {
     let more = json!({"listeners": {"admin": {"address": "127.0.0.1:0", "token_file": "token"}}});
-    let site = TlsSite::start(more, |folder| {
-        std::fs::write(folder.join("token"), "first\n").unwrap()
+    let site = TlsSite::start(more, |directory| {
+        std::fs::write(directory.join("token"), "first\n").unwrap()
     })
     .await;
     until("ready", async || site.page("/readyz", "").await.0 == 200).await;
@@ -275,13 +275,14 @@ async fn silent_clients_are_closed_and_delay_no_other() {
             "closed"
         );
     }
-    site.shows(
+    site.wait_metric(
         "tls_handshakes_total{listener=\"ext_proc\",outcome=\"expired\"}",
         50.0,
     )
     .await;
     // A client that sends nothing after its handshake is closed too. A used connection stays open.
-    site.shows("connections{listener=\"ext_proc\"}", 1.0).await;
+    site.wait_metric("connections{listener=\"ext_proc\"}", 1.0)
+        .await;
     drop(idle);
     assert!(caller.is_served().await.unwrap());
     site.stop().await;
@@ -304,7 +305,8 @@ async fn full_listener_replaces_idle_connections_only() {
         TcpStream::connect(site.ext_proc).await.unwrap(),
         TcpStream::connect(site.ext_proc).await.unwrap(),
     ];
-    site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
+    site.wait_metric("connections{listener=\"ext_proc\"}", 3.0)
+        .await;
     let another = Channel::from_shared(format!("http://{}", site.ext_proc))
         .unwrap()
         .connect_lazy();
@@ -313,12 +315,13 @@ async fn full_listener_replaces_idle_connections_only() {
     let _read = timeout(PATIENCE, idle[0].read_to_end(&mut Vec::new()))
         .await
         .unwrap();
-    site.shows(
+    site.wait_metric(
         "connections_closed_total{listener=\"ext_proc\",reason=\"evicted\"}",
         1.0,
     )
     .await;
-    site.shows("connections{listener=\"ext_proc\"}", 3.0).await;
+    site.wait_metric("connections{listener=\"ext_proc\"}", 3.0)
+        .await;
     assert_eq!(
         site.metric("connections_refused_total{listener=\"ext_proc\"}")
             .await,
@@ -383,12 +386,12 @@ async fn commands_read_admin_pages_over_tls() {
     let more = json!({
         "listeners": {"admin": {"address": "127.0.0.1:0", "tls": {"cert_dir": "certs"}}},
     });
-    let site = TlsSite::start(more, |folder| {
-        authority.sign(1).write(&folder.join("certs"));
-        std::fs::write(folder.join("ca.pem"), &authority.cert).unwrap();
-        std::fs::write(folder.join("other.pem"), &other.cert).unwrap();
+    let site = TlsSite::start(more, |directory| {
+        authority.sign(1).write(&directory.join("certs"));
+        std::fs::write(directory.join("ca.pem"), &authority.cert).unwrap();
+        std::fs::write(directory.join("other.pem"), &other.cert).unwrap();
         std::fs::write(
-            folder.join("body"),
+            directory.join("body"),
             json!({"model": "m", "prompt": "why?"}).to_string(),
         )
         .unwrap();

@@ -174,7 +174,7 @@ async fn http2_errors_are_counted() {
         !connection.is_answered(1, "").await,
         "an empty authority stays invalid"
     );
-    site.shows(
+    site.wait_metric(
         "http2_errors_total{listener=\"ext_proc\",scope=\"stream\",reason=\"protocol_error\"}",
         1.0,
     )
@@ -185,7 +185,7 @@ async fn http2_errors_are_counted() {
         .await
         .unwrap();
     assert!(connection.next(&[GOAWAY]).await.is_some());
-    site.shows(
+    site.wait_metric(
         "http2_errors_total{listener=\"ext_proc\",scope=\"connection\",reason=\"protocol_error\"}",
         1.0,
     )

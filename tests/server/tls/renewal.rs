@@ -18,19 +18,19 @@ fn config(tls: &Value) -> Value {
 }
 
 /// Replaces both files, each by a rename.
-fn replace(folder: &Path, authority: &TestAuthority, number: u64) {
-    let next = folder.join("next");
+fn replace(directory: &Path, authority: &TestAuthority, number: u64) {
+    let next = directory.join("next");
     authority.sign(number).write(&next);
     for name in ["tls.key", "tls.crt"] {
-        fs::rename(next.join(name), folder.join(name)).unwrap();
+        fs::rename(next.join(name), directory.join(name)).unwrap();
     }
 }
 
 #[tokio::test]
 async fn new_connections_use_renewed_certificate() {
     let authority = TestAuthority::new("ours");
-    let site = TlsSite::start(config(&json!({"cert_dir": "certs"})), |folder| {
-        authority.sign(1).write(&folder.join("certs"));
+    let site = TlsSite::start(config(&json!({"cert_dir": "certs"})), |directory| {
+        authority.sign(1).write(&directory.join("certs"));
     })
     .await;
     let trusting = || client(Some(&authority), None, "h2");
@@ -69,14 +69,15 @@ async fn new_connections_use_renewed_certificate() {
 #[tokio::test]
 async fn mounted_secret_swap_is_detected() {
     let authority = TestAuthority::new("ours");
-    let version =
-        |folder: &Path, name: &str, number: u64| authority.sign(number).write(&folder.join(name));
-    let site = TlsSite::start(config(&json!({"cert_dir": "certs"})), |folder| {
-        let folder = folder.join("certs");
-        version(&folder, "..v1", 1);
-        symlink("..v1", folder.join("..data")).unwrap();
+    let version = |directory: &Path, name: &str, number: u64| {
+        authority.sign(number).write(&directory.join(name))
+    };
+    let site = TlsSite::start(config(&json!({"cert_dir": "certs"})), |directory| {
+        let directory = directory.join("certs");
+        version(&directory, "..v1", 1);
+        symlink("..v1", directory.join("..data")).unwrap();
         for name in ["tls.crt", "tls.key"] {
-            symlink(format!("..data/{name}"), folder.join(name)).unwrap();
+            symlink(format!("..data/{name}"), directory.join(name)).unwrap();
         }
     })
     .await;
@@ -105,9 +106,9 @@ async fn client_ca_reload_applies_immediately() {
     let after = TestAuthority::new("after");
     let site = TlsSite::start(
         config(&json!({"cert_dir": "certs", "client_ca": "clients.pem"})),
-        |folder| {
-            servers.sign(1).write(&folder.join("certs"));
-            fs::write(folder.join("clients.pem"), &before.cert).unwrap();
+        |directory| {
+            servers.sign(1).write(&directory.join("certs"));
+            fs::write(directory.join("clients.pem"), &before.cert).unwrap();
         },
     )
     .await;

@@ -44,8 +44,8 @@ pub(crate) struct TlsSite {
 }
 
 impl TlsSite {
-    /// Starts the server. `lay` writes files into the folder that contains the configuration file,
-    /// where `more` can refer to them.
+    /// Starts the server. `lay` writes files into the directory that contains the configuration
+    /// file, where `more` can refer to them.
     pub(crate) async fn start(more: Value, write_files: impl FnOnce(&Path)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         write_files(dir.path());
@@ -108,7 +108,7 @@ impl TlsSite {
     }
 
     /// Waits until a series has a value.
-    pub(crate) async fn shows(&self, series: &str, wanted: f64) {
+    pub(crate) async fn wait_metric(&self, series: &str, wanted: f64) {
         let what = format!("{series} is {wanted}");
         until(&what, async || self.metric(series).await == wanted).await;
     }

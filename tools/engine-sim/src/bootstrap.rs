@@ -322,7 +322,7 @@ pub(crate) async fn run_decode(
     let mut handle = rank.submit(task.sequence, task.answer, RemotePhase::Prefill);
     let blocks = handle.allocated_blocks().await;
     let disaggregation = &engine.config.disaggregation;
-    let connect_timeout = disaggregation.bootstrap_patience;
+    let connect_timeout = disaggregation.bootstrap_connect_timeout;
     let deadline = Instant::now() + disaggregation.bootstrap_timeout;
     let connected = timeout(connect_timeout, connect_with_retry(&server)).await;
     let mut connection =

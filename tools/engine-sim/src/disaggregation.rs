@@ -56,7 +56,7 @@ pub(crate) struct DisaggregationArgs {
     /// Time after which a decode engine treats an unreachable prefill engine as failed (SGLang
     /// tries 15 times, once a second).
     #[arg(long, value_parser = humantime::parse_duration, default_value = "15s")]
-    pub(crate) bootstrap_patience: Duration,
+    pub(crate) bootstrap_connect_timeout: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]

@@ -195,7 +195,7 @@ pub async fn measure_case(
     let http = client::http_client()?;
     if settings.is_load_only {
         case.model = UNKNOWN_MODEL;
-        case.name += ", by load";
+        case.name += ", load-only";
     }
     // Each case has another seed, so that no case repeats the content of another.
     let seed = settings.seed

@@ -51,25 +51,25 @@ struct TableSource {
 const TABLES: [TableSource; 4] = [
     TableSource {
         file: "peer.json",
-        title: "The router core beside dynamo-kv-router 1.6.1",
+        title: "Router core compared with dynamo-kv-router 1.6.1",
         peer: "peer",
         command: "cargo bench --manifest-path benches/peer/Cargo.toml -- --trace FILE.jsonl.gz --json \"$PWD/target/results/peer.json\"",
     },
     TableSource {
         file: "limits.json",
-        title: "Stages beside their limits",
+        title: "Stages compared with their limits",
         peer: "limit",
         command: "cargo bench --bench limits -- --json target/results/limits.json",
     },
     TableSource {
         file: "server.json",
-        title: "The server beside a bare ext_proc, through Envoy",
+        title: "Server compared with a minimal ext_proc server, through Envoy",
         peer: "bare",
         command: "cargo bench --bench server -- --json target/results/server.json",
     },
     TableSource {
         file: "load.json",
-        title: "Load through Envoy beside a bare ext_proc",
+        title: "Load through Envoy compared with a minimal ext_proc server",
         peer: "bare",
         command: "cargo run --release --example load -- --json target/results/load.json",
     },
@@ -80,7 +80,7 @@ const TABLES: [TableSource; 4] = [
     reason = "the program prints the path of its output"
 )]
 fn main() -> anyhow::Result<()> {
-    let folder = std::env::args_os()
+    let directory = std::env::args_os()
         .nth(1)
         .map_or_else(|| PathBuf::from("target/results"), PathBuf::from);
     let benches = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../benches");
@@ -88,14 +88,14 @@ fn main() -> anyhow::Result<()> {
     let mut page = page::ResultsPage::new(&remarks);
     for table in TABLES {
         // A program may also write other figures, which are not rows of the table.
-        let rows: Vec<serde_json::Value> = read(&folder.join(table.file))?;
+        let rows: Vec<serde_json::Value> = read(&directory.join(table.file))?;
         let rows: Vec<MeasuredRow> = rows
             .into_iter()
             .filter_map(|row| serde_json::from_value(row).ok())
             .collect();
         page.add_table(&table, &rows);
     }
-    let points: Vec<CurvePoint> = read(&folder.join("growth.json"))?;
+    let points: Vec<CurvePoint> = read(&directory.join("growth.json"))?;
     for curve in plot::curves(&points) {
         let name = format!("{}.svg", curve.name.replace(' ', "-"));
         std::fs::write(benches.join(&name), plot::draw(&curve)?)?;

@@ -15,9 +15,9 @@ pub(super) struct ResultsPage<'r> {
 impl<'r> ResultsPage<'r> {
     pub(super) fn new(remarks: &'r [RowRemark]) -> Self {
         let text = format!(
-            "# Results\n\nWritten by `cargo run --release -p warmroute-results` from the output of the benches; not by hand. {}\n\n\
-             Both sides of a row were measured in turns in one run. Numbers are medians, times are CPU time of the thread \
-             unless the row says otherwise, and less is better. Machines are noisy: the ratio is what counts.\n",
+            "# Results\n\nWritten by `cargo run --release -p warmroute-results` from the output of the benches; do not edit. {}\n\n\
+             Both sides of a row were measured alternately in one run. Numbers are medians, times are CPU time of the thread \
+             unless the row says otherwise, and less is better. Machines are noisy, so compare the ratios.\n",
             machine(),
         );
         Self { text, remarks }
@@ -64,7 +64,10 @@ impl<'r> ResultsPage<'r> {
                 .any(|row| row.measure.starts_with(&remark.measure))
         });
         let remarks: Vec<String> = remarks
-            .map(|RowRemark { measure, text }| format!("* **{measure}**: {text}\n"))
+            .map(|RowRemark { measure, text }| {
+                let measure = measure.trim_end_matches([',', ' ']);
+                format!("* **{measure}**: {text}\n")
+            })
             .collect();
         if !remarks.is_empty() {
             self.add(&format!("\n{}", remarks.concat()));

@@ -115,15 +115,15 @@ impl DebianProgram {
 /// Returns the search path of the libraries below a root. Debian has one directory per
 /// architecture.
 fn library_path(root: &Path) -> OsString {
-    let folders = ["usr/lib", "lib"].map(|folder| root.join(folder));
-    let architectures = folders
+    let directories = ["usr/lib", "lib"].map(|directory| root.join(directory));
+    let architectures = directories
         .iter()
-        .filter_map(|folder| std::fs::read_dir(folder).ok())
+        .filter_map(|directory| std::fs::read_dir(directory).ok())
         .flatten()
         .flatten();
     let all: Vec<PathBuf> = architectures
         .map(|entry| entry.path())
-        .chain(folders.iter().cloned())
+        .chain(directories.iter().cloned())
         .collect();
     std::env::join_paths(all).unwrap_or_default()
 }

@@ -16,8 +16,8 @@ pub fn install_once(
     path: &str,
     install: impl FnOnce(&Path) -> anyhow::Result<PathBuf>,
 ) -> anyhow::Result<PathBuf> {
-    let folder = dir.join(name);
-    let program = folder.join(path);
+    let directory = dir.join(name);
+    let program = directory.join(path);
     if is_executable(&program) {
         return Ok(program);
     }
@@ -36,9 +36,9 @@ pub fn install_once(
         "the installation of {name} has no executable {path}"
     );
     // A directory without the executable is an incomplete copy.
-    _ = fs::remove_dir_all(&folder);
-    fs::rename(&installed, &folder)
-        .with_context(|| format!("cannot install {}", folder.display()))?;
+    _ = fs::remove_dir_all(&directory);
+    fs::rename(&installed, &directory)
+        .with_context(|| format!("cannot install {}", directory.display()))?;
     Ok(program)
 }
 
@@ -46,9 +46,9 @@ pub fn install_once(
 /// may use another one.
 pub fn target_dir() -> anyhow::Result<PathBuf> {
     let executable = std::env::current_exe()?;
-    let folder = executable.parent().unwrap_or(Path::new("/"));
-    let profile_parent = match folder.file_name().and_then(OsStr::to_str) {
-        Some("deps" | "examples") => folder.parent().and_then(Path::parent),
+    let directory = executable.parent().unwrap_or(Path::new("/"));
+    let profile_parent = match directory.file_name().and_then(OsStr::to_str) {
+        Some("deps" | "examples") => directory.parent().and_then(Path::parent),
         _ => None,
     };
     // In any other directory, the executable was moved out of the target directory.

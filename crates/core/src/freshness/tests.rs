@@ -30,10 +30,10 @@ type Case = (
 );
 
 fn check(cases: &[Case]) {
-    for (name, happens, freshness, because) in cases {
+    for (name, happens, freshness, reason) in cases {
         let mut source = attached();
         happens(&mut source);
-        assert_eq!(status_of(&source), (*freshness, *because), "{name}");
+        assert_eq!(status_of(&source), (*freshness, *reason), "{name}");
     }
 }
 
@@ -249,7 +249,7 @@ fn only_stale_sources_reduce_credit() {
         [1.0, 1.0, 0.25, 0.25, 1.0],
         "blocks of an incomplete source are correct"
     );
-    let absent = |because| rules.credit(SourceStatus::new(IndexFreshness::Absent, Some(because)));
+    let absent = |reason| rules.credit(SourceStatus::new(IndexFreshness::Absent, Some(reason)));
     assert_eq!(
         (
             absent(StaleReason::NoSource),

@@ -40,7 +40,7 @@ impl ExtentList {
     }
 
     /// Returns the positions reserved behind the last extent.
-    pub(super) fn room(&self) -> ArenaExtent {
+    pub(super) fn reserved_extent(&self) -> ArenaExtent {
         ArenaExtent {
             first: self.last().end(),
             len: self.reserved,
@@ -99,8 +99,8 @@ impl ExtentList {
     }
 
     /// Adds positions directly behind the last extent to the reserved ones.
-    pub(super) fn grow_reserved(&mut self, room: u32) {
-        self.reserved += room;
+    pub(super) fn grow_reserved(&mut self, blocks: u32) {
+        self.reserved += blocks;
     }
 
     /// Reduces the reserved positions to `keep`, and returns the others.

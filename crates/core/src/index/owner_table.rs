@@ -164,7 +164,7 @@ impl OwnerTable {
         }
     }
 
-    pub(super) fn plan(&self) -> &Arc<OwnerMap> {
+    pub(super) fn owner_map(&self) -> &Arc<OwnerMap> {
         &self.map
     }
 

@@ -61,7 +61,7 @@ impl PrefixIndex {
         });
         // Under the lock of the trie: an owner id is reused only after it has left all tries.
         let owners = self.owners.read();
-        let map = owners.plan();
+        let map = owners.owner_map();
         if map.has_rules() {
             // An engine computes at least the last token of a prompt.
             let max_blocks = hashes.tokens().saturating_sub(1) / hashes.block_size().tokens();
@@ -73,7 +73,7 @@ impl PrefixIndex {
 
     /// Returns the slots whose cache currently has several groups.
     pub fn hybrid_slots(&self) -> HybridSlots {
-        HybridSlots::new(self.owners.read().plan())
+        HybridSlots::new(self.owners.read().owner_map())
     }
 
     /// Returns the position in the event stream of a slot, or `None` if the slot has no writer.

@@ -21,8 +21,8 @@ pub struct PrefixWatch {
 impl PrefixWatch {
     /// Returns the largest number of leading blocks that the rank has held at once since the watch
     /// began.
-    pub fn most_held(&self) -> usize {
-        self.prefix.most_held.load(Ordering::Relaxed)
+    pub fn max_held(&self) -> usize {
+        self.prefix.max_held.load(Ordering::Relaxed)
     }
 
     /// Returns whether the slot still has the writer that it had when the watch began. The watch
@@ -48,7 +48,7 @@ impl PrefixIndex {
     pub fn watch(&self, hashes: &BlockHashes, slot: RankSlot) -> Option<PrefixWatch> {
         let prefix = Arc::new(WatchedPrefix {
             locals: hashes.locals().into(),
-            most_held: AtomicUsize::new(0),
+            max_held: AtomicUsize::new(0),
         });
         let (owner, shared) = self
             .owners

@@ -13,7 +13,7 @@ use crate::block::LocalHash;
 pub(super) struct WatchedPrefix {
     pub(super) locals: Box<[LocalHash]>,
     /// Largest number of leading blocks held at once.
-    pub(super) most_held: AtomicUsize,
+    pub(super) max_held: AtomicUsize,
 }
 
 /// Watched prompts of one writer.
@@ -26,13 +26,13 @@ pub(super) struct PrefixWatches {
 
 impl WatchedPrefix {
     pub(super) fn record(&self, held: usize) {
-        self.most_held.fetch_max(held, Ordering::Relaxed);
+        self.max_held.fetch_max(held, Ordering::Relaxed);
     }
 
     /// Returns whether a stored run can extend the held prefix. A run whose first block is not in
     /// the prompt cannot.
     fn may_grow_by(&self, blocks: &[StoredBlock]) -> bool {
-        let is_complete = self.most_held.load(Ordering::Relaxed) == self.locals.len();
+        let is_complete = self.max_held.load(Ordering::Relaxed) == self.locals.len();
         !is_complete
             && blocks
                 .first()

@@ -353,7 +353,7 @@ impl RankWriter {
             self.blocks.set_layers(at, tiers.union(now));
             scratch.confirmed.extend(
                 groups
-                    .sure(engine)
+                    .counted_layers(engine)
                     .iter()
                     .map(|layer| (mapped.location, layer)),
             );

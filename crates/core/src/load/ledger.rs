@@ -83,16 +83,16 @@ pub enum LedgerError {
         rank: WorkerRank,
     },
     /// The limit on reservations is reached.
-    #[error("the limit of {most} bookings is reached")]
+    #[error("the limit of {limit} bookings is reached")]
     Full {
         /// The limit.
-        most: usize,
+        limit: usize,
     },
     /// The limit on blocks would be exceeded.
-    #[error("all bookings together would hold more than {most} blocks")]
+    #[error("all bookings together would hold more than {limit} blocks")]
     TooManyBlocks {
         /// The limit.
-        most: usize,
+        limit: usize,
     },
 }
 
@@ -420,11 +420,11 @@ impl<B: BookingAttachment> BookingLedger<B> {
     fn check_capacity(&self, blocks: usize, bookings: usize) -> Result<(), LedgerError> {
         let limit = self.rules.max_bookings;
         if self.counts().bookings + bookings > limit {
-            return Err(LedgerError::Full { most: limit });
+            return Err(LedgerError::Full { limit });
         }
         let limit = self.rules.max_blocks;
         if self.blocks.saturating_add(blocks) > limit {
-            return Err(LedgerError::TooManyBlocks { most: limit });
+            return Err(LedgerError::TooManyBlocks { limit });
         }
         Ok(())
     }

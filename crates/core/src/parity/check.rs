@@ -41,7 +41,7 @@ pub enum ParityExpectation {
     Multimodal,
     /// Blocks of a text prompt.
     Prompt,
-    /// Blocks that are not used for routing, because warmroute's tokens are not trusted.
+    /// Blocks that are not used for routing, because warmroute's tokens are disabled.
     Shadow(Box<BlockHashes>),
 }
 

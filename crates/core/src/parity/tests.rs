@@ -17,14 +17,14 @@ fn agrees() -> CanaryVerdict {
 
 fn differs() -> CanaryVerdict {
     let difference = TokenDifference {
-        what: ComparedItem::Tokens,
+        compared: ComparedItem::Tokens,
         canary: Some("plain".into()),
-        at: 3,
+        position: 3,
         block: 0,
-        ours: Some(1),
-        theirs: Some(2),
-        our_text: None,
-        their_text: None,
+        warmroute_token: Some(1),
+        engine_token: Some(2),
+        warmroute_text: None,
+        engine_text: None,
     };
     CanaryVerdict::Differs {
         difference: Box::new(difference),
@@ -33,25 +33,25 @@ fn differs() -> CanaryVerdict {
 
 fn silent() -> CanaryVerdict {
     CanaryVerdict::CannotTest {
-        why: "timeout".into(),
+        reason: "timeout".into(),
         is_transient: true,
     }
 }
 
 #[test]
-fn model_is_trusted_while_any_worker_agrees() {
+fn tokens_are_used_while_any_worker_agrees() {
     // Worker, canary result, parity status afterwards, and the change.
     let cases: &[(WorkerId, CanaryVerdict, bool, ParityChange)] = &[
         (ONE, silent(), true, ParityChange::None),
-        (ONE, differs(), false, ParityChange::Distrusted),
+        (ONE, differs(), false, ParityChange::TokensDisabled),
         (ONE, differs(), false, ParityChange::None),
         // Silence does not refute a proven difference.
         (ONE, silent(), false, ParityChange::None),
         (TWO, silent(), false, ParityChange::None),
-        (TWO, agrees(), true, ParityChange::Trusted),
+        (TWO, agrees(), true, ParityChange::TokensEnabled),
         (TWO, silent(), true, ParityChange::None),
-        (TWO, differs(), false, ParityChange::Distrusted),
-        (ONE, agrees(), true, ParityChange::Trusted),
+        (TWO, differs(), false, ParityChange::TokensDisabled),
+        (ONE, agrees(), true, ParityChange::TokensEnabled),
     ];
     let status = ParityStatus::default();
     for (at, (worker, verdict, believed, change)) in cases.iter().enumerate() {
@@ -60,17 +60,17 @@ fn model_is_trusted_while_any_worker_agrees() {
             *change,
             "step {at}"
         );
-        assert_eq!(!status.is_mistrusted(), *believed, "step {at}");
+        assert_eq!(!status.are_tokens_disabled(), *believed, "step {at}");
     }
     assert_eq!(status.parity().state(), "some_differ");
     assert_eq!(
         status.retain(|worker| worker == TWO),
-        ParityChange::Distrusted,
+        ParityChange::TokensDisabled,
         "the agreeing worker has left"
     );
     assert_eq!(
         status.retain(|_| false),
-        ParityChange::Trusted,
+        ParityChange::TokensEnabled,
         "no differing worker is left"
     );
     assert_eq!(status.parity().state(), "untested");
@@ -81,13 +81,16 @@ fn untestable_restarted_worker_keeps_only_differences() {
     let status = ParityStatus::default();
     status.record_canaries(ONE, differs());
     status.mark_restarted(ONE);
-    assert!(status.is_mistrusted(), "only after the next canary");
+    assert!(status.are_tokens_disabled(), "only after the next canary");
     assert_eq!(
         status.record_canaries(ONE, silent()),
         ParityChange::None,
         "missing evidence proves no agreement"
     );
-    assert_eq!(status.record_canaries(ONE, agrees()), ParityChange::Trusted);
+    assert_eq!(
+        status.record_canaries(ONE, agrees()),
+        ParityChange::TokensEnabled
+    );
     status.mark_restarted(ONE);
     status.record_canaries(ONE, silent());
     assert_eq!(status.parity().state(), "cannot_test");
@@ -113,7 +116,7 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
     let changes: Vec<_> = (0..9)
         .map(|_| status.record_evidence(ONE, missing))
         .collect();
-    assert_eq!(changes[7], ParityChange::Distrusted);
+    assert_eq!(changes[7], ParityChange::TokensDisabled);
     assert_eq!(
         changes
             .iter()
@@ -127,7 +130,7 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
         .clone()
         .unwrap();
     assert_eq!(
-        (found.what, found.block, found.our_text),
+        (found.compared, found.block, found.warmroute_text),
         (ComparedItem::Events, 2, None)
     );
     // Agreeing canaries do not outweigh the events.
@@ -146,7 +149,7 @@ fn event_verdict_changes_only_after_consecutive_evidence() {
     );
     assert_eq!(
         status.record_evidence(ONE, BlockEvidence::Confirmed),
-        ParityChange::Trusted
+        ParityChange::TokensEnabled
     );
 }
 
@@ -160,14 +163,17 @@ fn passed_round_after_restart_clears_event_verdict() {
         ParityChange::None,
         "missing evidence proves no agreement"
     );
-    assert_eq!(status.record_canaries(ONE, agrees()), ParityChange::Trusted);
+    assert_eq!(
+        status.record_canaries(ONE, agrees()),
+        ParityChange::TokensEnabled
+    );
     let again: Vec<_> = (0..8)
         .map(|_| status.record_evidence(ONE, BlockEvidence::Unconfirmed { block: 0 }))
         .collect();
     assert_eq!(
         again
             .iter()
-            .position(|change| *change == ParityChange::Distrusted),
+            .position(|change| *change == ParityChange::TokensDisabled),
         Some(7),
         "the count starts at zero"
     );
@@ -192,11 +198,11 @@ fn event_evidence_applies_to_one_worker() {
     changes.retain(|change| *change != ParityChange::None);
     assert_eq!(
         changes,
-        [ParityChange::Differs],
+        [ParityChange::WorkerDiffers],
         "the model does not change"
     );
     assert_eq!(
-        (status.is_mistrusted(), status.parity().state()),
+        (status.are_tokens_disabled(), status.parity().state()),
         (false, "some_differ")
     );
     assert_eq!(
@@ -206,19 +212,22 @@ fn event_evidence_applies_to_one_worker() {
     // Without a worker that agrees, nothing can be compared.
     assert_eq!(
         status.record_canaries(TWO, differs()),
-        ParityChange::Distrusted
+        ParityChange::TokensDisabled
     );
     assert_eq!(
         (0..3)
             .map(|_| status.record_evidence(ONE, BlockEvidence::Confirmed))
             .last(),
-        Some(ParityChange::Trusted)
+        Some(ParityChange::TokensEnabled)
     );
     assert_eq!(
         status.differing_workers().iter().collect::<Vec<_>>(),
         [&TWO]
     );
-    assert_eq!(status.record_canaries(TWO, agrees()), ParityChange::Agrees);
+    assert_eq!(
+        status.record_canaries(TWO, agrees()),
+        ParityChange::WorkerAgrees
+    );
 }
 
 #[test]

@@ -30,22 +30,22 @@ pub enum ComparedItem {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TokenDifference {
     /// Subject of the comparison.
-    pub what: ComparedItem,
+    pub compared: ComparedItem,
     /// Name of the canary, if it was one.
     pub canary: Option<String>,
     /// Index of the first token that differs, or of the first missing block of real requests.
-    pub at: usize,
+    pub position: usize,
     /// Block that contains it.
     pub block: usize,
     /// Warmroute's token at that index.
-    pub ours: Option<u32>,
+    pub warmroute_token: Option<u32>,
     /// The engine's token at that index.
-    pub theirs: Option<u32>,
+    pub engine_token: Option<u32>,
     /// Warmroute's text around it. Only canaries have a text, because requests of clients are
     /// confidential.
-    pub our_text: Option<String>,
+    pub warmroute_text: Option<String>,
     /// The engine's text around it.
-    pub their_text: Option<String>,
+    pub engine_text: Option<String>,
 }
 
 /// Result of the canaries on one worker.
@@ -70,7 +70,7 @@ pub enum CanaryVerdict {
     /// The worker cannot be tested.
     CannotTest {
         /// Reason.
-        why: String,
+        reason: String,
         /// True if a later test may succeed.
         #[serde(skip)]
         is_transient: bool,
@@ -122,14 +122,14 @@ impl EventsVerdict {
                 if self.unconfirmed >= MISSES_TO_DIFFER && self.differs.is_none() {
                     self.agrees = false;
                     self.differs = Some(TokenDifference {
-                        what: ComparedItem::Events,
+                        compared: ComparedItem::Events,
                         canary: None,
-                        at: block,
+                        position: block,
                         block,
-                        ours: None,
-                        theirs: None,
-                        our_text: None,
-                        their_text: None,
+                        warmroute_token: None,
+                        engine_token: None,
+                        warmroute_text: None,
+                        engine_text: None,
                     });
                 }
             }
@@ -223,9 +223,9 @@ impl ModelParity {
             .collect()
     }
 
-    /// Returns true if warmroute's tokens are not trusted: some workers differ, and none is known
+    /// Returns true if warmroute's tokens are not used: some workers differ, and none is known
     /// to agree.
-    pub fn is_mistrusted(&self) -> bool {
+    pub fn are_tokens_disabled(&self) -> bool {
         self.workers.values().any(WorkerParity::differs)
             && !self.workers.values().any(WorkerParity::agrees)
     }
@@ -234,7 +234,7 @@ impl ModelParity {
     pub fn state(&self) -> &'static str {
         let any = |label: &str| self.workers.values().any(|known| known.label() == label);
         match () {
-            () if self.is_mistrusted() => "differs",
+            () if self.are_tokens_disabled() => "differs",
             () if any("differs") => "some_differ",
             () if any("agrees") => "agrees",
             () if any("cannot_test") => "cannot_test",

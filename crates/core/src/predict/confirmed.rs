@@ -74,7 +74,7 @@ impl ConfirmedBlocks {
 
     /// Returns whether running requests hold their blocks, instead of a time to live.
     pub(super) fn uses_leases(&self) -> bool {
-        self.policy.leases()
+        self.policy.has_leases()
     }
 
     pub(super) fn close(&self) {
@@ -101,7 +101,7 @@ impl ConfirmedBlocks {
         let blocks = prompt.locals();
         let known = state.tree.known_blocks(blocks);
         // The limit applies even if nothing can be evicted.
-        let recordable = if state.is_full(self.policy.most_blocks()) {
+        let recordable = if state.is_full(self.policy.max_blocks()) {
             known
         } else {
             blocks.len()
@@ -110,12 +110,12 @@ impl ConfirmedBlocks {
         stamp.expiry_step = expiry_step.unwrap_or(stamp.expiry_step);
         let used = PromptUse {
             stamp,
-            lease: self.policy.leases(),
+            lease: self.policy.has_leases(),
         };
         let predicted_tree::RecordedPath { tail, added } =
             state.tree.record(&blocks[..recordable], known, used);
         state.refused += (blocks.len() - known - added) as u64;
-        state.make_room(self.policy.most_blocks());
+        state.make_room(self.policy.max_blocks());
         let held = used.lease.then_some(LeaseHold { tail, generated: 0 });
         PredictionLease::of(LeaseRecord {
             rank: self.clone(),
@@ -152,13 +152,13 @@ impl ConfirmedBlocks {
             state.tree.evict(run, blocks);
         }
         // Blocks above the limit may have been held until now.
-        state.make_room(self.policy.most_blocks());
+        state.make_room(self.policy.max_blocks());
     }
 
     pub(super) fn grow(&self, blocks: u64) {
         if let Some(state) = self.state.lock().as_mut() {
             state.growing += blocks;
-            state.make_room(self.policy.most_blocks());
+            state.make_room(self.policy.max_blocks());
         }
     }
 
@@ -168,7 +168,7 @@ impl ConfirmedBlocks {
         let stamp = state.stamp(&self.rules);
         state.growing -= generated;
         state.tree.release(tail, generated, stamp);
-        state.make_room(self.policy.most_blocks());
+        state.make_room(self.policy.max_blocks());
     }
 
     pub(super) fn expire(&self) {

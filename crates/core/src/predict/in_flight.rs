@@ -15,7 +15,7 @@ use crate::index::PathWriter;
 
 /// Prompts in flight to one rank.
 pub(super) struct InFlightPrompts {
-    most_blocks: u64,
+    max_blocks: u64,
     rules: Arc<PredictorRules>,
     /// `None` after the slot was closed.
     state: Mutex<Option<InFlightState>>,
@@ -50,13 +50,13 @@ pub struct InFlightPrompt {
 impl std::fmt::Debug for InFlightPrompts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("InFlightPrompts")
-            .field("most_blocks", &self.most_blocks)
+            .field("max_blocks", &self.max_blocks)
             .finish_non_exhaustive()
     }
 }
 
 impl InFlightPrompts {
-    pub(super) fn new(paths: PathWriter, most_blocks: u64, rules: Arc<PredictorRules>) -> Self {
+    pub(super) fn new(paths: PathWriter, max_blocks: u64, rules: Arc<PredictorRules>) -> Self {
         let state = InFlightState {
             tree: PredictedTree::new(paths),
             uses: 0,
@@ -64,7 +64,7 @@ impl InFlightPrompts {
             refused_blocks: 0,
         };
         Self {
-            most_blocks,
+            max_blocks,
             rules,
             state: Mutex::new(Some(state)),
         }
@@ -83,13 +83,13 @@ impl InFlightPrompts {
         let Some(state) = state.as_mut() else {
             return InFlightPrompt::none();
         };
-        if blocks.len() as u64 > self.most_blocks {
+        if blocks.len() as u64 > self.max_blocks {
             state.refused_blocks += blocks.len() as u64;
             return InFlightPrompt::none();
         }
         let known = state.tree.known_blocks(blocks);
         let new = (blocks.len() - known) as u64;
-        if state.tree.blocks() + new > self.most_blocks {
+        if state.tree.blocks() + new > self.max_blocks {
             state.refused_blocks += new;
             return InFlightPrompt {
                 hold: None,

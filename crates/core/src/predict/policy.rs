@@ -26,7 +26,7 @@ pub struct TtlPolicy {
     pub ttl: Duration,
     /// Maximum number of blocks per rank. Beyond it, the least recently recorded blocks are evicted
     /// early.
-    pub most_blocks_per_rank: u64,
+    pub max_blocks_per_rank: u64,
 }
 
 /// Eviction policy of one rank.
@@ -36,7 +36,7 @@ pub enum EffectivePolicy {
     /// Time to live, with a maximum number of blocks.
     Ttl {
         /// Maximum number of blocks.
-        most_blocks: u64,
+        max_blocks: u64,
         /// Whether the rank uses the fallback, because its capacity is unknown.
         fallback: bool,
     },
@@ -57,7 +57,7 @@ impl EvictionPolicy {
     pub(super) fn for_capacity(&self, capacity: Option<u64>) -> EffectivePolicy {
         match *self {
             EvictionPolicy::Ttl(ttl) => EffectivePolicy::Ttl {
-                most_blocks: ttl.most_blocks_per_rank,
+                max_blocks: ttl.max_blocks_per_rank,
                 fallback: false,
             },
             EvictionPolicy::Lru {
@@ -66,7 +66,7 @@ impl EvictionPolicy {
             } => match capacity.or(default_blocks) {
                 Some(capacity) => EffectivePolicy::Lru { capacity },
                 None => EffectivePolicy::Ttl {
-                    most_blocks: fallback.most_blocks_per_rank,
+                    max_blocks: fallback.max_blocks_per_rank,
                     fallback: true,
                 },
             },
@@ -83,15 +83,15 @@ impl EvictionPolicy {
 
 impl EffectivePolicy {
     /// Returns the maximum number of blocks of the rank.
-    pub(super) fn most_blocks(self) -> u64 {
+    pub(super) fn max_blocks(self) -> u64 {
         match self {
-            EffectivePolicy::Ttl { most_blocks, .. } => most_blocks,
+            EffectivePolicy::Ttl { max_blocks, .. } => max_blocks,
             EffectivePolicy::Lru { capacity } => capacity,
         }
     }
 
     /// Returns whether running requests hold their blocks.
-    pub(super) fn leases(self) -> bool {
+    pub(super) fn has_leases(self) -> bool {
         matches!(self, EffectivePolicy::Lru { .. })
     }
 }

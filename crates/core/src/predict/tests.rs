@@ -36,10 +36,10 @@ fn prompt(path: &[u8]) -> BlockHashes {
     BlockHashes::from_locals(path.len() * 16, BlockSize::new(16).unwrap(), locals)
 }
 
-fn ttl(most_blocks_per_rank: u64) -> TtlPolicy {
+fn ttl(max_blocks_per_rank: u64) -> TtlPolicy {
     TtlPolicy {
         ttl: Duration::from_millis(TTL),
-        most_blocks_per_rank,
+        max_blocks_per_rank,
     }
 }
 
@@ -288,7 +288,7 @@ fn rank_without_capacity_falls_back_to_ttl() {
     assert_eq!(
         policy,
         EffectivePolicy::Ttl {
-            most_blocks: 1_000,
+            max_blocks: 1_000,
             fallback: true
         }
     );

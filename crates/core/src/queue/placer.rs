@@ -62,7 +62,7 @@ pub enum AdmissionError<R> {
     #[error("{0}")]
     Refused(R),
     /// The queue limit of the class is reached.
-    #[error("too many {kind} wait in class `{class}`: {current}, and {limit} may")]
+    #[error("queue limit of class `{class}` reached: {current} of {limit} {kind} are queued")]
     Overflow {
         /// Queue class.
         class: Arc<str>,
@@ -76,7 +76,7 @@ pub enum AdmissionError<R> {
         retry_after: Duration,
     },
     /// The queue deadline has passed.
-    #[error("no worker was free for it within {}ms (class `{class}`)", waited.as_millis())]
+    #[error("no worker became available within {}ms (queue class `{class}`)", waited.as_millis())]
     DeadlineExceeded {
         /// Queue class.
         class: Arc<str>,

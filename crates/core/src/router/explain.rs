@@ -5,7 +5,7 @@
 
 mod builder;
 mod explanation;
-mod sentence;
+mod summary;
 
 use super::context::RoutingContext;
 use super::phase_decider::PhaseDecider;

@@ -67,7 +67,7 @@ impl Router {
             // With partial coverage, an earlier incarnation of the engine may have stored the
             // blocks, which proves nothing about this one.
             let is_conclusive = coverage == EventCoverage::Complete
-                || prompt.watch.most_held() < self.expected_blocks(&prompt, rank);
+                || prompt.watch.max_held() < self.expected_blocks(&prompt, rank);
             is_conclusive.then_some(prompt)
         })
     }
@@ -117,7 +117,7 @@ impl Router {
         if !prompt.watch.is_current(&self.lookup.index, slot) {
             return None;
         }
-        let held = prompt.watch.most_held();
+        let held = prompt.watch.max_held();
         let expected = self.expected_blocks(prompt, rank);
         let observation = PromptObservation {
             held,

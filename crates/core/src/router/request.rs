@@ -21,14 +21,14 @@ pub enum RoutePrompt {
         /// Tokens of the whole prompt, estimated from its bytes.
         tokens: u64,
         /// Reason why the rest is unknown.
-        because: Reason,
+        reason: Reason,
     },
     /// Estimated length only.
     Estimated {
         /// Tokens, estimated from bytes.
         tokens: u64,
         /// Reason why the prompt is unknown.
-        because: Reason,
+        reason: Reason,
     },
 }
 
@@ -57,8 +57,8 @@ impl RoutePrompt {
     pub fn reason(&self) -> Option<Reason> {
         match self {
             RoutePrompt::Hashed(_) => None,
-            RoutePrompt::Truncated { because, .. } | RoutePrompt::Estimated { because, .. } => {
-                Some(*because)
+            RoutePrompt::Truncated { reason, .. } | RoutePrompt::Estimated { reason, .. } => {
+                Some(*reason)
             }
         }
     }
@@ -186,7 +186,7 @@ impl RequestPriority {
 impl RouteRequest {
     /// Returns the same demands without a prompt.
     pub fn without_prompt(&self) -> Self {
-        let because = self.prompt.reason().unwrap_or(Reason::BodyNotSent);
+        let reason = self.prompt.reason().unwrap_or(Reason::BodyNotSent);
         Self {
             constraints: self.constraints.clone(),
             prefill_pin: self.prefill_pin,
@@ -194,7 +194,7 @@ impl RouteRequest {
             computes: self.computes,
             ..Self::new(
                 self.model.clone(),
-                RoutePrompt::Estimated { tokens: 0, because },
+                RoutePrompt::Estimated { tokens: 0, reason },
             )
         }
     }
@@ -205,7 +205,7 @@ impl RouteRequest {
         !matches!(
             self.prompt,
             RoutePrompt::Estimated {
-                because: Reason::NotInference | Reason::NoBody,
+                reason: Reason::NotInference | Reason::NoBody,
                 ..
             }
         )

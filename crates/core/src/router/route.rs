@@ -227,7 +227,7 @@ pub enum RouteError {
     #[error("{0}")]
     Overloaded(EligibilityError),
     /// No worker meets the demands of the request.
-    #[error("no worker satisfies what the request demands")]
+    #[error("no worker satisfies the constraints of the request")]
     Unsatisfied,
     /// No prefill worker can be chosen, and the operator requires one.
     #[error("no prefill worker can be chosen")]

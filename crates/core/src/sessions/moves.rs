@@ -49,6 +49,6 @@ impl SessionTable {
     }
 
     pub(super) fn max_pending(&self) -> usize {
-        self.rules.most_sessions.saturating_mul(4)
+        self.rules.max_sessions.saturating_mul(4)
     }
 }

@@ -9,12 +9,12 @@ pub struct SessionRules {
     /// Time that a session is retained after its last request ended.
     pub ttl: Duration,
     /// Maximum number of sessions. At the limit the least recently used one is removed.
-    pub most_sessions: usize,
+    pub max_sessions: usize,
     /// Maximum number of sessions of one tenant. At the limit the least recently used session of
     /// the tenant is removed.
-    pub most_sessions_per_tenant: usize,
+    pub max_sessions_per_tenant: usize,
     /// Maximum length of a session or tenant id, in bytes.
-    pub longest_id: usize,
+    pub max_id_length: usize,
 }
 
 impl SessionRules {
@@ -34,9 +34,9 @@ impl SessionRules {
             ));
         }
         let positive = [
-            ("max_sessions", self.most_sessions),
-            ("max_sessions_per_tenant", self.most_sessions_per_tenant),
-            ("max_id_length", self.longest_id),
+            ("max_sessions", self.max_sessions),
+            ("max_sessions_per_tenant", self.max_sessions_per_tenant),
+            ("max_id_length", self.max_id_length),
         ];
         match positive.into_iter().find(|(_, value)| *value == 0) {
             Some((name, _)) => Err((name, "is 0, but must be at least 1".to_owned())),
@@ -49,9 +49,9 @@ impl Default for SessionRules {
     fn default() -> Self {
         Self {
             ttl: Duration::from_secs(600),
-            most_sessions: 65_536,
-            most_sessions_per_tenant: 16_384,
-            longest_id: 256,
+            max_sessions: 65_536,
+            max_sessions_per_tenant: 16_384,
+            max_id_length: 256,
         }
     }
 }
@@ -60,23 +60,23 @@ impl Default for SessionRules {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SessionError {
     /// The id is empty or too long.
-    #[error("the session id has {bytes} bytes, but may have 1 to {most}")]
+    #[error("the session id has {bytes} bytes, but may have 1 to {limit}")]
     IdLength {
         /// Length of the id.
         bytes: usize,
         /// The limit.
-        most: usize,
+        limit: usize,
     },
     /// The tenant is at its limit, and all of its sessions have running requests.
-    #[error("the limit of {most} sessions of one tenant is reached, and all of them are in use")]
+    #[error("the limit of {limit} sessions of one tenant is reached, and all of them are in use")]
     TenantFull {
         /// The limit.
-        most: usize,
+        limit: usize,
     },
     /// The limit on sessions is reached, and all of them have running requests.
-    #[error("the limit of {most} sessions is reached, and all of them are in use")]
+    #[error("the limit of {limit} sessions is reached, and all of them are in use")]
     Full {
         /// The limit.
-        most: usize,
+        limit: usize,
     },
 }

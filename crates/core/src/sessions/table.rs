@@ -93,7 +93,7 @@ impl SessionTable {
     }
 
     pub(super) fn key(&self, name: SessionName<'_>) -> Result<SessionKey, SessionError> {
-        let most = self.rules.longest_id;
+        let limit = self.rules.max_id_length;
         let is_invalid = |id: &&str| !self.is_valid_id(id);
         if let Some(id) = [Some(name.id), name.parent, name.tenant]
             .into_iter()
@@ -102,7 +102,7 @@ impl SessionTable {
         {
             return Err(SessionError::IdLength {
                 bytes: id.len(),
-                most,
+                limit,
             });
         }
         Ok(SessionKey {
@@ -298,29 +298,29 @@ impl SessionTable {
 
     /// Returns whether an id has a valid length.
     pub(super) fn is_valid_id(&self, id: &str) -> bool {
-        (1..=self.rules.longest_id).contains(&id.len())
+        (1..=self.rules.max_id_length).contains(&id.len())
     }
 
     /// Makes room for one more session. At a limit, removes the least recently used idle session,
     /// of the same tenant if its limit is reached.
     pub(super) fn make_room(&mut self, key: &SessionKey) -> Result<(), SessionError> {
-        let most = self.rules.most_sessions_per_tenant;
+        let limit = self.rules.max_sessions_per_tenant;
         if let Some(tenant) = key
             .tenant
             .as_deref()
-            .filter(|tenant| self.tenants.count(tenant) >= most)
+            .filter(|tenant| self.tenants.count(tenant) >= limit)
         {
             let oldest = self.tenants.oldest_of(tenant);
             return self
                 .evict(oldest)
                 .then_some(())
-                .ok_or(SessionError::TenantFull { most });
+                .ok_or(SessionError::TenantFull { limit });
         }
-        let most = self.rules.most_sessions;
-        if self.sessions.len() < most || self.evict(self.tenants.oldest()) {
+        let limit = self.rules.max_sessions;
+        if self.sessions.len() < limit || self.evict(self.tenants.oldest()) {
             return Ok(());
         }
-        Err(SessionError::Full { most })
+        Err(SessionError::Full { limit })
     }
 
     /// Removes an idle session. Returns false if there is none.

@@ -38,21 +38,21 @@ impl ManualClock {
     }
 }
 
-fn sessions(most_sessions: usize) -> (Arc<SessionStore>, ManualClock) {
-    recording_sessions(most_sessions, None)
+fn sessions(max_sessions: usize) -> (Arc<SessionStore>, ManualClock) {
+    recording_sessions(max_sessions, None)
 }
 
 /// Creates a store that records moves, and updates under the id of a replica.
 fn recording_sessions(
-    most_sessions: usize,
+    max_sessions: usize,
     updates_by: Option<u64>,
 ) -> (Arc<SessionStore>, ManualClock) {
     let time = ManualClock::new();
     let rules = SessionRules {
         ttl: Duration::from_secs(TTL),
-        most_sessions,
-        most_sessions_per_tenant: 2,
-        longest_id: 8,
+        max_sessions,
+        max_sessions_per_tenant: 2,
+        max_id_length: 8,
     };
     let clock = time.clone();
     let recording = SessionRecording {
@@ -356,19 +356,19 @@ fn oversized_ids_and_counts_are_rejected() {
     };
     assert_eq!(
         refused("", None),
-        SessionError::IdLength { bytes: 0, most: 8 }
+        SessionError::IdLength { bytes: 0, limit: 8 }
     );
     assert_eq!(
         refused("123456789", None),
-        SessionError::IdLength { bytes: 9, most: 8 }
+        SessionError::IdLength { bytes: 9, limit: 8 }
     );
     assert_eq!(
         refused("1", Some("123456789")),
-        SessionError::IdLength { bytes: 9, most: 8 }
+        SessionError::IdLength { bytes: 9, limit: 8 }
     );
     let hold = first(enter(&sessions, "12345678")).bind(rank(1));
     time.forward(TTL);
-    assert_eq!(refused("2", None), SessionError::Full { most: 1 });
+    assert_eq!(refused("2", None), SessionError::Full { limit: 1 });
     drop(hold);
     drop(first(enter(&sessions, "2")));
 }
@@ -433,14 +433,14 @@ fn invalid_rules_are_rejected_by_name() {
         (
             "max_sessions",
             SessionRules {
-                most_sessions: 0,
+                max_sessions: 0,
                 ..rules
             },
         ),
         (
             "max_id_length",
             SessionRules {
-                longest_id: 0,
+                max_id_length: 0,
                 ..rules
             },
         ),

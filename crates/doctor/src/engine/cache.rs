@@ -203,7 +203,7 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
         CanaryVerdict::Untested => {
             at.skipped(format!("the model {model} has no tokenizer in warmroute"))
         }
-        CanaryVerdict::CannotTest { why, .. } => at.skipped(why.clone()),
+        CanaryVerdict::CannotTest { reason, .. } => at.skipped(reason.clone()),
         CanaryVerdict::Agrees { compared, skipped } => {
             let names = skipped
                 .keys()
@@ -220,7 +220,7 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
         CanaryVerdict::Differs { difference } => {
             let token =
                 |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
-            let texts = match (&difference.our_text, &difference.their_text) {
+            let texts = match (&difference.warmroute_text, &difference.engine_text) {
                 (Some(ours), Some(theirs)) => {
                     format!(" (text around it: {ours:?} in warmroute, {theirs:?} in the engine)")
                 }
@@ -230,9 +230,9 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
                 "canary {}: token {} is {} in warmroute and {} in the engine{texts}: no later \
                 block is ever found",
                 difference.canary.as_deref().unwrap_or("without a name"),
-                difference.at,
-                token(difference.ours),
-                token(difference.theirs),
+                difference.position,
+                token(difference.warmroute_token),
+                token(difference.engine_token),
             );
             let fix = format!(
                 "set the files that the engine loads for the model {model}: `tokenizer`, \

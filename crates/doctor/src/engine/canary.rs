@@ -21,7 +21,7 @@ pub(super) fn check(facts: &WorkerFacts, rank: &RankFacts) -> Vec<Finding> {
         Some(Err(error)) => {
             let fix = match error {
                 EngineError::Timeout => {
-                    "set a longer timeout for a busy engine (`--patience 60s`), and check its log"
+                    "set a longer timeout for a busy engine (`--timeout 60s`), and check its log"
                 }
                 _ => {
                     "send the engine a request by hand (POST /v1/completions, max_tokens 1), and \

@@ -46,7 +46,7 @@ fn check_bootstrap(facts: &WorkerFacts) -> Option<Finding> {
 }
 
 fn check_kv_handoff(facts: &WorkerFacts) -> Option<Finding> {
-    let at = FindingBuilder::new("engine.handover", facts.subject());
+    let at = FindingBuilder::new("engine.kv_handoff", facts.subject());
     let answer = match facts.kv_handoff.as_ref()? {
         Ok(answer) => answer,
         Err(error @ EngineError::Status { .. }) => {

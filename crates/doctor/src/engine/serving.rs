@@ -3,7 +3,7 @@
 use std::time::{Duration, SystemTime};
 
 use warmroute_engines::engine_client::{EngineError, EngineModel};
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::facts::{WorkerFacts, WorkerOrigin, describe_error};
 use crate::finding::{Finding, FindingBuilder};
@@ -84,11 +84,11 @@ fn check_deadline(facts: &WorkerFacts) -> Option<Finding> {
         FindingBuilder::new("engine.deadline", facts.subject()).error(
             format!(
                 "not complete within {}: {}; later steps were not run",
-                Period(step.deadline),
+                DurationSetting(step.deadline),
                 step.name
             ),
             "check the engine's log for this request; if the engine needs this long, set a longer \
-        `--patience`",
+        `--timeout`",
         ),
     )
 }

@@ -301,7 +301,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
     for host in ["localhost", "127.0.0.1", "::1"] {
         assert_problem(
             FindingLevel::Error,
-            "engine.handover",
+            "engine.kv_handoff",
             &[host, "VLLM_NIXL_SIDE_CHANNEL_HOST=10.0.0.7"],
             |facts| {
                 (facts.kv_handoff, facts.has_remote_decoders) = (Some(Ok(params(host))), true);
@@ -310,7 +310,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
     }
     assert_problem(
         FindingLevel::Error,
-        "engine.handover",
+        "engine.kv_handoff",
         &["has no kv_transfer_params", "--kv-transfer-config"],
         |facts| {
             facts.kv_handoff = Some(Ok(
@@ -320,7 +320,7 @@ fn unreachable_kv_handoff_host_is_an_error() {
     );
     assert_problem(
         FindingLevel::Error,
-        "engine.handover",
+        "engine.kv_handoff",
         &["status 500"],
         |facts| {
             facts.kv_handoff = Some(Err(EngineError::Status {

@@ -120,7 +120,7 @@ fn check_reader(site: &FilterSite<'_>, cluster: &EnvoyCluster, has_reader: bool)
     }
     let watched = path_source(cluster)
         .and_then(|source| source.watched_directory)
-        .map(|folder| folder.path);
+        .map(|directory| directory.path);
     if watched
         .as_deref()
         .is_some_and(|watched| Path::new(watched) == Path::new(&parent_directory(file)))

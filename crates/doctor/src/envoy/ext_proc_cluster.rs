@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use warmroute_http2_filter::service_of_authority;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::dump::{ConfigDump, EnvoyAddress};
 use super::fixes::EnvoySetting;
@@ -234,7 +234,7 @@ fn check_connect_timeout(
     let given = cluster
         .connect_timeout
         .map_or(DEFAULT_CONNECT_TIMEOUT, |given| given.0);
-    let message = format!("connect_timeout: {}", Period(given));
+    let message = format!("connect_timeout: {}", DurationSetting(given));
     if given <= MAX_CONNECT_TIMEOUT {
         return Some(at.ok(message));
     }

@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use warmroute_core::envoy_names::{LB_NAMESPACE, SERVED_KEY};
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::control_plane::ControlPlane;
 use super::dump::has_type;
@@ -254,15 +254,15 @@ fn check_message_timeout(site: &FilterSite<'_>, filter: &ExternalProcessor) -> O
     let needed = site.expected.exchange_deadline;
     let message = format!(
         "message_timeout: {}, requests.limits.decision_timeout: {}",
-        Period(given),
-        Period(needed)
+        DurationSetting(given),
+        DurationSetting(needed)
     );
     Some(if given > needed {
         at.ok(message)
     } else {
         let ours = format!(
             "in the configuration of warmroute a `requests.limits.decision_timeout` below {}",
-            Period(given)
+            DurationSetting(given)
         );
         let length = needed + Duration::from_millis(200);
         let fix = site.fix(&EnvoySetting::Filter(FilterField::message_timeout(length)));
@@ -286,10 +286,12 @@ fn check_max_message_timeout(site: &FilterSite<'_>, filter: &ExternalProcessor) 
         .max_message_timeout
         .map(|given| given.0)
         .filter(|given| !given.is_zero());
-    let message = given.map_or("none".to_owned(), |given| Period(given).to_string());
+    let message = given.map_or("none".to_owned(), |given| {
+        DurationSetting(given).to_string()
+    });
     let message = format!(
         "max_message_timeout: {message}, the longest wait with its margin: {}",
-        Period(needed)
+        DurationSetting(needed)
     );
     if given.is_some_and(|given| given >= needed) {
         return Some(at.ok(message));

@@ -344,7 +344,7 @@ fn check_original_dst(site: &FilterSite<'_>, at: FindingBuilder, header: &str) -
     if site.expected.fallbacks > 0 {
         return at.error(
             format!(
-                "gateway.fallbacks: {}, and ORIGINAL_DST accepts one address in {header}: every \
+                "gateway.fallback_endpoints: {}, and ORIGINAL_DST accepts one address in {header}: every \
                 request gets 503",
                 site.expected.fallbacks
             ),

@@ -129,7 +129,7 @@ fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Findi
     } else if timeout > MAX_PROBE_TIMEOUT {
         let message = format!(
             "message_timeout: {}: a frozen warmroute delays responses by this time",
-            warmroute_settings::Period(timeout)
+            warmroute_settings::DurationSetting(timeout)
         );
         (message, "`message_timeout: 0.3s`")
     } else if !config.allow_content_length_header {

@@ -4,7 +4,7 @@
 
 use serde_json::Value;
 use warmroute_core::envoy_names::{RETRY_FILTER, WARMROUTE_NAMESPACE};
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 use warmroute_tokens::openai::ApiKind;
 
 use super::dump::{has_type, parse_part};
@@ -348,11 +348,13 @@ fn check_handoff(
         .map(|given| given.0)
         .filter(|given| !given.is_zero());
     if given.is_none_or(|given| given < needed) && is_buffered(config) {
-        let text = given.map_or("none".to_owned(), |given| Period(given).to_string());
+        let text = given.map_or("none".to_owned(), |given| {
+            DurationSetting(given).to_string()
+        });
         problems.push(FilterProblem {
             message: format!(
                 "max_message_timeout: {text}, all attempts of a prefill with their margin: {}",
-                Period(needed)
+                DurationSetting(needed)
             ),
             fix: write(&format!(
                 "`max_message_timeout: {}`",

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde_json::Value;
-use warmroute_settings::{Period, Size};
+use warmroute_settings::{ByteSize, DurationSetting};
 
 use super::control_plane::ControlPlane;
 use super::dump::has_type;
@@ -56,8 +56,8 @@ fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<F
     let (limit, name) = buffer_limit(site, active);
     let message = format!(
         "{} ({name}), requests.limits.max_body_size: {}",
-        Size(limit),
-        Size(site.expected.body_limit)
+        ByteSize(limit),
+        ByteSize(site.expected.body_limit)
     );
     let own = format!(
         "in the virtual host `{}` write `request_body_buffer_limit: {}`",
@@ -65,7 +65,7 @@ fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<F
     );
     let ours = format!(
         "in the configuration of warmroute `requests: {{limits: {{max_body_size: {}}}}}`",
-        Size(limit)
+        ByteSize(limit)
     );
     let fix = site
         .fix(&EnvoySetting::BodyLimit(site.expected.body_limit, own))
@@ -135,13 +135,16 @@ fn check_timeout(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Finding {
     match active.action.timeout.map(|given| given.0) {
         Some(Duration::ZERO) => at.ok("no timeout for responses"),
         Some(given) => at.warning(
-            format!("timeout: {}; longer responses are cut off", Period(given)),
+            format!(
+                "timeout: {}; longer responses are cut off",
+                DurationSetting(given)
+            ),
             fix,
         ),
         None => at.error(
             format!(
                 "timeout: {}, the default; longer responses are cut off",
-                Period(DEFAULT_TIMEOUT)
+                DurationSetting(DEFAULT_TIMEOUT)
             ),
             fix,
         ),
@@ -270,13 +273,13 @@ fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
             });
     let needed = site.expected.longest_wait.unwrap_or_default();
     Some(if given.is_zero() || given > needed {
-        at.ok(format!("stream_idle_timeout: {}", Period(given)))
+        at.ok(format!("stream_idle_timeout: {}", DurationSetting(given)))
     } else {
         at.error(
             format!(
                 "stream_idle_timeout: {}, the longest wait: {}; waiting requests are ended",
-                Period(given),
-                Period(needed)
+                DurationSetting(given),
+                DurationSetting(needed)
             ),
             site.fix(&EnvoySetting::IdleTimeout(
                 needed + Duration::from_secs(600),

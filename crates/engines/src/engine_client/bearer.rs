@@ -117,8 +117,8 @@ mod tests {
 
     #[tokio::test]
     async fn changed_token_is_reloaded_and_never_displayed() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("token");
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("token");
         let bearer = BearerToken::new(path.clone());
         assert_eq!(bearer.header().await, None);
         std::fs::write(&path, "one\n").unwrap();

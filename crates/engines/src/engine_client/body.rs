@@ -10,7 +10,7 @@ const MAX_REFUSAL: usize = 4096;
 
 pub(super) async fn read_body(
     mut response: Response,
-    max_answer: usize,
+    max_response: usize,
 ) -> Result<Vec<u8>, EngineError> {
     let mut body = Vec::new();
     while let Some(chunk) = response
@@ -18,8 +18,8 @@ pub(super) async fn read_body(
         .await
         .map_err(|error| transport_error(&error))?
     {
-        if body.len() + chunk.len() > max_answer {
-            return Err(EngineError::TooLarge(max_answer));
+        if body.len() + chunk.len() > max_response {
+            return Err(EngineError::TooLarge(max_response));
         }
         body.extend_from_slice(&chunk);
     }
@@ -27,7 +27,7 @@ pub(super) async fn read_body(
 }
 
 /// Reads the beginning of an error response. A transport error ends it early.
-pub(super) async fn read_refusal(mut response: Response) -> Vec<u8> {
+pub(super) async fn read_error_body(mut response: Response) -> Vec<u8> {
     let mut text = Vec::new();
     while let Ok(Some(chunk)) = response.chunk().await {
         text.extend_from_slice(&chunk[..chunk.len().min(MAX_REFUSAL - text.len())]);

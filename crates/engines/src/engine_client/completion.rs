@@ -8,7 +8,7 @@ use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, DATE};
 use reqwest::{RequestBuilder, Response, StatusCode};
 use serde_json::Value;
 
-use super::body::{parse_json, read_body, read_refusal};
+use super::body::{parse_json, read_body, read_error_body};
 use super::error::{EngineError, status_error, transport_error};
 use super::{EngineClient, EngineUrl};
 
@@ -44,9 +44,9 @@ impl EngineClient {
             let response = self.send(builder).await?;
             match response.status() {
                 StatusCode::OK => {
-                    parse_json::<Value>(&read_body(response, self.shared.max_answer).await?)
+                    parse_json::<Value>(&read_body(response, self.shared.max_response).await?)
                 }
-                status => Err(status_error(status, &read_refusal(response).await)),
+                status => Err(status_error(status, &read_error_body(response).await)),
             }
         };
         let answer = tokio::time::timeout(deadline, call)

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::EngineUrl;
 use warmroute_core::worker::WorkerEndpoint;
-use warmroute_settings::{Period, Problem, Size};
+use warmroute_settings::{ByteSize, DurationSetting, Problem};
 
 /// Section `engines:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,11 +24,11 @@ pub struct EnginesConfig {
     /// CA certificates (PEM) for engines with TLS. Default: the system's.
     pub ca_file: Option<PathBuf>,
     /// Maximum duration of a call.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Maximum number of concurrent calls.
     pub max_concurrency: u32,
     /// Maximum size of a response.
-    pub max_response_size: Size,
+    pub max_response_size: ByteSize,
 }
 
 /// Protocol of workers' endpoints.
@@ -51,9 +51,9 @@ impl Default for EnginesConfig {
             token_file: None,
             forward_token: false,
             ca_file: None,
-            timeout: Period::seconds(2),
+            timeout: DurationSetting::seconds(2),
             max_concurrency: 64,
-            max_response_size: Size::mib(16),
+            max_response_size: ByteSize::mib(16),
         }
     }
 }
@@ -68,12 +68,12 @@ impl EnginesConfig {
     }
 
     /// Resolves file names relative to the directory of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, directory: &Path) {
         for file in [&mut self.token_file, &mut self.ca_file]
             .into_iter()
             .flatten()
         {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
@@ -95,7 +95,7 @@ impl EnginesConfig {
         if self.timeout.get().is_zero() {
             problems.push(Problem::of(
                 "timeout",
-                "no answer could come within 0s; the default is 2s",
+                "every request would time out after 0s; the default is 2s",
             ));
         }
         if self.max_concurrency == 0 {

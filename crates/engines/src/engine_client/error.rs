@@ -62,7 +62,7 @@ impl EngineError {
 
     /// Returns true if the engine rejected the request as invalid. Other engines would reject it
     /// too.
-    pub fn is_refusal(&self) -> bool {
+    pub fn is_rejection(&self) -> bool {
         matches!(
             self,
             EngineError::Status {

@@ -13,7 +13,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::*;
-use warmroute_settings::{Period, Size};
+use warmroute_settings::{ByteSize, DurationSetting};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -66,7 +66,7 @@ impl Server {
 
 fn client() -> EngineClient {
     EngineClient::new(&EnginesConfig {
-        timeout: Period(LONG),
+        timeout: DurationSetting(LONG),
         ..EnginesConfig::default()
     })
     .unwrap()
@@ -191,7 +191,7 @@ async fn statuses_map_to_error_kinds() {
         (204, "", "status", false, None),
         (302, "", "status", false, None),
     ];
-    for (status, text, label, is_refusal, error_message) in cases {
+    for (status, text, label, is_rejection, error_message) in cases {
         let error = render(&Server::responding(status, text).await)
             .await
             .unwrap_err();
@@ -201,8 +201,8 @@ async fn statuses_map_to_error_kinds() {
             None
         };
         assert_eq!(
-            (error.label(), error.is_refusal(), message.as_deref()),
-            (label, is_refusal, error_message),
+            (error.label(), error.is_rejection(), message.as_deref()),
+            (label, is_rejection, error_message),
             "{status} {text}"
         );
         assert!(
@@ -220,8 +220,8 @@ async fn oversized_response_is_not_read_completely() {
     };
     let server = Server::routes(Router::new().fallback(endless)).await;
     let config = EnginesConfig {
-        timeout: Period(LONG),
-        max_response_size: Size::kib(64),
+        timeout: DurationSetting(LONG),
+        max_response_size: ByteSize::kib(64),
         ..EnginesConfig::default()
     };
     let error = EngineClient::new(&config)
@@ -306,7 +306,7 @@ async fn failed_connections_are_unreachable() {
 async fn calls_beyond_the_limit_are_busy() {
     let server = Server::routes(Router::new().fallback(std::future::pending::<()>)).await;
     let config = EnginesConfig {
-        timeout: Period::millis(100),
+        timeout: DurationSetting::millis(100),
         max_concurrency: 1,
         ..EnginesConfig::default()
     };
@@ -324,8 +324,8 @@ async fn calls_beyond_the_limit_are_busy() {
 
 #[tokio::test]
 async fn rejected_token_is_reloaded_from_file() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("token");
     std::fs::write(&path, "first").unwrap();
     let wanted = Arc::new(parking_lot::Mutex::new("first".to_owned()));
     let guard = wanted.clone();
@@ -341,7 +341,7 @@ async fn rejected_token_is_reloaded_from_file() {
     let server = Server::routes(Router::new().route("/version", get(check))).await;
     let config = EnginesConfig {
         token_file: Some(path.clone()),
-        timeout: Period(LONG),
+        timeout: DurationSetting(LONG),
         ..EnginesConfig::default()
     };
     let client = EngineClient::new(&config).unwrap();
@@ -424,7 +424,7 @@ fn invalid_settings_are_reported() {
     for (config, key) in [
         (
             EnginesConfig {
-                timeout: Period::millis(0),
+                timeout: DurationSetting::millis(0),
                 ..good.clone()
             },
             "timeout",
@@ -438,7 +438,7 @@ fn invalid_settings_are_reported() {
         ),
         (
             EnginesConfig {
-                max_response_size: Size(0),
+                max_response_size: ByteSize(0),
                 ..good.clone()
             },
             "max_response_size",
@@ -468,8 +468,8 @@ fn invalid_settings_are_reported() {
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{key}");
         assert_eq!(
-            problems[0].trail,
-            [warmroute_settings::Step::Key(key.into())]
+            problems[0].path,
+            [warmroute_settings::PathStep::Key(key.into())]
         );
     }
 }

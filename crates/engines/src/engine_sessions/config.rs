@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// Section `sessions.engine:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -18,10 +18,10 @@ pub struct EngineSessionsConfig {
     pub streaming: bool,
     /// Idle time after which the engine closes a session by itself, in case the close call is lost.
     #[serde(default)]
-    pub idle_timeout: Option<Period>,
+    pub idle_timeout: Option<DurationSetting>,
     /// Maximum duration of a call.
     #[serde(default = "timeout")]
-    pub timeout: Period,
+    pub timeout: DurationSetting,
 }
 
 /// Engine with session endpoints.
@@ -36,8 +36,8 @@ fn capacity() -> u64 {
     65_536
 }
 
-fn timeout() -> Period {
-    Period::seconds(1)
+fn timeout() -> DurationSetting {
+    DurationSetting::seconds(1)
 }
 
 impl EngineSessionsConfig {
@@ -53,7 +53,7 @@ impl EngineSessionsConfig {
     }
 
     /// Returns semantic errors of the configuration. `ttl` is the lifetime of an idle session.
-    pub fn problems(&self, ttl: Period) -> Vec<Problem> {
+    pub fn problems(&self, ttl: DurationSetting) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.capacity == 0 {
             problems.push(Problem::of(
@@ -69,7 +69,7 @@ impl EngineSessionsConfig {
         }
         if let Some(idle) = self.idle_timeout.filter(|idle| *idle < ttl) {
             let text = format!(
-                "{idle} is less than `sessions.ttl` ({ttl}), so engines would close sessions that are still sent to them; \
+                "{idle} is less than `sessions.ttl` ({ttl}), so engines would close sessions that are still in use; \
                  give at least as much, or leave it out"
             );
             problems.push(Problem::of("idle_timeout", text));

@@ -209,7 +209,7 @@ impl EventNormalizer {
                 Some(AttentionKind::Main) => return Ok(EventScope::Main(tier)),
                 Some(_) => FilterReason::NonMainGroup,
                 None if group == 0 => return Ok(EventScope::Main(tier)),
-                None => FilterReason::UnlearnedGroup,
+                None => FilterReason::UnknownGroup,
             },
         };
         match origin.group.filter(|_| tier == StorageTier::Device) {

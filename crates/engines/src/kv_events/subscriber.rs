@@ -71,7 +71,7 @@ enum ListenerAction {
 /// Returns the configuration of a socket that receives messages of up to `max_message` bytes.
 pub(super) fn socket_config(max_message: usize) -> SocketConfig {
     let limits = MessageLimits {
-        message: max_message,
+        max_bytes: max_message,
         ..MessageLimits::default()
     };
     SocketConfig {
@@ -424,7 +424,7 @@ mod tests {
         let media = MediaTokens::default();
         let resync = SharedResync::default();
         let engine = String::new();
-        let max_message = MessageLimits::default().message;
+        let max_message = MessageLimits::default().max_bytes;
         let spec = SourceSpec {
             rank,
             source,

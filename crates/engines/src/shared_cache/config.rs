@@ -3,7 +3,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem, Size};
+use warmroute_settings::{ByteSize, DurationSetting, Problem};
 
 /// Section `shared_cache:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -13,25 +13,25 @@ pub struct SharedCacheConfig {
     pub url: String,
     /// Maximum time that a request waits for a lookup.
     #[serde(default = "timeout")]
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Maximum number of concurrent lookups. Further requests are routed without one.
     #[serde(default = "max_concurrency")]
     pub max_concurrency: u32,
     /// Maximum size of a response.
     #[serde(default = "max_response_size")]
-    pub max_response_size: Size,
+    pub max_response_size: ByteSize,
 }
 
-fn timeout() -> Period {
-    Period::millis(20)
+fn timeout() -> DurationSetting {
+    DurationSetting::millis(20)
 }
 
 fn max_concurrency() -> u32 {
     64
 }
 
-fn max_response_size() -> Size {
-    Size::kib(64)
+fn max_response_size() -> ByteSize {
+    ByteSize::kib(64)
 }
 
 impl SharedCacheConfig {
@@ -59,11 +59,11 @@ impl SharedCacheConfig {
         if self.timeout.get().is_zero() {
             problems.push(Problem::of(
                 "timeout",
-                "no answer could come within 0s; the default is 20ms",
+                "every request would time out after 0s; the default is 20ms",
             ));
         }
         if self.max_concurrency == 0 {
-            let text = "no lookup would ever be made; the default is 64, and without this section nothing is asked";
+            let text = "no lookup would ever be made; the default is 64, and without this section no lookup is made";
             problems.push(Problem::of("max_concurrency", text));
         }
         if self.max_response_size.0 == 0 {

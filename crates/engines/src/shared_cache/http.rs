@@ -26,7 +26,7 @@ pub struct HttpSharedCache {
     client: Client,
     url: Url,
     timeout: Duration,
-    max_answer: usize,
+    max_response: usize,
     permits: Semaphore,
 }
 
@@ -67,7 +67,7 @@ impl HttpSharedCache {
             client: pool.build().map_err(|problem| client(&problem))?,
             url,
             timeout: config.timeout.get(),
-            max_answer: config.max_response_size.bytes(),
+            max_response: config.max_response_size.bytes(),
             permits: Semaphore::new((config.max_concurrency as usize).min(Semaphore::MAX_PERMITS)),
         })
     }
@@ -102,8 +102,8 @@ impl HttpSharedCache {
     async fn read_body(&self, mut response: Response) -> Result<Vec<u8>, SharedCacheError> {
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(connection_error)? {
-            if body.len() + chunk.len() > self.max_answer {
-                return Err(SharedCacheError::TooLong(self.max_answer));
+            if body.len() + chunk.len() > self.max_response {
+                return Err(SharedCacheError::TooLong(self.max_response));
             }
             body.extend_from_slice(&chunk);
         }

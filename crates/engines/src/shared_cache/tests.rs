@@ -20,7 +20,7 @@ use tokio::task::JoinHandle;
 use super::*;
 use warmroute_core::block::{CacheSalt, LocalHash};
 use warmroute_core::worker::BlockSize;
-use warmroute_settings::{Period, Size};
+use warmroute_settings::{ByteSize, DurationSetting};
 
 /// Behavior of the server.
 #[derive(Clone)]
@@ -77,7 +77,7 @@ impl Server {
 
     fn config(&self) -> SharedCacheConfig {
         SharedCacheConfig {
-            timeout: Period::seconds(20),
+            timeout: DurationSetting::seconds(20),
             ..SharedCacheConfig::with_url(&self.url)
         }
     }
@@ -230,7 +230,7 @@ async fn slow_server_times_out() {
     ] {
         let server = Server::start(behaviour).await;
         let config = SharedCacheConfig {
-            timeout: Period::millis(60),
+            timeout: DurationSetting::millis(60),
             ..server.config()
         };
         assert_eq!(
@@ -244,7 +244,7 @@ async fn slow_server_times_out() {
 async fn oversized_answer_is_not_read_completely() {
     let server = Server::start(Behaviour::Flood).await;
     let config = SharedCacheConfig {
-        max_response_size: Size::kib(4),
+        max_response_size: ByteSize::kib(4),
         ..server.config()
     };
     let problem = query(&config, &prompt(8)).await.unwrap_err();
@@ -256,7 +256,7 @@ async fn oversized_answer_is_not_read_completely() {
     let server = Server::responding(StatusCode::OK, body).await;
     for (limit, fits) in [(body.len(), true), (body.len() - 1, false)] {
         let config = SharedCacheConfig {
-            max_response_size: Size(limit as u64),
+            max_response_size: ByteSize(limit as u64),
             ..server.config()
         };
         assert_eq!(
@@ -273,7 +273,7 @@ async fn unreachable_server_is_an_error() {
     let free = listener.local_addr().unwrap();
     drop(listener);
     let config = SharedCacheConfig {
-        timeout: Period::seconds(20),
+        timeout: DurationSetting::seconds(20),
         ..SharedCacheConfig::with_url(format!("http://{free}/lookup"))
     };
     let problem = query(&config, &prompt(8)).await.unwrap_err();
@@ -403,7 +403,7 @@ fn invalid_settings_are_reported() {
         (SharedCacheConfig::with_url(""), "url"),
         (
             SharedCacheConfig {
-                timeout: Period::millis(0),
+                timeout: DurationSetting::millis(0),
                 ..good.clone()
             },
             "timeout",
@@ -417,7 +417,7 @@ fn invalid_settings_are_reported() {
         ),
         (
             SharedCacheConfig {
-                max_response_size: Size(0),
+                max_response_size: ByteSize(0),
                 ..good
             },
             "max_response_size",
@@ -427,7 +427,7 @@ fn invalid_settings_are_reported() {
         let problems = config.problems();
         assert_eq!(problems.len(), 1, "{config:?}: {problems:?}");
         assert!(
-            format!("{:?}", problems[0].trail).contains(key),
+            format!("{:?}", problems[0].path).contains(key),
             "{problems:?}"
         );
     }

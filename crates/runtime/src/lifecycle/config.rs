@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// `readiness:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -12,14 +12,14 @@ pub struct ReadinessConfig {
     pub min_workers: u32,
     /// Time that readiness waits for the event sources to catch up. After that, requests are served
     /// with the current index.
-    pub event_sources_timeout: Period,
+    pub event_sources_timeout: DurationSetting,
 }
 
 impl Default for ReadinessConfig {
     fn default() -> Self {
         Self {
             min_workers: 1,
-            event_sources_timeout: Period::seconds(30),
+            event_sources_timeout: DurationSetting::seconds(30),
         }
     }
 }
@@ -30,9 +30,9 @@ impl Default for ReadinessConfig {
 pub struct DrainConfig {
     /// Time after the stop signal during which new exchanges are still served. Meanwhile gRPC
     /// health reports `draining` and a successor may start. 0s skips it.
-    pub grace_period: Period,
+    pub grace_period: DurationSetting,
     /// Maximum time that open exchanges may take after the grace period; 0s aborts them at once.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
 }
 
 impl Default for DrainConfig {
@@ -40,8 +40,8 @@ impl Default for DrainConfig {
         // The grace period is longer than a successor needs to load its tokenizers, and than
         // gateways need to remove an endpoint.
         Self {
-            grace_period: Period::seconds(5),
-            timeout: Period::seconds(30),
+            grace_period: DurationSetting::seconds(5),
+            timeout: DurationSetting::seconds(30),
         }
     }
 }
@@ -53,17 +53,17 @@ pub struct ReloadConfig {
     /// Whether the file is reloaded when it changes.
     pub watch: bool,
     /// Poll interval, in case a file notification is lost.
-    pub poll_interval: Period,
+    pub poll_interval: DurationSetting,
     /// Time without changes before the file is read, so that a write in several parts is read once.
-    pub debounce: Period,
+    pub debounce: DurationSetting,
 }
 
 impl Default for ReloadConfig {
     fn default() -> Self {
         Self {
             watch: true,
-            poll_interval: Period::seconds(5),
-            debounce: Period::millis(100),
+            poll_interval: DurationSetting::seconds(5),
+            debounce: DurationSetting::millis(100),
         }
     }
 }
@@ -72,7 +72,7 @@ impl ReloadConfig {
     /// Returns semantic errors.
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.poll_interval.get().is_zero();
-        let text = "polling every 0s would never rest; the default is 5s";
+        let text = "an interval of 0s would poll without pause; the default is 5s";
         zero.then(|| Problem::of("poll_interval", text))
             .into_iter()
             .collect()

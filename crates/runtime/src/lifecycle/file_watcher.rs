@@ -1,8 +1,8 @@
 //! File change notification.
 //!
-//! The watcher follows the parent folders of the files. This covers a rename into place, a write in
-//! place, and the symbolic link swap of Kubernetes. A slow poll covers file systems without
-//! notifications.
+//! The watcher follows the parent directories of the files. This covers a rename into place, a
+//! write in place, and the symbolic link swap of Kubernetes. A slow poll covers file systems
+//! without notifications.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -35,11 +35,11 @@ pub struct FileWatcher {
 }
 
 impl FileWatcher {
-    /// Watches the folders of the files.
+    /// Watches the directories of the files.
     pub fn new(files: &[PathBuf]) -> Self {
         let change = Arc::new(Notify::new());
         Self {
-            _watcher: watch_folders(files, change.clone()),
+            _watcher: watch_directories(files, change.clone()),
             notify: change,
         }
     }
@@ -61,7 +61,7 @@ impl FileWatcher {
     }
 }
 
-fn watch_folders(files: &[PathBuf], change: Arc<Notify>) -> Option<RecommendedWatcher> {
+fn watch_directories(files: &[PathBuf], change: Arc<Notify>) -> Option<RecommendedWatcher> {
     let on_event = move |event: notify::Result<Event>| {
         if event.as_ref().map_or(true, is_change) {
             change.notify_one();
@@ -72,20 +72,20 @@ fn watch_folders(files: &[PathBuf], change: Arc<Notify>) -> Option<RecommendedWa
             tracing::warn!(%error, "file watcher unavailable; files are only polled");
         })
         .ok()?;
-    let folders: BTreeSet<&Path> = files.iter().map(|file| folder_of(file)).collect();
-    for folder in folders {
-        if let Err(error) = watcher.watch(folder, RecursiveMode::NonRecursive) {
-            tracing::warn!(folder = %folder.display(), %error, "folder cannot be watched; its files are only polled");
+    let directories: BTreeSet<&Path> = files.iter().map(|file| directory_of(file)).collect();
+    for directory in directories {
+        if let Err(error) = watcher.watch(directory, RecursiveMode::NonRecursive) {
+            tracing::warn!(directory = %directory.display(), %error, "directory cannot be watched; its files are only polled");
         }
     }
     Some(watcher)
 }
 
-fn folder_of(file: &Path) -> &Path {
-    let folder = file
+fn directory_of(file: &Path) -> &Path {
+    let directory = file
         .parent()
-        .filter(|folder| !folder.as_os_str().is_empty());
-    folder.unwrap_or(Path::new("."))
+        .filter(|directory| !directory.as_os_str().is_empty());
+    directory.unwrap_or(Path::new("."))
 }
 
 /// Returns true unless the event is a read, because the reload itself opens the files.

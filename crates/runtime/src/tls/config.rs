@@ -33,8 +33,8 @@ impl TlsConfig {
         self.client_ca.is_some()
     }
 
-    /// Resolves relative paths against the folder of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Resolves relative paths against the directory of the configuration file.
+    pub fn resolve(&mut self, directory: &Path) {
         let files = [
             &mut self.cert,
             &mut self.key,
@@ -42,7 +42,7 @@ impl TlsConfig {
             &mut self.client_ca,
         ];
         for file in files.into_iter().flatten() {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
@@ -75,9 +75,9 @@ impl TlsConfig {
                 cert: cert.clone(),
                 key: key.clone(),
             }),
-            (None, None, Some(folder), false) => Ok(CertificateSource::Files {
-                cert: folder.join(CERT_DIR_FILES.0),
-                key: folder.join(CERT_DIR_FILES.1),
+            (None, None, Some(directory), false) => Ok(CertificateSource::Files {
+                cert: directory.join(CERT_DIR_FILES.0),
+                key: directory.join(CERT_DIR_FILES.1),
             }),
             (None, None, None, true) => Ok(CertificateSource::SelfSigned),
             (Some(_), None, None, false) => Err(Problem::of(
@@ -148,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn relative_paths_start_at_configuration_folder() {
+    fn relative_paths_start_at_configuration_directory() {
         let mut config = TlsConfig {
             cert: Some("tls/c.pem".into()),
             key: Some("/k.pem".into()),

@@ -18,7 +18,7 @@ pub struct ConnectionLimits {
     /// Maximum number of connections from one IP address.
     pub per_peer: usize,
     /// Time without messages after which a connection with open streams may be evicted.
-    pub quiet: Duration,
+    pub idle_timeout: Duration,
 }
 
 /// Reason for closing a new connection at once.
@@ -82,8 +82,8 @@ impl ConnectionUse {
     }
 
     /// Returns whether the connection may be evicted at `now`.
-    pub(super) fn is_replaceable(&self, now: Duration, quiet: Duration) -> bool {
-        self.open_streams() == 0 || now.saturating_sub(self.last()) >= quiet
+    pub(super) fn is_replaceable(&self, now: Duration, idle_timeout: Duration) -> bool {
+        self.open_streams() == 0 || now.saturating_sub(self.last()) >= idle_timeout
     }
 
     pub(super) fn is_evicted(&self) -> bool {
@@ -205,7 +205,7 @@ impl ConnectionTable {
             .map(|entry| &*entry.usage)
             .filter(|usage| !usage.is_evicted());
         candidates
-            .filter(|usage| usage.is_replaceable(now, self.limits.quiet))
+            .filter(|usage| usage.is_replaceable(now, self.limits.idle_timeout))
             .min_by_key(|usage| (usage.open_streams() > 0, usage.last()))
     }
 }
@@ -222,7 +222,7 @@ mod tests {
         ConnectionTable::new(ConnectionLimits {
             total,
             per_peer,
-            quiet: QUIET,
+            idle_timeout: QUIET,
         })
     }
 

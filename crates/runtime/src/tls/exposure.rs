@@ -17,7 +17,7 @@ pub struct ListenerExposure<'a> {
     /// True if the configuration allows unauthenticated callers.
     pub unprotected: bool,
     /// Actions available to any caller, for the error text.
-    pub risk: &'static str,
+    pub allowed_actions: &'static str,
 }
 
 impl ListenerExposure<'_> {
@@ -35,7 +35,7 @@ impl ListenerExposure<'_> {
         }
         let text = format!(
             "{} is reachable from other hosts, and any caller could {}; set `tls.client_ca`, listen on 127.0.0.1, or set `unprotected: true`",
-            self.listen, self.risk
+            self.listen, self.allowed_actions
         );
         Some(Problem::of(self.key, text))
     }

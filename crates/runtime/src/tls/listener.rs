@@ -45,7 +45,7 @@ pub struct ListenerLimits {
     pub idle: Option<Duration>,
     /// Maximum size of an HTTP/2 header block with its frames, in octets. A larger block closes the
     /// connection.
-    pub header_block: usize,
+    pub max_header_block_bytes: usize,
 }
 
 /// Identity and protocol of a listener.
@@ -345,10 +345,10 @@ impl ConnectionSlot {
     /// Returns ready when the connection was evicted and has not been used since.
     pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
         ready!(self.usage.poll_evicted(cx));
-        if self
-            .usage
-            .is_replaceable(self.now(), self.context.profile.limits.connections.quiet)
-        {
+        if self.usage.is_replaceable(
+            self.now(),
+            self.context.profile.limits.connections.idle_timeout,
+        ) {
             return Poll::Ready(());
         }
         self.usage.withdraw_eviction();
@@ -375,7 +375,7 @@ impl ConnectionSlot {
                 let context = self.context.clone();
                 let peer = self.peer;
                 let http2 = Http2Limits {
-                    header_block: limits.header_block,
+                    max_header_block_bytes: limits.max_header_block_bytes,
                 };
                 let filter =
                     Http2Filter::new(io, http2, move |sent| context.on_http2_error(sent, peer));

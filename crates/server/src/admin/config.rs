@@ -38,12 +38,12 @@ impl Default for AdminConfig {
 
 impl AdminConfig {
     /// Resolves relative file paths against the directory of the configuration.
-    pub fn resolve_paths(&mut self, folder: &Path) {
+    pub fn resolve_paths(&mut self, directory: &Path) {
         if let Some(tls) = &mut self.tls {
-            tls.resolve(folder);
+            tls.resolve(directory);
         }
         if let Some(file) = &mut self.token_file {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 

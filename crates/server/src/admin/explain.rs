@@ -134,7 +134,7 @@ impl ExplainRequest {
         match body.len() {
             0 => RequestBody::Absent,
             length if length > limit => RequestBody::TooLarge {
-                shown: body,
+                received: body,
                 bytes: length as u64,
             },
             _ => RequestBody::Whole(body),
@@ -263,7 +263,7 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
         .dispatcher
         .explain(preprocessed.route_request, preprocessed.session.as_ref());
     explanation.requested_model = requested_model;
-    debug!(path, "explained: {}", explanation.sentence);
+    debug!(path, "explained: {}", explanation.summary);
     Ok(if as_table {
         table::render(&explanation).into_response()
     } else {

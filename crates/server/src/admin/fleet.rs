@@ -26,8 +26,8 @@ fn fleet_json(router: &Router) -> Value {
             source.extend(facts);
         }
         entry["source"] = source;
-        if let Some((learned, mismatches)) = router.sources().engine_settings(member.rank.worker) {
-            entry["learned"] = json!(learned);
+        if let Some((settings, mismatches)) = router.sources().engine_settings(member.rank.worker) {
+            entry["engine_settings"] = json!(settings);
             entry["mismatches"] = json!(mismatches);
         }
     }

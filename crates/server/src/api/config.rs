@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_core::load::ledger::LedgerRules;
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `listeners.api:` section: the router as a gRPC service. Every client that reaches it can
 /// book load and pin requests, and clients are not authenticated. The service is off unless the
@@ -23,7 +23,7 @@ pub struct ApiConfig {
     /// Whether the service is offered without protection on an address that is not loopback.
     pub unprotected: bool,
     /// Time without calls after which a booking expires.
-    pub booking_timeout: Period,
+    pub booking_timeout: DurationSetting,
     /// Maximum number of bookings.
     pub max_bookings: u32,
     /// Maximum number of blocks of one prompt.
@@ -38,7 +38,7 @@ impl Default for ApiConfig {
             address: (Ipv4Addr::LOCALHOST, 9903).into(),
             tls: None,
             unprotected: false,
-            booking_timeout: Period::seconds(300),
+            booking_timeout: DurationSetting::seconds(300),
             max_bookings: 1 << 20,
             max_prompt_blocks: 1 << 17,
             max_booked_blocks: 1 << 25,
@@ -86,7 +86,7 @@ impl ApiConfig {
             listen: self.address,
             tls: self.tls.as_ref(),
             unprotected: self.unprotected,
-            risk: "book load and pin requests",
+            allowed_actions: "book load and pin requests",
         };
         problems.extend(exposure.problem());
         problems

@@ -232,7 +232,7 @@ mod tests {
         let unparseable = ApiError::InvalidBody(Reason::Unparseable);
         let booked = LedgerError::AlreadyBooked { attempt: 1 };
         let not_serving = LedgerError::NotServing { rank };
-        let too_many_blocks = LedgerError::TooManyBlocks { most: 1 };
+        let too_many_blocks = LedgerError::TooManyBlocks { limit: 1 };
         let too_many_streams = ApiError::TooManyStreams("dumps", 4);
         let cases: [(ApiError, Code, Option<&str>); 17] = [
             (ApiError::SourceDetached(rank), precondition, None),
@@ -243,7 +243,7 @@ mod tests {
             (ApiError::UnknownModel("m".into()), Code::NotFound, None),
             (booked.into(), Code::AlreadyExists, None),
             (not_serving.into(), Code::NotFound, None),
-            (LedgerError::Full { most: 1 }.into(), exhausted, Some("1")),
+            (LedgerError::Full { limit: 1 }.into(), exhausted, Some("1")),
             (too_many_blocks.into(), exhausted, Some("1")),
             (too_many_streams, exhausted, Some("1")),
             (full.into(), exhausted, Some("2")),

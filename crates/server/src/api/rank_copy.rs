@@ -83,12 +83,12 @@ struct ChunkWriter {
 
 impl Write for ChunkWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let piece = bytes[..bytes.len().min(CHUNK_BYTES)].to_vec();
-        let length = piece.len();
+        let chunk = bytes[..bytes.len().min(CHUNK_BYTES)].to_vec();
+        let length = chunk.len();
         let deadline = self.deadline.min(Instant::now() + SEND_TIMEOUT);
         let sent = timeout_at(
             deadline,
-            self.chunk_tx.send(Ok(pb::CopyRankResponse { piece })),
+            self.chunk_tx.send(Ok(pb::CopyRankResponse { chunk })),
         );
         let result = self
             .handle

@@ -64,25 +64,25 @@ struct ModelField {
 /// Parses a query and looks up external caches.
 pub(super) async fn parse_query(
     preprocessor: &Arc<RequestPreprocessor>,
-    question: Option<pb::Question>,
+    query: Option<pb::PromptQuery>,
     options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
-    let Some(mut question) = question else {
-        return Err(ApiError::invalid_argument("question is missing"));
+    let Some(mut query) = query else {
+        return Err(ApiError::invalid_argument("query is missing"));
     };
-    let prompt = question
+    let prompt = query
         .prompt
         .take()
-        .ok_or_else(|| ApiError::invalid_argument("question.prompt is missing"))?;
+        .ok_or_else(|| ApiError::invalid_argument("query.prompt is missing"))?;
     let mut query = match prompt {
-        pb::question::Prompt::Body(body) => {
-            return parse_body_query(preprocessor, &question, body, options).await;
+        pb::prompt_query::Prompt::Body(body) => {
+            return parse_body_query(preprocessor, &query, body, options).await;
         }
-        pb::question::Prompt::Tokens(tokens) => {
-            parse_token_query(preprocessor, question, tokens.ids, options)?
+        pb::prompt_query::Prompt::Tokens(tokens) => {
+            parse_token_query(preprocessor, query, tokens.ids, options)?
         }
-        pb::question::Prompt::Blocks(blocks) => {
-            parse_block_query(preprocessor, &question, blocks, options)?
+        pb::prompt_query::Prompt::Blocks(blocks) => {
+            parse_block_query(preprocessor, &query, blocks, options)?
         }
     };
     preprocessor
@@ -93,11 +93,11 @@ pub(super) async fn parse_query(
 
 async fn parse_body_query(
     preprocessor: &Arc<RequestPreprocessor>,
-    question: &pb::Question,
+    query: &pb::PromptQuery,
     body: pb::Body,
     options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
-    if [&question.model, &question.adapter, &question.cache_salt]
+    if [&query.model, &query.adapter, &query.cache_salt]
         .into_iter()
         .any(|text| !text.is_empty())
     {
@@ -115,12 +115,12 @@ async fn parse_body_query(
     let preprocessed = preprocessor
         .preprocess(&body.path, &find, &RequestBody::Whole(json.clone()))
         .await;
-    if let RoutePrompt::Estimated { because, .. } = &preprocessed.route_request.prompt {
-        match because {
+    if let RoutePrompt::Estimated { reason, .. } = &preprocessed.route_request.prompt {
+        match reason {
             // Envoy forwards such requests unrouted. A caller of this service receives an error
             // instead.
             Reason::NotInference | Reason::NoBody | Reason::Unparseable => {
-                return Err(ApiError::InvalidBody(*because));
+                return Err(ApiError::InvalidBody(*reason));
             }
             Reason::UnknownModel => {
                 let field = serde_json::from_slice::<ModelField>(&json)
@@ -149,16 +149,16 @@ async fn parse_body_query(
 
 fn parse_token_query(
     preprocessor: &Arc<RequestPreprocessor>,
-    question: pb::Question,
+    query: pb::PromptQuery,
     tokens: Vec<u32>,
     options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
     if tokens.is_empty() {
         return Err(ApiError::invalid_argument("the prompt has no tokens"));
     }
-    let resolved = resolve_model(preprocessor, &question)?;
+    let resolved = resolve_model(preprocessor, &query)?;
     options.check_blocks(tokens.len() / resolved.model.block_size.tokens())?;
-    let salt = Some(question.cache_salt).filter(|salt| !salt.is_empty());
+    let salt = Some(query.cache_salt).filter(|salt| !salt.is_empty());
     let request = preprocessor.preprocess_tokens(&resolved, tokens.clone(), salt);
     Ok(ParsedQuery {
         request,
@@ -169,16 +169,16 @@ fn parse_token_query(
 
 fn parse_block_query(
     preprocessor: &Arc<RequestPreprocessor>,
-    question: &pb::Question,
+    query: &pb::PromptQuery,
     blocks: pb::BlockHashes,
     options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
-    if !question.cache_salt.is_empty() {
+    if !query.cache_salt.is_empty() {
         return Err(ApiError::invalid_argument(
             "`cache_salt` is not allowed with block hashes, which already contain it",
         ));
     }
-    let resolved = resolve_model(preprocessor, question)?;
+    let resolved = resolve_model(preprocessor, query)?;
     let size = resolved.model.block_size;
     let count = blocks.local_hashes.len();
     let sequence_count = blocks.sequence_hashes.len();
@@ -221,15 +221,15 @@ fn parse_block_query(
 
 fn resolve_model(
     preprocessor: &RequestPreprocessor,
-    question: &pb::Question,
+    query: &pb::PromptQuery,
 ) -> Result<ResolvedModel, ApiError> {
-    let name = Some(question.model.as_str()).filter(|name| !name.is_empty());
+    let name = Some(query.model.as_str()).filter(|name| !name.is_empty());
     let mut resolved = preprocessor.resolve_model(name).ok_or_else(|| match name {
         Some(name) => ApiError::UnknownModel(name.to_owned()),
         None => missing_model_error(),
     })?;
-    if !question.adapter.is_empty() {
-        resolved.adapter = Some(question.adapter.clone());
+    if !query.adapter.is_empty() {
+        resolved.adapter = Some(query.adapter.clone());
     }
     Ok(resolved)
 }
@@ -239,7 +239,10 @@ fn missing_model_error() -> ApiError {
 }
 
 /// Applies the caller's routing hints. Unset hints leave the request unchanged.
-pub(super) fn apply_hints(request: &mut RouteRequest, hints: pb::Wishes) -> Result<(), ApiError> {
+pub(super) fn apply_hints(
+    request: &mut RouteRequest,
+    hints: pb::RoutingHints,
+) -> Result<(), ApiError> {
     let constraints = &mut request.constraints;
     constraints.pin = hints.pin.map(parse_pin).or(constraints.pin);
     request.prefill_pin = hints.prefill_pin.map(parse_pin).or(request.prefill_pin);

@@ -38,7 +38,7 @@ pub(super) fn prompts_to_proto(
 pub(super) fn route_to_proto(
     route: &Route,
     prompts: Vec<pb::HashedPrompt>,
-    booked: pb::Booked,
+    booked: pb::BookingOutcome,
 ) -> pb::RouteResponse {
     let to_placement = |to, overlap, cached_tokens, choice| {
         placement_to_proto(to, overlap, cached_tokens, choice, route.block_size)

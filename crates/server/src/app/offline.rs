@@ -124,7 +124,7 @@ fn try_clients(config: &Config) -> Result<(), Problem> {
     let problem_of =
         |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
     EngineClient::new(&config.engines.http)
-        .map_err(|error| Problem::of("engines", error.to_string()))?;
+        .map_err(|error| Problem::of("http", error.to_string()).within("engines"))?;
     parts::index_client(config, &metrics).map_err(problem_of("index.remote"))?;
     let shared = config
         .index
@@ -132,7 +132,7 @@ fn try_clients(config: &Config) -> Result<(), Problem> {
         .as_ref()
         .map(HttpSharedCache::new)
         .transpose();
-    shared.map_err(|error| Problem::of("shared_cache", error.to_string()))?;
+    shared.map_err(|error| Problem::of("shared_cache", error.to_string()).within("index"))?;
     Ok(())
 }
 

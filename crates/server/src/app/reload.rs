@@ -19,14 +19,14 @@ use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
-use warmroute_settings::{ConfigError, Problem, Step};
+use warmroute_settings::{ConfigError, PathStep, Problem};
 use warmroute_tokens::prompt::Encoder;
 
 use super::encoders::{EncoderRegistry, LoadedModels};
 use super::parts::{self, PreprocessorDeps};
 use super::self_test_subjects::{self, Subjects};
 use crate::cluster::remote_index::RemoteIndexClient;
-use crate::config::{Adopted, Config};
+use crate::config::{Config, ReloadedConfig};
 use crate::request::{RequestPreprocessor, SharedClusterRules};
 
 /// New configuration and the components built from it; the input of the participants.
@@ -196,21 +196,21 @@ impl Reloader {
             read.map_err(|mistakes| mistakes.iter().map(ToString::to_string).collect::<Vec<_>>())?;
         let conflict_texts = |problems: Vec<Problem>| {
             let text = |problem: Problem| {
-                let trail: Vec<String> = problem.trail.iter().map(path_step).collect();
+                let path: Vec<String> = problem.path.iter().map(path_step).collect();
                 format!(
                     "`{}` does not work with settings that only a restart changes: {}",
-                    trail.join("."),
+                    path.join("."),
                     problem.text
                 )
             };
             problems.into_iter().map(text).collect::<Vec<_>>()
         };
         let running = self.running();
-        let Adopted {
+        let ReloadedConfig {
             config,
             changed,
             needs_restart,
-        } = running.adopt(&read).map_err(conflict_texts)?;
+        } = running.apply_reload(&read).map_err(conflict_texts)?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
         let failed = |error: anyhow::Error| vec![format!("{error:#}")];
@@ -355,10 +355,10 @@ pub struct ConfigFile {
     pub last_bytes: parking_lot::Mutex<Option<Vec<u8>>>,
 }
 
-fn path_step(step: &Step) -> String {
+fn path_step(step: &PathStep) -> String {
     match step {
-        Step::Key(key) => key.clone(),
-        Step::At(at) => at.to_string(),
+        PathStep::Key(key) => key.clone(),
+        PathStep::At(at) => at.to_string(),
     }
 }
 

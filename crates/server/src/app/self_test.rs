@@ -274,12 +274,12 @@ impl SelfTestRunner {
                     %model,
                     worker = %id,
                     canary = d.canary.as_deref().unwrap_or_default(),
-                    position = d.at,
+                    position = d.position,
                     block = d.block,
-                    ours = ?d.ours,
-                    theirs = ?d.theirs,
-                    our_text = ?d.our_text.as_deref().unwrap_or_default(),
-                    their_text = ?d.their_text.as_deref().unwrap_or_default(),
+                    warmroute_token = ?d.warmroute_token,
+                    engine_token = ?d.engine_token,
+                    warmroute_text = ?d.warmroute_text.as_deref().unwrap_or_default(),
+                    engine_text = ?d.engine_text.as_deref().unwrap_or_default(),
                     "engine tokens differ; compare tokenizer, chat template and settings of the model"
                 );
             }
@@ -292,10 +292,10 @@ impl SelfTestRunner {
                 info!(%model, worker = %id, compared, skipped, "engine tokens match");
             }
             // Logged once, because a starting worker is queried often.
-            CanaryVerdict::CannotTest { why, .. }
+            CanaryVerdict::CannotTest { reason, .. }
                 if !matches!(before, CanaryVerdict::CannotTest { .. }) =>
             {
-                info!(%model, worker = %id, why, "engine tokens cannot be compared");
+                info!(%model, worker = %id, reason, "engine tokens cannot be compared");
             }
             CanaryVerdict::CannotTest { .. } | CanaryVerdict::Untested => {}
         }
@@ -341,7 +341,7 @@ impl SelfTestRunner {
             };
             if let (
                 BlockEvidence::Unconfirmed { block },
-                ParityChange::Distrusted | ParityChange::Differs,
+                ParityChange::TokensDisabled | ParityChange::WorkerDiffers,
             ) = (evidence, change)
             {
                 self.count_mismatch(&model);
@@ -358,7 +358,7 @@ impl SelfTestRunner {
 
     fn publish_metrics(&self) {
         for (model, status) in self.router.parity().statuses() {
-            let tokens_disabled = i64::from(status.is_mistrusted());
+            let tokens_disabled = i64::from(status.are_tokens_disabled());
             self.metrics
                 .parity
                 .tokens_disabled
@@ -429,16 +429,16 @@ fn log_change(model: &ModelName, worker: Option<WorkerId>, change: ParityChange,
     let worker = worker.map(tracing::field::display);
     match change {
         ParityChange::None => {}
-        ParityChange::Differs => {
+        ParityChange::WorkerDiffers => {
             warn!(%model, worker, by, "token mismatch of one worker; its requests are routed by load")
         }
-        ParityChange::Agrees => {
+        ParityChange::WorkerAgrees => {
             info!(%model, worker, by, "tokens match again; requests to this worker are routed by prefix")
         }
-        ParityChange::Distrusted => {
+        ParityChange::TokensDisabled => {
             warn!(%model, by, "token mismatch of the model; requests are routed by load or with engine tokens");
         }
-        ParityChange::Trusted => {
+        ParityChange::TokensEnabled => {
             info!(%model, by, "tokens match again; requests are routed by prefix")
         }
     }
@@ -483,7 +483,7 @@ mod tests {
                 },
             );
             let verdict = CanaryVerdict::CannotTest {
-                why: String::new(),
+                reason: String::new(),
                 is_transient,
             };
             runner.apply_results(vec![SelfTestResult {

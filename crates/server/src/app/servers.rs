@@ -228,7 +228,7 @@ impl App {
             find_model: Box::new(find_model),
             readiness: self.readiness.clone(),
             metrics: parts.metrics.clone(),
-            most_blocks: settings.max_prompt_blocks as usize,
+            max_blocks: settings.max_prompt_blocks as usize,
         })
     }
 

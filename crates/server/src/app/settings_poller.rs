@@ -25,7 +25,7 @@ use warmroute_runtime::lifecycle::supervise;
 use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
 use super::reload::ReloadCandidate;
-use crate::config::{Config, LearnConfig};
+use crate::config::{Config, EngineDiscoveryConfig};
 use responses::{EngineResponses, base_model};
 
 pub use responses::parse_engine_settings;
@@ -51,7 +51,7 @@ const MAX_CONCURRENT_QUERIES: usize = 16;
 
 /// Settings and engine client of the poller.
 struct SettingsPollConfig {
-    settings: LearnConfig,
+    settings: EngineDiscoveryConfig,
     engines: EnginesConfig,
     client: EngineClient,
 }

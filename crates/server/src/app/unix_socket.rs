@@ -19,7 +19,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use tracing::{info, warn};
-use warmroute_runtime::lifecycle::{Readiness, folder};
+use warmroute_runtime::lifecycle::{Readiness, directory};
 
 use super::health::DRAINING;
 
@@ -95,11 +95,11 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         let path = self.path();
-        let Ok(folder) = File::open(folder::of(path)) else {
+        let Ok(directory) = File::open(directory::of(path)) else {
             return;
         };
         // If the directory is locked, a successor is replacing the socket.
-        let ours = folder.try_lock().is_ok() && is_socket(path);
+        let ours = directory.try_lock().is_ok() && is_socket(path);
         if ours && std::os::unix::net::UnixStream::connect(path).is_err() {
             // The file may already be removed.
             let _removed = fs::remove_file(path);
@@ -109,9 +109,9 @@ impl Drop for SocketFile {
 
 /// Binds the socket at `path`.
 pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFile)> {
-    folder::prepare(path)?;
-    let folder = folder::of(path).to_owned();
-    let _lock = tokio::task::spawn_blocking(move || lock_folder(&folder)).await??;
+    directory::prepare(path)?;
+    let directory = directory::of(path).to_owned();
+    let _lock = tokio::task::spawn_blocking(move || lock_directory(&directory)).await??;
     match socket_owner(path).await {
         SocketOwner::Vacant => {}
         SocketOwner::Draining => {
@@ -212,10 +212,10 @@ async fn is_draining(path: &Path) -> anyhow::Result<bool> {
     Ok(answer.into_inner().status() == ServingStatus::Serving)
 }
 
-fn lock_folder(folder: &Path) -> io::Result<File> {
-    let folder = File::open(folder)?;
-    folder.lock()?;
-    Ok(folder)
+fn lock_directory(directory: &Path) -> io::Result<File> {
+    let directory = File::open(directory)?;
+    directory.lock()?;
+    Ok(directory)
 }
 
 fn is_socket(path: &Path) -> bool {

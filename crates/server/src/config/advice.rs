@@ -10,7 +10,7 @@ use std::fmt;
 use std::time::Duration;
 
 use warmroute_core::worker::{Worker, WorkerRole};
-use warmroute_settings::Size;
+use warmroute_settings::ByteSize;
 
 use super::{Config, ModelConfig};
 use crate::fleet::discovery::kubernetes::PodsConfig;
@@ -77,7 +77,7 @@ impl Config {
 }
 
 /// Body limits below this size are probably written without their unit.
-const SHORT_BODY: Size = Size::kib(64);
+const SHORT_BODY: ByteSize = ByteSize::kib(64);
 
 /// `message_timeout` of the shipped Envoy files.
 const MESSAGE_TIMEOUT: Duration = Duration::from_secs(1);

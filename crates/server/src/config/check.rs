@@ -8,7 +8,7 @@ mod workers;
 
 use std::collections::HashSet;
 
-use warmroute_settings::{Problem, Step};
+use warmroute_settings::{PathStep, Problem};
 
 use super::Config;
 
@@ -115,8 +115,8 @@ impl SectionProblems {
 }
 
 /// Splits the dotted path of a key.
-fn steps(path: &str) -> Vec<Step> {
-    path.split('.').map(Step::from).collect()
+fn steps(path: &str) -> Vec<PathStep> {
+    path.split('.').map(PathStep::from).collect()
 }
 
 fn envoy(config: &Config) -> Vec<Problem> {
@@ -140,7 +140,7 @@ fn weights(config: &Config) -> Option<Problem> {
 fn disaggregation(config: &Config) -> Option<Problem> {
     let (name, text) = config.routing.disaggregation.validate().err()?;
     Some(Problem::at(
-        [Step::from("conditional"), name.into()],
+        [PathStep::from("conditional"), name.into()],
         format!("`{name}` {text}"),
     ))
 }
@@ -160,16 +160,16 @@ fn rewrites(config: &Config) -> Vec<Problem> {
         .model_rewrites
         .targets()
         .filter(|(_, name)| !name.as_str().is_empty() && !known.contains(name.as_str()));
-    problems.extend(unknown.map(|(trail, name)| {
+    problems.extend(unknown.map(|(path, name)| {
         let text = format!("`{name}` is no model, alias or adapter under `models`; add it there, or name one of these");
-        Problem::at(trail, text)
+        Problem::at(path, text)
     }));
     problems
 }
 
 fn load(config: &Config) -> Vec<Problem> {
     let is_useless = config.routing.load.prefill_decay && !config.routing.load.prefill_tokens;
-    let text = "prefill tokens are not counted, so nothing would shrink; set `prefill_tokens: true`, or leave this out";
+    let text = "prefill tokens are not counted, so there is nothing to decay; set `prefill_tokens: true`, or leave this out";
     is_useless
         .then(|| Problem::of("prefill_decay", text))
         .into_iter()

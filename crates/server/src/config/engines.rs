@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use warmroute_engines::engine_client::config::EnginesConfig;
 
-use super::{KvEventsLimits, LearnConfig};
+use super::{EngineDiscoveryConfig, KvEventsLimits};
 use crate::self_test::config::SelfTestConfig;
 
 /// The `engines:` section.
@@ -13,7 +13,7 @@ pub struct EnginesSection {
     /// HTTP requests to engines.
     pub http: EnginesConfig,
     /// Queries to engines for their settings.
-    pub discovery: LearnConfig,
+    pub discovery: EngineDiscoveryConfig,
     /// Comparison of warmroute's tokens with those of the engines.
     pub parity_check: SelfTestConfig,
     /// Connections to the KV event sources.

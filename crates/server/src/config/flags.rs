@@ -7,7 +7,7 @@ use std::path::PathBuf;
 
 use serde_json::{Value, json};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::{Config, LogFormat, LogLevel, PoolConfig};
 
@@ -25,10 +25,10 @@ pub struct Flags {
     /// TLS of the ext_proc TCP listener: `true` uses the certificate of the file or of `cert_dir`,
     /// or a self-signed one; `false` disables TLS.
     pub secure_serving: Option<bool>,
-    /// Folder with the certificate of ext_proc, as `tls.crt` and `tls.key`.
+    /// Directory with the certificate of ext_proc, as `tls.crt` and `tls.key`.
     pub cert_dir: Option<PathBuf>,
     /// Time to continue serving after the shutdown signal.
-    pub drain_grace: Option<Period>,
+    pub drain_grace: Option<DurationSetting>,
     /// Port of the admin pages. The IP address stays that of the file.
     pub metrics_port: Option<u16>,
     /// Format of the log.
@@ -209,7 +209,7 @@ mod tests {
             pool_name: Some("primary".to_owned()),
             pool_namespace: Some("apps".to_owned()),
             grpc_health_port: Some(1),
-            drain_grace: Some(Period::seconds(7)),
+            drain_grace: Some(DurationSetting::seconds(7)),
             ..Flags::default()
         }
     }
@@ -244,7 +244,10 @@ mod tests {
             ),
             (true, true)
         );
-        assert_eq!(config.process.drain.grace_period, Period::seconds(7));
+        assert_eq!(
+            config.process.drain.grace_period,
+            DurationSetting::seconds(7)
+        );
     }
 
     #[test]

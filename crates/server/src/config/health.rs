@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::health::HealthRules;
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// Upper limit of the ejection time. A longer time would keep repaired workers out of service.
 const MAX_EJECTION_TIME: Duration = Duration::from_secs(24 * 60 * 60);
@@ -18,9 +18,9 @@ pub struct HealthConfig {
     /// ejection.
     pub consecutive_failures: u32,
     /// Ejection time before one request probes the worker. It doubles after each failed probe.
-    pub base_ejection_time: Period,
+    pub base_ejection_time: DurationSetting,
     /// Maximum ejection time.
-    pub max_ejection_time: Period,
+    pub max_ejection_time: DurationSetting,
 }
 
 impl Default for HealthConfig {
@@ -32,8 +32,8 @@ impl Default for HealthConfig {
         } = HealthRules::default();
         Self {
             consecutive_failures,
-            base_ejection_time: Period(base_ejection_time),
-            max_ejection_time: Period(max_ejection_time),
+            base_ejection_time: DurationSetting(base_ejection_time),
+            max_ejection_time: DurationSetting(max_ejection_time),
         }
     }
 }
@@ -52,7 +52,7 @@ impl HealthConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.base_ejection_time.get().is_zero() {
-            let text = "a worker that is out for 0s is never out; the default is 1s, and `consecutive_failures: 0` turns this off";
+            let text = "an ejection of 0s has no effect; the default is 1s, and `consecutive_failures: 0` turns this off";
             problems.push(Problem::of("base_ejection_time", text));
         }
         if self.max_ejection_time < self.base_ejection_time {
@@ -90,7 +90,7 @@ mod tests {
         ] {
             let config: HealthConfig = serde_json::from_str(text).unwrap();
             assert_eq!(config.problems().len(), 1, "{text}");
-            assert_eq!(config.problems()[0].trail, [key.into()], "{text}");
+            assert_eq!(config.problems()[0].path, [key.into()], "{text}");
         }
     }
 }

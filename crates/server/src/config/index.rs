@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use warmroute_engines::shared_cache::SharedCacheConfig;
 use warmroute_settings::Problem;
 
-use super::{ApproximateConfig, IndexTrustConfig};
+use super::{ApproximateConfig, FreshnessConfig};
 use crate::cluster::remote_index::config::RemoteIndexConfig;
 use crate::cluster::warm_start::config::WarmStartConfig;
 
@@ -17,7 +17,7 @@ pub struct IndexSection {
     /// that number.
     pub max_blocks_per_tier: u64,
     /// Handling of event sources that may be out of date.
-    pub freshness: IndexTrustConfig,
+    pub freshness: FreshnessConfig,
     /// Prediction of caches without KV events.
     pub approximate: ApproximateConfig,
     /// Cache that all workers share. `None`: there is none.
@@ -38,7 +38,7 @@ impl Default for IndexSection {
     fn default() -> Self {
         Self {
             max_blocks_per_tier: 1 << 20,
-            freshness: IndexTrustConfig::default(),
+            freshness: FreshnessConfig::default(),
             approximate: ApproximateConfig::default(),
             shared_cache: None,
             warm_start: None,

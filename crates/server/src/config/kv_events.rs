@@ -2,25 +2,25 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Problem, Size};
+use warmroute_settings::{ByteSize, Problem};
 
 /// Smallest allowed limit. The batches of a single engine step have up to some hundred KiB.
-const SMALLEST_MESSAGE: Size = Size::mib(1);
+const SMALLEST_MESSAGE: ByteSize = ByteSize::mib(1);
 /// Largest allowed limit, because a message is held in memory as a whole.
-const LARGEST_MESSAGE: Size = Size::mib(1024);
+const LARGEST_MESSAGE: ByteSize = ByteSize::mib(1024);
 
 /// The `engines.kv_events:` section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvEventsLimits {
     /// Maximum size of a message. A larger message is skipped and counts as a lost batch.
-    pub max_message_size: Size,
+    pub max_message_size: ByteSize,
 }
 
 impl Default for KvEventsLimits {
     fn default() -> Self {
         Self {
-            max_message_size: Size::mib(64),
+            max_message_size: ByteSize::mib(64),
         }
     }
 }

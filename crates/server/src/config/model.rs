@@ -29,7 +29,7 @@ pub struct ModelConfig {
     #[serde(default)]
     pub tokenizer: Option<PathBuf>,
     /// `tokenizer_config.json`: special tokens and usually the chat template. The model's
-    /// `config.json` is expected in the same folder.
+    /// `config.json` is expected in the same directory.
     #[serde(default)]
     pub tokenizer_config: Option<PathBuf>,
     /// Jinja file that replaces the template in `tokenizer_config`.
@@ -96,21 +96,21 @@ fn default_block_size() -> BlockSize {
 }
 
 impl ModelConfig {
-    /// Resolves relative paths against `folder`.
-    pub(super) fn resolve(&mut self, folder: &Path) {
+    /// Resolves relative paths against `directory`.
+    pub(super) fn resolve(&mut self, directory: &Path) {
         let files = [
             self.tokenizer.as_mut(),
             self.tokenizer_config.as_mut(),
             self.chat_template.as_mut(),
         ];
         for file in files.into_iter().flatten() {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
         if let Some(media) = &mut self.multimodal {
-            media.resolve(folder);
+            media.resolve(directory);
         }
         if let Some(tokens) = &mut self.remote_tokenizer {
-            tokens.resolve(folder);
+            tokens.resolve(directory);
         }
     }
 
@@ -205,7 +205,7 @@ pub(super) fn missing(file: &Path) -> String {
         "does not exist"
     };
     format!(
-        "{} {kind}; relative names start at the folder of the file they stand in",
+        "{} {kind}; relative paths are resolved against the directory of the file that contains them",
         file.display()
     )
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_core::policy::OverloadThresholds;
 use warmroute_core::router::OverloadAction;
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `routing.overload:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -18,7 +18,7 @@ pub struct OverloadConfig {
     /// The same threshold as a multiple of the worker's `max_num_batched_tokens`.
     pub prefill_tokens_threshold_frac: Option<f64>,
     /// Time without requests for a worker that returned 429 or 503.
-    pub backoff: Period,
+    pub backoff: DurationSetting,
     /// Handling of requests while every eligible worker is overloaded.
     pub when_all: OverloadAction,
 }
@@ -35,7 +35,7 @@ impl Default for OverloadConfig {
             decode_blocks_threshold: decode_blocks,
             prefill_tokens_threshold: prefill_tokens,
             prefill_tokens_threshold_frac: prefill_tokens_fraction,
-            backoff: Period(backoff),
+            backoff: DurationSetting(backoff),
             when_all: OverloadAction::Route,
         }
     }

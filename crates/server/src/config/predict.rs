@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::predict::{EvictionPolicy, TtlPolicy};
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `index.approximate:` section. The blocks of routed prompts are predicted to be cached.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,14 +14,14 @@ pub struct ApproximateConfig {
     pub policy: ApproximatePolicy,
     /// Lifetime of a block after its last use in a prompt. With `lru` it applies only to ranks with
     /// an unknown number of KV blocks.
-    pub ttl: Period,
+    pub ttl: DurationSetting,
     /// With `ttl`: maximum number of blocks of one rank.
     pub max_blocks_per_rank: u64,
     /// With `lru`: number of KV blocks of a rank for which it is unknown.
     pub default_kv_blocks: Option<u64>,
     /// For workers with KV events: lifetime of a prediction, which bridges the time until its event
     /// arrives. `None`: no predictions.
-    pub ttl_with_events: Option<Period>,
+    pub ttl_with_events: Option<DurationSetting>,
 }
 
 /// Eviction of predicted blocks.
@@ -41,7 +41,7 @@ impl Default for ApproximateConfig {
     fn default() -> Self {
         Self {
             policy: ApproximatePolicy::default(),
-            ttl: Period::seconds(120),
+            ttl: DurationSetting::seconds(120),
             // With 16 tokens per block: 16 million tokens, more than the cache of any rank today.
             max_blocks_per_rank: 1 << 20,
             default_kv_blocks: None,
@@ -55,7 +55,7 @@ impl ApproximateConfig {
     pub fn without_events(&self) -> Option<EvictionPolicy> {
         let ttl = TtlPolicy {
             ttl: self.ttl.get(),
-            most_blocks_per_rank: self.max_blocks_per_rank,
+            max_blocks_per_rank: self.max_blocks_per_rank,
         };
         match self.policy {
             ApproximatePolicy::Off => None,
@@ -69,11 +69,11 @@ impl ApproximateConfig {
 
     /// Returns the policy for workers with KV events, if these are predicted.
     pub fn beside_events(&self) -> Option<EvictionPolicy> {
-        let most_blocks_per_rank = self.max_blocks_per_rank;
+        let max_blocks_per_rank = self.max_blocks_per_rank;
         self.ttl_with_events.map(|ttl| {
             EvictionPolicy::Ttl(TtlPolicy {
                 ttl: ttl.get(),
-                most_blocks_per_rank,
+                max_blocks_per_rank,
             })
         })
     }
@@ -82,7 +82,7 @@ impl ApproximateConfig {
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         if self.ttl.get().is_zero() {
-            let text = "blocks would leave as they come; the default is 120s, and `policy: off` predicts nothing";
+            let text = "blocks would expire at once; the default is 120s, and `policy: off` predicts nothing";
             problems.push(Problem::of("ttl", text));
         }
         if self.max_blocks_per_rank == 0 {
@@ -102,7 +102,7 @@ impl ApproximateConfig {
         if self.ttl_with_events.is_some_and(|ttl| ttl.get().is_zero()) {
             problems.push(Problem::of(
                 "ttl_with_events",
-                "blocks would leave as they come; leave it out to go by events",
+                "blocks would expire at once; omit it to use events only",
             ));
         }
         problems
@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(config, ApproximateConfig::default());
         let ttl = TtlPolicy {
             ttl: Duration::from_secs(120),
-            most_blocks_per_rank: 1 << 20,
+            max_blocks_per_rank: 1 << 20,
         };
         assert_eq!(config.without_events(), Some(EvictionPolicy::Ttl(ttl)));
         assert_eq!(config.beside_events(), None);
@@ -144,7 +144,7 @@ mod tests {
         );
         let fallback = TtlPolicy {
             ttl: Duration::from_secs(30),
-            most_blocks_per_rank: 9,
+            max_blocks_per_rank: 9,
         };
         assert_eq!(
             config.without_events(),
@@ -178,7 +178,7 @@ mod tests {
             let problems = read(text).problems();
             assert_eq!(problems.len(), 1, "{text}: {problems:?}");
             assert!(
-                format!("{:?}", problems[0].trail).contains(key),
+                format!("{:?}", problems[0].path).contains(key),
                 "{text}: {problems:?}"
             );
         }

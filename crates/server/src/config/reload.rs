@@ -8,7 +8,7 @@ use super::{Config, check};
 
 /// New configuration, restricted to the settings that apply without a restart.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Adopted {
+pub struct ReloadedConfig {
     /// Effective configuration.
     pub config: Config,
     /// Keys whose values change.
@@ -20,7 +20,7 @@ pub struct Adopted {
 impl Config {
     /// Applies the reloadable keys of `wanted` to this configuration. Returns the problems of the
     /// combination, if any.
-    pub fn adopt(&self, wanted: &Self) -> Result<Adopted, Vec<Problem>> {
+    pub fn apply_reload(&self, wanted: &Self) -> Result<ReloadedConfig, Vec<Problem>> {
         let mut config = wanted.clone();
         config.listeners.ext_proc = self.listeners.ext_proc.clone();
         config.listeners.admin = self.listeners.admin.clone();
@@ -49,11 +49,11 @@ impl Config {
             return Err(problems);
         }
         let running = value(self);
-        let adopted = value(&config);
+        let reloaded = value(&config);
         let wanted = value(wanted);
-        Ok(Adopted {
-            changed: differences(&running, &adopted),
-            needs_restart: differences(&adopted, &wanted),
+        Ok(ReloadedConfig {
+            changed: differences(&running, &reloaded),
+            needs_restart: differences(&reloaded, &wanted),
             config,
         })
     }
@@ -121,9 +121,9 @@ mod tests {
                     queue: {timeout: 9s}\nsessions: {}\nrouting: {weights: {router_temperature: 0.5}}\n\
                     gateway: {response_headers: {why: true}}\n\
                     process: {log: {level: debug, format: json}, drain: {timeout: 1s}, pool: {name: p}}\n";
-        let adopted = running.adopt(&config(extra)).unwrap();
+        let reloaded = running.apply_reload(&config(extra)).unwrap();
         assert_eq!(
-            adopted.changed,
+            reloaded.changed,
             [
                 "routing.weights.router_temperature",
                 "gateway.response_headers.why",
@@ -139,22 +139,22 @@ mod tests {
             "process.pool",
             "sessions",
         ];
-        assert_eq!(adopted.needs_restart, restart);
+        assert_eq!(reloaded.needs_restart, restart);
         assert_eq!(
-            adopted.config.listeners.ext_proc,
+            reloaded.config.listeners.ext_proc,
             running.listeners.ext_proc
         );
-        assert_eq!(adopted.config.process.drain, config(extra).process.drain);
+        assert_eq!(reloaded.config.process.drain, config(extra).process.drain);
     }
 
     #[test]
     fn equal_configuration_changes_nothing() {
         let running = config("");
-        let adopted = running
-            .adopt(&config("# the default weights\nrouting: {weights: {}}\n"))
+        let reloaded = running
+            .apply_reload(&config("# the default weights\nrouting: {weights: {}}\n"))
             .unwrap();
-        assert_eq!((adopted.changed, adopted.needs_restart), (vec![], vec![]));
-        assert_eq!(adopted.config, running);
+        assert_eq!((reloaded.changed, reloaded.needs_restart), (vec![], vec![]));
+        assert_eq!(reloaded.config, running);
     }
 
     #[test]
@@ -162,7 +162,7 @@ mod tests {
         let running = config("queue: {prefill_busy_threshold: 100}\n");
         // Valid alone, but the running queue has a threshold on tokens that would not be counted.
         let problems = running
-            .adopt(&config("routing: {load: {prefill_tokens: false}}\n"))
+            .apply_reload(&config("routing: {load: {prefill_tokens: false}}\n"))
             .unwrap_err();
         assert!(problems[0].text.contains("never reached"), "{problems:?}");
     }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_core::sessions::SessionRules;
 use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
-use warmroute_settings::{Period, Problem, Step, is_header_name};
+use warmroute_settings::{DurationSetting, PathStep, Problem, is_header_name};
 
 /// The `sessions:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,7 +14,7 @@ pub struct SessionsConfig {
     /// Affinity of a session to its worker rank.
     pub affinity: Affinity,
     /// Time that a session is retained after its last request ended; from 1s to a year.
-    pub ttl: Period,
+    pub ttl: DurationSetting,
     /// Headers that may carry the session id. The first one present in a request is used.
     pub headers: Vec<String>,
     /// Body field that carries the session id if no header does, as a dotted path:
@@ -26,7 +26,7 @@ pub struct SessionsConfig {
     /// Headers that mark the last request of a session with `true` or `1`.
     pub final_headers: Vec<String>,
     /// Maximum time that a request waits until the first request of its session is routed.
-    pub wait_timeout: Period,
+    pub wait_timeout: DurationSetting,
     /// Maximum number of sessions. Requests of further sessions are routed without affinity.
     pub max_sessions: usize,
     /// Maximum number of sessions of one tenant, identified by `requests.clients.tenant_header`.
@@ -52,21 +52,21 @@ impl Default for SessionsConfig {
     fn default() -> Self {
         let SessionRules {
             ttl,
-            most_sessions,
-            most_sessions_per_tenant,
-            longest_id,
+            max_sessions,
+            max_sessions_per_tenant,
+            max_id_length,
         } = SessionRules::default();
         Self {
             affinity: Affinity::default(),
-            ttl: Period(ttl),
+            ttl: DurationSetting(ttl),
             headers: names(["x-dynamo-session-id", "x-session-id"]),
             body_field: None,
             parent_headers: names(["x-dynamo-parent-session-id", "x-parent-session-id"]),
             final_headers: names(["x-dynamo-session-final"]),
-            wait_timeout: Period::millis(500),
-            max_sessions: most_sessions,
-            max_sessions_per_tenant: most_sessions_per_tenant,
-            max_id_length: longest_id,
+            wait_timeout: DurationSetting::millis(500),
+            max_sessions,
+            max_sessions_per_tenant,
+            max_id_length,
             engine: None,
         }
     }
@@ -77,9 +77,9 @@ impl SessionsConfig {
     pub fn rules(&self) -> SessionRules {
         SessionRules {
             ttl: self.ttl.get(),
-            most_sessions: self.max_sessions,
-            most_sessions_per_tenant: self.max_sessions_per_tenant,
-            longest_id: self.max_id_length,
+            max_sessions: self.max_sessions,
+            max_sessions_per_tenant: self.max_sessions_per_tenant,
+            max_id_length: self.max_id_length,
         }
     }
 
@@ -116,7 +116,7 @@ impl SessionsConfig {
             let text = format!(
                 "`{name}` cannot be the name of a header; write letters, digits and hyphens"
             );
-            problems.push(Problem::at([Step::from(key), at.into()], text));
+            problems.push(Problem::at([PathStep::from(key), at.into()], text));
         }
         let engine = self
             .engine
@@ -140,7 +140,7 @@ mod tests {
     fn invalid_sections_name_the_key() {
         assert!(SessionsConfig::default().problems().is_empty());
         assert_eq!(SessionsConfig::default().rules(), SessionRules::default());
-        let cases: [(&str, &[Step]); 10] = [
+        let cases: [(&str, &[PathStep]); 10] = [
             (r#"{"ttl": "999ms"}"#, &["ttl".into()]),
             (r#"{"ttl": "367days"}"#, &["ttl".into()]),
             (r#"{"max_sessions": 0}"#, &["max_sessions".into()]),
@@ -167,11 +167,11 @@ mod tests {
                 &["engine".into(), "idle_timeout".into()],
             ),
         ];
-        for (text, trail) in cases {
+        for (text, path) in cases {
             let config: SessionsConfig = serde_json::from_str(text).unwrap();
             let problems = config.problems();
             assert_eq!(problems.len(), 1, "{text}: {problems:?}");
-            assert_eq!(problems[0].trail, trail, "{text}");
+            assert_eq!(problems[0].path, path, "{text}");
         }
     }
 }

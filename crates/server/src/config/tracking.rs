@@ -35,9 +35,9 @@ pub struct TrackingHashConfig {
 }
 
 impl TrackingHashConfig {
-    pub(super) fn resolve(&mut self, folder: &Path) {
+    pub(super) fn resolve(&mut self, directory: &Path) {
         if let Some(file) = &mut self.key_file {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
@@ -98,9 +98,9 @@ mod tests {
 
     #[test]
     fn key_needs_32_bytes_and_a_name() {
-        let folder = tempfile::tempdir().unwrap();
+        let directory = tempfile::tempdir().unwrap();
         let file = |name: &str, bytes: usize| {
-            std::fs::write(folder.path().join(name), vec![7; bytes]).unwrap();
+            std::fs::write(directory.path().join(name), vec![7; bytes]).unwrap();
             Some(PathBuf::from(name))
         };
         let keyed = |key_file, key_id: Option<&str>| {
@@ -110,7 +110,7 @@ mod tests {
                 key_file,
                 key_id,
             };
-            config.resolve(folder.path());
+            config.resolve(directory.path());
             config.load()
         };
         assert_eq!(

@@ -401,17 +401,17 @@ async fn explanation_reads_session_and_queue_without_entering() {
             (
                 explanation.phases[0].winner.map(|rank| rank.worker.0),
                 explanation.busy,
-                explanation.sentence,
+                explanation.summary,
             )
         };
-        let (bound, busy, sentence) = winner("s");
+        let (bound, busy, summary) = winner("s");
         assert_eq!(
             (bound == Some(chosen_worker(&held)), busy),
             (stays, stays),
-            "{affinity:?}: {sentence}"
+            "{affinity:?}: {summary}"
         );
         assert_eq!(
-            sentence.contains("but it is queued first, because all candidates are busy"),
+            summary.contains("but it is queued first, because all candidates are busy"),
             stays
         );
         let (free, busy, _) = winner("another");
@@ -470,8 +470,8 @@ async fn preview_follows_session_and_excluded_worker_moves_it() {
 async fn request_without_prompt_bypasses_the_queue() {
     let dispatcher = new_dispatcher(1, Some(100), SessionAffinity::Hard);
     let _held = dispatch(&dispatcher, 0, None).await;
-    let because = Reason::NotInference;
-    let models = RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, because });
+    let reason = Reason::NotInference;
+    let models = RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, reason });
     let active = dispatcher
         .dispatch(models, None, |_| panic!("the request is queued"))
         .await

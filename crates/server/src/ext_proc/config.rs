@@ -13,7 +13,7 @@ pub use gateway::{
 };
 
 use warmroute_runtime::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
-use warmroute_settings::{Period, Problem, Size};
+use warmroute_settings::{ByteSize, DurationSetting, Problem};
 
 /// Maximum length of a unix socket path. Linux allows 107 bytes, and the socket is bound with the
 /// suffix `.new` before it is renamed.
@@ -21,10 +21,10 @@ const MAX_SOCKET_PATH: usize = 103;
 
 /// Minimum of `max_header_list_size`. Envoy's own headers of a gRPC call take several hundred
 /// bytes, and tracing adds to them.
-const MIN_HEADER_LIST: Size = Size::kib(4);
+const MIN_HEADER_LIST: ByteSize = ByteSize::kib(4);
 
 /// Maximum of `max_header_list_size`. A larger value would not be an effective limit.
-const MAX_HEADER_LIST: Size = Size::mib(16);
+const MAX_HEADER_LIST: ByteSize = ByteSize::mib(16);
 
 /// Maximum HTTP/2 frame size for clients, in bytes. With the usual 16 KiB a long body arrives in
 /// dozens of frames, each of which is read and processed separately.
@@ -71,7 +71,7 @@ impl ListenConfig {
         let too_long = |path: &&Path| path.as_os_str().len() > MAX_SOCKET_PATH;
         let mut problems = Vec::new();
         if self.address.is_none() && self.unix_socket.is_none() {
-            let text = "neither `address` nor `unix_socket` is given, so Envoy could not reach us; give at least one";
+            let text = "neither `address` nor `unix_socket` is given, so Envoy cannot connect; give at least one";
             problems.push(Problem::at([], text));
         }
         if let Some(path) = self.unix_socket.as_deref().filter(too_long) {
@@ -101,7 +101,7 @@ impl ListenConfig {
                 listen,
                 tls: self.tls.as_ref(),
                 unprotected: self.unprotected,
-                risk: "book load and have engines called",
+                allowed_actions: "book load and have engines called",
             };
             problems.extend(exposure.problem());
         }
@@ -109,12 +109,12 @@ impl ListenConfig {
     }
 
     /// Makes file names absolute.
-    pub fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, directory: &Path) {
         if let Some(unix) = &mut self.unix_socket {
-            *unix = folder.join(&*unix);
+            *unix = directory.join(&*unix);
         }
         if let Some(tls) = &mut self.tls {
-            tls.resolve(folder);
+            tls.resolve(directory);
         }
     }
 }
@@ -124,39 +124,39 @@ impl ListenConfig {
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
     /// Maximum size of a request body; at least Envoy's `request_body_buffer_limit`.
-    pub max_body_size: Size,
+    pub max_body_size: ByteSize,
     /// Bodies up to this size (about a thousand tokens, one or two milliseconds) are tokenized on
     /// the thread of the stream. Longer ones are tokenized on separate threads, unless recent
     /// bodies of this size were tokenized quickly. 0: all on separate threads.
-    pub tokenize_inline_size: Size,
+    pub tokenize_inline_size: ByteSize,
     /// Maximum number of bodies that wait for these threads, half of them above 256 KiB. Further
     /// requests are routed by load only.
     pub tokenize_queue_length: u32,
     /// Size of the prompt cache. A prompt that begins like a cached one is tokenized from there on.
     /// 0: no cache.
-    pub prompt_cache_size: Size,
+    pub prompt_cache_size: ByteSize,
     /// Maximum time for queueing and tokenization. Afterwards, the request is routed by the tokens
     /// computed so far.
-    pub decision_timeout: Period,
+    pub decision_timeout: DurationSetting,
     /// Maximum time for the body of a request in full-duplex mode, where Envoy sets no limit.
     /// Afterwards, the request is routed by the part that has arrived.
-    pub upload_timeout: Period,
+    pub upload_timeout: DurationSetting,
     /// Maximum total size of buffered request bodies. Beyond it, requests are routed by the part
     /// that has arrived.
-    pub max_buffered_bytes: Size,
+    pub max_buffered_bytes: ByteSize,
 }
 
 impl Default for LimitsConfig {
     fn default() -> Self {
         Self {
-            max_body_size: Size::mib(32),
-            tokenize_inline_size: Size::kib(4),
+            max_body_size: ByteSize::mib(32),
+            tokenize_inline_size: ByteSize::kib(4),
             tokenize_queue_length: 256,
-            prompt_cache_size: Size::mib(256),
+            prompt_cache_size: ByteSize::mib(256),
             // Below Envoy's default `message_timeout` of 1s, so that a slow prompt is still routed.
-            decision_timeout: Period::millis(800),
-            upload_timeout: Period::millis(30_000),
-            max_buffered_bytes: Size::mib(1024),
+            decision_timeout: DurationSetting::millis(800),
+            upload_timeout: DurationSetting::millis(30_000),
+            max_buffered_bytes: ByteSize::mib(1024),
         }
     }
 }
@@ -199,9 +199,9 @@ pub struct ListenerLimitsConfig {
     /// Maximum number of connections of one IP address, enforced in the same way.
     pub max_connections_per_peer: u32,
     /// Maximum time of a TLS handshake, of the connection start after it, and of each header block.
-    pub handshake_timeout: Period,
+    pub handshake_timeout: DurationSetting,
     /// Maximum size of the header list of one gRPC call, as HTTP/2 defines it.
-    pub max_header_list_size: Size,
+    pub max_header_list_size: ByteSize,
     /// Maximum number of concurrent streams of one connection to ext_proc. `None`: unlimited. Envoy
     /// may exceed a limit until it has received it.
     pub max_concurrent_streams: Option<u32>,
@@ -212,8 +212,8 @@ impl Default for ListenerLimitsConfig {
         Self {
             max_connections: 1024,
             max_connections_per_peer: 512,
-            handshake_timeout: Period::seconds(10),
-            max_header_list_size: Size::kib(64),
+            handshake_timeout: DurationSetting::seconds(10),
+            max_header_list_size: ByteSize::kib(64),
             max_concurrent_streams: None,
         }
     }
@@ -245,7 +245,7 @@ impl ListenerLimitsConfig {
             || self.max_header_list_size > MAX_HEADER_LIST
         {
             let text = format!(
-                "{} is no room for the headers of a call; give {MIN_HEADER_LIST} to {MAX_HEADER_LIST}, the default is 64KiB",
+                "{} is too small for the headers of a call; give {MIN_HEADER_LIST} to {MAX_HEADER_LIST}, the default is 64KiB",
                 self.max_header_list_size
             );
             problems.push(Problem::of("max_header_list_size", text));
@@ -260,25 +260,29 @@ impl ListenerLimitsConfig {
     }
 
     /// Returns the limits of a listener.
-    pub fn listener_limits(&self, idle: Option<Duration>, quiet: Duration) -> ListenerLimits {
+    pub fn listener_limits(
+        &self,
+        idle: Option<Duration>,
+        idle_timeout: Duration,
+    ) -> ListenerLimits {
         let total = self.max_connections as usize;
         let per_peer = self.max_connections_per_peer as usize;
         let header_list = usize::try_from(self.max_header_list_size.0).unwrap_or(usize::MAX);
         // h2 rejects a longer header list with status 431 and continues to read. The HTTP/2 filter
         // in front of h2 therefore accepts such a block as well.
-        let header_block = header_list
+        let max_header_block_bytes = header_list
             .saturating_mul(2)
             .saturating_add(HTTP2_FRAME_BYTES as usize);
         let connections = ConnectionLimits {
             total,
             per_peer,
-            quiet,
+            idle_timeout,
         };
         ListenerLimits {
             connections,
             handshake: self.handshake_timeout.get(),
             idle,
-            header_block,
+            max_header_block_bytes,
         }
     }
 }

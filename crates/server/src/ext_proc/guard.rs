@@ -48,9 +48,9 @@ pub(super) struct ExchangeGuard {
     /// Whether another worker than the chosen one served the request.
     served_elsewhere: bool,
     /// Whether the usage scanner reads the response body.
-    body_shown: bool,
+    body_scanned: bool,
     /// Whether bytes of the response body were observed, by this filter or by the probe filter.
-    body_seen: bool,
+    body_observed: bool,
     usage: Box<UsageScanner>,
     status: u16,
     /// Whether the response is a stream of events, whose first event carries the first token.
@@ -95,8 +95,8 @@ impl ExchangeGuard {
             cache_report_source: None,
             prompts: Vec::new(),
             served_elsewhere: false,
-            body_shown: false,
-            body_seen: false,
+            body_scanned: false,
+            body_observed: false,
             usage: Box::default(),
             status: 0,
             event_stream: false,
@@ -215,7 +215,7 @@ impl ExchangeGuard {
     /// Handles the first token of the response, which was `observed` or is assumed to arrive with
     /// the headers.
     pub(super) fn on_first_token(&mut self, observed: bool) {
-        self.body_seen |= observed;
+        self.body_observed |= observed;
         self.end = self.end_at_least(ExchangeEnd::Closed);
         // An error has no first token.
         let is_success = (200..300).contains(&self.status);
@@ -249,8 +249,8 @@ impl ExchangeGuard {
     }
 
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
-        self.body_shown = true;
-        self.body_seen = true;
+        self.body_scanned = true;
+        self.body_observed = true;
         self.usage.push(chunk);
         if self.books_output_blocks {
             self.book_output();
@@ -293,7 +293,7 @@ impl ExchangeGuard {
     fn release(&mut self) {
         let has_begun = match self.end {
             ExchangeEnd::Complete => true,
-            ExchangeEnd::Closed => self.body_seen || !self.event_stream,
+            ExchangeEnd::Closed => self.body_observed || !self.event_stream,
             ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
         };
         let is_success = has_begun && (200..300).contains(&self.status);

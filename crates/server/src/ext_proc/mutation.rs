@@ -257,7 +257,7 @@ fn struct_value(fields: HashMap<String, Value>) -> Value {
 
 /// Asks Envoy to stream the response body of this exchange. The mode of the request body, which may
 /// still be incomplete, does not change.
-pub(super) fn with_response_body_shown(
+pub(super) fn with_response_body_sent(
     mut reply: ProcessingResponse,
     request: BodyMode,
 ) -> ProcessingResponse {
@@ -266,7 +266,7 @@ pub(super) fn with_response_body_shown(
 }
 
 /// Asks Envoy not to send the request body of this exchange.
-pub(super) fn with_request_body_hidden(mut reply: ProcessingResponse) -> ProcessingResponse {
+pub(super) fn without_request_body(mut reply: ProcessingResponse) -> ProcessingResponse {
     reply.mode_override = Some(processing_mode(BodySendMode::None, BodySendMode::None));
     reply
 }

@@ -86,7 +86,7 @@ impl RequestRejection<'_> {
             RequestRejection::TooLarge
             | RequestRejection::Unchecked(UncheckedBodyError::TooLarge) => Reason::BodyTooLarge,
             RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => Reason::Unparseable,
-            RequestRejection::Unchecked(UncheckedBodyError::NoRoom) => Reason::BodyNotSent,
+            RequestRejection::Unchecked(UncheckedBodyError::OverBudget) => Reason::BodyNotSent,
         }
     }
 
@@ -159,9 +159,10 @@ impl RequestRejection<'_> {
             RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => {
                 return Some(ErrorReply::new(400, "invalid_body"));
             }
-            RequestRejection::Unchecked(UncheckedBodyError::NoRoom) => {
+            RequestRejection::Unchecked(UncheckedBodyError::OverBudget) => {
                 return Some(
-                    ErrorReply::new(503, "no_room").with_retry(DEFAULT_RETRY_AFTER, SATURATED),
+                    ErrorReply::new(503, "body_buffer_full")
+                        .with_retry(DEFAULT_RETRY_AFTER, SATURATED),
                 );
             }
         };

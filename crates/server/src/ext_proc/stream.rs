@@ -373,15 +373,15 @@ impl ExchangeStream {
         match body {
             body if self.exchange.buffered_bytes() > 0 => body,
             RequestBody::Whole(bytes) => {
-                retain(bytes.clone()).map_or_else(|| shed_body(&bytes), RequestBody::Whole)
+                retain(bytes.clone()).map_or_else(|| over_budget_body(&bytes), RequestBody::Whole)
             }
-            RequestBody::Truncated { shown, length } => retain(shown.clone()).map_or_else(
-                || shed_body(&shown),
-                |shown| RequestBody::Truncated { shown, length },
+            RequestBody::Truncated { received, length } => retain(received.clone()).map_or_else(
+                || over_budget_body(&received),
+                |received| RequestBody::Truncated { received, length },
             ),
-            RequestBody::TooLarge { shown, bytes } => retain(shown.clone()).map_or_else(
-                || shed_body(&shown),
-                |shown| RequestBody::TooLarge { shown, bytes },
+            RequestBody::TooLarge { received, bytes } => retain(received.clone()).map_or_else(
+                || over_budget_body(&received),
+                |received| RequestBody::TooLarge { received, bytes },
             ),
             body => body,
         }
@@ -441,8 +441,8 @@ impl ExchangeStream {
 }
 
 /// Returns the length and the model of a body that does not fit into the budget.
-fn shed_body(body: &[u8]) -> RequestBody {
-    RequestBody::Shed {
+fn over_budget_body(body: &[u8]) -> RequestBody {
+    RequestBody::OverBudget {
         bytes: body.len(),
         model: openai::read_model_from_prefix(body),
     }

@@ -46,13 +46,13 @@ pub struct AbortClient {
     engines: EnginesConfig,
     metrics: Arc<Metrics>,
     task_tracker: TaskTracker,
-    /// Lanes of the engines with running aborts. Aborts for different engines do not wait for each
+    /// Limits of the engines with running aborts. Aborts for different engines do not wait for each
     /// other.
-    lanes: Mutex<HashMap<WorkerEndpoint, Weak<AbortLane>>>,
+    limits_by_worker: Mutex<HashMap<WorkerEndpoint, Weak<WorkerAbortLimits>>>,
 }
 
 /// Limits of the aborts for one engine.
-struct AbortLane {
+struct WorkerAbortLimits {
     call_permits: Semaphore,
     queue_permits: Arc<Semaphore>,
 }
@@ -60,7 +60,7 @@ struct AbortLane {
 /// One request to abort.
 struct AbortRequest {
     engine: EngineUrl,
-    lane: Arc<AbortLane>,
+    limits: Arc<WorkerAbortLimits>,
     /// Body of the call.
     body: Bytes,
     /// Credentials of the client that sent the request.
@@ -87,7 +87,7 @@ impl AbortClient {
             engines: engines.clone(),
             metrics,
             task_tracker,
-            lanes: Mutex::default(),
+            limits_by_worker: Mutex::default(),
         }))
     }
 
@@ -107,7 +107,7 @@ impl AbortClient {
             engines: engines.clone(),
             metrics,
             task_tracker,
-            lanes: Mutex::default(),
+            limits_by_worker: Mutex::default(),
         }))
     }
 
@@ -121,8 +121,8 @@ impl AbortClient {
         credentials: Option<HeaderValue>,
     ) -> impl Future<Output = ()> + Send + use<> {
         let tracker_token = self.task_tracker.token();
-        let lane = self.lane(worker);
-        let queue_permit = lane.queue_permits.clone().try_acquire_owned();
+        let limits = self.limits_of(worker);
+        let queue_permit = limits.queue_permits.clone().try_acquire_owned();
         async move {
             match (request, queue_permit) {
                 // A request id of a client may be a prefix of other ids, and engines abort all
@@ -136,7 +136,7 @@ impl AbortClient {
                     self.send_repeatedly(
                         AbortRequest {
                             engine,
-                            lane,
+                            limits,
                             body,
                             credentials,
                             _queue_permit,
@@ -182,7 +182,7 @@ impl AbortClient {
 
     async fn send_once(&self, abort: &AbortRequest) -> Result<(), EngineError> {
         // The semaphore is never closed.
-        let _permit = abort.lane.call_permits.acquire().await;
+        let _permit = abort.limits.call_permits.acquire().await;
         self.client
             .notify(
                 &abort.engine,
@@ -193,18 +193,18 @@ impl AbortClient {
             .await
     }
 
-    fn lane(&self, worker: WorkerEndpoint) -> Arc<AbortLane> {
-        let mut lanes = self.lanes.lock();
-        if let Some(lane) = lanes.get(&worker).and_then(Weak::upgrade) {
-            return lane;
+    fn limits_of(&self, worker: WorkerEndpoint) -> Arc<WorkerAbortLimits> {
+        let mut limits_by_worker = self.limits_by_worker.lock();
+        if let Some(limits) = limits_by_worker.get(&worker).and_then(Weak::upgrade) {
+            return limits;
         }
-        lanes.retain(|_, lane| lane.strong_count() > 0);
-        let lane = Arc::new(AbortLane {
+        limits_by_worker.retain(|_, limits| limits.strong_count() > 0);
+        let limits = Arc::new(WorkerAbortLimits {
             call_permits: Semaphore::new(MAX_CONCURRENT_CALLS),
             queue_permits: Arc::new(Semaphore::new(MAX_QUEUED_ABORTS)),
         });
-        lanes.insert(worker, Arc::downgrade(&lane));
-        lane
+        limits_by_worker.insert(worker, Arc::downgrade(&limits));
+        limits
     }
 
     fn count(&self, outcome: &'static str) {

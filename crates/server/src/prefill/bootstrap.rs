@@ -66,7 +66,7 @@ pub(super) fn check_mirrorable(api: Option<ApiKind>, body: &[u8]) -> Result<(), 
             .is_some_and(|fields| fields.iter().any(|(_, n)| !matches!(*n, b"1" | b"null"))),
     };
     if fields.iter().any(is_several) {
-        Err(SplitError::MultipleAnswers)
+        Err(SplitError::MultipleChoices)
     } else {
         Ok(())
     }
@@ -243,12 +243,12 @@ mod tests {
             (
                 Some(ApiKind::ChatCompletions),
                 json!({"messages": [], "n": 2}),
-                Err(SplitError::MultipleAnswers),
+                Err(SplitError::MultipleChoices),
             ),
             (
                 Some(ApiKind::SglangGenerate),
                 json!({"sampling_params": {"n": 3}}),
-                Err(SplitError::MultipleAnswers),
+                Err(SplitError::MultipleChoices),
             ),
             (
                 Some(ApiKind::SglangGenerate),

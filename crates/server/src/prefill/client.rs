@@ -97,7 +97,7 @@ impl PrefillError {
         match self {
             PrefillError::Rejected(_) => "rejected",
             PrefillError::NotOffered(_) => "not_offered",
-            PrefillError::Unusable(_) => "useless",
+            PrefillError::Unusable(_) => "unusable_response",
             PrefillError::Busy(_) => "busy",
             PrefillError::LimitReached => "concurrency_limit",
             PrefillError::Failed(EngineError::Timeout) => "timeout",

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// Execution of remote prefills.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -15,7 +15,7 @@ pub struct PrefillConfig {
     /// `call`: protocol of the KV transfer.
     pub protocol: KvTransferProtocol,
     /// `call`: timeout of one prefill; `mirror`: timeout of the first token.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// `call`: number of prefill workers to try before the decode worker computes the prompt
     /// itself.
     pub max_attempts: u32,
@@ -56,7 +56,7 @@ impl Default for PrefillConfig {
         Self {
             mode: PrefillMode::Header,
             protocol: KvTransferProtocol::Vllm,
-            timeout: Period::seconds(20),
+            timeout: DurationSetting::seconds(20),
             max_attempts: 2,
             max_concurrency: 4096,
             cluster: "prefill".to_owned(),

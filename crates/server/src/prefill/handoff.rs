@@ -54,7 +54,7 @@ pub enum SplitError {
     Body,
     /// One prefill cannot serve several responses or prompts.
     #[error("it requests several outputs")]
-    MultipleAnswers,
+    MultipleChoices,
     /// The limit of the prompt depends on the output length, which differs between the two phases.
     #[error("its prompt is truncated to the context length")]
     TruncatedPrompt,
@@ -84,7 +84,7 @@ impl HandoffError {
         match self {
             HandoffError::NoParams => "no_handoff",
             HandoffError::Unreadable => "unreadable",
-            HandoffError::OtherRequest => "others",
+            HandoffError::OtherRequest => "other_request",
         }
     }
 }
@@ -288,13 +288,13 @@ fn check_splittable(body: &[u8]) -> Result<(), SplitError> {
     for (index, json) in found {
         match KEYS[index] {
             _ if json == b"null" => {}
-            "n" | "best_of" if json != b"1" => return Err(SplitError::MultipleAnswers),
-            "use_beam_search" if json != b"false" => return Err(SplitError::MultipleAnswers),
+            "n" | "best_of" if json != b"1" => return Err(SplitError::MultipleChoices),
+            "use_beam_search" if json != b"false" => return Err(SplitError::MultipleChoices),
             "prompt" | "text" | "input_ids" if count_prompts(json) != 1 => {
-                return Err(SplitError::MultipleAnswers);
+                return Err(SplitError::MultipleChoices);
             }
             // Embeddings count as a further prompt.
-            "prompt_embeds" => return Err(SplitError::MultipleAnswers),
+            "prompt_embeds" => return Err(SplitError::MultipleChoices),
             // A negative limit depends on the output length.
             "truncate_prompt_tokens" if json.first() == Some(&b'-') => {
                 return Err(SplitError::TruncatedPrompt);

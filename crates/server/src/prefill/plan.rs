@@ -59,7 +59,7 @@ pub enum UncheckedBodyError {
     TooLarge,
     /// The body did not fit into the budget.
     #[error("the limit of buffered request bodies is reached")]
-    NoRoom,
+    OverBudget,
 }
 
 /// Plan for one request.
@@ -132,7 +132,7 @@ impl PrefillPlanner {
             RequestBody::Truncated { .. } | RequestBody::TooLarge { .. } if is_prompt => {
                 Err(UncheckedBodyError::TooLarge)
             }
-            RequestBody::Shed { .. } if is_prompt => Err(UncheckedBodyError::NoRoom),
+            RequestBody::OverBudget { .. } if is_prompt => Err(UncheckedBodyError::OverBudget),
             _ => Ok(None),
         }
     }

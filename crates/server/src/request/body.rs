@@ -10,7 +10,7 @@ pub enum RequestBody {
     /// The request has no body.
     Absent,
     /// The request may have a body, which was not needed or not received.
-    NotShown,
+    NotReceived,
     /// The whole body.
     Whole(Bytes),
     /// The request may have a body, which is received only after the route was chosen.
@@ -18,19 +18,19 @@ pub enum RequestBody {
     /// The beginning of the body.
     Truncated {
         /// The bytes received.
-        shown: Bytes,
+        received: Bytes,
         /// The length that the client announced.
         length: Option<u64>,
     },
     /// The beginning of a body that exceeds the limit.
     TooLarge {
         /// The bytes received.
-        shown: Bytes,
+        received: Bytes,
         /// A lower bound of the body's length.
         bytes: u64,
     },
     /// A body that did not fit into the budget.
-    Shed {
+    OverBudget {
         /// The length of the body in bytes.
         bytes: usize,
         /// The model of the body, if a quick search found it.
@@ -39,7 +39,7 @@ pub enum RequestBody {
 }
 
 /// The received bytes of a body.
-pub(super) struct ShownBody {
+pub(super) struct ReceivedBody {
     pub(super) bytes: Bytes,
     /// Set if the bytes are only the beginning of the body.
     pub(super) truncation: Option<BodyTruncation>,

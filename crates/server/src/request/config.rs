@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Problem, Step};
+use warmroute_settings::{PathStep, Problem};
 
 /// The `requests.clients:` section: routing hints of clients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,7 +53,7 @@ impl ClientsConfig {
             .iter()
             .enumerate()
             .filter(|(_, name)| is_invalid(name));
-        let path = |at: usize| [Step::from("objective_headers"), at.into()];
+        let path = |at: usize| [PathStep::from("objective_headers"), at.into()];
         let of_objectives = objectives.map(|(at, name)| {
             let text = format!("`{name}` is not the name of a header; write for example x-gateway-inference-objective");
             Problem::at(path(at), text)

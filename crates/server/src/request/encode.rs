@@ -12,7 +12,7 @@ use warmroute_core::router::{Reason, RoutePrompt};
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
 use warmroute_tokens::prompt::PromptTokens;
 
-use super::body::{BodyTruncation, RequestBody, ShownBody};
+use super::body::{BodyTruncation, ReceivedBody, RequestBody};
 use super::encode_time::EncodeKind;
 use super::encoder_pool;
 use super::header_context::HeaderContext;
@@ -31,53 +31,57 @@ impl RequestPreprocessor {
         context: HeaderContext,
         body: &RequestBody,
     ) -> PartialRequest {
-        let shown = match body {
+        let received = match body {
             RequestBody::Absent => return PartialRequest::without_body(api, 0, Reason::NoBody),
-            RequestBody::NotShown => {
+            RequestBody::NotReceived => {
                 return PartialRequest::without_body(api, 0, Reason::BodyNotSent);
             }
             RequestBody::Streamed => {
                 return PartialRequest::without_body(api, 0, Reason::BodyStreamed);
             }
-            RequestBody::Shed { bytes, model } => {
+            RequestBody::OverBudget { bytes, model } => {
                 return self.without_body(api, *bytes, model.clone(), Reason::TokenizerBusy);
             }
-            RequestBody::Whole(body) => ShownBody {
+            RequestBody::Whole(body) => ReceivedBody {
                 bytes: body.clone(),
                 truncation: None,
             },
-            RequestBody::Truncated { shown, length } => ShownBody {
-                bytes: shown.clone(),
+            RequestBody::Truncated { received, length } => ReceivedBody {
+                bytes: received.clone(),
                 truncation: Some(BodyTruncation {
                     length: *length,
                     reason: Reason::BodyTruncated,
                 }),
             },
-            RequestBody::TooLarge { shown, bytes } => {
+            RequestBody::TooLarge { received, bytes } => {
                 let truncation = BodyTruncation {
                     length: Some(*bytes),
                     reason: Reason::BodyTooLarge,
                 };
-                ShownBody {
-                    bytes: shown.clone(),
+                ReceivedBody {
+                    bytes: received.clone(),
                     truncation: Some(truncation),
                 }
             }
         };
-        let bytes = shown.bytes.len();
+        let bytes = received.bytes.len();
         if self.encode_time.is_quick(bytes, self.parts.limits.inline) {
-            return self.encode_blocking(api, &context, &shown);
+            return self.encode_blocking(api, &context, &received);
         }
         let is_too_large = matches!(body, RequestBody::TooLarge { .. });
-        let body = shown.bytes.clone();
+        let body = received.bytes.clone();
         let deadline = context.remaining_deadline(self.parts.limits.deadline);
-        let reason =
-            match tokio::time::timeout(deadline, self.encode_queued(api, context, shown)).await {
-                Ok(Some(partial)) => return partial,
-                Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
-                Ok(None) => Reason::TokenizerBusy,
-                Err(_) => Reason::DecisionTimeout,
-            };
+        let reason = match tokio::time::timeout(
+            deadline,
+            self.encode_queued(api, context, received),
+        )
+        .await
+        {
+            Ok(Some(partial)) => return partial,
+            Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
+            Ok(None) => Reason::TokenizerBusy,
+            Err(_) => Reason::DecisionTimeout,
+        };
         self.without_body(api, bytes, openai::read_model_from_prefix(&body), reason)
     }
 
@@ -102,9 +106,9 @@ impl RequestPreprocessor {
         self: &Arc<Self>,
         api: ApiKind,
         context: HeaderContext,
-        shown: ShownBody,
+        received: ReceivedBody,
     ) -> Option<PartialRequest> {
-        let large_body_slot = self.large_bodies.acquire(shown.bytes.len()).await?;
+        let large_body_slot = self.large_bodies.acquire(received.bytes.len()).await?;
         let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)?;
         // The semaphore is never closed. A panic of the encoder has already become an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
@@ -113,7 +117,7 @@ impl RequestPreprocessor {
             // Held until the job is done: a timeout ends the wait, but does not stop the job.
             let _permit = permit;
             let _large_body_slot = large_body_slot;
-            preprocessor.encode_blocking(api, &context, &shown)
+            preprocessor.encode_blocking(api, &context, &received)
         };
         encoder_pool::run(encode).await
     }
@@ -123,9 +127,9 @@ impl RequestPreprocessor {
         &self,
         api: ApiKind,
         context: &HeaderContext,
-        shown: &ShownBody,
+        received: &ReceivedBody,
     ) -> PartialRequest {
-        let ShownBody { bytes, truncation } = shown;
+        let ReceivedBody { bytes, truncation } = received;
         let started = Instant::now();
         // Tokenizers are large external code. Their panics must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match truncation {
@@ -181,11 +185,11 @@ impl RequestPreprocessor {
             }
         };
         partial.stage_times.push(("parse", clock.lap()));
-        if let Some((text_bytes, because)) = untokenized_prompt(&request.prompt) {
+        if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
             partial.prompt = RoutePrompt::Estimated {
                 tokens: estimate_tokens(text_bytes),
-                because,
+                reason,
             };
         }
         let cache = partial.take_cache_salt(

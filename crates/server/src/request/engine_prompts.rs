@@ -218,7 +218,7 @@ impl RequestPreprocessor {
             .map(|mut tracked_blocks| tracked_blocks.as_mut().and_then(Vec::pop))
             .collect();
         partial.prompt = RoutePrompt::Hashed(hashes);
-        if source.parity.is_mistrusted() && !has_media {
+        if source.parity.are_tokens_disabled() && !has_media {
             partial.parity_expectation =
                 self.shadow_expectation(model, source, context.deadline, request);
         }
@@ -314,7 +314,7 @@ impl RequestPreprocessor {
         let Some(source) = source.filter(|_| partial.is_own_tokenization) else {
             return partial;
         };
-        if !source.parity.is_mistrusted() {
+        if !source.parity.are_tokens_disabled() {
             partial.parity_expectation = if partial.has_media {
                 ParityExpectation::Multimodal
             } else {
@@ -325,7 +325,7 @@ impl RequestPreprocessor {
         let tokens = partial.prompt.tokens();
         let estimated = RoutePrompt::Estimated {
             tokens,
-            because: Reason::ParityMismatch,
+            reason: Reason::ParityMismatch,
         };
         let shadow = match std::mem::replace(&mut partial.prompt, estimated) {
             RoutePrompt::Hashed(prompts) => <[BlockHashes; 1]>::try_from(prompts)

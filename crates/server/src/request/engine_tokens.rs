@@ -128,7 +128,7 @@ impl EngineTokensClient {
 
     /// Returns whether the configuration requests tokens of engines at this parity status.
     pub(super) fn is_wanted(&self, parity: &ParityStatus) -> bool {
-        self.config.mode == EngineTokensTrigger::Always || parity.is_mistrusted()
+        self.config.mode == EngineTokensTrigger::Always || parity.are_tokens_disabled()
     }
 
     /// Returns the servers to call, rotated for each request.
@@ -187,7 +187,7 @@ impl EngineTokensClient {
             let failure = tokio::select! {
                 result = calls.next() => match result {
                     Some(Ok(rendered)) => return Ok(rendered),
-                    Some(Err(error)) if error.is_refusal() => return Err("refused"),
+                    Some(Err(error)) if error.is_rejection() => return Err("refused"),
                     Some(Err(error)) => {
                         debug!(%model, %error, "engine tokens failed");
                         Some(error.label())
@@ -251,7 +251,7 @@ impl EngineTokensClient {
         match &result {
             // The server did not cause the failure.
             Err(EngineError::Busy | EngineError::Client(_)) => {}
-            Err(error) if !error.is_refusal() => {
+            Err(error) if !error.is_rejection() => {
                 breaker.record_failure(
                     Instant::now(),
                     self.config.max_consecutive_failures,

@@ -71,7 +71,7 @@ impl RequestPreprocessor {
             partial.prompt = RoutePrompt::Truncated {
                 known,
                 tokens,
-                because: Reason::Multimodal,
+                reason: Reason::Multimodal,
             };
         }
         partial.stage_times.push(("hash", clock.lap()));

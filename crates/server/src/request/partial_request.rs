@@ -40,8 +40,8 @@ pub(super) struct PartialRequest {
 }
 
 impl PartialRequest {
-    pub(super) fn estimated(tokens: u64, because: Reason) -> Self {
-        let prompt = RoutePrompt::Estimated { tokens, because };
+    pub(super) fn estimated(tokens: u64, reason: Reason) -> Self {
+        let prompt = RoutePrompt::Estimated { tokens, reason };
         let times = Vec::with_capacity(4);
         Self {
             requested_model: None,
@@ -81,14 +81,14 @@ impl PartialRequest {
     }
 
     /// Returns a request whose body was not read, and the reason.
-    pub(super) fn without_body(api: ApiKind, bytes: usize, because: Reason) -> Self {
+    pub(super) fn without_body(api: ApiKind, bytes: usize, reason: Reason) -> Self {
         match api.workload() {
             // A request without a prompt causes no load, whatever its error.
             ApiWorkload::None => Self::estimated(0, Reason::NotInference),
             ApiWorkload::Prompt | ApiWorkload::LoadOnly if api.has_text_body() => {
-                Self::estimated(estimate_tokens(bytes), because)
+                Self::estimated(estimate_tokens(bytes), reason)
             }
-            ApiWorkload::Prompt | ApiWorkload::LoadOnly => Self::estimated(0, because),
+            ApiWorkload::Prompt | ApiWorkload::LoadOnly => Self::estimated(0, reason),
         }
     }
 
@@ -111,37 +111,37 @@ impl PartialRequest {
 
     /// Limits the request to the first blocks, because its body exceeds the limit.
     pub(super) fn into_too_large(mut self) -> Self {
-        let because = Reason::BodyTooLarge;
+        let reason = Reason::BodyTooLarge;
         let tokens = self.prompt.tokens();
         self.prompt = match self.prompt {
             RoutePrompt::Hashed(mut prompts) if prompts.len() == 1 => match prompts.pop() {
                 Some(known) => RoutePrompt::Truncated {
                     known,
                     tokens,
-                    because,
+                    reason,
                 },
-                None => RoutePrompt::Estimated { tokens, because },
+                None => RoutePrompt::Estimated { tokens, reason },
             },
             RoutePrompt::Truncated { known, tokens, .. } => RoutePrompt::Truncated {
                 known,
                 tokens,
-                because,
+                reason,
             },
             none @ RoutePrompt::Estimated {
-                because: Reason::NotInference | Reason::UnknownModel,
+                reason: Reason::NotInference | Reason::UnknownModel,
                 ..
             } => none,
             RoutePrompt::Hashed(_) | RoutePrompt::Estimated { .. } => {
-                RoutePrompt::Estimated { tokens, because }
+                RoutePrompt::Estimated { tokens, reason }
             }
         };
         self.tokens = Vec::new();
         self
     }
 
-    pub(super) fn set_reason(&mut self, reason: Reason) {
-        if let RoutePrompt::Estimated { because, .. } = &mut self.prompt {
-            *because = reason;
+    pub(super) fn set_reason(&mut self, new_reason: Reason) {
+        if let RoutePrompt::Estimated { reason, .. } = &mut self.prompt {
+            *reason = new_reason;
         }
     }
 }

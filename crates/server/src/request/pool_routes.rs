@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use warmroute_http2_filter::{host_without_port, service_of_authority};
-use warmroute_settings::{Problem, Step, is_header_name};
+use warmroute_settings::{PathStep, Problem, is_header_name};
 
 use super::routing_hints::HeaderLookup;
 
@@ -147,7 +147,7 @@ impl PoolRoutesConfig {
                 .any(|earlier| (&earlier.hosts, &earlier.paths) == (&rule.hosts, &rule.paths))
             {
                 let text = "an earlier rule has the same hosts and paths, so this one is never used; remove one";
-                problems.push(Problem::at([Step::from("rules"), at.into()], text));
+                problems.push(Problem::at([PathStep::from("rules"), at.into()], text));
             }
         }
         problems
@@ -159,13 +159,13 @@ impl PoolRoutesConfig {
         for (authority, pool) in &self.authorities {
             let mut report = |text: String| {
                 problems.push(Problem::at(
-                    ["authorities".into(), Step::from(authority.as_str())],
+                    ["authorities".into(), PathStep::from(authority.as_str())],
                     text,
                 ));
             };
             if authority.is_empty() || authority.contains(char::is_whitespace) {
                 report(format!(
-                    "`{authority}` is no authority; write for example warmroute-qwen.inference"
+                    "`{authority}` is not an authority; write for example warmroute-qwen.inference"
                 ));
             }
             if pool.is_empty() {
@@ -221,9 +221,9 @@ impl PoolRouteRule {
             if name.is_empty() || name.contains(['*', '/', ' ']) || host_without_port(name) != name
             {
                 let text = format!(
-                    "`{host}` is no host; write for example chat.example.com or *.example.com, without port"
+                    "`{host}` is not a host name; write for example chat.example.com or *.example.com, without port"
                 );
-                problems.push(Problem::at([Step::from("hosts"), at.into()], text));
+                problems.push(Problem::at([PathStep::from("hosts"), at.into()], text));
             }
         }
         for (at, path) in self
@@ -232,8 +232,8 @@ impl PoolRouteRule {
             .enumerate()
             .filter(|(_, path)| !path.starts_with('/') || path.contains('?'))
         {
-            let text = format!("`{path}` is no beginning of a path; write for example /chat");
-            problems.push(Problem::at([Step::from("paths"), at.into()], text));
+            let text = format!("`{path}` is not a path prefix; write for example /chat");
+            problems.push(Problem::at([PathStep::from("paths"), at.into()], text));
         }
         problems
     }

@@ -8,7 +8,7 @@ use bytes::Bytes;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::ModelName;
-use warmroute_settings::{Problem, Step, is_header_name};
+use warmroute_settings::{PathStep, Problem, is_header_name};
 
 /// The `routing.model_rewrites:` section.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -212,14 +212,14 @@ impl RewriteRule {
                     "`{}` has no `weight` and others have; set one for all or for none",
                     target.model
                 );
-                Problem::at([Step::from("targets"), at.into()], text)
+                Problem::at([PathStep::from("targets"), at.into()], text)
             }));
         }
         let names = self
             .models
             .iter()
             .enumerate()
-            .map(|(at, name)| ([Step::from("models"), at.into()], name));
+            .map(|(at, name)| ([PathStep::from("models"), at.into()], name));
         let empty = names.filter(|(_, name)| name.as_str().is_empty());
         problems
             .extend(empty.map(|(path, _)| Problem::at(path, "the name is empty; leave it out")));
@@ -228,9 +228,11 @@ impl RewriteRule {
             .iter()
             .enumerate()
             .filter(|(_, target)| target.model.as_str().is_empty());
-        let path = |at: usize| [Step::from("targets"), at.into(), "model".into()];
+        let path = |at: usize| [PathStep::from("targets"), at.into(), "model".into()];
         problems.extend(
-            targets.map(|(at, _)| Problem::at(path(at), "the name is empty; give a model's")),
+            targets.map(|(at, _)| {
+                Problem::at(path(at), "the name is empty; give the name of a model")
+            }),
         );
         problems
     }
@@ -249,12 +251,12 @@ impl RewritesConfig {
             let text = format!(
                 "`{name}` cannot be the name of a header; write letters, digits and hyphens"
             );
-            problems.push(Problem::at([Step::from("headers"), at.into()], text));
+            problems.push(Problem::at([PathStep::from("headers"), at.into()], text));
         }
         let mut named = HashSet::new();
         let mut for_all = false;
         for (at, rule) in self.rules.iter().enumerate() {
-            let path = [Step::from("rules"), at.into()];
+            let path = [PathStep::from("rules"), at.into()];
             let new = rule
                 .models
                 .iter()
@@ -280,10 +282,10 @@ impl RewritesConfig {
     }
 
     /// Returns every target with its path in the configuration.
-    pub fn targets(&self) -> impl Iterator<Item = ([Step; 5], &ModelName)> {
+    pub fn targets(&self) -> impl Iterator<Item = ([PathStep; 5], &ModelName)> {
         let path = |rule: usize, target: usize| {
             [
-                Step::from("rules"),
+                PathStep::from("rules"),
                 rule.into(),
                 "targets".into(),
                 target.into(),

@@ -58,7 +58,7 @@ fn preprocessor_with_short_deadline() -> Arc<RequestPreprocessor> {
 
 fn preprocessor_with_tokenizer(limits: EncodeLimits) -> Arc<RequestPreprocessor> {
     let files = prompt::Config {
-        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: None,
         chat_template: None,
     };

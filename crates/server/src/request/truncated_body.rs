@@ -136,7 +136,7 @@ impl RequestPreprocessor {
         partial.prompt = RoutePrompt::Truncated {
             known,
             tokens,
-            because: body.reason,
+            reason: body.reason,
         };
     }
 
@@ -147,7 +147,7 @@ impl RequestPreprocessor {
         mut tokens: PromptTokens,
         partial: &mut PartialRequest,
     ) {
-        let Some(because) = partial.prompt.reason() else {
+        let Some(reason) = partial.prompt.reason() else {
             return;
         };
         let size = model.resolved.model.block_size.tokens();
@@ -162,7 +162,7 @@ impl RequestPreprocessor {
         partial.prompt = RoutePrompt::Truncated {
             known,
             tokens,
-            because,
+            reason,
         };
     }
 }

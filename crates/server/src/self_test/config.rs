@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `engines.parity_check:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -11,24 +11,24 @@ pub struct SelfTestConfig {
     /// Whether canaries are compared with the engines.
     pub enabled: bool,
     /// Interval between comparisons.
-    pub interval: Period,
+    pub interval: DurationSetting,
     /// Timeout of one request to an engine.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Whether the blocks of sampled requests are compared with the events of the worker that
     /// computed them.
     pub sample_requests: bool,
     /// Delay between the response and the comparison.
-    pub event_delay: Period,
+    pub event_delay: DurationSetting,
 }
 
 impl Default for SelfTestConfig {
     fn default() -> Self {
         Self {
             enabled: true,
-            interval: Period::seconds(300),
-            timeout: Period::seconds(5),
+            interval: DurationSetting::seconds(300),
+            timeout: DurationSetting::seconds(5),
             sample_requests: true,
-            event_delay: Period::seconds(2),
+            event_delay: DurationSetting::seconds(2),
         }
     }
 }

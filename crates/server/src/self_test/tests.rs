@@ -38,12 +38,12 @@ m.reasoning_content }}){% endif %}\
                         {{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 fn encoder() -> Arc<Encoder> {
-    let folder = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+    let directory = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
         .join("examples/models/tinyllama");
     let template = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(template.path(), TEMPLATE).unwrap();
     let files =
-        json!({"tokenizer": folder.join("tokenizer.json.gz"), "chat_template": template.path()});
+        json!({"tokenizer": directory.join("tokenizer.json.gz"), "chat_template": template.path()});
     let files: prompt::Config = serde_json::from_value(files).unwrap();
     Arc::new(Encoder::load(&files).unwrap())
 }
@@ -142,7 +142,7 @@ async fn equal_tokens_agree_by_render_and_tokenize() {
         // Features that `/tokenize` ignores are compared by rendering or not at all.
         let render_only = skipped
             .values()
-            .filter(|why| *why == RENDER_ONLY_REASON)
+            .filter(|reason| *reason == RENDER_ONLY_REASON)
             .count();
         assert_eq!(
             render_only,
@@ -181,7 +181,7 @@ async fn rejected_canaries_are_skipped_by_name() {
     };
     let tools: Vec<_> = skipped
         .iter()
-        .filter(|(_, why)| why.contains("no tools here"))
+        .filter(|(_, reason)| reason.contains("no tools here"))
         .map(|(name, _)| name)
         .collect();
     // Canaries that warmroute cannot render are skipped before the engine is queried.
@@ -204,18 +204,18 @@ async fn differing_last_token_is_reported_with_context() {
             panic!("no difference was found")
         };
         assert_eq!(
-            (difference.what, difference.block),
-            (what, difference.at / 16)
+            (difference.compared, difference.block),
+            (what, difference.position / 16)
         );
         assert!(
-            difference.at >= 1000 && difference.canary.as_ref().unwrap().contains("long"),
+            difference.position >= 1000 && difference.canary.as_ref().unwrap().contains("long"),
             "{difference:?}"
         );
         assert_eq!(
-            difference.theirs,
+            difference.engine_token,
             (engine == Engine::WrongToken).then_some(5)
         );
-        assert_ne!(difference.our_text, difference.their_text);
+        assert_ne!(difference.warmroute_text, difference.engine_text);
     }
 }
 
@@ -225,9 +225,13 @@ async fn unavailable_engine_is_untested_with_fix() {
         (Engine::RequiresToken, "engines.http.token_file"),
         (Engine::UnknownModel, "does not exist"),
     ] {
-        let CanaryVerdict::CannotTest { why, is_transient } = verdict(engine).await else {
+        let CanaryVerdict::CannotTest {
+            reason,
+            is_transient,
+        } = verdict(engine).await
+        else {
             panic!("{text}")
         };
-        assert!(why.contains(text) && !is_transient, "{why}");
+        assert!(reason.contains(text) && !is_transient, "{reason}");
     }
 }

@@ -4,7 +4,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use crate::config::{Flags, LogFormat, LogLevel};
 
@@ -49,7 +49,7 @@ pub struct ServeArgs {
     pub health_checking: Option<bool>,
     /// Time to continue serving after the stop signal; overrides `process.drain.grace_period`
     #[arg(long, value_name = "TIME")]
-    pub drain_timeout: Option<Period>,
+    pub drain_timeout: Option<DurationSetting>,
     /// Port of the admin pages; their address stays that of `listeners.admin.address`
     #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,

@@ -6,7 +6,7 @@ use std::borrow::Cow;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ApiKind;
-use warmroute_settings::{Problem, Step};
+use warmroute_settings::{PathStep, Problem};
 
 macro_rules! paths {
     ($($(#[$doc:meta])* $key:ident: $api:ident = [$($suffix:literal),*];)*) => {
@@ -96,7 +96,7 @@ impl ApiPathsConfig {
         let mut seen: Vec<(&str, &str)> = Vec::new();
         for (_, key, list) in self.lists() {
             for (at, written) in list.iter().enumerate() {
-                let place = [Step::from(key), at.into()];
+                let place = [PathStep::from(key), at.into()];
                 let suffix = written.trim_matches('/');
                 if suffix.is_empty() || suffix.contains(['?', '#', ' ']) {
                     let text = format!(
@@ -121,7 +121,7 @@ impl ApiPathsConfig {
         {
             let text =
                 format!("`{name}` is not the name of a header; write for example x-original-path");
-            problems.push(Problem::at([Step::from("headers"), at.into()], text));
+            problems.push(Problem::at([PathStep::from("headers"), at.into()], text));
         }
         problems
     }

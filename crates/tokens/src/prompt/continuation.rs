@@ -20,7 +20,7 @@ pub(super) fn mark_last_message(turns: &mut [TemplateMessage<'_>]) -> Result<Str
 }
 
 /// Truncates the rendered text at the mark.
-pub(super) fn cut_at_mark(mut rendered: String, message: &str) -> Result<String, EncodeError> {
+pub(super) fn truncate_at_mark(mut rendered: String, message: &str) -> Result<String, EncodeError> {
     let place = rendered
         .rfind(MARK.trim_end())
         .filter(|_| rendered.contains(python_methods::strip(message)))

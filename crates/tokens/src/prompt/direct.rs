@@ -52,7 +52,7 @@ impl DirectRenderer {
         let mut slots = vec![TemplateValue::Undefined; self.plan.names.len()];
         for (name, value) in variables {
             if let Some(slot) = self.slot(name) {
-                slots[slot.at()] = TemplateValue::of(value.clone());
+                slots[slot.at()] = TemplateValue::from_minijinja(value.clone());
             }
         }
         if let Some(slot) = self.slot("messages") {

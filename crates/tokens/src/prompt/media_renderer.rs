@@ -12,7 +12,7 @@ pub(super) const MARK: &str = "\u{10fffe}MEDIA\u{10fffe}";
 /// Rendering mode of media items.
 pub(super) enum MediaDisplay<'s> {
     /// Conversations with media items are rejected.
-    Refused,
+    Rejected,
     /// Items are rendered as in the engine.
     AsEngine(&'s MediaRules),
     /// Items are rendered as in the engine, except the item with this index, which is rendered as
@@ -43,7 +43,7 @@ impl<'s> MediaRenderer<'s> {
     ) -> Result<Option<String>, EncodeError> {
         let (at, _) = self.next_numbers(modality);
         match self.display {
-            MediaDisplay::Refused => Err(multimodal_error(modality)),
+            MediaDisplay::Rejected => Err(multimodal_error(modality)),
             MediaDisplay::WithMark(_, marked) if marked == at => Ok(Some(MARK.to_owned())),
             MediaDisplay::AsEngine(_) | MediaDisplay::WithMark(..) => Ok(None),
         }
@@ -56,7 +56,7 @@ impl<'s> MediaRenderer<'s> {
     ) -> Result<Option<String>, EncodeError> {
         let (at, number) = self.next_numbers(modality);
         match self.display {
-            MediaDisplay::Refused => Err(multimodal_error(modality)),
+            MediaDisplay::Rejected => Err(multimodal_error(modality)),
             MediaDisplay::WithMark(_, marked) if marked == at => Ok(Some(MARK.to_owned())),
             // Text after the mark is not used.
             MediaDisplay::WithMark(_, marked) if marked < at => Ok(None),

@@ -135,10 +135,10 @@ struct ModelConfigFile {
 
 /// Reads `config.json` of the model. Only transformers 5 uses it.
 fn read_model_config(
-    folder: &Path,
+    directory: &Path,
     transformers: TransformersVersion,
 ) -> Result<ModelConfigFile, LoadError> {
-    find_file(folder, MODEL_CONFIG_NAME)
+    find_file(directory, MODEL_CONFIG_NAME)
         .filter(|_| transformers == TransformersVersion::V5)
         .as_deref()
         .map(read_json)
@@ -148,28 +148,28 @@ fn read_model_config(
 
 pub(super) fn load(config: &Config, traits: &ModelTraits) -> Result<ModelFiles, LoadError> {
     let bytes = read_file(&config.tokenizer)?;
-    let folder = config.tokenizer.parent().unwrap_or(Path::new(""));
+    let directory = config.tokenizer.parent().unwrap_or(Path::new(""));
     check_tokenizer_file(&config.tokenizer, &bytes)?;
     let config_path = config
         .tokenizer_config
         .clone()
-        .or_else(|| find_file(folder, "tokenizer_config.json"));
+        .or_else(|| find_file(directory, "tokenizer_config.json"));
     let raw_config: Map<String, Value> = config_path
         .as_deref()
         .map(read_json)
         .transpose()?
         .unwrap_or_default();
     let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
-    let config_folder = config_path.parent().unwrap_or(Path::new("")).to_owned();
+    let config_directory = config_path.parent().unwrap_or(Path::new("")).to_owned();
     let content = |problem: String| LoadError::Content {
         path: config_path.clone(),
         problem,
     };
     let settings: TokenizerConfig =
         TokenizerConfig::deserialize(&raw_config).map_err(|error| content(error.to_string()))?;
-    let raw_config = with_special_tokens_map(raw_config, &config_folder)?;
+    let raw_config = with_special_tokens_map(raw_config, &config_directory)?;
 
-    let model = read_model_config(&config_folder, traits.transformers)?;
+    let model = read_model_config(&config_directory, traits.transformers)?;
     let named = settings
         .tokenizer_class
         .as_deref()
@@ -197,7 +197,7 @@ pub(super) fn load(config: &Config, traits: &ModelTraits) -> Result<ModelFiles, 
         traits.engine,
         settings.chat_template,
         &config_path,
-        &config_folder,
+        &config_directory,
     )?;
     Ok(ModelFiles {
         tokenizer,
@@ -239,7 +239,7 @@ fn check_tokenizer_file(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
     } else if let Ok(TokenizerShape { model: None }) = serde_json::from_slice(bytes) {
         let meant = path
             .parent()
-            .and_then(|folder| find_file(folder, "tokenizer.json"))
+            .and_then(|directory| find_file(directory, "tokenizer.json"))
             .filter(|meant| meant != path);
         let hint = meant.map_or(String::new(), |meant| {
             format!("; did you mean {}?", meant.display())
@@ -258,12 +258,12 @@ fn check_tokenizer_file(path: &Path, bytes: &[u8]) -> Result<(), LoadError> {
 /// no added tokens are listed.
 fn with_special_tokens_map(
     mut written: Map<String, Value>,
-    folder: &Path,
+    directory: &Path,
 ) -> Result<Map<String, Value>, LoadError> {
     if written.contains_key("added_tokens_decoder") {
         return Ok(written);
     }
-    let map: Map<String, Value> = find_file(folder, "special_tokens_map.json")
+    let map: Map<String, Value> = find_file(directory, "special_tokens_map.json")
         .as_deref()
         .map(read_json)
         .transpose()?
@@ -421,12 +421,12 @@ fn read_templates(
     engine: EngineKind,
     configured: Option<ChatTemplateField>,
     config_path: &Path,
-    folder: &Path,
+    directory: &Path,
 ) -> Result<Option<TemplateSources>, LoadError> {
     let file = config
         .chat_template
         .clone()
-        .or_else(|| find_file(folder, "chat_template.jinja"));
+        .or_else(|| find_file(directory, "chat_template.jinja"));
     if let Some(path) = file {
         let source = String::from_utf8(read_file(&path)?).map_err(|error| LoadError::Content {
             path: path.clone(),
@@ -457,11 +457,11 @@ fn read_templates(
     }))
 }
 
-/// Returns a file in the folder, plain or compressed.
-fn find_file(folder: &Path, name: &str) -> Option<PathBuf> {
+/// Returns a file in the directory, plain or compressed.
+fn find_file(directory: &Path, name: &str) -> Option<PathBuf> {
     [name.to_owned(), format!("{name}.gz")]
         .into_iter()
-        .map(|name| folder.join(name))
+        .map(|name| directory.join(name))
         .find(|path| path.is_file())
 }
 

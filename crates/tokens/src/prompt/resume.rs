@@ -45,7 +45,7 @@ use boundary_tokens::{BoundaryTokens, ResumePoint};
 use cache::CachedPiece;
 pub use cache::PromptCache;
 pub use prompt_tokens::PromptTokens;
-use prompt_tokens::PromptTrail;
+use prompt_tokens::ResumePoints;
 pub(super) use tokenizer_parts::{SpecialTokenFrame, check_parts, find_frame};
 
 /// Separates text hashes from other uses of the key.
@@ -277,12 +277,12 @@ impl ResumingTokenizer {
         mut points: Vec<(u128, usize)>,
         special: bool,
         before: usize,
-    ) -> Option<PromptTrail> {
+    ) -> Option<ResumePoints> {
         for (_, end) in &mut points {
             *end += before;
         }
         (!points.is_empty())
-            .then(|| PromptTrail::new(self.cache.clone(), self.key, special, points))
+            .then(|| ResumePoints::new(self.cache.clone(), self.key, special, points))
     }
 }
 

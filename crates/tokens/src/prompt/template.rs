@@ -99,14 +99,14 @@ impl ChatTemplates {
         chat: &ChatPrompt,
     ) -> Result<(String, TokenExactness), EncodeError> {
         if !chat.is_partial {
-            return self.render_as(chat, MediaDisplay::Refused);
+            return self.render_as(chat, MediaDisplay::Rejected);
         }
         let no_rules = MediaRules::default();
         let show = |chat: &ChatPrompt| {
             if chat.has_media() {
                 MediaDisplay::AsEngine(&no_rules)
             } else {
-                MediaDisplay::Refused
+                MediaDisplay::Rejected
             }
         };
         let format = match self.engine {
@@ -162,7 +162,7 @@ impl ChatTemplates {
             Some(_) if !template.reads_content => {
                 Err(EncodeError::rejected("the template reads no content"))
             }
-            Some(message) => Ok((continuation::cut_at_mark(text, &message)?, exact)),
+            Some(message) => Ok((continuation::truncate_at_mark(text, &message)?, exact)),
         }
     }
 
@@ -178,7 +178,7 @@ impl ChatTemplates {
             conversation::template_messages(
                 &chat.messages,
                 template.format,
-                &mut MediaRenderer::new(MediaDisplay::Refused),
+                &mut MediaRenderer::new(MediaDisplay::Rejected),
             )
             .ok()
         };

@@ -61,7 +61,7 @@ async fn silent_peer_with_heartbeats_is_disconnected() {
         connection.next_event().await,
         Err(ZmtpError::HeartbeatTimeout(_))
     ));
-    assert_eq!(began.elapsed(), ConnectionTiming::default().silence);
+    assert_eq!(began.elapsed(), ConnectionTiming::default().idle_timeout);
     let mut pings = [0; 18];
     peer.read_exact(&mut pings).await.unwrap();
     assert_eq!(&pings, b"\x04\x07\x04PING\x00\x00\x04\x07\x04PING\x00\x00");

@@ -134,8 +134,8 @@ fn ping_is_answered_even_between_frames_of_a_message() {
 #[test]
 fn oversize_messages_are_skipped_and_the_next_is_received() {
     let limits = MessageLimits {
-        message: 10,
-        frames: 3,
+        max_bytes: 10,
+        max_frames: 3,
     };
     let mut session = ready(sub(), 1, limits);
     let wire = [
@@ -165,8 +165,8 @@ fn oversize_messages_are_skipped_and_the_next_is_received() {
 #[test]
 fn message_far_beyond_the_limit_ends_the_connection() {
     let limits = MessageLimits {
-        message: 10,
-        frames: 3,
+        max_bytes: 10,
+        max_frames: 3,
     };
     let mut session = ready(sub(), 1, limits);
     let mut long = BytesMut::from(&[2][..]);

@@ -14,8 +14,8 @@ use warmroute_zmtp::{
 
 /// Small limits, so that inputs of a few hundred bytes reach them.
 pub(crate) const LIMITS: MessageLimits = MessageLimits {
-    message: 96,
-    frames: 4,
+    max_bytes: 96,
+    max_frames: 4,
 };
 const SKIP_FACTOR: u64 = 16;
 const MAX_COMMAND: u64 = 8 * 1024;
@@ -57,7 +57,7 @@ fn size(event: &SessionEvent) -> usize {
     match event {
         SessionEvent::Message(frames) => {
             let size = frames.iter().map(Bytes::len).sum();
-            assert!(size <= LIMITS.message && frames.len() <= LIMITS.frames);
+            assert!(size <= LIMITS.max_bytes && frames.len() <= LIMITS.max_frames);
             size
         }
         SessionEvent::Ready | SessionEvent::Oversize(_) => 0,
@@ -197,7 +197,7 @@ fn parse_into(bytes: &[u8], dealer: bool, outcome: &mut Outcome) -> Result<(), V
 
 /// Parses the frames after the handshake.
 fn parse_messages(mut rest: &[u8], outcome: &mut Outcome) -> Result<(), Violation> {
-    let limit = LIMITS.message as u64;
+    let limit = LIMITS.max_bytes as u64;
     let mut parts = Vec::new();
     let mut count = 0_usize;
     let mut total = 0_u64;
@@ -222,7 +222,7 @@ fn parse_messages(mut rest: &[u8], outcome: &mut Outcome) -> Result<(), Violatio
         parts.push(Bytes::copy_from_slice(body));
         count += 1;
         total += body.len() as u64;
-        if count as u64 > LIMITS.frames as u64 * SKIP_FACTOR {
+        if count as u64 > LIMITS.max_frames as u64 * SKIP_FACTOR {
             return Err(Violation);
         }
         if flags & 1 == 0 {
@@ -238,8 +238,8 @@ fn parse_messages(mut rest: &[u8], outcome: &mut Outcome) -> Result<(), Violatio
 /// Returns the event of a complete message. If both limits are exceeded, the event reports the one
 /// that was exceeded first.
 fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
-    let limit = LIMITS.message as u64;
-    if total <= limit && count <= LIMITS.frames {
+    let limit = LIMITS.max_bytes as u64;
+    if total <= limit && count <= LIMITS.max_frames {
         return SessionEvent::Message(parts);
     }
     let mut sum = 0;
@@ -248,7 +248,7 @@ fn event(parts: Vec<Bytes>, count: usize, total: u64) -> SessionEvent {
         sum > limit
     });
     match by_bytes {
-        Some(at) if at <= LIMITS.frames => SessionEvent::Oversize(ExceededLimit::Message),
+        Some(at) if at <= LIMITS.max_frames => SessionEvent::Oversize(ExceededLimit::Message),
         _ => SessionEvent::Oversize(ExceededLimit::Frames),
     }
 }

@@ -6,14 +6,14 @@ use warmroute_core::worker::{BlockSize, EventSource, SocketAttach, WorkerId};
 use warmroute_doctor::engine::check_worker;
 use warmroute_doctor::engine::facts::AttachOutcome;
 use warmroute_engines::kv_events::event_probe::ProbedBatch;
-use warmroute_settings::Size;
+use warmroute_settings::ByteSize;
 use zeromq::{PubSocket, Socket as _, SocketSend as _};
 
 use super::*;
 use warmroute_server::config::WorkerSource;
 
 /// Returns the batch that doctor receives from an engine that publishes payloads of 2 MiB.
-async fn receive_batch(max_message: Size) -> ProbedBatch {
+async fn receive_batch(max_message: ByteSize) -> ProbedBatch {
     let text = json!({
         "models": [{"name": "m"}],
         "workers": {"list": [{"id": 1, "endpoint": "127.0.0.1:1"}]},
@@ -144,12 +144,12 @@ async fn stalling_engine_leaves_facts_of_complete_steps() {
 
 #[tokio::test]
 async fn event_messages_have_the_configured_limit() {
-    let limited = receive_batch(Size::mib(1)).await;
+    let limited = receive_batch(ByteSize::mib(1)).await;
     assert_eq!(
         limited.batch,
         Err("a message exceeds the message limit".to_owned())
     );
-    let complete = receive_batch(Size::mib(3)).await;
+    let complete = receive_batch(ByteSize::mib(3)).await;
     assert_ne!(complete.batch, limited.batch, "the message is not received");
     assert_eq!(complete.topic, "kv");
 }

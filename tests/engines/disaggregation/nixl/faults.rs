@@ -39,7 +39,7 @@ async fn failed_fetch_fails_late_or_recomputes() {
         ),
     ] {
         let start = Instant::now();
-        let (status, answer) = decoder.ask(&decode_of(&ask, &params)).await;
+        let (status, answer) = decoder.send(&decode_of(&ask, &params)).await;
         assert!(status.is_server_error(), "{what}: {answer}");
         assert!(start.elapsed() >= load_timeout, "{what}");
         let start = Instant::now();
@@ -95,7 +95,7 @@ async fn incomplete_params_fail_and_absent_params_compute() {
     let ask = ids(0..70, 4);
     let incomplete = json!({"do_remote_prefill": true, "remote_host": "127.0.0.1"});
     assert_eq!(
-        decoder.ask(&decode_of(&ask, &incomplete)).await.0,
+        decoder.send(&decode_of(&ask, &incomplete)).await.0,
         StatusCode::INTERNAL_SERVER_ERROR
     );
     // Without transfer parameters, the engine computes the prompt itself.
@@ -110,11 +110,11 @@ async fn injected_faults_affect_prefills_only() {
     let ask = ids(0..40, 2);
     prefiller.misbehave(json!({"refuse_prefills": 503})).await;
     assert_eq!(
-        prefiller.ask(&prefill_of(&ask)).await.0,
+        prefiller.send(&prefill_of(&ask)).await.0,
         StatusCode::SERVICE_UNAVAILABLE
     );
     assert_eq!(
-        prefiller.ask(&ask).await.0,
+        prefiller.send(&ask).await.0,
         StatusCode::OK,
         "everything else is served"
     );
@@ -122,7 +122,7 @@ async fn injected_faults_affect_prefills_only() {
     prefiller
         .misbehave(json!({"refuse_prefills": null, "fail_prefills_with_200": true}))
         .await;
-    let (status, answer) = prefiller.ask(&prefill_of(&ask)).await;
+    let (status, answer) = prefiller.send(&prefill_of(&ask)).await;
     assert_eq!(status, StatusCode::OK);
     assert!(
         answer["error"]["message"].is_string() && answer["choices"].is_null(),
@@ -198,7 +198,7 @@ async fn assert_prefills_hang_and_crash(
         .unwrap();
     assert_eq!(ended.code(), Some(134));
     assert_eq!(
-        decoder.ask(&decode_of(ask, &params)).await.0,
+        decoder.send(&decode_of(ask, &params)).await.0,
         StatusCode::INTERNAL_SERVER_ERROR
     );
     wait_idle(decoder).await;

@@ -90,7 +90,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
         "`envoy: {cluster: workers}`",
     ),
     standalone(
-        "folder not watched",
+        "directory not watched",
         |configs| {
             let eds = &mut configs.cluster("workers")["eds_cluster_config"]["eds_config"]["path_config_source"];
             eds["watched_directory"]["path"] = json!("/tmp");

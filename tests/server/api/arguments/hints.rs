@@ -3,21 +3,21 @@
 use super::*;
 
 /// Returns hints that no worker satisfies, with the expected statuses.
-fn invalid_hints() -> Vec<(&'static str, pb::Wishes, Code)> {
-    let mut wishes = impossible_constraints();
-    wishes.extend(invalid_numbers());
-    wishes
+fn invalid_hints() -> Vec<(&'static str, pb::RoutingHints, Code)> {
+    let mut hints = impossible_constraints();
+    hints.extend(invalid_numbers());
+    hints
 }
 
 /// Returns constraints that no worker satisfies.
-fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
+fn impossible_constraints() -> Vec<(&'static str, pb::RoutingHints, Code)> {
     let pin = |worker_id, dp_rank| Some(pb::Pin { worker_id, dp_rank });
-    let none = pb::Wishes::default;
+    let none = pb::RoutingHints::default;
     let allowed = |ids: &[u64]| Some(pb::AllowedWorkers { ids: ids.to_vec() });
     vec![
         (
             "an unknown pin",
-            pb::Wishes {
+            pb::RoutingHints {
                 pin: pin(9, None),
                 ..none()
             },
@@ -25,7 +25,7 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
         ),
         (
             "an unknown rank",
-            pb::Wishes {
+            pb::RoutingHints {
                 pin: pin(1, Some(5)),
                 ..none()
             },
@@ -33,7 +33,7 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
         ),
         (
             "no rank of two",
-            pb::Wishes {
+            pb::RoutingHints {
                 pin: pin(2, None),
                 ..none()
             },
@@ -41,7 +41,7 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
         ),
         (
             "a pin that is not allowed",
-            pb::Wishes {
+            pb::RoutingHints {
                 pin: pin(1, None),
                 allowed_workers: allowed(&[2]),
                 ..none()
@@ -50,7 +50,7 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
         ),
         (
             "no worker allowed",
-            pb::Wishes {
+            pb::RoutingHints {
                 allowed_workers: allowed(&[]),
                 ..none()
             },
@@ -58,7 +58,7 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
         ),
         (
             "a taint",
-            pb::Wishes {
+            pb::RoutingHints {
                 required_taints: vec!["x".into()],
                 ..none()
             },
@@ -68,13 +68,13 @@ fn impossible_constraints() -> Vec<(&'static str, pb::Wishes, Code)> {
 }
 
 /// Returns numbers that are out of range.
-fn invalid_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
-    let none = pb::Wishes::default;
-    let overrides = |set: pb::Overrides| pb::Wishes {
+fn invalid_numbers() -> Vec<(&'static str, pb::RoutingHints, Code)> {
+    let none = pb::RoutingHints::default;
+    let overrides = |set: pb::Overrides| pb::RoutingHints {
         overrides: Some(set),
         ..none()
     };
-    let priority = |jump| pb::Wishes {
+    let priority = |jump| pb::RoutingHints {
         priority: Some(pb::Priority {
             jump,
             ..pb::Priority::default()
@@ -84,7 +84,7 @@ fn invalid_numbers() -> Vec<(&'static str, pb::Wishes, Code)> {
     vec![
         (
             "not a number",
-            pb::Wishes {
+            pb::RoutingHints {
                 preferred_taints: [("x".to_owned(), f64::NAN)].into(),
                 ..none()
             },
@@ -128,7 +128,7 @@ async fn site_with_taint() -> ApiSite {
 #[tokio::test]
 async fn impossible_hints_are_rejected() {
     let site = site_with_taint().await;
-    for (what, wishes, code) in invalid_hints() {
+    for (what, hints, code) in invalid_hints() {
         for call_request in [
             book("r", 0, 9),
             pb::RouteRequest {
@@ -139,7 +139,7 @@ async fn impossible_hints_are_rejected() {
             assert_code(
                 what,
                 site.route(pb::RouteRequest {
-                    wishes: Some(wishes.clone()),
+                    hints: Some(hints.clone()),
                     ..call_request
                 })
                 .await,
@@ -163,38 +163,38 @@ async fn impossible_hints_are_rejected() {
 #[tokio::test]
 async fn hints_select_the_worker() {
     let site = site_with_taint().await;
-    let none = pb::Wishes::default;
+    let none = pb::RoutingHints::default;
     let pin = Some(pb::Pin {
         worker_id: 2,
         dp_rank: Some(1),
     });
     let good = [
-        (pb::Wishes { pin, ..none() }, 2),
+        (pb::RoutingHints { pin, ..none() }, 2),
         (
-            pb::Wishes {
+            pb::RoutingHints {
                 allowed_workers: Some(pb::AllowedWorkers { ids: vec![1] }),
                 ..none()
             },
             1,
         ),
         (
-            pb::Wishes {
+            pb::RoutingHints {
                 required_taints: vec!["fast".into()],
                 ..none()
             },
             2,
         ),
         (
-            pb::Wishes {
+            pb::RoutingHints {
                 preferred_taints: [("fast".to_owned(), -1.0)].into(),
                 ..none()
             },
             1,
         ),
     ];
-    for (wishes, worker) in good {
+    for (hints, worker) in good {
         let call_request = pb::RouteRequest {
-            wishes: Some(wishes.clone()),
+            hints: Some(hints.clone()),
             book: None,
             ..book("", 0, 9)
         };
@@ -202,7 +202,7 @@ async fn hints_select_the_worker() {
         assert_eq!(
             answer.decode.unwrap().worker.unwrap().worker_id,
             worker,
-            "{wishes:?}"
+            "{hints:?}"
         );
     }
 }

@@ -85,7 +85,7 @@ fn held_now(index: &Arc<PrefixIndex>, prompt: usize) -> usize {
     index
         .watch(&hashes(&PROMPTS[prompt]), RankSlot(0))
         .unwrap()
-        .most_held()
+        .max_held()
 }
 
 proptest! {
@@ -103,7 +103,7 @@ proptest! {
             writer.apply(&step.event());
             for at in [0, 1] {
                 expected[at] = expected[at].max(held_now(&index, at));
-                prop_assert_eq!(watches[at].most_held(), expected[at], "after {:?}", step);
+                prop_assert_eq!(watches[at].max_held(), expected[at], "after {:?}", step);
             }
         }
     }
@@ -115,7 +115,7 @@ fn watch_keeps_blocks_that_were_evicted_at_once() {
     let mut writer = index.create_writer(RankSlot(0));
     writer.apply(&stored(None, &[(1, 100)], StorageTier::Device));
     let watch = index.watch(&hashes(&[1, 2, 3, 4]), RankSlot(0)).unwrap();
-    assert_eq!(watch.most_held(), 1);
+    assert_eq!(watch.max_held(), 1);
     writer.apply(&stored(
         Some(100),
         &[(2, 200), (3, 300)],
@@ -123,15 +123,12 @@ fn watch_keeps_blocks_that_were_evicted_at_once() {
     ));
     writer.apply(&removed(&[300, 200, 100]));
     assert_eq!(
-        (
-            watch.most_held(),
-            device(&index, RankSlot(0), &[1, 2, 3, 4])
-        ),
+        (watch.max_held(), device(&index, RankSlot(0), &[1, 2, 3, 4])),
         (3, 0)
     );
     // Another prompt with an equal block further on.
     writer.apply(&stored(None, &[(7, 700), (4, 701)], StorageTier::Device));
-    assert_eq!(watch.most_held(), 3);
+    assert_eq!(watch.max_held(), 3);
 }
 
 #[test]
@@ -150,7 +147,7 @@ fn watch_ends_with_its_writer() {
     writer.apply(&stored(None, &[(1, 100)], StorageTier::Device));
     assert!(!watch.is_current(&index, RankSlot(0)));
     assert_eq!(
-        (watch.most_held(), index.event_cursor(RankSlot(0))),
+        (watch.max_held(), index.event_cursor(RankSlot(0))),
         (0, Some(EventCursor { stores: 1, gaps: 0 }))
     );
 }
@@ -175,6 +172,6 @@ fn watch_that_begins_during_stores_misses_none() {
             }
             index.watch(&hashes(&locals), RankSlot(0)).unwrap()
         });
-        assert_eq!(watch.most_held(), 8);
+        assert_eq!(watch.max_held(), 8);
     }
 }

@@ -226,7 +226,7 @@ impl BlockTrie {
         let mut rest = all;
         while !rest.is_empty() {
             let blocks = &mut self.runs[run].blocks;
-            if blocks.room().len == 0 {
+            if blocks.reserved_extent().len == 0 {
                 let want =
                     rest.len() + spare_positions(blocks.len(), blocks.last(), rest.len()) as usize;
                 let adjacent = if blocks.len() > 0 {
@@ -244,7 +244,7 @@ impl BlockTrie {
                     break;
                 }
             }
-            let ArenaExtent { first, len } = blocks.room();
+            let ArenaExtent { first, len } = blocks.reserved_extent();
             let (head, tail) = rest.split_at(rest.len().min(len as usize));
             blocks.fill_reserved(head.len() as u32);
             self.arena.write(first, head);
@@ -279,12 +279,12 @@ impl BlockTrie {
         let (head, rest) = tail.split_first();
         if rest.is_empty() && blocks.is_followed_by(head.first) {
             self.arena.assign_run(head, arena::NO_RUN);
-            blocks.grow_reserved(head.len + tail.room().len);
+            blocks.grow_reserved(head.len + tail.reserved_extent().len);
         } else {
             self.free_extents(&mut tail);
         }
         let blocks = &mut self.runs[run].blocks;
-        if blocks.room().len > RESERVE_RANGE.1.max(blocks.len()) {
+        if blocks.reserved_extent().len > RESERVE_RANGE.1.max(blocks.len()) {
             let rest = blocks.shrink_reserved(RESERVE_RANGE.0);
             self.arena.deallocate(rest);
         }

@@ -40,7 +40,7 @@ pub(in crate::index) fn check(trie: &BlockTrie) {
             );
             assert_eq!(run.blocks.position(at as u32), Some(block));
         }
-        let room = run.blocks.room();
+        let room = run.blocks.reserved_extent();
         assert!(
             (room.first..room.end()).all(|at| trie.arena.run_at(at).is_none()),
             "free positions are in use"

@@ -140,7 +140,7 @@ impl GroupHoldings {
     }
 
     /// Returns the layers of a block whose copies were all counted since the last gap.
-    pub(super) fn sure(&self, engine: EngineHash) -> LayerSet {
+    pub(super) fn counted_layers(&self, engine: EngineHash) -> LayerSet {
         let Some(counted) = &self.confirmed else {
             return self.held_layers(engine);
         };
@@ -316,7 +316,7 @@ impl GroupHoldings {
     }
 
     /// Returns whether there are more groups than can be tracked.
-    pub(super) fn more(&self) -> bool {
+    pub(super) fn has_untracked(&self) -> bool {
         self.has_untracked
     }
 

@@ -48,7 +48,7 @@ impl RankWriter {
                 .map(|group| (group.id, group.need))
                 .collect();
             dump.shares = groups.shares().collect();
-            dump.has_untracked_groups = groups.more();
+            dump.has_untracked_groups = groups.has_untracked();
             dump.shares
                 .sort_unstable_by_key(|share| (share.group, share.engine));
         }
@@ -176,7 +176,7 @@ impl RankWriter {
         let mut stale_blocks = self.shared.stale.lock();
         for (engine, mapped) in self.blocks.iter() {
             groups
-                .sure(engine)
+                .counted_layers(engine)
                 .iter()
                 .for_each(|layer| _ = stale_blocks.confirm(mapped.location, layer));
         }

@@ -401,7 +401,7 @@ impl RankWriter {
                 .extend(layers.iter().map(|layer| (mapped.location, layer)));
             scratch.confirmed.extend(
                 groups
-                    .sure(engine)
+                    .counted_layers(engine)
                     .iter()
                     .map(|layer| (mapped.location, layer)),
             );

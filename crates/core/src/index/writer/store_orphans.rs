@@ -220,7 +220,7 @@ impl RankWriter {
         let confirmed = confirmed.union(
             self.groups
                 .as_ref()
-                .map_or(LayerSet::NONE, |groups| groups.sure(child)),
+                .map_or(LayerSet::NONE, |groups| groups.counted_layers(child)),
         );
         self.confirm(
             &confirmed

@@ -219,7 +219,7 @@ fn ledger_limits_blocks() {
     test_ledger.add("a", 0, booking(0, 2)).unwrap();
     assert_eq!(
         test_ledger.add("b", 0, booking(0, 2)),
-        Err(LedgerError::TooManyBlocks { most: 3 })
+        Err(LedgerError::TooManyBlocks { limit: 3 })
     );
     assert_eq!(
         test_ledger.add("b", 0, booking(0, 1)),
@@ -314,7 +314,7 @@ fn ledger_limits_bookings_and_blocks() {
     test_ledger.add("a", 0, booking(0, 1)).unwrap();
     assert_eq!(
         test_ledger.add("b", 0, booking(0, 1)),
-        Err(LedgerError::Full { most: 1 })
+        Err(LedgerError::Full { limit: 1 })
     );
     assert_eq!(
         test_ledger.add("a", 0, booking(0, 1)),

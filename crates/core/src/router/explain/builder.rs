@@ -1,7 +1,7 @@
 //! Builds the explanation from a snapshot, after the load lock is released.
 
 use super::explanation::{PhaseExplanation, RouteExplanation, WorkerExplanation};
-use super::sentence;
+use super::summary;
 use crate::fleet::FleetMember;
 use crate::load::ActiveLoad;
 use crate::policy::{Constraints, ExclusionReason, PolicyInput, costs};
@@ -55,7 +55,7 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             block_size: Some(route.block_size),
             computed_by: Some(route.computed_by()),
             weights: self.context.weights,
-            sentence: sentence::routed(
+            summary: summary::routed(
                 &route,
                 &phases,
                 self.context.weights.router_temperature,
@@ -215,7 +215,7 @@ pub(super) fn unrouted(
         computed_by: None,
         weights: context.weights,
         phases,
-        sentence: sentence::unrouted(error, context.request.constraints.pool.as_deref()),
+        summary: summary::unrouted(error, context.request.constraints.pool.as_deref()),
         route: None,
     }
 }

@@ -42,7 +42,7 @@ pub struct RouteExplanation {
     /// Phases, prefill first.
     pub phases: Vec<PhaseExplanation>,
     /// Explanation in one sentence.
-    pub sentence: String,
+    pub summary: String,
     /// The route, if there is one.
     pub route: Option<Route>,
 }

@@ -139,15 +139,15 @@ fn explanation_shows_all_terms_and_runner_up() {
         (Some(rank(2)), Some(rank(3)), Some(4.0))
     );
     assert_eq!((phase.used, phase.ties), (true, 1));
-    let sentence = "Worker rank 2/0 serves the request, because it costs 16.250, 4.000 less than 3/0; caches were not \
+    let summary = "Worker rank 2/0 serves the request, because it costs 16.250, 4.000 less than 3/0; caches were not \
                     compared, because no event source of any candidate has caught up.";
-    assert_eq!(explanation.sentence, sentence);
+    assert_eq!(explanation.summary, summary);
 
     router.set_source_status(rank(2), SourceStatus::EXACT);
-    let sentence = router.explain(request(&[(0..10).collect()])).sentence;
+    let summary = router.explain(request(&[(0..10).collect()])).summary;
     assert!(
-        sentence.ends_with("; it holds 4 of 10 blocks, while 1/0 holds 8 and costs 4.750 more."),
-        "{sentence}"
+        summary.ends_with("; it holds 4 of 10 blocks, while 1/0 holds 8 and costs 4.750 more."),
+        "{summary}"
     );
 }
 
@@ -162,10 +162,10 @@ fn explanation_reports_ties_and_preserves_randomness() {
         assert!(phase.runner_up.is_some() && phase.runner_up != phase.winner);
         assert!(
             explanation
-                .sentence
+                .summary
                 .contains("chosen at random among 4 candidates that all cost 2.25"),
             "{}",
-            explanation.sentence
+            explanation.summary
         );
         let booked = router.route(request(&[vec![1]])).unwrap();
         assert_eq!(Some(booked.route.to.rank), phase.winner);
@@ -314,10 +314,10 @@ fn explanation_lists_overloaded_ejected_and_removed_workers() {
     assert_eq!(why(&explanation, 4), Some("it has just left the fleet"));
     assert!(
         explanation
-            .sentence
+            .summary
             .contains("it is the only candidate (cost 2.250)"),
         "{}",
-        explanation.sentence
+        explanation.summary
     );
     let phase = &explanation.phases[0];
     assert_eq!(
@@ -349,7 +349,7 @@ fn router_of_small_worker(clock: &Clock) -> Router {
     };
     let policy = EvictionPolicy::Ttl(TtlPolicy {
         ttl: Duration::from_secs(60),
-        most_blocks_per_rank: 100,
+        max_blocks_per_rank: 100,
     });
     let clock_copy = clock.clone();
     let without_events = Some(Predictor::new(policy, move || clock_copy.now()));

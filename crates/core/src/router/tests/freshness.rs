@@ -91,10 +91,10 @@ fn stale_source_reduces_credit_and_is_reported() {
         "{}",
         route.summary_line()
     );
-    let sentence = router.explain(prompt()).sentence;
+    let summary = router.explain(prompt()).summary;
     assert!(
-        sentence.ends_with("it holds 8 of 10 blocks, which may be out of date (lost_batches)."),
-        "{sentence}"
+        summary.ends_with("it holds 8 of 10 blocks, which may be out of date (lost_batches)."),
+        "{summary}"
     );
     assert_eq!(
         route.predicted_cached_tokens, 32,
@@ -119,11 +119,11 @@ fn unusable_sources_route_by_load_only() {
         "it has reported no blocks yet"
     );
     let writer = holds(&router, 1, 8);
-    for standing in [
+    for status in [
         catching_up,
         SourceStatus::new(IndexFreshness::CatchingUp, Some(StaleReason::Connecting)),
     ] {
-        router.set_source_status(rank(1), standing);
+        router.set_source_status(rank(1), status);
         let route = router.preview(prompt()).unwrap();
         assert_eq!(
             (route.to.rank, route.mode, route.reason),

@@ -123,7 +123,7 @@ fn subset_without_candidates_is_rejected() {
             request(&[vec![1]]).prompt,
             RoutePrompt::Estimated {
                 tokens: 0,
-                because: Reason::NoBody,
+                reason: Reason::NoBody,
             },
         ] {
             let mut request = RouteRequest::new(Some("m".into()), prompt);
@@ -252,7 +252,7 @@ fn truncated_request(known: BlockHashes) -> RouteRequest {
     let prompt = RoutePrompt::Truncated {
         known,
         tokens: 41,
-        because: Reason::BodyTruncated,
+        reason: Reason::BodyTruncated,
     };
     RouteRequest::new(None, prompt)
 }
@@ -281,11 +281,11 @@ fn truncated_prompt_counts_known_blocks() {
         (Mode::LoadOnly, Some(Reason::IndexCold))
     );
     let _cached = holds(&router, 2, 3);
-    let sentence = router.explain(truncated_request(known_blocks())).sentence;
+    let summary = router.explain(truncated_request(known_blocks())).summary;
     assert!(
-        sentence.contains("only the start of the prompt was compared")
-            && sentence.contains("it holds 3 of 3 blocks"),
-        "{sentence}"
+        summary.contains("only the start of the prompt was compared")
+            && summary.contains("it holds 3 of 3 blocks"),
+        "{summary}"
     );
     let Placement {
         route, reservation, ..
@@ -326,7 +326,7 @@ fn truncated_prompt_without_blocks_is_routed_by_load() {
     let short = RoutePrompt::Truncated {
         known: known_blocks(),
         tokens: 1,
-        because: Reason::BodyTruncated,
+        reason: Reason::BodyTruncated,
     };
     assert_eq!(short.tokens(), 12, "the known part is the minimum length");
 }
@@ -393,7 +393,7 @@ fn pool_request_uses_pool_workers_only() {
             RouteError::Unsatisfied,
             "{pool} {model:?}"
         );
-        let explained = router.explain(new_request(Some(pool), model)).sentence;
+        let explained = router.explain(new_request(Some(pool), model)).summary;
         assert!(
             explained.contains(&format!(
                 "(the request is for the pool `{pool}`); the request would be rejected"
@@ -420,7 +420,7 @@ fn responses_without_computation_do_not_affect_health() {
         let answered = |&(computes, status): &(bool, u16)| {
             let prompt = RoutePrompt::Estimated {
                 tokens: 0,
-                because: Reason::NotInference,
+                reason: Reason::NotInference,
             };
             let request = RouteRequest {
                 computes,

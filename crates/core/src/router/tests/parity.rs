@@ -29,7 +29,7 @@ fn router_with_one_that_differs() -> (Router, [crate::index::RankWriter; 2]) {
         status.record_evidence(WorkerId(1), BlockEvidence::Unconfirmed { block: 0 });
         status.record_evidence(WorkerId(2), BlockEvidence::Confirmed);
     }
-    assert!(!status.is_mistrusted());
+    assert!(!status.are_tokens_disabled());
     (router, writers)
 }
 
@@ -206,7 +206,7 @@ fn blocks_evicted_before_the_check_confirm_the_tokens() {
         changes.last(),
         Some(&(
             BlockEvidence::Unconfirmed { block: 0 },
-            ParityChange::Distrusted
+            ParityChange::TokensDisabled
         ))
     );
 }

@@ -311,7 +311,7 @@ fn prefill_topology_constrains_decode_worker() {
 #[test]
 fn request_without_prompt_skips_prefill_and_queue() {
     let without_prompt =
-        |because| RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, because });
+        |reason| RouteRequest::new(None, RoutePrompt::Estimated { tokens: 0, reason });
     let when_all_overloaded = OverloadAction::Reject;
     let settings = RouterSettings {
         when_all_overloaded,
@@ -324,9 +324,9 @@ fn request_without_prompt_skips_prefill_and_queue() {
             .unwrap_err(),
         RouteError::NoPrefill
     );
-    for because in [Reason::NotInference, Reason::NoBody] {
+    for reason in [Reason::NotInference, Reason::NoBody] {
         assert_eq!(
-            router.route(without_prompt(because)).unwrap().route.phases,
+            router.route(without_prompt(reason)).unwrap().route.phases,
             PhaseAssignment::Aggregated
         );
     }
@@ -498,7 +498,7 @@ fn placed_request_is_predicted_only_when_sent() {
     let clock = Clock::default();
     let fallback = crate::predict::TtlPolicy {
         ttl: Duration::from_secs(60),
-        most_blocks_per_rank: 100,
+        max_blocks_per_rank: 100,
     };
     let policy = crate::predict::EvictionPolicy::Lru {
         default_blocks: Some(100),

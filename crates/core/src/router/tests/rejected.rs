@@ -10,7 +10,7 @@ use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
 
 const TTL: TtlPolicy = TtlPolicy {
     ttl: Duration::from_secs(120),
-    most_blocks_per_rank: 1 << 20,
+    max_blocks_per_rank: 1 << 20,
 };
 
 /// Creates a router with workers whose caches are predicted by a policy.
@@ -160,7 +160,7 @@ proptest! {
         most in 4..40u64,
         steps in vec((vec(0..3u64, 0..10), 0..4u8), 1..40),
     ) {
-        let fallback = TtlPolicy { most_blocks_per_rank: most, ..TTL };
+        let fallback = TtlPolicy { max_blocks_per_rank: most, ..TTL };
         let policy = if lru { EvictionPolicy::Lru { default_blocks: Some(most), fallback } } else { EvictionPolicy::Ttl(fallback) };
         let [plain, disturbed] = [(); 2].map(|()| predicting(policy, [worker(1)]));
         let mut in_flight = Vec::new();

@@ -50,7 +50,7 @@ fn tenant_at_its_limit_evicts_only_its_own_sessions() {
     let running = ["d", "e"].map(|id| sessions.enter(of_tenant(id, "greedy")).unwrap());
     assert_eq!(
         sessions.enter(of_tenant("f", "greedy")).unwrap_err(),
-        SessionError::TenantFull { most: 2 }
+        SessionError::TenantFull { limit: 2 }
     );
     drop(running);
     let long = SessionName {
@@ -59,7 +59,7 @@ fn tenant_at_its_limit_evicts_only_its_own_sessions() {
     };
     assert_eq!(
         sessions.enter(long).unwrap_err(),
-        SessionError::IdLength { bytes: 9, most: 8 }
+        SessionError::IdLength { bytes: 9, limit: 8 }
     );
     sessions.expire();
     assert_eq!(sessions.counts().sessions, 3);

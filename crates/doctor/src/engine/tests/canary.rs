@@ -135,14 +135,14 @@ fn first_differing_token_is_reported_with_text() {
     ];
     assert_problem(FindingLevel::Error, "engine.tokenizer", &words, |facts| {
         let difference = TokenDifference {
-            what: ComparedItem::Length,
+            compared: ComparedItem::Length,
             canary: Some("tools".to_owned()),
-            at: 17,
+            position: 17,
             block: 1,
-            ours: Some(4),
-            theirs: None,
-            our_text: Some("b".to_owned()),
-            their_text: Some("c".to_owned()),
+            warmroute_token: Some(4),
+            engine_token: None,
+            warmroute_text: Some("b".to_owned()),
+            engine_text: Some("c".to_owned()),
         };
         facts.parity = CanaryVerdict::Differs {
             difference: Box::new(difference),

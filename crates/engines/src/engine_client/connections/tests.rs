@@ -16,13 +16,13 @@ use tokio::time::timeout;
 use super::*;
 use crate::engine_client::{EngineClient, EngineUrl, ForwardedRequest};
 use warmroute_core::worker::WorkerEndpoint;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 const LONG: Duration = Duration::from_secs(60);
 
 fn config() -> EnginesConfig {
     EnginesConfig {
-        timeout: Period(LONG),
+        timeout: DurationSetting(LONG),
         ..EnginesConfig::default()
     }
 }
@@ -249,8 +249,8 @@ async fn dead_http2_connection_is_dropped_while_in_use() {
 
 #[tokio::test]
 async fn token_is_forwarded_only_if_configured() {
-    let folder = tempfile::tempdir().unwrap();
-    let token_file = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let token_file = directory.path().join("token");
     std::fs::write(&token_file, "ours").unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = EngineUrl::http(WorkerEndpoint(listener.local_addr().unwrap()));

@@ -274,7 +274,7 @@ impl TestStream {
         );
         self.index
             .watch(&hashes, RankSlot(0))
-            .map_or(0, |watch| watch.most_held())
+            .map_or(0, |watch| watch.max_held())
     }
 
     fn status(&self) -> (IndexFreshness, Option<StaleReason>) {

@@ -20,7 +20,7 @@ pub enum FilterReason {
     /// A cache group that is known to hold only part of a prefix.
     NonMainGroup,
     /// A cache group of unknown kind.
-    UnlearnedGroup,
+    UnknownGroup,
     /// A second cache group that holds whole prefixes. The first one identifies the blocks.
     SecondaryMainGroup,
     /// A cache group other than the main one, whose block size is not a multiple of the index block
@@ -55,7 +55,7 @@ impl FilterReason {
             FilterReason::NonMainKind => "filtered_non_main_attention_kind",
             FilterReason::UnknownKind => "filtered_unknown_kind",
             FilterReason::NonMainGroup => "filtered_non_main_attention_group",
-            FilterReason::UnlearnedGroup => "filtered_unlearned_group_idx",
+            FilterReason::UnknownGroup => "filtered_unlearned_group_idx",
             FilterReason::SecondaryMainGroup => "filtered_further_main_attention_group",
             FilterReason::GroupBlockSize { .. } => "filtered_group_block_size_mismatch",
             FilterReason::AmbiguousSalt => "filtered_ambiguous_cache_namespace",

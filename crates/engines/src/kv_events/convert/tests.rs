@@ -296,7 +296,7 @@ fn secondary_group_reports_its_reuse_need() {
         (1, state, None, 12, other_kind, need(1, 3)),
         (1, other, Some(64), 4, other_kind, all),
         (1, unknown, None, 4, FilterReason::UnknownKind, all),
-        (7, None, None, 4, FilterReason::UnlearnedGroup, all),
+        (7, None, None, 4, FilterReason::UnknownGroup, all),
         (1, window, Some(9), 6, other_size(6), GroupNeed::Unknown),
         (1, window, Some(9), 2, other_size(2), GroupNeed::Unknown),
         (1, window, Some(9), 0, other_size(0), GroupNeed::Unknown),
@@ -368,7 +368,7 @@ fn group_kind_is_remembered_by_number() {
     normalizer.reset();
     assert_eq!(
         normalizer.convert(&removed(bare)),
-        ConvertedEvent::GroupEvent(FilterReason::UnlearnedGroup, group_removed)
+        ConvertedEvent::GroupEvent(FilterReason::UnknownGroup, group_removed)
     );
 }
 

@@ -320,7 +320,7 @@ impl PartialBlocks {
             let Some(part) = self.parts.get(&hash) else {
                 return;
             };
-            if part.is_held() || !part.children.is_empty() {
+            if part.has_copies() || !part.children.is_empty() {
                 return;
             }
             next = part.parent;
@@ -405,7 +405,7 @@ impl PartialBlocks {
                     }
                 }
             }
-            if part.is_held() {
+            if part.has_copies() {
                 continue;
             }
             let before = part.parent;

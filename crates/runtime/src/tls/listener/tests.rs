@@ -37,13 +37,13 @@ fn listener(
     let connections = ConnectionLimits {
         total,
         per_peer: total,
-        quiet: IDLE,
+        idle_timeout: IDLE,
     };
     let limits = ListenerLimits {
         connections,
         handshake: HANDSHAKE,
         idle,
-        header_block: 1 << 16,
+        max_header_block_bytes: 1 << 16,
     };
     let profile = ListenerProfile {
         name: "test",

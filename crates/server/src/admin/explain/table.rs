@@ -39,7 +39,7 @@ const COST_HEADINGS: [[&str; 2]; 14] = [
     ["", "disk"],
     ["", "shared"],
     ["", "decay"],
-    ["", "trust"],
+    ["", "freshness"],
     ["cost:", "prefill"],
     ["", "decode"],
     ["", "requests"],
@@ -69,7 +69,7 @@ pub fn render(explanation: &RouteExplanation) -> String {
             rows.iter().map(|worker| cost_row(phase, worker)).collect(),
         );
     }
-    _ = writeln!(text, "\n{}", explanation.sentence);
+    _ = writeln!(text, "\n{}", explanation.summary);
     text
 }
 
@@ -171,7 +171,7 @@ fn phase_title(phase: &PhaseExplanation) -> String {
         (None, ..) => text.push_str("; no worker is chosen"),
     }
     if phase.winner.is_some() && !phase.used {
-        text.push_str("; not taken");
+        text.push_str("; not used");
     }
     text
 }

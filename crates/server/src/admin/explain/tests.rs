@@ -272,10 +272,10 @@ async fn unreadable_body_is_explained_as_load_only() {
             2,
             "{query}"
         );
-        let sentence = explained["sentence"].as_str().unwrap();
+        let summary = explained["summary"].as_str().unwrap();
         assert!(
-            sentence.contains("; caches were not compared, because "),
-            "{sentence}"
+            summary.contains("; caches were not compared, because "),
+            "{summary}"
         );
     }
 }
@@ -318,7 +318,7 @@ async fn session_of_header_is_explained() {
     };
     let prompt = warmroute_core::router::RoutePrompt::Estimated {
         tokens: 9,
-        because: warmroute_core::router::Reason::NoTokenizer,
+        reason: warmroute_core::router::Reason::NoTokenizer,
     };
     let request = warmroute_core::router::RouteRequest::new(None, prompt);
     drop(

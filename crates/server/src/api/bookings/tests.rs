@@ -271,7 +271,7 @@ fn ended_attempt_repeats_its_result_unbooked() {
 #[test]
 fn full_ledger_rejects_before_queueing() {
     let fixture = BookingFixture::new();
-    let full = ApiError::Booking(LedgerError::Full { most: 4 });
+    let full = ApiError::Booking(LedgerError::Full { limit: 4 });
     for id in ["a", "b", "c", "d"] {
         assert!(fixture.route(attempt(id, 0), 1).unwrap());
     }

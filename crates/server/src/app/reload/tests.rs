@@ -149,8 +149,8 @@ async fn engine_token_reload_reaches_running_pollers() {
         ..Engine::default()
     });
     let address = engine.serve().await;
-    let folder = tempfile::tempdir().unwrap();
-    let token = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let token = directory.path().join("token");
     std::fs::write(&token, "letmein").unwrap();
     let app = App::start(
         config(&[address], &with_tokenizer("")),
@@ -166,7 +166,7 @@ async fn engine_token_reload_reaches_running_pollers() {
             .map(|status| status.parity())
             .unwrap_or_default();
         match parity.workers.get(&ONE).map(|known| known.canaries.clone()) {
-            Some(CanaryVerdict::CannotTest { why, .. }) => why,
+            Some(CanaryVerdict::CannotTest { reason, .. }) => reason,
             _ => String::new(),
         }
     };

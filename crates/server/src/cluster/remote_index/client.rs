@@ -20,7 +20,7 @@ use warmroute_core::worker::ModelName;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 
 use super::config::RemoteIndexConfig;
-use super::server_connection::{QueryError, ServerConnection, is_refusal};
+use super::server_connection::{QueryError, ServerConnection, is_rejection};
 use super::server_pool::{PoolChange, QueryOutcome, ServerPick, ServerPool};
 use super::{pb, wire};
 
@@ -236,7 +236,7 @@ impl RemoteIndexClient {
         .await
         {
             Err(_) => QueryOutcome::TimedOut,
-            Ok(Err(status)) if !is_refusal(status.code()) => QueryOutcome::Failed,
+            Ok(Err(status)) if !is_rejection(status.code()) => QueryOutcome::Failed,
             Ok(_) => QueryOutcome::Answered,
         };
         probe_query.finish(pick, outcome);
@@ -275,7 +275,7 @@ impl RemoteIndexClient {
             let ranks = last_ranks
                 .as_ref()
                 .map_or(0, |last_ranks| last_ranks.ranks.rows().len());
-            json!({"server": server.url, "asked": pool.is_healthy(index), "ranks": ranks})
+            json!({"server": server.url, "available": pool.is_healthy(index), "ranks": ranks})
         };
         json!(
             self.servers

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{Period, Problem, Step};
+use warmroute_settings::{DurationSetting, PathStep, Problem};
 
 /// The section `index.remote:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -16,10 +16,10 @@ pub struct RemoteIndexConfig {
     pub servers: Vec<String>,
     /// Maximum time that a request waits for a response. After that, it is routed by predictions.
     #[serde(default = "timeout")]
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Time after which a second server is queried; `null` disables it.
     #[serde(default = "hedge_delay")]
-    pub hedge_delay: Option<Period>,
+    pub hedge_delay: Option<DurationSetting>,
     /// Maximum number of concurrent queries. Beyond it, requests are routed without a query.
     #[serde(default = "max_concurrency")]
     pub max_concurrency: u32,
@@ -34,13 +34,13 @@ pub struct RemoteIndexConfig {
     pub key_file: Option<PathBuf>,
 }
 
-fn timeout() -> Period {
-    Period::millis(10)
+fn timeout() -> DurationSetting {
+    DurationSetting::millis(10)
 }
 
 #[expect(clippy::unnecessary_wraps, reason = "the default of an optional key")]
-fn hedge_delay() -> Option<Period> {
-    Some(Period::millis(3))
+fn hedge_delay() -> Option<DurationSetting> {
+    Some(DurationSetting::millis(3))
 }
 
 fn max_concurrency() -> u32 {
@@ -77,10 +77,11 @@ impl RemoteIndexConfig {
         if self.timeout.get().is_zero() {
             problems.push(Problem::of(
                 "timeout",
-                "no answer could come within 0s; the default is 10ms",
+                "every request would time out after 0s; the default is 10ms",
             ));
         }
-        let is_useless = |hedge: &Period| *hedge >= self.timeout && !self.timeout.get().is_zero();
+        let is_useless =
+            |hedge: &DurationSetting| *hedge >= self.timeout && !self.timeout.get().is_zero();
         if let Some(hedge) = self.hedge_delay.filter(is_useless) {
             let text = format!(
                 "{hedge} is not less than `timeout` ({}), so no hedge would ever be sent; the default is 3ms, and \
@@ -90,7 +91,7 @@ impl RemoteIndexConfig {
             problems.push(Problem::of("hedge_delay", text));
         }
         if self.max_concurrency == 0 {
-            let text = "no question would ever be asked; the default is 256";
+            let text = "no query would ever be sent; the default is 256";
             problems.push(Problem::of("max_concurrency", text));
         }
         problems.extend(
@@ -121,10 +122,10 @@ impl RemoteIndexConfig {
                 let text = format!(
                     "`{server}` is no address of a service; write for example http://index-0:9903"
                 );
-                problems.push(Problem::at([Step::from("servers"), index.into()], text));
+                problems.push(Problem::at([PathStep::from("servers"), index.into()], text));
             } else if !seen.insert(server) {
                 let text = format!("`{server}` is listed twice; remove one");
-                problems.push(Problem::at([Step::from("servers"), index.into()], text));
+                problems.push(Problem::at([PathStep::from("servers"), index.into()], text));
             }
         }
         problems

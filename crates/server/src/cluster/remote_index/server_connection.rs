@@ -69,7 +69,7 @@ impl QueryError {
 }
 
 /// Returns true if a healthy server refuses a query with this status code.
-pub(super) fn is_refusal(code: Code) -> bool {
+pub(super) fn is_rejection(code: Code) -> bool {
     use Code::{FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted, Unimplemented};
     // These include the codes that tonic returns for an oversized message.
     matches!(
@@ -105,7 +105,7 @@ impl ServerConnection {
         queried: &[BlockHashes],
     ) -> Result<RemoteAnswer, wire::IndexMessageError> {
         let version = answer.ranks_version;
-        let prompts = wire::decode_held(&answer.prompts, queried)?;
+        let prompts = wire::decode_overlaps(&answer.prompts, queried)?;
         let last = self
             .last_ranks
             .load_full()
@@ -133,7 +133,7 @@ impl ServerConnection {
     }
 
     pub(super) fn classify_status(&self, status: &Status) -> QueryError {
-        let refused = is_refusal(status.code());
+        let refused = is_rejection(status.code());
         // Logged once until the server responds again.
         if refused && !self.has_refused.swap(true, Ordering::Relaxed) {
             let code = status.code();

@@ -41,7 +41,7 @@ pub struct IndexServiceParts {
     /// Metrics.
     pub metrics: Arc<Metrics>,
     /// Maximum number of blocks of all prompts in a query.
-    pub most_blocks: usize,
+    pub max_blocks: usize,
 }
 
 /// The gRPC service. Clones share one state.
@@ -103,7 +103,7 @@ impl IndexService {
 
     /// Returns the service as a gRPC server.
     pub fn server(&self) -> IndexServer<IndexService> {
-        let max_query = wire::max_query_bytes(self.0.parts.most_blocks);
+        let max_query = wire::max_query_bytes(self.0.parts.max_blocks);
         IndexServer::new(self.clone())
             .max_decoding_message_size(max_query)
             .max_encoding_message_size(usize::MAX)
@@ -117,7 +117,7 @@ impl IndexService {
             router,
             find_model,
             readiness,
-            most_blocks,
+            max_blocks,
             ..
         } = &self.0.parts;
         if !readiness.is_ready() {
@@ -136,7 +136,7 @@ impl IndexService {
         if model.hashing != request.hashing {
             return Err(IndexQueryError::Hashing);
         }
-        let prompts = wire::decode_prompts(request.prompts, size, *most_blocks)?;
+        let prompts = wire::decode_prompts(request.prompts, size, *max_blocks)?;
         let answer = router.query_index(name.map(|_| &model.name), &prompts);
         let message = self.ranks_message(&answer.ranks);
         Ok(pb::OverlapsResponse {
@@ -145,7 +145,7 @@ impl IndexService {
             prompts: answer
                 .prompts
                 .iter()
-                .map(|found| wire::encode_held(found))
+                .map(|found| wire::encode_overlaps(found))
                 .collect(),
         })
     }

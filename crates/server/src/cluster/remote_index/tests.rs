@@ -30,7 +30,7 @@ use warmroute_core::worker::{
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_property_tests::property_config;
 use warmroute_runtime::lifecycle::Readiness;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::config::RemoteIndexConfig;
 use super::*;
@@ -81,7 +81,7 @@ fn router(count: u64, seed: u64) -> Router {
     let predictor = || {
         let ttl = TtlPolicy {
             ttl: Duration::from_secs(3600),
-            most_blocks_per_rank: 1000,
+            max_blocks_per_rank: 1000,
         };
         Some(Predictor::new(
             EvictionPolicy::Ttl(ttl),
@@ -213,12 +213,12 @@ fn encode_and_decode(answer: &RemoteAnswer, queried: &[BlockHashes]) -> RemoteAn
     let prompts: Vec<_> = answer
         .prompts
         .iter()
-        .map(|found| wire::encode_held(found))
+        .map(|found| wire::encode_overlaps(found))
         .collect();
     let ranks = wire::decode_ranks(&wire::encode_ranks(&answer.ranks)).unwrap();
     RemoteAnswer {
         ranks: Arc::new(ranks),
-        prompts: wire::decode_held(&prompts, queried).unwrap(),
+        prompts: wire::decode_overlaps(&prompts, queried).unwrap(),
     }
 }
 

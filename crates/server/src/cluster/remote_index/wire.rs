@@ -92,7 +92,7 @@ pub(super) fn encode_prompts(prompts: &[BlockHashes]) -> Vec<pb::Prompt> {
 }
 
 /// Encodes the worker ranks that hold blocks of a prompt.
-pub(super) fn encode_held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
+pub(super) fn encode_overlaps(found: &[(WorkerRank, TierBlocks)]) -> pb::PromptOverlaps {
     let column = |field: fn(&(WorkerRank, TierBlocks)) -> u32| {
         let column: Vec<u32> = found.iter().map(field).collect();
         if column.iter().any(|entry| *entry != 0) {
@@ -101,7 +101,7 @@ pub(super) fn encode_held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
             Vec::new()
         }
     };
-    pb::Held {
+    pb::PromptOverlaps {
         worker_ids: found.iter().map(|(rank, _)| rank.worker.0).collect(),
         dp_ranks: column(|(rank, _)| rank.rank.0),
         device: column(|(_, blocks)| blocks.device),
@@ -112,33 +112,34 @@ pub(super) fn encode_held(found: &[(WorkerRank, TierBlocks)]) -> pb::Held {
 }
 
 /// Decodes the worker ranks that hold blocks of the queried prompts.
-pub(super) fn decode_held(
-    held: &[pb::Held],
+pub(super) fn decode_overlaps(
+    overlaps: &[pb::PromptOverlaps],
     queried: &[BlockHashes],
 ) -> Result<Vec<Vec<(WorkerRank, TierBlocks)>>, IndexMessageError> {
-    if held.len() != queried.len() {
-        return Err(IndexMessageError::WrongPromptCount(held.len()));
+    if overlaps.len() != queried.len() {
+        return Err(IndexMessageError::WrongPromptCount(overlaps.len()));
     }
-    held.iter()
+    overlaps
+        .iter()
         .zip(queried)
-        .map(|(held, hashes)| decode_held_prompt(held, hashes.len()))
+        .map(|(overlaps, hashes)| decode_prompt_overlaps(overlaps, hashes.len()))
         .collect()
 }
 
-fn decode_held_prompt(
-    held: &pb::Held,
+fn decode_prompt_overlaps(
+    overlaps: &pb::PromptOverlaps,
     max: usize,
 ) -> Result<Vec<(WorkerRank, TierBlocks)>, IndexMessageError> {
     let columns = [
-        &held.dp_ranks,
-        &held.device,
-        &held.host,
-        &held.disk,
-        &held.external,
+        &overlaps.dp_ranks,
+        &overlaps.device,
+        &overlaps.host,
+        &overlaps.disk,
+        &overlaps.external,
     ];
     if columns
         .iter()
-        .any(|column| !column.is_empty() && column.len() != held.worker_ids.len())
+        .any(|column| !column.is_empty() && column.len() != overlaps.worker_ids.len())
     {
         return Err(IndexMessageError::Columns);
     }
@@ -166,7 +167,7 @@ fn decode_held_prompt(
             },
         ))
     };
-    held.worker_ids.iter().enumerate().map(row).collect()
+    overlaps.worker_ids.iter().enumerate().map(row).collect()
 }
 
 /// Encodes the state of the worker ranks.
@@ -174,11 +175,11 @@ pub(super) fn encode_ranks(ranks: &RemoteRanks) -> pb::Ranks {
     let message = |row: &RemoteRank| pb::Rank {
         worker_id: row.rank.worker.0,
         dp_rank: row.rank.rank.0,
-        trust: pb::Trust::from(row.status.freshness).into(),
-        because: row
+        freshness: pb::Freshness::from(row.status.freshness).into(),
+        reason: row
             .status
             .reason
-            .map_or(pb::Because::Unspecified, pb::Because::from)
+            .map_or(pb::StaleReason::Unspecified, pb::StaleReason::from)
             .into(),
         engine_block_size: row.status.engine_block_size.map_or(0, |size| size.0.get()),
         grouped: row.has_cache_groups,
@@ -192,8 +193,8 @@ pub(super) fn encode_ranks(ranks: &RemoteRanks) -> pb::Ranks {
 pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMessageError> {
     let row = |message: &pb::Rank| {
         let status = SourceStatus {
-            freshness: decode_freshness(message.trust)?,
-            reason: decode_reason(message.because)?,
+            freshness: decode_freshness(message.freshness)?,
+            reason: decode_reason(message.reason)?,
             engine_block_size: NonZeroU32::new(message.engine_block_size).map(BlockSize),
         };
         let rank = WorkerRank {
@@ -211,63 +212,63 @@ pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMess
     ))
 }
 
-impl From<IndexFreshness> for pb::Trust {
+impl From<IndexFreshness> for pb::Freshness {
     fn from(freshness: IndexFreshness) -> Self {
         match freshness {
-            IndexFreshness::Exact => pb::Trust::Exact,
-            IndexFreshness::CatchingUp => pb::Trust::CatchingUp,
-            IndexFreshness::Incomplete => pb::Trust::Incomplete,
-            IndexFreshness::Stale => pb::Trust::Stale,
-            IndexFreshness::Absent => pb::Trust::Absent,
+            IndexFreshness::Exact => pb::Freshness::Exact,
+            IndexFreshness::CatchingUp => pb::Freshness::CatchingUp,
+            IndexFreshness::Incomplete => pb::Freshness::Incomplete,
+            IndexFreshness::Stale => pb::Freshness::Stale,
+            IndexFreshness::Absent => pb::Freshness::Absent,
         }
     }
 }
 
 fn decode_freshness(number: i32) -> Result<IndexFreshness, IndexMessageError> {
     let value =
-        pb::Trust::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
+        pb::Freshness::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
     Ok(match value {
         // The zero value is never sent.
-        pb::Trust::Unspecified => return Err(IndexMessageError::UnknownNumber(number)),
-        pb::Trust::Exact => IndexFreshness::Exact,
-        pb::Trust::CatchingUp => IndexFreshness::CatchingUp,
-        pb::Trust::Incomplete => IndexFreshness::Incomplete,
-        pb::Trust::Stale => IndexFreshness::Stale,
-        pb::Trust::Absent => IndexFreshness::Absent,
+        pb::Freshness::Unspecified => return Err(IndexMessageError::UnknownNumber(number)),
+        pb::Freshness::Exact => IndexFreshness::Exact,
+        pb::Freshness::CatchingUp => IndexFreshness::CatchingUp,
+        pb::Freshness::Incomplete => IndexFreshness::Incomplete,
+        pb::Freshness::Stale => IndexFreshness::Stale,
+        pb::Freshness::Absent => IndexFreshness::Absent,
     })
 }
 
-impl From<StaleReason> for pb::Because {
+impl From<StaleReason> for pb::StaleReason {
     fn from(reason: StaleReason) -> Self {
         match reason {
-            StaleReason::NoSource => pb::Because::NoSource,
-            StaleReason::Connecting => pb::Because::Connecting,
-            StaleReason::Replaying => pb::Because::Replaying,
-            StaleReason::Detached => pb::Because::Detached,
-            StaleReason::LostBatches => pb::Because::LostBatches,
-            StaleReason::UnreportedBlocks => pb::Because::UntoldBlocks,
-            StaleReason::Undecodable => pb::Because::Undecodable,
-            StaleReason::Silent => pb::Because::Silent,
-            StaleReason::BlockSizeMismatch => pb::Because::BlockSizeMismatch,
-            StaleReason::OtherRank => pb::Because::OtherRank,
+            StaleReason::NoSource => pb::StaleReason::NoSource,
+            StaleReason::Connecting => pb::StaleReason::Connecting,
+            StaleReason::Replaying => pb::StaleReason::Replaying,
+            StaleReason::Detached => pb::StaleReason::Detached,
+            StaleReason::LostBatches => pb::StaleReason::LostBatches,
+            StaleReason::UnreportedBlocks => pb::StaleReason::UnreportedBlocks,
+            StaleReason::Undecodable => pb::StaleReason::Undecodable,
+            StaleReason::Silent => pb::StaleReason::Silent,
+            StaleReason::BlockSizeMismatch => pb::StaleReason::BlockSizeMismatch,
+            StaleReason::OtherRank => pb::StaleReason::OtherRank,
         }
     }
 }
 
 fn decode_reason(number: i32) -> Result<Option<StaleReason>, IndexMessageError> {
     let value =
-        pb::Because::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
+        pb::StaleReason::try_from(number).map_err(|_| IndexMessageError::UnknownNumber(number))?;
     Ok(Some(match value {
-        pb::Because::Unspecified => return Ok(None),
-        pb::Because::NoSource => StaleReason::NoSource,
-        pb::Because::Connecting => StaleReason::Connecting,
-        pb::Because::Replaying => StaleReason::Replaying,
-        pb::Because::Detached => StaleReason::Detached,
-        pb::Because::LostBatches => StaleReason::LostBatches,
-        pb::Because::UntoldBlocks => StaleReason::UnreportedBlocks,
-        pb::Because::Undecodable => StaleReason::Undecodable,
-        pb::Because::Silent => StaleReason::Silent,
-        pb::Because::BlockSizeMismatch => StaleReason::BlockSizeMismatch,
-        pb::Because::OtherRank => StaleReason::OtherRank,
+        pb::StaleReason::Unspecified => return Ok(None),
+        pb::StaleReason::NoSource => StaleReason::NoSource,
+        pb::StaleReason::Connecting => StaleReason::Connecting,
+        pb::StaleReason::Replaying => StaleReason::Replaying,
+        pb::StaleReason::Detached => StaleReason::Detached,
+        pb::StaleReason::LostBatches => StaleReason::LostBatches,
+        pb::StaleReason::UnreportedBlocks => StaleReason::UnreportedBlocks,
+        pb::StaleReason::Undecodable => StaleReason::Undecodable,
+        pb::StaleReason::Silent => StaleReason::Silent,
+        pb::StaleReason::BlockSizeMismatch => StaleReason::BlockSizeMismatch,
+        pb::StaleReason::OtherRank => StaleReason::OtherRank,
     }))
 }

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem, has_credentials};
+use warmroute_settings::{DurationSetting, Problem, has_credentials};
 
 /// The section `replicas:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -21,13 +21,13 @@ pub struct ReplicasConfig {
     pub name: Option<String>,
     /// Time for which events are collected into a batch.
     #[serde(default = "batch_interval")]
-    pub batch_interval: Period,
+    pub batch_interval: DurationSetting,
     /// Time without a message after which the reservations of a peer are dropped.
     #[serde(default = "lease")]
-    pub lease: Period,
+    pub lease: DurationSetting,
     /// Maximum duration of the initial sync, during which the process is not ready.
     #[serde(default = "sync_timeout")]
-    pub sync_timeout: Period,
+    pub sync_timeout: DurationSetting,
 }
 
 /// The section `replicas.nats:`.
@@ -56,16 +56,16 @@ fn group() -> String {
     "default".to_owned()
 }
 
-fn batch_interval() -> Period {
-    Period::millis(1)
+fn batch_interval() -> DurationSetting {
+    DurationSetting::millis(1)
 }
 
-fn lease() -> Period {
-    Period::seconds(5)
+fn lease() -> DurationSetting {
+    DurationSetting::seconds(5)
 }
 
-fn sync_timeout() -> Period {
-    Period::seconds(5)
+fn sync_timeout() -> DurationSetting {
+    DurationSetting::seconds(5)
 }
 
 impl ReplicasConfig {

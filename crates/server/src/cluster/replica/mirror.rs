@@ -65,7 +65,7 @@ pub(super) struct ReservationMirror {
     /// Totals of all other peers.
     others: ReservationTotals,
     /// Number of reservations that were ignored because of a limit.
-    refused: u64,
+    ignored: u64,
     /// Fleet generation that the slots belong to.
     generation: u64,
 }
@@ -109,7 +109,7 @@ impl ReservationMirror {
     ) {
         let mut previous = std::mem::take(self);
         self.generation = view.generation;
-        self.refused = previous.refused;
+        self.ignored = previous.ignored;
         self.others = previous.others;
         for (id, state) in all {
             match previous.bookings.remove(&id) {
@@ -164,8 +164,8 @@ impl ReservationMirror {
     }
 
     /// Returns the number of reservations that were ignored because of a limit.
-    pub(super) fn refused(&self) -> u64 {
-        self.refused
+    pub(super) fn ignored(&self) -> u64 {
+        self.ignored
     }
 
     /// Returns the totals of the peer.
@@ -198,7 +198,7 @@ impl ReservationMirror {
             reservation: None,
         };
         if !self.has_room_for(&mirrored) {
-            self.refused += 1;
+            self.ignored += 1;
             return;
         }
         self.blocks += mirrored.blocks();
@@ -234,7 +234,7 @@ impl ReservationMirror {
         let after = mirrored.blocks();
         self.blocks = self.blocks - before + after;
         if after > before && self.blocks > max_blocks {
-            self.refused += 1;
+            self.ignored += 1;
             return self.remove(id);
         }
         let MirroredReservation {

@@ -195,7 +195,7 @@ impl NatsLink {
     }
 
     fn request_subject(&self, peer: ReplicaId) -> String {
-        format!("warmroute.{}.ask.{peer}", self.group)
+        format!("warmroute.{}.snapshot.{peer}", self.group)
     }
 }
 

@@ -114,13 +114,13 @@ pub(super) struct PeerStatus {
     replica: ReplicaId,
     name: String,
     /// True if all batches of the peer were applied.
-    level: bool,
+    synced: bool,
     reservations: usize,
     /// Number of reservations on workers that are unknown to this replica.
     on_unknown_workers: usize,
     /// Number of reservations that were ignored because of a limit.
-    refused: u64,
-    heard_ms_ago: u128,
+    ignored_reservations: u64,
+    last_message_ms_ago: u128,
 }
 
 impl PeerTable {
@@ -218,11 +218,11 @@ impl PeerTable {
         let deferred = std::mem::take(&mut fetch.deferred);
         peer.apply_snapshot(events, view, rng);
         peer.state = PeerState::Synced { last };
-        let mut is_synced = true;
+        let mut synced = true;
         for batch in deferred {
-            is_synced = is_synced && peer.apply_batch(batch, view, rng, free_bytes);
+            synced = synced && peer.apply_batch(batch, view, rng, free_bytes);
         }
-        if is_synced {
+        if synced {
             outcome
                 .changes
                 .push(PeerChange::Synced(from, peer.mirror.len()));
@@ -343,11 +343,11 @@ impl PeerTable {
         let status = |(id, peer): (&ReplicaId, &PeerReplica)| PeerStatus {
             replica: *id,
             name: peer.name.clone(),
-            level: matches!(peer.state, PeerState::Synced { .. }),
+            synced: matches!(peer.state, PeerState::Synced { .. }),
             reservations: peer.mirror.len(),
             on_unknown_workers: peer.mirror.waiting(),
-            refused: peer.mirror.refused(),
-            heard_ms_ago: now
+            ignored_reservations: peer.mirror.ignored(),
+            last_message_ms_ago: now
                 .saturating_duration_since(peer.last_received)
                 .as_millis(),
         };

@@ -1,7 +1,7 @@
 //! Conversion between events and messages.
 //!
 //! The size of a message is limited, so it contains the hashes of only some blocks of a very long
-//! prompt (named blocks). For the remaining, unnamed blocks it contains their number. The receiver
+//! prompt (named blocks). For the remaining, omitted blocks it contains their number. The receiver
 //! treats them as blocks that no other prompt shares.
 
 use std::sync::Arc;
@@ -26,9 +26,9 @@ use crate::tracking_hash::TrackingKey;
 /// Slot of an unknown worker, and of a decoded booking before the slot of its worker is looked up.
 pub(super) const UNKNOWN_SLOT: RankSlot = RankSlot(u32::MAX);
 
-/// Maximum number of unnamed blocks of a reservation, enough for a prompt of 2 million tokens. It
+/// Maximum number of omitted blocks of a reservation, enough for a prompt of 2 million tokens. It
 /// limits the memory that a message of a few bytes can allocate.
-pub(super) const MAX_UNNAMED_BLOCKS: u64 = 1 << 17;
+pub(super) const MAX_OMITTED_BLOCKS: u64 = 1 << 17;
 
 /// Maximum number of output blocks of one response.
 const MAX_OUTPUT_BLOCKS: u64 = 1 << 20;
@@ -41,10 +41,10 @@ pub(super) fn encode_event(
 ) -> Event {
     let any = match event {
         ReplicaEvent::Load(ReservationEvent::Booked { id, bookings: all }) => {
-            Any::Booked(proto::Booked {
+            Any::Booked(proto::Reservation {
                 id: id.0,
                 bookings: encode_bookings(all, max_named),
-                ..proto::Booked::default()
+                ..proto::Reservation::default()
             })
         }
         ReplicaEvent::Load(ReservationEvent::FirstToken(id)) => Any::FirstToken(id.0),
@@ -74,7 +74,7 @@ pub(super) fn encode_event(
             worker: target.worker.0,
             rank: target.rank.0,
             version: stamp.version,
-            by: stamp.router,
+            router: stamp.router,
         }),
         ReplicaEvent::Session(SessionUpdate::Ended {
             session: key,
@@ -82,7 +82,7 @@ pub(super) fn encode_event(
         }) => Any::SessionEnded(proto::SessionEnded {
             session: Some(encode_session(key)),
             version: stamp.version,
-            by: stamp.router,
+            router: stamp.router,
         }),
         ReplicaEvent::Overloaded(worker, remaining) => Any::Overloaded(proto::Overloaded {
             worker: worker.0,
@@ -102,13 +102,13 @@ pub(super) fn encode_reservation(
     state: &ReservationState,
     max_named: usize,
 ) -> Event {
-    let booked = proto::Booked {
+    let booked = proto::Reservation {
         id: id.0,
         bookings: encode_bookings(&state.bookings, max_named),
-        begun: state.has_first_token,
-        faded_blocks: state.discounted_blocks as u64,
+        has_first_token: state.has_first_token,
+        discounted_blocks: state.discounted_blocks as u64,
         fraction: state.fraction.unwrap_or_default(),
-        whole_blocks: state.full_blocks as u64,
+        full_blocks: state.full_blocks as u64,
     };
     Event {
         event: Some(Any::Booked(booked)),
@@ -130,7 +130,7 @@ fn encode_booking(booking: &LoadBooking, remaining: &mut usize) -> proto::Bookin
         let blocks = hashes[..named].iter().map(|hash| hash.0).collect();
         proto::Prompt {
             blocks,
-            unnamed: (hashes.len() - named) as u64,
+            omitted_blocks: (hashes.len() - named) as u64,
         }
     };
     proto::Booking {
@@ -233,14 +233,14 @@ fn list_bytes(event: &Any) -> usize {
     }
 }
 
-/// State for decoding one message: the source of random hashes for unnamed blocks, and the key of
+/// State for decoding one message: the source of random hashes for omitted blocks, and the key of
 /// encrypted hashes.
 pub(super) struct BlockNamer<'r, R> {
     random: &'r mut R,
     key: Option<&'r TrackingKey>,
-    /// Remaining unnamed blocks of the message.
+    /// Remaining omitted blocks of the message.
     remaining: u64,
-    /// Remaining unnamed blocks of the current reservation.
+    /// Remaining omitted blocks of the current reservation.
     remaining_of_reservation: u64,
 }
 
@@ -255,7 +255,7 @@ impl<'r, R: Rng> BlockNamer<'r, R> {
     }
 
     fn begin_reservation(&mut self) {
-        self.remaining_of_reservation = MAX_UNNAMED_BLOCKS.min(self.remaining);
+        self.remaining_of_reservation = MAX_OMITTED_BLOCKS.min(self.remaining);
     }
 
     fn random_names(&mut self, count: u64) -> Arc<[SequenceHash]> {
@@ -298,14 +298,14 @@ pub(super) fn decode_event(
             target: worker_rank(bound.worker, bound.rank),
             version: BindingVersion {
                 version: bound.version,
-                router: bound.by,
+                router: bound.router,
             },
         }),
         Any::SessionEnded(ended) => ReplicaEvent::Session(SessionUpdate::Ended {
             session: Arc::new(session_key(ended.session?)),
             version: BindingVersion {
                 version: ended.version,
-                router: ended.by,
+                router: ended.router,
             },
         }),
         Any::FirstTokenOf(name) => ReplicaEvent::FirstToken(name),
@@ -328,7 +328,7 @@ pub(super) fn decode_event(
 
 /// Decodes the state of a reservation.
 pub(super) fn decode_reservation(
-    booked: proto::Booked,
+    booked: proto::Reservation,
     namer: &mut BlockNamer<'_, impl Rng>,
 ) -> (BookingId, ReservationState) {
     namer.begin_reservation();
@@ -340,22 +340,22 @@ pub(super) fn decode_reservation(
     let count = |blocks: u64| blocks.min(MAX_OUTPUT_BLOCKS) as usize;
     let state = ReservationState {
         bookings,
-        has_first_token: booked.begun,
-        discounted_blocks: count(booked.faded_blocks),
-        fraction: (booked.faded_blocks > 0).then_some(booked.fraction),
-        full_blocks: count(booked.whole_blocks),
+        has_first_token: booked.has_first_token,
+        discounted_blocks: count(booked.discounted_blocks),
+        fraction: (booked.discounted_blocks > 0).then_some(booked.fraction),
+        full_blocks: count(booked.full_blocks),
     };
     (BookingId(booked.id), state)
 }
 
 fn decode_booking(booking: proto::Booking, namer: &mut BlockNamer<'_, impl Rng>) -> LoadBooking {
     let mut prompt = |prompt: proto::Prompt| -> Arc<[SequenceHash]> {
-        let unnamed = namer.random_names(prompt.unnamed);
+        let omitted_blocks = namer.random_names(prompt.omitted_blocks);
         prompt
             .blocks
             .into_iter()
             .map(SequenceHash)
-            .chain(unnamed.iter().copied())
+            .chain(omitted_blocks.iter().copied())
             .collect()
     };
     LoadBooking {

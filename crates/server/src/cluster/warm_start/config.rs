@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
 
 use warmroute_runtime::tls::ClientFiles;
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The section `index.warm_start:`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -28,7 +28,7 @@ pub struct WarmStartConfig {
     pub key_file: Option<PathBuf>,
     /// Maximum duration of the warm start, during which the process is not ready.
     #[serde(default = "timeout")]
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Behavior if the peer has not responded within `timeout`.
     #[serde(default)]
     pub on_timeout: DeadlineAction,
@@ -38,7 +38,7 @@ pub struct WarmStartConfig {
     pub snapshot_file: Option<PathBuf>,
     /// Maximum age of the snapshot file.
     #[serde(default = "max_snapshot_age")]
-    pub max_snapshot_age: Period,
+    pub max_snapshot_age: DurationSetting,
 }
 
 /// Behavior if the peer has not responded by the deadline.
@@ -59,12 +59,12 @@ fn is_service(address: &str) -> bool {
     scheme && Endpoint::from_shared(address.to_owned()).is_ok()
 }
 
-fn timeout() -> Period {
-    Period::seconds(10)
+fn timeout() -> DurationSetting {
+    DurationSetting::seconds(10)
 }
 
-fn max_snapshot_age() -> Period {
-    Period::seconds(300)
+fn max_snapshot_age() -> DurationSetting {
+    DurationSetting::seconds(300)
 }
 
 impl WarmStartConfig {
@@ -122,7 +122,7 @@ impl WarmStartConfig {
         {
             problems.push(Problem::of(
                 "snapshot_file",
-                format!("the folder {} does not exist", directory.display()),
+                format!("the directory {} does not exist", directory.display()),
             ));
         }
         problems

@@ -150,7 +150,7 @@ fn chunk_bytes(
         let chunk = chunk
             .ok_or(io::ErrorKind::Interrupted)??
             .map_err(io::Error::other)?;
-        Ok(chunk.map(|chunk| (Bytes::from(chunk.piece), (chunks, cancelled))))
+        Ok(chunk.map(|chunk| (Bytes::from(chunk.chunk), (chunks, cancelled))))
     })
 }
 

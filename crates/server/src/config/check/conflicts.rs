@@ -53,7 +53,7 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
     found
         .into_iter()
         .filter(|(_, given)| *given)
-        .map(|(trail, _)| Problem::at(trail, text))
+        .map(|(path, _)| Problem::at(path, text))
         .collect()
 }
 
@@ -64,7 +64,7 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
         && sessions.wait_timeout > config.queue.timeout
     {
         let text = format!(
-            "{} is longer than `queue.timeout` ({}), by when the first request of a session is routed or refused; give at \
+            "{} is longer than `queue.timeout` ({}), after which the first request of a session is routed or rejected; give at \
              most as much",
             sessions.wait_timeout, config.queue.timeout
         );
@@ -80,7 +80,7 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
         }
         if config.routing.weights.shared_cache_multiplier == 0.0 && !config.requests.clients.trusted
         {
-            let text = "its hits are worth nothing; set `routing.weights.shared_cache_multiplier`, usually to 0.5";
+            let text = "its hits do not count; set `routing.weights.shared_cache_multiplier`, usually to 0.5";
             problems.push(Problem::at(steps("index.shared_cache"), text));
         }
     }

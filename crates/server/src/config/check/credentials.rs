@@ -1,13 +1,13 @@
 //! Checks that no URL contains a password.
 
-use warmroute_settings::{Problem, Step, has_credentials};
+use warmroute_settings::{PathStep, Problem, has_credentials};
 
 use super::steps;
 use crate::config::Config;
 
 /// Returns a problem for each URL that contains a password.
 pub(super) fn credentials(config: &Config) -> Vec<Problem> {
-    let mut urls: Vec<(Vec<Step>, &str)> = Vec::new();
+    let mut urls: Vec<(Vec<PathStep>, &str)> = Vec::new();
     if let Some(url) = config
         .envoy
         .as_ref()
@@ -67,7 +67,7 @@ pub(super) fn with_credentials_first(
     mut problems: Vec<Problem>,
     credentials: Vec<Problem>,
 ) -> Vec<Problem> {
-    problems.retain(|problem| credentials.iter().all(|other| other.trail != problem.trail));
+    problems.retain(|problem| credentials.iter().all(|other| other.path != problem.path));
     problems.extend(credentials);
     problems
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use warmroute_settings::{Problem, Step};
+use warmroute_settings::{PathStep, Problem};
 
 use crate::config::ModelConfig;
 
@@ -38,11 +38,11 @@ pub(super) fn models(models: &[ModelConfig]) -> Vec<Problem> {
         let owner = models[at].name.as_str();
         if let Some(other_model) = owners.insert(name.as_str(), owner) {
             let text = format!(
-                "`{name}` already names the model {other_model}; every name, alias and adapter must lead to one model"
+                "`{name}` already names the model {other_model}; every name, alias and adapter must identify one model"
             );
             let steps = ["models".into(), at.into(), key.into()]
                 .into_iter()
-                .chain(index.map(Step::from));
+                .chain(index.map(PathStep::from));
             problems.push(Problem::at(steps, text));
         }
     }

@@ -70,7 +70,7 @@ fn source_problems(config: &Config) -> Vec<Problem> {
             .unwrap_or_default();
         let within = |mut problem: Problem| {
             // The sample is a list with one element; its index is not part of the path.
-            problem.trail.remove(0);
+            problem.path.remove(0);
             problem.within("worker")
         };
         found.into_iter().map(within).collect::<Vec<_>>()

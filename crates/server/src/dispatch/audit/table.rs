@@ -29,7 +29,7 @@ pub fn render(totals: &AuditTotals, price: Option<f64>) -> String {
 
 fn write_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
     write_coverage(text, sums);
-    if sums.answers > 0 {
+    if sums.responses > 0 {
         write_tokens(text, sums, price);
         write_predictions(text, sums);
     }
@@ -37,15 +37,15 @@ fn write_model(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
 
 /// Writes the number of responses with and without reported cached tokens.
 fn write_coverage(text: &mut String, sums: &ModelTotals) {
-    let unreported = sums.no_usage + sums.no_details + sums.undecided;
+    let unreported = sums.no_usage + sums.no_cached_tokens + sums.undecided;
     _ = writeln!(
         text,
         "  {} responses reported their cached tokens, {unreported} did not",
-        sums.answers
+        sums.responses
     );
     let reasons = [
         (
-            sums.no_details,
+            sums.no_cached_tokens,
             "had a usage without details: start vLLM with --enable-prompt-tokens-details, SGLang \
              with --enable-cache-report",
         ),
@@ -69,7 +69,7 @@ fn write_tokens(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
     let by_role: Vec<String> = sums
         .computed_by
         .iter()
-        .map(|(role, answers)| format!("{role} {answers}"))
+        .map(|(role, responses)| format!("{role} {responses}"))
         .collect();
     _ = writeln!(
         text,
@@ -114,20 +114,20 @@ fn write_tokens(text: &mut String, sums: &ModelTotals, price: Option<f64>) {
 
 /// Writes the accuracy of the predictions, and the causes of wrong ones.
 fn write_predictions(text: &mut String, sums: &ModelTotals) {
-    let predicted = sums.answers - sums.unforeseen;
+    let predicted = sums.responses - sums.not_predicted;
     let percent = share(sums.equal, predicted) * 100.0;
     _ = writeln!(
         text,
         "  predictions correct: {} of {predicted} responses ({percent:.1} %)",
         sums.equal
     );
-    for (cause, answers) in &sums.errors {
-        _ = writeln!(text, "    {answers} wrong: {}", cause.description());
+    for (cause, responses) in &sums.errors {
+        _ = writeln!(text, "    {responses} wrong: {}", cause.description());
     }
     let blocks: Vec<String> = sums
         .error_blocks
         .iter()
-        .map(|(blocks, answers)| format!("{blocks:+}: {answers}"))
+        .map(|(blocks, responses)| format!("{blocks:+}: {responses}"))
         .collect();
     _ = writeln!(
         text,

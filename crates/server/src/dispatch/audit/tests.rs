@@ -150,7 +150,7 @@ fn match_counts_at_once_and_difference_after_events() {
     let totals = audit.totals();
     assert_eq!(
         (
-            totals.models["m"].answers,
+            totals.models["m"].responses,
             totals.models["m"].equal,
             totals.waiting
         ),
@@ -165,7 +165,7 @@ fn match_counts_at_once_and_difference_after_events() {
     audit.resolve_due(start + EVENT_GRACE);
     let totals = audit.totals();
     let sums = &totals.models["m"];
-    assert_eq!((sums.answers, sums.less, totals.waiting), (2, 1, 0));
+    assert_eq!((sums.responses, sums.fewer, totals.waiting), (2, 1, 0));
     assert_eq!(
         (
             sums.errors[&MissCause::Evicted],
@@ -322,7 +322,7 @@ fn unexplainable_responses_do_not_wait_for_events() {
         audit.record_response(response, start);
     }
     let totals = audit.totals();
-    assert_eq!((totals.waiting, totals.models["m"].answers), (0, 4));
+    assert_eq!((totals.waiting, totals.models["m"].responses), (0, 4));
 }
 
 #[test]
@@ -334,7 +334,7 @@ fn full_backlog_attributes_new_responses_at_once() {
     }
     let totals = audit.totals();
     assert_eq!(
-        (totals.waiting, totals.models["m"].answers),
+        (totals.waiting, totals.models["m"].responses),
         (MAX_PENDING_RESPONSES as u64, 3)
     );
     audit.resolve_due(start + EVENT_GRACE);
@@ -362,7 +362,10 @@ fn responses_without_report_are_counted_by_reason() {
     audit.record_without_report(&model, false);
     let totals = audit.totals();
     assert_eq!(
-        (totals.models["m"].no_details, totals.models["m"].no_usage),
+        (
+            totals.models["m"].no_cached_tokens,
+            totals.models["m"].no_usage
+        ),
         (1, 2)
     );
 }
@@ -376,7 +379,7 @@ fn models_beyond_the_limit_share_one_entry() {
             .record_without_report(true);
     }
     assert_eq!(
-        (totals.models.len(), totals.models[""].no_details),
+        (totals.models.len(), totals.models[""].no_cached_tokens),
         (1025, 2000 - 1024)
     );
 }

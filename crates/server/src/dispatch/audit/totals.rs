@@ -25,21 +25,21 @@ pub struct AuditTotals {
 #[serde(default)]
 pub struct ModelTotals {
     /// Responses that reported their cached tokens.
-    pub answers: u64,
+    pub responses: u64,
     /// Of these, responses without a forecast.
-    pub unforeseen: u64,
+    pub not_predicted: u64,
     /// Responses that found as many tokens as predicted.
     pub equal: u64,
     /// Responses that found fewer tokens than predicted.
-    pub less: u64,
+    pub fewer: u64,
     /// Responses that found more tokens than predicted.
     pub more: u64,
     /// Responses that found as many tokens as predicted, for a prompt of another length.
-    pub other_prompt: u64,
+    pub other_prompt_length: u64,
     /// Responses without usage.
     pub no_usage: u64,
     /// Responses whose usage does not state cached tokens.
-    pub no_details: u64,
+    pub no_cached_tokens: u64,
     /// Responses after a remote prefill whose cache report warmroute does not receive.
     pub undecided: u64,
     /// Responses with a cache report, by the role of the worker that computed the prompt.
@@ -100,7 +100,7 @@ impl AuditEntry {
 impl ModelTotals {
     pub(super) fn record_without_report(&mut self, has_usage: bool) {
         let count = if has_usage {
-            &mut self.no_details
+            &mut self.no_cached_tokens
         } else {
             &mut self.no_usage
         };
@@ -108,7 +108,7 @@ impl ModelTotals {
     }
 
     pub(super) fn add(&mut self, entry: &AuditEntry) {
-        self.answers += 1;
+        self.responses += 1;
         if let Some(role) = entry.role {
             *self.computed_by.entry(role).or_default() += 1;
         }
@@ -121,10 +121,10 @@ impl ModelTotals {
             *self.missed_tokens.entry(cause).or_default() += tokens;
         }
         match entry.outcome_label() {
-            "not_predicted" => self.unforeseen += 1,
-            "fewer" => self.less += 1,
+            "not_predicted" => self.not_predicted += 1,
+            "fewer" => self.fewer += 1,
             "more" => self.more += 1,
-            "other_prompt_length" => self.other_prompt += 1,
+            "other_prompt_length" => self.other_prompt_length += 1,
             _ => self.equal += 1,
         }
         if !entry.has_forecast {

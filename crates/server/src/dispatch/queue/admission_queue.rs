@@ -53,7 +53,7 @@ pub struct AdmissionQueue<P: Placer> {
     pub(super) wake_count: AtomicU64,
     /// Number of queued requests, readable without the lock.
     pub(super) waiting: AtomicUsize,
-    pub(super) pump_notify: Notify,
+    pub(super) wake_notify: Notify,
     pub(super) waiter_notify: Notify,
 }
 
@@ -101,7 +101,7 @@ impl<P: Placer> AdmissionQueue<P> {
             state: Mutex::new(state),
             wake_count: AtomicU64::new(0),
             waiting: AtomicUsize::new(0),
-            pump_notify: Notify::new(),
+            wake_notify: Notify::new(),
             waiter_notify: Notify::new(),
         })
     }
@@ -146,7 +146,7 @@ impl<P: Placer> AdmissionQueue<P> {
         clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
-                () = self.pump_notify.notified() => {}
+                () = self.wake_notify.notified() => {}
                 _ = clock.tick() => {
                     if self.waiting.load(Ordering::SeqCst) == 0 {
                         continue;
@@ -274,7 +274,7 @@ impl<P: Placer> AdmissionQueue<P> {
     /// Notifies the background task and one waiting request, if there is one.
     pub(super) fn notify_waiting(&self) {
         if self.waiting.load(Ordering::SeqCst) > 0 {
-            self.pump_notify.notify_one();
+            self.wake_notify.notify_one();
             self.waiter_notify.notify_one();
         }
     }

@@ -9,7 +9,7 @@ use warmroute_core::queue::{
     BusyThreshold, ClassDefinition, FamilyBucket, QueueClass, QueueClasses, QueueLimits,
     QueuePolicy,
 };
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 /// Name of the single class if none are configured.
 const DEFAULT_CLASS: &str = "default";
@@ -27,11 +27,11 @@ pub struct QueueConfig {
     pub prefill_busy_threshold_frac: Option<f64>,
     /// Maximum time in the queue. Envoy's `max_message_timeout` must allow this plus
     /// `sessions.wait_timeout` plus 0.5 s.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Time in the queue after which the cached prefixes are looked up again; 0s disables it.
-    pub refresh_after: Period,
+    pub refresh_after: DurationSetting,
     /// Value of `Retry-After` for rejected requests.
-    pub retry_after: Period,
+    pub retry_after: DurationSetting,
     /// Family of requests that name neither a class nor a family.
     pub default_family: Option<String>,
     /// Buckets of uncached prompt tokens, which select the class within a family.
@@ -96,9 +96,9 @@ impl Default for QueueConfig {
             policy: QueuePolicy::default(),
             prefill_busy_threshold: None,
             prefill_busy_threshold_frac: None,
-            timeout: Period::seconds(30),
-            refresh_after: Period::seconds(10),
-            retry_after: Period::seconds(1),
+            timeout: DurationSetting::seconds(30),
+            refresh_after: DurationSetting::seconds(10),
+            retry_after: DurationSetting::seconds(1),
             default_family: None,
             uncached_buckets: Vec::new(),
             classes: Vec::new(),

@@ -5,7 +5,7 @@ use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tokio::time::Instant;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::admission_queue::MAX_PLACED_PER_PASS;
 use super::config::{ClassConfig, QueueConfig};
@@ -145,7 +145,7 @@ async fn background_task_rechecks_without_wake_up() {
         (PrefillBacklog::Decaying, 50, 201),
     ] {
         let config = QueueConfig {
-            timeout: Period::seconds(90),
+            timeout: DurationSetting::seconds(90),
             ..config_with_threshold()
         };
         let queue = TestPlacer::queue(0, &config, prefill);
@@ -168,8 +168,8 @@ async fn background_task_rechecks_without_wake_up() {
 #[tokio::test(start_paused = true)]
 async fn deadline_removes_the_request() {
     let config = QueueConfig {
-        timeout: Period::seconds(7),
-        retry_after: Period::seconds(3),
+        timeout: DurationSetting::seconds(7),
+        retry_after: DurationSetting::seconds(3),
         ..config_with_threshold()
     };
     let queue = queue_with_slots(0, &config);
@@ -280,7 +280,7 @@ async fn cached_prefix_is_refreshed_after_long_wait() {
         let queue = queue_with_slots(
             0,
             &QueueConfig {
-                refresh_after: Period::seconds(refresh_after),
+                refresh_after: DurationSetting::seconds(refresh_after),
                 ..config_with_threshold()
             },
         );
@@ -329,7 +329,7 @@ async fn removed_request_unblocks_its_lane() {
         let queue = queue_with_slots(
             1,
             &QueueConfig {
-                timeout: Period::seconds(10),
+                timeout: DurationSetting::seconds(10),
                 ..config_with_threshold()
             },
         );

@@ -123,7 +123,7 @@ impl RequestSide {
                     late_body,
                     end: DuplexEnd::Open,
                 });
-                return vec![context.route_effect(head, RequestBody::NotShown)];
+                return vec![context.route_effect(head, RequestBody::NotReceived)];
             }
             BodyMode::Buffered | BodyMode::BufferedPartial if !needs_body => {
                 BodyAfterHeaders::SuppressedBody
@@ -152,7 +152,7 @@ impl RequestSide {
         let body = match after_headers {
             BodyAfterHeaders::NoBody if end => RequestBody::Absent,
             BodyAfterHeaders::PassThrough => RequestBody::Streamed,
-            BodyAfterHeaders::NoBody | BodyAfterHeaders::SuppressedBody => RequestBody::NotShown,
+            BodyAfterHeaders::NoBody | BodyAfterHeaders::SuppressedBody => RequestBody::NotReceived,
         };
         *self = RequestSide::Routing(PendingReply::Headers {
             head: head.clone(),
@@ -266,7 +266,7 @@ impl RequestSide {
         vec![context.route_effect(
             head,
             RequestBody::TooLarge {
-                shown: Bytes::new(),
+                received: Bytes::new(),
                 bytes,
             },
         )]
@@ -284,16 +284,16 @@ impl RequestSide {
             return Vec::new();
         };
         let body = body.into_bytes();
-        let shown = match body.len() {
+        let received = match body.len() {
             length if length > context.options.body_limit => {
                 let bytes = head.content_length.unwrap_or(0).max(length as u64);
                 RequestBody::TooLarge {
-                    shown: body.clone(),
+                    received: body.clone(),
                     bytes,
                 }
             }
             _ if is_truncated => RequestBody::Truncated {
-                shown: body.clone(),
+                received: body.clone(),
                 length: head.content_length,
             },
             _ => RequestBody::Whole(body.clone()),
@@ -307,7 +307,7 @@ impl RequestSide {
             },
             _ => PendingReply::Body,
         });
-        vec![context.route_effect(head, shown)]
+        vec![context.route_effect(head, received)]
     }
 
     pub(super) fn on_route(
@@ -330,7 +330,7 @@ impl RequestSide {
                 }
                 let reply = header_reply(context, &head, route_reply, None);
                 reply_effects(if after_headers == BodyAfterHeaders::SuppressedBody {
-                    mutation::with_request_body_hidden(reply)
+                    mutation::without_request_body(reply)
                 } else {
                     reply
                 })

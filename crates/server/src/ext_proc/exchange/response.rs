@@ -132,7 +132,7 @@ impl ResponseSide {
         };
         let continued = mutation::continue_with(MessageKind::ResponseHeaders, changes);
         let continued = if requests_body {
-            mutation::with_response_body_shown(continued, context.modes.request)
+            mutation::with_response_body_sent(continued, context.modes.request)
         } else {
             continued
         };

@@ -245,7 +245,7 @@ fn body_of_other_path_is_suppressed() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
         describe(buffered.on_message(headers("/v1/files", false))),
-        ["route not shown"]
+        ["route body not received"]
     );
     assert_eq!(
         describe(buffered.on_route(to_worker())),
@@ -261,7 +261,7 @@ fn body_of_other_path_is_suppressed() {
     let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert_eq!(
         describe(duplex.on_message(headers("/v1/files", false))),
-        ["route not shown"]
+        ["route body not received"]
     );
     duplex.on_route(to_worker());
     assert_eq!(

@@ -70,7 +70,7 @@ impl ExchangeGuard {
     /// Compares the cache report with the prediction, if the whole response was observed and has
     /// succeeded.
     pub(super) fn audit_response(&mut self) {
-        if !self.body_shown
+        if !self.body_scanned
             || self.end != ExchangeEnd::Complete
             || !(200..300).contains(&self.status)
         {

@@ -84,7 +84,7 @@ fn router() -> Arc<Router> {
     let load = LoadTracker::new(Instant::now);
     let ttl = TtlPolicy {
         ttl: Duration::from_secs(120),
-        most_blocks_per_rank: 1000,
+        max_blocks_per_rank: 1000,
     };
     let predictor = Predictor::new(EvictionPolicy::Ttl(ttl), Instant::now);
     let predictions = PredictorSet {
@@ -120,7 +120,7 @@ fn huge_usage_does_not_overflow_cached_token_counter() {
         let router = router();
         let estimated = RoutePrompt::Estimated {
             tokens: 100,
-            because: Reason::NoTokenizer,
+            reason: Reason::NoTokenizer,
         };
         let placement = router
             .route(RouteRequest::new(Some("m".into()), estimated))
@@ -181,7 +181,7 @@ fn prefill_times_are_learned_from_event_streams_only() {
     )]);
     let estimated = RoutePrompt::Estimated {
         tokens: 33,
-        because: Reason::NoTokenizer,
+        reason: Reason::NoTokenizer,
     };
     let cases = [
         (true, 200, &hashed, true),

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
     BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
 };
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 use super::zmq::ZmqEndpoint;
 
@@ -159,16 +159,16 @@ pub struct RankSource {
 #[serde(deny_unknown_fields, default)]
 pub struct DiscoveryConfig {
     /// Poll interval, in case a file notification is lost.
-    pub poll_interval: Period,
+    pub poll_interval: DurationSetting,
     /// Time without changes before the file is read, so that several writes cause one read.
-    pub debounce: Period,
+    pub debounce: DurationSetting,
 }
 
 impl Default for DiscoveryConfig {
     fn default() -> Self {
         Self {
-            poll_interval: Period::seconds(5),
-            debounce: Period::millis(100),
+            poll_interval: DurationSetting::seconds(5),
+            debounce: DurationSetting::millis(100),
         }
     }
 }
@@ -177,7 +177,7 @@ impl DiscoveryConfig {
     /// Returns semantic errors.
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.poll_interval.get().is_zero();
-        let text = "polling every 0s would never rest; the default is 5s";
+        let text = "an interval of 0s would poll without pause; the default is 5s";
         zero.then(|| Problem::of("poll_interval", text))
             .into_iter()
             .collect()

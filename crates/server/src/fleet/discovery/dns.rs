@@ -5,7 +5,7 @@ use std::num::NonZeroU16;
 
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::WorkerId;
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
@@ -27,14 +27,14 @@ pub struct DnsConfig {
     pub worker: TemplateConfig,
     /// Query interval.
     #[serde(default = "refresh_interval")]
-    pub refresh_interval: Period,
+    pub refresh_interval: DurationSetting,
     /// Resolver address; the system resolvers if omitted.
     #[serde(default)]
     pub resolver: Option<SocketAddr>,
 }
 
-fn refresh_interval() -> Period {
-    Period::seconds(5)
+fn refresh_interval() -> DurationSetting {
+    DurationSetting::seconds(5)
 }
 
 /// Record type.
@@ -84,7 +84,7 @@ impl DnsConfig {
         if self.refresh_interval.get().is_zero() {
             problems.push(Problem::of(
                 "refresh_interval",
-                "asking every 0s would never rest; the default is 5s",
+                "an interval of 0s would query without pause; the default is 5s",
             ));
         }
         problems

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{WorkerId, pool_taint};
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
@@ -35,19 +35,19 @@ pub struct KubernetesConfig {
     /// Time after which the API server ends a watch. A request without a response fails after this
     /// time plus 5 s.
     #[serde(default = "watch_timeout")]
-    pub watch_timeout: Period,
+    pub watch_timeout: DurationSetting,
     /// Interval at which the optional kinds InferenceObjective and InferenceModelRewrite are probed
     /// again if they are not installed or not allowed.
     #[serde(default = "resync_interval")]
-    pub resync_interval: Period,
+    pub resync_interval: DurationSetting,
 }
 
-fn watch_timeout() -> Period {
-    Period::seconds(30)
+fn watch_timeout() -> DurationSetting {
+    DurationSetting::seconds(30)
 }
 
-fn resync_interval() -> Period {
-    Period::seconds(300)
+fn resync_interval() -> DurationSetting {
+    DurationSetting::seconds(300)
 }
 
 /// A pool of pods: the name of an InferencePool, or a selector and ports.

@@ -2,7 +2,7 @@
 //! request could match are rejected.
 
 use warmroute_core::worker::{KvTransferRule, TransferEnforcement};
-use warmroute_settings::{Problem, Step, nearest};
+use warmroute_settings::{PathStep, Problem, nearest};
 
 use super::config::{EnforcementConfig, KvTransferConfig, WorkerConfig};
 
@@ -18,7 +18,7 @@ pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
         }
     }
     for (domain, value) in &config.topology {
-        let mut refuse = |trail: [Step; 2], text: String| problems.push(Problem::at(trail, text));
+        let mut refuse = |path: [PathStep; 2], text: String| problems.push(Problem::at(path, text));
         if domain.is_empty() {
             refuse(
                 ["topology".into(), "".into()],
@@ -32,7 +32,7 @@ pub(super) fn problems(config: &WorkerConfig) -> Vec<Problem> {
         }
         if value.is_empty() {
             let text = format!(
-                "the domain `{domain}` has no value; write where in it the worker stands, or leave it out"
+                "the domain `{domain}` has no value; give the worker's value in the domain, or leave it out"
             );
             refuse(["topology".into(), domain.as_str().into()], text);
         }

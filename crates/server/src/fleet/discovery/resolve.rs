@@ -8,7 +8,7 @@ use warmroute_core::worker::{
     BootstrapAddress, DpRank, EventSource, RankRange, SocketAttach, Worker, WorkerCapacity,
     WorkerEndpoint, WorkerId, WorkerRole,
 };
-use warmroute_settings::{Problem, Step, nearest};
+use warmroute_settings::{PathStep, Problem, nearest};
 
 use super::config::{BootstrapConfig, DataParallel, KvEventsConfig, RankSource, WorkerConfig};
 use super::zmq::ZmqEndpoint;
@@ -53,8 +53,8 @@ pub fn resolve_each(
         for problem in problems {
             // Every problem has the index of an entry. If one had none, the first entry would be
             // rejected.
-            let at = match problem.trail.first() {
-                Some(Step::At(at)) => *at,
+            let at = match problem.path.first() {
+                Some(PathStep::At(at)) => *at,
                 _ => 0,
             };
             is_invalid[at] = true;
@@ -297,7 +297,7 @@ fn check_attachments(attach: SocketAttach, sources: &[RankSource], listed: bool)
     let mut problems = Vec::new();
     for (at, source) in sources.iter().enumerate() {
         let mut refuse = |key: &str, text: String| {
-            let outer = listed.then(|| ["ranks".into(), Step::At(at)]);
+            let outer = listed.then(|| ["ranks".into(), PathStep::At(at)]);
             problems.push(Problem::at(
                 outer.into_iter().flatten().chain([key.into()]),
                 text,
@@ -450,7 +450,7 @@ fn find_shared_endpoints(
                 } else {
                     Vec::new()
                 };
-                let outer: [Step; 2] = [at.into(), "kv_events".into()];
+                let outer: [PathStep; 2] = [at.into(), "kv_events".into()];
                 problems.push(Problem::at(
                     outer.into_iter().chain(inner).chain([key.into()]),
                     text,

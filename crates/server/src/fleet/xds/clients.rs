@@ -44,7 +44,7 @@ pub struct XdsClientStatus {
     /// Newest acknowledged generation of endpoints; `None` before the first.
     pub generation: Option<u64>,
     /// Error of the last rejected response.
-    pub refused: Option<String>,
+    pub rejection: Option<String>,
     /// True if the Envoy did not acknowledge endpoints in time. The publisher does not wait for it
     /// until it acknowledges the current ones.
     pub is_slow: bool,

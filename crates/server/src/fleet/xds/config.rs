@@ -86,12 +86,12 @@ impl EnvoyConfig {
     }
 
     /// Resolves relative paths against the directory of the configuration file.
-    pub fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, directory: &Path) {
         if let Some(file) = &mut self.endpoints_file {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
         if let Some(tls) = self.xds.as_mut().and_then(|xds| xds.tls.as_mut()) {
-            tls.resolve(folder);
+            tls.resolve(directory);
         }
     }
 
@@ -144,7 +144,7 @@ impl XdsConfig {
             listen,
             tls: self.tls.as_ref(),
             unprotected: self.unprotected,
-            risk: "see the workers and delay their changes",
+            allowed_actions: "see the workers and delay their changes",
         });
         problems.extend(exposure.and_then(|exposure| exposure.problem()));
         problems.extend(self.cluster_problems(all, models));

@@ -7,7 +7,7 @@ use std::path::Path;
 use serde::{Serialize, Serializer};
 use warmroute_core::worker::Worker;
 use warmroute_metrics::{Metrics, OutcomeLabel};
-use warmroute_runtime::lifecycle::folder;
+use warmroute_runtime::lifecycle::directory;
 
 use super::subset_labels::{SubsetLabels, hosts};
 
@@ -157,8 +157,8 @@ fn replace(path: &Path, text: &str) -> io::Result<FileWriteOutcome> {
     if std::fs::read(path).is_ok_and(|bytes| bytes == text.as_bytes()) {
         return Ok(FileWriteOutcome::Unchanged);
     }
-    folder::prepare(path)?;
-    let mut file = builder().tempfile_in(folder::of(path))?;
+    directory::prepare(path)?;
+    let mut file = builder().tempfile_in(directory::of(path))?;
     file.write_all(text.as_bytes())?;
     file.persist(path)?;
     Ok(FileWriteOutcome::Replaced)

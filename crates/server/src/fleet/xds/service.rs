@@ -147,7 +147,7 @@ impl<V: XdsVariant> XdsStream<V> {
             AckOutcome::Query | AckOutcome::Stale => {}
             AckOutcome::Ack => {
                 self.client.clients().count_message("acked");
-                self.client.update(|status| status.refused = None);
+                self.client.update(|status| status.rejection = None);
             }
             AckOutcome::Nack(reason) => self.on_nack(reason),
             AckOutcome::TooManyNames => {
@@ -174,7 +174,7 @@ impl<V: XdsVariant> XdsStream<V> {
                 node = status.node,
                 reason, "Envoy rejected an endpoint update; its current endpoints stay in use"
             );
-            status.refused = Some(reason);
+            status.rejection = Some(reason);
         });
     }
 

@@ -6,7 +6,7 @@ use reqwest::header::AUTHORIZATION;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::*;
 
@@ -37,7 +37,7 @@ fn new_client(engines: EnginesConfig) -> (Arc<AbortClient>, Arc<Metrics>, TaskTr
     let metrics = Arc::new(Metrics::default());
     let tasks = TaskTracker::new();
     let engines = EnginesConfig {
-        timeout: Period(LONG),
+        timeout: DurationSetting(LONG),
         ..engines
     };
     (
@@ -177,17 +177,17 @@ async fn hanging_engine_delays_no_other_engine() {
     // A cancelled abort frees its slot.
     waiting.shutdown().await;
     assert_eq!(
-        aborts.lane(hanging).queue_permits.available_permits(),
+        aborts.limits_of(hanging).queue_permits.available_permits(),
         MAX_QUEUED_ABORTS
     );
-    aborts.lane(worker);
-    assert!(aborts.lanes.lock().len() <= 2);
+    aborts.limits_of(worker);
+    assert!(aborts.limits_by_worker.lock().len() <= 2);
 }
 
 #[tokio::test]
 async fn aborts_use_configured_token_or_client_credentials() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("token");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("token");
     std::fs::write(&path, "ours").unwrap();
     let (worker, mut abort_rx) = engine(Duration::ZERO).await;
     let client_credentials = HeaderValue::from_static("Bearer theirs");

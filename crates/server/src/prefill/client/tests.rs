@@ -7,7 +7,7 @@ use axum::routing::post;
 use tokio::net::TcpListener;
 use tokio::sync::mpsc;
 use warmroute_engines::engine_client::config::EngineScheme;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::*;
 
@@ -79,7 +79,7 @@ fn new_client(scheme: EngineScheme, deadline: Duration) -> (PrefillClient, Arc<M
     let metrics = Arc::new(Metrics::default());
     let engines = EnginesConfig {
         scheme,
-        timeout: Period(deadline),
+        timeout: DurationSetting(deadline),
         ..EnginesConfig::default()
     };
     (
@@ -260,7 +260,7 @@ async fn running_calls_are_counted_after_client_disconnects() {
         .expect("the call ends");
     running.detach();
     let page = metrics
-        .page(warmroute_metrics::TextFormat::OpenMetrics, |_| {})
+        .render(warmroute_metrics::TextFormat::OpenMetrics, |_| {})
         .unwrap();
     for (outcome, count) in [("completed", 2), ("failed", 1)] {
         let line = format!(

@@ -5,7 +5,7 @@ use axum::extract::connect_info::{ConnectInfo, IntoMakeServiceWithConnectInfo};
 use axum::routing::post;
 use tokio::net::TcpListener;
 use warmroute_core::worker::WorkerEndpoint;
-use warmroute_settings::Size;
+use warmroute_settings::ByteSize;
 
 use super::*;
 use crate::prefill::{PrefillBody, PrefillCall};
@@ -44,7 +44,7 @@ async fn worker_connections_survive_unrelated_reload() {
     let metrics = Arc::new(Metrics::new());
     let engines = EnginesConfig::default();
     let other_engines = EnginesConfig {
-        max_response_size: Size::mib(1),
+        max_response_size: ByteSize::mib(1),
         ..EnginesConfig::default()
     };
     let first = reconfigured(&PrefillClients::default(), &engines, &metrics);

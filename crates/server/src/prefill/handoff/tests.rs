@@ -206,7 +206,7 @@ fn tensorrt_llm_params_are_converted_for_generation() {
 fn unsplittable_requests_are_rejected() {
     let chat = Some(ApiKind::ChatCompletions);
     let text = Some(ApiKind::Completions);
-    let several = Some(SplitError::MultipleAnswers);
+    let several = Some(SplitError::MultipleChoices);
     let reported = Some(SplitError::ReportsPrompt);
     for (api, body, expected) in [
         (chat, json!({"n": 2}), several),

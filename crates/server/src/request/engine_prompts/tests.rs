@@ -17,7 +17,7 @@ use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, MediaTokens, wire};
 use warmroute_metrics::Metrics;
-use warmroute_settings::Period;
+use warmroute_settings::DurationSetting;
 
 use super::*;
 use crate::request::engine_tokens::config::EngineTokensConfig;
@@ -104,7 +104,7 @@ fn new_preprocessor(
 }
 
 fn config_with_long_timeout(urls: Vec<String>) -> EngineTokensConfig {
-    let long = Period::seconds(30);
+    let long = DurationSetting::seconds(30);
     EngineTokensConfig {
         urls,
         timeout: long,
@@ -121,7 +121,7 @@ async fn fetch_tokens(preprocessor: &Arc<RequestPreprocessor>) -> Result<Vec<Vec
         .preprocess(PATH, &|_| None, &RequestBody::Whole(body))
         .await;
     match preprocessed.route_request.prompt {
-        RoutePrompt::Estimated { because, .. } => Err(because),
+        RoutePrompt::Estimated { reason, .. } => Err(reason),
         _ => Ok(preprocessed.tokens),
     }
 }
@@ -143,7 +143,7 @@ async fn slow_or_failed_server_is_hedged() {
     let (broken, _) = server(500, String::new(), Duration::ZERO).await;
     for first in [slow, broken] {
         let config = EngineTokensConfig {
-            hedge_delay: Period::millis(5),
+            hedge_delay: DurationSetting::millis(5),
             ..config_with_long_timeout(vec![first, quick.clone()])
         };
         let (preprocessor, metrics) = new_preprocessor(&config, MediaTokens::default());
@@ -177,7 +177,7 @@ async fn refusal_is_final_and_failures_open_breaker() {
     let (broken, calls) = server(503, String::new(), Duration::ZERO).await;
     let config = EngineTokensConfig {
         max_consecutive_failures: 2,
-        cooldown: Period::seconds(600),
+        cooldown: DurationSetting::seconds(600),
         ..config_with_long_timeout(vec![broken])
     };
     let (preprocessor, metrics) = new_preprocessor(&config, MediaTokens::default());
@@ -201,7 +201,7 @@ async fn refusal_is_final_and_failures_open_breaker() {
 async fn engine_tokens_respect_the_deadline() {
     let (slow, _) = server(200, TOKENS.into(), Duration::from_secs(60)).await;
     let config = EngineTokensConfig {
-        timeout: Period::millis(50),
+        timeout: DurationSetting::millis(50),
         ..config_with_long_timeout(vec![slow.clone(), slow])
     };
     let (preprocessor, metrics) = new_preprocessor(&config, MediaTokens::default());
@@ -336,7 +336,7 @@ async fn shadow_tokenization_has_the_limits_of_prompts() {
     );
     let mut preprocessor = Arc::into_inner(with_model_length(preprocessor, 1000)).unwrap();
     let files = warmroute_tokens::prompt::Config {
-        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: None,
         chat_template: None,
     };

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use warmroute_engines::engine_client::EngineUrl;
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `models[].remote_tokenizer:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,9 +19,9 @@ pub struct EngineTokensConfig {
     pub urls: Vec<String>,
     /// Timeout of a request. Afterwards, the request is routed by the local tokens, or by load
     /// only.
-    pub timeout: Period,
+    pub timeout: DurationSetting,
     /// Delay after which a second server is called.
-    pub hedge_delay: Period,
+    pub hedge_delay: DurationSetting,
     /// File with the bearer token. Default: that of `engines`.
     pub token_file: Option<PathBuf>,
     /// Maximum number of concurrent queries. Further requests use the local tokens.
@@ -29,7 +29,7 @@ pub struct EngineTokensConfig {
     /// Number of consecutive failures after which a server is not called for a while.
     pub max_consecutive_failures: u32,
     /// Time for which a failing server is not called.
-    pub cooldown: Period,
+    pub cooldown: DurationSetting,
 }
 
 /// Requests for which engines are queried.
@@ -62,21 +62,21 @@ impl Default for EngineTokensConfig {
             mode: EngineTokensTrigger::Always,
             endpoint: RenderPath::Render,
             urls: Vec::new(),
-            timeout: Period::millis(300),
-            hedge_delay: Period::millis(100),
+            timeout: DurationSetting::millis(300),
+            hedge_delay: DurationSetting::millis(100),
             token_file: None,
             max_concurrency: 64,
             max_consecutive_failures: 3,
-            cooldown: Period::seconds(5),
+            cooldown: DurationSetting::seconds(5),
         }
     }
 }
 
 impl EngineTokensConfig {
-    /// Resolves file names relative to the folder of the configuration.
-    pub fn resolve(&mut self, folder: &Path) {
+    /// Resolves file names relative to the directory of the configuration.
+    pub fn resolve(&mut self, directory: &Path) {
         if let Some(file) = &mut self.token_file {
-            *file = folder.join(&*file);
+            *file = directory.join(&*file);
         }
     }
 
@@ -114,7 +114,7 @@ impl EngineTokensConfig {
         if self.max_consecutive_failures == 0 {
             problems.push(Problem::of(
                 "max_consecutive_failures",
-                "a server must fail before it rests; the default is 3",
+                "at least one failure is needed before the cooldown; the default is 3",
             ));
         }
         problems

@@ -8,7 +8,7 @@ fn estimate(path: &str, body: &str) -> (u64, Reason) {
         .route_request
         .prompt
     {
-        RoutePrompt::Estimated { tokens, because } => (tokens, because),
+        RoutePrompt::Estimated { tokens, reason } => (tokens, reason),
         prompt => panic!("{prompt:?}"),
     }
 }
@@ -171,26 +171,26 @@ fn other_cases() -> Vec<EstimatedCase> {
 
 #[test]
 fn each_api_is_routed_by_its_shape() {
-    for (path, content_type, body, reason, model) in
+    for (path, content_type, body, expected_reason, model) in
         inference_cases().into_iter().chain(other_cases())
     {
         let preprocessed = preprocess(path, content_type, &body);
-        let RoutePrompt::Estimated { tokens, because } = preprocessed.route_request.prompt else {
+        let RoutePrompt::Estimated { tokens, reason } = preprocessed.route_request.prompt else {
             panic!("{path} {body}")
         };
         assert_eq!(
             (
-                because,
+                reason,
                 preprocessed
                     .route_request
                     .model
                     .as_ref()
                     .map(ModelName::as_str)
             ),
-            (reason, model),
+            (expected_reason, model),
             "{path} {body}"
         );
-        let expected = match because {
+        let expected = match reason {
             Reason::UnknownPrompt if path == "/v1/rerank" => 2,
             Reason::EngineSideState => 2,
             Reason::Unparseable => body.len() as u64 / 4,
@@ -200,12 +200,12 @@ fn each_api_is_routed_by_its_shape() {
         assert_eq!(tokens, expected, "{path} {body}");
         assert_eq!(
             preprocessed.route_request.computes,
-            path == "/unknown" || because != Reason::NotInference,
+            path == "/unknown" || reason != Reason::NotInference,
             "{path}"
         );
-        let has_prompt = !matches!(because, Reason::NotInference);
+        let has_prompt = !matches!(reason, Reason::NotInference);
         assert_eq!(
-            RouteRequest::new(None, RoutePrompt::Estimated { tokens, because }).has_prompt(),
+            RouteRequest::new(None, RoutePrompt::Estimated { tokens, reason }).has_prompt(),
             has_prompt,
             "{path}"
         );
@@ -259,14 +259,14 @@ async fn request_without_prompt_never_counts_as_load() {
         .route_request
         .prompt
     {
-        RoutePrompt::Estimated { tokens, because } => (tokens, because),
+        RoutePrompt::Estimated { tokens, reason } => (tokens, reason),
         prompt => panic!("{prompt:?}"),
     };
     for body in [
         RequestBody::Absent,
-        RequestBody::NotShown,
+        RequestBody::NotReceived,
         RequestBody::TooLarge {
-            shown: Bytes::new(),
+            received: Bytes::new(),
             bytes: 1 << 30,
         },
     ] {
@@ -280,7 +280,7 @@ async fn request_without_prompt_never_counts_as_load() {
         estimate(
             "/v1/audio/translations",
             RequestBody::TooLarge {
-                shown: Bytes::new(),
+                received: Bytes::new(),
                 bytes: 1 << 30
             }
         )
@@ -291,7 +291,7 @@ async fn request_without_prompt_never_counts_as_load() {
         estimate(
             "/v1/score",
             RequestBody::TooLarge {
-                shown: Bytes::new(),
+                received: Bytes::new(),
                 bytes: 400
             }
         )

@@ -54,8 +54,8 @@ fn known_prefix(prompt: RoutePrompt) -> (BlockHashes, u64, Reason) {
         RoutePrompt::Truncated {
             known,
             tokens,
-            because,
-        } => (known, tokens, because),
+            reason,
+        } => (known, tokens, reason),
         prompt => panic!("{:?}", prompt.reason()),
     }
 }
@@ -77,13 +77,13 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
             .prompt,
     );
     let preprocessor = preprocessor_for_length(1000, limits_with_long_deadline());
-    let (known, tokens, because) = known_prefix(
+    let (known, tokens, reason) = known_prefix(
         preprocessor
             .preprocess_blocking(None, PATH, &|_| None, &body(&prompt))
             .route_request
             .prompt,
     );
-    assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
+    assert_eq!((known.len(), reason), (1000 / 16, Reason::PromptTooLong));
     assert_eq!(known.locals(), &exact.locals()[..known.len()]);
     assert!(
         tokens > 5000,
@@ -100,13 +100,13 @@ fn prompt_beyond_model_length_is_known_up_to_it() {
     assert_eq!(kept.locals(), &exact.locals()[..500 / 16]);
     let tokens: Vec<u32> = (1..=2000).collect();
     let token_body = serde_json::json!({"model": "m", "prompt": tokens}).to_string();
-    let (known, _, because) = known_prefix(
+    let (known, _, reason) = known_prefix(
         preprocessor
             .preprocess_blocking(None, PATH, &|_| None, token_body.as_bytes())
             .route_request
             .prompt,
     );
-    assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
+    assert_eq!((known.len(), reason), (1000 / 16, Reason::PromptTooLong));
 }
 
 #[test]
@@ -121,8 +121,8 @@ fn token_data_is_truncated_to_model_length() {
             .route_request
             .prompt
     };
-    let (known, tokens_estimated, because) = known_prefix(prompt_of(&tokens));
-    assert_eq!((known.len(), because), (1000 / 16, Reason::PromptTooLong));
+    let (known, tokens_estimated, reason) = known_prefix(prompt_of(&tokens));
+    assert_eq!((known.len(), reason), (1000 / 16, Reason::PromptTooLong));
     assert!(tokens_estimated >= 1000 / 16 * 16, "{tokens_estimated}");
     let exact = complete_prompt(prompt_of(&tokens[..1000]));
     assert_eq!(known.locals(), exact.locals());
@@ -148,7 +148,7 @@ async fn truncated_prompt_beyond_model_length_keeps_stable_blocks() {
         .to_vec();
         for cut in sent.len() - WORD.len()..sent.len() - 2 {
             let cut = RequestBody::Truncated {
-                shown: sent.slice(..cut),
+                received: sent.slice(..cut),
                 length: Some(sent.len() as u64),
             };
             let prompt = preprocessor
@@ -158,7 +158,7 @@ async fn truncated_prompt_beyond_model_length_keeps_stable_blocks() {
                 .prompt;
             if let RoutePrompt::Truncated {
                 known,
-                because: Reason::PromptTooLong,
+                reason: Reason::PromptTooLong,
                 ..
             } = prompt
             {
@@ -181,14 +181,14 @@ async fn prompt_of_20_mb_is_routed_by_its_prefix() {
             .prompt,
     );
     let sent = RequestBody::Whole(body(&prompt));
-    let (known, _, because) = known_prefix(
+    let (known, _, reason) = known_prefix(
         preprocessor
             .preprocess(PATH, &|_| None, &sent)
             .await
             .route_request
             .prompt,
     );
-    assert_eq!((known.len(), because), (16_384 / 16, Reason::PromptTooLong));
+    assert_eq!((known.len(), reason), (16_384 / 16, Reason::PromptTooLong));
     assert_eq!(known.locals(), &exact.locals()[..known.len()]);
 }
 
@@ -202,19 +202,19 @@ async fn body_above_limit_is_routed_by_its_prefix() {
             .route_request
             .prompt,
     );
-    let shown = body(&prompt).slice(..60_000);
+    let received = body(&prompt).slice(..60_000);
     let sent = RequestBody::TooLarge {
-        shown,
+        received,
         bytes: 100_000,
     };
-    let (known, tokens, because) = known_prefix(
+    let (known, tokens, reason) = known_prefix(
         preprocessor
             .preprocess(PATH, &|_| None, &sent)
             .await
             .route_request
             .prompt,
     );
-    assert_eq!(because, Reason::BodyTooLarge);
+    assert_eq!(reason, Reason::BodyTooLarge);
     assert!(
         known.len() > exact.len() / 2,
         "{} of {} blocks",
@@ -230,20 +230,20 @@ async fn body_above_limit_keeps_its_reason_when_shown_whole() {
     let preprocessor = preprocessor_for_length(1000, limits_with_long_deadline());
     for prompt in [words(1000), words(100_000)] {
         let sent = RequestBody::TooLarge {
-            shown: body(&prompt),
+            received: body(&prompt),
             bytes: 100_000,
         };
-        let (known, _, because) = known_prefix(
+        let (known, _, reason) = known_prefix(
             preprocessor
                 .preprocess(PATH, &|_| None, &sent)
                 .await
                 .route_request
                 .prompt,
         );
-        assert_eq!((because, known.is_empty()), (Reason::BodyTooLarge, false));
+        assert_eq!((reason, known.is_empty()), (Reason::BodyTooLarge, false));
     }
     let unreadable = RequestBody::TooLarge {
-        shown: Bytes::from_static(b"{\"model\":\"m\"}"),
+        received: Bytes::from_static(b"{\"model\":\"m\"}"),
         bytes: 100_000,
     };
     let prompt = preprocessor

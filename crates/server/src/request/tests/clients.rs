@@ -77,7 +77,7 @@ fn adapter_and_tenant_salt_the_hashes() {
     assert!(matches!(
         untrusted.route_request.prompt,
         RoutePrompt::Estimated {
-            because: Reason::NoTokenizer,
+            reason: Reason::NoTokenizer,
             ..
         }
     ));

@@ -20,11 +20,11 @@ fn vision_preprocessor_with(
     windows: BlockWindows,
 ) -> Arc<RequestPreprocessor> {
     let files = prompt::Config {
-        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
-        tokenizer_config: Some("tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
+        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer_config: Some("../../tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
         chat_template: None,
     };
-    let image = r#"{"token":"<|image_pad|>","token_count":"qwen2_vl","preprocessor_config":"tests/data/tokens/qwen2-vl/preprocessor_config.json"}"#;
+    let image = r#"{"token":"<|image_pad|>","token_count":"qwen2_vl","preprocessor_config":"../../tests/data/tokens/qwen2-vl/preprocessor_config.json"}"#;
     let image = Some(serde_json::from_str(image).unwrap());
     let media = Some(prompt::MediaConfig {
         image,
@@ -103,13 +103,13 @@ fn images_separate_prompts_behind_shared_prefix() {
     let RoutePrompt::Truncated {
         known,
         tokens,
-        because,
+        reason,
     } = preprocess(&image_conversation("https://a/b.png", "what is it?"))
     else {
         panic!()
     };
     assert_eq!(
-        (because, known.locals()),
+        (reason, known.locals()),
         (Reason::Multimodal, &one[..known.len()])
     );
     assert!(
@@ -156,7 +156,7 @@ async fn truncated_image_ends_the_known_prefix() {
     let body = image_conversation(&png_data_url(2), "what is it?");
     let cut = body.find("base64,").unwrap() + 20;
     let shown = RequestBody::Truncated {
-        shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
+        received: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
         length: Some(body.len() as u64),
     };
     let preprocessed = preprocessor
@@ -286,7 +286,7 @@ fn reported_model_name_is_part_of_image_hashes() {
     match preprocess(&image) {
         RoutePrompt::Truncated {
             known,
-            because: Reason::Multimodal,
+            reason: Reason::Multimodal,
             ..
         } => {
             assert!(known.locals().len() < by_name.len() && by_name.starts_with(known.locals()));

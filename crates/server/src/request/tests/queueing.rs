@@ -24,7 +24,7 @@ async fn full_queue_and_deadline_have_their_reasons() {
         .route_request
         .prompt
     {
-        RoutePrompt::Estimated { because, .. } | RoutePrompt::Truncated { because, .. } => because,
+        RoutePrompt::Estimated { reason, .. } | RoutePrompt::Truncated { reason, .. } => reason,
         prompt => panic!("{prompt:?}"),
     };
     // One thread runs all four requests. It stays free while the encoder threads work.
@@ -70,7 +70,7 @@ async fn late_encoder_keeps_its_permit_until_done() {
     assert!(matches!(
         preprocessed.route_request.prompt,
         RoutePrompt::Estimated {
-            because: Reason::DecisionTimeout,
+            reason: Reason::DecisionTimeout,
             ..
         }
     ));

@@ -13,11 +13,11 @@ fn preprocessor_with_template_for(
     template: &str,
     clients: ClientsConfig,
 ) -> Arc<RequestPreprocessor> {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("template.jinja");
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("template.jinja");
     std::fs::write(&file, template).unwrap();
     let files = prompt::Config {
-        tokenizer: "examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
         tokenizer_config: None,
         chat_template: Some(file),
     };
@@ -110,7 +110,7 @@ async fn assert_known_blocks_stay(template: &str, body: &str, marker: &str, min_
     let preprocessor = preprocessor_with_template(template);
     let cut = body.find(marker).unwrap() + marker.len();
     let truncated = RequestBody::Truncated {
-        shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
+        received: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
         length: Some(body.len() as u64),
     };
     let path = "/v1/chat/completions";
@@ -262,12 +262,12 @@ async fn truncated_tool_argument_is_unknown() {
     };
     for marker in ["w230 ", "w330 "] {
         let cut = body.find(marker).unwrap() + marker.len();
-        let shown = RequestBody::Truncated {
-            shown: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
+        let received = RequestBody::Truncated {
+            received: Bytes::copy_from_slice(&body.as_bytes()[..cut]),
             length: None,
         };
         let prompt = preprocessor
-            .preprocess("/v1/messages", &|_| None, &shown)
+            .preprocess("/v1/messages", &|_| None, &received)
             .await
             .route_request
             .prompt;
@@ -314,12 +314,12 @@ async fn truncated_conversation_has_same_salt() {
         let plain = complete(&body(""));
         assert!(!plain.starts_with(&salted[..1]), "{salt}");
         let cut = body(salt).find("w35 ").unwrap();
-        let shown = RequestBody::Truncated {
-            shown: Bytes::copy_from_slice(&body(salt).as_bytes()[..cut]),
+        let received = RequestBody::Truncated {
+            received: Bytes::copy_from_slice(&body(salt).as_bytes()[..cut]),
             length: None,
         };
         let prompt = trusted
-            .preprocess("/v1/chat/completions", &|_| None, &shown)
+            .preprocess("/v1/chat/completions", &|_| None, &received)
             .await
             .route_request
             .prompt;
@@ -358,7 +358,7 @@ async fn truncated_conversation_with_uncertain_beginning_is_estimated() {
     ] {
         let body = serde_json::json!({"model": "m", "messages": [message]}).to_string();
         let cut = RequestBody::Truncated {
-            shown: Bytes::copy_from_slice(&body.as_bytes()[..body.len() - 9]),
+            received: Bytes::copy_from_slice(&body.as_bytes()[..body.len() - 9]),
             length: None,
         };
         let prompt = preprocessor

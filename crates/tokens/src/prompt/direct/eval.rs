@@ -9,9 +9,9 @@ use std::rc::Rc;
 use minijinja::value::ValueKind;
 
 use super::UnsupportedError;
-use super::operations::{arithmetic, is, join, print};
+use super::operations::{arithmetic, join, matches_test, print};
 use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
-use super::value::{LoopCounter, TemplateValue, of_message};
+use super::value::{LoopCounter, TemplateValue, message_field};
 use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::template;
 use crate::prompt::template::TemplateClock;
@@ -152,7 +152,7 @@ impl<'a> PlanRun<'a> {
                     self.slots[slot.at()] = value.clone();
                 }
             }
-            self.slots[node.counter.at()] = TemplateValue::Counter(LoopCounter {
+            self.slots[node.counter.at()] = TemplateValue::Loop(LoopCounter {
                 index,
                 length,
                 over: over.messages(),
@@ -233,7 +233,7 @@ impl<'a> PlanRun<'a> {
         name: &'a str,
         value: TemplateValue<'a>,
     ) -> Result<(), UnsupportedError> {
-        let TemplateValue::Space(space) = &self.slots[space.at()] else {
+        let TemplateValue::Namespace(space) = &self.slots[space.at()] else {
             return Err(UnsupportedError);
         };
         let mut fields = space.borrow_mut();
@@ -269,7 +269,7 @@ impl<'a> PlanRun<'a> {
                 };
                 let start = self.slice_bound(start.as_deref())?;
                 let stop = self.slice_bound(stop.as_deref())?;
-                TemplateValue::Messages(messages.cut(start, stop)?)
+                TemplateValue::Messages(messages.slice(start, stop)?)
             }
             PlanTerm::Backwards(of) => match self.term(of)? {
                 TemplateValue::Messages(messages) => TemplateValue::Messages(messages.reversed()),
@@ -285,10 +285,10 @@ impl<'a> PlanRun<'a> {
                     .map(|item| self.term(item))
                     .collect::<Result<_, _>>()?,
             ),
-            PlanTerm::Space(fields) => {
+            PlanTerm::Namespace(fields) => {
                 let field =
                     |(name, value): &'a (Box<str>, PlanTerm)| Ok((&**name, self.term(value)?));
-                TemplateValue::Space(Rc::new(RefCell::new(
+                TemplateValue::Namespace(Rc::new(RefCell::new(
                     fields.iter().map(field).collect::<Result<_, _>>()?,
                 )))
             }
@@ -343,7 +343,7 @@ impl<'a> PlanRun<'a> {
                 let TemplateValue::Message(number) = self.slots[slot.at()] else {
                     return None;
                 };
-                match of_message(&self.turns[number], key) {
+                match message_field(&self.turns[number], key) {
                     TemplateValue::Text(text) => Some(text),
                     _ => None,
                 }
@@ -399,7 +399,9 @@ impl<'a> PlanRun<'a> {
                 let over = self.term(over)?;
                 self.filtered(over, filter)?
             }
-            PlanTerm::Is(over, kind) => TemplateValue::Bool(is(&self.term(over)?, *kind)?),
+            PlanTerm::Is(over, kind) => {
+                TemplateValue::Bool(matches_test(&self.term(over)?, *kind)?)
+            }
             PlanTerm::Method(over, method, args) => {
                 let over = self.term(over)?;
                 let args: Vec<TemplateValue<'a>> = args

@@ -33,7 +33,7 @@ pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> Result<(), Un
 }
 
 /// Returns a part of a text. It is borrowed if the text is borrowed.
-pub(super) fn mapped<'a>(
+pub(super) fn map_text<'a>(
     value: &TemplateValue<'a>,
     part: impl for<'t> Fn(&'t str) -> &'t str,
 ) -> Result<TemplateValue<'a>, UnsupportedError> {
@@ -67,7 +67,10 @@ pub(super) fn arithmetic<'a>(
     result.map(TemplateValue::Int).ok_or(UnsupportedError)
 }
 
-pub(super) fn is(value: &TemplateValue<'_>, kind: ValueTest) -> Result<bool, UnsupportedError> {
+pub(super) fn matches_test(
+    value: &TemplateValue<'_>,
+    kind: ValueTest,
+) -> Result<bool, UnsupportedError> {
     Ok(match kind {
         ValueTest::Defined => !matches!(value, TemplateValue::Undefined),
         ValueTest::Undefined => matches!(value, TemplateValue::Undefined),
@@ -76,7 +79,7 @@ pub(super) fn is(value: &TemplateValue<'_>, kind: ValueTest) -> Result<bool, Uns
         ValueTest::Mapping => match value {
             TemplateValue::Message(_) | TemplateValue::Part(_) => true,
             TemplateValue::Other(value) => value.kind() == ValueKind::Map,
-            TemplateValue::Space(_) | TemplateValue::Counter(_) => return Err(UnsupportedError),
+            TemplateValue::Namespace(_) | TemplateValue::Loop(_) => return Err(UnsupportedError),
             _ => false,
         },
         ValueTest::Iterable => match value {

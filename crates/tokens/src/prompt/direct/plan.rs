@@ -75,7 +75,7 @@ pub(super) enum PlanTerm {
     Is(Box<PlanTerm>, ValueTest),
     Method(Box<PlanTerm>, StringMethod, Vec<PlanTerm>),
     List(Vec<PlanTerm>),
-    Space(Vec<(Box<str>, PlanTerm)>),
+    Namespace(Vec<(Box<str>, PlanTerm)>),
     Now(Box<PlanTerm>),
     Unknown,
 }
@@ -106,7 +106,7 @@ pub(super) enum KnownFilter {
     First,
     Last,
     /// Returns a text unchanged: `string` or `safe`.
-    Same,
+    Identity,
     Default(Box<PlanTerm>),
     Replace(Box<(PlanTerm, PlanTerm)>),
     Json(Vec<(Box<str>, Value)>),

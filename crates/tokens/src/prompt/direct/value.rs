@@ -26,9 +26,9 @@ pub(super) enum TemplateValue<'a> {
     Part(&'a TemplatePart<'a>),
     List(Rc<[TemplateValue<'a>]>),
     /// A Jinja2 namespace.
-    Space(Rc<RefCell<Vec<(&'a str, TemplateValue<'a>)>>>),
+    Namespace(Rc<RefCell<Vec<(&'a str, TemplateValue<'a>)>>>),
     /// The variable `loop`.
-    Counter(LoopCounter),
+    Loop(LoopCounter),
     /// Any other value, or a text inside one.
     Other(Value),
 }
@@ -52,7 +52,7 @@ pub(super) struct LoopCounter {
 
 impl LoopCounter {
     /// Returns the message at the distance `away` from the current one.
-    pub(super) fn beside(self, away: i64) -> Result<Option<usize>, UnsupportedError> {
+    pub(super) fn neighbor(self, away: i64) -> Result<Option<usize>, UnsupportedError> {
         let over = self.over.ok_or(UnsupportedError)?;
         let place = i64::from(self.index) + away;
         Ok(if place < 0 { None } else { over.at(place) })
@@ -82,7 +82,7 @@ impl MessageRange {
     }
 
     /// Returns the messages from `start` to `stop`, with the semantics of Python slices.
-    pub(super) fn cut(
+    pub(super) fn slice(
         self,
         start: Option<i64>,
         stop: Option<i64>,
@@ -133,7 +133,7 @@ impl<'a> TemplateValue<'a> {
     }
 
     /// Converts a minijinja value.
-    pub(super) fn of(value: Value) -> Self {
+    pub(super) fn from_minijinja(value: Value) -> Self {
         match value.kind() {
             ValueKind::Undefined => Self::Undefined,
             ValueKind::None => Self::None,
@@ -176,7 +176,7 @@ impl<'a> TemplateValue<'a> {
             // Messages and parts are never empty.
             Self::Message(_) | Self::Part(_) => true,
             Self::Other(value) => value.is_true(),
-            Self::Space(_) | Self::Counter(_) => return Err(UnsupportedError),
+            Self::Namespace(_) | Self::Loop(_) => return Err(UnsupportedError),
         })
     }
 
@@ -221,7 +221,7 @@ impl<'a> TemplateValue<'a> {
 }
 
 /// Returns a field of a message, or an undefined value.
-pub(super) fn of_message<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> TemplateValue<'a> {
+pub(super) fn message_field<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> TemplateValue<'a> {
     match key {
         "role" => TemplateValue::Text(turn.role),
         "content" => match &turn.content {
@@ -231,17 +231,17 @@ pub(super) fn of_message<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> Templa
         _ => {
             let found = turn.other_fields.iter().find(|(known, _)| *known == key);
             found.map_or(TemplateValue::Undefined, |(_, value)| {
-                TemplateValue::of(value.clone())
+                TemplateValue::from_minijinja(value.clone())
             })
         }
     }
 }
 
 /// Returns a field of a part, or an undefined value.
-pub(super) fn of_part<'a>(part: &'a TemplatePart<'a>, key: &str) -> TemplateValue<'a> {
+pub(super) fn part_field<'a>(part: &'a TemplatePart<'a>, key: &str) -> TemplateValue<'a> {
     match part.field(key) {
         None => TemplateValue::Undefined,
         Some(TemplateField::Text(text)) => TemplateValue::Text(text),
-        Some(TemplateField::Value(value)) => TemplateValue::of(value.clone()),
+        Some(TemplateField::Value(value)) => TemplateValue::from_minijinja(value.clone()),
     }
 }

@@ -69,13 +69,13 @@ pub enum TokenCountRule {
 
 impl MediaConfig {
     /// Makes relative file names absolute.
-    pub fn resolve(&mut self, folder: &Path) {
+    pub fn resolve(&mut self, directory: &Path) {
         for rule in [&mut self.image, &mut self.audio, &mut self.video]
             .into_iter()
             .flatten()
         {
             if let Some(file) = &mut rule.preprocessor_config {
-                *file = folder.join(&*file);
+                *file = directory.join(&*file);
             }
         }
     }
@@ -152,7 +152,7 @@ impl MediaItemRule {
             .filter(|file| !file.is_file())
         {
             let text = format!(
-                "{} does not exist; relative names start at the folder of the file they stand in",
+                "{} does not exist; relative paths are resolved against the directory of the file that contains them",
                 file.display()
             );
             problems.push(Problem::of("preprocessor_config", text));

@@ -41,18 +41,21 @@ impl ModelFingerprint {
 impl Config {
     /// Computes the fingerprint of the current files.
     pub fn fingerprint(&self) -> Result<ModelFingerprint, LoadError> {
-        let folder = self.tokenizer.parent().unwrap_or(Path::new(""));
+        let directory = self.tokenizer.parent().unwrap_or(Path::new(""));
         let config = self
             .tokenizer_config
             .clone()
-            .or_else(|| find_file(folder, "tokenizer_config.json"));
-        let config_folder = config.as_deref().and_then(Path::parent).unwrap_or(folder);
+            .or_else(|| find_file(directory, "tokenizer_config.json"));
+        let config_directory = config
+            .as_deref()
+            .and_then(Path::parent)
+            .unwrap_or(directory);
         let template = self
             .chat_template
             .clone()
-            .or_else(|| find_file(config_folder, "chat_template.jinja"));
-        let special_tokens = find_file(config_folder, "special_tokens_map.json");
-        let model = find_file(config_folder, MODEL_CONFIG_NAME);
+            .or_else(|| find_file(config_directory, "chat_template.jinja"));
+        let special_tokens = find_file(config_directory, "special_tokens_map.json");
+        let model = find_file(config_directory, MODEL_CONFIG_NAME);
         let mut hasher = blake3::Hasher::new();
         for file in [
             Some(self.tokenizer.clone()),

@@ -18,27 +18,27 @@ const BLOCKS_DOMAIN: &[u8] = b"blocks";
 #[derive(Clone, Debug)]
 pub struct PromptTokens {
     ids: Vec<u32>,
-    trail: Option<PromptTrail>,
+    resume_points: Option<ResumePoints>,
 }
 
 /// Resume points of a text, each with its hash and the number of tokens before it.
 #[derive(Clone)]
-pub(super) struct PromptTrail {
+pub(super) struct ResumePoints {
     cache: Arc<PromptCache>,
     key: HashKey,
     special: bool,
     points: Vec<(u128, usize)>,
 }
 
-impl std::fmt::Debug for PromptTrail {
+impl std::fmt::Debug for ResumePoints {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("PromptTrail")
+        f.debug_struct("ResumePoints")
             .field("points", &self.points.len())
             .finish_non_exhaustive()
     }
 }
 
-impl PromptTrail {
+impl ResumePoints {
     pub(super) fn new(
         cache: Arc<PromptCache>,
         key: HashKey,
@@ -70,8 +70,8 @@ impl PromptTrail {
 }
 
 impl PromptTokens {
-    pub(super) fn new(ids: Vec<u32>, trail: Option<PromptTrail>) -> Self {
-        Self { ids, trail }
+    pub(super) fn new(ids: Vec<u32>, resume_points: Option<ResumePoints>) -> Self {
+        Self { ids, resume_points }
     }
 
     /// Returns the token ids.
@@ -82,19 +82,21 @@ impl PromptTokens {
     /// Keeps only the first `length` tokens.
     pub fn truncate(&mut self, length: usize) {
         self.ids.truncate(length);
-        if let Some(trail) = &mut self.trail {
-            trail.points.retain(|(_, tokens)| *tokens <= length);
+        if let Some(resume_points) = &mut self.resume_points {
+            resume_points.points.retain(|(_, tokens)| *tokens <= length);
         }
     }
 
-    /// Replaces the token ids with `ids`. The ids before `place` must be equal, so the resume
+    /// Replaces the token ids with `ids`. The first `unchanged` ids must be equal, so the resume
     /// points up to there remain valid.
-    pub(in crate::prompt) fn with_ids(self, ids: Vec<u32>, place: usize) -> Self {
-        let trail = self.trail.map(|mut trail| {
-            trail.points.retain(|(_, tokens)| *tokens <= place);
-            trail
+    pub(in crate::prompt) fn with_ids(self, ids: Vec<u32>, unchanged: usize) -> Self {
+        let resume_points = self.resume_points.map(|mut resume_points| {
+            resume_points
+                .points
+                .retain(|(_, tokens)| *tokens <= unchanged);
+            resume_points
         });
-        Self { ids, trail }
+        Self { ids, resume_points }
     }
 
     /// Returns the block hashes. The result equals that of [`BlockHashes::from_content`]. Cached
@@ -121,11 +123,11 @@ impl PromptTokens {
         media: MediaTokens,
     ) -> BlockHashes {
         let windows = content.windows;
-        let Some(trail) = &self.trail else {
+        let Some(resume_points) = &self.resume_points else {
             return placeholders::prompt_hashes(content, block_size, media);
         };
-        let keys = trail.block_keys(content.salt.seed(), block_size, windows);
-        let found = trail.cache.find_leading(&keys, CachedPiece::blocks);
+        let keys = resume_points.block_keys(content.salt.seed(), block_size, windows);
+        let found = resume_points.cache.find_leading(&keys, CachedPiece::blocks);
         let known: Vec<(LocalHash, SequenceHash)> = found
             .iter()
             .flat_map(|piece| piece.iter().copied())
@@ -139,25 +141,28 @@ impl PromptTokens {
                 .copied()
                 .zip(hashes.sequences().iter().copied())
         };
-        let new_pieces =
-            keys.iter()
-                .zip(&trail.points)
-                .skip(found.len())
-                .map(|(key, (_, tokens))| {
-                    let end = windows.blocks(*tokens, block_size);
-                    let piece: Arc<[_]> = all().skip(from).take(end - from).collect();
-                    from = end;
-                    (*key, CachedPiece::Blocks(piece))
-                });
+        let new_pieces = keys
+            .iter()
+            .zip(&resume_points.points)
+            .skip(found.len())
+            .map(|(key, (_, tokens))| {
+                let end = windows.blocks(*tokens, block_size);
+                let piece: Arc<[_]> = all().skip(from).take(end - from).collect();
+                from = end;
+                (*key, CachedPiece::Blocks(piece))
+            });
         let new_pieces = new_pieces.collect();
-        trail.cache.store(&keys[..found.len()], new_pieces);
+        resume_points.cache.store(&keys[..found.len()], new_pieces);
         hashes
     }
 }
 
 impl From<Vec<u32>> for PromptTokens {
     fn from(ids: Vec<u32>) -> Self {
-        Self { ids, trail: None }
+        Self {
+            ids,
+            resume_points: None,
+        }
     }
 }
 

@@ -359,7 +359,7 @@ fn original_dst_with_fallbacks_is_an_error() {
     assert!(
         finding_of(&found, "envoy.host_selection")
             .message
-            .contains("gateway.fallbacks: 2")
+            .contains("gateway.fallback_endpoints: 2")
     );
     assert!(fix(&found, "envoy.host_selection").contains("`gateway: {fallback_endpoints: 0}`"));
     for name in [ISTIO, ENVOY_GATEWAY] {

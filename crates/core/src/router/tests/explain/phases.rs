@@ -57,12 +57,12 @@ fn prefill_and_decode_are_explained_separately() {
         0,
         "no prefill in this phase"
     );
-    let sentence = &explanation.sentence;
+    let summary = &explanation.summary;
     assert!(
-        sentence.starts_with("Worker rank 2/0 computes the prefill, because")
-            && sentence.contains("; worker rank 12/0 decodes, because")
-            && sentence.ends_with("; it holds 3 of 4 blocks."),
-        "{sentence}"
+        summary.starts_with("Worker rank 2/0 computes the prefill, because")
+            && summary.contains("; worker rank 12/0 decodes, because")
+            && summary.ends_with("; it holds 3 of 4 blocks."),
+        "{summary}"
     );
     let route = router.route(request(&[(0..4).collect()])).unwrap().route;
     assert_eq!(
@@ -121,10 +121,10 @@ fn local_prefill_is_explained() {
     );
     assert!(
         explanation
-            .sentence
+            .summary
             .contains("little is left to compute, so it computes the prompt itself"),
         "{}",
-        explanation.sentence
+        explanation.summary
     );
 }
 
@@ -162,10 +162,10 @@ fn overloaded_prefill_worker_is_explained() {
     );
     assert!(
         explanation
-            .sentence
+            .summary
             .contains("no prefill worker can be chosen"),
         "{}",
-        explanation.sentence
+        explanation.summary
     );
 }
 
@@ -181,7 +181,7 @@ fn explanation_of_empty_fleet_lists_no_phases() {
         (Mode::Passthrough, Some(Reason::NoWorkers), 0)
     );
     assert_eq!(
-        empty_fleet.sentence,
+        empty_fleet.summary,
         "No worker is chosen, because no worker is known; Envoy's own load balancer would choose."
     );
 }
@@ -209,10 +209,10 @@ fn rejected_pin_is_explained_for_all_workers() {
     );
     assert!(
         explanation
-            .sentence
+            .summary
             .ends_with("the request would be rejected."),
         "{}",
-        explanation.sentence
+        explanation.summary
     );
     assert!(explanation.route.is_none());
 }

@@ -95,7 +95,7 @@ fn fallbacks_are_next_best_healthy_endpoints() {
 pub(super) fn predicted(workers: impl IntoIterator<Item = Worker>) -> Router {
     let fallback = TtlPolicy {
         ttl: Duration::from_secs(60),
-        most_blocks_per_rank: 100,
+        max_blocks_per_rank: 100,
     };
     let policy = EvictionPolicy::Lru {
         default_blocks: Some(100),

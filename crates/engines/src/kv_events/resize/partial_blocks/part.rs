@@ -69,7 +69,7 @@ impl BlockPart {
         }
     }
 
-    pub(super) fn is_held(&self) -> bool {
+    pub(super) fn has_copies(&self) -> bool {
         self.copies.iter().any(|copies| *copies > 0)
     }
 }

@@ -56,7 +56,7 @@ fn explanation(phases: Vec<PhaseExplanation>) -> RouteExplanation {
         computed_by: None,
         weights: Weights::UNIT,
         phases,
-        sentence: "Because.".to_owned(),
+        summary: "Because.".to_owned(),
         route: None,
     }
 }
@@ -179,7 +179,7 @@ fn phases_without_winner_or_effect_are_marked() {
     ]));
     let has_line = |text: &str| table.lines().any(|line| line == text);
     assert!(
-        has_line("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not taken"),
+        has_line("prefill: 1 of 1 worker ranks are candidates; winner 1/0; not used"),
         "{table}"
     );
     assert!(

@@ -31,13 +31,13 @@ fn invalid_prompts_are_reported() {
 #[test]
 fn invalid_overlaps_are_reported() {
     let queried = [hashes(&[1, 2, 3])];
-    let held = pb::Held {
+    let overlaps = pb::PromptOverlaps {
         worker_ids: vec![1, 2],
         device: vec![1, 0],
         host: vec![2, 1],
-        ..pb::Held::default()
+        ..pb::PromptOverlaps::default()
     };
-    let found = wire::decode_held(std::slice::from_ref(&held), &queried).unwrap();
+    let found = wire::decode_overlaps(std::slice::from_ref(&overlaps), &queried).unwrap();
     let blocks = |device, host| TierBlocks {
         device,
         host,
@@ -47,36 +47,37 @@ fn invalid_overlaps_are_reported() {
         found,
         [vec![(rank(1), blocks(1, 2)), (rank(2), blocks(0, 1))]]
     );
-    let error_of = |held: pb::Held| wire::decode_held(&[held], &queried).err();
+    let error_of =
+        |overlaps: pb::PromptOverlaps| wire::decode_overlaps(&[overlaps], &queried).err();
     assert_eq!(
-        wire::decode_held(&[], &queried).err(),
+        wire::decode_overlaps(&[], &queried).err(),
         Some(wire::IndexMessageError::WrongPromptCount(0))
     );
     assert_eq!(
-        error_of(pb::Held {
+        error_of(pb::PromptOverlaps {
             disk: vec![1],
-            ..held.clone()
+            ..overlaps.clone()
         }),
         Some(wire::IndexMessageError::Columns)
     );
     assert_eq!(
-        error_of(pb::Held {
+        error_of(pb::PromptOverlaps {
             worker_ids: Vec::new(),
-            ..held.clone()
+            ..overlaps.clone()
         }),
         Some(wire::IndexMessageError::Columns)
     );
     assert_eq!(
-        error_of(pb::Held {
+        error_of(pb::PromptOverlaps {
             disk: vec![1, 0],
-            ..held.clone()
+            ..overlaps.clone()
         }),
         Some(wire::IndexMessageError::TooManyHeldBlocks)
     );
     assert_eq!(
-        error_of(pb::Held {
+        error_of(pb::PromptOverlaps {
             disk: vec![u32::MAX, 0],
-            ..held
+            ..overlaps
         }),
         Some(wire::IndexMessageError::TooManyHeldBlocks)
     );
@@ -84,11 +85,11 @@ fn invalid_overlaps_are_reported() {
 
 #[test]
 fn invalid_ranks_are_reported() {
-    let ranks = |trust, because| {
+    let ranks = |freshness, reason| {
         let rank = pb::Rank {
             worker_id: 1,
-            trust,
-            because,
+            freshness,
+            reason,
             ..pb::Rank::default()
         };
         wire::decode_ranks(&pb::Ranks { ranks: vec![rank] }).map(|ranks| ranks.rows()[0].status)

@@ -32,7 +32,7 @@ impl TestIndexServer {
             find_model: Box::new(find),
             readiness: readiness.clone(),
             metrics: Arc::new(Metrics::new()),
-            most_blocks: 100,
+            max_blocks: 100,
         };
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -65,7 +65,7 @@ fn client(servers: &[&str]) -> (RemoteIndexClient, Arc<Metrics>) {
     let metrics = Arc::new(Metrics::new());
     let servers = servers.iter().map(|url| (*url).to_owned());
     let settings = RemoteIndexConfig {
-        timeout: Period::seconds(30),
+        timeout: DurationSetting::seconds(30),
         ..RemoteIndexConfig::with_servers(servers)
     };
     (
@@ -194,7 +194,7 @@ async fn incompatible_blocks_are_refused() {
     assert_eq!(outcome_count(&metrics, "incompatible"), 4);
     expect_answer(query_overlaps(&client, HASHING, &[1; 100]).await);
     assert_eq!(
-        client.status()[0]["asked"],
+        client.status()[0]["available"],
         true,
         "a refusal ejected the server"
     );
@@ -211,7 +211,7 @@ async fn unready_server_is_replaced_at_once() {
     }
     assert_eq!(
         (
-            client.status()[0]["asked"].clone(),
+            client.status()[0]["available"].clone(),
             outcome_count(&metrics, "answered")
         ),
         (false.into(), 4)
@@ -257,8 +257,8 @@ async fn unready_server_is_replaced_at_once() {
     }
     assert_eq!(
         (
-            client.status()[0]["asked"].clone(),
-            client.status()[1]["asked"].clone()
+            client.status()[0]["available"].clone(),
+            client.status()[1]["available"].clone()
         ),
         (true.into(), false.into())
     );
@@ -296,7 +296,7 @@ async fn silent_server_costs_one_hedge_then_is_ejected() {
     for _ in 0..40 {
         expect_answer(query_overlaps(&client, HASHING, &[1]).await);
     }
-    assert_eq!(client.status()[0]["asked"], false);
+    assert_eq!(client.status()[0]["available"], false);
     let hedged = outcome_count(&metrics, "hedge_answered");
     let answered = outcome_count(&metrics, "answered");
     assert!(
@@ -338,7 +338,7 @@ async fn queries_respect_deadline_and_concurrency_limit() {
     assert_eq!(
         (
             outcome_count(&metrics, "timeout"),
-            client.status()[0]["asked"].clone()
+            client.status()[0]["available"].clone()
         ),
         (3, false.into())
     );
@@ -359,7 +359,7 @@ async fn cancelled_request_cancels_its_query() {
         assert!(result.is_err());
     }
     assert_eq!(
-        client.status()[0]["asked"],
+        client.status()[0]["available"],
         true,
         "a cancelled query ejected the server"
     );

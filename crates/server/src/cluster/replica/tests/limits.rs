@@ -17,18 +17,18 @@ fn empty_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     }
 }
 
-/// Returns a booking with this number of unnamed blocks.
-fn booking_event(id: u64, unnamed: u64) -> Event {
+/// Returns a booking with this number of omitted blocks.
+fn booking_event(id: u64, omitted_blocks: u64) -> Event {
     let prompt = proto::Prompt {
         blocks: Vec::new(),
-        unnamed,
+        omitted_blocks,
     };
     let booking = proto::Booking {
         worker: 1,
         prompts: vec![prompt],
         ..Default::default()
     };
-    let booked = proto::Booked {
+    let booked = proto::Reservation {
         id,
         bookings: vec![booking],
         ..Default::default()
@@ -39,28 +39,29 @@ fn booking_event(id: u64, unnamed: u64) -> Event {
 }
 
 #[test]
-fn each_reservation_of_a_snapshot_has_unnamed_blocks() {
+fn each_reservation_of_a_snapshot_has_omitted_blocks() {
     let mut random = SmallRng::seed_from_u64(1);
     let mut namer = BlockNamer::new(&mut random, None);
-    let mut blocks = |unnamed| match wire::decode_event(booking_event(1, unnamed), &mut namer) {
-        Some(ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. })) => bookings
-            .iter()
-            .flat_map(|booking| booking.sequences.prompts())
-            .map(|prompt| prompt.len())
-            .sum::<usize>(),
-        other => panic!("{other:?}"),
-    };
+    let mut blocks =
+        |omitted_blocks| match wire::decode_event(booking_event(1, omitted_blocks), &mut namer) {
+            Some(ReplicaEvent::Load(ReservationEvent::Booked { bookings, .. })) => bookings
+                .iter()
+                .flat_map(|booking| booking.sequences.prompts())
+                .map(|prompt| prompt.len())
+                .sum::<usize>(),
+            other => panic!("{other:?}"),
+        };
     assert_eq!([blocks(100_000), blocks(100_000)], [100_000, 100_000]);
     assert_eq!(
         blocks(u64::MAX),
         MAX_BLOCKS_PER_PEER - 200_000,
-        "the unnamed blocks of the whole message are not limited"
+        "the omitted blocks of the whole message are not limited"
     );
     assert_eq!(blocks(1), 0);
 }
 
 #[test]
-fn unnamed_blocks_of_a_peer_are_bounded() {
+fn omitted_blocks_of_a_peer_are_bounded() {
     let load = LoadTracker::new(Instant::now);
     let mut random = SmallRng::seed_from_u64(1);
     let view = empty_view(&load);
@@ -79,7 +80,7 @@ fn unnamed_blocks_of_a_peer_are_bounded() {
         );
     }
     assert_eq!(
-        (mirror.totals().blocks, mirror.len(), mirror.refused()),
+        (mirror.totals().blocks, mirror.len(), mirror.ignored()),
         (MAX_BLOCKS_PER_PEER, 2, 998)
     );
     mirror.apply(
@@ -166,13 +167,16 @@ fn known_reservations_of_a_snapshot_have_limits() {
         let blocks = (0..MAX_BLOCKS_PER_PEER as u64 / 4)
             .map(|block| id << 32 | block)
             .collect();
-        let prompt = proto::Prompt { blocks, unnamed: 0 };
+        let prompt = proto::Prompt {
+            blocks,
+            omitted_blocks: 0,
+        };
         let booking = proto::Booking {
             worker: 1,
             prompts: vec![prompt],
             ..Default::default()
         };
-        let booked = proto::Booked {
+        let booked = proto::Reservation {
             id,
             bookings: vec![booking],
             ..Default::default()
@@ -184,7 +188,7 @@ fn known_reservations_of_a_snapshot_have_limits() {
     // The snapshot contains new reservations before known ones.
     mirror.replace([5, 6, 1, 2, 3, 4].map(&mut reservation).into(), &view);
     assert_eq!(
-        (mirror.totals().blocks, mirror.refused()),
+        (mirror.totals().blocks, mirror.ignored()),
         (MAX_BLOCKS_PER_PEER, 2)
     );
 }

@@ -18,7 +18,7 @@ fn long_prompt_counts_fully_within_message_limit() {
     assert!(parts.len() > 5 && parts.iter().all(|part| part.encoded_len() <= 16 * 1024));
     network.converge();
     let load = network.replicas[1].loads()[1];
-    // Named blocks are shared between the reservations, unnamed blocks are not.
+    // Named blocks are shared between the reservations, omitted blocks are not.
     let named = 12 * 1024 / 2 / 8;
     assert_eq!(load.active_blocks, named + 20 * (5000 - named));
     assert_eq!(load.active_requests, 20);

@@ -1,5 +1,5 @@
 use warmroute_core::queue::{BusyThreshold, QueuePolicy};
-use warmroute_settings::{Period, Problem, Step};
+use warmroute_settings::{DurationSetting, PathStep, Problem};
 
 use super::*;
 
@@ -47,13 +47,13 @@ type ConfigFault = (&'static str, &'static str, fn(&mut QueueConfig));
 
 const GENERAL_FAULTS: &[ConfigFault] = &[
     ("timeout", "would reject every queued request", |queue| {
-        queue.timeout = Period::seconds(0)
+        queue.timeout = DurationSetting::seconds(0)
     }),
     ("timeout", "48h is longer", |queue| {
-        queue.timeout = Period::seconds(48 * 3600)
+        queue.timeout = DurationSetting::seconds(48 * 3600)
     }),
     ("retry_after", "500ms is less than 1s", |queue| {
-        queue.retry_after = Period::millis(500)
+        queue.retry_after = DurationSetting::millis(500)
     }),
     ("prefill_busy_threshold_frac", "-1 is not", |queue| {
         queue.prefill_busy_threshold_frac = Some(-1.0)
@@ -183,11 +183,11 @@ fn classes_require_buckets() {
 }
 
 fn path_of(problem: &Problem) -> String {
-    let step = |step: &Step| match step {
-        Step::Key(key) => key.clone(),
-        Step::At(at) => at.to_string(),
+    let step = |step: &PathStep| match step {
+        PathStep::Key(key) => key.clone(),
+        PathStep::At(at) => at.to_string(),
     };
-    problem.trail.iter().map(step).collect::<Vec<_>>().join(".")
+    problem.path.iter().map(step).collect::<Vec<_>>().join(".")
 }
 
 #[test]

@@ -73,7 +73,7 @@ async fn run_clients(with_background_task: bool) {
         serde_json::from_value(serde_json::json!({ "name": name, "quantum": quantum })).unwrap()
     };
     let config = QueueConfig {
-        timeout: Period::seconds(20),
+        timeout: DurationSetting::seconds(20),
         classes: vec![class("one", 7), class("other", 100)],
         ..config_with_threshold()
     };

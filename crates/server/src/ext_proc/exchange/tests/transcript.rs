@@ -16,14 +16,14 @@ pub(super) fn describe_one(effect: Effect) -> String {
     match effect {
         Effect::Route(InboundRequest { body, .. }) => match body {
             RequestBody::Absent => "route absent".into(),
-            RequestBody::NotShown => "route not shown".into(),
+            RequestBody::NotReceived => "route body not received".into(),
             RequestBody::Streamed => "route streamed".into(),
-            RequestBody::Truncated { shown, length } => {
-                format!("route truncated {} of {length:?}", shown.len())
+            RequestBody::Truncated { received, length } => {
+                format!("route truncated {} of {length:?}", received.len())
             }
             RequestBody::Whole(bytes) => format!("route whole {}", bytes.len()),
-            RequestBody::TooLarge { shown, .. } => format!("route too large {}", shown.len()),
-            RequestBody::Shed { bytes: len, .. } => format!("route shed {len}"),
+            RequestBody::TooLarge { received, .. } => format!("route too large {}", received.len()),
+            RequestBody::OverBudget { bytes: len, .. } => format!("route over budget {len}"),
         },
         Effect::FirstToken { .. } => "first token".into(),
         Effect::ResponseChunk(bytes) => format!("response chunk {}", bytes.len()),

@@ -96,8 +96,8 @@ fn cluster_name_is_always_quoted() {
 
 #[test]
 fn equal_text_does_not_replace_file() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("run/eds.yaml");
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("run/eds.yaml");
     let metrics = Metrics::new();
     assert_eq!(
         write(&path, "one", &metrics).unwrap(),
@@ -137,9 +137,9 @@ fn equal_text_does_not_replace_file() {
 
 #[test]
 fn failed_write_is_counted_and_reported() {
-    let folder = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
     let metrics = Metrics::new();
-    let file = folder.path().join("file");
+    let file = directory.path().join("file");
     std::fs::write(&file, "").unwrap();
     assert!(write(&file.join("eds.yaml"), "one", &metrics).is_err());
     assert_eq!(

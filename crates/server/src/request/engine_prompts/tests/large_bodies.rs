@@ -36,7 +36,7 @@ async fn wait_until(condition: impl Fn() -> bool) {
 async fn large_queries_are_prepared_on_encoder_threads() {
     let (url, calls) = server(200, TOKENS.into(), Duration::ZERO).await;
     let config = EngineTokensConfig {
-        timeout: Period::millis(20),
+        timeout: DurationSetting::millis(20),
         ..config_with_long_timeout(vec![url.clone()])
     };
     let (preprocessor, metrics) = new_preprocessor(&config, MediaTokens::default());

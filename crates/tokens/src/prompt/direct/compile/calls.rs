@@ -18,7 +18,7 @@ impl PlanCompiler {
             ("length" | "count", []) => KnownFilter::Length,
             ("first", []) => KnownFilter::First,
             ("last", []) => KnownFilter::Last,
-            ("string" | "safe", []) => KnownFilter::Same,
+            ("string" | "safe", []) => KnownFilter::Identity,
             ("default" | "d", [CallArg::Pos(otherwise)]) => {
                 KnownFilter::Default(self.boxed(otherwise))
             }
@@ -96,7 +96,7 @@ impl PlanCompiler {
                         .iter()
                         .map(field)
                         .collect::<Option<_>>()
-                        .map_or(PlanTerm::Unknown, PlanTerm::Space)
+                        .map_or(PlanTerm::Unknown, PlanTerm::Namespace)
                 }
                 (name, args) => self.call_of_macro(name, args).unwrap_or(PlanTerm::Unknown),
             },

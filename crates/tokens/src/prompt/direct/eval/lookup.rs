@@ -6,9 +6,9 @@ use minijinja::value::{Kwargs, ValueKind};
 
 use crate::prompt::direct::UnsupportedError;
 use crate::prompt::direct::eval::PlanRun;
-use crate::prompt::direct::operations::{mapped, value_of};
+use crate::prompt::direct::operations::{map_text, value_of};
 use crate::prompt::direct::plan::{ComparisonOp, KnownFilter, StringMethod};
-use crate::prompt::direct::value::{TemplateValue, of_message, of_part, position};
+use crate::prompt::direct::value::{TemplateValue, message_field, part_field, position};
 use crate::prompt::{python, python_methods};
 
 impl<'a> PlanRun<'a> {
@@ -18,23 +18,23 @@ impl<'a> PlanRun<'a> {
         key: &str,
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         Ok(match of {
-            TemplateValue::Message(number) => of_message(&self.turns[*number], key),
-            TemplateValue::Part(part) => of_part(part, key),
-            TemplateValue::Counter(counter) => match key {
+            TemplateValue::Message(number) => message_field(&self.turns[*number], key),
+            TemplateValue::Part(part) => part_field(part, key),
+            TemplateValue::Loop(counter) => match key {
                 "index" => TemplateValue::Int(i64::from(counter.index) + 1),
                 "index0" => TemplateValue::Int(i64::from(counter.index)),
                 "first" => TemplateValue::Bool(counter.index == 0),
                 "last" => TemplateValue::Bool(counter.index + 1 == counter.length),
                 "length" => TemplateValue::Int(i64::from(counter.length)),
                 "previtem" => counter
-                    .beside(-1)?
+                    .neighbor(-1)?
                     .map_or(TemplateValue::Undefined, TemplateValue::Message),
                 "nextitem" => counter
-                    .beside(1)?
+                    .neighbor(1)?
                     .map_or(TemplateValue::Undefined, TemplateValue::Message),
                 _ => return Err(UnsupportedError),
             },
-            TemplateValue::Space(fields) => {
+            TemplateValue::Namespace(fields) => {
                 let fields = fields.borrow();
                 fields
                     .iter()
@@ -42,7 +42,7 @@ impl<'a> PlanRun<'a> {
                     .map_or(TemplateValue::Undefined, |(_, value)| value.clone())
             }
             TemplateValue::Other(value) if value.kind() == ValueKind::Map => {
-                TemplateValue::of(value.get_attr(key).map_err(|_| UnsupportedError)?)
+                TemplateValue::from_minijinja(value.get_attr(key).map_err(|_| UnsupportedError)?)
             }
             _ => return Err(UnsupportedError),
         })
@@ -64,11 +64,13 @@ impl<'a> PlanRun<'a> {
             TemplateValue::List(items) => {
                 position(at, items.len()).map_or(TemplateValue::Undefined, |at| items[at].clone())
             }
-            TemplateValue::Other(value) if value.kind() == ValueKind::Seq => TemplateValue::of(
-                value
-                    .get_item(&Value::from(at))
-                    .map_err(|_| UnsupportedError)?,
-            ),
+            TemplateValue::Other(value) if value.kind() == ValueKind::Seq => {
+                TemplateValue::from_minijinja(
+                    value
+                        .get_item(&Value::from(at))
+                        .map_err(|_| UnsupportedError)?,
+                )
+            }
             _ => return Err(UnsupportedError),
         })
     }
@@ -133,14 +135,14 @@ impl<'a> PlanRun<'a> {
         filter: &'a KnownFilter,
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         match filter {
-            KnownFilter::Trim => mapped(&over, python_methods::strip),
+            KnownFilter::Trim => map_text(&over, python_methods::strip),
             KnownFilter::Length => Ok(TemplateValue::Int(over.len()? as i64)),
             KnownFilter::First | KnownFilter::Last if over.text().is_some() => {
                 Err(UnsupportedError)
             }
             KnownFilter::First => self.item(&over, 0),
             KnownFilter::Last => self.item(&over, -1),
-            KnownFilter::Same => over
+            KnownFilter::Identity => over
                 .text()
                 .is_some()
                 .then_some(over.clone())
@@ -189,7 +191,7 @@ impl<'a> PlanRun<'a> {
                 let chars = chars()?;
                 let start = !matches!(method, StringMethod::RStrip);
                 let end = !matches!(method, StringMethod::LStrip);
-                mapped(over, |text| {
+                map_text(over, |text| {
                     python_methods::strip_with(text, chars, start, end)
                 })?
             }

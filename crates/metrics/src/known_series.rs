@@ -77,7 +77,7 @@ const LISTENERS: [&str; 6] = ["ext_proc", "ext_proc_unix", "api", "admin", "heal
 
 impl Metrics {
     /// Creates the series whose labels are known when the process starts.
-    pub fn start_at_zero(&self, known: &KnownLabels<'_>) {
+    pub fn init_known_series(&self, known: &KnownLabels<'_>) {
         for &reason in known.reasons {
             drop(
                 self.requests

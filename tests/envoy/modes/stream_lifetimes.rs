@@ -52,7 +52,7 @@ const ROWS: [EndingRow; 13] = [
 fn change(row: EndingRow) -> ManagerChange {
     Box::new(move |manager| {
         let ([request, headers, trailers, response], _) = row;
-        manager.alone();
+        manager.remove_first_token_probe();
         manager.modes(&[
             ("request_body_mode", request),
             ("response_header_mode", headers),
@@ -83,27 +83,27 @@ async fn load_is_booked_until_stream_ends() {
                 .unwrap()
         };
         // The headers of a streaming response precede its first token.
-        gateway.first_tokens(1, false).await;
+        gateway.set_first_tokens(1, false).await;
         let running = ask(stream(&what, 3)).await;
         assert_eq!(running.status(), 200, "{what}");
         match ends {
             StreamEnding::Answer => {
                 assert_eq!(gateway.load(1, "active_requests").await, 1, "{what}")
             }
-            StreamEnding::Request | StreamEnding::Headers => gateway.quiet().await,
+            StreamEnding::Request | StreamEnding::Headers => gateway.wait_idle().await,
         }
-        gateway.first_tokens(1, true).await;
+        gateway.set_first_tokens(1, true).await;
         let got = take(running).await;
         assert!(
             got.whole && got.body.ends_with(b"data: [DONE]\n\n"),
             "{what}: {got:?}"
         );
-        gateway.quiet().await;
+        gateway.wait_idle().await;
 
-        gateway.first_tokens(1, false).await;
+        gateway.set_first_tokens(1, false).await;
         // One client disconnects after the response headers, one before.
         drop(ask(stream(&what, 3)).await);
-        gateway.quiet().await;
+        gateway.wait_idle().await;
         let request = gateway
             .http
             .post(gateway.at(listener, "/v1/chat/completions"))
@@ -115,8 +115,8 @@ async fn load_is_booked_until_stream_ends() {
                 .await;
         }
         waiting.abort();
-        gateway.quiet().await;
-        gateway.first_tokens(1, true).await;
+        gateway.wait_idle().await;
+        gateway.set_first_tokens(1, true).await;
     }
 }
 
@@ -127,7 +127,7 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
         Box::new(super::gateway::ConnectionManager::duplex),
     ];
     let mut gateway = ModeGateway::start(&[engine(1)], json!({}), &changes).await;
-    gateway.first_tokens(1, false).await;
+    gateway.set_first_tokens(1, false).await;
     let mut running = Vec::new();
     for listener in 0..2 {
         let url = gateway.at(listener, "/v1/chat/completions");
@@ -146,7 +146,7 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
     for response in running {
         assert!(!take(response).await.whole);
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
     // If no worker accepts a connection, Envoy responds itself.
     for listener in 0..2 {
         let url = gateway.at(listener, "/v1/chat/completions");
@@ -162,5 +162,5 @@ async fn load_is_released_when_a_worker_fails_or_dies() {
         .await;
         assert_eq!(got.status, 503, "{got:?}");
     }
-    gateway.quiet().await;
+    gateway.wait_idle().await;
 }

@@ -1,5 +1,5 @@
-//! Folders of files that other processes trust: the unix socket and Envoy's endpoint file. A local
-//! user with write access to these files could receive prompts and responses.
+//! Directories of files that other processes trust: the unix socket and Envoy's endpoint file. A
+//! local user with write access to these files could receive prompts and responses.
 
 use std::fs::{self, DirBuilder, Metadata};
 use std::io;
@@ -8,87 +8,87 @@ use std::path::Path;
 
 const WRITABLE_BY_OTHERS: u32 = 0o002;
 const WRITABLE_BY_GROUP_OR_OTHERS: u32 = 0o022;
-/// The sticky bit of a folder that is writable by all users, such as `/tmp`. Any user may create
+/// The sticky bit of a directory that is writable by all users, such as `/tmp`. Any user may create
 /// files, and delete only their own.
 const SHARED: u32 = 0o1002;
 
-/// Reason for rejecting a folder.
+/// Reason for rejecting a directory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum FolderError {
+pub enum DirectoryError {
     /// Another user can replace the files in it.
-    #[error("the folder belongs to user {owner}, which can replace the files in it; {FIX}")]
+    #[error("the directory belongs to user {owner}, which can replace the files in it; {FIX}")]
     OtherOwner {
-        /// Owner of the folder.
+        /// Owner of the directory.
         owner: u32,
     },
     /// Any user can create files in it first.
-    #[error("any user of this host can create files in the folder; {FIX}")]
+    #[error("any user of this host can create files in the directory; {FIX}")]
     Shared,
 }
 
 const FIX: &str =
     "use one of its own that warmroute creates, or /run/warmroute made by the service manager";
 
-/// Creates the folder of a file if it does not exist, readable by all and writable only by this
-/// user. Rejects a folder in which another user could replace the file.
+/// Creates the directory of a file if it does not exist, readable by all and writable only by this
+/// user. Rejects a directory in which another user could replace the file.
 pub fn prepare(file: &Path) -> io::Result<()> {
-    let folder = of(file);
+    let directory = of(file);
     DirBuilder::new()
         .recursive(true)
         .mode(0o755)
-        .create(folder)?;
-    let folder = folder.canonicalize()?;
-    let parent = folder.parent().map(fs::metadata).transpose()?;
-    let found = FolderAccess::new(&fs::metadata(&folder)?, parent.as_ref());
+        .create(directory)?;
+    let directory = directory.canonicalize()?;
+    let parent = directory.parent().map(fs::metadata).transpose()?;
+    let found = DirectoryAccess::new(&fs::metadata(&directory)?, parent.as_ref());
     found
         .check(rustix::process::geteuid().as_raw())
         .map_err(io::Error::other)
 }
 
-/// Returns the folder of a file.
+/// Returns the directory of a file.
 pub fn of(file: &Path) -> &Path {
     file.parent()
-        .filter(|folder| !folder.as_os_str().is_empty())
+        .filter(|directory| !directory.as_os_str().is_empty())
         .unwrap_or(Path::new("."))
 }
 
-/// Owner and permissions of a folder.
+/// Owner and permissions of a directory.
 #[derive(Clone, Copy, Debug)]
-struct FolderAccess {
+struct DirectoryAccess {
     owner: u32,
     mode: u32,
-    /// Mode of the parent folder.
+    /// Mode of the parent directory.
     parent_mode: u32,
 }
 
-impl FolderAccess {
-    fn new(folder: &Metadata, parent: Option<&Metadata>) -> Self {
+impl DirectoryAccess {
+    fn new(directory: &Metadata, parent: Option<&Metadata>) -> Self {
         Self {
-            owner: folder.uid(),
-            mode: folder.mode(),
+            owner: directory.uid(),
+            mode: directory.mode(),
             parent_mode: parent.map_or(0, |parent| parent.mode()),
         }
     }
 
-    /// Checks the folder for a user.
+    /// Checks the directory for a user.
     ///
-    /// A folder of root is accepted even if others can write to it, because containers of a pod
-    /// share such volumes. A folder of another user is accepted only if no other user can write to
-    /// it and its parent is not writable by all users.
-    fn check(self, user: u32) -> Result<(), FolderError> {
+    /// A directory of root is accepted even if others can write to it, because containers of a pod
+    /// share such volumes. A directory of another user is accepted only if no other user can write
+    /// to it and its parent is not writable by all users.
+    fn check(self, user: u32) -> Result<(), DirectoryError> {
         let Self {
             owner,
             mode,
             parent_mode,
         } = self;
         if mode & SHARED == SHARED {
-            return Err(FolderError::Shared);
+            return Err(DirectoryError::Shared);
         }
         let is_trusted = owner == user || owner == 0;
         if !is_trusted
             && (mode & WRITABLE_BY_GROUP_OR_OTHERS != 0 || parent_mode & WRITABLE_BY_OTHERS != 0)
         {
-            return Err(FolderError::OtherOwner { owner });
+            return Err(DirectoryError::OtherOwner { owner });
         }
         Ok(())
     }
@@ -101,35 +101,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn folders_of_other_users_are_rejected() {
-        let other = Err(FolderError::OtherOwner { owner: 7 });
+    fn directories_of_other_users_are_rejected() {
+        let other = Err(DirectoryError::OtherOwner { owner: 7 });
         let cases = [
             // Case, owner, mode, mode of the parent, result for user 5.
-            ("own folder in /tmp", 5, 0o700, 0o1777, Ok(())),
-            ("own folder, group may write", 5, 0o2770, 0o755, Ok(())),
-            ("folder of root", 0, 0o755, 0o755, Ok(())),
+            ("own directory in /tmp", 5, 0o700, 0o1777, Ok(())),
+            ("own directory, group may write", 5, 0o2770, 0o755, Ok(())),
+            ("directory of root", 0, 0o755, 0o755, Ok(())),
             ("volume of a pod", 0, 0o777, 0o755, Ok(())),
-            ("/tmp itself", 0, 0o1777, 0o755, Err(FolderError::Shared)),
-            ("folder of another user in /tmp", 7, 0o777, 0o1777, other),
+            ("/tmp itself", 0, 0o1777, 0o755, Err(DirectoryError::Shared)),
+            ("directory of another user in /tmp", 7, 0o777, 0o1777, other),
             (
-                "folder of another user in /tmp, not writable by others",
+                "directory of another user in /tmp, not writable by others",
                 7,
                 0o755,
                 0o1777,
                 other,
             ),
             (
-                "folder of another user, writable by a group",
+                "directory of another user, writable by a group",
                 7,
                 0o775,
                 0o755,
                 other,
             ),
-            ("mounted folder of another user", 7, 0o755, 0o755, Ok(())),
+            ("mounted directory of another user", 7, 0o755, 0o755, Ok(())),
         ];
         for (case, owner, mode, parent_mode, expected) in cases {
             assert_eq!(
-                FolderAccess {
+                DirectoryAccess {
                     owner,
                     mode,
                     parent_mode
@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn new_folder_is_writable_by_its_owner_only() {
+    fn new_directory_is_writable_by_its_owner_only() {
         let root = tempfile::tempdir().unwrap();
         let file = root.path().join("a/b/ext_proc.sock");
         prepare(&file).unwrap();

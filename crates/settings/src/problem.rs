@@ -2,7 +2,7 @@
 
 /// Position in a settings file. A number is 0 if it is unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Place {
+pub struct SourcePosition {
     /// Line, from 1.
     pub line: usize,
     /// Column, from 1.
@@ -11,20 +11,20 @@ pub struct Place {
 
 /// One step of the path from the root of a file to a value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum PathStep {
     /// The value of a key in a map.
     Key(String),
     /// The element of a list at an index, from 0.
     At(usize),
 }
 
-impl From<&str> for Step {
+impl From<&str> for PathStep {
     fn from(key: &str) -> Self {
         Self::Key(key.to_owned())
     }
 }
 
-impl From<usize> for Step {
+impl From<usize> for PathStep {
     fn from(at: usize) -> Self {
         Self::At(at)
     }
@@ -37,7 +37,7 @@ impl From<usize> for Step {
 pub struct Problem {
     /// Path from the root to the value. If the file lacks the value, the error has the position of
     /// the last value on the path that exists.
-    pub trail: Vec<Step>,
+    pub path: Vec<PathStep>,
     /// Problem and fix.
     pub text: String,
 }
@@ -46,23 +46,23 @@ impl Problem {
     /// Creates a problem with the value of a key.
     pub fn of(key: &str, text: impl Into<String>) -> Self {
         Self {
-            trail: vec![key.into()],
+            path: vec![key.into()],
             text: text.into(),
         }
     }
 
     /// Creates a problem with the value at the end of a path.
-    pub fn at(trail: impl IntoIterator<Item = Step>, text: impl Into<String>) -> Self {
+    pub fn at(path: impl IntoIterator<Item = PathStep>, text: impl Into<String>) -> Self {
         Self {
-            trail: trail.into_iter().collect(),
+            path: path.into_iter().collect(),
             text: text.into(),
         }
     }
 
     /// Prepends a step to the path.
     #[must_use]
-    pub fn within(mut self, outer: impl Into<Step>) -> Self {
-        self.trail.insert(0, outer.into());
+    pub fn within(mut self, outer: impl Into<PathStep>) -> Self {
+        self.path.insert(0, outer.into());
         self
     }
 }

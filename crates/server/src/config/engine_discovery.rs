@@ -2,32 +2,32 @@
 
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `engines.discovery:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct LearnConfig {
+pub struct EngineDiscoveryConfig {
     /// True to query each worker for its cache settings and the addresses of its event sources.
     pub enabled: bool,
     /// Interval between two queries to one worker.
-    pub interval: Period,
+    pub interval: DurationSetting,
 }
 
-impl Default for LearnConfig {
+impl Default for EngineDiscoveryConfig {
     fn default() -> Self {
         Self {
             enabled: true,
-            interval: Period::seconds(60),
+            interval: DurationSetting::seconds(60),
         }
     }
 }
 
-impl LearnConfig {
+impl EngineDiscoveryConfig {
     /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.interval.get().is_zero();
-        let text = "asking every 0s would never rest; the default is 1m";
+        let text = "an interval of 0s would query without pause; the default is 1m";
         zero.then(|| Problem::of("interval", text))
             .into_iter()
             .collect()

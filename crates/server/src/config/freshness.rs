@@ -3,12 +3,12 @@
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::freshness::{FreshnessRules, ResyncMode};
-use warmroute_settings::{Period, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// The `index.freshness:` section.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct IndexTrustConfig {
+pub struct FreshnessConfig {
     /// Factor, from 0 to 1, for the credit of cached blocks while their event source is stale or
     /// catching up.
     pub stale_credit: f64,
@@ -26,10 +26,10 @@ pub struct SilenceConfig {
     /// first of them.
     pub requests: u32,
     /// Time since the first of these requests.
-    pub duration: Period,
+    pub duration: DurationSetting,
 }
 
-impl Default for IndexTrustConfig {
+impl Default for FreshnessConfig {
     fn default() -> Self {
         let FreshnessRules {
             stale_credit,
@@ -53,12 +53,12 @@ impl Default for SilenceConfig {
         } = FreshnessRules::default();
         Self {
             requests: silence_requests,
-            duration: Period(silence_after),
+            duration: DurationSetting(silence_after),
         }
     }
 }
 
-impl IndexTrustConfig {
+impl FreshnessConfig {
     /// Returns the rules for the core.
     pub fn rules(&self) -> FreshnessRules {
         FreshnessRules {

@@ -141,7 +141,7 @@ fn held_clause(route: &Route, phases: &[PhaseExplanation]) -> Option<String> {
         .source
         .reason
         .filter(|_| is_stale)
-        .map(|because| format!(", which may be out of date ({})", because.as_str()))
+        .map(|reason| format!(", which may be out of date ({})", reason.as_str()))
         .unwrap_or_default();
     let text = format!("it holds {held} of {blocks} blocks{stale_note}");
     let candidates = phase.workers.iter().filter(|worker| worker.cost.is_some());
