@@ -90,7 +90,7 @@ fn predicted_blocks_of_short_prompts() {
 
 #[test]
 fn blocks_of_long_prompts_in_flight() {
-    measure("tables::blocks_of_long_prompts_in_flight", 48, || {
+    measure("tables::blocks_of_long_prompts_in_flight", 40, || {
         in_flight(512)
     });
 }
