@@ -307,7 +307,7 @@ async fn objectives_without_right_to_watch_are_reported() {
         page()
     );
     assert!(
-        page().contains("gold") && !page().contains("followed as"),
+        page().contains("gold") && !page().contains("watched as"),
         "{}",
         page()
     );
