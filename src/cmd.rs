@@ -33,7 +33,7 @@ pub fn run(cli: Cli) -> ExitCode {
 
 /// Loads a configuration. If it is invalid, writes its errors to `err`, one per line, and returns
 /// `None`; the command then ends with [`EXIT_MISCONFIGURED`].
-pub fn load_config(path: &Path, err: &mut impl Write) -> io::Result<Option<Config>> {
+pub fn load_config(path: &Path, err: &mut dyn Write) -> io::Result<Option<Config>> {
     config_or_report(Config::load(path), err)
 }
 

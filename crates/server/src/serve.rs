@@ -27,7 +27,7 @@ pub const EXIT_MISCONFIGURED: u8 = 2;
 pub fn run(
     args: &ServeArgs,
     discovery: Arc<dyn ExternalDiscovery>,
-    err: &mut impl Write,
+    err: &mut dyn Write,
 ) -> anyhow::Result<u8> {
     let reload = Arc::new(Notify::new());
     let (read, file) = read_config(args, &reload);
@@ -156,7 +156,7 @@ async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
 /// Returns the configuration, or writes its errors.
 pub fn config_or_report(
     read: Result<Config, Vec<ConfigError>>,
-    err: &mut impl Write,
+    err: &mut dyn Write,
 ) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
@@ -165,7 +165,7 @@ pub fn config_or_report(
 }
 
 /// Writes one line per error.
-pub fn write_errors(errors: Vec<ConfigError>, err: &mut impl Write) -> io::Result<()> {
+pub fn write_errors(errors: Vec<ConfigError>, err: &mut dyn Write) -> io::Result<()> {
     errors
         .into_iter()
         .try_for_each(|error| writeln!(err, "{error}"))

@@ -41,6 +41,8 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use anyhow::Context as _;
 use axum::http::HeaderMap;
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
@@ -82,7 +84,13 @@ struct SimEngine {
 
 /// Runs an engine on `listener` until the returned future is dropped or fails. When the engine is
 /// ready, it prints one JSON line with its socket addresses, unless it is configured as quiet.
-pub async fn run(config: EngineConfig, listener: TcpListener) -> anyhow::Result<()> {
+///
+/// The future is boxed, so that its code is generated once and not in each program that runs it.
+pub fn run(config: EngineConfig, listener: TcpListener) -> BoxFuture<'static, anyhow::Result<()>> {
+    serve(config, listener).boxed()
+}
+
+async fn serve(config: EngineConfig, listener: TcpListener) -> anyhow::Result<()> {
     config.check()?;
     let address = listener.local_addr()?;
     let mut engine = SimEngine::start(config).await?;
