@@ -118,6 +118,13 @@ async fn send_one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate
             RequestFate::Refused
         }
         (200 | 503, _) if killed => RequestFate::Killed,
+        // The worker died after it had sent the response headers, while Envoy waited for the reply
+        // to them. Envoy cannot retry such a request.
+        (502, Ok(text))
+            if death.lock().is_some() && text.ends_with("reset reason: protocol error") =>
+        {
+            RequestFate::Killed
+        }
         (status, text) => panic!("request {at} is lost: {status} {headers:?} {text:?}\n{body}"),
     }
 }
