@@ -3,11 +3,11 @@
 use std::io::Write;
 
 use anyhow::Context as _;
+use warmroute_server::admin::AUDIT_PATH;
+use warmroute_server::dispatch::audit::table;
 
 use super::admin_client::{AdminClient, pretty_json};
 use crate::cmd::cli::AuditArgs;
-use warmroute_server::admin::AUDIT_PATH;
-use warmroute_server::dispatch::audit::table;
 
 /// Prints the totals of the audit and returns the exit code.
 pub fn run(args: &AuditArgs, out: &mut impl Write) -> anyhow::Result<u8> {

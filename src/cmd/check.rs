@@ -2,10 +2,11 @@
 
 use std::io::Write;
 
-use crate::cmd::cli::CheckArgs;
 use warmroute_server::app;
 use warmroute_server::config::Config;
 use warmroute_server::serve::{EXIT_MISCONFIGURED, config_or_report, write_errors};
+
+use crate::cmd::cli::CheckArgs;
 
 /// Prints the resolved configuration and warnings, or all errors. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {

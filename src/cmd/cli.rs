@@ -1,6 +1,6 @@
 //! Command line, and the only module that reads environment variables.
 
-mod serve;
+mod endpoint_picker;
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -28,7 +28,9 @@ impl Cli {
 
     /// Parses a command line.
     pub fn parse_args(args: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        Self::try_parse_from(serve::with_default_command(serve::strip_zap_flags(args)))
+        Self::try_parse_from(endpoint_picker::with_default_command(
+            endpoint_picker::strip_zap_flags(args),
+        ))
     }
 }
 

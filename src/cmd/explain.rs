@@ -9,16 +9,16 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use warmroute_core::router::RouteExplanation;
-
-use super::admin_client::{AdminClient, pretty_json};
-use super::load_config;
-use crate::cmd::cli::ExplainArgs;
-use crate::discovery::load_workers;
 use warmroute_server::admin::explain::{EXPLAIN_PATH, ExplainRequest, table};
 use warmroute_server::app::OfflineRouter;
 use warmroute_server::config::Config;
 use warmroute_server::request::RequestBody;
 use warmroute_server::serve::EXIT_MISCONFIGURED;
+
+use super::admin_client::{AdminClient, pretty_json};
+use super::load_config;
+use crate::cmd::cli::ExplainArgs;
+use crate::discovery::load_workers;
 
 /// Prints the explanation and returns the exit code.
 pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {

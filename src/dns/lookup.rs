@@ -15,10 +15,10 @@ use hickory_resolver::proto::rr::{RData, RecordType};
 use tokio::time::Instant;
 use warmroute_core::worker::Worker;
 use warmroute_metrics::Metrics;
-
-use super::{DnsAnswer, DnsAnswers, DnsConfig, DnsQuery};
 use warmroute_server::fleet::discovery::worker_set::WorkerSetTracker;
 use warmroute_server::fleet::discovery::{DiscoverySourceHealth, WorkerModel, resolve_each};
+
+use super::{DnsAnswer, DnsAnswers, DnsConfig, DnsQuery};
 
 /// Queries the names periodically and reports each new fleet. The first one is reported after the
 /// first answer.

@@ -17,12 +17,12 @@ use serde_json::value::RawValue;
 use tokio::sync::Mutex;
 use tokio::time::{Instant, timeout_at};
 use tracing::{info, warn};
+use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 
 use super::credentials::{ApiConnection, CredentialSource, describe};
 use super::error::{ApiVerb, RequestError, RequestFailure, message};
 use super::object_watch::ObjectWatch;
 use super::store::ReceivedObject;
-use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 
 /// Timeout of a TCP and TLS handshake.
 pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);

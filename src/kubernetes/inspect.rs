@@ -6,15 +6,15 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use warmroute_core::worker::Worker;
 use warmroute_doctor::kubernetes::{MissingRight, PoolFailure, PoolReport, RequestCause};
+use warmroute_server::fleet::discovery::config::WorkerConfig;
+use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
+use warmroute_server::fleet::discovery::{WorkerModel, resolve_each};
 
 use super::client::{ApiClient, ObjectQuery, ResourceAccess};
 use super::error::{RequestError, RequestFailure};
 use super::objects::{self, InferencePool};
 use super::pool::{PoolMembership, PoolPods};
 use super::store::ObjectChange;
-use warmroute_server::fleet::discovery::config::WorkerConfig;
-use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
-use warmroute_server::fleet::discovery::{WorkerModel, resolve_each};
 
 /// Pools and the workers of their pods.
 #[derive(Clone, Debug, Default)]

@@ -14,6 +14,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tracing::{info, warn};
+use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 
 use super::client::{ApiClient, ObjectQuery};
 use super::error::{ApiVerb, RequestError};
@@ -24,7 +25,6 @@ use super::objects::{
 use super::reflector::{ObjectReflector, WatchHealth, WatchUpdate};
 use super::rules::{self, KindStatus, KubernetesRules, ObjectsByNamespace, ServedPool};
 use super::store::ObjectStore;
-use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 
 /// Response status for a kind that is not installed, and for one that the Role does not allow.
 const ABSENT: u16 = 404;

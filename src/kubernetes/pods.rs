@@ -6,12 +6,12 @@ use std::net::{IpAddr, SocketAddr};
 use std::num::NonZeroU16;
 
 use warmroute_core::worker::{WorkerId, WorkerRole, pool_taint};
-use xxhash_rust::xxh3::xxh3_64;
-
-use super::objects::Pod;
 use warmroute_server::fleet::discovery::config::WorkerConfig;
 use warmroute_server::fleet::discovery::kubernetes::{LabelsConfig, WorkerIdSource};
 use warmroute_server::fleet::discovery::template::TemplateConfig;
+use xxhash_rust::xxh3::xxh3_64;
+
+use super::objects::Pod;
 
 /// Topology labels of Kubernetes, with the topology domain of each.
 const TOPOLOGY_LABELS: [(&str, &str); 2] = [

@@ -3,11 +3,12 @@
 use std::collections::{BTreeMap, HashSet};
 use std::num::NonZeroU16;
 
+use warmroute_server::fleet::discovery::config::WorkerConfig;
+use warmroute_server::fleet::discovery::kubernetes::{LabelsConfig, PodsConfig, label_selector};
+
 use super::objects::{InferencePool, Pod};
 use super::pods::{self, PoolWorkerSpec};
 use super::store::{ObjectChange, ObjectStore};
-use warmroute_server::fleet::discovery::config::WorkerConfig;
-use warmroute_server::fleet::discovery::kubernetes::{LabelsConfig, PodsConfig, label_selector};
 
 /// Selector and ports that determine the workers of a pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -11,6 +11,10 @@ use tokio::sync::mpsc;
 use tokio::time::Instant;
 use warmroute_core::worker::Worker;
 use warmroute_metrics::Metrics;
+use warmroute_server::fleet::discovery::config::WorkerConfig;
+use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
+use warmroute_server::fleet::discovery::worker_set::{WorkerSetTracker, warn_about_new};
+use warmroute_server::fleet::discovery::{DiscoverySourceHealth, WorkerModel};
 
 use super::client::{ApiClient, ObjectQuery};
 use super::error::RequestError;
@@ -19,10 +23,6 @@ use super::objects::{self, InferencePool, Pod};
 use super::pool::{PoolMembership, PoolPods};
 use super::reflector::{ObjectReflector, WatchHealth, WatchUpdate};
 use super::store::ObjectStore;
-use warmroute_server::fleet::discovery::config::WorkerConfig;
-use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
-use warmroute_server::fleet::discovery::worker_set::{WorkerSetTracker, warn_about_new};
-use warmroute_server::fleet::discovery::{DiscoverySourceHealth, WorkerModel};
 
 /// Window in which changes are combined into one update.
 const COALESCE_WINDOW: Duration = Duration::from_millis(20);

@@ -356,29 +356,26 @@ async fn disconnected_before_message(socket: &mut SubSocket) -> Vec<(PublisherId
     disconnected
 }
 
+/// Binds a socket with this timing. Returns it with its address.
+async fn bind(topic: &str, timing: ConnectionTiming) -> (SubSocket, String) {
+    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
+    let config = SocketConfig {
+        timing,
+        ..SocketConfig::default()
+    };
+    let socket = SubSocket::bind(&any, topic, config).await.unwrap();
+    let endpoint = socket.local_endpoint().unwrap().to_string();
+    (socket, endpoint.replace("tcp://", ""))
+}
+
 #[tokio::test]
 async fn silent_publisher_is_replaced_by_a_new_one() {
-    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let idle_timeout = Duration::from_millis(500);
     let timing = ConnectionTiming {
         idle_timeout,
         ..ConnectionTiming::default()
     };
-    let mut socket = SubSocket::bind(
-        &any,
-        "kv",
-        SocketConfig {
-            timing,
-            ..SocketConfig::default()
-        },
-    )
-    .await
-    .unwrap();
-    let address = socket
-        .local_endpoint()
-        .unwrap()
-        .to_string()
-        .replace("tcp://", "");
+    let (mut socket, address) = bind("kv", timing).await;
     let mut publishers = Vec::new();
     let mut ids = Vec::new();
     for _ in 0..4 {
@@ -418,26 +415,11 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
 
 #[tokio::test]
 async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
-    let any: ZmtpEndpoint = "tcp://127.0.0.1:0".parse().unwrap();
     let timing = ConnectionTiming {
         handshake: Duration::from_millis(300),
         ..ConnectionTiming::default()
     };
-    let mut socket = SubSocket::bind(
-        &any,
-        "",
-        SocketConfig {
-            timing,
-            ..SocketConfig::default()
-        },
-    )
-    .await
-    .unwrap();
-    let address = socket
-        .local_endpoint()
-        .unwrap()
-        .to_string()
-        .replace("tcp://", "");
+    let (mut socket, address) = bind("", timing).await;
     let mut stalled = TcpStream::connect(&address).await.unwrap();
     stalled.write_all(&greeting(0)).await.unwrap();
     match next(&mut socket).await {

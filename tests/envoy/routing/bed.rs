@@ -16,6 +16,16 @@ use crate::support::openmetrics::{self, OpenMetricsPage};
 /// Timeout of every wait, long enough for a busy machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 
+/// Returns true if the worker closed its connection after it had sent the response headers, and
+/// before Envoy forwarded them.
+///
+/// While the headers wait for the external processor, Envoy answers 502 with the reason
+/// `protocol error`, which it gives only for a connection that closes inside a response. That
+/// answer does not name the worker.
+pub(crate) fn is_reset_inside_response(status: u16, text: &str) -> bool {
+    status == 502 && text.ends_with("reset reason: protocol error")
+}
+
 /// Running deployment in its own directory. The processes exit before the directory is removed.
 pub(crate) struct RoutingBed {
     pub(crate) stack: LocalDeployment,

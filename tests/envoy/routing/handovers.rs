@@ -11,7 +11,9 @@ use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, chat, essay, path_of, stream, text};
+use crate::routing::bed::{
+    RoutedAnswer, RoutingBed, SOON, chat, essay, is_reset_inside_response, path_of, stream, text,
+};
 use crate::routing::call::{self, phases};
 use crate::routing::contents::{ReferenceEngine, ResponseContent, parse_content, tokens_seen};
 use crate::routing::mirror;
@@ -115,15 +117,10 @@ impl ChaosOutcome {
 
     /// Returns true if the decode worker may have begun the stream before Envoy forwarded the
     /// headers.
-    ///
-    /// While the headers wait for the external processor, Envoy answers 502 with the reason
-    /// `protocol error`, which it gives only for a connection that closes inside a response. That
-    /// answer does not name the worker.
     fn is_cut_before_headers(&self, worker: u64) -> bool {
         call::DECODE.contains(&worker)
             && !self.body["stream"].is_null()
-            && self.answer.status == 502
-            && self.answer.text.ends_with("reset reason: protocol error")
+            && is_reset_inside_response(self.answer.status.as_u16(), &self.answer.text)
     }
 }
 

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use warmroute_testbed::deployment::EngineSpec;
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutingBed, SOON, chat, essay, stream, text};
+use crate::routing::bed::{RoutingBed, SOON, chat, essay, is_reset_inside_response, stream, text};
 use crate::support::long_tests::long_or_short;
 
 /// Number of requests in the long and the short form.
@@ -89,6 +89,7 @@ fn request(bed: &RoutingBed, at: usize) -> (reqwest::RequestBuilder, Value, Opti
 /// Sends one request and returns its outcome. Panics on an outcome that is not allowed.
 async fn send_one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate {
     let (request, body, cancel_after) = request(bed, at);
+    let sent = Instant::now();
     let answered_request = async {
         let response = request
             .send()
@@ -110,6 +111,7 @@ async fn send_one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate
             Err(_) => return RequestFate::Left,
         },
     };
+    let was_sent_before_death = death.lock().is_some_and(|death| sent <= death);
     let killed = death.lock().is_some() && chosen.as_deref() == Some(&VICTIM.to_string());
     match (status, text) {
         (200, Ok(text)) if is_whole(&body, &text) => RequestFate::Served,
@@ -118,10 +120,10 @@ async fn send_one(bed: &RoutingBed, at: usize, death: &DeathTime) -> RequestFate
             RequestFate::Refused
         }
         (200 | 503, _) if killed => RequestFate::Killed,
-        // The worker died after it had sent the response headers, while Envoy waited for the reply
-        // to them. Envoy cannot retry such a request.
-        (502, Ok(text))
-            if death.lock().is_some() && text.ends_with("reset reason: protocol error") =>
+        (status, Ok(text))
+            if was_sent_before_death
+                && body["stream"] == true
+                && is_reset_inside_response(status, &text) =>
         {
             RequestFate::Killed
         }

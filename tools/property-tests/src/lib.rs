@@ -1,4 +1,4 @@
-//! Configuration of the property tests of all crates.
+//! The long and the short form of the tests of all crates.
 
 use proptest::test_runner::Config;
 
@@ -7,17 +7,20 @@ const MIN_CASES: u32 = 8;
 /// The short form runs one case of this number.
 const SHORT_DIVISOR: u32 = 16;
 
-/// Returns the configuration of a property test with this number of cases if
-/// `WARMROUTE_LONG_TESTS` is 1, and with a sixteenth of them otherwise. Failing inputs are printed,
-/// not stored in files.
+/// Returns whether `WARMROUTE_LONG_TESTS` selects the long form.
 #[expect(
     clippy::disallowed_methods,
     reason = "the environment selects the long form of tests"
 )]
+pub fn is_long_form() -> bool {
+    std::env::var("WARMROUTE_LONG_TESTS").is_ok_and(|value| value == "1")
+}
+
+/// Returns the configuration of a property test: with this number of cases in the long form, and
+/// with a sixteenth of them in the short form. Failing inputs are printed, not stored in files.
 pub fn property_config(cases: u32) -> Config {
-    let is_long = std::env::var("WARMROUTE_LONG_TESTS").is_ok_and(|value| value == "1");
     Config {
-        cases: if is_long {
+        cases: if is_long_form() {
             cases
         } else {
             (cases / SHORT_DIVISOR).max(MIN_CASES)

@@ -35,6 +35,21 @@ fn worker(id: u64) -> Worker {
     )
 }
 
+/// Returns the active blocks, prefill tokens and requests of a worker.
+fn load_of(router: &Router, id: u64) -> (u64, u64, u64) {
+    let load = router
+        .load()
+        .snapshot()
+        .into_iter()
+        .find(|load| load.rank.worker == WorkerId(id))
+        .unwrap();
+    (
+        load.active_blocks,
+        load.active_prefill_tokens,
+        load.active_requests,
+    )
+}
+
 /// Creates a router with one worker rank.
 fn router() -> Router {
     router_of([worker(1)], RouterSettings::default())

@@ -108,7 +108,7 @@ pub(super) async fn follow_fleet_source(
     loop {
         let now = source.borrow_and_update().clone();
         tokio::select! {
-            never = run_source(now, &desired, &deps) => match never? {},
+            never = run_source(now, desired.clone(), &deps) => match never? {},
             changed = source.changed() => changed?,
         }
     }
@@ -116,7 +116,7 @@ pub(super) async fn follow_fleet_source(
 
 async fn run_source(
     source: FleetSource,
-    desired: &mpsc::UnboundedSender<DesiredFleet>,
+    desired: mpsc::UnboundedSender<DesiredFleet>,
     deps: &FleetSourceDeps,
 ) -> anyhow::Result<Infallible> {
     if !matches!(source.source, WorkerSource::Kubernetes(_)) {
@@ -125,7 +125,6 @@ async fn run_source(
     let media = source.media;
     let configured = source.configured;
     // If the controller is gone, the process is shutting down.
-    let desired = desired.clone();
     let send = move |workers| {
         _ = desired.send(DesiredFleet {
             workers,

@@ -4,10 +4,10 @@ use warmroute_core::engine_settings::ConfiguredSettings;
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
 use warmroute_engines::engine_client::{MetricsPage, RankEventSource};
-
-use super::FactCollector;
 use warmroute_server::app;
 use warmroute_server::config::{ApproximatePolicy, WorkerSource};
+
+use super::FactCollector;
 
 impl FactCollector<'_> {
     /// Returns the origin of a worker: the configured list, or a pod and its pool.

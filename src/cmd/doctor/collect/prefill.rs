@@ -5,9 +5,9 @@ use tokio::net::TcpStream;
 use warmroute_core::worker::{Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{BootstrapReachability, EngineReply, WorkerFacts};
 use warmroute_engines::engine_client::EngineUrl;
+use warmroute_server::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
 
 use super::FactCollector;
-use warmroute_server::prefill::{KvTransferProtocol, PrefillConfig, PrefillMode};
 
 impl FactCollector<'_> {
     /// Fills in the facts about the KV handoff of a prefill worker.

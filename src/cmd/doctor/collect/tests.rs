@@ -6,11 +6,11 @@ use warmroute_core::worker::{BlockSize, EventSource, SocketAttach, WorkerId};
 use warmroute_doctor::engine::check_worker;
 use warmroute_doctor::engine::facts::AttachOutcome;
 use warmroute_engines::kv_events::event_probe::ProbedBatch;
+use warmroute_server::config::WorkerSource;
 use warmroute_settings::ByteSize;
 use zeromq::{PubSocket, Socket as _, SocketSend as _};
 
 use super::*;
-use warmroute_server::config::WorkerSource;
 
 /// Returns the batch that doctor receives from an engine that publishes payloads of 2 MiB.
 async fn receive_batch(max_message: ByteSize) -> ProbedBatch {

@@ -52,20 +52,6 @@ fn request_within(ids: &[u64]) -> RouteRequest {
     request
 }
 
-fn load_of(router: &Router, id: u64) -> (u64, u64, u64) {
-    let load = router
-        .load()
-        .snapshot()
-        .into_iter()
-        .find(|load| load.rank.worker == WorkerId(id))
-        .unwrap();
-    (
-        load.active_blocks,
-        load.active_prefill_tokens,
-        load.active_requests,
-    )
-}
-
 /// Stores this many blocks of the prompt 1, 2, 3 on a worker rank.
 fn holds(router: &Router, id: u64, blocks: u64) -> RankWriter {
     let mut writer = router

@@ -35,20 +35,6 @@ fn enforcing(enforce: bool) -> RouterSettings {
     }
 }
 
-fn load_of(router: &Router, id: u64) -> (u64, u64, u64) {
-    let load = router
-        .load()
-        .snapshot()
-        .into_iter()
-        .find(|load| load.rank.worker == WorkerId(id))
-        .unwrap();
-    (
-        load.active_blocks,
-        load.active_prefill_tokens,
-        load.active_requests,
-    )
-}
-
 fn pinned(id: u64) -> Option<WorkerPin> {
     Some(WorkerPin {
         worker: WorkerId(id),

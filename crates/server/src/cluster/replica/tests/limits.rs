@@ -17,22 +17,27 @@ fn empty_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
     }
 }
 
+/// Returns a reservation of worker 1 with this prompt.
+fn reservation_of(id: u64, prompt: proto::Prompt) -> proto::Reservation {
+    let booking = proto::Booking {
+        worker: 1,
+        prompts: vec![prompt],
+        ..Default::default()
+    };
+    proto::Reservation {
+        id,
+        bookings: vec![booking],
+        ..Default::default()
+    }
+}
+
 /// Returns a booking with this number of omitted blocks.
 fn booking_event(id: u64, omitted_blocks: u64) -> Event {
     let prompt = proto::Prompt {
         blocks: Vec::new(),
         omitted_blocks,
     };
-    let booking = proto::Booking {
-        worker: 1,
-        prompts: vec![prompt],
-        ..Default::default()
-    };
-    let booked = proto::Reservation {
-        id,
-        bookings: vec![booking],
-        ..Default::default()
-    };
+    let booked = reservation_of(id, prompt);
     Event {
         event: Some(proto::event::Event::Booked(booked)),
     }
@@ -171,17 +176,10 @@ fn known_reservations_of_a_snapshot_have_limits() {
             blocks,
             omitted_blocks: 0,
         };
-        let booking = proto::Booking {
-            worker: 1,
-            prompts: vec![prompt],
-            ..Default::default()
-        };
-        let booked = proto::Reservation {
-            id,
-            bookings: vec![booking],
-            ..Default::default()
-        };
-        wire::decode_reservation(booked, &mut BlockNamer::new(&mut random, None))
+        wire::decode_reservation(
+            reservation_of(id, prompt),
+            &mut BlockNamer::new(&mut random, None),
+        )
     };
     mirror.replace((1..=4).map(&mut reservation).collect(), &view);
     assert_eq!(mirror.totals().blocks, MAX_BLOCKS_PER_PEER);

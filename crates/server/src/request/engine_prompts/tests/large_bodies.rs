@@ -1,5 +1,7 @@
 //! Queries with large bodies.
 
+use tokio::sync::OwnedSemaphorePermit;
+
 use super::*;
 
 /// Returns a conversation that is not encoded on the caller's thread.
@@ -32,6 +34,13 @@ async fn wait_until(condition: impl Fn() -> bool) {
         .expect("condition not met within 30 s");
 }
 
+/// Takes all encoder permits, so that no encoder thread is free until they are dropped.
+async fn occupy_encoders(preprocessor: &RequestPreprocessor) -> OwnedSemaphorePermit {
+    let count = preprocessor.encoders.available_permits() as u32;
+    let encoders = preprocessor.encoders.clone();
+    encoders.acquire_many_owned(count).await.unwrap()
+}
+
 #[tokio::test]
 async fn large_queries_are_prepared_on_encoder_threads() {
     let (url, calls) = server(200, TOKENS.into(), Duration::ZERO).await;
@@ -40,13 +49,7 @@ async fn large_queries_are_prepared_on_encoder_threads() {
         ..config_with_long_timeout(vec![url.clone()])
     };
     let (preprocessor, metrics) = new_preprocessor(&config, MediaTokens::default());
-    let permit_count = preprocessor.encoders.available_permits() as u32;
-    let permits = preprocessor
-        .encoders
-        .clone()
-        .acquire_many_owned(permit_count)
-        .await
-        .unwrap();
+    let permits = occupy_encoders(&preprocessor).await;
     let first = spawn_preprocess(&preprocessor, large_body());
     wait_until(|| count_outcomes(&metrics, "timeout") == 1).await;
     drop(permits);
@@ -84,13 +87,7 @@ async fn bodies_beyond_in_flight_limit_are_not_parsed() {
         RequestBody::Whole(json!({"model": "m", "messages": []}).to_string().into()),
     );
     wait_until(|| calls.load(Ordering::SeqCst) == 1).await;
-    let permit_count = preprocessor.encoders.available_permits() as u32;
-    let permits = preprocessor
-        .encoders
-        .clone()
-        .acquire_many_owned(permit_count)
-        .await
-        .unwrap();
+    let permits = occupy_encoders(&preprocessor).await;
     let second = spawn_preprocess(&preprocessor, large_body());
     wait_until(|| count_outcomes(&metrics, "busy") == 1).await;
     drop(permits);
