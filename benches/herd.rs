@@ -61,14 +61,14 @@ struct HerdArgs {
 }
 
 #[derive(Deserialize)]
-struct TraceLine {
+struct HerdTraceLine {
     timestamp: u64,
     input_length: usize,
     output_length: u64,
     hash_ids: Vec<u64>,
 }
 
-struct TraceRequest {
+struct HerdRequest {
     at: f64,
     prompt: BlockHashes,
     tokens: usize,
@@ -81,8 +81,8 @@ fn mix(number: u64) -> u64 {
     number ^ (number >> 31)
 }
 
-fn requests(args: &HerdArgs) -> Vec<TraceRequest> {
-    let mut lines: Vec<TraceLine> = match &args.trace {
+fn requests(args: &HerdArgs) -> Vec<HerdRequest> {
+    let mut lines: Vec<HerdTraceLine> = match &args.trace {
         Some(file) => {
             let lines = BufReader::new(GzDecoder::new(File::open(file).unwrap())).lines();
             lines
@@ -118,7 +118,7 @@ fn requests(args: &HerdArgs) -> Vec<TraceRequest> {
             let tokens = line.input_length.max(1);
             let size = BlockSize::new(BLOCK as u32).unwrap();
             let prompt = BlockHashes::from_locals(tokens, size, locals);
-            TraceRequest {
+            HerdRequest {
                 at: ((line.timestamp - first) as f64 + within) * scale,
                 prompt,
                 tokens,
@@ -129,14 +129,14 @@ fn requests(args: &HerdArgs) -> Vec<TraceRequest> {
 }
 
 /// Generates conversations, some with a shared system prompt.
-fn synthetic_trace() -> Vec<TraceLine> {
+fn synthetic_trace() -> Vec<HerdTraceLine> {
     let mut lines = Vec::new();
     for chat in 0..2_000_u64 {
         let mut ids: Vec<u64> = (0..4).map(|at| (mix(chat) % 16) * 4 + at).collect();
         for turn in 0..1 + mix(chat) % 12 {
             let draw = mix(chat << 8 | turn);
             ids.extend((0..1 + draw % 12).map(|at| 1_000 + chat * 1_000 + turn * 20 + at));
-            lines.push(TraceLine {
+            lines.push(HerdTraceLine {
                 timestamp: chat * 150 + turn * (20_000 + draw % 20_000),
                 input_length: ids.len() * BLOCK + (draw % 500) as usize,
                 output_length: 50 + draw % 700,
@@ -215,7 +215,7 @@ struct RunningRequest {
 
 /// The simulation.
 struct HerdSimulation<'t> {
-    requests: &'t [TraceRequest],
+    requests: &'t [HerdRequest],
     sync: BookingSync,
     /// Prefill tokens per second.
     prefill_rate: f64,
@@ -324,7 +324,7 @@ impl SimReplica {
 
 impl<'t> HerdSimulation<'t> {
     fn new(
-        requests: &'t [TraceRequest],
+        requests: &'t [HerdRequest],
         args: &HerdArgs,
         replicas: usize,
         sync: BookingSync,

@@ -229,7 +229,9 @@ struct LoadProjection {
     potential_decode_blocks: u64,
 }
 
-fn rank((worker, rank): (u64, u32)) -> WorkerRank {
+/// Returns the worker and rank of a pair in the golden file.
+fn rank(pair: (u64, u32)) -> WorkerRank {
+    let (worker, rank) = pair;
     WorkerRank {
         worker: WorkerId(worker),
         rank: DpRank(rank),

@@ -90,7 +90,29 @@ pub(crate) struct RankSample {
 }
 
 /// A metric: name, type and help text.
-type MetricFamily = (&'static str, &'static str, &'static str);
+#[derive(Clone, Copy)]
+struct MetricFamily {
+    name: &'static str,
+    kind: &'static str,
+    help: &'static str,
+}
+
+fn gauge(name: &'static str, help: &'static str) -> MetricFamily {
+    MetricFamily {
+        name,
+        kind: "gauge",
+        help,
+    }
+}
+
+fn counter(name: &'static str, help: &'static str) -> MetricFamily {
+    MetricFamily {
+        name,
+        kind: "counter",
+        help,
+    }
+}
+
 /// Values of one rank, with the value of an additional label.
 type MetricValues = Vec<(&'static str, f64)>;
 
@@ -108,17 +130,16 @@ fn scheduler_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> 
     let count = |value: u64| vec![("", value as f64)];
     vec![
         (
-            ("num_requests_running", "gauge", "Requests in the batch."),
+            gauge("num_requests_running", "Requests in the batch."),
             one(sample.running as f64),
         ),
         (
-            ("num_requests_waiting", "gauge", "Requests in the queue."),
+            gauge("num_requests_waiting", "Requests in the queue."),
             one(sample.waiting as f64),
         ),
         (
-            (
+            gauge(
                 "num_requests_waiting_by_reason",
-                "gauge",
                 "Requests in the queue by reason.",
             ),
             vec![
@@ -130,31 +151,19 @@ fn scheduler_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> 
             ],
         ),
         (
-            (
-                "kv_cache_usage_perc",
-                "gauge",
-                "Share of blocks held by requests.",
-            ),
+            gauge("kv_cache_usage_perc", "Share of blocks held by requests."),
             one(usage),
         ),
         (
-            (
-                "prefix_cache_queries_total",
-                "counter",
-                "Prompt tokens looked up.",
-            ),
+            counter("prefix_cache_queries_total", "Prompt tokens looked up."),
             count(totals.prefix_queries),
         ),
         (
-            (
-                "prefix_cache_hits_total",
-                "counter",
-                "Prompt tokens found cached.",
-            ),
+            counter("prefix_cache_hits_total", "Prompt tokens found cached."),
             count(totals.prefix_hits),
         ),
         (
-            ("num_preemptions_total", "counter", "Preempted requests."),
+            counter("num_preemptions_total", "Preempted requests."),
             count(totals.preemptions),
         ),
     ]
@@ -170,15 +179,11 @@ fn token_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
     let by_source = |source, value: u64| (source, value as f64);
     vec![
         (
-            ("prompt_tokens_total", "counter", "Prompt tokens processed."),
+            counter("prompt_tokens_total", "Prompt tokens processed."),
             count(totals.prompt_tokens),
         ),
         (
-            (
-                "prompt_tokens_by_source_total",
-                "counter",
-                "Prompt tokens by source.",
-            ),
+            counter("prompt_tokens_by_source_total", "Prompt tokens by source."),
             vec![
                 by_source(",source=\"local_compute\"", computed),
                 by_source(",source=\"local_cache_hit\"", totals.prefix_hits),
@@ -186,19 +191,15 @@ fn token_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
             ],
         ),
         (
-            (
-                "prompt_tokens_cached_total",
-                "counter",
-                "Prompt tokens not computed.",
-            ),
+            counter("prompt_tokens_cached_total", "Prompt tokens not computed."),
             count(totals.prefix_hits),
         ),
         (
-            ("generation_tokens_total", "counter", "Generated tokens."),
+            counter("generation_tokens_total", "Generated tokens."),
             count(totals.generation_tokens),
         ),
         (
-            ("request_success_total", "counter", "Finished requests."),
+            counter("request_success_total", "Finished requests."),
             vec![
                 by_source(",finished_reason=\"length\"", totals.finished),
                 by_source(",finished_reason=\"abort\"", totals.aborted),
@@ -208,7 +209,11 @@ fn token_families(sample: &RankSample) -> Vec<(MetricFamily, MetricValues)> {
 }
 
 fn histograms(latencies: &LatencyHistograms) -> [(MetricFamily, &LatencyHistogram); 4] {
-    let family = |name, help| (name, "histogram", help);
+    let family = |name, help| MetricFamily {
+        name,
+        kind: "histogram",
+        help,
+    };
     [
         (
             family("time_to_first_token_seconds", "Time to first token."),
@@ -264,38 +269,25 @@ fn transfer_metrics(
     let leases = samples.iter().map(|sample| sample.leases as u64).sum();
     let expired = samples.iter().map(|sample| sample.leases_expired).sum();
     [
+        (gauge("kv_leases", "Prompts with leased blocks."), leases),
         (
-            ("kv_leases", "gauge", "Prompts with leased blocks."),
-            leases,
-        ),
-        (
-            (
+            counter(
                 "kv_leases_expired_total",
-                "counter",
                 "Prompts whose blocks were not fetched before the lease expired.",
             ),
             expired,
         ),
         (
-            (
-                "kv_transfers_total",
-                "counter",
-                "Prompts fetched from another engine.",
-            ),
+            counter("kv_transfers_total", "Prompts fetched from another engine."),
             read(&counters.kv_transfers),
         ),
         (
-            (
-                "kv_mismatches_total",
-                "counter",
-                "Fetched blocks of another prompt.",
-            ),
+            counter("kv_mismatches_total", "Fetched blocks of another prompt."),
             read(&counters.kv_mismatches),
         ),
         (
-            (
+            counter(
                 "kv_stale_reads_total",
-                "counter",
                 "Prompts read from blocks after their lease had ended.",
             ),
             read(&counters.kv_stale_reads),
@@ -307,45 +299,37 @@ fn transfer_metrics(
 fn room_metrics(counters: &TransferCounters, rooms_waiting: usize) -> [(MetricFamily, u64); 6] {
     [
         (
-            (
+            gauge(
                 "rooms_waiting",
-                "gauge",
                 "Bootstrap rooms of this prefill engine in which one side waits.",
             ),
             rooms_waiting as u64,
         ),
         (
-            (
-                "rooms_met_total",
-                "counter",
-                "Bootstrap rooms that both sides joined.",
-            ),
+            counter("rooms_met_total", "Bootstrap rooms that both sides joined."),
             read(&counters.rooms_met),
         ),
         (
-            (
+            counter(
                 "rooms_unmet_total",
-                "counter",
                 "Bootstrap rooms that only one side joined.",
             ),
             read(&counters.rooms_unmet),
         ),
         (
-            (
+            counter(
                 "rooms_mismatched_total",
-                "counter",
                 "Bootstrap rooms with another prompt, another rank or a duplicate request.",
             ),
             read(&counters.rooms_mismatched),
         ),
         (
-            ("aborted_total", "counter", "Requests aborted by id."),
+            counter("aborted_total", "Requests aborted by id."),
             read(&counters.aborted),
         ),
         (
-            (
+            counter(
                 "prefills_asked_total",
-                "counter",
                 "Accepted requests that only prefill, with any result.",
             ),
             read(&counters.prefills),
@@ -369,7 +353,7 @@ pub(crate) fn render(model: &str, samples: &[RankSample]) -> String {
             for (labels, value) in &metric_families(sample)[at].1 {
                 line(
                     &mut page,
-                    family.0,
+                    family.name,
                     &format!("engine=\"{}\",model_name=\"{model}\"{labels}", sample.rank),
                     *value,
                 );
@@ -381,7 +365,7 @@ pub(crate) fn render(model: &str, samples: &[RankSample]) -> String {
         for sample in samples {
             histogram(
                 &mut page,
-                family.0,
+                family.name,
                 sample.rank,
                 model,
                 histograms(&sample.latencies)[at].1,
@@ -390,7 +374,7 @@ pub(crate) fn render(model: &str, samples: &[RankSample]) -> String {
     }
     header(
         &mut page,
-        ("cache_config_info", "gauge", "Cache configuration."),
+        gauge("cache_config_info", "Cache configuration."),
     );
     // As in vLLM, each line has the blocks of all ranks and the tokens of its own rank.
     let all_blocks: usize = samples.iter().map(|sample| sample.num_blocks).sum();
@@ -417,7 +401,8 @@ pub(crate) fn render(model: &str, samples: &[RankSample]) -> String {
 }
 
 // Writing to a String cannot fail.
-fn header(page: &mut String, (name, kind, help): MetricFamily) {
+fn header(page: &mut String, family: MetricFamily) {
+    let MetricFamily { name, kind, help } = family;
     writeln!(page, "# HELP vllm:{name} {help}\n# TYPE vllm:{name} {kind}").ok();
 }
 
