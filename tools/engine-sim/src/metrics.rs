@@ -244,7 +244,8 @@ pub(crate) fn render_sim_metrics(
     let mut page = String::new();
     let transfers = transfer_metrics(samples, counters);
     let rooms = room_metrics(counters, rooms_waiting);
-    for ((name, kind, help), value) in transfers.into_iter().chain(rooms) {
+    for (family, value) in transfers.into_iter().chain(rooms) {
+        let MetricFamily { name, kind, help } = family;
         // Writing to a String cannot fail.
         writeln!(
             page,
