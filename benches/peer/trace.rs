@@ -4,6 +4,7 @@
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
+use std::num::NonZeroU32;
 use std::path::Path;
 
 use anyhow::Context;
@@ -12,7 +13,8 @@ use serde::Deserialize;
 use warmroute_core::block::{BlockHashes, LocalHash};
 use warmroute_core::worker::BlockSize;
 
-use crate::workload::BLOCK;
+/// Tokens per block.
+pub const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
 
 /// Blocks of 16 tokens in one block of the trace.
 const PER_ID: usize = 32;

@@ -6,15 +6,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 use std::iter::Peekable;
-use std::num::NonZeroU32;
 
 use warmroute_core::block::{LocalHash, SequenceHash};
-use warmroute_core::worker::BlockSize;
 
 use crate::trace::{TraceRequest, mix};
-
-/// Tokens per block.
-pub const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
 
 /// Maximum number of blocks of an event: a prefill step of 8,192 tokens.
 const MAX_RUN: usize = 512;
