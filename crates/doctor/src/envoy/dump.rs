@@ -4,13 +4,11 @@
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
-use std::time::Duration;
 
 use serde::de::DeserializeOwned;
-use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 
-use super::schema::{EnvoyCluster, HttpConnectionManager, ListenerConfig, RouteConfig};
+use super::schema::{EnvoyCluster, HttpConnectionManager, ListenerConfig, RouteConfig, has_type};
 
 /// Configuration of one Envoy.
 #[derive(Clone, Debug, Default)]
@@ -232,14 +230,6 @@ fn parse_integer(value: &Value) -> Option<u64> {
         .or_else(|| value.as_str().and_then(text))
 }
 
-/// Returns whether a value has this protobuf message type.
-pub fn has_type(value: &Value, kind: &str) -> bool {
-    value["@type"]
-        .as_str()
-        .and_then(|name| name.rsplit(['.', '/']).next())
-        == Some(kind)
-}
-
 fn read_version(page: &Value) -> Option<String> {
     let bootstrap = DumpSections(page["configs"].as_array()?).bootstrap_config()?;
     let version = &bootstrap["node"]["user_agent_build_version"]["version"];
@@ -327,33 +317,4 @@ fn read_address(address: &Value) -> Option<EnvoyAddress> {
         socket["address"].as_str()?.to_owned(),
         port,
     ))
-}
-
-/// Duration in protobuf JSON.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct ProtoDuration(pub Duration);
-
-impl<'de> Deserialize<'de> for ProtoDuration {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let text = String::deserialize(deserializer)?;
-        let seconds = text
-            .strip_suffix('s')
-            .and_then(|seconds| seconds.parse::<f64>().ok());
-        let length = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-        length
-            .map(Self)
-            .ok_or_else(|| serde::de::Error::custom(format!("`{text}` is not a duration")))
-    }
-}
-
-/// Deserializes a number that may be a string.
-pub fn deserialize_number<'de, D: Deserializer<'de>>(
-    deserializer: D,
-) -> Result<Option<u64>, D::Error> {
-    match Value::deserialize(deserializer)? {
-        Value::Null => Ok(None),
-        Value::Number(number) => Ok(number.as_u64()),
-        Value::String(text) => Ok(text.parse().ok()),
-        other => Err(serde::de::Error::custom(format!("{other} is not a number"))),
-    }
 }

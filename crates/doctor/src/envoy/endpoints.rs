@@ -5,10 +5,10 @@ use std::collections::BTreeSet;
 use std::path::Path;
 
 use super::control_plane::ControlPlane;
-use super::dump::{EnvoyAddress, has_type};
+use super::dump::EnvoyAddress;
 use super::fixes::EnvoySetting;
 use super::host_selection::{HostSelection, host_selection, routed_clusters};
-use super::schema::{EnvoyCluster, PathConfigSource};
+use super::schema::{EnvoyCluster, PathConfigSource, has_type};
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder};
 

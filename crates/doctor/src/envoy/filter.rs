@@ -7,10 +7,9 @@ use warmroute_core::envoy_names::{LB_NAMESPACE, SERVED_KEY};
 use warmroute_settings::DurationSetting;
 
 use super::control_plane::ControlPlane;
-use super::dump::has_type;
 use super::fixes::{self, EnvoySetting, FilterField};
 use super::host_selection::{HostSelection, host_selection, ours, routed_clusters};
-use super::schema::{ExternalProcessor, body_mode, shows_headers, shows_trailers};
+use super::schema::{ExternalProcessor, body_mode, has_type, shows_headers, shows_trailers};
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingLevel};
 

@@ -6,10 +6,10 @@ use serde_json::Value;
 use warmroute_core::envoy_names::{ENDPOINT, LB_NAMESPACE, SERVED_KEY};
 
 use super::control_plane::ControlPlane;
-use super::dump::{has_type, parse_part};
+use super::dump::parse_part;
 use super::fixes::{EnvoySetting, FilterField};
 use super::schema::{
-    EnvoyCluster, ExternalProcessor, MetadataKey, OverrideHostPolicy, OverrideHostSource,
+    EnvoyCluster, ExternalProcessor, MetadataKey, OverrideHostPolicy, OverrideHostSource, has_type,
 };
 use super::site::{ActiveRoute, FilterSite};
 use crate::finding::{Finding, FindingBuilder, FindingLevel};

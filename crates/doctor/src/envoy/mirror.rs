@@ -8,12 +8,12 @@ use serde_json::Value;
 use warmroute_core::envoy_names::{PREFILL_CLUSTER, PREFILL_DESTINATION};
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 
-use super::dump::{EnvoyAddress, has_type, parse_part};
+use super::dump::{EnvoyAddress, parse_part};
 use super::endpoints::reads_wrong_name;
 use super::ext_proc_cluster::{ClusterTraffic, check_breakers};
 use super::host_selection::{HostSelection, host_selection, metadata_source_yaml, ours};
 use super::retry::has_remote_prefill;
-use super::schema::{EnvoyCluster, MirrorPolicy, OverrideHostPolicy};
+use super::schema::{EnvoyCluster, MirrorPolicy, OverrideHostPolicy, has_type};
 use super::site::{ActiveRoute, FilterSite};
 use crate::finding::{Finding, FindingBuilder};
 

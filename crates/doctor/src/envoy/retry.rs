@@ -7,11 +7,12 @@ use warmroute_core::envoy_names::{RETRY_FILTER, WARMROUTE_NAMESPACE};
 use warmroute_settings::DurationSetting;
 use warmroute_tokens::openai::ApiKind;
 
-use super::dump::{has_type, parse_part};
+use super::dump::parse_part;
 use super::filter::{format_seconds, is_buffered};
 use super::host_selection::routed_clusters;
 use super::schema::{
-    EnvoyCluster, ExternalProcessor, RetryPolicy, TypedExtension, body_mode, shows_headers,
+    EnvoyCluster, ExternalProcessor, RetryPolicy, TypedExtension, body_mode, has_type,
+    shows_headers,
 };
 use super::site::{ActiveRoute, ExtProcFilter, FilterSite};
 use crate::finding::{Finding, FindingBuilder};

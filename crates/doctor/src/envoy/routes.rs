@@ -7,13 +7,12 @@ use serde_json::Value;
 use warmroute_settings::{ByteSize, DurationSetting};
 
 use super::control_plane::ControlPlane;
-use super::dump::has_type;
 use super::ext_proc_cluster::{ClusterTraffic, check_breakers};
 use super::filter::is_buffered;
 use super::fixes::EnvoySetting;
 use super::host_selection::{HostSelection, host_selection, routed_clusters, selection_headers};
 use super::retry::{has_remote_prefill, late_conditions};
-use super::schema::RetryPolicy;
+use super::schema::{RetryPolicy, has_type};
 use super::site::{ActiveRoute, FilterSite};
 use crate::finding::{Finding, FindingBuilder, FindingLevel};
 

@@ -4,10 +4,10 @@ mod cluster;
 mod ext_proc;
 mod routes;
 
-use serde::Deserialize;
-use serde_json::Value;
+use std::time::Duration;
 
-use super::dump::{ProtoDuration, deserialize_number};
+use serde::{Deserialize, Deserializer};
+use serde_json::Value;
 
 pub(super) use cluster::{
     BreakerThreshold, EnvoyCluster, MetadataKey, MetadataPathSegment, OverrideHostPolicy,
@@ -64,4 +64,41 @@ pub struct HttpConnectionManager {
 #[serde(default)]
 pub(crate) struct RdsConfig {
     pub(crate) route_config_name: String,
+}
+
+/// Duration in protobuf JSON.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ProtoDuration(pub(crate) Duration);
+
+impl<'de> Deserialize<'de> for ProtoDuration {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let seconds = text
+            .strip_suffix('s')
+            .and_then(|seconds| seconds.parse::<f64>().ok());
+        let length = seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        length
+            .map(Self)
+            .ok_or_else(|| serde::de::Error::custom(format!("`{text}` is not a duration")))
+    }
+}
+
+/// Deserializes a number that may be a string.
+pub(crate) fn deserialize_number<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<u64>, D::Error> {
+    match Value::deserialize(deserializer)? {
+        Value::Null => Ok(None),
+        Value::Number(number) => Ok(number.as_u64()),
+        Value::String(text) => Ok(text.parse().ok()),
+        other => Err(serde::de::Error::custom(format!("{other} is not a number"))),
+    }
+}
+
+/// Returns whether a value has this protobuf message type.
+pub(crate) fn has_type(value: &Value, kind: &str) -> bool {
+    value["@type"]
+        .as_str()
+        .and_then(|name| name.rsplit(['.', '/']).next())
+        == Some(kind)
 }

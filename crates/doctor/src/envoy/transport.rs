@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde_json::Value;
 
-use super::dump::{EnvoyAddress, has_type, parse_part};
+use super::dump::{EnvoyAddress, parse_part};
 use super::fixes::EnvoySetting;
-use super::schema::{EnvoyCluster, EnvoyGrpc, TypedExtension};
+use super::schema::{EnvoyCluster, EnvoyGrpc, TypedExtension, has_type};
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder, FindingLevel};
 

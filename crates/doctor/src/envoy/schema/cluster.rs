@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::{GrpcService, TypedExtension};
-use crate::envoy::dump::{ProtoDuration, deserialize_number, has_type};
+use crate::envoy::schema::{ProtoDuration, deserialize_number, has_type};
 use crate::envoy::transport::SocketMatch;
 
 /// `envoy.config.cluster.v3.Cluster`.

@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 
-use crate::envoy::dump::ProtoDuration;
+use crate::envoy::schema::ProtoDuration;
 
 /// `ExternalProcessor`: configuration of the ext_proc filter.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]

@@ -6,7 +6,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use super::TypedExtension;
-use crate::envoy::dump::{ProtoDuration, deserialize_number};
+use crate::envoy::schema::{ProtoDuration, deserialize_number};
 
 /// `RouteConfiguration`.
 #[derive(Clone, Debug, Default, Deserialize)]

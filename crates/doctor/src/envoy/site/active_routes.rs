@@ -3,10 +3,10 @@
 use serde_json::Value;
 
 use super::ExtProcFilter;
-use crate::envoy::dump::{ConfigDump, HttpListener, has_type, parse_part};
+use crate::envoy::dump::{ConfigDump, HttpListener, parse_part};
 use crate::envoy::schema::{
     EnvoyRoute, ExtProcOverrides, ExtProcPerRoute, ExternalProcessor, KeyValue, RetryPolicy,
-    RouteAction, RouteMatch, VirtualHost,
+    RouteAction, RouteMatch, VirtualHost, has_type,
 };
 
 /// A route on which the main filter is active.

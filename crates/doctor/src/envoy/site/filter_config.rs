@@ -2,9 +2,10 @@
 
 use warmroute_core::envoy_names::{FILTER_ROLE, PROBE_FILTER};
 
-use crate::envoy::dump::{ConfigDump, EnvoyAddress, has_type, parse_part};
+use crate::envoy::dump::{ConfigDump, EnvoyAddress, parse_part};
 use crate::envoy::schema::{
-    ExternalProcessor, GrpcService, TypedExtension, body_mode, shows_headers, shows_trailers,
+    ExternalProcessor, GrpcService, TypedExtension, body_mode, has_type, shows_headers,
+    shows_trailers,
 };
 
 /// An ext_proc filter of a connection manager.
