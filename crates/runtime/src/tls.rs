@@ -14,6 +14,7 @@ mod exposure;
 mod handshake;
 mod listener;
 mod listener_certificate;
+mod listener_context;
 mod log_limit;
 mod reloadable_files;
 
@@ -25,6 +26,7 @@ pub use config::TlsConfig;
 pub use connection::AcceptedConnection;
 pub use connection_table::ConnectionLimits;
 pub use exposure::ListenerExposure;
-pub use listener::{LimitedListener, ListenerLimits, ListenerProfile, PeerAddress};
+pub use listener::{LimitedListener, PeerAddress};
 pub use listener_certificate::{ListenerCertificate, ListenerProtocol};
+pub use listener_context::{ListenerLimits, ListenerProfile};
 pub use reloadable_files::{FileBacked, ReloadableFiles};

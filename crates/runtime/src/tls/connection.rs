@@ -12,7 +12,7 @@ use tokio_rustls::server::TlsStream;
 use warmroute_http2_filter::Http2Filter;
 
 use super::connection_table::ConnectionUse;
-use super::listener::ConnectionSlot;
+use super::listener_context::ConnectionSlot;
 
 /// Approximate size of the shortest HTTP/1 request. A client that sends fewer octets has not sent a
 /// request.

@@ -1,8 +1,14 @@
+use std::time::Duration;
+
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, DuplexStream, duplex};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::UnboundedReceiverStream;
+use warmroute_metrics::{ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels};
 
 use super::super::config::TlsConfig;
+use super::super::connection_table::ConnectionLimits;
+use super::super::listener_certificate::ListenerCertificate;
+use super::super::listener_context::ListenerLimits;
 use super::*;
 
 type Incoming = mpsc::UnboundedSender<io::Result<DuplexStream>>;

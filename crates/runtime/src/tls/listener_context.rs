@@ -1,0 +1,331 @@
+//! State that a listener shares with its connections: limits, connection table, metrics and log.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+use prometheus_client::metrics::gauge::Gauge;
+use tokio::time::{Instant, sleep};
+use tracing::{debug, warn};
+use warmroute_http2_filter::{ErrorScope, SentError};
+
+use super::connection_table::{
+    ConnectionAdmissionError, ConnectionLimits, ConnectionTable, ConnectionUse,
+};
+use super::handshake::HandshakeError;
+use super::listener_certificate::{ListenerCertificate, ListenerProtocol};
+use super::log_limit::LogLimit;
+use warmroute_metrics::{
+    Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics,
+};
+
+/// Pause after a failed accept. If the process has no free file descriptors, accept would fail
+/// again at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Limits of a listener.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ListenerLimits {
+    /// Limits of open connections.
+    pub connections: ConnectionLimits,
+    /// Timeout of a TLS handshake, of the start of a connection, and of each header block.
+    pub handshake: Duration,
+    /// Maximum time that a connection may be open without a request in progress.
+    pub idle: Option<Duration>,
+    /// Maximum size of an HTTP/2 header block with its frames, in octets. A larger block closes the
+    /// connection.
+    pub max_header_block_bytes: usize,
+}
+
+/// Identity and protocol of a listener.
+pub struct ListenerProfile {
+    /// Name in logs and metrics.
+    pub name: &'static str,
+    /// Protocol of the connections.
+    pub protocol: ListenerProtocol,
+    /// Certificate; `None` means plaintext.
+    pub tls: Option<Arc<ListenerCertificate>>,
+    /// Connection limits.
+    pub limits: ListenerLimits,
+}
+
+/// Listener state that its connections share.
+pub(super) struct ListenerContext {
+    pub(super) profile: ListenerProfile,
+    table: Mutex<ConnectionTable>,
+    started: Instant,
+    open: Gauge,
+    log: LogLimit,
+    metrics: Arc<Metrics>,
+}
+
+/// Entry of one connection in the connection table, removed on drop.
+pub(super) struct ConnectionSlot {
+    key: usize,
+    pub(super) usage: Arc<ConnectionUse>,
+    pub(super) context: Arc<ListenerContext>,
+    pub(super) peer: Option<SocketAddr>,
+}
+
+impl ListenerContext {
+    /// Creates the state of a listener and its metric series.
+    pub(super) fn new(profile: ListenerProfile, metrics: Arc<Metrics>) -> Self {
+        create_series(&profile, &metrics);
+        let open = metrics
+            .listeners
+            .connections
+            .get_or_create_owned(&ListenerLabel {
+                listener: profile.name,
+            });
+        let table = Mutex::new(ConnectionTable::new(profile.limits.connections));
+        Self {
+            profile,
+            table,
+            started: Instant::now(),
+            open,
+            log: LogLimit::default(),
+            metrics,
+        }
+    }
+
+    pub(super) fn admit(self: &Arc<Self>, peer: Option<SocketAddr>) -> Option<ConnectionSlot> {
+        let now = self.now();
+        match self.table.lock().admit(peer.map(|peer| peer.ip()), now) {
+            Ok(admitted) => {
+                if admitted.has_evicted {
+                    self.warn_limited(
+                        "evicted",
+                        peer,
+                        "too many connections; the one idle for longest was closed",
+                        "",
+                    );
+                }
+                self.open.inc();
+                Some(ConnectionSlot {
+                    key: admitted.key,
+                    usage: admitted.usage,
+                    context: self.clone(),
+                    peer,
+                })
+            }
+            Err(error) => {
+                let text = match error {
+                    ConnectionAdmissionError::TooMany => {
+                        "too many connections, all in use; connection refused"
+                    }
+                    ConnectionAdmissionError::TooManyOfPeer => {
+                        "too many connections of one address, all in use; connection refused"
+                    }
+                };
+                self.metrics
+                    .listeners
+                    .connections_refused
+                    .get_or_create(&ListenerLabel {
+                        listener: self.name(),
+                    })
+                    .inc();
+                self.warn_limited(
+                    "refused",
+                    peer,
+                    text,
+                    "see `listeners.limits.max_connections` and `listeners.limits.max_connections_per_peer`",
+                );
+                None
+            }
+        }
+    }
+
+    /// Handles an accept error. It evicts an idle connection, because the process may have no free
+    /// file descriptors.
+    pub(super) async fn on_accept_error(&self, error: &io::Error) {
+        self.table.lock().evict_idlest(self.now());
+        if self.log.admit("accept", self.now()).is_some() {
+            warn!(listener = self.name(), %error, "cannot accept connections");
+        }
+        sleep(ACCEPT_PAUSE).await;
+    }
+
+    fn name(&self) -> &'static str {
+        self.profile.name
+    }
+
+    fn now(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    fn on_closed(&self, reason: &'static str) {
+        let labels = ListenerReasonLabels {
+            listener: self.name(),
+            reason,
+        };
+        self.metrics
+            .listeners
+            .connections_closed
+            .get_or_create(&labels)
+            .inc();
+    }
+
+    pub(super) fn on_handshake(&self, outcome: &'static str) {
+        let labels = ListenerOutcomeLabels {
+            listener: self.name(),
+            outcome,
+        };
+        self.metrics
+            .listeners
+            .tls_handshakes
+            .get_or_create(&labels)
+            .inc();
+    }
+
+    pub(super) fn on_handshake_error(
+        &self,
+        failure: HandshakeError,
+        peer: Option<SocketAddr>,
+        error: &dyn std::fmt::Display,
+    ) {
+        let reason = failure.reason();
+        let labels = ListenerReasonLabels {
+            listener: self.name(),
+            reason,
+        };
+        self.metrics
+            .listeners
+            .tls_handshake_errors
+            .get_or_create(&labels)
+            .inc();
+        if !failure.is_notable() {
+            debug!(listener = self.name(), peer = peer.map(tracing::field::display), %error, "TLS handshake not finished");
+        } else if let Some(suppressed) = self.log.admit(reason, self.now()) {
+            let peer = peer.map(tracing::field::display);
+            let hint = failure.hint();
+            warn!(listener = self.name(), peer, reason, %error, hint, suppressed, "TLS handshake failed");
+        }
+    }
+
+    pub(super) fn on_http2_error(&self, sent: SentError, peer: Option<SocketAddr>) {
+        let scope = match sent.scope {
+            ErrorScope::Stream => "stream",
+            ErrorScope::Connection => "connection",
+        };
+        let reason = sent.reason;
+        self.metrics
+            .listeners
+            .http2_errors
+            .get_or_create(&Http2ErrorLabels {
+                listener: self.name(),
+                scope,
+                reason,
+            })
+            .inc();
+        if let Some(suppressed) = self.log.admit(reason, self.now()) {
+            let peer = peer.map(tracing::field::display);
+            warn!(
+                listener = self.name(),
+                peer, scope, reason, suppressed, "HTTP/2 error sent to the client"
+            );
+        }
+    }
+
+    fn warn_limited(
+        &self,
+        cause: &'static str,
+        peer: Option<SocketAddr>,
+        text: &'static str,
+        hint: &'static str,
+    ) {
+        if let Some(suppressed) = self.log.admit(cause, self.now()) {
+            let peer = peer.map(tracing::field::display);
+            let max_connections = self.profile.limits.connections.total;
+            warn!(
+                listener = self.name(),
+                peer, max_connections, hint, suppressed, "{text}"
+            );
+        }
+    }
+}
+
+impl ConnectionSlot {
+    /// Returns the time since the start of the listener.
+    pub(super) fn now(&self) -> Duration {
+        self.context.now()
+    }
+
+    pub(super) fn instant_of(&self, time: Duration) -> Instant {
+        self.context.started + time
+    }
+
+    /// Returns ready when the connection was evicted and has not been used since.
+    pub(super) fn poll_evicted(&self, cx: &mut Context<'_>) -> Poll<()> {
+        ready!(self.usage.poll_evicted(cx));
+        if self.usage.is_replaceable(
+            self.now(),
+            self.context.profile.limits.connections.idle_timeout,
+        ) {
+            return Poll::Ready(());
+        }
+        self.usage.withdraw_eviction();
+        Poll::Pending
+    }
+
+    /// Counts a connection that is closed because of a timeout, by its reason.
+    pub(super) fn on_timeout(&self, reason: &'static str) {
+        self.context.on_closed(reason);
+    }
+}
+
+impl Drop for ConnectionSlot {
+    fn drop(&mut self) {
+        self.context.table.lock().remove(self.key);
+        if self.usage.is_evicted() {
+            self.context.on_closed("evicted");
+        }
+        self.context.open.dec();
+    }
+}
+
+/// Creates the metric series of a listener, so that they start at zero.
+fn create_series(profile: &ListenerProfile, metrics: &Metrics) {
+    let listener = profile.name;
+    let counted = |reason| ListenerReasonLabels { listener, reason };
+    for reason in [
+        "evicted",
+        "idle",
+        "greeting_timeout",
+        "header_timeout",
+        "write_timeout",
+    ] {
+        drop(
+            metrics
+                .listeners
+                .connections_closed
+                .get_or_create(&counted(reason)),
+        );
+    }
+    drop(
+        metrics
+            .listeners
+            .connections_refused
+            .get_or_create(&ListenerLabel { listener }),
+    );
+    for error in HandshakeError::ALL.iter().filter(|_| profile.tls.is_some()) {
+        drop(
+            metrics
+                .listeners
+                .tls_handshake_errors
+                .get_or_create(&counted(error.reason())),
+        );
+    }
+    if profile.protocol == ListenerProtocol::Grpc {
+        for scope in ["stream", "connection"] {
+            let labels = Http2ErrorLabels {
+                listener,
+                scope,
+                reason: "protocol_error",
+            };
+            drop(metrics.listeners.http2_errors.get_or_create(&labels));
+        }
+    }
+}
