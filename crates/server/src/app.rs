@@ -65,9 +65,7 @@ use unix_socket::SocketIdentity;
 pub use external_discovery::{
     ExternalDiscovery, ExternalSource, ExternalWatch, NoExternalDiscovery,
 };
-pub use offline::{
-    LoadReport, OfflineRouter, listed_workers, load_model, missing_template_advice, try_load,
-};
+pub use offline::{LoadReport, OfflineRouter, listed_workers, load_model, try_load};
 pub use reload::{ConfigFile, ReadConfig, ReloadOutcome, Reloader};
 pub use settings_poller::parse_engine_settings;
 

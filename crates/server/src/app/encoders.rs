@@ -15,8 +15,7 @@ use warmroute_tokens::prompt::{
     self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
 };
 
-use super::offline::missing_template_advice;
-use crate::config::{Config, ModelConfig};
+use crate::config::{Advice, Config, ModelConfig};
 use crate::request::{ConfiguredModel, ModelRegistry};
 
 /// Tokenizers in use, by file fingerprint, and their shared prompt cache.
@@ -177,4 +176,19 @@ fn load_encoder(
     }
     info!(%model, took = ?started.elapsed(), "tokenizer loaded");
     Ok((fingerprint, Arc::new(encoder)))
+}
+
+/// Returns a warning if the tokenizer of a model has no chat template.
+pub(super) fn missing_template_advice(model: &ConfiguredModel) -> Option<Advice> {
+    let lacks_template = model
+        .encoder
+        .as_ref()
+        .is_some_and(|encoder| !encoder.has_chat_template());
+    lacks_template.then(|| Advice {
+        subject: format!("model {}", model.name),
+        finding: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
+               is routed by load only"
+            .to_owned(),
+        fix: "copy chat_template.jinja from the model, or set `chat_template` of the model".to_owned(),
+    })
 }

@@ -12,7 +12,7 @@ use warmroute_metrics::Metrics;
 use warmroute_settings::Problem;
 use warmroute_tokens::prompt::LoadError;
 
-use super::encoders::EncoderRegistry;
+use super::encoders::{EncoderRegistry, missing_template_advice};
 use super::parts::{self, PreprocessorDeps};
 use crate::config::{Advice, Config, ModelConfig, WorkerSource};
 use crate::dispatch::Dispatcher;
@@ -82,21 +82,6 @@ pub async fn try_load(config: &Config) -> LoadReport {
     }
     report.problems.extend(try_clients(config).err());
     report
-}
-
-/// Returns a warning if the tokenizer of a model has no chat template.
-pub fn missing_template_advice(model: &ConfiguredModel) -> Option<Advice> {
-    let lacks_template = model
-        .encoder
-        .as_ref()
-        .is_some_and(|encoder| !encoder.has_chat_template());
-    lacks_template.then(|| Advice {
-        subject: format!("model {}", model.name),
-        finding: "it has no chat template (none in tokenizer_config.json, no chat_template.jinja beside it), so every chat request \
-               is routed by load only"
-            .to_owned(),
-        fix: "copy chat_template.jinja from the model, or set `chat_template` of the model".to_owned(),
-    })
 }
 
 /// Returns the error of a tokenizer at the configuration key of the file that caused it.
