@@ -79,7 +79,7 @@ impl ExtProcFactory {
         // The default message limit of tonic, 4 MiB, would reject bodies that the configuration
         // allows. With `failure_mode_allow` Envoy would then send the request to a random worker.
         Ok((
-            ExtProcServer::new(service, super::servers::max_message_bytes(config)),
+            ExtProcServer::new(service, config.requests.limits.max_message_bytes()),
             prefill_clients,
         ))
     }

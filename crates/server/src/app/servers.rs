@@ -23,9 +23,6 @@ use crate::ext_proc::state::ExtProcState;
 use crate::fleet::xds::{XdsClients, XdsService};
 use crate::request::RequestPreprocessor;
 
-/// gRPC message overhead beyond the body: headers, attributes, metadata.
-const MESSAGE_OVERHEAD: usize = 1 << 20;
-
 impl App {
     /// Starts the health services, which follow readiness, and the dedicated listener if
     /// configured.
@@ -248,7 +245,7 @@ impl App {
         let api = ApiService::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();
-        let server = ReloadableService::new(api.server(max_message_bytes(config)));
+        let server = ReloadableService::new(api.server(config.requests.limits.max_message_bytes()));
         let mut routes = Routes::new(self.health.service()).add_service(server.clone());
         if config.index.serve {
             routes = routes.add_service(index.server());
@@ -256,7 +253,7 @@ impl App {
         let reload_api = api.clone();
         self.reloader.register("api", move |next| {
             let current = server.clone();
-            let server = reload_api.server(max_message_bytes(&next.config));
+            let server = reload_api.server(next.config.requests.limits.max_message_bytes());
             Ok(Box::new(move || current.replace(server)))
         });
         self.servers
@@ -273,14 +270,4 @@ impl App {
         });
         Ok(())
     }
-}
-
-/// Returns the maximum size of a gRPC message that contains a request body.
-pub(super) fn max_message_bytes(config: &Config) -> usize {
-    config
-        .requests
-        .limits
-        .max_body_size
-        .bytes()
-        .saturating_add(MESSAGE_OVERHEAD)
 }

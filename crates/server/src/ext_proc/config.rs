@@ -119,6 +119,9 @@ impl ListenConfig {
     }
 }
 
+/// gRPC message overhead beyond the body: headers, attributes, metadata.
+const MESSAGE_OVERHEAD: usize = 1 << 20;
+
 /// The `requests.limits:` section.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -144,6 +147,13 @@ pub struct LimitsConfig {
     /// Maximum total size of buffered request bodies. Beyond it, requests are routed by the part
     /// that has arrived.
     pub max_buffered_bytes: ByteSize,
+}
+
+impl LimitsConfig {
+    /// Returns the maximum size of a gRPC message that contains a request body.
+    pub fn max_message_bytes(&self) -> usize {
+        self.max_body_size.bytes().saturating_add(MESSAGE_OVERHEAD)
+    }
 }
 
 impl Default for LimitsConfig {
