@@ -13,16 +13,13 @@ use warmroute_core::sessions::{SessionStore, UpdateKind};
 use warmroute_core::worker::{RankSlot, WorkerId, WorkerRank};
 
 use super::ReplicaEvent;
-use super::wire::UNKNOWN_SLOT;
+use super::wire::{MAX_BLOCKS_PER_PEER, UNKNOWN_SLOT};
 use crate::tracking_hash::TrackingKey;
 
 /// Maximum number of reservations of all peers.
 const MAX_RESERVATIONS: usize = 1 << 18;
 
-/// Maximum number of blocks reserved by one peer. A block counts once per reservation.
-pub(super) const MAX_BLOCKS_PER_PEER: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
-
-/// Maximum number of blocks reserved by all peers, counted in the same way.
+/// Maximum number of blocks reserved by all peers, counted as for one peer.
 pub(super) const MAX_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else { 1 << 24 };
 
 /// State of this process that messages of peers change or read.

@@ -25,11 +25,11 @@ use warmroute_core::sessions::{
 };
 use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
-use super::mirror::{LocalView, MAX_BLOCKS_OF_ALL_PEERS, MAX_BLOCKS_PER_PEER, ReservationMirror};
+use super::mirror::{LocalView, MAX_BLOCKS_OF_ALL_PEERS, ReservationMirror};
 use super::outbox::ReplicaOutbox;
 use super::peers::{PeerAction, PeerChange, PeerTable};
 use super::proto::{Batch, Event, SnapshotPart};
-use super::wire::BlockNamer;
+use super::wire::{BlockNamer, MAX_BLOCKS_PER_PEER};
 use super::{ReplicaEvent, ReplicaId, proto, wire};
 use crate::tracking_hash::TrackingKey;
 

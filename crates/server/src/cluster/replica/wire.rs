@@ -18,13 +18,15 @@ use warmroute_core::sessions::{BindingVersion, SessionKey, SessionUpdate};
 use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
 use super::ReplicaEvent;
-use super::mirror::MAX_BLOCKS_PER_PEER;
 use super::proto::event::Event as Any;
 use super::proto::{self, Event};
 use crate::tracking_hash::TrackingKey;
 
 /// Slot of an unknown worker, and of a decoded booking before the slot of its worker is looked up.
 pub(super) const UNKNOWN_SLOT: RankSlot = RankSlot(u32::MAX);
+
+/// Maximum number of blocks reserved by one peer. A block counts once per reservation.
+pub(super) const MAX_BLOCKS_PER_PEER: usize = if cfg!(test) { 1 << 18 } else { 1 << 22 };
 
 /// Maximum number of omitted blocks of a reservation, enough for a prompt of 2 million tokens. It
 /// limits the memory that a message of a few bytes can allocate.
