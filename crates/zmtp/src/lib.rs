@@ -19,6 +19,7 @@ mod error;
 mod frame;
 mod greeting;
 mod listener;
+mod publisher;
 mod session;
 mod sub;
 mod transport;
@@ -28,8 +29,9 @@ pub use connection::{ConnectionTiming, ZmtpConnection};
 pub use dealer::DealerSocket;
 pub use endpoint::ZmtpEndpoint;
 pub use error::{ProtocolError, ZmtpError};
+pub use publisher::{PublisherId, SubEvent};
 pub use session::{ExceededLimit, MessageLimits, SessionEvent, SocketRole, ZmtpSession};
-pub use sub::{PublisherId, SubEvent, SubSocket};
+pub use sub::SubSocket;
 
 /// Settings of a socket.
 #[derive(Clone, Copy, Debug, Default)]

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep};
 use crate::SocketConfig;
 use crate::connection::ZmtpConnection;
 use crate::error::ZmtpError;
-use crate::sub::{PublisherId, SubEvent, forward_messages, report_end, session};
+use crate::publisher::{PublisherId, SubEvent, forward_messages, report_end, session};
 use crate::transport::{TransportListener, TransportStream};
 
 /// Most publishers of a socket. An event source has one publisher, and two while an engine is
