@@ -24,8 +24,6 @@ use super::error::{ApiVerb, RequestError, RequestFailure, message};
 use super::object_watch::ObjectWatch;
 use super::store::ReceivedObject;
 
-/// Timeout of a TCP and TLS handshake.
-pub(super) const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Additional time before a connection counts as dead, after the API server should have ended the
 /// watch.
 const SILENCE_MARGIN: Duration = Duration::from_secs(5);

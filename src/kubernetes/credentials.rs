@@ -4,6 +4,7 @@
 //! each request.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use kube::config::{AuthInfo, InClusterError, KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
@@ -11,6 +12,8 @@ use xxhash_rust::xxh3::xxh3_64;
 
 use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 
+/// Timeout of a TCP and TLS handshake.
+const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
 /// Directory where the kubelet mounts the service account.
 const SERVICE_ACCOUNT: &str = "/var/run/secrets/kubernetes.io/serviceaccount";
 
@@ -202,7 +205,7 @@ fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnect
     settings.default_namespace = settings.default_namespace.trim().to_owned();
     // `list_watch` implements retries, and `ApiClient` deadlines.
     settings.default_retry = false;
-    settings.connect_timeout = Some(super::client::CONNECT_DEADLINE);
+    settings.connect_timeout = Some(CONNECT_DEADLINE);
     let namespace = settings.default_namespace.clone();
     let address = settings
         .cluster_url
