@@ -30,6 +30,8 @@ mod template;
 mod template_support;
 #[cfg(test)]
 mod tests;
+mod tokenizer_parts;
+mod white_space;
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -49,9 +51,10 @@ pub use media::{MediaConfig, MultimodalPrompt};
 use model_files::ModelFiles;
 pub use model_files::{LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
+use resume::ResumingTokenizer;
 pub use resume::{PromptCache, PromptTokens};
-use resume::{ResumingTokenizer, SpecialTokenFrame};
 use template::ChatTemplates;
+use tokenizer_parts::SpecialTokenFrame;
 
 /// Files of one model's tokenizer and chat template. They may be `.json` or `.json.gz`.
 #[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
@@ -225,11 +228,9 @@ impl Encoder {
             problem,
         })?;
         let media_rules = media_rules.unwrap_or_default();
-        let frame = resume::find_frame(&tokenizer).ok();
-        let tokenizer = VerifiedTokenizer::new(tokenizer);
         Ok(Self {
-            tokenizer,
-            frame,
+            frame: tokenizer_parts::find_frame(&tokenizer).ok(),
+            tokenizer: VerifiedTokenizer::new(tokenizer),
             templates,
             special_tokens_mismatch,
             engine: traits.engine,

@@ -2,7 +2,8 @@
 //! tokens of a prompt.
 
 use super::pieces::{self, StopReason, TokenBudget};
-use super::resume::{SpecialTokenFrame, UnframedTokens};
+use super::resume::UnframedTokens;
+use super::tokenizer_parts::SpecialTokenFrame;
 use super::{
     EncodeError, Encoder, PromptSource, PromptTokens, RenderedPrompt, TruncationSide,
     retained_range, text_token_limit, tokenizer_error, truncate_tokens, truncation_limit,

@@ -4,7 +4,7 @@
 
 use super::EncodeError;
 use super::conversation::TemplateMessage;
-use super::python_methods;
+use super::white_space;
 
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
@@ -23,12 +23,12 @@ pub(super) fn mark_last_message(turns: &mut [TemplateMessage<'_>]) -> Result<Str
 pub(super) fn truncate_at_mark(mut rendered: String, message: &str) -> Result<String, EncodeError> {
     let place = rendered
         .rfind(MARK.trim_end())
-        .filter(|_| rendered.contains(python_methods::strip(message)))
+        .filter(|_| rendered.contains(white_space::strip(message)))
         .ok_or_else(|| EncodeError::rejected("the template drops the end of the last message"))?;
     let spaced = rendered[place..].starts_with(MARK);
     rendered.truncate(place);
     if !spaced {
-        rendered.truncate(python_methods::strip_end(&rendered).len());
+        rendered.truncate(white_space::strip_end(&rendered).len());
     }
     Ok(rendered)
 }

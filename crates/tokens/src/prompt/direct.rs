@@ -17,7 +17,7 @@ use minijinja::Value;
 use minijinja::machinery::ast::Stmt;
 
 use super::conversation::TemplateMessage;
-use super::template::TemplateClock;
+use super::python_methods::TemplateClock;
 use eval::PlanRun;
 use plan::{RenderPlan, VariableSlot};
 use value::TemplateValue;

@@ -3,14 +3,12 @@
 //! are merged into the first system message.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use minijinja::{Environment, ErrorKind, Value};
 
 use super::EncodeError;
 use super::python::{self, PythonDict};
-use super::template::{CompiledTemplate, TEMPLATE_NAME};
 use crate::openai::{ChatMessage, ChatPrompt, MessageContent};
 
 /// Treatment of system messages that follow other messages.
@@ -25,8 +23,8 @@ pub(super) enum InlineSystemMode {
 }
 
 impl InlineSystemMode {
-    /// Probes a template as vLLM does: without the functions that transformers adds.
-    pub(super) fn probe(env: &Environment<'static>) -> Self {
+    /// Probes the template `name` of an environment as vLLM does: without the functions that transformers adds.
+    pub(super) fn probe(env: &Environment<'static>, name: &str) -> Self {
         let mut plain = env.clone();
         plain.remove_global("raise_exception");
         plain.remove_global("strftime_now");
@@ -42,7 +40,7 @@ impl InlineSystemMode {
         let variables = PythonDict::from_iter(variables).into_value();
         let render = || {
             plain
-                .get_template(TEMPLATE_NAME)
+                .get_template(name)
                 .and_then(|template| template.render(variables))
         };
         match catch_unwind(AssertUnwindSafe(render)) {
@@ -54,10 +52,10 @@ impl InlineSystemMode {
     }
 
     /// Combines the modes of a model's templates. Messages are merged if any template does not
-    /// render them. Like vLLM, considers only the templates `default` and `tool_use`.
-    pub(super) fn combine(named: &BTreeMap<String, CompiledTemplate>) -> Self {
-        let tried = ["default", "tool_use"]
-            .map(|name| named.get(name).map(|template| template.inline_systems));
+    /// render them. Like vLLM, considers only the templates `default` and `tool_use`. `mode_of` returns
+    /// the mode of a template, if the model has it.
+    pub(super) fn combine(mode_of: impl Fn(&str) -> Option<Self>) -> Self {
+        let tried = ["default", "tool_use"].map(mode_of);
         let found = |wanted| tried.contains(&Some(wanted));
         match (found(Self::Merged), found(Self::Unknown)) {
             (true, _) => Self::Merged,

@@ -3,7 +3,7 @@
 use minijinja::value::ValueKind;
 use minijinja::{Error, ErrorKind, Value};
 
-use super::python_methods;
+use super::white_space;
 
 /// Formats a finite double as Python's `repr`: the shortest digits, in scientific notation from
 /// 1e16 and below 1e-4.
@@ -91,7 +91,7 @@ fn unsupported_number(what: &str) -> Error {
 /// Removes surrounding white space and the underscores between digits. Returns `None` for misplaced
 /// underscores. Returns an error for digits of other scripts, which Python accepts.
 fn number_text(text: &str) -> Result<Option<String>, Error> {
-    let text = python_methods::strip(text);
+    let text = white_space::strip(text);
     if text.chars().any(|c| !c.is_ascii() && c.is_numeric()) {
         return Err(unsupported_number("digits of another script"));
     }

@@ -27,7 +27,7 @@ use serde_json::Value;
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::fast::VerifiedTokenizer;
-use super::resume::check_parts;
+use super::tokenizer_parts::check_parts;
 
 /// Usual length of a piece in bytes. The deadline is checked between pieces.
 const PIECE_BYTES: usize = 64 << 10;

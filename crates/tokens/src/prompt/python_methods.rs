@@ -2,12 +2,18 @@
 //! differences concern white space, letter case, positions in characters, and the definition of a
 //! sequence. Templates that use a name not listed here are rejected at load.
 
+use std::sync::Arc;
+
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, State, Value};
 use minijinja_contrib::pycompat;
 
 use super::number;
 use super::python::{self, POISON};
+use super::white_space::{is_space, strip_with};
+
+/// Clock and time zone of `strftime_now`.
+pub(super) type TemplateClock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
 
 /// Methods of strings and dicts that behave as in Python.
 pub(super) const METHODS: [&str; 28] = [
@@ -153,6 +159,12 @@ pub(super) fn install(env: &mut Environment<'_>) {
     env.add_test("float", python::is_float);
 }
 
+/// Formats the current time.
+pub(super) fn strftime(now: &TemplateClock, format: &str) -> Result<String, Error> {
+    jiff::fmt::strtime::format(format, &now())
+        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+}
+
 fn join(value: &Value, separator: Option<&str>) -> Result<String, Error> {
     let items: Vec<String> = value.try_iter()?.map(|item| python::text(&item)).collect();
     Ok(items.join(separator.unwrap_or_default()))
@@ -223,41 +235,6 @@ fn text_arg(value: &Value) -> Result<&str, Error> {
 fn split_limit(value: &Value) -> Result<usize, Error> {
     // A negative limit means no limit.
     Ok(usize::try_from(i64::try_from(value.clone())?).unwrap_or(usize::MAX - 1))
-}
-
-/// Returns true for Python's white space: that of Unicode, and four ASCII separators.
-fn is_space(c: char) -> bool {
-    c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
-}
-
-/// Implements Python's `str.strip()`.
-pub(super) fn strip(text: &str) -> &str {
-    text.trim_matches(is_space)
-}
-
-/// Implements Python's `str.rstrip()`.
-pub(super) fn strip_end(text: &str) -> &str {
-    text.trim_end_matches(is_space)
-}
-
-/// Strips the given characters from one or both ends, or white space if `chars` is `None`.
-pub(super) fn strip_with<'t>(
-    text: &'t str,
-    chars: Option<&str>,
-    start: bool,
-    end: bool,
-) -> &'t str {
-    let strips = |c: char| chars.map_or_else(|| is_space(c), |chars| chars.contains(c));
-    let text = if start {
-        text.trim_start_matches(strips)
-    } else {
-        text
-    };
-    if end {
-        text.trim_end_matches(strips)
-    } else {
-        text
-    }
 }
 
 fn separator(text: &str) -> Result<&str, Error> {

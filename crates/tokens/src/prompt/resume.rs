@@ -31,7 +31,6 @@
 mod boundary_tokens;
 mod cache;
 mod prompt_tokens;
-mod tokenizer_parts;
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -41,12 +40,12 @@ use tokenizers::Tokenizer;
 
 use super::fast::VerifiedTokenizer;
 use super::pieces::{self, LeadingTokens, StopReason, TokenBudget};
+use super::tokenizer_parts::{self, SpecialTokenFrame};
 use boundary_tokens::{BoundaryTokens, ResumePoint};
 use cache::CachedPiece;
 pub use cache::PromptCache;
 pub use prompt_tokens::PromptTokens;
 use prompt_tokens::ResumePoints;
-pub(super) use tokenizer_parts::{SpecialTokenFrame, check_parts, find_frame};
 
 /// Separates text hashes from other uses of the key.
 const TEXT_DOMAIN: &[u8] = b"text";

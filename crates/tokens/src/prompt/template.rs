@@ -18,9 +18,9 @@ use super::media::MediaRules;
 use super::media_renderer::{MediaDisplay, MediaRenderer};
 use super::model_files::{LoadError, TemplateSources};
 use super::python::{self, POISON, PythonDict};
+use super::python_methods::{self, TemplateClock};
 use super::{
-    EncodeError, EngineKind, TokenExactness, continuation, partial_chat, python_methods, sglang,
-    template_support,
+    EncodeError, EngineKind, TokenExactness, continuation, partial_chat, sglang, template_support,
 };
 use crate::openai::{ChatPrompt, JsonValue};
 
@@ -78,7 +78,8 @@ impl ChatTemplates {
             })?;
             named.insert(name, template);
         }
-        let inline_systems = InlineSystemMode::combine(&named);
+        let inline_systems =
+            InlineSystemMode::combine(|name| Some(named.get(name)?.inline_systems));
         Ok(Self {
             named,
             inline_systems,
@@ -324,9 +325,6 @@ fn check_supported(chat: &ChatPrompt) -> Result<(), EncodeError> {
     }
 }
 
-/// Clock and time zone of `strftime_now`.
-pub(super) type TemplateClock = Arc<dyn Fn() -> jiff::Zoned + Send + Sync>;
-
 /// A compiled template.
 pub(super) struct CompiledTemplate {
     env: Environment<'static>,
@@ -340,11 +338,12 @@ pub(super) struct CompiledTemplate {
     /// transformers version.
     reads_thinking_field: bool,
     reads_clock: bool,
-    pub(super) inline_systems: InlineSystemMode,
+    inline_systems: InlineSystemMode,
     direct: DirectRenderer,
 }
 
-pub(super) const TEMPLATE_NAME: &str = "chat_template";
+/// Name of the template in its environment.
+const TEMPLATE_NAME: &str = "chat_template";
 
 impl CompiledTemplate {
     fn compile(written: &str, now: &TemplateClock) -> Result<Self, String> {
@@ -373,7 +372,7 @@ impl CompiledTemplate {
             reads_clock: holds(&["strftime_now"]),
             // vLLM's probe fails for a template with `generation` tags, which plain Jinja2 rejects.
             inline_systems: if source == written {
-                InlineSystemMode::probe(&env)
+                InlineSystemMode::probe(&env, TEMPLATE_NAME)
             } else {
                 InlineSystemMode::Merged
             },
@@ -456,14 +455,10 @@ fn environment(now: &TemplateClock) -> Environment<'static> {
         Err(Error::new(ErrorKind::InvalidOperation, message.to_owned()))
     });
     let now = Arc::clone(now);
-    env.add_function("strftime_now", move |format: &str| strftime(&now, format));
+    env.add_function("strftime_now", move |format: &str| {
+        python_methods::strftime(&now, format)
+    });
     env
-}
-
-/// Formats the current time.
-pub(super) fn strftime(now: &TemplateClock, format: &str) -> Result<String, Error> {
-    jiff::fmt::strtime::format(format, &now())
-        .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
 }
 
 /// Replaces the tags `generation` and `endgeneration`. They mark text for training and have no

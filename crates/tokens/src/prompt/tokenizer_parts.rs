@@ -8,31 +8,31 @@ use tokenizers::processors::PostProcessorWrapper as Processor;
 use tokenizers::{ModelWrapper as Model, Tokenizer};
 
 /// Special tokens that the post-processor adds around a text.
-pub(in crate::prompt) struct SpecialTokenFrame {
+pub(super) struct SpecialTokenFrame {
     pub(super) before: Vec<u32>,
     pub(super) after: Vec<u32>,
 }
 
 impl SpecialTokenFrame {
     /// Returns the number of special tokens.
-    pub(in crate::prompt) fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.before.len() + self.after.len()
     }
 
     /// Returns the leading special tokens followed by `ids`.
-    pub(in crate::prompt) fn prepend_to(&self, ids: &[u32]) -> Vec<u32> {
+    pub(super) fn prepend_to(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids].concat()
     }
 
     /// Returns `ids` with the special tokens before and after them.
-    pub(in crate::prompt) fn surround(&self, ids: &[u32]) -> Vec<u32> {
+    pub(super) fn surround(&self, ids: &[u32]) -> Vec<u32> {
         [&self.before, ids, &self.after].concat()
     }
 }
 
 /// Checks that normalizer, pre-tokenizer and model are deterministic functions of each piece. The
 /// error is the reason.
-pub(in crate::prompt) fn check_parts(tokenizer: &Tokenizer) -> Result<(), &'static str> {
+pub(super) fn check_parts(tokenizer: &Tokenizer) -> Result<(), &'static str> {
     if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
         return Err("the tokenizer truncates or pads");
     }
@@ -94,9 +94,7 @@ fn check_pre_tokenizer(pre_tokenizer: &PreTokenizer) -> Result<(), &'static str>
 
 /// Returns the special tokens that the post-processor adds, if they are fixed tokens before and
 /// after the text. The error is the reason.
-pub(in crate::prompt) fn find_frame(
-    tokenizer: &Tokenizer,
-) -> Result<SpecialTokenFrame, &'static str> {
+pub(super) fn find_frame(tokenizer: &Tokenizer) -> Result<SpecialTokenFrame, &'static str> {
     const UNKNOWN: &str = "the post-processor does more than add fixed tokens around the text";
     let frame = frame_of_processor(tokenizer.get_post_processor()).ok_or(UNKNOWN)?;
     for text in ["", "a", "two words"] {

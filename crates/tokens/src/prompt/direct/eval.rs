@@ -13,8 +13,7 @@ use super::operations::{arithmetic, join, matches_test, print};
 use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
 use super::value::{LoopCounter, TemplateValue, message_field};
 use crate::prompt::conversation::TemplateMessage;
-use crate::prompt::template;
-use crate::prompt::template::TemplateClock;
+use crate::prompt::python_methods::{self, TemplateClock};
 
 /// Maximum number of iterations and macro calls. minijinja renders longer runs and limits them by
 /// fuel.
@@ -412,7 +411,8 @@ impl<'a> PlanRun<'a> {
             }
             PlanTerm::Now(format) => {
                 let format = self.term(format)?;
-                let time = template::strftime(self.clock, format.text().ok_or(UnsupportedError)?);
+                let time =
+                    python_methods::strftime(self.clock, format.text().ok_or(UnsupportedError)?);
                 TemplateValue::owned(time.map_err(|_| UnsupportedError)?)
             }
             PlanTerm::Call(called, given) => self.call_macro(&self.macros[*called], given)?,

@@ -9,7 +9,7 @@ use crate::prompt::direct::eval::PlanRun;
 use crate::prompt::direct::operations::{map_text, value_of};
 use crate::prompt::direct::plan::{ComparisonOp, KnownFilter, StringMethod};
 use crate::prompt::direct::value::{TemplateValue, message_field, part_field, position};
-use crate::prompt::{python, python_methods};
+use crate::prompt::{python, white_space};
 
 impl<'a> PlanRun<'a> {
     pub(super) fn field(
@@ -135,7 +135,7 @@ impl<'a> PlanRun<'a> {
         filter: &'a KnownFilter,
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         match filter {
-            KnownFilter::Trim => map_text(&over, python_methods::strip),
+            KnownFilter::Trim => map_text(&over, white_space::strip),
             KnownFilter::Length => Ok(TemplateValue::Int(over.len()? as i64)),
             KnownFilter::First | KnownFilter::Last if over.text().is_some() => {
                 Err(UnsupportedError)
@@ -192,7 +192,7 @@ impl<'a> PlanRun<'a> {
                 let start = !matches!(method, StringMethod::RStrip);
                 let end = !matches!(method, StringMethod::LStrip);
                 map_text(over, |text| {
-                    python_methods::strip_with(text, chars, start, end)
+                    white_space::strip_with(text, chars, start, end)
                 })?
             }
             StringMethod::StartsWith => TemplateValue::Bool(whole()?.starts_with(text(0)?)),
