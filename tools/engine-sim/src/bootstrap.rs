@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep, timeout, timeout_at};
 use super::SimEngine;
 use super::cache::{BlockKeys, TokenSequence};
 use super::disaggregation::{TransferCounters, increment};
-use super::http::OpenAiError;
+use super::error::OpenAiError;
 use super::json_connection::JsonConnection;
 use super::kv_origin::{KvOrigin, WorstOrigin};
 use super::rank::{EngineRank, SequenceHandle};

@@ -19,7 +19,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::SimEngine;
 use super::cache::{BlockContent, BlockKeys};
 use super::disaggregation::{KvLoadFailurePolicy, KvSource, TransferCounters, increment};
-use super::http::OpenAiError;
+use super::error::OpenAiError;
 use super::json_connection::{self, JsonConnection};
 use super::kv_origin::{KvOrigin, WorstOrigin};
 use super::rank::{EngineRank, SequenceHandle};

@@ -22,6 +22,7 @@ use super::auth;
 use super::cache::BlockKeys;
 use super::choices::{self, ValidatedRequest};
 use super::disaggregation::{DisaggregationFields, RequestPhase, TransferProtocol, increment};
+use super::error::OpenAiError;
 use super::kv_origin::WorstOrigin;
 use super::metrics;
 use super::rank::EngineRank;
@@ -89,45 +90,6 @@ async fn add_identity_headers(
     response
 }
 
-/// An error response in OpenAI's shape.
-#[derive(Debug)]
-pub(crate) struct OpenAiError(StatusCode, String);
-
-impl OpenAiError {
-    pub(crate) fn new(status: StatusCode, message: impl Into<String>) -> Self {
-        Self(status, message.into())
-    }
-
-    pub(crate) fn bad_request(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::BAD_REQUEST, message)
-    }
-}
-
-impl OpenAiError {
-    pub(crate) fn internal(message: impl Into<String>) -> Self {
-        Self::new(StatusCode::INTERNAL_SERVER_ERROR, message)
-    }
-
-    /// Returns the error body.
-    pub(crate) fn body(&self) -> Value {
-        let Self(status, message) = self;
-        let kind = match *status {
-            StatusCode::BAD_REQUEST => "BadRequestError",
-            StatusCode::FORBIDDEN => "ForbiddenError",
-            StatusCode::NOT_FOUND => "NotFoundError",
-            StatusCode::TOO_MANY_REQUESTS => "TooManyRequestsError",
-            _ => "InternalServerError",
-        };
-        json!({"error": {"message": message, "type": kind, "param": null, "code": status.as_u16()}})
-    }
-}
-
-impl IntoResponse for OpenAiError {
-    fn into_response(self) -> Response {
-        (self.0, Json(self.body())).into_response()
-    }
-}
-
 /// Parsed and validated request, and the rank that computes it.
 struct AcceptedRequest {
     api: ApiKind,
@@ -148,10 +110,9 @@ impl AcceptedRequest {
     ) -> Result<Self, OpenAiError> {
         let api = ApiKind::from_path(uri.path())
             .filter(|api| matches!(api, ApiKind::ChatCompletions | ApiKind::Completions));
-        let api =
-            api.ok_or_else(|| OpenAiError(StatusCode::NOT_FOUND, "no such endpoint".into()))?;
+        let api = api.ok_or_else(|| OpenAiError::new(StatusCode::NOT_FOUND, "no such endpoint"))?;
         let request = GenerationRequest::read(&body).map_err(OpenAiError::bad_request)?;
-        let keys = keys(engine, &request)?;
+        let keys = engine.block_keys(&request)?;
         let disaggregation_fields = disaggregation_fields(engine, &body)?;
         let requested_rank = engine
             .resolve_rank(headers, disaggregation_fields.rank())
@@ -276,10 +237,7 @@ async fn apply_request_faults(hang: bool, refuse_status: Option<u16>) -> Result<
         None => Ok(()),
         Some(status) => {
             let status = StatusCode::from_u16(status).unwrap_or(StatusCode::SERVICE_UNAVAILABLE);
-            Err(OpenAiError(
-                status,
-                "injected fault: request refused".into(),
-            ))
+            Err(OpenAiError::new(status, "injected fault: request refused"))
         }
     }
 }
@@ -350,29 +308,6 @@ fn select_rank(
         }
     }
     Ok(engine.bootstrap_room_rank(rooms.first().copied().unwrap_or_default()))
-}
-
-/// Returns the keys that separate this request's blocks. Fails for an unknown model.
-pub(crate) fn keys(
-    engine: &SimEngine,
-    request: &GenerationRequest,
-) -> Result<BlockKeys, OpenAiError> {
-    let lora = match request.model.as_deref() {
-        None => None,
-        Some(model) if model == engine.config.model => None,
-        Some(model) => Some(engine.lora(model).ok_or_else(|| {
-            OpenAiError(
-                StatusCode::NOT_FOUND,
-                format!("The model `{model}` does not exist."),
-            )
-        })?),
-    };
-    let salt = request.cache_salt.as_deref().map(Arc::from);
-    Ok(BlockKeys {
-        lora,
-        salt,
-        session: request.session_id.as_deref().map(Arc::from),
-    })
 }
 
 fn check_length(

@@ -17,6 +17,7 @@ mod choices;
 mod config;
 mod ctx_request_ids;
 mod disaggregation;
+mod error;
 mod faults;
 mod fetch;
 mod http;
@@ -40,7 +41,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use anyhow::Context as _;
-use axum::http::HeaderMap;
+use axum::http::{HeaderMap, StatusCode};
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use serde_json::{Value, json};
@@ -51,12 +52,14 @@ pub use config::EngineConfig;
 
 use aborts::AbortRegistry;
 use bootstrap::BootstrapRooms;
-use cache::{BlockCache, LoraAdapter};
+use cache::{BlockCache, BlockKeys, LoraAdapter};
 use ctx_request_ids::CtxRequestIds;
 use disaggregation::{SideChannelAddress, TransferCounters, TransferProtocol};
+use error::OpenAiError;
 use faults::FaultState;
 use publisher::{BatchDrops, KvEventPublisher};
 use rank::EngineRank;
+use request::GenerationRequest;
 use scheduler::StepScheduler;
 use tokens::SimTokenizer;
 
@@ -291,6 +294,26 @@ impl SimEngine {
                 self.next_request_id.fetch_add(1, Ordering::Relaxed)
             ),
         }
+    }
+
+    /// Returns the keys that separate a request's blocks. Fails for an unknown model.
+    fn block_keys(&self, request: &GenerationRequest) -> Result<BlockKeys, OpenAiError> {
+        let lora = match request.model.as_deref() {
+            None => None,
+            Some(model) if model == self.config.model => None,
+            Some(model) => Some(self.lora(model).ok_or_else(|| {
+                OpenAiError::new(
+                    StatusCode::NOT_FOUND,
+                    format!("The model `{model}` does not exist."),
+                )
+            })?),
+        };
+        let salt = request.cache_salt.as_deref().map(Arc::from);
+        Ok(BlockKeys {
+            lora,
+            salt,
+            session: request.session_id.as_deref().map(Arc::from),
+        })
     }
 
     fn lora(&self, name: &str) -> Option<LoraAdapter> {

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use warmroute_tokens::openai::ApiKind;
 
 use super::SimEngine;
-use super::http::{OpenAiError, keys};
+use super::error::OpenAiError;
 use super::request::GenerationRequest;
 
 pub(crate) fn routes() -> Router<Arc<SimEngine>> {
@@ -75,7 +75,7 @@ async fn render(
     let api = ApiKind::from_path(uri.path().trim_end_matches("/render"));
     let api = api.ok_or_else(|| OpenAiError::new(StatusCode::NOT_FOUND, "Not Found"))?;
     let request = GenerationRequest::read(&body).map_err(OpenAiError::bad_request)?;
-    keys(&engine, &request)?;
+    engine.block_keys(&request)?;
     let rendered = |tokens: &Vec<u32>| {
         json!({
             "request_id": engine.generate_request_id(),

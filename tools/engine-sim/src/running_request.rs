@@ -16,7 +16,7 @@ use super::SimEngine;
 use super::aborts::AbortRegistration;
 use super::choices::RunningChoices;
 use super::disaggregation::{DisaggregationFields, TransferProtocol};
-use super::http::OpenAiError;
+use super::error::OpenAiError;
 use super::kv_origin;
 use super::rank::EngineRank;
 use super::response::{ResponseBuilder, TransferFields, event};
