@@ -17,11 +17,12 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::Parser;
+use warmroute_load::case::LoadCase;
 use warmroute_load::goals::CHAT_BYTES;
 use warmroute_load::helper_programs::ProcessArguments;
 use warmroute_load::measure::RoundSample;
 use warmroute_load::setups::{LoadSetups, SetupKind, SetupSettings};
-use warmroute_load::sweeps::{self, LoadCase, SweepSettings};
+use warmroute_load::sweeps::{self, SweepSettings};
 use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
 use warmroute_testbed::deployment::ModelFiles;
 

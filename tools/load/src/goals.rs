@@ -3,7 +3,8 @@
 
 use warmroute_testbed::comparison::ComparedMeasure;
 
-use crate::report::{LoadReport, MeasuredCase};
+use crate::case::MeasuredCase;
+use crate::report::LoadReport;
 use crate::setups::SetupKind;
 
 /// Bytes of a chat.

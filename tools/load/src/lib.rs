@@ -10,6 +10,7 @@
 
 mod bare_server;
 mod bodies;
+pub mod case;
 mod client;
 pub mod goals;
 pub mod helper_programs;

@@ -7,9 +7,8 @@ use serde_json::{Value, json};
 
 use warmroute_testbed::comparison::{self, ComparisonTable};
 
-use crate::measure::{RoundSample, median_sample};
+use crate::case::MeasuredCase;
 use crate::setups::SetupKind;
-use crate::sweeps::LoadCase;
 
 /// All measurements.
 #[derive(Default)]
@@ -17,26 +16,6 @@ pub struct LoadReport {
     /// The goals.
     pub table: ComparisonTable,
     points: Vec<Value>,
-}
-
-/// The rounds of one case, by setup.
-pub struct MeasuredCase {
-    pub(crate) case: LoadCase,
-    pub(crate) rounds: Vec<(SetupKind, Vec<RoundSample>)>,
-}
-
-impl MeasuredCase {
-    /// Returns the rounds of a setup.
-    pub fn rounds_of(&self, kind: SetupKind) -> &[RoundSample] {
-        self.rounds
-            .iter()
-            .find(|(of, _)| *of == kind)
-            .map_or(&[], |(_, rounds)| rounds)
-    }
-
-    pub(crate) fn median(&self, kind: SetupKind) -> RoundSample {
-        median_sample(self.rounds_of(kind))
-    }
 }
 
 impl LoadReport {

@@ -8,15 +8,16 @@ use std::time::Duration;
 use anyhow::ensure;
 use bytes::Bytes;
 use clap::ValueEnum;
-use serde_json::{Value, json};
-use warmroute_testbed::deployment::{MODEL, ModelFiles};
+use serde_json::json;
+use warmroute_testbed::deployment::ModelFiles;
 use warmroute_testbed::ports;
 
 use crate::bodies::{ChatRotation, ChatWriter};
+use crate::case::{LoadCase, MeasuredCase, UNKNOWN_MODEL};
 use crate::client::{self, LoadPlan, OpenResponses};
 use crate::goals;
 use crate::measure;
-use crate::report::{LoadReport, MeasuredCase};
+use crate::report::LoadReport;
 use crate::setups::{LoadSetup, LoadSetups, SetupKind, SetupSettings};
 
 /// The varied parameter.
@@ -76,28 +77,6 @@ pub struct SweepSettings {
     pub warmroute: Vec<OsString>,
 }
 
-/// One point of a sweep.
-#[derive(Clone, Debug)]
-pub struct LoadCase {
-    /// Name of its rows.
-    pub name: String,
-    pub(crate) sweep: &'static str,
-    /// Position on the curve.
-    pub(crate) point: Value,
-    bytes: usize,
-    is_warm: bool,
-    /// The requested model.
-    model: &'static str,
-    /// Bytes of a system prompt that all conversations share.
-    shared_bytes: Option<usize>,
-    connections: usize,
-    chunks: usize,
-    /// Number of responses of other requests that stay open during the measurement.
-    open_responses: usize,
-}
-
-/// A model that warmroute does not know.
-const UNKNOWN_MODEL: &str = "not-a-served-model";
 /// Maximum bytes of the bodies generated for one round.
 const MAX_BODY_BYTES: usize = 96_000_000;
 /// Number of conversations in addition to one per connection, so that a turn is complete before the
@@ -109,48 +88,6 @@ const WORKERS: usize = 8;
 const WARM_UP: Duration = Duration::from_secs(60);
 /// Time limit for closing the open responses.
 const CLOSE: Duration = Duration::from_secs(60);
-
-impl LoadCase {
-    /// Returns a case that is not part of a sweep. Its requests have about `bytes` bytes.
-    pub fn new(name: String, bytes: usize, is_warm: bool, connections: usize) -> Self {
-        Self {
-            name,
-            sweep: "",
-            point: Value::Null,
-            bytes,
-            is_warm,
-            model: MODEL,
-            shared_bytes: None,
-            connections,
-            chunks: 1,
-            open_responses: 0,
-        }
-    }
-
-    /// Selects a model that warmroute does not know, so that requests are routed by load only.
-    pub fn with_unknown_model(self) -> Self {
-        Self {
-            model: UNKNOWN_MODEL,
-            ..self
-        }
-    }
-
-    /// Sets the number of pieces of each response.
-    pub fn with_chunks(self, chunks: usize) -> Self {
-        Self { chunks, ..self }
-    }
-
-    /// Makes the case a point of a sweep.
-    fn at_point(self, parameter: SweptParameter, point: Value) -> Self {
-        let temperature = if self.is_warm { "warm" } else { "cold" };
-        Self {
-            name: format!("{}, {temperature}", self.name),
-            sweep: parameter.name(),
-            point,
-            ..self
-        }
-    }
-}
 
 /// Source of the request bodies.
 enum BodySource {
@@ -378,7 +315,7 @@ fn body_cases(settings: &SweepSettings) -> Vec<LoadCase> {
         [false, true].map(|is_warm| {
             let name = format!("{} KB, c = 16", bytes / 1_000);
             let point = json!({"bytes": bytes, "connections": 16, "warm": is_warm});
-            LoadCase::new(name, bytes, is_warm, 16).at_point(SweptParameter::Body, point)
+            LoadCase::new(name, bytes, is_warm, 16).at_point(SweptParameter::Body.name(), point)
         })
     };
     sizes.flat_map(cases).collect()
@@ -390,7 +327,8 @@ fn chat_cases(settings: &SweepSettings) -> Vec<LoadCase> {
         [false, true].map(|is_warm| {
             let name = format!("220 KB chat, c = {connections}");
             let point = json!({"bytes": bytes, "connections": connections, "warm": is_warm});
-            LoadCase::new(name, bytes, is_warm, connections).at_point(SweptParameter::Body, point)
+            LoadCase::new(name, bytes, is_warm, connections)
+                .at_point(SweptParameter::Body.name(), point)
         })
     };
     points(settings, &goals::CONNECTIONS, 20)
@@ -412,7 +350,7 @@ fn prompt_cases(settings: &SweepSettings) -> Vec<LoadCase> {
         [false, true].map(|is_warm| {
             let name = format!("{tokens} tokens, c = 2");
             let point = json!({"tokens": tokens, "warm": is_warm});
-            LoadCase::new(name, bytes, is_warm, 2).at_point(SweptParameter::Prompt, point)
+            LoadCase::new(name, bytes, is_warm, 2).at_point(SweptParameter::Prompt.name(), point)
         })
     };
     lengths.flat_map(cases).collect()
@@ -422,7 +360,7 @@ fn rank_case(ranks: usize) -> LoadCase {
     let case = LoadCase::new(format!("{ranks} ranks"), 8_000, true, 16);
     LoadCase {
         shared_bytes: Some(4_000),
-        ..case.at_point(SweptParameter::Ranks, json!({"ranks": ranks}))
+        ..case.at_point(SweptParameter::Ranks.name(), json!({"ranks": ranks}))
     }
 }
 
@@ -431,7 +369,7 @@ fn stream_cases(settings: &SweepSettings) -> Vec<LoadCase> {
         let case = LoadCase::new(format!("{streams} answers open"), 1_000, false, 8);
         LoadCase {
             open_responses: streams,
-            ..case.at_point(SweptParameter::Streams, json!({"streams": streams}))
+            ..case.at_point(SweptParameter::Streams.name(), json!({"streams": streams}))
         }
     };
     points(settings, &[1, 10, 100, 1_000, 5_000, 10_000], 1_000)
@@ -444,7 +382,7 @@ fn chunk_cases(settings: &SweepSettings, observes_bodies: bool) -> Vec<LoadCase>
     let case = |chunks: usize| {
         let point = json!({"chunks": chunks, "seen": seen});
         LoadCase::new(format!("{chunks} pieces, {seen} seen"), 1_000, false, 8)
-            .at_point(SweptParameter::Chunks, point)
+            .at_point(SweptParameter::Chunks.name(), point)
             .with_chunks(chunks)
     };
     points(settings, &[1, 10, 100, 1_000, 10_000], 100)
