@@ -3,7 +3,7 @@
 use std::fmt::Write;
 use std::process::Command;
 
-use super::plot::GrowthCurve;
+use super::plot::{GrowthCurve, number};
 use super::{MeasuredRow, RowRemark, TableSource};
 
 /// The text of the page.
@@ -91,12 +91,6 @@ impl<'r> ResultsPage<'r> {
     fn add(&mut self, text: &str) {
         self.text.push_str(text);
     }
-}
-
-/// Formats a number with three significant digits.
-pub(super) fn number(value: f64) -> String {
-    let digits = (2 - value.abs().max(1e-9).log10().floor() as i32).clamp(0, 4) as usize;
-    format!("{value:.digits$}")
 }
 
 /// Describes the machine, the compiler and the date.

@@ -4,7 +4,6 @@ use anyhow::anyhow;
 use plotters::prelude::*;
 
 use super::CurvePoint;
-use super::page::number;
 
 /// A varied parameter and the time that depends on it.
 pub(super) struct GrowthCurve<'p> {
@@ -125,6 +124,12 @@ pub(super) fn draw(curve: &GrowthCurve<'_>) -> anyhow::Result<String> {
         area.present().map_err(failed)?;
     }
     Ok(svg)
+}
+
+/// Formats a number with three significant digits.
+pub(super) fn number(value: f64) -> String {
+    let digits = (2 - value.abs().max(1e-9).log10().floor() as i32).clamp(0, 4) as usize;
+    format!("{value:.digits$}")
 }
 
 fn failed<E: std::error::Error + Send + Sync>(error: E) -> anyhow::Error {
