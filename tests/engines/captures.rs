@@ -171,7 +171,7 @@ fn different_images_never_share_blocks() {
 /// its next batch.
 #[test]
 fn hybrid_model_overlaps_match_engine_reuse() {
-    let session = read("data/hybrid.json");
+    let session = read("data/hybrid_model_session.json");
     let size =
         BlockSize::new(u32::try_from(session["block_size"].as_u64().unwrap()).unwrap()).unwrap();
     let mut normalizer = EventNormalizer::new(size, MediaTokens::default());

@@ -22,7 +22,7 @@ use crate::routing::bed::{RoutedAnswer, patient};
 use crate::support::deployment::programs;
 use crate::support::model_file;
 
-const P01: &str = include_str!("../../data/prefill/p01-nixl-pd.json");
+const CAPTURED_PREFILL: &str = include_str!("../../data/prefill/vllm-nixl.json");
 const CHAT: &str = "/v1/chat/completions";
 
 /// Request that a server received.
@@ -130,7 +130,7 @@ async fn answer(
 
 /// Returns the captured steps of an engine.
 fn steps(at: [usize; 2]) -> Vec<WireStep> {
-    let captured: Value = serde_json::from_str(P01).unwrap();
+    let captured: Value = serde_json::from_str(CAPTURED_PREFILL).unwrap();
     let step = |at: usize| {
         let step = &captured["log"][at];
         let name = step["headers"]["X-Request-Id"].as_str().unwrap().to_owned();

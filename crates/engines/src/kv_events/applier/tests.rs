@@ -15,8 +15,10 @@ use warmroute_metrics::EventLabels;
 
 /// Applies captured batches of a sliding-window model to a rank with the given block size.
 fn apply_captured_batches(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
-    let session: serde_json::Value =
-        serde_json::from_str(include_str!("../../../../../tests/data/hybrid.json")).unwrap();
+    let session: serde_json::Value = serde_json::from_str(include_str!(
+        "../../../../../tests/data/hybrid_model_session.json"
+    ))
+    .unwrap();
     let hex = session["requests"][0]["payloads"][0].as_str().unwrap();
     let byte = |at: usize| u8::from_str_radix(&hex[at..at + 2], 16).unwrap();
     let payload: Vec<u8> = (0..hex.len()).step_by(2).map(byte).collect();

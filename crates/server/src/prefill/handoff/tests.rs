@@ -2,11 +2,11 @@ use serde_json::{Value, json};
 
 use super::*;
 
-const P01: &[u8] = include_bytes!("../../../../../tests/data/prefill/p01-nixl-pd.json");
+const CAPTURED_PREFILL: &[u8] = include_bytes!("../../../../../tests/data/prefill/vllm-nixl.json");
 
 /// Returns one step of the captured handoff: request and response.
 fn step(at: usize) -> (Value, Value) {
-    let captured: Value = serde_json::from_slice(P01).unwrap();
+    let captured: Value = serde_json::from_slice(CAPTURED_PREFILL).unwrap();
     let step = &captured["log"][at];
     (step["request"].clone(), step["response"].clone())
 }
