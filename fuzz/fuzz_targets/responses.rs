@@ -1,3 +1,3 @@
 #![no_main]
 
-libfuzzer_sys::fuzz_target!(|input: &[u8]| warmroute_fuzz::answers(input));
+libfuzzer_sys::fuzz_target!(|input: &[u8]| warmroute_fuzz::responses(input));

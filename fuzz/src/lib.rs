@@ -1,7 +1,5 @@
 //! The fuzz targets, which `tests/server/fuzz.rs` also runs for a short time.
 
-#[path = "../../tests/server/fuzz/answers.rs"]
-mod answers;
 #[path = "../../tests/server/fuzz/bodies.rs"]
 mod bodies;
 #[path = "../../tests/server/fuzz/exchange.rs"]
@@ -10,15 +8,12 @@ mod exchange;
 mod input;
 #[path = "../../tests/server/fuzz/requests.rs"]
 mod requests;
+#[path = "../../tests/server/fuzz/responses.rs"]
+mod responses;
 #[path = "../../tests/server/fuzz/watch.rs"]
 mod watch;
 #[path = "../../crates/zmtp/tests/fuzz/target.rs"]
 mod zmtp;
-
-/// Fuzzes parsing and rewriting of responses.
-pub fn answers(input: &[u8]) {
-    answers::answers(input);
-}
 
 /// Fuzzes parsing and editing of request bodies.
 pub fn bodies(input: &[u8]) {
@@ -33,6 +28,11 @@ pub fn exchange(input: &[u8]) {
 /// Fuzzes complete requests.
 pub fn requests(input: &[u8]) {
     requests::requests(input);
+}
+
+/// Fuzzes parsing and rewriting of responses.
+pub fn responses(input: &[u8]) {
+    responses::responses(input);
 }
 
 /// Fuzzes the bytes of a ZMTP peer, through a socket pair.

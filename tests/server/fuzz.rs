@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
-mod answers;
 mod bodies;
 mod exchange;
 mod input;
 mod requests;
+mod responses;
 mod watch;
 
 /// Random seeds of every run. A further seed is random.
@@ -135,7 +135,7 @@ fn exchange_invariants_hold_for_any_input() {
 
 #[test]
 fn responses_are_read_independent_of_chunks() {
-    run("answers", answers::answers);
+    run("responses", responses::responses);
 }
 
 #[test]

@@ -6,7 +6,7 @@ use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 use super::input::{Input, pieces};
 
 /// Checks that usage and rewritten model name do not depend on the chunks of a response.
-pub(crate) fn answers(bytes: &[u8]) {
+pub(crate) fn responses(bytes: &[u8]) {
     let mut input = Input::new(bytes);
     let kind = if input.flag() {
         ResponseEncoding::Document
