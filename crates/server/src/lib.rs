@@ -28,3 +28,7 @@ pub mod self_test;
 pub mod app;
 pub mod config;
 pub mod serve;
+
+/// Root of the repository, for files that tests read.
+#[cfg(test)]
+const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");

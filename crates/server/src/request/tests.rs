@@ -16,6 +16,7 @@ use super::config::ClientsConfig;
 use super::engine_tokens::{TokenSource, TokenSources};
 use super::partial_request::MAX_ESTIMATED_TOKENS;
 use super::*;
+use crate::REPOSITORY;
 use crate::tracking_hash::TrackingHash;
 
 mod apis;
@@ -58,7 +59,7 @@ fn preprocessor_with_short_deadline() -> Arc<RequestPreprocessor> {
 
 fn preprocessor_with_tokenizer(limits: EncodeLimits) -> Arc<RequestPreprocessor> {
     let files = prompt::Config {
-        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: format!("{REPOSITORY}/examples/models/qwen2.5/tokenizer.json.gz").into(),
         tokenizer_config: None,
         chat_template: None,
     };

@@ -9,6 +9,7 @@ use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_tokens::prompt;
 
 use super::*;
+use crate::REPOSITORY;
 
 const TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -38,8 +39,7 @@ m.reasoning_content }}){% endif %}\
                         {{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 fn encoder() -> Arc<Encoder> {
-    let directory = std::path::Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
-        .join("examples/models/tinyllama");
+    let directory = std::path::Path::new(REPOSITORY).join("examples/models/tinyllama");
     let template = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(template.path(), TEMPLATE).unwrap();
     let files =

@@ -11,6 +11,7 @@ use warmroute_core::parity::CanaryVerdict;
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
 use super::*;
+use crate::REPOSITORY;
 use crate::app::{App, NoExternalDiscovery};
 
 const SOON: Duration = Duration::from_secs(30);
@@ -109,10 +110,7 @@ fn with_tokenizer(extra: &str) -> String {
 }
 
 fn tokenizer_of(model: &str, extra: &str) -> String {
-    let files = format!(
-        "{}/examples/models/{model}",
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../..")
-    );
+    let files = format!("{REPOSITORY}/examples/models/{model}");
     format!("models: [{{name: m, tokenizer: {files}/tokenizer.json.gz}}]\n{extra}")
 }
 
@@ -255,10 +253,7 @@ async fn engine_settings_follow_reload() {
 fn other_model_files() -> String {
     let media =
         "multimodal: {model: other, image: {token: '<s>', token_count: fixed, tokens_per_item: 4}}";
-    let files = format!(
-        "tokenizer: {}/examples/models/tinyllama/tokenizer.json.gz",
-        concat!(env!("CARGO_MANIFEST_DIR"), "/../..")
-    );
+    let files = format!("tokenizer: {REPOSITORY}/examples/models/tinyllama/tokenizer.json.gz");
     format!("models: [{{name: m, {files}, {media}}}]\n")
 }
 

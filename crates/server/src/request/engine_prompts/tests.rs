@@ -20,6 +20,7 @@ use warmroute_metrics::Metrics;
 use warmroute_settings::DurationSetting;
 
 use super::*;
+use crate::REPOSITORY;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 use crate::request::{ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts};
 
@@ -336,7 +337,7 @@ async fn shadow_tokenization_has_the_limits_of_prompts() {
     );
     let mut preprocessor = Arc::into_inner(with_model_length(preprocessor, 1000)).unwrap();
     let files = warmroute_tokens::prompt::Config {
-        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: format!("{REPOSITORY}/examples/models/qwen2.5/tokenizer.json.gz").into(),
         tokenizer_config: None,
         chat_template: None,
     };

@@ -1,5 +1,6 @@
 //! Conversations with images.
 
+use serde_json::json;
 use warmroute_core::engine_settings::CommonSettings;
 
 use super::*;
@@ -19,13 +20,18 @@ fn vision_preprocessor_with(
     media_tokens: MediaTokens,
     windows: BlockWindows,
 ) -> Arc<RequestPreprocessor> {
+    let vision_model = format!("{REPOSITORY}/tests/data/tokens/qwen2-vl");
     let files = prompt::Config {
-        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
-        tokenizer_config: Some("../../tests/data/tokens/qwen2-vl/tokenizer_config.json".into()),
+        tokenizer: format!("{REPOSITORY}/examples/models/qwen2.5/tokenizer.json.gz").into(),
+        tokenizer_config: Some(format!("{vision_model}/tokenizer_config.json").into()),
         chat_template: None,
     };
-    let image = r#"{"token":"<|image_pad|>","token_count":"qwen2_vl","preprocessor_config":"../../tests/data/tokens/qwen2-vl/preprocessor_config.json"}"#;
-    let image = Some(serde_json::from_str(image).unwrap());
+    let image = json!({
+        "token": "<|image_pad|>",
+        "token_count": "qwen2_vl",
+        "preprocessor_config": format!("{vision_model}/preprocessor_config.json"),
+    });
+    let image = Some(serde_json::from_value(image).unwrap());
     let media = Some(prompt::MediaConfig {
         image,
         ..prompt::MediaConfig::default()

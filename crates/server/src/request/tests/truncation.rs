@@ -17,7 +17,7 @@ fn preprocessor_with_template_for(
     let file = directory.path().join("template.jinja");
     std::fs::write(&file, template).unwrap();
     let files = prompt::Config {
-        tokenizer: "../../examples/models/qwen2.5/tokenizer.json.gz".into(),
+        tokenizer: format!("{REPOSITORY}/examples/models/qwen2.5/tokenizer.json.gz").into(),
         tokenizer_config: None,
         chat_template: Some(file),
     };
