@@ -52,6 +52,7 @@ fn run(args: &[&str]) -> Vec<Value> {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn sweeps_drive_all_sides_equally_and_exit() {
     let written = run(&[
         "--short",

@@ -371,11 +371,13 @@ fn compare_disaggregation(by: &str) {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn call_mode_is_compared_with_aggregated_workers() {
     compare_disaggregation("call");
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn mirror_mode_is_compared_with_aggregated_workers() {
     compare_disaggregation("mirror");
 }

@@ -49,6 +49,7 @@ fn follows(parent: u64) -> EngineEvent {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn blocks_with_salts() {
     measure("events::blocks_with_salts", 320, || {
         let mut normalizer = normalizer(1);
@@ -96,6 +97,7 @@ fn bytes_of_salts() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn parts_of_blocks() {
     measure("events::parts_of_blocks", 640, || {
         // Two parts make one block.
@@ -135,6 +137,7 @@ fn largest_batch(blocks: usize) -> Vec<u8> {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn decoded_batch() {
     measure("events::decoded_batch", MIB, || {
         let batch = wire::decode(&largest_batch(1 << 20)).unwrap();

@@ -83,6 +83,7 @@ fn blocks_in_short_prompts() {
 
 /// Stores the maximum number of hashes in all tiers, each with an additional copy, after a gap.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn hashes_with_copies_after_gap() {
     measure("index::hashes_with_copies_after_gap", 768, || {
         let most = setting(BLOCKS);

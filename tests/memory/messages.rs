@@ -102,6 +102,7 @@ fn completion(first: usize, tokens: usize) -> Vec<Message> {
 /// Asserts the memory per token: 2 bytes in the body, which stays in the receive buffer of the gRPC
 /// stream, and 1 byte in the block hashes. The token ids, 4 bytes each, are dropped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn tokens_of_waiting_requests() {
     const REQUESTS: usize = 32;
     const TOKENS: usize = 400_000;
@@ -262,6 +263,7 @@ async fn names_of_xds_streams() {
 
 /// Runs the maximum number of concurrent queries, each for a prompt three times as long as a query.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn queries_of_the_shared_cache() {
     const QUERIES: usize = 64;
     measure("messages::queries_of_the_shared_cache", 64, || {

@@ -117,6 +117,7 @@ fn batch(replica: u64, sequence: u8, events: &[Vec<u8>]) -> Vec<u8> {
 /// Receives batches of empty events, which take two bytes in a message, from the maximum number of
 /// peers.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn batches_pending_snapshots() {
     measure("replicas::batches_pending_snapshots", 1, || {
         let mut peers = PeersFixture::new();

@@ -118,6 +118,7 @@ fn idle_sessions() {
 
 /// Opens sessions with requests, and creates the maximum number of unread session updates.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn sessions_with_unread_updates() {
     measure("tables::sessions_with_unread_updates", 4096, || {
         let rules = SessionRules::default();
@@ -220,6 +221,7 @@ fn booked_blocks() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn bookings_of_short_prompts() {
     measure("tables::bookings_of_short_prompts", 2048, || {
         let limit = setting(BOOKINGS);
@@ -249,6 +251,7 @@ fn fast_encoder() -> Encoder {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn prompt_cache() {
     measure_after("tables::prompt_cache", 2, fast_encoder, |encoder| {
         // Default of `requests.limits.prompt_cache_size`.

@@ -39,9 +39,10 @@ impl OpenMetricsPage {
             let Some(comment) = line.strip_prefix("# ") else {
                 let sample = sample(line);
                 let suffixes = suffixes(&families[&family]);
-                let own = suffixes
-                    .iter()
-                    .any(|suffix| sample.name == format!("{family}{suffix}"));
+                let own = sample
+                    .name
+                    .strip_prefix(&family)
+                    .is_some_and(|suffix| suffixes.contains(&suffix));
                 assert!(
                     own,
                     "{line:?} is not a sample of {family}, a {}",
@@ -116,50 +117,50 @@ impl OpenMetricsPage {
 
     /// Asserts that bucket counts are cumulative and the last one equals the total.
     fn check_histograms(&self) {
-        for family in self
+        let histograms = self
             .families
             .iter()
-            .filter(|(_, kind)| *kind == "histogram")
-            .map(|(name, _)| name)
-        {
-            let mut series: BTreeMap<MetricLabels, Vec<(f64, f64)>> = BTreeMap::new();
-            for sample in self
-                .samples
-                .iter()
-                .filter(|sample| sample.name == format!("{family}_bucket"))
-            {
-                let mut labels = sample.labels.clone();
-                let bound = labels
-                    .remove("le")
-                    .expect("every bucket has a bound")
-                    .parse()
-                    .unwrap();
-                series
-                    .entry(labels)
-                    .or_default()
-                    .push((bound, sample.value));
-            }
-            for (labels, buckets) in series {
-                assert!(
-                    buckets.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1),
-                    "{family}{labels:?}: {buckets:?}"
-                );
-                let count = |sample: &&MetricSample| {
-                    sample.name == format!("{family}_count") && sample.labels == labels
-                };
-                let count = self
-                    .samples
-                    .iter()
-                    .find(count)
-                    .expect("every histogram has a count")
-                    .value;
-                assert_eq!(
-                    buckets.last(),
-                    Some(&(f64::INFINITY, count)),
-                    "{family}{labels:?}"
-                );
-            }
+            .filter(|(_, kind)| *kind == "histogram");
+        for (family, _) in histograms {
+            self.check_histogram(family);
         }
+    }
+
+    fn check_histogram(&self, family: &str) {
+        let mut series: BTreeMap<MetricLabels, Vec<(f64, f64)>> = BTreeMap::new();
+        for sample in self.named(&format!("{family}_bucket")) {
+            let mut labels = sample.labels.clone();
+            let bound = labels
+                .remove("le")
+                .expect("every bucket has a bound")
+                .parse()
+                .unwrap();
+            let buckets = series.entry(labels).or_default();
+            buckets.push((bound, sample.value));
+        }
+        let count_name = format!("{family}_count");
+        let counts: BTreeMap<&MetricLabels, f64> = self
+            .named(&count_name)
+            .map(|sample| (&sample.labels, sample.value))
+            .collect();
+        for (labels, buckets) in series {
+            assert!(
+                buckets.is_sorted_by(|a, b| a.0 < b.0 && a.1 <= b.1),
+                "{family}{labels:?}: {buckets:?}"
+            );
+            let count = counts.get(&labels).expect("every histogram has a count");
+            assert_eq!(
+                buckets.last(),
+                Some(&(f64::INFINITY, *count)),
+                "{family}{labels:?}"
+            );
+        }
+    }
+
+    fn named<'p>(&'p self, name: &'p str) -> impl Iterator<Item = &'p MetricSample> {
+        self.samples
+            .iter()
+            .filter(move |sample| sample.name == name)
     }
 }
 
@@ -225,11 +226,11 @@ fn closing_quote(text: &str) -> Option<usize> {
 }
 
 fn is_name(text: &str) -> bool {
-    let first = text.starts_with(|first: char| first.is_ascii_alphabetic() || first == '_');
-    first
-        && text
-            .chars()
-            .all(|letter| letter.is_ascii_alphanumeric() || letter == '_')
+    let mut bytes = text.bytes();
+    bytes
+        .next()
+        .is_some_and(|first| first.is_ascii_alphabetic() || first == b'_')
+        && bytes.all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
 }
 
 #[test]

@@ -16,6 +16,7 @@ use warmroute_testbed::ports::until;
 use crate::faults::bed::{FaultBed, SOON, TimeoutLength, chat, join_answers, stream};
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
     let files = getrlimit(Resource::Nofile);
     setrlimit(

@@ -32,6 +32,7 @@ async fn long_streams(bed: &FaultBed) -> Vec<reqwest::Response> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restarts_under_load_lose_no_request_or_stream() {
     let engines = [
         EngineSpec::new(1),

@@ -72,6 +72,7 @@ fn failed(statuses: &[u16]) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_serves_1300_streams_at_once() {
     assert_eq!(
         failed(&open_streams(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await),
@@ -80,6 +81,7 @@ async fn istio_serves_1300_streams_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_ai_gateway_serves_1300_streams_at_once() {
     assert_eq!(
         failed(&open_streams(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped()).await),
@@ -93,6 +95,7 @@ async fn envoy_ai_gateway_serves_1300_streams_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_gateway_serves_1300_streams_at_once() {
     assert_eq!(
         failed(&open_streams(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped()).await),

@@ -285,6 +285,7 @@ async fn tiny_bodies_arrive_in_every_mode() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ten_megabyte_bodies_arrive_whole_in_every_mode() {
     let workers = [
         RecordingWorker::start().await,

@@ -28,6 +28,7 @@ async fn replay(bed: &RoutingBed, count: usize) -> Vec<RoutedAnswer> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn evicted_blocks_are_no_parity_mismatch() {
     let config = json!({
         "gateway": {"observe": "usage"},

@@ -336,6 +336,7 @@ async fn assert_no_leases(bed: &RoutingBed, chaos: &ChaosRun) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn call_loses_nothing_when_prefill_workers_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL]).await;
@@ -344,6 +345,7 @@ async fn call_loses_nothing_when_prefill_workers_die() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn call_loses_only_begun_when_decode_workers_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::DECODE]).await;
@@ -352,6 +354,7 @@ async fn call_loses_only_begun_when_decode_workers_die() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn call_loses_only_begun_when_both_pools_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL, &call::DECODE]).await;
@@ -370,11 +373,13 @@ async fn mirror_chaos(pools: &[&[u64]]) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn mirror_loses_nothing_when_prefill_workers_die() {
     mirror_chaos(&[&mirror::PREFILL]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn mirror_loses_only_begun_when_decode_workers_die() {
     mirror_chaos(&[&mirror::DECODE]).await;
 }
@@ -382,6 +387,7 @@ async fn mirror_loses_only_begun_when_decode_workers_die() {
 /// Only one worker is dead at a time. If one worker of each pool died at once, a retry could be
 /// left with a dead worker only.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn mirror_loses_only_begun_when_both_pools_die() {
     let all: Vec<u64> = mirror::PREFILL.into_iter().chain(mirror::DECODE).collect();
     mirror_chaos(&[&all]).await;

@@ -1,0 +1,11 @@
+//! Selects the tests that run only in the long form, so that the test report names the others as
+//! ignored.
+
+fn main() {
+    println!("cargo::rustc-check-cfg=cfg(long_tests)");
+    println!("cargo::rerun-if-changed=build.rs");
+    println!("cargo::rerun-if-env-changed=WARMROUTE_LONG_TESTS");
+    if std::env::var_os("WARMROUTE_LONG_TESTS").is_some_and(|value| value == "1") {
+        println!("cargo::rustc-cfg=long_tests");
+    }
+}
