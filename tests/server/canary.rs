@@ -472,6 +472,8 @@ async fn assert_canary_never_appears(format: &str, strict: bool) {
         assert!(log.contains(phrase), "the log lacks {phrase}");
     }
     assert_absent(CANARY, "the log", &log);
+    // The log is in the watched directory of the workers file.
+    assert_absent("inotify event", "the log", &log);
 }
 
 #[tokio::test]

@@ -88,10 +88,13 @@ fn log_filter(level: LogLevel) -> String {
     // Both libraries would repeat messages of warmroute. Its listeners log rejected TLS server
     // names with a rate limit, and discovery logs each failure of the API server once.
     let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
-    from_env
+    let filter = from_env
         .ok()
         .filter(|filter| !filter.is_empty())
-        .unwrap_or_else(by_level)
+        .unwrap_or_else(by_level);
+    // notify traces each file event. If the log file is in a watched directory, each of these lines
+    // causes another event. A later directive for `notify` overrides this one.
+    format!("notify=info,{filter}")
 }
 
 #[cfg(test)]
