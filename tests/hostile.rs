@@ -5,6 +5,7 @@
 
 use std::fs;
 
+use warmroute_property_tests::is_long_form;
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 use warmroute_tokens::openai::{ApiKind, PromptInput, parse};
 
@@ -35,9 +36,11 @@ fn largest_parsed(before: &str, piece: &str, after: &str) -> Vec<u8> {
     format!("{before}{pieces}{after}{}", " ".repeat(1 << 18)).into_bytes()
 }
 
-/// Builds a body of 32 MiB: `before`, repetitions of `piece`, and `after`.
+/// Builds a body of 8 MiB, or of 32 MiB in the long form: `before`, repetitions of `piece`, and
+/// `after`.
 fn body(before: &str, piece: &str, after: &str) -> Vec<u8> {
-    let pieces = vec![piece; (32 * MIB) / (piece.len() + 1)].join(",");
+    let size = if is_long_form() { 32 * MIB } else { 8 * MIB };
+    let pieces = vec![piece; size / (piece.len() + 1)].join(",");
     format!("{before}{pieces}{after}").into_bytes()
 }
 
@@ -247,9 +250,10 @@ fn response_scanners_use_little_memory() {
             "\"\\\"",
         ] {
             let chunk = piece.repeat(MIB / piece.len());
+            let chunks = if is_long_form() { 48 } else { 24 };
             let took = peak(|| {
                 let mut scanner = UsageScanner::new(kind);
-                (0..48).for_each(|_| scanner.push(chunk.as_bytes()));
+                (0..chunks).for_each(|_| scanner.push(chunk.as_bytes()));
                 scanner.finish();
             });
             assert!(took < 16 * MIB, "{kind:?} of {piece:?}: {} MiB", took / MIB);

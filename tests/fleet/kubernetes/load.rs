@@ -267,6 +267,7 @@ async fn site() -> LoadSite {
 /// Pods appear, become ready, change ports, are relabelled and terminate. A pool changes its
 /// selector. The API server is unavailable, and returns with a compacted history.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fleet_changes_fail_no_request() {
     let mut site = site().await;
     site.serves(&[0, 1]).await;

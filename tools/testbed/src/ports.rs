@@ -15,10 +15,8 @@ use crate::child_process::ChildProcess;
 /// Ports below the ephemeral ranges of Linux and macOS. An ephemeral port could be used by an
 /// outgoing connection between its selection and its binding.
 const RANGE: Range<u16> = 15_000..32_000;
-/// First interval between two polls of a condition.
-const FIRST_POLL: Duration = Duration::from_millis(10);
-/// Longest interval between two polls of a condition.
-const MAX_POLL: Duration = Duration::from_millis(100);
+/// Interval between two polls of a condition.
+const POLL: Duration = Duration::from_millis(10);
 
 /// A free loopback port. It is held until it is released.
 #[derive(Debug)]
@@ -150,11 +148,9 @@ pub async fn wait_ready(
     Ok(())
 }
 
-/// Polls `condition` until it holds, at intervals that grow. Returns `false` if it does not hold
-/// within the time.
+/// Polls `condition` until it holds. Returns `false` if it does not within the time.
 pub async fn until(within: Duration, mut condition: impl AsyncFnMut() -> bool) -> bool {
     let deadline = Instant::now() + within;
-    let mut interval = FIRST_POLL;
     loop {
         if condition().await {
             return true;
@@ -162,7 +158,6 @@ pub async fn until(within: Duration, mut condition: impl AsyncFnMut() -> bool) -
         if Instant::now() >= deadline {
             return false;
         }
-        tokio::time::sleep(interval).await;
-        interval = (interval * 2).min(MAX_POLL);
+        tokio::time::sleep(POLL).await;
     }
 }
