@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use proptest::prelude::*;
-use proptest::test_runner::TestRunner;
+use proptest::test_runner::{Config, TestRunner};
 use serde_json::{Value, json};
 use warmroute_property_tests::property_config;
 
@@ -277,7 +277,11 @@ fn direct_rendering_equals_minijinja() {
     let templates = all();
     assert!(templates.len() > 30, "{} templates", templates.len());
     let directly = RefCell::new(vec![0; templates.len()]);
-    let mut runner = TestRunner::new(property_config(300));
+    // Fewer cases may not render each template directly.
+    let mut runner = TestRunner::new(Config {
+        cases: 300,
+        ..property_config(300)
+    });
     let outcome = runner.run(&body(), |body| {
         compare(
             &templates,
