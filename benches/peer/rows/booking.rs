@@ -23,7 +23,8 @@ use warmroute_core::worker::{RankSlot, Worker, WorkerEndpoint, WorkerId};
 
 use crate::rows::StaticMeasure;
 use crate::sides::{our_events, peer_events};
-use crate::workload::{BLOCK, CacheChange, WorkerEvent};
+use crate::trace::BLOCK;
+use crate::workload::{CacheChange, WorkerEvent};
 use crate::{PeerBench, memory};
 use warmroute_testbed::comparison::{ComparisonTable, measure_wall, process_cpu_nanos};
 

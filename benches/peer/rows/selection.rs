@@ -18,8 +18,7 @@ use warmroute_core::policy::{Candidate, PolicyInput, Weights, choose};
 
 use crate::PeerBench;
 use crate::rows::StaticMeasure;
-use crate::trace::mix;
-use crate::workload::BLOCK;
+use crate::trace::{BLOCK, mix};
 use warmroute_testbed::comparison::{ComparisonTable, measure_cpu};
 
 const GOAL: Option<f64> = Some(0.3);
