@@ -1,6 +1,10 @@
 //! Selects the tests that run only in the long form, so that the test report names the others as
 //! ignored.
 
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the environment selects the long form of tests"
+)]
 fn main() {
     println!("cargo::rustc-check-cfg=cfg(long_tests)");
     println!("cargo::rerun-if-changed=build.rs");
