@@ -25,6 +25,7 @@ use warmroute_engines::kv_events::{
     MediaTokens, RankSink, SharedResync, SourceMonitor, SourceSpec, SourceState, run,
 };
 use warmroute_metrics::{Metrics, OutcomeLabel, ReasonLabel};
+use warmroute_testbed::ports::FreePort;
 use zeromq::{PubSocket, RouterSocket, Socket, SocketRecv, SocketSend, ZmqMessage};
 
 const TOPIC: &str = "kv@engine";
@@ -204,8 +205,8 @@ impl EventSite {
     /// Returns a site with free ports.
     fn new(attach: SocketAttach, replay: bool) -> Self {
         let free = || {
-            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-            format!("tcp://{}", listener.local_addr().unwrap())
+            let port = FreePort::find().unwrap().release();
+            format!("tcp://127.0.0.1:{port}")
         };
         Self {
             events: free(),
