@@ -1,5 +1,5 @@
-//! Selects the tests that run only in the long form, so that the test report names the others as
-//! ignored.
+//! Sets the cfg `long_tests` if `WARMROUTE_LONG_TESTS` is 1. Without it, libtest reports the long
+//! tests as ignored.
 
 #[expect(
     clippy::disallowed_methods,

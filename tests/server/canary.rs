@@ -427,7 +427,7 @@ fn assert_absent(canary: &str, what: &str, text: &str) {
 
 async fn assert_canary_never_appears(format: &str, strict: bool) {
     let site = CanarySite::start(format, strict).await;
-    // Full-duplex request bodies; in the long form also buffered and partial ones.
+    // Request body modes: full duplex, and in the long form also buffered and buffered partial.
     let modes: &[i32] = long_or_short(&[2, 3, 4], &[4]);
     let mut refused = 0;
     for (at, case) in valid_cases().iter().chain(&invalid_cases()).enumerate() {

@@ -1,4 +1,4 @@
-//! Playback of the captured scenario p01 over sockets. Two scripted servers replace the engines and
+//! Playback of the captured NIXL handoff over sockets. Two scripted servers replace the engines and
 //! send the captured responses. The requests that they receive through Envoy and warmroute are
 //! compared with the captured ones.
 

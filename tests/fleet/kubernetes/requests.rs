@@ -149,6 +149,7 @@ async fn rewrites_are_ordered_by_object_age() {
         .await;
     server.delete(OLD_REWRITES, "zz-old");
     follows.wait_for(&[standing[0], standing[1], young]).await;
+    // A running follower lists the forbidden kinds again.
     drop(follows);
     // No object can refer to a pool of labels and ports, so warmroute does not list the optional
     // kinds.

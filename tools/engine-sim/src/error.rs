@@ -5,7 +5,7 @@ use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An error response in OpenAI's shape.
+/// An error response in the format of the OpenAI API.
 #[derive(Debug)]
 pub(crate) struct OpenAiError(StatusCode, String);
 

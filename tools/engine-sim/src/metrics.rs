@@ -89,7 +89,7 @@ pub(crate) struct RankSample {
     pub(crate) leases_expired: u64,
 }
 
-/// A metric: name, type and help text.
+/// A metric family.
 #[derive(Clone, Copy)]
 struct MetricFamily {
     name: &'static str,

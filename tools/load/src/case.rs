@@ -1,4 +1,4 @@
-//! A case of the measurement, and its measured rounds.
+//! Load cases and their measured rounds.
 
 use serde_json::Value;
 use warmroute_testbed::deployment::MODEL;
@@ -9,7 +9,7 @@ use crate::setups::SetupKind;
 /// A model that warmroute does not know.
 pub(crate) const UNKNOWN_MODEL: &str = "not-a-served-model";
 
-/// One point of a sweep.
+/// Parameters of one load measurement. A case may be a point of a sweep.
 #[derive(Clone, Debug)]
 pub struct LoadCase {
     /// Name of its rows.

@@ -92,8 +92,8 @@ fn log_filter(level: LogLevel) -> String {
         .ok()
         .filter(|filter| !filter.is_empty())
         .unwrap_or_else(by_level);
-    // notify traces each file event. If the log file is in a watched directory, each of these lines
-    // causes another event. A later directive for `notify` overrides this one.
+    // At level trace, notify logs each file event. If the log file is in a watched directory, each
+    // log line causes another event. A later directive for `notify` overrides this one.
     format!("notify=info,{filter}")
 }
 

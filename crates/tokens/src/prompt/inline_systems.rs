@@ -23,7 +23,8 @@ pub(super) enum InlineSystemMode {
 }
 
 impl InlineSystemMode {
-    /// Probes the template `name` of an environment as vLLM does: without the functions that transformers adds.
+    /// Probes the template `name` of an environment as vLLM does, without the functions that
+    /// transformers adds.
     pub(super) fn probe(env: &Environment<'static>, name: &str) -> Self {
         let mut plain = env.clone();
         plain.remove_global("raise_exception");
@@ -52,8 +53,8 @@ impl InlineSystemMode {
     }
 
     /// Combines the modes of a model's templates. Messages are merged if any template does not
-    /// render them. Like vLLM, considers only the templates `default` and `tool_use`. `mode_of` returns
-    /// the mode of a template, if the model has it.
+    /// render them. Only the templates `default` and `tool_use` count, as in vLLM. `mode_of` returns
+    /// the mode of a template, or `None` if the model lacks it.
     pub(super) fn combine(mode_of: impl Fn(&str) -> Option<Self>) -> Self {
         let tried = ["default", "tool_use"].map(mode_of);
         let found = |wanted| tried.contains(&Some(wanted));

@@ -19,7 +19,7 @@ use crate::tracking_hash::TrackingKey;
 /// Maximum number of reservations of all peers.
 const MAX_RESERVATIONS: usize = 1 << 18;
 
-/// Maximum number of blocks reserved by all peers, counted as for one peer.
+/// Maximum number of blocks reserved by all peers. A block counts once per reservation.
 pub(super) const MAX_BLOCKS_OF_ALL_PEERS: usize = if cfg!(test) { 3 << 17 } else { 1 << 24 };
 
 /// State of this process that messages of peers change or read.
