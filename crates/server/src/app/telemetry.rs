@@ -93,8 +93,9 @@ fn log_filter(level: LogLevel) -> String {
         .filter(|filter| !filter.is_empty())
         .unwrap_or_else(by_level);
     // At level trace, notify logs each file event. If the log file is in a watched directory, each
-    // log line causes another event. A later directive for `notify` overrides this one.
-    format!("notify=info,{filter}")
+    // log line causes another event. A later directive for `notify` overrides this one. Any level
+    // but `off` would also raise a filter such as `error`.
+    format!("notify=off,{filter}")
 }
 
 #[cfg(test)]
