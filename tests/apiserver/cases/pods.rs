@@ -344,10 +344,12 @@ pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult 
     for turn in 0..50 {
         site.set_ready("a", "127.0.1.1", turn % 2 == 0).await?;
     }
-    let took = site.router.wait_fleet(&["a 127.0.1.1:8000 -"]).await?;
-    site.router
-        .keeps_fleet(MOMENT, &["a 127.0.1.1:8000 -"])
-        .await?;
+    // Earlier changes also lead to a draining worker. The watch reports the new pod after all of
+    // them.
+    site.namespace.create_pod("b", "127.0.1.2").await?;
+    let expected = ["a 127.0.1.1:8000 -", "b 127.0.1.2:8000"];
+    let took = site.router.wait_fleet(&expected).await?;
+    site.router.keeps_fleet(MOMENT, &expected).await?;
     Ok(format!(
         "the last of 50 changes takes effect after {} ms",
         took.as_millis()
