@@ -114,7 +114,7 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     let load = LoadTracker::new(std::time::Instant::now);
     let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
     for member in &fleet.added {
-        load.open_slot(member.slot, member.rank);
+        load.open_slot(member.slot, member.rank, &member.worker.model);
     }
     let router = Router::new(index, load, RouterSettings::default(), 7);
     router.set_fleet(fleet.fleet.into());

@@ -28,7 +28,7 @@ fn main() -> anyhow::Result<()> {
     change
         .added
         .iter()
-        .for_each(|member| load.open_slot(member.slot, member.rank));
+        .for_each(|member| load.open_slot(member.slot, member.rank, &member.worker.model));
     router.set_fleet(Arc::new(change.fleet));
 
     // Worker 3 reports that it has cached the first six blocks of the prompt.

@@ -8,10 +8,10 @@ use serde::Deserialize;
 use serde_json::Value;
 use warmroute_core::fleet::{Fleet, FleetMember};
 use warmroute_core::index::TierBlocks;
-use warmroute_core::load::ActiveLoad;
+use warmroute_core::load::{ActiveLoad, RankTiming};
 use warmroute_core::policy::{
-    Candidate, Constraints, EligibilityError, PolicyInput, RouterOverrides, Weights,
-    WorkerAvailability, WorkerPin, choose, costs, eligible_members, taint_preference,
+    Candidate, Constraints, EligibilityError, PolicyInput, PolicySettings, RouterOverrides,
+    Weights, WorkerAvailability, WorkerPin, choose, costs, eligible_members, taint_preference,
 };
 use warmroute_core::worker::{
     BlockSize, DpRank, RankRange, Worker, WorkerEndpoint, WorkerId, WorkerRole,
@@ -168,7 +168,7 @@ impl WorkerCase {
 }
 
 impl SelectionCase {
-    fn weights(&self) -> Weights {
+    fn policy(&self) -> PolicySettings {
         let config = &self.config;
         let shared = match config.shared_cache_type.as_str() {
             "none" => 0.0,
@@ -192,7 +192,7 @@ impl SelectionCase {
             "{}",
             self.description
         );
-        overrides.apply(&configured)
+        overrides.apply(&PolicySettings::linear(configured))
     }
 
     fn role(&self) -> WorkerRole {
@@ -293,6 +293,8 @@ impl SelectionCase {
         Candidate {
             freshness_credit: 1.0,
             overlap: case.overlap_of(dp_rank),
+            running_blocks: 0,
+            timing: RankTiming::default(),
             load: load.map_or(ActiveLoad::default(), |load| ActiveLoad {
                 active_blocks: load.active_decode_blocks,
                 active_prefill_tokens: load.active_prefill_tokens,
@@ -337,7 +339,7 @@ fn check_costs(case: &SelectionCase, members: &[&FleetMember]) {
         let choice = choose(
             &case.question(),
             &[case.candidate(alone)],
-            &case.weights(),
+            &case.policy(),
             &mut rng,
         )
         .unwrap();
@@ -357,7 +359,7 @@ fn check_overlaps(case: &SelectionCase) {
         return;
     };
     let is_nonzero = |overlap: &&EffectiveOverlap| overlap.effective_blocks > 0.0;
-    let weights = case.weights();
+    let weights = case.policy().weights;
     let mut ours = Vec::new();
     for worker in &case.workers {
         let tiers = &worker.overlap;
@@ -391,7 +393,7 @@ fn check_overlaps(case: &SelectionCase) {
 
 /// Compares the cost of every candidate among all candidates, without taints.
 fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
-    let costs = costs(&case.question(), &case.candidates(members), &case.weights());
+    let costs = costs(&case.question(), &case.candidates(members), &case.policy());
     let named = |logit: &&RankLogit, one: &FleetMember| {
         (logit.worker_id, logit.dp_rank) == (one.rank.worker.0, one.rank.rank.0)
     };
@@ -399,7 +401,8 @@ fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
     assert_eq!(logits.len(), members.len());
     for (member, cost) in members.iter().zip(costs) {
         let logit = logits.iter().find(|logit| named(logit, member)).unwrap();
-        let ours = cost.prefill_cost + cost.decode_cost + cost.request_cost;
+        let terms = cost.linear().unwrap();
+        let ours = terms.prefill_cost + terms.decode_cost + terms.request_cost;
         assert!(
             (ours - logit.logit).abs() <= 0.000_501,
             "{ours} against {}",
@@ -411,15 +414,15 @@ fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
 fn check_choice(case: &SelectionCase, members: &[&FleetMember]) {
     let name = &case.description;
     let question = case.question();
-    let weights = case.weights();
+    let policy = case.policy();
     let candidates = case.candidates(members);
     let mut rng = StdRng::seed_from_u64(2);
     let mut seen = BTreeSet::new();
     for _ in 0..300 {
-        let choice = choose(&question, &candidates, &weights, &mut rng).unwrap();
+        let choice = choose(&question, &candidates, &policy, &mut rng).unwrap();
         let rank = members[choice.index].rank;
         seen.insert((rank.worker.0, rank.rank.0));
-        if weights.router_temperature == 0.0 {
+        if policy.weights.router_temperature == 0.0 {
             assert_eq!(Some(choice.ties > 1), case.result.tie, "{name}");
         }
         assert_eq!(

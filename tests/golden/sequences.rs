@@ -339,7 +339,7 @@ impl OtherRouter {
                 let next = RankSlot(self.slots.len() as u32);
                 let slot = *self.slots.entry(rank).or_insert(next);
                 if slot == next {
-                    self.tracker.open_slot(slot, rank);
+                    self.tracker.open_slot(slot, rank, &"m".into());
                 }
                 let blocks = token_sequence.unwrap_or_default();
                 // A second booking of the same request is rejected.
@@ -454,10 +454,10 @@ impl SequenceHarness {
             .removed
             .iter()
             .for_each(|member| self.tracker.close_slot(member.slot));
-        change
-            .added
-            .iter()
-            .for_each(|member| self.tracker.open_slot(member.slot, member.rank));
+        change.added.iter().for_each(|member| {
+            self.tracker
+                .open_slot(member.slot, member.rank, &member.worker.model)
+        });
         (self.fleet, self.workers) = (change.fleet, workers);
         self.with_peers(|peers, view, now, _| peers.tick(view, now));
         Ok(())

@@ -37,6 +37,7 @@ impl PeersFixture {
                 worker: WorkerId(1),
                 rank: DpRank(0),
             },
+            &"m".into(),
         );
         Self {
             load,

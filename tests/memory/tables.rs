@@ -169,7 +169,7 @@ fn first(sessions: &Arc<SessionStore>, number: usize) -> SessionLease {
 
 fn ledger(limit: u64, blocks: u64) -> BookingLedger {
     let load = LoadTracker::new(Instant::now);
-    load.open_slot(RankSlot(0), RANK);
+    load.open_slot(RankSlot(0), RANK, &"m".into());
     let rules = LedgerRules {
         max_bookings: limit as usize,
         max_blocks: blocks as usize,

@@ -5,6 +5,8 @@
 
 mod booking;
 mod events;
+mod latency;
+mod learning;
 pub mod ledger;
 mod prefill_queue;
 pub mod prefill_time;
@@ -12,14 +14,18 @@ mod prompt_tree;
 mod reservation;
 mod sequences;
 mod table;
+mod timing;
 mod tracker;
 mod view;
 mod weight;
 
 pub use booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
+pub(crate) use latency::PrefillWork;
+pub use latency::{LatencyCoefficients, LatencyEstimate, RankSpeed};
 pub use reservation::Reservation;
 pub use sequences::PromptSequences;
+pub use timing::RankTiming;
 pub use tracker::LoadTracker;
 pub use view::{AdditionalBlocks, LoadView};
 

@@ -1,6 +1,6 @@
 //! Routing policy: chooses the cheapest candidate for a request. The choice is a pure function of
-//! the input, the candidates, the weights and a random number generator. `cost` computes the cost
-//! of one candidate, and `choose` selects one. `conditional_prefill` decides between a remote and a
+//! the input, the candidates, the settings and a random number generator. Each policy is one file
+//! with a cost function. `choose` selects the candidate with the lowest cost. `conditional_prefill` decides between a remote and a
 //! local prefill.
 
 mod candidate;
@@ -9,9 +9,16 @@ mod conditional_prefill;
 mod cost;
 mod eligibility;
 mod in_flight;
+mod least_loaded;
+mod linear;
+mod lmetric;
 mod overload;
 mod overrides;
 mod pins;
+mod round_robin;
+mod seconds;
+mod settings;
+mod sticky;
 mod subset;
 mod weights;
 
@@ -21,17 +28,24 @@ pub use conditional_prefill::{
     ConditionalPrefillConfig, ConditionalPrefillInputs, ConditionalPrefillPolicy,
     DisaggregationConfig, LocalPrefillReason,
 };
-pub use cost::Cost;
+pub use cost::{Cost, CostTerm, CostTerms};
 pub use eligibility::{
     Constraints, EligibilityError, ExclusionReason, MissingTopologyError, WorkerAvailability,
     eligible_members, exclusion_reasons, taint_preference,
 };
 pub use in_flight::InFlightEstimate;
+pub use least_loaded::LeastLoadedTerms;
+pub use linear::LinearTerms;
+pub use lmetric::LMetricTerms;
 pub use overload::{
     LatchMode, OverloadThresholds, OverloadTracker, OverloadedWorkers, RankOccupancy,
 };
 pub use overrides::RouterOverrides;
 pub use pins::{RequestedWorkers, WorkerPin};
+pub use round_robin::RoundRobinTerms;
+pub use seconds::{SecondsSettings, SecondsTerms};
+pub use settings::{PolicyName, PolicySettings, RoutingPolicy};
+pub use sticky::{StickySettings, StickyTerms};
 pub use subset::EndpointSubset;
 pub use weights::Weights;
 

@@ -15,6 +15,7 @@ mod listeners;
 mod log;
 mod model;
 mod overload;
+mod policy;
 mod pool;
 mod predict;
 mod process;
@@ -25,11 +26,12 @@ mod sessions;
 mod tracking;
 mod workers;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
+use warmroute_core::policy::PolicySettings;
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_settings::{ConfigError, Document, Problem};
@@ -207,7 +209,8 @@ impl Config {
     /// Returns the settings of the router.
     pub fn router_settings(&self) -> RouterSettings {
         RouterSettings {
-            weights: self.routing.weights,
+            policy: self.routing.policy_settings(&self.routing.default_policy()),
+            model_policies: Arc::new(self.model_policies()),
             tracking: self.routing.load,
             disaggregation: self.routing.disaggregation,
             prefill_required_models: Arc::new(self.enforced_models()),
@@ -219,6 +222,17 @@ impl Config {
             max_fallbacks: self.gateway.fallback_endpoints as usize,
             reports_scores: self.gateway.candidate_scores,
         }
+    }
+
+    /// Returns the policies of the models that configure one.
+    fn model_policies(&self) -> BTreeMap<ModelName, PolicySettings> {
+        let models = self.models.iter();
+        models
+            .filter_map(|model| {
+                let settings = self.routing.policy_settings(&model.policy?);
+                Some((model.name.clone(), settings))
+            })
+            .collect()
     }
 
     /// Returns the models whose prompts only prefill workers may compute: with

@@ -100,7 +100,7 @@ async fn damaged_transcript_fails_in_playback() {
         .into_iter()
         .find(|(_, script)| script.steps.len() > 2)
         .unwrap();
-    assert_eq!(play(&script).await.mismatches(&script), [""; 0], "{name}");
+    assert_eq!(Box::pin(play(&script)).await.mismatches(&script), [""; 0], "{name}");
     let mut fewer = script.clone();
     let replies = fewer.steps.iter_mut().find_map(|step| match step {
         ScriptStep::Send(send) if !send.replies.is_empty() => Some(&mut send.replies),
@@ -108,7 +108,7 @@ async fn damaged_transcript_fails_in_playback() {
     });
     replies.unwrap().pop();
     assert_ne!(
-        play(&fewer).await.mismatches(&fewer),
+        Box::pin(play(&fewer)).await.mismatches(&fewer),
         [""; 0],
         "{name}: an additional reply is not detected"
     );
@@ -138,7 +138,7 @@ async fn early_stream_end_is_detected() {
             *end = StreamEnd::Close;
         }
     }
-    let wrong = play(&script).await.mismatches(&script);
+    let wrong = Box::pin(play(&script)).await.mismatches(&script);
     assert!(
         wrong
             .iter()

@@ -388,7 +388,8 @@ fn assert_rows(explanation: &Value, table: &str) {
         "taint_factor",
         "total",
     ];
-    assert_eq!(cost.len(), terms.len(), "every term is in the table");
+    assert_eq!(cost["policy"], "linear");
+    assert_eq!(cost.len(), 1 + terms.len(), "every term is in the table");
     let terms = terms.map(|term| format!("{:.3}", cost[term].as_f64().unwrap()));
     assert_eq!(costs[1..13], terms, "{table}");
 }

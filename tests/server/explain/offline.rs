@@ -51,7 +51,7 @@ async fn offline_explanation_shows_tokens_and_eligibility() {
         table.contains(" 419 tokens, 26 complete blocks of 16 tokens\n"),
         "{table}"
     );
-    assert!(table.contains("weights  device 0.5, "), "{table}");
+    assert!(table.contains("policy   linear: device 0.5, "), "{table}");
     assert!(
         table.contains("2 of 2 worker ranks are candidates"),
         "{table}"

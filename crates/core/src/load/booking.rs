@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use serde::Serialize;
 
+use super::latency::PrefillWork;
 use super::sequences::PromptSequences;
 use crate::worker::{RankSlot, WorkerRank};
 
@@ -80,5 +81,17 @@ impl LoadBooking {
             0
         };
         tokens.min(MAX_PREFILL_TOKENS)
+    }
+
+    /// Returns the work of the prefill.
+    pub(super) fn prefill_work(&self) -> PrefillWork {
+        let cached = self.cached_tokens.min(MAX_PREFILL_TOKENS) as f64;
+        let tokens = self.prefill_tokens() as f64;
+        PrefillWork::new(cached + tokens, cached)
+    }
+
+    /// Returns the prompt tokens in the context of the rank.
+    pub(super) fn context_tokens(&self) -> u64 {
+        self.prompt_tokens.min(MAX_PREFILL_TOKENS)
     }
 }

@@ -5,6 +5,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::latency::PrefillWork;
+
 /// Prefills in order of arrival. `tokens` comes first because every decision reads it for every
 /// rank.
 #[derive(Debug, Default)]
@@ -12,7 +14,13 @@ use std::time::{Duration, Instant};
 pub(super) struct PrefillQueue {
     /// Sum over all entries, without decay.
     tokens: u64,
+    /// Sum over all entries.
+    pairs: f64,
     entries: VecDeque<PrefillEntry>,
+    /// Time of the last first token.
+    last_first_token: Option<Instant>,
+    /// Time of the last begin or end of a prefill.
+    changed_at: Option<Instant>,
     /// Start of the anchor's computation.
     anchor_since: Option<Instant>,
     /// Number of entries without an estimate.
@@ -24,8 +32,19 @@ pub(super) struct PrefillQueue {
 struct PrefillEntry {
     ticket: PrefillTicket,
     tokens: u64,
+    pairs: f64,
+    booked_at: Instant,
     /// Estimated duration.
     time: Option<Duration>,
+}
+
+/// Cause of the end of a prefill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PrefillEnd {
+    /// The first token arrived.
+    FirstToken,
+    /// The request was released or moved before its first token.
+    Released,
 }
 
 /// Id of one prefill on a rank; increases with arrival.
@@ -33,10 +52,12 @@ struct PrefillEntry {
 pub(super) struct PrefillTicket(u64);
 
 impl PrefillQueue {
-    /// Adds a prefill. Returns `None` if there are no tokens to compute.
+    /// Adds a prefill of `tokens`, which are those of `work`. Returns `None` if there are no tokens
+    /// to compute.
     pub(super) fn begin(
         &mut self,
         tokens: u64,
+        work: PrefillWork,
         time: Option<Duration>,
         now: Instant,
     ) -> Option<PrefillTicket> {
@@ -49,27 +70,44 @@ impl PrefillQueue {
         self.last_ticket += 1;
         let ticket = PrefillTicket(self.last_ticket);
         self.tokens += tokens;
+        self.pairs += work.pairs;
         self.unestimated += usize::from(time.is_none());
+        self.changed_at = Some(now);
         self.entries.push_back(PrefillEntry {
             ticket,
             tokens,
+            pairs: work.pairs,
+            booked_at: now,
             time,
         });
         Some(ticket)
     }
 
-    /// Removes a prefill that has ended.
-    pub(super) fn end(&mut self, ticket: PrefillTicket, now: Instant) {
-        let Ok(at) = self
+    /// Removes a prefill that has ended. Returns the time since it was booked or since the first
+    /// token before it, whichever is later.
+    pub(super) fn end(
+        &mut self,
+        ticket: PrefillTicket,
+        cause: PrefillEnd,
+        now: Instant,
+    ) -> Option<Duration> {
+        let at = self
             .entries
             .binary_search_by_key(&ticket, |entry| entry.ticket)
-        else {
-            return;
-        };
-        let Some(ended) = self.entries.remove(at) else {
-            return;
-        };
+            .ok()?;
+        let ended = self.entries.remove(at)?;
+        let elapsed = now.saturating_duration_since(self.start_of(&ended));
+        self.changed_at = Some(now);
+        if cause == PrefillEnd::FirstToken {
+            self.last_first_token = Some(now);
+        }
         self.tokens -= ended.tokens;
+        // A sum of floats keeps rounding errors, which an empty queue removes.
+        self.pairs = if self.entries.is_empty() {
+            0.0
+        } else {
+            self.pairs - ended.pairs
+        };
         self.unestimated -= usize::from(ended.time.is_none());
         if at == 0 {
             self.anchor_since = Some(now);
@@ -82,6 +120,46 @@ impl PrefillQueue {
                     .max(since),
             );
         }
+        Some(elapsed)
+    }
+
+    /// Returns the earliest time at which the engine can have started a prefill, if it computes one
+    /// after another.
+    fn start_of(&self, entry: &PrefillEntry) -> Instant {
+        self.last_first_token
+            .map_or(entry.booked_at, |last| last.max(entry.booked_at))
+    }
+
+    /// Returns the number of prefills.
+    #[inline]
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    /// Returns the attention pairs of all prefills.
+    #[inline]
+    pub(super) fn pairs(&self) -> f64 {
+        self.pairs
+    }
+
+    /// Returns the tokens of all prefills, without decay.
+    #[inline]
+    pub(super) fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Returns the time since the engine can have started the oldest prefill.
+    #[inline]
+    pub(super) fn elapsed(&self, now: Instant) -> Duration {
+        let front = self.entries.front();
+        front.map_or(Duration::ZERO, |entry| {
+            now.saturating_duration_since(self.start_of(entry))
+        })
+    }
+
+    /// Returns whether no prefill was outstanding at any time since `since`.
+    pub(super) fn is_idle_since(&self, since: Instant) -> bool {
+        self.entries.is_empty() && self.changed_at.is_none_or(|changed| changed <= since)
     }
 
     /// Returns the tokens still to be computed.

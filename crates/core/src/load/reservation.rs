@@ -20,7 +20,13 @@ pub struct Reservation {
     /// Id under which events about this reservation are published, if there is a listener.
     event_id: Option<BookingId>,
     has_first_token: bool,
+    /// Answer tokens that were observed and are not in the table yet.
+    pending_tokens: u64,
 }
+
+/// Number of answer tokens after which the table is updated. Smaller steps find more intervals
+/// without a prefill, larger ones take the lock less often.
+const TOKEN_BATCH: u64 = 4;
 
 impl LoadTracker {
     /// Decides and books in one critical section. `decide` must be fast and must not call the
@@ -77,16 +83,14 @@ impl Reservation {
         let mut shares = shares.into_iter().flatten();
         let parts = bookings
             .into_iter()
-            .map(|booking| ReservationPart {
-                booking,
-                share: shares.next(),
-            })
+            .map(|booking| ReservationPart::new(booking, shares.next()))
             .collect();
         Self {
             tracker,
             parts,
             event_id,
             has_first_token: false,
+            pending_tokens: 0,
         }
     }
 
@@ -135,6 +139,45 @@ impl Reservation {
             self.notify(ReservationEvent::FirstToken);
         }
         changed
+    }
+
+    /// Learns from the prefill that ended with the first token. Called only if the chosen worker
+    /// answered and the number of cached tokens is known.
+    pub fn learn_prefill(&mut self) {
+        let parts = &mut self.parts;
+        self.tracker.change(|table, _| {
+            parts.iter_mut().for_each(|part| table.learn_prefill(part));
+            false
+        });
+    }
+
+    /// Handles observed answer tokens after the first one.
+    pub fn add_output_tokens(&mut self, count: u64) {
+        self.pending_tokens += count;
+        if self.pending_tokens >= TOKEN_BATCH {
+            self.flush_output_tokens();
+        }
+    }
+
+    fn flush_output_tokens(&mut self) {
+        let count = std::mem::take(&mut self.pending_tokens);
+        if let Some(part) = self.parts.first_mut().filter(|_| count > 0) {
+            self.tracker.change(|table, now| {
+                table.add_output_tokens(part, count, now);
+                false
+            });
+        }
+    }
+
+    /// Learns from a complete answer of `tokens`, or of unknown length.
+    pub fn learn_output(&mut self, tokens: Option<u64>) {
+        self.flush_output_tokens();
+        if let Some(part) = self.parts.first_mut() {
+            self.tracker.change(|table, now| {
+                table.learn_output(part, tokens, now);
+                false
+            });
+        }
     }
 
     /// Adds one output block. `fraction` is the share of the answer that is still to come, if

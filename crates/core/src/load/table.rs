@@ -1,18 +1,21 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
-use super::prefill_queue::{PrefillQueue, PrefillTicket};
+use super::latency::{LatencyRegistry, ModelId, RankSpeed};
+use super::prefill_queue::{PrefillEnd, PrefillQueue, PrefillTicket};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
-use crate::worker::{RankSlot, WorkerRank};
+use crate::worker::{ModelName, RankSlot, WorkerRank};
 
 /// Rows of all slots.
 #[derive(Debug, Default)]
 pub(super) struct LoadTable {
-    rows: Vec<Option<RankRow>>,
+    pub(super) rows: Vec<Option<RankRow>>,
+    /// Learned latency of all models.
+    pub(super) latency: LatencyRegistry,
     /// Prompts of the running requests of all rows.
     prompts: PromptTree,
     last_generation: u64,
@@ -22,12 +25,16 @@ pub(super) struct LoadTable {
 /// there may be thousands of rows.
 #[derive(Debug)]
 #[repr(C, align(64))]
-struct RankRow {
-    rank: WorkerRank,
+pub(super) struct RankRow {
+    pub(super) rank: WorkerRank,
     requests: u64,
     /// Weight of all prompt and output blocks.
     weight: u64,
-    prefills: PrefillQueue,
+    pub(super) prefills: PrefillQueue,
+    /// Prompt and answer tokens of all running requests.
+    pub(super) context_tokens: u64,
+    pub(super) speed: RankSpeed,
+    pub(super) model: ModelId,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
     generation: u64,
@@ -44,6 +51,18 @@ pub(super) struct BookedShare {
     /// moves.
     has_first_token: bool,
     outputs: OutputBlocks,
+    pub(super) answer: AnswerProgress,
+}
+
+/// Answer tokens that were observed.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct AnswerProgress {
+    /// Time of the first token.
+    pub(super) started_at: Option<Instant>,
+    /// Time of the last observed token.
+    pub(super) last_at: Option<Instant>,
+    /// Observed tokens after the first one.
+    pub(super) tokens: u64,
 }
 
 /// One booking with the share that it holds. There is no share if the rank was gone, or after the
@@ -52,23 +71,48 @@ pub(super) struct BookedShare {
 pub(super) struct ReservationPart {
     pub(super) booking: LoadBooking,
     pub(super) share: Option<BookedShare>,
+    /// Observed time of the prefill, until the latency model has learned from it.
+    pub(super) prefill_elapsed: Option<Duration>,
+}
+
+impl ReservationPart {
+    pub(super) fn new(booking: LoadBooking, share: Option<BookedShare>) -> Self {
+        Self {
+            booking,
+            share,
+            prefill_elapsed: None,
+        }
+    }
 }
 
 impl LoadTable {
-    pub(super) fn open(&mut self, slot: RankSlot, rank: WorkerRank) -> bool {
+    pub(super) fn open(&mut self, slot: RankSlot, rank: WorkerRank, model: &ModelName) -> bool {
         if self.rows.len() <= slot.index() {
             self.rows.resize_with(slot.index() + 1, || None);
         }
         let was_open = self.close(slot);
         self.last_generation += 1;
-        self.rows[slot.index()] = Some(RankRow::new(rank, self.last_generation));
+        let model = self.latency.model_id(model);
+        self.rows[slot.index()] = Some(RankRow {
+            rank,
+            generation: self.last_generation,
+            requests: 0,
+            prefills: PrefillQueue::default(),
+            weight: 0,
+            context_tokens: 0,
+            speed: self.latency.restore_speed(rank, model),
+            model,
+        });
         was_open
     }
 
     pub(super) fn close(&mut self, slot: RankSlot) -> bool {
         let closed = self.rows.get_mut(slot.index()).and_then(Option::take);
-        if closed.as_ref().is_some_and(|row| row.requests > 0) {
-            self.prompts.remove_slot(slot);
+        if let Some(row) = &closed {
+            self.latency.keep_speed(row.rank, row.model, row.speed);
+            if row.requests > 0 {
+                self.prompts.remove_slot(slot);
+            }
         }
         closed.is_some()
     }
@@ -111,9 +155,12 @@ impl LoadTable {
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
-        let prefill = row
-            .prefills
-            .begin(booking.prefill_tokens(), booking.prefill_time, now);
+        let prefill = row.begin_prefill(booking, now);
+        if booking.track_prefill {
+            self.latency
+                .model_mut(row.model)
+                .on_booked(booking.prefill_work(), &row.speed, now);
+        }
         let leaves = row.hold_prompts(&mut self.prompts, booking);
         Some(BookedShare {
             generation: row.generation,
@@ -121,6 +168,7 @@ impl LoadTable {
             leaves,
             has_first_token: false,
             outputs: OutputBlocks::default(),
+            answer: AnswerProgress::default(),
         })
     }
 
@@ -130,15 +178,22 @@ impl LoadTable {
     }
 
     pub(super) fn on_first_token(&mut self, part: &mut ReservationPart, now: Instant) -> bool {
-        if part.booking.end == BookingEnd::FirstToken {
-            return self.release(part, now);
-        }
         let Some(share) = &mut part.share else {
             return false;
         };
-        share.has_first_token = true;
-        find_row(&mut self.rows, &part.booking, share)
-            .is_some_and(|row| row.end_prefill(share, now))
+        if !share.has_first_token {
+            share.has_first_token = true;
+            share.answer.started_at = Some(now);
+            share.answer.last_at = Some(now);
+        }
+        let row = find_row(&mut self.rows, &part.booking, share);
+        let elapsed = row.and_then(|row| row.end_prefill(share, PrefillEnd::FirstToken, now));
+        part.prefill_elapsed = elapsed.or(part.prefill_elapsed);
+        if part.booking.end == BookingEnd::FirstToken {
+            self.release(part, now)
+        } else {
+            elapsed.is_some()
+        }
     }
 
     pub(super) fn add_output_blocks(
@@ -212,7 +267,8 @@ impl LoadTable {
         let Some(row) = find_row(&mut self.rows, booking, share) else {
             return false;
         };
-        row.end_prefill(share, now);
+        row.end_prefill(share, PrefillEnd::Released, now);
+        row.context_tokens -= booking.context_tokens() + share.answer.tokens;
         for leaf in share.leaves.drain(..) {
             row.apply_change(self.prompts.remove(leaf, booking.slot));
         }
@@ -240,13 +296,13 @@ impl LoadTable {
         .collect()
     }
 
-    fn row(&self, slot: RankSlot) -> Option<&RankRow> {
+    pub(super) fn row(&self, slot: RankSlot) -> Option<&RankRow> {
         self.rows.get(slot.index())?.as_ref()
     }
 }
 
 /// Returns the row that a booking was made in, if it still exists.
-fn find_row<'r>(
+pub(super) fn find_row<'r>(
     rows: &'r mut [Option<RankRow>],
     booking: &LoadBooking,
     share: &BookedShare,
@@ -257,16 +313,6 @@ fn find_row<'r>(
 }
 
 impl RankRow {
-    fn new(rank: WorkerRank, generation: u64) -> Self {
-        Self {
-            rank,
-            generation,
-            requests: 0,
-            prefills: PrefillQueue::default(),
-            weight: 0,
-        }
-    }
-
     fn blocks(&self) -> u64 {
         BlockWeight::blocks(self.weight)
     }
@@ -293,10 +339,10 @@ impl RankRow {
         let prefill = if from.has_first_token {
             None
         } else {
-            let tokens = booking.prefill_tokens();
-            self.prefills.begin(tokens, booking.prefill_time, now)
+            self.begin_prefill(booking, now)
         };
         let leaves = self.hold_prompts(prompts, booking);
+        self.context_tokens += from.answer.tokens;
         self.weight += from.outputs.weight();
         if let Some(weight) = from.outputs.discount_weight() {
             self.apply_change(prompts.discount(&leaves, booking.slot, weight));
@@ -311,6 +357,7 @@ impl RankRow {
 
     fn hold_prompts(&mut self, prompts: &mut PromptTree, booking: &LoadBooking) -> Vec<LeafId> {
         self.requests += 1;
+        self.context_tokens += booking.context_tokens();
         let hold = |prompt| {
             let (leaf, change) = prompts.add(prompt, booking.slot);
             self.apply_change(change);
@@ -328,11 +375,20 @@ impl RankRow {
         self.weight = self.weight + change.added - change.removed;
     }
 
-    fn end_prefill(&mut self, share: &mut BookedShare, now: Instant) -> bool {
-        let ticket = share.prefill.take();
-        ticket
-            .into_iter()
-            .for_each(|ticket| self.prefills.end(ticket, now));
-        ticket.is_some()
+    fn begin_prefill(&mut self, booking: &LoadBooking, now: Instant) -> Option<PrefillTicket> {
+        let work = booking.prefill_work();
+        self.prefills
+            .begin(booking.prefill_tokens(), work, booking.prefill_time, now)
+    }
+
+    /// Ends the prefill of a share. Returns the observed time, or `None` if it had none.
+    fn end_prefill(
+        &mut self,
+        share: &mut BookedShare,
+        cause: PrefillEnd,
+        now: Instant,
+    ) -> Option<Duration> {
+        let ticket = share.prefill.take()?;
+        self.prefills.end(ticket, cause, now)
     }
 }

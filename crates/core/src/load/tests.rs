@@ -49,7 +49,7 @@ fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
 #[test]
 fn dropped_reservation_releases_everything() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
     let mut reservation = book(&tracker, booking(0, 1, &[1, 2, 3], 50));
     assert_eq!(loads(&tracker), [(0, 3, 50, 1)]);
     reservation.on_first_token();
@@ -62,7 +62,7 @@ fn dropped_reservation_releases_everything() {
 #[test]
 fn prefill_load_excludes_cached_and_untracked_tokens() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
     for (cached, track, expected) in [(0, true, 64), (48, true, 16), (100, true, 0), (0, false, 0)]
     {
         let booking = LoadBooking {
@@ -83,7 +83,7 @@ fn prefill_load_excludes_cached_and_untracked_tokens() {
 #[test]
 fn huge_prompt_lengths_do_not_overflow_load() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
     let huge: Vec<_> = (0..3)
         .map(|_| book(&tracker, booking(0, 1, &[1], u64::MAX)))
         .collect();
@@ -98,11 +98,11 @@ fn huge_prompt_lengths_do_not_overflow_load() {
 #[test]
 fn late_release_does_not_affect_reopened_slot() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(0), rank(1));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
     let mut late = book(&tracker, booking(0, 1, &[1, 2], 32));
     tracker.close_slot(RankSlot(0));
     assert_eq!(loads(&tracker), []);
-    tracker.open_slot(RankSlot(0), rank(1));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
     let present = book(&tracker, booking(0, 1, &[1], 16));
     late.on_first_token();
     drop(late);
@@ -114,7 +114,7 @@ fn late_release_does_not_affect_reopened_slot() {
 #[test]
 fn closed_or_reassigned_slot_is_not_booked() {
     let tracker = LoadTracker::new(Instant::now);
-    tracker.open_slot(RankSlot(1), rank(1));
+    tracker.open_slot(RankSlot(1), rank(1), &"m".into());
     let reservations = [
         book(&tracker, booking(0, 1, &[1], 16)),
         book(&tracker, booking(1, 2, &[1], 16)),
@@ -140,7 +140,7 @@ fn closed_or_reassigned_slot_is_not_booked() {
 #[test]
 fn concurrent_bookings_see_each_other() {
     let tracker = LoadTracker::new(Instant::now);
-    (0..4).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot))));
+    (0..4).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
     let choose_idlest = |view: &LoadView<'_>| {
         let requests = |slot: &u32| {
             view.load(RankSlot(*slot), rank(u64::from(*slot)))
@@ -211,7 +211,7 @@ fn counted() -> (Arc<LoadTracker>, Arc<CapacityCounter>) {
     let counter = Arc::new(CapacityCounter::default());
     let tracker = LoadTracker::with_listener(Instant::now, counter.clone());
     counter.tracker.set(Arc::downgrade(&tracker)).unwrap();
-    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot))));
+    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
     (tracker, counter)
 }
 
@@ -220,7 +220,7 @@ fn timed() -> (Arc<LoadTracker>, Arc<Mutex<Instant>>) {
     let now = Arc::new(Mutex::new(Instant::now()));
     let clock = now.clone();
     let tracker = LoadTracker::new(move || *clock.lock());
-    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot))));
+    (0..2).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
     (tracker, now)
 }
 
@@ -257,7 +257,7 @@ fn first_token_releases_prefill_booking() {
 #[test]
 fn relocated_booking_keeps_its_progress() {
     let (tracker, counter) = counted();
-    tracker.open_slot(RankSlot(2), rank(2));
+    tracker.open_slot(RankSlot(2), rank(2), &"m".into());
     let prefill = LoadBooking {
         end: BookingEnd::FirstToken,
         ..booking(0, 0, &[1, 2], 32)

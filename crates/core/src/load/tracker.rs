@@ -9,9 +9,10 @@ use parking_lot::Mutex;
 
 use super::booking::{LoadBooking, RankLoad};
 use super::events::{BookingId, LoadListener, ReservationEvent};
+use super::latency::{LatencyEstimate, RankSpeed};
 use super::table::LoadTable;
 use super::view::LoadView;
-use crate::worker::{RankSlot, WorkerRank};
+use crate::worker::{ModelName, RankSlot, WorkerRank};
 
 /// Load of all worker ranks.
 pub struct LoadTracker {
@@ -41,9 +42,9 @@ impl LoadTracker {
         })
     }
 
-    /// Opens a slot for a rank. If the slot was open, its bookings are discarded.
-    pub fn open_slot(&self, slot: RankSlot, rank: WorkerRank) {
-        self.change(|table, _| table.open(slot, rank));
+    /// Opens a slot for a rank that serves a model. If the slot was open, its bookings are discarded.
+    pub fn open_slot(&self, slot: RankSlot, rank: WorkerRank, model: &ModelName) {
+        self.change(|table, _| table.open(slot, rank, model));
     }
 
     /// Closes a slot and discards its bookings. Releasing them later has no effect, even if the
@@ -62,6 +63,19 @@ impl LoadTracker {
     pub fn snapshot(&self) -> Vec<RankLoad> {
         let table = self.table.lock();
         table.snapshot((self.clock)())
+    }
+
+    /// Returns the learned latency of all models.
+    pub fn latency_estimates(&self) -> Vec<(ModelName, LatencyEstimate)> {
+        let table = self.table.lock();
+        table.latency.estimates((self.clock)())
+    }
+
+    /// Returns the learned speed of a rank.
+    pub fn rank_speed(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankSpeed> {
+        let table = self.table.lock();
+        let row = table.row(slot).filter(|row| row.rank == rank)?;
+        Some(row.speed)
     }
 
     /// Returns the current time of the injected clock.

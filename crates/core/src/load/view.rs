@@ -3,9 +3,11 @@
 use std::time::Instant;
 
 use super::booking::ActiveLoad;
+use super::latency::LatencyEstimate;
 use super::sequences::PromptSequences;
 use super::table::LoadTable;
-use crate::worker::{RankSlot, WorkerRank};
+use super::timing::RankTiming;
+use crate::worker::{ModelName, RankSlot, WorkerRank};
 
 /// Load at one instant, read under the lock: no booking changes while it exists.
 #[derive(Clone, Copy)]
@@ -28,6 +30,17 @@ impl<'a> LoadView<'a> {
     #[inline]
     pub fn load(&self, slot: RankSlot, rank: WorkerRank) -> Option<ActiveLoad> {
         self.table.load(slot, rank, self.now)
+    }
+
+    /// Returns the booked work of a rank in the units of the latency model.
+    #[inline]
+    pub fn timing(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankTiming> {
+        self.table.timing(slot, rank, self.now)
+    }
+
+    /// Returns the learned latency of a model.
+    pub fn estimate(&self, model: &ModelName) -> LatencyEstimate {
+        self.table.estimate(model, self.now)
     }
 
     /// Counts, for every slot at once, the blocks of a request that running requests do not already
@@ -60,10 +73,12 @@ impl AdditionalBlocks {
     /// Returns the number of additional blocks on a slot.
     #[inline]
     pub fn for_slot(&self, slot: RankSlot) -> u64 {
-        let held = self
-            .held
-            .get(slot.index())
-            .map_or(0, |held| u64::from(*held));
-        self.blocks.saturating_sub(held)
+        self.blocks.saturating_sub(u64::from(self.held_by(slot)))
+    }
+
+    /// Returns the number of blocks that the running requests of a slot hold.
+    #[inline]
+    pub fn held_by(&self, slot: RankSlot) -> u32 {
+        self.held.get(slot.index()).copied().unwrap_or(0)
     }
 }

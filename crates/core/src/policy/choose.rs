@@ -4,8 +4,14 @@
 use rand::{Rng, RngExt};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{Cost, CostModel};
-use super::weights::Weights;
+use super::cost::{Cost, CostModel, cost, total};
+use super::least_loaded::LeastLoadedModel;
+use super::linear::{LinearModel, effective_blocks, round_to_u64};
+use super::lmetric::LMetricModel;
+use super::round_robin::RoundRobinModel;
+use super::seconds::SecondsModel;
+use super::settings::{PolicySettings, RoutingPolicy};
+use super::sticky::StickyModel;
 
 /// Chosen candidate, with the figures that explain the choice.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -35,41 +41,124 @@ pub struct Choice {
 pub fn choose(
     input: &PolicyInput,
     candidates: &[Candidate],
-    weights: &Weights,
+    settings: &PolicySettings,
     rng: &mut impl Rng,
 ) -> Option<Choice> {
-    let model = CostModel::new(input, candidates, weights);
+    let visitor = ChoiceVisitor {
+        candidates,
+        temperature: settings.weights.router_temperature,
+        rng,
+    };
+    let (selected, cost) = with_model(input, candidates, settings, visitor)?;
     let SelectedCandidate {
         index,
         ties,
         most_cached,
-    } = if weights.router_temperature > 0.0 {
-        sample(candidates, &model, weights.router_temperature, rng)?
-    } else {
-        cheapest(candidates, &model, rng)?
-    };
+    } = selected;
     let chosen = &candidates[index];
     let block_size = input.block_size.tokens() as u64;
+    let effective_blocks = effective_blocks(&settings.weights, chosen);
     Some(Choice {
         index,
-        cost: model.cost(chosen),
+        cost,
         ties,
-        cached_tokens: model.cached_tokens(chosen),
+        cached_tokens: round_to_u64(effective_blocks * block_size as f64),
         raw_cached_tokens: u64::from(chosen.overlap.total()) * block_size,
         best_raw_cached_tokens: u64::from(most_cached) * block_size,
-        effective_overlap_blocks: model.effective_blocks(chosen),
+        effective_overlap_blocks: effective_blocks,
         required_blocks: input.required_blocks(),
         potential_decode_blocks: input.decode_blocks(chosen),
     })
 }
 
 /// Returns the cost of each candidate, in order: the same numbers that [`choose`] compares.
-pub fn costs(input: &PolicyInput, candidates: &[Candidate], weights: &Weights) -> Vec<Cost> {
-    let model = CostModel::new(input, candidates, weights);
-    candidates
-        .iter()
-        .map(|candidate| model.cost(candidate))
-        .collect()
+pub fn costs(
+    input: &PolicyInput,
+    candidates: &[Candidate],
+    settings: &PolicySettings,
+) -> Vec<Cost> {
+    with_model(input, candidates, settings, CostVisitor { candidates })
+}
+
+/// Returns a candidate with the minimum cost, or `None` if there are no candidates.
+pub(super) fn cheapest_index(
+    input: &PolicyInput,
+    candidates: &[Candidate],
+    settings: &PolicySettings,
+    rng: &mut impl Rng,
+) -> Option<usize> {
+    let visitor = ChoiceVisitor {
+        candidates,
+        temperature: 0.0,
+        rng,
+    };
+    with_model(input, candidates, settings, visitor).map(|(selected, _)| selected.index)
+}
+
+/// Operation on the cost function of a choice, compiled once for each policy.
+trait ModelVisitor {
+    type Output;
+
+    fn visit(self, model: &impl CostModel) -> Self::Output;
+}
+
+/// Creates the cost function of the policy and applies `visitor` to it.
+fn with_model<V: ModelVisitor>(
+    input: &PolicyInput,
+    candidates: &[Candidate],
+    settings: &PolicySettings,
+    visitor: V,
+) -> V::Output {
+    let weights = &settings.weights;
+    let count = candidates.len();
+    match settings.routing {
+        RoutingPolicy::Seconds(seconds) => {
+            visitor.visit(&SecondsModel::new(input, count, seconds, weights))
+        }
+        RoutingPolicy::Linear => visitor.visit(&LinearModel::new(input, candidates, weights)),
+        RoutingPolicy::Lmetric => visitor.visit(&LMetricModel { input }),
+        RoutingPolicy::Sticky(sticky) => {
+            visitor.visit(&StickyModel::new(input, candidates, sticky))
+        }
+        RoutingPolicy::LeastLoaded => visitor.visit(&LeastLoadedModel),
+        RoutingPolicy::RoundRobin => visitor.visit(&RoundRobinModel::new(input, count)),
+    }
+}
+
+struct CostVisitor<'a> {
+    candidates: &'a [Candidate],
+}
+
+impl ModelVisitor for CostVisitor<'_> {
+    type Output = Vec<Cost>;
+
+    fn visit(self, model: &impl CostModel) -> Vec<Cost> {
+        let candidates = self.candidates.iter().enumerate();
+        candidates
+            .map(|(index, candidate)| cost(model, index, candidate))
+            .collect()
+    }
+}
+
+struct ChoiceVisitor<'a, R> {
+    candidates: &'a [Candidate],
+    temperature: f64,
+    rng: &'a mut R,
+}
+
+impl<R: Rng> ModelVisitor for ChoiceVisitor<'_, R> {
+    type Output = Option<(SelectedCandidate, Cost)>;
+
+    fn visit(self, model: &impl CostModel) -> Self::Output {
+        let candidates = self.candidates;
+        let selected = if self.temperature > 0.0 {
+            sample(candidates, model, self.temperature, self.rng)?
+        } else {
+            cheapest(candidates, model, self.rng)?
+        };
+        let cost = cost(model, selected.index, &candidates[selected.index]);
+        Some((selected, cost))
+    }
 }
 
 /// Position of the chosen candidate.
@@ -84,23 +173,20 @@ struct SelectedCandidate {
 /// chance.
 fn cheapest(
     candidates: &[Candidate],
-    model: &CostModel<'_>,
+    model: &impl CostModel,
     rng: &mut impl Rng,
 ) -> Option<SelectedCandidate> {
     let mut found: Option<(usize, usize)> = None;
     let mut min_total = f64::INFINITY;
     let mut most_cached = 0;
     for (index, candidate) in candidates.iter().enumerate() {
-        let total = match model.plain_total(candidate) {
-            Some(total) => total,
-            None => {
-                most_cached = most_cached.max(candidate.overlap.total());
-                if model.exceeds(candidate, min_total) {
-                    continue;
-                }
-                model.total(candidate)
-            }
-        };
+        most_cached = most_cached.max(candidate.overlap.total());
+        let is_exceeded =
+            candidate.taint_preference == 0.0 && model.lower_bound(candidate) > min_total;
+        if is_exceeded {
+            continue;
+        }
+        let total = total(model, index, candidate);
         found = match found {
             Some((selected, ties)) if total == min_total => {
                 let ties = ties + 1;
@@ -123,13 +209,14 @@ fn cheapest(
 /// Dividing by the range makes the temperature independent of the scale of the costs.
 fn sample(
     candidates: &[Candidate],
-    model: &CostModel<'_>,
+    model: &impl CostModel,
     temperature: f64,
     rng: &mut impl Rng,
 ) -> Option<SelectedCandidate> {
     let mut costs: Vec<f64> = candidates
         .iter()
-        .map(|candidate| model.total(candidate))
+        .enumerate()
+        .map(|(index, candidate)| total(model, index, candidate))
         .collect();
     let bounds = |costs: &[f64]| {
         costs

@@ -5,7 +5,10 @@
 
 use rand::{Rng, RngExt as _};
 
-use super::{Candidate, PolicyInput, Weights};
+use super::choose::cheapest_index;
+use super::{Candidate, PolicyInput, PolicySettings};
+use crate::index::TierBlocks;
+use crate::load::PrefillWork;
 
 /// Maximum number of estimated requests per decision.
 const MAX_BOOKINGS: u32 = 16;
@@ -29,58 +32,53 @@ impl InFlightEstimate {
         &self,
         input: &PolicyInput,
         candidates: &mut [Candidate],
-        weights: &Weights,
+        settings: &PolicySettings,
         rng: &mut impl Rng,
     ) -> u32 {
         // A decision over a subset of the ranks meets a proportional share of the requests.
         let share = (candidates.len() as f64 / self.ranks.max(1) as f64).min(1.0);
         let count = poisson(self.bookings * share, rng);
+        if count == 0 || candidates.is_empty() {
+            return 0;
+        }
+        // The prompts of the estimated requests are unknown, so no rank has them cached.
+        let mut cold: Vec<Candidate> = candidates.iter().map(without_cache).collect();
         for _ in 0..count {
-            let Some(at) = least_busy(input, candidates, weights, rng) else {
+            let Some(at) = cheapest_index(input, &cold, settings, rng) else {
                 return 0;
             };
-            let load = &mut candidates[at].load;
-            load.active_prefill_tokens = load
-                .active_prefill_tokens
-                .saturating_add(self.prefill_tokens);
-            load.active_blocks = load.active_blocks.saturating_add(self.blocks);
-            load.active_requests = load.active_requests.saturating_add(1);
+            self.add_to(&mut cold[at], input);
+            self.add_to(&mut candidates[at], input);
         }
         count
     }
+
+    /// Adds one request to the load of a candidate.
+    fn add_to(&self, candidate: &mut Candidate, input: &PolicyInput) {
+        let load = &mut candidate.load;
+        load.active_prefill_tokens = load
+            .active_prefill_tokens
+            .saturating_add(self.prefill_tokens);
+        load.active_blocks = load.active_blocks.saturating_add(self.blocks);
+        load.active_requests = load.active_requests.saturating_add(1);
+        let context = self.blocks as f64 * input.block_size.tokens() as f64;
+        let tokens = self.prefill_tokens as f64;
+        let cached = (context - tokens).max(0.0);
+        let timing = &mut candidate.timing;
+        timing.prefills += 1;
+        timing.prefill_tokens += tokens;
+        timing.prefill_pairs += PrefillWork::new(cached + tokens, cached).pairs;
+        timing.context_tokens += context;
+    }
 }
 
-/// Returns the candidate that a prompt without cached blocks would go to.
-fn least_busy(
-    input: &PolicyInput,
-    candidates: &[Candidate],
-    weights: &Weights,
-    rng: &mut impl Rng,
-) -> Option<usize> {
-    let mut found = None;
-    let mut min_cost = f64::INFINITY;
-    let mut ties = 0;
-    let block_size = input.block_size.tokens() as f64;
-    for (at, Candidate { load, .. }) in candidates.iter().enumerate() {
-        let prefill = if input.track_prefill {
-            load.active_prefill_tokens as f64 / block_size
-        } else {
-            0.0
-        };
-        let requests = weights.decode_active_request_weight * load.active_requests as f64;
-        let cost = weights.prefill_load_scale * prefill + load.active_blocks as f64 + requests;
-        if cost < min_cost {
-            found = Some(at);
-            min_cost = cost;
-            ties = 1;
-        } else if cost == min_cost {
-            ties += 1;
-            if rng.random_range(0..ties) == 0 {
-                found = Some(at);
-            }
-        }
+fn without_cache(candidate: &Candidate) -> Candidate {
+    Candidate {
+        overlap: TierBlocks::default(),
+        running_blocks: 0,
+        additional_blocks: 0,
+        ..candidate.clone()
     }
-    found
 }
 
 /// Draws from a Poisson distribution by Knuth's method, at most `MAX_BOOKINGS`. Consumes no
@@ -105,8 +103,7 @@ mod tests {
     use rand::rngs::SmallRng;
 
     use super::*;
-    use crate::index::TierBlocks;
-    use crate::load::ActiveLoad;
+    use crate::load::{ActiveLoad, RankTiming};
     use crate::worker::BlockSize;
 
     fn candidate(active_blocks: u64) -> Candidate {
@@ -117,7 +114,9 @@ mod tests {
         Candidate {
             overlap: TierBlocks::default(),
             freshness_credit: 1.0,
+            running_blocks: 0,
             load,
+            timing: RankTiming::default(),
             additional_blocks: 0,
             taint_preference: 0.0,
         }
@@ -153,7 +152,12 @@ mod tests {
         let input = PolicyInput::new(100, BlockSize::new(16).unwrap());
         let mut candidates: Vec<_> = [0, 15, 1000].map(candidate).into();
         let mut rng = SmallRng::seed_from_u64(1);
-        let count = estimate.add_to_loads(&input, &mut candidates, &Weights::default(), &mut rng);
+        let count = estimate.add_to_loads(
+            &input,
+            &mut candidates,
+            &PolicySettings::default(),
+            &mut rng,
+        );
         let found: Vec<_> = candidates
             .iter()
             .map(|candidate| candidate.load.active_requests)
@@ -165,7 +169,7 @@ mod tests {
         assert_eq!(found, [first, u64::from(count) - first, 0]);
         assert_eq!(candidates[0].load.active_prefill_tokens, first * 160);
         assert_eq!(
-            estimate.add_to_loads(&input, &mut [], &Weights::default(), &mut rng),
+            estimate.add_to_loads(&input, &mut [], &PolicySettings::default(), &mut rng),
             0
         );
     }

@@ -3,13 +3,16 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::Weights;
-use super::weights::check_range;
+use super::settings::{PolicyName, PolicySettings, RoutingPolicy};
+use super::weights::{Weights, check_range};
 
 /// Values of one request that replace configured ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RouterOverrides {
+    /// Replaces the policy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PolicyName>,
     /// Replaces [`Weights::overlap_score_credit`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub overlap_score_credit: Option<f64>,
@@ -35,9 +38,31 @@ pub struct RouterOverrides {
 }
 
 impl RouterOverrides {
-    /// Returns the weights for this request.
+    /// Returns the policy for this request. Weights of `linear` select that policy, unless the
+    /// request names another one.
     #[must_use]
-    pub fn apply(&self, weights: &Weights) -> Weights {
+    pub fn apply(&self, configured: &PolicySettings) -> PolicySettings {
+        let base = match self.policy {
+            Some(name) => PolicySettings::named(name, &configured.weights),
+            None if self.has_linear_weights() => PolicySettings {
+                routing: RoutingPolicy::Linear,
+                ..*configured
+            },
+            None => *configured,
+        };
+        PolicySettings {
+            weights: self.apply_to_weights(&base.weights),
+            ..base
+        }
+    }
+
+    fn has_linear_weights(&self) -> bool {
+        self.overlap_score_credit.is_some()
+            || self.prefill_load_scale.is_some()
+            || self.overlap_score_weight.is_some()
+    }
+
+    fn apply_to_weights(&self, weights: &Weights) -> Weights {
         let no_credit = self.overlap_score_weight.filter(|weight| *weight == 0.0);
         Weights {
             overlap_score_credit: self
@@ -88,7 +113,10 @@ mod tests {
             host_cache_hit_weight: 0.5,
             ..Weights::default()
         };
-        assert_eq!(read("{}").apply(&configured), configured);
+        let apply = |overrides: RouterOverrides| {
+            overrides.apply(&PolicySettings::linear(configured)).weights
+        };
+        assert_eq!(apply(read("{}")), configured);
         let set = read(
             r#"{"overlap_score_credit": 2, "router_temperature": 0.5, "shared_cache_multiplier": 1}"#,
         );
@@ -98,7 +126,7 @@ mod tests {
             shared_cache_multiplier: 1.0,
             ..configured
         };
-        assert_eq!(set.apply(&configured), expected);
+        assert_eq!(apply(set), expected);
         assert!(
             serde_json::from_str::<RouterOverrides>(r#"{"host_cache_hit_weight": 1}"#).is_err()
         );
@@ -120,7 +148,7 @@ mod tests {
                 0.0,
             ),
         ] {
-            let weights = read(text).apply(&Weights::default());
+            let weights = read(text).apply(&PolicySettings::default()).weights;
             assert_eq!(
                 (weights.prefill_load_scale, weights.overlap_score_credit),
                 (scale, credit),

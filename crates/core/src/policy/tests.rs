@@ -3,7 +3,7 @@ use rand::rngs::StdRng;
 
 use super::*;
 use crate::index::TierBlocks;
-use crate::load::ActiveLoad;
+use crate::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
 use crate::worker::{BlockSize, WorkerRole};
 
 mod oracle;
@@ -12,7 +12,9 @@ fn candidate() -> Candidate {
     Candidate {
         freshness_credit: 1.0,
         overlap: TierBlocks::default(),
+        running_blocks: 0,
         load: ActiveLoad::default(),
+        timing: RankTiming::default(),
         additional_blocks: 4,
         taint_preference: 0.0,
     }
@@ -24,10 +26,11 @@ fn input() -> PolicyInput {
 
 /// Returns the number of times that each candidate is chosen.
 fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usize> {
+    let settings = PolicySettings::linear(*weights);
     let mut rng = StdRng::seed_from_u64(7);
     let mut counts = vec![0; candidates.len()];
     for _ in 0..draws {
-        counts[choose(&input(), candidates, weights, &mut rng)
+        counts[choose(&input(), candidates, &settings, &mut rng)
             .unwrap()
             .index] += 1;
     }
@@ -53,7 +56,10 @@ fn no_candidates_yield_no_choice() {
             router_temperature,
             ..Weights::default()
         };
-        assert_eq!(choose(&input(), &[], &weights, &mut rng), None);
+        assert_eq!(
+            choose(&input(), &[], &PolicySettings::linear(weights), &mut rng),
+            None
+        );
     }
 }
 
@@ -83,7 +89,7 @@ fn cost_is_finite_for_any_prompt_length() {
     let choice = choose(
         &input,
         &[candidate],
-        &Weights::default(),
+        &PolicySettings::linear(Weights::default()),
         &mut StdRng::seed_from_u64(1),
     )
     .unwrap();
@@ -106,7 +112,7 @@ fn exact_ties_are_shared_evenly() {
     let choice = choose(
         &input(),
         &candidates,
-        &Weights::default(),
+        &PolicySettings::linear(Weights::default()),
         &mut StdRng::seed_from_u64(1),
     )
     .unwrap();
@@ -184,9 +190,15 @@ fn default_weights_prefer_busy_worker_with_long_prefix() {
     };
     let candidates = [warm, idle];
     let chosen = |weights: &Weights| {
-        choose(&input, &candidates, weights, &mut StdRng::seed_from_u64(1))
-            .unwrap()
-            .index
+        let settings = PolicySettings::linear(*weights);
+        choose(
+            &input,
+            &candidates,
+            &settings,
+            &mut StdRng::seed_from_u64(1),
+        )
+        .unwrap()
+        .index
     };
     assert_eq!(
         (chosen(&Weights::default()), chosen(&Weights::UNIT)),
@@ -218,16 +230,23 @@ fn cost_terms_add_up_to_total() {
         taint_preference: 0.5,
         ..candidate()
     }];
-    let choice = choose(&input, &candidates, &weights, &mut StdRng::seed_from_u64(1)).unwrap();
-    let cost = choice.cost;
-    let credit = cost.device_credit + cost.host_credit + cost.disk_credit + cost.shared_credit;
+    let settings = PolicySettings::linear(weights);
+    let choice = choose(
+        &input,
+        &candidates,
+        &settings,
+        &mut StdRng::seed_from_u64(1),
+    )
+    .unwrap();
+    let cost = choice.cost.linear().unwrap();
+    let credit = cost.credit();
     assert_eq!(credit, 1.0 + 0.75 + 0.25 + 1.0);
     assert_eq!(cost.prefill_cost, cost.prefill_blocks - credit);
     assert_eq!((cost.decode_cost, cost.request_cost), (11.0, 1.5));
-    assert_eq!(cost.taint_factor, (-0.5f64.tanh()).exp());
+    assert_eq!(choice.cost.taint_factor, (-0.5f64.tanh()).exp());
     assert_eq!(
-        cost.total,
-        (cost.prefill_cost + cost.decode_cost + cost.request_cost) * cost.taint_factor
+        choice.cost.total,
+        (cost.prefill_cost + cost.decode_cost + cost.request_cost) * choice.cost.taint_factor
     );
     assert_eq!(
         (
@@ -293,7 +312,7 @@ fn preference_has_no_effect_at_zero_cost() {
     let choice = choose(
         &input,
         &[idle(0.0), idle(1.0)],
-        &Weights::default(),
+        &PolicySettings::linear(Weights::default()),
         &mut StdRng::seed_from_u64(1),
     )
     .unwrap();
@@ -316,7 +335,7 @@ fn decode_cost_is_not_negative() {
     let choice = choose(
         &input,
         &candidates,
-        &Weights::default(),
+        &PolicySettings::linear(Weights::default()),
         &mut StdRng::seed_from_u64(1),
     )
     .unwrap();
@@ -325,9 +344,10 @@ fn decode_cost_is_not_negative() {
         overlap_score_credit: 0.0,
         ..Weights::default()
     };
+    let none = PolicySettings::linear(none);
     let choice = choose(&input, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
     assert_eq!(
-        (choice.cost.decode_cost, choice.ties),
+        (choice.cost.linear().unwrap().decode_cost, choice.ties),
         (4.0, 3),
         "without credit only the blocks count"
     );

@@ -56,6 +56,14 @@ impl Weights {
         router_temperature: 0.0,
     };
 
+    /// Weights for long agent sessions: a cached block counts twice.
+    pub const AGENTIC: Self = Self {
+        overlap_score_credit: 2.0,
+        prefill_load_scale: 4.0,
+        decode_active_request_weight: 64.0,
+        ..Self::UNIT
+    };
+
     /// Checks the ranges. Returns the name of the invalid weight and the problem.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
         let unbounded = f64::INFINITY;

@@ -17,8 +17,8 @@ use crate::fleet::{Fleet, FleetMember};
 use crate::freshness::{IndexFreshness, SourceStatus, StaleReason};
 use crate::index::{Overlaps, TierBlocks};
 use crate::load::{AdditionalBlocks, LoadView, PromptSequences};
-use crate::policy::Weights;
-use crate::worker::{BlockSize, RankSlot, WorkerId, WorkerRole};
+use crate::policy::PolicySettings;
+use crate::worker::{BlockSize, ModelName, RankSlot, WorkerId, WorkerRole};
 
 /// Maximum number of retained overlap tables.
 const MAX_BUFFERS: usize = 64;
@@ -53,8 +53,6 @@ pub struct RoutingContext {
     pub(super) blocks: PromptBlocks,
     /// Settings of the decision.
     pub(super) settings: Arc<RouterSettings>,
-    /// Weights for this request.
-    pub(super) weights: Weights,
     /// Whether equal blocks of running requests count once.
     pub(super) assume_kv_reuse: bool,
     /// Whether the prefill counts as load.
@@ -133,6 +131,20 @@ impl RoutingContext {
     /// Returns the request.
     pub fn request(&self) -> &RouteRequest {
         &self.request
+    }
+
+    /// Returns the policy for this request on the ranks of a model.
+    pub(super) fn policy_of(&self, model: &ModelName) -> PolicySettings {
+        let configured = self.settings.policy_of(model);
+        self.request.overrides.apply(configured)
+    }
+
+    /// Returns the policy for this request.
+    pub(super) fn policy(&self) -> PolicySettings {
+        match &self.request.model {
+            Some(model) => self.policy_of(model),
+            None => self.request.overrides.apply(&self.settings.policy),
+        }
     }
 
     /// Returns the cached blocks of a member over all prompts.

@@ -44,7 +44,6 @@ impl Router {
             generation: 0,
             overlaps: Vec::new(),
             blocks: PromptBlocks::from_request(&request),
-            weights: overrides.apply(&settings.weights),
             assume_kv_reuse: overrides
                 .assume_kv_reuse
                 .unwrap_or(settings.tracking.assume_kv_reuse),

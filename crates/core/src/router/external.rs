@@ -76,6 +76,15 @@ impl Router {
             shared: context.request.shared.ranges().to_vec(),
             ..PolicyInput::new(prompt_tokens, members[0].worker.block_size)
         };
+        let model = &members[0].worker.model;
+        let policy = context.policy_of(model);
+        let needs_timing = policy.routing.needs_timing();
+        let estimate = self.load.read(|view| view.estimate(model));
+        let input = PolicyInput {
+            output_tokens: context.request.output_tokens(&estimate),
+            estimate,
+            ..input
+        };
         let candidates: Vec<_> = self.load.read(|view| {
             let additional = if tracks_blocks {
                 context.blocks.additional(view, context.assume_kv_reuse)
@@ -87,7 +96,12 @@ impl Router {
                 Candidate {
                     overlap,
                     freshness_credit,
+                    running_blocks: additional.held_by(member.slot),
                     load: view.load(member.slot, member.rank).unwrap_or_default(),
+                    timing: view
+                        .timing(member.slot, member.rank)
+                        .filter(|_| needs_timing)
+                        .unwrap_or_default(),
                     additional_blocks: additional.for_slot(member.slot),
                     taint_preference: taint_preference(
                         &context.request.constraints,
@@ -97,7 +111,7 @@ impl Router {
             };
             members.iter().map(candidate).collect()
         });
-        let costs = costs(&input, &candidates, &context.weights);
+        let costs = costs(&input, &candidates, &policy);
         let estimates = members.iter().zip(&candidates).zip(costs);
         Ok(estimates
             .map(|((member, candidate), cost)| {
@@ -202,7 +216,7 @@ fn worker_estimate(
     cost: Cost,
 ) -> WorkerEstimate {
     let Candidate { overlap, load, .. } = *candidate;
-    let weights = &context.weights;
+    let weights = context.policy_of(&member.worker.model).weights;
     let cached_tokens = context.cached_tokens(member, false);
     let computed_tokens = if input.track_prefill {
         input.prompt_tokens.saturating_sub(cached_tokens)

@@ -157,7 +157,7 @@ impl Router {
 
     /// Records the duration of a remote prefill. Ignored if the number of computed tokens is not
     /// known exactly.
-    pub fn record_remote_prefill_time(&self, placement: &Placement, time: Duration) {
+    pub fn record_remote_prefill_time(&self, placement: &mut Placement, time: Duration) {
         let is_known = |prefill: &PrefillRoute| {
             prefill.freshness == IndexFreshness::Exact
                 && matches!(prefill.mode, Mode::Exact | Mode::Partial)
@@ -169,6 +169,7 @@ impl Router {
             .find(|booking| booking.track_prefill);
         if let Some(booking) = booking.filter(|_| is_known) {
             self.record_booking_prefill_time(booking, time);
+            placement.reservation.learn_prefill();
         }
     }
 
@@ -206,7 +207,7 @@ impl Router {
 
     /// Records the duration of a request's prefill. Ignored if Envoy tried another worker first,
     /// because the time then includes that attempt.
-    pub fn record_prefill_time(&self, placement: &Placement, time: Duration) {
+    pub fn record_prefill_time(&self, placement: &mut Placement, time: Duration) {
         if placement.route.to.rank != placement.chosen {
             return;
         }
@@ -217,6 +218,7 @@ impl Router {
         booking
             .into_iter()
             .for_each(|booking| self.record_booking_prefill_time(booking, time));
+        placement.reservation.learn_prefill();
     }
 
     /// Records the duration of one booking's prefill.

@@ -15,10 +15,10 @@ use super::route::RouteError;
 use super::settings::RouterSettings;
 use crate::fleet::FleetMember;
 use crate::index::TierBlocks;
-use crate::load::{AdditionalBlocks, BookingEnd, LoadView};
+use crate::load::{AdditionalBlocks, BookingEnd, LatencyEstimate, LoadView, RankTiming};
 use crate::policy::{
     Candidate, ConditionalPrefillInputs, InFlightEstimate, LocalPrefillReason, PolicyInput,
-    Weights, choose, taint_preference,
+    PolicySettings, choose, taint_preference,
 };
 use crate::queue::BusyThreshold;
 use crate::worker::{ModelName, Worker, WorkerRole};
@@ -48,6 +48,8 @@ enum PhaseScope {
 /// Pool of one phase, with the load of each member in the same order.
 struct CandidateSet<'f> {
     pool: Arc<CandidatePool<'f>>,
+    policy: PolicySettings,
+    estimate: LatencyEstimate,
     members: Vec<&'f FleetMember>,
     candidates: Vec<Candidate>,
     cached: CachedTokenStats,
@@ -189,6 +191,16 @@ impl<'f> PhaseDecider<'_, 'f> {
         let mut members = Vec::with_capacity(count);
         let mut candidates = Vec::with_capacity(count);
         let additional = self.additional_blocks(view, phase);
+        let is_shared = self.shares_blocks(phase);
+        let running_blocks = |slot| {
+            if is_shared {
+                additional.held_by(slot)
+            } else {
+                0
+            }
+        };
+        let policy = self.policy(&pool, phase);
+        let needs_timing = policy.routing.needs_timing();
         let mut cached = CachedTokenStats::default();
         for &member in &pool.members {
             // Members whose slot was reassigned are skipped.
@@ -204,15 +216,24 @@ impl<'f> PhaseDecider<'_, 'f> {
                     sum: cached.sum + tokens,
                 };
             }
+            let timing = if needs_timing {
+                view.timing(member.slot, member.rank).unwrap_or_default()
+            } else {
+                RankTiming::default()
+            };
             candidates.push(Candidate {
                 overlap,
                 freshness_credit,
+                running_blocks: running_blocks(member.slot),
                 load,
+                timing,
                 additional_blocks: additional.for_slot(member.slot),
                 taint_preference: taint_preference(&pool.constraints, &member.worker),
             });
         }
         CandidateSet {
+            estimate: view.estimate(pool.model()),
+            policy,
             pool,
             members,
             candidates,
@@ -223,13 +244,18 @@ impl<'f> PhaseDecider<'_, 'f> {
     /// Returns the blocks that each rank would have to add to those of its running requests. Blocks
     /// that arrive by KV transfer are not shared.
     fn additional_blocks(&self, view: &LoadView<'_>, phase: PhaseScope) -> AdditionalBlocks {
-        let is_shared = phase != PhaseScope::Decode && self.context.assume_kv_reuse;
+        let is_shared = self.shares_blocks(phase);
         let blocks = &self.context.blocks;
         if self.tracks_blocks(phase) {
             blocks.additional(view, is_shared)
         } else {
             AdditionalBlocks::default()
         }
+    }
+
+    /// Returns whether the request shares blocks with running requests.
+    fn shares_blocks(&self, phase: PhaseScope) -> bool {
+        phase != PhaseScope::Decode && self.context.assume_kv_reuse
     }
 
     fn is_busy(&self, set: &CandidateSet<'_>) -> bool {
@@ -249,23 +275,24 @@ impl<'f> PhaseDecider<'_, 'f> {
     ) -> Result<PhaseChoice<'f>, DecideError> {
         let CandidateSet {
             pool,
+            policy,
+            estimate,
             members,
             mut candidates,
             cached,
         } = set;
-        let input = self.policy_input(&pool, phase);
-        let weights = self.weights(phase);
+        let input = self.policy_input(&pool, phase, estimate);
         let estimate = self.in_flight_estimate(&pool, phase);
         let in_flight = estimate.map_or(0, |estimate| {
-            estimate.add_to_loads(&input, &mut candidates, &weights, rng)
+            estimate.add_to_loads(&input, &mut candidates, &policy, rng)
         });
-        let choice = choose(&input, &candidates, &weights, rng).ok_or_else(|| {
+        let choice = choose(&input, &candidates, &policy, rng).ok_or_else(|| {
             DecideError::NoRoute(RouteError::NoCandidate.for_gateway(&pool.constraints))
         })?;
         Ok(PhaseChoice {
             pool,
             input,
-            weights,
+            policy,
             members,
             candidates,
             cached,
@@ -286,11 +313,15 @@ impl<'f> PhaseDecider<'_, 'f> {
         } else {
             BookingEnd::RequestEnd
         };
-        // A pool is never empty.
-        estimates.get(&(pool.members[0].worker.model.clone(), end))
+        estimates.get(&(pool.model().clone(), end))
     }
 
-    fn policy_input(&self, pool: &CandidatePool<'_>, phase: PhaseScope) -> PolicyInput {
+    fn policy_input(
+        &self,
+        pool: &CandidatePool<'_>,
+        phase: PhaseScope,
+        estimate: LatencyEstimate,
+    ) -> PolicyInput {
         let request = &self.context.request;
         // A pool is never empty.
         let block_size = pool.members[0].worker.block_size;
@@ -307,17 +338,19 @@ impl<'f> PhaseDecider<'_, 'f> {
                 0
             },
             shared: request.shared.ranges().to_vec(),
+            output_tokens: request.output_tokens(&estimate),
+            estimate,
             ..PolicyInput::new(request.prompt.tokens(), block_size)
         }
     }
 
-    fn weights(&self, phase: PhaseScope) -> Weights {
-        let mut weights = self.context.weights;
+    fn policy(&self, pool: &CandidatePool<'_>, phase: PhaseScope) -> PolicySettings {
+        let mut policy = self.context.policy_of(pool.model());
         // If the decode worker never runs a prefill, its cached blocks are of no use.
         if phase == PhaseScope::Decode && self.settings.disaggregation.conditional.is_none() {
-            weights.overlap_score_credit = 0.0;
+            policy.weights.overlap_score_credit = 0.0;
         }
-        weights
+        policy
     }
 
     fn allows_local_prefill(&self) -> bool {

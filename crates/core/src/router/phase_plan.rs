@@ -8,14 +8,14 @@ use super::route::RouteError;
 use crate::block::SequenceHash;
 use crate::fleet::FleetMember;
 use crate::load::{BookingEnd, LoadBooking, PromptSequences};
-use crate::policy::{Candidate, Choice, LocalPrefillReason, PolicyInput, Weights};
+use crate::policy::{Candidate, Choice, LocalPrefillReason, PolicyInput, PolicySettings};
 
 /// Decision for one phase.
 #[derive(Debug)]
 pub(super) struct PhaseChoice<'f> {
     pub(super) pool: Arc<CandidatePool<'f>>,
     pub(super) input: PolicyInput,
-    pub(super) weights: Weights,
+    pub(super) policy: PolicySettings,
     /// Members whose slot was not reassigned, in the order of the candidates.
     pub(super) members: Vec<&'f FleetMember>,
     pub(super) candidates: Vec<Candidate>,
@@ -145,12 +145,14 @@ impl<'f> PhasePlan<'f> {
         computes_prompt: bool,
     ) -> LoadBooking {
         let member = phase.member();
+        let running_blocks = phase.candidates[phase.choice.index].running_blocks;
+        let running_tokens = u64::from(running_blocks) * phase.input.block_size.tokens() as u64;
         LoadBooking {
             slot: member.slot,
             rank: member.rank,
             sequences,
             prompt_tokens: phase.input.prompt_tokens,
-            cached_tokens: context.cached_tokens(member, false),
+            cached_tokens: context.cached_tokens(member, false).max(running_tokens),
             track_prefill: computes_prompt && context.track_prefill,
             prefill_time: None,
             end: BookingEnd::RequestEnd,

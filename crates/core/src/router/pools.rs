@@ -14,7 +14,7 @@ use crate::policy::{
     Constraints, EligibilityError, ExclusionReason, OverloadedWorkers, WorkerAvailability,
     eligible_members, exclusion_reasons,
 };
-use crate::worker::{WorkerId, WorkerRole};
+use crate::worker::{ModelName, WorkerId, WorkerRole};
 
 /// Members that are overloaded or unhealthy at one instant.
 #[derive(Clone, Debug, Default)]
@@ -134,6 +134,11 @@ impl<'f> PhasePools<'f> {
 }
 
 impl CandidatePool<'_> {
+    /// Returns the model of the pool's members. A pool is never empty.
+    pub(super) fn model(&self) -> &ModelName {
+        &self.members[0].worker.model
+    }
+
     /// Narrows the pool to its decode workers, if it has any.
     fn prefer_decode_workers(&mut self) {
         let is_decode = |member: &&FleetMember| member.worker.role == WorkerRole::Decode;

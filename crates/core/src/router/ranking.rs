@@ -29,7 +29,7 @@ impl CandidateRanking {
         if max_fallbacks == 0 && !settings.reports_scores {
             return CandidateRanking::default();
         }
-        let costs = costs(&phase.input, &phase.candidates, &phase.weights).into_iter();
+        let costs = costs(&phase.input, &phase.candidates, &phase.policy).into_iter();
         // NaN counts as infinity, as in the choice.
         let totals = costs.map(|cost| {
             if cost.total.is_nan() {

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::{PrefillRoute, Reason, RemoteOverlaps};
 use crate::block::{BlockHashes, SequenceHash};
+use crate::load::LatencyEstimate;
 use crate::parity::ParityExpectation;
 use crate::policy::{Constraints, LocalPrefillReason, RouterOverrides, WorkerPin};
 use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
@@ -112,6 +113,8 @@ pub struct RouteRequest {
     pub overrides: RouterOverrides,
     /// Expected length of the answer, if the client states it.
     pub expected_output_tokens: Option<u64>,
+    /// Maximum length of the answer, if the request limits it.
+    pub max_output_tokens: Option<u64>,
     /// Priority in the queue.
     pub priority: RequestPriority,
     /// Phases to decide.
@@ -211,7 +214,19 @@ impl RouteRequest {
         )
     }
 
-    /// Creates a request without any demands.
+    /// Returns the expected length of the answer, in tokens: as the client states it, or as learned
+    /// and limited by the request.
+    pub(super) fn output_tokens(&self, estimate: &LatencyEstimate) -> f64 {
+        let expected = self
+            .expected_output_tokens
+            .map_or(estimate.output_tokens, |tokens| tokens as f64);
+        let limit = self
+            .max_output_tokens
+            .map_or(f64::INFINITY, |tokens| tokens as f64);
+        expected.min(limit)
+    }
+
+    /// Creates a request without constraints.
     pub fn new(model: Option<ModelName>, prompt: RoutePrompt) -> Self {
         Self {
             model,
@@ -226,6 +241,7 @@ impl RouteRequest {
             affinity: None,
             overrides: RouterOverrides::default(),
             expected_output_tokens: None,
+            max_output_tokens: None,
             priority: RequestPriority::default(),
             phases: PhaseSelection::default(),
             decode_capability: DecodeCapability::default(),

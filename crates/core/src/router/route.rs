@@ -8,7 +8,7 @@ use super::reason::Reason;
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::index::TierBlocks;
-use crate::policy::{Choice, Constraints, EligibilityError, LocalPrefillReason};
+use crate::policy::{Choice, Constraints, CostTerm, EligibilityError, LocalPrefillReason};
 use crate::worker::{BlockSize, ModelName, WorkerEndpoint, WorkerRank};
 
 /// Routing mode, from the most to the least precise.
@@ -329,12 +329,11 @@ impl Route {
     pub fn summary_line(&self) -> String {
         let cost = &self.choice.cost;
         let overlap = self.overlap;
-        let mut line = format!(
-            "worker={} cost={:.3} prefill={:.3} decode={:.3}",
-            self.to.rank, cost.total, cost.prefill_cost, cost.decode_cost
-        );
-        if cost.request_cost != 0.0 {
-            line.push_str(&format!(" requests={:.3}", cost.request_cost));
+        let mut line = format!("worker={} cost={:.3}", self.to.rank, cost.total);
+        for CostTerm { name, value } in cost.summands() {
+            if value != 0.0 || name != "requests" {
+                line.push_str(&format!(" {name}={value:.3}"));
+            }
         }
         if cost.taint_factor != 1.0 {
             line.push_str(&format!(" taints={:.3}", cost.taint_factor));

@@ -1,20 +1,22 @@
 //! Configured settings of the router.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
 use crate::freshness::FreshnessRules;
 use crate::health::HealthRules;
-use crate::policy::{DisaggregationConfig, OverloadThresholds, Weights};
+use crate::policy::{DisaggregationConfig, OverloadThresholds, PolicySettings};
 use crate::worker::ModelName;
 
 /// Settings of all decisions.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RouterSettings {
-    /// Coefficients of the cost.
-    pub weights: Weights,
+    /// Routing policy.
+    pub policy: PolicySettings,
+    /// Policies of single models, instead of `policy`.
+    pub model_policies: Arc<BTreeMap<ModelName, PolicySettings>>,
     /// Load that is tracked.
     pub tracking: LoadTracking,
     /// Disaggregation of prefill and decode.
@@ -37,6 +39,13 @@ pub struct RouterSettings {
     pub max_fallbacks: usize,
     /// Whether a route contains the cost of every candidate.
     pub reports_scores: bool,
+}
+
+impl RouterSettings {
+    /// Returns the policy of a model.
+    pub fn policy_of(&self, model: &ModelName) -> &PolicySettings {
+        self.model_policies.get(model).unwrap_or(&self.policy)
+    }
 }
 
 /// `load:`: load that is tracked.

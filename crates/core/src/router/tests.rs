@@ -74,10 +74,11 @@ fn clocked(
 /// Publishes a fleet, as the fleet controller does.
 fn publish(router: &Router, workers: impl IntoIterator<Item = Worker>) {
     let change = router.fleet().reconcile(workers.into_iter().collect());
-    change
-        .added
-        .iter()
-        .for_each(|member| router.load().open_slot(member.slot, member.rank));
+    change.added.iter().for_each(|member| {
+        router
+            .load()
+            .open_slot(member.slot, member.rank, &member.worker.model)
+    });
     router.set_fleet(Arc::new(change.fleet));
     change
         .removed
@@ -129,7 +130,7 @@ proptest! {
         for (prompts, leaves) in requests.iter().zip(leaves) {
             let Placement { route, reservation, .. } = router.route(request(prompts)).unwrap();
             let busy = router.load().snapshot()[0].active_blocks;
-            prop_assert_eq!(route.choice.cost.decode_cost, busy as f64);
+            prop_assert_eq!(route.choice.cost.linear().unwrap().decode_cost, busy as f64);
             let complete: usize = prompts.iter().map(Vec::len).sum();
             prop_assert_eq!(route.prompt_blocks, complete as u64);
             live.push(reservation);
@@ -148,9 +149,15 @@ fn overlaps_cover_very_many_prompts() {
     let router = router();
     let prompts: Vec<_> = (0..1000).map(|prompt| vec![prompt]).collect();
     let first = router.route(request(&prompts)).unwrap();
-    assert_eq!(first.route.choice.cost.decode_cost, 1000.0);
+    assert_eq!(
+        first.route.choice.cost.linear().unwrap().decode_cost,
+        1000.0
+    );
     let second = router.route(request(&prompts)).unwrap();
-    assert_eq!(second.route.choice.cost.decode_cost, 1000.0);
+    assert_eq!(
+        second.route.choice.cost.linear().unwrap().decode_cost,
+        1000.0
+    );
     assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
 }
 

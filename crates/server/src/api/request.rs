@@ -325,6 +325,7 @@ fn merge_overrides(overrides: &mut RouterOverrides, set: &pb::Overrides) {
         assume_kv_reuse: set.assume_kv_reuse.or(overrides.assume_kv_reuse),
         track_prefill_tokens: set.track_prefill_tokens.or(overrides.track_prefill_tokens),
         overlap_score_weight: overrides.overlap_score_weight,
+        policy: overrides.policy,
     };
 }
 

@@ -6,7 +6,7 @@ use warmroute_core::block::BlockHashes;
 use warmroute_core::fleet::Fleet;
 use warmroute_core::index::TierBlocks;
 use warmroute_core::load::RankLoad;
-use warmroute_core::policy::{Choice, Cost};
+use warmroute_core::policy::{Choice, Cost, CostTerm, LinearTerms};
 use warmroute_core::router::{Mode, RankEndpoint, Route, SharedBlocks, WorkerEstimate};
 use warmroute_core::worker::{BlockSize, ModelName, Worker, WorkerRank, WorkerRole};
 
@@ -124,18 +124,25 @@ fn tiers_to_proto(blocks: TierBlocks) -> pb::Tiers {
 }
 
 fn cost_to_proto(cost: &Cost) -> pb::Cost {
+    let linear = cost.linear().copied().unwrap_or_default();
+    let term = |term: CostTerm| pb::CostTerm {
+        name: term.name.to_owned(),
+        value: term.value,
+    };
     pb::Cost {
-        prefill_blocks: cost.prefill_blocks,
-        credit_decay: cost.credit_decay,
-        device_credit: cost.device_credit,
-        host_credit: cost.host_credit,
-        disk_credit: cost.disk_credit,
-        shared_credit: cost.shared_credit,
-        prefill_cost: cost.prefill_cost,
-        decode_cost: cost.decode_cost,
-        request_cost: cost.request_cost,
+        prefill_blocks: linear.prefill_blocks,
+        credit_decay: linear.credit_decay,
+        device_credit: linear.device_credit,
+        host_credit: linear.host_credit,
+        disk_credit: linear.disk_credit,
+        shared_credit: linear.shared_credit,
+        prefill_cost: linear.prefill_cost,
+        decode_cost: linear.decode_cost,
+        request_cost: linear.request_cost,
         taint_factor: cost.taint_factor,
         total: cost.total,
+        policy: cost.terms.policy().to_owned(),
+        terms: cost.summands().into_iter().map(term).collect(),
     }
 }
 
@@ -146,10 +153,9 @@ pub(super) fn overlap_score_to_proto(estimate: &WorkerEstimate) -> pb::OverlapSc
         blocks: Some(tiers_to_proto(estimate.overlap)),
         shared_blocks_beyond_device: estimate.shared_beyond_device,
         effective_blocks: estimate.effective_blocks,
-        credit_blocks: cost.device_credit
-            + cost.host_credit
-            + cost.disk_credit
-            + cost.shared_credit,
+        credit_blocks: cost
+            .linear()
+            .map_or(estimate.effective_blocks, LinearTerms::credit),
         cached_tokens: estimate.cached_tokens,
     }
 }

@@ -241,7 +241,9 @@ impl FleetController {
             self.stop_source(member.rank).await;
         }
         for member in &change.added {
-            self.router.load().open_slot(member.slot, member.rank);
+            self.router
+                .load()
+                .open_slot(member.slot, member.rank, &member.worker.model);
             self.router.predictors().open_rank(member);
             self.start_source(member);
         }

@@ -8,6 +8,7 @@ mod workers;
 
 use std::collections::HashSet;
 
+use warmroute_core::policy::Weights;
 use warmroute_settings::{PathStep, Problem};
 
 use super::Config;
@@ -80,7 +81,15 @@ impl SectionProblems {
 
     fn check_routing(&mut self, config: &Config) {
         let routing = &config.routing;
+        self.add("routing.policy", policy(config));
         self.add("routing.weights", weights(config));
+        for (at, model) in config.models.iter().enumerate() {
+            let problems = model
+                .policy
+                .map_or_else(Vec::new, |policy| policy.problems(&routing.weights));
+            let within = |problem: Problem| problem.within("policy").within(at).within("models");
+            self.0.extend(problems.into_iter().map(within));
+        }
         self.add("routing.load", load(config));
         self.add("routing.block_hash", routing.block_hash.load().err());
         self.add("routing.overload", routing.overload.problems());
@@ -132,8 +141,14 @@ fn envoy(config: &Config) -> Vec<Problem> {
         .unwrap_or_default()
 }
 
+fn policy(config: &Config) -> Vec<Problem> {
+    let policy = config.routing.policy;
+    policy.map_or_else(Vec::new, |policy| policy.problems(&config.routing.weights))
+}
+
 fn weights(config: &Config) -> Option<Problem> {
-    let (name, text) = config.routing.weights.validate().err()?;
+    let weights = config.routing.weights.apply(Weights::default());
+    let (name, text) = weights.validate().err()?;
     Some(Problem::of(name, format!("`{name}` {text}")))
 }
 

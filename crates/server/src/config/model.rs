@@ -8,6 +8,7 @@ use warmroute_engines::kv_events::MediaTokens;
 use warmroute_settings::Problem;
 use warmroute_tokens::prompt::{EngineKind, MediaConfig, TransformersVersion};
 
+use super::policy::PolicyConfig;
 use crate::ext_proc::config::FailureMode;
 use crate::prefill::PrefillConfig;
 use crate::request::engine_tokens::config::EngineTokensConfig;
@@ -16,7 +17,7 @@ use crate::request::engine_tokens::config::EngineTokensConfig;
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
 /// One entry of the list of models.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
     /// Name as the engines serve it.
@@ -66,6 +67,9 @@ pub struct ModelConfig {
     /// Execution of remote prefills. `None`: headers name the prefill worker.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub prefill: Option<PrefillConfig>,
+    /// Routing policy. `None`: `routing.policy` applies.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PolicyConfig>,
     /// Handling of requests for which no worker can be chosen. `None`: `gateway.failure.mode`
     /// applies.
     #[serde(default)]

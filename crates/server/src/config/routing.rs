@@ -1,9 +1,10 @@
 //! `routing:`: selection of the worker for a request.
 
 use serde::{Deserialize, Serialize};
-use warmroute_core::policy::{DisaggregationConfig, Weights};
+use warmroute_core::policy::{DisaggregationConfig, PolicyName, PolicySettings};
 use warmroute_core::router::LoadTracking;
 
+use super::policy::{PolicyConfig, WeightsConfig};
 use super::{HealthConfig, OverloadConfig, TrackingHashConfig};
 use crate::request::pool_routes::PoolRoutesConfig;
 use crate::request::rewrite::RewritesConfig;
@@ -12,8 +13,11 @@ use crate::request::rewrite::RewritesConfig;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RoutingSection {
-    /// Coefficients of the cost.
-    pub weights: Weights,
+    /// Policy of all models that do not configure one. Default: `linear_tuned`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub policy: Option<PolicyConfig>,
+    /// Weights of the policy.
+    pub weights: WeightsConfig,
     /// Quantities that count as load.
     pub load: LoadTracking,
     /// Hash that identifies prompt blocks in the load tracker.
@@ -28,4 +32,17 @@ pub struct RoutingSection {
     pub pool_routes: PoolRoutesConfig,
     /// Rewrites of the requested model to another one.
     pub model_rewrites: RewritesConfig,
+}
+
+impl RoutingSection {
+    /// Returns the policy of models that do not configure one.
+    pub fn default_policy(&self) -> PolicyConfig {
+        self.policy
+            .unwrap_or(PolicyConfig::named(PolicyName::LinearTuned))
+    }
+
+    /// Returns the settings of a policy with the configured weights.
+    pub fn policy_settings(&self, policy: &PolicyConfig) -> PolicySettings {
+        policy.settings(&self.weights)
+    }
 }

@@ -73,10 +73,11 @@ fn new_dispatcher(
 
 fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
     let change = Fleet::clone(&router.fleet()).reconcile(ids.map(worker).collect());
-    change
-        .added
-        .iter()
-        .for_each(|member| router.load().open_slot(member.slot, member.rank));
+    change.added.iter().for_each(|member| {
+        router
+            .load()
+            .open_slot(member.slot, member.rank, &member.worker.model)
+    });
     router.set_fleet(Arc::new(change.fleet));
     change
         .removed

@@ -235,7 +235,7 @@ impl ExchangeGuard {
             let is_measured = self.event_stream && is_known;
             if first && is_success && is_measured {
                 self.router
-                    .record_prefill_time(&active.placement, self.admitted_at.elapsed());
+                    .record_prefill_time(&mut active.placement, self.admitted_at.elapsed());
             }
         }
         if is_success {

@@ -198,7 +198,7 @@ impl SequentialPrefill {
         let (mut active, answer) = self.call_worker(router, call, active).await;
         let mut step = self.fallback_step(to.endpoint, handoff, answer);
         if let FallbackStep::HandOff(_) = step {
-            router.record_remote_prefill_time(&active.placement, started.elapsed());
+            router.record_remote_prefill_time(&mut active.placement, started.elapsed());
             if context
                 .place_again(&mut active, PhaseSelection::Decode(Box::new(prefilled)))
                 .is_err()

@@ -46,7 +46,7 @@ impl TestLedger {
         let now = Arc::new(Mutex::new(Instant::now()));
         let clock = now.clone();
         let load = LoadTracker::new(move || *clock.lock());
-        (0..2).for_each(|worker| load.open_slot(RankSlot(worker), rank(worker)));
+        (0..2).for_each(|worker| load.open_slot(RankSlot(worker), rank(worker), &"m".into()));
         Self {
             ledger: BookingLedger::new(load.clone(), rules),
             load,
@@ -231,7 +231,9 @@ fn ledger_limits_blocks() {
         test_ledger.add("b", 1, booking(0, 3)),
         Ok(LedgerChange::Applied)
     );
-    test_ledger.load.open_slot(RankSlot(0), rank(0));
+    test_ledger
+        .load
+        .open_slot(RankSlot(0), rank(0), &"m".into());
     test_ledger.ledger.expire();
     assert_eq!(test_ledger.ledger.blocks, 0);
 }
@@ -281,7 +283,9 @@ fn booking_ends_with_its_worker() {
     let mut test_ledger = TestLedger::new(LedgerRules::default());
     test_ledger.add("a", 0, booking(0, 2)).unwrap();
     test_ledger.add("b", 0, booking(0, 2)).unwrap();
-    test_ledger.load.open_slot(RankSlot(0), rank(0));
+    test_ledger
+        .load
+        .open_slot(RankSlot(0), rank(0), &"m".into());
     assert_eq!(
         test_ledger.ledger.touch(request_attempt("a", 0)),
         LedgerChange::Unchanged

@@ -341,7 +341,7 @@ proptest! {
         let start = *now.lock();
         let clock = now.clone();
         let tracker = LoadTracker::new(move || *clock.lock());
-        (0..3).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot))));
+        (0..3).for_each(|slot| tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into()));
         let mut released = BTreeSet::new();
         let mut log = Vec::new();
         let mut live = BTreeMap::<usize, (Reservation, LoggedRequest)>::new();
@@ -387,7 +387,7 @@ proptest! {
                 (9 | 10, _) => *now.lock() += Duration::from_millis(tokens * u64::from(pick % 20)),
                 (11, _) if pick % 4 == 0 => {
                     tracker.close_slot(RankSlot(slot));
-                    tracker.open_slot(RankSlot(slot), rank(u64::from(slot)));
+                    tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &"m".into());
                     let in_slot = live.values_mut().filter(|(_, request)| request.slot == slot);
                     in_slot.for_each(|(_, request)| request.is_booked = false);
                     log.push(LogEntry::SlotReopened { slot });

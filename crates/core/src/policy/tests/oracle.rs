@@ -13,10 +13,10 @@ use super::*;
 fn choose_by_definition(
     input: &PolicyInput,
     candidates: &[Candidate],
-    weights: &Weights,
+    settings: &PolicySettings,
     rng: &mut StdRng,
 ) -> Option<(usize, usize)> {
-    let costs = costs(input, candidates, weights);
+    let costs = costs(input, candidates, settings);
     let totals = costs.iter().map(|cost| {
         if cost.total.is_nan() {
             f64::INFINITY
@@ -49,13 +49,24 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
             overlap,
             load,
             few(4),
+            cached(),
+            timings(),
             preference,
             prop_oneof![Just(1.0), Just(0.5), Just(0.0)],
         ),
         0..12,
     )
     .prop_map(|facts| {
-        let candidate = |(overlap, load, additional_blocks, preference, trust_credit)| {
+        let candidate = |facts| {
+            let (
+                overlap,
+                load,
+                additional_blocks,
+                running_blocks,
+                timing,
+                preference,
+                freshness_credit,
+            ) = facts;
             let (device, host, disk, external) = overlap;
             let (active_blocks, active_prefill_tokens, active_requests) = load;
             Candidate {
@@ -71,12 +82,73 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
                     active_requests,
                 },
                 additional_blocks,
+                running_blocks,
+                timing,
                 taint_preference: preference,
-                freshness_credit: trust_credit,
+                freshness_credit,
             }
         };
         facts.into_iter().map(candidate).collect()
     })
+}
+
+fn timings() -> impl Strategy<Value = RankTiming> {
+    let count = || prop_oneof![Just(0_u32), 0..8_u32, any::<u32>()];
+    let amount = || prop_oneof![Just(0_u64), 0..100_000_u64, 0..1_u64 << 60];
+    let factor = || prop_oneof![3 => Just(1.0), 1 => 0.1..10.0];
+    (count(), amount(), amount(), amount(), factor(), factor()).prop_map(
+        |(prefills, tokens, pairs, context, prefill_factor, decode_factor)| RankTiming {
+            prefills,
+            prefill_tokens: tokens as f64,
+            prefill_pairs: pairs as f64,
+            prefill_elapsed: (tokens % 1000) as f64 / 10.0,
+            context_tokens: context as f64,
+            prefill_factor,
+            decode_factor,
+        },
+    )
+}
+
+fn estimates() -> impl Strategy<Value = LatencyEstimate> {
+    let seconds = || prop_oneof![Just(0.0), Just(1e-4), 0.0..1.0];
+    let coefficients =
+        (seconds(), seconds(), seconds(), seconds()).prop_map(|(token, pair, step, resident)| {
+            LatencyCoefficients {
+                prefill_token: token,
+                prefill_pair: pair * 1e-4,
+                decode_step: step,
+                decode_resident_token: resident * 1e-3,
+            }
+        });
+    (coefficients, 0.0..1e5, 0.0..1e4, 0.0..1e4, any::<u64>()).prop_map(
+        |(coefficients, output_tokens, request_rate, prefill_rate, requests)| LatencyEstimate {
+            coefficients,
+            output_tokens,
+            request_rate,
+            prefill_rate,
+            requests,
+            ..LatencyEstimate::default()
+        },
+    )
+}
+
+fn policies() -> impl Strategy<Value = RoutingPolicy> {
+    prop_oneof![
+        2 => Just(RoutingPolicy::Linear),
+        2 => (0.1..100.0).prop_map(|first_token_weight| {
+            RoutingPolicy::Seconds(SecondsSettings { first_token_weight })
+        }),
+        1 => Just(RoutingPolicy::Lmetric),
+        1 => any::<u64>().prop_map(|max_excess_tokens| {
+            RoutingPolicy::Sticky(StickySettings { max_excess_tokens })
+        }),
+        1 => Just(RoutingPolicy::LeastLoaded),
+        1 => Just(RoutingPolicy::RoundRobin),
+    ]
+}
+
+fn settings() -> impl Strategy<Value = PolicySettings> {
+    (policies(), weights()).prop_map(|(routing, weights)| PolicySettings { routing, weights })
 }
 
 fn weights() -> impl Strategy<Value = Weights> {
@@ -110,11 +182,13 @@ fn inputs() -> impl Strategy<Value = PolicyInput> {
         Just(WorkerRole::Prefill)
     ];
     let shared = prop_oneof![3 => Just(Vec::new()), 1 => Just(vec![0..3, 5..900])];
-    (tokens, size, role, any::<bool>(), shared).prop_map(
-        |(tokens, size, role, track_prefill, shared)| PolicyInput {
+    (tokens, size, role, any::<bool>(), shared, estimates()).prop_map(
+        |(tokens, size, role, track_prefill, shared, estimate)| PolicyInput {
             role,
             track_prefill,
             shared,
+            output_tokens: estimate.output_tokens,
+            estimate,
             ..PolicyInput::new(tokens, BlockSize::new(size).unwrap())
         },
     )
@@ -125,15 +199,38 @@ proptest! {
 
     #[test]
     fn choice_has_minimum_cost(
-        (input, candidates, weights) in (inputs(), candidates(), weights()),
+        (input, candidates, settings) in (inputs(), candidates(), settings()),
         seed in any::<u64>(),
     ) {
         let rng = || StdRng::seed_from_u64(seed);
-        let expected = choose_by_definition(&input, &candidates, &weights, &mut rng());
-        let choice = choose(&input, &candidates, &weights, &mut rng());
+        let expected = choose_by_definition(&input, &candidates, &settings, &mut rng());
+        let choice = choose(&input, &candidates, &settings, &mut rng());
         prop_assert_eq!(choice.as_ref().map(|choice| (choice.index, choice.ties)), expected);
         // As text, because NaN is not equal to itself.
-        let chosen = choice.map(|choice| (choice.cost, costs(&input, &candidates, &weights)[choice.index]));
+        let chosen = choice.map(|choice| (choice.cost, costs(&input, &candidates, &settings)[choice.index]));
         prop_assert!(chosen.is_none_or(|(chosen, of)| format!("{chosen:?}") == format!("{of:?}")), "{:?}", chosen);
+    }
+
+    #[test]
+    fn explained_terms_add_up_to_compared_cost(
+        (input, candidates, settings) in (inputs(), candidates(), settings()),
+    ) {
+        for cost in costs(&input, &candidates, &settings) {
+            let summands = cost.summands();
+            let sum = summands.iter().skip(1).fold(summands[0].value, |sum, term| sum + term.value);
+            prop_assert_eq!((sum * cost.taint_factor).to_bits(), cost.total.to_bits());
+        }
+    }
+
+    #[test]
+    fn costs_of_seconds_are_finite(
+        (input, candidates) in (inputs(), candidates()),
+        first_token_weight in 0.1..100.0,
+    ) {
+        let routing = RoutingPolicy::Seconds(SecondsSettings { first_token_weight });
+        let settings = PolicySettings { routing, weights: Weights::default() };
+        for cost in costs(&input, &candidates, &settings) {
+            prop_assert!(cost.total.is_finite() && cost.total >= 0.0, "{:?}", cost);
+        }
     }
 }

@@ -54,11 +54,11 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             prompt_blocks: route.prompt_blocks,
             block_size: Some(route.block_size),
             computed_by: Some(route.computed_by()),
-            weights: self.context.weights,
+            policy: self.context.policy(),
             summary: summary::routed(
                 &route,
                 &phases,
-                self.context.weights.router_temperature,
+                self.context.policy().weights.router_temperature,
                 self.snapshot.is_busy,
             ),
             phases,
@@ -67,12 +67,11 @@ impl<'f> ExplanationBuilder<'_, 'f> {
     }
 
     fn phase(&self, phase: &PhaseChoice<'f>, used: bool) -> PhaseExplanation {
-        let costs = costs(&phase.input, &phase.candidates, &phase.weights);
+        let costs = costs(&phase.input, &phase.candidates, &phase.policy);
         let winner = phase.choice.index;
         let others = (0..costs.len()).filter(|index| *index != winner);
         let runner_up = others.min_by(|a, b| costs[*a].total.total_cmp(&costs[*b].total));
         let mut workers = self.explain_workers(&phase.pool.constraints);
-        let block_size = phase.input.block_size.tokens() as f64;
         for worker in &mut workers {
             let mut members = phase.members.iter();
             match members.position(|member| member.rank == worker.rank) {
@@ -81,7 +80,10 @@ impl<'f> ExplanationBuilder<'_, 'f> {
                     let cost = costs[index];
                     worker.overlap = candidate.overlap;
                     worker.load = candidate.load;
-                    worker.prefill_tokens = (cost.prefill_blocks * block_size).round() as u64;
+                    worker.running_blocks = candidate.running_blocks;
+                    let needs_timing = phase.policy.routing.needs_timing();
+                    worker.timing = needs_timing.then_some(candidate.timing);
+                    worker.prefill_tokens = phase.input.outstanding_tokens(candidate);
                     worker.decode_blocks = phase.input.decode_blocks(candidate);
                     worker.cost = Some(cost);
                     worker.excluded = None;
@@ -171,8 +173,10 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             role: member.worker.role,
             overlap: self.context.overlap(member),
             source: self.context.source_status(member),
+            running_blocks: 0,
             cached_tokens: self.context.cached_tokens(member, true),
             load,
+            timing: None,
             prefill_tokens: load.active_prefill_tokens + prompt_tokens,
             decode_blocks: load.active_blocks + additional + tail,
             cost: None,
@@ -213,7 +217,7 @@ pub(super) fn unrouted(
             .sum(),
         block_size,
         computed_by: None,
-        weights: context.weights,
+        policy: context.policy(),
         phases,
         summary: summary::unrouted(error, context.request.constraints.pool.as_deref()),
         route: None,

@@ -6,8 +6,8 @@ use serde::Serialize;
 
 use crate::freshness::SourceStatus;
 use crate::index::TierBlocks;
-use crate::load::ActiveLoad;
-use crate::policy::{Cost, Weights};
+use crate::load::{ActiveLoad, RankTiming};
+use crate::policy::{Cost, PolicySettings};
 use crate::router::reason::Reason;
 use crate::router::route::{ComputingRank, Mode, Route};
 use crate::worker::{BlockSize, ModelName, WorkerEndpoint, WorkerRank, WorkerRole};
@@ -37,8 +37,9 @@ pub struct RouteExplanation {
     /// Worker rank that computes the prompt, with the forecast for its cache; `None` if no worker
     /// is chosen.
     pub computed_by: Option<ComputingRank>,
-    /// Weights for this request. A decode choice may ignore the credit.
-    pub weights: Weights,
+    /// Policy and weights for this request. A decode choice may ignore the credit.
+    #[serde(flatten)]
+    pub policy: PolicySettings,
     /// Phases, prefill first.
     pub phases: Vec<PhaseExplanation>,
     /// Explanation in one sentence.
@@ -59,7 +60,7 @@ pub struct PhaseExplanation {
     pub winner: Option<WorkerRank>,
     /// Cheapest of the other candidates.
     pub runner_up: Option<WorkerRank>,
-    /// Cost of the runner-up minus cost of the winner, in blocks; negative if sampling chose a more
+    /// Cost of the runner-up minus cost of the winner, in the unit of the policy; negative if sampling chose a more
     /// expensive one.
     pub margin: Option<f64>,
     /// Number of candidates with exactly the winner's cost, including it; 1 if a temperature is
@@ -80,12 +81,17 @@ pub struct WorkerExplanation {
     pub role: WorkerRole,
     /// Cached blocks of the prompt, per tier.
     pub overlap: TierBlocks,
+    /// Leading blocks of the prompt that its running requests hold or compute.
+    pub running_blocks: u32,
     /// Status of its event source.
     pub source: SourceStatus,
     /// Prompt tokens that its engine would report as cached.
     pub cached_tokens: u64,
     /// Current load, without this request.
     pub load: ActiveLoad,
+    /// Booked work and speed, if the policy uses them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub timing: Option<RankTiming>,
     /// Prefill that would be outstanding, in tokens, without subtracting cached tokens; 0 in a
     /// phase without prefill.
     pub prefill_tokens: u64,

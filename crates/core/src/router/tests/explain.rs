@@ -8,7 +8,7 @@ use crate::health::WorkerOutcome;
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{
     ConditionalPrefillConfig, DisaggregationConfig, EndpointSubset, LocalPrefillReason,
-    OverloadThresholds, Weights, WorkerPin,
+    OverloadThresholds, PolicySettings, Weights, WorkerPin,
 };
 use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
 use crate::worker::DpRank;
@@ -17,7 +17,7 @@ mod phases;
 
 fn unit_weights() -> RouterSettings {
     RouterSettings {
-        weights: Weights::UNIT,
+        policy: PolicySettings::linear(Weights::UNIT),
         ..RouterSettings::default()
     }
 }
@@ -91,7 +91,7 @@ fn explanation_shows_all_terms_and_runner_up() {
         ..Weights::UNIT
     };
     let settings = RouterSettings {
-        weights,
+        policy: PolicySettings::linear(weights),
         ..RouterSettings::default()
     };
     let router = router_of((1..=3).map(worker), settings);
@@ -119,19 +119,16 @@ fn explanation_shows_all_terms_and_runner_up() {
     // 10 blocks and the tail of 1 token are new.
     assert_eq!((one.prefill_tokens, one.decode_blocks), (13 + 41, 3 + 11));
     let cost = one.cost.unwrap();
+    let terms = cost.linear().unwrap();
     assert_eq!(
-        (cost.prefill_blocks, cost.device_credit, cost.host_credit),
+        (terms.prefill_blocks, terms.device_credit, terms.host_credit),
         (13.5, 6.0, 1.5)
     );
     assert_eq!(
-        (
-            cost.prefill_cost,
-            cost.decode_cost,
-            cost.request_cost,
-            cost.total
-        ),
-        (6.0, 13.0, 2.0, 21.0)
+        (terms.prefill_cost, terms.decode_cost, terms.request_cost),
+        (6.0, 13.0, 2.0)
     );
+    assert_eq!(cost.total, 21.0);
     let totals = [1, 2, 3].map(|id| worker_row(phase, id).cost.unwrap().total);
     assert_eq!(totals, [21.0, 16.25, 20.25]);
     assert_eq!(
@@ -441,7 +438,7 @@ proptest! {
         };
         let role = |role: u8| [WorkerRole::Aggregated, WorkerRole::Prefill, WorkerRole::Decode][usize::from(role)];
         let workers: Vec<_> = roles.iter().zip(1..).map(|(at, id)| with_role(id, role(*at))).collect();
-        let router = router_of(workers.clone(), RouterSettings { weights, ..RouterSettings::default() });
+        let router = router_of(workers.clone(), RouterSettings { policy: PolicySettings::linear(weights), ..RouterSettings::default() });
         let writers: Vec<_> = workers.iter().zip(&cached).map(|(worker, blocks)| {
             holds(&router, worker.id.0, 0..*blocks, StorageTier::Device)
         }).collect();
@@ -505,7 +502,9 @@ fn agrees(explanation: &RouteExplanation, route: &Route) -> Result<(), TestCaseE
             .iter()
             .filter_map(|row| Some(row.cost?.total))
             .fold(f64::INFINITY, f64::min);
-        prop_assert!(explanation.weights.router_temperature > 0.0 || choice.cost.total == cheapest);
+        prop_assert!(
+            explanation.policy.weights.router_temperature > 0.0 || choice.cost.total == cheapest
+        );
     }
     let decode = explanation.phases.last().unwrap();
     let won = decode
@@ -544,7 +543,7 @@ fn summary_omits_neutral_terms() {
     let router = router_of(
         workers,
         RouterSettings {
-            weights,
+            policy: PolicySettings::linear(weights),
             ..RouterSettings::default()
         },
     );

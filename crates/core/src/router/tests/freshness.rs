@@ -71,8 +71,8 @@ fn stale_source_reduces_credit_and_is_reported() {
     let cost = row.cost.unwrap();
     assert_eq!(
         (
-            cost.freshness_credit,
-            cost.device_credit,
+            cost.linear().unwrap().freshness_credit,
+            cost.linear().unwrap().device_credit,
             row.overlap.device
         ),
         (0.5, 4.0, 8)
@@ -131,7 +131,10 @@ fn unusable_sources_route_by_load_only() {
             "chosen by its reported blocks"
         );
         assert_eq!(
-            (route.choice.cost.freshness_credit, route.freshness),
+            (
+                route.choice.cost.linear().unwrap().freshness_credit,
+                route.freshness
+            ),
             (0.5, IndexFreshness::CatchingUp)
         );
     }

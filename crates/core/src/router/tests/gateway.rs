@@ -291,7 +291,7 @@ fn truncated_prompt_counts_known_blocks() {
     assert_eq!(
         (
             route.choice.required_blocks,
-            route.choice.cost.prefill_blocks
+            route.choice.cost.linear().unwrap().prefill_blocks
         ),
         (11, 41.0 / 4.0)
     );

@@ -4,7 +4,7 @@
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 
-use warmroute_core::policy::Weights;
+use warmroute_core::policy::{Cost, CostTerms, PolicySettings, RoutingPolicy};
 use warmroute_core::router::{
     ComputingRank, PhaseExplanation, RouteExplanation, WorkerExplanation,
 };
@@ -30,9 +30,8 @@ const STATE_HEADINGS: [[&str; 2]; 13] = [
     ["", "with this"],
 ];
 
-/// Two-line headings of the cost table.
-const COST_HEADINGS: [[&str; 2]; 14] = [
-    ["", "worker"],
+/// Two-line headings of the terms of the policy `linear`.
+const LINEAR_HEADINGS: [[&str; 2]; 10] = [
     ["prefill", "blocks"],
     ["credit:", "device"],
     ["", "host"],
@@ -43,9 +42,6 @@ const COST_HEADINGS: [[&str; 2]; 14] = [
     ["cost:", "prefill"],
     ["", "decode"],
     ["", "requests"],
-    ["taint", "factor"],
-    ["total", "cost"],
-    ["", "verdict"],
 ];
 
 /// Renders an explanation as text.
@@ -64,7 +60,7 @@ pub fn render(explanation: &RouteExplanation) -> String {
         text.push('\n');
         write_table(
             &mut text,
-            &COST_HEADINGS,
+            &cost_headings(phase),
             1,
             rows.iter().map(|worker| cost_row(phase, worker)).collect(),
         );
@@ -112,8 +108,8 @@ fn format_heading(explanation: &RouteExplanation) -> String {
     format!(
         "route    {mode}{reason}{busy}{class}\nprompt   {model}{requested}, {prompt_tokens} \
         tokens, {prompt_blocks} complete blocks{block_size_text}\n\
-         {cached}weights  {}\n",
-        format_weights(&explanation.weights)
+         {cached}policy   {}\n",
+        format_policy(&explanation.policy)
     )
 }
 
@@ -133,9 +129,36 @@ fn format_prediction(explanation: &RouteExplanation, computed_by: ComputingRank)
     )
 }
 
-fn format_weights(weights: &Weights) -> String {
+fn format_policy(settings: &PolicySettings) -> String {
+    let weights = &settings.weights;
+    let tiers = format!(
+        "host {}, disk {}, shared {}; temperature {}",
+        weights.host_cache_hit_weight,
+        weights.disk_cache_hit_weight,
+        weights.shared_cache_multiplier,
+        weights.router_temperature,
+    );
+    let name = settings.routing.as_str();
+    match settings.routing {
+        RoutingPolicy::Seconds(seconds) => format!(
+            "{name}: first token weight {}; {tiers}",
+            seconds.first_token_weight
+        ),
+        RoutingPolicy::Sticky(sticky) => format!(
+            "{name}: at most {} tokens more than the shortest queue",
+            sticky.max_excess_tokens
+        ),
+        RoutingPolicy::Linear => format_linear(settings),
+        RoutingPolicy::Lmetric | RoutingPolicy::LeastLoaded | RoutingPolicy::RoundRobin => {
+            name.to_owned()
+        }
+    }
+}
+
+fn format_linear(settings: &PolicySettings) -> String {
+    let weights = &settings.weights;
     format!(
-        "device {}, host {}, disk {}, shared {}, decay {}; prefill {}, request {}; temperature {}",
+        "linear: device {}, host {}, disk {}, shared {}, decay {}; prefill {}, request {}; temperature {}",
         weights.overlap_score_credit,
         weights.host_cache_hit_weight,
         weights.disk_cache_hit_weight,
@@ -217,25 +240,34 @@ fn state_row(worker: &WorkerExplanation) -> Vec<String> {
     ]
 }
 
+/// Returns the headings of the cost table, which depend on the policy.
+fn cost_headings(phase: &PhaseExplanation) -> Vec<[&'static str; 2]> {
+    let cost = phase.workers.iter().find_map(|worker| worker.cost.as_ref());
+    let mut headings = vec![["", "worker"]];
+    match cost {
+        Some(Cost {
+            terms: CostTerms::Linear(_),
+            ..
+        }) => headings.extend(LINEAR_HEADINGS),
+        Some(cost) => headings.extend(cost.figures().iter().map(|term| ["", term.name])),
+        None => {}
+    }
+    headings.extend([["taint", "factor"], ["total", "cost"], ["", "verdict"]]);
+    headings
+}
+
 fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String> {
-    let terms = worker.cost.map(|cost| {
-        [
-            cost.prefill_blocks,
-            cost.device_credit,
-            cost.host_credit,
-            cost.disk_credit,
-            cost.shared_credit,
-            cost.credit_decay,
-            cost.freshness_credit,
-            cost.prefill_cost,
-            cost.decode_cost,
-            cost.request_cost,
-            cost.taint_factor,
-            cost.total,
-        ]
-        .map(|term| format!("{term:.3}"))
-    });
-    let terms = terms.unwrap_or_else(|| std::array::from_fn(|_| "-".to_owned()));
+    let columns = cost_headings(phase).len() - 2;
+    let terms: Vec<String> = match &worker.cost {
+        Some(cost) => {
+            let terms = cost.figures().into_iter().map(|term| term.value);
+            terms
+                .chain([cost.taint_factor, cost.total])
+                .map(|term| format!("{term:.3}"))
+                .collect()
+        }
+        None => vec!["-".to_owned(); columns],
+    };
     let verdict = match (&worker.excluded, worker.cost) {
         (Some(reason), _) => format!("excluded: {reason}"),
         (None, _) if Some(worker.rank) == phase.winner => "winner".to_owned(),
@@ -252,9 +284,9 @@ fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String>
 
 /// Writes a table with aligned columns. The first `text_columns` columns and the column `verdict`
 /// are left-aligned, numbers are right-aligned.
-fn write_table<const N: usize>(
+fn write_table(
     text: &mut String,
-    headings: &[[&str; 2]; N],
+    headings: &[[&str; 2]],
     text_columns: usize,
     rows: Vec<Vec<String>>,
 ) {
@@ -272,7 +304,7 @@ fn write_table<const N: usize>(
             .max()
             .unwrap_or(0)
     };
-    let widths: Vec<usize> = (0..N).map(width).collect();
+    let widths: Vec<usize> = (0..headings.len()).map(width).collect();
     for line in &lines {
         let is_text = |column: usize| column < text_columns || headings[column][1] == "verdict";
         let cells = line

@@ -45,7 +45,7 @@ impl BookingFixture {
         change
             .added
             .iter()
-            .for_each(|member| load.open_slot(member.slot, member.rank));
+            .for_each(|member| load.open_slot(member.slot, member.rank, &member.worker.model));
         let router = Router::new(
             PrefixIndex::new(),
             load.clone(),

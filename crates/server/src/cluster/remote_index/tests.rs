@@ -106,7 +106,8 @@ impl WithFleet for Router {
     fn with_fleet(self, count: u64) -> Self {
         let change = self.fleet().reconcile(workers(count));
         for member in &change.added {
-            self.load().open_slot(member.slot, member.rank);
+            self.load()
+                .open_slot(member.slot, member.rank, &member.worker.model);
             self.predictors().open_rank(member);
         }
         self.set_fleet(Arc::new(change.fleet));

@@ -123,7 +123,7 @@ impl Replica {
     fn open_ranks(&mut self, known: u64) {
         (self.known..known).for_each(|worker| {
             self.load
-                .open_slot(Self::slot(self.first, worker), rank(worker))
+                .open_slot(Self::slot(self.first, worker), rank(worker), &"m".into())
         });
         self.known = self.known.max(known);
         self.generation += 1;

@@ -78,7 +78,8 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
             );
             problems.push(Problem::at(steps("index.shared_cache.timeout"), text));
         }
-        if config.routing.weights.shared_cache_multiplier == 0.0 && !config.requests.clients.trusted
+        let multiplier = config.routing.weights.shared_cache_multiplier;
+        if multiplier.is_none_or(|multiplier| multiplier == 0.0) && !config.requests.clients.trusted
         {
             let text = "its hits do not count; set `routing.weights.shared_cache_multiplier`, usually to 0.5";
             problems.push(Problem::at(steps("index.shared_cache"), text));

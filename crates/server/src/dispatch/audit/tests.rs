@@ -111,10 +111,11 @@ fn prediction_describes_the_prefill_worker() {
         worker(1, WorkerRole::Prefill),
         worker(2, WorkerRole::Decode),
     ]);
-    change
-        .added
-        .iter()
-        .for_each(|member| router.load().open_slot(member.slot, member.rank));
+    change.added.iter().for_each(|member| {
+        router
+            .load()
+            .open_slot(member.slot, member.rank, &member.worker.model)
+    });
     router.set_fleet(Arc::new(change.fleet));
     let decode = WorkerRank {
         worker: WorkerId(2),

@@ -99,7 +99,7 @@ fn router() -> Arc<Router> {
     );
     let change = Fleet::empty().reconcile(vec![worker]);
     for member in &change.added {
-        load.open_slot(member.slot, member.rank);
+        load.open_slot(member.slot, member.rank, &member.worker.model);
         predictions.open_rank(member);
     }
     let router = Router::new(PrefixIndex::new(), load, RouterSettings::default(), 1)

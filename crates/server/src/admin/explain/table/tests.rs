@@ -1,6 +1,6 @@
 use warmroute_core::index::TierBlocks;
 use warmroute_core::load::ActiveLoad;
-use warmroute_core::policy::Cost;
+use warmroute_core::policy::{LinearTerms, Weights};
 use warmroute_core::router::{ComputingRank, Mode, Reason};
 use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
@@ -15,10 +15,13 @@ fn rank(id: u64) -> WorkerRank {
 
 fn worker_explanation(id: u64, total: Option<f64>, excluded: Option<&str>) -> WorkerExplanation {
     let cost = total.map(|total| Cost {
-        prefill_cost: total - 1.0,
-        decode_cost: 1.0,
+        terms: CostTerms::Linear(LinearTerms {
+            prefill_cost: total - 1.0,
+            decode_cost: 1.0,
+            ..LinearTerms::default()
+        }),
+        taint_factor: 1.0,
         total,
-        ..Cost::default()
     });
     WorkerExplanation {
         rank: rank(id),
@@ -28,6 +31,7 @@ fn worker_explanation(id: u64, total: Option<f64>, excluded: Option<&str>) -> Wo
             device: id as u32,
             ..TierBlocks::default()
         },
+        running_blocks: 0,
         source: Default::default(),
         cached_tokens: 16 * id,
         load: ActiveLoad {
@@ -35,6 +39,7 @@ fn worker_explanation(id: u64, total: Option<f64>, excluded: Option<&str>) -> Wo
             active_prefill_tokens: 1234,
             active_requests: 2,
         },
+        timing: None,
         prefill_tokens: 1300,
         decode_blocks: 8,
         cost,
@@ -54,7 +59,7 @@ fn explanation(phases: Vec<PhaseExplanation>) -> RouteExplanation {
         prompt_blocks: 4,
         block_size: BlockSize::new(16),
         computed_by: None,
-        weights: Weights::UNIT,
+        policy: PolicySettings::linear(Weights::UNIT),
         phases,
         summary: "Because.".to_owned(),
         route: None,
@@ -84,7 +89,7 @@ fn head_and_first_row_show_all_columns() {
     let expected = "\
 route    load_only (index_cold), after waiting, class default
 prompt   m, 66 tokens, 4 complete blocks of 16 tokens
-weights  device 1, host 0.75, disk 0.25, shared 0, decay 0; prefill 1, request 0; temperature 0
+policy   linear: device 1, host 0.75, disk 0.25, shared 0, decay 0; prefill 1, request 0; temperature 0
 
 prefill and decode: 3 of 4 worker ranks are candidates; winner 10/0, runner-up 9/0, margin 0.500
                                    blocks:                         cached      live  prefill tokens:             decode blocks:

@@ -1,0 +1,288 @@
+//! Latency model of the ranks that serve one model.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
+use super::speed::RankSpeed;
+use super::traffic::TrafficRate;
+
+/// Units that bring the inputs of the fits to the order of 1.
+const PREFILL_TOKENS: f64 = 1e3;
+const PREFILL_PAIRS: f64 = 3e7;
+const RESIDENT_TOKENS: f64 = 1e5;
+
+const PREFILL_RULES: FitRules = FitRules {
+    retention: 0.995,
+    prior_weight: 2.0,
+    prior: FitCoefficients {
+        first: PRIOR.prefill_token * PREFILL_TOKENS,
+        second: PRIOR.prefill_pair * PREFILL_PAIRS,
+    },
+};
+
+const DECODE_RULES: FitRules = FitRules {
+    retention: 0.999,
+    prior_weight: 5.0,
+    prior: FitCoefficients {
+        first: PRIOR.decode_step,
+        second: PRIOR.decode_resident_token * RESIDENT_TOKENS,
+    },
+};
+
+/// Coefficients before any observation. Attention costs as much as the rest of a prefill at 33,000
+/// tokens, which holds within a factor of 2 for dense models of 8 to 70 billion parameters.
+const PRIOR: LatencyCoefficients = LatencyCoefficients {
+    prefill_token: 100e-6,
+    prefill_pair: 3e-9,
+    decode_step: 20e-3,
+    decode_resident_token: 100e-9,
+};
+
+const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
+
+/// Weight of one finished request in the mean answer length.
+const OUTPUT_SHARE: f64 = 0.02;
+
+/// Number of prefills before outliers are limited and factors are learned.
+const MIN_PREFILLS: u64 = 10;
+
+/// A prefill counts for at most this multiple of its expected time plus [`PREFILL_MARGIN`] seconds.
+/// A longer one waited for memory, was preempted, or stalled.
+const MAX_PREFILL_RATIO: f64 = 3.0;
+const PREFILL_MARGIN: f64 = 0.05;
+
+/// Number of decode steps before outliers are discarded and factors are learned.
+const MIN_STEPS: u64 = 50;
+const MAX_STEP_RATIO: f64 = 4.0;
+
+/// The decode coefficients are solved for each of the first steps, then at intervals.
+const ALWAYS_SOLVED_STEPS: u64 = 32;
+const SOLVE_INTERVAL: u64 = 16;
+
+/// Maximum observed time. Longer times are discarded.
+const MAX_OBSERVED: Duration = Duration::from_secs(3600);
+
+/// Seconds that each unit of work takes.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LatencyCoefficients {
+    /// Prefill, per uncached token.
+    pub prefill_token: f64,
+    /// Prefill, per pair of an uncached token and a token before it (attention).
+    pub prefill_pair: f64,
+    /// Decode step, fixed part.
+    pub decode_step: f64,
+    /// Decode step, per token in the context of all running requests.
+    pub decode_resident_token: f64,
+}
+
+/// Uncached part of a prompt.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct PrefillWork {
+    pub(crate) tokens: f64,
+    pub(crate) pairs: f64,
+}
+
+/// Completed prefill.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PrefillObservation {
+    pub(crate) work: PrefillWork,
+    /// Time since the booking or the first token before, whichever is later.
+    pub(crate) elapsed: Duration,
+}
+
+/// Decode steps without a prefill between them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct StepObservation {
+    /// Mean number of tokens in the context of all running requests.
+    pub(crate) resident_tokens: f64,
+    pub(crate) steps: u64,
+    pub(crate) elapsed: Duration,
+}
+
+/// Learned state that a decision reads.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct LatencyEstimate {
+    /// Seconds per unit of work, for a rank with the factor 1.
+    #[serde(flatten)]
+    pub coefficients: LatencyCoefficients,
+    /// Mean length of an answer, in tokens.
+    pub output_tokens: f64,
+    /// Requests per second, over all ranks.
+    pub request_rate: f64,
+    /// Seconds of prefill per second, over all ranks.
+    pub prefill_rate: f64,
+    /// Prefills observed.
+    pub prefills: u64,
+    /// Decode steps observed.
+    pub steps: u64,
+    /// Requests booked.
+    pub requests: u64,
+}
+
+/// Latency model of one model's ranks.
+#[derive(Clone, Debug)]
+pub(crate) struct ModelLatency {
+    prefill: CoefficientFit,
+    decode: CoefficientFit,
+    coefficients: LatencyCoefficients,
+    output_tokens: f64,
+    traffic: TrafficRate,
+    requests: u64,
+}
+
+impl Default for LatencyEstimate {
+    fn default() -> Self {
+        Self {
+            coefficients: PRIOR,
+            output_tokens: PRIOR_OUTPUT_TOKENS,
+            request_rate: 0.0,
+            prefill_rate: 0.0,
+            prefills: 0,
+            steps: 0,
+            requests: 0,
+        }
+    }
+}
+
+impl Default for ModelLatency {
+    fn default() -> Self {
+        Self {
+            prefill: CoefficientFit::default(),
+            decode: CoefficientFit::default(),
+            coefficients: PRIOR,
+            output_tokens: PRIOR_OUTPUT_TOKENS,
+            traffic: TrafficRate::default(),
+            requests: 0,
+        }
+    }
+}
+
+impl LatencyCoefficients {
+    /// Returns the seconds of a prefill.
+    #[inline]
+    pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
+        self.prefill_token * work.tokens + self.prefill_pair * work.pairs
+    }
+
+    /// Returns the seconds of a decode step with this many tokens in the context of all requests.
+    #[inline]
+    pub(crate) fn step_seconds(&self, resident_tokens: f64) -> f64 {
+        self.decode_step + self.decode_resident_token * resident_tokens
+    }
+}
+
+impl PrefillWork {
+    /// Returns the work of computing a prompt behind `cached` tokens.
+    #[inline]
+    pub(crate) fn new(prompt: f64, cached: f64) -> Self {
+        let tokens = (prompt - cached).max(0.0);
+        Self {
+            tokens,
+            pairs: tokens * (cached + 0.5 * tokens),
+        }
+    }
+}
+
+impl ModelLatency {
+    /// Returns the state for a decision.
+    pub(crate) fn estimate(&self, now: Instant) -> LatencyEstimate {
+        let traffic = self.traffic.snapshot(now);
+        LatencyEstimate {
+            coefficients: self.coefficients,
+            output_tokens: self.output_tokens,
+            request_rate: traffic.requests,
+            prefill_rate: traffic.prefill_seconds,
+            prefills: self.prefill.observed(),
+            steps: self.decode.observed(),
+            requests: self.requests,
+        }
+    }
+
+    /// Records a booked request.
+    pub(crate) fn on_booked(&mut self, work: PrefillWork, speed: &RankSpeed, now: Instant) {
+        self.requests += 1;
+        let seconds = speed.prefill * self.coefficients.prefill_seconds(work);
+        self.traffic.add(seconds, now);
+    }
+
+    /// Learns from a prefill.
+    pub(crate) fn observe_prefill(
+        &mut self,
+        observation: PrefillObservation,
+        speed: &mut RankSpeed,
+    ) {
+        let PrefillObservation { work, elapsed } = observation;
+        if elapsed > MAX_OBSERVED || work.tokens <= 0.0 {
+            return;
+        }
+        let expected = self.coefficients.prefill_seconds(work).max(1e-6);
+        let mut observed = elapsed.as_secs_f64();
+        if self.prefill.observed() >= MIN_PREFILLS {
+            observed = observed.min(MAX_PREFILL_RATIO * expected * speed.prefill + PREFILL_MARGIN);
+            speed.add_prefill(observed, expected);
+        }
+        // Errors are relative, so a long prompt does not outweigh many short ones.
+        let weight = 1.0 / (expected + PREFILL_MARGIN);
+        let sample = FitSample {
+            first: weight * work.tokens / PREFILL_TOKENS,
+            second: weight * work.pairs / PREFILL_PAIRS,
+            value: weight * observed / speed.prefill,
+        };
+        self.prefill.add(sample, &PREFILL_RULES);
+        let solved = self.prefill.solve(&PREFILL_RULES);
+        self.coefficients.prefill_token = solved.first / PREFILL_TOKENS;
+        self.coefficients.prefill_pair = solved.second / PREFILL_PAIRS;
+    }
+
+    /// Learns from decode steps.
+    pub(crate) fn observe_steps(&mut self, observation: StepObservation, speed: &mut RankSpeed) {
+        let StepObservation {
+            resident_tokens,
+            steps,
+            elapsed,
+        } = observation;
+        if elapsed > MAX_OBSERVED || elapsed.is_zero() || steps == 0 {
+            return;
+        }
+        let observed = elapsed.as_secs_f64() / steps as f64;
+        let expected = self.coefficients.step_seconds(resident_tokens).max(1e-6);
+        if self.decode.observed() > MIN_STEPS {
+            if observed > MAX_STEP_RATIO * expected * speed.decode {
+                return;
+            }
+            speed.add_step(observed, expected);
+        }
+        let sample = FitSample {
+            first: 1.0,
+            second: resident_tokens / RESIDENT_TOKENS,
+            value: observed / speed.decode,
+        };
+        self.decode.add(sample, &DECODE_RULES);
+        let count = self.decode.observed();
+        if count <= ALWAYS_SOLVED_STEPS || count.is_multiple_of(SOLVE_INTERVAL) {
+            let solved = self.decode.solve(&DECODE_RULES);
+            self.coefficients.decode_step = solved.first;
+            self.coefficients.decode_resident_token = solved.second / RESIDENT_TOKENS;
+        }
+    }
+
+    /// Learns from an answer of unknown length that took `elapsed` after its first token.
+    pub(crate) fn observe_duration(
+        &mut self,
+        elapsed: Duration,
+        resident_tokens: f64,
+        decode_factor: f64,
+    ) {
+        if elapsed <= MAX_OBSERVED {
+            let step = decode_factor * self.coefficients.step_seconds(resident_tokens).max(1e-6);
+            self.observe_output(1.0 + elapsed.as_secs_f64() / step);
+        }
+    }
+
+    /// Learns from the length of a finished answer.
+    pub(crate) fn observe_output(&mut self, tokens: f64) {
+        self.output_tokens += (tokens - self.output_tokens) * OUTPUT_SHARE;
+    }
+}

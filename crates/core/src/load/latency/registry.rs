@@ -1,0 +1,85 @@
+//! Latency models by model name, and the speed of ranks that left the fleet.
+
+use std::collections::{HashMap, VecDeque};
+use std::time::Instant;
+
+use super::model::{LatencyEstimate, ModelLatency};
+use super::speed::RankSpeed;
+use crate::worker::{ModelName, WorkerRank};
+
+/// Maximum number of departed ranks whose speed is kept.
+const MAX_DEPARTED: usize = 1024;
+
+/// Position of a model in the registry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ModelId(u32);
+
+/// Latency models of all models that were ever served. A model keeps what it learned while it has
+/// no ranks.
+#[derive(Debug, Default)]
+pub(crate) struct LatencyRegistry {
+    models: Vec<ModelLatency>,
+    ids: HashMap<ModelName, ModelId>,
+    /// Ranks that left, in the order of their departure.
+    departed: VecDeque<DepartedRank>,
+}
+
+#[derive(Debug)]
+struct DepartedRank {
+    rank: WorkerRank,
+    model: ModelId,
+    speed: RankSpeed,
+}
+
+impl LatencyRegistry {
+    /// Returns the id of a model, which is added if it is new.
+    pub(crate) fn model_id(&mut self, model: &ModelName) -> ModelId {
+        if let Some(id) = self.ids.get(model) {
+            return *id;
+        }
+        let id = ModelId(self.models.len() as u32);
+        self.models.push(ModelLatency::default());
+        self.ids.insert(model.clone(), id);
+        id
+    }
+
+    /// Returns the latency model with an id of this registry.
+    pub(crate) fn model_mut(&mut self, ModelId(id): ModelId) -> &mut ModelLatency {
+        &mut self.models[id as usize]
+    }
+
+    /// Returns the estimate of a model, or the prior if the model is unknown.
+    pub(crate) fn estimate(&self, model: &ModelName, now: Instant) -> LatencyEstimate {
+        self.ids
+            .get(model)
+            .map_or_else(LatencyEstimate::default, |ModelId(id)| {
+                self.models[*id as usize].estimate(now)
+            })
+    }
+
+    /// Returns the estimates of all models.
+    pub(crate) fn estimates(&self, now: Instant) -> Vec<(ModelName, LatencyEstimate)> {
+        self.ids
+            .keys()
+            .map(|model| (model.clone(), self.estimate(model, now)))
+            .collect()
+    }
+
+    /// Keeps the speed of a rank that leaves.
+    pub(crate) fn keep_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
+        self.departed.push_back(DepartedRank { rank, model, speed });
+        if self.departed.len() > MAX_DEPARTED {
+            self.departed.pop_front();
+        }
+    }
+
+    /// Returns the speed of a rank that joins: the kept one if it served the same model before.
+    pub(crate) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId) -> RankSpeed {
+        let at = self
+            .departed
+            .iter()
+            .rposition(|departed| departed.rank == rank && departed.model == model);
+        let departed = at.and_then(|at| self.departed.remove(at));
+        departed.map_or_else(RankSpeed::default, |departed| departed.speed)
+    }
+}

@@ -1,0 +1,78 @@
+//! Speed of one worker rank relative to the fleet.
+
+use serde::Serialize;
+
+/// Weight of the prior factor 1, in observations. A short prefill counts for less than one.
+const PRIOR_WEIGHT: f64 = 20.0;
+
+/// Factors of a rank stay in this range.
+const MIN_FACTOR: f64 = 0.1;
+const MAX_FACTOR: f64 = 10.0;
+
+const PREFILL_RETENTION: f64 = 0.995;
+const DECODE_RETENTION: f64 = 0.998;
+
+/// Prefills shorter than this many seconds count for less than one observation.
+const SHORT_PREFILL: f64 = 0.2;
+
+/// Factors on the latency of the fleet: above 1, the rank is slower.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankSpeed {
+    /// Factor on the prefill time.
+    pub prefill: f64,
+    /// Factor on the decode step time.
+    pub decode: f64,
+    /// Prefills observed.
+    pub prefills: u64,
+    #[serde(skip)]
+    prefill_ratio: DecayedRatio,
+    #[serde(skip)]
+    decode_ratio: DecayedRatio,
+}
+
+/// Ratio of two sums, observed over expected. Sums stay correct when one engine step completes two
+/// prefills, which a mean of ratios would not.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct DecayedRatio {
+    observed: f64,
+    expected: f64,
+}
+
+impl Default for RankSpeed {
+    fn default() -> Self {
+        Self {
+            prefill: 1.0,
+            decode: 1.0,
+            prefills: 0,
+            prefill_ratio: DecayedRatio::default(),
+            decode_ratio: DecayedRatio::default(),
+        }
+    }
+}
+
+impl DecayedRatio {
+    fn add(&mut self, observed: f64, expected: f64, retention: f64) -> f64 {
+        self.observed = self.observed * retention + observed;
+        self.expected = self.expected * retention + expected;
+        ((self.observed + PRIOR_WEIGHT) / (self.expected + PRIOR_WEIGHT))
+            .clamp(MIN_FACTOR, MAX_FACTOR)
+    }
+}
+
+impl RankSpeed {
+    /// Records a prefill that took `observed` seconds, of which the fleet needs `expected`.
+    pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
+        let weight = 1.0 / (expected + SHORT_PREFILL);
+        self.prefill =
+            self.prefill_ratio
+                .add(weight * observed, weight * expected, PREFILL_RETENTION);
+        self.prefills += 1;
+    }
+
+    /// Records a decode step that took `observed` seconds, of which the fleet needs `expected`.
+    pub(super) fn add_step(&mut self, observed: f64, expected: f64) {
+        self.decode = self
+            .decode_ratio
+            .add(observed / expected, 1.0, DECODE_RETENTION);
+    }
+}

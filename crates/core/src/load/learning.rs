@@ -1,0 +1,132 @@
+//! Observations of running requests, from which the latency models learn.
+
+use std::time::Instant;
+
+use super::latency::{LatencyEstimate, PrefillObservation, StepObservation};
+use super::table::{LoadTable, ReservationPart, find_row};
+use super::timing::RankTiming;
+use crate::worker::{ModelName, RankSlot, WorkerRank};
+
+impl LoadTable {
+    /// Returns the learned latency of a model.
+    pub(super) fn estimate(&self, model: &ModelName, now: Instant) -> LatencyEstimate {
+        self.latency.estimate(model, now)
+    }
+
+    /// Returns the booked work of a rank.
+    #[inline(always)]
+    pub(super) fn timing(
+        &self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        now: Instant,
+    ) -> Option<RankTiming> {
+        let row = self.row(slot).filter(|row| row.rank == rank)?;
+        let prefills = row.prefills.len() as u32;
+        Some(RankTiming {
+            prefills,
+            prefill_tokens: row.prefills.tokens() as f64,
+            prefill_pairs: row.prefills.pairs(),
+            prefill_elapsed: if prefills == 0 {
+                0.0
+            } else {
+                row.prefills.elapsed(now).as_secs_f64()
+            },
+            context_tokens: row.context_tokens as f64,
+            prefill_factor: row.speed.prefill,
+            decode_factor: row.speed.decode,
+        })
+    }
+
+    /// Learns from the completed prefill of a part, once.
+    pub(super) fn learn_prefill(&mut self, part: &mut ReservationPart) {
+        let Some(elapsed) = part.prefill_elapsed.take() else {
+            return;
+        };
+        let booking = &part.booking;
+        let row = self
+            .rows
+            .get_mut(booking.slot.index())
+            .and_then(Option::as_mut);
+        if let Some(row) = row.filter(|row| row.rank == booking.rank) {
+            let observation = PrefillObservation {
+                work: booking.prefill_work(),
+                elapsed,
+            };
+            self.latency
+                .model_mut(row.model)
+                .observe_prefill(observation, &mut row.speed);
+        }
+    }
+
+    /// Adds observed answer tokens. If the rank had no prefill since the tokens before, the elapsed
+    /// time is that of decode steps.
+    pub(super) fn add_output_tokens(
+        &mut self,
+        part: &mut ReservationPart,
+        count: u64,
+        now: Instant,
+    ) {
+        let Some(share) = &mut part.share else {
+            return;
+        };
+        let since = share.answer.last_at.replace(now);
+        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+            return;
+        };
+        let resident_tokens = row.context_tokens as f64;
+        share.answer.tokens += count;
+        row.context_tokens += count;
+        if let Some(since) = since.filter(|since| row.prefills.is_idle_since(*since)) {
+            let observation = StepObservation {
+                resident_tokens,
+                steps: count,
+                elapsed: now.saturating_duration_since(since),
+            };
+            self.latency
+                .model_mut(row.model)
+                .observe_steps(observation, &mut row.speed);
+        }
+    }
+
+    /// Learns from a finished answer of `tokens`, or of unknown length.
+    pub(super) fn learn_output(
+        &mut self,
+        part: &mut ReservationPart,
+        tokens: Option<u64>,
+        now: Instant,
+    ) {
+        let Some(share) = &mut part.share else {
+            return;
+        };
+        let answer = share.answer;
+        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+            return;
+        };
+        let model = self.latency.model_mut(row.model);
+        let elapsed = answer
+            .started_at
+            .map(|started_at| now.saturating_duration_since(started_at));
+        let resident_tokens = row.context_tokens as f64;
+        match (tokens, elapsed) {
+            // The tokens were not observed one by one. Their mean time includes the prefills of
+            // other requests.
+            (Some(tokens), Some(elapsed)) if answer.tokens == 0 && tokens > 1 => {
+                model.observe_output(tokens as f64);
+                let observation = StepObservation {
+                    resident_tokens,
+                    steps: tokens - 1,
+                    elapsed,
+                };
+                model.observe_steps(observation, &mut row.speed);
+            }
+            (Some(tokens), _) => model.observe_output(tokens as f64),
+            // The cost needs the time of the answer, so its length in steps of the expected time
+            // serves as well.
+            (None, Some(elapsed)) => {
+                model.observe_duration(elapsed, resident_tokens, row.speed.decode);
+            }
+            (None, None) => {}
+        }
+    }
+}

@@ -1,0 +1,39 @@
+//! Work of a rank in the units of the latency model.
+
+use serde::Serialize;
+
+use super::latency::RankSpeed;
+
+/// Work booked on a rank, and its speed.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankTiming {
+    /// Requests without a first token.
+    pub prefills: u32,
+    /// Uncached prompt tokens of these requests.
+    pub prefill_tokens: f64,
+    /// Attention pairs of these requests.
+    pub prefill_pairs: f64,
+    /// Seconds since the engine can have started the oldest of them.
+    pub prefill_elapsed: f64,
+    /// Prompt and answer tokens of all running requests.
+    pub context_tokens: f64,
+    /// Factor on the prefill time of the fleet.
+    pub prefill_factor: f64,
+    /// Factor on the decode step time of the fleet.
+    pub decode_factor: f64,
+}
+
+impl Default for RankTiming {
+    fn default() -> Self {
+        let speed = RankSpeed::default();
+        Self {
+            prefills: 0,
+            prefill_tokens: 0.0,
+            prefill_pairs: 0.0,
+            prefill_elapsed: 0.0,
+            context_tokens: 0.0,
+            prefill_factor: speed.prefill,
+            decode_factor: speed.decode,
+        }
+    }
+}

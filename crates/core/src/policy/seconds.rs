@@ -1,0 +1,269 @@
+//! Policy `seconds`: the time that a choice costs all requests, in seconds. The terms are the time
+//! to the first token and the decode time of this request, the delay of the requests that run on
+//! the rank, and the delay of those that will arrive before its prefill backlog is done. Quantities
+//! are counted or learned; the only setting weighs the time to the first token against other time.
+
+use serde::{Deserialize, Serialize};
+
+use super::candidate::{Candidate, PolicyInput};
+use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::weights::{Weights, check_range};
+use crate::load::{LatencyCoefficients, PrefillWork};
+use crate::worker::WorkerRole;
+
+/// Maximum share of the fleet's time that prefill is assumed to take. The delay of later requests
+/// would be infinite at 1.
+const MAX_PREFILL_UTILIZATION: f64 = 0.9;
+
+/// Settings of the policy.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SecondsSettings {
+    /// Weight of a second before the first token, relative to any other second. With 1, the mean
+    /// end-to-end latency alone counts.
+    pub first_token_weight: f64,
+}
+
+impl Default for SecondsSettings {
+    fn default() -> Self {
+        Self {
+            first_token_weight: 3.0,
+        }
+    }
+}
+
+impl SecondsSettings {
+    /// Checks the range. Returns the name of the invalid setting and the problem.
+    pub fn validate(&self) -> Result<(), (&'static str, String)> {
+        let name = "first_token_weight";
+        check_range(name, self.first_token_weight, 100.0)?;
+        if self.first_token_weight < 0.1 {
+            let value = self.first_token_weight;
+            return Err((name, format!("is {value}, but must be from 0.1 to 100")));
+        }
+        Ok(())
+    }
+}
+
+/// Terms of the policy `seconds`. The cost is `first_token + decode + others + coming`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct SecondsTerms {
+    /// Prompt tokens that are not computed again.
+    pub cached_tokens: f64,
+    /// Prefill that is booked on the rank and not done, in seconds.
+    pub queue: f64,
+    /// Prefill of this request, in seconds.
+    pub prefill: f64,
+    /// Time to the first token, in seconds, times its weight.
+    pub first_token: f64,
+    /// Decode time of this request, in seconds.
+    pub decode: f64,
+    /// Delay of the requests that run on the rank, in seconds.
+    pub others: f64,
+    /// Delay of the requests that arrive before the prefill backlog is done, in seconds.
+    pub coming: f64,
+}
+
+impl TermSum for SecondsTerms {
+    #[inline(always)]
+    fn sum(&self) -> f64 {
+        self.first_token + self.decode + self.others + self.coming
+    }
+
+    fn summands(&self) -> Vec<CostTerm> {
+        vec![
+            CostTerm::new("first_token", self.first_token),
+            CostTerm::new("decode", self.decode),
+            CostTerm::new("others", self.others),
+            CostTerm::new("coming", self.coming),
+        ]
+    }
+
+    fn figures(&self) -> Vec<CostTerm> {
+        let inputs = [
+            CostTerm::new("cached_tokens", self.cached_tokens),
+            CostTerm::new("queue", self.queue),
+            CostTerm::new("prefill", self.prefill),
+        ];
+        inputs.into_iter().chain(self.summands()).collect()
+    }
+}
+
+impl From<SecondsTerms> for CostTerms {
+    fn from(terms: SecondsTerms) -> Self {
+        CostTerms::Seconds(terms)
+    }
+}
+
+/// Phases that the chosen rank runs.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PricedPhase {
+    Both,
+    Prefill,
+    Decode,
+}
+
+/// Cost function of the policy `seconds`.
+pub(super) struct SecondsModel<'a> {
+    input: &'a PolicyInput,
+    weights: &'a Weights,
+    latency: LatencyCoefficients,
+    phase: PricedPhase,
+    first_token_weight: f64,
+    block_size: f64,
+    prompt_tokens: f64,
+    /// Engines always compute the last token.
+    max_cached_tokens: f64,
+    output_tokens: f64,
+    /// Requests that arrive at one rank per second, over the idle share of its time.
+    arrival_weight: f64,
+}
+
+/// Prefill of a request on a rank with the factor 1.
+struct PrefillPrice {
+    cached_tokens: f64,
+    seconds: f64,
+}
+
+impl<'a> SecondsModel<'a> {
+    pub(super) fn new(
+        input: &'a PolicyInput,
+        candidates: usize,
+        settings: SecondsSettings,
+        weights: &'a Weights,
+    ) -> Self {
+        let estimate = &input.estimate;
+        let ranks = candidates.max(1) as f64;
+        let utilization = (estimate.prefill_rate / ranks).min(MAX_PREFILL_UTILIZATION);
+        let prompt_tokens = input.prompt_tokens as f64;
+        Self {
+            input,
+            weights,
+            latency: estimate.coefficients,
+            phase: match input.role {
+                WorkerRole::Prefill => PricedPhase::Prefill,
+                WorkerRole::Decode if !input.track_prefill => PricedPhase::Decode,
+                _ => PricedPhase::Both,
+            },
+            first_token_weight: settings.first_token_weight,
+            block_size: input.block_size.tokens() as f64,
+            prompt_tokens,
+            max_cached_tokens: (prompt_tokens - 1.0).max(0.0),
+            output_tokens: input.output_tokens.max(1.0),
+            arrival_weight: estimate.request_rate / ranks / (1.0 - utilization),
+        }
+    }
+
+    /// Returns the prefill of this request. Tokens that only a slower tier holds are loaded instead
+    /// of computed, which saves the share of the tier's weight and all attention.
+    #[inline(always)]
+    fn prefill(&self, candidate: &Candidate) -> PrefillPrice {
+        if !self.input.track_prefill {
+            return PrefillPrice {
+                cached_tokens: self.prompt_tokens,
+                seconds: 0.0,
+            };
+        }
+        let device = candidate.device_blocks() * self.block_size;
+        let mut cached_tokens = device;
+        let mut loaded_tokens = 0.0;
+        if candidate.has_lower_tiers() || !self.input.shared.is_empty() {
+            let lower = self.lower_tiers(candidate);
+            cached_tokens += lower.tokens;
+            loaded_tokens = lower.cost_tokens;
+        }
+        let cached_tokens = cached_tokens.min(self.max_cached_tokens);
+        let work = PrefillWork::new(self.prompt_tokens, cached_tokens);
+        let loading = self.latency.prefill_token * loaded_tokens;
+        PrefillPrice {
+            cached_tokens,
+            seconds: self.latency.prefill_seconds(work) + loading,
+        }
+    }
+
+    #[cold]
+    fn lower_tiers(&self, candidate: &Candidate) -> LowerTiers {
+        let overlap = candidate.expected_overlap();
+        let freshness = candidate.freshness_credit;
+        let host = f64::from(overlap.host) * freshness;
+        let disk = (f64::from(overlap.disk) + f64::from(overlap.external)) * freshness;
+        let shared = self.input.shared_beyond(overlap.total()) as f64;
+        let weights = self.weights;
+        let cost_blocks = host * (1.0 - weights.host_cache_hit_weight)
+            + disk * (1.0 - weights.disk_cache_hit_weight)
+            + shared * (1.0 - weights.shared_cache_multiplier);
+        LowerTiers {
+            tokens: (host + disk + shared) * self.block_size,
+            cost_tokens: cost_blocks * self.block_size,
+        }
+    }
+
+    /// Returns the seconds of prefill that are booked on the rank and not done. The engine has
+    /// computed at most the oldest of them, which counts as an average one.
+    #[inline(always)]
+    fn queue_seconds(&self, candidate: &Candidate) -> f64 {
+        let timing = &candidate.timing;
+        if timing.prefills == 0 {
+            return 0.0;
+        }
+        let booked = timing.prefill_factor
+            * self.latency.prefill_seconds(PrefillWork {
+                tokens: timing.prefill_tokens,
+                pairs: timing.prefill_pairs,
+            });
+        let oldest = booked / f64::from(timing.prefills);
+        (booked - oldest.min(timing.prefill_elapsed)).max(0.0)
+    }
+}
+
+/// Tokens that only slower tiers hold.
+struct LowerTiers {
+    tokens: f64,
+    /// Prefill tokens that cost as much as loading them.
+    cost_tokens: f64,
+}
+
+impl CostModel for SecondsModel<'_> {
+    type Terms = SecondsTerms;
+
+    #[inline(always)]
+    fn terms(&self, _index: usize, candidate: &Candidate) -> SecondsTerms {
+        let timing = &candidate.timing;
+        let latency = &self.latency;
+        let output = self.output_tokens;
+        let requests = candidate.load.active_requests as f64;
+        let PrefillPrice {
+            cached_tokens,
+            seconds,
+        } = self.prefill(candidate);
+        let prefill = timing.prefill_factor * seconds;
+        let resident_token = timing.decode_factor * latency.decode_resident_token;
+        // Half of the answer is decoded beside each of the other requests.
+        let read_beside = 0.5 * output * resident_token * self.prompt_tokens;
+        let decode = output
+            * (timing.decode_factor * latency.decode_step
+                + resident_token * (timing.context_tokens + self.prompt_tokens));
+        let mut terms = SecondsTerms {
+            cached_tokens,
+            ..SecondsTerms::default()
+        };
+        if self.phase != PricedPhase::Decode {
+            terms.queue = self.queue_seconds(candidate);
+            terms.prefill = prefill;
+            terms.first_token = self.first_token_weight * (terms.queue + prefill);
+            terms.coming = prefill * self.arrival_weight * (terms.queue + prefill);
+        }
+        match self.phase {
+            PricedPhase::Both => {
+                terms.decode = decode;
+                terms.others = requests * (prefill + read_beside);
+            }
+            PricedPhase::Prefill => terms.others = f64::from(timing.prefills) * prefill,
+            PricedPhase::Decode => {
+                terms.decode = decode;
+                terms.others = requests * read_beside;
+            }
+        }
+        terms
+    }
+}

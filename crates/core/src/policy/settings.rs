@@ -1,0 +1,151 @@
+//! Routing policies and their settings.
+
+use serde::{Deserialize, Serialize};
+
+use super::seconds::SecondsSettings;
+use super::sticky::StickySettings;
+use super::weights::Weights;
+
+/// Policy that computes the cost of a candidate.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[serde(tag = "name", rename_all = "snake_case")]
+pub enum RoutingPolicy {
+    /// Time that the choice costs all requests.
+    Seconds(SecondsSettings),
+    /// Weighted sum of prefill, decode and requests, in blocks.
+    Linear,
+    /// Prefill tokens times requests.
+    Lmetric,
+    /// Most of the prompt cached, while its queue is not much longer.
+    Sticky(StickySettings),
+    /// Fewest running requests.
+    LeastLoaded,
+    /// Ranks in turn.
+    RoundRobin,
+}
+
+/// Name of a policy or of a preset of `linear`, in the configuration and in requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyName {
+    /// [`RoutingPolicy::Seconds`].
+    Seconds,
+    /// [`RoutingPolicy::Linear`] with the weights of the reference implementation.
+    Linear,
+    /// [`RoutingPolicy::Linear`] with [`Weights::default`].
+    LinearTuned,
+    /// [`RoutingPolicy::Linear`] with [`Weights::AGENTIC`].
+    Agentic,
+    /// [`RoutingPolicy::Lmetric`].
+    Lmetric,
+    /// [`RoutingPolicy::Sticky`].
+    Sticky,
+    /// [`RoutingPolicy::LeastLoaded`].
+    LeastLoaded,
+    /// [`RoutingPolicy::RoundRobin`].
+    RoundRobin,
+}
+
+/// Policy of a choice with its weights. All policies use the weights of the tiers and the
+/// temperature, and `linear` uses all weights.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PolicySettings {
+    /// The policy.
+    #[serde(rename = "policy")]
+    pub routing: RoutingPolicy,
+    /// The weights.
+    pub weights: Weights,
+}
+
+impl PolicyName {
+    /// All names, in the order of the documentation.
+    pub const ALL: [PolicyName; 8] = [
+        PolicyName::Seconds,
+        PolicyName::Linear,
+        PolicyName::LinearTuned,
+        PolicyName::Agentic,
+        PolicyName::Lmetric,
+        PolicyName::Sticky,
+        PolicyName::LeastLoaded,
+        PolicyName::RoundRobin,
+    ];
+
+    /// Returns the name in the configuration.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            PolicyName::Seconds => "seconds",
+            PolicyName::Linear => "linear",
+            PolicyName::LinearTuned => "linear_tuned",
+            PolicyName::Agentic => "agentic",
+            PolicyName::Lmetric => "lmetric",
+            PolicyName::Sticky => "sticky",
+            PolicyName::LeastLoaded => "least_loaded",
+            PolicyName::RoundRobin => "round_robin",
+        }
+    }
+
+    /// Returns the policy with a name.
+    pub fn parse(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|policy| policy.as_str() == name)
+    }
+}
+
+impl RoutingPolicy {
+    /// Returns the name of the policy.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            RoutingPolicy::Seconds(_) => "seconds",
+            RoutingPolicy::Linear => "linear",
+            RoutingPolicy::Lmetric => "lmetric",
+            RoutingPolicy::Sticky(_) => "sticky",
+            RoutingPolicy::LeastLoaded => "least_loaded",
+            RoutingPolicy::RoundRobin => "round_robin",
+        }
+    }
+
+    /// Returns whether the cost depends on the booked work of the ranks and the learned latency.
+    pub(crate) fn needs_timing(&self) -> bool {
+        matches!(self, RoutingPolicy::Seconds(_))
+    }
+}
+
+impl PolicySettings {
+    /// Creates the policy `linear` with weights.
+    pub fn linear(weights: Weights) -> Self {
+        Self {
+            routing: RoutingPolicy::Linear,
+            weights,
+        }
+    }
+
+    /// Creates a policy with its default settings. `weights` are kept, except those of a preset of
+    /// `linear`.
+    pub fn named(name: PolicyName, weights: &Weights) -> Self {
+        let with_coefficients = |preset: Weights| Weights {
+            overlap_score_credit: preset.overlap_score_credit,
+            prefill_load_scale: preset.prefill_load_scale,
+            decode_active_request_weight: preset.decode_active_request_weight,
+            ..*weights
+        };
+        let other = |routing| Self {
+            routing,
+            weights: *weights,
+        };
+        match name {
+            PolicyName::Seconds => other(RoutingPolicy::Seconds(SecondsSettings::default())),
+            PolicyName::Linear => Self::linear(with_coefficients(Weights::UNIT)),
+            PolicyName::LinearTuned => Self::linear(with_coefficients(Weights::default())),
+            PolicyName::Agentic => Self::linear(with_coefficients(Weights::AGENTIC)),
+            PolicyName::Lmetric => other(RoutingPolicy::Lmetric),
+            PolicyName::Sticky => other(RoutingPolicy::Sticky(StickySettings::default())),
+            PolicyName::LeastLoaded => other(RoutingPolicy::LeastLoaded),
+            PolicyName::RoundRobin => other(RoutingPolicy::RoundRobin),
+        }
+    }
+}
+
+impl Default for PolicySettings {
+    fn default() -> Self {
+        Self::linear(Weights::default())
+    }
+}

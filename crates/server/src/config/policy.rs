@@ -1,0 +1,214 @@
+//! `policy` and `weights`: the routing policy of all models or of one model.
+
+use std::fmt;
+
+use serde::de::{self, MapAccess, Visitor, value::MapAccessDeserializer};
+use serde::{Deserialize, Deserializer, Serialize};
+use warmroute_core::policy::{
+    PolicyName, PolicySettings, RoutingPolicy, SecondsSettings, StickySettings, Weights,
+};
+use warmroute_settings::{PathStep, Problem};
+
+/// A policy: its name, or a mapping with its name and settings.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct PolicyConfig {
+    /// Name of the policy or of a preset of `linear`.
+    pub name: PolicyName,
+    /// Policy `seconds`: weight of a second before the first token, 0.1 to 100.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub first_token_weight: Option<f64>,
+    /// Policy `sticky`: prefill tokens by which the queue of a warm rank may exceed the shortest.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_excess_tokens: Option<u64>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct PolicyMapping {
+    name: String,
+    #[serde(default)]
+    first_token_weight: Option<f64>,
+    #[serde(default)]
+    max_excess_tokens: Option<u64>,
+}
+
+/// Weights that are set. The others come from the policy.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct WeightsConfig {
+    /// Credit for each block cached on the device. Policy `linear`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlap_score_credit: Option<f64>,
+    /// Decay of that credit with the prefill backlog of a rank above the least loaded one. Policy
+    /// `linear`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub overlap_score_credit_decay: Option<f64>,
+    /// Weight of the prefill term relative to the decode term. Policy `linear`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub prefill_load_scale: Option<f64>,
+    /// Cost of each running request. Policy `linear`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decode_active_request_weight: Option<f64>,
+    /// Credit for each block cached in host memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub host_cache_hit_weight: Option<f64>,
+    /// Credit for each block cached on disk or in external storage.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_cache_hit_weight: Option<f64>,
+    /// Credit for each block in a cache shared by all workers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub shared_cache_multiplier: Option<f64>,
+    /// Sampling temperature; 0 chooses the minimum.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_temperature: Option<f64>,
+}
+
+impl PolicyConfig {
+    /// Creates a policy with its default settings.
+    pub fn named(name: PolicyName) -> Self {
+        Self {
+            name,
+            first_token_weight: None,
+            max_excess_tokens: None,
+        }
+    }
+
+    /// Returns the policy with the configured weights.
+    pub fn settings(&self, weights: &WeightsConfig) -> PolicySettings {
+        let mut settings = PolicySettings::named(self.name, &Weights::default());
+        settings.weights = weights.apply(settings.weights);
+        match &mut settings.routing {
+            RoutingPolicy::Seconds(SecondsSettings { first_token_weight }) => {
+                *first_token_weight = self.first_token_weight.unwrap_or(*first_token_weight);
+            }
+            RoutingPolicy::Sticky(StickySettings { max_excess_tokens }) => {
+                *max_excess_tokens = self.max_excess_tokens.unwrap_or(*max_excess_tokens);
+            }
+            _ => {}
+        }
+        settings
+    }
+
+    /// Returns the problems of the policy, in combination with the weights of `routing.weights`.
+    pub fn problems(&self, weights: &WeightsConfig) -> Vec<Problem> {
+        let mut problems = Vec::new();
+        let name = self.name.as_str();
+        let settings = self.settings(weights);
+        if let RoutingPolicy::Seconds(seconds) = settings.routing {
+            let invalid = seconds.validate().err();
+            problems.extend(invalid.map(|(key, text)| Problem::of(key, format!("`{key}` {text}"))));
+        }
+        let needs = [
+            (
+                "first_token_weight",
+                self.first_token_weight.is_some(),
+                PolicyName::Seconds,
+            ),
+            (
+                "max_excess_tokens",
+                self.max_excess_tokens.is_some(),
+                PolicyName::Sticky,
+            ),
+        ];
+        for (key, is_set, owner) in needs {
+            if is_set && self.name != owner {
+                let text = format!(
+                    "`{key}` is a setting of the policy `{}`, but the policy is `{name}`; remove one of the two",
+                    owner.as_str()
+                );
+                problems.push(Problem::of(key, text));
+            }
+        }
+        if settings.routing != RoutingPolicy::Linear
+            && let Some(weight) = weights.linear_weight()
+        {
+            let text = format!(
+                "the policy `{name}` does not use `routing.weights.{weight}`, which belongs to `linear`; remove one of the two"
+            );
+            problems.push(Problem::at([] as [PathStep; 0], text));
+        }
+        problems
+    }
+}
+
+impl<'de> Deserialize<'de> for PolicyConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(PolicyVisitor)
+    }
+}
+
+struct PolicyVisitor;
+
+impl<'de> Visitor<'de> for PolicyVisitor {
+    type Value = PolicyConfig;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the name of a policy, or a mapping with `name`")
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<PolicyConfig, E> {
+        parse_name(name).map(PolicyConfig::named)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<PolicyConfig, A::Error> {
+        let mapping = PolicyMapping::deserialize(MapAccessDeserializer::new(map))?;
+        Ok(PolicyConfig {
+            name: parse_name(&mapping.name)?,
+            first_token_weight: mapping.first_token_weight,
+            max_excess_tokens: mapping.max_excess_tokens,
+        })
+    }
+}
+
+fn parse_name<E: de::Error>(name: &str) -> Result<PolicyName, E> {
+    PolicyName::parse(name).ok_or_else(|| {
+        let names = PolicyName::ALL.map(PolicyName::as_str).join(", ");
+        E::custom(format!("unknown policy `{name}`; use one of {names}"))
+    })
+}
+
+impl WeightsConfig {
+    /// Replaces the weights that are set.
+    pub fn apply(&self, base: Weights) -> Weights {
+        Weights {
+            overlap_score_credit: self
+                .overlap_score_credit
+                .unwrap_or(base.overlap_score_credit),
+            overlap_score_credit_decay: self
+                .overlap_score_credit_decay
+                .unwrap_or(base.overlap_score_credit_decay),
+            prefill_load_scale: self.prefill_load_scale.unwrap_or(base.prefill_load_scale),
+            decode_active_request_weight: self
+                .decode_active_request_weight
+                .unwrap_or(base.decode_active_request_weight),
+            host_cache_hit_weight: self
+                .host_cache_hit_weight
+                .unwrap_or(base.host_cache_hit_weight),
+            disk_cache_hit_weight: self
+                .disk_cache_hit_weight
+                .unwrap_or(base.disk_cache_hit_weight),
+            shared_cache_multiplier: self
+                .shared_cache_multiplier
+                .unwrap_or(base.shared_cache_multiplier),
+            router_temperature: self.router_temperature.unwrap_or(base.router_temperature),
+        }
+    }
+
+    /// Returns the first weight that only the policy `linear` uses.
+    fn linear_weight(&self) -> Option<&'static str> {
+        let weights = [
+            ("overlap_score_credit", self.overlap_score_credit),
+            (
+                "overlap_score_credit_decay",
+                self.overlap_score_credit_decay,
+            ),
+            ("prefill_load_scale", self.prefill_load_scale),
+            (
+                "decode_active_request_weight",
+                self.decode_active_request_weight,
+            ),
+        ];
+        let is_set = weights.into_iter().find(|(_, weight)| weight.is_some());
+        is_set.map(|(name, _)| name)
+    }
+}
