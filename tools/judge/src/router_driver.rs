@@ -1,0 +1,238 @@
+//! Drives the router of `warmroute-core` in virtual time. It reports to the router what a server
+//! would: the fleet, KV events, and the tokens and end of each response.
+
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use aisimulate_core::engine::KvEventData;
+use anyhow::{Context, Result};
+use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, StorageTier};
+
+use warmroute_core::freshness::SourceStatus;
+use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
+use warmroute_core::load::LoadTracker;
+use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::worker::{
+    BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId,
+};
+
+use crate::gpu_timing::GpuModel;
+use crate::simulated_engine::{RequestNumber, RequestOutput};
+use crate::traces::BLOCK_TOKENS;
+use crate::virtual_clock::VirtualClock;
+
+const MODEL: &str = "simulated";
+const PORT: u16 = 8000;
+
+/// Router, its fleet, and the placements of the running requests.
+pub(crate) struct RouterDriver {
+    router: Router,
+    clock: VirtualClock,
+    block_size: BlockSize,
+    /// All workers, including a lost one. The position is the number of the worker.
+    workers: Vec<Worker>,
+    /// Writers of the index, by worker number. A lost worker has none.
+    writers: Vec<Option<RankWriter>>,
+    active: HashMap<RequestNumber, ActivePlacement>,
+    decisions: DecisionTime,
+}
+
+/// Placement of a running request.
+struct ActivePlacement {
+    placement: Placement,
+    worker: usize,
+    placed_at: Instant,
+    has_first_token: bool,
+}
+
+/// Number of decisions and the time that they took.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct DecisionTime {
+    /// Number of decisions.
+    pub(crate) count: u32,
+    /// Time of all decisions.
+    pub(crate) total: Duration,
+}
+
+impl RouterDriver {
+    /// Creates a router without workers.
+    pub(crate) fn new(settings: RouterSettings, clock: VirtualClock, seed: u64) -> Result<Self> {
+        let load_clock = clock.clone();
+        let load = LoadTracker::new(move || load_clock.now());
+        Ok(Self {
+            router: Router::new(PrefixIndex::new(), load, settings, seed),
+            clock,
+            block_size: BlockSize::new(BLOCK_TOKENS as u32).context("invalid block size")?,
+            workers: Vec::new(),
+            writers: Vec::new(),
+            active: HashMap::new(),
+            decisions: DecisionTime::default(),
+        })
+    }
+
+    /// Adds equal workers to the fleet.
+    pub(crate) fn add_workers(&mut self, count: usize, gpu: &GpuModel) {
+        let workers = (0..count).map(|number| self.worker(number, gpu));
+        self.workers = workers.collect();
+        self.writers.resize_with(count, || None);
+        self.update_fleet(self.workers.clone());
+    }
+
+    fn worker(&self, number: usize, gpu: &GpuModel) -> Worker {
+        let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 0, 0, 1).to_bits() + number as u32);
+        let endpoint = WorkerEndpoint((address, PORT).into());
+        let capacity = WorkerCapacity {
+            max_num_batched_tokens: Some(gpu.max_batched_tokens as u64),
+            total_kv_blocks: Some((gpu.kv_tokens / BLOCK_TOKENS) as u64),
+        };
+        let id = WorkerId(number as u64);
+        Worker {
+            capacity,
+            ..Worker::new(id, endpoint, ModelName::from(MODEL), self.block_size)
+        }
+    }
+
+    /// Replaces the fleet, in the same order of steps as the server.
+    fn update_fleet(&mut self, desired: Vec<Worker>) {
+        let change = self.router.fleet().reconcile(desired);
+        for member in &change.removed {
+            self.writers[worker_number(member.rank.worker)] = None;
+            self.router.sources().remove(member.rank);
+        }
+        for member in &change.added {
+            self.router.load().open_slot(member.slot, member.rank);
+            self.router.set_block_limits(member);
+            let writer = self.router.index().create_writer(member.slot);
+            self.writers[worker_number(member.rank.worker)] = Some(writer);
+            self.router
+                .set_source_status(member.rank, SourceStatus::EXACT);
+        }
+        self.router.set_fleet(Arc::new(change.fleet));
+        for member in &change.removed {
+            self.router.load().close_slot(member.slot);
+        }
+    }
+
+    /// Routes a request. Returns the number of the chosen worker.
+    pub(crate) fn place(&mut self, request: RequestNumber, prompt: &[u32]) -> Result<usize> {
+        let route_request = self.route_request(prompt);
+        let start = Instant::now();
+        let placement = self.router.route(route_request)?;
+        self.decisions.total += start.elapsed();
+        self.decisions.count += 1;
+        let worker = worker_number(placement.route.to.rank.worker);
+        let placement = ActivePlacement {
+            placement,
+            worker,
+            placed_at: self.clock.now(),
+            has_first_token: false,
+        };
+        self.active.insert(request, placement);
+        Ok(worker)
+    }
+
+    fn route_request(&self, prompt: &[u32]) -> RouteRequest {
+        let hashes = BlockHashes::from_tokens(prompt, self.block_size, &CacheSalt::default());
+        let model = Some(ModelName::from(MODEL));
+        RouteRequest::new(model, RoutePrompt::Hashed(vec![hashes]))
+    }
+
+    /// Applies the KV events of a worker. The events of a lost worker are ignored.
+    pub(crate) fn apply_kv_events(&mut self, worker: usize, events: &[KvEventData]) {
+        let Some(writer) = &mut self.writers[worker] else {
+            return;
+        };
+        for event in events {
+            writer.apply(&index_event(event));
+        }
+    }
+
+    /// Handles a part of a response.
+    pub(crate) fn on_output(&mut self, output: &RequestOutput) {
+        let Some(active) = self.active.get_mut(&output.request) else {
+            return;
+        };
+        if output.has_token && active.has_first_token {
+            record_output_tokens(&mut active.placement, 1);
+        } else if output.has_token {
+            active.has_first_token = true;
+            active.placement.reservation.on_first_token();
+            let elapsed = self.clock.now() - active.placed_at;
+            self.router.record_prefill_time(&active.placement, elapsed);
+        }
+        if output.is_last
+            && let Some(ended) = self.active.remove(&output.request)
+        {
+            end_request(ended.placement);
+        }
+    }
+
+    /// Removes a worker from the fleet and interrupts its requests.
+    pub(crate) fn remove_worker(&mut self, worker: usize) {
+        let mut desired = self.workers.clone();
+        desired.remove(worker);
+        self.update_fleet(desired);
+        self.active.retain(|_, active| active.worker != worker);
+    }
+
+    /// Adds the removed worker to the fleet again.
+    pub(crate) fn restore_workers(&mut self) {
+        self.update_fleet(self.workers.clone());
+    }
+
+    /// Returns the number of decisions and their time.
+    pub(crate) fn decisions(&self) -> DecisionTime {
+        self.decisions
+    }
+}
+
+#[cfg(test)]
+impl RouterDriver {
+    /// Returns the router.
+    pub(crate) fn router(&self) -> &Router {
+        &self.router
+    }
+
+    /// Returns the maximum of cached tokens of a prompt over all workers.
+    pub(crate) fn cached_tokens(&self, prompt: &[u32]) -> u64 {
+        let context = self.router.prepare(self.route_request(prompt));
+        self.router.best_cached_tokens(&context)
+    }
+}
+
+/// Reports generated tokens after the first one. By default, the load tracker does not count the
+/// blocks of answers.
+fn record_output_tokens(_placement: &mut Placement, _count: u64) {}
+
+/// Releases the load of a completed request.
+fn end_request(placement: Placement) {
+    drop(placement);
+}
+
+fn worker_number(worker: WorkerId) -> usize {
+    worker.0 as usize
+}
+
+/// Converts an event of a simulated engine. The engine hashes tokens like the index.
+fn index_event(event: &KvEventData) -> KvEvent {
+    match event {
+        KvEventData::Stored(stored) => KvEvent::Stored {
+            parent: stored.parent_hash.map(EngineHash),
+            blocks: stored
+                .blocks
+                .iter()
+                .map(|block| StoredBlock {
+                    engine: EngineHash(block.block_hash),
+                    local: LocalHash(block.tokens_hash),
+                })
+                .collect(),
+            tier: StorageTier::Device,
+        },
+        KvEventData::Removed { block_hashes } => KvEvent::Removed {
+            blocks: block_hashes.iter().copied().map(EngineHash).collect(),
+            tier: StorageTier::Device,
+        },
+    }
+}

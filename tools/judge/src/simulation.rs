@@ -1,0 +1,499 @@
+//! Simulation of a fleet of engines behind a router, in virtual time. The router sees only what a
+//! real one sees: prompts when they arrive, and KV events and tokens after a delay.
+
+use aisimulate_core::engine::KvEventData;
+use anyhow::{Context, Result};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+use warmroute_core::router::RouterSettings;
+
+use crate::cases::JudgeCase;
+use crate::gpu_timing::EngineTiming;
+use crate::router_driver::{DecisionTime, RouterDriver};
+use crate::simulated_engine::{RequestNumber, RequestOutput, SimulatedEngine};
+use crate::traces::{ReplayedRequest, Workload};
+use crate::virtual_clock::{EventTimeline, TimedEvent, VirtualClock};
+
+/// Maximum shift of arrivals, which differs between seeds, in milliseconds.
+const ARRIVAL_JITTER_MS: f64 = 500.0;
+/// Time over which the first sessions start, in milliseconds.
+const SESSION_START_MS: f64 = 30_000.0;
+/// Pause between the end of a session and the start of the next one, in milliseconds.
+const SESSION_PAUSE_MS: f64 = 2000.0;
+/// Pause before an engine that could not compute anything tries again, in milliseconds.
+const RETRY_MS: f64 = 1.0;
+/// Minimum of the uniform draw from which an exponential delay is computed.
+const MIN_UNIFORM_DRAW: f64 = 1e-9;
+/// Separates the random numbers of the router from those of the simulation.
+const ROUTER_SEED_MASK: u64 = 0x5eed;
+
+/// Completed request. Times are in milliseconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CompletedRequest {
+    /// Arrival at the router.
+    pub(crate) arrival_ms: f64,
+    /// First token.
+    pub(crate) first_token_ms: f64,
+    /// Last token.
+    pub(crate) end_ms: f64,
+    /// Length of the prompt.
+    pub(crate) input_tokens: usize,
+    /// Generated tokens, at least 1.
+    pub(crate) output_tokens: usize,
+    /// Prompt tokens that were in the cache of the engine.
+    pub(crate) cached_tokens: usize,
+}
+
+/// Request that the simulation did not complete.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct UnfinishedRequest {
+    /// Arrival at the router.
+    pub(crate) arrival_ms: f64,
+    /// First token, if there is one.
+    pub(crate) first_token_ms: Option<f64>,
+}
+
+/// Requests of a simulation that are measured.
+#[derive(Debug)]
+pub(crate) struct SimulationResult {
+    /// Completed requests.
+    pub(crate) completed: Vec<CompletedRequest>,
+    /// Other requests.
+    pub(crate) unfinished: Vec<UnfinishedRequest>,
+    /// Decisions of the router.
+    pub(crate) decisions: DecisionTime,
+}
+
+enum SimulationEvent {
+    Arrival(RequestNumber),
+    PassEnd(EngineIncarnation),
+    /// The engine could not compute anything and tries again.
+    Retry(EngineIncarnation),
+    /// The router receives KV events.
+    KvEvents {
+        from: EngineIncarnation,
+        events: Vec<KvEventData>,
+    },
+    /// The router receives the tokens of a pass.
+    Outputs {
+        from: EngineIncarnation,
+        outputs: Vec<RequestOutput>,
+    },
+    WorkerLost(usize),
+    WorkerRestored(usize),
+}
+
+/// Engine between two losses of its worker. Events of earlier incarnations are ignored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct EngineIncarnation {
+    worker: usize,
+    incarnation: u32,
+}
+
+/// Worker with its engine.
+struct WorkerState {
+    /// `None` while the worker is lost.
+    engine: Option<SimulatedEngine>,
+    current: EngineIncarnation,
+    running: Vec<RequestNumber>,
+    /// Time at which the router receives the latest KV events. They arrive in order.
+    last_kv_events_ms: f64,
+    /// Time at which the router receives the latest tokens. They arrive in order.
+    last_outputs_ms: f64,
+}
+
+/// Position of a request in its session.
+#[derive(Clone, Copy, Debug)]
+struct SessionPosition {
+    session: usize,
+    turn: usize,
+}
+
+/// Request that has been created.
+struct RequestState<'w> {
+    request: &'w ReplayedRequest,
+    position: Option<SessionPosition>,
+    /// `None` before the arrival and after the end.
+    progress: Option<RequestProgress>,
+}
+
+struct RequestProgress {
+    arrival_ms: f64,
+    first_token_ms: Option<f64>,
+    output_tokens: usize,
+    cached_tokens: usize,
+}
+
+impl RequestProgress {
+    fn new(arrival_ms: f64) -> Self {
+        Self {
+            arrival_ms,
+            first_token_ms: None,
+            output_tokens: 0,
+            cached_tokens: 0,
+        }
+    }
+}
+
+/// The simulation.
+pub(crate) struct FleetSimulation<'w> {
+    case: &'w JudgeCase,
+    /// Sessions of the workload; empty for independent requests.
+    sessions: &'w [Vec<ReplayedRequest>],
+    next_session: usize,
+    requests: Vec<RequestState<'w>>,
+    timeline: EventTimeline<SimulationEvent>,
+    workers: Vec<WorkerState>,
+    clock: VirtualClock,
+    driver: RouterDriver,
+    rng: StdRng,
+    completed: Vec<CompletedRequest>,
+}
+
+impl<'w> FleetSimulation<'w> {
+    /// Creates a simulation at time 0.
+    pub(crate) fn new(
+        case: &'w JudgeCase,
+        workload: &'w Workload,
+        settings: RouterSettings,
+        seed: u64,
+    ) -> Result<Self> {
+        let clock = VirtualClock::new();
+        let mut driver = RouterDriver::new(settings, clock.clone(), seed ^ ROUTER_SEED_MASK)?;
+        driver.add_workers(case.workers, &case.gpu);
+        let workers = (0..case.workers).map(|worker| WorkerState::new(case, worker));
+        let mut simulation = Self {
+            case,
+            sessions: &[],
+            next_session: 0,
+            requests: Vec::new(),
+            timeline: EventTimeline::new(),
+            workers: workers.collect::<Result<_>>()?,
+            clock,
+            driver,
+            rng: StdRng::seed_from_u64(seed),
+            completed: Vec::new(),
+        };
+        simulation.schedule_workload(workload);
+        simulation.schedule_outage();
+        Ok(simulation)
+    }
+
+    fn schedule_workload(&mut self, workload: &'w Workload) {
+        match workload {
+            Workload::Arrivals(requests) => {
+                for request in requests {
+                    let jitter_ms = self.rng.random_range(0.0..ARRIVAL_JITTER_MS);
+                    self.schedule_arrival(request, None, request.time_ms + jitter_ms);
+                }
+            }
+            Workload::Sessions {
+                sessions,
+                concurrency,
+            } => {
+                self.sessions = sessions;
+                for _ in 0..*concurrency {
+                    let start_ms = self.rng.random_range(0.0..SESSION_START_MS);
+                    self.start_session(start_ms);
+                }
+            }
+        }
+    }
+
+    fn schedule_outage(&mut self) {
+        // The first worker is the one that is lost.
+        let worker = 0;
+        if let Some(outage) = self.case.outage {
+            let lost = SimulationEvent::WorkerLost(worker);
+            self.timeline.push(outage.start_s * 1e3, lost);
+            let restored = SimulationEvent::WorkerRestored(worker);
+            self.timeline.push(outage.end_s * 1e3, restored);
+        }
+    }
+
+    fn schedule_arrival(
+        &mut self,
+        request: &'w ReplayedRequest,
+        position: Option<SessionPosition>,
+        time_ms: f64,
+    ) {
+        let number = RequestNumber(self.requests.len() as u32);
+        self.requests.push(RequestState {
+            request,
+            position,
+            progress: None,
+        });
+        self.timeline
+            .push(time_ms, SimulationEvent::Arrival(number));
+    }
+
+    /// Starts the next session. After the last one, the first session is replayed again; by then,
+    /// little of it is still cached.
+    fn start_session(&mut self, start_ms: f64) {
+        if self.sessions.is_empty() {
+            return;
+        }
+        let session = self.next_session % self.sessions.len();
+        self.next_session += 1;
+        let position = SessionPosition { session, turn: 0 };
+        self.schedule_arrival(&self.sessions[session][0], Some(position), start_ms);
+    }
+
+    /// Runs the simulation to the end of the case.
+    pub(crate) fn run(&mut self) -> Result<()> {
+        while let Some(TimedEvent { time_ms, event, .. }) = self.timeline.pop() {
+            if time_ms > self.case.end_s * 1e3 {
+                break;
+            }
+            self.clock.set_ms(time_ms);
+            self.handle(event, time_ms)?;
+        }
+        Ok(())
+    }
+
+    fn handle(&mut self, event: SimulationEvent, now_ms: f64) -> Result<()> {
+        match event {
+            SimulationEvent::Arrival(request) => self.place(request, now_ms, now_ms)?,
+            SimulationEvent::PassEnd(engine) if self.is_current(engine) => {
+                self.finish_pass(engine.worker, now_ms)?;
+                self.start_pass(engine.worker, now_ms)?;
+            }
+            SimulationEvent::Retry(engine) if self.is_current(engine) => {
+                self.start_pass(engine.worker, now_ms)?;
+            }
+            SimulationEvent::KvEvents { from, events } if self.is_current(from) => {
+                self.driver.apply_kv_events(from.worker, &events);
+            }
+            SimulationEvent::Outputs { from, outputs } if self.is_current(from) => {
+                outputs
+                    .iter()
+                    .for_each(|output| self.driver.on_output(output));
+            }
+            SimulationEvent::WorkerLost(worker) => self.lose_worker(worker, now_ms)?,
+            SimulationEvent::WorkerRestored(worker) => {
+                let engine = SimulatedEngine::new(worker, engine_timing(self.case, worker))?;
+                self.workers[worker].engine = Some(engine);
+                self.driver.restore_workers();
+            }
+            SimulationEvent::PassEnd(_)
+            | SimulationEvent::Retry(_)
+            | SimulationEvent::KvEvents { .. }
+            | SimulationEvent::Outputs { .. } => {}
+        }
+        Ok(())
+    }
+
+    fn is_current(&self, engine: EngineIncarnation) -> bool {
+        self.workers[engine.worker].current == engine
+    }
+
+    /// Routes a request and sends it to the chosen engine.
+    fn place(&mut self, number: RequestNumber, arrival_ms: f64, now_ms: f64) -> Result<()> {
+        let state = &mut self.requests[number.index()];
+        state.progress = Some(RequestProgress::new(arrival_ms));
+        let prompt = state.request.tokens();
+        let output_tokens = state.request.output_tokens;
+        let chosen = self.driver.place(number, &prompt)?;
+        let worker = &mut self.workers[chosen];
+        worker.running.push(number);
+        let engine = worker.engine.as_mut();
+        let engine = engine.context("the router chose a lost worker")?;
+        let events = engine.submit(number, prompt, output_tokens, now_ms)?;
+        self.publish_kv_events(chosen, events, now_ms);
+        self.start_pass(chosen, now_ms)
+    }
+
+    /// Schedules the arrival of KV events at the router.
+    fn publish_kv_events(&mut self, worker: usize, events: Vec<KvEventData>, now_ms: f64) {
+        if events.is_empty() {
+            return;
+        }
+        let delay = self.case.delay;
+        let delay_ms = if delay.max_event_ms > delay.min_event_ms {
+            self.rng
+                .random_range(delay.min_event_ms..delay.max_event_ms)
+        } else {
+            delay.min_event_ms
+        };
+        let state = &mut self.workers[worker];
+        let time_ms = state.last_kv_events_ms.max(now_ms + delay_ms);
+        state.last_kv_events_ms = time_ms;
+        let from = state.current;
+        self.timeline
+            .push(time_ms, SimulationEvent::KvEvents { from, events });
+    }
+
+    /// Schedules the arrival of the tokens of a pass at the router. All of them have the same
+    /// delay. Returns the time of arrival.
+    fn publish_outputs(&mut self, worker: usize, outputs: Vec<RequestOutput>, now_ms: f64) -> f64 {
+        let mean_ms = self.case.delay.mean_token_ms;
+        let delay_ms = if mean_ms > 0.0 {
+            -self.rng.random_range(MIN_UNIFORM_DRAW..1.0).ln() * mean_ms
+        } else {
+            0.0
+        };
+        let state = &mut self.workers[worker];
+        let time_ms = state.last_outputs_ms.max(now_ms + delay_ms);
+        state.last_outputs_ms = time_ms;
+        let from = state.current;
+        if !outputs.is_empty() {
+            self.timeline
+                .push(time_ms, SimulationEvent::Outputs { from, outputs });
+        }
+        time_ms
+    }
+
+    fn start_pass(&mut self, worker: usize, now_ms: f64) -> Result<()> {
+        let state = &mut self.workers[worker];
+        let engine = state.current;
+        let Some(started) = state
+            .engine
+            .as_mut()
+            .map(|engine| engine.start_pass(now_ms))
+            .transpose()?
+            .flatten()
+        else {
+            return Ok(());
+        };
+        self.publish_kv_events(worker, started.kv_events, now_ms);
+        if started.is_empty {
+            self.finish_pass(worker, now_ms)?;
+            self.timeline
+                .push(now_ms + RETRY_MS, SimulationEvent::Retry(engine));
+        } else {
+            self.timeline
+                .push(started.end_ms, SimulationEvent::PassEnd(engine));
+        }
+        Ok(())
+    }
+
+    fn finish_pass(&mut self, worker: usize, now_ms: f64) -> Result<()> {
+        let Some(engine) = self.workers[worker].engine.as_mut() else {
+            return Ok(());
+        };
+        let finished = engine.finish_pass(now_ms)?;
+        self.publish_kv_events(worker, finished.kv_events, now_ms);
+        let seen_ms = self.publish_outputs(worker, finished.outputs.clone(), now_ms);
+        for output in finished.outputs {
+            self.record_output(&output, now_ms);
+            if output.is_last {
+                let running = &mut self.workers[worker].running;
+                running.retain(|&request| request != output.request);
+                self.complete(output.request, now_ms, seen_ms);
+            }
+        }
+        Ok(())
+    }
+
+    /// Records the result of a request in one pass.
+    fn record_output(&mut self, output: &RequestOutput, now_ms: f64) {
+        let state = &mut self.requests[output.request.index()];
+        let Some(progress) = &mut state.progress else {
+            return;
+        };
+        if let Some(cached_tokens) = output.cached_tokens {
+            progress.cached_tokens = cached_tokens;
+        }
+        if output.has_token {
+            progress.output_tokens += 1;
+            progress.first_token_ms.get_or_insert(now_ms);
+        }
+    }
+
+    /// Records the end of a request, and schedules the next one of its session. The client receives
+    /// the end through the router, so the next request does not arrive before `seen_ms`.
+    fn complete(&mut self, number: RequestNumber, now_ms: f64, seen_ms: f64) {
+        let state = &mut self.requests[number.index()];
+        let Some(progress) = state.progress.take() else {
+            return;
+        };
+        if is_measured(self.case, progress.arrival_ms) {
+            self.completed.push(CompletedRequest {
+                arrival_ms: progress.arrival_ms,
+                first_token_ms: progress.first_token_ms.unwrap_or(now_ms),
+                end_ms: now_ms,
+                input_tokens: state.request.input_tokens,
+                output_tokens: progress.output_tokens.max(1),
+                cached_tokens: progress.cached_tokens,
+            });
+        }
+        let Some(position) = state.position else {
+            return;
+        };
+        let turn = position.turn + 1;
+        match self.sessions[position.session].get(turn) {
+            Some(next) => {
+                let position = SessionPosition { turn, ..position };
+                let arrival_ms = seen_ms.max(now_ms + next.time_ms);
+                self.schedule_arrival(next, Some(position), arrival_ms);
+            }
+            None => self.start_session(now_ms + SESSION_PAUSE_MS),
+        }
+    }
+
+    /// Removes a worker. Its requests are placed again and keep their arrival time.
+    fn lose_worker(&mut self, worker: usize, now_ms: f64) -> Result<()> {
+        let state = &mut self.workers[worker];
+        state.engine = None;
+        state.current.incarnation += 1;
+        let interrupted = std::mem::take(&mut state.running);
+        self.driver.remove_worker(worker);
+        for number in interrupted {
+            let progress = self.requests[number.index()].progress.take();
+            if let Some(progress) = progress {
+                self.place(number, progress.arrival_ms, now_ms)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the measured requests.
+    pub(crate) fn into_result(self) -> SimulationResult {
+        let running = self
+            .requests
+            .iter()
+            .filter_map(|state| state.progress.as_ref());
+        let unfinished = running
+            .filter(|progress| is_measured(self.case, progress.arrival_ms))
+            .map(|progress| UnfinishedRequest {
+                arrival_ms: progress.arrival_ms,
+                first_token_ms: progress.first_token_ms,
+            })
+            .collect();
+        SimulationResult {
+            completed: self.completed,
+            unfinished,
+            decisions: self.driver.decisions(),
+        }
+    }
+}
+
+impl WorkerState {
+    fn new(case: &JudgeCase, worker: usize) -> Result<Self> {
+        Ok(Self {
+            engine: Some(SimulatedEngine::new(worker, engine_timing(case, worker))?),
+            current: EngineIncarnation {
+                worker,
+                incarnation: 0,
+            },
+            running: Vec::new(),
+            last_kv_events_ms: 0.0,
+            last_outputs_ms: 0.0,
+        })
+    }
+}
+
+fn engine_timing(case: &JudgeCase, worker: usize) -> EngineTiming {
+    EngineTiming {
+        gpu: case.gpu,
+        slowdown: case.slowdown(worker),
+    }
+}
+
+/// Returns whether a request is measured: it arrived after the warm-up.
+fn is_measured(case: &JudgeCase, arrival_ms: f64) -> bool {
+    arrival_ms >= case.warmup_s * 1e3
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,112 @@
+use super::*;
+use crate::cases::{CaseLoad, FleetSpeed, ObservationDelay, WorkerOutage};
+use crate::gpu_timing::QWEN_32B_H100;
+use crate::policies::router_settings;
+use crate::traces::{RecordedTrace, TraceHalf};
+
+fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
+    JudgeCase {
+        name: "test",
+        load: CaseLoad::Arrivals {
+            speed: 1.0,
+            burst_copies: 0,
+        },
+        gpu: QWEN_32B_H100,
+        workers: 3,
+        speed: FleetSpeed::Uniform,
+        outage,
+        delay: ObservationDelay {
+            min_event_ms: 5.0,
+            max_event_ms: 50.0,
+            mean_token_ms: 3.0,
+        },
+        warmup_s: 0.0,
+        end_s: 1_000.0,
+    }
+}
+
+/// Creates conversations of four requests, one request per 100 ms.
+fn test_workload(case: &JudgeCase) -> Workload {
+    let lines: String = (0..80)
+        .map(|number| {
+            let conversation = number % 20;
+            let blocks: Vec<usize> = (0..4 + number / 20).map(|at| conversation * 10 + at).collect();
+            format!(
+                "{{\"timestamp\": {}, \"input_length\": {}, \"output_length\": 100, \"hash_ids\": {blocks:?}}}\n",
+                number * 100,
+                blocks.len() * 512 + 10,
+            )
+        })
+        .collect();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), lines).unwrap();
+    let trace = RecordedTrace::load(file.path()).unwrap();
+    case.workload(&trace, TraceHalf::All, 1).unwrap()
+}
+
+fn finished_simulation<'w>(case: &'w JudgeCase, workload: &'w Workload) -> FleetSimulation<'w> {
+    let settings = router_settings("linear").unwrap();
+    let mut simulation = FleetSimulation::new(case, workload, settings, 1).unwrap();
+    simulation.run().unwrap();
+    simulation
+}
+
+fn assert_no_load(simulation: &FleetSimulation<'_>) {
+    let loads = simulation.driver.router().load().snapshot();
+    assert_eq!(loads.len(), 3);
+    for load in loads {
+        let sum = load.active_blocks + load.active_prefill_tokens + load.active_requests;
+        assert_eq!(sum, 0, "{load:?}");
+    }
+}
+
+#[test]
+fn completed_requests_release_their_load() {
+    let case = test_case(None);
+    let workload = test_workload(&case);
+    let simulation = finished_simulation(&case, &workload);
+    assert_no_load(&simulation);
+    let result = simulation.into_result();
+    assert_eq!(result.completed.len(), 80);
+    assert!(result.unfinished.is_empty());
+    assert!(result.completed.iter().all(|one| one.output_tokens == 100));
+    assert!(result.completed.iter().any(|one| one.cached_tokens > 0));
+}
+
+#[test]
+fn lost_worker_leaves_no_booking() {
+    let case = test_case(Some(WorkerOutage {
+        start_s: 5.0,
+        end_s: 8.0,
+    }));
+    let workload = test_workload(&case);
+    let simulation = finished_simulation(&case, &workload);
+    assert_no_load(&simulation);
+    let result = simulation.into_result();
+    assert_eq!(result.completed.len(), 80);
+    // Interrupted requests are routed twice.
+    assert!(result.decisions.count > 80);
+}
+
+#[test]
+fn index_contains_the_prompts_of_engines() {
+    let case = test_case(None);
+    let workload = test_workload(&case);
+    let simulation = finished_simulation(&case, &workload);
+    let Workload::Arrivals(requests) = &workload else {
+        panic!("wrong workload")
+    };
+    let prompt = requests[79].tokens();
+    assert_eq!(
+        simulation.driver.cached_tokens(&prompt),
+        (prompt.len() / 64 * 64) as u64
+    );
+}
+
+#[test]
+fn equal_seeds_give_equal_results() {
+    let case = test_case(None);
+    let workload = test_workload(&case);
+    let run = || finished_simulation(&case, &workload).into_result();
+    assert_eq!(run().completed, run().completed);
+}
