@@ -23,6 +23,7 @@ pub use booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
 pub(crate) use latency::PrefillWork;
 pub use latency::{LatencyCoefficients, LatencyEstimate, RankSpeed};
+pub use learning::CompleteOutput;
 pub use reservation::Reservation;
 pub use sequences::PromptSequences;
 pub use timing::RankTiming;

@@ -22,6 +22,7 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use warmroute_core::policy::PolicyName;
 
 use cases::{JudgeCase, StandardCases, standard_cases};
 use metrics::RunMetrics;
@@ -36,7 +37,7 @@ struct JudgeArgs {
     #[arg(long)]
     trace: PathBuf,
     /// Policies to compare
-    #[arg(long, value_delimiter = ',', default_values = policies::POLICY_NAMES)]
+    #[arg(long, value_delimiter = ',', default_values_t = PolicyName::ALL.map(|name| name.as_str().to_owned()))]
     policies: Vec<String>,
     /// Number of seeds
     #[arg(long, default_value_t = 3)]

@@ -12,7 +12,7 @@ use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, Stora
 
 use warmroute_core::freshness::SourceStatus;
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
-use warmroute_core::load::LoadTracker;
+use warmroute_core::load::{CompleteOutput, LoadTracker};
 use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
 use warmroute_core::worker::{
     BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId,
@@ -45,6 +45,7 @@ struct ActivePlacement {
     worker: usize,
     placed_at: Instant,
     has_first_token: bool,
+    output_tokens: u64,
 }
 
 /// Number of decisions and the time that they took.
@@ -102,7 +103,10 @@ impl RouterDriver {
             self.router.sources().remove(member.rank);
         }
         for member in &change.added {
-            self.router.load().open_slot(member.slot, member.rank);
+            let model = &member.worker.model;
+            self.router
+                .load()
+                .open_slot(member.slot, member.rank, model);
             self.router.set_block_limits(member);
             let writer = self.router.index().create_writer(member.slot);
             self.writers[worker_number(member.rank.worker)] = Some(writer);
@@ -128,6 +132,7 @@ impl RouterDriver {
             worker,
             placed_at: self.clock.now(),
             has_first_token: false,
+            output_tokens: 0,
         };
         self.active.insert(request, placement);
         Ok(worker)
@@ -155,17 +160,22 @@ impl RouterDriver {
             return;
         };
         if output.has_token && active.has_first_token {
-            record_output_tokens(&mut active.placement, 1);
+            active.placement.reservation.add_output_tokens(1);
+            active.output_tokens += 1;
         } else if output.has_token {
             active.has_first_token = true;
+            active.output_tokens = 1;
             active.placement.reservation.on_first_token();
             let elapsed = self.clock.now() - active.placed_at;
-            self.router.record_prefill_time(&active.placement, elapsed);
+            self.router
+                .record_prefill_time(&mut active.placement, elapsed);
         }
         if output.is_last
-            && let Some(ended) = self.active.remove(&output.request)
+            && let Some(mut ended) = self.active.remove(&output.request)
         {
-            end_request(ended.placement);
+            let tokens = Some(ended.output_tokens);
+            let output = CompleteOutput::Stream { tokens };
+            ended.placement.reservation.learn_output(output);
         }
     }
 
@@ -200,15 +210,6 @@ impl RouterDriver {
         let context = self.router.prepare(self.route_request(prompt));
         self.router.best_cached_tokens(&context)
     }
-}
-
-/// Reports generated tokens after the first one. By default, the load tracker does not count the
-/// blocks of answers.
-fn record_output_tokens(_placement: &mut Placement, _count: u64) {}
-
-/// Releases the load of a completed request.
-fn end_request(placement: Placement) {
-    drop(placement);
 }
 
 fn worker_number(worker: WorkerId) -> usize {

@@ -13,3 +13,6 @@ pub use model::{LatencyCoefficients, LatencyEstimate};
 pub(crate) use model::{PrefillObservation, PrefillWork, StepObservation};
 pub(crate) use registry::{LatencyRegistry, ModelId};
 pub use speed::RankSpeed;
+
+#[cfg(test)]
+mod tests;

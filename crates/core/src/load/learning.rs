@@ -7,6 +7,21 @@ use super::table::{LoadTable, ReservationPart, find_row};
 use super::timing::RankTiming;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
 
+/// Complete answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CompleteOutput {
+    /// The answer was streamed.
+    Stream {
+        /// Number of its tokens, if known.
+        tokens: Option<u64>,
+    },
+    /// The answer was one document, so the time of its first token is unknown.
+    Unary {
+        /// Number of its tokens.
+        tokens: u64,
+    },
+}
+
 impl LoadTable {
     /// Returns the learned latency of a model.
     pub(super) fn estimate(&self, model: &ModelName, now: Instant) -> LatencyEstimate {
@@ -89,11 +104,11 @@ impl LoadTable {
         }
     }
 
-    /// Learns from a finished answer of `tokens`, or of unknown length.
+    /// Learns from a complete answer.
     pub(super) fn learn_output(
         &mut self,
         part: &mut ReservationPart,
-        tokens: Option<u64>,
+        output: CompleteOutput,
         now: Instant,
     ) {
         let Some(share) = &mut part.share else {
@@ -108,6 +123,10 @@ impl LoadTable {
             .started_at
             .map(|started_at| now.saturating_duration_since(started_at));
         let resident_tokens = row.context_tokens as f64;
+        let tokens = match output {
+            CompleteOutput::Unary { tokens } => return model.observe_output(tokens as f64),
+            CompleteOutput::Stream { tokens } => tokens,
+        };
         match (tokens, elapsed) {
             // The tokens were not observed one by one. Their mean time includes the prefills of
             // other requests.

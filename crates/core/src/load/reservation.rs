@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::booking::LoadBooking;
 use super::events::{BookingId, ReservationEvent, ReservationState};
+use super::learning::CompleteOutput;
 use super::table::{BookedShare, LoadTable, ReservationPart};
 use super::tracker::LoadTracker;
 use super::view::LoadView;
@@ -169,12 +170,12 @@ impl Reservation {
         }
     }
 
-    /// Learns from a complete answer of `tokens`, or of unknown length.
-    pub fn learn_output(&mut self, tokens: Option<u64>) {
+    /// Learns from the complete answer.
+    pub fn learn_output(&mut self, output: CompleteOutput) {
         self.flush_output_tokens();
         if let Some(part) = self.parts.first_mut() {
             self.tracker.change(|table, now| {
-                table.learn_output(part, tokens, now);
+                table.learn_output(part, output, now);
                 false
             });
         }

@@ -12,6 +12,7 @@ use tracing::debug;
 
 use cache_report::CacheReportSource;
 use warmroute_core::block::BlockHashes;
+use warmroute_core::load::CompleteOutput;
 use warmroute_core::router::{Mode, Router};
 use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
 use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
@@ -60,6 +61,8 @@ pub(super) struct ExchangeGuard {
     books_output_blocks: bool,
     /// Output blocks booked so far.
     output_blocks: u64,
+    /// Output tokens reported to the load tracker so far, including the first one.
+    output_tokens: u64,
 }
 
 /// How the exchange ends if its stream closes now.
@@ -103,6 +106,7 @@ impl ExchangeGuard {
             end: ExchangeEnd::Abandoned,
             books_output_blocks: router.settings().tracking.output_blocks,
             output_blocks: 0,
+            output_tokens: 1,
             router,
         }
     }
@@ -251,9 +255,27 @@ impl ExchangeGuard {
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
         self.body_scanned = true;
         self.body_observed = true;
+        let had_usage = self.usage.usage().is_some();
         self.usage.push(chunk);
+        let is_final_usage = self.usage.usage().is_some() && !had_usage;
+        if self.event_stream && !is_final_usage {
+            self.count_output();
+        }
         if self.books_output_blocks {
             self.book_output();
+        }
+    }
+
+    /// Reports new output tokens to the load tracker. The usage at the end of a stream is not
+    /// counted, because it may correct the number of tokens at once.
+    fn count_output(&mut self) {
+        let generated = self.usage.output_tokens();
+        if let Some(active) = &mut self.active
+            && generated > self.output_tokens
+        {
+            let count = generated - self.output_tokens;
+            active.placement.reservation.add_output_tokens(count);
+            self.output_tokens = generated;
         }
     }
 
@@ -300,8 +322,26 @@ impl ExchangeGuard {
         if let Some(mut active) = self.active.take()
             && is_success
         {
+            if let Some(output) = self.complete_output() {
+                active.placement.reservation.learn_output(output);
+            }
             self.router.start_parity_check(&mut active.placement);
             self.prompts = active.placement.take_prompts();
+        }
+    }
+
+    /// Returns the answer to learn from. A stream whose end was not observed may have been cancelled,
+    /// but its time is all that is known with `gateway.observe: first_token`.
+    fn complete_output(&self) -> Option<CompleteOutput> {
+        let reported = self.usage.usage().map(|usage| usage.completion_tokens);
+        if self.event_stream {
+            // The length has the unit of the learned steps: an event may have several tokens.
+            let counted = Some(self.output_tokens).filter(|tokens| *tokens > 1);
+            let tokens = counted.or(reported);
+            Some(CompleteOutput::Stream { tokens })
+        } else {
+            let tokens = reported.filter(|tokens| *tokens > 0)?;
+            Some(CompleteOutput::Unary { tokens })
         }
     }
 

@@ -1,0 +1,228 @@
+use std::time::{Duration, Instant};
+
+use proptest::prelude::*;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng};
+use warmroute_property_tests::property_config;
+
+use super::model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};
+use super::*;
+
+const PREFILL_TOKEN: f64 = 48.8e-6;
+const PREFILL_PAIR: f64 = 1.7e-9;
+const STEP: f64 = 13e-3;
+const RESIDENT_TOKEN: f64 = 60e-9;
+
+/// Draws an exponential delay in seconds.
+fn noise(rng: &mut StdRng, mean: f64) -> f64 {
+    -rng.random_range(1e-9..1.0_f64).ln() * mean
+}
+
+/// Draws the work of a prompt: a few to many tokens, behind a cached prefix.
+fn draw_work(rng: &mut StdRng) -> PrefillWork {
+    let cached = rng.random_range(0.0..40_000.0_f64);
+    let tokens = 10.0_f64.powf(rng.random_range(2.0..4.5));
+    PrefillWork::new(cached + tokens, cached)
+}
+
+fn true_seconds(work: PrefillWork) -> f64 {
+    PREFILL_TOKEN * work.tokens + PREFILL_PAIR * work.pairs
+}
+
+fn observe(model: &mut ModelLatency, speed: &mut RankSpeed, work: PrefillWork, seconds: f64) {
+    let elapsed = Duration::from_secs_f64(seconds);
+    model.observe_prefill(PrefillObservation { work, elapsed }, speed);
+}
+
+fn coefficients(model: &ModelLatency) -> LatencyCoefficients {
+    model.estimate(Instant::now()).coefficients
+}
+
+fn assert_near(found: f64, expected: f64, share: f64, name: &str) {
+    let error = (found / expected - 1.0).abs();
+    assert!(error <= share, "{name}: {found:e}, not {expected:e}");
+}
+
+#[test]
+fn prefill_coefficients_are_recovered_from_noisy_times() {
+    for seed in 0..20 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut model = ModelLatency::default();
+        let mut speed = RankSpeed::default();
+        for _ in 0..50 {
+            let work = draw_work(&mut rng);
+            // A decode step may run before a chunk of the prefill.
+            let step = if rng.random_bool(0.3) { STEP } else { 0.0 };
+            let seconds = true_seconds(work) + step + noise(&mut rng, 3e-3);
+            observe(&mut model, &mut speed, work, seconds);
+        }
+        // The time of a typical prompt is what decisions use.
+        let typical = PrefillWork::new(30_000.0, 10_000.0);
+        let learned = coefficients(&model).prefill_seconds(typical);
+        assert_near(learned, true_seconds(typical), 0.15, "typical prompt");
+    }
+}
+
+#[test]
+fn decode_coefficients_are_recovered_from_noisy_steps() {
+    let mut rng = StdRng::seed_from_u64(1);
+    let mut model = ModelLatency::default();
+    let mut speed = RankSpeed::default();
+    for _ in 0..200 {
+        let resident_tokens = rng.random_range(1_000.0..250_000.0);
+        let seconds = STEP + RESIDENT_TOKEN * resident_tokens + noise(&mut rng, 0.3e-3);
+        let observation = StepObservation {
+            resident_tokens,
+            steps: 1,
+            elapsed: Duration::from_secs_f64(seconds),
+        };
+        model.observe_steps(observation, &mut speed);
+    }
+    let learned = coefficients(&model);
+    for resident_tokens in [1_000.0, 100_000.0, 200_000.0] {
+        let expected = STEP + RESIDENT_TOKEN * resident_tokens + 0.3e-3;
+        let found = learned.step_seconds(resident_tokens);
+        assert_near(found, expected, 0.05, "step");
+    }
+}
+
+#[test]
+fn slow_rank_is_found_and_equal_ranks_stay_equal() {
+    let mut rng = StdRng::seed_from_u64(2);
+    let mut model = ModelLatency::default();
+    let mut speeds = vec![RankSpeed::default(); 4];
+    let mut run = |speeds: &mut Vec<RankSpeed>, slow: f64, rounds: usize| {
+        for _ in 0..rounds {
+            for (rank, speed) in speeds.iter_mut().enumerate() {
+                let work = draw_work(&mut rng);
+                let factor = if rank == 0 { slow } else { 1.0 };
+                let seconds = factor * true_seconds(work) + noise(&mut rng, 3e-3);
+                observe(&mut model, speed, work, seconds);
+            }
+        }
+    };
+    run(&mut speeds, 1.0, 100);
+    let factors: Vec<f64> = speeds.iter().map(|speed| speed.prefill).collect();
+    let most = factors.iter().copied().fold(0.0, f64::max);
+    let least = factors.iter().copied().fold(f64::INFINITY, f64::min);
+    assert!(most / least < 1.1, "{factors:?}");
+    run(&mut speeds, 2.0, 60);
+    let others = speeds[1..].iter().map(|speed| speed.prefill);
+    let mean = others.sum::<f64>() / 3.0;
+    assert!(speeds[0].prefill > 1.5 * mean, "{speeds:?}");
+}
+
+#[test]
+fn outliers_hardly_move_prefill_coefficients() {
+    let fit = |outliers: bool| {
+        let mut rng = StdRng::seed_from_u64(3);
+        let mut model = ModelLatency::default();
+        let mut speed = RankSpeed::default();
+        for count in 0..400 {
+            let work = draw_work(&mut rng);
+            let factor = if outliers && count % 20 == 19 {
+                10.0
+            } else {
+                1.0
+            };
+            observe(&mut model, &mut speed, work, factor * true_seconds(work));
+        }
+        coefficients(&model).prefill_token * speed.prefill
+    };
+    assert_near(fit(true), fit(false), 0.2, "per token");
+}
+
+#[test]
+fn constant_prompt_length_keeps_coefficients_bounded() {
+    let mut model = ModelLatency::default();
+    let mut speed = RankSpeed::default();
+    let work = PrefillWork::new(4_000.0, 0.0);
+    (0..500).for_each(|_| observe(&mut model, &mut speed, work, true_seconds(work)));
+    let learned = coefficients(&model);
+    assert_near(
+        learned.prefill_seconds(work),
+        true_seconds(work),
+        0.05,
+        "seen",
+    );
+    assert!(learned.prefill_pair < 10.0 * PREFILL_PAIR, "{learned:?}");
+}
+
+/// An engine may complete two prefills in one step, so the second one takes no time.
+#[test]
+fn prefills_of_one_step_are_unbiased() {
+    let mut rng = StdRng::seed_from_u64(4);
+    let mut model = ModelLatency::default();
+    let mut speed = RankSpeed::default();
+    for _ in 0..300 {
+        let pair = [draw_work(&mut rng), draw_work(&mut rng)];
+        let seconds: f64 = pair.iter().map(|work| true_seconds(*work)).sum();
+        observe(&mut model, &mut speed, pair[0], seconds);
+        observe(&mut model, &mut speed, pair[1], 0.0);
+    }
+    let typical = PrefillWork::new(20_000.0, 10_000.0);
+    let learned = speed.prefill * coefficients(&model).prefill_seconds(typical);
+    assert_near(learned, true_seconds(typical), 0.25, "typical prompt");
+}
+
+#[test]
+fn young_traffic_estimate_is_unbiased() {
+    let start = Instant::now();
+    let mut traffic = traffic::TrafficRate::default();
+    for second in 0..=300_u32 {
+        let now = start + Duration::from_secs(second.into());
+        traffic.add(0.25, now);
+        traffic.add(0.25, now);
+        if second >= 10 {
+            let rates = traffic.snapshot(now);
+            assert_near(rates.requests, 2.0, 0.25, "requests");
+            assert_near(rates.prefill_seconds, 0.5, 0.25, "prefill");
+        }
+    }
+    let idle = traffic.snapshot(start + Duration::from_secs(900));
+    assert!(idle.requests < 1e-3, "{idle:?}");
+}
+
+proptest! {
+    #![proptest_config(property_config(2_000))]
+
+    #[test]
+    fn any_observations_keep_the_model_finite(
+        prefills in prop::collection::vec((any::<u32>(), any::<u32>(), 0..u64::MAX / 2), 0..60),
+        steps in prop::collection::vec((any::<u32>(), any::<u64>(), 0..u64::MAX / 2), 0..60),
+        outputs in prop::collection::vec(any::<u32>(), 0..10),
+    ) {
+        let mut model = ModelLatency::default();
+        let mut speed = RankSpeed::default();
+        for (tokens, cached, nanos) in prefills {
+            let cached = f64::from(cached);
+            let work = PrefillWork::new(cached + f64::from(tokens), cached);
+            let elapsed = Duration::from_nanos(nanos);
+            model.observe_prefill(PrefillObservation { work, elapsed }, &mut speed);
+            model.on_booked(work, &speed, Instant::now());
+        }
+        for (resident, steps, nanos) in steps {
+            let elapsed = Duration::from_nanos(nanos);
+            let resident_tokens = f64::from(resident);
+            model.observe_steps(StepObservation { resident_tokens, steps, elapsed }, &mut speed);
+            model.observe_duration(elapsed, resident_tokens, speed.decode);
+        }
+        outputs.iter().for_each(|tokens| model.observe_output(f64::from(*tokens)));
+        let estimate = model.estimate(Instant::now());
+        let found = estimate.coefficients;
+        let numbers = [
+            found.prefill_token,
+            found.prefill_pair,
+            found.decode_step,
+            found.decode_resident_token,
+            estimate.output_tokens,
+            estimate.request_rate,
+            estimate.prefill_rate,
+            speed.prefill,
+            speed.decode,
+        ];
+        prop_assert!(numbers.iter().all(|number| number.is_finite() && *number >= 0.0), "{:?}", numbers);
+        prop_assert!(found.prefill_token + found.prefill_pair > 0.0);
+        prop_assert!(found.decode_step + found.decode_resident_token > 0.0);
+    }
+}
