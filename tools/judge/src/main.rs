@@ -13,6 +13,7 @@ mod policies;
 mod report;
 mod router_driver;
 mod simulated_engine;
+mod simulated_request;
 mod simulation;
 mod traces;
 mod virtual_clock;

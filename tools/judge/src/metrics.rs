@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use crate::cases::JudgeCase;
-use crate::simulation::{CompletedRequest, SimulationResult, UnfinishedRequest};
+use crate::simulated_request::{CompletedRequest, SimulationResult, UnfinishedRequest};
 
 /// Limits of a good request: time to first token and time per output token, in seconds.
 const GOOD_TTFT: f64 = 5.0;
@@ -41,7 +41,7 @@ pub(crate) struct RunMetrics {
     pub(crate) requests: usize,
     /// Requests that were running at the end.
     pub(crate) unfinished: usize,
-    /// Mean time of a decision, in nanoseconds.
+    /// Mean CPU time of a decision, in nanoseconds.
     pub(crate) decide_ns: f64,
 }
 

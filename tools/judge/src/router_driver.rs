@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
+use rustix::time::{ClockId, clock_gettime};
 use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, StorageTier};
 
 use warmroute_core::freshness::SourceStatus;
@@ -53,7 +54,7 @@ struct ActivePlacement {
 pub(crate) struct DecisionTime {
     /// Number of decisions.
     pub(crate) count: u32,
-    /// Time of all decisions.
+    /// CPU time of all decisions.
     pub(crate) total: Duration,
 }
 
@@ -122,9 +123,9 @@ impl RouterDriver {
     /// Routes a request. Returns the number of the chosen worker.
     pub(crate) fn place(&mut self, request: RequestNumber, prompt: &[u32]) -> Result<usize> {
         let route_request = self.route_request(prompt);
-        let start = Instant::now();
+        let start = thread_cpu_time();
         let placement = self.router.route(route_request)?;
-        self.decisions.total += start.elapsed();
+        self.decisions.total += thread_cpu_time().saturating_sub(start);
         self.decisions.count += 1;
         let worker = worker_number(placement.route.to.rank.worker);
         let placement = ActivePlacement {
@@ -210,6 +211,13 @@ impl RouterDriver {
         let context = self.router.prepare(self.route_request(prompt));
         self.router.best_cached_tokens(&context)
     }
+}
+
+/// Returns the CPU time of the thread. Unlike the elapsed time, it does not depend on the load of
+/// the machine.
+fn thread_cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
 fn worker_number(worker: WorkerId) -> usize {

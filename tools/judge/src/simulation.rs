@@ -9,8 +9,12 @@ use warmroute_core::router::RouterSettings;
 
 use crate::cases::JudgeCase;
 use crate::gpu_timing::EngineTiming;
-use crate::router_driver::{DecisionTime, RouterDriver};
+use crate::router_driver::RouterDriver;
 use crate::simulated_engine::{RequestNumber, RequestOutput, SimulatedEngine};
+use crate::simulated_request::{
+    CompletedRequest, RequestProgress, RequestState, SessionPosition, SimulationResult,
+    UnfinishedRequest,
+};
 use crate::traces::{ReplayedRequest, Workload};
 use crate::virtual_clock::{EventTimeline, TimedEvent, VirtualClock};
 
@@ -26,43 +30,6 @@ const RETRY_MS: f64 = 1.0;
 const MIN_UNIFORM_DRAW: f64 = 1e-9;
 /// Separates the random numbers of the router from those of the simulation.
 const ROUTER_SEED_MASK: u64 = 0x5eed;
-
-/// Completed request. Times are in milliseconds.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct CompletedRequest {
-    /// Arrival at the router.
-    pub(crate) arrival_ms: f64,
-    /// First token.
-    pub(crate) first_token_ms: f64,
-    /// Last token.
-    pub(crate) end_ms: f64,
-    /// Length of the prompt.
-    pub(crate) input_tokens: usize,
-    /// Generated tokens, at least 1.
-    pub(crate) output_tokens: usize,
-    /// Prompt tokens that were in the cache of the engine.
-    pub(crate) cached_tokens: usize,
-}
-
-/// Request that the simulation did not complete.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct UnfinishedRequest {
-    /// Arrival at the router.
-    pub(crate) arrival_ms: f64,
-    /// First token, if there is one.
-    pub(crate) first_token_ms: Option<f64>,
-}
-
-/// Requests of a simulation that are measured.
-#[derive(Debug)]
-pub(crate) struct SimulationResult {
-    /// Completed requests.
-    pub(crate) completed: Vec<CompletedRequest>,
-    /// Other requests.
-    pub(crate) unfinished: Vec<UnfinishedRequest>,
-    /// Decisions of the router.
-    pub(crate) decisions: DecisionTime,
-}
 
 enum SimulationEvent {
     Arrival(RequestNumber),
@@ -100,39 +67,6 @@ struct WorkerState {
     last_kv_events_ms: f64,
     /// Time at which the router receives the latest tokens. They arrive in order.
     last_outputs_ms: f64,
-}
-
-/// Position of a request in its session.
-#[derive(Clone, Copy, Debug)]
-struct SessionPosition {
-    session: usize,
-    turn: usize,
-}
-
-/// Request that has been created.
-struct RequestState<'w> {
-    request: &'w ReplayedRequest,
-    position: Option<SessionPosition>,
-    /// `None` before the arrival and after the end.
-    progress: Option<RequestProgress>,
-}
-
-struct RequestProgress {
-    arrival_ms: f64,
-    first_token_ms: Option<f64>,
-    output_tokens: usize,
-    cached_tokens: usize,
-}
-
-impl RequestProgress {
-    fn new(arrival_ms: f64) -> Self {
-        Self {
-            arrival_ms,
-            first_token_ms: None,
-            output_tokens: 0,
-            cached_tokens: 0,
-        }
-    }
 }
 
 /// The simulation.
