@@ -11,6 +11,7 @@ use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, StorageTier};
 use warmroute_core::fleet::Fleet;
 use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::LoadTracker;
+use warmroute_core::policy::{PolicyName, PolicySettings, Weights};
 use warmroute_core::router::{RemoteOverlaps, RoutePrompt, RouteRequest, Router, RouterSettings};
 use warmroute_core::worker::{BlockSize, ModelName, RankSlot, Worker, WorkerEndpoint, WorkerId};
 use warmroute_metrics::Metrics;
@@ -126,6 +127,44 @@ fn route_and_release(bencher: Bencher<'_, '_>, ranks: u32) {
     bencher
         .with_inputs(|| request.clone())
         .bench_values(|request| router.route(black_box(request)).map(drop));
+}
+
+/// Routes a prompt that a quarter of the ranks hold, while each rank computes two others.
+fn route_with_policy(bencher: Bencher<'_, '_>, ranks: u32, name: PolicyName) {
+    let (index, _writers) = full_index(ranks / 4);
+    let load = LoadTracker::new(std::time::Instant::now);
+    let fleet = Fleet::empty().reconcile((0..u64::from(ranks)).map(worker).collect());
+    for member in &fleet.added {
+        load.open_slot(member.slot, member.rank, &member.worker.model);
+    }
+    let settings = RouterSettings {
+        policy: PolicySettings::named(name, &Weights::default()),
+        ..RouterSettings::default()
+    };
+    let router = Router::new(index, load, settings, 7);
+    router.set_fleet(fleet.fleet.into());
+    let other = |number: u32| {
+        let tokens: Vec<u32> = (0..320).map(|at| number * 320 + at).collect();
+        let prompt = BlockHashes::from_tokens(&tokens, BLOCK, &CacheSalt::default());
+        RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![prompt]))
+    };
+    let _running: Vec<_> = (0..2 * ranks)
+        .filter_map(|number| router.route(other(number)).ok())
+        .collect();
+    let request = RouteRequest::new(Some("m".into()), RoutePrompt::Hashed(vec![hashes()]));
+    bencher
+        .with_inputs(|| request.clone())
+        .bench_values(|request| router.route(black_box(request)).map(drop));
+}
+
+#[divan::bench(args = [16, 256, 4096])]
+fn route_with_linear(bencher: Bencher<'_, '_>, ranks: u32) {
+    route_with_policy(bencher, ranks, PolicyName::LinearTuned);
+}
+
+#[divan::bench(args = [16, 256, 4096])]
+fn route_with_seconds(bencher: Bencher<'_, '_>, ranks: u32) {
+    route_with_policy(bencher, ranks, PolicyName::Seconds);
 }
 
 #[divan::bench(args = [8, 64, 512])]

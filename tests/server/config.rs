@@ -150,7 +150,10 @@ fn example_has_the_defaults() {
         (usual.block_size, usual.eagle, &usual.adapters)
     );
     // The example spells out the policy and its weights.
-    assert_eq!(example.router_settings().policy, minimal.router_settings().policy);
+    assert_eq!(
+        example.router_settings().policy,
+        minimal.router_settings().policy
+    );
     example.routing.policy = minimal.routing.policy;
     example.routing.weights = minimal.routing.weights;
     // All other settings, including keys that are added later.

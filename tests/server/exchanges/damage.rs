@@ -100,7 +100,11 @@ async fn damaged_transcript_fails_in_playback() {
         .into_iter()
         .find(|(_, script)| script.steps.len() > 2)
         .unwrap();
-    assert_eq!(Box::pin(play(&script)).await.mismatches(&script), [""; 0], "{name}");
+    assert_eq!(
+        Box::pin(play(&script)).await.mismatches(&script),
+        [""; 0],
+        "{name}"
+    );
     let mut fewer = script.clone();
     let replies = fewer.steps.iter_mut().find_map(|step| match step {
         ScriptStep::Send(send) if !send.replies.is_empty() => Some(&mut send.replies),

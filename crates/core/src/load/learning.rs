@@ -48,8 +48,8 @@ impl LoadTable {
                 row.prefills.elapsed(now).as_secs_f64()
             },
             context_tokens: row.context_tokens as f64,
-            prefill_factor: row.speed.prefill,
-            decode_factor: row.speed.decode,
+            prefill_factor: row.speed.prefill_step(),
+            decode_factor: row.speed.decode_step(),
         })
     }
 

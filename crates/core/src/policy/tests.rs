@@ -7,6 +7,7 @@ use crate::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
 use crate::worker::{BlockSize, WorkerRole};
 
 mod oracle;
+mod seconds;
 
 fn candidate() -> Candidate {
     Candidate {

@@ -15,6 +15,7 @@ mod herd;
 mod overload;
 mod parity;
 mod phases;
+mod policies;
 mod rejected;
 
 use super::*;

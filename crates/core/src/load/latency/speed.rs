@@ -3,14 +3,16 @@
 use serde::Serialize;
 
 /// Weight of the prior factor 1, in observations. A short prefill counts for less than one.
-const PRIOR_WEIGHT: f64 = 20.0;
+const PRIOR_WEIGHT: f64 = 8.0;
 
 /// Factors of a rank stay in this range.
 const MIN_FACTOR: f64 = 0.1;
 const MAX_FACTOR: f64 = 10.0;
 
-const PREFILL_RETENTION: f64 = 0.995;
-const DECODE_RETENTION: f64 = 0.998;
+/// Factors by which each observation reduces the weight of all earlier ones. About the last 40
+/// prefills and 200 decode steps count, so a rank that becomes slow is found soon.
+const PREFILL_RETENTION: f64 = 0.975;
+const DECODE_RETENTION: f64 = 0.995;
 
 /// Prefills shorter than this many seconds count for less than one observation.
 const SHORT_PREFILL: f64 = 0.2;
@@ -59,7 +61,21 @@ impl DecayedRatio {
     }
 }
 
+/// Steps of a factor per unit.
+const FACTOR_STEPS: f64 = 16.0;
+
 impl RankSpeed {
+    /// Returns the factor on the prefill time in steps of 1/16. Equal ranks differ by less, so they
+    /// have equal costs and are chosen at random, instead of always the one with the lowest error.
+    pub(crate) fn prefill_step(&self) -> f64 {
+        (self.prefill * FACTOR_STEPS).round() / FACTOR_STEPS
+    }
+
+    /// Returns the factor on the decode step time in steps of 1/16.
+    pub(crate) fn decode_step(&self) -> f64 {
+        (self.decode * FACTOR_STEPS).round() / FACTOR_STEPS
+    }
+
     /// Records a prefill that took `observed` seconds, of which the fleet needs `expected`.
     pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
         let weight = 1.0 / (expected + SHORT_PREFILL);

@@ -1,0 +1,238 @@
+use proptest::prelude::*;
+use warmroute_property_tests::property_config;
+
+use super::*;
+
+/// Load and cache of one candidate.
+#[derive(Clone, Copy, Debug)]
+struct RankFacts {
+    requests: u64,
+    prefills: u32,
+    prefill_tokens: f64,
+    context_tokens: f64,
+    cached_blocks: u32,
+}
+
+fn settings() -> PolicySettings {
+    PolicySettings::named(PolicyName::Seconds, &Weights::default())
+}
+
+fn rank(facts: RankFacts) -> Candidate {
+    Candidate {
+        overlap: TierBlocks {
+            device: facts.cached_blocks,
+            ..TierBlocks::default()
+        },
+        load: ActiveLoad {
+            active_requests: facts.requests,
+            ..ActiveLoad::default()
+        },
+        timing: RankTiming {
+            prefills: facts.prefills,
+            prefill_tokens: facts.prefill_tokens,
+            prefill_pairs: facts.prefill_tokens * 1_000.0,
+            context_tokens: facts.context_tokens,
+            ..RankTiming::default()
+        },
+        ..candidate()
+    }
+}
+
+fn seconds_input(prompt_tokens: u64) -> PolicyInput {
+    PolicyInput {
+        estimate: LatencyEstimate {
+            request_rate: 8.0,
+            prefill_rate: 2.0,
+            ..LatencyEstimate::default()
+        },
+        ..PolicyInput::new(prompt_tokens, BlockSize::new(16).unwrap())
+    }
+}
+
+fn terms_of(input: &PolicyInput, candidate: &Candidate) -> SecondsTerms {
+    let costs = costs(input, std::slice::from_ref(candidate), &settings());
+    *costs[0].seconds().unwrap()
+}
+
+fn total_of(input: &PolicyInput, facts: RankFacts) -> f64 {
+    costs(input, &[rank(facts)], &settings())[0].total
+}
+
+fn facts() -> impl Strategy<Value = RankFacts> {
+    (
+        0..50_u64,
+        1..20_u32,
+        0..200_000_u32,
+        0..1_000_000_u32,
+        0..500_u32,
+    )
+        .prop_map(
+            |(requests, prefills, prefill_tokens, context_tokens, cached_blocks)| RankFacts {
+                requests,
+                prefills,
+                prefill_tokens: f64::from(prefill_tokens),
+                context_tokens: f64::from(context_tokens),
+                cached_blocks,
+            },
+        )
+}
+
+#[test]
+fn slower_fleet_scales_all_terms() {
+    let input = seconds_input(8_000);
+    let mut candidate = rank(RankFacts {
+        requests: 3,
+        prefills: 2,
+        prefill_tokens: 5_000.0,
+        context_tokens: 40_000.0,
+        cached_blocks: 100,
+    });
+    candidate.timing.prefill_elapsed = 0.1;
+    let before = terms_of(&input, &candidate);
+    let mut slow = input.clone();
+    let coefficients = &mut slow.estimate.coefficients;
+    coefficients.prefill_token *= 2.0;
+    coefficients.prefill_pair *= 2.0;
+    coefficients.decode_step *= 2.0;
+    coefficients.decode_resident_token *= 2.0;
+    candidate.timing.prefill_elapsed *= 2.0;
+    let after = terms_of(&slow, &candidate);
+    assert_eq!(after.queue, 2.0 * before.queue);
+    assert_eq!(after.prefill, 2.0 * before.prefill);
+    assert_eq!(after.first_token, 2.0 * before.first_token);
+    assert_eq!(after.decode, 2.0 * before.decode);
+    assert_eq!(after.others, 2.0 * before.others);
+    // At the same request rate, twice as many requests arrive during the backlog.
+    assert_eq!(after.coming, 4.0 * before.coming);
+    assert!(before.queue > 0.0 && before.coming > 0.0, "{before:?}");
+}
+
+#[test]
+fn phases_price_only_their_own_work() {
+    let facts = RankFacts {
+        requests: 4,
+        prefills: 2,
+        prefill_tokens: 6_000.0,
+        context_tokens: 50_000.0,
+        cached_blocks: 10,
+    };
+    let mut input = seconds_input(4_000);
+    input.role = WorkerRole::Prefill;
+    let prefill = terms_of(&input, &rank(facts));
+    assert_eq!(prefill.decode, 0.0);
+    assert_eq!(prefill.others, 2.0 * prefill.prefill);
+    input.role = WorkerRole::Decode;
+    input.track_prefill = false;
+    let decode = terms_of(&input, &rank(facts));
+    assert_eq!((decode.first_token, decode.coming), (0.0, 0.0));
+    assert!(decode.decode > 0.0 && decode.others > 0.0, "{decode:?}");
+}
+
+#[test]
+fn slower_tier_costs_between_device_and_prefill() {
+    let input = seconds_input(1_600);
+    let held = |overlap| {
+        let candidate = Candidate {
+            overlap,
+            ..rank(RankFacts {
+                requests: 0,
+                prefills: 0,
+                prefill_tokens: 0.0,
+                context_tokens: 0.0,
+                cached_blocks: 0,
+            })
+        };
+        terms_of(&input, &candidate).prefill
+    };
+    let none = TierBlocks::default();
+    let device = held(TierBlocks { device: 90, ..none });
+    let host = held(TierBlocks { host: 90, ..none });
+    let disk = held(TierBlocks { disk: 90, ..none });
+    let cold = held(none);
+    assert!(device < host && host < disk && disk < cold);
+}
+
+#[test]
+fn blocks_of_running_requests_count_as_cached() {
+    let input = seconds_input(3_200);
+    for name in PolicyName::ALL {
+        let settings = PolicySettings::named(name, &Weights::default());
+        let cold = Candidate {
+            additional_blocks: 200,
+            ..candidate()
+        };
+        let shared = Candidate {
+            running_blocks: 190,
+            ..cold.clone()
+        };
+        let found = costs(&input, &[cold, shared], &settings);
+        let ignores_caches = matches!(name, PolicyName::LeastLoaded | PolicyName::RoundRobin);
+        assert_eq!(
+            found[1].total < found[0].total,
+            !ignores_caches,
+            "{name:?}: {found:?}"
+        );
+    }
+}
+
+#[test]
+fn round_robin_takes_candidates_in_turn() {
+    let settings = PolicySettings::named(PolicyName::RoundRobin, &Weights::default());
+    let candidates = with_requests([5, 0, 3, 1]);
+    let mut rng = StdRng::seed_from_u64(1);
+    let chosen: Vec<usize> = (0..8)
+        .map(|requests| {
+            let mut input = input();
+            input.estimate.requests = requests;
+            choose(&input, &candidates, &settings, &mut rng)
+                .unwrap()
+                .index
+        })
+        .collect();
+    assert_eq!(chosen, [0, 1, 2, 3, 0, 1, 2, 3]);
+}
+
+#[test]
+fn sticky_leaves_warm_rank_only_for_much_shorter_queue() {
+    let input = seconds_input(1_600);
+    let settings = PolicySettings::named(PolicyName::Sticky, &Weights::default());
+    let chosen = |queue: u64| {
+        let mut warm = candidate();
+        warm.overlap.device = 95;
+        warm.load.active_prefill_tokens = queue;
+        let candidates = [candidate(), warm];
+        choose(
+            &input,
+            &candidates,
+            &settings,
+            &mut StdRng::seed_from_u64(1),
+        )
+        .unwrap()
+        .index
+    };
+    assert_eq!((chosen(286_720), chosen(286_721)), (1, 0));
+}
+
+proptest! {
+    #![proptest_config(property_config(5_000))]
+
+    #[test]
+    fn cost_rises_with_load_and_falls_with_cache(
+        facts in facts(),
+        prompt in 1..100_000_u64,
+        more in 1..1_000_u32,
+    ) {
+        let input = seconds_input(prompt);
+        let base = total_of(&input, facts);
+        let queued = RankFacts { prefill_tokens: facts.prefill_tokens + f64::from(more), ..facts };
+        let resident = RankFacts { context_tokens: facts.context_tokens + f64::from(more), ..facts };
+        let busy = RankFacts { requests: facts.requests + 1, ..facts };
+        let cached = RankFacts { cached_blocks: facts.cached_blocks + more, ..facts };
+        prop_assert!(total_of(&input, queued) >= base);
+        prop_assert!(total_of(&input, resident) > base);
+        prop_assert!(total_of(&input, busy) > base);
+        prop_assert!(total_of(&input, cached) <= base);
+        let longer = seconds_input(prompt + u64::from(more));
+        prop_assert!(total_of(&longer, facts) > base);
+    }
+}
