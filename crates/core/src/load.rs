@@ -4,6 +4,7 @@
 //! cannot both choose the same idle worker.
 
 mod booking;
+mod engine_load;
 mod events;
 mod latency;
 mod learning;
@@ -20,6 +21,9 @@ mod view;
 mod weight;
 
 pub use booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
+pub use engine_load::{
+    EngineLoadReport, EngineLoadSample, EngineLoadTable, EngineLoadView, RankEngineLoad,
+};
 pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
 pub(crate) use latency::PrefillWork;
 pub use latency::{LatencyCoefficients, LatencyEstimate, RankSpeed};

@@ -9,6 +9,7 @@ mod completion;
 pub mod config;
 mod connections;
 mod error;
+mod load_counters;
 mod metrics;
 mod responses;
 mod url;
@@ -32,6 +33,7 @@ use error::{status_error, transport_error};
 pub use cache_settings::cache_settings;
 pub use completion::CompletionUsage;
 pub use error::EngineError;
+pub use load_counters::{EngineCounters, MetricsPath, RankCounters};
 pub use metrics::{CacheConfig, MetricSample, MetricsPage};
 pub use responses::{
     EngineModel, EngineRendering, RankEventSource, RenderedObject, TokenizeResponse,

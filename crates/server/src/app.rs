@@ -17,6 +17,7 @@ mod health;
 mod health_checks;
 mod incarnation;
 mod listeners;
+mod load_poller;
 mod offline;
 mod parts;
 mod reload;

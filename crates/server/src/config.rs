@@ -5,6 +5,7 @@
 mod advice;
 mod check;
 mod engine_discovery;
+mod engine_load;
 mod engines;
 mod flags;
 mod freshness;
@@ -47,6 +48,7 @@ use crate::prefill::PrefillMode;
 
 pub use advice::Advice;
 pub use engine_discovery::EngineDiscoveryConfig;
+pub use engine_load::EngineLoadConfig;
 pub use engines::EnginesSection;
 pub use flags::Flags;
 pub use freshness::{FreshnessConfig, SilenceConfig};

@@ -8,6 +8,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 
 use super::booking::{LoadBooking, RankLoad};
+use super::engine_load::{EngineLoadSample, EngineLoadTable};
 use super::events::{BookingId, LoadListener, ReservationEvent};
 use super::latency::{LatencyEstimate, RankSpeed};
 use super::table::LoadTable;
@@ -18,6 +19,7 @@ use crate::worker::{ModelName, RankSlot, WorkerRank};
 pub struct LoadTracker {
     pub(super) clock: Box<dyn Fn() -> Instant + Send + Sync>,
     pub(super) table: Mutex<LoadTable>,
+    engine_loads: Arc<EngineLoadTable>,
     listener: Arc<dyn LoadListener>,
     pub(super) next_id: AtomicU64,
 }
@@ -34,9 +36,11 @@ impl LoadTracker {
         clock: impl Fn() -> Instant + Send + Sync + 'static,
         listener: Arc<dyn LoadListener>,
     ) -> Arc<Self> {
+        let engine_loads = Arc::new(EngineLoadTable::new(clock()));
         Arc::new(Self {
             clock: Box::new(clock),
             table: Mutex::default(),
+            engine_loads,
             listener,
             next_id: AtomicU64::new(0),
         })
@@ -44,13 +48,44 @@ impl LoadTracker {
 
     /// Opens a slot for a rank that serves a model. If the slot was open, its bookings are discarded.
     pub fn open_slot(&self, slot: RankSlot, rank: WorkerRank, model: &ModelName) {
+        self.engine_loads.open(slot, rank);
         self.change(|table, _| table.open(slot, rank, model));
     }
 
     /// Closes a slot and discards its bookings. Releasing them later has no effect, even if the
     /// slot was opened again.
     pub fn close_slot(&self, slot: RankSlot) {
+        self.engine_loads.close(slot);
         self.change(|table, _| table.close(slot));
+    }
+
+    /// Returns the load that the engines report.
+    pub fn engine_loads(&self) -> &Arc<EngineLoadTable> {
+        &self.engine_loads
+    }
+
+    /// Records the counters that an engine reports for a rank. Returns false if the slot does not
+    /// belong to the rank any more.
+    pub fn record_engine_load(
+        &self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        sample: &EngineLoadSample,
+    ) -> bool {
+        let booked = self.active_requests(slot, rank);
+        self.engine_loads.record(slot, rank, sample, booked)
+    }
+
+    /// Returns the number of bookings of a rank.
+    pub fn active_requests(&self, slot: RankSlot, rank: WorkerRank) -> u64 {
+        let load = self.read(|view| view.load(slot, rank));
+        load.map_or(0, |load| load.active_requests)
+    }
+
+    /// Returns the number of requests to assume on a slot in addition to its bookings. Decisions
+    /// read all candidates from one [`EngineLoadTable::view`].
+    pub fn unbooked_requests(&self, slot: RankSlot) -> u64 {
+        self.engine_loads.view(self.now()).unbooked_requests(slot)
     }
 
     /// Reads the load at one instant. `read` must be fast and must not call the tracker.

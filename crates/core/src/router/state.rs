@@ -44,8 +44,8 @@ impl Router {
         Self {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             lookup: CacheLookup::new(index),
+            feedback: WorkerFeedback::new(&settings, load.engine_loads().clone()),
             load,
-            feedback: WorkerFeedback::new(&settings),
             parity: Arc::default(),
             in_flight_estimates: ArcSwap::default(),
             settings: ArcSwap::from_pointee(settings),

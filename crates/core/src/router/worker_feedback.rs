@@ -10,7 +10,7 @@ use super::prefill_durations::PrefillDurations;
 use super::settings::RouterSettings;
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{HealthChange, HealthProbe, HealthTracker, WorkerOutcome};
-use crate::load::LoadView;
+use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
 use crate::worker::WorkerId;
 
@@ -20,15 +20,17 @@ pub(super) struct WorkerFeedback {
     pub(super) listener: Arc<dyn RouterListener>,
     pub(super) health: Arc<HealthTracker>,
     pub(super) durations: PrefillDurations,
+    engine_loads: Arc<EngineLoadTable>,
 }
 
 impl WorkerFeedback {
-    pub(super) fn new(settings: &RouterSettings) -> Self {
+    pub(super) fn new(settings: &RouterSettings, engine_loads: Arc<EngineLoadTable>) -> Self {
         Self {
             overload: OverloadTracker::new(settings.overload),
             listener: Arc::new(()),
             health: HealthTracker::new(settings.health),
             durations: PrefillDurations::default(),
+            engine_loads,
         }
     }
 
@@ -52,9 +54,10 @@ impl WorkerFeedback {
         view: &LoadView<'_>,
         latches: LatchMode,
     ) -> FleetAvailability {
+        let engine_loads = self.engine_loads.view(view.now());
         let occupancy = |member: &FleetMember| RankOccupancy {
             load: view.load(member.slot, member.rank).unwrap_or_default(),
-            reported_usage: None,
+            reported_usage: engine_loads.kv_usage(member.slot),
         };
         FleetAvailability {
             overloaded: self

@@ -75,7 +75,7 @@ impl EngineClient {
         Some(jiff::fmt::rfc2822::parse(date).ok()?.timestamp().into())
     }
 
-    async fn send(&self, mut request: RequestBuilder) -> Result<Response, EngineError> {
+    pub(super) async fn send(&self, mut request: RequestBuilder) -> Result<Response, EngineError> {
         if let Some(bearer) = &self.shared.bearer
             && let Some(value) = bearer.header().await
         {

@@ -115,7 +115,7 @@ fn parse_bool(text: &str) -> Option<bool> {
     }
 }
 
-fn parse_sample(line: &str) -> Option<MetricSample> {
+pub(super) fn parse_sample(line: &str) -> Option<MetricSample> {
     let end = line.find(|sign: char| sign == '{' || sign.is_whitespace())?;
     let (name, rest) = line.split_at(end);
     let (labels, rest) = match rest.strip_prefix('{') {

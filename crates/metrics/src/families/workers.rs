@@ -32,6 +32,19 @@ metrics! {
         "worker_active_prefill_tokens" active_prefill_tokens: Family<RankLabels, Gauge> = Family::default();
         /// Active requests of a worker rank
         "worker_active_requests" active_requests: Family<RankLabels, Gauge> = Family::default();
+        /// Requests in the batch of a worker rank, as its engine reports them. This and the
+        /// following metrics of engines are absent without a recent report
+        "worker_engine_running_requests" engine_running_requests: Family<RankLabels, Gauge> = Family::default();
+        /// Requests in the queue of a worker rank, as its engine reports them
+        "worker_engine_waiting_requests" engine_waiting_requests: Family<RankLabels, Gauge> = Family::default();
+        /// Share of the KV blocks of a worker rank that requests hold, as its engine reports it
+        "worker_engine_kv_usage_ratio" engine_kv_usage_ratio: Family<RankLabels, FloatGauge> = Family::default();
+        /// Running and waiting requests that the engine of a worker rank reports, minus the active
+        /// requests
+        "worker_engine_request_drift" engine_request_drift: Family<RankLabels, Gauge> = Family::default();
+        /// Requests of a worker rank that are assumed in addition to the active requests, because
+        /// its engine reports them persistently
+        "worker_unbooked_requests" unbooked_requests: Family<RankLabels, Gauge> = Family::default();
         /// Blocks that a worker rank has cached according to its KV events, by tier
         "worker_cached_blocks" cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
         /// Maximum number of blocks that the index stores for a worker rank, by tier; further
@@ -46,5 +59,8 @@ metrics! {
         /// such endpoint), unreachable, timeout, status (the engine returned an error status),
         /// unreadable, too_large, busy
         "engine_setting_queries" engine_setting_queries: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
+        /// Scrapes of the load counters of engines, by outcome: ok, no_counters (the page has none),
+        /// not_offered, unreachable, timeout, status, too_large
+        "engine_load_scrapes" engine_load_scrapes: Family<OutcomeLabel, Counter> = outcomes(&["ok", "no_counters", "not_offered", "unreachable", "timeout", "status", "too_large"]);
     }
 }

@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::freshness::IndexFreshness;
 use warmroute_core::router::Router;
@@ -19,6 +20,7 @@ pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     let router = dispatcher.router();
     start_roles_at_zero(metrics, router);
     refresh_ranks(metrics, router);
+    refresh_engine_loads(metrics, router);
     refresh_sources(metrics, router);
     refresh_predictions(metrics, router);
     refresh_queue(metrics, dispatcher);
@@ -210,6 +212,40 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
                 .cached_blocks_limit
                 .get_or_create(&labels)
                 .set(to_gauge(slot.limits.for_tier(tier)));
+        }
+    }
+}
+
+/// Sets the gauges of the load that engines report. Series without a recent report disappear,
+/// because an unknown value is not zero.
+fn refresh_engine_loads(metrics: &Metrics, router: &Router) {
+    let workers = &metrics.workers;
+    let families = [
+        &workers.engine_running_requests,
+        &workers.engine_waiting_requests,
+        &workers.engine_request_drift,
+        &workers.unbooked_requests,
+    ];
+    families.into_iter().for_each(Family::clear);
+    workers.engine_kv_usage_ratio.clear();
+    let load = router.load();
+    for engine in load.engine_loads().snapshot(load.now()) {
+        let label = rank_labels(router, engine.rank);
+        let report = engine.report;
+        let values = [
+            to_gauge(report.running),
+            to_gauge(report.waiting),
+            engine.drift,
+            to_gauge(engine.unbooked_requests),
+        ];
+        for (family, value) in families.into_iter().zip(values) {
+            family.get_or_create(&label).set(value);
+        }
+        if let Some(usage) = report.kv_usage {
+            workers
+                .engine_kv_usage_ratio
+                .get_or_create(&label)
+                .set(usage);
         }
     }
 }

@@ -107,7 +107,7 @@ impl App {
         Ok(Some(replica))
     }
 
-    /// Starts the fleet controller, its source, and the settings poller.
+    /// Starts the fleet controller, its source, and the pollers of engines.
     pub(super) fn start_fleet_controller(
         &mut self,
         config: &Config,
@@ -142,6 +142,7 @@ impl App {
         };
         let controller = FleetController::new(config, parts, self.readiness.clone());
         self.poll_engine_settings(config, dispatcher.router(), reports_tx);
+        self.poll_engine_load(config, dispatcher.router());
         self.background
             .spawn(controller.run(sets, self.stop.clone()));
         self.follow_workers(config, desired);

@@ -61,6 +61,7 @@ impl SectionProblems {
         let engines = &config.engines;
         self.add("engines.http", engines.http.problems());
         self.add("engines.discovery", engines.discovery.problems());
+        self.add("engines.load", engines.load.problems());
         self.add("engines.parity_check", engines.parity_check.problems());
         self.add("engines.kv_events", engines.kv_events.problems());
     }

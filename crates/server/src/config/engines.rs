@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use warmroute_engines::engine_client::config::EnginesConfig;
 
-use super::{EngineDiscoveryConfig, KvEventsLimits};
+use super::{EngineDiscoveryConfig, EngineLoadConfig, KvEventsLimits};
 use crate::self_test::config::SelfTestConfig;
 
 /// The `engines:` section.
@@ -14,6 +14,8 @@ pub struct EnginesSection {
     pub http: EnginesConfig,
     /// Queries to engines for their settings.
     pub discovery: EngineDiscoveryConfig,
+    /// Scrapes of the engines' own load counters.
+    pub load: EngineLoadConfig,
     /// Comparison of warmroute's tokens with those of the engines.
     pub parity_check: SelfTestConfig,
     /// Connections to the KV event sources.

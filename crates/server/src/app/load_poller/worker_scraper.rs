@@ -1,0 +1,187 @@
+//! Scrapes one worker.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::{debug, info};
+use warmroute_core::load::{EngineLoadReport, EngineLoadSample};
+use warmroute_core::worker::{RankRange, RankSlot, WorkerRank};
+use warmroute_engines::engine_client::{EngineCounters, EngineError, EngineUrl, MetricsPath};
+use warmroute_metrics::OutcomeLabel;
+
+use super::LoadPollContext;
+use super::scrape_interval::{ScrapeOutcome, next_delay};
+use crate::app::settings_poller::EngineKey;
+
+/// Number of intervals for which a report counts.
+const VALID_INTERVALS: u32 = 3;
+
+/// Scraper of one worker.
+pub(super) struct WorkerScraper {
+    engine: EngineKey,
+    url: EngineUrl,
+    context: Arc<LoadPollContext>,
+    /// Path at which the engine last had counters.
+    path: Option<MetricsPath>,
+    failures: u32,
+    /// Whether it was logged that the engine has no counters.
+    is_absence_logged: bool,
+}
+
+/// Bookings of one rank before a scrape.
+struct RankBookings {
+    slot: RankSlot,
+    rank: WorkerRank,
+    count: u64,
+}
+
+/// Ranks of the worker before a scrape.
+struct ScrapedRanks {
+    range: RankRange,
+    bookings: Vec<RankBookings>,
+}
+
+impl WorkerScraper {
+    pub(super) fn new(engine: EngineKey, context: Arc<LoadPollContext>) -> Self {
+        Self {
+            url: context.config.engines.url(engine.1),
+            engine,
+            context,
+            path: None,
+            failures: 0,
+            is_absence_logged: false,
+        }
+    }
+
+    /// Scrapes until the task is aborted.
+    pub(super) async fn run(mut self, start_delay: Duration) {
+        tokio::time::sleep(start_delay).await;
+        loop {
+            let outcome = self.scrape().await;
+            let delay = next_delay(outcome, self.context.interval(), rand::random());
+            tokio::time::sleep(delay).await;
+        }
+    }
+
+    async fn scrape(&mut self) -> ScrapeOutcome {
+        let Some(ranks) = self.ranks() else {
+            // The worker has just left the fleet, or its endpoint changed.
+            return ScrapeOutcome::Failed(1);
+        };
+        let result = self.find_counters().await;
+        let outcome = match &result {
+            Ok(counters) if counters.is_empty() => "no_counters",
+            Ok(_) => "ok",
+            Err(error) => error.label(),
+        };
+        self.context
+            .metrics
+            .workers
+            .engine_load_scrapes
+            .get_or_create(&OutcomeLabel { outcome })
+            .inc();
+        match result {
+            Ok(counters) if !counters.is_empty() => {
+                self.record(&ranks, &counters);
+                self.failures = 0;
+                self.is_absence_logged = false;
+                ScrapeOutcome::Reported
+            }
+            Ok(_) | Err(EngineError::NotOffered(_) | EngineError::TooLarge(_)) => {
+                self.on_no_counters(outcome);
+                ScrapeOutcome::NoCounters
+            }
+            Err(error) => {
+                self.failures = self.failures.saturating_add(1);
+                debug!(worker = %self.engine.0, %error, "scrape of engine load failed");
+                ScrapeOutcome::Failed(self.failures)
+            }
+        }
+    }
+
+    /// Reads the counters at the known path, or at the first path that has some.
+    async fn find_counters(&mut self) -> Result<EngineCounters, EngineError> {
+        let known = self.path.as_slice();
+        let paths = if known.is_empty() {
+            &MetricsPath::ALL
+        } else {
+            known
+        };
+        let mut result = Ok(EngineCounters::default());
+        for &path in paths {
+            let config = &self.context.config;
+            let timeout = config.settings.timeout.get();
+            let page = config.client.load_counters(&self.url, path, timeout).await;
+            match page {
+                Ok(counters) if !counters.is_empty() => {
+                    self.path = Some(path);
+                    return Ok(counters);
+                }
+                // A missing second page does not hide that the first one exists.
+                Ok(_) => {}
+                Err(EngineError::NotOffered(_)) if path != MetricsPath::Metrics => {}
+                Err(error @ EngineError::NotOffered(_)) => result = Err(error),
+                Err(error) => return Err(error),
+            }
+        }
+        self.path = None;
+        result
+    }
+
+    /// Returns the ranks of the worker and their bookings.
+    fn ranks(&self) -> Option<ScrapedRanks> {
+        let router = &self.context.router;
+        let fleet = router.fleet();
+        let worker = fleet.worker(self.engine.0)?;
+        if worker.endpoint != self.engine.1 {
+            return None;
+        }
+        let bookings = |rank| {
+            let rank = WorkerRank {
+                worker: worker.id,
+                rank,
+            };
+            let slot = fleet.slot(rank)?;
+            Some(RankBookings {
+                slot,
+                rank,
+                count: router.load().active_requests(slot, rank),
+            })
+        };
+        Some(ScrapedRanks {
+            range: worker.ranks,
+            bookings: worker.ranks.iter().filter_map(bookings).collect(),
+        })
+    }
+
+    fn record(&self, ranks: &ScrapedRanks, counters: &EngineCounters) {
+        let load = self.context.router.load();
+        let timeout = self.context.config.settings.timeout.get();
+        let valid_for = self.context.interval() * VALID_INTERVALS + timeout;
+        for booked in &ranks.bookings {
+            let Some(rank) = counters.for_rank(ranks.range, booked.rank.rank) else {
+                continue;
+            };
+            let report = EngineLoadReport {
+                running: rank.running,
+                waiting: rank.waiting,
+                kv_usage: rank.kv_usage,
+                received_at: load.now(),
+            };
+            let sample = EngineLoadSample {
+                report,
+                booked_before: booked.count,
+                valid_for,
+                max_lag: counters.max_lag(),
+            };
+            load.record_engine_load(booked.slot, booked.rank, &sample);
+        }
+    }
+
+    fn on_no_counters(&mut self, outcome: &'static str) {
+        self.failures = 0;
+        if !std::mem::replace(&mut self.is_absence_logged, true) {
+            info!(worker = %self.engine.0, outcome, "engine reports no load; trying again once a minute");
+        }
+    }
+}
