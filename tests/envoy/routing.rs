@@ -8,6 +8,7 @@ mod call;
 mod contents;
 mod departed;
 mod encrypted;
+mod engine_load;
 mod eviction;
 mod forged;
 mod handovers;

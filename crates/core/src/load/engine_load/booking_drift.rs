@@ -89,6 +89,7 @@ impl BookingDrift {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
 
     use super::*;
 
@@ -161,6 +162,8 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(property_config(256))]
+
         #[test]
         fn result_is_the_minimum_of_the_window(
             drifts in prop::collection::vec(-4_i64..9, 1..60),

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::*;
 use crate::health::HealthRules;
+use crate::load::{EngineLoadReport, EngineLoadSample};
 use crate::policy::{EligibilityError, OverloadThresholds};
 use crate::worker::DpRank;
 
@@ -112,6 +113,43 @@ fn overloaded_worker_is_avoided_until_below_threshold() {
     let held = router.route(long).unwrap();
     assert_eq!(ids(&router, 20), [2]);
     drop(held);
+    assert_eq!(ids(&router, 50), [1, 2]);
+}
+
+#[test]
+fn reported_kv_usage_overloads_worker_until_report_is_stale() {
+    let clock = Clock::default();
+    let overload = OverloadThresholds {
+        decode_blocks: Some(0.9),
+        ..OverloadThresholds::default()
+    };
+    let settings = RouterSettings {
+        overload,
+        ..RouterSettings::default()
+    };
+    let router = clocked([worker(1), worker(2)], settings, &clock);
+    let fleet = router.fleet();
+    let full = fleet
+        .members()
+        .find(|member| member.rank.worker == WorkerId(1))
+        .unwrap();
+    let sample = EngineLoadSample {
+        report: EngineLoadReport {
+            running: 0,
+            waiting: 0,
+            kv_usage: Some(0.95),
+            received_at: router.load().now(),
+        },
+        booked_before: 0,
+        valid_for: Duration::from_secs(3),
+        max_lag: Some(Duration::ZERO),
+    };
+    assert_eq!(ids(&router, 50), [1, 2]);
+    router
+        .load()
+        .record_engine_load(full.slot, full.rank, &sample);
+    assert_eq!(ids(&router, 50), [2]);
+    clock.advance(Duration::from_secs(3));
     assert_eq!(ids(&router, 50), [1, 2]);
 }
 

@@ -5,6 +5,7 @@ use axum::routing::get;
 use proptest::prelude::*;
 use tokio::net::TcpListener;
 use warmroute_core::worker::WorkerEndpoint;
+use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::engine_client::config::EnginesConfig;
@@ -173,6 +174,8 @@ fn scanner_memory_is_bounded() {
 }
 
 proptest! {
+    #![proptest_config(property_config(256))]
+
     #[test]
     fn pieces_do_not_change_the_result(cuts in prop::collection::vec(1_usize..3000, 1..40)) {
         let mut scanner = CounterScanner::default();

@@ -1,5 +1,7 @@
 //! Scrapes of real HTTP servers on the loopback interface.
 
+mod cost;
+
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
