@@ -91,7 +91,7 @@ fn config(workers: &[std::net::SocketAddr], extra: &str) -> Config {
     let engines = if extra.contains("engines:") {
         ""
     } else {
-        "engines: {discovery: {interval: 1h}}\n"
+        "engines: {discovery: {interval: 1h}, load: {enabled: false}}\n"
     };
     let workers: Vec<_> = (1..)
         .zip(workers)
@@ -345,8 +345,7 @@ async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
     hanging.hangs.store(true, Ordering::SeqCst);
     let first = hanging.serve().await;
     let second = new_engine.serve().await;
-    let patient =
-        "engines: {http: {timeout: 1h}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
+    let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
     let app = App::start(config(&[first], patient), Arc::new(NoExternalDiscovery))
         .await
         .unwrap();
@@ -392,8 +391,7 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
     });
     engine.hangs.store(true, Ordering::SeqCst);
     let address = engine.serve().await;
-    let patient =
-        "engines: {http: {timeout: 1h}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
+    let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
     let app = App::start(config(&[address], patient), Arc::new(NoExternalDiscovery))
         .await
         .unwrap();
