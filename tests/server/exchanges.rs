@@ -35,7 +35,7 @@ async fn played_transcripts() -> &'static [TranscriptRun] {
         let runs = scripts.map(|(name, script)| async {
             let task = tokio::spawn({
                 let script = script.clone();
-                Box::pin(async move { play::play(&script).await })
+                async move { Box::pin(play::play(&script)).await }
             });
             (
                 name,

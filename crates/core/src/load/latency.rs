@@ -10,9 +10,10 @@ mod speed;
 mod traffic;
 
 pub use model::{LatencyCoefficients, LatencyEstimate};
-pub(crate) use model::{PrefillObservation, PrefillWork, StepObservation};
+pub(crate) use model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};
 pub(crate) use registry::{LatencyRegistry, ModelId};
 pub use speed::RankSpeed;
+pub(crate) use speed::SpeedFactors;
 
 #[cfg(test)]
 mod tests;

@@ -48,8 +48,8 @@ impl LoadTable {
                 row.prefills.elapsed(now).as_secs_f64()
             },
             context_tokens: row.context_tokens as f64,
-            prefill_factor: row.speed.prefill_step(),
-            decode_factor: row.speed.decode_step(),
+            prefill_factor: f64::from(row.factors.prefill),
+            decode_factor: f64::from(row.factors.decode),
         })
     }
 
@@ -68,9 +68,9 @@ impl LoadTable {
                 work: booking.prefill_work(),
                 elapsed,
             };
-            self.latency
-                .model_mut(row.model)
-                .observe_prefill(observation, &mut row.speed);
+            row.learn(&mut self.latency, |model, speed| {
+                model.observe_prefill(observation, speed);
+            });
         }
     }
 
@@ -98,9 +98,9 @@ impl LoadTable {
                 steps: count,
                 elapsed: now.saturating_duration_since(since),
             };
-            self.latency
-                .model_mut(row.model)
-                .observe_steps(observation, &mut row.speed);
+            row.learn(&mut self.latency, |model, speed| {
+                model.observe_steps(observation, speed);
+            });
         }
     }
 
@@ -118,34 +118,34 @@ impl LoadTable {
         let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
             return;
         };
-        let model = self.latency.model_mut(row.model);
         let elapsed = answer
             .started_at
             .map(|started_at| now.saturating_duration_since(started_at));
         let resident_tokens = row.context_tokens as f64;
-        let tokens = match output {
-            CompleteOutput::Unary { tokens } => return model.observe_output(tokens as f64),
-            CompleteOutput::Stream { tokens } => tokens,
-        };
-        match (tokens, elapsed) {
-            // The tokens were not observed one by one. Their mean time includes the prefills of
-            // other requests.
-            (Some(tokens), Some(elapsed)) if answer.tokens == 0 && tokens > 1 => {
+        row.learn(&mut self.latency, |model, speed| match output {
+            CompleteOutput::Unary { tokens } => model.observe_output(tokens as f64),
+            CompleteOutput::Stream {
+                tokens: Some(tokens),
+            } => {
                 model.observe_output(tokens as f64);
-                let observation = StepObservation {
-                    resident_tokens,
-                    steps: tokens - 1,
-                    elapsed,
-                };
-                model.observe_steps(observation, &mut row.speed);
+                // The tokens were not observed one by one. Their mean time includes the prefills
+                // of other requests.
+                if let Some(elapsed) = elapsed.filter(|_| answer.tokens == 0) {
+                    let observation = StepObservation {
+                        resident_tokens,
+                        steps: tokens.saturating_sub(1),
+                        elapsed,
+                    };
+                    model.observe_steps(observation, speed);
+                }
             }
-            (Some(tokens), _) => model.observe_output(tokens as f64),
             // The cost needs the time of the answer, so its length in steps of the expected time
             // serves as well.
-            (None, Some(elapsed)) => {
-                model.observe_duration(elapsed, resident_tokens, row.speed.decode);
+            CompleteOutput::Stream { tokens: None } => {
+                if let Some(elapsed) = elapsed {
+                    model.observe_duration(elapsed, resident_tokens, speed.decode);
+                }
             }
-            (None, None) => {}
-        }
+        });
     }
 }

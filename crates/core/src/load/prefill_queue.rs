@@ -16,6 +16,8 @@ pub(super) struct PrefillQueue {
     tokens: u64,
     /// Sum over all entries.
     pairs: f64,
+    /// Earliest time at which the engine can have started the oldest entry.
+    oldest_since: Option<Instant>,
     entries: VecDeque<PrefillEntry>,
     /// Time of the last first token.
     last_first_token: Option<Instant>,
@@ -80,6 +82,7 @@ impl PrefillQueue {
             booked_at: now,
             time,
         });
+        self.update_oldest();
         Some(ticket)
     }
 
@@ -101,6 +104,7 @@ impl PrefillQueue {
         if cause == PrefillEnd::FirstToken {
             self.last_first_token = Some(now);
         }
+        self.update_oldest();
         self.tokens -= ended.tokens;
         // A sum of floats keeps rounding errors, which an empty queue removes.
         self.pairs = if self.entries.is_empty() {
@@ -130,6 +134,10 @@ impl PrefillQueue {
             .map_or(entry.booked_at, |last| last.max(entry.booked_at))
     }
 
+    fn update_oldest(&mut self) {
+        self.oldest_since = self.entries.front().map(|entry| self.start_of(entry));
+    }
+
     /// Returns the number of prefills.
     #[inline]
     pub(super) fn len(&self) -> usize {
@@ -151,10 +159,8 @@ impl PrefillQueue {
     /// Returns the time since the engine can have started the oldest prefill.
     #[inline]
     pub(super) fn elapsed(&self, now: Instant) -> Duration {
-        let front = self.entries.front();
-        front.map_or(Duration::ZERO, |entry| {
-            now.saturating_duration_since(self.start_of(entry))
-        })
+        self.oldest_since
+            .map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
     /// Returns whether no prefill was outstanding at any time since `since`.

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
-use super::latency::{LatencyRegistry, ModelId, RankSpeed};
+use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSpeed, SpeedFactors};
 use super::prefill_queue::{PrefillEnd, PrefillQueue, PrefillTicket};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
@@ -30,10 +30,12 @@ pub(super) struct RankRow {
     requests: u64,
     /// Weight of all prompt and output blocks.
     weight: u64,
-    pub(super) prefills: PrefillQueue,
     /// Prompt and answer tokens of all running requests.
     pub(super) context_tokens: u64,
-    pub(super) speed: RankSpeed,
+    /// Factors of `speed` that decisions use.
+    pub(super) factors: SpeedFactors,
+    pub(super) prefills: PrefillQueue,
+    speed: RankSpeed,
     pub(super) model: ModelId,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
@@ -93,6 +95,7 @@ impl LoadTable {
         let was_open = self.close(slot);
         self.last_generation += 1;
         let model = self.latency.model_id(model);
+        let speed = self.latency.restore_speed(rank, model);
         self.rows[slot.index()] = Some(RankRow {
             rank,
             generation: self.last_generation,
@@ -100,7 +103,8 @@ impl LoadTable {
             prefills: PrefillQueue::default(),
             weight: 0,
             context_tokens: 0,
-            speed: self.latency.restore_speed(rank, model),
+            factors: speed.factors(),
+            speed,
             model,
         });
         was_open
@@ -157,9 +161,9 @@ impl LoadTable {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
         let prefill = row.begin_prefill(booking, now);
         if booking.track_prefill {
-            self.latency
-                .model_mut(row.model)
-                .on_booked(booking.prefill_work(), &row.speed, now);
+            row.learn(&mut self.latency, |model, speed| {
+                model.on_booked(booking.prefill_work(), speed, now);
+            });
         }
         let leaves = row.hold_prompts(&mut self.prompts, booking);
         Some(BookedShare {
@@ -313,6 +317,20 @@ pub(super) fn find_row<'r>(
 }
 
 impl RankRow {
+    pub(super) fn speed(&self) -> RankSpeed {
+        self.speed
+    }
+
+    /// Learns with the latency model of the rank.
+    pub(super) fn learn(
+        &mut self,
+        latency: &mut LatencyRegistry,
+        learn: impl FnOnce(&mut ModelLatency, &mut RankSpeed),
+    ) {
+        learn(latency.model_mut(self.model), &mut self.speed);
+        self.factors = self.speed.factors();
+    }
+
     fn blocks(&self) -> u64 {
         BlockWeight::blocks(self.weight)
     }

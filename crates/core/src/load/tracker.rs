@@ -110,7 +110,7 @@ impl LoadTracker {
     pub fn rank_speed(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankSpeed> {
         let table = self.table.lock();
         let row = table.row(slot).filter(|row| row.rank == rank)?;
-        Some(row.speed)
+        Some(row.speed())
     }
 
     /// Returns the current time of the injected clock.

@@ -132,6 +132,7 @@ impl Router {
             settings: &context.settings,
             threshold,
             in_flight: Some(&self.in_flight_estimates.load()),
+            engine_loads: &self.load.engine_loads().view(self.load.now()),
         };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
@@ -179,6 +180,7 @@ impl Router {
             settings: &context.settings,
             threshold: &BusyThreshold::default(),
             in_flight: None,
+            engine_loads: &self.load.engine_loads().view(self.load.now()),
         };
         let plan = self
             .load

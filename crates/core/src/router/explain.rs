@@ -109,6 +109,7 @@ impl Router {
             &context.settings,
             availability.clone(),
         );
+        let engine_loads = self.load.engine_loads().view(view.now());
         let decide = |threshold: &BusyThreshold| {
             let pools = pools
                 .as_ref()
@@ -119,6 +120,7 @@ impl Router {
                 settings: &context.settings,
                 threshold,
                 in_flight: None,
+                engine_loads: &engine_loads,
             };
             decider.decide(view, &mut self.rng.lock().clone())
         };

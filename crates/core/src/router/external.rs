@@ -12,7 +12,7 @@ use crate::fleet::FleetMember;
 use crate::health::{HealthChange, HealthProbe, WorkerOutcome};
 use crate::index::TierBlocks;
 use crate::load::{ActiveLoad, AdditionalBlocks, BookingEnd, LoadBooking, PromptSequences};
-use crate::policy::{Candidate, Cost, PolicyInput, costs, taint_preference};
+use crate::policy::{Candidate, Cost, PolicyInput, PolicySettings, costs, taint_preference};
 use crate::worker::{WorkerId, WorkerRank, WorkerRole};
 
 /// Estimate for one worker rank and one prompt.
@@ -78,14 +78,33 @@ impl Router {
         };
         let model = &members[0].worker.model;
         let policy = context.policy_of(model);
-        let needs_timing = policy.routing.needs_timing();
         let estimate = self.load.read(|view| view.estimate(model));
         let input = PolicyInput {
             output_tokens: context.request.output_tokens(&estimate),
             estimate,
             ..input
         };
-        let candidates: Vec<_> = self.load.read(|view| {
+        let candidates = self.estimate_candidates(&context, &members, &policy);
+        let costs = costs(&input, &candidates, &policy);
+        let estimates = members.iter().zip(&candidates).zip(costs);
+        Ok(estimates
+            .map(|((member, candidate), cost)| {
+                worker_estimate(&context, &input, member, candidate, cost)
+            })
+            .collect())
+    }
+
+    /// Returns all members as candidates.
+    fn estimate_candidates(
+        &self,
+        context: &RoutingContext,
+        members: &[&FleetMember],
+        policy: &PolicySettings,
+    ) -> Vec<Candidate> {
+        let tracks_blocks = context.settings.tracking.active_blocks;
+        let needs_timing = policy.routing.needs_timing();
+        let engine_loads = self.load.engine_loads().view(self.load.now());
+        self.load.read(|view| {
             let additional = if tracks_blocks {
                 context.blocks.additional(view, context.assume_kv_reuse)
             } else {
@@ -93,11 +112,16 @@ impl Router {
             };
             let candidate = |member: &&FleetMember| {
                 let (overlap, freshness_credit) = context.overlap_and_credit(member);
+                let load = view.load(member.slot, member.rank).unwrap_or_default();
                 Candidate {
                     overlap,
                     freshness_credit,
                     running_blocks: additional.held_by(member.slot),
-                    load: view.load(member.slot, member.rank).unwrap_or_default(),
+                    load: ActiveLoad {
+                        active_requests: load.active_requests
+                            + engine_loads.unbooked_requests(member.slot),
+                        ..load
+                    },
                     timing: view
                         .timing(member.slot, member.rank)
                         .filter(|_| needs_timing)
@@ -110,14 +134,7 @@ impl Router {
                 }
             };
             members.iter().map(candidate).collect()
-        });
-        let costs = costs(&input, &candidates, &policy);
-        let estimates = members.iter().zip(&candidates).zip(costs);
-        Ok(estimates
-            .map(|((member, candidate), cost)| {
-                worker_estimate(&context, &input, member, candidate, cost)
-            })
-            .collect())
+        })
     }
 
     /// Prepares the booking of a request that was routed to `rank` externally. Returns `None` if

@@ -15,7 +15,9 @@ use super::route::RouteError;
 use super::settings::RouterSettings;
 use crate::fleet::FleetMember;
 use crate::index::TierBlocks;
-use crate::load::{AdditionalBlocks, BookingEnd, LatencyEstimate, LoadView, RankTiming};
+use crate::load::{
+    AdditionalBlocks, BookingEnd, EngineLoadView, LatencyEstimate, LoadView, RankTiming,
+};
 use crate::policy::{
     Candidate, ConditionalPrefillInputs, InFlightEstimate, LocalPrefillReason, PolicyInput,
     PolicySettings, choose, taint_preference,
@@ -35,6 +37,8 @@ pub(super) struct PhaseDecider<'a, 'f> {
     pub(super) threshold: &'a BusyThreshold,
     /// Estimated load of requests that other replicas have not reported yet.
     pub(super) in_flight: Option<&'a InFlightEstimates>,
+    /// Load that the engines report.
+    pub(super) engine_loads: &'a EngineLoadView,
 }
 
 /// Phases that one choice covers.
@@ -204,9 +208,10 @@ impl<'f> PhaseDecider<'_, 'f> {
         let mut cached = CachedTokenStats::default();
         for &member in &pool.members {
             // Members whose slot was reassigned are skipped.
-            let Some(load) = view.load(member.slot, member.rank) else {
+            let Some(mut load) = view.load(member.slot, member.rank) else {
                 continue;
             };
+            load.active_requests += self.engine_loads.unbooked_requests(member.slot);
             members.push(member);
             let (overlap, freshness_credit) = self.context.overlap_and_credit(member);
             if overlap != TierBlocks::default() {

@@ -87,7 +87,7 @@ impl SectionProblems {
         for (at, model) in config.models.iter().enumerate() {
             let problems = model
                 .policy
-                .map_or_else(Vec::new, |policy| policy.problems(&routing.weights));
+                .map_or_else(Vec::new, |policy| policy.problems());
             let within = |problem: Problem| problem.within("policy").within(at).within("models");
             self.0.extend(problems.into_iter().map(within));
         }
@@ -143,8 +143,12 @@ fn envoy(config: &Config) -> Vec<Problem> {
 }
 
 fn policy(config: &Config) -> Vec<Problem> {
-    let policy = config.routing.policy;
-    policy.map_or_else(Vec::new, |policy| policy.problems(&config.routing.weights))
+    let Some(policy) = config.routing.policy else {
+        return Vec::new();
+    };
+    let mut problems = policy.problems();
+    problems.extend(policy.weight_conflict(&config.routing.weights));
+    problems
 }
 
 fn weights(config: &Config) -> Option<Problem> {

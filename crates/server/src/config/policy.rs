@@ -3,32 +3,30 @@
 use std::fmt;
 
 use serde::de::{self, MapAccess, Visitor, value::MapAccessDeserializer};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use warmroute_core::policy::{
     PolicyName, PolicySettings, RoutingPolicy, SecondsSettings, StickySettings, Weights,
 };
 use warmroute_settings::{PathStep, Problem};
 
 /// A policy: its name, or a mapping with its name and settings.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PolicyConfig {
     /// Name of the policy or of a preset of `linear`.
     pub name: PolicyName,
     /// Policy `seconds`: weight of a second before the first token, 0.1 to 100.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub first_token_weight: Option<f64>,
     /// Policy `sticky`: prefill tokens by which the queue of a warm rank may exceed the shortest.
-    #[serde(skip_serializing_if = "Option::is_none")]
     pub max_excess_tokens: Option<u64>,
 }
 
-#[derive(Deserialize)]
+#[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PolicyMapping {
     name: String,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     first_token_weight: Option<f64>,
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     max_excess_tokens: Option<u64>,
 }
 
@@ -89,11 +87,11 @@ impl PolicyConfig {
         settings
     }
 
-    /// Returns the problems of the policy, in combination with the weights of `routing.weights`.
-    pub fn problems(&self, weights: &WeightsConfig) -> Vec<Problem> {
+    /// Returns the problems of the settings.
+    pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();
         let name = self.name.as_str();
-        let settings = self.settings(weights);
+        let settings = self.settings(&WeightsConfig::default());
         if let RoutingPolicy::Seconds(seconds) = settings.routing {
             let invalid = seconds.validate().err();
             problems.extend(invalid.map(|(key, text)| Problem::of(key, format!("`{key}` {text}"))));
@@ -119,15 +117,32 @@ impl PolicyConfig {
                 problems.push(Problem::of(key, text));
             }
         }
-        if settings.routing != RoutingPolicy::Linear
-            && let Some(weight) = weights.linear_weight()
-        {
-            let text = format!(
-                "the policy `{name}` does not use `routing.weights.{weight}`, which belongs to `linear`; remove one of the two"
-            );
-            problems.push(Problem::at([] as [PathStep; 0], text));
-        }
         problems
+    }
+
+    /// Returns the problem of weights that the policy does not use.
+    pub fn weight_conflict(&self, weights: &WeightsConfig) -> Option<Problem> {
+        let weight = weights.linear_weight()?;
+        let is_linear = self.settings(weights).routing == RoutingPolicy::Linear;
+        let name = self.name.as_str();
+        let text = format!(
+            "the policy `{name}` does not use `routing.weights.{weight}`, which belongs to `linear`; remove one of the two"
+        );
+        (!is_linear).then(|| Problem::at([] as [PathStep; 0], text))
+    }
+}
+
+impl Serialize for PolicyConfig {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if *self == Self::named(self.name) {
+            return serializer.serialize_str(self.name.as_str());
+        }
+        let mapping = PolicyMapping {
+            name: self.name.as_str().to_owned(),
+            first_token_weight: self.first_token_weight,
+            max_excess_tokens: self.max_excess_tokens,
+        };
+        mapping.serialize(serializer)
     }
 }
 

@@ -24,7 +24,7 @@ impl TestTracker {
             let clock = clock.clone();
             move || *clock.lock()
         });
-        load.open_slot(SLOT, rank(1));
+        load.open_slot(SLOT, rank(1), &"m".into());
         Self { load, clock }
     }
 
@@ -128,7 +128,7 @@ fn reused_slot_starts_without_report() {
     tracker.report(9);
     tracker.load.close_slot(SLOT);
     assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
-    tracker.load.open_slot(SLOT, rank(2));
+    tracker.load.open_slot(SLOT, rank(2), &"m".into());
     assert!(!tracker.report(9), "a late report of the previous rank");
     assert_eq!(tracker.load.unbooked_requests(SLOT), 0);
 }
@@ -137,7 +137,7 @@ fn reused_slot_starts_without_report() {
 fn report_survives_growth_of_the_table() {
     let tracker = TestTracker::new();
     tracker.report(9);
-    tracker.load.open_slot(RankSlot(500), rank(7));
+    tracker.load.open_slot(RankSlot(500), rank(7), &"m".into());
     assert_eq!(tracker.load.unbooked_requests(SLOT), 9);
     assert_eq!(tracker.load.unbooked_requests(RankSlot(500)), 0);
     assert_eq!(tracker.load.unbooked_requests(RankSlot(5000)), 0);

@@ -32,6 +32,13 @@ pub struct RankSpeed {
     decode_ratio: DecayedRatio,
 }
 
+/// Factors of a rank, rounded.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SpeedFactors {
+    pub(crate) prefill: f32,
+    pub(crate) decode: f32,
+}
+
 /// Ratio of two sums, observed over expected. Sums stay correct when one engine step completes two
 /// prefills, which a mean of ratios would not.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -62,18 +69,17 @@ impl DecayedRatio {
 }
 
 /// Steps of a factor per unit.
-const FACTOR_STEPS: f64 = 16.0;
+const FACTOR_STEPS: f64 = 32.0;
 
 impl RankSpeed {
-    /// Returns the factor on the prefill time in steps of 1/16. Equal ranks differ by less, so they
-    /// have equal costs and are chosen at random, instead of always the one with the lowest error.
-    pub(crate) fn prefill_step(&self) -> f64 {
-        (self.prefill * FACTOR_STEPS).round() / FACTOR_STEPS
-    }
-
-    /// Returns the factor on the decode step time in steps of 1/16.
-    pub(crate) fn decode_step(&self) -> f64 {
-        (self.decode * FACTOR_STEPS).round() / FACTOR_STEPS
+    /// Returns the factors for decisions, in steps of 1/32. Equal ranks differ by less, so they have
+    /// equal costs and are chosen at random, instead of always the one with the lowest error.
+    pub(crate) fn factors(&self) -> SpeedFactors {
+        let rounded = |factor: f64| ((factor * FACTOR_STEPS).round() / FACTOR_STEPS) as f32;
+        SpeedFactors {
+            prefill: rounded(self.prefill),
+            decode: rounded(self.decode),
+        }
     }
 
     /// Records a prefill that took `observed` seconds, of which the fleet needs `expected`.

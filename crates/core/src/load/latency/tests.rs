@@ -1,8 +1,8 @@
 use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
+use rand::SeedableRng as _;
 use rand::rngs::StdRng;
-use rand::{RngExt as _, SeedableRng};
 use warmroute_property_tests::property_config;
 
 use super::model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};

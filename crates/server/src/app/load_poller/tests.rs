@@ -111,7 +111,9 @@ fn router(engines: &[WorkerEndpoint]) -> Arc<Router> {
     let workers = engines.iter().enumerate().map(worker).collect();
     let fleet = Arc::new(Fleet::empty().reconcile(workers).fleet);
     for member in fleet.members() {
-        router.load().open_slot(member.slot, member.rank);
+        router
+            .load()
+            .open_slot(member.slot, member.rank, &member.worker.model);
     }
     router.set_fleet(fleet);
     Arc::new(router)
