@@ -36,7 +36,7 @@ pub use eligibility::{
 pub use in_flight::InFlightEstimate;
 pub use least_loaded::LeastLoadedTerms;
 pub use linear::LinearTerms;
-pub use lmetric::LMetricTerms;
+pub use lmetric::LmetricTerms;
 pub use overload::{
     LatchMode, OverloadThresholds, OverloadTracker, OverloadedWorkers, RankOccupancy,
 };

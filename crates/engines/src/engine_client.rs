@@ -9,7 +9,7 @@ mod completion;
 pub mod config;
 mod connections;
 mod error;
-mod load_counters;
+mod load_gauges;
 mod metrics;
 mod responses;
 mod url;
@@ -33,7 +33,7 @@ use error::{status_error, transport_error};
 pub use cache_settings::cache_settings;
 pub use completion::CompletionUsage;
 pub use error::EngineError;
-pub use load_counters::{EngineCounters, MetricsPath, RankCounters};
+pub use load_gauges::{EngineGauges, MetricsPath, RankGauges};
 pub use metrics::{CacheConfig, MetricSample, MetricsPage};
 pub use responses::{
     EngineModel, EngineRendering, RankEventSource, RenderedObject, TokenizeResponse,

@@ -3,7 +3,7 @@
 use crate::gpu_timing::{GpuModel, LLAMA_8B_L40S, QWEN_32B_H100, QWEN_32B_H200};
 use crate::traces::coding_agent::SessionSelection;
 use crate::traces::mooncake::ArrivalSelection;
-use crate::traces::{RecordedTrace, TraceHalf, Workload};
+use crate::traces::{RecordedTrace, ReplayWorkload, TraceHalf};
 
 /// Maximum length of prompt and answer, as a share of the KV cache.
 const MAX_REQUEST_SHARE: f64 = 0.6;
@@ -251,7 +251,7 @@ impl JudgeCase {
         trace: &RecordedTrace,
         half: TraceHalf,
         seed: u64,
-    ) -> Option<Workload> {
+    ) -> Option<ReplayWorkload> {
         let max_tokens = (self.gpu.kv_tokens as f64 * MAX_REQUEST_SHARE) as usize;
         match (self.load, trace) {
             (

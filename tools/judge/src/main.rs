@@ -2,7 +2,7 @@
 //! are those of the real router. Seeds make the results repeatable.
 //!
 //! `cargo run --release -p judge -- --trace FILE [--policies linear,linear_tuned] [--seeds N]
-//! [--json FILE] [--cases SUBSTRING] [--half first|second|all]`
+//! [--json FILE] [--cases SUBSTRING] [--half first|second|all] [--subject POLICY]`
 
 #![expect(clippy::print_stdout, reason = "a program that prints its results")]
 

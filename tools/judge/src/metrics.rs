@@ -49,15 +49,15 @@ impl RunMetrics {
     /// Computes the metrics of a simulation.
     pub(crate) fn new(case: &JudgeCase, result: &SimulationResult) -> Self {
         let completed = &result.completed;
-        let ttft = Samples::new(
+        let ttft = SortedSamples::new(
             completed
                 .iter()
                 .map(CompletedRequest::ttft)
                 .chain(result.unfinished.iter().map(|one| one.ttft(case.end_s))),
         );
         let several = completed.iter().filter(|one| one.output_tokens > 1);
-        let tpot = Samples::new(several.map(CompletedRequest::tpot));
-        let e2e = Samples::new(completed.iter().map(CompletedRequest::e2e));
+        let tpot = SortedSamples::new(several.map(CompletedRequest::tpot));
+        let e2e = SortedSamples::new(completed.iter().map(CompletedRequest::e2e));
         let total = completed.len() + result.unfinished.len();
         let share_of = |is_good: fn(&CompletedRequest) -> bool| {
             let good = completed.iter().filter(|one| is_good(one)).count();
@@ -123,9 +123,9 @@ impl UnfinishedRequest {
 }
 
 /// Sorted samples of a metric.
-struct Samples(Vec<f64>);
+struct SortedSamples(Vec<f64>);
 
-impl Samples {
+impl SortedSamples {
     fn new(samples: impl Iterator<Item = f64>) -> Self {
         let mut sorted: Vec<f64> = samples.collect();
         sorted.sort_by(f64::total_cmp);
@@ -151,13 +151,13 @@ mod tests {
 
     #[test]
     fn quantile_is_the_nearest_sample() {
-        let samples = Samples::new((1..=100).rev().map(f64::from));
+        let samples = SortedSamples::new((1..=100).rev().map(f64::from));
         assert_eq!(samples.quantile(0.0), 1.0);
         assert_eq!(samples.quantile(0.5), 51.0);
         assert_eq!(samples.quantile(0.99), 99.0);
         assert_eq!(samples.quantile(1.0), 100.0);
         assert_eq!(samples.mean(), 50.5);
-        assert_eq!(Samples::new(std::iter::empty()).quantile(0.5), 0.0);
+        assert_eq!(SortedSamples::new(std::iter::empty()).quantile(0.5), 0.0);
     }
 
     #[test]

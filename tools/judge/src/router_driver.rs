@@ -1,5 +1,5 @@
-//! Drives the router of `warmroute-core` in virtual time. It reports to the router what a server
-//! would: the fleet, KV events, and the tokens and end of each response.
+//! Drives the router of `warmroute-core` in virtual time. Like a server, it reports to the
+//! router: the fleet, KV events, and the tokens and end of each response.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;

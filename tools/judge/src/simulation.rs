@@ -15,7 +15,7 @@ use crate::simulated_request::{
     CompletedRequest, RequestProgress, RequestState, SessionPosition, SimulationResult,
     UnfinishedRequest,
 };
-use crate::traces::{ReplayedRequest, Workload};
+use crate::traces::{ReplayWorkload, ReplayedRequest};
 use crate::virtual_clock::{EventTimeline, TimedEvent, VirtualClock};
 
 /// Maximum shift of arrivals, which differs between seeds, in milliseconds.
@@ -88,7 +88,7 @@ impl<'w> FleetSimulation<'w> {
     /// Creates a simulation at time 0.
     pub(crate) fn new(
         case: &'w JudgeCase,
-        workload: &'w Workload,
+        workload: &'w ReplayWorkload,
         settings: RouterSettings,
         seed: u64,
     ) -> Result<Self> {
@@ -113,15 +113,15 @@ impl<'w> FleetSimulation<'w> {
         Ok(simulation)
     }
 
-    fn schedule_workload(&mut self, workload: &'w Workload) {
+    fn schedule_workload(&mut self, workload: &'w ReplayWorkload) {
         match workload {
-            Workload::Arrivals(requests) => {
+            ReplayWorkload::Arrivals(requests) => {
                 for request in requests {
                     let jitter_ms = self.rng.random_range(0.0..ARRIVAL_JITTER_MS);
                     self.schedule_arrival(request, None, request.time_ms + jitter_ms);
                 }
             }
-            Workload::Sessions {
+            ReplayWorkload::Sessions {
                 sessions,
                 concurrency,
             } => {

@@ -76,7 +76,7 @@ impl ReplayedRequest {
 
 /// Requests that a simulation replays.
 #[derive(Debug)]
-pub(crate) enum Workload {
+pub(crate) enum ReplayWorkload {
     /// Independent requests, sorted by arrival time.
     Arrivals(Vec<ReplayedRequest>),
     /// Sessions. The next request of a session arrives one think time after the previous answer.

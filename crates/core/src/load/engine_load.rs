@@ -45,7 +45,7 @@ pub struct EngineLoadSample {
     pub booked_before: u64,
     /// Time for which the report counts.
     pub valid_for: Duration,
-    /// Maximum time that the engine reports outdated counters; `None` if there is no bound, so that
+    /// Maximum time that the engine reports outdated values; `None` if there is no bound, so that
     /// differences to the bookings mean nothing.
     pub max_lag: Option<Duration>,
 }

@@ -1,7 +1,8 @@
 //! Learned latency of the engines: the time of a prefill and of a decode step, the length of
-//! answers, and the rate of requests. One model of the fleet has four coefficients in seconds, and
-//! each worker rank has two factors that say how much slower than the fleet it is. A separate fit
-//! per rank would be noise, and the policy would choose the rank with the luckiest error.
+//! answers, and the rate of requests. Each served model has one latency model with four
+//! coefficients. Each worker rank has two factors relative to it, one for prefill and one for
+//! decode. Separate fits per rank would be too noisy: the policy would prefer the rank with the
+//! most favourable error.
 
 mod fit;
 mod model;

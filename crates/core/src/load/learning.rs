@@ -139,8 +139,8 @@ impl LoadTable {
                     model.observe_steps(observation, speed);
                 }
             }
-            // The cost needs the time of the answer, so its length in steps of the expected time
-            // serves as well.
+            // The cost depends only on the duration of an answer, so the duration divided by the
+            // expected step time replaces the length.
             CompleteOutput::Stream { tokens: None } => {
                 if let Some(elapsed) = elapsed {
                     model.observe_duration(elapsed, resident_tokens, speed.decode);

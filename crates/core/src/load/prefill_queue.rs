@@ -18,7 +18,11 @@ pub(super) struct PrefillQueue {
     pairs: f64,
     /// Earliest time at which the engine can have started the oldest entry.
     oldest_since: Option<Instant>,
+    /// Entries in order of arrival. Ended ones stay until they are at the front, or more than half of
+    /// all: removing each at once would move all later ones.
     entries: VecDeque<PrefillEntry>,
+    /// Number of entries that have not ended.
+    active: usize,
     /// Time of the last first token.
     last_first_token: Option<Instant>,
     /// Time of the last begin or end of a prefill.
@@ -33,6 +37,7 @@ pub(super) struct PrefillQueue {
 #[derive(Debug)]
 struct PrefillEntry {
     ticket: PrefillTicket,
+    has_ended: bool,
     tokens: u64,
     pairs: f64,
     booked_at: Instant,
@@ -42,7 +47,7 @@ struct PrefillEntry {
 
 /// Cause of the end of a prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum PrefillEnd {
+pub(super) enum PrefillEndCause {
     /// The first token arrived.
     FirstToken,
     /// The request was released or moved before its first token.
@@ -69,6 +74,7 @@ impl PrefillQueue {
         if self.entries.is_empty() {
             self.anchor_since = Some(now);
         }
+        self.active += 1;
         self.last_ticket += 1;
         let ticket = PrefillTicket(self.last_ticket);
         self.tokens += tokens;
@@ -77,6 +83,7 @@ impl PrefillQueue {
         self.changed_at = Some(now);
         self.entries.push_back(PrefillEntry {
             ticket,
+            has_ended: false,
             tokens,
             pairs: work.pairs,
             booked_at: now,
@@ -91,31 +98,39 @@ impl PrefillQueue {
     pub(super) fn end(
         &mut self,
         ticket: PrefillTicket,
-        cause: PrefillEnd,
+        cause: PrefillEndCause,
         now: Instant,
     ) -> Option<Duration> {
         let at = self
             .entries
             .binary_search_by_key(&ticket, |entry| entry.ticket)
             .ok()?;
-        let ended = self.entries.remove(at)?;
-        let elapsed = now.saturating_duration_since(self.start_of(&ended));
+        let elapsed = now.saturating_duration_since(self.start_of(&self.entries[at]));
+        let entry = &mut self.entries[at];
+        if std::mem::replace(&mut entry.has_ended, true) {
+            return None;
+        }
+        let tokens = entry.tokens;
+        let pairs = entry.pairs;
+        let time = entry.time;
+        self.active -= 1;
+        self.remove_ended();
         self.changed_at = Some(now);
-        if cause == PrefillEnd::FirstToken {
+        if cause == PrefillEndCause::FirstToken {
             self.last_first_token = Some(now);
         }
         self.update_oldest();
-        self.tokens -= ended.tokens;
+        self.tokens -= tokens;
         // A sum of floats keeps rounding errors, which an empty queue removes.
         self.pairs = if self.entries.is_empty() {
             0.0
         } else {
-            self.pairs - ended.pairs
+            self.pairs - pairs
         };
-        self.unestimated -= usize::from(ended.time.is_none());
+        self.unestimated -= usize::from(time.is_none());
         if at == 0 {
             self.anchor_since = Some(now);
-        } else if let (Some(since), Some(time)) = (self.anchor_since, ended.time) {
+        } else if let (Some(since), Some(time)) = (self.anchor_since, time) {
             // The engine spent this prefill's time on it and not on the anchor.
             self.anchor_since = Some(
                 since
@@ -141,7 +156,16 @@ impl PrefillQueue {
     /// Returns the number of prefills.
     #[inline]
     pub(super) fn len(&self) -> usize {
-        self.entries.len()
+        self.active
+    }
+
+    fn remove_ended(&mut self) {
+        while self.entries.front().is_some_and(|entry| entry.has_ended) {
+            self.entries.pop_front();
+        }
+        if self.entries.len() > 2 * self.active {
+            self.entries.retain(|entry| !entry.has_ended);
+        }
     }
 
     /// Returns the attention pairs of all prefills.

@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSpeed, SpeedFactors};
-use super::prefill_queue::{PrefillEnd, PrefillQueue, PrefillTicket};
+use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
@@ -113,7 +113,7 @@ impl LoadTable {
     pub(super) fn close(&mut self, slot: RankSlot) -> bool {
         let closed = self.rows.get_mut(slot.index()).and_then(Option::take);
         if let Some(row) = &closed {
-            self.latency.keep_speed(row.rank, row.model, row.speed);
+            self.latency.store_speed(row.rank, row.model, row.speed);
             if row.requests > 0 {
                 self.prompts.remove_slot(slot);
             }
@@ -191,7 +191,7 @@ impl LoadTable {
             share.answer.last_at = Some(now);
         }
         let row = find_row(&mut self.rows, &part.booking, share);
-        let elapsed = row.and_then(|row| row.end_prefill(share, PrefillEnd::FirstToken, now));
+        let elapsed = row.and_then(|row| row.end_prefill(share, PrefillEndCause::FirstToken, now));
         part.prefill_elapsed = elapsed.or(part.prefill_elapsed);
         if part.booking.end == BookingEnd::FirstToken {
             self.release(part, now)
@@ -271,7 +271,7 @@ impl LoadTable {
         let Some(row) = find_row(&mut self.rows, booking, share) else {
             return false;
         };
-        row.end_prefill(share, PrefillEnd::Released, now);
+        row.end_prefill(share, PrefillEndCause::Released, now);
         row.context_tokens -= booking.context_tokens() + share.answer.tokens;
         for leaf in share.leaves.drain(..) {
             row.apply_change(self.prompts.remove(leaf, booking.slot));
@@ -403,7 +403,7 @@ impl RankRow {
     fn end_prefill(
         &mut self,
         share: &mut BookedShare,
-        cause: PrefillEnd,
+        cause: PrefillEndCause,
         now: Instant,
     ) -> Option<Duration> {
         let ticket = share.prefill.take()?;

@@ -7,11 +7,11 @@ use super::latency::RankSpeed;
 /// Work booked on a rank, and its speed.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RankTiming {
-    /// Requests without a first token.
+    /// Outstanding prefills.
     pub prefills: u32,
-    /// Uncached prompt tokens of these requests.
+    /// Uncached prompt tokens of these prefills.
     pub prefill_tokens: f64,
-    /// Attention pairs of these requests.
+    /// Attention pairs of these prefills.
     pub prefill_pairs: f64,
     /// Seconds since the engine can have started the oldest of them.
     pub prefill_elapsed: f64,

@@ -46,10 +46,9 @@ impl PolicyInput {
         }
     }
 
-    /// Returns the blocks of the shared cache beyond the `device` leading blocks that a device
-    /// holds.
-    pub fn shared_beyond(&self, device: u32) -> u64 {
-        let beyond = |range: &Range<u32>| range.end.saturating_sub(range.start.max(device));
+    /// Returns the blocks of the shared cache beyond the first `leading` blocks.
+    pub fn shared_beyond(&self, leading: u32) -> u64 {
+        let beyond = |range: &Range<u32>| range.end.saturating_sub(range.start.max(leading));
         self.shared
             .iter()
             .map(|range| u64::from(beyond(range)))

@@ -7,7 +7,7 @@ use super::candidate::{Candidate, PolicyInput};
 use super::cost::{Cost, CostModel, cost, total};
 use super::least_loaded::LeastLoadedModel;
 use super::linear::{LinearModel, effective_blocks, round_to_u64};
-use super::lmetric::LMetricModel;
+use super::lmetric::LmetricModel;
 use super::round_robin::RoundRobinModel;
 use super::seconds::SecondsModel;
 use super::settings::{PolicySettings, RoutingPolicy};
@@ -116,7 +116,7 @@ fn with_model<V: ModelVisitor>(
             visitor.visit(&SecondsModel::new(input, count, seconds, weights))
         }
         RoutingPolicy::Linear => visitor.visit(&LinearModel::new(input, candidates, weights)),
-        RoutingPolicy::Lmetric => visitor.visit(&LMetricModel { input }),
+        RoutingPolicy::Lmetric => visitor.visit(&LmetricModel { input }),
         RoutingPolicy::Sticky(sticky) => {
             visitor.visit(&StickyModel::new(input, candidates, sticky))
         }
@@ -161,7 +161,7 @@ impl<R: Rng> ModelVisitor for ChoiceVisitor<'_, R> {
     }
 }
 
-/// Position of the chosen candidate.
+/// Result of a selection, without the cost.
 struct SelectedCandidate {
     index: usize,
     ties: usize,

@@ -5,7 +5,7 @@ use serde::Serialize;
 use super::candidate::Candidate;
 use super::least_loaded::LeastLoadedTerms;
 use super::linear::LinearTerms;
-use super::lmetric::LMetricTerms;
+use super::lmetric::LmetricTerms;
 use super::round_robin::RoundRobinTerms;
 use super::seconds::SecondsTerms;
 use super::sticky::StickyTerms;
@@ -31,7 +31,7 @@ pub enum CostTerms {
     /// Terms of `linear`.
     Linear(LinearTerms),
     /// Terms of `lmetric`.
-    Lmetric(LMetricTerms),
+    Lmetric(LmetricTerms),
     /// Terms of `sticky`.
     Sticky(StickyTerms),
     /// Terms of `least_loaded`.

@@ -162,8 +162,8 @@ mod tests {
             .iter()
             .map(|candidate| candidate.load.active_requests)
             .collect();
-        // Each request counts 20 blocks. The second rank starts 15 blocks behind, so the two
-        // alternate.
+        // Each request costs 154 blocks with the default weights. The second rank starts with 15
+        // more, so the two alternate.
         assert!((4..=MAX_BOOKINGS).contains(&count), "{count}");
         let first = u64::from(count.div_ceil(2));
         assert_eq!(found, [first, u64::from(count) - first, 0]);

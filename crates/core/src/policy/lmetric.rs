@@ -7,7 +7,7 @@ use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
 
 /// Terms of the policy `lmetric`. The cost is `prefill_tokens * requests`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct LMetricTerms {
+pub struct LmetricTerms {
     /// Prefill tokens that would be outstanding, without cached ones.
     pub prefill_tokens: f64,
     /// Requests that would run.
@@ -16,7 +16,7 @@ pub struct LMetricTerms {
     pub product: f64,
 }
 
-impl TermSum for LMetricTerms {
+impl TermSum for LmetricTerms {
     #[inline(always)]
     fn sum(&self) -> f64 {
         self.product
@@ -35,26 +35,26 @@ impl TermSum for LMetricTerms {
     }
 }
 
-impl From<LMetricTerms> for CostTerms {
-    fn from(terms: LMetricTerms) -> Self {
+impl From<LmetricTerms> for CostTerms {
+    fn from(terms: LmetricTerms) -> Self {
         CostTerms::Lmetric(terms)
     }
 }
 
 /// Cost function of the policy `lmetric`.
-pub(super) struct LMetricModel<'a> {
+pub(super) struct LmetricModel<'a> {
     pub(super) input: &'a PolicyInput,
 }
 
-impl CostModel for LMetricModel<'_> {
-    type Terms = LMetricTerms;
+impl CostModel for LmetricModel<'_> {
+    type Terms = LmetricTerms;
 
     #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> LMetricTerms {
+    fn terms(&self, _index: usize, candidate: &Candidate) -> LmetricTerms {
         let prefill_tokens =
             candidate.load.active_prefill_tokens as f64 + self.input.uncached_tokens(candidate);
         let requests = candidate.load.active_requests as f64 + 1.0;
-        LMetricTerms {
+        LmetricTerms {
             prefill_tokens,
             requests,
             product: prefill_tokens * requests,

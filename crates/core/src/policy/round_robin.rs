@@ -1,5 +1,6 @@
-//! Policy `round_robin`: the ranks in turn. The turn is the number of requests of the model that
-//! were booked before, so the policy has no state of its own.
+//! Policy `round_robin`: the ranks in turn. The turn is the number of prefills that were booked for
+//! the model, so the policy has no state of its own. Requests without prefill tracking do not
+//! advance it.
 
 use serde::Serialize;
 

@@ -1,13 +1,13 @@
 //! Policy `seconds`: the time that a choice costs all requests, in seconds. The terms are the time
 //! to the first token and the decode time of this request, the delay of the requests that run on
 //! the rank, and the delay of those that will arrive before its prefill backlog is done. Quantities
-//! are counted or learned; the only setting weighs the time to the first token against other time.
+//! are counted or learned; the only setting of its own weighs the time to the first token against other time.
 
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
 use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
-use super::weights::{Weights, check_range};
+use super::weights::Weights;
 use crate::load::{LatencyCoefficients, PrefillWork};
 use crate::worker::WorkerRole;
 
@@ -40,13 +40,14 @@ impl Default for SecondsSettings {
 impl SecondsSettings {
     /// Checks the range. Returns the name of the invalid setting and the problem.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
-        let name = "first_token_weight";
-        check_range(name, self.first_token_weight, 100.0)?;
-        if self.first_token_weight < 0.1 {
-            let value = self.first_token_weight;
-            return Err((name, format!("is {value}, but must be from 0.1 to 100")));
+        let value = self.first_token_weight;
+        if (0.1..=100.0).contains(&value) {
+            return Ok(());
         }
-        Ok(())
+        Err((
+            "first_token_weight",
+            format!("is {value}, but must be from 0.1 to 100"),
+        ))
     }
 }
 

@@ -16,7 +16,8 @@ pub enum RoutingPolicy {
     Linear,
     /// Prefill tokens times requests.
     Lmetric,
-    /// Most of the prompt cached, while its queue is not much longer.
+    /// Fewest queued and uncached tokens among warm ranks, unless their queues are much longer than
+    /// the shortest.
     Sticky(StickySettings),
     /// Fewest running requests.
     LeastLoaded,
@@ -46,8 +47,8 @@ pub enum PolicyName {
     RoundRobin,
 }
 
-/// Policy of a choice with its weights. All policies use the weights of the tiers and the
-/// temperature, and `linear` uses all weights.
+/// Policy of a choice with its weights. All policies use the temperature, `linear` and `seconds` use
+/// the weights of the tiers, and only `linear` uses the other weights.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct PolicySettings {
     /// The policy.
@@ -118,8 +119,8 @@ impl PolicySettings {
         }
     }
 
-    /// Creates a policy with its default settings. `weights` are kept, except those of a preset of
-    /// `linear`.
+    /// Creates a policy with its default settings. `linear` and its presets replace three of the
+    /// `weights`.
     pub fn named(name: PolicyName, weights: &Weights) -> Self {
         let with_coefficients = |preset: Weights| Weights {
             overlap_score_credit: preset.overlap_score_credit,

@@ -1,18 +1,18 @@
-//! Policy `sticky`: the shortest prefill queue among the ranks that hold most of the prompt, unless
-//! all of their queues are much longer than the shortest one.
+//! Policy `sticky`: the fewest prefill tokens, queued and uncached, among the warm ranks. If the
+//! queue of every warm rank is much longer than the shortest queue, all ranks are compared.
 
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
 use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
 
-/// A rank is warm if it holds at least this share of the longest cached prefix.
+/// A warm rank holds at least this share of the longest cached prefix, and
 const MIN_SHARE_OF_BEST: f64 = 0.8;
 
-/// A rank is warm if it holds at least this share of the prompt.
+/// at least this share of the prompt.
 const MIN_SHARE_OF_PROMPT: f64 = 0.5;
 
-/// Cost of a running request, in tokens. It decides only between equal queues.
+/// Cost of a running request, in tokens. It decides only between ranks with equal prefill tokens.
 const REQUEST_TOKENS: f64 = 1e-3;
 
 /// Settings of the policy.

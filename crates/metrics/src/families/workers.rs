@@ -59,8 +59,8 @@ metrics! {
         /// such endpoint), unreachable, timeout, status (the engine returned an error status),
         /// unreadable, too_large, busy
         "engine_setting_queries" engine_setting_queries: Family<OutcomeLabel, Counter> = outcomes(&["ok", "not_offered", "unreachable", "timeout", "status", "unreadable", "too_large", "busy"]);
-        /// Scrapes of the load counters of engines, by outcome: ok, no_counters (the page has none),
+        /// Scrapes of the load gauges of engines, by outcome: ok, no_gauges (the page has none),
         /// not_offered, unreachable, timeout, status, too_large
-        "engine_load_scrapes" engine_load_scrapes: Family<OutcomeLabel, Counter> = outcomes(&["ok", "no_counters", "not_offered", "unreachable", "timeout", "status", "too_large"]);
+        "engine_load_scrapes" engine_load_scrapes: Family<OutcomeLabel, Counter> = outcomes(&["ok", "no_gauges", "not_offered", "unreachable", "timeout", "status", "too_large"]);
     }
 }

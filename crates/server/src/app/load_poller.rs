@@ -1,4 +1,4 @@
-//! Scrapes the load counters of engines, with one task per worker. A setting caps the scrapes per
+//! Scrapes the load gauges of engines, with one task per worker. A setting caps the scrapes per
 //! second over all workers; above it, the interval is longer.
 //!
 //! Engines without these counters are supported and are tried again once a minute.
@@ -25,7 +25,7 @@ use super::App;
 use super::reload::ReloadCandidate;
 use super::settings_poller::EngineKey;
 use crate::config::{Config, EngineLoadConfig};
-use scrape_interval::{start_delay, stretched_interval};
+use scrape_interval::{effective_interval, start_delay};
 use worker_scraper::WorkerScraper;
 
 /// Interval of checks for new workers.
@@ -142,7 +142,7 @@ async fn scrape_fleet(context: Arc<LoadPollContext>) -> anyhow::Result<()> {
             .as_ref()
             .is_some_and(|known| Arc::ptr_eq(known, &fleet))
         {
-            tasks.follow(&fleet, &context);
+            tasks.reconcile(&fleet, &context);
             known = Some(fleet);
         }
     }
@@ -156,13 +156,13 @@ impl LoadPollContext {
 
 impl ScrapeTasks {
     /// Ends the tasks of engines that left, and starts those of new ones.
-    fn follow(&mut self, fleet: &Fleet, context: &Arc<LoadPollContext>) {
+    fn reconcile(&mut self, fleet: &Fleet, context: &Arc<LoadPollContext>) {
         let engines: HashSet<EngineKey> = fleet
             .workers()
             .map(|worker| (worker.id, worker.endpoint))
             .collect();
         let settings = &context.config.settings;
-        let interval = stretched_interval(
+        let interval = effective_interval(
             settings.interval.get(),
             engines.len(),
             settings.max_scrapes_per_second,

@@ -1,4 +1,4 @@
-//! `engines.load`: scrapes of the engines' own load counters.
+//! `engines.load`: scrapes of the engines' own load gauges.
 
 use std::time::Duration;
 

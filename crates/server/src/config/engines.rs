@@ -14,7 +14,7 @@ pub struct EnginesSection {
     pub http: EnginesConfig,
     /// Queries to engines for their settings.
     pub discovery: EngineDiscoveryConfig,
-    /// Scrapes of the engines' own load counters.
+    /// Scrapes of the engines' own load gauges.
     pub load: EngineLoadConfig,
     /// Comparison of warmroute's tokens with those of the engines.
     pub parity_check: SelfTestConfig,

@@ -26,7 +26,7 @@ fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
 }
 
 /// Creates conversations of four requests, one request per 100 ms.
-fn test_workload(case: &JudgeCase) -> Workload {
+fn test_workload(case: &JudgeCase) -> ReplayWorkload {
     let lines: String = (0..80)
         .map(|number| {
             let conversation = number % 20;
@@ -44,7 +44,10 @@ fn test_workload(case: &JudgeCase) -> Workload {
     case.workload(&trace, TraceHalf::All, 1).unwrap()
 }
 
-fn finished_simulation<'w>(case: &'w JudgeCase, workload: &'w Workload) -> FleetSimulation<'w> {
+fn finished_simulation<'w>(
+    case: &'w JudgeCase,
+    workload: &'w ReplayWorkload,
+) -> FleetSimulation<'w> {
     let settings = router_settings("linear").unwrap();
     let mut simulation = FleetSimulation::new(case, workload, settings, 1).unwrap();
     simulation.run().unwrap();
@@ -93,7 +96,7 @@ fn index_contains_the_prompts_of_engines() {
     let case = test_case(None);
     let workload = test_workload(&case);
     let simulation = finished_simulation(&case, &workload);
-    let Workload::Arrivals(requests) = &workload else {
+    let ReplayWorkload::Arrivals(requests) = &workload else {
         panic!("wrong workload")
     };
     let prompt = requests[79].tokens();

@@ -11,7 +11,7 @@ use rand::seq::SliceRandom;
 use serde::Deserialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{BLOCK_TOKENS, ReplayedRequest, TraceHalf, Workload};
+use super::{BLOCK_TOKENS, ReplayWorkload, ReplayedRequest, TraceHalf};
 
 /// Maximum number of requests per session.
 const MAX_TURNS: usize = 40;
@@ -127,7 +127,7 @@ impl CodingAgentTrace {
     }
 
     /// Creates a workload of sessions in random order.
-    pub(crate) fn workload(&self, selection: &SessionSelection) -> Workload {
+    pub(crate) fn workload(&self, selection: &SessionSelection) -> ReplayWorkload {
         let selected = self.sessions.iter();
         let mut recorded: Vec<&RecordedSession> = selected
             .filter(|session| session.header.is_in(selection.half))
@@ -145,7 +145,7 @@ impl CodingAgentTrace {
                 break;
             }
         }
-        Workload::Sessions {
+        ReplayWorkload::Sessions {
             sessions,
             concurrency: selection.concurrency,
         }

@@ -4,7 +4,7 @@
 use anyhow::{Context, Result};
 use serde::Deserialize;
 
-use super::{BLOCK_TOKENS, ReplayedRequest, TraceHalf, Workload};
+use super::{BLOCK_TOKENS, ReplayWorkload, ReplayedRequest, TraceHalf};
 
 /// Tokens per block of the trace.
 const TRACE_BLOCK_TOKENS: usize = 512;
@@ -68,7 +68,7 @@ impl MooncakeTrace {
     }
 
     /// Creates a workload.
-    pub(crate) fn workload(&self, selection: &ArrivalSelection) -> Workload {
+    pub(crate) fn workload(&self, selection: &ArrivalSelection) -> ReplayWorkload {
         let middle = self.lines.len() / 2;
         let range = match selection.half {
             TraceHalf::First => 0..middle,
@@ -95,7 +95,7 @@ impl MooncakeTrace {
         }
         add_bursts(&mut requests, selection.burst_copies);
         requests.sort_by(|one, other| one.time_ms.total_cmp(&other.time_ms));
-        Workload::Arrivals(requests)
+        ReplayWorkload::Arrivals(requests)
     }
 }
 

@@ -40,8 +40,8 @@ fn arrivals(half: TraceHalf) -> Vec<ReplayedRequest> {
         burst_copies: 0,
     });
     match workload {
-        Workload::Arrivals(requests) => requests,
-        Workload::Sessions { .. } => panic!("wrong workload"),
+        ReplayWorkload::Arrivals(requests) => requests,
+        ReplayWorkload::Sessions { .. } => panic!("wrong workload"),
     }
 }
 
@@ -56,8 +56,8 @@ fn sessions(half: TraceHalf) -> Vec<Vec<ReplayedRequest>> {
         seed: 1,
     });
     match workload {
-        Workload::Sessions { sessions, .. } => sessions,
-        Workload::Arrivals(_) => panic!("wrong workload"),
+        ReplayWorkload::Sessions { sessions, .. } => sessions,
+        ReplayWorkload::Arrivals(_) => panic!("wrong workload"),
     }
 }
 
@@ -98,7 +98,7 @@ fn bursts_repeat_a_prompt() {
         end_ms: 60_000.0,
         burst_copies: 4,
     });
-    let Workload::Arrivals(requests) = workload else {
+    let ReplayWorkload::Arrivals(requests) = workload else {
         panic!("wrong workload")
     };
     let burst = requests

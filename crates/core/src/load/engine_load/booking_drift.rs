@@ -20,7 +20,7 @@ pub(super) struct DriftSample {
 
 /// Sliding-window minimum of the differences of a rank. The window covers the last
 /// [`PERSISTENT_REPORTS`] reports and the maximum lag of the engine. The first report counts at
-/// once, so that a restarted router does not believe that busy engines are idle.
+/// once, so that a restarted router does not treat busy engines as idle.
 #[derive(Debug, Default)]
 pub(super) struct BookingDrift {
     /// Samples of the window that may still become the minimum: number of the report, time and

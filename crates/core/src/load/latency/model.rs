@@ -31,8 +31,8 @@ const DECODE_RULES: FitRules = FitRules {
     },
 };
 
-/// Coefficients before any observation. Attention costs as much as the rest of a prefill at 33,000
-/// tokens, which holds within a factor of 2 for dense models of 8 to 70 billion parameters.
+/// Coefficients before any observation. For a token behind 33,000 others, attention costs as much as
+/// the rest, which holds within a factor of 2 for dense models of 8 to 70 billion parameters.
 const PRIOR: LatencyCoefficients = LatencyCoefficients {
     prefill_token: 100e-6,
     prefill_pair: 3e-9,
@@ -53,11 +53,11 @@ const MIN_PREFILLS: u64 = 10;
 const MAX_PREFILL_RATIO: f64 = 3.0;
 const PREFILL_MARGIN: f64 = 0.05;
 
-/// Number of decode steps before outliers are discarded and factors are learned.
+/// Number of step observations before outliers are discarded and factors are learned.
 const MIN_STEPS: u64 = 50;
 const MAX_STEP_RATIO: f64 = 4.0;
 
-/// The decode coefficients are solved for each of the first steps, then at intervals.
+/// The decode coefficients are solved after each of the first observations, then at intervals.
 const ALWAYS_SOLVED_STEPS: u64 = 32;
 const SOLVE_INTERVAL: u64 = 16;
 
@@ -92,10 +92,11 @@ pub(crate) struct PrefillObservation {
     pub(crate) elapsed: Duration,
 }
 
-/// Decode steps without a prefill between them.
+/// Decode steps of one request. Unless tokens were observed one by one, the time may include
+/// prefills of other requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepObservation {
-    /// Mean number of tokens in the context of all running requests.
+    /// Tokens in the context of all running requests of the rank, when the observation is made.
     pub(crate) resident_tokens: f64,
     pub(crate) steps: u64,
     pub(crate) elapsed: Duration,
@@ -115,9 +116,9 @@ pub struct LatencyEstimate {
     pub prefill_rate: f64,
     /// Prefills observed.
     pub prefills: u64,
-    /// Decode steps observed.
+    /// Observations of decode steps; each covers several steps.
     pub steps: u64,
-    /// Requests booked.
+    /// Prefills booked.
     pub requests: u64,
 }
 

@@ -66,7 +66,7 @@ impl LatencyRegistry {
     }
 
     /// Keeps the speed of a rank that leaves.
-    pub(crate) fn keep_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
+    pub(crate) fn store_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
         self.departed.push_back(DepartedRank { rank, model, speed });
         if self.departed.len() > MAX_DEPARTED {
             self.departed.pop_front();

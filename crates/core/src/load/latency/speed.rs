@@ -10,7 +10,7 @@ const MIN_FACTOR: f64 = 0.1;
 const MAX_FACTOR: f64 = 10.0;
 
 /// Factors by which each observation reduces the weight of all earlier ones. About the last 40
-/// prefills and 200 decode steps count, so a rank that becomes slow is found soon.
+/// prefills and 200 step observations count, so a slow rank is detected soon.
 const PREFILL_RETENTION: f64 = 0.975;
 const DECODE_RETENTION: f64 = 0.995;
 
@@ -82,7 +82,7 @@ impl RankSpeed {
         }
     }
 
-    /// Records a prefill that took `observed` seconds, of which the fleet needs `expected`.
+    /// Records a prefill that took `observed` seconds. The latency model expects `expected` seconds.
     pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
         let weight = 1.0 / (expected + SHORT_PREFILL);
         self.prefill =
@@ -91,7 +91,8 @@ impl RankSpeed {
         self.prefills += 1;
     }
 
-    /// Records a decode step that took `observed` seconds, of which the fleet needs `expected`.
+    /// Records decode steps with a mean time of `observed` seconds. The latency model expects
+    /// `expected` seconds.
     pub(super) fn add_step(&mut self, observed: f64, expected: f64) {
         self.decode = self
             .decode_ratio

@@ -5,7 +5,7 @@ use super::*;
 
 /// Load and cache of one candidate.
 #[derive(Clone, Copy, Debug)]
-struct RankFacts {
+struct CandidateParams {
     requests: u64,
     prefills: u32,
     prefill_tokens: f64,
@@ -17,7 +17,7 @@ fn settings() -> PolicySettings {
     PolicySettings::named(PolicyName::Seconds, &Weights::default())
 }
 
-fn rank(facts: RankFacts) -> Candidate {
+fn rank(facts: CandidateParams) -> Candidate {
     Candidate {
         overlap: TierBlocks {
             device: facts.cached_blocks,
@@ -54,11 +54,11 @@ fn terms_of(input: &PolicyInput, candidate: &Candidate) -> SecondsTerms {
     *costs[0].seconds().unwrap()
 }
 
-fn total_of(input: &PolicyInput, facts: RankFacts) -> f64 {
+fn total_of(input: &PolicyInput, facts: CandidateParams) -> f64 {
     costs(input, &[rank(facts)], &settings())[0].total
 }
 
-fn facts() -> impl Strategy<Value = RankFacts> {
+fn facts() -> impl Strategy<Value = CandidateParams> {
     (
         0..50_u64,
         1..20_u32,
@@ -67,7 +67,7 @@ fn facts() -> impl Strategy<Value = RankFacts> {
         0..500_u32,
     )
         .prop_map(
-            |(requests, prefills, prefill_tokens, context_tokens, cached_blocks)| RankFacts {
+            |(requests, prefills, prefill_tokens, context_tokens, cached_blocks)| CandidateParams {
                 requests,
                 prefills,
                 prefill_tokens: f64::from(prefill_tokens),
@@ -80,7 +80,7 @@ fn facts() -> impl Strategy<Value = RankFacts> {
 #[test]
 fn slower_fleet_scales_all_terms() {
     let input = seconds_input(8_000);
-    let mut candidate = rank(RankFacts {
+    let mut candidate = rank(CandidateParams {
         requests: 3,
         prefills: 2,
         prefill_tokens: 5_000.0,
@@ -109,7 +109,7 @@ fn slower_fleet_scales_all_terms() {
 
 #[test]
 fn phases_price_only_their_own_work() {
-    let facts = RankFacts {
+    let facts = CandidateParams {
         requests: 4,
         prefills: 2,
         prefill_tokens: 6_000.0,
@@ -134,7 +134,7 @@ fn slower_tier_costs_between_device_and_prefill() {
     let held = |overlap| {
         let candidate = Candidate {
             overlap,
-            ..rank(RankFacts {
+            ..rank(CandidateParams {
                 requests: 0,
                 prefills: 0,
                 prefill_tokens: 0.0,
@@ -193,7 +193,7 @@ fn round_robin_takes_candidates_in_turn() {
 }
 
 #[test]
-fn sticky_leaves_warm_rank_only_for_much_shorter_queue() {
+fn sticky_leaves_warm_rank_for_much_shorter_queue() {
     let input = seconds_input(1_600);
     let settings = PolicySettings::named(PolicyName::Sticky, &Weights::default());
     let chosen = |queue: u64| {
@@ -224,10 +224,10 @@ proptest! {
     ) {
         let input = seconds_input(prompt);
         let base = total_of(&input, facts);
-        let queued = RankFacts { prefill_tokens: facts.prefill_tokens + f64::from(more), ..facts };
-        let resident = RankFacts { context_tokens: facts.context_tokens + f64::from(more), ..facts };
-        let busy = RankFacts { requests: facts.requests + 1, ..facts };
-        let cached = RankFacts { cached_blocks: facts.cached_blocks + more, ..facts };
+        let queued = CandidateParams { prefill_tokens: facts.prefill_tokens + f64::from(more), ..facts };
+        let resident = CandidateParams { context_tokens: facts.context_tokens + f64::from(more), ..facts };
+        let busy = CandidateParams { requests: facts.requests + 1, ..facts };
+        let cached = CandidateParams { cached_blocks: facts.cached_blocks + more, ..facts };
         prop_assert!(total_of(&input, queued) >= base);
         prop_assert!(total_of(&input, resident) > base);
         prop_assert!(total_of(&input, busy) > base);

@@ -1,4 +1,4 @@
-//! Decisions of the policy `seconds` with learned latency.
+//! Decisions of the routing policies, and their selection by model and request.
 
 use super::*;
 use crate::policy::{PolicyName, PolicySettings, Weights};
@@ -69,7 +69,7 @@ fn slow_worker_is_avoided_after_thirty_requests() {
 }
 
 #[test]
-fn lost_worker_leaves_no_load_and_keeps_its_speed() {
+fn lost_worker_releases_load_and_keeps_speed() {
     let clock = Clock::default();
     let router = clocked((0..2).map(worker), settings(PolicyName::Seconds), &clock);
     let mut running = Vec::new();

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// Delay before an engine without load counters is tried again.
+/// Delay before an engine without load gauges is tried again.
 const NO_COUNTERS_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay after failed scrapes, unless the interval is longer.
 const MAX_FAILURE_DELAY: Duration = Duration::from_secs(5);
@@ -15,14 +15,14 @@ pub(super) enum ScrapeOutcome {
     /// The engine reported its counters.
     Reported,
     /// The engine has no counters, or too large a page.
-    NoCounters,
-    /// The scrape failed for the given number of consecutive times.
+    NoGauges,
+    /// The scrape failed. Contains the number of consecutive failures.
     Failed(u32),
 }
 
 /// Returns the interval between two scrapes of a worker, so that all workers together do not exceed
 /// the maximum rate.
-pub(super) fn stretched_interval(interval: Duration, workers: usize, max_rate: u32) -> Duration {
+pub(super) fn effective_interval(interval: Duration, workers: usize, max_rate: u32) -> Duration {
     interval.max(duration_at_rate(workers, max_rate))
 }
 
@@ -35,7 +35,7 @@ pub(super) fn start_delay(added: usize, max_rate: u32, random: f64) -> Duration 
 pub(super) fn next_delay(outcome: ScrapeOutcome, interval: Duration, random: f64) -> Duration {
     let delay = match outcome {
         ScrapeOutcome::Reported => interval,
-        ScrapeOutcome::NoCounters => NO_COUNTERS_DELAY.max(interval),
+        ScrapeOutcome::NoGauges => NO_COUNTERS_DELAY.max(interval),
         ScrapeOutcome::Failed(times) => {
             let factor = 1_u32 << times.saturating_sub(1).min(16);
             let longest = MAX_FAILURE_DELAY.max(interval);
@@ -58,10 +58,10 @@ mod tests {
     #[test]
     fn interval_is_stretched_above_the_maximum_rate() {
         for (workers, expected) in [(0, 1.0), (1, 1.0), (200, 1.0), (201, 1.005), (1000, 5.0)] {
-            let interval = stretched_interval(SECOND, workers, 200);
+            let interval = effective_interval(SECOND, workers, 200);
             assert_eq!(interval, Duration::from_secs_f64(expected), "{workers}");
         }
-        assert_eq!(stretched_interval(9 * SECOND, 1000, 200), 9 * SECOND);
+        assert_eq!(effective_interval(9 * SECOND, 1000, 200), 9 * SECOND);
     }
 
     #[test]
@@ -75,7 +75,7 @@ mod tests {
     fn failures_delay_the_next_scrape() {
         let delay = |outcome| next_delay(outcome, SECOND, 0.5);
         assert_eq!(delay(ScrapeOutcome::Reported), SECOND);
-        assert_eq!(delay(ScrapeOutcome::NoCounters), 60 * SECOND);
+        assert_eq!(delay(ScrapeOutcome::NoGauges), 60 * SECOND);
         for (times, seconds) in [(1, 1), (2, 2), (3, 4), (4, 5), (u32::MAX, 5)] {
             assert_eq!(delay(ScrapeOutcome::Failed(times)), SECOND * seconds);
         }

@@ -208,7 +208,7 @@ async fn engine_without_counters_is_rarely_scraped() {
     let other = TestEngine::start(other).await;
     let poller = TestPoller::start(&[&missing, &other], settings());
     until("both outcomes", || {
-        poller.outcomes("not_offered") + poller.outcomes("no_counters") == 2
+        poller.outcomes("not_offered") + poller.outcomes("no_gauges") == 2
     })
     .await;
     tokio::time::sleep(Duration::from_millis(500)).await;

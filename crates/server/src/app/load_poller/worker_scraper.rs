@@ -6,7 +6,7 @@ use std::time::Duration;
 use tracing::{debug, info};
 use warmroute_core::load::{EngineLoadReport, EngineLoadSample};
 use warmroute_core::worker::{RankRange, RankSlot, WorkerRank};
-use warmroute_engines::engine_client::{EngineCounters, EngineError, EngineUrl, MetricsPath};
+use warmroute_engines::engine_client::{EngineError, EngineGauges, EngineUrl, MetricsPath};
 use warmroute_metrics::OutcomeLabel;
 
 use super::LoadPollContext;
@@ -70,7 +70,7 @@ impl WorkerScraper {
         };
         let result = self.find_counters().await;
         let outcome = match &result {
-            Ok(counters) if counters.is_empty() => "no_counters",
+            Ok(counters) if counters.is_empty() => "no_gauges",
             Ok(_) => "ok",
             Err(error) => error.label(),
         };
@@ -89,7 +89,7 @@ impl WorkerScraper {
             }
             Ok(_) | Err(EngineError::NotOffered(_) | EngineError::TooLarge(_)) => {
                 self.on_no_counters(outcome);
-                ScrapeOutcome::NoCounters
+                ScrapeOutcome::NoGauges
             }
             Err(error) => {
                 self.failures = self.failures.saturating_add(1);
@@ -100,18 +100,18 @@ impl WorkerScraper {
     }
 
     /// Reads the counters at the known path, or at the first path that has some.
-    async fn find_counters(&mut self) -> Result<EngineCounters, EngineError> {
+    async fn find_counters(&mut self) -> Result<EngineGauges, EngineError> {
         let known = self.path.as_slice();
         let paths = if known.is_empty() {
             &MetricsPath::ALL
         } else {
             known
         };
-        let mut result = Ok(EngineCounters::default());
+        let mut result = Ok(EngineGauges::default());
         for &path in paths {
             let config = &self.context.config;
             let timeout = config.settings.timeout.get();
-            let page = config.client.load_counters(&self.url, path, timeout).await;
+            let page = config.client.load_gauges(&self.url, path, timeout).await;
             match page {
                 Ok(counters) if !counters.is_empty() => {
                     self.path = Some(path);
@@ -154,7 +154,7 @@ impl WorkerScraper {
         })
     }
 
-    fn record(&self, ranks: &ScrapedRanks, counters: &EngineCounters) {
+    fn record(&self, ranks: &ScrapedRanks, counters: &EngineGauges) {
         let load = self.context.router.load();
         let timeout = self.context.config.settings.timeout.get();
         let valid_for = self.context.interval() * VALID_INTERVALS + timeout;

@@ -43,7 +43,7 @@ impl MetricsPath {
 }
 
 /// Names of the counters of an engine.
-struct CounterNames {
+struct GaugeNames {
     running: &'static str,
     waiting: &'static str,
     /// Current name, and the name in older versions.
@@ -52,7 +52,7 @@ struct CounterNames {
     max_lag: Option<Duration>,
 }
 
-const VLLM: CounterNames = CounterNames {
+const VLLM: GaugeNames = GaugeNames {
     running: "vllm:num_requests_running",
     waiting: "vllm:num_requests_waiting",
     kv_usage: &["vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"],
@@ -60,7 +60,7 @@ const VLLM: CounterNames = CounterNames {
     max_lag: Some(Duration::ZERO),
 };
 
-const SGLANG: CounterNames = CounterNames {
+const SGLANG: GaugeNames = GaugeNames {
     running: "sglang:num_running_reqs",
     waiting: "sglang:num_queue_reqs",
     kv_usage: &["sglang:token_usage"],
@@ -69,7 +69,7 @@ const SGLANG: CounterNames = CounterNames {
 };
 
 /// TensorRT-LLM updates its gauges only in iterations, so an idle engine keeps the last values.
-const TENSORRT_LLM: CounterNames = CounterNames {
+const TENSORRT_LLM: GaugeNames = GaugeNames {
     running: "trtllm_num_requests_running",
     waiting: "trtllm_num_requests_waiting",
     kv_usage: &["trtllm_kv_cache_utilization"],
@@ -79,7 +79,7 @@ const TENSORRT_LLM: CounterNames = CounterNames {
 
 /// Counters of one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct RankCounters {
+pub struct RankGauges {
     /// Requests in the batch.
     pub running: u64,
     /// Requests in the queue.
@@ -90,19 +90,19 @@ pub struct RankCounters {
 
 /// Counters of an engine.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct EngineCounters {
+pub struct EngineGauges {
     /// Counters by the rank label of the page; `None` if the lines have none.
-    ranks: Vec<(Option<DpRank>, RankCounters)>,
+    ranks: Vec<(Option<DpRank>, RankGauges)>,
     max_lag: Option<Duration>,
 }
 
-impl EngineCounters {
+impl EngineGauges {
     /// Returns whether the page has no counters.
     pub fn is_empty(&self) -> bool {
         self.ranks.is_empty()
     }
 
-    /// Returns the maximum time that the engine reports outdated counters; `None` if there is no
+    /// Returns the maximum time that the engine reports outdated values; `None` if there is no
     /// bound.
     pub fn max_lag(&self) -> Option<Duration> {
         self.max_lag
@@ -110,17 +110,17 @@ impl EngineCounters {
 
     /// Returns the counters of a rank of a worker. A worker with one rank receives all requests of
     /// its engine, so the counters of all ranks are combined.
-    pub fn for_rank(&self, ranks: RankRange, rank: DpRank) -> Option<RankCounters> {
+    pub fn for_rank(&self, ranks: RankRange, rank: DpRank) -> Option<RankGauges> {
         if ranks.size.get() == 1 {
             let all = self.ranks.iter().map(|(_, counters)| *counters);
-            return all.reduce(RankCounters::combine);
+            return all.reduce(RankGauges::combine);
         }
         let labelled = self.ranks.iter().find(|(label, _)| *label == Some(rank));
         labelled.map(|(_, counters)| *counters)
     }
 }
 
-impl RankCounters {
+impl RankGauges {
     fn combine(self, other: Self) -> Self {
         Self {
             running: self.running + other.running,
@@ -135,14 +135,14 @@ impl RankCounters {
 }
 
 impl EngineClient {
-    /// Reads the load counters of an engine. The call does not count against the limit of
+    /// Reads the load gauges of an engine. The call does not count against the limit of
     /// concurrent calls.
-    pub async fn load_counters(
+    pub async fn load_gauges(
         &self,
         engine: &EngineUrl,
         path: MetricsPath,
         deadline: Duration,
-    ) -> Result<EngineCounters, EngineError> {
+    ) -> Result<EngineGauges, EngineError> {
         tokio::time::timeout(deadline, self.scan_page(engine, path))
             .await
             .map_err(|_| EngineError::Timeout)?
@@ -152,7 +152,7 @@ impl EngineClient {
         &self,
         engine: &EngineUrl,
         path: MetricsPath,
-    ) -> Result<EngineCounters, EngineError> {
+    ) -> Result<EngineGauges, EngineError> {
         let request = self.shared.client.get(engine.join(path.as_str()));
         let mut response = self.send(request).await?;
         let status = response.status();
@@ -164,7 +164,7 @@ impl EngineClient {
             }
             return Err(error);
         }
-        let mut scanner = CounterScanner::default();
+        let mut scanner = GaugeScanner::default();
         let mut size = 0;
         while let Some(chunk) = response
             .chunk()
@@ -183,26 +183,26 @@ impl EngineClient {
 
 /// Counters of one rank while the page is scanned.
 #[derive(Clone, Copy, Debug, Default)]
-struct PartialCounters {
+struct PartialGauges {
     rank: Option<DpRank>,
     running: Option<u64>,
     waiting: Option<u64>,
     kv_usage: Option<f64>,
 }
 
-/// Finds the load counters of a page that arrives in pieces. Lines that are malformed, too long or
+/// Finds the load gauges of a page that arrives in pieces. Lines that are malformed, too long or
 /// incomplete are skipped.
 #[derive(Default)]
-struct CounterScanner {
+struct GaugeScanner {
     /// Beginning of a line whose end has not arrived.
     partial_line: Vec<u8>,
     /// Whether the current line exceeds the maximum length.
     is_too_long: bool,
-    ranks: Vec<PartialCounters>,
+    ranks: Vec<PartialGauges>,
     max_lag: Option<Duration>,
 }
 
-impl CounterScanner {
+impl GaugeScanner {
     fn scan(&mut self, mut page: &[u8]) {
         while let Some(end) = memchr::memchr(b'\n', page) {
             let (line, rest) = page.split_at(end);
@@ -249,7 +249,7 @@ impl CounterScanner {
         }
     }
 
-    fn add_sample(&mut self, names: &CounterNames, sample: &MetricSample) {
+    fn add_sample(&mut self, names: &GaugeNames, sample: &MetricSample) {
         // With priority scheduling, SGLang also reports a part of the requests for each priority.
         let is_part = sample
             .label("priority")
@@ -288,32 +288,32 @@ impl CounterScanner {
     }
 
     /// Returns the entry of a rank, or `None` beyond the maximum number of ranks.
-    fn rank_entry(&mut self, rank: Option<DpRank>) -> Option<&mut PartialCounters> {
+    fn rank_entry(&mut self, rank: Option<DpRank>) -> Option<&mut PartialGauges> {
         let position = self.ranks.iter().position(|counters| counters.rank == rank);
         let index = position.unwrap_or(self.ranks.len());
         if index >= RankRange::MAX_SIZE as usize {
             return None;
         }
         if position.is_none() {
-            self.ranks.push(PartialCounters {
+            self.ranks.push(PartialGauges {
                 rank,
-                ..PartialCounters::default()
+                ..PartialGauges::default()
             });
         }
         self.ranks.get_mut(index)
     }
 
     /// Returns the ranks that report both running and waiting requests.
-    fn into_counters(self) -> EngineCounters {
-        let complete = |counters: PartialCounters| {
-            let values = RankCounters {
+    fn into_counters(self) -> EngineGauges {
+        let complete = |counters: PartialGauges| {
+            let values = RankGauges {
                 running: counters.running?,
                 waiting: counters.waiting?,
                 kv_usage: counters.kv_usage,
             };
             Some((counters.rank, values))
         };
-        EngineCounters {
+        EngineGauges {
             ranks: self.ranks.into_iter().filter_map(complete).collect(),
             max_lag: self.max_lag,
         }

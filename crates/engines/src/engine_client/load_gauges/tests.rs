@@ -16,8 +16,8 @@ const VLLM_DP_PAGE: &str = include_str!("../../../../../tests/data/engines/metri
 /// ranks each, and with priorities. It was not captured from an engine.
 const SGLANG_PAGE: &str = include_str!("../../../../../tests/data/engines/metrics-sglang-dp2.txt");
 
-fn scan(page: &str) -> EngineCounters {
-    let mut scanner = CounterScanner::default();
+fn scan(page: &str) -> EngineGauges {
+    let mut scanner = GaugeScanner::default();
     scanner.scan(page.as_bytes());
     scanner.into_counters()
 }
@@ -29,8 +29,8 @@ fn two_ranks() -> RankRange {
     }
 }
 
-fn counters(running: u64, waiting: u64, kv_usage: impl Into<Option<f64>>) -> Option<RankCounters> {
-    Some(RankCounters {
+fn counters(running: u64, waiting: u64, kv_usage: impl Into<Option<f64>>) -> Option<RankGauges> {
+    Some(RankGauges {
         running,
         waiting,
         kv_usage: kv_usage.into(),
@@ -38,7 +38,7 @@ fn counters(running: u64, waiting: u64, kv_usage: impl Into<Option<f64>>) -> Opt
 }
 
 /// Returns the counters of a page for a worker with one rank.
-fn single_rank(page: &str) -> Option<RankCounters> {
+fn single_rank(page: &str) -> Option<RankGauges> {
     scan(page).for_rank(RankRange::ONE, DpRank(0))
 }
 
@@ -158,7 +158,7 @@ fn truncated_page_has_only_complete_lines() {
 
 #[test]
 fn scanner_memory_is_bounded() {
-    let mut scanner = CounterScanner::default();
+    let mut scanner = GaugeScanner::default();
     for _ in 0..1000 {
         scanner.scan(&[b'v'; 10_000]);
         assert!(scanner.partial_line.capacity() <= 2 * MAX_LINE);
@@ -178,7 +178,7 @@ proptest! {
 
     #[test]
     fn pieces_do_not_change_the_result(cuts in prop::collection::vec(1_usize..3000, 1..40)) {
-        let mut scanner = CounterScanner::default();
+        let mut scanner = GaugeScanner::default();
         let mut rest = SGLANG_PAGE.as_bytes();
         for cut in cuts.iter().cycle() {
             let (piece, after) = rest.split_at((*cut).min(rest.len()));
@@ -193,7 +193,7 @@ proptest! {
 
     #[test]
     fn garbage_is_skipped(garbage in prop::collection::vec(any::<u8>(), 0..500)) {
-        let mut scanner = CounterScanner::default();
+        let mut scanner = GaugeScanner::default();
         scanner.scan(&garbage);
         scanner.scan(b"\n");
         scanner.scan(VLLM_PAGE.as_bytes());
@@ -202,13 +202,13 @@ proptest! {
 }
 
 /// Starts a server with one page and reads its counters.
-async fn read(routes: Router, path: MetricsPath) -> Result<EngineCounters, EngineError> {
+async fn read(routes: Router, path: MetricsPath) -> Result<EngineGauges, EngineError> {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = EngineUrl::http(WorkerEndpoint(listener.local_addr().unwrap()));
     let server = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     let client = EngineClient::new(&EnginesConfig::default()).unwrap();
     let found = client
-        .load_counters(&url, path, Duration::from_millis(500))
+        .load_gauges(&url, path, Duration::from_millis(500))
         .await;
     server.abort();
     found
