@@ -13,8 +13,8 @@ use dynamo_kv_router::{
 use rand::SeedableRng;
 use rand::rngs::SmallRng;
 use warmroute_core::index::TierBlocks;
-use warmroute_core::load::ActiveLoad;
-use warmroute_core::policy::{Candidate, PolicyInput, Weights, choose};
+use warmroute_core::load::{ActiveLoad, RankTiming};
+use warmroute_core::policy::{Candidate, PolicyInput, PolicySettings, Weights, choose};
 
 use crate::PeerBench;
 use crate::rows::StaticMeasure;
@@ -100,6 +100,7 @@ fn weights() -> Weights {
 
 fn measure_row(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasure, ranks: u32) {
     let weights = weights();
+    let policy = PolicySettings::linear(weights);
     let question = PolicyInput {
         shared: shared(),
         ..PolicyInput::new(PROMPT, BLOCK)
@@ -115,7 +116,7 @@ fn measure_row(bench: &PeerBench, table: &mut ComparisonTable, row: StaticMeasur
         choose(
             std::hint::black_box(&question),
             &candidates,
-            &weights,
+            &policy,
             &mut random,
         )
     };
@@ -179,7 +180,9 @@ fn candidate(rank_inputs: &RankInputs) -> Candidate {
     Candidate {
         overlap,
         freshness_credit: 1.0,
+        running_blocks: 0,
         load,
+        timing: RankTiming::default(),
         additional_blocks: additional,
         taint_preference: 0.0,
     }
