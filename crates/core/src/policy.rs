@@ -1,7 +1,7 @@
 //! Routing policy: chooses the cheapest candidate for a request. The choice is a pure function of
 //! the input, the candidates, the settings and a random number generator. Each policy is one file
-//! with a cost function. `choose` selects the candidate with the lowest cost. `conditional_prefill` decides between a remote and a
-//! local prefill.
+//! with a cost function. `choose` selects the candidate with the lowest cost. `conditional_prefill`
+//! decides between a remote and a local prefill.
 
 mod candidate;
 mod choose;

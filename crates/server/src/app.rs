@@ -20,6 +20,7 @@ mod listeners;
 mod load_poller;
 mod offline;
 mod parts;
+mod poll_config;
 mod reload;
 mod reloadable_service;
 mod self_test;

@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use super::latency::{LatencyEstimate, PrefillObservation, StepObservation};
+use super::latency::{PrefillObservation, StepObservation};
 use super::table::{LoadTable, ReservationPart, find_row};
 use super::timing::RankTiming;
-use crate::worker::{ModelName, RankSlot, WorkerRank};
+use crate::worker::{RankSlot, WorkerRank};
 
 /// Complete answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -23,11 +23,6 @@ pub enum CompleteOutput {
 }
 
 impl LoadTable {
-    /// Returns the learned latency of a model.
-    pub(super) fn estimate(&self, model: &ModelName, now: Instant) -> LatencyEstimate {
-        self.latency.estimate(model, now)
-    }
-
     /// Returns the booked work of a rank.
     #[inline(always)]
     pub(super) fn timing(
@@ -37,16 +32,11 @@ impl LoadTable {
         now: Instant,
     ) -> Option<RankTiming> {
         let row = self.row(slot).filter(|row| row.rank == rank)?;
-        let prefills = row.prefills.len() as u32;
         Some(RankTiming {
-            prefills,
+            prefills: row.prefills.len() as u32,
             prefill_tokens: row.prefills.tokens() as f64,
             prefill_pairs: row.prefills.pairs(),
-            prefill_elapsed: if prefills == 0 {
-                0.0
-            } else {
-                row.prefills.elapsed(now).as_secs_f64()
-            },
+            prefill_elapsed: row.prefills.elapsed(now).as_secs_f64(),
             context_tokens: row.context_tokens as f64,
             prefill_factor: f64::from(row.factors.prefill),
             decode_factor: f64::from(row.factors.decode),

@@ -5,7 +5,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use super::latency::PrefillWork;
+use super::booking::LoadBooking;
 
 /// Prefills in order of arrival. `tokens` comes first because every decision reads it for every
 /// rank.
@@ -59,15 +59,11 @@ pub(super) enum PrefillEndCause {
 pub(super) struct PrefillTicket(u64);
 
 impl PrefillQueue {
-    /// Adds a prefill of `tokens`, which are those of `work`. Returns `None` if there are no tokens
-    /// to compute.
-    pub(super) fn begin(
-        &mut self,
-        tokens: u64,
-        work: PrefillWork,
-        time: Option<Duration>,
-        now: Instant,
-    ) -> Option<PrefillTicket> {
+    /// Adds the prefill of a booking. Returns `None` if there are no tokens to compute.
+    pub(super) fn begin(&mut self, booking: &LoadBooking, now: Instant) -> Option<PrefillTicket> {
+        let tokens = booking.prefill_tokens();
+        let pairs = booking.prefill_work().pairs;
+        let time = booking.prefill_time;
         if tokens == 0 {
             return None;
         }
@@ -78,14 +74,14 @@ impl PrefillQueue {
         self.last_ticket += 1;
         let ticket = PrefillTicket(self.last_ticket);
         self.tokens += tokens;
-        self.pairs += work.pairs;
+        self.pairs += pairs;
         self.unestimated += usize::from(time.is_none());
         self.changed_at = Some(now);
         self.entries.push_back(PrefillEntry {
             ticket,
             has_ended: false,
             tokens,
-            pairs: work.pairs,
+            pairs,
             booked_at: now,
             time,
         });

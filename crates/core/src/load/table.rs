@@ -35,7 +35,7 @@ pub(super) struct RankRow {
     /// Factors of `speed` that decisions use.
     pub(super) factors: SpeedFactors,
     pub(super) prefills: PrefillQueue,
-    speed: RankSpeed,
+    pub(super) speed: RankSpeed,
     pub(super) model: ModelId,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
@@ -159,7 +159,7 @@ impl LoadTable {
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
-        let prefill = row.begin_prefill(booking, now);
+        let prefill = row.prefills.begin(booking, now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, speed| {
                 model.on_booked(booking.prefill_work(), speed, now);
@@ -317,10 +317,6 @@ pub(super) fn find_row<'r>(
 }
 
 impl RankRow {
-    pub(super) fn speed(&self) -> RankSpeed {
-        self.speed
-    }
-
     /// Learns with the latency model of the rank.
     pub(super) fn learn(
         &mut self,
@@ -357,7 +353,7 @@ impl RankRow {
         let prefill = if from.has_first_token {
             None
         } else {
-            self.begin_prefill(booking, now)
+            self.prefills.begin(booking, now)
         };
         let leaves = self.hold_prompts(prompts, booking);
         self.context_tokens += from.answer.tokens;
@@ -391,12 +387,6 @@ impl RankRow {
 
     fn apply_change(&mut self, change: WeightChange) {
         self.weight = self.weight + change.added - change.removed;
-    }
-
-    fn begin_prefill(&mut self, booking: &LoadBooking, now: Instant) -> Option<PrefillTicket> {
-        let work = booking.prefill_work();
-        self.prefills
-            .begin(booking.prefill_tokens(), work, booking.prefill_time, now)
     }
 
     /// Ends the prefill of a share. Returns the observed time, or `None` if it had none.

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 use super::booking::{LoadBooking, RankLoad};
 use super::engine_load::{EngineLoadSample, EngineLoadTable};
 use super::events::{BookingId, LoadListener, ReservationEvent};
-use super::latency::{LatencyEstimate, RankSpeed};
+#[cfg(test)]
+use super::latency::RankSpeed;
 use super::table::LoadTable;
 use super::view::LoadView;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
@@ -100,17 +101,12 @@ impl LoadTracker {
         table.snapshot((self.clock)())
     }
 
-    /// Returns the learned latency of all models.
-    pub fn latency_estimates(&self) -> Vec<(ModelName, LatencyEstimate)> {
-        let table = self.table.lock();
-        table.latency.estimates((self.clock)())
-    }
-
     /// Returns the learned speed of a rank.
-    pub fn rank_speed(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankSpeed> {
+    #[cfg(test)]
+    pub(crate) fn rank_speed(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankSpeed> {
         let table = self.table.lock();
         let row = table.row(slot).filter(|row| row.rank == rank)?;
-        Some(row.speed())
+        Some(row.speed)
     }
 
     /// Returns the current time of the injected clock.

@@ -40,7 +40,7 @@ impl<'a> LoadView<'a> {
 
     /// Returns the learned latency of a model.
     pub fn estimate(&self, model: &ModelName) -> LatencyEstimate {
-        self.table.estimate(model, self.now)
+        self.table.latency.estimate(model, self.now)
     }
 
     /// Counts, for every slot at once, the blocks of a request that running requests do not already
@@ -76,7 +76,8 @@ impl AdditionalBlocks {
         self.blocks.saturating_sub(u64::from(self.held_by(slot)))
     }
 
-    /// Returns the number of blocks that the running requests of a slot hold.
+    /// Returns the number of blocks that the running requests of a slot hold; 0 if the request shares
+    /// none.
     #[inline]
     pub fn held_by(&self, slot: RankSlot) -> u32 {
         self.held.get(slot.index()).copied().unwrap_or(0)

@@ -8,6 +8,7 @@ use super::linear::LinearTerms;
 use super::lmetric::LmetricTerms;
 use super::round_robin::RoundRobinTerms;
 use super::seconds::SecondsTerms;
+use super::settings::PolicyName;
 use super::sticky::StickyTerms;
 
 /// Cost, term by term; lower is better.
@@ -63,14 +64,15 @@ impl CostTerms {
 
     /// Returns the name of the policy.
     pub fn policy(&self) -> &'static str {
-        match self {
-            CostTerms::Seconds(_) => "seconds",
-            CostTerms::Linear(_) => "linear",
-            CostTerms::Lmetric(_) => "lmetric",
-            CostTerms::Sticky(_) => "sticky",
-            CostTerms::LeastLoaded(_) => "least_loaded",
-            CostTerms::RoundRobin(_) => "round_robin",
-        }
+        let name = match self {
+            CostTerms::Seconds(_) => PolicyName::Seconds,
+            CostTerms::Linear(_) => PolicyName::Linear,
+            CostTerms::Lmetric(_) => PolicyName::Lmetric,
+            CostTerms::Sticky(_) => PolicyName::Sticky,
+            CostTerms::LeastLoaded(_) => PolicyName::LeastLoaded,
+            CostTerms::RoundRobin(_) => PolicyName::RoundRobin,
+        };
+        name.as_str()
     }
 }
 
@@ -119,12 +121,7 @@ pub(super) trait CostModel {
 /// number.
 #[inline(always)]
 pub(super) fn total(model: &impl CostModel, index: usize, candidate: &Candidate) -> f64 {
-    let sum = model.sum(index, candidate);
-    let total = if candidate.taint_preference == 0.0 {
-        sum
-    } else {
-        sum * taint_factor(candidate)
-    };
+    let total = model.sum(index, candidate) * taint_factor(candidate);
     if total.is_nan() { f64::INFINITY } else { total }
 }
 
@@ -139,6 +136,7 @@ pub(super) fn cost(model: &impl CostModel, index: usize, candidate: &Candidate) 
     }
 }
 
+#[inline]
 fn taint_factor(candidate: &Candidate) -> f64 {
     if candidate.taint_preference == 0.0 {
         1.0
@@ -168,7 +166,8 @@ impl Cost {
     }
 
     /// Returns the terms of the policy `seconds`, if it computed the cost.
-    pub fn seconds(&self) -> Option<&SecondsTerms> {
+    #[cfg(test)]
+    pub(super) fn seconds(&self) -> Option<&SecondsTerms> {
         match &self.terms {
             CostTerms::Seconds(terms) => Some(terms),
             _ => None,

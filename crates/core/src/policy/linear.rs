@@ -1,8 +1,7 @@
-//! Policy `linear`: a weighted sum. All terms are in blocks: the outstanding prefill less the cache credit,
-//! plus the blocks held by running requests, plus the weighted number of
-//! running requests. The order of the f64 operations follows the reference
-//! implementation: exact ties are broken at random, and a different rounding would turn a tie into
-//! a preference.
+//! Policy `linear`: a weighted sum. All terms are in blocks: the outstanding prefill less the cache
+//! credit, plus the blocks held by running requests, plus the weighted number of running requests.
+//! The order of the f64 operations follows the reference implementation: exact ties are broken at
+//! random, and a different rounding would turn a tie into a preference.
 
 use serde::Serialize;
 

@@ -1,7 +1,8 @@
 //! Policy `seconds`: the time that a choice costs all requests, in seconds. The terms are the time
 //! to the first token and the decode time of this request, the delay of the requests that run on
 //! the rank, and the delay of those that will arrive before its prefill backlog is done. Quantities
-//! are counted or learned; the only setting of its own weighs the time to the first token against other time.
+//! are counted or learned. The only setting of its own weighs the time to the first token against
+//! other time.
 
 use serde::{Deserialize, Serialize};
 

@@ -94,14 +94,15 @@ impl PolicyName {
 impl RoutingPolicy {
     /// Returns the name of the policy.
     pub fn as_str(&self) -> &'static str {
-        match self {
-            RoutingPolicy::Seconds(_) => "seconds",
-            RoutingPolicy::Linear => "linear",
-            RoutingPolicy::Lmetric => "lmetric",
-            RoutingPolicy::Sticky(_) => "sticky",
-            RoutingPolicy::LeastLoaded => "least_loaded",
-            RoutingPolicy::RoundRobin => "round_robin",
-        }
+        let name = match self {
+            RoutingPolicy::Seconds(_) => PolicyName::Seconds,
+            RoutingPolicy::Linear => PolicyName::Linear,
+            RoutingPolicy::Lmetric => PolicyName::Lmetric,
+            RoutingPolicy::Sticky(_) => PolicyName::Sticky,
+            RoutingPolicy::LeastLoaded => PolicyName::LeastLoaded,
+            RoutingPolicy::RoundRobin => PolicyName::RoundRobin,
+        };
+        name.as_str()
     }
 
     /// Returns whether the cost depends on the booked work of the ranks and the learned latency.

@@ -25,6 +25,11 @@ fn input() -> PolicyInput {
     PolicyInput::new(64, BlockSize::new(16).unwrap())
 }
 
+fn chosen_index(input: &PolicyInput, candidates: &[Candidate], settings: &PolicySettings) -> usize {
+    let mut rng = StdRng::seed_from_u64(1);
+    choose(input, candidates, settings, &mut rng).unwrap().index
+}
+
 /// Returns the number of times that each candidate is chosen.
 fn counts(candidates: &[Candidate], weights: &Weights, draws: usize) -> Vec<usize> {
     let settings = PolicySettings::linear(*weights);
@@ -190,17 +195,8 @@ fn default_weights_prefer_busy_worker_with_long_prefix() {
         ..candidate()
     };
     let candidates = [warm, idle];
-    let chosen = |weights: &Weights| {
-        let settings = PolicySettings::linear(*weights);
-        choose(
-            &input,
-            &candidates,
-            &settings,
-            &mut StdRng::seed_from_u64(1),
-        )
-        .unwrap()
-        .index
-    };
+    let chosen =
+        |weights: &Weights| chosen_index(&input, &candidates, &PolicySettings::linear(*weights));
     assert_eq!(
         (chosen(&Weights::default()), chosen(&Weights::UNIT)),
         (0, 1)

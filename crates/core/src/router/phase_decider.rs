@@ -195,14 +195,6 @@ impl<'f> PhaseDecider<'_, 'f> {
         let mut members = Vec::with_capacity(count);
         let mut candidates = Vec::with_capacity(count);
         let additional = self.additional_blocks(view, phase);
-        let is_shared = self.shares_blocks(phase);
-        let running_blocks = |slot| {
-            if is_shared {
-                additional.held_by(slot)
-            } else {
-                0
-            }
-        };
         let policy = self.policy(&pool, phase);
         let needs_timing = policy.routing.needs_timing();
         let mut cached = CachedTokenStats::default();
@@ -229,7 +221,7 @@ impl<'f> PhaseDecider<'_, 'f> {
             candidates.push(Candidate {
                 overlap,
                 freshness_credit,
-                running_blocks: running_blocks(member.slot),
+                running_blocks: additional.held_by(member.slot),
                 load,
                 timing,
                 additional_blocks: additional.for_slot(member.slot),
@@ -249,18 +241,13 @@ impl<'f> PhaseDecider<'_, 'f> {
     /// Returns the blocks that each rank would have to add to those of its running requests. Blocks
     /// that arrive by KV transfer are not shared.
     fn additional_blocks(&self, view: &LoadView<'_>, phase: PhaseScope) -> AdditionalBlocks {
-        let is_shared = self.shares_blocks(phase);
+        let is_shared = phase != PhaseScope::Decode && self.context.assume_kv_reuse;
         let blocks = &self.context.blocks;
         if self.tracks_blocks(phase) {
             blocks.additional(view, is_shared)
         } else {
             AdditionalBlocks::default()
         }
-    }
-
-    /// Returns whether the request shares blocks with running requests.
-    fn shares_blocks(&self, phase: PhaseScope) -> bool {
-        phase != PhaseScope::Decode && self.context.assume_kv_reuse
     }
 
     fn is_busy(&self, set: &CandidateSet<'_>) -> bool {

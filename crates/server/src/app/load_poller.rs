@@ -1,7 +1,7 @@
 //! Scrapes the load gauges of engines, with one task per worker. A setting caps the scrapes per
 //! second over all workers; above it, the interval is longer.
 //!
-//! Engines without these counters are supported and are tried again once a minute.
+//! Engines without these gauges are supported and are tried again once a minute.
 
 mod scrape_interval;
 mod worker_scraper;
@@ -16,13 +16,11 @@ use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use warmroute_core::fleet::Fleet;
 use warmroute_core::router::Router;
-use warmroute_engines::engine_client::EngineClient;
-use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_metrics::Metrics;
 use warmroute_runtime::lifecycle::supervise;
 
 use super::App;
-use super::reload::ReloadCandidate;
+use super::poll_config::PollConfig;
 use super::settings_poller::EngineKey;
 use crate::config::{Config, EngineLoadConfig};
 use scrape_interval::{effective_interval, start_delay};
@@ -31,13 +29,7 @@ use worker_scraper::WorkerScraper;
 /// Interval of checks for new workers.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Settings and engine client of the poller.
-#[derive(Clone)]
-struct LoadPollConfig {
-    settings: EngineLoadConfig,
-    engines: EnginesConfig,
-    client: EngineClient,
-}
+type LoadPollConfig = PollConfig<EngineLoadConfig>;
 
 /// State that the tasks of all workers share.
 struct LoadPollContext {
@@ -58,26 +50,8 @@ struct ScrapeTasks {
 impl App {
     /// Starts the poller of the engines' load.
     pub(super) fn poll_engine_load(&mut self, config: &Config, router: &Arc<Router>) {
-        let poll_config = |config: &Config, client: &EngineClient| {
-            Arc::new(LoadPollConfig {
-                settings: config.engines.load.clone(),
-                engines: config.engines.http.clone(),
-                client: client.clone(),
-            })
-        };
-        let (config_tx, config_rx) = watch::channel(poll_config(config, &self.reloader.client()));
-        self.reloader
-            .register("engine load", move |next: &ReloadCandidate| {
-                let config_tx = config_tx.clone();
-                let poll_config = poll_config(&next.config, &next.client);
-                Ok(Box::new(move || {
-                    config_tx.send_if_modified(|running| {
-                        let changed = !running.is_equivalent(&poll_config);
-                        *running = poll_config;
-                        changed
-                    });
-                }))
-            });
+        let config_rx =
+            self.watch_poll_config("engine load", config, |config| config.engines.load.clone());
         let router = router.clone();
         let metrics = self.reloader.metrics.clone();
         let stop = self.stop.clone();
@@ -87,14 +61,6 @@ impl App {
             })
             .await;
         });
-    }
-}
-
-impl LoadPollConfig {
-    fn is_equivalent(&self, other: &Self) -> bool {
-        self.settings == other.settings
-            && self.engines == other.engines
-            && self.client.is_same(&other.client)
     }
 }
 

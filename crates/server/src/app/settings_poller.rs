@@ -17,14 +17,13 @@ use tokio::time::Instant;
 use warmroute_core::engine_settings::EngineSettings;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
-use warmroute_engines::engine_client::config::EnginesConfig;
-use warmroute_engines::engine_client::{EngineClient, EngineError};
+use warmroute_engines::engine_client::EngineError;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::lifecycle::supervise;
 
 use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
-use super::reload::ReloadCandidate;
+use super::poll_config::PollConfig;
 use crate::config::{Config, EngineDiscoveryConfig};
 use responses::{EngineResponses, base_model};
 
@@ -49,12 +48,7 @@ const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 /// Maximum number of concurrent queries.
 const MAX_CONCURRENT_QUERIES: usize = 16;
 
-/// Settings and engine client of the poller.
-struct SettingsPollConfig {
-    settings: EngineDiscoveryConfig,
-    engines: EnginesConfig,
-    client: EngineClient,
-}
+type SettingsPollConfig = PollConfig<EngineDiscoveryConfig>;
 
 /// Poller of engine settings.
 struct EngineSettingsPoller {
@@ -82,29 +76,8 @@ impl App {
         router: &Arc<Router>,
         reports: watch::Sender<Arc<EngineReports>>,
     ) {
-        let poll_config = |config: &Config, client: &EngineClient| {
-            let settings = config.engines.discovery.clone();
-            let engines = config.engines.http.clone();
-            let client = client.clone();
-            Arc::new(SettingsPollConfig {
-                settings,
-                engines,
-                client,
-            })
-        };
-        let (config_tx, config_rx) = watch::channel(poll_config(config, &self.reloader.client()));
-        self.reloader
-            .register("learn", move |next: &ReloadCandidate| {
-                let config_tx = config_tx.clone();
-                let poll_config = poll_config(&next.config, &next.client);
-                Ok(Box::new(move || {
-                    config_tx.send_if_modified(|running| {
-                        let changed = !running.is_equivalent(&poll_config);
-                        *running = poll_config;
-                        changed
-                    });
-                }))
-            });
+        let config_rx =
+            self.watch_poll_config("learn", config, |config| config.engines.discovery.clone());
         let metrics = self.reloader.metrics.clone();
         let poller = Arc::new(EngineSettingsPoller {
             router: router.clone(),
@@ -120,14 +93,6 @@ impl App {
             })
             .await;
         });
-    }
-}
-
-impl SettingsPollConfig {
-    fn is_equivalent(&self, other: &Self) -> bool {
-        self.settings == other.settings
-            && self.engines == other.engines
-            && self.client.is_same(&other.client)
     }
 }
 

@@ -114,10 +114,6 @@ pub struct LatencyEstimate {
     pub request_rate: f64,
     /// Seconds of prefill per second, over all ranks.
     pub prefill_rate: f64,
-    /// Prefills observed.
-    pub prefills: u64,
-    /// Observations of decode steps; each covers several steps.
-    pub steps: u64,
     /// Prefills booked.
     pub requests: u64,
 }
@@ -140,8 +136,6 @@ impl Default for LatencyEstimate {
             output_tokens: PRIOR_OUTPUT_TOKENS,
             request_rate: 0.0,
             prefill_rate: 0.0,
-            prefills: 0,
-            steps: 0,
             requests: 0,
         }
     }
@@ -195,8 +189,6 @@ impl ModelLatency {
             output_tokens: self.output_tokens,
             request_rate: traffic.requests,
             prefill_rate: traffic.prefill_seconds,
-            prefills: self.prefill.observed(),
-            steps: self.decode.observed(),
             requests: self.requests,
         }
     }

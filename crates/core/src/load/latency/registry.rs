@@ -57,14 +57,6 @@ impl LatencyRegistry {
             })
     }
 
-    /// Returns the estimates of all models.
-    pub(crate) fn estimates(&self, now: Instant) -> Vec<(ModelName, LatencyEstimate)> {
-        self.ids
-            .keys()
-            .map(|model| (model.clone(), self.estimate(model, now)))
-            .collect()
-    }
-
     /// Keeps the speed of a rank that leaves.
     pub(crate) fn store_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
         self.departed.push_back(DepartedRank { rank, model, speed });

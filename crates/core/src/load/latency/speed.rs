@@ -24,8 +24,6 @@ pub struct RankSpeed {
     pub prefill: f64,
     /// Factor on the decode step time.
     pub decode: f64,
-    /// Prefills observed.
-    pub prefills: u64,
     #[serde(skip)]
     prefill_ratio: DecayedRatio,
     #[serde(skip)]
@@ -52,7 +50,6 @@ impl Default for RankSpeed {
         Self {
             prefill: 1.0,
             decode: 1.0,
-            prefills: 0,
             prefill_ratio: DecayedRatio::default(),
             decode_ratio: DecayedRatio::default(),
         }
@@ -88,7 +85,6 @@ impl RankSpeed {
         self.prefill =
             self.prefill_ratio
                 .add(weight * observed, weight * expected, PREFILL_RETENTION);
-        self.prefills += 1;
     }
 
     /// Records decode steps with a mean time of `observed` seconds. The latency model expects

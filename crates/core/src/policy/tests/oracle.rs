@@ -127,7 +127,6 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
             request_rate,
             prefill_rate,
             requests,
-            ..LatencyEstimate::default()
         },
     )
 }

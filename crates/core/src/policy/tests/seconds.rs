@@ -179,14 +179,11 @@ fn blocks_of_running_requests_count_as_cached() {
 fn round_robin_takes_candidates_in_turn() {
     let settings = PolicySettings::named(PolicyName::RoundRobin, &Weights::default());
     let candidates = with_requests([5, 0, 3, 1]);
-    let mut rng = StdRng::seed_from_u64(1);
     let chosen: Vec<usize> = (0..8)
         .map(|requests| {
             let mut input = input();
             input.estimate.requests = requests;
-            choose(&input, &candidates, &settings, &mut rng)
-                .unwrap()
-                .index
+            chosen_index(&input, &candidates, &settings)
         })
         .collect();
     assert_eq!(chosen, [0, 1, 2, 3, 0, 1, 2, 3]);
@@ -200,15 +197,7 @@ fn sticky_leaves_warm_rank_for_much_shorter_queue() {
         let mut warm = candidate();
         warm.overlap.device = 95;
         warm.load.active_prefill_tokens = queue;
-        let candidates = [candidate(), warm];
-        choose(
-            &input,
-            &candidates,
-            &settings,
-            &mut StdRng::seed_from_u64(1),
-        )
-        .unwrap()
-        .index
+        chosen_index(&input, &[candidate(), warm], &settings)
     };
     assert_eq!((chosen(286_720), chosen(286_721)), (1, 0));
 }

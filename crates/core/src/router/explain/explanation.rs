@@ -60,8 +60,8 @@ pub struct PhaseExplanation {
     pub winner: Option<WorkerRank>,
     /// Cheapest of the other candidates.
     pub runner_up: Option<WorkerRank>,
-    /// Cost of the runner-up minus cost of the winner, in the unit of the policy; negative if sampling chose a more
-    /// expensive one.
+    /// Cost of the runner-up minus cost of the winner, in the unit of the policy; negative if
+    /// sampling chose a more expensive one.
     pub margin: Option<f64>,
     /// Number of candidates with exactly the winner's cost, including it; 1 if a temperature is
     /// set.

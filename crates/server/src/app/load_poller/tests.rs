@@ -13,6 +13,8 @@ use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::{LoadTracker, RankEngineLoad};
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{BlockSize, Worker, WorkerEndpoint, WorkerId};
+use warmroute_engines::engine_client::EngineClient;
+use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_settings::DurationSetting;
 
 use super::*;
