@@ -120,7 +120,7 @@ async fn remote_index_client_matches_server_and_survives_failures() {
         of_client / of_server
     );
     assert!(of_client >= 0.98 * of_server, "{of_client} of {of_server}");
-    let index = client.index().await;
+    let index = client.page("index").await;
     assert_eq!(
         (&index["total"]["device"], &index["distinct_blocks"]),
         (&json!(0), &json!(0))
@@ -187,7 +187,9 @@ async fn assert_failures_are_survived(
     let third = SecondRouter::start(deployment, "third", &serving(port)).await;
     let exact = async || complete(deployment, 7).await.mode() == "exact";
     assert!(until(PATIENCE, exact).await, "{}", client.child.log_tail());
-    let known = third.index().await["total"]["device"].as_u64().unwrap();
+    let known = third.page("index").await["total"]["device"]
+        .as_u64()
+        .unwrap();
     assert!(known > 0, "{}", third.child.log_tail());
     assert_eq!(modes(deployment, 60).await, ["exact"]);
     let log = std::fs::read_to_string(client.child.log()).unwrap();

@@ -49,7 +49,24 @@ async fn hit_rate(deployment: &TestDeployment, from: usize, requests: usize) -> 
 
 /// Returns the number of device blocks in the index.
 async fn known(another: &SecondRouter) -> u64 {
-    another.index().await["total"]["device"].as_u64().unwrap()
+    another.page("index").await["total"]["device"]
+        .as_u64()
+        .unwrap()
+}
+
+/// Sends streamed requests, from which the latency of the engines is learned.
+async fn stream_requests(deployment: &TestDeployment, requests: usize) {
+    for nth in 0..requests {
+        let body = json!({"model": MODEL, "prompt": essay(PROMPTS + nth), "max_tokens": 4, "stream": true});
+        let answer = deployment.post("/v1/completions", &body).await;
+        assert_eq!(answer.status(), 200);
+        answer.bytes().await.unwrap();
+    }
+}
+
+/// Returns the number of prefills from which the latency of the model was learned.
+fn learned_prefills(calibration: &Value) -> u64 {
+    calibration["models"][0]["prefills"].as_u64().unwrap_or(0)
 }
 
 /// Waits until the index equals the caches of the engines.
@@ -84,6 +101,7 @@ async fn new_replica_starts_with_index_of_peer() {
     let [long, short] = REQUESTS;
     let requests = long_or_short(long, short);
     let (mut deployment, api) = deployment().await;
+    stream_requests(&deployment, 12).await;
     hit_rate(&deployment, 0, requests).await;
     let of_peer = hit_rate(&deployment, 3, requests).await;
     deployment.settle().await;
@@ -101,6 +119,8 @@ async fn new_replica_starts_with_index_of_peer() {
     let starts = SecondRouter::start(&deployment, "new", &from);
     let (new, _) = tokio::join!(starts, hit_rate(&deployment, 1, 100));
     wait_index_matches(&new, &deployment).await;
+    let calibration = new.page("calibration").await;
+    assert_eq!(learned_prefills(&calibration), 12, "{calibration}");
 
     // Envoy switches to the new process.
     let envoy = new.envoy_config(&deployment);
@@ -116,6 +136,21 @@ async fn new_replica_starts_with_index_of_peer() {
     deployment.settle().await;
 }
 
+/// Stops warmroute, which then writes its snapshots.
+fn stop_router(deployment: &TestDeployment) {
+    let router = deployment.router().unwrap();
+    router.terminate();
+    let end = std::time::Instant::now() + PATIENCE;
+    assert!(
+        router.wait_exit(end).is_some_and(|status| status.success()),
+        "{}",
+        router.log_tail()
+    );
+    for file in ["index.warmroute", "index.warmroute.latency.json"] {
+        assert!(deployment.run_dir.join(file).is_file(), "{file}");
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restart_resumes_from_snapshot_unless_engine_changed() {
     let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
@@ -126,20 +161,13 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
     deployment.start_router(&own).await.unwrap();
     let envoy = deployment.envoy_config();
     deployment.start_envoy(&envoy).await.unwrap();
+    stream_requests(&deployment, 12).await;
     hit_rate(&deployment, 0, 400).await;
     deployment.settle().await;
     let known = deployment.cached_blocks().await;
 
     // Engines continue while warmroute is stopped, and one of them is replaced.
-    let router = deployment.router().unwrap();
-    router.terminate();
-    let end = std::time::Instant::now() + PATIENCE;
-    assert!(
-        router.wait_exit(end).is_some_and(|status| status.success()),
-        "{}",
-        router.log_tail()
-    );
-    assert!(deployment.run_dir.join("index.warmroute").is_file());
+    stop_router(&deployment);
     for engine in &deployment.engines[1..] {
         let body = json!({"model": MODEL, "prompt": essay(PROMPTS + 1), "max_tokens": 1});
         let answer = deployment
@@ -165,6 +193,9 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
         "three of four engines still have their caches"
     );
     assert!(hit_rate(&deployment, 0, 200).await > 0.5);
+    let admin = deployment.admin_url("/debug/calibration");
+    let calibration = json_of(&deployment.http, &admin).await.unwrap();
+    assert_eq!(learned_prefills(&calibration), 12, "{calibration}");
 
     // A killed process writes no snapshot, so its successor uses the previous one. Blocks that are
     // missing there are marked stale and cause no error.

@@ -69,11 +69,11 @@ impl SecondRouter {
         format!("http://{}{page}", self.admin)
     }
 
-    /// Returns the page `/debug/index`.
-    pub(crate) async fn index(&self) -> Value {
+    /// Returns a page below `/debug/`.
+    pub(crate) async fn page(&self, name: &str) -> Value {
         let page = self
             .http
-            .get(self.url("/debug/index"))
+            .get(self.url(&format!("/debug/{name}")))
             .send()
             .await
             .unwrap();

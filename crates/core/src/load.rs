@@ -10,7 +10,6 @@ mod latency;
 mod learning;
 pub mod ledger;
 mod prefill_queue;
-pub mod prefill_time;
 mod prompt_tree;
 mod reservation;
 mod sequences;
@@ -26,7 +25,10 @@ pub use engine_load::{
 };
 pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
 pub(crate) use latency::PrefillWork;
-pub use latency::{LatencyCoefficients, LatencyEstimate, RankSpeed};
+pub use latency::{
+    CalibrationReport, FirstTokenObservation, LatencyCoefficients, LatencyEstimate,
+    LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSpeed,
+};
 pub use learning::CompleteOutput;
 pub use reservation::Reservation;
 pub use sequences::PromptSequences;

@@ -19,7 +19,6 @@ mod phase_plan;
 mod placement;
 mod pools;
 mod predictions;
-mod prefill_durations;
 mod ranking;
 mod reason;
 mod remote;

@@ -60,7 +60,7 @@ const AUDIT_RESPONSES: [&str; 8] = [
     "undecided",
 ];
 const AUDIT_TOKENS: [&str; 5] = ["prompt", "available", "captured", "by_chance", "delivered"];
-const API_METHODS: [&str; 11] = [
+const API_METHODS: [&str; 12] = [
     "Route",
     "AddRequest",
     "MarkPrefillCompleted",
@@ -70,6 +70,7 @@ const API_METHODS: [&str; 11] = [
     "PotentialLoads",
     "DumpEvents",
     "CopyRank",
+    "CopyLatency",
     "WatchFleet",
     "Overlaps",
 ];
@@ -186,6 +187,7 @@ impl Metrics {
         let histograms = [
             &self.index.shared_cache_hit_ratio,
             &self.prefill.to_first_token_seconds,
+            &self.latency.first_token_ratio,
             &self.audit.over_predicted_blocks,
             &self.audit.under_predicted_blocks,
         ];

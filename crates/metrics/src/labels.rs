@@ -240,6 +240,40 @@ impl RankFreshnessLabels {
     }
 }
 
+/// Worker rank and phase of its requests.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankPhaseLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+    /// `prefill`, `decode`.
+    pub phase: &'static str,
+}
+
+impl RankPhaseLabels {
+    /// Creates the labels of one phase of a worker rank.
+    pub fn new(rank: &RankLabels, phase: &'static str) -> Self {
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            phase,
+        }
+    }
+}
+
+/// Model and coefficient of its latency model.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ModelCoefficientLabels {
+    /// Model name.
+    pub model: String,
+    /// `prefill_token`, `prefill_pair`, `decode_step`, `decode_resident_token`.
+    pub coefficient: &'static str,
+}
+
 /// Setting, by its key in the configuration file.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct SettingLabel {

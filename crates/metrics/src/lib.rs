@@ -23,8 +23,8 @@ use prometheus_client::registry::Registry;
 
 pub use families::{
     ApiMetrics, AuditMetrics, ConfigMetrics, EndpointMetrics, ExtProcMetrics, IndexMetrics,
-    KvEventMetrics, ListenerMetrics, ParityMetrics, PrefillMetrics, ProcessMetrics, QueueMetrics,
-    ReplicaMetrics, RequestMetrics, SessionMetrics, TokenMetrics, WorkerMetrics,
+    KvEventMetrics, LatencyMetrics, ListenerMetrics, ParityMetrics, PrefillMetrics, ProcessMetrics,
+    QueueMetrics, ReplicaMetrics, RequestMetrics, SessionMetrics, TokenMetrics, WorkerMetrics,
 };
 pub use format::TextFormat;
 pub use known_series::KnownLabels;
@@ -93,6 +93,8 @@ pub struct Metrics {
     pub replicas: ReplicaMetrics,
     /// Metrics of KV events and their sources.
     pub kv_events: KvEventMetrics,
+    /// Learned latency.
+    pub latency: LatencyMetrics,
     /// Metrics of the router API.
     pub api: ApiMetrics,
     /// Metrics of the listeners.
@@ -120,6 +122,7 @@ impl Metrics {
             endpoints: EndpointMetrics::register(&mut registry),
             replicas: ReplicaMetrics::register(&mut registry),
             kv_events: KvEventMetrics::register(&mut registry),
+            latency: LatencyMetrics::register(&mut registry),
             api: ApiMetrics::register(&mut registry),
             listeners: ListenerMetrics::register(&mut registry),
             process: ProcessMetrics::register(&mut registry),

@@ -25,6 +25,9 @@ use crate::dispatch::audit::CacheAudit;
 /// Path of the audit totals: predicted against reported cache hits.
 pub const AUDIT_PATH: &str = "/debug/audit";
 
+/// Path of the learned latency: predicted against observed times to first token.
+pub const CALIBRATION_PATH: &str = "/debug/calibration";
+
 /// State that the pages read.
 #[derive(Clone)]
 pub struct AdminState {
@@ -90,6 +93,12 @@ pub fn admin_routes(admin: AdminState) -> Routes {
             "/debug/load",
             get(|State(admin): State<AdminState>| async move {
                 Json(json!(admin.dispatcher.router().load().snapshot()))
+            }),
+        )
+        .route(
+            CALIBRATION_PATH,
+            get(|State(admin): State<AdminState>| async move {
+                Json(json!(admin.dispatcher.router().load().calibration()))
             }),
         )
         .route(

@@ -471,6 +471,13 @@ impl Router for ApiService {
         self.respond("CopyRank", self.handle_copy(&request.into_inner()))
     }
 
+    async fn copy_latency(
+        &self,
+        _request: Request<pb::CopyLatencyRequest>,
+    ) -> Result<Response<pb::CopyLatencyResponse>, Status> {
+        self.respond("CopyLatency", self.handle_latency_copy())
+    }
+
     async fn watch_fleet(
         &self,
         request: Request<pb::WatchFleetRequest>,

@@ -118,15 +118,13 @@ async fn assert_health(deployment: &TestDeployment, status: ServingStatus) {
 }
 
 /// Families without a series in this deployment, because it lacks the components in their labels.
-const ABSENT: [&str; 10] = [
+const ABSENT: [&str; 9] = [
     // No worker was unreachable.
     "warmroute_worker_unreachable_requests",
     // The workers are listed in a file, so nothing is discovered.
     "warmroute_discovery_last_success_timestamp_seconds",
     "warmroute_discovery_up",
     "warmroute_pool_info",
-    // Classes exist only with a queue, and the error ratio only with a learned prefill duration.
-    "warmroute_prefill_duration_error_ratio",
     // No listener uses TLS.
     "warmroute_tls_certificate_expiry_timestamp_seconds",
     "warmroute_tls_handshake_errors",

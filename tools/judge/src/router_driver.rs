@@ -167,9 +167,7 @@ impl RouterDriver {
             active.has_first_token = true;
             active.output_tokens = 1;
             active.placement.reservation.on_first_token();
-            let elapsed = self.clock.now() - active.placed_at;
-            self.router
-                .record_prefill_time(&mut active.placement, elapsed);
+            self.router.learn_prefill(&mut active.placement);
         }
         if output.is_last
             && let Some(mut ended) = self.active.remove(&output.request)

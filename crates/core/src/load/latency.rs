@@ -4,17 +4,24 @@
 //! decode. Separate fits per rank would be too noisy: the policy would prefer the rank with the
 //! most favourable error.
 
+mod calibration;
+mod change;
 mod fit;
 mod model;
 mod registry;
+mod snapshot;
 mod speed;
+mod totals;
 mod traffic;
 
+pub use calibration::{CalibrationReport, ModelCalibration, RankCalibration};
 pub use model::{LatencyCoefficients, LatencyEstimate};
 pub(crate) use model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};
 pub(crate) use registry::{LatencyRegistry, ModelId};
+pub use snapshot::LatencySnapshot;
 pub use speed::RankSpeed;
 pub(crate) use speed::SpeedFactors;
+pub use totals::{FirstTokenObservation, PredictionTotals};
 
 #[cfg(test)]
 mod tests;

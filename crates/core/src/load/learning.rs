@@ -2,10 +2,10 @@
 
 use std::time::Instant;
 
-use super::latency::{PrefillObservation, StepObservation};
-use super::table::{LoadTable, ReservationPart, find_row};
+use super::latency::{FirstTokenObservation, PrefillObservation, RankSpeed, StepObservation};
+use super::table::{LoadTable, RankRow, ReservationPart, find_row};
 use super::timing::RankTiming;
-use crate::worker::{RankSlot, WorkerRank};
+use crate::worker::{ModelName, RankSlot, WorkerRank};
 
 /// Complete answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,35 +32,48 @@ impl LoadTable {
         now: Instant,
     ) -> Option<RankTiming> {
         let row = self.row(slot).filter(|row| row.rank == rank)?;
-        Some(RankTiming {
-            prefills: row.prefills.len() as u32,
-            prefill_tokens: row.prefills.tokens() as f64,
-            prefill_pairs: row.prefills.pairs(),
-            prefill_elapsed: row.prefills.elapsed(now).as_secs_f64(),
-            context_tokens: row.context_tokens as f64,
-            prefill_factor: f64::from(row.factors.prefill),
-            decode_factor: f64::from(row.factors.decode),
-        })
+        Some(row.timing(now))
     }
 
-    /// Learns from the completed prefill of a part, once.
-    pub(super) fn learn_prefill(&mut self, part: &mut ReservationPart) {
-        let Some(elapsed) = part.prefill_elapsed.take() else {
-            return;
-        };
+    /// Learns from the completed prefill of a part, once. Returns the predicted and observed times
+    /// to first token.
+    pub(super) fn learn_prefill(
+        &mut self,
+        part: &mut ReservationPart,
+    ) -> Option<FirstTokenObservation> {
+        let completed = part.completed_prefill.take()?;
         let booking = &part.booking;
-        let row = self
-            .rows
-            .get_mut(booking.slot.index())
-            .and_then(Option::as_mut);
-        if let Some(row) = row.filter(|row| row.rank == booking.rank) {
-            let observation = PrefillObservation {
-                work: booking.prefill_work(),
-                elapsed,
-            };
-            row.learn(&mut self.latency, |model, speed| {
-                model.observe_prefill(observation, speed);
-            });
+        let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
+        if row.rank != booking.rank {
+            return None;
+        }
+        let prefill = PrefillObservation {
+            work: booking.prefill_work(),
+            elapsed: completed.elapsed,
+        };
+        let first_token = FirstTokenObservation {
+            predicted: completed.first_token_seconds,
+            observed: completed.since_booking.as_secs_f64(),
+        };
+        row.learn(&mut self.latency, |model, speed| {
+            model.observe_first_token(first_token, speed);
+            model.observe_prefill(prefill, speed);
+        });
+        Some(first_token)
+    }
+
+    /// Sets the speed of a rank that has no observations yet, or keeps it for a rank that joins
+    /// later.
+    pub(super) fn restore_speed(&mut self, rank: WorkerRank, model: &ModelName, speed: RankSpeed) {
+        let model = self.latency.model_id(model);
+        let mut rows = self.rows.iter_mut().flatten();
+        match rows.find(|row| row.rank == rank && row.model == model) {
+            Some(row) if row.speed.prefills + row.speed.steps == 0 => {
+                row.speed = speed;
+                row.factors = speed.factors();
+            }
+            Some(_) => {}
+            None => self.latency.store_speed(rank, model, speed),
         }
     }
 
@@ -137,5 +150,21 @@ impl LoadTable {
                 }
             }
         });
+    }
+}
+
+impl RankRow {
+    /// Returns the booked work of the rank.
+    #[inline(always)]
+    pub(super) fn timing(&self, now: Instant) -> RankTiming {
+        RankTiming {
+            prefills: self.prefills.len() as u32,
+            prefill_tokens: self.prefills.tokens() as f64,
+            prefill_pairs: self.prefills.pairs(),
+            prefill_elapsed: self.prefills.elapsed(now).as_secs_f64(),
+            context_tokens: self.context_tokens as f64,
+            prefill_factor: f64::from(self.factors.prefill),
+            decode_factor: f64::from(self.factors.decode),
+        }
     }
 }

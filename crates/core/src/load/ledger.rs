@@ -109,8 +109,8 @@ impl BookingAttachment for () {
 /// State of an attempt.
 #[derive(Debug)]
 pub enum AttemptState<'a, B> {
-    /// Booked, with the time of the booking.
-    Booked(&'a Reservation, Instant, &'a mut B),
+    /// Booked.
+    Booked(&'a Reservation, &'a mut B),
     /// Ended, but still remembered.
     Ended(&'a mut B),
 }
@@ -145,7 +145,6 @@ struct LedgerEntry<B> {
     attempt: u64,
     /// `None` after the end.
     reservation: Option<Reservation>,
-    booked_at: Instant,
     /// Time of the last message about the attempt, or of its end.
     last_seen: Instant,
     attachment: B,
@@ -242,9 +241,8 @@ impl<B: BookingAttachment> BookingLedger<B> {
         let entry = self.entries.get_mut(attempt.request)?;
         let number = entry.attempt;
         match &mut entry.reservation {
-            Some(reservation) => (number == attempt.number && reservation.is_active()).then_some(
-                AttemptState::Booked(reservation, entry.booked_at, &mut entry.attachment),
-            ),
+            Some(reservation) => (number == attempt.number && reservation.is_active())
+                .then_some(AttemptState::Booked(reservation, &mut entry.attachment)),
             None => {
                 let idle = now.saturating_duration_since(entry.last_seen);
                 let is_recent = idle <= self.rules.idle_timeout;
@@ -260,6 +258,7 @@ impl<B: BookingAttachment> BookingLedger<B> {
             return LedgerChange::Unchanged;
         };
         let is_applied = reservation.on_first_token();
+        reservation.learn_prefill();
         if is_applied && !reservation.is_active() && self.rules.max_ended > 0 {
             // The attempt was a prefill alone, which ends with the first token.
             self.end_booking(attempt.request);
@@ -436,7 +435,6 @@ impl<B: BookingAttachment> BookingLedger<B> {
         let entry = LedgerEntry {
             attempt: attempt.number,
             reservation: Some(reservation),
-            booked_at: now,
             last_seen: now,
             attachment: B::default(),
         };

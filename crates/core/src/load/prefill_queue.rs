@@ -43,6 +43,19 @@ struct PrefillEntry {
     booked_at: Instant,
     /// Estimated duration.
     time: Option<Duration>,
+    /// Predicted time to first token, in seconds.
+    first_token_seconds: f64,
+}
+
+/// Times of a prefill that ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct CompletedPrefill {
+    /// Time since the booking or since the first token before, whichever is later.
+    pub(super) elapsed: Duration,
+    /// Time since the booking.
+    pub(super) since_booking: Duration,
+    /// Predicted time to first token, in seconds.
+    pub(super) first_token_seconds: f64,
 }
 
 /// Cause of the end of a prefill.
@@ -59,8 +72,14 @@ pub(super) enum PrefillEndCause {
 pub(super) struct PrefillTicket(u64);
 
 impl PrefillQueue {
-    /// Adds the prefill of a booking. Returns `None` if there are no tokens to compute.
-    pub(super) fn begin(&mut self, booking: &LoadBooking, now: Instant) -> Option<PrefillTicket> {
+    /// Adds the prefill of a booking, whose first token is predicted after `first_token_seconds`.
+    /// Returns `None` if there are no tokens to compute.
+    pub(super) fn begin(
+        &mut self,
+        booking: &LoadBooking,
+        first_token_seconds: f64,
+        now: Instant,
+    ) -> Option<PrefillTicket> {
         let tokens = booking.prefill_tokens();
         let pairs = booking.prefill_work().pairs;
         let time = booking.prefill_time;
@@ -84,25 +103,30 @@ impl PrefillQueue {
             pairs,
             booked_at: now,
             time,
+            first_token_seconds,
         });
         self.update_oldest();
         Some(ticket)
     }
 
-    /// Removes a prefill that has ended. Returns the time since it was booked or since the first
-    /// token before it, whichever is later.
+    /// Removes a prefill that has ended. Returns its times, or `None` if it ended before.
     pub(super) fn end(
         &mut self,
         ticket: PrefillTicket,
         cause: PrefillEndCause,
         now: Instant,
-    ) -> Option<Duration> {
+    ) -> Option<CompletedPrefill> {
         let at = self
             .entries
             .binary_search_by_key(&ticket, |entry| entry.ticket)
             .ok()?;
         let elapsed = now.saturating_duration_since(self.start_of(&self.entries[at]));
         let entry = &mut self.entries[at];
+        let completed = CompletedPrefill {
+            elapsed,
+            since_booking: now.saturating_duration_since(entry.booked_at),
+            first_token_seconds: entry.first_token_seconds,
+        };
         if std::mem::replace(&mut entry.has_ended, true) {
             return None;
         }
@@ -135,7 +159,7 @@ impl PrefillQueue {
                     .max(since),
             );
         }
-        Some(elapsed)
+        Some(completed)
     }
 
     /// Returns the earliest time at which the engine can have started a prefill, if it computes one

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use super::booking::LoadBooking;
 use super::events::{BookingId, ReservationEvent, ReservationState};
+use super::latency::FirstTokenObservation;
 use super::learning::CompleteOutput;
 use super::table::{BookedShare, LoadTable, ReservationPart};
 use super::tracker::LoadTracker;
@@ -143,13 +144,14 @@ impl Reservation {
     }
 
     /// Learns from the prefill that ended with the first token. Called only if the chosen worker
-    /// answered and the number of cached tokens is known.
-    pub fn learn_prefill(&mut self) {
-        let parts = &mut self.parts;
-        self.tracker.change(|table, _| {
-            parts.iter_mut().for_each(|part| table.learn_prefill(part));
-            false
-        });
+    /// answered and the number of cached tokens is known. Returns the predicted and observed times
+    /// to first token, once.
+    pub fn learn_prefill(&mut self) -> Option<FirstTokenObservation> {
+        let mut table = self.tracker.table.lock();
+        let parts = self.parts.iter_mut();
+        parts
+            .map(|part| table.learn_prefill(part))
+            .fold(None, Option::or)
     }
 
     /// Handles observed answer tokens after the first one.

@@ -1,10 +1,10 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSpeed, SpeedFactors};
-use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket};
+use super::prefill_queue::{CompletedPrefill, PrefillEndCause, PrefillQueue, PrefillTicket};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
@@ -56,6 +56,12 @@ pub(super) struct BookedShare {
     pub(super) answer: AnswerProgress,
 }
 
+/// Share that moves to another row, with the time to first token that is predicted there.
+struct AdoptedShare {
+    share: BookedShare,
+    first_token_seconds: f64,
+}
+
 /// Answer tokens that were observed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AnswerProgress {
@@ -73,8 +79,8 @@ pub(super) struct AnswerProgress {
 pub(super) struct ReservationPart {
     pub(super) booking: LoadBooking,
     pub(super) share: Option<BookedShare>,
-    /// Observed time of the prefill, until the latency model has learned from it.
-    pub(super) prefill_elapsed: Option<Duration>,
+    /// Completed prefill, until the latency model has learned from it.
+    pub(super) completed_prefill: Option<CompletedPrefill>,
 }
 
 impl ReservationPart {
@@ -82,7 +88,7 @@ impl ReservationPart {
         Self {
             booking,
             share,
-            prefill_elapsed: None,
+            completed_prefill: None,
         }
     }
 }
@@ -159,10 +165,15 @@ impl LoadTable {
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
-        let prefill = row.prefills.begin(booking, now);
+        let work = booking.prefill_work();
+        let first_token_seconds = self
+            .latency
+            .model(row.model)
+            .first_token_seconds(work, &row.timing(now));
+        let prefill = row.prefills.begin(booking, first_token_seconds, now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, speed| {
-                model.on_booked(booking.prefill_work(), speed, now);
+                model.on_booked(work, speed, now);
             });
         }
         let leaves = row.hold_prompts(&mut self.prompts, booking);
@@ -191,12 +202,13 @@ impl LoadTable {
             share.answer.last_at = Some(now);
         }
         let row = find_row(&mut self.rows, &part.booking, share);
-        let elapsed = row.and_then(|row| row.end_prefill(share, PrefillEndCause::FirstToken, now));
-        part.prefill_elapsed = elapsed.or(part.prefill_elapsed);
+        let completed =
+            row.and_then(|row| row.end_prefill(share, PrefillEndCause::FirstToken, now));
+        part.completed_prefill = completed.or(part.completed_prefill);
         if part.booking.end == BookingEnd::FirstToken {
             self.release(part, now)
         } else {
-            elapsed.is_some()
+            completed.is_some()
         }
     }
 
@@ -255,7 +267,15 @@ impl LoadTable {
                 .and_then(Option::as_mut)
             && row.rank == booking.rank
         {
-            part.share = Some(row.adopt_share(&mut self.prompts, &booking, share, now));
+            let first_token_seconds = self
+                .latency
+                .model(row.model)
+                .first_token_seconds(booking.prefill_work(), &row.timing(now));
+            let adopted = AdoptedShare {
+                share,
+                first_token_seconds,
+            };
+            part.share = Some(row.adopt_share(&mut self.prompts, &booking, adopted, now));
             part.booking = booking;
         }
         is_freed
@@ -282,22 +302,23 @@ impl LoadTable {
     }
 
     pub(super) fn snapshot(&self, now: Instant) -> Vec<RankLoad> {
-        let open = self
-            .rows
-            .iter()
-            .enumerate()
-            .filter_map(|(slot, row)| Some((slot, row.as_ref()?)));
-        open.map(|(slot, row)| {
+        let loads = self.open_rows().map(|(slot, row)| {
             let load = row.load(now);
             RankLoad {
-                slot: RankSlot(slot as u32),
+                slot,
                 rank: row.rank,
                 active_blocks: load.active_blocks,
                 active_prefill_tokens: load.active_prefill_tokens,
                 active_requests: load.active_requests,
             }
-        })
-        .collect()
+        });
+        loads.collect()
+    }
+
+    /// Returns the rows of all ranks, in slot order.
+    pub(super) fn open_rows(&self) -> impl Iterator<Item = (RankSlot, &RankRow)> {
+        let rows = self.rows.iter().enumerate();
+        rows.filter_map(|(slot, row)| Some((RankSlot(slot as u32), row.as_ref()?)))
     }
 
     pub(super) fn row(&self, slot: RankSlot) -> Option<&RankRow> {
@@ -347,13 +368,17 @@ impl RankRow {
         &mut self,
         prompts: &mut PromptTree,
         booking: &LoadBooking,
-        from: BookedShare,
+        from: AdoptedShare,
         now: Instant,
     ) -> BookedShare {
+        let AdoptedShare {
+            share: from,
+            first_token_seconds,
+        } = from;
         let prefill = if from.has_first_token {
             None
         } else {
-            self.prefills.begin(booking, now)
+            self.prefills.begin(booking, first_token_seconds, now)
         };
         let leaves = self.hold_prompts(prompts, booking);
         self.context_tokens += from.answer.tokens;
@@ -389,13 +414,13 @@ impl RankRow {
         self.weight = self.weight + change.added - change.removed;
     }
 
-    /// Ends the prefill of a share. Returns the observed time, or `None` if it had none.
+    /// Ends the prefill of a share. Returns its times, or `None` if it had none.
     fn end_prefill(
         &mut self,
         share: &mut BookedShare,
         cause: PrefillEndCause,
         now: Instant,
-    ) -> Option<Duration> {
+    ) -> Option<CompletedPrefill> {
         let ticket = share.prefill.take()?;
         self.prefills.end(ticket, cause, now)
     }

@@ -8,6 +8,7 @@ use super::*;
 use crate::block::SequenceHash;
 use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
 
+mod calibration;
 mod replay;
 
 fn rank(worker: u64) -> WorkerRank {

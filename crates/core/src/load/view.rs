@@ -1,8 +1,8 @@
 //! Load at one instant, as a decision reads it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::booking::ActiveLoad;
+use super::booking::{ActiveLoad, LoadBooking};
 use super::latency::LatencyEstimate;
 use super::sequences::PromptSequences;
 use super::table::LoadTable;
@@ -36,6 +36,14 @@ impl<'a> LoadView<'a> {
     #[inline]
     pub fn timing(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankTiming> {
         self.table.timing(slot, rank, self.now)
+    }
+
+    /// Returns the estimated duration of a booking's prefill, or `None` before enough prefills were
+    /// observed.
+    pub fn prefill_time(&self, booking: &LoadBooking) -> Option<Duration> {
+        let row = self.table.row(booking.slot)?;
+        let model = self.table.latency.model(row.model);
+        model.prefill_time(booking.prefill_work(), row.speed.prefill)
     }
 
     /// Returns the learned latency of a model.

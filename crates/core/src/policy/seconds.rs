@@ -204,23 +204,6 @@ impl<'a> SecondsModel<'a> {
             cost_tokens: cost_blocks * self.block_size,
         }
     }
-
-    /// Returns the seconds of prefill that are booked on the rank and not done. The engine has
-    /// computed at most the oldest of them, which counts as an average one.
-    #[inline(always)]
-    fn queue_seconds(&self, candidate: &Candidate) -> f64 {
-        let timing = &candidate.timing;
-        if timing.prefills == 0 {
-            return 0.0;
-        }
-        let booked = timing.prefill_factor
-            * self.latency.prefill_seconds(PrefillWork {
-                tokens: timing.prefill_tokens,
-                pairs: timing.prefill_pairs,
-            });
-        let oldest = booked / f64::from(timing.prefills);
-        (booked - oldest.min(timing.prefill_elapsed)).max(0.0)
-    }
 }
 
 /// Tokens that only slower tiers hold.
@@ -255,7 +238,7 @@ impl CostModel for SecondsModel<'_> {
             ..SecondsTerms::default()
         };
         if self.phase != PricedPhase::Decode {
-            terms.queue = self.queue_seconds(candidate);
+            terms.queue = latency.queue_seconds(timing);
             terms.prefill = prefill;
             terms.first_token = self.first_token_weight * (terms.queue + prefill);
             terms.coming = prefill * self.arrival_weight * (terms.queue + prefill);

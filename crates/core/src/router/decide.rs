@@ -141,7 +141,9 @@ impl Router {
             let probes = self.claim_probes(&plan, pools, view.now())?;
             let mut bookings = plan.bookings(context, |count| random_sequences(count, &mut *rng));
             if context.settings.tracking.prefill_decay {
-                self.feedback.durations.estimate_all(&plan, &mut bookings);
+                for booking in &mut bookings {
+                    booking.prefill_time = view.prefill_time(booking);
+                }
             }
             decided = Some((plan, probes));
             Ok(bookings)

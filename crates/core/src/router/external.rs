@@ -183,7 +183,7 @@ impl Router {
             },
         };
         if context.settings.tracking.prefill_decay {
-            self.feedback.durations.estimate_one(&member, &mut booking);
+            booking.prefill_time = self.load.read(|view| view.prefill_time(&booking));
         }
         Some(ExternalBooking {
             booking,

@@ -12,8 +12,8 @@ use super::state::Router;
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{HealthChange, WorkerOutcome};
-use crate::load::LoadBooking;
-use crate::worker::{ModelName, WorkerId, WorkerRank, WorkerRole};
+use crate::load::FirstTokenObservation;
+use crate::worker::{WorkerId, WorkerRank};
 
 /// Response to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -155,20 +155,15 @@ impl Router {
         self.start_parity_check(placement);
     }
 
-    /// Records the duration of a remote prefill. Ignored if the number of computed tokens is not
-    /// known exactly.
-    pub fn record_remote_prefill_time(&self, placement: &mut Placement, time: Duration) {
+    /// Learns from a remote prefill that has just ended. Ignored if the number of computed tokens is
+    /// not known exactly.
+    pub fn learn_remote_prefill(&self, placement: &mut Placement) {
         let is_known = |prefill: &PrefillRoute| {
             prefill.freshness == IndexFreshness::Exact
                 && matches!(prefill.mode, Mode::Exact | Mode::Partial)
         };
-        let is_known = placement.route.prefill().is_some_and(is_known);
-        let booking = placement
-            .reservation
-            .bookings()
-            .find(|booking| booking.track_prefill);
-        if let Some(booking) = booking.filter(|_| is_known) {
-            self.record_booking_prefill_time(booking, time);
+        placement.reservation.on_first_token();
+        if placement.route.prefill().is_some_and(is_known) {
             placement.reservation.learn_prefill();
         }
     }
@@ -205,37 +200,14 @@ impl Router {
         })
     }
 
-    /// Records the duration of a request's prefill. Ignored if Envoy tried another worker first,
-    /// because the time then includes that attempt.
-    pub fn record_prefill_time(&self, placement: &mut Placement, time: Duration) {
+    /// Learns from the prefill of a request after its first token. Returns the predicted and observed
+    /// times to first token. Ignored if Envoy tried another worker first, because the time then
+    /// includes that attempt.
+    pub fn learn_prefill(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
         if placement.route.to.rank != placement.chosen {
-            return;
+            return None;
         }
-        let booking = placement
-            .reservation
-            .bookings()
-            .find(|booking| booking.track_prefill);
-        booking
-            .into_iter()
-            .for_each(|booking| self.record_booking_prefill_time(booking, time));
-        placement.reservation.learn_prefill();
-    }
-
-    /// Records the duration of one booking's prefill.
-    pub fn record_booking_prefill_time(&self, booking: &LoadBooking, time: Duration) {
-        let fleet = self.fleet.load();
-        let Some(member) = fleet.member(booking.slot) else {
-            return;
-        };
-        if member.rank != booking.rank {
-            return;
-        }
-        self.feedback.durations.record(member, booking, time);
-    }
-
-    /// Returns the mean relative error of the prefill estimates, per model and role.
-    pub fn prefill_time_errors(&self) -> Vec<(ModelName, WorkerRole, f64)> {
-        self.feedback.durations.errors()
+        placement.reservation.learn_prefill()
     }
 
     /// Records the result of a health check of an ejected worker. Returns whether the next request

@@ -100,7 +100,7 @@ impl Router {
                 ..before.clone()
             };
             if estimates_prefills {
-                self.feedback.durations.estimate_one(member, &mut booking);
+                booking.prefill_time = view.prefill_time(&booking);
             }
             Some(booking)
         });

@@ -1,12 +1,10 @@
-//! State of the workers that follows from their responses: overload, health, and the duration of
-//! prefills.
+//! State of the workers that follows from their responses: overload and health.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::listener::RouterListener;
 use super::pools::FleetAvailability;
-use super::prefill_durations::PrefillDurations;
 use super::settings::RouterSettings;
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{HealthChange, HealthProbe, HealthTracker, WorkerOutcome};
@@ -19,7 +17,6 @@ pub(super) struct WorkerFeedback {
     pub(super) overload: OverloadTracker,
     pub(super) listener: Arc<dyn RouterListener>,
     pub(super) health: Arc<HealthTracker>,
-    pub(super) durations: PrefillDurations,
     engine_loads: Arc<EngineLoadTable>,
 }
 
@@ -29,7 +26,6 @@ impl WorkerFeedback {
             overload: OverloadTracker::new(settings.overload),
             listener: Arc::new(()),
             health: HealthTracker::new(settings.health),
-            durations: PrefillDurations::default(),
             engine_loads,
         }
     }

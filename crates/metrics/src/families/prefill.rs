@@ -5,8 +5,8 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::labels::{ModelLabel, ModelRoleLabels, OutcomeLabel};
-use crate::{FloatGauge, Histograms, histograms, metrics, outcome_histograms, outcomes, seconds};
+use crate::labels::{ModelLabel, OutcomeLabel};
+use crate::{Histograms, histograms, metrics, outcome_histograms, outcomes, seconds};
 
 metrics! {
     /// Metrics of remote prefills.
@@ -33,8 +33,5 @@ metrics! {
         /// (fields of a prefill that an earlier process started were removed), no_worker (no worker
         /// is left), cancelled (the client disconnected)
         "prefill_retries" retries: Family<OutcomeLabel, Counter> = outcomes(&["prefilled_again", "unchanged", "handoff_removed", "no_worker", "cancelled"]);
-        /// Error of the estimated prefill durations relative to the observed ones, by model and
-        /// role
-        "prefill_duration_error_ratio" duration_error_ratio: Family<ModelRoleLabels, FloatGauge> = Family::default();
     }
 }

@@ -6,11 +6,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::freshness::IndexFreshness;
+use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
 use warmroute_core::worker::WorkerRank;
 use warmroute_metrics::{
-    ClassLabel, ClassOutcomeLabels, Metrics, ModelRoleLabels, RankFreshnessLabels, RankLabels,
-    RankTierLabels, SettingLabel,
+    ClassLabel, ClassOutcomeLabels, LatencyMetrics, Metrics, ModelCoefficientLabels, ModelLabel,
+    RankFreshnessLabels, RankLabels, RankPhaseLabels, RankTierLabels, SettingLabel,
 };
 
 use crate::dispatch::Dispatcher;
@@ -21,6 +22,7 @@ pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     start_roles_at_zero(metrics, router);
     refresh_ranks(metrics, router);
     refresh_engine_loads(metrics, router);
+    refresh_latency(metrics, router);
     refresh_sources(metrics, router);
     refresh_predictions(metrics, router);
     refresh_queue(metrics, dispatcher);
@@ -32,13 +34,6 @@ pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
         let counts = sessions.counts();
         metrics.sessions.sessions.set(counts.sessions as i64);
         metrics.sessions.requests.set(counts.running as i64);
-    }
-    for (model, role, error) in router.prefill_time_errors() {
-        metrics
-            .prefill
-            .duration_error_ratio
-            .get_or_create(&ModelRoleLabels::new(&model, Some(role)))
-            .set(error);
     }
 }
 
@@ -55,6 +50,67 @@ fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
         .collect();
     for (model, role) in roles {
         metrics.start_role_at_zero(model, role);
+    }
+}
+
+/// Sets the gauges of the learned latency. Series of removed ranks disappear.
+fn refresh_latency(metrics: &Metrics, router: &Router) {
+    let metrics = &metrics.latency;
+    metrics.factor.clear();
+    metrics.observations.clear();
+    metrics.predicted_first_token_seconds.clear();
+    metrics.observed_first_token_seconds.clear();
+    let report = router.load().calibration();
+    for model in &report.models {
+        refresh_model_latency(metrics, model);
+    }
+    for rank in &report.ranks {
+        let labels = rank_labels(router, rank.rank);
+        let phases = [
+            ("prefill", rank.speed.prefill, rank.speed.prefills),
+            ("decode", rank.speed.decode, rank.speed.steps),
+        ];
+        for (phase, factor, observations) in phases {
+            let labels = RankPhaseLabels::new(&labels, phase);
+            metrics.factor.get_or_create(&labels).set(factor);
+            let counter = metrics.observations.get_or_create(&labels);
+            counter.inc_by(observations);
+        }
+        let totals = &rank.speed.time_to_first_token;
+        let predicted = metrics.predicted_first_token_seconds.get_or_create(&labels);
+        predicted.inc_by(totals.predicted_seconds);
+        let observed = metrics.observed_first_token_seconds.get_or_create(&labels);
+        observed.inc_by(totals.observed_seconds);
+    }
+}
+
+fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
+    let estimate = &model.estimate;
+    let coefficients = [
+        ("prefill_token", estimate.coefficients.prefill_token),
+        ("prefill_pair", estimate.coefficients.prefill_pair),
+        ("decode_step", estimate.coefficients.decode_step),
+        (
+            "decode_resident_token",
+            estimate.coefficients.decode_resident_token,
+        ),
+    ];
+    for (coefficient, seconds) in coefficients {
+        let labels = ModelCoefficientLabels {
+            model: model.model.as_str().to_owned(),
+            coefficient,
+        };
+        let gauge = metrics.coefficient_seconds.get_or_create_owned(&labels);
+        gauge.set(seconds);
+    }
+    let label = ModelLabel::from(&model.model);
+    let gauges = [
+        (&metrics.output_tokens, estimate.output_tokens),
+        (&metrics.request_rate, estimate.request_rate),
+        (&metrics.prefill_rate, estimate.prefill_rate),
+    ];
+    for (family, value) in gauges {
+        family.get_or_create(&label).set(value);
     }
 }
 

@@ -147,7 +147,7 @@ impl BookingTable {
         router: &Router,
     ) -> Result<BookOutcome<BookingSummary>, ApiError> {
         self.update(|state| {
-            if let Some(AttemptState::Booked(_, _, extras) | AttemptState::Ended(extras)) =
+            if let Some(AttemptState::Booked(_, extras) | AttemptState::Ended(extras)) =
                 state.ledger.attempt_state(attempt)
                 && let Some(summary) = extras.summary
             {
@@ -172,7 +172,7 @@ impl BookingTable {
         })
     }
 
-    /// Records the first token: the prefill ends, its duration is recorded, and the workers count
+    /// Records the first token: the prefill ends, its duration is learned, and the workers count
     /// as healthy.
     pub(super) fn mark_prefill_completed(
         &self,
@@ -180,9 +180,9 @@ impl BookingTable {
         router: &Router,
     ) -> Result<LedgerChange, ApiError> {
         self.update(|state| {
-            let (reservation, since, probes) = match state.ledger.attempt_state(attempt) {
-                Some(AttemptState::Booked(reservation, since, extras)) => {
-                    (reservation, since, std::mem::take(&mut extras.probes))
+            let (reservation, probes) = match state.ledger.attempt_state(attempt) {
+                Some(AttemptState::Booked(reservation, extras)) => {
+                    (reservation, std::mem::take(&mut extras.probes))
                 }
                 Some(AttemptState::Ended(_)) => return Ok(LedgerChange::Unchanged),
                 None => return Err(not_booked_error(attempt)),
@@ -191,17 +191,7 @@ impl BookingTable {
                 .booked_slots()
                 .map(|(_, rank)| rank.worker)
                 .collect();
-            let prefill = reservation
-                .bookings()
-                .find(|booking| booking.track_prefill)
-                .cloned();
             let change = state.ledger.mark_prefill_completed(attempt);
-            if change == LedgerChange::Applied {
-                let duration = router.load().now().saturating_duration_since(since);
-                prefill
-                    .iter()
-                    .for_each(|booking| router.record_booking_prefill_time(booking, duration));
-            }
             if change == LedgerChange::Applied || !probes.is_empty() {
                 log_health_changes(router.report_status(&workers, probes, 200), 200);
             }
@@ -216,7 +206,7 @@ impl BookingTable {
     ) -> Result<(), ApiError> {
         self.update(|state| {
             match state.ledger.attempt_state(attempt) {
-                Some(AttemptState::Booked(_, _, extras)) => extras.predictions.add_output_block(),
+                Some(AttemptState::Booked(_, extras)) => extras.predictions.add_output_block(),
                 Some(AttemptState::Ended(_)) | None => return Err(not_booked_error(attempt)),
             }
             state.ledger.add_output_block(attempt, fraction);
@@ -232,7 +222,7 @@ impl BookingTable {
         router: &Router,
     ) -> LedgerChange {
         self.update(|state| {
-            if let Some(AttemptState::Booked(reservation, _, extras)) =
+            if let Some(AttemptState::Booked(reservation, extras)) =
                 state.ledger.attempt_state(attempt)
                 && let (Some(rank), Some(status)) = (reservation.rank(), status)
             {
@@ -273,7 +263,7 @@ impl BookingTable {
 impl LedgerState {
     fn find_route(&mut self, attempt: RequestAttempt<'_>) -> Result<Option<Arc<Route>>, ApiError> {
         let extras = match self.ledger.attempt_state(attempt) {
-            Some(AttemptState::Booked(_, _, extras) | AttemptState::Ended(extras)) => extras,
+            Some(AttemptState::Booked(_, extras) | AttemptState::Ended(extras)) => extras,
             None => {
                 self.ledger.ensure_capacity(attempt)?;
                 return Ok(None);
@@ -291,7 +281,7 @@ impl LedgerState {
     }
 
     fn set_extras(&mut self, attempt: RequestAttempt<'_>, new: BookingExtras) {
-        if let Some(AttemptState::Booked(_, _, extras)) = self.ledger.attempt_state(attempt) {
+        if let Some(AttemptState::Booked(_, extras)) = self.ledger.attempt_state(attempt) {
             *extras = new;
         }
     }

@@ -49,6 +49,16 @@ impl ApiService {
         )
     }
 
+    pub(super) fn handle_latency_copy(&self) -> Result<pb::CopyLatencyResponse, ApiError> {
+        if !self.0.readiness.is_started() {
+            return Err(ApiError::NotReady);
+        }
+        let snapshot = self.0.dispatcher.router().load().latency_snapshot();
+        // The snapshot has only numbers and strings, so it is always serializable.
+        let snapshot = serde_json::to_vec(&snapshot).unwrap_or_default();
+        Ok(pb::CopyLatencyResponse { snapshot })
+    }
+
     pub(super) fn handle_copy(
         &self,
         message: &pb::CopyRankRequest,

@@ -4,11 +4,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
+use tracing::info;
+use warmroute_core::router::Router;
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_engines::kv_events::SharedResync;
 use warmroute_metrics::Metrics;
 use warmroute_runtime::lifecycle::file_watcher::FileWatchTiming;
-use warmroute_runtime::lifecycle::supervise;
+use warmroute_runtime::lifecycle::{ReadyGuard, supervise};
 use warmroute_runtime::tls;
 
 use super::endpoint_publisher::EndpointPublisher;
@@ -38,6 +40,15 @@ const REPLICAS: &str = "replica sync";
 
 /// Time that engines have at shutdown to close the sessions that this process opened.
 const SESSION_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Continues from the learned latency of another process.
+async fn restore_latency(warm_start: Arc<WarmStart>, router: Arc<Router>, ready: ReadyGuard) {
+    if let Some(latency) = warm_start.fetch_latency().await {
+        let models = router.load().restore_latency(latency);
+        info!(models, "warm start: learned latency restored");
+    }
+    ready.complete();
+}
 
 impl App {
     /// Reloads certificates and tokens when their files change and when the configuration is
@@ -140,6 +151,14 @@ impl App {
                 .transpose()?
                 .map(Arc::new),
         };
+        if let Some(warm_start) = parts.warm_start.clone() {
+            let ready = self
+                .readiness
+                .begin_step("warm start of the learned latency");
+            let router = dispatcher.router().clone();
+            self.background
+                .spawn(restore_latency(warm_start, router, ready));
+        }
         let controller = FleetController::new(config, parts, self.readiness.clone());
         self.poll_engine_settings(config, dispatcher.router(), reports_tx);
         self.poll_engine_load(config, dispatcher.router());

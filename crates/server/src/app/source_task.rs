@@ -28,8 +28,14 @@ pub(super) fn task_name(rank: WorkerRank) -> String {
     format!("kv_events {rank}")
 }
 
-/// Writes the index snapshot for the next start.
+/// Writes the snapshots of the index and of the learned latency for the next start.
 pub(super) fn save_snapshot(file: &Path, writers: &RankWriters, router: &Router) {
+    if let Err(problem) = warm_start::write_latency(file, &router.load().latency_snapshot()) {
+        warn!(
+            problem = format!("{problem:#}"),
+            "warm start: learned latency not written"
+        );
+    }
     // Without a connected source, the blocks of a rank may have changed.
     let connected = writers
         .ranks()

@@ -1,4 +1,4 @@
-//! Warm start of the prefix index.
+//! Warm start of the prefix index and of the learned latency.
 //!
 //! A new process does not start with an empty index. Before it connects to an event source for the
 //! first time, it copies the blocks of the rank and the position of the last applied event from a
@@ -20,8 +20,9 @@ use tracing::{info, warn};
 
 use config::{DeadlineAction, WarmStartConfig};
 use peer::PeerClient;
-pub use snapshot::write_snapshot;
+pub use snapshot::{write_latency, write_snapshot};
 use warmroute_core::index::dump::RankDump;
+use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
 
 /// Sources of copies for the warm start.
@@ -85,17 +86,7 @@ impl WarmStart {
 
     async fn fetch_from_peer(&self, rank: WorkerRank) -> Option<RankDump> {
         let peer = self.peer.as_ref()?;
-        // The time limit starts with the first query.
-        let deadline = *self
-            .expires_at
-            .get_or_init(|| Instant::now() + self.deadline);
-        match peer
-            .fetch_rank(
-                rank,
-                (self.on_deadline == DeadlineAction::Cold).then_some(deadline),
-            )
-            .await
-        {
+        match peer.fetch_rank(rank, self.peer_deadline()).await {
             Ok(copy) => copy,
             Err(problem) => {
                 let problem = format!("{problem:#}");
@@ -103,6 +94,33 @@ impl WarmStart {
                 None
             }
         }
+    }
+
+    /// Returns the deadline of copies from the peer, or `None` if they wait without limit.
+    fn peer_deadline(&self) -> Option<Instant> {
+        // The time limit starts with the first query.
+        let deadline = *self
+            .expires_at
+            .get_or_init(|| Instant::now() + self.deadline);
+        (self.on_deadline == DeadlineAction::Cold).then_some(deadline)
+    }
+
+    /// Returns a copy of the learned latency, from the peer or otherwise from the file.
+    pub async fn fetch_latency(&self) -> Option<LatencySnapshot> {
+        if let Some(peer) = &self.peer {
+            match peer.fetch_latency(self.peer_deadline()).await {
+                Ok(latency) => return Some(latency),
+                Err(problem) => {
+                    let problem = format!("{problem:#}");
+                    warn!(problem, "warm start: no learned latency from the peer");
+                }
+            }
+        }
+        let SnapshotFile { path, max_age, .. } = self.file.as_ref()?;
+        let path = path.clone();
+        let max_age = *max_age;
+        let read = move || snapshot::read_latency(&path, max_age, SystemTime::now());
+        tokio::task::spawn_blocking(read).await.ok()?
     }
 
     async fn load_from_file(&self, rank: WorkerRank) -> Option<Arc<RankDump>> {

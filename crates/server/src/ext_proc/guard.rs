@@ -28,8 +28,6 @@ pub(super) struct ExchangeGuard {
     router: Arc<Router>,
     audit: Arc<CacheAudit>,
     arrived: Instant,
-    /// Time at which the request was dispatched.
-    admitted_at: Instant,
     active: Option<Box<ActiveRequest>>,
     /// The prefill on another worker, until the first token.
     remote_prefill: Option<RemotePrefill>,
@@ -87,7 +85,6 @@ impl ExchangeGuard {
             metrics,
             audit,
             arrived: now,
-            admitted_at: now,
             active: None,
             remote_prefill: None,
             prefill_done: None,
@@ -136,7 +133,6 @@ impl ExchangeGuard {
             ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
         });
         self.active = active;
-        self.admitted_at = Instant::now();
         self.on_placed(remote_prefill);
     }
 
@@ -199,8 +195,6 @@ impl ExchangeGuard {
         let Some(active) = self.active.take() else {
             return RetryDecision::Unchanged;
         };
-        // The time before a retry is not part of the prefill time.
-        self.admitted_at = Instant::now();
         // Boxed, because the future is large and retries are rare.
         let repeated = Box::pin(remote_prefill.retry(dispatcher, active, retried)).await;
         match repeated {
@@ -237,9 +231,12 @@ impl ExchangeGuard {
             let is_known =
                 matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
             let is_measured = self.event_stream && is_known;
-            if first && is_success && is_measured {
-                self.router
-                    .record_prefill_time(&mut active.placement, self.admitted_at.elapsed());
+            if first
+                && is_success
+                && is_measured
+                && let Some(observation) = self.router.learn_prefill(&mut active.placement)
+            {
+                self.observe_prediction(observation);
             }
         }
         if is_success {

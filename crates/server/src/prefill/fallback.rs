@@ -3,7 +3,7 @@
 //! processes it.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
@@ -187,7 +187,6 @@ impl SequentialPrefill {
                 FallbackStep::Aggregate(LocalPrefillReason::NotSplittable),
             );
         };
-        let started = Instant::now();
         let headers = headers_for_rank(&context.headers, to);
         let call = PrefillCall {
             worker: to.endpoint,
@@ -198,7 +197,7 @@ impl SequentialPrefill {
         let (mut active, answer) = self.call_worker(router, call, active).await;
         let mut step = self.fallback_step(to.endpoint, handoff, answer);
         if let FallbackStep::HandOff(_) = step {
-            router.record_remote_prefill_time(&mut active.placement, started.elapsed());
+            router.learn_remote_prefill(&mut active.placement);
             if context
                 .place_again(&mut active, PhaseSelection::Decode(Box::new(prefilled)))
                 .is_err()

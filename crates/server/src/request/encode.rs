@@ -185,6 +185,7 @@ impl RequestPreprocessor {
             }
         };
         partial.stage_times.push(("parse", clock.lap()));
+        partial.max_output_tokens = request.max_output_tokens;
         if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
             partial.prompt = RoutePrompt::Estimated {

@@ -34,6 +34,8 @@ pub(super) struct PartialRequest {
     pub(super) tokens: Vec<Vec<u32>>,
     pub(super) extension: Option<Box<NvExt>>,
     pub(super) session: Option<String>,
+    /// Maximum length of the answer.
+    pub(super) max_output_tokens: Option<u64>,
     /// The parse error.
     pub(super) parse_error: Option<String>,
     pub(super) stage_times: Vec<(&'static str, Duration)>,
@@ -55,6 +57,7 @@ impl PartialRequest {
             tokens: vec![],
             extension: None,
             session: None,
+            max_output_tokens: None,
             parse_error: None,
             stage_times: times,
         }

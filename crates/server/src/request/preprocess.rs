@@ -132,6 +132,7 @@ impl RequestPreprocessor {
         request.constraints.adapter = partial.adapter;
         request.tracked_blocks = partial.tracked_blocks;
         request.parity = partial.parity_expectation;
+        request.max_output_tokens = partial.max_output_tokens;
         let control = partial
             .extension
             .as_ref()

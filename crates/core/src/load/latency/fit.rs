@@ -1,5 +1,7 @@
 //! Least squares in two unknowns with exponential forgetting and a prior.
 
+use serde::{Deserialize, Serialize};
+
 /// One observation `first * x + second * y = value`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FitSample {
@@ -34,7 +36,7 @@ const REGULARIZATION: f64 = 1e-12;
 
 /// Normal equations of a least-squares fit. The prior is a ridge term around the prior
 /// coefficients, scaled by the mean squares of the inputs.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct CoefficientFit {
     first_first: f64,
     first_second: f64,
@@ -47,6 +49,20 @@ pub(super) struct CoefficientFit {
 }
 
 impl CoefficientFit {
+    /// Returns whether all sums are finite. Sums that were read from outside may not be.
+    pub(super) fn is_finite(&self) -> bool {
+        let sums = [
+            self.first_first,
+            self.first_second,
+            self.second_second,
+            self.first_value,
+            self.second_value,
+            self.first_mean_square,
+            self.second_mean_square,
+        ];
+        sums.iter().all(|sum| sum.is_finite())
+    }
+
     /// Returns the number of observations.
     pub(super) fn observed(&self) -> u64 {
         self.observed

@@ -2,11 +2,13 @@
 
 use std::time::{Duration, Instant};
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
 use super::speed::RankSpeed;
+use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
+use crate::load::timing::RankTiming;
 
 /// Units that bring the inputs of the fits to the order of 1.
 const PREFILL_TOKENS: f64 = 1e3;
@@ -65,7 +67,7 @@ const SOLVE_INTERVAL: u64 = 16;
 const MAX_OBSERVED: Duration = Duration::from_secs(3600);
 
 /// Seconds that each unit of work takes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LatencyCoefficients {
     /// Prefill, per uncached token.
     pub prefill_token: f64,
@@ -119,14 +121,18 @@ pub struct LatencyEstimate {
 }
 
 /// Latency model of one model's ranks.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ModelLatency {
     prefill: CoefficientFit,
     decode: CoefficientFit,
     coefficients: LatencyCoefficients,
     output_tokens: f64,
+    #[serde(skip)]
     traffic: TrafficRate,
+    #[serde(skip)]
     requests: u64,
+    #[serde(skip)]
+    time_to_first_token: PredictionTotals,
 }
 
 impl Default for LatencyEstimate {
@@ -150,6 +156,7 @@ impl Default for ModelLatency {
             output_tokens: PRIOR_OUTPUT_TOKENS,
             traffic: TrafficRate::default(),
             requests: 0,
+            time_to_first_token: PredictionTotals::default(),
         }
     }
 }
@@ -159,6 +166,22 @@ impl LatencyCoefficients {
     #[inline]
     pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
         self.prefill_token * work.tokens + self.prefill_pair * work.pairs
+    }
+
+    /// Returns the seconds of prefill that are booked on a rank and not done. The engine has computed
+    /// at most the oldest of them, which counts as an average one.
+    #[inline(always)]
+    pub(crate) fn queue_seconds(&self, timing: &RankTiming) -> f64 {
+        if timing.prefills == 0 {
+            return 0.0;
+        }
+        let booked = timing.prefill_factor
+            * self.prefill_seconds(PrefillWork {
+                tokens: timing.prefill_tokens,
+                pairs: timing.prefill_pairs,
+            });
+        let oldest = booked / f64::from(timing.prefills);
+        (booked - oldest.min(timing.prefill_elapsed)).max(0.0)
     }
 
     /// Returns the seconds of a decode step with this many tokens in the context of all requests.
@@ -191,6 +214,82 @@ impl ModelLatency {
             prefill_rate: traffic.prefill_seconds,
             requests: self.requests,
         }
+    }
+
+    /// Continues from another latency model, unless prefills were observed already. Request rates
+    /// stay. Returns whether the model was replaced.
+    pub(super) fn restore(&mut self, learned: ModelLatency) -> bool {
+        if self.prefill.observed() > 0 {
+            return false;
+        }
+        *self = Self {
+            traffic: std::mem::take(&mut self.traffic),
+            requests: self.requests,
+            time_to_first_token: self.time_to_first_token,
+            ..learned
+        };
+        true
+    }
+
+    /// Returns the number of observed prefills.
+    pub(super) fn prefills(&self) -> u64 {
+        self.prefill.observed()
+    }
+
+    /// Returns the number of observations of decode steps.
+    pub(super) fn steps(&self) -> u64 {
+        self.decode.observed()
+    }
+
+    /// Returns the predicted and observed times to first token.
+    pub(super) fn time_to_first_token(&self) -> PredictionTotals {
+        self.time_to_first_token
+    }
+
+    /// Returns whether all numbers are finite, and no coefficient is negative. A model that was read
+    /// from outside may be invalid.
+    pub(super) fn is_valid(&self) -> bool {
+        let coefficients = &self.coefficients;
+        let numbers = [
+            coefficients.prefill_token,
+            coefficients.prefill_pair,
+            coefficients.decode_step,
+            coefficients.decode_resident_token,
+            self.output_tokens,
+        ];
+        let are_finite = self.prefill.is_finite() && self.decode.is_finite();
+        are_finite
+            && numbers
+                .iter()
+                .all(|number| number.is_finite() && *number >= 0.0)
+    }
+
+    /// Returns the estimated time of a prefill on a rank, or `None` before enough prefills were
+    /// observed.
+    pub(crate) fn prefill_time(&self, work: PrefillWork, factor: f64) -> Option<Duration> {
+        if self.prefill.observed() < MIN_PREFILLS {
+            return None;
+        }
+        let seconds = factor * self.coefficients.prefill_seconds(work);
+        Duration::try_from_secs_f64(seconds.min(MAX_OBSERVED.as_secs_f64())).ok()
+    }
+
+    /// Returns the predicted time to the first token of a request that is about to be booked, in
+    /// seconds.
+    pub(crate) fn first_token_seconds(&self, work: PrefillWork, timing: &RankTiming) -> f64 {
+        let coefficients = &self.coefficients;
+        let prefill = timing.prefill_factor * coefficients.prefill_seconds(work);
+        coefficients.queue_seconds(timing) + prefill
+    }
+
+    /// Records a predicted and observed time to first token.
+    pub(crate) fn observe_first_token(
+        &mut self,
+        observation: FirstTokenObservation,
+        speed: &mut RankSpeed,
+    ) {
+        self.time_to_first_token.add(observation);
+        speed.time_to_first_token.add(observation);
     }
 
     /// Records a booked request.

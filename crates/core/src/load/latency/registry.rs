@@ -18,10 +18,16 @@ pub(crate) struct ModelId(u32);
 /// no ranks.
 #[derive(Debug, Default)]
 pub(crate) struct LatencyRegistry {
-    models: Vec<ModelLatency>,
+    models: Vec<NamedModel>,
     ids: HashMap<ModelName, ModelId>,
     /// Ranks that left, in the order of their departure.
     departed: VecDeque<DepartedRank>,
+}
+
+#[derive(Debug)]
+struct NamedModel {
+    name: ModelName,
+    latency: ModelLatency,
 }
 
 #[derive(Debug)]
@@ -38,14 +44,44 @@ impl LatencyRegistry {
             return *id;
         }
         let id = ModelId(self.models.len() as u32);
-        self.models.push(ModelLatency::default());
+        self.models.push(NamedModel {
+            name: model.clone(),
+            latency: ModelLatency::default(),
+        });
         self.ids.insert(model.clone(), id);
         id
     }
 
     /// Returns the latency model with an id of this registry.
+    #[inline]
+    pub(crate) fn model(&self, ModelId(id): ModelId) -> &ModelLatency {
+        &self.models[id as usize].latency
+    }
+
+    /// Returns the latency model with an id of this registry.
     pub(crate) fn model_mut(&mut self, ModelId(id): ModelId) -> &mut ModelLatency {
-        &mut self.models[id as usize]
+        &mut self.models[id as usize].latency
+    }
+
+    /// Returns the name of the model with an id of this registry.
+    pub(crate) fn model_name(&self, ModelId(id): ModelId) -> &ModelName {
+        &self.models[id as usize].name
+    }
+
+    /// Returns all latency models, in the order in which they were first served.
+    pub(crate) fn models(&self) -> impl Iterator<Item = (&ModelName, &ModelLatency)> {
+        self.models
+            .iter()
+            .map(|model| (&model.name, &model.latency))
+    }
+
+    /// Returns the kept speeds of ranks that left.
+    pub(crate) fn departed_speeds(
+        &self,
+    ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSpeed)> {
+        self.departed
+            .iter()
+            .map(|departed| (departed.rank, departed.model, &departed.speed))
     }
 
     /// Returns the estimate of a model, or the prior if the model is unknown.
@@ -53,7 +89,7 @@ impl LatencyRegistry {
         self.ids
             .get(model)
             .map_or_else(LatencyEstimate::default, |ModelId(id)| {
-                self.models[*id as usize].estimate(now)
+                self.models[*id as usize].latency.estimate(now)
             })
     }
 

@@ -1,48 +1,68 @@
 //! Speed of one worker rank relative to the fleet.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
-/// Weight of the prior factor 1, in observations. A short prefill counts for less than one.
-const PRIOR_WEIGHT: f64 = 8.0;
+use super::change::ChangeDetector;
+use super::totals::PredictionTotals;
 
 /// Factors of a rank stay in this range.
 const MIN_FACTOR: f64 = 0.1;
 const MAX_FACTOR: f64 = 10.0;
 
-/// Factors by which each observation reduces the weight of all earlier ones. About the last 40
-/// prefills and 200 step observations count, so a slow rank is detected soon.
-const PREFILL_RETENTION: f64 = 0.975;
-const DECODE_RETENTION: f64 = 0.995;
+/// Weight of the prior factor 1, in observations. A short prefill counts for less than one.
+const PRIOR_WEIGHT: f64 = 20.0;
+
+/// Weight of the observations since a detected change. They replace all earlier ones.
+const CHANGED_WEIGHT: f64 = 50.0;
+
+/// Factors by which each observation reduces the weight of all earlier ones.
+const PREFILL_RETENTION: f64 = 0.995;
+const DECODE_RETENTION: f64 = 0.998;
 
 /// Prefills shorter than this many seconds count for less than one observation.
 const SHORT_PREFILL: f64 = 0.2;
 
 /// Factors on the latency of the fleet: above 1, the rank is slower.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct RankSpeed {
     /// Factor on the prefill time.
     pub prefill: f64,
     /// Factor on the decode step time.
     pub decode: f64,
+    /// Prefills from which the factor was learned.
+    pub prefills: u64,
+    /// Observations of decode steps from which the factor was learned.
+    pub steps: u64,
+    /// Predicted and observed times to first token.
+    pub time_to_first_token: PredictionTotals,
     #[serde(skip)]
-    prefill_ratio: DecayedRatio,
+    prefill_estimate: FactorEstimate,
     #[serde(skip)]
-    decode_ratio: DecayedRatio,
+    decode_estimate: FactorEstimate,
 }
 
-/// Factors of a rank, rounded.
+/// Factors of a rank, in the size that decisions read.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SpeedFactors {
     pub(crate) prefill: f32,
     pub(crate) decode: f32,
 }
 
-/// Ratio of two sums, observed over expected. Sums stay correct when one engine step completes two
-/// prefills, which a mean of ratios would not.
+/// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
+/// completes two prefills, which a mean of ratios would not.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-struct DecayedRatio {
-    observed: f64,
-    expected: f64,
+pub(super) struct TimeSums {
+    pub(super) observed: f64,
+    pub(super) expected: f64,
+}
+
+/// Estimate of a factor: a slow average, which starts again from the last observations when the
+/// factor changes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct FactorEstimate {
+    sums: TimeSums,
+    slower: ChangeDetector,
+    faster: ChangeDetector,
 }
 
 impl Default for RankSpeed {
@@ -50,48 +70,110 @@ impl Default for RankSpeed {
         Self {
             prefill: 1.0,
             decode: 1.0,
-            prefill_ratio: DecayedRatio::default(),
-            decode_ratio: DecayedRatio::default(),
+            prefills: 0,
+            steps: 0,
+            time_to_first_token: PredictionTotals::default(),
+            prefill_estimate: FactorEstimate::default(),
+            decode_estimate: FactorEstimate::default(),
         }
     }
 }
 
-impl DecayedRatio {
-    fn add(&mut self, observed: f64, expected: f64, retention: f64) -> f64 {
-        self.observed = self.observed * retention + observed;
-        self.expected = self.expected * retention + expected;
-        ((self.observed + PRIOR_WEIGHT) / (self.expected + PRIOR_WEIGHT))
-            .clamp(MIN_FACTOR, MAX_FACTOR)
+impl Default for FactorEstimate {
+    fn default() -> Self {
+        Self {
+            sums: TimeSums::default(),
+            slower: ChangeDetector::slower(),
+            faster: ChangeDetector::faster(),
+        }
     }
 }
 
-/// Steps of a factor per unit.
-const FACTOR_STEPS: f64 = 32.0;
+impl TimeSums {
+    pub(super) fn add(&mut self, sums: TimeSums) {
+        self.observed += sums.observed;
+        self.expected += sums.expected;
+    }
+
+    fn scaled(self, factor: f64) -> Self {
+        Self {
+            observed: self.observed * factor,
+            expected: self.expected * factor,
+        }
+    }
+}
+
+impl FactorEstimate {
+    /// Creates the estimate of a factor that was learned before.
+    fn restored(factor: f64) -> Self {
+        Self {
+            sums: TimeSums {
+                observed: factor * (CHANGED_WEIGHT + PRIOR_WEIGHT) - PRIOR_WEIGHT,
+                expected: CHANGED_WEIGHT,
+            },
+            ..Self::default()
+        }
+    }
+
+    fn factor(&self) -> f64 {
+        let factor = (self.sums.observed + PRIOR_WEIGHT) / (self.sums.expected + PRIOR_WEIGHT);
+        factor.clamp(MIN_FACTOR, MAX_FACTOR)
+    }
+
+    fn add(&mut self, sums: TimeSums, retention: f64) {
+        let factor = self.factor();
+        self.sums = self.sums.scaled(retention);
+        self.sums.add(sums);
+        let changed = self.slower.add(sums, factor);
+        let changed = self.faster.add(sums, factor).or(changed);
+        if let Some(since) = changed {
+            *self = Self {
+                sums: since.scaled(CHANGED_WEIGHT / since.expected),
+                ..Self::default()
+            };
+        }
+    }
+}
 
 impl RankSpeed {
-    /// Returns the factors for decisions, in steps of 1/32. Equal ranks differ by less, so they have
-    /// equal costs and are chosen at random, instead of always the one with the lowest error.
+    /// Creates the speed of a rank whose factors were learned before. Returns `None` if a factor is
+    /// out of range.
+    pub(super) fn restored(self) -> Option<Self> {
+        let is_valid = |factor: f64| (MIN_FACTOR..=MAX_FACTOR).contains(&factor);
+        (is_valid(self.prefill) && is_valid(self.decode)).then(|| Self {
+            prefill: self.prefill,
+            decode: self.decode,
+            prefill_estimate: FactorEstimate::restored(self.prefill),
+            decode_estimate: FactorEstimate::restored(self.decode),
+            ..Self::default()
+        })
+    }
+
+    /// Returns the factors for decisions.
     pub(crate) fn factors(&self) -> SpeedFactors {
-        let rounded = |factor: f64| ((factor * FACTOR_STEPS).round() / FACTOR_STEPS) as f32;
         SpeedFactors {
-            prefill: rounded(self.prefill),
-            decode: rounded(self.decode),
+            prefill: self.prefill as f32,
+            decode: self.decode as f32,
         }
     }
 
     /// Records a prefill that took `observed` seconds. The latency model expects `expected` seconds.
     pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
         let weight = 1.0 / (expected + SHORT_PREFILL);
-        self.prefill =
-            self.prefill_ratio
-                .add(weight * observed, weight * expected, PREFILL_RETENTION);
+        let times = TimeSums { observed, expected };
+        self.prefill_estimate
+            .add(times.scaled(weight), PREFILL_RETENTION);
+        self.prefill = self.prefill_estimate.factor();
+        self.prefills += 1;
     }
 
     /// Records decode steps with a mean time of `observed` seconds. The latency model expects
     /// `expected` seconds.
     pub(super) fn add_step(&mut self, observed: f64, expected: f64) {
-        self.decode = self
-            .decode_ratio
-            .add(observed / expected, 1.0, DECODE_RETENTION);
+        let times = TimeSums { observed, expected };
+        self.decode_estimate
+            .add(times.scaled(1.0 / expected), DECODE_RETENTION);
+        self.decode = self.decode_estimate.factor();
+        self.steps += 1;
     }
 }

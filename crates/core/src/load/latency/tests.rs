@@ -112,6 +112,52 @@ fn slow_rank_is_detected_and_equal_ranks_stay_equal() {
     assert!(speeds[0].prefill > 1.5 * mean, "{speeds:?}");
 }
 
+/// Learns from typical prompts on ranks with these slowdowns, in turn.
+fn learn_ranks(speeds: &mut [RankSpeed], slowdowns: &[f64], rounds: usize, rng: &mut StdRng) {
+    let mut model = ModelLatency::default();
+    for _ in 0..rounds {
+        for (speed, slowdown) in speeds.iter_mut().zip(slowdowns) {
+            let work = draw_work(rng);
+            let spread = noise(rng, 0.5) + noise(rng, 0.5);
+            let seconds = slowdown * true_seconds(work) * spread;
+            observe(&mut model, speed, work, seconds);
+        }
+    }
+}
+
+#[test]
+fn random_times_are_no_change_of_speed() {
+    for seed in 0..20 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut speeds = [RankSpeed::default(); 4];
+        learn_ranks(&mut speeds, &[1.0; 4], 1_000, &mut rng);
+        let factors = speeds.map(|speed| speed.prefill);
+        assert!(
+            factors.iter().all(|factor| (0.7..1.4).contains(factor)),
+            "{factors:?}"
+        );
+    }
+}
+
+#[test]
+fn recovered_rank_is_detected() {
+    let mut rng = StdRng::seed_from_u64(5);
+    let mut model = ModelLatency::default();
+    let mut speeds = [RankSpeed::default(); 4];
+    let work = PrefillWork::new(20_000.0, 4_000.0);
+    for (round, slow) in [(200, 3.0), (60, 1.0)] {
+        for _ in 0..round {
+            for (rank, speed) in speeds.iter_mut().enumerate() {
+                let factor = if rank == 0 { slow } else { 1.0 };
+                let seconds = factor * true_seconds(work) + noise(&mut rng, 3e-3);
+                observe(&mut model, speed, work, seconds);
+            }
+        }
+        let relative = speeds[0].prefill / speeds[1].prefill;
+        assert_near(relative, slow, 0.25, "factor");
+    }
+}
+
 #[test]
 fn outliers_hardly_move_prefill_coefficients() {
     let fit = |outliers: bool| {

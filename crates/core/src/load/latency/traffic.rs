@@ -9,7 +9,7 @@ const TIME_CONSTANT: f64 = 60.0;
 const MIN_AGE: f64 = 5.0;
 
 /// Request rate and prefill utilization of all ranks of a model.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct TrafficRate {
     requests: f64,
     prefill_seconds: f64,

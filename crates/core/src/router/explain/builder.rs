@@ -71,6 +71,7 @@ impl<'f> ExplanationBuilder<'_, 'f> {
         let winner = phase.choice.index;
         let others = (0..costs.len()).filter(|index| *index != winner);
         let runner_up = others.min_by(|a, b| costs[*a].total.total_cmp(&costs[*b].total));
+        let needs_timing = phase.policy.routing.needs_timing();
         let mut workers = self.explain_workers(&phase.pool.constraints);
         for worker in &mut workers {
             let mut members = phase.members.iter();
@@ -81,7 +82,6 @@ impl<'f> ExplanationBuilder<'_, 'f> {
                     worker.overlap = candidate.overlap;
                     worker.load = candidate.load;
                     worker.running_blocks = candidate.running_blocks;
-                    let needs_timing = phase.policy.routing.needs_timing();
                     worker.timing = needs_timing.then_some(candidate.timing);
                     worker.prefill_tokens = phase.input.outstanding_tokens(candidate);
                     worker.decode_blocks = phase.input.decode_blocks(candidate);
@@ -101,6 +101,7 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             runner_up: runner_up.map(|index| phase.members[index].rank),
             margin: runner_up.map(|index| costs[index].total - costs[winner].total),
             ties: phase.choice.ties,
+            latency: needs_timing.then_some(phase.input.estimate),
             workers,
         }
     }
@@ -133,6 +134,7 @@ impl<'f> ExplanationBuilder<'_, 'f> {
             runner_up: None,
             margin: None,
             ties: 0,
+            latency: None,
             workers: self.explain_workers(constraints),
         }
     }

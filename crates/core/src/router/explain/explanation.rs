@@ -6,7 +6,7 @@ use serde::Serialize;
 
 use crate::freshness::SourceStatus;
 use crate::index::TierBlocks;
-use crate::load::{ActiveLoad, RankTiming};
+use crate::load::{ActiveLoad, LatencyEstimate, RankTiming};
 use crate::policy::{Cost, PolicySettings};
 use crate::router::reason::Reason;
 use crate::router::route::{ComputingRank, Mode, Route};
@@ -66,6 +66,9 @@ pub struct PhaseExplanation {
     /// Number of candidates with exactly the winner's cost, including it; 1 if a temperature is
     /// set.
     pub ties: usize,
+    /// Learned latency, if the policy uses it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency: Option<LatencyEstimate>,
     /// All ranks that serve the model, in slot order.
     pub workers: Vec<WorkerExplanation>,
 }

@@ -58,7 +58,7 @@ fn slow_worker_is_avoided_after_thirty_requests() {
             let factor = if slow == Some(worker) { 2 } else { 1 };
             clock.advance(Duration::from_millis(250 * factor));
             placement.reservation.on_first_token();
-            router.record_prefill_time(&mut placement, Duration::from_millis(1));
+            router.learn_prefill(&mut placement);
         }
         counts
     };
@@ -77,7 +77,7 @@ fn lost_worker_releases_load_and_keeps_speed() {
         let mut placement = router.route(cold_prompt(number)).unwrap();
         clock.advance(Duration::from_millis(400 * (1 + chosen(&placement).0)));
         placement.reservation.on_first_token();
-        router.record_prefill_time(&mut placement, Duration::from_millis(1));
+        router.learn_prefill(&mut placement);
         placement.reservation.add_output_tokens(10);
         running.push(placement);
         if running.len() > 3 {

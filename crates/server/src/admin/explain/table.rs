@@ -4,6 +4,7 @@
 use std::cmp::Ordering;
 use std::fmt::Write as _;
 
+use warmroute_core::load::LatencyEstimate;
 use warmroute_core::policy::{Cost, CostTerms, PolicySettings, RoutingPolicy};
 use warmroute_core::router::{
     ComputingRank, PhaseExplanation, RouteExplanation, WorkerExplanation,
@@ -44,6 +45,9 @@ const LINEAR_HEADINGS: [[&str; 2]; 10] = [
     ["", "requests"],
 ];
 
+/// Two-line headings of the learned latency of a worker rank, relative to its model.
+const FACTOR_HEADINGS: [[&str; 2]; 2] = [["factor:", "prefill"], ["", "decode"]];
+
 /// Renders an explanation as text.
 pub fn render(explanation: &RouteExplanation) -> String {
     let mut text = format_heading(explanation);
@@ -51,6 +55,9 @@ pub fn render(explanation: &RouteExplanation) -> String {
         let mut rows: Vec<&WorkerExplanation> = phase.workers.iter().collect();
         rows.sort_by(|a, b| compare_workers(phase, a, b));
         _ = writeln!(text, "\n{}", phase_title(phase));
+        if let Some(latency) = &phase.latency {
+            _ = writeln!(text, "{}", format_latency(latency, rows.len()));
+        }
         write_table(
             &mut text,
             &STATE_HEADINGS,
@@ -199,6 +206,22 @@ fn phase_title(phase: &PhaseExplanation) -> String {
     text
 }
 
+/// Formats the learned latency of a model, which `ranks` worker ranks serve.
+fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
+    let coefficients = &latency.coefficients;
+    let busy = 100.0 * latency.prefill_rate / ranks.max(1) as f64;
+    format!(
+        "learned: prefill {:.1} us per token and {:.2} ns per pair, decode step {:.2} ms and \
+         {:.1} ns per token, answers of {:.0} tokens; {:.1} requests/s, prefill {busy:.0} % busy",
+        coefficients.prefill_token * 1e6,
+        coefficients.prefill_pair * 1e9,
+        coefficients.decode_step * 1e3,
+        coefficients.decode_resident_token * 1e9,
+        latency.output_tokens,
+        latency.request_rate,
+    )
+}
+
 /// Orders the winner first, then the candidates by cost, then the excluded workers.
 fn compare_workers(
     phase: &PhaseExplanation,
@@ -252,6 +275,9 @@ fn cost_headings(phase: &PhaseExplanation) -> Vec<[&'static str; 2]> {
         Some(cost) => headings.extend(cost.figures().iter().map(|term| ["", term.name])),
         None => {}
     }
+    if phase.latency.is_some() {
+        headings.extend(FACTOR_HEADINGS);
+    }
     headings.extend([["taint", "factor"], ["total", "cost"], ["", "verdict"]]);
     headings
 }
@@ -261,7 +287,10 @@ fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String>
     let terms: Vec<String> = match &worker.cost {
         Some(cost) => {
             let terms = cost.figures().into_iter().map(|term| term.value);
+            let timing = worker.timing.iter();
+            let factors = timing.flat_map(|timing| [timing.prefill_factor, timing.decode_factor]);
             terms
+                .chain(factors)
                 .chain([cost.taint_factor, cost.total])
                 .map(|term| format!("{term:.3}"))
                 .collect()

@@ -3,7 +3,7 @@
 use std::io::{self, BufReader, Read as _};
 use std::time::Duration;
 
-use anyhow::anyhow;
+use anyhow::{Context as _, anyhow};
 use bytes::Bytes;
 use futures_util::stream::{self, Stream};
 use tokio::sync::Semaphore;
@@ -14,6 +14,7 @@ use tonic::transport::Endpoint;
 use tonic::{Code, Status, Streaming};
 use tracing::debug;
 use warmroute_core::index::dump::{DumpError, DumpReader, RankDump, VERSION};
+use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
 
 use super::config::WarmStartConfig;
@@ -25,6 +26,9 @@ const MAX_CONCURRENT_COPIES: usize = 2;
 
 /// Maximum size in bytes of the copy of one rank.
 const MAX_COPY_BYTES: u64 = 4 << 30;
+
+/// Maximum size in bytes of the learned latency: about 300 bytes for each rank.
+const MAX_LATENCY_BYTES: usize = 64 << 20;
 
 /// Size of the read buffer.
 const READ_BUFFER_BYTES: usize = 256 * 1024;
@@ -69,26 +73,28 @@ impl PeerClient {
         rank: WorkerRank,
         deadline: Option<Instant>,
     ) -> anyhow::Result<Option<RankDump>> {
-        let mut delay = RETRY_DELAYS.0;
-        let mut last_error = anyhow!("waiting for the copies of other ranks");
-        let attempts = async {
-            loop {
-                let problem = match self.try_fetch_rank(rank).await {
-                    Ok(copy) => return Ok(copy),
-                    Err(CopyError::Permanent(problem)) => return Err(problem),
-                    Err(CopyError::Retryable(problem)) => problem,
-                };
-                debug!(%rank, problem = format!("{problem:#}"), "warm start: copy failed, retrying");
-                last_error = problem;
-                sleep(delay.mul_f64(rand::random_range(0.75..1.25))).await;
-                delay = (delay * 2).min(RETRY_DELAYS.1);
-            }
-        };
-        let Some(deadline) = deadline else {
-            return attempts.await;
-        };
-        let result = timeout_at(deadline, attempts).await;
-        result.unwrap_or_else(|_| Err(last_error.context("timed out")))
+        retry(deadline, || self.try_fetch_rank(rank))
+            .await
+            .with_context(|| format!("worker rank {rank}"))
+    }
+
+    /// Copies the learned latency. Retries like [`Self::fetch_rank`].
+    pub(super) async fn fetch_latency(
+        &self,
+        deadline: Option<Instant>,
+    ) -> anyhow::Result<LatencySnapshot> {
+        retry(deadline, || self.try_fetch_latency()).await
+    }
+
+    async fn try_fetch_latency(&self) -> Result<LatencySnapshot, CopyError> {
+        let mut client = RouterClient::new(self.endpoint.connect_lazy())
+            .max_decoding_message_size(MAX_LATENCY_BYTES);
+        let copy = timeout(TIMEOUTS.1, client.copy_latency(pb::CopyLatencyRequest {})).await;
+        let copy = copy
+            .map_err(|_| CopyError::Retryable(anyhow!("no response")))?
+            .map_err(classify_status)?;
+        serde_json::from_slice(&copy.into_inner().snapshot)
+            .map_err(|error| CopyError::Permanent(error.into()))
     }
 
     async fn try_fetch_rank(&self, rank: WorkerRank) -> Result<Option<RankDump>, CopyError> {
@@ -136,6 +142,36 @@ impl PeerClient {
         }
         Ok(Some(copy))
     }
+}
+
+/// Repeats an attempt until `deadline`, or without limit if it is `None`.
+async fn retry<T, F>(deadline: Option<Instant>, attempt: impl Fn() -> F) -> anyhow::Result<T>
+where
+    F: Future<Output = Result<T, CopyError>>,
+{
+    let mut delay = RETRY_DELAYS.0;
+    let mut last_error = anyhow!("waiting for other copies");
+    let attempts = async {
+        loop {
+            let problem = match attempt().await {
+                Ok(copy) => return Ok(copy),
+                Err(CopyError::Permanent(problem)) => return Err(problem),
+                Err(CopyError::Retryable(problem)) => problem,
+            };
+            debug!(
+                problem = format!("{problem:#}"),
+                "warm start: copy failed, retrying"
+            );
+            last_error = problem;
+            sleep(delay.mul_f64(rand::random_range(0.75..1.25))).await;
+            delay = (delay * 2).min(RETRY_DELAYS.1);
+        }
+    };
+    let Some(deadline) = deadline else {
+        return attempts.await;
+    };
+    let result = timeout_at(deadline, attempts).await;
+    result.unwrap_or_else(|_| Err(last_error.context("timed out")))
 }
 
 /// Returns the bytes of the chunks, with a timeout for each chunk.

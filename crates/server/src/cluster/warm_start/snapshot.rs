@@ -1,10 +1,11 @@
-//! Snapshot file of the index, which is written at shutdown and read at the next start.
+//! Snapshot files of the index and of the learned latency, which are written at shutdown and read at
+//! the next start.
 
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{BufReader, BufWriter, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -12,7 +13,11 @@ use anyhow::{Context as _, ensure};
 use tracing::{info, warn};
 
 use warmroute_core::index::dump::{self, DumpReader, RankDump};
+use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
+
+/// Extension that is added to the path of the index, for the file of the learned latency.
+const LATENCY_EXTENSION: &str = "latency.json";
 
 /// Size of the read and write buffers.
 const BUFFER_BYTES: usize = 1 << 20;
@@ -20,13 +25,43 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Writes the ranks and returns their number. The file is replaced atomically. If there are no
 /// ranks, it is not replaced.
 pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> anyhow::Result<u32> {
+    replace_file(path, |out| {
+        let mut count = 0;
+        dump::write_header(out)?;
+        for dump in ranks {
+            dump.write(out)?;
+            count += 1;
+        }
+        dump::write_end(out, count)?;
+        Ok(count)
+    })
+}
+
+/// Writes the learned latency beside the index snapshot at `path`.
+pub fn write_latency(path: &Path, latency: &LatencySnapshot) -> anyhow::Result<()> {
+    replace_file(&latency_path(path), |out| {
+        serde_json::to_writer(out, latency)?;
+        Ok(1)
+    })?;
+    Ok(())
+}
+
+fn latency_path(path: &Path) -> PathBuf {
+    path.with_added_extension(LATENCY_EXTENSION)
+}
+
+/// Replaces a file atomically by the output of `write`, unless that returns 0.
+fn replace_file(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<u32>,
+) -> anyhow::Result<u32> {
     let temporary = path.with_added_extension(format!("{}.part", std::process::id()));
-    let written = write_temporary(&temporary, ranks).and_then(|ranks| {
-        match ranks {
+    let written = write_temporary(&temporary, write).and_then(|count| {
+        match count {
             0 => std::fs::remove_file(&temporary)?,
             _ => std::fs::rename(&temporary, path)?,
         }
-        Ok(ranks)
+        Ok(count)
     });
     if written.is_err() {
         // Removes the incomplete file if possible.
@@ -35,7 +70,10 @@ pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> any
     written.with_context(|| format!("cannot write {}", path.display()))
 }
 
-fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::io::Result<u32> {
+fn write_temporary(
+    path: &Path,
+    write: impl FnOnce(&mut BufWriter<File>) -> std::io::Result<u32>,
+) -> std::io::Result<u32> {
     // A previous process with the same id may have left the file. If the path is not a file, the
     // removal and the creation below fail.
     let _removed = std::fs::remove_file(path);
@@ -47,16 +85,32 @@ fn write_temporary(path: &Path, ranks: impl Iterator<Item = RankDump>) -> std::i
         .mode(0o600)
         .open(path)?;
     let mut out = BufWriter::with_capacity(BUFFER_BYTES, file);
-    let mut count = 0;
-    dump::write_header(&mut out)?;
-    for dump in ranks {
-        dump.write(&mut out)?;
-        count += 1;
-    }
-    dump::write_end(&mut out, count)?;
+    let count = write(&mut out)?;
     out.flush()?;
     out.get_ref().sync_all()?;
     Ok(count)
+}
+
+/// Returns the learned latency. Returns `None` if the file does not exist, is too old or is damaged.
+pub(super) fn read_latency(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+) -> Option<LatencySnapshot> {
+    let path = latency_path(path);
+    if !path.exists() {
+        return None;
+    }
+    let read = open_recent(&path, max_age, now)
+        .and_then(|file| Ok(serde_json::from_reader(BufReader::new(file))?));
+    match read {
+        Ok(latency) => Some(latency),
+        Err(problem) => {
+            let problem = format!("{problem:#}");
+            warn!(path = %path.display(), problem, "warm start: learned latency not usable");
+            None
+        }
+    }
 }
 
 /// Returns the contents of the file. Returns an empty map if the file does not exist, is too old or
@@ -87,6 +141,15 @@ fn try_read_snapshot(
     max_age: Duration,
     now: SystemTime,
 ) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
+    let file = open_recent(path, max_age, now)?;
+    let ranks = DumpReader::new(BufReader::with_capacity(BUFFER_BYTES, file))?;
+    Ok(ranks
+        .map(|dump| dump.map(|dump| (dump.rank(), Arc::new(dump.into_detached()))))
+        .collect::<Result<_, _>>()?)
+}
+
+/// Opens a file that is at most this old.
+fn open_recent(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<File> {
     let file = File::open(path)?;
     // If the modification time is in the future, the clock was set back, and the age counts as 0.
     let age = now
@@ -98,10 +161,7 @@ fn try_read_snapshot(
         age.as_secs(),
         max_age.as_secs()
     );
-    let ranks = DumpReader::new(BufReader::with_capacity(BUFFER_BYTES, file))?;
-    Ok(ranks
-        .map(|dump| dump.map(|dump| (dump.rank(), Arc::new(dump.into_detached()))))
-        .collect::<Result<_, _>>()?)
+    Ok(file)
 }
 
 #[cfg(test)]

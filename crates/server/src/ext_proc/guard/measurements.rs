@@ -3,6 +3,7 @@
 
 use std::time::Instant;
 
+use warmroute_core::load::FirstTokenObservation;
 use warmroute_tokens::openai::usage::TokenUsage;
 
 use super::cache_report::CacheReportSource;
@@ -27,6 +28,19 @@ impl ExchangeGuard {
                 .time_to_first_token_seconds
                 .get_or_create(labels)
                 .observe(self.arrived.elapsed().as_secs_f64());
+        }
+    }
+
+    /// Observes the ratio of an observed time to first token to the predicted one.
+    pub(super) fn observe_prediction(&self, times: FirstTokenObservation) {
+        if let Some(label) = &self.label
+            && let Some(ratio) = times.ratio()
+        {
+            self.metrics
+                .latency
+                .first_token_ratio
+                .get_or_create(label)
+                .observe(ratio);
         }
     }
 

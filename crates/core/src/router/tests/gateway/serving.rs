@@ -213,10 +213,11 @@ fn relocated_request_counts_for_chosen_worker() {
         RelocationOutcome::Moved(rank(2))
     );
     router.resolve_predictions(&mut booked, 200);
-    (0..20).for_each(|_| router.record_prefill_time(&mut booked, Duration::from_secs(9)));
-    assert!(
-        router.prefill_time_errors().is_empty(),
-        "a time that includes a failed attempt is not recorded"
+    booked.reservation.on_first_token();
+    assert_eq!(
+        router.learn_prefill(&mut booked),
+        None,
+        "a time that includes a failed attempt is not learned"
     );
     let other = WorkerResponse {
         status: 200,

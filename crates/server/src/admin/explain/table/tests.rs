@@ -1,5 +1,5 @@
 use warmroute_core::index::TierBlocks;
-use warmroute_core::load::ActiveLoad;
+use warmroute_core::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
 use warmroute_core::policy::{LinearTerms, Weights};
 use warmroute_core::router::{ComputingRank, Mode, Reason};
 use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
@@ -75,6 +75,7 @@ fn phase_of_four_ranks() -> PhaseExplanation {
         runner_up: Some(rank(9)),
         margin: Some(0.5),
         ties: 1,
+        latency: None,
         workers: vec![
             worker_explanation(7, None, Some("is overloaded")),
             worker_explanation(8, Some(1020.25), None),
@@ -176,6 +177,7 @@ fn phases_without_winner_or_effect_are_marked() {
         runner_up: None,
         margin: None,
         ties: 1,
+        latency: None,
         workers: vec![worker_explanation(1, winner.map(|_| 2.0), None)],
     };
     let table = render(&explanation(vec![
@@ -210,6 +212,7 @@ fn prediction_names_the_worker_that_computes_the_prompt() {
         runner_up: None,
         margin: None,
         ties: 1,
+        latency: None,
         workers: vec![prefill],
     };
     let computed_by = ComputingRank {
@@ -228,4 +231,39 @@ fn prediction_names_the_worker_that_computes_the_prompt() {
     });
     let expected = "cached   32 tokens predicted on 1/0 (prefill), which computes the prompt";
     assert!(table.lines().any(|line| line == expected), "{table}");
+}
+
+#[test]
+fn learned_latency_is_one_line_per_phase() {
+    let latency = LatencyEstimate {
+        coefficients: LatencyCoefficients {
+            prefill_token: 48.8e-6,
+            prefill_pair: 1.7e-9,
+            decode_step: 13e-3,
+            decode_resident_token: 60e-9,
+        },
+        output_tokens: 343.0,
+        request_rate: 6.8,
+        prefill_rate: 1.64,
+        requests: 412,
+    };
+    let mut phase = PhaseExplanation {
+        latency: Some(latency),
+        ..phase_of_four_ranks()
+    };
+    for worker in &mut phase.workers {
+        worker.timing = Some(RankTiming {
+            prefill_factor: 1.25,
+            ..RankTiming::default()
+        });
+    }
+    let table = render(&explanation(vec![phase]));
+    let expected = "learned: prefill 48.8 us per token and 1.70 ns per pair, decode step 13.00 ms \
+        and 60.0 ns per token, answers of 343 tokens; 6.8 requests/s, prefill 41 % busy";
+    assert!(table.lines().any(|line| line == expected), "{table}");
+    let row = table
+        .lines()
+        .rfind(|line| line.starts_with("10/0"))
+        .unwrap();
+    assert!(row.contains("1.250   1.000"), "{row}");
 }

@@ -1,0 +1,83 @@
+//! Report of the learned latency, with the accuracy of its predictions.
+
+use serde::Serialize;
+
+use super::model::LatencyEstimate;
+use super::speed::RankSpeed;
+use super::totals::PredictionTotals;
+use crate::load::table::LoadTable;
+use crate::load::tracker::LoadTracker;
+use crate::worker::{ModelName, RankSlot, WorkerRank};
+
+/// Learned latency of all models and ranks.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct CalibrationReport {
+    /// Models that were ever served, in the order in which they were first served.
+    pub models: Vec<ModelCalibration>,
+    /// Ranks of the fleet, in slot order.
+    pub ranks: Vec<RankCalibration>,
+}
+
+/// Learned latency of one model.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct ModelCalibration {
+    /// Model.
+    pub model: ModelName,
+    /// State that decisions read.
+    #[serde(flatten)]
+    pub estimate: LatencyEstimate,
+    /// Number of observed prefills.
+    pub prefills: u64,
+    /// Number of observations of decode steps.
+    pub steps: u64,
+    /// Predicted and observed times to first token.
+    pub time_to_first_token: PredictionTotals,
+}
+
+/// Learned speed of one rank.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RankCalibration {
+    /// Slot in the fleet.
+    pub slot: RankSlot,
+    /// Worker id and data-parallel rank.
+    pub rank: WorkerRank,
+    /// Model that the rank serves.
+    pub model: ModelName,
+    /// Factors relative to the model.
+    #[serde(flatten)]
+    pub speed: RankSpeed,
+}
+
+impl LoadTracker {
+    /// Returns the learned latency of all models and ranks.
+    pub fn calibration(&self) -> CalibrationReport {
+        let table = self.table.lock();
+        let now = self.now();
+        let models = table
+            .latency
+            .models()
+            .map(|(model, latency)| ModelCalibration {
+                model: model.clone(),
+                estimate: latency.estimate(now),
+                prefills: latency.prefills(),
+                steps: latency.steps(),
+                time_to_first_token: latency.time_to_first_token(),
+            });
+        CalibrationReport {
+            models: models.collect(),
+            ranks: table.rank_calibrations().collect(),
+        }
+    }
+}
+
+impl LoadTable {
+    /// Returns the learned speed of each rank.
+    pub(super) fn rank_calibrations(&self) -> impl Iterator<Item = RankCalibration> {
+        self.open_rows().map(|(slot, row)| RankCalibration {
+            slot,
+            rank: row.rank,
+            model: self.latency.model_name(row.model).clone(),
+            speed: row.speed,
+        })
+    }
+}

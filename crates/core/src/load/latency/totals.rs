@@ -1,0 +1,51 @@
+//! Comparison of predicted and observed times.
+
+use serde::{Deserialize, Serialize};
+
+/// Predicted and observed time to first token of one request, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct FirstTokenObservation {
+    /// Prefill that was queued when the request was booked, and its own.
+    pub predicted: f64,
+    /// Time from the booking to the first token.
+    pub observed: f64,
+}
+
+impl FirstTokenObservation {
+    /// Returns the observed time divided by the predicted one; `None` if nothing was to compute.
+    pub fn ratio(&self) -> Option<f64> {
+        (self.predicted > 0.0).then(|| self.observed / self.predicted)
+    }
+}
+
+/// Totals over requests, in seconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PredictionTotals {
+    /// Number of requests.
+    pub requests: u64,
+    /// Sum of the predicted times.
+    pub predicted_seconds: f64,
+    /// Sum of the observed times.
+    pub observed_seconds: f64,
+    /// Sum of the differences, without sign.
+    pub absolute_error_seconds: f64,
+}
+
+impl PredictionTotals {
+    pub(super) fn add(&mut self, observation: FirstTokenObservation) {
+        let FirstTokenObservation {
+            predicted,
+            observed,
+        } = observation;
+        self.requests += 1;
+        self.predicted_seconds += predicted;
+        self.observed_seconds += observed;
+        self.absolute_error_seconds += (observed - predicted).abs();
+    }
+
+    /// Returns the sum of the observed times over the sum of the predicted times, or `None` before
+    /// the first request. Above 1, requests take longer than predicted.
+    pub fn ratio(&self) -> Option<f64> {
+        (self.predicted_seconds > 0.0).then(|| self.observed_seconds / self.predicted_seconds)
+    }
+}

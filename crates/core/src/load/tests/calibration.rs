@@ -1,0 +1,155 @@
+//! Learned latency of a tracker: accuracy of predictions, and the copy for another process.
+
+use super::*;
+use crate::worker::ModelName;
+
+/// Seconds of prefill per token of the simulated engine.
+const TOKEN_SECONDS: f64 = 1e-3;
+
+/// Tracker of two ranks whose clock the test advances.
+struct ClockedTracker {
+    tracker: Arc<LoadTracker>,
+    now: Arc<Mutex<Instant>>,
+}
+
+impl ClockedTracker {
+    fn new() -> Self {
+        let now = Arc::new(Mutex::new(Instant::now()));
+        let clock = now.clone();
+        let tracker = LoadTracker::new(move || *clock.lock());
+        for slot in 0..2 {
+            tracker.open_slot(RankSlot(slot), rank(u64::from(slot)), &model());
+        }
+        Self { tracker, now }
+    }
+
+    fn advance(&self, seconds: f64) {
+        *self.now.lock() += Duration::from_secs_f64(seconds);
+    }
+
+    fn book(&self, slot: u32, tokens: u64) -> Reservation {
+        book(&self.tracker, booking(slot, u64::from(slot), &[], tokens))
+    }
+
+    /// Completes a prefill after this time and learns from it.
+    fn complete(
+        &self,
+        reservation: &mut Reservation,
+        seconds: f64,
+    ) -> Option<FirstTokenObservation> {
+        self.advance(seconds);
+        reservation.on_first_token();
+        reservation.learn_prefill()
+    }
+
+    /// Serves prompts on both ranks. The second rank takes twice as long.
+    fn learn(&self, prompts: u64) {
+        for number in 0..prompts {
+            let tokens = 500 + 137 * (number % 20);
+            for slot in 0..2 {
+                let seconds = TOKEN_SECONDS * tokens as f64 * f64::from(slot + 1);
+                self.complete(&mut self.book(slot, tokens), seconds);
+            }
+        }
+    }
+}
+
+fn model() -> ModelName {
+    "m".into()
+}
+
+fn factors(report: &CalibrationReport) -> Vec<f64> {
+    report.ranks.iter().map(|rank| rank.speed.prefill).collect()
+}
+
+#[test]
+fn prediction_includes_outstanding_prefills() {
+    let clocked = ClockedTracker::new();
+    clocked.learn(300);
+    let mut first = clocked.book(0, 1_000);
+    let mut second = clocked.book(0, 1_000);
+    let first = clocked.complete(&mut first, 1.0).unwrap();
+    let observed = clocked.complete(&mut second, 1.0);
+    let second = observed.unwrap();
+    assert!((first.ratio().unwrap() - 1.0).abs() < 0.1, "{first:?}");
+    assert!((second.ratio().unwrap() - 1.0).abs() < 0.1, "{second:?}");
+    assert!((second.observed - 2.0).abs() < 1e-6, "{second:?}");
+}
+
+#[test]
+fn prefill_is_learned_once() {
+    let clocked = ClockedTracker::new();
+    let mut reservation = clocked.book(0, 1_000);
+    assert_eq!(reservation.learn_prefill(), None, "before the first token");
+    assert!(clocked.complete(&mut reservation, 1.0).is_some());
+    assert_eq!(reservation.learn_prefill(), None);
+    let report = clocked.tracker.calibration();
+    assert_eq!(report.models[0].prefills, 1);
+    let totals = report.ranks[0].speed.time_to_first_token;
+    assert_eq!(totals.requests, 1);
+    assert_eq!(totals.observed_seconds, 1.0);
+    assert_eq!(report.models[0].time_to_first_token, totals);
+}
+
+#[test]
+fn prefill_time_follows_rank_and_work() {
+    let clocked = ClockedTracker::new();
+    let long = booking(1, 1, &[], 4_000);
+    let time = |clocked: &ClockedTracker| clocked.tracker.read(|view| view.prefill_time(&long));
+    assert_eq!(time(&clocked), None, "nothing was observed");
+    clocked.learn(300);
+    let seconds = time(&clocked).unwrap().as_secs_f64();
+    assert!((seconds - 8.0).abs() < 1.0, "{seconds}");
+}
+
+#[test]
+fn restored_tracker_continues_with_learned_latency() {
+    let clocked = ClockedTracker::new();
+    clocked.learn(300);
+    clocked.tracker.close_slot(RankSlot(1));
+    let json = serde_json::to_string(&clocked.tracker.latency_snapshot()).unwrap();
+    let restored = ClockedTracker::new();
+    // One rank joins before the restoration, the other one after it.
+    restored.tracker.close_slot(RankSlot(1));
+    let copy = || serde_json::from_str::<LatencySnapshot>(&json).unwrap();
+    assert_eq!(restored.tracker.restore_latency(copy()), 1);
+    clocked.tracker.open_slot(RankSlot(1), rank(1), &model());
+    restored.tracker.open_slot(RankSlot(1), rank(1), &model());
+    let before = clocked.tracker.calibration();
+    let after = restored.tracker.calibration();
+    assert_eq!(
+        before.models[0].estimate.coefficients,
+        after.models[0].estimate.coefficients
+    );
+    assert_eq!(before.models[0].prefills, after.models[0].prefills);
+    for (before, after) in factors(&before).into_iter().zip(factors(&after)) {
+        assert!((before - after).abs() < 1e-9, "{before} and {after}");
+    }
+    assert!(factors(&after)[1] > 1.3 * factors(&after)[0], "{after:?}");
+    assert_eq!(restored.tracker.restore_latency(copy()), 0);
+    assert_eq!(restored.tracker.calibration(), after, "kept its own");
+}
+
+#[test]
+fn invalid_snapshot_is_not_restored() {
+    let clocked = ClockedTracker::new();
+    clocked.learn(30);
+    let valid = serde_json::to_value(clocked.tracker.latency_snapshot()).unwrap();
+    let paths = [
+        ("/version", serde_json::json!(9)),
+        ("/models/0/latency/output_tokens", serde_json::json!(-1.0)),
+        (
+            "/models/0/latency/coefficients/decode_step",
+            serde_json::json!(-0.1),
+        ),
+    ];
+    for (path, value) in paths {
+        let mut invalid = valid.clone();
+        *invalid.pointer_mut(path).unwrap() = value;
+        *invalid.pointer_mut("/ranks/0/speed/prefill").unwrap() = serde_json::json!(0.0);
+        let snapshot = serde_json::from_value(invalid).unwrap();
+        let tracker = ClockedTracker::new().tracker;
+        assert_eq!(tracker.restore_latency(snapshot), 0, "{path}");
+        assert_eq!(tracker.calibration().ranks[0].speed.prefill, 1.0, "{path}");
+    }
+}
