@@ -23,10 +23,10 @@ mod subset;
 mod weights;
 
 pub use candidate::{Candidate, PolicyInput};
-pub use choose::{Choice, choose, costs};
+pub use choose::{Choice, choose, costs, seconds_cost};
 pub use conditional_prefill::{
     ConditionalPrefillConfig, ConditionalPrefillInputs, ConditionalPrefillPolicy,
-    DisaggregationConfig, LocalPrefillReason,
+    DisaggregationConfig, LocalPrefillReason, PhaseCosts,
 };
 pub use cost::{Cost, CostTerm, CostTerms};
 pub use eligibility::{

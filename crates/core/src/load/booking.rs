@@ -83,6 +83,13 @@ impl LoadBooking {
         tokens.min(MAX_PREFILL_TOKENS)
     }
 
+    /// Returns the prompt tokens that the rank receives by KV transfer, if another rank computes the
+    /// prefill.
+    pub(super) fn transferred_tokens(&self) -> u64 {
+        let tokens = self.prompt_tokens.saturating_sub(self.cached_tokens);
+        tokens.min(MAX_PREFILL_TOKENS)
+    }
+
     /// Returns the work of the prefill.
     pub(super) fn prefill_work(&self) -> PrefillWork {
         let cached = self.cached_tokens.min(MAX_PREFILL_TOKENS) as f64;

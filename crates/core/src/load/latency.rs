@@ -16,7 +16,9 @@ mod traffic;
 
 pub use calibration::{CalibrationReport, ModelCalibration, RankCalibration};
 pub use model::{LatencyCoefficients, LatencyEstimate};
-pub(crate) use model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};
+pub(crate) use model::{
+    ModelLatency, PrefillObservation, PrefillWork, StepObservation, TransferObservation,
+};
 pub(crate) use registry::{LatencyRegistry, ModelId};
 pub use snapshot::LatencySnapshot;
 pub use speed::RankSpeed;

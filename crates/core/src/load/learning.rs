@@ -1,8 +1,10 @@
 //! Observations of running requests, from which the latency models learn.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use super::latency::{FirstTokenObservation, PrefillObservation, RankSpeed, StepObservation};
+use super::latency::{
+    FirstTokenObservation, PrefillObservation, RankSpeed, StepObservation, TransferObservation,
+};
 use super::table::{LoadTable, RankRow, ReservationPart, find_row};
 use super::timing::RankTiming;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
@@ -75,6 +77,26 @@ impl LoadTable {
             Some(_) => {}
             None => self.latency.store_speed(rank, model, speed),
         }
+    }
+
+    /// Learns from the first token of a part whose prompt was transferred from a prefill worker.
+    pub(super) fn learn_transfer(&mut self, part: &ReservationPart, elapsed: Duration) {
+        let booking = &part.booking;
+        let Some(row) = part
+            .share
+            .as_ref()
+            .and_then(|share| find_row(&mut self.rows, booking, share))
+        else {
+            return;
+        };
+        let observation = TransferObservation {
+            tokens: booking.transferred_tokens() as f64,
+            resident_tokens: row.context_tokens as f64,
+            elapsed,
+        };
+        row.learn(&mut self.latency, |model, speed| {
+            model.observe_transfer(observation, speed);
+        });
     }
 
     /// Adds observed answer tokens. If the rank had no prefill since the tokens before, the elapsed

@@ -1,6 +1,7 @@
 //! The reservation of one request: an RAII guard over its bookings.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::booking::LoadBooking;
 use super::events::{BookingId, ReservationEvent, ReservationState};
@@ -152,6 +153,16 @@ impl Reservation {
         parts
             .map(|part| table.learn_prefill(part))
             .fold(None, Option::or)
+    }
+
+    /// Learns from the first token after a KV transfer, which arrived `elapsed` after the booking.
+    pub(crate) fn learn_transfer(&mut self, elapsed: Duration) {
+        if let Some(part) = self.parts.first() {
+            self.tracker.change(|table, _| {
+                table.learn_transfer(part, elapsed);
+                false
+            });
+        }
     }
 
     /// Handles observed answer tokens after the first one.

@@ -27,6 +27,9 @@ pub struct PolicyInput {
     pub estimate: LatencyEstimate,
     /// Expected length of the answer, in tokens.
     pub output_tokens: f64,
+    /// Ranks among which the prefills of the model are distributed, if these are not the
+    /// candidates.
+    pub prefill_ranks: Option<usize>,
 }
 
 impl PolicyInput {
@@ -43,6 +46,7 @@ impl PolicyInput {
             shared: Vec::new(),
             estimate,
             output_tokens: estimate.output_tokens,
+            prefill_ranks: None,
         }
     }
 

@@ -9,7 +9,7 @@ use super::least_loaded::LeastLoadedModel;
 use super::linear::{LinearModel, effective_blocks, round_to_u64};
 use super::lmetric::LmetricModel;
 use super::round_robin::RoundRobinModel;
-use super::seconds::SecondsModel;
+use super::seconds::{SecondsModel, SecondsSettings};
 use super::settings::{PolicySettings, RoutingPolicy};
 use super::sticky::StickyModel;
 
@@ -78,6 +78,23 @@ pub fn costs(
     settings: &PolicySettings,
 ) -> Vec<Cost> {
     with_model(input, candidates, settings, CostVisitor { candidates })
+}
+
+/// Returns the cost in seconds of the candidate at a position, by the policy `seconds` with the
+/// settings of the request, or with its default settings if another policy routes the request. NaN
+/// counts as infinity.
+pub fn seconds_cost(
+    input: &PolicyInput,
+    candidates: &[Candidate],
+    settings: &PolicySettings,
+    index: usize,
+) -> f64 {
+    let seconds = match settings.routing {
+        RoutingPolicy::Seconds(seconds) => seconds,
+        _ => SecondsSettings::default(),
+    };
+    let model = SecondsModel::new(input, candidates.len(), seconds, &settings.weights);
+    total(&model, index, &candidates[index])
 }
 
 /// Returns a candidate with the minimum cost, or `None` if there are no candidates.

@@ -49,6 +49,17 @@ pub enum ConditionalPrefillPolicy {
     PrefillLoad,
     /// Either of the two.
     IslOrLoad,
+    /// A local prefill costs at most as many seconds as a remote one, by the learned latency.
+    Learned,
+}
+
+impl ConditionalPrefillPolicy {
+    fn needs_busy_threshold(self) -> bool {
+        matches!(
+            self,
+            ConditionalPrefillPolicy::PrefillLoad | ConditionalPrefillPolicy::IslOrLoad
+        )
+    }
 }
 
 impl Default for ConditionalPrefillConfig {
@@ -64,7 +75,7 @@ impl Default for ConditionalPrefillConfig {
 }
 
 /// Inputs of a policy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ConditionalPrefillInputs {
     /// Length of the prompt.
     pub prompt_tokens: u64,
@@ -78,6 +89,25 @@ pub struct ConditionalPrefillInputs {
     pub prefill_tokens: u64,
     /// Tokens that the prefill worker computes in one step.
     pub prefill_capacity: Option<u64>,
+    /// Predicted costs. Only the policy `learned` needs them.
+    pub costs: Option<PhaseCosts>,
+}
+
+/// Predicted costs of a request with a local and with a remote prefill, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PhaseCosts {
+    /// Both phases on one decode worker.
+    pub local: f64,
+    /// Prefill on a prefill worker, KV transfer, and decode on a decode worker.
+    pub remote: f64,
+}
+
+impl PhaseCosts {
+    /// Returns whether the local prefill costs at most as much. Costs that are not finite are not
+    /// comparable, and the prefill is then remote.
+    fn is_local_cheaper(&self) -> bool {
+        self.local.is_finite() && self.local <= self.remote
+    }
 }
 
 /// Reason why the decode worker does the prefill although there are prefill workers.
@@ -88,6 +118,8 @@ pub enum LocalPrefillReason {
     ShortPrompt,
     /// The prefill worker is busy.
     PrefillBusy,
+    /// The local prefill is predicted to cost less time.
+    LowerCost,
     /// No decode worker is in reach of the prefill worker.
     TopologyMismatch,
     /// The request cannot be split between two workers.
@@ -108,6 +140,7 @@ impl LocalPrefillReason {
         match self {
             LocalPrefillReason::ShortPrompt => "short_prompt",
             LocalPrefillReason::PrefillBusy => "prefill_busy",
+            LocalPrefillReason::LowerCost => "lower_cost",
             LocalPrefillReason::TopologyMismatch => "topology_mismatch",
             LocalPrefillReason::NotSplittable => "not_splittable",
             LocalPrefillReason::PrefillFailed => "prefill_failed",
@@ -139,6 +172,10 @@ impl ConditionalPrefillConfig {
             ConditionalPrefillPolicy::IslBounding => short_prompt(),
             ConditionalPrefillPolicy::PrefillLoad => prefill_busy(),
             ConditionalPrefillPolicy::IslOrLoad => short_prompt().or_else(prefill_busy),
+            ConditionalPrefillPolicy::Learned => inputs
+                .costs
+                .filter(PhaseCosts::is_local_cheaper)
+                .map(|_| LocalPrefillReason::LowerCost),
         }
     }
 
@@ -171,6 +208,12 @@ impl ConditionalPrefillConfig {
 }
 
 impl DisaggregationConfig {
+    /// Returns whether the learned latency decides between a local and a remote prefill.
+    pub(crate) fn compares_costs(&self) -> bool {
+        self.conditional
+            .is_some_and(|rule| rule.policy == ConditionalPrefillPolicy::Learned)
+    }
+
     /// Checks the ranges of the values. The error has the key below `conditional` and a
     /// description.
     pub fn validate(&self) -> Result<(), (&'static str, String)> {
@@ -199,9 +242,7 @@ impl DisaggregationConfig {
                 return Err((name, format!("is {share}, but must be {range}")));
             }
         }
-        if rule.policy != ConditionalPrefillPolicy::IslBounding
-            && rule.prefill_busy_threshold.is_none()
-        {
+        if rule.policy.needs_busy_threshold() && rule.prefill_busy_threshold.is_none() {
             let text = "is required by this policy; set the share of a prefill worker's batch size, 1.0 for one full step";
             return Err(("prefill_busy_threshold", text.to_owned()));
         }
@@ -220,6 +261,7 @@ mod tests {
         decode_total_blocks: Some(100),
         prefill_tokens: 9000,
         prefill_capacity: Some(8192),
+        costs: None,
     };
 
     fn rule(policy: ConditionalPrefillPolicy) -> ConditionalPrefillConfig {
@@ -313,6 +355,28 @@ mod tests {
     }
 
     #[test]
+    fn learned_policy_compares_costs() {
+        let rule = rule(ConditionalPrefillPolicy::Learned);
+        for (local, remote, is_local) in [
+            (1.0, 2.0, true),
+            (1.0, 1.0, true),
+            (2.0, 1.0, false),
+            (1.0, f64::INFINITY, true),
+            (f64::INFINITY, f64::INFINITY, false),
+            (f64::NAN, 1.0, false),
+            (1.0, f64::NAN, false),
+        ] {
+            let inputs = ConditionalPrefillInputs {
+                costs: Some(PhaseCosts { local, remote }),
+                ..FACTS
+            };
+            let expected = is_local.then_some(LocalPrefillReason::LowerCost);
+            assert_eq!(rule.local_prefill_reason(&inputs), expected, "{inputs:?}");
+        }
+        assert_eq!(rule.local_prefill_reason(&FACTS), None, "unknown costs");
+    }
+
+    #[test]
     fn busy_or_unknown_decode_worker_never_prefills() {
         let config = ConditionalPrefillConfig {
             decode_busy_threshold: Some(0.8),
@@ -382,6 +446,11 @@ mod tests {
                 .validate()
                 .is_ok()
         );
+        let learned = ConditionalPrefillConfig {
+            policy: ConditionalPrefillPolicy::Learned,
+            ..ConditionalPrefillConfig::default()
+        };
+        assert!(with(learned).validate().is_ok());
         assert!(DisaggregationConfig::default().validate().is_ok());
     }
 }

@@ -61,6 +61,8 @@ pub struct SecondsTerms {
     pub queue: f64,
     /// Prefill of this request, in seconds.
     pub prefill: f64,
+    /// KV transfer from the prefill worker, in seconds.
+    pub transfer: f64,
     /// Time to the first token, in seconds, times its weight.
     pub first_token: f64,
     /// Decode time of this request, in seconds.
@@ -91,6 +93,7 @@ impl TermSum for SecondsTerms {
             CostTerm::new("cached_tokens", self.cached_tokens),
             CostTerm::new("queue", self.queue),
             CostTerm::new("prefill", self.prefill),
+            CostTerm::new("transfer", self.transfer),
         ];
         inputs.into_iter().chain(self.summands()).collect()
     }
@@ -140,24 +143,31 @@ impl<'a> SecondsModel<'a> {
         weights: &'a Weights,
     ) -> Self {
         let estimate = &input.estimate;
-        let ranks = candidates.max(1) as f64;
-        let utilization = (estimate.prefill_rate / ranks).min(MAX_PREFILL_UTILIZATION);
+        let phase = match input.role {
+            WorkerRole::Prefill => PricedPhase::Prefill,
+            WorkerRole::Decode if !input.track_prefill => PricedPhase::Decode,
+            _ => PricedPhase::Both,
+        };
+        let prefill_ranks = input.prefill_ranks.unwrap_or(candidates).max(1) as f64;
+        // Prefills may run on other ranks, but every request decodes on one of the candidates, where
+        // it waits for a prefill that is running.
+        let arrival_ranks = match phase {
+            PricedPhase::Prefill => prefill_ranks,
+            PricedPhase::Both | PricedPhase::Decode => candidates.max(1) as f64,
+        };
+        let utilization = (estimate.prefill_rate / prefill_ranks).min(MAX_PREFILL_UTILIZATION);
         let prompt_tokens = input.prompt_tokens as f64;
         Self {
             input,
             weights,
             latency: estimate.coefficients,
-            phase: match input.role {
-                WorkerRole::Prefill => PricedPhase::Prefill,
-                WorkerRole::Decode if !input.track_prefill => PricedPhase::Decode,
-                _ => PricedPhase::Both,
-            },
+            phase,
             first_token_weight: settings.first_token_weight,
             block_size: input.block_size.tokens() as f64,
             prompt_tokens,
             max_cached_tokens: (prompt_tokens - 1.0).max(0.0),
             output_tokens: input.output_tokens.max(1.0),
-            arrival_weight: estimate.request_rate / ranks / (1.0 - utilization),
+            arrival_weight: estimate.request_rate / arrival_ranks / (1.0 - utilization),
         }
     }
 
@@ -186,6 +196,13 @@ impl<'a> SecondsModel<'a> {
             cached_tokens,
             seconds: self.latency.prefill_seconds(work) + loading,
         }
+    }
+
+    /// Returns the seconds of the KV transfer. Blocks that the rank has cached are not transferred.
+    #[inline(always)]
+    fn transfer_seconds(&self, candidate: &Candidate) -> f64 {
+        let cached = candidate.device_blocks() * self.block_size;
+        self.input.estimate.transfer_token * (self.prompt_tokens - cached).max(0.0)
     }
 
     #[cold]
@@ -250,6 +267,8 @@ impl CostModel for SecondsModel<'_> {
             }
             PricedPhase::Prefill => terms.others = f64::from(timing.prefills) * prefill,
             PricedPhase::Decode => {
+                terms.transfer = self.transfer_seconds(candidate);
+                terms.first_token = self.first_token_weight * terms.transfer;
                 terms.decode = decode;
                 terms.others = requests * read_beside;
             }

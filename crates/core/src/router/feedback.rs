@@ -155,14 +155,14 @@ impl Router {
         self.start_parity_check(placement);
     }
 
-    /// Learns from a remote prefill that has just ended. Ignored if the number of computed tokens is
-    /// not known exactly.
+    /// Learns from a remote prefill that has just ended, which ends its booking. Nothing is learned if
+    /// the number of computed tokens is not known exactly.
     pub fn learn_remote_prefill(&self, placement: &mut Placement) {
+        placement.reservation.on_first_token();
         let is_known = |prefill: &PrefillRoute| {
             prefill.freshness == IndexFreshness::Exact
                 && matches!(prefill.mode, Mode::Exact | Mode::Partial)
         };
-        placement.reservation.on_first_token();
         if placement.route.prefill().is_some_and(is_known) {
             placement.reservation.learn_prefill();
         }
@@ -202,9 +202,16 @@ impl Router {
 
     /// Learns from the prefill of a request after its first token. Returns the predicted and observed
     /// times to first token. Ignored if Envoy tried another worker first, because the time then
-    /// includes that attempt.
+    /// includes that attempt. After a remote prefill, the time of the KV transfer is learned from the
+    /// time since the placement.
     pub fn learn_prefill(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
         if placement.route.to.rank != placement.chosen {
+            return None;
+        }
+        if placement.has_completed_prefill {
+            let now = self.load.now();
+            let elapsed = now.saturating_duration_since(placement.placed_at);
+            placement.reservation.learn_transfer(elapsed);
             return None;
         }
         placement.reservation.learn_prefill()

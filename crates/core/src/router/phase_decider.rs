@@ -19,8 +19,8 @@ use crate::load::{
     AdditionalBlocks, BookingEnd, EngineLoadView, LatencyEstimate, LoadView, RankTiming,
 };
 use crate::policy::{
-    Candidate, ConditionalPrefillInputs, InFlightEstimate, LocalPrefillReason, PolicyInput,
-    PolicySettings, choose, taint_preference,
+    Candidate, ConditionalPrefillConfig, ConditionalPrefillInputs, InFlightEstimate,
+    LocalPrefillReason, PhaseCosts, PolicyInput, PolicySettings, choose, taint_preference,
 };
 use crate::queue::BusyThreshold;
 use crate::worker::{ModelName, Worker, WorkerRole};
@@ -89,9 +89,15 @@ impl<'f> PhaseDecider<'_, 'f> {
         };
         let decode = self.candidates(view, pool, PhaseScope::Decode);
         let decode = self.choose(decode, PhaseScope::Decode, rng)?;
-        if let Some(reason) = self.local_prefill_reason(view, &prefill, &decode) {
+        let local = self.choose_local(view, rng);
+        let costs = local.as_ref().map(|local| PhaseCosts {
+            local: local.seconds_cost(),
+            remote: prefill.seconds_cost() + decode.seconds_cost(),
+        });
+        let decode_if_local = local.as_ref().unwrap_or(&decode);
+        if let Some(reason) = self.local_prefill_reason(view, &prefill, decode_if_local, costs) {
             return Ok(PhasePlan {
-                decode,
+                decode: local.unwrap_or(decode),
                 prefill: None,
                 local_prefill: Some(reason),
                 unused_prefill: Some(prefill),
@@ -114,6 +120,24 @@ impl<'f> PhaseDecider<'_, 'f> {
                 BookedPhases::Both
             },
         })
+    }
+
+    /// Chooses the decode worker of a local prefill, if its cost decides between a local and a remote
+    /// prefill. It may differ from the one that decodes after a remote prefill.
+    fn choose_local(&self, view: &LoadView<'_>, rng: &mut impl Rng) -> Option<PhaseChoice<'f>> {
+        if !self.compares_costs() || !self.allows_local_prefill() {
+            return None;
+        }
+        let candidates = self.candidates(view, self.pools.decode.clone(), PhaseScope::Both);
+        self.choose(candidates, PhaseScope::Both, rng).ok()
+    }
+
+    fn compares_costs(&self) -> bool {
+        self.settings.disaggregation.compares_costs() && self.pools.prefill.is_some()
+    }
+
+    fn rule(&self) -> Option<&ConditionalPrefillConfig> {
+        self.settings.disaggregation.conditional.as_ref()
     }
 
     /// Decides for a single worker: for both phases, or for the decode after a completed prefill.
@@ -196,7 +220,7 @@ impl<'f> PhaseDecider<'_, 'f> {
         let mut candidates = Vec::with_capacity(count);
         let additional = self.additional_blocks(view, phase);
         let policy = self.policy(&pool, phase);
-        let needs_timing = policy.routing.needs_timing();
+        let needs_timing = policy.routing.needs_timing() || self.compares_costs();
         let mut cached = CachedTokenStats::default();
         for &member in &pool.members {
             // Members whose slot was reassigned are skipped.
@@ -332,14 +356,22 @@ impl<'f> PhaseDecider<'_, 'f> {
             shared: request.shared.ranges().to_vec(),
             output_tokens: request.output_tokens(&estimate),
             estimate,
+            prefill_ranks: self.prefill_ranks(),
             ..PolicyInput::new(request.prompt.tokens(), block_size)
         }
+    }
+
+    /// Returns the number of ranks that share the prefills, if decode workers do their part.
+    fn prefill_ranks(&self) -> Option<usize> {
+        let prefill = self.pools.prefill.as_ref()?;
+        self.compares_costs()
+            .then(|| prefill.members.len() + self.pools.decode.members.len())
     }
 
     fn policy(&self, pool: &CandidatePool<'_>, phase: PhaseScope) -> PolicySettings {
         let mut policy = self.context.policy_of(pool.model());
         // If the decode worker never runs a prefill, its cached blocks are of no use.
-        if phase == PhaseScope::Decode && self.settings.disaggregation.conditional.is_none() {
+        if phase == PhaseScope::Decode && self.rule().is_none() {
             policy.weights.overlap_score_credit = 0.0;
         }
         policy
@@ -347,8 +379,7 @@ impl<'f> PhaseDecider<'_, 'f> {
 
     fn allows_local_prefill(&self) -> bool {
         // A request that names its prefill worker must use it.
-        let is_enabled = self.settings.disaggregation.conditional.is_some()
-            && self.context.request.prefill_pin.is_none();
+        let is_enabled = self.rule().is_some() && self.context.request.prefill_pin.is_none();
         is_enabled && !self.is_decode_only()
     }
 
@@ -362,12 +393,9 @@ impl<'f> PhaseDecider<'_, 'f> {
         view: &LoadView<'_>,
         prefill: &PhaseChoice<'f>,
         decode: &PhaseChoice<'f>,
+        costs: Option<PhaseCosts>,
     ) -> Option<LocalPrefillReason> {
-        let rule = self
-            .settings
-            .disaggregation
-            .conditional
-            .filter(|_| self.allows_local_prefill())?;
+        let rule = self.rule().filter(|_| self.allows_local_prefill())?;
         let decode_member = decode.member();
         let prefill_member = prefill.member();
         let prefill_load = view.load(prefill_member.slot, prefill_member.rank);
@@ -379,6 +407,7 @@ impl<'f> PhaseDecider<'_, 'f> {
             decode_total_blocks: capacity.total_kv_blocks,
             prefill_tokens: prefill_load.map_or(0, |load| load.active_prefill_tokens),
             prefill_capacity: prefill_member.worker.capacity.max_num_batched_tokens,
+            costs,
         })
     }
 }

@@ -8,7 +8,9 @@ use super::route::RouteError;
 use crate::block::SequenceHash;
 use crate::fleet::FleetMember;
 use crate::load::{BookingEnd, LoadBooking, PromptSequences};
-use crate::policy::{Candidate, Choice, LocalPrefillReason, PolicyInput, PolicySettings};
+use crate::policy::{
+    Candidate, Choice, LocalPrefillReason, PolicyInput, PolicySettings, seconds_cost,
+};
 
 /// Decision for one phase.
 #[derive(Debug)]
@@ -37,6 +39,16 @@ pub(super) struct CachedTokenStats {
 impl<'f> PhaseChoice<'f> {
     pub(super) fn member(&self) -> &'f FleetMember {
         self.members[self.choice.index]
+    }
+
+    /// Returns the cost of the chosen rank in seconds.
+    pub(super) fn seconds_cost(&self) -> f64 {
+        seconds_cost(
+            &self.input,
+            &self.candidates,
+            &self.policy,
+            self.choice.index,
+        )
     }
 
     /// Returns the mean of the cached prompt tokens over all candidates.

@@ -24,7 +24,7 @@ metrics! {
         /// Learned time of one unit of work, by model and coefficient: prefill_token (uncached
         /// prompt token), prefill_pair (pair of an uncached token and a token before it),
         /// decode_step, decode_resident_token (token in the context of the running requests, per
-        /// decode step)
+        /// decode step), transfer_token (prompt token that a prefill worker transfers)
         "latency_coefficient_seconds" coefficient_seconds: Family<ModelCoefficientLabels, FloatGauge> = Family::default();
         /// Learned mean length of an answer in tokens
         "latency_output_tokens" output_tokens: Family<ModelLabel, FloatGauge> = Family::default();

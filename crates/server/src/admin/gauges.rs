@@ -94,6 +94,7 @@ fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
             "decode_resident_token",
             estimate.coefficients.decode_resident_token,
         ),
+        ("transfer_token", estimate.transfer_token),
     ];
     for (coefficient, seconds) in coefficients {
         let labels = ModelCoefficientLabels {

@@ -44,13 +44,22 @@ const PRIOR: LatencyCoefficients = LatencyCoefficients {
 
 const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
 
+/// Seconds of KV transfer per token before any observation: 200 kB per token at 40 GB/s.
+const PRIOR_TRANSFER_TOKEN: f64 = 5e-6;
+
+/// Weight of the prior, in transferred tokens.
+const PRIOR_TRANSFER_TOKENS: f64 = 20_000.0;
+
+/// Share of earlier observations that remains after each transfer.
+const TRANSFER_RETENTION: f64 = 0.98;
+
 /// Weight of one finished request in the mean answer length.
 const OUTPUT_SHARE: f64 = 0.02;
 
 /// Number of prefills before outliers are limited and factors are learned.
 const MIN_PREFILLS: u64 = 10;
 
-/// A prefill counts for at most this multiple of its expected time plus [`PREFILL_MARGIN`] seconds.
+/// A prefill or KV transfer counts for at most this multiple of its expected time plus [`PREFILL_MARGIN`] seconds.
 /// A longer one waited for memory, was preempted, or stalled.
 const MAX_PREFILL_RATIO: f64 = 3.0;
 const PREFILL_MARGIN: f64 = 0.05;
@@ -104,6 +113,17 @@ pub(crate) struct StepObservation {
     pub(crate) elapsed: Duration,
 }
 
+/// First token after a remote prefill.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TransferObservation {
+    /// Prompt tokens that the decode worker did not have cached.
+    pub(crate) tokens: f64,
+    /// Tokens in the context of all running requests of the rank.
+    pub(crate) resident_tokens: f64,
+    /// Time from the booking of the decode to its first token.
+    pub(crate) elapsed: Duration,
+}
+
 /// Learned state that a decision reads.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LatencyEstimate {
@@ -112,6 +132,8 @@ pub struct LatencyEstimate {
     pub coefficients: LatencyCoefficients,
     /// Mean length of an answer, in tokens.
     pub output_tokens: f64,
+    /// Seconds of KV transfer per prompt token, from a prefill worker to a decode worker.
+    pub transfer_token: f64,
     /// Requests per second, over all ranks.
     pub request_rate: f64,
     /// Seconds of prefill per second, over all ranks.
@@ -127,6 +149,7 @@ pub(crate) struct ModelLatency {
     decode: CoefficientFit,
     coefficients: LatencyCoefficients,
     output_tokens: f64,
+    transfer: TransferTime,
     #[serde(skip)]
     traffic: TrafficRate,
     #[serde(skip)]
@@ -135,11 +158,39 @@ pub(crate) struct ModelLatency {
     time_to_first_token: PredictionTotals,
 }
 
+/// Sums of observed KV transfers. Unlike a mean of ratios, they are not dominated by short ones.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct TransferTime {
+    tokens: f64,
+    seconds: f64,
+}
+
+impl Default for TransferTime {
+    fn default() -> Self {
+        Self {
+            tokens: PRIOR_TRANSFER_TOKENS,
+            seconds: PRIOR_TRANSFER_TOKENS * PRIOR_TRANSFER_TOKEN,
+        }
+    }
+}
+
+impl TransferTime {
+    fn token_seconds(self) -> f64 {
+        self.seconds / self.tokens
+    }
+
+    fn add(&mut self, tokens: f64, seconds: f64) {
+        self.tokens = TRANSFER_RETENTION * self.tokens + tokens;
+        self.seconds = TRANSFER_RETENTION * self.seconds + seconds;
+    }
+}
+
 impl Default for LatencyEstimate {
     fn default() -> Self {
         Self {
             coefficients: PRIOR,
             output_tokens: PRIOR_OUTPUT_TOKENS,
+            transfer_token: PRIOR_TRANSFER_TOKEN,
             request_rate: 0.0,
             prefill_rate: 0.0,
             requests: 0,
@@ -154,6 +205,7 @@ impl Default for ModelLatency {
             decode: CoefficientFit::default(),
             coefficients: PRIOR,
             output_tokens: PRIOR_OUTPUT_TOKENS,
+            transfer: TransferTime::default(),
             traffic: TrafficRate::default(),
             requests: 0,
             time_to_first_token: PredictionTotals::default(),
@@ -210,6 +262,7 @@ impl ModelLatency {
         LatencyEstimate {
             coefficients: self.coefficients,
             output_tokens: self.output_tokens,
+            transfer_token: self.transfer.token_seconds(),
             request_rate: traffic.requests,
             prefill_rate: traffic.prefill_seconds,
             requests: self.requests,
@@ -256,6 +309,7 @@ impl ModelLatency {
             coefficients.decode_step,
             coefficients.decode_resident_token,
             self.output_tokens,
+            self.transfer.token_seconds(),
         ];
         let are_finite = self.prefill.is_finite() && self.decode.is_finite();
         are_finite
@@ -358,6 +412,24 @@ impl ModelLatency {
             self.coefficients.decode_step = solved.first;
             self.coefficients.decode_resident_token = solved.second / RESIDENT_TOKENS;
         }
+    }
+
+    /// Learns from a KV transfer. The observed time includes the decode step of the first token and,
+    /// on average, half of the step that ran when the blocks arrived.
+    pub(crate) fn observe_transfer(&mut self, observation: TransferObservation, speed: &RankSpeed) {
+        let TransferObservation {
+            tokens,
+            resident_tokens,
+            elapsed,
+        } = observation;
+        if elapsed > MAX_OBSERVED || tokens <= 0.0 {
+            return;
+        }
+        let step = speed.decode * self.coefficients.step_seconds(resident_tokens);
+        let expected = self.transfer.token_seconds() * tokens;
+        let observed = (elapsed.as_secs_f64() - 1.5 * step).max(0.0);
+        let limit = MAX_PREFILL_RATIO * expected + PREFILL_MARGIN;
+        self.transfer.add(tokens, observed.min(limit));
     }
 
     /// Learns from an answer of unknown length that took `elapsed` after its first token.

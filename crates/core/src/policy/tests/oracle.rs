@@ -120,13 +120,17 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
                 decode_resident_token: resident * 1e-3,
             }
         });
-    (coefficients, 0.0..1e5, 0.0..1e4, 0.0..1e4, any::<u64>()).prop_map(
-        |(coefficients, output_tokens, request_rate, prefill_rate, requests)| LatencyEstimate {
-            coefficients,
-            output_tokens,
-            request_rate,
-            prefill_rate,
-            requests,
+    let transfer = 0.0..1e-3;
+    (coefficients, 0.0..1e5, transfer, 0.0..1e4, 0.0..1e4).prop_map(
+        |(coefficients, output_tokens, transfer_token, request_rate, prefill_rate)| {
+            LatencyEstimate {
+                coefficients,
+                output_tokens,
+                transfer_token,
+                request_rate,
+                prefill_rate,
+                requests: 1,
+            }
         },
     )
 }

@@ -124,7 +124,13 @@ fn phases_price_only_their_own_work() {
     input.role = WorkerRole::Decode;
     input.track_prefill = false;
     let decode = terms_of(&input, &rank(facts));
-    assert_eq!((decode.first_token, decode.coming), (0.0, 0.0));
+    assert_eq!(
+        (decode.queue, decode.prefill, decode.coming),
+        (0.0, 0.0, 0.0)
+    );
+    let transferred = (4_000.0 - 160.0) * input.estimate.transfer_token;
+    assert_eq!(decode.transfer, transferred);
+    assert_eq!(decode.first_token, 3.0 * transferred);
     assert!(decode.decode > 0.0 && decode.others > 0.0, "{decode:?}");
 }
 
@@ -223,5 +229,30 @@ proptest! {
         prop_assert!(total_of(&input, cached) <= base);
         let longer = seconds_input(prompt + u64::from(more));
         prop_assert!(total_of(&longer, facts) > base);
+    }
+
+    #[test]
+    fn compared_phase_costs_are_finite(
+        facts in facts(),
+        prompt in 0..u64::from(u32::MAX),
+        ranks in 0..100_usize,
+    ) {
+        let candidates = [rank(facts)];
+        for policy in PolicyName::ALL {
+            let settings = PolicySettings::named(policy, &Weights::default());
+            for role in [WorkerRole::Aggregated, WorkerRole::Prefill, WorkerRole::Decode] {
+                let input = PolicyInput {
+                    role,
+                    track_prefill: role != WorkerRole::Decode,
+                    prefill_ranks: Some(ranks),
+                    ..seconds_input(prompt)
+                };
+                let cost = seconds_cost(&input, &candidates, &settings, 0);
+                prop_assert!(cost.is_finite() && cost >= 0.0, "{policy:?} {role:?}: {cost}");
+                if policy == PolicyName::Seconds {
+                    prop_assert_eq!(cost, costs(&input, &candidates, &settings)[0].total);
+                }
+            }
+        }
     }
 }

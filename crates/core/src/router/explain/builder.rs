@@ -71,7 +71,8 @@ impl<'f> ExplanationBuilder<'_, 'f> {
         let winner = phase.choice.index;
         let others = (0..costs.len()).filter(|index| *index != winner);
         let runner_up = others.min_by(|a, b| costs[*a].total.total_cmp(&costs[*b].total));
-        let needs_timing = phase.policy.routing.needs_timing();
+        let needs_timing = phase.policy.routing.needs_timing()
+            || self.context.settings.disaggregation.compares_costs();
         let mut workers = self.explain_workers(&phase.pool.constraints);
         for worker in &mut workers {
             let mut members = phase.members.iter();

@@ -56,6 +56,9 @@ fn local_clause(reason: LocalPrefillReason) -> &'static str {
         LocalPrefillReason::PrefillBusy => {
             "the prefill workers are busy, so it computes the whole prompt"
         }
+        LocalPrefillReason::LowerCost => {
+            "a local prefill costs less time than a remote one, so it computes the whole prompt"
+        }
         LocalPrefillReason::TopologyMismatch => {
             "no decode worker is in reach of the chosen prefill worker, so it computes the whole prompt"
         }

@@ -10,6 +10,7 @@ use crate::policy::{
 };
 use crate::worker::{DpRank, KvTransferRule, TransferEnforcement};
 
+mod learned;
 mod sequential;
 
 fn with_role(id: u64, role: WorkerRole) -> Worker {

@@ -1,6 +1,7 @@
 //! Sequential prefills: each phase is booked while its worker has the request.
 
 use super::*;
+use crate::freshness::SourceStatus;
 
 fn first(failed: &[u64]) -> RouteRequest {
     let failed = failed.iter().map(|id| WorkerId(*id)).collect();
@@ -71,6 +72,33 @@ fn sequential_prefill_books_each_phase_separately() {
             .sum::<u64>(),
         0
     );
+}
+
+#[test]
+fn duration_of_sequential_prefill_is_learned() {
+    let clock = Clock::default();
+    let router = clocked(pools(), RouterSettings::default(), &clock);
+    for member in router.fleet().members() {
+        router.set_source_status(member.rank, SourceStatus::EXACT);
+    }
+    let estimate = || router.load().read(|view| view.estimate(&"m".into()));
+    let prior = estimate();
+    let mut prefilling = router.route(first(&[])).unwrap();
+    let done = router.completed_prefill(&prefilling.route).unwrap();
+    let time = Duration::from_secs(1);
+    clock.advance(time);
+    router.learn_remote_prefill(&mut prefilling);
+    assert_eq!(load_of(&router, done.prefill.to.rank.worker.0), (0, 0, 0));
+    drop(prefilling);
+    let after_prefill = estimate().coefficients;
+    assert!(after_prefill.prefill_token > prior.coefficients.prefill_token);
+
+    let mut decoding = router.route(decode_request(done)).unwrap();
+    clock.advance(time);
+    decoding.reservation.on_first_token();
+    router.learn_prefill(&mut decoding);
+    assert_eq!(estimate().coefficients, after_prefill);
+    assert!(estimate().transfer_token > prior.transfer_token);
 }
 
 #[test]

@@ -243,6 +243,7 @@ fn learned_latency_is_one_line_per_phase() {
             decode_resident_token: 60e-9,
         },
         output_tokens: 343.0,
+        transfer_token: 5e-6,
         request_rate: 6.8,
         prefill_rate: 1.64,
         requests: 412,
