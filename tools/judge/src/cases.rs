@@ -1,5 +1,7 @@
 //! Standard cases: fleets and loads under which policies are compared.
 
+use warmroute_core::worker::WorkerRole;
+
 use crate::gpu_timing::{GpuModel, LLAMA_8B_L40S, QWEN_32B_H100, QWEN_32B_H200};
 use crate::traces::coding_agent::SessionSelection;
 use crate::traces::mooncake::ArrivalSelection;
@@ -67,6 +69,9 @@ pub(crate) struct JudgeCase {
     pub(crate) gpu: GpuModel,
     /// Number of workers.
     pub(crate) workers: usize,
+    /// Number of prefill workers among them. The others are decode workers, or aggregated workers
+    /// if there is no prefill worker.
+    pub(crate) prefill_workers: usize,
     /// Speed of the workers.
     pub(crate) speed: FleetSpeed,
     /// Loss of a worker.
@@ -91,6 +96,7 @@ const CONVERSATION: JudgeCase = JudgeCase {
     load: arrivals(1.2),
     gpu: QWEN_32B_H100,
     workers: 8,
+    prefill_workers: 0,
     speed: FleetSpeed::Uniform,
     outage: None,
     delay: DEFAULT_DELAY,
@@ -224,6 +230,62 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
     },
 ];
 
+/// Start of the names of the disaggregated cases.
+const DISAGGREGATED_PREFIX: &str = "pd-";
+
+/// Fleets with as many prefill as decode workers, and aggregated fleets of the same size and load.
+/// They run only if selected by name.
+const DISAGGREGATED_CONVERSATION_CASES: [JudgeCase; 8] = [
+    split("pd-conv-2+2-light", 4, &conversations(0.25)),
+    split("pd-conv-2+2", 4, &conversations(0.4)),
+    split("pd-conv-4+4-light", 8, &conversations(0.5)),
+    split("pd-conv-4+4", 8, &conversations(0.8)),
+    aggregated("pd-conv-aggregated-4-light", 4, &conversations(0.25)),
+    aggregated("pd-conv-aggregated-4", 4, &conversations(0.4)),
+    aggregated("pd-conv-aggregated-8-light", 8, &conversations(0.5)),
+    aggregated("pd-conv-aggregated-8", 8, &conversations(0.8)),
+];
+
+const DISAGGREGATED_AGENT_CASES: [JudgeCase; 8] = [
+    split("pd-agent-2+2-light", 4, &agents(8)),
+    split("pd-agent-2+2", 4, &agents(16)),
+    split("pd-agent-4+4-light", 8, &agents(16)),
+    split("pd-agent-4+4", 8, &agents(32)),
+    aggregated("pd-agent-aggregated-4-light", 4, &agents(8)),
+    aggregated("pd-agent-aggregated-4", 4, &agents(16)),
+    aggregated("pd-agent-aggregated-8-light", 8, &agents(16)),
+    aggregated("pd-agent-aggregated-8", 8, &agents(32)),
+];
+
+const fn conversations(speed: f64) -> JudgeCase {
+    JudgeCase {
+        load: arrivals(speed),
+        ..CONVERSATION
+    }
+}
+
+const fn agents(concurrency: usize) -> JudgeCase {
+    JudgeCase {
+        load: sessions(concurrency),
+        ..CODING_AGENT
+    }
+}
+
+const fn split(name: &'static str, workers: usize, case: &JudgeCase) -> JudgeCase {
+    JudgeCase {
+        prefill_workers: workers / 2,
+        ..aggregated(name, workers, case)
+    }
+}
+
+const fn aggregated(name: &'static str, workers: usize, case: &JudgeCase) -> JudgeCase {
+    JudgeCase {
+        name,
+        workers,
+        ..*case
+    }
+}
+
 const fn arrivals(speed: f64) -> CaseLoad {
     CaseLoad::Arrivals {
         speed,
@@ -243,6 +305,28 @@ impl JudgeCase {
         } else {
             1.0
         }
+    }
+
+    /// Returns the role of a worker. Prefill workers have the first numbers.
+    pub(crate) fn role(&self, worker: usize) -> WorkerRole {
+        if worker < self.prefill_workers {
+            WorkerRole::Prefill
+        } else if self.prefill_workers > 0 {
+            WorkerRole::Decode
+        } else {
+            WorkerRole::Aggregated
+        }
+    }
+
+    /// Returns whether the case is selected by one of these texts. Without texts, the standard cases
+    /// are. Disaggregated cases are selected only by texts that begin like their names.
+    pub(crate) fn is_selected(&self, texts: &[String]) -> bool {
+        let is_standard = !self.name.starts_with(DISAGGREGATED_PREFIX);
+        let is_match = |text: &String| {
+            self.name.contains(text.as_str())
+                && (is_standard || text.starts_with(DISAGGREGATED_PREFIX))
+        };
+        texts.iter().any(is_match) || (texts.is_empty() && is_standard)
     }
 
     /// Creates the requests of the case. Returns `None` if the trace has another format.
@@ -280,24 +364,53 @@ impl JudgeCase {
     }
 }
 
-/// Returns the standard cases for a trace, and the half that they replay by default.
-pub(crate) fn standard_cases(trace: &RecordedTrace) -> StandardCases {
+/// Returns all cases for a trace, and the half that they replay by default.
+pub(crate) fn cases_for(trace: &RecordedTrace) -> TraceCases {
     match trace {
-        RecordedTrace::Mooncake(_) => StandardCases {
-            cases: CONVERSATION_CASES.to_vec(),
+        RecordedTrace::Mooncake(_) => TraceCases {
+            cases: [&CONVERSATION_CASES[..], &DISAGGREGATED_CONVERSATION_CASES].concat(),
             half: TraceHalf::Second,
         },
-        RecordedTrace::CodingAgent(_) => StandardCases {
-            cases: CODING_AGENT_CASES.to_vec(),
+        RecordedTrace::CodingAgent(_) => TraceCases {
+            cases: [&CODING_AGENT_CASES[..], &DISAGGREGATED_AGENT_CASES].concat(),
             half: TraceHalf::All,
         },
     }
 }
 
 /// Cases for one trace format.
-pub(crate) struct StandardCases {
+pub(crate) struct TraceCases {
     /// All cases.
     pub(crate) cases: Vec<JudgeCase>,
     /// Half of the trace that they replay by default.
     pub(crate) half: TraceHalf,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn disaggregated_cases_run_only_if_selected() {
+        let selected = |text: &str| {
+            let texts = match text {
+                "" => Vec::new(),
+                text => vec![text.to_owned()],
+            };
+            let standard = CONVERSATION_CASES.iter().chain(&CODING_AGENT_CASES);
+            let disaggregated = DISAGGREGATED_CONVERSATION_CASES
+                .iter()
+                .chain(&DISAGGREGATED_AGENT_CASES);
+            [
+                standard.filter(|case| case.is_selected(&texts)).count(),
+                disaggregated
+                    .filter(|case| case.is_selected(&texts))
+                    .count(),
+            ]
+        };
+        assert_eq!(selected(""), [18, 0]);
+        assert_eq!(selected("conv"), [10, 0]);
+        assert_eq!(selected("pd-"), [0, 16]);
+        assert_eq!(selected("pd-agent-2+2"), [0, 2]);
+    }
 }

@@ -18,6 +18,8 @@ pub(crate) struct GpuModel {
     per_context_token: f64,
     /// Per decoding sequence.
     per_sequence: f64,
+    /// KV transfer to another worker, per token.
+    pub(crate) per_transferred_token: f64,
     /// Capacity of the KV cache in tokens.
     pub(crate) kv_tokens: usize,
     /// Maximum number of tokens per pass.
@@ -26,7 +28,8 @@ pub(crate) struct GpuModel {
 
 /// Qwen3-32B on two H100. 48.8 us per token is the published prefill peak of 20,480 tokens/s. An
 /// attention pair is 4 x 64 layers x 64 heads x 128 = 2.1 MFLOP, at 1.2 PFLOP/s for both GPUs.
-/// Decoding reads 64 GB of weights and 262 kB of KV per token, at about 70 % of the bandwidth.
+/// Decoding reads 64 GB of weights and 262 kB of KV per token, at about 70 % of the bandwidth. A KV
+/// transfer over a network adapter of 400 Gbit/s takes 6.6 us per token, at 80 % of its bandwidth.
 pub(crate) const QWEN_32B_H100: GpuModel = GpuModel {
     prefill_base: 4e-3,
     per_prefill_token: 48.8e-6,
@@ -34,6 +37,7 @@ pub(crate) const QWEN_32B_H100: GpuModel = GpuModel {
     decode_base: 13e-3,
     per_context_token: 60e-9,
     per_sequence: 20e-6,
+    per_transferred_token: 6.6e-6,
     kv_tokens: 282_000,
     max_batched_tokens: 8192,
 };
@@ -47,7 +51,7 @@ pub(crate) const QWEN_32B_H200: GpuModel = GpuModel {
 };
 
 /// Llama-3.1-8B on one L40S: 16 GFLOP per token at 160 TFLOP/s. Decoding reads 16 GB of weights and
-/// 131 kB of KV per token, at 75 % of 864 GB/s.
+/// 131 kB of KV per token, at 75 % of 864 GB/s. A KV transfer uses 80 % of 100 Gbit/s.
 pub(crate) const LLAMA_8B_L40S: GpuModel = GpuModel {
     prefill_base: 4e-3,
     per_prefill_token: 100e-6,
@@ -55,6 +59,7 @@ pub(crate) const LLAMA_8B_L40S: GpuModel = GpuModel {
     decode_base: 24e-3,
     per_context_token: 200e-9,
     per_sequence: 30e-6,
+    per_transferred_token: 13e-6,
     kv_tokens: 180_000,
     max_batched_tokens: 4096,
 };

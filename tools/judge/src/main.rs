@@ -25,7 +25,7 @@ use anyhow::{Context, Result, bail};
 use clap::Parser;
 use warmroute_core::policy::PolicyName;
 
-use cases::{JudgeCase, StandardCases, standard_cases};
+use cases::{JudgeCase, TraceCases, cases_for};
 use metrics::RunMetrics;
 use report::{ResultRow, case_table, summary_table};
 use simulation::FleetSimulation;
@@ -37,7 +37,7 @@ struct JudgeArgs {
     /// Trace in Mooncake's format or of coding agents, plain or compressed with gzip
     #[arg(long)]
     trace: PathBuf,
-    /// Policies to compare
+    /// Policies to compare, each with an optional rule of local prefills: `seconds+learned`
     #[arg(long, value_delimiter = ',', default_values_t = PolicyName::ALL.map(|name| name.as_str().to_owned()))]
     policies: Vec<String>,
     /// Number of seeds
@@ -46,7 +46,7 @@ struct JudgeArgs {
     /// File for the results of each case, policy and seed
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Runs only cases whose names contain one of these texts
+    /// Runs only cases whose names contain one of these texts; `pd-` selects the disaggregated cases
     #[arg(long, value_delimiter = ',')]
     cases: Vec<String>,
     /// Part of the trace; by default the second half of requests, or all sessions
@@ -62,10 +62,7 @@ impl JudgeArgs {
     fn select_cases(&self, cases: Vec<JudgeCase>) -> Result<Vec<JudgeCase>> {
         let names: Vec<&str> = cases.iter().map(|case| case.name).collect();
         let names = names.join(", ");
-        let is_selected = |case: &JudgeCase| {
-            let mut texts = self.cases.iter();
-            self.cases.is_empty() || texts.any(|text| case.name.contains(text.as_str()))
-        };
+        let is_selected = |case: &JudgeCase| case.is_selected(&self.cases);
         let selected: Vec<JudgeCase> = cases.into_iter().filter(is_selected).collect();
         if selected.is_empty() {
             bail!("no case of this trace matches; cases: {names}");
@@ -107,7 +104,7 @@ fn main() -> Result<()> {
         policies::router_settings(policy)?;
     }
     let trace = RecordedTrace::load(&args.trace)?;
-    let StandardCases { cases, half } = standard_cases(&trace);
+    let TraceCases { cases, half } = cases_for(&trace);
     let cases = args.select_cases(cases)?;
     let inputs = JudgeInputs {
         policies: args.policies,

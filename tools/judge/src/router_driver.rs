@@ -4,7 +4,7 @@
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
@@ -14,12 +14,14 @@ use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, Stora
 use warmroute_core::freshness::SourceStatus;
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::{CompleteOutput, LoadTracker};
-use warmroute_core::router::{Placement, RoutePrompt, RouteRequest, Router, RouterSettings};
+use warmroute_core::router::{
+    PhaseSelection, Placement, RoutePrompt, RouteRequest, Router, RouterSettings,
+};
 use warmroute_core::worker::{
-    BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId,
+    BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId, WorkerRole,
 };
 
-use crate::gpu_timing::GpuModel;
+use crate::cases::JudgeCase;
 use crate::simulated_engine::{RequestNumber, RequestOutput};
 use crate::traces::BLOCK_TOKENS;
 use crate::virtual_clock::VirtualClock;
@@ -30,7 +32,6 @@ const PORT: u16 = 8000;
 /// Router, its fleet, and the placements of the running requests.
 pub(crate) struct RouterDriver {
     router: Router,
-    clock: VirtualClock,
     block_size: BlockSize,
     /// All workers, including a lost one. The position is the number of the worker.
     workers: Vec<Worker>,
@@ -44,9 +45,23 @@ pub(crate) struct RouterDriver {
 struct ActivePlacement {
     placement: Placement,
     worker: usize,
-    placed_at: Instant,
     has_first_token: bool,
     output_tokens: u64,
+}
+
+/// Worker that computes the prompt of a routed request.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum PlacedRequest {
+    /// One worker computes the prompt and generates the answer.
+    SingleWorker {
+        /// Number of the worker.
+        worker: usize,
+    },
+    /// A prefill worker computes the prompt.
+    RemotePrefill {
+        /// Number of the worker.
+        worker: usize,
+    },
 }
 
 /// Number of decisions and the time that they took.
@@ -61,11 +76,9 @@ pub(crate) struct DecisionTime {
 impl RouterDriver {
     /// Creates a router without workers.
     pub(crate) fn new(settings: RouterSettings, clock: VirtualClock, seed: u64) -> Result<Self> {
-        let load_clock = clock.clone();
-        let load = LoadTracker::new(move || load_clock.now());
+        let load = LoadTracker::new(move || clock.now());
         Ok(Self {
             router: Router::new(PrefixIndex::new(), load, settings, seed),
-            clock,
             block_size: BlockSize::new(BLOCK_TOKENS as u32).context("invalid block size")?,
             workers: Vec::new(),
             writers: Vec::new(),
@@ -74,24 +87,25 @@ impl RouterDriver {
         })
     }
 
-    /// Adds equal workers to the fleet.
-    pub(crate) fn add_workers(&mut self, count: usize, gpu: &GpuModel) {
-        let workers = (0..count).map(|number| self.worker(number, gpu));
+    /// Adds the workers of a case to the fleet.
+    pub(crate) fn add_workers(&mut self, case: &JudgeCase) {
+        let workers = (0..case.workers).map(|number| self.worker(number, case));
         self.workers = workers.collect();
-        self.writers.resize_with(count, || None);
+        self.writers.resize_with(case.workers, || None);
         self.update_fleet(self.workers.clone());
     }
 
-    fn worker(&self, number: usize, gpu: &GpuModel) -> Worker {
+    fn worker(&self, number: usize, case: &JudgeCase) -> Worker {
         let address = Ipv4Addr::from_bits(Ipv4Addr::new(10, 0, 0, 1).to_bits() + number as u32);
         let endpoint = WorkerEndpoint((address, PORT).into());
         let capacity = WorkerCapacity {
-            max_num_batched_tokens: Some(gpu.max_batched_tokens as u64),
-            total_kv_blocks: Some((gpu.kv_tokens / BLOCK_TOKENS) as u64),
+            max_num_batched_tokens: Some(case.gpu.max_batched_tokens as u64),
+            total_kv_blocks: Some((case.gpu.kv_tokens / BLOCK_TOKENS) as u64),
         };
         let id = WorkerId(number as u64);
         Worker {
             capacity,
+            role: case.role(number),
             ..Worker::new(id, endpoint, ModelName::from(MODEL), self.block_size)
         }
     }
@@ -120,23 +134,70 @@ impl RouterDriver {
         }
     }
 
-    /// Routes a request. Returns the number of the chosen worker.
-    pub(crate) fn place(&mut self, request: RequestNumber, prompt: &[u32]) -> Result<usize> {
-        let route_request = self.route_request(prompt);
+    /// Routes a request. A remote prefill is booked alone, like that of an engine that transfers KV
+    /// blocks after the prefill.
+    pub(crate) fn place(
+        &mut self,
+        request: RequestNumber,
+        prompt: &[u32],
+    ) -> Result<PlacedRequest> {
+        let mut route_request = self.route_request(prompt);
+        if self.has_prefill_workers() {
+            let failed = Vec::new();
+            route_request.phases = PhaseSelection::PrefillFirst { failed };
+        }
+        let placement = self.route(route_request)?;
+        let prefill = placement.route.prefill();
+        let prefill = prefill.map(|prefill| worker_number(prefill.to.rank.worker));
+        let decode = worker_number(placement.route.to.rank.worker);
+        let worker = prefill.unwrap_or(decode);
+        self.insert(request, placement, worker);
+        Ok(match prefill {
+            Some(worker) => PlacedRequest::RemotePrefill { worker },
+            None => PlacedRequest::SingleWorker { worker },
+        })
+    }
+
+    /// Routes the decode of a request whose remote prefill has completed. Returns the number of the
+    /// chosen worker.
+    pub(crate) fn place_decode(&mut self, request: RequestNumber, prompt: &[u32]) -> Result<usize> {
+        let mut active = self
+            .active
+            .remove(&request)
+            .context("a prefill without placement")?;
+        self.router.learn_remote_prefill(&mut active.placement);
+        let completed = self.router.completed_prefill(&active.placement.route);
+        let completed = completed.context("the prefill worker has left")?;
+        drop(active);
+        let mut route_request = self.route_request(prompt);
+        route_request.phases = PhaseSelection::Decode(Box::new(completed));
+        let placement = self.route(route_request)?;
+        let worker = worker_number(placement.route.to.rank.worker);
+        self.insert(request, placement, worker);
+        Ok(worker)
+    }
+
+    fn route(&mut self, request: RouteRequest) -> Result<Placement> {
         let start = thread_cpu_time();
-        let placement = self.router.route(route_request)?;
+        let placement = self.router.route(request)?;
         self.decisions.total += thread_cpu_time().saturating_sub(start);
         self.decisions.count += 1;
-        let worker = worker_number(placement.route.to.rank.worker);
+        Ok(placement)
+    }
+
+    fn insert(&mut self, request: RequestNumber, placement: Placement, worker: usize) {
         let placement = ActivePlacement {
             placement,
             worker,
-            placed_at: self.clock.now(),
             has_first_token: false,
             output_tokens: 0,
         };
         self.active.insert(request, placement);
-        Ok(worker)
+    }
+
+    fn has_prefill_workers(&self) -> bool {
+        let mut workers = self.workers.iter();
+        workers.any(|worker| worker.role == WorkerRole::Prefill)
     }
 
     fn route_request(&self, prompt: &[u32]) -> RouteRequest {

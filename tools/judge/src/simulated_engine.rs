@@ -6,10 +6,12 @@ use std::sync::Arc;
 
 use aisimulate_core::engine::generalized::{EngineIdentity, PassId, SchedulerCommand};
 use aisimulate_core::engine::{
-    Command, Engine, EngineConfig, EngineFactory, KvEvent, KvEventData, Output, Request,
+    Command, Engine, EngineConfig, EngineFactory, HandoffId, KvEvent, KvEventData, LifecycleEvent,
+    Output, Request, WorkerType,
 };
 use anyhow::{Context, Result};
 use uuid::Uuid;
+use warmroute_core::worker::WorkerRole;
 
 use crate::gpu_timing::EngineTiming;
 use crate::traces::BLOCK_TOKENS;
@@ -34,6 +36,10 @@ impl RequestNumber {
         Uuid::from_u128(u128::from(self.0) + 1)
     }
 
+    fn to_handoff(self) -> HandoffId {
+        HandoffId::new(self.to_uuid())
+    }
+
     fn from_uuid(id: Uuid) -> Self {
         Self((id.as_u128() - 1) as u32)
     }
@@ -44,6 +50,80 @@ pub(crate) struct SimulatedEngine {
     engine: Engine,
     /// Pass that is being computed.
     pass: Option<PassId>,
+}
+
+/// Request to submit to an engine.
+pub(crate) struct EngineRequest {
+    /// Number in the simulation.
+    pub(crate) number: RequestNumber,
+    /// Tokens of the prompt.
+    pub(crate) prompt: Vec<u32>,
+    /// Tokens to generate.
+    pub(crate) output_tokens: usize,
+}
+
+/// Step of a request at an engine.
+pub(crate) enum EngineCommand {
+    /// Computes the prompt and generates the answer.
+    Submit(EngineRequest),
+    /// Computes the prompt, and holds its KV blocks until [`EngineCommand::ReleasePrefill`].
+    Prefill(EngineRequest),
+    /// Reserves KV blocks for the prompt. The engine reports a [`KvTransfer`] when it has them.
+    Reserve(EngineRequest),
+    /// Generates the answer, because the KV blocks have arrived.
+    Activate(RequestNumber),
+    /// Releases the KV blocks of a prefill, because they were transferred.
+    ReleasePrefill(RequestNumber),
+}
+
+impl EngineCommand {
+    fn into_command(self) -> Command {
+        match self {
+            EngineCommand::Submit(request) => Command::Submit(request.into_request()),
+            EngineCommand::Prefill(request) => Command::SubmitHandoffPrefill {
+                handoff_id: request.number.to_handoff(),
+                request: request.into_request(),
+            },
+            EngineCommand::Reserve(request) => Command::ReserveDestination {
+                handoff_id: request.number.to_handoff(),
+                request: request.into_request(),
+            },
+            EngineCommand::Activate(number) => Command::ActivateDestination {
+                handoff_id: number.to_handoff(),
+            },
+            EngineCommand::ReleasePrefill(number) => Command::ReleaseSource {
+                handoff_id: number.to_handoff(),
+            },
+        }
+    }
+}
+
+impl EngineRequest {
+    fn into_request(self) -> Request {
+        Request {
+            request_id: self.number.to_uuid(),
+            tokens: self.prompt,
+            max_output_tokens: self.output_tokens,
+            output_token_ids: None,
+        }
+    }
+}
+
+/// KV transfer for which the decode engine has reserved blocks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct KvTransfer {
+    /// The request.
+    pub(crate) request: RequestNumber,
+    /// Prompt tokens that the decode engine does not have cached.
+    pub(crate) tokens: usize,
+}
+
+/// Immediate effects of a command.
+pub(crate) struct CommandEffects {
+    /// Changes of the cache.
+    pub(crate) kv_events: Vec<KvEventData>,
+    /// Transfers that may start.
+    pub(crate) transfers: Vec<KvTransfer>,
 }
 
 /// Pass that was started.
@@ -63,6 +143,8 @@ pub(crate) struct FinishedPass {
     pub(crate) kv_events: Vec<KvEventData>,
     /// Results of the requests in the pass.
     pub(crate) outputs: Vec<RequestOutput>,
+    /// Transfers that may start.
+    pub(crate) transfers: Vec<KvTransfer>,
 }
 
 /// Result of one request in one pass.
@@ -80,8 +162,13 @@ pub(crate) struct RequestOutput {
 
 impl SimulatedEngine {
     /// Creates an engine with an empty cache.
-    pub(crate) fn new(worker: usize, timing: EngineTiming) -> Result<Self> {
+    pub(crate) fn new(worker: usize, role: WorkerRole, timing: EngineTiming) -> Result<Self> {
         let config = EngineConfig {
+            // The prefills of `WorkerType::Decode` take no time, so they would always be local.
+            worker_type: match role {
+                WorkerRole::Aggregated | WorkerRole::Decode => WorkerType::Aggregated,
+                WorkerRole::Prefill => WorkerType::Prefill,
+            },
             num_gpu_blocks: timing.gpu.kv_tokens / BLOCK_TOKENS,
             block_size: BLOCK_TOKENS,
             max_num_seqs: MAX_SEQUENCES,
@@ -96,24 +183,20 @@ impl SimulatedEngine {
         Ok(Self { engine, pass: None })
     }
 
-    /// Adds a request. Returns the changes of the cache.
-    pub(crate) fn submit(
-        &mut self,
-        request: RequestNumber,
-        prompt: Vec<u32>,
-        output_tokens: usize,
-        now_ms: f64,
-    ) -> Result<Vec<KvEventData>> {
-        let submitted = Command::Submit(Request {
-            request_id: request.to_uuid(),
-            tokens: prompt,
-            max_output_tokens: output_tokens,
-            output_token_ids: None,
-        });
-        let command = SchedulerCommand::new(DP_RANK, submitted);
+    /// Applies a command.
+    pub(crate) fn apply(&mut self, command: EngineCommand, now_ms: f64) -> Result<CommandEffects> {
+        let command = SchedulerCommand::new(DP_RANK, command.into_command());
         let effects = self.engine.apply_command_effects(command, now_ms)?;
-        let ranks = effects.into_by_rank().into_iter();
-        Ok(event_data(ranks.flat_map(|rank| rank.effects.kv_events)))
+        let mut applied = CommandEffects {
+            kv_events: Vec::new(),
+            transfers: Vec::new(),
+        };
+        for rank in effects.into_by_rank() {
+            applied.kv_events.extend(event_data(rank.effects.kv_events));
+            let transfers = reserved_transfers(&rank.effects.lifecycle_events);
+            applied.transfers.extend(transfers);
+        }
+        Ok(applied)
     }
 
     /// Starts the next pass. Returns `None` if one is being computed or there is no request.
@@ -147,6 +230,8 @@ impl SimulatedEngine {
                 .extend(event_data(rank.effects.kv_events));
             let outputs = rank.effects.outputs.iter();
             finished.outputs.extend(outputs.map(RequestOutput::from));
+            let transfers = reserved_transfers(&rank.effects.lifecycle_events);
+            finished.transfers.extend(transfers);
         }
         Ok(finished)
     }
@@ -165,4 +250,18 @@ impl From<&Output> for RequestOutput {
 
 fn event_data(events: impl IntoIterator<Item = KvEvent>) -> Vec<KvEventData> {
     events.into_iter().map(|event| event.data).collect()
+}
+
+fn reserved_transfers(events: &[LifecycleEvent]) -> impl Iterator<Item = KvTransfer> {
+    events.iter().filter_map(|event| match *event {
+        LifecycleEvent::DestinationReserved {
+            request_id,
+            transferable_prompt_tokens,
+            ..
+        } => Some(KvTransfer {
+            request: RequestNumber::from_uuid(request_id),
+            tokens: transferable_prompt_tokens,
+        }),
+        LifecycleEvent::SourceHeld { .. } => None,
+    })
 }

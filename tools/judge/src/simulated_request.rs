@@ -69,6 +69,8 @@ pub(crate) struct RequestProgress {
     pub(crate) output_tokens: usize,
     /// Prompt tokens that were in the cache of the engine.
     pub(crate) cached_tokens: usize,
+    /// Worker that computes the prompt, if another one generates the answer.
+    pub(crate) prefill_worker: Option<usize>,
 }
 
 impl RequestProgress {
@@ -79,6 +81,7 @@ impl RequestProgress {
             first_token_ms: None,
             output_tokens: 0,
             cached_tokens: 0,
+            prefill_worker: None,
         }
     }
 }

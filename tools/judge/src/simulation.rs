@@ -9,8 +9,11 @@ use warmroute_core::router::RouterSettings;
 
 use crate::cases::JudgeCase;
 use crate::gpu_timing::EngineTiming;
-use crate::router_driver::RouterDriver;
-use crate::simulated_engine::{RequestNumber, RequestOutput, SimulatedEngine};
+use crate::router_driver::{PlacedRequest, RouterDriver};
+use crate::simulated_engine::{
+    CommandEffects, EngineCommand, EngineRequest, FinishedPass, RequestNumber, RequestOutput,
+    SimulatedEngine,
+};
 use crate::simulated_request::{
     CompletedRequest, RequestProgress, RequestState, SessionPosition, SimulationResult,
     UnfinishedRequest,
@@ -46,6 +49,11 @@ enum SimulationEvent {
         from: EngineIncarnation,
         outputs: Vec<RequestOutput>,
     },
+    /// The KV blocks of a remote prefill have arrived at the decode worker.
+    TransferEnd {
+        to: EngineIncarnation,
+        request: RequestNumber,
+    },
     WorkerLost(usize),
     WorkerRestored(usize),
 }
@@ -67,6 +75,8 @@ struct WorkerState {
     last_kv_events_ms: f64,
     /// Time at which the router receives the latest tokens. They arrive in order.
     last_outputs_ms: f64,
+    /// Time at which the latest KV transfer from this worker ends. They are sent one by one.
+    last_transfer_ms: f64,
 }
 
 /// The simulation.
@@ -94,7 +104,7 @@ impl<'w> FleetSimulation<'w> {
     ) -> Result<Self> {
         let clock = VirtualClock::new();
         let mut driver = RouterDriver::new(settings, clock.clone(), seed ^ ROUTER_SEED_MASK)?;
-        driver.add_workers(case.workers, &case.gpu);
+        driver.add_workers(case);
         let workers = (0..case.workers).map(|worker| WorkerState::new(case, worker));
         let mut simulation = Self {
             case,
@@ -199,20 +209,21 @@ impl<'w> FleetSimulation<'w> {
                 self.driver.apply_kv_events(from.worker, &events);
             }
             SimulationEvent::Outputs { from, outputs } if self.is_current(from) => {
-                outputs
-                    .iter()
-                    .for_each(|output| self.driver.on_output(output));
+                self.observe_outputs(from.worker, &outputs, now_ms)?;
+            }
+            SimulationEvent::TransferEnd { to, request } if self.is_current(to) => {
+                self.finish_transfer(to.worker, request, now_ms)?;
             }
             SimulationEvent::WorkerLost(worker) => self.lose_worker(worker, now_ms)?,
             SimulationEvent::WorkerRestored(worker) => {
-                let engine = SimulatedEngine::new(worker, engine_timing(self.case, worker))?;
-                self.workers[worker].engine = Some(engine);
+                self.workers[worker].engine = Some(new_engine(self.case, worker)?);
                 self.driver.restore_workers();
             }
             SimulationEvent::PassEnd(_)
             | SimulationEvent::Retry(_)
             | SimulationEvent::KvEvents { .. }
-            | SimulationEvent::Outputs { .. } => {}
+            | SimulationEvent::Outputs { .. }
+            | SimulationEvent::TransferEnd { .. } => {}
         }
         Ok(())
     }
@@ -225,16 +236,35 @@ impl<'w> FleetSimulation<'w> {
     fn place(&mut self, number: RequestNumber, arrival_ms: f64, now_ms: f64) -> Result<()> {
         let state = &mut self.requests[number.index()];
         state.progress = Some(RequestProgress::new(arrival_ms));
-        let prompt = state.request.tokens();
-        let output_tokens = state.request.output_tokens;
-        let chosen = self.driver.place(number, &prompt)?;
-        let worker = &mut self.workers[chosen];
-        worker.running.push(number);
-        let engine = worker.engine.as_mut();
+        let mut request = EngineRequest {
+            number,
+            prompt: state.request.tokens(),
+            output_tokens: state.request.output_tokens,
+        };
+        let (worker, command) = match self.driver.place(number, &request.prompt)? {
+            PlacedRequest::SingleWorker { worker } => (worker, EngineCommand::Submit(request)),
+            PlacedRequest::RemotePrefill { worker } => {
+                request.output_tokens = 1;
+                self.set_prefill_worker(number, worker);
+                (worker, EngineCommand::Prefill(request))
+            }
+        };
+        self.workers[worker].running.push(number);
+        self.apply(worker, command, now_ms)?;
+        self.start_pass(worker, now_ms)
+    }
+
+    /// Sends a command to an engine and handles its immediate effects.
+    fn apply(&mut self, worker: usize, command: EngineCommand, now_ms: f64) -> Result<()> {
+        let engine = self.workers[worker].engine.as_mut();
         let engine = engine.context("the router chose a lost worker")?;
-        let events = engine.submit(number, prompt, output_tokens, now_ms)?;
-        self.publish_kv_events(chosen, events, now_ms);
-        self.start_pass(chosen, now_ms)
+        let CommandEffects {
+            kv_events,
+            transfers,
+        } = engine.apply(command, now_ms)?;
+        self.publish_kv_events(worker, kv_events, now_ms);
+        self.start_transfers(worker, &transfers, now_ms);
+        Ok(())
     }
 
     /// Schedules the arrival of KV events at the router.
@@ -305,14 +335,25 @@ impl<'w> FleetSimulation<'w> {
         let Some(engine) = self.workers[worker].engine.as_mut() else {
             return Ok(());
         };
-        let finished = engine.finish_pass(now_ms)?;
-        self.publish_kv_events(worker, finished.kv_events, now_ms);
-        let seen_ms = self.publish_outputs(worker, finished.outputs.clone(), now_ms);
-        for output in finished.outputs {
-            self.record_output(&output, now_ms);
+        let FinishedPass {
+            kv_events,
+            outputs,
+            transfers,
+        } = engine.finish_pass(now_ms)?;
+        self.publish_kv_events(worker, kv_events, now_ms);
+        self.start_transfers(worker, &transfers, now_ms);
+        let seen_ms = self.publish_outputs(worker, outputs.clone(), now_ms);
+        for output in outputs {
             if output.is_last {
                 let running = &mut self.workers[worker].running;
                 running.retain(|&request| request != output.request);
+            }
+            if self.is_prefill_worker(worker) {
+                self.record_cached_tokens(&output);
+                continue;
+            }
+            self.record_output(&output, now_ms);
+            if output.is_last {
                 self.complete(output.request, now_ms, seen_ms);
             }
         }
@@ -325,7 +366,10 @@ impl<'w> FleetSimulation<'w> {
         let Some(progress) = &mut state.progress else {
             return;
         };
-        if let Some(cached_tokens) = output.cached_tokens {
+        // After a remote prefill, the cache of the prefill worker counts.
+        if let Some(cached_tokens) = output.cached_tokens
+            && progress.prefill_worker.is_none()
+        {
             progress.cached_tokens = cached_tokens;
         }
         if output.has_token {
@@ -405,7 +449,7 @@ impl<'w> FleetSimulation<'w> {
 impl WorkerState {
     fn new(case: &JudgeCase, worker: usize) -> Result<Self> {
         Ok(Self {
-            engine: Some(SimulatedEngine::new(worker, engine_timing(case, worker))?),
+            engine: Some(new_engine(case, worker)?),
             current: EngineIncarnation {
                 worker,
                 incarnation: 0,
@@ -413,15 +457,17 @@ impl WorkerState {
             running: Vec::new(),
             last_kv_events_ms: 0.0,
             last_outputs_ms: 0.0,
+            last_transfer_ms: 0.0,
         })
     }
 }
 
-fn engine_timing(case: &JudgeCase, worker: usize) -> EngineTiming {
-    EngineTiming {
+fn new_engine(case: &JudgeCase, worker: usize) -> Result<SimulatedEngine> {
+    let timing = EngineTiming {
         gpu: case.gpu,
         slowdown: case.slowdown(worker),
-    }
+    };
+    SimulatedEngine::new(worker, case.role(worker), timing)
 }
 
 /// Returns whether a request is measured: it arrived after the warm-up.
@@ -429,5 +475,6 @@ fn is_measured(case: &JudgeCase, arrival_ms: f64) -> bool {
     arrival_ms >= case.warmup_s * 1e3
 }
 
+mod remote_prefill;
 #[cfg(test)]
 mod tests;

@@ -13,6 +13,7 @@ fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
         },
         gpu: QWEN_32B_H100,
         workers: 3,
+        prefill_workers: 0,
         speed: FleetSpeed::Uniform,
         outage,
         delay: ObservationDelay {
@@ -48,7 +49,15 @@ fn finished_simulation<'w>(
     case: &'w JudgeCase,
     workload: &'w ReplayWorkload,
 ) -> FleetSimulation<'w> {
-    let settings = router_settings("linear").unwrap();
+    simulation_of("linear", case, workload)
+}
+
+fn simulation_of<'w>(
+    policy: &str,
+    case: &'w JudgeCase,
+    workload: &'w ReplayWorkload,
+) -> FleetSimulation<'w> {
+    let settings = router_settings(policy).unwrap();
     let mut simulation = FleetSimulation::new(case, workload, settings, 1).unwrap();
     simulation.run().unwrap();
     simulation
@@ -112,4 +121,48 @@ fn equal_seeds_give_equal_results() {
     let workload = test_workload(&case);
     let run = || finished_simulation(&case, &workload).into_result();
     assert_eq!(run().completed, run().completed);
+}
+
+#[test]
+fn remote_prefills_complete_and_release_their_load() {
+    let case = JudgeCase {
+        prefill_workers: 1,
+        ..test_case(None)
+    };
+    let workload = test_workload(&case);
+    let simulation = simulation_of("seconds", &case, &workload);
+    assert_no_load(&simulation);
+    assert!(simulation.workers[0].last_transfer_ms > 0.0);
+    let model = "simulated".into();
+    let load = simulation.driver.router().load();
+    let estimate = load.read(|view| view.estimate(&model));
+    let per_token = QWEN_32B_H100.per_transferred_token;
+    // The observed time includes the delay of tokens and waits for other transfers.
+    let ratio = estimate.transfer_token / per_token;
+    assert!((1.0..4.0).contains(&ratio), "{estimate:?}");
+    let ratio = estimate.coefficients.prefill_token / 48.8e-6;
+    assert!((0.5..2.0).contains(&ratio), "{estimate:?}");
+    let result = simulation.into_result();
+    assert_eq!(result.completed.len(), 80);
+    assert!(result.completed.iter().all(|one| one.output_tokens == 100));
+    assert!(result.completed.iter().any(|one| one.cached_tokens > 0));
+}
+
+#[test]
+fn learned_rule_prefills_some_prompts_locally() {
+    let case = JudgeCase {
+        prefill_workers: 1,
+        ..test_case(None)
+    };
+    let workload = test_workload(&case);
+    let simulation = simulation_of("seconds+learned", &case, &workload);
+    assert_no_load(&simulation);
+    let result = simulation.into_result();
+    assert_eq!(result.completed.len(), 80);
+    // A remote prefill has two decisions.
+    assert!(
+        (81..160).contains(&result.decisions.count),
+        "{:?}",
+        result.decisions
+    );
 }
