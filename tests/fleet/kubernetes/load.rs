@@ -292,9 +292,11 @@ async fn fleet_changes_fail_no_request() {
     site.deployment.idle().await;
     // In place of pod `a`, the index contains its successor at the same engine, whose events are
     // read from the beginning.
-    assert!(
+    let has_successor = until(PATIENCE, async || {
         site.indexed(0).await.is_some_and(|blocks| blocks > 0) && site.indexed(2).await.is_some()
-    );
+    })
+    .await;
+    assert!(has_successor, "{:?}", site.indexed(0).await);
     site.wait_index_matches(&[0, 2, 3]).await;
     site.server.delete("pods", "a2");
     site.wait_index_matches(&[2, 3]).await;

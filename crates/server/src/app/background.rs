@@ -156,8 +156,13 @@ impl App {
                 .readiness
                 .begin_step("warm start of the learned latency");
             let router = dispatcher.router().clone();
-            self.background
-                .spawn(restore_latency(warm_start, router, ready));
+            let stop = self.stop.clone();
+            self.background.spawn(async move {
+                stop.run_until_cancelled(restore_latency(warm_start, router, ready))
+                    .await;
+                // The end of a background task would stop the process.
+                stop.cancelled().await;
+            });
         }
         let controller = FleetController::new(config, parts, self.readiness.clone());
         self.poll_engine_settings(config, dispatcher.router(), reports_tx);
