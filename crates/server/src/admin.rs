@@ -25,9 +25,6 @@ use crate::dispatch::audit::CacheAudit;
 /// Path of the audit totals: predicted against reported cache hits.
 pub const AUDIT_PATH: &str = "/debug/audit";
 
-/// Path of the learned latency: predicted against observed times to first token.
-pub const CALIBRATION_PATH: &str = "/debug/calibration";
-
 /// State that the pages read.
 #[derive(Clone)]
 pub struct AdminState {
@@ -96,7 +93,7 @@ pub fn admin_routes(admin: AdminState) -> Routes {
             }),
         )
         .route(
-            CALIBRATION_PATH,
+            "/debug/calibration",
             get(|State(admin): State<AdminState>| async move {
                 Json(json!(admin.dispatcher.router().load().calibration()))
             }),

@@ -1,6 +1,8 @@
 //! Simulation of a fleet of engines behind a router, in virtual time. The router sees only what a
 //! real one sees: prompts when they arrive, and KV events and tokens after a delay.
 
+mod remote_prefill;
+
 use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
 use rand::rngs::StdRng;
@@ -475,6 +477,5 @@ fn is_measured(case: &JudgeCase, arrival_ms: f64) -> bool {
     arrival_ms >= case.warmup_s * 1e3
 }
 
-mod remote_prefill;
 #[cfg(test)]
 mod tests;

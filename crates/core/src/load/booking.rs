@@ -75,17 +75,16 @@ pub struct LoadBooking {
 impl LoadBooking {
     /// Returns the prompt tokens that the rank has to compute.
     pub(super) fn prefill_tokens(&self) -> u64 {
-        let tokens = if self.track_prefill {
-            self.prompt_tokens.saturating_sub(self.cached_tokens)
+        if self.track_prefill {
+            self.uncached_tokens()
         } else {
             0
-        };
-        tokens.min(MAX_PREFILL_TOKENS)
+        }
     }
 
-    /// Returns the prompt tokens that the rank receives by KV transfer, if another rank computes the
-    /// prefill.
-    pub(super) fn transferred_tokens(&self) -> u64 {
+    /// Returns the prompt tokens that the rank computes, or receives by KV transfer if another rank
+    /// computes the prefill.
+    pub(super) fn uncached_tokens(&self) -> u64 {
         let tokens = self.prompt_tokens.saturating_sub(self.cached_tokens);
         tokens.min(MAX_PREFILL_TOKENS)
     }

@@ -90,7 +90,7 @@ impl LoadTable {
             return;
         };
         let observation = TransferObservation {
-            tokens: booking.transferred_tokens() as f64,
+            tokens: booking.uncached_tokens() as f64,
             resident_tokens: row.context_tokens as f64,
             elapsed,
         };

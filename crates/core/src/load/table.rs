@@ -56,12 +56,6 @@ pub(super) struct BookedShare {
     pub(super) answer: AnswerProgress,
 }
 
-/// Share that moves to another row, with the time to first token that is predicted there.
-struct AdoptedShare {
-    share: BookedShare,
-    first_token_seconds: f64,
-}
-
 /// Answer tokens that were observed.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct AnswerProgress {
@@ -165,15 +159,10 @@ impl LoadTable {
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
-        let work = booking.prefill_work();
-        let first_token_seconds = self
-            .latency
-            .model(row.model)
-            .first_token_seconds(work, &row.timing(now));
-        let prefill = row.prefills.begin(booking, first_token_seconds, now);
+        let prefill = row.begin_prefill(&self.latency, booking, now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, speed| {
-                model.on_booked(work, speed, now);
+                model.on_booked(booking.prefill_work(), speed, now);
             });
         }
         let leaves = row.hold_prompts(&mut self.prompts, booking);
@@ -267,15 +256,13 @@ impl LoadTable {
                 .and_then(Option::as_mut)
             && row.rank == booking.rank
         {
-            let first_token_seconds = self
-                .latency
-                .model(row.model)
-                .first_token_seconds(booking.prefill_work(), &row.timing(now));
-            let adopted = AdoptedShare {
-                share,
-                first_token_seconds,
+            // The ticket of a row that is gone has no meaning in another row.
+            share.prefill = if share.has_first_token {
+                None
+            } else {
+                row.begin_prefill(&self.latency, &booking, now)
             };
-            part.share = Some(row.adopt_share(&mut self.prompts, &booking, adopted, now));
+            part.share = Some(row.adopt_share(&mut self.prompts, &booking, share));
             part.booking = booking;
         }
         is_freed
@@ -363,23 +350,26 @@ impl RankRow {
         }
     }
 
-    /// Books a share that was released from another row.
+    /// Begins the prefill of a booking. Returns `None` if there are no tokens to compute.
+    fn begin_prefill(
+        &mut self,
+        latency: &LatencyRegistry,
+        booking: &LoadBooking,
+        now: Instant,
+    ) -> Option<PrefillTicket> {
+        let model = latency.model(self.model);
+        let first_token_seconds =
+            model.first_token_seconds(booking.prefill_work(), &self.timing(now));
+        self.prefills.begin(booking, first_token_seconds, now)
+    }
+
+    /// Books a share that was released from another row, and whose prefill has begun in this one.
     fn adopt_share(
         &mut self,
         prompts: &mut PromptTree,
         booking: &LoadBooking,
-        from: AdoptedShare,
-        now: Instant,
+        from: BookedShare,
     ) -> BookedShare {
-        let AdoptedShare {
-            share: from,
-            first_token_seconds,
-        } = from;
-        let prefill = if from.has_first_token {
-            None
-        } else {
-            self.prefills.begin(booking, first_token_seconds, now)
-        };
         let leaves = self.hold_prompts(prompts, booking);
         self.context_tokens += from.answer.tokens;
         self.weight += from.outputs.weight();
@@ -388,7 +378,6 @@ impl RankRow {
         }
         BookedShare {
             generation: self.generation,
-            prefill,
             leaves,
             ..from
         }

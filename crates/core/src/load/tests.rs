@@ -370,6 +370,21 @@ fn out_of_range_fractions_are_clamped() {
 }
 
 #[test]
+fn moved_request_keeps_no_ticket_of_lost_row() {
+    let tracker = LoadTracker::new(Instant::now);
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
+    tracker.open_slot(RankSlot(1), rank(2), &"m".into());
+    let mut moved = book(&tracker, booking(0, 1, &[], 40));
+    tracker.open_slot(RankSlot(0), rank(1), &"m".into());
+    moved.on_first_token();
+    assert!(moved.relocate(|_, _| Some(booking(1, 2, &[], 40))));
+    let other = book(&tracker, booking(1, 2, &[], 50));
+    drop(moved);
+    assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 50, 1)]);
+    drop(other);
+}
+
+#[test]
 fn estimated_prefill_decays_with_time() {
     let (tracker, now) = timed();
     let timed = |tokens, millis| LoadBooking {

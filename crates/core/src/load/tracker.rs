@@ -10,8 +10,6 @@ use parking_lot::Mutex;
 use super::booking::{LoadBooking, RankLoad};
 use super::engine_load::{EngineLoadSample, EngineLoadTable};
 use super::events::{BookingId, LoadListener, ReservationEvent};
-#[cfg(test)]
-use super::latency::RankSpeed;
 use super::table::LoadTable;
 use super::view::LoadView;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
@@ -99,14 +97,6 @@ impl LoadTracker {
     pub fn snapshot(&self) -> Vec<RankLoad> {
         let table = self.table.lock();
         table.snapshot((self.clock)())
-    }
-
-    /// Returns the learned speed of a rank.
-    #[cfg(test)]
-    pub(crate) fn rank_speed(&self, slot: RankSlot, rank: WorkerRank) -> Option<RankSpeed> {
-        let table = self.table.lock();
-        let row = table.row(slot).filter(|row| row.rank == rank)?;
-        Some(row.speed)
     }
 
     /// Returns the current time of the injected clock.

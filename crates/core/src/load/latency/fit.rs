@@ -49,7 +49,7 @@ pub(super) struct CoefficientFit {
 }
 
 impl CoefficientFit {
-    /// Returns whether all sums are finite. Sums that were read from outside may not be.
+    /// Returns whether all sums are finite. Those of another process may not be.
     pub(super) fn is_finite(&self) -> bool {
         let sums = [
             self.first_first,

@@ -59,8 +59,8 @@ const OUTPUT_SHARE: f64 = 0.02;
 /// Number of prefills before outliers are limited and factors are learned.
 const MIN_PREFILLS: u64 = 10;
 
-/// A prefill or KV transfer counts for at most this multiple of its expected time plus [`PREFILL_MARGIN`] seconds.
-/// A longer one waited for memory, was preempted, or stalled.
+/// A prefill or KV transfer counts for at most this multiple of its expected time plus
+/// [`PREFILL_MARGIN`] seconds. A longer one waited for memory, was preempted, or stalled.
 const MAX_PREFILL_RATIO: f64 = 3.0;
 const PREFILL_MARGIN: f64 = 0.05;
 
@@ -299,8 +299,8 @@ impl ModelLatency {
         self.time_to_first_token
     }
 
-    /// Returns whether all numbers are finite, and no coefficient is negative. A model that was read
-    /// from outside may be invalid.
+    /// Returns whether all numbers are finite, and no coefficient is negative. The model of
+    /// another process may be invalid.
     pub(super) fn is_valid(&self) -> bool {
         let coefficients = &self.coefficients;
         let numbers = [

@@ -12,7 +12,7 @@ pub struct FirstTokenObservation {
 }
 
 impl FirstTokenObservation {
-    /// Returns the observed time divided by the predicted one; `None` if nothing was to compute.
+    /// Returns the observed time divided by the predicted one; `None` if nothing had to be computed.
     pub fn ratio(&self) -> Option<f64> {
         (self.predicted > 0.0).then(|| self.observed / self.predicted)
     }
@@ -41,11 +41,5 @@ impl PredictionTotals {
         self.predicted_seconds += predicted;
         self.observed_seconds += observed;
         self.absolute_error_seconds += (observed - predicted).abs();
-    }
-
-    /// Returns the sum of the observed times over the sum of the predicted times, or `None` before
-    /// the first request. Above 1, requests take longer than predicted.
-    pub fn ratio(&self) -> Option<f64> {
-        (self.predicted_seconds > 0.0).then(|| self.observed_seconds / self.predicted_seconds)
     }
 }

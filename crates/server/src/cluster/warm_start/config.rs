@@ -33,7 +33,8 @@ pub struct WarmStartConfig {
     #[serde(default)]
     pub on_timeout: DeadlineAction,
     /// Snapshot file. It is written at shutdown, and read at startup for ranks that cannot be
-    /// copied from the peer.
+    /// copied from the peer. The learned latency is in a second file, with the added extension
+    /// `latency.json`.
     #[serde(default)]
     pub snapshot_file: Option<PathBuf>,
     /// Maximum age of the snapshot file.

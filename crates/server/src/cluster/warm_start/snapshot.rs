@@ -97,20 +97,9 @@ pub(super) fn read_latency(
     max_age: Duration,
     now: SystemTime,
 ) -> Option<LatencySnapshot> {
-    let path = latency_path(path);
-    if !path.exists() {
-        return None;
-    }
-    let read = open_recent(&path, max_age, now)
-        .and_then(|file| Ok(serde_json::from_reader(BufReader::new(file))?));
-    match read {
-        Ok(latency) => Some(latency),
-        Err(problem) => {
-            let problem = format!("{problem:#}");
-            warn!(path = %path.display(), problem, "warm start: learned latency not usable");
-            None
-        }
-    }
+    read_recent(&latency_path(path), max_age, now, |file| {
+        Ok(serde_json::from_reader(BufReader::new(file))?)
+    })
 }
 
 /// Returns the contents of the file. Returns an empty map if the file does not exist, is too old or
@@ -120,32 +109,36 @@ pub(super) fn read_snapshot(
     max_age: Duration,
     now: SystemTime,
 ) -> HashMap<WorkerRank, Arc<RankDump>> {
-    if !path.exists() {
-        return HashMap::new();
+    let ranks = read_recent(path, max_age, now, read_ranks);
+    if let Some(ranks) = &ranks {
+        info!(path = %path.display(), ranks = ranks.len(), "warm start: snapshot file read");
     }
-    match try_read_snapshot(path, max_age, now) {
-        Ok(ranks) => {
-            info!(path = %path.display(), ranks = ranks.len(), "warm start: snapshot file read");
-            ranks
-        }
-        Err(problem) => {
-            let problem = format!("{problem:#}");
-            warn!(path = %path.display(), problem, "warm start: snapshot file not usable");
-            HashMap::new()
-        }
-    }
+    ranks.unwrap_or_default()
 }
 
-fn try_read_snapshot(
-    path: &Path,
-    max_age: Duration,
-    now: SystemTime,
-) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
-    let file = open_recent(path, max_age, now)?;
+fn read_ranks(file: File) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> {
     let ranks = DumpReader::new(BufReader::with_capacity(BUFFER_BYTES, file))?;
     Ok(ranks
         .map(|dump| dump.map(|dump| (dump.rank(), Arc::new(dump.into_detached()))))
         .collect::<Result<_, _>>()?)
+}
+
+/// Reads a file that is at most this old. Returns `None` if it does not exist or is not usable.
+fn read_recent<T>(
+    path: &Path,
+    max_age: Duration,
+    now: SystemTime,
+    read: impl FnOnce(File) -> anyhow::Result<T>,
+) -> Option<T> {
+    if !path.exists() {
+        return None;
+    }
+    let read = open_recent(path, max_age, now).and_then(read);
+    read.inspect_err(|problem| {
+        let problem = format!("{problem:#}");
+        warn!(path = %path.display(), problem, "warm start: snapshot file not usable");
+    })
+    .ok()
 }
 
 /// Opens a file that is at most this old.
