@@ -10,10 +10,16 @@ mod long_words;
 mod single_core;
 mod verified;
 
+use memchr::memmem;
 use tokenizers::{ModelWrapper, Tokenizer};
 
 use long_words::LongWordEncoder;
 pub(super) use verified::VerifiedTokenizer;
+
+/// Texts with one of these characters are unsupported: the long s, and the letter whose normal form
+/// D contains it. The engines' library folds the long s to `s`, so `'ſ` matches the pattern
+/// `(?i:'s)`. The fast library accepts only ASCII letters there.
+const UNSUPPORTED_CHARS: [&str; 2] = ["\u{17f}", "\u{1e9b}"];
 
 /// A tokenizer of the fast library.
 pub(super) struct FastTokenizer {
@@ -58,11 +64,20 @@ impl FastTokenizer {
 
     /// Returns the tokens of a text without special tokens, or `None` if the text is unsupported.
     pub(super) fn ids(&self, text: &str) -> Option<Vec<u32>> {
+        if has_unsupported_char(text) {
+            return None;
+        }
         if long_words::has_long_word(text) {
             return self.long_words.ids(&self.tokenizer, text);
         }
         self.tokenizer.encode_with_special_tokens(text, false).ok()
     }
+}
+
+fn has_unsupported_char(text: &str) -> bool {
+    UNSUPPORTED_CHARS
+        .iter()
+        .any(|char| memmem::find(text.as_bytes(), char.as_bytes()).is_some())
 }
 
 #[cfg(test)]

@@ -37,7 +37,6 @@ pub(in crate::prompt) const PIECES: &[&str] = &[
     "½",
     "'s",
     "'S",
-    "'ſ",
     "'ll",
     "'LL",
     "'re",

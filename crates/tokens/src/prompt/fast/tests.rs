@@ -257,8 +257,23 @@ fn fast_tokens_match_for_long_words() {
 }
 
 #[test]
-fn plain_texts_use_fast_library() {
+fn long_s_in_contraction_uses_library() {
+    let (tokenizer, fast) = all().last().map(|(_, pair)| pair).unwrap();
+    for text in ["a'\u{17f}'SThe", "a'\u{1e9b}'SThe"] {
+        assert_eq!(fast.ids(text), None);
+        let checked = VerifiedTokenizer::new(tokenizer.clone());
+        assert_eq!(checked.enable_fast_path(), Ok(()));
+        let known = tokenizer.encode_fast(text, false).unwrap();
+        assert_eq!(checked.ids(text).unwrap(), known.get_ids());
+    }
+    assert!(fast.ids("a's'SThe").is_some());
+}
+
+#[test]
+fn hard_texts_use_fast_library() {
     for (name, (_, fast)) in all() {
-        assert!(fast.ids("plain words").is_some(), "{name}");
+        for text in hard_texts::hard_texts(&[]) {
+            assert!(fast.ids(&text).is_some(), "{name}: {text:.60}");
+        }
     }
 }
