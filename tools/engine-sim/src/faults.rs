@@ -18,6 +18,8 @@ pub(crate) struct FaultConfig {
     pub(crate) hang: bool,
     /// Requests are refused with this status.
     pub(crate) refuse: Option<u16>,
+    /// Factor on the duration of every step; the engine runs at its normal speed without it.
+    pub(crate) slow_steps: Option<f64>,
     /// Delay of every first token.
     pub(crate) slow_first_token_ms: u64,
     /// First tokens are computed but withheld until the fault is cleared.
@@ -96,6 +98,11 @@ impl FaultState {
             Some(CrashTrigger::NextRequest) => crash(),
             _ => {}
         }
+    }
+
+    /// Returns the factor on the duration of the next step.
+    pub(crate) fn step_factor(&self) -> f64 {
+        self.faults.lock().slow_steps.unwrap_or(1.0).max(0.0)
     }
 
     /// Ends the process if a crash is due. Every scheduler step calls it.

@@ -265,7 +265,11 @@ impl EngineRank {
                 continue;
             };
             faults.crash_if_due();
-            clock = clock.max(Instant::now() - MAX_CATCH_UP) + self.timing.step_duration(&step);
+            let duration = self
+                .timing
+                .step_duration(&step)
+                .mul_f64(faults.step_factor());
+            clock = clock.max(Instant::now() - MAX_CATCH_UP) + duration;
             tokio::time::sleep_until(clock).await;
             self.complete(&step);
         }

@@ -4,22 +4,17 @@
 pub(crate) mod coding_agent;
 pub(crate) mod mooncake;
 
-use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
-use flate2::read::GzDecoder;
 use serde_json::Value;
+use warmroute_traces::read_lines;
 
 use coding_agent::CodingAgentTrace;
 use mooncake::MooncakeTrace;
 
 /// Tokens per KV block of the engines and the router.
-pub(crate) const BLOCK_TOKENS: usize = 64;
-
-/// First bytes of a gzip file.
-const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+pub(crate) use warmroute_traces::BLOCK_TOKENS;
 
 /// Part of a trace that is replayed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
@@ -112,23 +107,6 @@ impl RecordedTrace {
             bail!("unknown trace format: the first line has neither `hash_ids` nor `session`")
         }
     }
-}
-
-/// Reads all lines of a plain or compressed file.
-fn read_lines(path: &Path) -> Result<Vec<String>> {
-    let mut file = File::open(path).with_context(|| path.display().to_string())?;
-    let mut magic = Vec::new();
-    (&mut file)
-        .take(GZIP_MAGIC.len() as u64)
-        .read_to_end(&mut magic)?;
-    file.rewind()?;
-    let reader: Box<dyn Read> = if magic == GZIP_MAGIC {
-        Box::new(GzDecoder::new(file))
-    } else {
-        Box::new(file)
-    };
-    let lines: std::io::Result<Vec<String>> = BufReader::new(reader).lines().collect();
-    lines.with_context(|| path.display().to_string())
 }
 
 #[cfg(test)]

@@ -5,6 +5,9 @@
 //!
 //! `cargo run --release --example load` runs the sweeps. All other programs run as separate
 //! processes: the running program starts itself again with another first argument.
+//!
+//! `cargo run --release --example policy_replay` compares routing policies: [`policy_replay`] sends
+//! the same sessions to simulated engines with each policy.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
@@ -16,6 +19,7 @@ pub mod goals;
 pub mod helper_programs;
 mod instant_engines;
 pub mod measure;
+pub mod policy_replay;
 mod process_usage;
 pub mod report;
 pub mod setups;

@@ -210,13 +210,17 @@ pub struct ReplaySummary {
     pub hit_rate: f64,
     /// Times to first token in milliseconds.
     pub ttft_ms: LatencyPercentiles,
+    /// Times to the end of the answer in milliseconds.
+    pub e2e_ms: LatencyPercentiles,
     /// Number of answers by worker.
     pub requests_per_worker: BTreeMap<String, usize>,
 }
 
-/// Percentiles of a distribution of times.
+/// Mean and percentiles of a distribution of times.
 #[derive(Clone, Debug, Serialize)]
 pub struct LatencyPercentiles {
+    /// Mean.
+    pub mean: f64,
     /// Median.
     pub p50: f64,
     /// 95th percentile.
@@ -226,12 +230,13 @@ pub struct LatencyPercentiles {
 }
 
 impl LatencyPercentiles {
-    /// Returns the percentiles; zeros for an empty list.
+    /// Returns the mean and the percentiles; zeros for an empty list.
     pub fn of(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
         let rank = |share: f64| ((values.len() as f64 * share).ceil() as usize).saturating_sub(1);
         let at = |share: f64| values.get(rank(share)).copied().unwrap_or(0.0);
         Self {
+            mean: values.iter().sum::<f64>() / values.len().max(1) as f64,
             p50: at(0.50),
             p95: at(0.95),
             p99: at(0.99),
@@ -265,6 +270,10 @@ pub fn summarize(samples: &[RequestSample]) -> ReplaySummary {
     let (prompt, cached) = good().fold((0, 0), |(prompt, cached), sample| {
         (prompt + sample.prompt_tokens, cached + sample.cached_tokens)
     });
+    let latency = |time: fn(&RequestSample) -> Duration| {
+        let times = good().map(|sample| time(sample).as_secs_f64() * 1e3);
+        LatencyPercentiles::of(times.collect())
+    };
     let mut requests_per_worker = BTreeMap::new();
     for engine in good().filter_map(|sample| sample.engine.clone()) {
         *requests_per_worker.entry(engine).or_default() += 1;
@@ -275,11 +284,8 @@ pub fn summarize(samples: &[RequestSample]) -> ReplaySummary {
         } else {
             cached as f64 / prompt as f64
         },
-        ttft_ms: LatencyPercentiles::of(
-            good()
-                .map(|sample| sample.ttft.as_secs_f64() * 1e3)
-                .collect(),
-        ),
+        ttft_ms: latency(|sample| sample.ttft),
+        e2e_ms: latency(|sample| sample.duration),
         requests_per_worker,
     }
 }

@@ -10,7 +10,12 @@ use rand::seq::{IndexedRandom as _, SliceRandom as _};
 use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
 
-const WORDS: &str = include_str!("../../engine-sim/src/words.txt");
+/// Frequent English words, one per line.
+pub const WORDS: &str = include_str!("../../engine-sim/src/words.txt");
+
+/// KV blocks of each of the four engines that serve [`WorkloadShape::chat_product`]. They hold about
+/// 32,000 tokens, which is some ten conversations.
+pub const CHAT_PRODUCT_BLOCKS: usize = 2_000;
 
 /// Parameters of a workload; values are drawn uniformly from the ranges.
 #[derive(Clone, Debug)]
@@ -31,6 +36,24 @@ pub struct WorkloadShape {
     pub think: RangeInclusive<Duration>,
     /// Number of sessions that begin per second, at random times.
     pub sessions_per_second: f64,
+}
+
+impl WorkloadShape {
+    /// Returns the workload of a chat product: assistants with one system prompt each, and
+    /// conversations in which users paste text. Its total size is several times the cache of one
+    /// engine with [`CHAT_PRODUCT_BLOCKS`].
+    pub fn chat_product() -> Self {
+        Self {
+            groups: 60,
+            sessions_per_group: 1,
+            turns: 4..=7,
+            system_words: 100..=300,
+            user_words: 100..=300,
+            max_tokens: 8..=32,
+            think: Duration::from_millis(300)..=Duration::from_millis(1500),
+            sessions_per_second: 3.0,
+        }
+    }
 }
 
 impl Default for WorkloadShape {

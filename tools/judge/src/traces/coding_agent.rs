@@ -4,14 +4,14 @@
 
 use std::collections::HashMap;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
-use serde::Deserialize;
+use warmroute_traces::{RecordedSession, SessionHeader};
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{BLOCK_TOKENS, ReplayWorkload, ReplayedRequest, TraceHalf};
+use super::{ReplayWorkload, ReplayedRequest, TraceHalf};
 
 /// Maximum number of requests per session.
 const MAX_TURNS: usize = 40;
@@ -33,59 +33,18 @@ const MAX_COMMON_BLOCKS: u32 = 4096;
 /// First token of partial last blocks.
 const FIRST_LAST_TOKEN: u32 = 0x8000_0000;
 
-#[derive(Clone, Debug, Deserialize)]
-struct SessionHeader {
-    session: String,
-    /// Tokens of the tool definitions.
-    tool: u64,
-    /// Tokens of the system prompt.
-    system: u64,
-    /// Distinct blocks of the session.
-    blocks: u32,
+/// Returns the number of blocks that the session shares with others.
+fn common_blocks(header: &SessionHeader) -> u32 {
+    header.common_blocks().min(u64::from(MAX_COMMON_BLOCKS)) as u32
 }
 
-impl SessionHeader {
-    /// Returns the number of blocks that the session shares with others.
-    fn common_blocks(&self) -> u32 {
-        let blocks = (self.tool + self.system) / BLOCK_TOKENS as u64;
-        blocks.min(u64::from(MAX_COMMON_BLOCKS)) as u32
+fn is_in(header: &SessionHeader, half: TraceHalf) -> bool {
+    let is_odd = xxh3_64(header.session.as_bytes()) & 1 == 1;
+    match half {
+        TraceHalf::First => !is_odd,
+        TraceHalf::Second => is_odd,
+        TraceHalf::All => true,
     }
-
-    fn is_in(&self, half: TraceHalf) -> bool {
-        let is_odd = xxh3_64(self.session.as_bytes()) & 1 == 1;
-        match half {
-            TraceHalf::First => !is_odd,
-            TraceHalf::Second => is_odd,
-            TraceHalf::All => true,
-        }
-    }
-}
-
-#[derive(Clone, Debug, Deserialize)]
-struct SessionLine {
-    /// Seconds between the previous answer and this request.
-    think: f64,
-    #[serde(rename = "in")]
-    input: usize,
-    #[serde(rename = "out")]
-    output: usize,
-    /// Leading blocks of the previous prompt that this prompt keeps.
-    keep: usize,
-    /// Runs of appended blocks: first id and number.
-    new: Vec<[u32; 2]>,
-}
-
-#[derive(Debug, Deserialize)]
-#[serde(untagged)]
-enum CodingAgentLine {
-    Header(SessionHeader),
-    Request(SessionLine),
-}
-
-#[derive(Clone, Debug)]
-struct RecordedSession {
-    header: SessionHeader,
-    lines: Vec<SessionLine>,
 }
 
 /// Trace of sessions.
@@ -108,36 +67,23 @@ pub(crate) struct SessionSelection {
 
 impl CodingAgentTrace {
     pub(super) fn parse(lines: &[String]) -> Result<Self> {
-        let mut sessions: Vec<RecordedSession> = Vec::new();
-        for line in lines {
-            let line = serde_json::from_str(line).context("invalid line of a session trace")?;
-            match line {
-                CodingAgentLine::Header(header) => sessions.push(RecordedSession {
-                    header,
-                    lines: Vec::new(),
-                }),
-                CodingAgentLine::Request(request) => sessions
-                    .last_mut()
-                    .context("a request precedes the first session")?
-                    .lines
-                    .push(request),
-            }
-        }
-        Ok(Self { sessions })
+        Ok(Self {
+            sessions: warmroute_traces::parse_sessions(lines)?,
+        })
     }
 
     /// Creates a workload of sessions in random order.
     pub(crate) fn workload(&self, selection: &SessionSelection) -> ReplayWorkload {
         let selected = self.sessions.iter();
         let mut recorded: Vec<&RecordedSession> = selected
-            .filter(|session| session.header.is_in(selection.half))
+            .filter(|session| is_in(&session.header, selection.half))
             .collect();
         recorded.shuffle(&mut StdRng::seed_from_u64(selection.seed));
         let mut allocator = TokenAllocator::default();
         let mut sessions = Vec::new();
         for session in recorded {
             let tokens = allocator.allocate(&session.header);
-            let turns = session.turns(&tokens, selection.max_tokens);
+            let turns = decode_turns(session, &tokens, selection.max_tokens);
             if turns.len() >= MIN_TURNS {
                 sessions.push(turns);
             }
@@ -152,32 +98,29 @@ impl CodingAgentTrace {
     }
 }
 
-impl RecordedSession {
-    /// Decodes the requests, without those that are empty or too long.
-    fn turns(&self, tokens: &SessionTokens, max_tokens: usize) -> Vec<ReplayedRequest> {
-        let mut blocks: Vec<u32> = Vec::new();
-        let mut turns = Vec::new();
-        for (number, line) in self.lines.iter().enumerate() {
-            if turns.len() >= MAX_TURNS {
-                break;
-            }
-            blocks.truncate(line.keep);
-            let runs = line.new.iter();
-            blocks.extend(runs.flat_map(|&[first, count]| first..first + count));
-            let output = line.output.clamp(1, MAX_OUTPUT_TOKENS);
-            if line.input == 0 || line.input + output > max_tokens {
-                continue;
-            }
+/// Decodes the requests of a session, without those that are empty or too long.
+fn decode_turns(
+    session: &RecordedSession,
+    tokens: &SessionTokens,
+    max_tokens: usize,
+) -> Vec<ReplayedRequest> {
+    let mut turns = Vec::new();
+    let mut number = 0;
+    session.for_each(|line, blocks| {
+        let output = line.output.clamp(1, MAX_OUTPUT_TOKENS);
+        if line.input > 0 && line.input + output <= max_tokens {
             turns.push(ReplayedRequest::new(
                 line.think.clamp(0.0, MAX_THINK_SECONDS) * 1e3,
                 line.input,
                 output,
                 blocks.iter().map(|&block| tokens.token(block)).collect(),
-                FIRST_LAST_TOKEN + tokens.first_own + number as u32,
+                FIRST_LAST_TOKEN + tokens.first_own + number,
             ));
         }
-        turns
-    }
+        number += 1;
+        turns.len() < MAX_TURNS
+    });
+    turns
 }
 
 /// Tokens that represent the blocks of one session.
@@ -222,7 +165,7 @@ impl TokenAllocator {
         let first_own = self.next_own;
         self.next_own += header.blocks + SESSION_TOKEN_GAP;
         SessionTokens {
-            common_blocks: header.common_blocks(),
+            common_blocks: common_blocks(header),
             first_common: 1 + prefix * MAX_COMMON_BLOCKS,
             first_own,
         }

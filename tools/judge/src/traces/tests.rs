@@ -1,8 +1,3 @@
-use std::io::Write;
-
-use flate2::Compression;
-use flate2::write::GzEncoder;
-
 use super::coding_agent::SessionSelection;
 use super::mooncake::ArrivalSelection;
 use super::*;
@@ -140,23 +135,6 @@ fn halves_partition_the_sessions() {
     let first = sessions(TraceHalf::First);
     let second = sessions(TraceHalf::Second);
     assert_eq!(first.len() + second.len(), 2);
-}
-
-#[test]
-fn compressed_and_plain_files_are_equal() {
-    let directory = tempfile::tempdir().unwrap();
-    let plain = directory.path().join("plain.jsonl");
-    std::fs::write(&plain, MOONCAKE).unwrap();
-    let compressed = directory.path().join("compressed");
-    let file = File::create(&compressed).unwrap();
-    let mut encoder = GzEncoder::new(file, Compression::fast());
-    encoder.write_all(MOONCAKE.as_bytes()).unwrap();
-    encoder.finish().unwrap();
-    assert_eq!(
-        read_lines(&plain).unwrap(),
-        read_lines(&compressed).unwrap()
-    );
-    assert!(RecordedTrace::load(&compressed).is_ok());
 }
 
 #[test]

@@ -1,0 +1,377 @@
+//! Changes during a run: an engine that becomes slower, or a restart of warmroute.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use serde::Serialize;
+use serde_json::{Value, json};
+use tokio::sync::watch;
+use warmroute_testbed::deployment::LocalDeployment;
+use warmroute_testbed::replay::RequestSample;
+
+use super::engine_monitor::{EngineReading, watch_engines};
+
+/// Time before and after a restart that the report compares.
+const RESTART_WINDOW: Duration = Duration::from_secs(5);
+/// Number of requests over which the share of the slow engine is computed.
+const SHARE_WINDOW: usize = 40;
+/// Time between two readings of the learned factors.
+const CALIBRATION_INTERVAL: Duration = Duration::from_millis(250);
+/// Ratio of the factor of the slow engine to the mean of the others at which it counts as detected,
+/// as a share of the real slowdown.
+const DETECTED_SHARE: f64 = 0.75;
+
+/// Change during a run.
+#[derive(Clone, Copy, Debug)]
+pub enum ReplayEvent {
+    /// The steps of the first engine take longer.
+    SlowEngine {
+        /// Number of finished requests after which the engine becomes slow.
+        after: usize,
+        /// Factor on the duration of steps.
+        factor: f64,
+    },
+    /// warmroute is killed and started again.
+    RouterRestart {
+        /// Number of finished requests after which it is killed.
+        after: usize,
+    },
+}
+
+/// The deployment of a run with an event.
+pub(super) struct EventRun<'a> {
+    pub(super) deployment: &'a mut LocalDeployment,
+    pub(super) config: &'a Value,
+    pub(super) began: Instant,
+}
+
+/// Observations of the processes around an event.
+pub(super) enum ObservedEvent {
+    SlowEngine {
+        engine: String,
+        changed_at: Duration,
+        detected_at: Option<Duration>,
+        calibration: Option<Value>,
+    },
+    RouterRestart {
+        killed_at: Duration,
+        ready_at: Duration,
+        readings: Vec<EngineReading>,
+    },
+}
+
+/// Effect of an event.
+#[derive(Clone, Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub enum EventReport {
+    /// An engine became slower.
+    SlowEngine(SlowEngineReport),
+    /// warmroute was restarted.
+    RouterRestart(RestartReport),
+}
+
+/// Requests of an engine that became slower.
+#[derive(Clone, Debug, Serialize)]
+pub struct SlowEngineReport {
+    /// Id of the engine.
+    pub engine: String,
+    /// Time of the change in seconds.
+    pub changed_at_s: f64,
+    /// Its share of the requests that were sent before the change.
+    pub share_before: f64,
+    /// Its share of the requests that were sent after the change.
+    pub share_after: f64,
+    /// Number of requests that it received after the change until its share of the following
+    /// 40 requests was below the mean share of the other engines.
+    pub requests_until_share_fell: Option<usize>,
+    /// Number of requests that it received after the change until its learned prefill factor was
+    /// near the real one, relative to the other engines.
+    pub requests_until_detected: Option<usize>,
+    /// Seconds from the change until then.
+    pub seconds_until_detected: Option<f64>,
+    /// What warmroute learned of the engine by the end of the run.
+    pub calibration: Option<Value>,
+}
+
+/// Spread of requests over the engines around a restart.
+#[derive(Clone, Debug, Serialize)]
+pub struct RestartReport {
+    /// Time of the kill in seconds.
+    pub killed_at_s: f64,
+    /// Time without warmroute in seconds.
+    pub down_s: f64,
+    /// Before the kill.
+    pub before: EngineSpread,
+    /// After warmroute was ready again.
+    pub after: EngineSpread,
+}
+
+/// Requests of the engines in one period.
+#[derive(Clone, Debug, Serialize)]
+pub struct EngineSpread {
+    /// Requests that were sent in the period, by engine.
+    pub requests_per_engine: BTreeMap<String, usize>,
+    /// Largest share of one engine.
+    pub largest_share: f64,
+    /// Outstanding requests of the fullest engine, as the engines count them: mean over time.
+    pub outstanding_of_fullest: f64,
+    /// Outstanding requests of one engine: mean over engines and time.
+    pub outstanding_mean: f64,
+    /// Largest number of outstanding requests of one engine.
+    pub outstanding_peak: f64,
+}
+
+impl ReplayEvent {
+    /// Waits until it is due and applies it. `finished` counts finished requests, and closes after
+    /// the last one.
+    pub(super) async fn apply(
+        self,
+        run: EventRun<'_>,
+        mut finished: watch::Receiver<usize>,
+    ) -> anyhow::Result<ObservedEvent> {
+        let (Self::SlowEngine { after, .. } | Self::RouterRestart { after }) = self;
+        finished
+            .wait_for(|finished| *finished >= after)
+            .await
+            .context("the run ended before the event")?;
+        match self {
+            Self::SlowEngine { factor, .. } => slow_engine(run, factor, finished).await,
+            Self::RouterRestart { .. } => restart_router(run).await,
+        }
+    }
+}
+
+async fn slow_engine(
+    run: EventRun<'_>,
+    factor: f64,
+    finished: watch::Receiver<usize>,
+) -> anyhow::Result<ObservedEvent> {
+    let engine = run.deployment.engines.first().context("no engine")?;
+    let client = warmroute_runtime::tls::http_client_builder().build()?;
+    let fault = json!({"slow_steps": factor});
+    let request = client.post(engine.url("/sim/misbehave")).json(&fault);
+    request.send().await?.error_for_status()?;
+    let changed_at = run.began.elapsed();
+    let mut detected_at = None;
+    let mut calibration = None;
+    while finished.has_changed().is_ok() {
+        tokio::time::sleep(CALIBRATION_INTERVAL).await;
+        let Ok(page) = run.deployment.debug_page("calibration").await else {
+            continue;
+        };
+        let factors = prefill_factors(&page);
+        if let Some((slow, others)) = factors.split_first()
+            && !others.is_empty()
+        {
+            let mean = others.iter().sum::<f64>() / others.len() as f64;
+            if slow / mean >= factor * DETECTED_SHARE {
+                detected_at.get_or_insert(run.began.elapsed());
+            }
+        }
+        calibration = Some(page);
+    }
+    Ok(ObservedEvent::SlowEngine {
+        engine: engine.spec.id.to_string(),
+        changed_at,
+        detected_at,
+        calibration,
+    })
+}
+
+/// Returns the prefill factors of all ranks, in the order of the workers.
+fn prefill_factors(calibration: &Value) -> Vec<f64> {
+    let ranks = calibration["ranks"].as_array().into_iter().flatten();
+    ranks.filter_map(|rank| rank["prefill"].as_f64()).collect()
+}
+
+async fn restart_router(run: EventRun<'_>) -> anyhow::Result<ObservedEvent> {
+    let addresses = super::addresses(run.deployment);
+    let mut readings = watch_engines(&addresses, run.began, RESTART_WINDOW).await?;
+    let killed_at = run.began.elapsed();
+    run.deployment.kill9_router();
+    run.deployment.start_router(run.config).await?;
+    let ready_at = run.began.elapsed();
+    readings.extend(watch_engines(&addresses, run.began, RESTART_WINDOW).await?);
+    Ok(ObservedEvent::RouterRestart {
+        killed_at,
+        ready_at,
+        readings,
+    })
+}
+
+impl ObservedEvent {
+    /// Computes the effect on the requests of the run.
+    pub(super) fn report(self, samples: &[RequestSample]) -> EventReport {
+        match self {
+            Self::SlowEngine {
+                engine,
+                changed_at,
+                detected_at,
+                calibration,
+            } => {
+                let requests_until = |time: Duration| {
+                    let received = samples.iter().filter(|sample| {
+                        changed_at <= sample.sent
+                            && sample.sent < time
+                            && sample.engine.as_ref() == Some(&engine)
+                    });
+                    received.count()
+                };
+                let [before, after] = split_at(samples, changed_at);
+                EventReport::SlowEngine(SlowEngineReport {
+                    changed_at_s: changed_at.as_secs_f64(),
+                    share_before: share_of(&engine, &before),
+                    share_after: share_of(&engine, &after),
+                    requests_until_share_fell: requests_until_share_fell(&engine, &after),
+                    requests_until_detected: detected_at.map(requests_until),
+                    seconds_until_detected: detected_at.map(|at| (at - changed_at).as_secs_f64()),
+                    calibration: calibration.map(|page| page["ranks"][0].clone()),
+                    engine,
+                })
+            }
+            Self::RouterRestart {
+                killed_at,
+                ready_at,
+                readings,
+            } => {
+                let before = killed_at.saturating_sub(RESTART_WINDOW);
+                EventReport::RouterRestart(RestartReport {
+                    killed_at_s: killed_at.as_secs_f64(),
+                    down_s: (ready_at - killed_at).as_secs_f64(),
+                    before: EngineSpread::new(before, killed_at, samples, &readings),
+                    after: EngineSpread::new(
+                        ready_at,
+                        ready_at + RESTART_WINDOW,
+                        samples,
+                        &readings,
+                    ),
+                })
+            }
+        }
+    }
+}
+
+/// Returns the samples that were sent before and after a time, in the order of sending.
+fn split_at(samples: &[RequestSample], time: Duration) -> [Vec<&RequestSample>; 2] {
+    let mut sorted: Vec<&RequestSample> = samples.iter().collect();
+    sorted.sort_by_key(|sample| sample.sent);
+    let after = sorted.split_off(sorted.partition_point(|sample| sample.sent < time));
+    [sorted, after]
+}
+
+/// Returns the share of the samples that an engine served.
+fn share_of(engine: &String, samples: &[&RequestSample]) -> f64 {
+    let served = samples
+        .iter()
+        .filter(|sample| sample.engine.as_ref() == Some(engine));
+    served.count() as f64 / samples.len().max(1) as f64
+}
+
+fn requests_until_share_fell(engine: &String, samples: &[&RequestSample]) -> Option<usize> {
+    let engines: std::collections::BTreeSet<_> = samples
+        .iter()
+        .filter_map(|sample| sample.engine.as_ref())
+        .collect();
+    let fair_share = 1.0 / engines.len().max(1) as f64;
+    let first = samples
+        .windows(SHARE_WINDOW)
+        .position(|window| share_of(engine, window) < fair_share)?;
+    let received = samples[..first].iter();
+    Some(
+        received
+            .filter(|sample| sample.engine.as_ref() == Some(engine))
+            .count(),
+    )
+}
+
+impl EngineSpread {
+    fn new(
+        from: Duration,
+        to: Duration,
+        samples: &[RequestSample],
+        readings: &[EngineReading],
+    ) -> Self {
+        let mut requests_per_engine = BTreeMap::new();
+        let sent = samples
+            .iter()
+            .filter(|sample| from <= sample.sent && sample.sent < to);
+        for engine in sent.filter_map(|sample| sample.engine.clone()) {
+            *requests_per_engine.entry(engine).or_insert(0) += 1;
+        }
+        let all: usize = requests_per_engine.values().sum();
+        let most = requests_per_engine.values().max().copied().unwrap_or(0);
+        let readings = readings
+            .iter()
+            .filter(|reading| from <= reading.at && reading.at < to);
+        let outstanding: Vec<&[f64]> = readings.map(|reading| &reading.outstanding[..]).collect();
+        let fullest: Vec<f64> = outstanding
+            .iter()
+            .map(|engines| engines.iter().copied().fold(0.0, f64::max))
+            .collect();
+        Self {
+            largest_share: most as f64 / all.max(1) as f64,
+            requests_per_engine,
+            outstanding_of_fullest: mean(&fullest),
+            outstanding_mean: mean(&outstanding.concat()),
+            outstanding_peak: fullest.into_iter().fold(0.0, f64::max),
+        }
+    }
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len().max(1) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn samples(engines: &[&str]) -> Vec<RequestSample> {
+        let sample = |(second, engine): (usize, &&str)| RequestSample {
+            sent: Duration::from_secs(second as u64),
+            engine: Some((*engine).to_owned()),
+            ..RequestSample::default()
+        };
+        engines.iter().enumerate().map(sample).collect()
+    }
+
+    #[test]
+    fn requests_to_slow_engine_are_counted_until_share_falls() {
+        let engines = [vec!["1"; 6], vec!["2"; 80]].concat();
+        let observed = ObservedEvent::SlowEngine {
+            engine: "1".into(),
+            changed_at: Duration::from_secs(2),
+            detected_at: Some(Duration::from_secs(5)),
+            calibration: None,
+        };
+        let EventReport::SlowEngine(report) = observed.report(&samples(&engines)) else {
+            panic!("wrong report")
+        };
+        assert_eq!(report.share_before, 1.0);
+        assert_eq!(report.requests_until_detected, Some(3));
+        assert_eq!(report.requests_until_share_fell, Some(0));
+    }
+
+    #[test]
+    fn spread_covers_only_its_period() {
+        let readings = [0, 3].map(|second| EngineReading {
+            at: Duration::from_secs(second),
+            outstanding: vec![second as f64, 1.0],
+        });
+        let spread = EngineSpread::new(
+            Duration::from_secs(1),
+            Duration::from_secs(4),
+            &samples(&["1", "1", "1", "2", "2"]),
+            &readings,
+        );
+        assert_eq!(
+            spread.requests_per_engine,
+            BTreeMap::from([("1".into(), 2), ("2".into(), 1)])
+        );
+        assert_eq!(
+            (spread.outstanding_of_fullest, spread.outstanding_mean),
+            (3.0, 2.0)
+        );
+    }
+}
