@@ -1,11 +1,13 @@
 //! The main use case in one command: four simulated engines, a real Envoy, and a multi-turn chat
-//! workload with real tokens. The workload is first balanced by Envoy's round robin alone, and then
-//! routed by warmroute. The program prints the figures that a user observes.
+//! workload with real tokens. The workload is balanced by Envoy's round robin alone, then routed by
+//! warmroute with the policy `linear`, and then with the default policy. The program prints the
+//! figures that a user observes.
 //!
 //! The engines and warmroute run as separate processes: this program starts itself again with
 //! another first argument. Only Cargo and Python are needed.
 
 mod disaggregated;
+mod progress;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
@@ -16,11 +18,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use clap::Parser;
-use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use warmroute_server::app::NoExternalDiscovery;
+use warmroute_server::config::RoutingSection;
 use warmroute_server::dispatch::audit::{AuditTotals, table};
 use warmroute_server::serve::{self, ServeArgs};
 use warmroute_testbed::deployment::{
@@ -29,15 +31,14 @@ use warmroute_testbed::deployment::{
 use warmroute_testbed::envoy;
 use warmroute_testbed::replay::{self, PredictionAccuracy, ReplaySummary, RequestSample};
 use warmroute_testbed::signals::run_until_signal;
-use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
+use warmroute_testbed::workload::{CHAT_PRODUCT_BLOCKS, ChatWorkload, WorkloadShape};
+
+use progress::ProgressDisplay;
 
 /// Instance ids of the engines. The last one shows that an id may be any u64.
 const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
 
-/// KV blocks of each engine. They hold about 32,000 tokens, which is some ten conversations.
-const ENGINE_BLOCKS: usize = 2_000;
-
-/// Compares Envoy's round robin with warmroute on one workload.
+/// Compares Envoy's round robin with two policies of warmroute on one workload.
 #[derive(Debug, Parser)]
 struct QuickstartArgs {
     /// Print one JSON object instead of the table
@@ -71,15 +72,21 @@ struct QuickstartArgs {
 #[derive(Serialize)]
 struct QuickstartReport {
     envoy_version: String,
-    /// Number of requests of each of the two runs.
+    /// Number of requests of each of the three runs.
     requests: usize,
-    /// Number of errors of both runs.
+    /// Number of errors of all runs.
     errors: usize,
+    /// Default policy of warmroute.
+    default_policy: String,
+    /// Envoy alone.
     round_robin: ReplaySummary,
+    /// warmroute with the policy `linear`.
+    linear: ReplaySummary,
+    /// warmroute with its default policy.
     warmroute: ReplaySummary,
-    /// Predictions, as measured by the clients.
+    /// Predictions with the default policy, as measured by the clients.
     prediction: PredictionAccuracy,
-    /// Predictions, as measured by warmroute, with the causes of misses.
+    /// Predictions with the default policy, as measured by warmroute, with the causes of misses.
     audit: AuditTotals,
 }
 
@@ -182,7 +189,7 @@ async fn run(args: &QuickstartArgs) -> anyhow::Result<()> {
     };
     let result = match args.disaggregated {
         Some(protocol) => quickstart.compare_disaggregated(protocol).await,
-        None => quickstart.compare_round_robin().await,
+        None => quickstart.compare_policies().await,
     };
     let deployment = match result {
         Ok(deployment) => deployment,
@@ -219,15 +226,18 @@ impl Quickstart<'_> {
     }
 
     /// Compares round robin with warmroute, prints the report and returns the running deployment.
-    /// Each side starts with cold engines.
-    async fn compare_round_robin(&self) -> anyhow::Result<LocalDeployment> {
+    /// Each run starts with cold engines.
+    async fn compare_policies(&self) -> anyhow::Result<LocalDeployment> {
         let workload = ChatWorkload::new(self.args.seed, &workload_shape(self.args));
         let round_robin = self.run_round_robin(&workload).await?;
-        let (warmroute, deployment) = self.run_warmroute(&workload).await?;
+        let (linear, deployment) = self.run_warmroute(&workload, Some("linear")).await?;
+        // Its engines must end before the next ones start.
+        drop(deployment);
+        let (warmroute, deployment) = self.run_warmroute(&workload, None).await?;
         self.progress.set_message("reading the audit");
         let audit = read_audit(&deployment, warmroute.len() as u64).await?;
         self.progress.set_message("done");
-        let samples = || round_robin.iter().chain(&warmroute);
+        let samples = || round_robin.iter().chain(&linear).chain(&warmroute);
         let errors: Vec<_> = samples()
             .filter_map(|sample| sample.error.as_ref())
             .collect();
@@ -235,7 +245,9 @@ impl Quickstart<'_> {
             envoy_version: self.envoy_version.clone(),
             requests: warmroute.len(),
             errors: errors.len(),
+            default_policy: default_policy()?,
             round_robin: replay::summarize(&round_robin),
+            linear: replay::summarize(&linear),
             warmroute: replay::summarize(&warmroute),
             prediction: replay::measure_predictions(&warmroute),
             audit,
@@ -248,7 +260,7 @@ impl Quickstart<'_> {
     }
 
     fn engines(&self) -> Vec<EngineSpec> {
-        let blocks = ENGINE_BLOCKS.to_string();
+        let blocks = CHAT_PRODUCT_BLOCKS.to_string();
         let engine = |id| EngineSpec::new(id).with(&["--num-blocks", &blocks]);
         ENGINES.into_iter().map(engine).collect()
     }
@@ -270,18 +282,24 @@ impl Quickstart<'_> {
         Ok(self.replay(&deployment, workload, "round robin").await)
     }
 
+    /// Replays the workload with a policy of warmroute, or with its default policy.
     async fn run_warmroute(
         &self,
         workload: &ChatWorkload,
+        policy: Option<&'static str>,
     ) -> anyhow::Result<(Vec<RequestSample>, LocalDeployment)> {
         self.progress
             .set_message("starting 4 engines, warmroute and Envoy");
-        let more =
+        let mut config =
             json!({"gateway": {"response_headers": {"prediction": true}, "observe": "usage"}});
-        let dir = self.dir.join("warmroute");
+        if let Some(policy) = policy {
+            config["routing"] = json!({"policy": policy});
+        }
+        let name = policy.unwrap_or("warmroute");
+        let dir = self.dir.join(name);
         let deployment =
-            LocalDeployment::start(&self.programs, &self.engines(), &dir, &more).await?;
-        let samples = self.replay(&deployment, workload, "warmroute").await;
+            LocalDeployment::start(&self.programs, &self.engines(), &dir, &config).await?;
+        let samples = self.replay(&deployment, workload, name).await;
         Ok((samples, deployment))
     }
 
@@ -324,19 +342,18 @@ async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Resul
     }
 }
 
-/// Returns the workload of a chat product: assistants with one system prompt each, and
-/// conversations in which users paste text. Its total size is several times the cache of one
-/// engine.
+/// Returns the name of the policy of models that do not configure one.
+fn default_policy() -> anyhow::Result<String> {
+    let policy = RoutingSection::default().default_policy();
+    Ok(serde_json::from_value(serde_json::to_value(policy)?)?)
+}
+
 fn workload_shape(args: &QuickstartArgs) -> WorkloadShape {
+    let shape = WorkloadShape::chat_product();
     WorkloadShape {
-        groups: args.groups.unwrap_or(60),
+        groups: args.groups.unwrap_or(shape.groups),
         sessions_per_group: args.sessions,
-        turns: 4..=7,
-        system_words: 100..=300,
-        user_words: 100..=300,
-        max_tokens: 8..=32,
-        think: Duration::from_millis(300)..=Duration::from_millis(1500),
-        sessions_per_second: 3.0,
+        ..shape
     }
 }
 
@@ -352,9 +369,18 @@ impl QuickstartReport {
             "Envoy {}, {} requests each, {} errors\n",
             self.envoy_version, self.requests, self.errors
         )?;
-        for [name, left, right] in self.rows() {
-            writeln!(out, "{name:<28}{left:>16}{right:>16}")?;
+        for [name, cells @ ..] in self.rows() {
+            let [round_robin, linear, warmroute] = cells;
+            writeln!(
+                out,
+                "{name:<28}{round_robin:>16}{linear:>16}{warmroute:>16}"
+            )?;
         }
+        writeln!(
+            out,
+            "\nRound robin is Envoy's own. `linear` and `{0}` are policies of warmroute; `{0}` is the default.",
+            self.default_policy
+        )?;
         let prediction = &self.prediction;
         let share = match prediction.requests {
             0 => 0.0,
@@ -362,8 +388,8 @@ impl QuickstartReport {
         };
         writeln!(
             out,
-            "\ncached tokens predicted exactly for {} of {} requests ({share:.1} %),",
-            prediction.exact, prediction.requests
+            "Cached tokens with `{}`: predicted exactly for {} of {} requests ({share:.1} %),",
+            self.default_policy, prediction.exact, prediction.requests
         )?;
         writeln!(
             out,
@@ -373,12 +399,13 @@ impl QuickstartReport {
         write!(out, "{}", table::render(&self.audit, None))
     }
 
-    /// Returns the rows of the table: name, round robin, warmroute.
-    fn rows(&self) -> Vec<[String; 3]> {
+    /// Returns the rows of the table: name, round robin, linear, default policy.
+    fn rows(&self) -> Vec<[String; 4]> {
         let row = |name: &str, cell: &dyn Fn(&ReplaySummary) -> String| {
             [
                 name.to_owned(),
                 cell(&self.round_robin),
+                cell(&self.linear),
                 cell(&self.warmroute),
             ]
         };
@@ -393,9 +420,17 @@ impl QuickstartReport {
         };
         let ms = |value: f64| format!("{value:.0} ms");
         vec![
-            ["".into(), "round robin".into(), "warmroute".into()],
+            [
+                "".into(),
+                "round robin".into(),
+                "linear".into(),
+                self.default_policy.clone(),
+            ],
             row("prefix hit rate", &percent),
-            row("time to first token p50", &|summary| {
+            row("time to first token mean", &|summary| {
+                ms(summary.ttft_ms.mean)
+            }),
+            row("                    p50", &|summary| {
                 ms(summary.ttft_ms.p50)
             }),
             row("                    p95", &|summary| {
@@ -403,6 +438,9 @@ impl QuickstartReport {
             }),
             row("                    p99", &|summary| {
                 ms(summary.ttft_ms.p99)
+            }),
+            row("time to the last token mean", &|summary| {
+                ms(summary.e2e_ms.mean)
             }),
             row("requests per worker", &balance),
         ]
@@ -431,39 +469,4 @@ fn print_request(args: &QuickstartArgs, deployment: &LocalDeployment) -> io::Res
         "The configuration and the logs are in {}",
         deployment.run_dir.display()
     )
-}
-
-/// Progress messages on standard error; disabled if the output is machine-readable.
-struct ProgressDisplay {
-    bar: ProgressBar,
-}
-
-impl ProgressDisplay {
-    fn new(quiet: bool) -> Self {
-        let bar = if quiet {
-            ProgressBar::hidden()
-        } else {
-            ProgressBar::new_spinner()
-        };
-        bar.enable_steady_tick(Duration::from_millis(100));
-        Self { bar }
-    }
-
-    fn set_message(&self, message: &'static str) {
-        self.bar.set_message(message);
-    }
-
-    fn request_bar(&self, name: &'static str, requests: usize) -> ProgressBar {
-        if self.bar.is_hidden() {
-            return ProgressBar::hidden();
-        }
-        self.bar.set_message("");
-        let style = ProgressStyle::with_template("{msg:<12} {wide_bar} {pos}/{len} requests").ok();
-        let bar = ProgressBar::new(requests as u64).with_message(name);
-        if let Some(style) = style {
-            bar.with_style(style)
-        } else {
-            bar
-        }
-    }
 }
