@@ -88,6 +88,8 @@ fn serving(port: u16) -> Value {
     json!({
         "listeners": {"api": {"address": format!("127.0.0.1:{port}")}},
         "index": {"serve": true},
+        // The costs of both processes are compared, so they must not depend on learned latency.
+        "routing": {"policy": "linear_tuned"},
     })
 }
 
@@ -108,8 +110,10 @@ async fn remote_index_client_matches_server_and_survives_failures() {
     deployment.settle().await;
 
     let servers = ports.map(|port| format!("http://127.0.0.1:{port}"));
-    let query =
-        json!({"index": {"remote": {"servers": servers, "timeout": "5s", "hedge_delay": "20ms"}}});
+    let query = json!({
+        "index": {"remote": {"servers": servers, "timeout": "5s", "hedge_delay": "20ms"}},
+        "routing": {"policy": "linear_tuned"},
+    });
     let client = SecondRouter::start(&deployment, "client", &query).await;
     // From here on, Envoy uses the client.
     let envoy = client.envoy_config(&deployment);

@@ -12,7 +12,7 @@ use warmroute_testbed::debian::NATS;
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::FreePort;
 
-use crate::api::site::{ApiSite, attempt, book, worker};
+use crate::api::site::{ApiSite, attempt, book, book_unshared, worker};
 use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
 
 /// NATS server process.
@@ -113,7 +113,7 @@ async fn peer_bookings_count_from_start_to_end() {
     // The second request goes to the other worker, because b knows the load of the first one.
     let route_request = pb::RouteRequest {
         book: None,
-        ..book("", 0, 22)
+        ..book_unshared("", 0, 22)
     };
     let second = b.route(route_request).await.unwrap().decode.unwrap();
     assert_ne!(first.worker, second.worker);
@@ -171,16 +171,9 @@ async fn peer_routes_are_predicted_as_cached() {
             .unwrap()
             .predicted_cached_tokens
     };
-    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
-        ids: (500..522).collect(),
-    });
-    let query = Some(pb::PromptQuery {
-        prompt: Some(prompt),
-        ..pb::PromptQuery::default()
-    });
     let other_prompt = || pb::RouteRequest {
-        query: query.clone(),
-        ..route_request()
+        book: None,
+        ..book_unshared("", 0, 22)
     };
     a.route(other_prompt()).await.unwrap();
     let there = decode_worker(&a, book("r", 0, 22)).await;
@@ -220,7 +213,10 @@ async fn killed_replica_expires_and_leaving_one_is_removed() {
     b.until("alone", |page| page["connected"] == false, "debug/replicas")
         .await;
     assert_eq!(
-        b.route(book("own", 0, 9)).await.unwrap().prompt_tokens,
+        b.route(book_unshared("own", 0, 9))
+            .await
+            .unwrap()
+            .prompt_tokens,
         9,
         "the replica still routes requests"
     );

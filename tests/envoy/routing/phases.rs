@@ -79,7 +79,8 @@ async fn list_workers(bed: &RoutingBed, wanted: impl Fn(u64) -> bool) {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn decode_request_names_both_workers() {
-    let bed = RoutingBed::start(&pools(), json!({})).await;
+    let config = json!({"routing": {"policy": "round_robin"}});
+    let bed = RoutingBed::start(&pools(), config).await;
     let mut prefills = BTreeSet::new();
     let mut decodes = BTreeSet::new();
     for topic in 0..30 {

@@ -98,7 +98,11 @@ async fn session_of_dead_worker_is_rebound_permanently() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn hard_session_waits_and_soft_session_moves() {
     for (affinity, waits) in [("hard", true), ("soft", false)] {
-        let bed = bed(affinity, json!({"queue": {"prefill_busy_threshold": 10}})).await;
+        let config = json!({
+            "queue": {"prefill_busy_threshold": 10},
+            "routing": {"policy": "least_loaded"},
+        });
+        let bed = bed(affinity, config).await;
         let home = ask(&bed, "alice", &chat("Good morning.")).await.engine();
         let again = ask(&bed, "alice", &chat("Good morning again."))
             .await

@@ -165,7 +165,10 @@ async fn incompatible_block_size_routes_load_only() {
 async fn lost_batches_reduce_credit_until_engine_restart() {
     let mut bed = RoutingBed::start(
         &[without_replay(1)],
-        json!({"index": {"freshness": {"stale_credit": 0.25}}}),
+        json!({
+            "index": {"freshness": {"stale_credit": 0.25}},
+            "routing": {"policy": "linear_tuned"},
+        }),
     )
     .await;
     let question = chat(&essay(1));
@@ -306,7 +309,10 @@ async fn silent_source_is_detected_by_responses() {
 async fn blocks_reused_after_loss_are_confirmed() {
     let bed = RoutingBed::start(
         &[without_replay(1)],
-        json!({"gateway": {"observe": "usage"}}),
+        json!({
+            "gateway": {"observe": "usage"},
+            "routing": {"policy": "linear_tuned"},
+        }),
     )
     .await;
     let question = chat(&essay(1));

@@ -79,11 +79,10 @@ fn assert_booked(answer: &pb::RouteResponse) {
         (1, 5)
     );
     let cost = decode.cost.unwrap();
-    assert_eq!(
-        (cost.prefill_cost, cost.decode_cost, cost.total),
-        (44.0, 5.0, 49.0),
-        "8 times 22 / 4, and 5 blocks"
-    );
+    let sum: f64 = cost.terms.iter().map(|term| term.value).sum();
+    assert_eq!(cost.policy, "seconds");
+    assert_eq!(cost.total, sum, "{cost:?}");
+    assert!(cost.total > 0.0);
     assert_eq!(
         decode.potential_decode_blocks, 6,
         "including the partial last block"

@@ -253,9 +253,12 @@ pub(crate) fn rank(worker_id: u64) -> Option<pb::WorkerRank> {
 
 /// Returns a query for the first `count` token ids.
 pub(crate) fn tokens(count: u32) -> pb::PromptQuery {
-    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens {
-        ids: (0..count).collect(),
-    });
+    token_range(0..count)
+}
+
+/// Returns a query for a prompt of consecutive token ids.
+fn token_range(ids: std::ops::Range<u32>) -> pb::PromptQuery {
+    let prompt = pb::prompt_query::Prompt::Tokens(pb::Tokens { ids: ids.collect() });
     pb::PromptQuery {
         prompt: Some(prompt),
         ..pb::PromptQuery::default()
@@ -268,6 +271,14 @@ pub(crate) fn book(id: &str, number: u64, count: u32) -> pb::RouteRequest {
         query: Some(tokens(count)),
         book: attempt(id, number),
         ..pb::RouteRequest::default()
+    }
+}
+
+/// Returns a request like [`book`], whose prompt shares no block with those of `book`.
+pub(crate) fn book_unshared(id: &str, number: u64, count: u32) -> pb::RouteRequest {
+    pb::RouteRequest {
+        query: Some(token_range(500..500 + count)),
+        ..book(id, number, count)
     }
 }
 

@@ -210,7 +210,7 @@ impl WeightsConfig {
     }
 
     /// Returns the first weight that only the policy `linear` uses.
-    fn linear_weight(&self) -> Option<&'static str> {
+    pub(super) fn linear_weight(&self) -> Option<&'static str> {
         let weights = [
             ("overlap_score_credit", self.overlap_score_credit),
             (

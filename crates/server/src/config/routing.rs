@@ -13,7 +13,8 @@ use crate::request::rewrite::RewritesConfig;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct RoutingSection {
-    /// Policy of all models that do not configure one. Default: `linear_tuned`.
+    /// Policy of all models that do not configure one. Default: `seconds`, or `linear_tuned` if a
+    /// weight of `linear` is set.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub policy: Option<PolicyConfig>,
     /// Weights of the policy.
@@ -37,8 +38,12 @@ pub struct RoutingSection {
 impl RoutingSection {
     /// Returns the policy of models that do not configure one.
     pub fn default_policy(&self) -> PolicyConfig {
-        self.policy
-            .unwrap_or(PolicyConfig::named(PolicyName::LinearTuned))
+        let default = if self.weights.linear_weight().is_some() {
+            PolicyName::LinearTuned
+        } else {
+            PolicyName::Seconds
+        };
+        self.policy.unwrap_or(PolicyConfig::named(default))
     }
 
     /// Returns the settings of a policy with the configured weights.
