@@ -3,11 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::latency::{
-    FirstTokenObservation, PrefillObservation, RankSpeed, StepObservation, TransferObservation,
+    FirstTokenObservation, ModelId, PrefillObservation, RankSpeed, StepObservation,
+    TransferObservation,
 };
 use super::table::{LoadTable, RankRow, ReservationPart, find_row};
 use super::timing::RankTiming;
-use crate::worker::{ModelName, RankSlot, WorkerRank};
+use crate::worker::{RankSlot, WorkerRank};
 
 /// Complete answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,8 +67,7 @@ impl LoadTable {
 
     /// Sets the speed of a rank that has no observations yet, or keeps it for a rank that joins
     /// later.
-    pub(super) fn restore_speed(&mut self, rank: WorkerRank, model: &ModelName, speed: RankSpeed) {
-        let model = self.latency.model_id(model);
+    pub(super) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
         let mut rows = self.rows.iter_mut().flatten();
         match rows.find(|row| row.rank == rank && row.model == model) {
             Some(row) if row.speed.prefills + row.speed.steps == 0 => {

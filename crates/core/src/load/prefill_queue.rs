@@ -23,8 +23,9 @@ pub(super) struct PrefillQueue {
     entries: VecDeque<PrefillEntry>,
     /// Number of entries that have not ended.
     active: usize,
-    /// Time of the last first token.
-    last_first_token: Option<Instant>,
+    /// Earliest time at which the engine can have started a prefill that was queued then: the last
+    /// observed first token, or the last release of the oldest prefill.
+    idle_since: Option<Instant>,
     /// Time of the last begin or end of a prefill.
     changed_at: Option<Instant>,
     /// Start of the anchor's computation.
@@ -61,8 +62,10 @@ pub(super) struct CompletedPrefill {
 /// Cause of the end of a prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PrefillEndCause {
-    /// The first token arrived.
+    /// The first token was observed.
     FirstToken,
+    /// The prefill was completed some time before, as when the response is one document.
+    Unobserved,
     /// The request was released or moved before its first token.
     Released,
 }
@@ -133,11 +136,17 @@ impl PrefillQueue {
         let tokens = entry.tokens;
         let pairs = entry.pairs;
         let time = entry.time;
+        let was_oldest = at == 0;
         self.active -= 1;
         self.remove_ended();
         self.changed_at = Some(now);
-        if cause == PrefillEndCause::FirstToken {
-            self.last_first_token = Some(now);
+        let engine_is_free = match cause {
+            PrefillEndCause::FirstToken => true,
+            PrefillEndCause::Unobserved => false,
+            PrefillEndCause::Released => was_oldest,
+        };
+        if engine_is_free {
+            self.idle_since = Some(now);
         }
         self.update_oldest();
         self.tokens -= tokens;
@@ -148,7 +157,7 @@ impl PrefillQueue {
             self.pairs - pairs
         };
         self.unestimated -= usize::from(time.is_none());
-        if at == 0 {
+        if was_oldest {
             self.anchor_since = Some(now);
         } else if let (Some(since), Some(time)) = (self.anchor_since, time) {
             // The engine spent this prefill's time on it and not on the anchor.
@@ -165,8 +174,8 @@ impl PrefillQueue {
     /// Returns the earliest time at which the engine can have started a prefill, if it computes one
     /// after another.
     fn start_of(&self, entry: &PrefillEntry) -> Instant {
-        self.last_first_token
-            .map_or(entry.booked_at, |last| last.max(entry.booked_at))
+        self.idle_since
+            .map_or(entry.booked_at, |since| since.max(entry.booked_at))
     }
 
     fn update_oldest(&mut self) {
@@ -240,4 +249,44 @@ fn tokens_done(tokens: u64, elapsed: Duration, time: Duration) -> u64 {
     }
     let done = u128::from(tokens).saturating_mul(elapsed.as_nanos()) / time.as_nanos();
     u64::try_from(done).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::load::{BookingEnd, PromptSequences};
+    use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
+
+    /// Begins a prefill at 0 s and another one at 0 s, ends the first at 2 s by `cause`, and the
+    /// second at 3 s by its first token. Returns the seconds that the second one took.
+    fn seconds_after(cause: PrefillEndCause) -> f64 {
+        let booking = LoadBooking {
+            slot: RankSlot(0),
+            rank: WorkerRank {
+                worker: WorkerId(1),
+                rank: DpRank(0),
+            },
+            sequences: PromptSequences::empty(),
+            prompt_tokens: 100,
+            cached_tokens: 0,
+            track_prefill: true,
+            prefill_time: None,
+            end: BookingEnd::RequestEnd,
+        };
+        let start = Instant::now();
+        let at = |seconds| start + Duration::from_secs(seconds);
+        let mut queue = PrefillQueue::default();
+        let first = queue.begin(&booking, 0.0, start).unwrap();
+        let second = queue.begin(&booking, 0.0, start).unwrap();
+        queue.end(first, cause, at(2)).unwrap();
+        let completed = queue.end(second, PrefillEndCause::FirstToken, at(3));
+        completed.unwrap().elapsed.as_secs_f64()
+    }
+
+    #[test]
+    fn prefill_starts_after_the_previous_one() {
+        assert_eq!(seconds_after(PrefillEndCause::FirstToken), 1.0);
+        assert_eq!(seconds_after(PrefillEndCause::Released), 1.0);
+        assert_eq!(seconds_after(PrefillEndCause::Unobserved), 3.0);
+    }
 }

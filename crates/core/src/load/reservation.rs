@@ -7,6 +7,7 @@ use super::booking::LoadBooking;
 use super::events::{BookingId, ReservationEvent, ReservationState};
 use super::latency::FirstTokenObservation;
 use super::learning::CompleteOutput;
+use super::prefill_queue::PrefillEndCause;
 use super::table::{BookedShare, LoadTable, ReservationPart};
 use super::tracker::LoadTracker;
 use super::view::LoadView;
@@ -50,11 +51,17 @@ impl LoadTracker {
     /// Books the state of another replica's reservation. Returns `None` and books nothing if one of
     /// the ranks is not in the fleet.
     pub fn mirror(self: &Arc<Self>, state: &ReservationState) -> Option<Reservation> {
+        let mut bookings = state.bookings.clone();
+        if state.has_first_token {
+            // The prefill is not booked: it would count as a new arrival and end at once.
+            for booking in &mut bookings {
+                booking.track_prefill = false;
+            }
+        }
         let mut table = self.table.lock();
         let now = (self.clock)();
-        let shares = table.book(&state.bookings, now)?;
+        let shares = table.book(&bookings, now)?;
         drop(table);
-        let bookings = state.bookings.clone();
         let mut mirrored = Reservation::new(self.clone(), bookings, Some(shares), None);
         if state.has_first_token {
             mirrored.on_first_token();
@@ -97,6 +104,11 @@ impl Reservation {
         }
     }
 
+    /// Returns whether the first token was handled.
+    pub fn has_first_token(&self) -> bool {
+        self.has_first_token
+    }
+
     /// Returns the worker rank of the first booking.
     pub fn rank(&self) -> Option<WorkerRank> {
         self.parts.first().map(|part| part.booking.rank)
@@ -134,10 +146,20 @@ impl Reservation {
     /// Handles the first token: ends the prefill share and the bookings that last until then.
     /// Returns whether load changed; repeated calls have no effect.
     pub fn on_first_token(&mut self) -> bool {
+        self.end_prefill(PrefillEndCause::FirstToken)
+    }
+
+    /// Like [`Self::on_first_token`], for a response whose first token was not observed, such as a
+    /// response that is one document. The prefill ended at an unknown earlier time.
+    pub fn on_unobserved_first_token(&mut self) -> bool {
+        self.end_prefill(PrefillEndCause::Unobserved)
+    }
+
+    fn end_prefill(&mut self, cause: PrefillEndCause) -> bool {
         let parts = &mut self.parts;
         let changed = self
             .tracker
-            .change(|table, now| update_all(parts, |part| table.on_first_token(part, now)));
+            .change(|table, now| update_all(parts, |part| table.on_first_token(part, cause, now)));
         if !std::mem::replace(&mut self.has_first_token, true) {
             self.notify(ReservationEvent::FirstToken);
         }

@@ -181,7 +181,12 @@ impl LoadTable {
         held.is_some_and(|(share, row)| share.generation == row.generation)
     }
 
-    pub(super) fn on_first_token(&mut self, part: &mut ReservationPart, now: Instant) -> bool {
+    pub(super) fn on_first_token(
+        &mut self,
+        part: &mut ReservationPart,
+        cause: PrefillEndCause,
+        now: Instant,
+    ) -> bool {
         let Some(share) = &mut part.share else {
             return false;
         };
@@ -191,8 +196,7 @@ impl LoadTable {
             share.answer.last_at = Some(now);
         }
         let row = find_row(&mut self.rows, &part.booking, share);
-        let completed =
-            row.and_then(|row| row.end_prefill(share, PrefillEndCause::FirstToken, now));
+        let completed = row.and_then(|row| row.end_prefill(share, cause, now));
         part.completed_prefill = completed.or(part.completed_prefill);
         if part.booking.end == BookingEnd::FirstToken {
             self.release(part, now)

@@ -214,6 +214,10 @@ impl Router {
             placement.reservation.learn_transfer(elapsed);
             return None;
         }
+        // The time to the first token includes the KV transfer if another worker runs the prefill.
+        if placement.route.prefill().is_some() {
+            return None;
+        }
         placement.reservation.learn_prefill()
     }
 

@@ -109,7 +109,8 @@ impl WarmStart {
     pub async fn fetch_latency(&self) -> Option<LatencySnapshot> {
         if let Some(peer) = &self.peer {
             match peer.fetch_latency(self.peer_deadline()).await {
-                Ok(latency) => return Some(latency),
+                Ok(latency) if !latency.is_empty() => return Some(latency),
+                Ok(_) => info!("warm start: the peer has no learned latency"),
                 Err(problem) => {
                     let problem = format!("{problem:#}");
                     warn!(problem, "warm start: no learned latency from the peer");

@@ -12,7 +12,7 @@ use tracing::debug;
 
 use cache_report::CacheReportSource;
 use warmroute_core::block::BlockHashes;
-use warmroute_core::load::CompleteOutput;
+use warmroute_core::load::{CompleteOutput, FirstTokenObservation};
 use warmroute_core::router::{Mode, Router};
 use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
 use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
@@ -159,7 +159,7 @@ impl ExchangeGuard {
         match event {
             PrefillEvent::Done => {
                 self.prefill_done = Some(Instant::now());
-                active.placement.reservation.on_first_token();
+                self.router.learn_remote_prefill(&mut active.placement);
                 false
             }
             PrefillEvent::Failed(failure) => {
@@ -223,21 +223,11 @@ impl ExchangeGuard {
         {
             mirrored_prefill.complete();
         }
-        if let Some(active) = &mut self.active {
-            let first = active.placement.reservation.on_first_token();
-            // A unary response begins when it is complete. Prefill times are learned only from
-            // prompts whose uncached part is known.
-            let route = &active.placement.route;
-            let is_known =
-                matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
-            let is_measured = self.event_stream && is_known;
-            if first
-                && is_success
-                && is_measured
-                && let Some(observation) = self.router.learn_prefill(&mut active.placement)
-            {
-                self.observe_prediction(observation);
-            }
+        // A unary response begins when it is complete, and the headers of an event stream precede
+        // the computation.
+        let is_measured = is_success && observed && self.event_stream;
+        if let Some(observation) = self.end_prefill(is_measured) {
+            self.observe_prediction(observation);
         }
         if is_success {
             self.observe_first_token();
@@ -249,28 +239,51 @@ impl ExchangeGuard {
         }
     }
 
+    /// Ends the prefill share at the first token, whose time was measured or is unknown. Returns the
+    /// predicted and observed times to first token, if they were learned.
+    fn end_prefill(&mut self, is_measured: bool) -> Option<FirstTokenObservation> {
+        let placement = &mut self.active.as_mut()?.placement;
+        let is_first = !placement.reservation.has_first_token();
+        if !is_measured {
+            placement.reservation.on_unobserved_first_token();
+            return None;
+        }
+        placement.reservation.on_first_token();
+        // Prefill times are learned only from prompts whose uncached part is known.
+        let route = &placement.route;
+        let is_known =
+            matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
+        if !is_first || !is_known {
+            return None;
+        }
+        self.router.learn_prefill(placement)
+    }
+
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
         self.body_scanned = true;
         self.body_observed = true;
         let had_usage = self.usage.usage().is_some();
+        let events = self.usage.content_events();
         self.usage.push(chunk);
         let is_final_usage = self.usage.usage().is_some() && !had_usage;
-        if self.event_stream && !is_final_usage {
-            self.count_output();
+        let has_content = self.usage.content_events() > events;
+        if self.event_stream && has_content && !is_final_usage {
+            self.count_output(chunk.len());
         }
         if self.books_output_blocks {
             self.book_output();
         }
     }
 
-    /// Reports new output tokens to the load tracker. The usage at the end of a stream is not
-    /// counted, because it may correct the number of tokens at once.
-    fn count_output(&mut self) {
+    /// Reports the new output tokens of a chunk to the load tracker. The usage at the end of a stream
+    /// is not counted, because it may correct the number of tokens at once. A token has at least one
+    /// byte.
+    fn count_output(&mut self, chunk_bytes: usize) {
         let generated = self.usage.output_tokens();
         if let Some(active) = &mut self.active
             && generated > self.output_tokens
         {
-            let count = generated - self.output_tokens;
+            let count = (generated - self.output_tokens).min(chunk_bytes as u64);
             active.placement.reservation.add_output_tokens(count);
             self.output_tokens = generated;
         }

@@ -45,12 +45,14 @@ pub(super) struct CoefficientFit {
     second_value: f64,
     first_mean_square: f64,
     second_mean_square: f64,
+    /// Number of observations.
     observed: u64,
 }
 
 impl CoefficientFit {
-    /// Returns whether all sums are finite. Those of another process may not be.
-    pub(super) fn is_finite(&self) -> bool {
+    /// Returns whether the absolute value of each sum is at most `max`. Sums of another process may be
+    /// invalid.
+    pub(super) fn is_valid(&self, max: f64) -> bool {
         let sums = [
             self.first_first,
             self.first_second,
@@ -60,7 +62,7 @@ impl CoefficientFit {
             self.first_mean_square,
             self.second_mean_square,
         ];
-        sums.iter().all(|sum| sum.is_finite())
+        sums.iter().all(|sum| sum.abs() <= max)
     }
 
     /// Returns the number of observations.

@@ -66,7 +66,21 @@ const PREFILL_MARGIN: f64 = 0.05;
 
 /// Number of step observations before outliers are discarded and factors are learned.
 const MIN_STEPS: u64 = 50;
+
+/// A step counts for at most this multiple of its expected time. Longer ones are discarded as
+/// stalls, unless [`MAX_STALLED_STEPS`] observations in a row are that long.
 const MAX_STEP_RATIO: f64 = 4.0;
+const MAX_STALLED_STEPS: u32 = 64;
+
+/// Minimum time of a step in seconds. Tokens that arrive faster were buffered.
+const MIN_STEP_SECONDS: f64 = 1e-4;
+
+/// Maximum length of an answer, in tokens. Engines report the length.
+const MAX_OUTPUT_TOKENS: f64 = 1e6;
+
+/// Ranges of a valid copy of a latency model: seconds per unit of work, and sums.
+const MAX_WORK_SECONDS: f64 = 60.0;
+const MAX_SUM: f64 = 1e12;
 
 /// The decode coefficients are solved after each of the first observations, then at intervals.
 const ALWAYS_SOLVED_STEPS: u64 = 32;
@@ -299,23 +313,23 @@ impl ModelLatency {
         self.time_to_first_token
     }
 
-    /// Returns whether all numbers are finite, and no coefficient is negative. The model of
-    /// another process may be invalid.
+    /// Returns whether all numbers are in their ranges. The model of another process may be invalid.
     pub(super) fn is_valid(&self) -> bool {
         let coefficients = &self.coefficients;
-        let numbers = [
+        let seconds = [
             coefficients.prefill_token,
             coefficients.prefill_pair,
             coefficients.decode_step,
             coefficients.decode_resident_token,
-            self.output_tokens,
             self.transfer.token_seconds(),
         ];
-        let are_finite = self.prefill.is_finite() && self.decode.is_finite();
-        are_finite
-            && numbers
+        self.prefill.is_valid(MAX_SUM)
+            && self.decode.is_valid(MAX_SUM)
+            && (1.0..=MAX_SUM).contains(&self.transfer.tokens)
+            && (0.0..=MAX_OUTPUT_TOKENS).contains(&self.output_tokens)
+            && seconds
                 .iter()
-                .all(|number| number.is_finite() && *number >= 0.0)
+                .all(|seconds| (0.0..=MAX_WORK_SECONDS).contains(seconds))
     }
 
     /// Returns the estimated time of a prefill on a rank, or `None` before enough prefills were
@@ -392,12 +406,21 @@ impl ModelLatency {
         if elapsed > MAX_OBSERVED || elapsed.is_zero() || steps == 0 {
             return;
         }
-        let observed = elapsed.as_secs_f64() / steps as f64;
+        let mut observed = elapsed.as_secs_f64() / steps as f64;
+        if observed < MIN_STEP_SECONDS {
+            return;
+        }
         let expected = self.coefficients.step_seconds(resident_tokens).max(1e-6);
         if self.decode.observed() > MIN_STEPS {
-            if observed > MAX_STEP_RATIO * expected * speed.decode {
+            let limit = MAX_STEP_RATIO * expected * speed.decode;
+            if observed > limit && speed.stalled_steps < MAX_STALLED_STEPS {
+                speed.stalled_steps += 1;
                 return;
             }
+            if observed <= limit {
+                speed.stalled_steps = 0;
+            }
+            observed = observed.min(limit);
             speed.add_step(observed, expected);
         }
         let sample = FitSample {
@@ -447,6 +470,7 @@ impl ModelLatency {
 
     /// Learns from the length of a finished answer.
     pub(crate) fn observe_output(&mut self, tokens: f64) {
+        let tokens = tokens.min(MAX_OUTPUT_TOKENS);
         self.output_tokens += (tokens - self.output_tokens) * OUTPUT_SHARE;
     }
 }

@@ -1,6 +1,6 @@
 //! Latency models by model name, and the speed of ranks that left the fleet.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::time::Instant;
 
 use super::model::{LatencyEstimate, ModelLatency};
@@ -8,10 +8,13 @@ use super::speed::RankSpeed;
 use crate::worker::{ModelName, WorkerRank};
 
 /// Maximum number of departed ranks whose speed is kept.
-const MAX_DEPARTED: usize = 1024;
+const MAX_DEPARTED: usize = 1 << 16;
+
+/// Maximum number of models that a copy of another process can add.
+pub(super) const MAX_COPIED_MODELS: usize = 1024;
 
 /// Position of a model in the registry.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ModelId(u32);
 
 /// Latency models of all models that were ever served. A model keeps what it learned while it has
@@ -20,21 +23,14 @@ pub(crate) struct ModelId(u32);
 pub(crate) struct LatencyRegistry {
     models: Vec<NamedModel>,
     ids: HashMap<ModelName, ModelId>,
-    /// Ranks that left, in the order of their departure.
-    departed: VecDeque<DepartedRank>,
+    /// Speed of ranks that left.
+    departed: HashMap<(WorkerRank, ModelId), RankSpeed>,
 }
 
 #[derive(Debug)]
 struct NamedModel {
     name: ModelName,
     latency: ModelLatency,
-}
-
-#[derive(Debug)]
-struct DepartedRank {
-    rank: WorkerRank,
-    model: ModelId,
-    speed: RankSpeed,
 }
 
 impl LatencyRegistry {
@@ -50,6 +46,11 @@ impl LatencyRegistry {
         });
         self.ids.insert(model.clone(), id);
         id
+    }
+
+    /// Returns the id of a model, or `None` if it is unknown.
+    pub(crate) fn find_model(&self, model: &ModelName) -> Option<ModelId> {
+        self.ids.get(model).copied()
     }
 
     /// Returns the latency model with an id of this registry.
@@ -81,7 +82,7 @@ impl LatencyRegistry {
     ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSpeed)> {
         self.departed
             .iter()
-            .map(|departed| (departed.rank, departed.model, &departed.speed))
+            .map(|((rank, model), speed)| (*rank, *model, speed))
     }
 
     /// Returns the estimate of a model, or the prior if the model is unknown.
@@ -93,21 +94,19 @@ impl LatencyRegistry {
             })
     }
 
-    /// Keeps the speed of a rank that leaves.
+    /// Keeps the speed of a rank that leaves. At the limit, that of an arbitrary other rank is
+    /// discarded.
     pub(crate) fn store_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
-        self.departed.push_back(DepartedRank { rank, model, speed });
-        if self.departed.len() > MAX_DEPARTED {
-            self.departed.pop_front();
+        if self.departed.len() >= MAX_DEPARTED
+            && let Some(other) = self.departed.keys().next().copied()
+        {
+            self.departed.remove(&other);
         }
+        self.departed.insert((rank, model), speed);
     }
 
     /// Returns the speed of a rank that joins: the kept one if it served the same model before.
     pub(crate) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId) -> RankSpeed {
-        let at = self
-            .departed
-            .iter()
-            .rposition(|departed| departed.rank == rank && departed.model == model);
-        let departed = at.and_then(|at| self.departed.remove(at));
-        departed.map_or_else(RankSpeed::default, |departed| departed.speed)
+        self.departed.remove(&(rank, model)).unwrap_or_default()
     }
 }

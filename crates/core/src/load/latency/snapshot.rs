@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::model::ModelLatency;
+use super::registry::MAX_COPIED_MODELS;
 use super::speed::RankSpeed;
 use crate::load::tracker::LoadTracker;
 use crate::worker::{ModelName, WorkerRank};
@@ -29,6 +30,13 @@ struct RankSpeedSnapshot {
     rank: WorkerRank,
     model: ModelName,
     speed: RankSpeed,
+}
+
+impl LatencySnapshot {
+    /// Returns whether no prefill was observed.
+    pub fn is_empty(&self) -> bool {
+        self.models.is_empty()
+    }
 }
 
 impl LoadTracker {
@@ -72,15 +80,17 @@ impl LoadTracker {
         let valid = snapshot
             .models
             .into_iter()
-            .filter(|model| model.latency.is_valid());
+            .filter(|model| model.latency.is_valid())
+            .take(MAX_COPIED_MODELS);
         let mut restored = 0;
         for ModelLatencySnapshot { model, latency } in valid {
             let id = table.latency.model_id(&model);
             restored += usize::from(table.latency.model_mut(id).restore(latency));
         }
         for RankSpeedSnapshot { rank, model, speed } in snapshot.ranks {
-            if let Some(speed) = speed.restored() {
-                table.restore_speed(rank, &model, speed);
+            let known = table.latency.find_model(&model);
+            if let (Some(model), Some(speed)) = (known, speed.restored()) {
+                table.restore_speed(rank, model, speed);
             }
         }
         restored

@@ -19,8 +19,13 @@ const CHANGED_WEIGHT: f64 = 50.0;
 const PREFILL_RETENTION: f64 = 0.995;
 const DECODE_RETENTION: f64 = 0.998;
 
-/// Prefills shorter than this many seconds count for less than one observation.
+/// Prefills shorter than this many seconds count for less than one observation in the average,
+/// because the first token also waits for the step that is running.
 const SHORT_PREFILL: f64 = 0.2;
+
+/// The same for the detection of changes. The limits of the evidence make it less sensitive to
+/// noise than the average.
+const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
 /// Factors on the latency of the fleet: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -35,6 +40,9 @@ pub struct RankSpeed {
     pub steps: u64,
     /// Predicted and observed times to first token.
     pub time_to_first_token: PredictionTotals,
+    /// Observations of decode steps in a row that were discarded as stalls.
+    #[serde(skip)]
+    pub(super) stalled_steps: u32,
     #[serde(skip)]
     prefill_estimate: FactorEstimate,
     #[serde(skip)]
@@ -56,6 +64,13 @@ pub(super) struct TimeSums {
     pub(super) expected: f64,
 }
 
+/// Weights of an observation, per second.
+#[derive(Clone, Copy, Debug)]
+struct ObservationWeights {
+    average: f64,
+    change: f64,
+}
+
 /// Estimate of a factor: a slow average, which starts again from the last observations when the
 /// factor changes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -73,6 +88,7 @@ impl Default for RankSpeed {
             prefills: 0,
             steps: 0,
             time_to_first_token: PredictionTotals::default(),
+            stalled_steps: 0,
             prefill_estimate: FactorEstimate::default(),
             decode_estimate: FactorEstimate::default(),
         }
@@ -120,12 +136,14 @@ impl FactorEstimate {
         factor.clamp(MIN_FACTOR, MAX_FACTOR)
     }
 
-    fn add(&mut self, sums: TimeSums, retention: f64) {
+    /// Adds an observation with its weights in the average and in the detection of changes.
+    fn add(&mut self, times: TimeSums, weights: ObservationWeights, retention: f64) {
         let factor = self.factor();
         self.sums = self.sums.scaled(retention);
-        self.sums.add(sums);
-        let changed = self.slower.add(sums, factor);
-        let changed = self.faster.add(sums, factor).or(changed);
+        self.sums.add(times.scaled(weights.average));
+        let evidence = times.scaled(weights.change);
+        let changed = self.slower.add(evidence, factor);
+        let changed = self.faster.add(evidence, factor).or(changed);
         if let Some(since) = changed {
             *self = Self {
                 sums: since.scaled(CHANGED_WEIGHT / since.expected),
@@ -159,10 +177,12 @@ impl RankSpeed {
 
     /// Records a prefill that took `observed` seconds. The latency model expects `expected` seconds.
     pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
-        let weight = 1.0 / (expected + SHORT_PREFILL);
         let times = TimeSums { observed, expected };
-        self.prefill_estimate
-            .add(times.scaled(weight), PREFILL_RETENTION);
+        let weights = ObservationWeights {
+            average: 1.0 / (expected + SHORT_PREFILL),
+            change: 1.0 / (expected + SHORT_CHANGED_PREFILL),
+        };
+        self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
         self.prefill = self.prefill_estimate.factor();
         self.prefills += 1;
     }
@@ -171,8 +191,11 @@ impl RankSpeed {
     /// `expected` seconds.
     pub(super) fn add_step(&mut self, observed: f64, expected: f64) {
         let times = TimeSums { observed, expected };
-        self.decode_estimate
-            .add(times.scaled(1.0 / expected), DECODE_RETENTION);
+        let weights = ObservationWeights {
+            average: 1.0 / expected,
+            change: 1.0 / expected,
+        };
+        self.decode_estimate.add(times, weights, DECODE_RETENTION);
         self.decode = self.decode_estimate.factor();
         self.steps += 1;
     }

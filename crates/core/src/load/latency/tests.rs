@@ -177,6 +177,40 @@ fn outliers_hardly_move_prefill_coefficients() {
 }
 
 #[test]
+fn lasting_decode_slowdown_is_learned() {
+    let mut model = ModelLatency::default();
+    let mut speeds = [RankSpeed::default(), RankSpeed::default()];
+    let mut run = |slowdown: f64, rounds: usize| {
+        for number in 0..rounds {
+            let rank = number % 2;
+            let factor = if rank == 1 { slowdown } else { 1.0 };
+            let observation = StepObservation {
+                resident_tokens: 10_000.0,
+                steps: 4,
+                elapsed: Duration::from_secs_f64(0.08 * factor),
+            };
+            model.observe_steps(observation, &mut speeds[rank]);
+        }
+        speeds[1].decode / speeds[0].decode
+    };
+    assert_near(run(1.0, 400), 1.0, 0.1, "equal ranks");
+    assert_near(run(8.0, 60), 1.0, 0.1, "a stall");
+    let slow = run(8.0, 2_000);
+    assert!(slow > 3.0, "{slow}");
+}
+
+#[test]
+fn absurd_answer_length_is_limited() {
+    let mut model = ModelLatency::default();
+    model.observe_output(u64::MAX as f64);
+    for _ in 0..600 {
+        model.observe_output(100.0);
+    }
+    let learned = model.estimate(Instant::now()).output_tokens;
+    assert_near(learned, 100.0, 0.1, "output tokens");
+}
+
+#[test]
 fn constant_prompt_length_keeps_coefficients_bounded() {
     let mut model = ModelLatency::default();
     let mut speed = RankSpeed::default();

@@ -142,6 +142,15 @@ fn invalid_snapshot_is_not_restored() {
             "/models/0/latency/coefficients/decode_step",
             serde_json::json!(-0.1),
         ),
+        (
+            "/models/0/latency/coefficients/prefill_token",
+            serde_json::json!(1e308),
+        ),
+        (
+            "/models/0/latency/prefill/first_value",
+            serde_json::json!(1e300),
+        ),
+        ("/models/0/latency/transfer/tokens", serde_json::json!(-1e6)),
     ];
     for (path, value) in paths {
         let mut invalid = valid.clone();

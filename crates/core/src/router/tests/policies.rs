@@ -66,6 +66,8 @@ fn slow_worker_is_avoided_after_thirty_requests() {
     assert!(equal.iter().all(|count| *count >= 10), "{equal:?}");
     let slow = run(1_000, Some(2));
     assert!(slow[2] <= 30, "{slow:?}");
+    let later = run(2_000, Some(2));
+    assert!(later[2] < 10, "{later:?}");
 }
 
 #[test]

@@ -206,10 +206,9 @@ async fn body_forms_are_equivalent() {
     );
     let workers = explained["phases"][0]["workers"].as_array().unwrap();
     assert_eq!(workers.len(), 2);
-    assert!(
-        workers.iter().all(|worker| worker["cost"]["total"] == 20.0),
-        "{workers:?}"
-    );
+    let costs: Vec<&Value> = workers.iter().map(|worker| &worker["cost"]).collect();
+    assert_eq!(costs[0], costs[1]);
+    assert!(costs[0]["total"].as_f64().unwrap() > 0.0, "{costs:?}");
     assert_eq!(pages.explain(&json!({ "body": EXACT })).await, explained);
     assert_eq!(
         pages.explain(&json!({ "bytes": EXACT.as_bytes() })).await,

@@ -37,11 +37,12 @@ pub fn write_snapshot(path: &Path, ranks: impl Iterator<Item = RankDump>) -> any
     })
 }
 
-/// Writes the learned latency beside the index snapshot at `path`.
+/// Writes the learned latency beside the index snapshot at `path`. The file is replaced atomically.
+/// If nothing was learned, it is not replaced.
 pub fn write_latency(path: &Path, latency: &LatencySnapshot) -> anyhow::Result<()> {
     replace_file(&latency_path(path), |out| {
         serde_json::to_writer(out, latency)?;
-        Ok(1)
+        Ok(u32::from(!latency.is_empty()))
     })?;
     Ok(())
 }

@@ -136,9 +136,15 @@ impl ResponseSide {
         } else {
             continued
         };
+        // Some engines send the headers of an event stream with the first token.
+        let observed = head.is_event_stream
+            && context
+                .route_reply
+                .as_ref()
+                .is_some_and(|reply| reply.first_token_with_headers);
         let mut effects = vec![reply_effect(continued), Effect::ResponseStarted(head)];
         if !first_token_due {
-            effects.push(Effect::FirstToken { observed: false });
+            effects.push(Effect::FirstToken { observed });
         }
         effects
     }

@@ -5,7 +5,9 @@ use warmroute_core::fleet::Fleet;
 use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
 use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
-use warmroute_core::router::{PredictorSet, Reason, RoutePrompt, RouteRequest, RouterSettings};
+use warmroute_core::router::{
+    PhaseSelection, Placement, PredictorSet, Reason, RoutePrompt, RouteRequest, RouterSettings,
+};
 use warmroute_core::worker::{BlockSize, Worker, WorkerId, WorkerRole};
 
 use super::*;
@@ -27,12 +29,7 @@ fn router_with_event_source() -> (Arc<Router>, warmroute_core::index::RankWriter
 fn are_blocks_verified(event_stream: bool, first_token_seen: bool, complete: bool) -> bool {
     let (router, _writer) = router_with_event_source();
     let metrics = Arc::new(Metrics::new());
-    let locals = (0..8).map(LocalHash).collect();
-    let prompt = RoutePrompt::Hashed(vec![BlockHashes::from_locals(
-        33,
-        BlockSize::new(4).unwrap(),
-        locals,
-    )]);
+    let prompt = hashed_prompt();
     let request = RouteRequest {
         parity: warmroute_core::parity::ParityExpectation::Prompt,
         ..RouteRequest::new(Some("m".into()), prompt)
@@ -80,7 +77,20 @@ fn stream_headers_alone_do_not_verify_blocks() {
     }
 }
 
+fn worker(id: u64, role: WorkerRole) -> Worker {
+    let endpoint = "127.0.0.1:8000".parse().unwrap();
+    let block_size = BlockSize::new(4).unwrap();
+    Worker {
+        role,
+        ..Worker::new(WorkerId(id), endpoint, "m".into(), block_size)
+    }
+}
+
 fn router() -> Arc<Router> {
+    router_of(vec![worker(1, WorkerRole::Aggregated)])
+}
+
+fn router_of(workers: Vec<Worker>) -> Arc<Router> {
     let load = LoadTracker::new(Instant::now);
     let ttl = TtlPolicy {
         ttl: Duration::from_secs(120),
@@ -91,13 +101,7 @@ fn router() -> Arc<Router> {
         without_events: Some(predictor),
         ..PredictorSet::default()
     };
-    let worker = Worker::new(
-        WorkerId(1),
-        "127.0.0.1:8000".parse().unwrap(),
-        "m".into(),
-        BlockSize::new(4).unwrap(),
-    );
-    let change = Fleet::empty().reconcile(vec![worker]);
+    let change = Fleet::empty().reconcile(workers);
     for member in &change.added {
         load.open_slot(member.slot, member.rank, &member.worker.model);
         predictions.open_rank(member);
@@ -150,50 +154,87 @@ fn huge_usage_does_not_overflow_cached_token_counter() {
     }
 }
 
-fn learns_prefill_time(event_stream: bool, status: u16, prompt: &RoutePrompt) -> bool {
-    let router = router();
+/// Passes the events of a response to the guard of a placement.
+fn respond(router: &Arc<Router>, placement: Placement, head: ResponseHead, observed: bool) {
     let metrics = Arc::new(Metrics::new());
+    let audit = CacheAudit::new(router.clone(), metrics.clone());
+    let mut guard = ExchangeGuard::open(metrics, router.clone(), audit);
+    guard.on_route(Some(Box::new(ActiveRequest::new(placement))), None);
+    guard.on_response_headers(head);
+    guard.on_first_token(observed);
+    guard.on_completed();
+}
+
+fn response_head(event_stream: bool, status: u16) -> ResponseHead {
+    ResponseHead {
+        status,
+        is_event_stream: event_stream,
+        ..ResponseHead::default()
+    }
+}
+
+fn learns_prefill_time(head: ResponseHead, observed: bool, prompt: &RoutePrompt) -> bool {
+    let router = router();
     for _ in 0..20 {
         let placement = router
             .route(RouteRequest::new(Some("m".into()), prompt.clone()))
             .unwrap();
-        let audit = CacheAudit::new(router.clone(), metrics.clone());
-        let mut guard = ExchangeGuard::open(metrics.clone(), router.clone(), audit);
-        guard.on_route(Some(Box::new(ActiveRequest::new(placement))), None);
-        guard.on_response_headers(ResponseHead {
-            status,
-            is_event_stream: event_stream,
-            ..ResponseHead::default()
-        });
-        guard.on_first_token(true);
-        guard.on_completed();
+        respond(&router, placement, head, observed);
     }
     router.load().calibration().models[0].prefills > 0
 }
 
+fn hashed_prompt() -> RoutePrompt {
+    let locals = (0..8).map(LocalHash).collect();
+    let block_size = BlockSize::new(4).unwrap();
+    RoutePrompt::Hashed(vec![BlockHashes::from_locals(33, block_size, locals)])
+}
+
 #[test]
 fn prefill_times_are_learned_from_event_streams_only() {
-    let locals = (0..8).map(LocalHash).collect();
-    let hashed = RoutePrompt::Hashed(vec![BlockHashes::from_locals(
-        33,
-        BlockSize::new(4).unwrap(),
-        locals,
-    )]);
+    let hashed = hashed_prompt();
     let estimated = RoutePrompt::Estimated {
         tokens: 33,
         reason: Reason::NoTokenizer,
     };
+    let stream = response_head(true, 200);
     let cases = [
-        (true, 200, &hashed, true),
-        (false, 200, &hashed, false),
-        (true, 500, &hashed, false),
-        (true, 200, &estimated, false),
+        (stream, true, &hashed, true),
+        // The headers of the stream precede the computation.
+        (stream, false, &hashed, false),
+        (response_head(false, 200), true, &hashed, false),
+        (response_head(true, 500), true, &hashed, false),
+        (stream, true, &estimated, false),
     ];
-    for (event_stream, status, prompt, expected) in cases {
+    for (head, observed, prompt, expected) in cases {
         assert_eq!(
-            learns_prefill_time(event_stream, status, prompt),
+            learns_prefill_time(head, observed, prompt),
             expected,
-            "{event_stream} {status} {prompt:?}"
+            "{head:?} {observed} {prompt:?}"
         );
     }
+}
+
+#[test]
+fn transfer_time_is_learned_after_sequential_prefill() {
+    let workers = [(1, WorkerRole::Prefill), (2, WorkerRole::Decode)];
+    let router = router_of(workers.map(|(id, role)| worker(id, role)).into());
+    let route = |phases| {
+        let request = RouteRequest::new(Some("m".into()), hashed_prompt());
+        router.route(RouteRequest { phases, ..request }).unwrap()
+    };
+    let transfer_token = || {
+        router.load().calibration().models[0]
+            .estimate
+            .transfer_token
+    };
+    let prior = transfer_token();
+    for _ in 0..20 {
+        let mut prefill = route(PhaseSelection::PrefillFirst { failed: Vec::new() });
+        router.learn_remote_prefill(&mut prefill);
+        let completed = router.completed_prefill(&prefill.route).unwrap();
+        let decode = route(PhaseSelection::Decode(Box::new(completed)));
+        respond(&router, decode, response_head(true, 200), true);
+    }
+    assert!(transfer_token() < prior, "the transfers took no time");
 }
