@@ -165,7 +165,7 @@ impl RouterDriver {
             .active
             .remove(&request)
             .context("a prefill without placement")?;
-        self.router.learn_remote_prefill(&mut active.placement);
+        self.router.complete_remote_prefill(&mut active.placement);
         let completed = self.router.completed_prefill(&active.placement.route);
         let completed = completed.context("the prefill worker has left")?;
         drop(active);
@@ -228,7 +228,7 @@ impl RouterDriver {
             active.has_first_token = true;
             active.output_tokens = 1;
             active.placement.reservation.on_first_token();
-            self.router.learn_prefill(&mut active.placement);
+            self.router.learn_first_token(&mut active.placement);
         }
         if output.is_last
             && let Some(mut ended) = self.active.remove(&output.request)

@@ -234,7 +234,7 @@ impl ExchangeGuard {
             if first
                 && is_success
                 && is_measured
-                && let Some(observation) = self.router.learn_prefill(&mut active.placement)
+                && let Some(observation) = self.router.learn_first_token(&mut active.placement)
             {
                 self.observe_prediction(observation);
             }

@@ -182,7 +182,7 @@ async fn slow_engine(
 /// Returns the prefill factors of all ranks, in the order of the workers.
 fn prefill_factors(calibration: &Value) -> Vec<f64> {
     let ranks = calibration["ranks"].as_array().into_iter().flatten();
-    ranks.filter_map(|rank| rank["prefill"].as_f64()).collect()
+    ranks.filter_map(|rank| rank["prefill_factor"].as_f64()).collect()
 }
 
 async fn restart_router(run: EventRun<'_>) -> anyhow::Result<ObservedEvent> {

@@ -1,21 +1,21 @@
-//! Latency models by model name, and the speed of ranks that left the fleet.
+//! Latency models by model name, and the slowdown of ranks that left the fleet.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::Instant;
 
 use super::model::{LatencyEstimate, ModelLatency};
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use crate::worker::{ModelName, WorkerRank};
 
-/// Maximum number of departed ranks whose speed is kept.
+/// Maximum number of departed ranks whose slowdown is kept.
 const MAX_DEPARTED: usize = 1024;
 
 /// Position of a model in the registry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ModelId(u32);
 
-/// Latency models of all models that were ever served. A model keeps what it learned while it has
-/// no ranks.
+/// Latency models of all models that were ever served. The learned latency of a model is kept while
+/// it has no ranks.
 #[derive(Debug, Default)]
 pub(crate) struct LatencyRegistry {
     models: Vec<NamedModel>,
@@ -34,7 +34,7 @@ struct NamedModel {
 struct DepartedRank {
     rank: WorkerRank,
     model: ModelId,
-    speed: RankSpeed,
+    slowdown: RankSlowdown,
 }
 
 impl LatencyRegistry {
@@ -75,13 +75,13 @@ impl LatencyRegistry {
             .map(|model| (&model.name, &model.latency))
     }
 
-    /// Returns the kept speeds of ranks that left.
-    pub(crate) fn departed_speeds(
+    /// Returns the kept slowdowns of ranks that left.
+    pub(crate) fn departed_slowdowns(
         &self,
-    ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSpeed)> {
+    ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSlowdown)> {
         self.departed
             .iter()
-            .map(|departed| (departed.rank, departed.model, &departed.speed))
+            .map(|departed| (departed.rank, departed.model, &departed.slowdown))
     }
 
     /// Returns the estimate of a model, or the prior if the model is unknown.
@@ -93,21 +93,34 @@ impl LatencyRegistry {
             })
     }
 
-    /// Keeps the speed of a rank that leaves.
-    pub(crate) fn store_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
-        self.departed.push_back(DepartedRank { rank, model, speed });
+    /// Keeps the slowdown of a rank that leaves.
+    pub(crate) fn store_departed_slowdown(
+        &mut self,
+        rank: WorkerRank,
+        model: ModelId,
+        slowdown: RankSlowdown,
+    ) {
+        self.departed.push_back(DepartedRank {
+            rank,
+            model,
+            slowdown,
+        });
         if self.departed.len() > MAX_DEPARTED {
             self.departed.pop_front();
         }
     }
 
-    /// Returns the speed of a rank that joins: the kept one if it served the same model before.
-    pub(crate) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId) -> RankSpeed {
+    /// Returns the slowdown of a rank that joins: the kept one if it served the same model before.
+    pub(crate) fn take_departed_slowdown(
+        &mut self,
+        rank: WorkerRank,
+        model: ModelId,
+    ) -> RankSlowdown {
         let at = self
             .departed
             .iter()
             .rposition(|departed| departed.rank == rank && departed.model == model);
         let departed = at.and_then(|at| self.departed.remove(at));
-        departed.map_or_else(RankSpeed::default, |departed| departed.speed)
+        departed.map_or_else(RankSlowdown::default, |departed| departed.slowdown)
     }
 }

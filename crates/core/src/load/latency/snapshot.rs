@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::model::ModelLatency;
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use crate::load::tracker::LoadTracker;
 use crate::worker::{ModelName, WorkerRank};
 
@@ -15,7 +15,7 @@ const VERSION: u32 = 1;
 pub struct LatencySnapshot {
     version: u32,
     models: Vec<ModelLatencySnapshot>,
-    ranks: Vec<RankSpeedSnapshot>,
+    ranks: Vec<RankSlowdownSnapshot>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -25,10 +25,10 @@ struct ModelLatencySnapshot {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct RankSpeedSnapshot {
+struct RankSlowdownSnapshot {
     rank: WorkerRank,
     model: ModelName,
-    speed: RankSpeed,
+    slowdown: RankSlowdown,
 }
 
 impl LoadTracker {
@@ -38,22 +38,23 @@ impl LoadTracker {
         let latency = &table.latency;
         let learned = latency
             .models()
-            .filter(|(_, latency)| latency.prefills() > 0);
+            .filter(|(_, latency)| latency.prefill_observations() > 0);
         let models = learned.map(|(model, latency)| ModelLatencySnapshot {
             model: model.clone(),
             latency: latency.clone(),
         });
-        let departed = latency
-            .departed_speeds()
-            .map(|(rank, model, speed)| RankSpeedSnapshot {
-                rank,
-                model: latency.model_name(model).clone(),
-                speed: *speed,
-            });
-        let present = table.rank_calibrations().map(|rank| RankSpeedSnapshot {
+        let departed =
+            latency
+                .departed_slowdowns()
+                .map(|(rank, model, slowdown)| RankSlowdownSnapshot {
+                    rank,
+                    model: latency.model_name(model).clone(),
+                    slowdown: *slowdown,
+                });
+        let present = table.rank_calibrations().map(|rank| RankSlowdownSnapshot {
             rank: rank.rank,
             model: rank.model,
-            speed: rank.speed,
+            slowdown: rank.slowdown,
         });
         LatencySnapshot {
             version: VERSION,
@@ -78,9 +79,14 @@ impl LoadTracker {
             let id = table.latency.model_id(&model);
             restored += usize::from(table.latency.model_mut(id).restore(latency));
         }
-        for RankSpeedSnapshot { rank, model, speed } in snapshot.ranks {
-            if let Some(speed) = speed.restored() {
-                table.restore_speed(rank, &model, speed);
+        for RankSlowdownSnapshot {
+            rank,
+            model,
+            slowdown,
+        } in snapshot.ranks
+        {
+            if let Some(slowdown) = slowdown.restored() {
+                table.restore_slowdown(rank, &model, slowdown);
             }
         }
         restored

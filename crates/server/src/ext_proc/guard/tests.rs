@@ -168,7 +168,7 @@ fn learns_prefill_time(event_stream: bool, status: u16, prompt: &RoutePrompt) ->
         guard.on_first_token(true);
         guard.on_completed();
     }
-    router.load().calibration().models[0].prefills > 0
+    router.load().calibration().models[0].prefill_observations > 0
 }
 
 #[test]
