@@ -49,9 +49,9 @@ struct ActivePlacement {
     output_tokens: u64,
 }
 
-/// Worker that computes the prompt of a routed request.
+/// Placement of the prompt: on the worker that also decodes, or on a prefill worker.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum PlacedRequest {
+pub(crate) enum PromptPlacement {
     /// One worker computes the prompt and generates the answer.
     SingleWorker {
         /// Number of the worker.
@@ -134,13 +134,13 @@ impl RouterDriver {
         }
     }
 
-    /// Routes a request. A remote prefill is booked alone, like that of an engine that transfers KV
-    /// blocks after the prefill.
+    /// Routes a request. With a remote prefill, only the prefill is booked; [`Self::place_decode`]
+    /// books the decode.
     pub(crate) fn place(
         &mut self,
         request: RequestNumber,
         prompt: &[u32],
-    ) -> Result<PlacedRequest> {
+    ) -> Result<PromptPlacement> {
         let mut route_request = self.route_request(prompt);
         if self.has_prefill_workers() {
             let failed = Vec::new();
@@ -153,8 +153,8 @@ impl RouterDriver {
         let worker = prefill.unwrap_or(decode);
         self.insert(request, placement, worker);
         Ok(match prefill {
-            Some(worker) => PlacedRequest::RemotePrefill { worker },
-            None => PlacedRequest::SingleWorker { worker },
+            Some(worker) => PromptPlacement::RemotePrefill { worker },
+            None => PromptPlacement::SingleWorker { worker },
         })
     }
 
