@@ -14,7 +14,7 @@ use warmroute_testbed::deployment::{
     BLOCK_SIZE, EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
 };
 use warmroute_testbed::ports::FreePort;
-use warmroute_testbed::replay::{self, LatencyPercentiles, RequestSample};
+use warmroute_testbed::replay::{self, LatencySummary, RequestSample};
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 
 use super::{Quickstart, QuickstartArgs};
@@ -109,13 +109,13 @@ pub(crate) struct DisaggregationReport {
 struct LayoutFigures {
     requests: usize,
     errors: usize,
-    ttft_ms: LatencyPercentiles,
+    ttft_ms: LatencySummary,
     /// Mean time between two tokens of an answer.
-    token_ms: LatencyPercentiles,
+    token_ms: LatencySummary,
     /// Longest time between two tokens of an answer.
-    pause_ms: LatencyPercentiles,
+    pause_ms: LatencySummary,
     /// Time to the end of an answer.
-    answer_ms: LatencyPercentiles,
+    answer_ms: LatencySummary,
     /// Duration of each run, from the first request to the last answer.
     took_s: Vec<f64>,
     /// Median time to first token of each run.
@@ -278,7 +278,7 @@ impl LayoutFigures {
             .collect();
         let good = || samples.iter().filter(|sample| sample.error.is_none());
         let ms = |figure: fn(&RequestSample) -> Option<f64>| {
-            LatencyPercentiles::of(good().filter_map(figure).map(|s| s * 1e3).collect())
+            LatencySummary::of(good().filter_map(figure).map(|s| s * 1e3).collect())
         };
         let took_s: Vec<f64> = runs.iter().map(|run| run.duration.as_secs_f64()).collect();
         let tokens: u64 = good().map(|sample| sample.completion_tokens).sum();
@@ -360,7 +360,7 @@ fn rows(left: &LayoutFigures, right: &LayoutFigures) -> Vec<[String; 3]> {
     for (name, of, digits) in [
         (
             "time to first token",
-            (|seen| &seen.ttft_ms) as fn(&LayoutFigures) -> &LatencyPercentiles,
+            (|seen| &seen.ttft_ms) as fn(&LayoutFigures) -> &LatencySummary,
             0,
         ),
         ("time per further token", |seen| &seen.token_ms, 1),
@@ -368,7 +368,7 @@ fn rows(left: &LayoutFigures, right: &LayoutFigures) -> Vec<[String; 3]> {
         ("time to the last token", |seen| &seen.answer_ms, 0),
     ] {
         for (share, at) in [
-            ("p50", (|of| of.p50) as fn(&LatencyPercentiles) -> f64),
+            ("p50", (|of| of.p50) as fn(&LatencySummary) -> f64),
             ("p95", |of| of.p95),
             ("p99", |of| of.p99),
         ] {

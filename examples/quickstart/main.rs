@@ -83,7 +83,8 @@ struct QuickstartReport {
     /// warmroute with the policy `linear`.
     linear: ReplaySummary,
     /// warmroute with its default policy.
-    warmroute: ReplaySummary,
+    #[serde(rename = "default")]
+    default_run: ReplaySummary,
     /// Predictions with the default policy, as measured by the clients.
     prediction: PredictionAccuracy,
     /// Predictions with the default policy, as measured by warmroute, with the causes of misses.
@@ -225,31 +226,31 @@ impl Quickstart<'_> {
             .map_or(Ok(deployment), |flaw| Err(anyhow::anyhow!(flaw)))
     }
 
-    /// Compares round robin with warmroute, prints the report and returns the running deployment.
-    /// Each run starts with cold engines.
+    /// Compares Envoy's round robin, `linear` and the default policy, prints the report and returns
+    /// the running deployment of the last run. Each run starts with cold engines.
     async fn compare_policies(&self) -> anyhow::Result<LocalDeployment> {
         let workload = ChatWorkload::new(self.args.seed, &workload_shape(self.args));
         let round_robin = self.run_round_robin(&workload).await?;
         let (linear, deployment) = self.run_warmroute(&workload, Some("linear")).await?;
-        // Its engines must end before the next ones start.
+        // Stops the engines of `linear` before those of the default policy start.
         drop(deployment);
-        let (warmroute, deployment) = self.run_warmroute(&workload, None).await?;
+        let (default_run, deployment) = self.run_warmroute(&workload, None).await?;
         self.progress.set_message("reading the audit");
-        let audit = read_audit(&deployment, warmroute.len() as u64).await?;
+        let audit = read_audit(&deployment, default_run.len() as u64).await?;
         self.progress.set_message("done");
-        let samples = || round_robin.iter().chain(&linear).chain(&warmroute);
+        let samples = || round_robin.iter().chain(&linear).chain(&default_run);
         let errors: Vec<_> = samples()
             .filter_map(|sample| sample.error.as_ref())
             .collect();
         let report = QuickstartReport {
             envoy_version: self.envoy_version.clone(),
-            requests: warmroute.len(),
+            requests: default_run.len(),
             errors: errors.len(),
             default_policy: default_policy()?,
             round_robin: replay::summarize(&round_robin),
             linear: replay::summarize(&linear),
-            warmroute: replay::summarize(&warmroute),
-            prediction: replay::measure_predictions(&warmroute),
+            default_run: replay::summarize(&default_run),
+            prediction: replay::measure_predictions(&default_run),
             audit,
         };
         report.print(self.args.json)?;
@@ -295,7 +296,7 @@ impl Quickstart<'_> {
         if let Some(policy) = policy {
             config["routing"] = json!({"policy": policy});
         }
-        let name = policy.unwrap_or("warmroute");
+        let name = policy.unwrap_or("default");
         let dir = self.dir.join(name);
         let deployment =
             LocalDeployment::start(&self.programs, &self.engines(), &dir, &config).await?;
@@ -370,10 +371,10 @@ impl QuickstartReport {
             self.envoy_version, self.requests, self.errors
         )?;
         for [name, cells @ ..] in self.rows() {
-            let [round_robin, linear, warmroute] = cells;
+            let [round_robin, linear, default_run] = cells;
             writeln!(
                 out,
-                "{name:<28}{round_robin:>16}{linear:>16}{warmroute:>16}"
+                "{name:<28}{round_robin:>16}{linear:>16}{default_run:>16}"
             )?;
         }
         writeln!(
@@ -406,7 +407,7 @@ impl QuickstartReport {
                 name.to_owned(),
                 cell(&self.round_robin),
                 cell(&self.linear),
-                cell(&self.warmroute),
+                cell(&self.default_run),
             ]
         };
         let percent = |summary: &ReplaySummary| format!("{:.1} %", summary.hit_rate * 100.0);

@@ -215,11 +215,11 @@ fn json_report_shows_warmroute_is_not_worse() {
         "{report}"
     );
     assert_eq!(number("/errors"), 0.0, "{report}");
-    for run in ["round_robin", "linear", "warmroute"] {
+    for run in ["round_robin", "linear", "default"] {
         assert_run_is_plausible(&report, run);
     }
     assert!(
-        number("/warmroute/hit_rate") >= number("/round_robin/hit_rate"),
+        number("/default/hit_rate") >= number("/round_robin/hit_rate"),
         "{report}"
     );
     assert!(
@@ -439,7 +439,7 @@ fn wait_stage(run: &QuickstartRun, stage: &str) {
 
 #[test]
 fn interrupt_in_any_stage_ends_cleanly() {
-    for stage in ["starting", "round_robin", "linear", "warmroute"] {
+    for stage in ["starting", "round_robin", "linear", "default"] {
         let mut run = QuickstartRun::start(&SMALL, |_| {});
         wait_stage(&run, stage);
         run.signal(Signal::INT);
@@ -456,7 +456,7 @@ fn interrupt_in_any_stage_ends_cleanly() {
 
 #[test]
 fn sigkill_ends_child_processes() {
-    for stage in ["starting", "round_robin", "linear", "warmroute"] {
+    for stage in ["starting", "round_robin", "linear", "default"] {
         let mut run = QuickstartRun::start(&SMALL, |_| {});
         wait_stage(&run, stage);
         run.signal(Signal::KILL);

@@ -66,7 +66,9 @@ async fn stream_requests(deployment: &TestDeployment, requests: usize) {
 
 /// Returns the number of prefills from which the latency of the model was learned.
 fn learned_prefills(calibration: &Value) -> u64 {
-    calibration["models"][0]["prefills"].as_u64().unwrap_or(0)
+    calibration["models"][0]["prefill_observations"]
+        .as_u64()
+        .unwrap_or(0)
 }
 
 /// Waits until the index equals the caches of the engines.

@@ -110,7 +110,8 @@ async fn peer_bookings_count_from_start_to_end() {
     wait_for_peers(&b, 1).await;
     let first = a.route(book("r", 0, 22)).await.unwrap().decode.unwrap();
     b.wait_load((22, 5, 1)).await;
-    // The second request goes to the other worker, because b knows the load of the first one.
+    // The second request goes to the other worker, because replica b has received the
+    // booking of the first one.
     let route_request = pb::RouteRequest {
         book: None,
         ..book_unshared("", 0, 22)

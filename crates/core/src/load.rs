@@ -27,7 +27,7 @@ pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
 pub(crate) use latency::PrefillWork;
 pub use latency::{
     CalibrationReport, FirstTokenObservation, LatencyCoefficients, LatencyEstimate,
-    LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSpeed,
+    LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSlowdown,
 };
 pub use learning::CompleteOutput;
 pub use reservation::Reservation;

@@ -270,7 +270,7 @@ impl RankPhaseLabels {
 pub struct ModelCoefficientLabels {
     /// Model name.
     pub model: String,
-    /// `prefill_token`, `prefill_pair`, `decode_step`, `decode_resident_token`, `transfer_token`.
+    /// `prefill_token`, `prefill_pair`, `decode_step`, `decode_context_token`, `transfer_token`.
     pub coefficient: &'static str,
 }
 

@@ -230,16 +230,16 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
     },
 ];
 
-/// Start of the names of the disaggregated cases.
+/// Prefix of the names of the cases that compare disaggregated with aggregated fleets.
 const DISAGGREGATED_PREFIX: &str = "pd-";
 
 /// Fleets with as many prefill as decode workers, and aggregated fleets of the same size and load.
 /// They run only if selected by name.
 const DISAGGREGATED_CONVERSATION_CASES: [JudgeCase; 8] = [
-    split("pd-conv-2+2-light", 4, &conversations(0.25)),
-    split("pd-conv-2+2", 4, &conversations(0.4)),
-    split("pd-conv-4+4-light", 8, &conversations(0.5)),
-    split("pd-conv-4+4", 8, &conversations(0.8)),
+    disaggregated("pd-conv-2+2-light", 4, &conversations(0.25)),
+    disaggregated("pd-conv-2+2", 4, &conversations(0.4)),
+    disaggregated("pd-conv-4+4-light", 8, &conversations(0.5)),
+    disaggregated("pd-conv-4+4", 8, &conversations(0.8)),
     aggregated("pd-conv-aggregated-4-light", 4, &conversations(0.25)),
     aggregated("pd-conv-aggregated-4", 4, &conversations(0.4)),
     aggregated("pd-conv-aggregated-8-light", 8, &conversations(0.5)),
@@ -247,10 +247,10 @@ const DISAGGREGATED_CONVERSATION_CASES: [JudgeCase; 8] = [
 ];
 
 const DISAGGREGATED_AGENT_CASES: [JudgeCase; 8] = [
-    split("pd-agent-2+2-light", 4, &agents(8)),
-    split("pd-agent-2+2", 4, &agents(16)),
-    split("pd-agent-4+4-light", 8, &agents(16)),
-    split("pd-agent-4+4", 8, &agents(32)),
+    disaggregated("pd-agent-2+2-light", 4, &agents(8)),
+    disaggregated("pd-agent-2+2", 4, &agents(16)),
+    disaggregated("pd-agent-4+4-light", 8, &agents(16)),
+    disaggregated("pd-agent-4+4", 8, &agents(32)),
     aggregated("pd-agent-aggregated-4-light", 4, &agents(8)),
     aggregated("pd-agent-aggregated-4", 4, &agents(16)),
     aggregated("pd-agent-aggregated-8-light", 8, &agents(16)),
@@ -271,7 +271,7 @@ const fn agents(concurrency: usize) -> JudgeCase {
     }
 }
 
-const fn split(name: &'static str, workers: usize, case: &JudgeCase) -> JudgeCase {
+const fn disaggregated(name: &'static str, workers: usize, case: &JudgeCase) -> JudgeCase {
     JudgeCase {
         prefill_workers: workers / 2,
         ..aggregated(name, workers, case)

@@ -37,7 +37,8 @@ struct JudgeArgs {
     /// Trace in Mooncake's format or of coding agents, plain or compressed with gzip
     #[arg(long)]
     trace: PathBuf,
-    /// Policies to compare, each with an optional rule of local prefills: `seconds+learned`
+    /// Policies to compare. `POLICY+RULE` also allows local prefills by a rule of
+    /// `routing.disaggregation.conditional`, for example `seconds+learned`
     #[arg(long, value_delimiter = ',', default_values_t = PolicyName::ALL.map(|name| name.as_str().to_owned()))]
     policies: Vec<String>,
     /// Number of seeds
@@ -46,7 +47,8 @@ struct JudgeArgs {
     /// File for the results of each case, policy and seed
     #[arg(long)]
     json: Option<PathBuf>,
-    /// Runs only cases whose names contain one of these texts; `pd-` selects the disaggregated cases
+    /// Runs only cases whose names contain one of these texts; `pd-` selects the fleets with
+    /// prefill and decode workers, and aggregated fleets of the same size
     #[arg(long, value_delimiter = ',')]
     cases: Vec<String>,
     /// Part of the trace; by default the second half of requests, or all sessions

@@ -1,4 +1,4 @@
-//! Routing policies by name, each with an optional rule of local prefills after a `+`.
+//! Routing policies by name, with an optional rule for local prefills after a `+`.
 
 use anyhow::{Result, bail};
 use warmroute_core::policy::{
@@ -10,7 +10,7 @@ use warmroute_core::router::RouterSettings;
 /// Backlog at which a prefill worker is busy: one full step.
 const PREFILL_BUSY_THRESHOLD: f64 = 1.0;
 
-/// Rules of local prefills.
+/// Rules for local prefills.
 const RULES: [(&str, ConditionalPrefillPolicy); 4] = [
     ("isl_bounding", ConditionalPrefillPolicy::IslBounding),
     ("prefill_load", ConditionalPrefillPolicy::PrefillLoad),

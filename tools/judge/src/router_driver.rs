@@ -49,9 +49,9 @@ struct ActivePlacement {
     output_tokens: u64,
 }
 
-/// Worker that computes the prompt of a routed request.
+/// Placement of the prompt: on the worker that also decodes, or on a prefill worker.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum PlacedRequest {
+pub(crate) enum PromptPlacement {
     /// One worker computes the prompt and generates the answer.
     SingleWorker {
         /// Number of the worker.
@@ -134,13 +134,13 @@ impl RouterDriver {
         }
     }
 
-    /// Routes a request. A remote prefill is booked alone, like that of an engine that transfers KV
-    /// blocks after the prefill.
+    /// Routes a request. With a remote prefill, only the prefill is booked; [`Self::place_decode`]
+    /// books the decode.
     pub(crate) fn place(
         &mut self,
         request: RequestNumber,
         prompt: &[u32],
-    ) -> Result<PlacedRequest> {
+    ) -> Result<PromptPlacement> {
         let mut route_request = self.route_request(prompt);
         if self.has_prefill_workers() {
             let failed = Vec::new();
@@ -153,8 +153,8 @@ impl RouterDriver {
         let worker = prefill.unwrap_or(decode);
         self.insert(request, placement, worker);
         Ok(match prefill {
-            Some(worker) => PlacedRequest::RemotePrefill { worker },
-            None => PlacedRequest::SingleWorker { worker },
+            Some(worker) => PromptPlacement::RemotePrefill { worker },
+            None => PromptPlacement::SingleWorker { worker },
         })
     }
 
@@ -165,7 +165,7 @@ impl RouterDriver {
             .active
             .remove(&request)
             .context("a prefill without placement")?;
-        self.router.learn_remote_prefill(&mut active.placement);
+        self.router.complete_remote_prefill(&mut active.placement);
         let completed = self.router.completed_prefill(&active.placement.route);
         let completed = completed.context("the prefill worker has left")?;
         drop(active);
@@ -228,7 +228,7 @@ impl RouterDriver {
             active.has_first_token = true;
             active.output_tokens = 1;
             active.placement.reservation.on_first_token();
-            self.router.learn_prefill(&mut active.placement);
+            self.router.learn_first_token(&mut active.placement);
         }
         if output.is_last
             && let Some(mut ended) = self.active.remove(&output.request)

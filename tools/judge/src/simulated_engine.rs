@@ -164,7 +164,8 @@ impl SimulatedEngine {
     /// Creates an engine with an empty cache.
     pub(crate) fn new(worker: usize, role: WorkerRole, timing: EngineTiming) -> Result<Self> {
         let config = EngineConfig {
-            // The prefills of `WorkerType::Decode` take no time, so they would always be local.
+            // An engine of type `WorkerType::Decode` computes prefills in zero time, so `learned`
+            // would always choose a local prefill.
             worker_type: match role {
                 WorkerRole::Aggregated | WorkerRole::Decode => WorkerType::Aggregated,
                 WorkerRole::Prefill => WorkerType::Prefill,

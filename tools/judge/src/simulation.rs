@@ -11,7 +11,7 @@ use warmroute_core::router::RouterSettings;
 
 use crate::cases::JudgeCase;
 use crate::gpu_timing::EngineTiming;
-use crate::router_driver::{PlacedRequest, RouterDriver};
+use crate::router_driver::{PromptPlacement, RouterDriver};
 use crate::simulated_engine::{
     CommandEffects, EngineCommand, EngineRequest, FinishedPass, RequestNumber, RequestOutput,
     SimulatedEngine,
@@ -211,7 +211,7 @@ impl<'w> FleetSimulation<'w> {
                 self.driver.apply_kv_events(from.worker, &events);
             }
             SimulationEvent::Outputs { from, outputs } if self.is_current(from) => {
-                self.observe_outputs(from.worker, &outputs, now_ms)?;
+                self.report_outputs(from.worker, &outputs, now_ms)?;
             }
             SimulationEvent::TransferEnd { to, request } if self.is_current(to) => {
                 self.finish_transfer(to.worker, request, now_ms)?;
@@ -244,8 +244,8 @@ impl<'w> FleetSimulation<'w> {
             output_tokens: state.request.output_tokens,
         };
         let (worker, command) = match self.driver.place(number, &request.prompt)? {
-            PlacedRequest::SingleWorker { worker } => (worker, EngineCommand::Submit(request)),
-            PlacedRequest::RemotePrefill { worker } => {
+            PromptPlacement::SingleWorker { worker } => (worker, EngineCommand::Submit(request)),
+            PromptPlacement::RemotePrefill { worker } => {
                 request.output_tokens = 1;
                 self.set_prefill_worker(number, worker);
                 (worker, EngineCommand::Prefill(request))

@@ -16,7 +16,7 @@ use warmroute_load::helper_programs::{AS_WARMROUTE, ProcessArguments};
 use warmroute_load::policy_replay::replay_report::{self, PolicyRun};
 use warmroute_load::policy_replay::trace_sessions::{self, TraceScale};
 use warmroute_load::policy_replay::{
-    EngineLayout, ReplayEvent, ReplayPolicy, ReplaySettings, ReplayTraffic,
+    EngineLayout, ReplayFault, ReplayPolicy, ReplaySettings, ReplayTraffic,
 };
 use warmroute_testbed::comparison;
 use warmroute_testbed::deployment::{ModelFiles, ProgramCommands};
@@ -159,8 +159,8 @@ async fn compare(args: PolicyReplayArgs) -> anyhow::Result<()> {
 
 fn report_run(run: &PolicyRun, all: &[PolicyRun], json: Option<&Path>) -> anyhow::Result<()> {
     replay_report::print_run(run)?;
-    if let Some(event) = &run.event {
-        replay_report::print_event(event)?;
+    if let Some(fault) = &run.fault {
+        replay_report::print_fault(fault)?;
     }
     if let Some(path) = json {
         comparison::write_json(&all, path)?;
@@ -179,7 +179,7 @@ fn settings(args: &PolicyReplayArgs) -> anyhow::Result<ReplaySettings> {
             (ReplayTraffic::Chats(chats), 4, CHAT_PRODUCT_BLOCKS, 70.0)
         }
     };
-    let slow = args.slow_after.map(|after| ReplayEvent::SlowEngine {
+    let slow = args.slow_after.map(|after| ReplayFault::SlowEngine {
         after,
         factor: args.slow_factor,
     });
@@ -196,9 +196,9 @@ fn settings(args: &PolicyReplayArgs) -> anyhow::Result<ReplaySettings> {
             count: args.engines.unwrap_or(engines),
             blocks: args.blocks.unwrap_or(blocks),
             prefill_us: args.prefill_us.unwrap_or(prefill_us),
-            has_events: !args.no_events,
+            publishes_kv_events: !args.no_events,
         },
-        event: slow.or_else(|| restart.map(|after| ReplayEvent::RouterRestart { after })),
+        fault: slow.or_else(|| restart.map(|after| ReplayFault::RouterRestart { after })),
         config: args.config.clone(),
     })
 }

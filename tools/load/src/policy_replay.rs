@@ -3,7 +3,7 @@
 //! and reads the cached tokens that the engines report.
 
 mod engine_monitor;
-mod replay_event;
+mod replay_fault;
 pub mod replay_report;
 pub mod trace_sessions;
 
@@ -21,7 +21,7 @@ use warmroute_testbed::replay::{self, RequestSample};
 use warmroute_testbed::workload::ChatWorkload;
 use warmroute_testbed::{envoy, merge_config};
 
-pub use replay_event::ReplayEvent;
+pub use replay_fault::ReplayFault;
 use replay_report::PolicyRun;
 use trace_sessions::TraceSession;
 
@@ -78,10 +78,10 @@ pub struct EngineLayout {
     /// Microseconds per prompt token.
     pub prefill_us: f64,
     /// False: the engines publish no KV events, and warmroute predicts their caches.
-    pub has_events: bool,
+    pub publishes_kv_events: bool,
 }
 
-/// A comparison.
+/// Settings of a comparison.
 #[derive(Clone, Debug)]
 pub struct ReplaySettings {
     /// Policies, in the order of the first round.
@@ -92,8 +92,8 @@ pub struct ReplaySettings {
     pub traffic: ReplayTraffic,
     /// Engines.
     pub engines: EngineLayout,
-    /// Change during each run.
-    pub event: Option<ReplayEvent>,
+    /// Fault during each run.
+    pub fault: Option<ReplayFault>,
     /// Overrides of warmroute's configuration.
     pub config: Value,
 }
@@ -162,14 +162,14 @@ impl ReplaySettings {
         let began = Instant::now();
         let config = self.router_config(policy);
         let (samples, observed) = tokio::join!(self.traffic.send(url, on_request), async {
-            match &self.event {
-                Some(event) => {
-                    let run = replay_event::EventRun {
+            match &self.fault {
+                Some(fault) => {
+                    let context = replay_fault::FaultContext {
                         deployment: &mut deployment,
                         config: &config,
                         began,
                     };
-                    event.apply(run, finished_rx).await.map(Some)
+                    fault.apply(context, finished_rx).await.map(Some)
                 }
                 None => Ok(None),
             }
@@ -195,7 +195,7 @@ impl EngineLayout {
             "--prefill-us-per-token",
             &prefill_us,
         ]);
-        if self.has_events {
+        if self.publishes_kv_events {
             return spec;
         }
         spec.with(&["--no-kv-event-sources"])
@@ -250,7 +250,7 @@ async fn send_trace(
         let url = url.to_owned();
         let on_request = on_request.clone();
         running.spawn(async move {
-            tokio::time::sleep(session.arrives.saturating_sub(began.elapsed())).await;
+            tokio::time::sleep(session.start_offset.saturating_sub(began.elapsed())).await;
             let mut samples = Vec::new();
             for turn in &session.turns {
                 tokio::time::sleep(turn.pause).await;

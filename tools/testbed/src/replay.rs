@@ -209,16 +209,16 @@ pub struct ReplaySummary {
     /// Share of all prompt tokens that the engines had cached.
     pub hit_rate: f64,
     /// Times to first token in milliseconds.
-    pub ttft_ms: LatencyPercentiles,
+    pub ttft_ms: LatencySummary,
     /// Times to the end of the answer in milliseconds.
-    pub e2e_ms: LatencyPercentiles,
+    pub e2e_ms: LatencySummary,
     /// Number of answers by worker.
     pub requests_per_worker: BTreeMap<String, usize>,
 }
 
 /// Mean and percentiles of a distribution of times.
 #[derive(Clone, Debug, Serialize)]
-pub struct LatencyPercentiles {
+pub struct LatencySummary {
     /// Mean.
     pub mean: f64,
     /// Median.
@@ -229,7 +229,7 @@ pub struct LatencyPercentiles {
     pub p99: f64,
 }
 
-impl LatencyPercentiles {
+impl LatencySummary {
     /// Returns the mean and the percentiles; zeros for an empty list.
     pub fn of(mut values: Vec<f64>) -> Self {
         values.sort_by(f64::total_cmp);
@@ -272,7 +272,7 @@ pub fn summarize(samples: &[RequestSample]) -> ReplaySummary {
     });
     let latency = |time: fn(&RequestSample) -> Duration| {
         let times = good().map(|sample| time(sample).as_secs_f64() * 1e3);
-        LatencyPercentiles::of(times.collect())
+        LatencySummary::of(times.collect())
     };
     let mut requests_per_worker = BTreeMap::new();
     for engine in good().filter_map(|sample| sample.engine.clone()) {

@@ -1,8 +1,9 @@
 //! Reads recorded traces, which contain lengths and block ids instead of text.
 //!
 //! A trace of coding agents has sessions whose prompts grow from request to request. A session is
-//! one line with its name and the lengths of its common prefix, followed by one line per request. A
-//! request keeps the first blocks of the previous prompt and appends runs of new ones.
+//! one line with its name and the lengths of its tool definitions and system prompt, followed by
+//! one line per request. A request keeps the first blocks of the previous prompt and appends runs
+//! of new ones.
 
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
@@ -34,8 +35,8 @@ pub struct SessionHeader {
 }
 
 impl SessionHeader {
-    /// Returns the number of blocks that the session shares with other sessions of equal tools and
-    /// system prompt.
+    /// Returns the number of blocks that the session shares with other sessions whose tool
+    /// definitions and system prompts have the same lengths.
     pub fn common_blocks(&self) -> u64 {
         (self.tool + self.system) / BLOCK_TOKENS as u64
     }
@@ -43,7 +44,7 @@ impl SessionHeader {
 
 /// Request of a session.
 #[derive(Clone, Debug, Deserialize)]
-pub struct SessionLine {
+pub struct RecordedRequest {
     /// Seconds between the previous answer and this request.
     pub think: f64,
     /// Tokens of the prompt.
@@ -64,19 +65,19 @@ pub struct RecordedSession {
     /// Its name and lengths.
     pub header: SessionHeader,
     /// Its requests, in order.
-    pub lines: Vec<SessionLine>,
+    pub requests: Vec<RecordedRequest>,
 }
 
 impl RecordedSession {
     /// Calls `on_request` with each request and the block ids of its prompt, until it returns false.
     /// Ids count from 0 within the session.
-    pub fn for_each(&self, mut on_request: impl FnMut(&SessionLine, &[u32]) -> bool) {
+    pub fn for_each_request(&self, mut on_request: impl FnMut(&RecordedRequest, &[u32]) -> bool) {
         let mut blocks: Vec<u32> = Vec::new();
-        for line in &self.lines {
-            blocks.truncate(line.keep);
-            let runs = line.new.iter();
+        for request in &self.requests {
+            blocks.truncate(request.keep);
+            let runs = request.new.iter();
             blocks.extend(runs.flat_map(|&[first, count]| first..first + count));
-            if !on_request(line, &blocks) {
+            if !on_request(request, &blocks) {
                 return;
             }
         }
@@ -87,7 +88,7 @@ impl RecordedSession {
 #[serde(untagged)]
 enum TraceLine {
     Header(SessionHeader),
-    Request(SessionLine),
+    Request(RecordedRequest),
 }
 
 /// Parses the lines of a trace of coding agents.
@@ -98,12 +99,12 @@ pub fn parse_sessions(lines: &[String]) -> Result<Vec<RecordedSession>> {
         match line {
             TraceLine::Header(header) => sessions.push(RecordedSession {
                 header,
-                lines: Vec::new(),
+                requests: Vec::new(),
             }),
             TraceLine::Request(request) => sessions
                 .last_mut()
                 .context("a request precedes the first session")?
-                .lines
+                .requests
                 .push(request),
         }
     }
@@ -147,8 +148,8 @@ mod tests {
         let sessions = parse_sessions(&lines).unwrap();
         assert_eq!(sessions[0].header.common_blocks(), 2);
         let mut prompts = Vec::new();
-        sessions[0].for_each(|line, blocks| {
-            prompts.push((line.input, blocks.to_vec()));
+        sessions[0].for_each_request(|request, blocks| {
+            prompts.push((request.input, blocks.to_vec()));
             true
         });
         assert_eq!(prompts, [(200, vec![0, 1, 2]), (320, vec![0, 1, 3, 4, 6])]);

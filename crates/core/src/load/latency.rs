@@ -9,8 +9,8 @@ mod change;
 mod fit;
 mod model;
 mod registry;
+mod slowdown;
 mod snapshot;
-mod speed;
 mod totals;
 mod traffic;
 
@@ -20,9 +20,9 @@ pub(crate) use model::{
     ModelLatency, PrefillObservation, PrefillWork, StepObservation, TransferObservation,
 };
 pub(crate) use registry::{LatencyRegistry, ModelId};
+pub use slowdown::RankSlowdown;
+pub(crate) use slowdown::SlowdownFactors;
 pub use snapshot::LatencySnapshot;
-pub use speed::RankSpeed;
-pub(crate) use speed::SpeedFactors;
 pub use totals::{FirstTokenObservation, PredictionTotals};
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::latency::{
-    FirstTokenObservation, ModelId, PrefillObservation, RankSpeed, StepObservation,
+    FirstTokenObservation, ModelId, PrefillObservation, RankSlowdown, StepObservation,
     TransferObservation,
 };
 use super::table::{LoadTable, RankRow, ReservationPart, find_row};
@@ -58,24 +58,31 @@ impl LoadTable {
             predicted: completed.first_token_seconds,
             observed: completed.since_booking.as_secs_f64(),
         };
-        row.learn(&mut self.latency, |model, speed| {
-            model.observe_first_token(first_token, speed);
-            model.observe_prefill(prefill, speed);
+        row.learn(&mut self.latency, |model, slowdown| {
+            model.observe_first_token(first_token, slowdown);
+            model.observe_prefill(prefill, slowdown);
         });
         Some(first_token)
     }
 
-    /// Sets the speed of a rank that has no observations yet, or keeps it for a rank that joins
+    /// Sets the slowdown of a rank that has no observations yet, or keeps it for a rank that joins
     /// later.
-    pub(super) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
+    pub(super) fn restore_slowdown(
+        &mut self,
+        rank: WorkerRank,
+        model: ModelId,
+        slowdown: RankSlowdown,
+    ) {
         let mut rows = self.rows.iter_mut().flatten();
         match rows.find(|row| row.rank == rank && row.model == model) {
-            Some(row) if row.speed.prefills + row.speed.steps == 0 => {
-                row.speed = speed;
-                row.factors = speed.factors();
+            Some(row)
+                if row.slowdown.prefill_observations + row.slowdown.decode_observations == 0 =>
+            {
+                row.slowdown = slowdown;
+                row.factors = slowdown.factors();
             }
             Some(_) => {}
-            None => self.latency.store_speed(rank, model, speed),
+            None => self.latency.store_departed_slowdown(rank, model, slowdown),
         }
     }
 
@@ -91,16 +98,16 @@ impl LoadTable {
         };
         let observation = TransferObservation {
             tokens: booking.uncached_tokens() as f64,
-            resident_tokens: row.context_tokens as f64,
+            context_tokens: row.context_tokens as f64,
             elapsed,
         };
-        row.learn(&mut self.latency, |model, speed| {
-            model.observe_transfer(observation, speed);
+        row.learn(&mut self.latency, |model, slowdown| {
+            model.observe_transfer(observation, slowdown);
         });
     }
 
-    /// Adds observed answer tokens. If the rank had no prefill since the tokens before, the elapsed
-    /// time is that of decode steps.
+    /// Adds observed answer tokens. If the rank had no prefill since the previous tokens, the
+    /// elapsed time is that of decode steps.
     pub(super) fn add_output_tokens(
         &mut self,
         part: &mut ReservationPart,
@@ -114,17 +121,17 @@ impl LoadTable {
         let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
             return;
         };
-        let resident_tokens = row.context_tokens as f64;
+        let context_tokens = row.context_tokens as f64;
         share.answer.tokens += count;
         row.context_tokens += count;
         if let Some(since) = since.filter(|since| row.prefills.is_idle_since(*since)) {
             let observation = StepObservation {
-                resident_tokens,
+                context_tokens,
                 steps: count,
                 elapsed: now.saturating_duration_since(since),
             };
-            row.learn(&mut self.latency, |model, speed| {
-                model.observe_steps(observation, speed);
+            row.learn(&mut self.latency, |model, slowdown| {
+                model.observe_steps(observation, slowdown);
             });
         }
     }
@@ -146,8 +153,8 @@ impl LoadTable {
         let elapsed = answer
             .started_at
             .map(|started_at| now.saturating_duration_since(started_at));
-        let resident_tokens = row.context_tokens as f64;
-        row.learn(&mut self.latency, |model, speed| match output {
+        let context_tokens = row.context_tokens as f64;
+        row.learn(&mut self.latency, |model, slowdown| match output {
             CompleteOutput::Unary { tokens } => model.observe_output(tokens as f64),
             CompleteOutput::Stream {
                 tokens: Some(tokens),
@@ -157,18 +164,18 @@ impl LoadTable {
                 // of other requests.
                 if let Some(elapsed) = elapsed.filter(|_| answer.tokens == 0) {
                     let observation = StepObservation {
-                        resident_tokens,
+                        context_tokens,
                         steps: tokens.saturating_sub(1),
                         elapsed,
                     };
-                    model.observe_steps(observation, speed);
+                    model.observe_steps(observation, slowdown);
                 }
             }
             // The cost depends only on the duration of an answer, so the duration divided by the
             // expected step time replaces the length.
             CompleteOutput::Stream { tokens: None } => {
                 if let Some(elapsed) = elapsed {
-                    model.observe_duration(elapsed, resident_tokens, speed.decode);
+                    model.observe_duration(elapsed, context_tokens, slowdown.decode_factor);
                 }
             }
         });

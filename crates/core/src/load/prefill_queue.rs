@@ -51,7 +51,7 @@ struct PrefillEntry {
 /// Times of a prefill that ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct CompletedPrefill {
-    /// Time since the booking or since the first token before, whichever is later.
+    /// Time since the booking or since the previous first token, whichever is later.
     pub(super) elapsed: Duration,
     /// Time since the booking.
     pub(super) since_booking: Duration,

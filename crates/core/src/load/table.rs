@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
-use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSpeed, SpeedFactors};
+use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSlowdown, SlowdownFactors};
 use super::prefill_queue::{CompletedPrefill, PrefillEndCause, PrefillQueue, PrefillTicket};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
@@ -32,10 +32,10 @@ pub(super) struct RankRow {
     weight: u64,
     /// Prompt and answer tokens of all running requests.
     pub(super) context_tokens: u64,
-    /// Factors of `speed` that decisions use.
-    pub(super) factors: SpeedFactors,
+    /// Factors of `slowdown` that decisions use.
+    pub(super) factors: SlowdownFactors,
     pub(super) prefills: PrefillQueue,
-    pub(super) speed: RankSpeed,
+    pub(super) slowdown: RankSlowdown,
     pub(super) model: ModelId,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
@@ -95,7 +95,7 @@ impl LoadTable {
         let was_open = self.close(slot);
         self.last_generation += 1;
         let model = self.latency.model_id(model);
-        let speed = self.latency.restore_speed(rank, model);
+        let slowdown = self.latency.take_departed_slowdown(rank, model);
         self.rows[slot.index()] = Some(RankRow {
             rank,
             generation: self.last_generation,
@@ -103,8 +103,8 @@ impl LoadTable {
             prefills: PrefillQueue::default(),
             weight: 0,
             context_tokens: 0,
-            factors: speed.factors(),
-            speed,
+            factors: slowdown.factors(),
+            slowdown,
             model,
         });
         was_open
@@ -113,7 +113,8 @@ impl LoadTable {
     pub(super) fn close(&mut self, slot: RankSlot) -> bool {
         let closed = self.rows.get_mut(slot.index()).and_then(Option::take);
         if let Some(row) = &closed {
-            self.latency.store_speed(row.rank, row.model, row.speed);
+            self.latency
+                .store_departed_slowdown(row.rank, row.model, row.slowdown);
             if row.requests > 0 {
                 self.prompts.remove_slot(slot);
             }
@@ -161,8 +162,8 @@ impl LoadTable {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
         let prefill = row.begin_prefill(&self.latency, booking, now);
         if booking.track_prefill {
-            row.learn(&mut self.latency, |model, speed| {
-                model.on_booked(booking.prefill_work(), speed, now);
+            row.learn(&mut self.latency, |model, slowdown| {
+                model.on_booked(booking.prefill_work(), slowdown, now);
             });
         }
         let leaves = row.hold_prompts(&mut self.prompts, booking);
@@ -333,10 +334,10 @@ impl RankRow {
     pub(super) fn learn(
         &mut self,
         latency: &mut LatencyRegistry,
-        learn: impl FnOnce(&mut ModelLatency, &mut RankSpeed),
+        learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
     ) {
-        learn(latency.model_mut(self.model), &mut self.speed);
-        self.factors = self.speed.factors();
+        learn(latency.model_mut(self.model), &mut self.slowdown);
+        self.factors = self.slowdown.factors();
     }
 
     fn blocks(&self) -> u64 {

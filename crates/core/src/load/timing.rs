@@ -2,9 +2,9 @@
 
 use serde::Serialize;
 
-use super::latency::RankSpeed;
+use super::latency::RankSlowdown;
 
-/// Work booked on a rank, and its speed.
+/// Work booked on a rank, and its slowdown.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct RankTiming {
     /// Outstanding prefills.
@@ -17,23 +17,23 @@ pub struct RankTiming {
     pub prefill_elapsed: f64,
     /// Prompt and answer tokens of all running requests.
     pub context_tokens: f64,
-    /// Factor on the prefill time of the fleet.
+    /// Factor on the prefill time of the model.
     pub prefill_factor: f64,
-    /// Factor on the decode step time of the fleet.
+    /// Factor on the decode step time of the model.
     pub decode_factor: f64,
 }
 
 impl Default for RankTiming {
     fn default() -> Self {
-        let speed = RankSpeed::default();
+        let slowdown = RankSlowdown::default();
         Self {
             prefills: 0,
             prefill_tokens: 0.0,
             prefill_pairs: 0.0,
             prefill_elapsed: 0.0,
             context_tokens: 0.0,
-            prefill_factor: speed.prefill,
-            decode_factor: speed.decode,
+            prefill_factor: slowdown.prefill_factor,
+            decode_factor: slowdown.decode_factor,
         }
     }
 }

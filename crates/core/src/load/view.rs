@@ -43,7 +43,7 @@ impl<'a> LoadView<'a> {
     pub fn prefill_time(&self, booking: &LoadBooking) -> Option<Duration> {
         let row = self.table.row(booking.slot)?;
         let model = self.table.latency.model(row.model);
-        model.prefill_time(booking.prefill_work(), row.speed.prefill)
+        model.prefill_time(booking.prefill_work(), row.slowdown.prefill_factor)
     }
 
     /// Returns the learned latency of a model.

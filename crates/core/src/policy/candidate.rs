@@ -27,8 +27,7 @@ pub struct PolicyInput {
     pub estimate: LatencyEstimate,
     /// Expected length of the answer, in tokens.
     pub output_tokens: f64,
-    /// Ranks among which the prefills of the model are distributed, if these are not the
-    /// candidates.
+    /// Number of ranks that compute prefills of the model. `None`: the candidates.
     pub prefill_ranks: Option<usize>,
 }
 

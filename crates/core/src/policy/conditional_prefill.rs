@@ -1,7 +1,7 @@
 //! Conditional disaggregation: decides whether a prefill worker or the decode worker runs the
-//! prefill of a request. If there are prefill workers, one of them does, unless the configuration
-//! allows the decode worker to run a short or delayed prefill itself. The functions are pure, and
-//! the router chooses the two workers before.
+//! prefill of a request. By default, a prefill worker does. The configuration can allow local
+//! prefills of short prompts, while the prefill worker is busy, or if their predicted cost is
+//! lower. The router chooses the candidate workers first. The functions here are pure.
 
 use serde::{Deserialize, Serialize};
 

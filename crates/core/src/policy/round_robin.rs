@@ -42,7 +42,7 @@ impl RoundRobinModel {
     pub(super) fn new(input: &PolicyInput, candidates: usize) -> Self {
         let candidates = candidates.max(1);
         Self {
-            next: (input.estimate.requests % candidates as u64) as usize,
+            next: (input.estimate.booked_prefills % candidates as u64) as usize,
             candidates,
         }
     }

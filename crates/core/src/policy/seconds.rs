@@ -52,7 +52,8 @@ impl SecondsSettings {
     }
 }
 
-/// Terms of the policy `seconds`. The cost is `first_token + decode + others + coming`.
+/// Terms of the policy `seconds`. The cost is `first_token + decode + running_delay +
+/// arrival_delay`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SecondsTerms {
     /// Prompt tokens that are not computed again.
@@ -68,23 +69,23 @@ pub struct SecondsTerms {
     /// Decode time of this request, in seconds.
     pub decode: f64,
     /// Delay of the requests that run on the rank, in seconds.
-    pub others: f64,
+    pub running_delay: f64,
     /// Delay of the requests that arrive before the prefill backlog is done, in seconds.
-    pub coming: f64,
+    pub arrival_delay: f64,
 }
 
 impl TermSum for SecondsTerms {
     #[inline(always)]
     fn sum(&self) -> f64 {
-        self.first_token + self.decode + self.others + self.coming
+        self.first_token + self.decode + self.running_delay + self.arrival_delay
     }
 
     fn summands(&self) -> Vec<CostTerm> {
         vec![
             CostTerm::new("first_token", self.first_token),
             CostTerm::new("decode", self.decode),
-            CostTerm::new("others", self.others),
-            CostTerm::new("coming", self.coming),
+            CostTerm::new("running_delay", self.running_delay),
+            CostTerm::new("arrival_delay", self.arrival_delay),
         ]
     }
 
@@ -244,12 +245,13 @@ impl CostModel for SecondsModel<'_> {
             seconds,
         } = self.prefill(candidate);
         let prefill = timing.prefill_factor * seconds;
-        let resident_token = timing.decode_factor * latency.decode_resident_token;
-        // Half of the answer is decoded beside each of the other requests.
-        let read_beside = 0.5 * output * resident_token * self.prompt_tokens;
+        let context_token = timing.decode_factor * latency.decode_context_token;
+        // On average, a running request decodes during half of this answer. Each of these steps
+        // also reads the context of this request.
+        let decode_delay = 0.5 * output * context_token * self.prompt_tokens;
         let decode = output
             * (timing.decode_factor * latency.decode_step
-                + resident_token * (timing.context_tokens + self.prompt_tokens));
+                + context_token * (timing.context_tokens + self.prompt_tokens));
         let mut terms = SecondsTerms {
             cached_tokens,
             ..SecondsTerms::default()
@@ -258,19 +260,19 @@ impl CostModel for SecondsModel<'_> {
             terms.queue = latency.queue_seconds(timing);
             terms.prefill = prefill;
             terms.first_token = self.first_token_weight * (terms.queue + prefill);
-            terms.coming = prefill * self.arrival_weight * (terms.queue + prefill);
+            terms.arrival_delay = prefill * self.arrival_weight * (terms.queue + prefill);
         }
         match self.phase {
             PricedPhase::Both => {
                 terms.decode = decode;
-                terms.others = requests * (DELAY_SHARE * prefill + read_beside);
+                terms.running_delay = requests * (DELAY_SHARE * prefill + decode_delay);
             }
-            PricedPhase::Prefill => terms.others = f64::from(timing.prefills) * prefill,
+            PricedPhase::Prefill => terms.running_delay = f64::from(timing.prefills) * prefill,
             PricedPhase::Decode => {
                 terms.transfer = self.transfer_seconds(candidate);
                 terms.first_token = self.first_token_weight * terms.transfer;
                 terms.decode = decode;
-                terms.others = requests * read_beside;
+                terms.running_delay = requests * decode_delay;
             }
         }
         terms

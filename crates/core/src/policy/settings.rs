@@ -147,6 +147,7 @@ impl PolicySettings {
 }
 
 impl Default for PolicySettings {
+    /// `linear_tuned`. The default of the configuration is `seconds`.
     fn default() -> Self {
         Self::linear(Weights::default())
     }

@@ -155,9 +155,9 @@ impl Router {
         self.start_parity_check(placement);
     }
 
-    /// Learns from a remote prefill that has just ended, which ends its booking. Nothing is learned if
-    /// the number of computed tokens is not known exactly.
-    pub fn learn_remote_prefill(&self, placement: &mut Placement) {
+    /// Ends the booking of a completed remote prefill. Learns from its duration if the number of
+    /// computed tokens is known exactly.
+    pub fn complete_remote_prefill(&self, placement: &mut Placement) {
         placement.reservation.on_first_token();
         let is_known = |prefill: &PrefillRoute| {
             prefill.freshness == IndexFreshness::Exact
@@ -200,11 +200,11 @@ impl Router {
         })
     }
 
-    /// Learns from the prefill of a request after its first token. Returns the predicted and observed
-    /// times to first token. Ignored if Envoy tried another worker first, because the time then
-    /// includes that attempt. After a remote prefill, the time of the KV transfer is learned from the
-    /// time since the placement.
-    pub fn learn_prefill(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
+    /// Learns from the first token of a request. After a local prefill, returns the predicted and
+    /// observed times to first token. After a sequential prefill, learns the KV transfer time and
+    /// returns `None`. Nothing is learned if Envoy tried another worker first, because the time
+    /// then includes that attempt.
+    pub fn learn_first_token(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
         if placement.route.to.rank != placement.chosen {
             return None;
         }

@@ -136,7 +136,7 @@ impl<'f> PhaseDecider<'_, 'f> {
         self.settings.disaggregation.compares_costs() && self.pools.prefill.is_some()
     }
 
-    fn rule(&self) -> Option<&ConditionalPrefillConfig> {
+    fn conditional_prefill(&self) -> Option<&ConditionalPrefillConfig> {
         self.settings.disaggregation.conditional.as_ref()
     }
 
@@ -361,7 +361,8 @@ impl<'f> PhaseDecider<'_, 'f> {
         }
     }
 
-    /// Returns the number of ranks that share the prefills, if decode workers do their part.
+    /// Returns the number of ranks that may compute prefills, if decode workers may compute them
+    /// too.
     fn prefill_ranks(&self) -> Option<usize> {
         let prefill = self.pools.prefill.as_ref()?;
         self.compares_costs()
@@ -371,7 +372,7 @@ impl<'f> PhaseDecider<'_, 'f> {
     fn policy(&self, pool: &CandidatePool<'_>, phase: PhaseScope) -> PolicySettings {
         let mut policy = self.context.policy_of(pool.model());
         // If the decode worker never runs a prefill, its cached blocks are of no use.
-        if phase == PhaseScope::Decode && self.rule().is_none() {
+        if phase == PhaseScope::Decode && self.conditional_prefill().is_none() {
             policy.weights.overlap_score_credit = 0.0;
         }
         policy
@@ -379,7 +380,8 @@ impl<'f> PhaseDecider<'_, 'f> {
 
     fn allows_local_prefill(&self) -> bool {
         // A request that names its prefill worker must use it.
-        let is_enabled = self.rule().is_some() && self.context.request.prefill_pin.is_none();
+        let is_enabled =
+            self.conditional_prefill().is_some() && self.context.request.prefill_pin.is_none();
         is_enabled && !self.is_decode_only()
     }
 
@@ -395,7 +397,9 @@ impl<'f> PhaseDecider<'_, 'f> {
         decode: &PhaseChoice<'f>,
         costs: Option<PhaseCosts>,
     ) -> Option<LocalPrefillReason> {
-        let rule = self.rule().filter(|_| self.allows_local_prefill())?;
+        let rule = self
+            .conditional_prefill()
+            .filter(|_| self.allows_local_prefill())?;
         let decode_member = decode.member();
         let prefill_member = prefill.member();
         let prefill_load = view.load(prefill_member.slot, prefill_member.rank);

@@ -23,12 +23,13 @@ metrics! {
     LatencyMetrics {
         /// Learned time of one unit of work, by model and coefficient: prefill_token (uncached
         /// prompt token), prefill_pair (pair of an uncached token and a token before it),
-        /// decode_step, decode_resident_token (token in the context of the running requests, per
-        /// decode step), transfer_token (prompt token that a prefill worker transfers)
+        /// decode_step (fixed part of a decode step), decode_context_token (token in the context of
+        /// the running requests, per decode step), transfer_token (prompt token that a prefill
+        /// worker transfers)
         "latency_coefficient_seconds" coefficient_seconds: Family<ModelCoefficientLabels, FloatGauge> = Family::default();
         /// Learned mean length of an answer in tokens
         "latency_output_tokens" output_tokens: Family<ModelLabel, FloatGauge> = Family::default();
-        /// Requests per second over the last minute, over all routers that share bookings
+        /// Requests per second over the last minute, over all replicas
         "latency_request_rate" request_rate: Family<ModelLabel, FloatGauge> = Family::default();
         /// Expected seconds of prefill per second over the last minute, over all worker ranks
         "latency_prefill_rate" prefill_rate: Family<ModelLabel, FloatGauge> = Family::default();

@@ -67,8 +67,16 @@ fn refresh_latency(metrics: &Metrics, router: &Router) {
     for rank in &report.ranks {
         let labels = rank_labels(router, rank.rank);
         let phases = [
-            ("prefill", rank.speed.prefill, rank.speed.prefills),
-            ("decode", rank.speed.decode, rank.speed.steps),
+            (
+                "prefill",
+                rank.slowdown.prefill_factor,
+                rank.slowdown.prefill_observations,
+            ),
+            (
+                "decode",
+                rank.slowdown.decode_factor,
+                rank.slowdown.decode_observations,
+            ),
         ];
         for (phase, factor, observations) in phases {
             let labels = RankPhaseLabels::new(&labels, phase);
@@ -76,7 +84,7 @@ fn refresh_latency(metrics: &Metrics, router: &Router) {
             let counter = metrics.observations.get_or_create(&labels);
             counter.inc_by(observations);
         }
-        let totals = &rank.speed.time_to_first_token;
+        let totals = &rank.slowdown.time_to_first_token;
         let predicted = metrics.predicted_first_token_seconds.get_or_create(&labels);
         predicted.inc_by(totals.predicted_seconds);
         let observed = metrics.observed_first_token_seconds.get_or_create(&labels);
@@ -91,8 +99,8 @@ fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
         ("prefill_pair", estimate.coefficients.prefill_pair),
         ("decode_step", estimate.coefficients.decode_step),
         (
-            "decode_resident_token",
-            estimate.coefficients.decode_resident_token,
+            "decode_context_token",
+            estimate.coefficients.decode_context_token,
         ),
         ("transfer_token", estimate.transfer_token),
     ];

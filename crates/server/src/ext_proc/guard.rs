@@ -159,7 +159,7 @@ impl ExchangeGuard {
         match event {
             PrefillEvent::Done => {
                 self.prefill_done = Some(Instant::now());
-                self.router.learn_remote_prefill(&mut active.placement);
+                self.router.complete_remote_prefill(&mut active.placement);
                 false
             }
             PrefillEvent::Failed(failure) => {
@@ -256,7 +256,7 @@ impl ExchangeGuard {
         if !is_first || !is_known {
             return None;
         }
-        self.router.learn_prefill(placement)
+        self.router.learn_first_token(placement)
     }
 
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {

@@ -197,7 +197,7 @@ impl SequentialPrefill {
         let (mut active, answer) = self.call_worker(router, call, active).await;
         let mut step = self.fallback_step(to.endpoint, handoff, answer);
         if let FallbackStep::HandOff(_) = step {
-            router.learn_remote_prefill(&mut active.placement);
+            router.complete_remote_prefill(&mut active.placement);
             if context
                 .place_again(&mut active, PhaseSelection::Decode(Box::new(prefilled)))
                 .is_err()

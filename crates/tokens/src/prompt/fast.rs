@@ -16,9 +16,9 @@ use tokenizers::{ModelWrapper, Tokenizer};
 use long_words::LongWordEncoder;
 pub(super) use verified::VerifiedTokenizer;
 
-/// Texts with one of these characters are unsupported: the long s, and the letter whose normal form
-/// D contains it. The engines' library folds the long s to `s`, so `'ſ` matches the pattern
-/// `(?i:'s)`. The fast library accepts only ASCII letters there.
+/// Characters that disable the fast path: U+017F (long s), and U+1E9B, whose NFD form contains it.
+/// The engines' `tokenizers` library folds the long s to `s`, so `'ſ` matches `(?i:'s)`.
+/// `fastokens` accepts only ASCII letters there.
 const UNSUPPORTED_CHARS: [&str; 2] = ["\u{17f}", "\u{1e9b}"];
 
 /// A tokenizer of the fast library.

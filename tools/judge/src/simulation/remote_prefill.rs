@@ -28,8 +28,9 @@ impl FleetSimulation<'_> {
         }
     }
 
-    /// Reports outputs to the router.
-    pub(super) fn observe_outputs(
+    /// Reports outputs to the router. The output of a prefill worker completes the prefill, so the
+    /// decode is routed.
+    pub(super) fn report_outputs(
         &mut self,
         worker: usize,
         outputs: &[RequestOutput],

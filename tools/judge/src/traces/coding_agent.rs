@@ -1,6 +1,7 @@
 //! Traces of coding agents: sessions whose prompts grow from request to request. A session is one
-//! line with its name and the lengths of its common prefix, followed by one line per request. A
-//! request keeps the first blocks of the previous prompt and appends runs of new ones.
+//! line with its name and the lengths of its tool definitions and system prompt, followed by one
+//! line per request. A request keeps the first blocks of the previous prompt and appends runs of
+//! new ones.
 
 use std::collections::HashMap;
 
@@ -28,7 +29,8 @@ const SESSIONS_PER_SLOT: usize = 4;
 const FIRST_OWN_TOKEN: u32 = 0x1000_0000;
 /// Unused tokens between two sessions.
 const SESSION_TOKEN_GAP: u32 = 64;
-/// Maximum number of blocks that sessions with equal tools and system prompt share.
+/// Maximum number of blocks that sessions share whose tool definitions and system prompts have the
+/// same lengths.
 const MAX_COMMON_BLOCKS: u32 = 4096;
 /// First token of partial last blocks.
 const FIRST_LAST_TOKEN: u32 = 0x8000_0000;
@@ -106,12 +108,12 @@ fn decode_turns(
 ) -> Vec<ReplayedRequest> {
     let mut turns = Vec::new();
     let mut number = 0;
-    session.for_each(|line, blocks| {
-        let output = line.output.clamp(1, MAX_OUTPUT_TOKENS);
-        if line.input > 0 && line.input + output <= max_tokens {
+    session.for_each_request(|request, blocks| {
+        let output = request.output.clamp(1, MAX_OUTPUT_TOKENS);
+        if request.input > 0 && request.input + output <= max_tokens {
             turns.push(ReplayedRequest::new(
-                line.think.clamp(0.0, MAX_THINK_SECONDS) * 1e3,
-                line.input,
+                request.think.clamp(0.0, MAX_THINK_SECONDS) * 1e3,
+                request.input,
                 output,
                 blocks.iter().map(|&block| tokens.token(block)).collect(),
                 FIRST_LAST_TOKEN + tokens.first_own + number,
@@ -140,10 +142,10 @@ impl SessionTokens {
     }
 }
 
-/// Assigns tokens to sessions. Sessions with equal tools and system prompt share the tokens of
-/// their first blocks.
+/// Assigns tokens to sessions. Sessions whose tool definitions and system prompts have the same
+/// lengths share the tokens of their first blocks.
 struct TokenAllocator {
-    /// Number of each pair of tools and system prompt.
+    /// Number of each pair of lengths of tool definitions and system prompt.
     prefixes: HashMap<[u64; 2], u32>,
     next_own: u32,
 }

@@ -8,7 +8,7 @@ use serde::Serialize;
 use warmroute_testbed::comparison::median;
 use warmroute_testbed::replay::{self, RequestSample};
 
-use super::replay_event::EventReport;
+use super::replay_fault::FaultReport;
 
 /// Figures of one run, as measured by the client.
 #[derive(Clone, Debug, Serialize)]
@@ -43,8 +43,8 @@ pub struct PolicyRun {
     pub requests_per_engine: BTreeMap<String, usize>,
     /// Runnable processes of the machine over the last minute, at the end of the run.
     pub load_average: f64,
-    /// Effect of the change during the run.
-    pub event: Option<EventReport>,
+    /// Effect of the fault during the run.
+    pub fault: Option<FaultReport>,
 }
 
 impl PolicyRun {
@@ -53,7 +53,7 @@ impl PolicyRun {
         round: usize,
         samples: &[RequestSample],
         duration: Duration,
-        event: Option<EventReport>,
+        fault: Option<FaultReport>,
     ) -> Self {
         let summary = replay::summarize(samples);
         let errors = || samples.iter().filter_map(|sample| sample.error.as_ref());
@@ -74,7 +74,7 @@ impl PolicyRun {
             duration_s: duration.as_secs_f64(),
             requests_per_engine: summary.requests_per_worker,
             load_average: load_average(),
-            event,
+            fault,
         }
     }
 
@@ -141,7 +141,8 @@ fn print_row(
     )
 }
 
-/// Prints the medians of all rounds, one line per policy.
+/// Prints one line per policy: the medians of the figures over all rounds, and the totals of
+/// requests and errors.
 pub fn print_medians(runs: &[PolicyRun]) -> io::Result<()> {
     let mut policies: Vec<&str> = Vec::new();
     for run in runs {
@@ -165,7 +166,7 @@ pub fn print_medians(runs: &[PolicyRun]) -> io::Result<()> {
     Ok(())
 }
 
-/// Prints the effect of the change during a run as JSON.
-pub fn print_event(event: &EventReport) -> io::Result<()> {
-    writeln!(io::stdout().lock(), "  {}", serde_json::to_string(event)?)
+/// Prints the effect of the fault during a run as JSON.
+pub fn print_fault(fault: &FaultReport) -> io::Result<()> {
+    writeln!(io::stdout().lock(), "  {}", serde_json::to_string(fault)?)
 }

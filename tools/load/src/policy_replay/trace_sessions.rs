@@ -1,6 +1,7 @@
 //! Sessions of a coding-agent trace, scaled down. A recorded block of 64 tokens becomes a text of
 //! about 16 tokens, so that equal blocks have equal texts, and prompts share the prefixes of the
-//! recorded ones. Sessions with equal tools and system prompt share the text of their first blocks.
+//! recorded ones. Sessions whose tool definitions and system prompts have the same lengths share
+//! the text of their first blocks.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -13,7 +14,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::MODEL;
 use warmroute_testbed::workload::WORDS;
-use warmroute_traces::{BLOCK_TOKENS, RecordedSession, SessionHeader, SessionLine};
+use warmroute_traces::{BLOCK_TOKENS, RecordedRequest, RecordedSession, SessionHeader};
 
 /// Words of a block. Most words of the list are one token.
 const BLOCK_WORDS: usize = 16;
@@ -45,7 +46,7 @@ pub struct TraceScale {
 #[derive(Clone, Debug)]
 pub struct TraceSession {
     /// Start time, from the start of the replay.
-    pub arrives: Duration,
+    pub start_offset: Duration,
     /// Requests, in order.
     pub turns: Vec<TraceTurn>,
 }
@@ -115,7 +116,7 @@ fn scale_sessions(recorded: &[RecordedSession], scale: &TraceScale) -> Vec<Trace
         .enumerate();
     selected
         .map(|(number, turns)| TraceSession {
-            arrives: scale.start_interval * number as u32,
+            start_offset: scale.start_interval * number as u32,
             turns,
         })
         .collect()
@@ -127,31 +128,32 @@ fn scale_session(
     scale: &TraceScale,
 ) -> Vec<TraceTurn> {
     let mut turns: Vec<TraceTurn> = Vec::new();
-    session.for_each(|line, blocks| {
-        let is_last = turns.len() >= scale.max_turns || line.input > scale.max_recorded_tokens;
-        if !is_last {
+    session.for_each_request(|request, blocks| {
+        let exceeds_limit =
+            turns.len() >= scale.max_turns || request.input > scale.max_recorded_tokens;
+        if !exceeds_limit {
             let number = turns.len() as u64;
-            turns.push(scale_turn(line, blocks, number, seeds, scale));
+            turns.push(scale_turn(request, blocks, number, seeds, scale));
         }
-        !is_last
+        !exceeds_limit
     });
     turns
 }
 
 fn scale_turn(
-    line: &SessionLine,
+    request: &RecordedRequest,
     blocks: &[u32],
     number: u64,
     seeds: SessionSeeds,
     scale: &TraceScale,
 ) -> TraceTurn {
-    let used = blocks.len().min(line.input / BLOCK_TOKENS);
-    let think = Duration::try_from_secs_f64(line.think * scale.pause_factor).unwrap_or_default();
+    let used = blocks.len().min(request.input / BLOCK_TOKENS);
+    let think = Duration::try_from_secs_f64(request.think * scale.pause_factor).unwrap_or_default();
     TraceTurn {
         pause: think.min(scale.max_pause),
         block_seeds: blocks[..used].iter().map(|&id| seeds.block(id)).collect(),
         rest_seed: seeds.rest(number),
-        rest_words: (line.input - used * BLOCK_TOKENS).div_ceil(WORD_TOKENS),
+        rest_words: (request.input - used * BLOCK_TOKENS).div_ceil(WORD_TOKENS),
         answer_tokens: scale.answer_tokens,
     }
 }
@@ -184,7 +186,7 @@ impl SessionSeeds {
 /// Assigns seeds to sessions.
 #[derive(Debug, Default)]
 struct BlockSeeds {
-    /// First seed of each pair of tools and system prompt.
+    /// First seed of each pair of lengths of tool definitions and system prompt.
     common: HashMap<[u64; 2], u64>,
     sessions: u64,
 }
@@ -267,7 +269,7 @@ mod tests {
     fn short_sessions_are_skipped_and_pauses_limited() {
         let sessions = sessions();
         assert_eq!(sessions.len(), 2);
-        assert_eq!(sessions[1].arrives, Duration::from_millis(100));
+        assert_eq!(sessions[1].start_offset, Duration::from_millis(100));
         assert_eq!(sessions[0].turns[1].pause, Duration::from_millis(150));
         assert_eq!(sessions[1].turns[1].pause, Duration::from_secs(2));
     }

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::model::LatencyEstimate;
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use super::totals::PredictionTotals;
 use crate::load::table::LoadTable;
 use crate::load::tracker::LoadTracker;
@@ -27,14 +27,14 @@ pub struct ModelCalibration {
     #[serde(flatten)]
     pub estimate: LatencyEstimate,
     /// Number of observed prefills.
-    pub prefills: u64,
+    pub prefill_observations: u64,
     /// Number of observations of decode steps.
-    pub steps: u64,
+    pub decode_observations: u64,
     /// Predicted and observed times to first token.
     pub time_to_first_token: PredictionTotals,
 }
 
-/// Learned speed of one rank.
+/// Learned slowdown of one rank.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct RankCalibration {
     /// Slot in the fleet.
@@ -45,7 +45,7 @@ pub struct RankCalibration {
     pub model: ModelName,
     /// Factors relative to the model.
     #[serde(flatten)]
-    pub speed: RankSpeed,
+    pub slowdown: RankSlowdown,
 }
 
 impl LoadTracker {
@@ -59,8 +59,8 @@ impl LoadTracker {
             .map(|(model, latency)| ModelCalibration {
                 model: model.clone(),
                 estimate: latency.estimate(now),
-                prefills: latency.prefills(),
-                steps: latency.steps(),
+                prefill_observations: latency.prefill_observations(),
+                decode_observations: latency.decode_observations(),
                 time_to_first_token: latency.time_to_first_token(),
             });
         CalibrationReport {
@@ -71,13 +71,13 @@ impl LoadTracker {
 }
 
 impl LoadTable {
-    /// Returns the learned speed of each rank.
+    /// Returns the learned slowdown of each rank.
     pub(super) fn rank_calibrations(&self) -> impl Iterator<Item = RankCalibration> {
         self.open_rows().map(|(slot, row)| RankCalibration {
             slot,
             rank: row.rank,
             model: self.latency.model_name(row.model).clone(),
-            speed: row.speed,
+            slowdown: row.slowdown,
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Detection of lasting changes of a factor by a cumulative sum (CUSUM, Page 1954).
 
-use super::speed::TimeSums;
+use super::slowdown::TimeSums;
 
 /// Ratio of an observation to the expectation, above which it is evidence for a slower rank. A rank
 /// of half the speed has the ratio 2.
@@ -13,9 +13,9 @@ const FASTER_RATIO: f64 = 0.7;
 /// An observation counts with at most this ratio, because a single one may be an outlier.
 const MAX_RATIO: f64 = 3.0;
 
-/// Sums of evidence at which a change is certain. A rank of half the speed reaches the first one
-/// after about ten long prefills, a rank of twice the speed the second one after about forty. In the
-/// simulator `judge`, unchanged ranks reach neither.
+/// Sums of evidence above which a change counts as detected. A rank of half the speed exceeds the
+/// first one after about ten long prefills, a rank of twice the speed the second one after about
+/// forty. In the simulator `judge`, unchanged ranks exceed neither.
 const SLOWER_EVIDENCE: f64 = 5.0;
 const FASTER_EVIDENCE: f64 = 8.0;
 
@@ -26,14 +26,15 @@ enum ChangeDirection {
     Faster,
 }
 
-/// Detector of a change in one direction, with the observations since the possible change.
+/// Detector of a change in one direction.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct ChangeDetector {
     direction: ChangeDirection,
     evidence: f64,
     /// Factor before the possible change.
     factor: f64,
-    since: TimeSums,
+    /// Observations since the possible change.
+    candidate_sums: TimeSums,
 }
 
 impl ChangeDetector {
@@ -52,12 +53,12 @@ impl ChangeDetector {
             direction,
             evidence: 0.0,
             factor: 1.0,
-            since: TimeSums::default(),
+            candidate_sums: TimeSums::default(),
         }
     }
 
     /// Adds an observation of a rank whose estimated factor is `factor`. Returns the observations
-    /// since the change as soon as the change is certain.
+    /// since the change as soon as the change counts as detected.
     pub(super) fn add(&mut self, sums: TimeSums, factor: f64) -> Option<TimeSums> {
         if self.evidence <= 0.0 {
             *self = Self {
@@ -67,17 +68,17 @@ impl ChangeDetector {
         }
         let expected = sums.expected * self.factor;
         let observed = sums.observed.min(MAX_RATIO * expected);
-        // In units of observations of the rank before the change.
+        // Evidence is counted in observations at the factor before the change.
         let evidence = match self.direction {
             ChangeDirection::Slower => observed - SLOWER_RATIO * expected,
             ChangeDirection::Faster => FASTER_RATIO * expected - observed,
         };
         self.evidence += evidence / self.factor;
-        self.since.add(sums);
+        self.candidate_sums.add(sums);
         let limit = match self.direction {
             ChangeDirection::Slower => SLOWER_EVIDENCE,
             ChangeDirection::Faster => FASTER_EVIDENCE,
         };
-        (self.evidence > limit).then_some(self.since)
+        (self.evidence > limit).then_some(self.candidate_sums)
     }
 }

@@ -89,7 +89,7 @@ impl CoefficientFit {
     }
 
     /// Solves the normal equations. If one coefficient would not be positive, it is 0 and the other
-    /// one fits alone. If both would not, the prior is returned.
+    /// one fits alone. If neither would be positive, the prior is returned.
     pub(super) fn solve(&self, rules: &FitRules) -> FitCoefficients {
         let prior = rules.prior;
         let first_ridge = rules.prior_weight * self.first_mean_square + REGULARIZATION;

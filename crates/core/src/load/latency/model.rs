@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
 use crate::load::timing::RankTiming;
@@ -13,7 +13,7 @@ use crate::load::timing::RankTiming;
 /// Units that bring the inputs of the fits to the order of 1.
 const PREFILL_TOKENS: f64 = 1e3;
 const PREFILL_PAIRS: f64 = 3e7;
-const RESIDENT_TOKENS: f64 = 1e5;
+const CONTEXT_TOKENS: f64 = 1e5;
 
 const PREFILL_RULES: FitRules = FitRules {
     retention: 0.995,
@@ -29,7 +29,7 @@ const DECODE_RULES: FitRules = FitRules {
     prior_weight: 5.0,
     prior: FitCoefficients {
         first: PRIOR.decode_step,
-        second: PRIOR.decode_resident_token * RESIDENT_TOKENS,
+        second: PRIOR.decode_context_token * CONTEXT_TOKENS,
     },
 };
 
@@ -39,7 +39,7 @@ const PRIOR: LatencyCoefficients = LatencyCoefficients {
     prefill_token: 100e-6,
     prefill_pair: 3e-9,
     decode_step: 20e-3,
-    decode_resident_token: 100e-9,
+    decode_context_token: 100e-9,
 };
 
 const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
@@ -99,7 +99,7 @@ pub struct LatencyCoefficients {
     /// Decode step, fixed part.
     pub decode_step: f64,
     /// Decode step, per token in the context of all running requests.
-    pub decode_resident_token: f64,
+    pub decode_context_token: f64,
 }
 
 /// Uncached part of a prompt.
@@ -113,7 +113,7 @@ pub(crate) struct PrefillWork {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PrefillObservation {
     pub(crate) work: PrefillWork,
-    /// Time since the booking or the first token before, whichever is later.
+    /// Time since the booking or the previous first token, whichever is later.
     pub(crate) elapsed: Duration,
 }
 
@@ -122,7 +122,7 @@ pub(crate) struct PrefillObservation {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepObservation {
     /// Tokens in the context of all running requests of the rank, when the observation is made.
-    pub(crate) resident_tokens: f64,
+    pub(crate) context_tokens: f64,
     pub(crate) steps: u64,
     pub(crate) elapsed: Duration,
 }
@@ -133,7 +133,7 @@ pub(crate) struct TransferObservation {
     /// Prompt tokens that the decode worker did not have cached.
     pub(crate) tokens: f64,
     /// Tokens in the context of all running requests of the rank.
-    pub(crate) resident_tokens: f64,
+    pub(crate) context_tokens: f64,
     /// Time from the booking of the decode to its first token.
     pub(crate) elapsed: Duration,
 }
@@ -152,8 +152,8 @@ pub struct LatencyEstimate {
     pub request_rate: f64,
     /// Seconds of prefill per second, over all ranks.
     pub prefill_rate: f64,
-    /// Prefills booked.
-    pub requests: u64,
+    /// Number of prefills that were booked.
+    pub booked_prefills: u64,
 }
 
 /// Latency model of one model's ranks.
@@ -167,7 +167,7 @@ pub(crate) struct ModelLatency {
     #[serde(skip)]
     traffic: TrafficRate,
     #[serde(skip)]
-    requests: u64,
+    booked_prefills: u64,
     #[serde(skip)]
     time_to_first_token: PredictionTotals,
 }
@@ -207,7 +207,7 @@ impl Default for LatencyEstimate {
             transfer_token: PRIOR_TRANSFER_TOKEN,
             request_rate: 0.0,
             prefill_rate: 0.0,
-            requests: 0,
+            booked_prefills: 0,
         }
     }
 }
@@ -221,7 +221,7 @@ impl Default for ModelLatency {
             output_tokens: PRIOR_OUTPUT_TOKENS,
             transfer: TransferTime::default(),
             traffic: TrafficRate::default(),
-            requests: 0,
+            booked_prefills: 0,
             time_to_first_token: PredictionTotals::default(),
         }
     }
@@ -252,8 +252,8 @@ impl LatencyCoefficients {
 
     /// Returns the seconds of a decode step with this many tokens in the context of all requests.
     #[inline]
-    pub(crate) fn step_seconds(&self, resident_tokens: f64) -> f64 {
-        self.decode_step + self.decode_resident_token * resident_tokens
+    pub(crate) fn step_seconds(&self, context_tokens: f64) -> f64 {
+        self.decode_step + self.decode_context_token * context_tokens
     }
 }
 
@@ -279,7 +279,7 @@ impl ModelLatency {
             transfer_token: self.transfer.token_seconds(),
             request_rate: traffic.requests,
             prefill_rate: traffic.prefill_seconds,
-            requests: self.requests,
+            booked_prefills: self.booked_prefills,
         }
     }
 
@@ -291,7 +291,7 @@ impl ModelLatency {
         }
         *self = Self {
             traffic: std::mem::take(&mut self.traffic),
-            requests: self.requests,
+            booked_prefills: self.booked_prefills,
             time_to_first_token: self.time_to_first_token,
             ..learned
         };
@@ -299,12 +299,12 @@ impl ModelLatency {
     }
 
     /// Returns the number of observed prefills.
-    pub(super) fn prefills(&self) -> u64 {
+    pub(super) fn prefill_observations(&self) -> u64 {
         self.prefill.observed()
     }
 
     /// Returns the number of observations of decode steps.
-    pub(super) fn steps(&self) -> u64 {
+    pub(super) fn decode_observations(&self) -> u64 {
         self.decode.observed()
     }
 
@@ -320,7 +320,7 @@ impl ModelLatency {
             coefficients.prefill_token,
             coefficients.prefill_pair,
             coefficients.decode_step,
-            coefficients.decode_resident_token,
+            coefficients.decode_context_token,
             self.transfer.token_seconds(),
         ];
         self.prefill.is_valid(MAX_SUM)
@@ -354,16 +354,16 @@ impl ModelLatency {
     pub(crate) fn observe_first_token(
         &mut self,
         observation: FirstTokenObservation,
-        speed: &mut RankSpeed,
+        slowdown: &mut RankSlowdown,
     ) {
         self.time_to_first_token.add(observation);
-        speed.time_to_first_token.add(observation);
+        slowdown.time_to_first_token.add(observation);
     }
 
     /// Records a booked request.
-    pub(crate) fn on_booked(&mut self, work: PrefillWork, speed: &RankSpeed, now: Instant) {
-        self.requests += 1;
-        let seconds = speed.prefill * self.coefficients.prefill_seconds(work);
+    pub(crate) fn on_booked(&mut self, work: PrefillWork, slowdown: &RankSlowdown, now: Instant) {
+        self.booked_prefills += 1;
+        let seconds = slowdown.prefill_factor * self.coefficients.prefill_seconds(work);
         self.traffic.add(seconds, now);
     }
 
@@ -371,7 +371,7 @@ impl ModelLatency {
     pub(crate) fn observe_prefill(
         &mut self,
         observation: PrefillObservation,
-        speed: &mut RankSpeed,
+        slowdown: &mut RankSlowdown,
     ) {
         let PrefillObservation { work, elapsed } = observation;
         if elapsed > MAX_OBSERVED || work.tokens <= 0.0 {
@@ -380,15 +380,16 @@ impl ModelLatency {
         let expected = self.coefficients.prefill_seconds(work).max(1e-6);
         let mut observed = elapsed.as_secs_f64();
         if self.prefill.observed() >= MIN_PREFILLS {
-            observed = observed.min(MAX_PREFILL_RATIO * expected * speed.prefill + PREFILL_MARGIN);
-            speed.add_prefill(observed, expected);
+            observed = observed
+                .min(MAX_PREFILL_RATIO * expected * slowdown.prefill_factor + PREFILL_MARGIN);
+            slowdown.add_prefill(observed, expected);
         }
         // Errors are relative, so a long prompt does not outweigh many short ones.
         let weight = 1.0 / (expected + PREFILL_MARGIN);
         let sample = FitSample {
             first: weight * work.tokens / PREFILL_TOKENS,
             second: weight * work.pairs / PREFILL_PAIRS,
-            value: weight * observed / speed.prefill,
+            value: weight * observed / slowdown.prefill_factor,
         };
         self.prefill.add(sample, &PREFILL_RULES);
         let solved = self.prefill.solve(&PREFILL_RULES);
@@ -397,9 +398,13 @@ impl ModelLatency {
     }
 
     /// Learns from decode steps.
-    pub(crate) fn observe_steps(&mut self, observation: StepObservation, speed: &mut RankSpeed) {
+    pub(crate) fn observe_steps(
+        &mut self,
+        observation: StepObservation,
+        slowdown: &mut RankSlowdown,
+    ) {
         let StepObservation {
-            resident_tokens,
+            context_tokens,
             steps,
             elapsed,
         } = observation;
@@ -410,45 +415,49 @@ impl ModelLatency {
         if observed < MIN_STEP_SECONDS {
             return;
         }
-        let expected = self.coefficients.step_seconds(resident_tokens).max(1e-6);
+        let expected = self.coefficients.step_seconds(context_tokens).max(1e-6);
         if self.decode.observed() > MIN_STEPS {
-            let limit = MAX_STEP_RATIO * expected * speed.decode;
-            if observed > limit && speed.stalled_steps < MAX_STALLED_STEPS {
-                speed.stalled_steps += 1;
+            let limit = MAX_STEP_RATIO * expected * slowdown.decode_factor;
+            if observed > limit && slowdown.stalled_steps < MAX_STALLED_STEPS {
+                slowdown.stalled_steps += 1;
                 return;
             }
             if observed <= limit {
-                speed.stalled_steps = 0;
+                slowdown.stalled_steps = 0;
             }
             observed = observed.min(limit);
-            speed.add_step(observed, expected);
+            slowdown.add_step(observed, expected);
         }
         let sample = FitSample {
             first: 1.0,
-            second: resident_tokens / RESIDENT_TOKENS,
-            value: observed / speed.decode,
+            second: context_tokens / CONTEXT_TOKENS,
+            value: observed / slowdown.decode_factor,
         };
         self.decode.add(sample, &DECODE_RULES);
         let count = self.decode.observed();
         if count <= ALWAYS_SOLVED_STEPS || count.is_multiple_of(SOLVE_INTERVAL) {
             let solved = self.decode.solve(&DECODE_RULES);
             self.coefficients.decode_step = solved.first;
-            self.coefficients.decode_resident_token = solved.second / RESIDENT_TOKENS;
+            self.coefficients.decode_context_token = solved.second / CONTEXT_TOKENS;
         }
     }
 
     /// Learns from a KV transfer. The observed time includes the decode step of the first token and,
-    /// on average, half of the step that ran when the blocks arrived.
-    pub(crate) fn observe_transfer(&mut self, observation: TransferObservation, speed: &RankSpeed) {
+    /// on average, half of the step that ran when the blocks arrived. Both are subtracted.
+    pub(crate) fn observe_transfer(
+        &mut self,
+        observation: TransferObservation,
+        slowdown: &RankSlowdown,
+    ) {
         let TransferObservation {
             tokens,
-            resident_tokens,
+            context_tokens,
             elapsed,
         } = observation;
         if elapsed > MAX_OBSERVED || tokens <= 0.0 {
             return;
         }
-        let step = speed.decode * self.coefficients.step_seconds(resident_tokens);
+        let step = slowdown.decode_factor * self.coefficients.step_seconds(context_tokens);
         let expected = self.transfer.token_seconds() * tokens;
         let observed = (elapsed.as_secs_f64() - 1.5 * step).max(0.0);
         let limit = MAX_PREFILL_RATIO * expected + PREFILL_MARGIN;
@@ -459,11 +468,11 @@ impl ModelLatency {
     pub(crate) fn observe_duration(
         &mut self,
         elapsed: Duration,
-        resident_tokens: f64,
+        context_tokens: f64,
         decode_factor: f64,
     ) {
         if elapsed <= MAX_OBSERVED {
-            let step = decode_factor * self.coefficients.step_seconds(resident_tokens).max(1e-6);
+            let step = decode_factor * self.coefficients.step_seconds(context_tokens).max(1e-6);
             self.observe_output(1.0 + elapsed.as_secs_f64() / step);
         }
     }

@@ -1,13 +1,13 @@
-//! Latency models by model name, and the speed of ranks that left the fleet.
+//! Latency models by model name, and the slowdown of ranks that left the fleet.
 
 use std::collections::HashMap;
 use std::time::Instant;
 
 use super::model::{LatencyEstimate, ModelLatency};
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use crate::worker::{ModelName, WorkerRank};
 
-/// Maximum number of departed ranks whose speed is kept.
+/// Maximum number of departed ranks whose slowdown is kept.
 const MAX_DEPARTED: usize = 1 << 16;
 
 /// Maximum number of models that a copy of another process can add.
@@ -17,14 +17,14 @@ pub(super) const MAX_COPIED_MODELS: usize = 1024;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct ModelId(u32);
 
-/// Latency models of all models that were ever served. A model keeps what it learned while it has
-/// no ranks.
+/// Latency models of all models that were ever served. The learned latency of a model is kept while
+/// it has no ranks.
 #[derive(Debug, Default)]
 pub(crate) struct LatencyRegistry {
     models: Vec<NamedModel>,
     ids: HashMap<ModelName, ModelId>,
     /// Speed of ranks that left.
-    departed: HashMap<(WorkerRank, ModelId), RankSpeed>,
+    departed: HashMap<(WorkerRank, ModelId), RankSlowdown>,
 }
 
 #[derive(Debug)]
@@ -76,13 +76,13 @@ impl LatencyRegistry {
             .map(|model| (&model.name, &model.latency))
     }
 
-    /// Returns the kept speeds of ranks that left.
-    pub(crate) fn departed_speeds(
+    /// Returns the kept slowdowns of ranks that left.
+    pub(crate) fn departed_slowdowns(
         &self,
-    ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSpeed)> {
+    ) -> impl Iterator<Item = (WorkerRank, ModelId, &RankSlowdown)> {
         self.departed
             .iter()
-            .map(|((rank, model), speed)| (*rank, *model, speed))
+            .map(|((rank, model), slowdown)| (*rank, *model, slowdown))
     }
 
     /// Returns the estimate of a model, or the prior if the model is unknown.
@@ -94,19 +94,28 @@ impl LatencyRegistry {
             })
     }
 
-    /// Keeps the speed of a rank that leaves. At the limit, that of an arbitrary other rank is
+    /// Keeps the slowdown of a rank that leaves. At the limit, that of an arbitrary other rank is
     /// discarded.
-    pub(crate) fn store_speed(&mut self, rank: WorkerRank, model: ModelId, speed: RankSpeed) {
+    pub(crate) fn store_departed_slowdown(
+        &mut self,
+        rank: WorkerRank,
+        model: ModelId,
+        slowdown: RankSlowdown,
+    ) {
         if self.departed.len() >= MAX_DEPARTED
             && let Some(other) = self.departed.keys().next().copied()
         {
             self.departed.remove(&other);
         }
-        self.departed.insert((rank, model), speed);
+        self.departed.insert((rank, model), slowdown);
     }
 
-    /// Returns the speed of a rank that joins: the kept one if it served the same model before.
-    pub(crate) fn restore_speed(&mut self, rank: WorkerRank, model: ModelId) -> RankSpeed {
+    /// Returns the slowdown of a rank that joins: the kept one if it served the same model before.
+    pub(crate) fn take_departed_slowdown(
+        &mut self,
+        rank: WorkerRank,
+        model: ModelId,
+    ) -> RankSlowdown {
         self.departed.remove(&(rank, model)).unwrap_or_default()
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::model::ModelLatency;
 use super::registry::MAX_COPIED_MODELS;
-use super::speed::RankSpeed;
+use super::slowdown::RankSlowdown;
 use crate::load::tracker::LoadTracker;
 use crate::worker::{ModelName, WorkerRank};
 
@@ -16,7 +16,7 @@ const VERSION: u32 = 1;
 pub struct LatencySnapshot {
     version: u32,
     models: Vec<ModelLatencySnapshot>,
-    ranks: Vec<RankSpeedSnapshot>,
+    ranks: Vec<RankSlowdownSnapshot>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -26,10 +26,10 @@ struct ModelLatencySnapshot {
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-struct RankSpeedSnapshot {
+struct RankSlowdownSnapshot {
     rank: WorkerRank,
     model: ModelName,
-    speed: RankSpeed,
+    slowdown: RankSlowdown,
 }
 
 impl LatencySnapshot {
@@ -46,22 +46,23 @@ impl LoadTracker {
         let latency = &table.latency;
         let learned = latency
             .models()
-            .filter(|(_, latency)| latency.prefills() > 0);
+            .filter(|(_, latency)| latency.prefill_observations() > 0);
         let models = learned.map(|(model, latency)| ModelLatencySnapshot {
             model: model.clone(),
             latency: latency.clone(),
         });
-        let departed = latency
-            .departed_speeds()
-            .map(|(rank, model, speed)| RankSpeedSnapshot {
-                rank,
-                model: latency.model_name(model).clone(),
-                speed: *speed,
-            });
-        let present = table.rank_calibrations().map(|rank| RankSpeedSnapshot {
+        let departed =
+            latency
+                .departed_slowdowns()
+                .map(|(rank, model, slowdown)| RankSlowdownSnapshot {
+                    rank,
+                    model: latency.model_name(model).clone(),
+                    slowdown: *slowdown,
+                });
+        let present = table.rank_calibrations().map(|rank| RankSlowdownSnapshot {
             rank: rank.rank,
             model: rank.model,
-            speed: rank.speed,
+            slowdown: rank.slowdown,
         });
         LatencySnapshot {
             version: VERSION,
@@ -87,10 +88,15 @@ impl LoadTracker {
             let id = table.latency.model_id(&model);
             restored += usize::from(table.latency.model_mut(id).restore(latency));
         }
-        for RankSpeedSnapshot { rank, model, speed } in snapshot.ranks {
+        for RankSlowdownSnapshot {
+            rank,
+            model,
+            slowdown,
+        } in snapshot.ranks
+        {
             let known = table.latency.find_model(&model);
-            if let (Some(model), Some(speed)) = (known, speed.restored()) {
-                table.restore_speed(rank, model, speed);
+            if let (Some(model), Some(slowdown)) = (known, slowdown.restored()) {
+                table.restore_slowdown(rank, model, slowdown);
             }
         }
         restored

@@ -11,7 +11,7 @@ use super::*;
 const PREFILL_TOKEN: f64 = 48.8e-6;
 const PREFILL_PAIR: f64 = 1.7e-9;
 const STEP: f64 = 13e-3;
-const RESIDENT_TOKEN: f64 = 60e-9;
+const CONTEXT_TOKEN: f64 = 60e-9;
 
 /// Draws an exponential delay in seconds.
 fn noise(rng: &mut StdRng, mean: f64) -> f64 {
@@ -29,9 +29,9 @@ fn true_seconds(work: PrefillWork) -> f64 {
     PREFILL_TOKEN * work.tokens + PREFILL_PAIR * work.pairs
 }
 
-fn observe(model: &mut ModelLatency, speed: &mut RankSpeed, work: PrefillWork, seconds: f64) {
+fn observe(model: &mut ModelLatency, slowdown: &mut RankSlowdown, work: PrefillWork, seconds: f64) {
     let elapsed = Duration::from_secs_f64(seconds);
-    model.observe_prefill(PrefillObservation { work, elapsed }, speed);
+    model.observe_prefill(PrefillObservation { work, elapsed }, slowdown);
 }
 
 fn coefficients(model: &ModelLatency) -> LatencyCoefficients {
@@ -48,13 +48,13 @@ fn prefill_coefficients_are_recovered_from_noisy_times() {
     for seed in 0..20 {
         let mut rng = StdRng::seed_from_u64(seed);
         let mut model = ModelLatency::default();
-        let mut speed = RankSpeed::default();
+        let mut slowdown = RankSlowdown::default();
         for _ in 0..50 {
             let work = draw_work(&mut rng);
             // A decode step may run before a chunk of the prefill.
             let step = if rng.random_bool(0.3) { STEP } else { 0.0 };
             let seconds = true_seconds(work) + step + noise(&mut rng, 3e-3);
-            observe(&mut model, &mut speed, work, seconds);
+            observe(&mut model, &mut slowdown, work, seconds);
         }
         // The time of a typical prompt is what decisions use.
         let typical = PrefillWork::new(30_000.0, 10_000.0);
@@ -67,21 +67,21 @@ fn prefill_coefficients_are_recovered_from_noisy_times() {
 fn decode_coefficients_are_recovered_from_noisy_steps() {
     let mut rng = StdRng::seed_from_u64(1);
     let mut model = ModelLatency::default();
-    let mut speed = RankSpeed::default();
+    let mut slowdown = RankSlowdown::default();
     for _ in 0..200 {
-        let resident_tokens = rng.random_range(1_000.0..250_000.0);
-        let seconds = STEP + RESIDENT_TOKEN * resident_tokens + noise(&mut rng, 0.3e-3);
+        let context_tokens = rng.random_range(1_000.0..250_000.0);
+        let seconds = STEP + CONTEXT_TOKEN * context_tokens + noise(&mut rng, 0.3e-3);
         let observation = StepObservation {
-            resident_tokens,
+            context_tokens,
             steps: 1,
             elapsed: Duration::from_secs_f64(seconds),
         };
-        model.observe_steps(observation, &mut speed);
+        model.observe_steps(observation, &mut slowdown);
     }
     let learned = coefficients(&model);
-    for resident_tokens in [1_000.0, 100_000.0, 200_000.0] {
-        let expected = STEP + RESIDENT_TOKEN * resident_tokens + 0.3e-3;
-        let found = learned.step_seconds(resident_tokens);
+    for context_tokens in [1_000.0, 100_000.0, 200_000.0] {
+        let expected = STEP + CONTEXT_TOKEN * context_tokens + 0.3e-3;
+        let found = learned.step_seconds(context_tokens);
         assert_near(found, expected, 0.05, "step");
     }
 }
@@ -90,48 +90,58 @@ fn decode_coefficients_are_recovered_from_noisy_steps() {
 fn slow_rank_is_detected_and_equal_ranks_stay_equal() {
     let mut rng = StdRng::seed_from_u64(2);
     let mut model = ModelLatency::default();
-    let mut speeds = vec![RankSpeed::default(); 4];
-    let mut run = |speeds: &mut Vec<RankSpeed>, slow: f64, rounds: usize| {
+    let mut slowdowns = vec![RankSlowdown::default(); 4];
+    let mut run = |slowdowns: &mut Vec<RankSlowdown>, slow: f64, rounds: usize| {
         for _ in 0..rounds {
-            for (rank, speed) in speeds.iter_mut().enumerate() {
+            for (rank, slowdown) in slowdowns.iter_mut().enumerate() {
                 let work = draw_work(&mut rng);
                 let factor = if rank == 0 { slow } else { 1.0 };
                 let seconds = factor * true_seconds(work) + noise(&mut rng, 3e-3);
-                observe(&mut model, speed, work, seconds);
+                observe(&mut model, slowdown, work, seconds);
             }
         }
     };
-    run(&mut speeds, 1.0, 100);
-    let factors: Vec<f64> = speeds.iter().map(|speed| speed.prefill).collect();
+    run(&mut slowdowns, 1.0, 100);
+    let factors: Vec<f64> = slowdowns
+        .iter()
+        .map(|slowdown| slowdown.prefill_factor)
+        .collect();
     let most = factors.iter().copied().fold(0.0, f64::max);
     let least = factors.iter().copied().fold(f64::INFINITY, f64::min);
     assert!(most / least < 1.1, "{factors:?}");
-    run(&mut speeds, 2.0, 60);
-    let others = speeds[1..].iter().map(|speed| speed.prefill);
+    run(&mut slowdowns, 2.0, 60);
+    let others = slowdowns[1..]
+        .iter()
+        .map(|slowdown| slowdown.prefill_factor);
     let mean = others.sum::<f64>() / 3.0;
-    assert!(speeds[0].prefill > 1.5 * mean, "{speeds:?}");
+    assert!(slowdowns[0].prefill_factor > 1.5 * mean, "{slowdowns:?}");
 }
 
-/// Learns from typical prompts on ranks with these slowdowns, in turn.
-fn learn_ranks(speeds: &mut [RankSpeed], slowdowns: &[f64], rounds: usize, rng: &mut StdRng) {
+/// Learns from typical prompts on ranks with these true factors, in turn.
+fn learn_ranks(
+    slowdowns: &mut [RankSlowdown],
+    true_factors: &[f64],
+    rounds: usize,
+    rng: &mut StdRng,
+) {
     let mut model = ModelLatency::default();
     for _ in 0..rounds {
-        for (speed, slowdown) in speeds.iter_mut().zip(slowdowns) {
+        for (slowdown, true_factor) in slowdowns.iter_mut().zip(true_factors) {
             let work = draw_work(rng);
             let spread = noise(rng, 0.5) + noise(rng, 0.5);
-            let seconds = slowdown * true_seconds(work) * spread;
-            observe(&mut model, speed, work, seconds);
+            let seconds = true_factor * true_seconds(work) * spread;
+            observe(&mut model, slowdown, work, seconds);
         }
     }
 }
 
 #[test]
-fn random_times_are_no_change_of_speed() {
+fn random_times_are_no_change_of_slowdown() {
     for seed in 0..20 {
         let mut rng = StdRng::seed_from_u64(seed);
-        let mut speeds = [RankSpeed::default(); 4];
-        learn_ranks(&mut speeds, &[1.0; 4], 1_000, &mut rng);
-        let factors = speeds.map(|speed| speed.prefill);
+        let mut slowdowns = [RankSlowdown::default(); 4];
+        learn_ranks(&mut slowdowns, &[1.0; 4], 1_000, &mut rng);
+        let factors = slowdowns.map(|slowdown| slowdown.prefill_factor);
         assert!(
             factors.iter().all(|factor| (0.7..1.4).contains(factor)),
             "{factors:?}"
@@ -143,17 +153,17 @@ fn random_times_are_no_change_of_speed() {
 fn recovered_rank_is_detected() {
     let mut rng = StdRng::seed_from_u64(5);
     let mut model = ModelLatency::default();
-    let mut speeds = [RankSpeed::default(); 4];
+    let mut slowdowns = [RankSlowdown::default(); 4];
     let work = PrefillWork::new(20_000.0, 4_000.0);
     for (round, slow) in [(200, 3.0), (60, 1.0)] {
         for _ in 0..round {
-            for (rank, speed) in speeds.iter_mut().enumerate() {
+            for (rank, slowdown) in slowdowns.iter_mut().enumerate() {
                 let factor = if rank == 0 { slow } else { 1.0 };
                 let seconds = factor * true_seconds(work) + noise(&mut rng, 3e-3);
-                observe(&mut model, speed, work, seconds);
+                observe(&mut model, slowdown, work, seconds);
             }
         }
-        let relative = speeds[0].prefill / speeds[1].prefill;
+        let relative = slowdowns[0].prefill_factor / slowdowns[1].prefill_factor;
         assert_near(relative, slow, 0.25, "factor");
     }
 }
@@ -163,13 +173,13 @@ fn outliers_hardly_move_prefill_coefficients() {
     let fit = |outliers: bool| {
         let mut rng = StdRng::seed_from_u64(3);
         let mut model = ModelLatency::default();
-        let mut speeds = vec![RankSpeed::default(); 8];
+        let mut slowdowns = vec![RankSlowdown::default(); 8];
         for _ in 0..800 {
             let work = draw_work(&mut rng);
             let is_outlier = rng.random_bool(0.05) && outliers;
             let seconds = true_seconds(work) * if is_outlier { 10.0 } else { 1.0 };
-            let rank = rng.random_range(0..speeds.len());
-            observe(&mut model, &mut speeds[rank], work, seconds);
+            let rank = rng.random_range(0..slowdowns.len());
+            observe(&mut model, &mut slowdowns[rank], work, seconds);
         }
         coefficients(&model).prefill_token
     };
@@ -179,19 +189,19 @@ fn outliers_hardly_move_prefill_coefficients() {
 #[test]
 fn lasting_decode_slowdown_is_learned() {
     let mut model = ModelLatency::default();
-    let mut speeds = [RankSpeed::default(), RankSpeed::default()];
+    let mut slowdowns = [RankSlowdown::default(), RankSlowdown::default()];
     let mut run = |slowdown: f64, rounds: usize| {
         for number in 0..rounds {
             let rank = number % 2;
             let factor = if rank == 1 { slowdown } else { 1.0 };
             let observation = StepObservation {
-                resident_tokens: 10_000.0,
+                context_tokens: 10_000.0,
                 steps: 4,
                 elapsed: Duration::from_secs_f64(0.08 * factor),
             };
-            model.observe_steps(observation, &mut speeds[rank]);
+            model.observe_steps(observation, &mut slowdowns[rank]);
         }
-        speeds[1].decode / speeds[0].decode
+        slowdowns[1].decode_factor / slowdowns[0].decode_factor
     };
     assert_near(run(1.0, 400), 1.0, 0.1, "equal ranks");
     assert_near(run(8.0, 60), 1.0, 0.1, "a stall");
@@ -213,11 +223,11 @@ fn absurd_answer_length_is_limited() {
 #[test]
 fn constant_prompt_length_keeps_coefficients_bounded() {
     let mut model = ModelLatency::default();
-    let mut speed = RankSpeed::default();
+    let mut slowdown = RankSlowdown::default();
     let work = PrefillWork::new(4_000.0, 0.0);
-    (0..500).for_each(|_| observe(&mut model, &mut speed, work, true_seconds(work)));
+    (0..500).for_each(|_| observe(&mut model, &mut slowdown, work, true_seconds(work)));
     let learned = coefficients(&model);
-    let found = speed.prefill * learned.prefill_seconds(work);
+    let found = slowdown.prefill_factor * learned.prefill_seconds(work);
     assert_near(found, true_seconds(work), 0.05, "seen");
     assert!(learned.prefill_pair < 10.0 * PREFILL_PAIR, "{learned:?}");
 }
@@ -227,7 +237,7 @@ fn constant_prompt_length_keeps_coefficients_bounded() {
 fn prefills_of_one_step_are_unbiased() {
     let mut rng = StdRng::seed_from_u64(4);
     let mut model = ModelLatency::default();
-    let mut speed = RankSpeed::default();
+    let mut slowdown = RankSlowdown::default();
     let mut draw = || PrefillWork::new(rng.random_range(4_000.0..8_000.0), 4_000.0);
     let mut observed = 0.0;
     let mut expected = 0.0;
@@ -236,12 +246,13 @@ fn prefills_of_one_step_are_unbiased() {
         let seconds: f64 = pair.iter().map(|work| true_seconds(*work)).sum();
         if round >= 100 {
             let learned = coefficients(&model);
-            let price = |work: &PrefillWork| speed.prefill * learned.prefill_seconds(*work);
+            let price =
+                |work: &PrefillWork| slowdown.prefill_factor * learned.prefill_seconds(*work);
             expected += pair.iter().map(price).sum::<f64>();
             observed += seconds;
         }
-        observe(&mut model, &mut speed, pair[0], seconds);
-        observe(&mut model, &mut speed, pair[1], 0.0);
+        observe(&mut model, &mut slowdown, pair[0], seconds);
+        observe(&mut model, &mut slowdown, pair[1], 0.0);
     }
     assert_near(expected, observed, 0.1, "sum of all prefills");
 }
@@ -274,19 +285,19 @@ proptest! {
         outputs in prop::collection::vec(any::<u32>(), 0..10),
     ) {
         let mut model = ModelLatency::default();
-        let mut speed = RankSpeed::default();
+        let mut slowdown = RankSlowdown::default();
         for (tokens, cached, nanos) in prefills {
             let cached = f64::from(cached);
             let work = PrefillWork::new(cached + f64::from(tokens), cached);
             let elapsed = Duration::from_nanos(nanos);
-            model.observe_prefill(PrefillObservation { work, elapsed }, &mut speed);
-            model.on_booked(work, &speed, Instant::now());
+            model.observe_prefill(PrefillObservation { work, elapsed }, &mut slowdown);
+            model.on_booked(work, &slowdown, Instant::now());
         }
-        for (resident, steps, nanos) in steps {
+        for (context, steps, nanos) in steps {
             let elapsed = Duration::from_nanos(nanos);
-            let resident_tokens = f64::from(resident);
-            model.observe_steps(StepObservation { resident_tokens, steps, elapsed }, &mut speed);
-            model.observe_duration(elapsed, resident_tokens, speed.decode);
+            let context_tokens = f64::from(context);
+            model.observe_steps(StepObservation { context_tokens, steps, elapsed }, &mut slowdown);
+            model.observe_duration(elapsed, context_tokens, slowdown.decode_factor);
         }
         outputs.iter().for_each(|tokens| model.observe_output(f64::from(*tokens)));
         let estimate = model.estimate(Instant::now());
@@ -295,15 +306,15 @@ proptest! {
             found.prefill_token,
             found.prefill_pair,
             found.decode_step,
-            found.decode_resident_token,
+            found.decode_context_token,
             estimate.output_tokens,
             estimate.request_rate,
             estimate.prefill_rate,
-            speed.prefill,
-            speed.decode,
+            slowdown.prefill_factor,
+            slowdown.decode_factor,
         ];
         prop_assert!(numbers.iter().all(|number| number.is_finite() && *number >= 0.0), "{:?}", numbers);
         prop_assert!(found.prefill_token + found.prefill_pair > 0.0);
-        prop_assert!(found.decode_step + found.decode_resident_token > 0.0);
+        prop_assert!(found.decode_step + found.decode_context_token > 0.0);
     }
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 /// Predicted and observed time to first token of one request, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct FirstTokenObservation {
-    /// Prefill that was queued when the request was booked, and its own.
+    /// Queued prefill at the time of the booking, plus the prefill of this request.
     pub predicted: f64,
     /// Time from the booking to the first token.
     pub observed: f64,
@@ -27,7 +27,7 @@ pub struct PredictionTotals {
     pub predicted_seconds: f64,
     /// Sum of the observed times.
     pub observed_seconds: f64,
-    /// Sum of the differences, without sign.
+    /// Sum of the absolute differences.
     pub absolute_error_seconds: f64,
 }
 

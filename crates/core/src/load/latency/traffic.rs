@@ -35,8 +35,8 @@ impl TrafficRate {
         self.updated_at = Some(self.updated_at.map_or(now, |before| before.max(now)));
     }
 
-    /// Returns the rates. An estimate younger than the time constant is scaled up, because it has
-    /// seen only a part of it.
+    /// Returns the rates. An estimate younger than the time constant is scaled up, because it
+    /// covers only a part of that time.
     pub(super) fn snapshot(&self, now: Instant) -> TrafficSnapshot {
         let Some(started_at) = self.started_at else {
             return TrafficSnapshot::default();

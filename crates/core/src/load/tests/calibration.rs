@@ -59,7 +59,11 @@ fn model() -> ModelName {
 }
 
 fn factors(report: &CalibrationReport) -> Vec<f64> {
-    report.ranks.iter().map(|rank| rank.speed.prefill).collect()
+    report
+        .ranks
+        .iter()
+        .map(|rank| rank.slowdown.prefill_factor)
+        .collect()
 }
 
 #[test]
@@ -84,8 +88,8 @@ fn prefill_is_learned_once() {
     assert!(clocked.complete(&mut reservation, 1.0).is_some());
     assert_eq!(reservation.learn_prefill(), None);
     let report = clocked.tracker.calibration();
-    assert_eq!(report.models[0].prefills, 1);
-    let totals = report.ranks[0].speed.time_to_first_token;
+    assert_eq!(report.models[0].prefill_observations, 1);
+    let totals = report.ranks[0].slowdown.time_to_first_token;
     assert_eq!(totals.requests, 1);
     assert_eq!(totals.observed_seconds, 1.0);
     assert_eq!(report.models[0].time_to_first_token, totals);
@@ -121,7 +125,10 @@ fn restored_tracker_continues_with_learned_latency() {
         before.models[0].estimate.coefficients,
         after.models[0].estimate.coefficients
     );
-    assert_eq!(before.models[0].prefills, after.models[0].prefills);
+    assert_eq!(
+        before.models[0].prefill_observations,
+        after.models[0].prefill_observations
+    );
     for (before, after) in factors(&before).into_iter().zip(factors(&after)) {
         assert!((before - after).abs() < 1e-9, "{before} and {after}");
     }
@@ -155,10 +162,16 @@ fn invalid_snapshot_is_not_restored() {
     for (path, value) in paths {
         let mut invalid = valid.clone();
         *invalid.pointer_mut(path).unwrap() = value;
-        *invalid.pointer_mut("/ranks/0/speed/prefill").unwrap() = serde_json::json!(0.0);
+        *invalid
+            .pointer_mut("/ranks/0/slowdown/prefill_factor")
+            .unwrap() = serde_json::json!(0.0);
         let snapshot = serde_json::from_value(invalid).unwrap();
         let tracker = ClockedTracker::new().tracker;
         assert_eq!(tracker.restore_latency(snapshot), 0, "{path}");
-        assert_eq!(tracker.calibration().ranks[0].speed.prefill, 1.0, "{path}");
+        assert_eq!(
+            tracker.calibration().ranks[0].slowdown.prefill_factor,
+            1.0,
+            "{path}"
+        );
     }
 }

@@ -112,12 +112,12 @@ fn timings() -> impl Strategy<Value = RankTiming> {
 fn estimates() -> impl Strategy<Value = LatencyEstimate> {
     let seconds = || prop_oneof![Just(0.0), Just(1e-4), 0.0..1.0];
     let coefficients =
-        (seconds(), seconds(), seconds(), seconds()).prop_map(|(token, pair, step, resident)| {
+        (seconds(), seconds(), seconds(), seconds()).prop_map(|(token, pair, step, context)| {
             LatencyCoefficients {
                 prefill_token: token,
                 prefill_pair: pair * 1e-4,
                 decode_step: step,
-                decode_resident_token: resident * 1e-3,
+                decode_context_token: context * 1e-3,
             }
         });
     let transfer = 0.0..1e-3;
@@ -129,7 +129,7 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
                 transfer_token,
                 request_rate,
                 prefill_rate,
-                requests: 1,
+                booked_prefills: 1,
             }
         },
     )

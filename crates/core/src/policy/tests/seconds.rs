@@ -94,17 +94,20 @@ fn slower_fleet_scales_all_terms() {
     coefficients.prefill_token *= 2.0;
     coefficients.prefill_pair *= 2.0;
     coefficients.decode_step *= 2.0;
-    coefficients.decode_resident_token *= 2.0;
+    coefficients.decode_context_token *= 2.0;
     candidate.timing.prefill_elapsed *= 2.0;
     let after = terms_of(&slow, &candidate);
     assert_eq!(after.queue, 2.0 * before.queue);
     assert_eq!(after.prefill, 2.0 * before.prefill);
     assert_eq!(after.first_token, 2.0 * before.first_token);
     assert_eq!(after.decode, 2.0 * before.decode);
-    assert_eq!(after.others, 2.0 * before.others);
+    assert_eq!(after.running_delay, 2.0 * before.running_delay);
     // At the same request rate, twice as many requests arrive during the backlog.
-    assert_eq!(after.coming, 4.0 * before.coming);
-    assert!(before.queue > 0.0 && before.coming > 0.0, "{before:?}");
+    assert_eq!(after.arrival_delay, 4.0 * before.arrival_delay);
+    assert!(
+        before.queue > 0.0 && before.arrival_delay > 0.0,
+        "{before:?}"
+    );
 }
 
 #[test]
@@ -120,18 +123,21 @@ fn phases_price_only_their_own_work() {
     input.role = WorkerRole::Prefill;
     let prefill = terms_of(&input, &rank(facts));
     assert_eq!(prefill.decode, 0.0);
-    assert_eq!(prefill.others, 2.0 * prefill.prefill);
+    assert_eq!(prefill.running_delay, 2.0 * prefill.prefill);
     input.role = WorkerRole::Decode;
     input.track_prefill = false;
     let decode = terms_of(&input, &rank(facts));
     assert_eq!(
-        (decode.queue, decode.prefill, decode.coming),
+        (decode.queue, decode.prefill, decode.arrival_delay),
         (0.0, 0.0, 0.0)
     );
     let transferred = (4_000.0 - 160.0) * input.estimate.transfer_token;
     assert_eq!(decode.transfer, transferred);
     assert_eq!(decode.first_token, 3.0 * transferred);
-    assert!(decode.decode > 0.0 && decode.others > 0.0, "{decode:?}");
+    assert!(
+        decode.decode > 0.0 && decode.running_delay > 0.0,
+        "{decode:?}"
+    );
 }
 
 #[test]
@@ -186,9 +192,9 @@ fn round_robin_takes_candidates_in_turn() {
     let settings = PolicySettings::named(PolicyName::RoundRobin, &Weights::default());
     let candidates = with_requests([5, 0, 3, 1]);
     let chosen: Vec<usize> = (0..8)
-        .map(|requests| {
+        .map(|booked_prefills| {
             let mut input = input();
-            input.estimate.requests = requests;
+            input.estimate.booked_prefills = booked_prefills;
             chosen_index(&input, &candidates, &settings)
         })
         .collect();
@@ -220,11 +226,11 @@ proptest! {
         let input = seconds_input(prompt);
         let base = total_of(&input, facts);
         let queued = CandidateParams { prefill_tokens: facts.prefill_tokens + f64::from(more), ..facts };
-        let resident = CandidateParams { context_tokens: facts.context_tokens + f64::from(more), ..facts };
+        let long_contexts = CandidateParams { context_tokens: facts.context_tokens + f64::from(more), ..facts };
         let busy = CandidateParams { requests: facts.requests + 1, ..facts };
         let cached = CandidateParams { cached_blocks: facts.cached_blocks + more, ..facts };
         prop_assert!(total_of(&input, queued) >= base);
-        prop_assert!(total_of(&input, resident) > base);
+        prop_assert!(total_of(&input, long_contexts) > base);
         prop_assert!(total_of(&input, busy) > base);
         prop_assert!(total_of(&input, cached) <= base);
         let longer = seconds_input(prompt + u64::from(more));

@@ -92,7 +92,7 @@ pub struct WorkerExplanation {
     pub cached_tokens: u64,
     /// Current load, without this request.
     pub load: ActiveLoad,
-    /// Booked work and speed, if the policy uses them.
+    /// Booked work and slowdown, if the policy uses them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timing: Option<RankTiming>,
     /// Prefill that would be outstanding, in tokens, without subtracting cached tokens; 0 in a

@@ -58,7 +58,7 @@ fn slow_worker_is_avoided_after_thirty_requests() {
             let factor = if slow == Some(worker) { 2 } else { 1 };
             clock.advance(Duration::from_millis(250 * factor));
             placement.reservation.on_first_token();
-            router.learn_prefill(&mut placement);
+            router.learn_first_token(&mut placement);
         }
         counts
     };
@@ -71,7 +71,7 @@ fn slow_worker_is_avoided_after_thirty_requests() {
 }
 
 #[test]
-fn lost_worker_releases_load_and_keeps_speed() {
+fn lost_worker_releases_load_and_keeps_slowdown() {
     let clock = Clock::default();
     let router = clocked((0..2).map(worker), settings(PolicyName::Seconds), &clock);
     let mut running = Vec::new();
@@ -79,24 +79,24 @@ fn lost_worker_releases_load_and_keeps_speed() {
         let mut placement = router.route(cold_prompt(number)).unwrap();
         clock.advance(Duration::from_millis(400 * (1 + chosen(&placement).0)));
         placement.reservation.on_first_token();
-        router.learn_prefill(&mut placement);
+        router.learn_first_token(&mut placement);
         placement.reservation.add_output_tokens(10);
         running.push(placement);
         if running.len() > 3 {
             drop(running.remove(0));
         }
     }
-    let speed = |router: &Router| {
+    let slowdown = |router: &Router| {
         let mut ranks = router.load().calibration().ranks.into_iter();
         let rank = ranks.find(|rank| rank.rank.worker == WorkerId(1))?;
-        Some(rank.speed)
+        Some(rank.slowdown)
     };
-    let before = speed(&router).unwrap();
-    assert!(before.prefill > 1.1, "{before:?}");
+    let before = slowdown(&router).unwrap();
+    assert!(before.prefill_factor > 1.1, "{before:?}");
     publish(&router, [worker(0)]);
-    assert_eq!(speed(&router), None);
+    assert_eq!(slowdown(&router), None);
     publish(&router, [worker(0), worker(1)]);
-    assert_eq!(speed(&router), Some(before));
+    assert_eq!(slowdown(&router), Some(before));
     drop(running);
     let snapshot = router.load().snapshot();
     assert!(snapshot.iter().all(|load| {

@@ -216,7 +216,7 @@ fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
         coefficients.prefill_token * 1e6,
         coefficients.prefill_pair * 1e9,
         coefficients.decode_step * 1e3,
-        coefficients.decode_resident_token * 1e9,
+        coefficients.decode_context_token * 1e9,
         latency.output_tokens,
         latency.request_rate,
     )

@@ -9,7 +9,9 @@ use tonic::transport::Endpoint;
 use warmroute_runtime::tls::ClientFiles;
 use warmroute_settings::{DurationSetting, Problem};
 
-/// The section `index.warm_start:`.
+/// The section `index.warm_start:`: initial index and learned latency at startup. The index
+/// includes blocks that engines no longer replay. Both are copied from another ready replica, or
+/// read from the files that the previous process wrote at shutdown.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WarmStartConfig {
@@ -33,8 +35,7 @@ pub struct WarmStartConfig {
     #[serde(default)]
     pub on_timeout: DeadlineAction,
     /// Snapshot file. It is written at shutdown, and read at startup for ranks that cannot be
-    /// copied from the peer. The learned latency is in a second file, with the added extension
-    /// `latency.json`.
+    /// copied from the peer. The learned latency is in `<snapshot_file>.latency.json`.
     #[serde(default)]
     pub snapshot_file: Option<PathBuf>,
     /// Maximum age of the snapshot file.

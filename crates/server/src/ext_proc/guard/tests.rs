@@ -181,7 +181,7 @@ fn learns_prefill_time(head: ResponseHead, observed: bool, prompt: &RoutePrompt)
             .unwrap();
         respond(&router, placement, head, observed);
     }
-    router.load().calibration().models[0].prefills > 0
+    router.load().calibration().models[0].prefill_observations > 0
 }
 
 fn hashed_prompt() -> RoutePrompt {
@@ -231,7 +231,7 @@ fn transfer_time_is_learned_after_sequential_prefill() {
     let prior = transfer_token();
     for _ in 0..20 {
         let mut prefill = route(PhaseSelection::PrefillFirst { failed: Vec::new() });
-        router.learn_remote_prefill(&mut prefill);
+        router.complete_remote_prefill(&mut prefill);
         let completed = router.completed_prefill(&prefill.route).unwrap();
         let decode = route(PhaseSelection::Decode(Box::new(completed)));
         respond(&router, decode, response_head(true, 200), true);

@@ -215,7 +215,7 @@ fn relocated_request_counts_for_chosen_worker() {
     router.resolve_predictions(&mut booked, 200);
     booked.reservation.on_first_token();
     assert_eq!(
-        router.learn_prefill(&mut booked),
+        router.learn_first_token(&mut booked),
         None,
         "a time that includes a failed attempt is not learned"
     );

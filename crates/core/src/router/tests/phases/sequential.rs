@@ -87,7 +87,7 @@ fn duration_of_sequential_prefill_is_learned() {
     let done = router.completed_prefill(&prefilling.route).unwrap();
     let time = Duration::from_secs(1);
     clock.advance(time);
-    router.learn_remote_prefill(&mut prefilling);
+    router.complete_remote_prefill(&mut prefilling);
     assert_eq!(load_of(&router, done.prefill.to.rank.worker.0), (0, 0, 0));
     drop(prefilling);
     let after_prefill = estimate().coefficients;
@@ -96,7 +96,7 @@ fn duration_of_sequential_prefill_is_learned() {
     let mut decoding = router.route(decode_request(done)).unwrap();
     clock.advance(time);
     decoding.reservation.on_first_token();
-    router.learn_prefill(&mut decoding);
+    router.learn_first_token(&mut decoding);
     assert_eq!(estimate().coefficients, after_prefill);
     assert!(estimate().transfer_token > prior.transfer_token);
 }

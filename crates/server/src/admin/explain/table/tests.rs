@@ -240,13 +240,13 @@ fn learned_latency_is_one_line_per_phase() {
             prefill_token: 48.8e-6,
             prefill_pair: 1.7e-9,
             decode_step: 13e-3,
-            decode_resident_token: 60e-9,
+            decode_context_token: 60e-9,
         },
         output_tokens: 343.0,
         transfer_token: 5e-6,
         request_rate: 6.8,
         prefill_rate: 1.64,
-        requests: 412,
+        booked_prefills: 412,
     };
     let mut phase = PhaseExplanation {
         latency: Some(latency),

@@ -1,4 +1,4 @@
-//! Changes during a run: an engine that becomes slower, or a restart of warmroute.
+//! Faults during a run: an engine that becomes slower, or a restart of warmroute.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -18,13 +18,13 @@ const RESTART_WINDOW: Duration = Duration::from_secs(5);
 const SHARE_WINDOW: usize = 40;
 /// Time between two readings of the learned factors.
 const CALIBRATION_INTERVAL: Duration = Duration::from_millis(250);
-/// Ratio of the factor of the slow engine to the mean of the others at which it counts as detected,
-/// as a share of the real slowdown.
+/// The slow engine counts as detected when its learned factor, divided by the mean factor of the
+/// others, reaches this share of the injected slowdown.
 const DETECTED_SHARE: f64 = 0.75;
 
-/// Change during a run.
+/// Fault during a run.
 #[derive(Clone, Copy, Debug)]
-pub enum ReplayEvent {
+pub enum ReplayFault {
     /// The steps of the first engine take longer.
     SlowEngine {
         /// Number of finished requests after which the engine becomes slow.
@@ -39,15 +39,15 @@ pub enum ReplayEvent {
     },
 }
 
-/// The deployment of a run with an event.
-pub(super) struct EventRun<'a> {
+/// Deployment in which a fault is injected.
+pub(super) struct FaultContext<'a> {
     pub(super) deployment: &'a mut LocalDeployment,
     pub(super) config: &'a Value,
     pub(super) began: Instant,
 }
 
-/// Observations of the processes around an event.
-pub(super) enum ObservedEvent {
+/// Observations of the processes around a fault.
+pub(super) enum FaultObservation {
     SlowEngine {
         engine: String,
         changed_at: Duration,
@@ -61,10 +61,10 @@ pub(super) enum ObservedEvent {
     },
 }
 
-/// Effect of an event.
+/// Effect of a fault.
 #[derive(Clone, Debug, Serialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum EventReport {
+#[serde(tag = "fault", rename_all = "snake_case")]
+pub enum FaultReport {
     /// An engine became slower.
     SlowEngine(SlowEngineReport),
     /// warmroute was restarted.
@@ -90,7 +90,7 @@ pub struct SlowEngineReport {
     pub requests_until_detected: Option<usize>,
     /// Seconds from the change until then.
     pub seconds_until_detected: Option<f64>,
-    /// What warmroute learned of the engine by the end of the run.
+    /// Learned latency of the engine at the end of the run, from `/debug/calibration`.
     pub calibration: Option<Value>,
 }
 
@@ -114,50 +114,50 @@ pub struct EngineSpread {
     pub requests_per_engine: BTreeMap<String, usize>,
     /// Largest share of one engine.
     pub largest_share: f64,
-    /// Outstanding requests of the fullest engine, as the engines count them: mean over time.
-    pub outstanding_of_fullest: f64,
+    /// Outstanding requests of the busiest engine at each reading, as a mean over time.
+    pub busiest_outstanding_mean: f64,
     /// Outstanding requests of one engine: mean over engines and time.
     pub outstanding_mean: f64,
     /// Largest number of outstanding requests of one engine.
     pub outstanding_peak: f64,
 }
 
-impl ReplayEvent {
+impl ReplayFault {
     /// Waits until it is due and applies it. `finished` counts finished requests, and closes after
     /// the last one.
     pub(super) async fn apply(
         self,
-        run: EventRun<'_>,
+        context: FaultContext<'_>,
         mut finished: watch::Receiver<usize>,
-    ) -> anyhow::Result<ObservedEvent> {
+    ) -> anyhow::Result<FaultObservation> {
         let (Self::SlowEngine { after, .. } | Self::RouterRestart { after }) = self;
         finished
             .wait_for(|finished| *finished >= after)
             .await
-            .context("the run ended before the event")?;
+            .context("the run ended before the fault")?;
         match self {
-            Self::SlowEngine { factor, .. } => slow_engine(run, factor, finished).await,
-            Self::RouterRestart { .. } => restart_router(run).await,
+            Self::SlowEngine { factor, .. } => slow_engine(context, factor, finished).await,
+            Self::RouterRestart { .. } => restart_router(context).await,
         }
     }
 }
 
 async fn slow_engine(
-    run: EventRun<'_>,
+    context: FaultContext<'_>,
     factor: f64,
     finished: watch::Receiver<usize>,
-) -> anyhow::Result<ObservedEvent> {
-    let engine = run.deployment.engines.first().context("no engine")?;
+) -> anyhow::Result<FaultObservation> {
+    let engine = context.deployment.engines.first().context("no engine")?;
     let client = warmroute_runtime::tls::http_client_builder().build()?;
     let fault = json!({"slow_steps": factor});
     let request = client.post(engine.url("/sim/misbehave")).json(&fault);
     request.send().await?.error_for_status()?;
-    let changed_at = run.began.elapsed();
+    let changed_at = context.began.elapsed();
     let mut detected_at = None;
     let mut calibration = None;
     while finished.has_changed().is_ok() {
         tokio::time::sleep(CALIBRATION_INTERVAL).await;
-        let Ok(page) = run.deployment.debug_page("calibration").await else {
+        let Ok(page) = context.deployment.debug_page("calibration").await else {
             continue;
         };
         let factors = prefill_factors(&page);
@@ -166,12 +166,12 @@ async fn slow_engine(
         {
             let mean = others.iter().sum::<f64>() / others.len() as f64;
             if slow / mean >= factor * DETECTED_SHARE {
-                detected_at.get_or_insert(run.began.elapsed());
+                detected_at.get_or_insert(context.began.elapsed());
             }
         }
         calibration = Some(page);
     }
-    Ok(ObservedEvent::SlowEngine {
+    Ok(FaultObservation::SlowEngine {
         engine: engine.spec.id.to_string(),
         changed_at,
         detected_at,
@@ -182,27 +182,29 @@ async fn slow_engine(
 /// Returns the prefill factors of all ranks, in the order of the workers.
 fn prefill_factors(calibration: &Value) -> Vec<f64> {
     let ranks = calibration["ranks"].as_array().into_iter().flatten();
-    ranks.filter_map(|rank| rank["prefill"].as_f64()).collect()
+    ranks
+        .filter_map(|rank| rank["prefill_factor"].as_f64())
+        .collect()
 }
 
-async fn restart_router(run: EventRun<'_>) -> anyhow::Result<ObservedEvent> {
-    let addresses = super::addresses(run.deployment);
-    let mut readings = watch_engines(&addresses, run.began, RESTART_WINDOW).await?;
-    let killed_at = run.began.elapsed();
-    run.deployment.kill9_router();
-    run.deployment.start_router(run.config).await?;
-    let ready_at = run.began.elapsed();
-    readings.extend(watch_engines(&addresses, run.began, RESTART_WINDOW).await?);
-    Ok(ObservedEvent::RouterRestart {
+async fn restart_router(context: FaultContext<'_>) -> anyhow::Result<FaultObservation> {
+    let addresses = super::addresses(context.deployment);
+    let mut readings = watch_engines(&addresses, context.began, RESTART_WINDOW).await?;
+    let killed_at = context.began.elapsed();
+    context.deployment.kill9_router();
+    context.deployment.start_router(context.config).await?;
+    let ready_at = context.began.elapsed();
+    readings.extend(watch_engines(&addresses, context.began, RESTART_WINDOW).await?);
+    Ok(FaultObservation::RouterRestart {
         killed_at,
         ready_at,
         readings,
     })
 }
 
-impl ObservedEvent {
+impl FaultObservation {
     /// Computes the effect on the requests of the run.
-    pub(super) fn report(self, samples: &[RequestSample]) -> EventReport {
+    pub(super) fn report(self, samples: &[RequestSample]) -> FaultReport {
         match self {
             Self::SlowEngine {
                 engine,
@@ -219,7 +221,7 @@ impl ObservedEvent {
                     received.count()
                 };
                 let [before, after] = split_at(samples, changed_at);
-                EventReport::SlowEngine(SlowEngineReport {
+                FaultReport::SlowEngine(SlowEngineReport {
                     changed_at_s: changed_at.as_secs_f64(),
                     share_before: share_of(&engine, &before),
                     share_after: share_of(&engine, &after),
@@ -236,7 +238,7 @@ impl ObservedEvent {
                 readings,
             } => {
                 let before = killed_at.saturating_sub(RESTART_WINDOW);
-                EventReport::RouterRestart(RestartReport {
+                FaultReport::RouterRestart(RestartReport {
                     killed_at_s: killed_at.as_secs_f64(),
                     down_s: (ready_at - killed_at).as_secs_f64(),
                     before: EngineSpread::new(before, killed_at, samples, &readings),
@@ -305,16 +307,16 @@ impl EngineSpread {
             .iter()
             .filter(|reading| from <= reading.at && reading.at < to);
         let outstanding: Vec<&[f64]> = readings.map(|reading| &reading.outstanding[..]).collect();
-        let fullest: Vec<f64> = outstanding
+        let busiest: Vec<f64> = outstanding
             .iter()
             .map(|engines| engines.iter().copied().fold(0.0, f64::max))
             .collect();
         Self {
             largest_share: most as f64 / all.max(1) as f64,
             requests_per_engine,
-            outstanding_of_fullest: mean(&fullest),
+            busiest_outstanding_mean: mean(&busiest),
             outstanding_mean: mean(&outstanding.concat()),
-            outstanding_peak: fullest.into_iter().fold(0.0, f64::max),
+            outstanding_peak: busiest.into_iter().fold(0.0, f64::max),
         }
     }
 }
@@ -337,15 +339,15 @@ mod tests {
     }
 
     #[test]
-    fn requests_to_slow_engine_are_counted_until_share_falls() {
+    fn requests_to_slow_engine_are_counted() {
         let engines = [vec!["1"; 6], vec!["2"; 80]].concat();
-        let observed = ObservedEvent::SlowEngine {
+        let observed = FaultObservation::SlowEngine {
             engine: "1".into(),
             changed_at: Duration::from_secs(2),
             detected_at: Some(Duration::from_secs(5)),
             calibration: None,
         };
-        let EventReport::SlowEngine(report) = observed.report(&samples(&engines)) else {
+        let FaultReport::SlowEngine(report) = observed.report(&samples(&engines)) else {
             panic!("wrong report")
         };
         assert_eq!(report.share_before, 1.0);
@@ -370,7 +372,7 @@ mod tests {
             BTreeMap::from([("1".into(), 2), ("2".into(), 1)])
         );
         assert_eq!(
-            (spread.outstanding_of_fullest, spread.outstanding_mean),
+            (spread.busiest_outstanding_mean, spread.outstanding_mean),
             (3.0, 2.0)
         );
     }

@@ -1,4 +1,4 @@
-//! Speed of one worker rank relative to the fleet.
+//! Slowdown of one worker rank relative to the latency model.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,17 +27,17 @@ const SHORT_PREFILL: f64 = 0.2;
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
-/// Factors on the latency of the fleet: above 1, the rank is slower.
+/// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RankSpeed {
-    /// Factor on the prefill time.
-    pub prefill: f64,
-    /// Factor on the decode step time.
-    pub decode: f64,
-    /// Prefills from which the factor was learned.
-    pub prefills: u64,
-    /// Observations of decode steps from which the factor was learned.
-    pub steps: u64,
+pub struct RankSlowdown {
+    /// Factor on the prefill time of the model.
+    pub prefill_factor: f64,
+    /// Factor on the decode step time of the model.
+    pub decode_factor: f64,
+    /// Number of prefills from which the factor was learned.
+    pub prefill_observations: u64,
+    /// Number of observations of decode steps from which the factor was learned.
+    pub decode_observations: u64,
     /// Predicted and observed times to first token.
     pub time_to_first_token: PredictionTotals,
     /// Observations of decode steps in a row that were discarded as stalls.
@@ -51,7 +51,7 @@ pub struct RankSpeed {
 
 /// Factors of a rank, in the size that decisions read.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct SpeedFactors {
+pub(crate) struct SlowdownFactors {
     pub(crate) prefill: f32,
     pub(crate) decode: f32,
 }
@@ -80,13 +80,13 @@ struct FactorEstimate {
     faster: ChangeDetector,
 }
 
-impl Default for RankSpeed {
+impl Default for RankSlowdown {
     fn default() -> Self {
         Self {
-            prefill: 1.0,
-            decode: 1.0,
-            prefills: 0,
-            steps: 0,
+            prefill_factor: 1.0,
+            decode_factor: 1.0,
+            prefill_observations: 0,
+            decode_observations: 0,
             time_to_first_token: PredictionTotals::default(),
             stalled_steps: 0,
             prefill_estimate: FactorEstimate::default(),
@@ -153,29 +153,30 @@ impl FactorEstimate {
     }
 }
 
-impl RankSpeed {
-    /// Creates the speed of a rank whose factors were learned before. Returns `None` if a factor is
-    /// out of range.
+impl RankSlowdown {
+    /// Creates the slowdown of a rank whose factors were learned before. Returns `None` if a factor
+    /// is out of range.
     pub(super) fn restored(self) -> Option<Self> {
         let is_valid = |factor: f64| (MIN_FACTOR..=MAX_FACTOR).contains(&factor);
-        (is_valid(self.prefill) && is_valid(self.decode)).then(|| Self {
-            prefill: self.prefill,
-            decode: self.decode,
-            prefill_estimate: FactorEstimate::restored(self.prefill),
-            decode_estimate: FactorEstimate::restored(self.decode),
+        (is_valid(self.prefill_factor) && is_valid(self.decode_factor)).then(|| Self {
+            prefill_factor: self.prefill_factor,
+            decode_factor: self.decode_factor,
+            prefill_estimate: FactorEstimate::restored(self.prefill_factor),
+            decode_estimate: FactorEstimate::restored(self.decode_factor),
             ..Self::default()
         })
     }
 
     /// Returns the factors for decisions.
-    pub(crate) fn factors(&self) -> SpeedFactors {
-        SpeedFactors {
-            prefill: self.prefill as f32,
-            decode: self.decode as f32,
+    pub(crate) fn factors(&self) -> SlowdownFactors {
+        SlowdownFactors {
+            prefill: self.prefill_factor as f32,
+            decode: self.decode_factor as f32,
         }
     }
 
-    /// Records a prefill that took `observed` seconds. The latency model expects `expected` seconds.
+    /// Records a prefill that took `observed` seconds. The latency model expects `expected`
+    /// seconds.
     pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
         let times = TimeSums { observed, expected };
         let weights = ObservationWeights {
@@ -183,8 +184,8 @@ impl RankSpeed {
             change: 1.0 / (expected + SHORT_CHANGED_PREFILL),
         };
         self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
-        self.prefill = self.prefill_estimate.factor();
-        self.prefills += 1;
+        self.prefill_factor = self.prefill_estimate.factor();
+        self.prefill_observations += 1;
     }
 
     /// Records decode steps with a mean time of `observed` seconds. The latency model expects
@@ -196,7 +197,7 @@ impl RankSpeed {
             change: 1.0 / expected,
         };
         self.decode_estimate.add(times, weights, DECODE_RETENTION);
-        self.decode = self.decode_estimate.factor();
-        self.steps += 1;
+        self.decode_factor = self.decode_estimate.factor();
+        self.decode_observations += 1;
     }
 }
