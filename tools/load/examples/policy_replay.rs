@@ -184,12 +184,17 @@ fn settings(args: &PolicyReplayArgs) -> anyhow::Result<ReplaySettings> {
         factor: args.slow_factor,
     });
     let restart = args.restart_after;
+    let policies: Vec<ReplayPolicy> = args
+        .policies
+        .iter()
+        .map(|name| ReplayPolicy::parse(name))
+        .collect();
+    anyhow::ensure!(
+        restart.is_none() || !policies.contains(&ReplayPolicy::EnvoyRoundRobin),
+        "--restart-after restarts warmroute, which `round_robin` does not use; remove it from --policies"
+    );
     Ok(ReplaySettings {
-        policies: args
-            .policies
-            .iter()
-            .map(|name| ReplayPolicy::parse(name))
-            .collect(),
+        policies,
         rounds: args.rounds.into(),
         traffic,
         engines: EngineLayout {

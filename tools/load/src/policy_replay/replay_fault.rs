@@ -14,8 +14,6 @@ use super::engine_monitor::{EngineReading, watch_engines};
 
 /// Time before and after a restart that the report compares.
 const RESTART_WINDOW: Duration = Duration::from_secs(5);
-/// Number of requests over which the share of the slow engine is computed.
-const SHARE_WINDOW: usize = 40;
 /// Time between two readings of the learned factors.
 const CALIBRATION_INTERVAL: Duration = Duration::from_millis(250);
 /// The slow engine counts as detected when its learned factor, divided by the mean factor of the
@@ -82,9 +80,6 @@ pub struct SlowEngineReport {
     pub share_before: f64,
     /// Its share of the requests that were sent after the change.
     pub share_after: f64,
-    /// Number of requests that it received after the change until its share of the following
-    /// 40 requests was below the mean share of the other engines.
-    pub requests_until_share_fell: Option<usize>,
     /// Number of requests that it received after the change until its learned prefill factor was
     /// near the real one, relative to the other engines.
     pub requests_until_detected: Option<usize>,
@@ -225,7 +220,6 @@ impl FaultObservation {
                     changed_at_s: changed_at.as_secs_f64(),
                     share_before: share_of(&engine, &before),
                     share_after: share_of(&engine, &after),
-                    requests_until_share_fell: requests_until_share_fell(&engine, &after),
                     requests_until_detected: detected_at.map(requests_until),
                     seconds_until_detected: detected_at.map(|at| (at - changed_at).as_secs_f64()),
                     calibration: calibration.map(|page| page["ranks"][0].clone()),
@@ -268,23 +262,6 @@ fn share_of(engine: &String, samples: &[&RequestSample]) -> f64 {
         .iter()
         .filter(|sample| sample.engine.as_ref() == Some(engine));
     served.count() as f64 / samples.len().max(1) as f64
-}
-
-fn requests_until_share_fell(engine: &String, samples: &[&RequestSample]) -> Option<usize> {
-    let engines: std::collections::BTreeSet<_> = samples
-        .iter()
-        .filter_map(|sample| sample.engine.as_ref())
-        .collect();
-    let fair_share = 1.0 / engines.len().max(1) as f64;
-    let first = samples
-        .windows(SHARE_WINDOW)
-        .position(|window| share_of(engine, window) < fair_share)?;
-    let received = samples[..first].iter();
-    Some(
-        received
-            .filter(|sample| sample.engine.as_ref() == Some(engine))
-            .count(),
-    )
 }
 
 impl EngineSpread {
@@ -352,7 +329,6 @@ mod tests {
         };
         assert_eq!(report.share_before, 1.0);
         assert_eq!(report.requests_until_detected, Some(3));
-        assert_eq!(report.requests_until_share_fell, Some(0));
     }
 
     #[test]
