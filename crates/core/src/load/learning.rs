@@ -186,14 +186,22 @@ impl RankRow {
     /// Returns the booked work of the rank.
     #[inline(always)]
     pub(super) fn timing(&self, now: Instant) -> RankTiming {
+        let idle = RankTiming {
+            context_tokens: self.context_tokens as f64,
+            prefill_factor: f64::from(self.factors.prefill),
+            decode_factor: f64::from(self.factors.decode),
+            ..RankTiming::default()
+        };
+        // The other fields of the queue are in a cache line of their own.
+        if self.prefills.tokens() == 0 {
+            return idle;
+        }
         RankTiming {
             prefills: self.prefills.len() as u32,
             prefill_tokens: self.prefills.tokens() as f64,
             prefill_pairs: self.prefills.pairs(),
             prefill_elapsed: self.prefills.elapsed(now).as_secs_f64(),
-            context_tokens: self.context_tokens as f64,
-            prefill_factor: f64::from(self.factors.prefill),
-            decode_factor: f64::from(self.factors.decode),
+            ..idle
         }
     }
 }
