@@ -25,7 +25,7 @@ pub(super) struct PrefillQueue {
     active: usize,
     /// Earliest time at which the engine can have started a prefill that was queued then: the last
     /// observed first token, or the last release of the oldest prefill.
-    idle_since: Option<Instant>,
+    engine_free_since: Option<Instant>,
     /// Time of the last begin or end of a prefill.
     changed_at: Option<Instant>,
     /// Start of the anchor's computation.
@@ -146,7 +146,7 @@ impl PrefillQueue {
             PrefillEndCause::Released => was_oldest,
         };
         if engine_is_free {
-            self.idle_since = Some(now);
+            self.engine_free_since = Some(now);
         }
         self.update_oldest();
         self.tokens -= tokens;
@@ -174,7 +174,7 @@ impl PrefillQueue {
     /// Returns the earliest time at which the engine can have started a prefill, if it computes one
     /// after another.
     fn start_of(&self, entry: &PrefillEntry) -> Instant {
-        self.idle_since
+        self.engine_free_since
             .map_or(entry.booked_at, |since| since.max(entry.booked_at))
     }
 
