@@ -79,7 +79,7 @@ impl LoadTable {
                 if row.slowdown.prefill_observations + row.slowdown.decode_observations == 0 =>
             {
                 row.slowdown = slowdown;
-                row.factors = slowdown.factors();
+                row.factors = self.latency.model(model).factors(&slowdown, Duration::ZERO);
             }
             Some(_) => {}
             None => self.latency.store_departed_slowdown(rank, model, slowdown),

@@ -1,6 +1,6 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSlowdown, SlowdownFactors};
@@ -19,6 +19,8 @@ pub(super) struct LoadTable {
     /// Prompts of the running requests of all rows.
     prompts: PromptTree,
     last_generation: u64,
+    /// Slot whose factors are updated by the next booking.
+    next_update: usize,
 }
 
 /// One open slot. The fields that every decision reads come first and share a cache line, because
@@ -37,6 +39,8 @@ pub(super) struct RankRow {
     pub(super) prefills: PrefillQueue,
     pub(super) slowdown: RankSlowdown,
     pub(super) model: ModelId,
+    /// Time of the last booking, or of the first update of the factors.
+    last_booked: Option<Instant>,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
     generation: u64,
@@ -103,9 +107,10 @@ impl LoadTable {
             prefills: PrefillQueue::default(),
             weight: 0,
             context_tokens: 0,
-            factors: slowdown.factors(),
+            factors: self.latency.model(model).factors(&slowdown, Duration::ZERO),
             slowdown,
             model,
+            last_booked: None,
         });
         was_open
     }
@@ -152,15 +157,34 @@ impl LoadTable {
         if !bookings.iter().all(is_present) {
             return None;
         }
-        bookings
+        let shares = bookings
             .iter()
             .map(|booking| self.book_share(booking, now))
-            .collect()
+            .collect();
+        self.update_next_factors(now);
+        shares
+    }
+
+    /// Updates the factors of one row. A rank without requests is not observed, so a rank that was
+    /// slow would never be chosen again unless its factors return to 1. One row per booking keeps
+    /// the cost of a booking constant.
+    fn update_next_factors(&mut self, now: Instant) {
+        self.next_update += 1;
+        if self.next_update >= self.rows.len() {
+            self.next_update = 0;
+        }
+        if let Some(Some(row)) = self.rows.get_mut(self.next_update) {
+            let last_booked = *row.last_booked.get_or_insert(now);
+            let unobserved = now.saturating_duration_since(last_booked);
+            let model = self.latency.model(row.model);
+            row.factors = model.factors(&row.slowdown, unobserved);
+        }
     }
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
         let prefill = row.begin_prefill(&self.latency, booking, now);
+        row.last_booked = Some(now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, slowdown| {
                 model.on_booked(booking.prefill_work(), slowdown, now);
@@ -336,8 +360,9 @@ impl RankRow {
         latency: &mut LatencyRegistry,
         learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
     ) {
-        learn(latency.model_mut(self.model), &mut self.slowdown);
-        self.factors = self.slowdown.factors();
+        let model = latency.model_mut(self.model);
+        learn(model, &mut self.slowdown);
+        self.factors = model.factors(&self.slowdown, Duration::ZERO);
     }
 
     fn blocks(&self) -> u64 {

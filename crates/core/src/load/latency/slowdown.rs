@@ -1,5 +1,7 @@
 //! Slowdown of one worker rank relative to the latency model.
 
+use std::time::Duration;
+
 use serde::{Deserialize, Serialize};
 
 use super::change::ChangeDetector;
@@ -26,6 +28,17 @@ const SHORT_PREFILL: f64 = 0.2;
 /// The same for the detection of changes. The limits of the evidence make it less sensitive to
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
+
+/// Decisions use the learned factors of a rank for [`FACTOR_VALIDITY`] after its last booking. Then
+/// the difference from the other ranks halves every [`FACTOR_HALF_LIFE`].
+const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
+const FACTOR_HALF_LIFE: Duration = Duration::from_secs(30);
+
+/// Weight of one observation in the recent factors of a model.
+const RECENT_SHARE: f64 = 0.05;
+
+/// Factors in decisions are multiples of 1 divided by this number.
+const FACTOR_STEPS: f64 = 16.0;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -54,6 +67,13 @@ pub struct RankSlowdown {
 pub(crate) struct SlowdownFactors {
     pub(crate) prefill: f32,
     pub(crate) decode: f32,
+}
+
+/// Mean factors of the ranks of a model that were observed recently.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct RecentFactors {
+    prefill: f64,
+    decode: f64,
 }
 
 /// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
@@ -119,6 +139,29 @@ impl TimeSums {
     }
 }
 
+impl Default for RecentFactors {
+    fn default() -> Self {
+        Self {
+            prefill: 1.0,
+            decode: 1.0,
+        }
+    }
+}
+
+impl RecentFactors {
+    /// Records an observation of a rank.
+    pub(super) fn add(&mut self, slowdown: &RankSlowdown) {
+        self.prefill += RECENT_SHARE * (slowdown.prefill_factor - self.prefill);
+        self.decode += RECENT_SHARE * (slowdown.decode_factor - self.decode);
+    }
+}
+
+/// Rounds a factor for decisions. Ranks of the same speed have the same costs then, so their ties
+/// spread the requests.
+fn rounded(factor: f64) -> f32 {
+    ((factor * FACTOR_STEPS).round() / FACTOR_STEPS) as f32
+}
+
 impl FactorEstimate {
     /// Creates the estimate of a factor that was learned before.
     fn restored(factor: f64) -> Self {
@@ -167,11 +210,14 @@ impl RankSlowdown {
         })
     }
 
-    /// Returns the factors for decisions.
-    pub(crate) fn factors(&self) -> SlowdownFactors {
+    /// Returns the factors for decisions on a rank that was not booked for this time. They approach
+    /// the `recent` factors of its model.
+    pub(crate) fn factors(&self, recent: RecentFactors, unobserved: Duration) -> SlowdownFactors {
+        let expired = unobserved.saturating_sub(FACTOR_VALIDITY);
+        let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
         SlowdownFactors {
-            prefill: self.prefill_factor as f32,
-            decode: self.decode_factor as f32,
+            prefill: rounded(recent.prefill + share * (self.prefill_factor - recent.prefill)),
+            decode: rounded(recent.decode + share * (self.decode_factor - recent.decode)),
         }
     }
 

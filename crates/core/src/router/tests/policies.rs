@@ -44,30 +44,51 @@ fn burst_of_equal_prompts_uses_few_workers() {
     assert!(used.len() <= 4, "{used:?}");
 }
 
+/// Serves cold prompts one by one and returns the number of requests of each worker. The worker
+/// `slow` takes twice as long as the others.
+fn serve_one_by_one(
+    router: &Router,
+    clock: &Clock,
+    prompts: std::ops::Range<u64>,
+    slow: Option<u64>,
+) -> [u32; 4] {
+    let mut counts = [0; 4];
+    for number in prompts {
+        let mut placement = router.route(cold_prompt(number)).unwrap();
+        let WorkerId(worker) = chosen(&placement);
+        counts[worker as usize] += 1;
+        let factor = if slow == Some(worker) { 2 } else { 1 };
+        clock.advance(Duration::from_millis(250 * factor));
+        placement.reservation.on_first_token();
+        router.learn_first_token(&mut placement);
+    }
+    counts
+}
+
 #[test]
 fn slow_worker_is_avoided_after_thirty_requests() {
     let clock = Clock::default();
     let router = clocked((0..4).map(worker), settings(PolicyName::Seconds), &clock);
-    // Returns the number of requests of each worker. The worker `slow` takes twice as long.
-    let run = |from: u64, slow: Option<u64>| {
-        let mut counts = [0; 4];
-        for number in from..from + 120 {
-            let mut placement = router.route(cold_prompt(number)).unwrap();
-            let WorkerId(worker) = chosen(&placement);
-            counts[worker as usize] += 1;
-            let factor = if slow == Some(worker) { 2 } else { 1 };
-            clock.advance(Duration::from_millis(250 * factor));
-            placement.reservation.on_first_token();
-            router.learn_first_token(&mut placement);
-        }
-        counts
-    };
+    let run = |from, slow| serve_one_by_one(&router, &clock, from..from + 120, slow);
     let equal = run(0, None);
     assert!(equal.iter().all(|count| *count >= 10), "{equal:?}");
     let slow = run(1_000, Some(2));
     assert!(slow[2] <= 30, "{slow:?}");
     let later = run(2_000, Some(2));
     assert!(later[2] < 10, "{later:?}");
+}
+
+#[test]
+fn recovered_worker_is_chosen_at_light_load() {
+    let clock = Clock::default();
+    let router = clocked((0..4).map(worker), settings(PolicyName::Seconds), &clock);
+    serve_one_by_one(&router, &clock, 0..200, Some(2));
+    let avoided = serve_one_by_one(&router, &clock, 200..300, Some(2));
+    assert!(avoided[2] < 10, "{avoided:?}");
+    // One request at a time never needs a worker that is believed to be slow.
+    serve_one_by_one(&router, &clock, 300..4_000, None);
+    let recovered = serve_one_by_one(&router, &clock, 4_000..4_200, None);
+    assert!(recovered[2] > 30, "{recovered:?}");
 }
 
 #[test]
