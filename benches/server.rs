@@ -123,6 +123,7 @@ impl ServerBenchArgs {
         SetupSettings {
             workers: 8,
             observes_bodies: false,
+            is_full_duplex: false,
             threads: 1,
             warmroute: self.warmroute_command(),
             model: ModelFiles::Reduced,
@@ -187,6 +188,7 @@ async fn measure_pieces(
 ) -> anyhow::Result<()> {
     let setup_settings = SetupSettings {
         observes_bodies: true,
+        is_full_duplex: false,
         ..setup_settings
     };
     let setups = LoadSetups::start(&setup_settings, &dir.join("pieces")).await?;

@@ -14,14 +14,15 @@ use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingM
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
     BodySendMode, HeaderSendMode,
 };
+use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_server::{
     ExternalProcessor, ExternalProcessorServer,
 };
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request as RequestMessage;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response as ResponseMessage;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, ProcessingRequest,
-    ProcessingResponse, TrailersResponse,
+    BodyMutation, BodyResponse, CommonResponse, HeaderMutation, HeadersResponse, HttpBody,
+    ProcessingRequest, ProcessingResponse, StreamedBodyResponse, TrailersResponse,
 };
 use envoy_types::pb::google::protobuf::value::Kind;
 use envoy_types::pb::google::protobuf::{Struct, Value};
@@ -79,6 +80,8 @@ struct BareProcessor {
 struct BareExchange {
     processor: BareProcessor,
     is_probe: bool,
+    /// True if Envoy sends bodies in full duplex.
+    is_full_duplex: bool,
     incoming: Streaming<ProcessingRequest>,
     is_closed: bool,
 }
@@ -98,6 +101,7 @@ impl ExternalProcessor for BareProcessor {
         let exchange = BareExchange {
             processor: self.clone(),
             is_probe,
+            is_full_duplex: false,
             incoming: request.into_inner(),
             is_closed: false,
         };
@@ -113,8 +117,11 @@ impl BareExchange {
         if self.is_closed {
             return None;
         }
-        let message = self.incoming.message().await.ok()??.request?;
-        let answer = self.answer(message);
+        let message = self.incoming.message().await.ok()??;
+        if let Some(config) = message.protocol_config {
+            self.is_full_duplex = config.request_body_mode() == BodySendMode::FullDuplexStreamed;
+        }
+        let answer = self.answer(message.request?);
         Some((Ok(answer), self))
     }
 
@@ -125,21 +132,34 @@ impl BareExchange {
             ..ProcessingResponse::default()
         };
         match message {
+            RequestMessage::RequestHeaders(_) if self.is_full_duplex => self
+                .processor
+                .set_destination(ResponseMessage::RequestHeaders, |response| {
+                    HeadersResponse { response }
+                }),
+            RequestMessage::RequestBody(body) if self.is_full_duplex => {
+                unchanged(ResponseMessage::RequestBody(same_piece(body)))
+            }
+            RequestMessage::ResponseBody(body) if self.is_full_duplex => {
+                unchanged(ResponseMessage::ResponseBody(same_piece(body)))
+            }
             RequestMessage::RequestHeaders(_) => {
                 unchanged(ResponseMessage::RequestHeaders(HeadersResponse {
                     response: empty(),
                 }))
             }
-            RequestMessage::RequestBody(_) => self.processor.set_destination(),
+            RequestMessage::RequestBody(_) => self
+                .processor
+                .set_destination(ResponseMessage::RequestBody, |response| BodyResponse {
+                    response,
+                }),
             RequestMessage::RequestTrailers(_) => {
                 unchanged(ResponseMessage::RequestTrailers(TrailersResponse::default()))
             }
             RequestMessage::ResponseHeaders(headers) => {
-                let mut answer = set_headers(
-                    ResponseMessage::ResponseHeaders,
-                    |response| HeadersResponse { response },
-                    &[MODE],
-                );
+                let mut answer = unchanged(ResponseMessage::ResponseHeaders(HeadersResponse {
+                    response: Some(header_changes(&[MODE])),
+                }));
                 if self.processor.observes_bodies && is_event_stream(headers.headers.as_ref()) {
                     answer.mode_override = Some(observing_mode());
                 }
@@ -161,7 +181,11 @@ impl BareExchange {
 const MODE: (&str, &str) = ("x-warmroute-mode", "bare");
 
 impl BareProcessor {
-    fn set_destination(&self) -> ProcessingResponse {
+    fn set_destination<R>(
+        &self,
+        answer: fn(R) -> ResponseMessage,
+        wrap: fn(Option<CommonResponse>) -> R,
+    ) -> ProcessingResponse {
         let worker =
             &self.workers[self.next_worker.fetch_add(1, Ordering::Relaxed) % self.workers.len()];
         let id = "18446744073709551615";
@@ -170,17 +194,14 @@ impl BareProcessor {
             ("x-dp-rank", "0"),
             ("x-gateway-destination-endpoint", worker),
         ];
-        let mut answer = set_headers(
-            ResponseMessage::RequestBody,
-            |response| BodyResponse { response },
-            &set,
-        );
-        if let Some(ResponseMessage::RequestBody(BodyResponse {
-            response: Some(common),
-        })) = &mut answer.response
-        {
-            common.clear_route_cache = true;
-        }
+        let common = CommonResponse {
+            clear_route_cache: true,
+            ..header_changes(&set)
+        };
+        let mut answer = ProcessingResponse {
+            response: Some(answer(wrap(Some(common)))),
+            ..ProcessingResponse::default()
+        };
         let endpoint = structure([
             ("x-gateway-destination-endpoint", text(worker)),
             ("worker_id", text(id)),
@@ -196,11 +217,24 @@ impl BareProcessor {
     }
 }
 
-fn set_headers<R>(
-    answer: fn(R) -> ResponseMessage,
-    wrap: fn(Option<CommonResponse>) -> R,
-    set: &[(&str, &str)],
-) -> ProcessingResponse {
+/// Returns the answer that sends a piece of a body on as it came.
+fn same_piece(body: HttpBody) -> BodyResponse {
+    let piece = StreamedBodyResponse {
+        body: body.body,
+        end_of_stream: body.end_of_stream,
+        ..StreamedBodyResponse::default()
+    };
+    BodyResponse {
+        response: Some(CommonResponse {
+            body_mutation: Some(BodyMutation {
+                mutation: Some(Mutation::StreamedResponse(piece)),
+            }),
+            ..CommonResponse::default()
+        }),
+    }
+}
+
+fn header_changes(set: &[(&str, &str)]) -> CommonResponse {
     let option = |&(key, value): &(&str, &str)| HeaderValueOption {
         header: Some(HeaderValue {
             key: key.into(),
@@ -214,13 +248,9 @@ fn set_headers<R>(
         set_headers: set.iter().map(option).collect(),
         remove_headers: Vec::new(),
     };
-    let common = CommonResponse {
+    CommonResponse {
         header_mutation: Some(mutation),
         ..CommonResponse::default()
-    };
-    ProcessingResponse {
-        response: Some(answer(wrap(Some(common)))),
-        ..ProcessingResponse::default()
     }
 }
 

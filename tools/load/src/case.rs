@@ -27,6 +27,8 @@ pub struct LoadCase {
     pub(crate) chunks: usize,
     /// Number of responses of other requests that stay open during the measurement.
     pub(crate) open_responses: usize,
+    /// True if the messages are texts of the repository instead of random sentences.
+    pub(crate) has_repository_texts: bool,
 }
 
 impl LoadCase {
@@ -43,6 +45,7 @@ impl LoadCase {
             connections,
             chunks: 1,
             open_responses: 0,
+            has_repository_texts: false,
         }
     }
 

@@ -22,5 +22,6 @@ pub mod measure;
 pub mod policy_replay;
 mod process_usage;
 pub mod report;
+mod repository_texts;
 pub mod setups;
 pub mod sweeps;

@@ -52,6 +52,8 @@ pub struct SetupSettings {
     pub workers: usize,
     /// True if both servers subscribe to response bodies.
     pub observes_bodies: bool,
+    /// True if Envoy sends bodies in full duplex, as the configuration for gateways does.
+    pub is_full_duplex: bool,
     /// Worker threads of each Envoy.
     pub threads: u32,
     /// The warmroute program with its first arguments. If empty, this program runs warmroute.
@@ -136,7 +138,12 @@ impl LoadSetup {
         let mut deployment = LocalDeployment::start_engines(&programs, &[], &dir).await?;
         let endpoints: Vec<_> =
             instant_engines::addresses(first_engine, settings.workers).collect();
-        let mut config = deployment.envoy_setup().standalone_config()?;
+        let mut config = match settings.is_full_duplex && kind != SetupKind::EnvoyAlone {
+            true => deployment
+                .envoy_setup()
+                .shipped_config("gateway-api", &[])?,
+            false => deployment.envoy_setup().standalone_config()?,
+        };
         let mut bare_server = None;
         if kind == SetupKind::Warmroute {
             deployment.write_worker_entries(&worker_entries(&endpoints))?;

@@ -18,6 +18,7 @@ use crate::client::{self, LoadPlan, OpenResponses};
 use crate::goals;
 use crate::measure;
 use crate::report::LoadReport;
+use crate::repository_texts::TextRotation;
 use crate::setups::{LoadSetup, LoadSetups, SetupKind, SetupSettings};
 
 /// The varied parameter.
@@ -33,16 +34,20 @@ pub enum SweptParameter {
     Streams,
     /// Pieces of a response, 1 to 10,000, with default and with complete observation
     Chunks,
+    /// Bytes of a request, 1 to 400 KB, in full duplex; conversations with the texts of this
+    /// repository, of which 10 % are new
+    Texts,
 }
 
 impl SweptParameter {
     /// All parameters, in the order of the report.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Body,
         Self::Prompt,
         Self::Ranks,
         Self::Streams,
         Self::Chunks,
+        Self::Texts,
     ];
 
     fn name(self) -> &'static str {
@@ -52,6 +57,7 @@ impl SweptParameter {
             Self::Ranks => "ranks",
             Self::Streams => "streams",
             Self::Chunks => "chunks",
+            Self::Texts => "texts",
         }
     }
 }
@@ -93,18 +99,23 @@ const CLOSE: Duration = Duration::from_secs(60);
 enum BodySource {
     Cold(Box<ChatWriter>, usize),
     Warm(Box<ChatRotation>),
+    Texts(Box<TextRotation>),
 }
 
 impl BodySource {
-    fn new(case: &LoadCase, seed: u64) -> Self {
+    fn new(case: &LoadCase, seed: u64) -> anyhow::Result<Self> {
+        if case.has_repository_texts {
+            let texts = TextRotation::open(case.model, case.bytes, seed)?;
+            return Ok(Self::Texts(Box::new(texts)));
+        }
         let mut writer = ChatWriter::new(seed).with_model(case.model);
         let system = case.shared_bytes.map(|bytes| writer.system_prompt(bytes));
         if !case.is_warm {
-            return Self::Cold(Box::new(writer), case.bytes);
+            return Ok(Self::Cold(Box::new(writer), case.bytes));
         }
         let count = case.connections + MORE_CHATS;
         let chats = ChatRotation::open(writer, system.as_deref(), case.bytes, count);
-        Self::Warm(Box::new(chats))
+        Ok(Self::Warm(Box::new(chats)))
     }
 
     /// Returns the requests of the warm-up.
@@ -112,6 +123,7 @@ impl BodySource {
         match self {
             Self::Cold(writer, bytes) => writer.new_chats(*bytes, 2 * connections),
             Self::Warm(chats) => chats.first_bodies(),
+            Self::Texts(texts) => texts.first_bodies(),
         }
     }
 
@@ -119,6 +131,7 @@ impl BodySource {
         match self {
             Self::Cold(writer, bytes) => writer.new_chats(*bytes, count),
             Self::Warm(chats) => chats.next_bodies(count),
+            Self::Texts(texts) => texts.next_bodies(count),
         }
     }
 }
@@ -141,7 +154,7 @@ pub async fn measure_case(
             .bytes()
             .fold(0, |sum: u64, byte| sum.wrapping_mul(31) + u64::from(byte))
             << 8);
-    let mut source = BodySource::new(&case, seed);
+    let mut source = BodySource::new(&case, seed)?;
     let plan = LoadPlan::new(case.connections, settings.round_duration).with_chunks(case.chunks);
     let first = Arc::new(source.first_bodies(case.connections));
     for setup in &setups.setups {
@@ -231,6 +244,7 @@ pub async fn run(
     let setup_settings = SetupSettings {
         workers: WORKERS,
         observes_bodies: false,
+        is_full_duplex: parameter == SweptParameter::Texts,
         threads: settings.threads,
         warmroute: settings.warmroute.clone(),
         model: ModelFiles::Complete,
@@ -273,6 +287,10 @@ pub async fn run(
                 let cases = chunk_cases(settings, observes_bodies);
                 measure_all(&setups, cases, settings, report).await?;
             }
+        }
+        SweptParameter::Texts => {
+            let setups = LoadSetups::start(&setup_settings, &dir).await?;
+            measure_all(&setups, text_cases(settings), settings, report).await?;
         }
     }
     Ok(())
@@ -386,6 +404,20 @@ fn chunk_cases(settings: &SweepSettings, observes_bodies: bool) -> Vec<LoadCase>
             .with_chunks(chunks)
     };
     points(settings, &[1, 10, 100, 1_000, 10_000], 100)
+        .map(case)
+        .collect()
+}
+
+fn text_cases(settings: &SweepSettings) -> Vec<LoadCase> {
+    let case = |bytes: usize| {
+        let name = format!("{} KB of text, c = 16", bytes / 1_000);
+        let point = json!({"bytes": bytes, "connections": 16});
+        LoadCase {
+            has_repository_texts: true,
+            ..LoadCase::new(name, bytes, true, 16).at_point(SweptParameter::Texts.name(), point)
+        }
+    };
+    points(settings, &[1_000, 32_000, 220_000, 400_000], 32_000)
         .map(case)
         .collect()
 }

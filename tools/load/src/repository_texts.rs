@@ -1,0 +1,175 @@
+//! Request bodies with the texts of this repository: documentation and source code, whose escapes
+//! are as dense as in real prompts. Conversations share a system prompt, and every request of a
+//! conversation repeats its history and ends with new text.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context as _, ensure};
+use bytes::Bytes;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+use warmroute_testbed::repository;
+
+/// Maximum length of a message in bytes of JSON.
+const MESSAGE: usize = 2_600;
+/// Shares of a body: system prompt of all conversations, history of one conversation. The rest is
+/// new in each request.
+const SYSTEM_SHARE: f64 = 0.3;
+const HISTORY_SHARE: f64 = 0.6;
+/// Bytes of new text per word that no other request contains.
+const BYTES_PER_NEW_WORD: usize = 200;
+/// Conversations that advance in turn. Long ones are fewer, so that all fit into the prompt cache.
+const CONVERSATIONS: usize = 32;
+const LONG_CONVERSATIONS: usize = 12;
+const LONG_BYTES: usize = 150_000;
+
+/// Lines of the documentation and the source code.
+struct RepositoryLines(Vec<String>);
+
+impl RepositoryLines {
+    fn read() -> anyhow::Result<Self> {
+        let mut lines = Vec::new();
+        for directory in ["docs", "crates"] {
+            append_lines(&repository().join(directory), &mut lines)?;
+        }
+        ensure!(
+            lines.len() > 10_000,
+            "the repository has only {} lines of text",
+            lines.len()
+        );
+        Ok(Self(lines))
+    }
+}
+
+/// Appends the lines of all files in a directory, in the order of their names.
+fn append_lines(directory: &Path, lines: &mut Vec<String>) -> anyhow::Result<()> {
+    let entries = fs::read_dir(directory)
+        .with_context(|| format!("cannot read {}", directory.display()))?
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut paths: Vec<_> = entries.iter().map(fs::DirEntry::path).collect();
+    paths.sort();
+    for path in paths {
+        let is_text = path
+            .extension()
+            .is_some_and(|extension| extension == "md" || extension == "rs");
+        if path.is_dir() {
+            append_lines(&path, lines)?;
+        } else if is_text {
+            let text = fs::read_to_string(&path)
+                .with_context(|| format!("cannot read {}", path.display()))?;
+            lines.extend(text.lines().map(str::to_owned));
+        }
+    }
+    Ok(())
+}
+
+/// Generates conversations from the texts of the repository. The same seed generates the same ones.
+pub(crate) struct TextRotation {
+    rng: StdRng,
+    lines: RepositoryLines,
+    /// First part of each conversation's bodies: the system prompt and the history.
+    histories: Vec<String>,
+    new_bytes: usize,
+    next: usize,
+}
+
+impl TextRotation {
+    /// Opens conversations whose bodies have about `bytes` bytes.
+    pub(crate) fn open(model: &str, bytes: usize, seed: u64) -> anyhow::Result<Self> {
+        let mut rotation = Self {
+            rng: StdRng::seed_from_u64(seed),
+            lines: RepositoryLines::read()?,
+            histories: Vec::new(),
+            new_bytes: 0,
+            next: 0,
+        };
+        let mut shared =
+            format!("{{\"model\":\"{model}\",\"stream\":true,\"max_tokens\":1,\"messages\":[");
+        let share = |share: f64| (bytes as f64 * share) as usize;
+        rotation.append_message(&mut shared, "system", share(SYSTEM_SHARE), false);
+        rotation.new_bytes = bytes - share(SYSTEM_SHARE) - share(HISTORY_SHARE);
+        let count = if bytes < LONG_BYTES {
+            CONVERSATIONS
+        } else {
+            LONG_CONVERSATIONS
+        };
+        for _ in 0..count {
+            let mut history = shared.clone();
+            rotation.append_messages(&mut history, share(HISTORY_SHARE), false);
+            rotation.histories.push(history);
+        }
+        Ok(rotation)
+    }
+
+    /// Returns the first request of every conversation.
+    pub(crate) fn first_bodies(&mut self) -> Vec<Bytes> {
+        self.next_bodies(self.histories.len())
+    }
+
+    /// Returns the next requests, one conversation after the other.
+    pub(crate) fn next_bodies(&mut self, count: usize) -> Vec<Bytes> {
+        let mut bodies = Vec::with_capacity(count);
+        for _ in 0..count {
+            let mut body = self.histories[self.next].clone();
+            self.next = (self.next + 1) % self.histories.len();
+            self.append_messages(&mut body, self.new_bytes, true);
+            body.push_str("]}");
+            bodies.push(body.into());
+        }
+        bodies
+    }
+
+    /// Appends messages of the user and the assistant with `bytes` bytes in total.
+    fn append_messages(&mut self, chat: &mut String, bytes: usize, is_new: bool) {
+        let until = chat.len() + bytes;
+        let mut roles = ["user", "assistant"].into_iter().cycle();
+        while let Some(left) = until.checked_sub(chat.len()).filter(|left| *left > 60) {
+            let role = roles.next().unwrap_or("user");
+            self.append_message(chat, role, left.min(MESSAGE), is_new);
+        }
+    }
+
+    fn append_message(&mut self, chat: &mut String, role: &str, bytes: usize, is_new: bool) {
+        let until = chat.len() + bytes;
+        let separator = if chat.ends_with('[') { "" } else { "," };
+        chat.push_str(&format!("{separator}{{\"role\":\"{role}\",\"content\":\""));
+        let mut line = self.rng.random_range(0..self.lines.0.len());
+        let mut next_word = chat.len();
+        while chat.len() + 2 < until {
+            if is_new && chat.len() >= next_word {
+                next_word = chat.len() + BYTES_PER_NEW_WORD;
+                chat.push_str(&format!("{:x} ", self.rng.random::<u64>()));
+            }
+            let quoted = serde_json::Value::from(self.lines.0[line].as_str()).to_string();
+            chat.push_str(&quoted[1..quoted.len() - 1]);
+            chat.push_str("\\n");
+            line = (line + 1) % self.lines.0.len();
+        }
+        chat.push_str("\"}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::Value;
+
+    use super::*;
+
+    #[test]
+    fn bodies_have_requested_length_and_history() {
+        for bytes in [1_000, 32_000, 220_000] {
+            let mut texts = TextRotation::open("m", bytes, 1).unwrap();
+            let first = texts.first_bodies();
+            let next = texts.next_bodies(first.len());
+            let deviation = (first[0].len() as f64 / bytes as f64 - 1.0).abs();
+            assert!(deviation < 0.3, "{} for {bytes}", first[0].len());
+            assert_ne!(first[0], next[0]);
+            let history = texts.histories[0].len();
+            assert_eq!(first[0][..history], next[0][..history]);
+            assert_ne!(first[0][..history], first[1][..history]);
+            let chat: Value = serde_json::from_slice(&next[1]).unwrap();
+            assert!(chat["messages"].as_array().unwrap().len() >= 2, "{chat}");
+        }
+    }
+}
