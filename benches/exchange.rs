@@ -6,8 +6,6 @@ use std::sync::Arc;
 use bytes::Bytes;
 use divan::counter::BytesCount;
 use divan::{Bencher, black_box};
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
-use prost::Message as _;
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 use warmroute_server::ext_proc::exchange::{
@@ -15,6 +13,7 @@ use warmroute_server::ext_proc::exchange::{
 };
 use warmroute_server::ext_proc::headers::{RequestHead, ResponseHead};
 use warmroute_server::ext_proc::message::{BodyMode, BodyModes, ExchangeMessage};
+use warmroute_server::ext_proc::returned_piece::ExtProcReply;
 use warmroute_server::ext_proc::wire::BodyPiece;
 
 const MB: usize = 1_000_000;
@@ -84,7 +83,7 @@ fn replies(
     request: BodyMode,
     messages: Vec<ExchangeMessage>,
     target: &RouteTarget,
-) -> Vec<ProcessingResponse> {
+) -> Vec<ExtProcReply> {
     let answers = ResponseHeaderOptions {
         mode: true,
         ..ResponseHeaderOptions::default()
@@ -112,7 +111,7 @@ fn replies(
         };
         let reply = |effect| {
             if let Effect::Reply(reply) = effect {
-                Some(*reply)
+                Some(reply)
             } else {
                 None
             }

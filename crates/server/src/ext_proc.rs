@@ -21,6 +21,7 @@ pub mod reject;
 pub mod reply;
 mod response_stream;
 mod retries;
+pub mod returned_piece;
 pub mod routing_headers;
 pub mod server;
 pub mod service;

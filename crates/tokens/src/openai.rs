@@ -19,6 +19,7 @@ mod lax;
 mod multipart;
 mod nvext;
 pub mod paths;
+mod plain_messages;
 mod pooling;
 mod responses;
 pub mod restore;

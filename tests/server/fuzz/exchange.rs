@@ -23,7 +23,7 @@ use warmroute_server::prefill::MirrorTarget;
 use warmroute_server::request::RequestBody;
 
 use super::input::Input;
-use super::watch::ExchangeWatch;
+use super::watch::{ExchangeWatch, message_of};
 
 const MODES: [BodyMode; 6] = [
     BodyMode::None,
@@ -209,6 +209,7 @@ impl ExchangeRun {
         let Effect::Reply(reply) = effect else {
             panic!("only a reply can extend the timeout")
         };
+        let reply = message_of(&reply);
         assert!(reply.response.is_none() && reply.override_message_timeout.is_some());
     }
 

@@ -4,12 +4,14 @@ use std::collections::HashMap;
 
 use bytes::Bytes;
 use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
+use prost::Message as _;
 use proto::body_mutation::Mutation;
 use proto::processing_request::Request;
 use proto::processing_response::Response;
 use warmroute_server::ext_proc::message::{BodyMode, BodyModes};
 use warmroute_server::ext_proc::mutation::MAX_CHUNK_BYTES;
 use warmroute_server::ext_proc::reply::RouteReply;
+use warmroute_server::ext_proc::returned_piece::ExtProcReply;
 use warmroute_server::ext_proc::{Effect, Exchange, headers};
 use warmroute_tokens::openai::restore::ModelNameRestorer;
 
@@ -241,7 +243,7 @@ impl ExchangeWatch {
         let name = match effect {
             Effect::Reply(reply) => {
                 return self.reply(
-                    reply
+                    message_of(&reply)
                         .response
                         .expect("only a timeout extension has no response"),
                 );
@@ -457,4 +459,9 @@ fn name_of(request: &Request) -> &'static str {
         Request::ResponseBody(_) => RESPONSE_BODY,
         Request::ResponseTrailers(_) => RESPONSE_TRAILERS,
     }
+}
+
+/// Returns the message that Envoy decodes.
+pub(crate) fn message_of(reply: &ExtProcReply) -> proto::ProcessingResponse {
+    proto::ProcessingResponse::decode(&reply.encode_to_vec()[..]).unwrap()
 }

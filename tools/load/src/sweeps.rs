@@ -417,7 +417,7 @@ fn text_cases(settings: &SweepSettings) -> Vec<LoadCase> {
             ..LoadCase::new(name, bytes, true, 16).at_point(SweptParameter::Texts.name(), point)
         }
     };
-    points(settings, &[1_000, 32_000, 220_000, 400_000], 32_000)
+    points(settings, &[1_000, 32_000, 220_000, 400_000], 220_000)
         .map(case)
         .collect()
 }

@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use bytes::Bytes;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::ProcessingMode;
 use envoy_types::pb::envoy::extensions::filters::http::ext_proc::v3::processing_mode::{
     BodySendMode, HeaderSendMode,
@@ -12,7 +13,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3::body_mutation::Mutation;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_response::Response;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
     BodyMutation, BodyResponse, CommonResponse, HeadersResponse, ImmediateResponse,
-    ProcessingResponse, StreamedBodyResponse, TrailersResponse,
+    ProcessingResponse, TrailersResponse,
 };
 use envoy_types::pb::envoy::r#type::v3::HttpStatus;
 use envoy_types::pb::google::protobuf::value::Kind;
@@ -25,6 +26,7 @@ use super::headers;
 use super::message::BodyMode;
 use super::metadata::EXCHANGE_KEY;
 use super::reply::{ImmediateReply, RouteReply};
+use super::returned_piece::{ExtProcReply, ReturnedPiece};
 use super::routing_headers::endpoint_list;
 use super::wire::BodyPiece;
 
@@ -127,56 +129,25 @@ fn common(reply: &mut ProcessingResponse) -> Option<&mut CommonResponse> {
 /// stream is never lost.
 pub(super) fn body_pieces(
     to: MessageKind,
-    body: &[u8],
+    body: Bytes,
     end: bool,
-) -> impl Iterator<Item = ProcessingResponse> {
+) -> impl Iterator<Item = ExtProcReply> {
     let count = body.len().div_ceil(MAX_CHUNK_BYTES).max(1);
     (0..count).map(move |piece| {
         let from = piece * MAX_CHUNK_BYTES;
-        let streamed = StreamedBodyResponse {
-            body: body[from..body.len().min(from + MAX_CHUNK_BYTES)].to_vec(),
-            end_of_stream: end && piece + 1 == count,
-            ..StreamedBodyResponse::default()
-        };
-        streamed_body(to, streamed)
+        let part = body.slice(from..body.len().min(from + MAX_CHUNK_BYTES));
+        let part = BodyPiece::new(part, end && piece + 1 == count);
+        ExtProcReply::Piece(ReturnedPiece::new(to, part))
     })
 }
 
-/// Returns one body message of mode `GRPC` unchanged, with its flags.
-fn grpc_message(to: MessageKind, piece: &BodyPiece) -> ProcessingResponse {
-    let streamed = StreamedBodyResponse {
-        body: piece.body.to_vec(),
-        end_of_stream: piece.end_of_stream,
-        end_of_stream_without_message: piece.end_of_stream_without_message,
-        grpc_message_compressed: piece.grpc_message_compressed,
-        ..StreamedBodyResponse::default()
-    };
-    streamed_body(to, streamed)
-}
-
-fn streamed_body(to: MessageKind, streamed: StreamedBodyResponse) -> ProcessingResponse {
-    let mutation = BodyMutation {
-        mutation: Some(Mutation::StreamedResponse(streamed)),
-    };
-    wrap(
-        to,
-        CommonResponse {
-            body_mutation: Some(mutation),
-            ..CommonResponse::default()
-        },
-    )
-}
-
 /// Returns the replies to a piece of a body that does not change.
-pub(super) fn pass_body(
-    to: MessageKind,
-    mode: BodyMode,
-    piece: &BodyPiece,
-) -> Vec<ProcessingResponse> {
+pub(super) fn pass_body(to: MessageKind, mode: BodyMode, piece: &BodyPiece) -> Vec<ExtProcReply> {
     match mode {
-        BodyMode::FullDuplex => body_pieces(to, &piece.body, piece.is_last()).collect(),
-        BodyMode::Grpc => vec![grpc_message(to, piece)],
-        _ => vec![continue_with(to, HeaderChanges::default())],
+        BodyMode::FullDuplex => body_pieces(to, piece.body.clone(), piece.is_last()).collect(),
+        // A gRPC message is returned with its flags.
+        BodyMode::Grpc => vec![ExtProcReply::Piece(ReturnedPiece::new(to, piece.clone()))],
+        _ => vec![continue_with(to, HeaderChanges::default()).into()],
     }
 }
 

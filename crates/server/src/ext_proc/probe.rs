@@ -2,18 +2,17 @@
 //! it ends its stream after the first piece of the response body. It also replies on streams of
 //! unknown exchanges, such as Envoy's own responses, so that it never blocks a response.
 
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
-
 use super::header_changes::HeaderChanges;
 use super::message::{BodyModes, ExchangeMessage, IncomingMessage};
 use super::mutation::{self, MessageKind};
+use super::returned_piece::ExtProcReply;
 use super::wire::BodyPiece;
 
 /// Replies to one message.
 #[derive(Debug)]
 pub(super) struct ProbeReply {
     /// Replies in order.
-    pub(super) replies: Vec<ProcessingResponse>,
+    pub(super) replies: Vec<ExtProcReply>,
     /// Key of the exchange whose first token the message carries.
     pub(super) first_token_of: Option<String>,
     /// Whether the stream may end.
@@ -45,7 +44,7 @@ impl FirstTokenProbe {
         if incoming.metadata.exchange_key.is_some() {
             self.exchange_key = incoming.metadata.exchange_key;
         }
-        let continued = |to| vec![mutation::continue_with(to, HeaderChanges::default())];
+        let continued = |to| vec![mutation::continue_with(to, HeaderChanges::default()).into()];
         let (replies, seen, is_over) = match incoming.message {
             None => (Vec::new(), false, false),
             Some(ExchangeMessage::RequestHeaders { .. }) => {
@@ -57,7 +56,7 @@ impl FirstTokenProbe {
                 false,
             ),
             Some(ExchangeMessage::RequestTrailers) => {
-                (vec![mutation::request_trailers()], false, false)
+                (vec![mutation::request_trailers().into()], false, false)
             }
             Some(ExchangeMessage::ResponseHeaders {
                 end_of_stream: end, ..
@@ -71,7 +70,7 @@ impl FirstTokenProbe {
                 )
             }
             Some(ExchangeMessage::ResponseTrailers) => {
-                (vec![mutation::response_trailers()], false, true)
+                (vec![mutation::response_trailers().into()], false, true)
             }
         };
         // If the response passes through warmroute, ending the stream early would lose the rest of
@@ -88,7 +87,7 @@ impl FirstTokenProbe {
         }
     }
 
-    fn pass_body(&self, to: MessageKind, piece: &BodyPiece) -> Vec<ProcessingResponse> {
+    fn pass_body(&self, to: MessageKind, piece: &BodyPiece) -> Vec<ExtProcReply> {
         let modes = self.modes.unwrap_or_default();
         let mode = if to == MessageKind::RequestBody {
             modes.request

@@ -11,10 +11,11 @@ use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use parking_lot::Mutex;
 use tokio_stream::Stream;
 use tonic::Status;
+
+use super::returned_piece::ExtProcReply;
 
 /// Maximum number of queued replies. A full queue stops the exchange from reading, which is HTTP/2
 /// flow control.
@@ -22,11 +23,11 @@ const MAX_QUEUED_REPLIES: usize = 16;
 
 /// Queue for the replies of an exchange.
 #[derive(Clone, Default)]
-pub(super) struct ResponseSink(Arc<Mutex<VecDeque<ProcessingResponse>>>);
+pub(super) struct ResponseSink(Arc<Mutex<VecDeque<ExtProcReply>>>);
 
 impl ResponseSink {
     /// Queues one reply as soon as there is room.
-    pub(super) async fn send(&self, reply: ProcessingResponse) {
+    pub(super) async fn send(&self, reply: impl Into<ExtProcReply>) {
         // No waker is needed: the stream polls the exchange again as soon as the queue is empty.
         poll_fn(|_| {
             if self.0.lock().len() < MAX_QUEUED_REPLIES {
@@ -36,10 +37,10 @@ impl ResponseSink {
             }
         })
         .await;
-        self.0.lock().push_back(reply);
+        self.0.lock().push_back(reply.into());
     }
 
-    fn pop(&self) -> Option<ProcessingResponse> {
+    fn pop(&self) -> Option<ExtProcReply> {
         self.0.lock().pop_front()
     }
 }
@@ -98,7 +99,7 @@ impl Drop for ResponseStream {
 }
 
 impl Stream for ResponseStream {
-    type Item = Result<ProcessingResponse, Status>;
+    type Item = Result<ExtProcReply, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         if let Some(reply) = self.sink.pop() {
@@ -121,11 +122,14 @@ mod tests {
 
     use super::*;
 
-    fn numbered(number: i64) -> ProcessingResponse {
-        super::super::mutation::extend_timeout(Duration::from_secs(number.unsigned_abs()))
+    fn numbered(number: i64) -> ExtProcReply {
+        super::super::mutation::extend_timeout(Duration::from_secs(number.unsigned_abs())).into()
     }
 
-    fn number(reply: &ProcessingResponse) -> i64 {
+    fn number(reply: &ExtProcReply) -> i64 {
+        let ExtProcReply::Message(reply) = reply else {
+            panic!("a message")
+        };
         reply.override_message_timeout.as_ref().unwrap().seconds
     }
 

@@ -5,7 +5,6 @@
 use std::future::{Ready, ready};
 use std::sync::Arc;
 
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use tonic::codegen::http::uri::Authority;
@@ -21,6 +20,7 @@ use super::message::IncomingMessage;
 use super::probe::FirstTokenProbe;
 use super::response_stream::{ResponseSink, ResponseStream};
 use super::retries::RetryFilter;
+use super::returned_piece::ExtProcReply;
 use super::state::{ExchangeConfig, ExtProcState};
 use super::stream::{ExchangeCall, ExchangeStream};
 use super::wire::RawProcessingRequest;
@@ -221,7 +221,7 @@ impl FilterRole {
 }
 
 impl StreamingService<RawProcessingRequest> for ExtProcService {
-    type Response = ProcessingResponse;
+    type Response = ExtProcReply;
     type ResponseStream = ResponseStream;
     type Future = Ready<Result<Response<ResponseStream>, Status>>;
 

@@ -291,7 +291,7 @@ impl ExchangeStream {
         let mut effects = VecDeque::from(effects);
         while let Some(effect) = effects.pop_front() {
             match effect {
-                Effect::Reply(reply) => self.replies.send(*reply).await,
+                Effect::Reply(reply) => self.replies.send(reply).await,
                 Effect::Route(inbound) => match self.route(inbound, early).await? {
                     None => {}
                     Some(RoutingOutcome::Immediate(answer)) => {
@@ -435,7 +435,7 @@ impl ExchangeStream {
     /// Asks Envoy, once, to extend its message timeout beyond the maximum wait in the queue.
     async fn extend_timeout(&self, wait: Duration) {
         if let Some(Effect::Reply(reply)) = self.exchange.extend_timeout(wait + TIMEOUT_MARGIN) {
-            self.replies.send(*reply).await;
+            self.replies.send(reply).await;
         }
     }
 }

@@ -8,12 +8,13 @@ use bytes::Bytes;
 use envoy_types::pb::envoy::config::core::v3::Metadata;
 use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
 use envoy_types::pb::envoy::service::ext_proc::v3::{
-    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProcessingResponse,
-    ProtocolConfiguration,
+    HttpBody, HttpHeaders, HttpTrailers, ProcessingRequest, ProtocolConfiguration,
 };
 use envoy_types::pb::google::protobuf::Struct;
 use tonic::codec::{BufferSettings, Codec};
-use tonic_prost::{ProstDecoder, ProstEncoder};
+use tonic_prost::ProstDecoder;
+
+use super::returned_piece::{ExtProcReply, ReplyEncoder};
 
 /// A message of Envoy. Unknown and unused fields are skipped.
 #[derive(Clone, PartialEq, prost::Message)]
@@ -141,13 +142,13 @@ const YIELD_THRESHOLD: usize = 32 << 10;
 pub(super) struct ExtProcCodec;
 
 impl Codec for ExtProcCodec {
-    type Encode = ProcessingResponse;
+    type Encode = ExtProcReply;
     type Decode = RawProcessingRequest;
-    type Encoder = ProstEncoder<ProcessingResponse>;
+    type Encoder = ReplyEncoder;
     type Decoder = ProstDecoder<RawProcessingRequest>;
 
     fn encoder(&mut self) -> Self::Encoder {
-        ProstEncoder::new(BufferSettings::new(BUFFER_BYTES, YIELD_THRESHOLD))
+        ReplyEncoder(BufferSettings::new(BUFFER_BYTES, YIELD_THRESHOLD))
     }
 
     fn decoder(&mut self) -> Self::Decoder {

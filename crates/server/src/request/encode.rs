@@ -4,7 +4,6 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::time::Instant;
 
 use tracing::{debug, warn};
 use warmroute_core::block::{BlockHashes, PromptContent, SequenceHash};
@@ -13,7 +12,7 @@ use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
 use warmroute_tokens::prompt::PromptTokens;
 
 use super::body::{BodyTruncation, ReceivedBody, RequestBody};
-use super::encode_time::EncodeKind;
+use super::encode_time::{EncodeKind, thread_cpu_time};
 use super::encoder_pool;
 use super::header_context::HeaderContext;
 use super::models::{ResolvedModel, SaltedModel};
@@ -130,7 +129,8 @@ impl RequestPreprocessor {
         received: &ReceivedBody,
     ) -> PartialRequest {
         let ReceivedBody { bytes, truncation } = received;
-        let started = Instant::now();
+        // A fixed cost dominates the time of small bodies.
+        let started = (bytes.len() > self.parts.limits.inline).then(thread_cpu_time);
         // Tokenizers are large external code. Their panics must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match truncation {
             None => self.encode_whole(api, context, bytes),
@@ -141,7 +141,7 @@ impl RequestPreprocessor {
             PartialRequest::without_body(api, bytes.len(), Reason::EncodeFailed)
         });
         // The time of a partial tokenization says nothing about the time of a whole body.
-        if bytes.len() > self.parts.limits.inline
+        if let Some(started) = started
             && !matches!(partial.prompt, RoutePrompt::Truncated { .. })
         {
             let kind = if partial.is_own_tokenization {
@@ -150,7 +150,7 @@ impl RequestPreprocessor {
                 EncodeKind::ParsedOnly
             };
             self.encode_time
-                .record(kind, bytes.len(), started.elapsed());
+                .record(kind, bytes.len(), thread_cpu_time() - started);
         }
         self.apply_parity(context, partial)
     }

@@ -7,6 +7,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use rustix::time::{ClockId, clock_gettime};
+
 /// Maximum expected time of encoding on the stream's thread.
 const MAX_INLINE_TIME: Duration = Duration::from_millis(1);
 /// Longer bodies always go to an encoder thread, in case the estimate is wrong.
@@ -49,8 +51,7 @@ impl EncodeTimeEstimator {
             && pace.saturating_mul(bytes as u64) / 1000 <= MAX_INLINE_TIME.as_nanos() as u64
     }
 
-    /// Records the encoding time of a body. Small bodies must not be recorded, because a fixed cost
-    /// dominates their time.
+    /// Records the encoding time of a body. Small bodies must not be recorded.
     pub(super) fn record(&self, kind: EncodeKind, bytes: usize, elapsed: Duration) {
         let pace = match kind {
             EncodeKind::Tokenized => &self.tokenized_pace,
@@ -68,6 +69,13 @@ impl EncodeTimeEstimator {
         // Of two concurrent updates one is lost, which is harmless.
         pace.store(next.max(1) as u64, Ordering::Relaxed);
     }
+}
+
+/// Returns the CPU time of this thread. Unlike elapsed time, it does not grow when other threads use
+/// the core.
+pub(super) fn thread_cpu_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec as u32)
 }
 
 #[cfg(test)]

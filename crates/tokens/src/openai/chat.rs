@@ -11,6 +11,7 @@ use serde_json::value::RawValue;
 
 use super::content_part::{ContentPart, MediaItem};
 use super::json::{self, JsonObject, JsonValue};
+use super::plain_messages::{self, PlainMessages};
 use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide, lax};
 
 /// A conversation and the options that its rendering depends on.
@@ -260,8 +261,25 @@ impl ForwardedPrompt {
 }
 
 pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
-    let body: ChatBody<'_> = serde_json::from_str(text)?;
-    let messages = body.messages.ok_or(ParseError::Missing("messages"))?;
+    if let Some(PlainMessages { messages, rest }) = plain_messages::read(text)
+        && let Ok(body) = serde_json::from_str(&rest)
+    {
+        return parse_body(body, Some(messages));
+    }
+    parse_with_serde(text)
+}
+
+pub(super) fn parse_with_serde(text: &str) -> Result<ApiRequest, ParseError> {
+    let mut body: ChatBody<'_> = serde_json::from_str(text)?;
+    let messages = body.messages.take();
+    parse_body(body, messages)
+}
+
+fn parse_body(
+    body: ChatBody<'_>,
+    messages: Option<Vec<ChatMessage>>,
+) -> Result<ApiRequest, ParseError> {
+    let messages = messages.ok_or(ParseError::Missing("messages"))?;
     if messages.is_empty() {
         return Err(ParseError::Empty("messages"));
     }

@@ -320,15 +320,55 @@ fn next_delimiter(bytes: &[u8]) -> Option<usize> {
     block.iter().position(mark).map(|at| nth * 32 + at)
 }
 
+/// Returns the position after the value that begins at `at`. Only strings and the depth of brackets
+/// are checked.
+pub(super) fn end_of_value(bytes: &[u8], at: usize) -> Option<usize> {
+    match bytes.get(at)? {
+        b'"' => end_of_text(bytes, at),
+        b'{' | b'[' => end_of_container(bytes, at),
+        _ => {
+            let scalar = bytes[at..].iter().take_while(|byte| is_scalar_byte(**byte));
+            Some(at + scalar.count())
+        }
+    }
+}
+
+fn end_of_container(bytes: &[u8], start: usize) -> Option<usize> {
+    let mut at = start;
+    let mut depth = 0_usize;
+    loop {
+        at += next_delimiter(bytes.get(at..)?)?;
+        match bytes[at] {
+            b'"' => {
+                at = end_of_text(bytes, at)?;
+                continue;
+            }
+            b'{' | b'[' => depth += 1,
+            b'}' | b']' => depth -= 1,
+            _ => {}
+        }
+        at += 1;
+        if depth == 0 {
+            return Some(at);
+        }
+    }
+}
+
 /// Returns true if a document has more than `max` values. Keys are not counted.
 pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
+    // The separators inside strings are counted as well, so this is an upper bound. Unlike the
+    // search for the ends of strings, it reads vectors of bytes.
+    let separators = bytes.iter().filter(|byte| is_separator(**byte)).count();
+    if separators < max {
+        return false;
+    }
     let mut values = 1;
     let mut rest = bytes;
     loop {
         let quote = memchr::memchr(b'"', rest).unwrap_or(rest.len());
         values += rest[..quote]
             .iter()
-            .filter(|byte| matches!(byte, b',' | b'{' | b'['))
+            .filter(|byte| is_separator(**byte))
             .count();
         if values > max {
             return true;
@@ -338,6 +378,11 @@ pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
         };
         rest = &rest[end..];
     }
+}
+
+/// Returns true for a byte that begins another value, outside of strings.
+fn is_separator(byte: u8) -> bool {
+    matches!(byte, b',' | b'{' | b'[')
 }
 
 /// Returns true if a raw string with quotes equals `text` after decoding its escapes.

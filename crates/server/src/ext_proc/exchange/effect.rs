@@ -3,17 +3,17 @@
 use std::sync::Arc;
 
 use bytes::Bytes;
-use envoy_types::pb::envoy::service::ext_proc::v3::ProcessingResponse;
 use warmroute_core::policy::EndpointSubset;
 
 use crate::ext_proc::headers::{RequestHead, ResponseHead};
+use crate::ext_proc::returned_piece::ExtProcReply;
 use crate::request::RequestBody;
 
 /// Action for the caller. Effects are applied in order.
 #[derive(Debug)]
 pub enum Effect {
     /// Send this reply to Envoy.
-    Reply(Box<ProcessingResponse>),
+    Reply(ExtProcReply),
     /// Choose a worker and call [`Exchange::on_route`](super::Exchange::on_route).
     Route(InboundRequest),
     /// The response headers were received.
@@ -43,10 +43,10 @@ pub struct InboundRequest {
     pub pool: Option<Arc<str>>,
 }
 
-pub(super) fn reply_effect(wire: ProcessingResponse) -> Effect {
-    Effect::Reply(Box::new(wire))
+pub(super) fn reply_effect(reply: impl Into<ExtProcReply>) -> Effect {
+    Effect::Reply(reply.into())
 }
 
-pub(super) fn reply_effects(wire: ProcessingResponse) -> Vec<Effect> {
-    vec![reply_effect(wire)]
+pub(super) fn reply_effects(reply: impl Into<ExtProcReply>) -> Vec<Effect> {
+    vec![reply_effect(reply)]
 }

@@ -129,20 +129,16 @@ impl RequestSide {
                 BodyAfterHeaders::SuppressedBody
             }
             BodyMode::FullDuplex => {
-                *self = RequestSide::Buffering {
-                    head,
-                    body: BufferedBody::default(),
-                };
+                let body = BufferedBody::with_expected_length(head.content_length);
+                *self = RequestSide::Buffering { head, body };
                 return Vec::new();
             }
             BodyMode::Buffered | BodyMode::BufferedPartial => {
                 let mut changes =
                     HeaderChanges::removing(context.options.routing_headers.forged_headers(&head));
                 set_request_id(&head, &mut changes);
-                *self = RequestSide::Buffering {
-                    head,
-                    body: BufferedBody::default(),
-                };
+                let body = BufferedBody::with_expected_length(head.content_length);
+                *self = RequestSide::Buffering { head, body };
                 return reply_effects(mutation::continue_with(
                     MessageKind::RequestHeaders,
                     changes,

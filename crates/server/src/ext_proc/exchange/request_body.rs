@@ -4,15 +4,30 @@ use bytes::{Bytes, BytesMut};
 
 use crate::ext_proc::headers::RequestHead;
 
+/// Maximum memory that is allocated for an announced length, in bytes. A body that exceeds it grows
+/// as it arrives.
+const MAX_EXPECTED_BYTES: usize = 1 << 20;
+
 /// A body in several pieces. A body in one piece is not copied.
 #[derive(Debug, Default)]
 pub(super) struct BufferedBody {
+    /// Length that the headers announce, up to [`MAX_EXPECTED_BYTES`].
+    expected: usize,
     first: Bytes,
     /// All pieces joined, if there are at least two.
     joined: BytesMut,
 }
 
 impl BufferedBody {
+    /// Creates an empty body. `length` is the length that the headers announce.
+    pub(super) fn with_expected_length(length: Option<u64>) -> Self {
+        let expected = length.map_or(0, |length| length.min(MAX_EXPECTED_BYTES as u64));
+        Self {
+            expected: expected as usize,
+            ..Self::default()
+        }
+    }
+
     /// Returns the number of received bytes.
     pub(super) fn len(&self) -> usize {
         self.first.len() + self.joined.len()
@@ -24,8 +39,11 @@ impl BufferedBody {
             self.first = piece;
             return;
         }
-        self.joined
-            .extend_from_slice(&std::mem::take(&mut self.first));
+        if self.joined.is_empty() {
+            self.joined.reserve(self.expected);
+            self.joined
+                .extend_from_slice(&std::mem::take(&mut self.first));
+        }
         self.joined.extend_from_slice(&piece);
     }
 

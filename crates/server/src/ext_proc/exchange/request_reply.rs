@@ -68,7 +68,7 @@ pub(super) fn full_duplex_reply(
         effects.extend(
             mutation::body_pieces(
                 MessageKind::RequestBody,
-                &body,
+                body,
                 body_ends && late_body.is_empty(),
             )
             .map(reply_effect),
@@ -76,7 +76,7 @@ pub(super) fn full_duplex_reply(
     }
     if !late_body.is_empty() {
         effects.extend(
-            mutation::body_pieces(MessageKind::RequestBody, &late_body, body_ends)
+            mutation::body_pieces(MessageKind::RequestBody, late_body.freeze(), body_ends)
                 .map(reply_effect),
         );
     }

@@ -169,12 +169,12 @@ impl ResponseSide {
         let replies = match (context.modes.response, restored) {
             (mode, None) => mutation::pass_body(MessageKind::ResponseBody, mode, &piece),
             (BodyMode::FullDuplex, Some(changed)) => {
-                mutation::body_pieces(MessageKind::ResponseBody, &changed, end).collect()
+                mutation::body_pieces(MessageKind::ResponseBody, changed.into(), end).collect()
             }
             (_, Some(changed)) => {
                 let reply =
                     mutation::continue_with(MessageKind::ResponseBody, HeaderChanges::default());
-                vec![mutation::with_body(reply, changed)]
+                vec![mutation::with_body(reply, changed).into()]
             }
         };
         effects.extend(replies.into_iter().map(reply_effect));
@@ -228,7 +228,7 @@ impl ResponseSide {
             let rest = restorer.finish();
             if !rest.is_empty() {
                 effects.extend(
-                    mutation::body_pieces(MessageKind::ResponseBody, &rest, false)
+                    mutation::body_pieces(MessageKind::ResponseBody, rest.into(), false)
                         .map(reply_effect),
                 );
             }

@@ -175,7 +175,9 @@ impl ExchangeRecord {
 
     fn record(&mut self, effect: Effect) {
         let name = match effect {
-            Effect::Reply(reply) => return self.record_reply(reply.response.unwrap()),
+            Effect::Reply(reply) => {
+                return self.record_reply(reply.into_message().response.unwrap());
+            }
             Effect::Route(_) => "route",
             Effect::ResponseStarted(_) => "status",
             Effect::FirstToken { .. } => "first token",

@@ -63,7 +63,8 @@ fn endpoint_list_and_scores_are_in_metadata() {
     let Effect::Reply(reply) = exchange.on_route(target).remove(0) else {
         panic!("no reply")
     };
-    let lb = &reply.dynamic_metadata.as_ref().unwrap().fields["envoy.lb"];
+    let message = reply.clone().into_message();
+    let lb = &message.dynamic_metadata.as_ref().unwrap().fields["envoy.lb"];
     let text = format!("{lb:?}");
     assert!(text.contains("10.0.0.1:8000,[2001:db8::1]:8000"), "{text}");
     assert!(
@@ -207,6 +208,7 @@ fn body_is_not_requested_beside_probe_filter() {
     };
     assert!(
         reply
+            .into_message()
             .dynamic_metadata
             .unwrap()
             .fields

@@ -29,23 +29,22 @@ pub(super) fn describe_one(effect: Effect) -> String {
         Effect::ResponseChunk(bytes) => format!("response chunk {}", bytes.len()),
         Effect::ResponseStarted(head) => format!("status {}", head.status),
         Effect::Completed => "finished".into(),
-        Effect::Reply(reply) if reply.override_message_timeout.is_some() => {
-            assert_eq!(
-                reply.response, None,
-                "Envoy accepts an extended timeout only in a separate reply"
-            );
-            let wait = reply.override_message_timeout.unwrap();
-            format!(
-                "extend timeout {}.{:03}",
-                wait.seconds,
-                wait.nanos / 1_000_000
-            )
-        }
-        Effect::Reply(reply) => describe_reply(&reply),
+        Effect::Reply(reply) => describe_reply(&reply.into_message()),
     }
 }
 
 fn describe_reply(reply: &ProcessingResponse) -> String {
+    if let Some(wait) = &reply.override_message_timeout {
+        assert_eq!(
+            reply.response, None,
+            "Envoy accepts an extended timeout only in a separate reply"
+        );
+        return format!(
+            "extend timeout {}.{:03}",
+            wait.seconds,
+            wait.nanos / 1_000_000
+        );
+    }
     let (name, common) = match reply.response.clone().unwrap() {
         Response::RequestHeaders(headers) => ("request headers", headers.response),
         Response::RequestBody(body) => ("request body", body.response),

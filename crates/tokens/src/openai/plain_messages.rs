@@ -1,0 +1,364 @@
+//! Fast reader for the messages of a conversation. Most messages have only a role and a text, which
+//! makes up nearly all of a body. A vectorized search finds the escapes of these texts. All other
+//! messages, and the rest of the body, are left to `serde_json`.
+//!
+//! The reader accepts only what `serde_json` accepts, with the same result. For all other bodies it
+//! returns `None`, so they have the errors of `serde_json`.
+
+use memchr::memchr2;
+use serde::Deserialize;
+
+use super::chat::{ChatMessage, MessageContent};
+use super::json_scan;
+
+/// Shorter bodies are not worth a second reader.
+const MIN_BYTES: usize = 2 << 10;
+
+/// The messages of a body, and the rest of the body with an empty list in their place.
+pub(super) struct PlainMessages {
+    pub(super) messages: Vec<ChatMessage>,
+    pub(super) rest: String,
+}
+
+/// A message at the same depth as in a body, so that the limit of nesting is the same.
+#[derive(Deserialize)]
+struct NestedMessage {
+    messages: [ChatMessage; 1],
+}
+
+/// Reads the messages of a body.
+pub(super) fn read(text: &str) -> Option<PlainMessages> {
+    // Control characters are white space outside of strings, and errors inside. Without them, both
+    // need not be distinguished.
+    if text.len() < MIN_BYTES || has_control_characters(text.as_bytes()) {
+        return None;
+    }
+    let start = messages_start(text)?;
+    let mut reader = MessageReader {
+        text,
+        at: start,
+        unescaped: String::new(),
+    };
+    let messages = reader.messages()?;
+    let end = reader.at;
+    let rest = [&text[..start], "[]", &text[end..]].concat();
+    Some(PlainMessages { messages, rest })
+}
+
+fn has_control_characters(bytes: &[u8]) -> bool {
+    bytes.chunks(4096).any(|block| {
+        block
+            .iter()
+            .fold(false, |found, byte| found | (*byte < 0x20))
+    })
+}
+
+/// Returns the position of the list of messages in the outermost object.
+fn messages_start(text: &str) -> Option<usize> {
+    let bytes = text.as_bytes();
+    let mut at = json_scan::skip_space(bytes, 0);
+    if bytes.get(at) != Some(&b'{') {
+        return None;
+    }
+    loop {
+        at = json_scan::skip_space(bytes, at + 1);
+        if bytes.get(at) != Some(&b'"') {
+            return None;
+        }
+        let key_end = json_scan::end_of_text(bytes, at)?;
+        let is_messages = &bytes[at..key_end] == b"\"messages\"";
+        at = json_scan::skip_space(bytes, key_end);
+        if bytes.get(at) != Some(&b':') {
+            return None;
+        }
+        at = json_scan::skip_space(bytes, at + 1);
+        if is_messages {
+            return (bytes.get(at) == Some(&b'[')).then_some(at);
+        }
+        at = json_scan::skip_space(bytes, json_scan::end_of_value(bytes, at)?);
+        if bytes.get(at) != Some(&b',') {
+            return None;
+        }
+    }
+}
+
+struct MessageReader<'t> {
+    text: &'t str,
+    at: usize,
+    /// Buffer for the string that is being read.
+    unescaped: String,
+}
+
+impl MessageReader<'_> {
+    /// Consumes a byte and the white space after it, if the byte is the next one.
+    fn consume(&mut self, byte: u8) -> Option<()> {
+        let bytes = self.text.as_bytes();
+        if bytes.get(self.at) != Some(&byte) {
+            return None;
+        }
+        self.at = json_scan::skip_space(bytes, self.at + 1);
+        Some(())
+    }
+
+    /// Reads a list with at least one message.
+    fn messages(&mut self) -> Option<Vec<ChatMessage>> {
+        let mut messages = Vec::new();
+        self.consume(b'[')?;
+        loop {
+            let start = self.at;
+            let message = match self.plain_message() {
+                Some(message) => message,
+                None => self.other_message(start)?,
+            };
+            messages.push(message);
+            if self.consume(b',').is_none() {
+                break;
+            }
+        }
+        // White space after the list belongs to the rest of the body.
+        (self.text.as_bytes().get(self.at) == Some(&b']')).then(|| {
+            self.at += 1;
+            messages
+        })
+    }
+
+    /// Reads a message of any form, and the white space after it.
+    fn other_message(&mut self, start: usize) -> Option<ChatMessage> {
+        let bytes = self.text.as_bytes();
+        let end = json_scan::end_of_value(bytes, start)?;
+        self.at = json_scan::skip_space(bytes, end);
+        let nested = [r#"{"messages":["#, self.text.get(start..end)?, "]}"].concat();
+        let nested: NestedMessage = serde_json::from_str(&nested).ok()?;
+        let [message] = nested.messages;
+        Some(message)
+    }
+
+    /// Reads a message with a role and a text, and the white space after it.
+    fn plain_message(&mut self) -> Option<ChatMessage> {
+        let mut role = None;
+        let mut content = None;
+        self.consume(b'{')?;
+        loop {
+            let field = match self.string()?.as_str() {
+                "role" => &mut role,
+                "content" => &mut content,
+                _ => return None,
+            };
+            // `serde_json` rejects repeated fields.
+            if field.is_some() {
+                return None;
+            }
+            self.consume(b':')?;
+            *field = Some(self.string()?);
+            if self.consume(b',').is_none() {
+                break;
+            }
+        }
+        self.consume(b'}')?;
+        Some(ChatMessage {
+            role: role?,
+            content: content.map(MessageContent::Text),
+            ..ChatMessage::default()
+        })
+    }
+
+    /// Reads a string and the white space after it.
+    fn string(&mut self) -> Option<String> {
+        let text = self.text;
+        let bytes = text.as_bytes();
+        let start = self.at;
+        if bytes.get(start) != Some(&b'"') {
+            return None;
+        }
+        self.unescaped.clear();
+        let mut from = start + 1;
+        loop {
+            let found = from + memchr2(b'"', b'\\', bytes.get(from..)?)?;
+            self.unescaped.push_str(text.get(from..found)?);
+            if bytes[found] == b'"' {
+                self.at = json_scan::skip_space(bytes, found + 1);
+                return Some(self.unescaped.clone());
+            }
+            let Some(char) = simple_escape(*bytes.get(found + 1)?) else {
+                return self.escaped_string(start);
+            };
+            self.unescaped.push(char);
+            from = found + 2;
+        }
+    }
+
+    /// Reads a string that may contain code points in hexadecimal.
+    fn escaped_string(&mut self, start: usize) -> Option<String> {
+        let bytes = self.text.as_bytes();
+        let end = json_scan::end_of_text(bytes, start)?;
+        self.at = json_scan::skip_space(bytes, end);
+        serde_json::from_str(self.text.get(start..end)?).ok()
+    }
+}
+
+/// Returns the character of an escape with one letter.
+fn simple_escape(letter: u8) -> Option<char> {
+    Some(match letter {
+        b'n' => '\n',
+        b'"' | b'\\' | b'/' => char::from(letter),
+        b't' => '\t',
+        b'r' => '\r',
+        b'b' => '\u{8}',
+        b'f' => '\u{c}',
+        _ => return None,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+    use warmroute_property_tests::property_config;
+
+    use super::super::chat;
+    use super::*;
+
+    /// Pieces of strings, valid and invalid.
+    const PIECES: [&str; 22] = [
+        "a",
+        "text ",
+        "é",
+        "漢",
+        "😀",
+        r"\n",
+        r"\t",
+        r"\r",
+        r"\b",
+        r"\f",
+        r"\/",
+        r"\\",
+        r#"\""#,
+        r"\u00e9",
+        r"\ud83d\ude00",
+        r"\ud83d",
+        r"\x",
+        r"\u12",
+        "\t",
+        "\n",
+        "\u{7f}",
+        "{[,]}:",
+    ];
+
+    /// Messages of all forms, valid and invalid.
+    const MESSAGES: [&str; 18] = [
+        r#"{"role":"user"}"#,
+        r#"{"content":"x"}"#,
+        r#"{"role":"user","content":null}"#,
+        r#"{"role":"user","role":"user","content":"x"}"#,
+        r#"{"role":"user","content":"x","content":"y"}"#,
+        r#"{"role":"user","content":"x","other":{"a":["}",1.5e3]}}"#,
+        r#"{"role":"user","content":[{"type":"text","text":"x"}]}"#,
+        r#"{"role":"assistant","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"a\": 1}"}}]}"#,
+        r#"{"role":"tool","tool_call_id":"1","content":"x"}"#,
+        r#"{"role":1,"content":"x"}"#,
+        r#"{"role":"user","content":"x",}"#,
+        r#"{"r\u006fle":"user","content":"x"}"#,
+        r#"["user","x"]"#,
+        r#"["user","x",null,null,null,null,null,null,null]"#,
+        "{}",
+        "1",
+        "",
+        r#"{"role":"user","content":"x""#,
+    ];
+
+    const FIELDS: [&str; 12] = [
+        r#""model":"m""#,
+        r#""stream":true"#,
+        r#""temperature":0.5"#,
+        r#""tools":[{"type":"function","function":{"name":"f","parameters":{}}}]"#,
+        r#""messages":[]"#,
+        r#""messages":[{"role":"user","content":"y"}]"#,
+        r#""m\u0065ssages":[{"role":"user","content":"y"}]"#,
+        r#""nvext":{"a":"messages"}"#,
+        r#""messages":"x""#,
+        r#""max_tokens":-1"#,
+        r#""model":1"#,
+        r#""x""#,
+    ];
+
+    fn string() -> impl Strategy<Value = String> {
+        let piece = proptest::sample::select(&PIECES[..16]);
+        let pieces = prop_oneof![
+            8 => proptest::collection::vec(piece, 0..12),
+            1 => proptest::collection::vec(proptest::sample::select(&PIECES[..]), 0..12),
+        ];
+        pieces.prop_map(|pieces| format!("\"{}\"", pieces.concat()))
+    }
+
+    fn message() -> impl Strategy<Value = String> {
+        prop_oneof![
+            12 => (string(), string(), any::<bool>()).prop_map(|(role, content, first)| {
+                let [role, content] = [format!("\"role\": {role}"), format!("\"content\":{content} ")];
+                let [one, other] = if first { [role, content] } else { [content, role] };
+                format!("{{{one},{other}}}")
+            }),
+            1 => proptest::sample::select(&MESSAGES[..]).prop_map(str::to_owned),
+            3 => proptest::sample::select(&MESSAGES[..9]).prop_map(str::to_owned),
+        ]
+    }
+
+    fn body() -> impl Strategy<Value = String> {
+        let field = || proptest::collection::vec(proptest::sample::select(&FIELDS[..]), 0..3);
+        let messages = proptest::collection::vec(message(), 0..6);
+        let edit = proptest::option::weighted(0.3, (any::<prop::sample::Index>(), any::<char>()));
+        let padding = " ".repeat(MIN_BYTES);
+        (field(), messages, field(), edit).prop_map(move |(before, messages, after, edit)| {
+            let mut fields: Vec<String> = before.into_iter().map(str::to_owned).collect();
+            fields.push(format!("\"messages\" : [{padding}{}]", messages.join(", ")));
+            fields.extend(after.into_iter().map(str::to_owned));
+            let mut body: Vec<char> = format!("{{{}}}", fields.join(",")).chars().collect();
+            if let Some((index, char)) = edit {
+                let at = index.index(body.len());
+                body[at] = char;
+            }
+            body.into_iter().collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(property_config(20_000))]
+
+        #[test]
+        fn result_equals_that_of_serde(body in body()) {
+            match (chat::parse(&body), chat::parse_with_serde(&body)) {
+                (Ok(ours), Ok(theirs)) => prop_assert_eq!(ours, theirs),
+                (ours, theirs) => prop_assert_eq!(
+                    ours.map_err(|error| error.to_string()),
+                    theirs.map_err(|error| error.to_string())
+                ),
+            }
+        }
+    }
+
+    #[test]
+    fn nesting_limit_equals_that_of_serde() {
+        for depth in 100..140 {
+            let nested = format!("{}1{}", "[".repeat(depth), "]".repeat(depth));
+            let padding = "x".repeat(MIN_BYTES);
+            let body = format!(
+                r#"{{"messages":[{{"role":"user","content":[{{"type":"text","text":"{padding}","x":{nested}}}]}}]}}"#
+            );
+            let ours = chat::parse(&body).map_err(|error| error.to_string());
+            let theirs = chat::parse_with_serde(&body).map_err(|error| error.to_string());
+            assert_eq!(ours, theirs, "{depth}");
+        }
+    }
+
+    #[test]
+    fn usual_messages_are_read() {
+        let text = "line \\n\\\"quoted\\\"".repeat(200);
+        let body = format!(
+            r#"{{"model":"m","tools":[{{"a":"]"}}],"messages": [{{"role":"user","content":"{text}"}} , {{"role":"tool","tool_call_id":"1","content":"y"}}] ,"stream":true}}"#
+        );
+        let read = read(&body).unwrap();
+        assert_eq!(read.messages.len(), 2);
+        assert_eq!(
+            read.rest,
+            r#"{"model":"m","tools":[{"a":"]"}],"messages": [] ,"stream":true}"#
+        );
+    }
+}
