@@ -19,10 +19,10 @@ const SYSTEM_SHARE: f64 = 0.3;
 const HISTORY_SHARE: f64 = 0.6;
 /// Bytes of new text per word that no other request contains.
 const BYTES_PER_NEW_WORD: usize = 200;
-/// Conversations that advance in turn. Long ones are fewer, so that all fit into the prompt cache.
+/// Maximum number of conversations that advance in turn, and of their bytes, so that all fit into the
+/// prompt cache.
 const CONVERSATIONS: usize = 32;
-const LONG_CONVERSATIONS: usize = 12;
-const LONG_BYTES: usize = 150_000;
+const CONVERSATION_BYTES: usize = 4_000_000;
 
 /// Lines of the documentation and the source code.
 struct RepositoryLines(Vec<String>);
@@ -89,11 +89,7 @@ impl TextRotation {
         let share = |share: f64| (bytes as f64 * share) as usize;
         rotation.append_message(&mut shared, "system", share(SYSTEM_SHARE), false);
         rotation.new_bytes = bytes - share(SYSTEM_SHARE) - share(HISTORY_SHARE);
-        let count = if bytes < LONG_BYTES {
-            CONVERSATIONS
-        } else {
-            LONG_CONVERSATIONS
-        };
+        let count = (CONVERSATION_BYTES / bytes).clamp(2, CONVERSATIONS);
         for _ in 0..count {
             let mut history = shared.clone();
             rotation.append_messages(&mut history, share(HISTORY_SHARE), false);

@@ -34,7 +34,7 @@ pub enum SweptParameter {
     Streams,
     /// Pieces of a response, 1 to 10,000, with default and with complete observation
     Chunks,
-    /// Bytes of a request, 1 to 400 KB, in full duplex; conversations with the texts of this
+    /// Bytes of a request, 1 KB to 40 MB, in full duplex; conversations with the texts of this
     /// repository, of which 10 % are new
     Texts,
 }
@@ -88,6 +88,8 @@ const MAX_BODY_BYTES: usize = 96_000_000;
 /// Number of conversations in addition to one per connection, so that a turn is complete before the
 /// next one of the same conversation is sent.
 const MORE_CHATS: usize = 16;
+/// Bytes of a request from which few connections are measured.
+const LARGE_TEXT: usize = 10_000_000;
 /// Number of ranks in the sweeps that do not vary it.
 const WORKERS: usize = 8;
 /// Time limit for the warm-up.
@@ -410,14 +412,15 @@ fn chunk_cases(settings: &SweepSettings, observes_bodies: bool) -> Vec<LoadCase>
 
 fn text_cases(settings: &SweepSettings) -> Vec<LoadCase> {
     let case = |bytes: usize| {
-        let name = format!("{} KB of text, c = 16", bytes / 1_000);
-        let point = json!({"bytes": bytes, "connections": 16});
+        let connections = if bytes < LARGE_TEXT { 16 } else { 2 };
+        let name = format!("{} KB of text, c = {connections}", bytes / 1_000);
+        let point = json!({"bytes": bytes, "connections": connections});
         LoadCase {
             has_repository_texts: true,
-            ..LoadCase::new(name, bytes, true, 16).at_point(SweptParameter::Texts.name(), point)
+            ..LoadCase::new(name, bytes, true, connections)
+                .at_point(SweptParameter::Texts.name(), point)
         }
     };
-    points(settings, &[1_000, 32_000, 220_000, 400_000], 220_000)
-        .map(case)
-        .collect()
+    const SIZES: [usize; 6] = [1_000, 32_000, 220_000, 400_000, 20_000_000, 40_000_000];
+    points(settings, &SIZES, 220_000).map(case).collect()
 }

@@ -358,8 +358,7 @@ fn end_of_container(bytes: &[u8], start: usize) -> Option<usize> {
 pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
     // The separators inside strings are counted as well, so this is an upper bound. Unlike the
     // search for the ends of strings, it reads vectors of bytes.
-    let separators = bytes.iter().filter(|byte| is_separator(**byte)).count();
-    if separators < max {
+    if count_separators(bytes) < max {
         return false;
     }
     let mut values = 1;
@@ -378,6 +377,15 @@ pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
         };
         rest = &rest[end..];
     }
+}
+
+fn count_separators(bytes: &[u8]) -> usize {
+    // Sums of single bytes are vectorized. They do not overflow in a block of this length.
+    let count_in_block = |block: &[u8]| {
+        let sum: u8 = block.iter().map(|byte| u8::from(is_separator(*byte))).sum();
+        usize::from(sum)
+    };
+    bytes.chunks(192).map(count_in_block).sum()
 }
 
 /// Returns true for a byte that begins another value, outside of strings.
