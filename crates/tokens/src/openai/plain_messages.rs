@@ -5,7 +5,7 @@
 //! The reader accepts only what `serde_json` accepts, with the same result. For all other bodies it
 //! returns `None`, so they have the errors of `serde_json`.
 
-use memchr::memchr2;
+use memchr::memchr2_iter;
 use serde::Deserialize;
 
 use super::chat::{ChatMessage, MessageContent};
@@ -164,19 +164,20 @@ impl MessageReader<'_> {
 
     /// Reads a string and the white space after it.
     fn string(&mut self) -> Option<String> {
-        let text = self.text;
-        let bytes = text.as_bytes();
         let start = self.at;
-        if bytes.get(start) != Some(&b'"') {
-            return None;
-        }
+        let quoted = self.text.get(start..)?;
+        let text = quoted.strip_prefix('"')?;
+        let bytes = text.as_bytes();
         self.unescaped.clear();
-        let mut from = start + 1;
-        loop {
-            let found = from + memchr2(b'"', b'\\', bytes.get(from..)?)?;
+        let mut from = 0;
+        for found in memchr2_iter(b'"', b'\\', bytes) {
+            // The character after a backslash was handled with it.
+            if found < from {
+                continue;
+            }
             self.unescaped.push_str(text.get(from..found)?);
             if bytes[found] == b'"' {
-                self.at = json_scan::skip_space(bytes, found + 1);
+                self.at = json_scan::skip_space(self.text.as_bytes(), start + found + 2);
                 return Some(self.unescaped.clone());
             }
             let Some(char) = simple_escape(*bytes.get(found + 1)?) else {
@@ -185,6 +186,7 @@ impl MessageReader<'_> {
             self.unescaped.push(char);
             from = found + 2;
         }
+        None
     }
 
     /// Reads a string that may contain code points in hexadecimal.
