@@ -31,13 +31,17 @@ pub(super) struct HashEntry {
 
 impl HashEntry {
     /// Creates an entry without a location.
-    pub(super) fn new(hash: EngineHash) -> Self {
+    fn new(hash: EngineHash, layers: LayerSet) -> Self {
         Self {
             engine: hash.0,
             block: 0,
             shard: 0,
-            layers: LayerSet::NONE,
+            layers,
         }
+    }
+
+    pub(super) fn is_free(self) -> bool {
+        { self.layers }.is_empty()
     }
 
     pub(super) fn mapped_block(self) -> MappedBlock {
@@ -87,8 +91,11 @@ impl EntryList {
         &mut self.pages[number as usize / ENTRIES_PER_PAGE][number as usize % ENTRIES_PER_PAGE]
     }
 
-    /// Adds an entry. Returns its number.
-    pub(super) fn insert(&mut self, entry: HashEntry) -> u32 {
+    /// Adds an entry without a location. Returns its number. Inlined, because an entry that is
+    /// passed between functions is written in parts and read as a whole, which stalls the load.
+    #[inline(always)]
+    pub(super) fn insert(&mut self, hash: EngineHash, layers: LayerSet) -> u32 {
+        let entry = HashEntry::new(hash, layers);
         self.len += 1;
         if self.free != FREE_LIST_END {
             let number = self.free as u32;
@@ -120,13 +127,19 @@ impl EntryList {
     pub(super) fn remove(&mut self, number: u32) {
         self.len -= 1;
         let next = std::mem::replace(&mut self.free, u64::from(number));
-        *self.get_mut(number) = HashEntry::new(EngineHash(next));
+        *self.get_mut(number) = HashEntry::new(EngineHash(next), LayerSet::NONE);
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &HashEntry)> {
-        let all = self.pages.iter().flatten();
-        (0..)
-            .zip(all)
-            .filter(|(_, entry)| !{ entry.layers }.is_empty())
+    pub(super) fn iter(&self) -> impl Iterator<Item = &HashEntry> {
+        self.pages.iter().flatten().filter(|entry| !entry.is_free())
+    }
+
+    /// Iterates over all entries, including the free ones: the number of the first entry of each
+    /// batch, and at most `len` entries.
+    pub(super) fn batches(&self, len: usize) -> impl Iterator<Item = (u32, &[HashEntry])> {
+        let page_starts = (0..).step_by(ENTRIES_PER_PAGE);
+        page_starts
+            .zip(&self.pages)
+            .flat_map(move |(start, page)| (start..).step_by(len).zip(page.chunks(len)))
     }
 }

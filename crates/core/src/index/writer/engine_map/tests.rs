@@ -4,6 +4,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use warmroute_property_tests::property_config;
 
+use super::entries::HashEntry;
 use super::*;
 use crate::index::ids::BlockId;
 
