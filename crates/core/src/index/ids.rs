@@ -2,6 +2,9 @@
 
 /// Number of hash-map lookups to prefetch ahead of the current one.
 pub(super) const PREFETCH_DISTANCE: usize = 16;
+/// Number of lookups by which the entry of a hash is prefetched ahead. Its bucket must have arrived
+/// by then.
+pub(super) const ENTRY_PREFETCH_DISTANCE: usize = PREFETCH_DISTANCE / 2;
 
 /// Number under which the blocks of a writer are stored in the tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
