@@ -13,6 +13,7 @@ mod direct;
 mod engine;
 mod fast;
 mod inline_systems;
+mod load;
 pub mod media;
 mod media_renderer;
 mod model_files;
@@ -48,7 +49,6 @@ pub use engine::{EngineKind, ModelTraits, TransformersVersion};
 use fast::VerifiedTokenizer;
 use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
-use model_files::ModelFiles;
 pub use model_files::{LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
 use resume::ResumingTokenizer;
@@ -180,7 +180,8 @@ impl EncodeError {
 
 /// Renders and tokenizes the requests of one model. Can be shared between threads.
 pub struct Encoder {
-    tokenizer: VerifiedTokenizer,
+    /// Models with the same tokenizer share it.
+    tokenizer: Arc<VerifiedTokenizer>,
     /// Tokens that the post-processor adds to a text, if they are always the same.
     frame: Option<SpecialTokenFrame>,
     templates: Option<ChatTemplates>,
@@ -199,46 +200,6 @@ impl std::fmt::Debug for Encoder {
 }
 
 impl Encoder {
-    /// Loads tokenizer and chat template. Fails with the name of the first feature that cannot be
-    /// reproduced exactly.
-    pub fn load(config: &Config) -> Result<Self, LoadError> {
-        Self::load_with_traits(config, &ModelTraits::default())
-    }
-
-    /// Loads an encoder like [`Encoder::load`], with the traits of the model and its engine.
-    pub fn load_with_traits(config: &Config, traits: &ModelTraits) -> Result<Self, LoadError> {
-        let ModelFiles {
-            tokenizer,
-            templates,
-            special_tokens,
-            special_tokens_mismatch,
-        } = model_files::load(config, traits)?;
-        let templates = templates
-            .map(|sources| ChatTemplates::compile(sources, special_tokens, jiff::Zoned::now))
-            .transpose()?;
-        let templates = templates.map(|templates| templates.with_engine(traits.engine));
-        let id_of = |token: &str| tokenizer.token_to_id(token);
-        let media_rules = traits
-            .media
-            .as_ref()
-            .map(|media| MediaRules::new(media, &traits.name, id_of))
-            .transpose();
-        let media_rules = media_rules.map_err(|problem| LoadError::Content {
-            path: config.tokenizer.clone(),
-            problem,
-        })?;
-        let media_rules = media_rules.unwrap_or_default();
-        Ok(Self {
-            frame: tokenizer_parts::find_frame(&tokenizer).ok(),
-            tokenizer: VerifiedTokenizer::new(tokenizer),
-            templates,
-            special_tokens_mismatch,
-            engine: traits.engine,
-            media_rules,
-            resuming_tokenizer: None,
-        })
-    }
-
     /// Returns true if the model has a chat template, which conversations require.
     pub fn has_chat_template(&self) -> bool {
         self.templates.is_some()
@@ -257,8 +218,8 @@ impl Encoder {
     }
 
     /// Switches to the fast tokenizer after verifying it on difficult texts. The error is the
-    /// reason why the library tokenizer stays in use. The first call takes about a second; requests
-    /// use the library tokenizer meanwhile.
+    /// reason why the library tokenizer stays in use. The first call takes about a second, unless
+    /// the encoder was loaded with its fast path; requests use the library tokenizer meanwhile.
     pub fn enable_fast_path(&self) -> Result<(), &'static str> {
         self.tokenizer.enable_fast_path()
     }

@@ -1,4 +1,4 @@
-//! Registry of loaded tokenizers. Loading one takes half a second of CPU time, so a reload reuses
+//! Registry of loaded tokenizers. Loading one takes about a second of CPU time, so a reload reuses
 //! those whose files have not changed.
 
 use std::collections::HashMap;
@@ -170,7 +170,7 @@ fn load_encoder(
         return Ok((fingerprint, encoder.clone()));
     }
     let (encoder, prompt_cache) =
-        Encoder::load_with_traits(files, traits)?.with_prompt_cache(prompts);
+        Encoder::load_with_fast_path(files, traits)?.with_prompt_cache(prompts);
     if let Err(reason) = prompt_cache {
         info!(%model, reason, "tokenizer cannot resume prompts; every prompt is tokenized from the start");
     }

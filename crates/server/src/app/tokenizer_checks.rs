@@ -1,5 +1,5 @@
-//! Enables the fast path of each tokenizer in the background, and compares it on pieces of real
-//! prompts with the library that engines use. A difference disables the fast path permanently.
+//! Compares the fast path of each tokenizer on pieces of real prompts with the library that engines
+//! use. A difference disables the fast path permanently.
 
 use std::sync::Arc;
 use std::time::Duration;

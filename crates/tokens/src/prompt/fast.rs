@@ -10,8 +10,10 @@ mod long_words;
 mod single_core;
 mod verified;
 
+use fastokens::NewToken;
 use memchr::memmem;
-use tokenizers::{ModelWrapper, Tokenizer};
+use serde_json::Value;
+use tokenizers::{AddedToken, ModelWrapper, Tokenizer};
 
 use long_words::LongWordEncoder;
 pub(super) use verified::VerifiedTokenizer;
@@ -21,45 +23,103 @@ pub(super) use verified::VerifiedTokenizer;
 /// `fastokens` accepts only ASCII letters there.
 const UNSUPPORTED_CHARS: [&str; 2] = ["\u{17f}", "\u{1e9b}"];
 
+/// Time at which the fast tokenizer is built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FastPath {
+    /// It is built and verified with the encoder.
+    Built,
+    /// It is built by [`VerifiedTokenizer::enable_fast_path`].
+    Deferred,
+}
+
+/// Reason for a tokenizer that the fast library rejects.
+const UNSUPPORTED: &str = "the fast library does not support the tokenizer";
+
 /// A tokenizer of the fast library.
 pub(super) struct FastTokenizer {
     tokenizer: fastokens::Tokenizer,
     long_words: LongWordEncoder,
 }
 
-impl FastTokenizer {
-    /// Converts a tokenizer, or returns the reason why it is unsupported.
-    pub(super) fn new(tokenizer: &Tokenizer) -> Result<Self, &'static str> {
-        if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
-            return Err("the tokenizer truncates or pads");
-        }
-        if tokenizer.get_encode_special_tokens() {
-            return Err("special tokens are encoded as text");
-        }
-        let ModelWrapper::BPE(model) = tokenizer.get_model() else {
-            return Err("the model is not byte pair encoding");
-        };
-        let empty = |text: &Option<String>| text.as_ref().is_none_or(String::is_empty);
-        if model.dropout.is_some_and(|dropout| dropout > 0.0) {
-            return Err("the tokenizer uses BPE dropout");
-        }
-        if !empty(&model.continuing_subword_prefix) || !empty(&model.end_of_word_suffix) {
-            return Err("the tokens are marked as parts of words");
-        }
-        let written =
-            serde_json::to_value(tokenizer).map_err(|_| "the tokenizer cannot be serialized")?;
-        let in_order = long_words::has_ordered_merges(&written, tokenizer);
-        let made = single_core::run_on_one_core(move || fastokens::Tokenizer::from_json(written));
-        let tokenizer = made
-            .and_then(Result::ok)
-            .ok_or("the fast library does not support the tokenizer")?;
-        if !single_core::is_single_threaded() {
+/// A tokenizer of the fast library that may lack added tokens.
+pub(super) struct FastDraft(FastTokenizer);
+
+impl FastDraft {
+    /// Builds the tokenizer from its written form. The error is the reason why it is unsupported.
+    pub(super) fn new(written: Value) -> Result<Self, &'static str> {
+        if !single_core::limit_to_one_core() {
             return Err("the fast library uses its own threads");
         }
-        Ok(Self {
+        let long_words = LongWordEncoder::new(long_words::has_ordered_merges(&written));
+        let tokenizer = fastokens::Tokenizer::from_json(written).map_err(|_| UNSUPPORTED)?;
+        Ok(Self(FastTokenizer {
             tokenizer,
-            long_words: LongWordEncoder::new(in_order),
-        })
+            long_words,
+        }))
+    }
+
+    /// Adds the added tokens of the library's tokenizer. The error is the reason why it is
+    /// unsupported.
+    fn complete(self, library: &Tokenizer) -> Result<FastTokenizer, &'static str> {
+        check_supported(library)?;
+        let Self(mut fast) = self;
+        let decoder = library.get_added_tokens_decoder();
+        let mut added: Vec<_> = decoder.iter().collect();
+        added.sort_by_key(|(id, _)| **id);
+        let tokens: Vec<NewToken> = added.iter().map(|(_, token)| new_token(token)).collect();
+        fast.tokenizer
+            .add_tokens(&tokens)
+            .map_err(|_| UNSUPPORTED)?;
+        let configs = fast.tokenizer.added_token_configs();
+        let agrees = configs.len() == decoder.len()
+            && configs.iter().all(|config| {
+                decoder
+                    .get(&config.id)
+                    .is_some_and(|token| token.content == config.content)
+            });
+        agrees.then_some(fast).ok_or("added tokens have other ids")
+    }
+}
+
+fn new_token(token: &AddedToken) -> NewToken {
+    NewToken {
+        content: token.content.clone(),
+        single_word: token.single_word,
+        lstrip: token.lstrip,
+        rstrip: token.rstrip,
+        normalized: token.normalized,
+        special: token.special,
+    }
+}
+
+/// Rejects tokenizers with properties that the fast path does not reproduce.
+fn check_supported(tokenizer: &Tokenizer) -> Result<(), &'static str> {
+    if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
+        return Err("the tokenizer truncates or pads");
+    }
+    if tokenizer.get_encode_special_tokens() {
+        return Err("special tokens are encoded as text");
+    }
+    let ModelWrapper::BPE(model) = tokenizer.get_model() else {
+        return Err("the model is not byte pair encoding");
+    };
+    let empty = |text: &Option<String>| text.as_ref().is_none_or(String::is_empty);
+    if model.dropout.is_some_and(|dropout| dropout > 0.0) {
+        return Err("the tokenizer uses BPE dropout");
+    }
+    if !empty(&model.continuing_subword_prefix) || !empty(&model.end_of_word_suffix) {
+        return Err("the tokens are marked as parts of words");
+    }
+    Ok(())
+}
+
+impl FastTokenizer {
+    /// Converts a tokenizer, or returns the reason why it is unsupported.
+    pub(super) fn new(library: &Tokenizer) -> Result<Self, &'static str> {
+        check_supported(library)?;
+        let written =
+            serde_json::to_value(library).map_err(|_| "the tokenizer cannot be serialized")?;
+        FastDraft::new(written)?.complete(library)
     }
 
     /// Returns the tokens of a text without special tokens, or `None` if the text is unsupported.

@@ -2,11 +2,14 @@
 //! transformers reads them. Files that contradict each other are rejected, because the engine
 //! resolves the conflict in its own way.
 
+mod bpe_file;
 mod fingerprint;
+mod tokenizer_source;
 
 use std::fs;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use flate2::read::GzDecoder;
 use serde::Deserialize;
@@ -15,9 +18,11 @@ use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
 
-use super::rebuild::{self, AddedTokens, TokenizerClass, TokenizerMetadata};
+use super::fast::{FastPath, VerifiedTokenizer};
+use super::rebuild::{TokenizerClass, TokenizerMetadata};
 use super::{Config, EngineKind, ModelTraits, TransformersVersion, sglang};
 pub use fingerprint::ModelFingerprint;
+use tokenizer_source::TokenizerSource;
 
 /// A model's files cannot be used.
 #[derive(Debug, Error)]
@@ -74,7 +79,7 @@ pub(super) const SPECIAL_TOKENS: [&str; 7] = [
 
 /// Content of a model's files.
 pub(super) struct ModelFiles {
-    pub tokenizer: Tokenizer,
+    pub tokenizer: Arc<VerifiedTokenizer>,
     pub templates: Option<TemplateSources>,
     pub special_tokens: Vec<(&'static str, String)>,
     /// Reason why it is uncertain which special tokens the engine adds.
@@ -146,20 +151,29 @@ fn read_model_config(
         .map(Option::unwrap_or_default)
 }
 
-pub(super) fn load(config: &Config, traits: &ModelTraits) -> Result<ModelFiles, LoadError> {
-    let bytes = read_file(&config.tokenizer)?;
-    let directory = config.tokenizer.parent().unwrap_or(Path::new(""));
-    check_tokenizer_file(&config.tokenizer, &bytes)?;
-    let config_path = config
+/// Reads `tokenizer_config.json`. Without one, the path is that of the tokenizer.
+fn read_tokenizer_config(
+    config: &Config,
+    directory: &Path,
+) -> Result<(PathBuf, Map<String, Value>), LoadError> {
+    let path = config
         .tokenizer_config
         .clone()
         .or_else(|| find_file(directory, "tokenizer_config.json"));
-    let raw_config: Map<String, Value> = config_path
-        .as_deref()
-        .map(read_json)
-        .transpose()?
-        .unwrap_or_default();
-    let config_path = config_path.unwrap_or_else(|| config.tokenizer.clone());
+    let content = path.as_deref().map(read_json).transpose()?;
+    let path = path.unwrap_or_else(|| config.tokenizer.clone());
+    Ok((path, content.unwrap_or_default()))
+}
+
+pub(super) fn load(
+    config: &Config,
+    traits: &ModelTraits,
+    fast_path: FastPath,
+) -> Result<ModelFiles, LoadError> {
+    let bytes = read_file(&config.tokenizer)?;
+    let directory = config.tokenizer.parent().unwrap_or(Path::new(""));
+    check_tokenizer_file(&config.tokenizer, &bytes)?;
+    let (config_path, raw_config) = read_tokenizer_config(config, directory)?;
     let config_directory = config_path.parent().unwrap_or(Path::new("")).to_owned();
     let content = |problem: String| LoadError::Content {
         path: config_path.clone(),
@@ -186,12 +200,23 @@ pub(super) fn load(config: &Config, traits: &ModelTraits) -> Result<ModelFiles, 
     };
     settings.check_custom_code(&metadata).map_err(content)?;
     let class = metadata.resolve_class().map_err(content)?;
-    let mut tokenizer = build_tokenizer(&config.tokenizer, bytes, &raw_config, class, &metadata)?;
-    tokenizer.set_encode_special_tokens(settings.split_special_tokens.unwrap_or(false));
-    check_added_tokens(&tokenizer, &raw_config, &config_path)?;
+    let source = TokenizerSource {
+        path: &config.tokenizer,
+        bytes: &bytes,
+        settings: &raw_config,
+        class,
+        metadata: &metadata,
+        encodes_special_tokens: settings.split_special_tokens.unwrap_or(false),
+    };
+    let tokenizer = source.load(fast_path)?;
+    check_added_tokens(tokenizer.library(), &raw_config, &config_path)?;
     let special_tokens = special_tokens(class, &raw_config);
-    let special_tokens_mismatch =
-        find_special_tokens_mismatch(&tokenizer, &settings, &special_tokens, traits.engine);
+    let special_tokens_mismatch = find_special_tokens_mismatch(
+        tokenizer.library(),
+        &settings,
+        &special_tokens,
+        traits.engine,
+    );
     let templates = read_templates(
         config,
         traits.engine,
@@ -275,42 +300,6 @@ fn with_special_tokens_map(
         written.insert(key, value);
     }
     Ok(written)
-}
-
-fn build_tokenizer(
-    path: &Path,
-    mut bytes: Vec<u8>,
-    written: &Map<String, Value>,
-    class: TokenizerClass,
-    metadata: &TokenizerMetadata<'_>,
-) -> Result<Tokenizer, LoadError> {
-    let content = |error: tokenizers::Error| LoadError::Content {
-        path: path.to_owned(),
-        problem: error.to_string(),
-    };
-    // The file may have megabytes, so it is parsed as JSON only if it must be checked or changed.
-    let parsed = |bytes: &[u8]| {
-        serde_json::from_slice::<Value>(bytes).map_err(|error| content(error.into()))
-    };
-    if metadata.lacks_model_type() {
-        metadata
-            .check_without_model_type(&parsed(&bytes)?)
-            .map_err(|problem| content(problem.into()))?;
-    }
-    let added = if class == TokenizerClass::AsWritten {
-        AddedTokens::new(class, written, &Value::Null)
-    } else {
-        let mut whole = parsed(&bytes)?;
-        let added = AddedTokens::new(class, written, &whole);
-        rebuild::rebuild(&mut whole, class, metadata).map_err(|problem| content(problem.into()))?;
-        bytes = serde_json::to_vec(&whole).map_err(|error| content(error.into()))?;
-        added
-    };
-    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(content)?;
-    added.add_to(&mut tokenizer).map_err(content)?;
-    tokenizer.with_truncation(None).map_err(content)?;
-    tokenizer.with_padding(None);
-    Ok(tokenizer)
 }
 
 /// Rejects configured added tokens that the tokenizer lacks, because the order in which the engine

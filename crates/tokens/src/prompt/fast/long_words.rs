@@ -78,17 +78,21 @@ fn char_kinds(char: char) -> u8 {
     }
 }
 
-/// Returns true if token ids are ordered by merge. Several merges may produce the same token.
-pub(super) fn has_ordered_merges(written: &Value, tokenizer: &tokenizers::Tokenizer) -> bool {
-    let merges = written.pointer("/model/merges").and_then(Value::as_array);
-    let made = |merge: &Value| match merge {
-        Value::String(pair) => tokenizer.token_to_id(&pair.replacen(' ', "", 1)),
-        Value::Array(pair) => {
-            tokenizer.token_to_id(&pair.iter().filter_map(Value::as_str).collect::<String>())
+/// Returns true if the token ids of a written tokenizer are ordered by merge. Several merges may
+/// produce the same token.
+pub(super) fn has_ordered_merges(written: &Value) -> bool {
+    let model = &written["model"];
+    let mut token = String::new();
+    let made = |merge: &Value| {
+        token.clear();
+        match merge {
+            Value::String(pair) => token.extend(pair.splitn(2, ' ')),
+            Value::Array(pair) => token.extend(pair.iter().filter_map(Value::as_str)),
+            _ => return None,
         }
-        _ => None,
+        model["vocab"].get(token.as_str())?.as_u64()
     };
-    merges.is_some_and(|merges| {
+    model["merges"].as_array().is_some_and(|merges| {
         merges
             .iter()
             .map(made)

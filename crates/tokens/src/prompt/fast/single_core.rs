@@ -3,23 +3,17 @@
 //! requests. It reads the number of cores only once, so the first call runs on a thread that is
 //! pinned to one core.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
-
-/// Runs `work` on a thread pinned to one core. Returns `None` if it panics.
-pub(super) fn run_on_one_core<T: Send>(work: impl FnOnce() -> T + Send) -> Option<T> {
+/// Makes the library use one core. Returns false if that is not possible.
+pub(super) fn limit_to_one_core() -> bool {
     std::thread::scope(|scope| {
-        let work = scope.spawn(|| {
+        let pinned = scope.spawn(|| {
             pin_to_one_core();
             // The first call reads the number of cores, and the library caches it.
-            fastokens::fanout::threads();
-            catch_unwind(AssertUnwindSafe(work)).ok()
+            fastokens::fanout::threads()
         });
-        work.join().ok().flatten()
-    })
-}
-
-/// Returns true if the library uses one core.
-pub(super) fn is_single_threaded() -> bool {
+        // A panic shows in the next call.
+        let _ = pinned.join();
+    });
     fastokens::fanout::threads() <= 1
 }
 

@@ -75,11 +75,16 @@ fn file(path: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// Returns Qwen's tokenizer with changed parts.
-pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
+/// Returns the content of Qwen's `tokenizer.json`.
+pub(in crate::prompt) fn qwen_file() -> Value {
     static QWEN: LazyLock<Value> =
         LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
-    let mut written = QWEN.clone();
+    QWEN.clone()
+}
+
+/// Returns Qwen's tokenizer with changed parts.
+pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
+    let mut written = qwen_file();
     change(&mut written);
     Tokenizer::from_bytes(serde_json::to_vec(&written).unwrap()).unwrap()
 }

@@ -1,9 +1,8 @@
 //! The library tokenizer, and the fast tokenizer as long as both agree.
 //!
-//! The fast tokenizer takes a second to build. It is built on request, while the library tokenizes
-//! the first prompts. It is used if both agree on difficult texts. Afterwards, pieces of real
-//! prompts are compared outside of requests. After one difference, only the library is used,
-//! because a wrong token is worse than a slow one.
+//! The fast tokenizer is used if both agree on difficult texts. Afterwards, pieces of real prompts
+//! are compared outside of requests. After one difference, only the library is used, because a
+//! wrong token is worse than a slow one.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::OnceLock;
@@ -13,7 +12,7 @@ use std::thread;
 use parking_lot::Mutex;
 use tokenizers::Tokenizer;
 
-use super::{FastTokenizer, hard_texts};
+use super::{FastDraft, FastTokenizer, hard_texts};
 use crate::prompt::pieces;
 
 /// Maximum length of a compared sample in bytes. The library takes about ten milliseconds for it.
@@ -55,22 +54,36 @@ impl VerifiedTokenizer {
     /// why it is disabled.
     pub(in crate::prompt) fn enable_fast_path(&self) -> Result<(), &'static str> {
         if self.fast.get().is_none() && self.disabled_reason.get().is_none() {
-            // The fast tokenizer's thread-local memory is freed with the thread.
-            let made = thread::scope(|scope| {
-                scope
-                    .spawn(|| {
-                        FastTokenizer::new(&self.library)
-                            .and_then(|fast| self.verify_hard_texts(fast))
-                    })
-                    .join()
-            });
-            match made.unwrap_or(Err(PANICKED)) {
-                // A concurrent call may have set an equal tokenizer.
-                Ok(fast) => drop(self.fast.set(fast)),
-                Err(disabled_reason) => self.disable_fast_path(disabled_reason),
+            let made = self.verify(FastTokenizer::new);
+            if let Err(disabled_reason) = made {
+                self.disable_fast_path(disabled_reason);
             }
         }
         self.disabled_reason().map_or(Ok(()), Err)
+    }
+
+    /// Enables the fast path with a tokenizer that was built together with the library's. If it is
+    /// not usable, the fast path is built from the library's tokenizer.
+    pub(in crate::prompt) fn enable_draft(&self, draft: FastDraft) -> Result<(), &'static str> {
+        self.verify(|library| draft.complete(library))
+            .or_else(|_| self.enable_fast_path())
+    }
+
+    /// Builds a fast tokenizer, and enables it if it agrees on difficult texts. The error is the
+    /// reason why it is not used.
+    fn verify(
+        &self,
+        build: impl FnOnce(&Tokenizer) -> Result<FastTokenizer, &'static str> + Send,
+    ) -> Result<(), &'static str> {
+        // The fast tokenizer's thread-local memory is freed with the thread.
+        let made = thread::scope(|scope| {
+            scope
+                .spawn(|| build(&self.library).and_then(|fast| self.verify_hard_texts(fast)))
+                .join()
+        });
+        // A concurrent call may have set an equal tokenizer.
+        made.unwrap_or(Err(PANICKED))
+            .map(|fast| drop(self.fast.set(fast)))
     }
 
     /// Returns the fast tokenizer if it agrees on difficult texts.
@@ -90,6 +103,12 @@ impl VerifiedTokenizer {
     /// Returns the library tokenizer.
     pub(in crate::prompt) fn library(&self) -> &Tokenizer {
         &self.library
+    }
+
+    /// Returns true if the fast path was built.
+    #[cfg(test)]
+    pub(in crate::prompt) fn has_fast_path(&self) -> bool {
+        self.fast.get().is_some()
     }
 
     /// Returns true if texts can be split at joints.
