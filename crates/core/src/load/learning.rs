@@ -75,11 +75,9 @@ impl LoadTable {
     ) {
         let mut rows = self.rows.iter_mut().flatten();
         match rows.find(|row| row.rank == rank && row.model == model) {
-            Some(row)
-                if row.slowdown.prefill_observations + row.slowdown.decode_observations == 0 =>
-            {
+            Some(row) if row.slowdown.observations() == 0 => {
                 row.slowdown = slowdown;
-                row.factors = self.latency.model(model).factors(&slowdown, Duration::ZERO);
+                row.factors = slowdown.factors();
             }
             Some(_) => {}
             None => self.latency.store_departed_slowdown(rank, model, slowdown),

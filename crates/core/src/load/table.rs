@@ -1,6 +1,6 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSlowdown, SlowdownFactors};
@@ -9,6 +9,10 @@ use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
 use crate::worker::{ModelName, RankSlot, WorkerRank};
+
+/// Each booking updates the factors of one row, and of one more for each of this number of rows. All
+/// factors are up to date after this number of bookings.
+const ROWS_PER_UPDATE: usize = 64;
 
 /// Rows of all slots.
 #[derive(Debug, Default)]
@@ -19,8 +23,8 @@ pub(super) struct LoadTable {
     /// Prompts of the running requests of all rows.
     prompts: PromptTree,
     last_generation: u64,
-    /// Slot whose factors are updated by the next booking.
-    next_update: usize,
+    /// Slot whose factors were updated last.
+    last_updated: usize,
 }
 
 /// One open slot. The fields that every decision reads come first and share a cache line, because
@@ -39,8 +43,11 @@ pub(super) struct RankRow {
     pub(super) prefills: PrefillQueue,
     pub(super) slowdown: RankSlowdown,
     pub(super) model: ModelId,
-    /// Time of the last booking, or of the first update of the factors.
-    last_booked: Option<Instant>,
+    /// Time at which the last booking or new observation was noticed. Decisions use the learned
+    /// factors for some time after it.
+    last_active: Option<Instant>,
+    /// Number of observations at the last update of the factors.
+    seen_observations: u64,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
     generation: u64,
@@ -107,10 +114,11 @@ impl LoadTable {
             prefills: PrefillQueue::default(),
             weight: 0,
             context_tokens: 0,
-            factors: self.latency.model(model).factors(&slowdown, Duration::ZERO),
+            factors: slowdown.factors(),
             slowdown,
             model,
-            last_booked: None,
+            last_active: None,
+            seen_observations: 0,
         });
         was_open
     }
@@ -161,30 +169,39 @@ impl LoadTable {
             .iter()
             .map(|booking| self.book_share(booking, now))
             .collect();
-        self.update_next_factors(now);
+        for _ in 0..=self.rows.len() / ROWS_PER_UPDATE {
+            self.update_next_factors(now);
+        }
         shares
     }
 
-    /// Updates the factors of one row. A rank without requests is not observed, so a rank that was
-    /// slow would never be chosen again unless its factors return to 1. One row per booking keeps
-    /// the cost of a booking constant.
+    /// Updates the factors of one row. A rank without requests is not observed, so its factors
+    /// approach those of the active ranks of its model. A rank that was slow is then chosen again.
     fn update_next_factors(&mut self, now: Instant) {
-        self.next_update += 1;
-        if self.next_update >= self.rows.len() {
-            self.next_update = 0;
+        self.last_updated += 1;
+        if self.last_updated >= self.rows.len() {
+            self.last_updated = 0;
         }
-        if let Some(Some(row)) = self.rows.get_mut(self.next_update) {
-            let last_booked = *row.last_booked.get_or_insert(now);
-            let unobserved = now.saturating_duration_since(last_booked);
-            let model = self.latency.model(row.model);
-            row.factors = model.factors(&row.slowdown, unobserved);
+        let Some(Some(row)) = self.rows.get_mut(self.last_updated) else {
+            return;
+        };
+        let observations = row.slowdown.observations();
+        if row.seen_observations != observations {
+            row.seen_observations = observations;
+            row.last_active = Some(now);
         }
+        let last_active = *row.last_active.get_or_insert(now);
+        let inactive = now.saturating_duration_since(last_active);
+        row.factors = self
+            .latency
+            .model_mut(row.model)
+            .update_factors(&row.slowdown, inactive);
     }
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
         let prefill = row.begin_prefill(&self.latency, booking, now);
-        row.last_booked = Some(now);
+        row.last_active = Some(now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, slowdown| {
                 model.on_booked(booking.prefill_work(), slowdown, now);
@@ -360,9 +377,8 @@ impl RankRow {
         latency: &mut LatencyRegistry,
         learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
     ) {
-        let model = latency.model_mut(self.model);
-        learn(model, &mut self.slowdown);
-        self.factors = model.factors(&self.slowdown, Duration::ZERO);
+        learn(latency.model_mut(self.model), &mut self.slowdown);
+        self.factors = self.slowdown.factors();
     }
 
     fn blocks(&self) -> u64 {

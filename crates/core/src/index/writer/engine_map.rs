@@ -40,7 +40,7 @@ pub(super) struct EntryRef {
 }
 
 /// Number of a bucket and a slot in it. One word, so that the result of a lookup is returned in
-/// registers: through memory it takes a fifth of the time of an insertion.
+/// registers. Returning it through memory took a fifth of the time of an insertion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct SlotPosition(u32);
 

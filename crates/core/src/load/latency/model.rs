@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
-use super::slowdown::{RankSlowdown, RecentFactors, SlowdownFactors};
+use super::slowdown::{ActiveRankFactors, FACTOR_VALIDITY, RankSlowdown, SlowdownFactors};
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
 use crate::load::timing::RankTiming;
@@ -165,7 +165,7 @@ pub(crate) struct ModelLatency {
     output_tokens: f64,
     transfer: TransferTime,
     #[serde(skip)]
-    recent_factors: RecentFactors,
+    active_factors: ActiveRankFactors,
     #[serde(skip)]
     traffic: TrafficRate,
     #[serde(skip)]
@@ -222,7 +222,7 @@ impl Default for ModelLatency {
             coefficients: PRIOR,
             output_tokens: PRIOR_OUTPUT_TOKENS,
             transfer: TransferTime::default(),
-            recent_factors: RecentFactors::default(),
+            active_factors: ActiveRankFactors::default(),
             traffic: TrafficRate::default(),
             booked_prefills: 0,
             time_to_first_token: PredictionTotals::default(),
@@ -301,9 +301,18 @@ impl ModelLatency {
         true
     }
 
-    /// Returns the factors for decisions on a rank that was not booked for this time.
-    pub(crate) fn factors(&self, slowdown: &RankSlowdown, unobserved: Duration) -> SlowdownFactors {
-        slowdown.factors(self.recent_factors, unobserved)
+    /// Returns the factors for decisions on a rank that was inactive for this time. An active rank
+    /// counts in the mean of the active ranks.
+    pub(crate) fn update_factors(
+        &mut self,
+        slowdown: &RankSlowdown,
+        inactive: Duration,
+    ) -> SlowdownFactors {
+        if inactive <= FACTOR_VALIDITY {
+            self.active_factors.add(slowdown);
+            return slowdown.factors();
+        }
+        slowdown.aged_factors(self.active_factors, inactive)
     }
 
     /// Returns the number of observed prefills.
@@ -391,7 +400,6 @@ impl ModelLatency {
             observed = observed
                 .min(MAX_PREFILL_RATIO * expected * slowdown.prefill_factor + PREFILL_MARGIN);
             slowdown.add_prefill(observed, expected);
-            self.recent_factors.add(slowdown);
         }
         // Errors are relative, so a long prompt does not outweigh many short ones.
         let weight = 1.0 / (expected + PREFILL_MARGIN);
@@ -436,7 +444,6 @@ impl ModelLatency {
             }
             observed = observed.min(limit);
             slowdown.add_step(observed, expected);
-            self.recent_factors.add(slowdown);
         }
         let sample = FitSample {
             first: 1.0,

@@ -29,16 +29,18 @@ const SHORT_PREFILL: f64 = 0.2;
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
-/// Decisions use the learned factors of a rank for [`FACTOR_VALIDITY`] after its last booking. Then
-/// the difference from the other ranks halves every [`FACTOR_HALF_LIFE`].
-const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
+/// Decisions use the learned factors of a rank for this time after its last activity.
+pub(super) const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
+
+/// After that, their difference from the [`ActiveRankFactors`] halves at this interval.
 const FACTOR_HALF_LIFE: Duration = Duration::from_secs(30);
 
-/// Weight of one observation in the recent factors of a model.
-const RECENT_SHARE: f64 = 0.05;
+/// Factors that differ from 1 by at most this count as 1. Ranks of the same speed have equal costs
+/// then, so that ties distribute the requests.
+const FACTOR_TOLERANCE: f64 = 0.05;
 
-/// Factors in decisions are multiples of 1 divided by this number.
-const FACTOR_STEPS: f64 = 16.0;
+/// Weight of one rank in the mean of the active ranks.
+const RANK_SHARE: f64 = 0.05;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -69,9 +71,9 @@ pub(crate) struct SlowdownFactors {
     pub(crate) decode: f32,
 }
 
-/// Mean factors of the ranks of a model that were observed recently.
+/// Moving average of the factors of the active ranks of a model. The ranks are added in turn.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct RecentFactors {
+pub(crate) struct ActiveRankFactors {
     prefill: f64,
     decode: f64,
 }
@@ -139,7 +141,7 @@ impl TimeSums {
     }
 }
 
-impl Default for RecentFactors {
+impl Default for ActiveRankFactors {
     fn default() -> Self {
         Self {
             prefill: 1.0,
@@ -148,18 +150,18 @@ impl Default for RecentFactors {
     }
 }
 
-impl RecentFactors {
-    /// Records an observation of a rank.
+impl ActiveRankFactors {
+    /// Adds the factors of an active rank.
     pub(super) fn add(&mut self, slowdown: &RankSlowdown) {
-        self.prefill += RECENT_SHARE * (slowdown.prefill_factor - self.prefill);
-        self.decode += RECENT_SHARE * (slowdown.decode_factor - self.decode);
+        self.prefill += RANK_SHARE * (slowdown.prefill_factor - self.prefill);
+        self.decode += RANK_SHARE * (slowdown.decode_factor - self.decode);
     }
 }
 
-/// Rounds a factor for decisions. Ranks of the same speed have the same costs then, so their ties
-/// spread the requests.
-fn rounded(factor: f64) -> f32 {
-    ((factor * FACTOR_STEPS).round() / FACTOR_STEPS) as f32
+/// Reduces the difference of a factor from 1 by the tolerance. There is no jump, so a small change of
+/// a factor changes costs by little.
+fn with_tolerance(factor: f64) -> f32 {
+    (factor - (factor - 1.0).clamp(-FACTOR_TOLERANCE, FACTOR_TOLERANCE)) as f32
 }
 
 impl FactorEstimate {
@@ -210,14 +212,31 @@ impl RankSlowdown {
         })
     }
 
-    /// Returns the factors for decisions on a rank that was not booked for this time. They approach
-    /// the `recent` factors of its model.
-    pub(crate) fn factors(&self, recent: RecentFactors, unobserved: Duration) -> SlowdownFactors {
-        let expired = unobserved.saturating_sub(FACTOR_VALIDITY);
-        let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
+    /// Returns the number of observations.
+    pub(crate) fn observations(&self) -> u64 {
+        self.prefill_observations + self.decode_observations
+    }
+
+    /// Returns the factors for decisions on an active rank.
+    pub(crate) fn factors(&self) -> SlowdownFactors {
         SlowdownFactors {
-            prefill: rounded(recent.prefill + share * (self.prefill_factor - recent.prefill)),
-            decode: rounded(recent.decode + share * (self.decode_factor - recent.decode)),
+            prefill: with_tolerance(self.prefill_factor),
+            decode: with_tolerance(self.decode_factor),
+        }
+    }
+
+    /// Returns the factors for decisions on a rank that was inactive for this time.
+    pub(super) fn aged_factors(
+        &self,
+        active: ActiveRankFactors,
+        inactive: Duration,
+    ) -> SlowdownFactors {
+        let expired = inactive.saturating_sub(FACTOR_VALIDITY);
+        let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
+        let aged = |learned: f64, active: f64| with_tolerance(active + share * (learned - active));
+        SlowdownFactors {
+            prefill: aged(self.prefill_factor, active.prefill),
+            decode: aged(self.decode_factor, active.decode),
         }
     }
 
@@ -245,5 +264,29 @@ impl RankSlowdown {
         self.decode_estimate.add(times, weights, DECODE_RETENTION);
         self.decode_factor = self.decode_estimate.factor();
         self.decode_observations += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn factors_of_inactive_rank_approach_those_of_active_ranks() {
+        let slowdown = RankSlowdown {
+            prefill_factor: 3.0,
+            decode_factor: 2.0,
+            ..RankSlowdown::default()
+        };
+        let aged = |seconds| {
+            let inactive = Duration::from_secs(seconds);
+            let aged = slowdown.aged_factors(ActiveRankFactors::default(), inactive);
+            (aged.prefill, aged.decode)
+        };
+        assert_eq!(aged(0), (2.95, 1.95));
+        assert_eq!(aged(30), (2.95, 1.95));
+        assert_eq!(aged(60), (1.95, 1.45));
+        assert_eq!(aged(90), (1.45, 1.2));
+        assert_eq!(aged(600), (1.0, 1.0));
     }
 }
