@@ -71,7 +71,7 @@ fn sweeps_drive_all_sides_equally_and_exit() {
         .collect();
     assert_eq!(
         sweeps,
-        BTreeSet::from(["body", "chunks", "prompt", "ranks", "streams"])
+        BTreeSet::from(["body", "chunks", "prompt", "ranks", "streams", "texts"])
     );
     for sides in points.chunks(3) {
         assert_sides_are_comparable(sides);

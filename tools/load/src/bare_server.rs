@@ -80,7 +80,7 @@ struct BareProcessor {
 struct BareExchange {
     processor: BareProcessor,
     is_probe: bool,
-    /// True if Envoy sends bodies in full duplex.
+    /// True if Envoy sends request bodies, and then also response bodies, in full duplex.
     is_full_duplex: bool,
     incoming: Streaming<ProcessingRequest>,
     is_closed: bool,
@@ -217,7 +217,7 @@ impl BareProcessor {
     }
 }
 
-/// Returns the answer that sends a piece of a body on as it came.
+/// Returns the answer that passes a piece of a body unchanged.
 fn same_piece(body: HttpBody) -> BodyResponse {
     let piece = StreamedBodyResponse {
         body: body.body,

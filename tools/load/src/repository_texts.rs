@@ -12,17 +12,17 @@ use rand::{RngExt as _, SeedableRng as _};
 use warmroute_testbed::repository;
 
 /// Maximum length of a message in bytes of JSON.
-const MESSAGE: usize = 2_600;
+const MAX_MESSAGE_BYTES: usize = 2_600;
 /// Shares of a body: system prompt of all conversations, history of one conversation. The rest is
 /// new in each request.
 const SYSTEM_SHARE: f64 = 0.3;
 const HISTORY_SHARE: f64 = 0.6;
 /// Bytes of new text per word that no other request contains.
 const BYTES_PER_NEW_WORD: usize = 200;
-/// Maximum number of conversations that advance in turn, and of their bytes, so that all fit into the
-/// prompt cache.
-const CONVERSATIONS: usize = 32;
-const CONVERSATION_BYTES: usize = 4_000_000;
+/// Maximum number of conversations that advance in turn.
+const MAX_CONVERSATIONS: usize = 32;
+/// Maximum bytes of all conversations, unless two of them exceed it. The prompt cache holds them.
+const MAX_TOTAL_BYTES: usize = 4_000_000;
 
 /// Lines of the documentation and the source code.
 struct RepositoryLines(Vec<String>);
@@ -89,7 +89,7 @@ impl TextRotation {
         let share = |share: f64| (bytes as f64 * share) as usize;
         rotation.append_message(&mut shared, "system", share(SYSTEM_SHARE), false);
         rotation.new_bytes = bytes - share(SYSTEM_SHARE) - share(HISTORY_SHARE);
-        let count = (CONVERSATION_BYTES / bytes).clamp(2, CONVERSATIONS);
+        let count = (MAX_TOTAL_BYTES / bytes).clamp(2, MAX_CONVERSATIONS);
         for _ in 0..count {
             let mut history = shared.clone();
             rotation.append_messages(&mut history, share(HISTORY_SHARE), false);
@@ -122,7 +122,7 @@ impl TextRotation {
         let mut roles = ["user", "assistant"].into_iter().cycle();
         while let Some(left) = until.checked_sub(chat.len()).filter(|left| *left > 60) {
             let role = roles.next().unwrap_or("user");
-            self.append_message(chat, role, left.min(MESSAGE), is_new);
+            self.append_message(chat, role, left.min(MAX_MESSAGE_BYTES), is_new);
         }
     }
 

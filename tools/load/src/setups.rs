@@ -52,7 +52,8 @@ pub struct SetupSettings {
     pub workers: usize,
     /// True if both servers subscribe to response bodies.
     pub observes_bodies: bool,
-    /// True if Envoy sends bodies in full duplex, as the configuration for gateways does.
+    /// True if both servers run with the configuration for gateways, which sends bodies in full
+    /// duplex.
     pub is_full_duplex: bool,
     /// Worker threads of each Envoy.
     pub threads: u32,

@@ -18,8 +18,8 @@ pub enum ExtProcReply {
     Piece(ReturnedPiece),
 }
 
-/// A piece of a body that is returned to Envoy in full-duplex mode: a [`ProcessingResponse`] with
-/// nothing else.
+/// A piece of a body that is returned to Envoy in full-duplex or gRPC mode. It is encoded like a
+/// [`ProcessingResponse`] that contains only a `StreamedBodyResponse`.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct ReturnedPiece {
     #[prost(oneof = "PieceBody", tags = "3, 4")]

@@ -129,7 +129,7 @@ impl RequestPreprocessor {
         received: &ReceivedBody,
     ) -> PartialRequest {
         let ReceivedBody { bytes, truncation } = received;
-        // A fixed cost dominates the time of small bodies.
+        // Small bodies are not measured.
         let started = (bytes.len() > self.parts.limits.inline).then(thread_cpu_time);
         // Tokenizers are large external code. Their panics must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| match truncation {

@@ -51,13 +51,14 @@ impl EncodeTimeEstimator {
             && pace.saturating_mul(bytes as u64) / 1000 <= MAX_INLINE_TIME.as_nanos() as u64
     }
 
-    /// Records the encoding time of a body. Small bodies must not be recorded.
-    pub(super) fn record(&self, kind: EncodeKind, bytes: usize, elapsed: Duration) {
+    /// Records the CPU time of encoding a body. Small bodies must not be recorded, because a fixed
+    /// cost dominates their time.
+    pub(super) fn record(&self, kind: EncodeKind, bytes: usize, cpu_time: Duration) {
         let pace = match kind {
             EncodeKind::Tokenized => &self.tokenized_pace,
             EncodeKind::ParsedOnly => &self.parsed_pace,
         };
-        let measured = (elapsed.as_nanos() as u64).saturating_mul(1000) / bytes.max(1) as u64;
+        let measured = (cpu_time.as_nanos() as u64).saturating_mul(1000) / bytes.max(1) as u64;
         let measured = i64::try_from(measured).unwrap_or(i64::MAX >> 8).max(1);
         let before = pace.load(Ordering::Relaxed) as i64;
         let difference = measured - before;

@@ -1,5 +1,5 @@
-//! Fast reader for the messages of a conversation. Most messages have only a role and a text, which
-//! makes up nearly all of a body. A vectorized search finds the escapes of these texts. All other
+//! Fast reader for the messages of a conversation. Most messages have only a role and a text. These
+//! texts are nearly the whole body. A vectorized search finds the escapes of these texts. All other
 //! messages, and the rest of the body, are left to `serde_json`.
 //!
 //! The reader accepts only what `serde_json` accepts, with the same result. For all other bodies it
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use super::chat::{ChatMessage, MessageContent};
 use super::json_scan;
 
-/// Shorter bodies are not worth a second reader.
+/// Minimum length of a body. For shorter ones, `serde_json` alone is fast enough.
 const MIN_BYTES: usize = 2 << 10;
 
 /// The messages of a body, and the rest of the body with an empty list in their place.
@@ -28,8 +28,8 @@ struct NestedMessage {
 
 /// Reads the messages of a body.
 pub(super) fn read(text: &str) -> Option<PlainMessages> {
-    // Control characters are white space outside of strings, and errors inside. Without them, both
-    // need not be distinguished.
+    // Control characters are errors inside strings. Bodies with any of them, such as indented JSON,
+    // are left to `serde_json`.
     if text.len() < MIN_BYTES || has_control_characters(text.as_bytes()) {
         return None;
     }
@@ -325,7 +325,7 @@ mod tests {
         #![proptest_config(property_config(20_000))]
 
         #[test]
-        fn result_equals_that_of_serde(body in body()) {
+        fn plain_reader_equals_serde_json(body in body()) {
             match (chat::parse(&body), chat::parse_with_serde(&body)) {
                 (Ok(ours), Ok(theirs)) => prop_assert_eq!(ours, theirs),
                 (ours, theirs) => prop_assert_eq!(

@@ -77,7 +77,9 @@ impl FastDraft {
                     .get(&config.id)
                     .is_some_and(|token| token.content == config.content)
             });
-        agrees.then_some(fast).ok_or("added tokens have other ids")
+        agrees
+            .then_some(fast)
+            .ok_or("the fast library assigns other ids to added tokens")
     }
 }
 

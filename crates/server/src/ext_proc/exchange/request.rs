@@ -129,7 +129,7 @@ impl RequestSide {
                 BodyAfterHeaders::SuppressedBody
             }
             BodyMode::FullDuplex => {
-                let body = BufferedBody::with_expected_length(head.content_length);
+                let body = BufferedBody::with_announced_length(head.content_length);
                 *self = RequestSide::Buffering { head, body };
                 return Vec::new();
             }
@@ -137,7 +137,7 @@ impl RequestSide {
                 let mut changes =
                     HeaderChanges::removing(context.options.routing_headers.forged_headers(&head));
                 set_request_id(&head, &mut changes);
-                let body = BufferedBody::with_expected_length(head.content_length);
+                let body = BufferedBody::with_announced_length(head.content_length);
                 *self = RequestSide::Buffering { head, body };
                 return reply_effects(mutation::continue_with(
                     MessageKind::RequestHeaders,

@@ -4,15 +4,15 @@ use bytes::{Bytes, BytesMut};
 
 use crate::ext_proc::headers::RequestHead;
 
-/// Maximum memory that is allocated for an announced length, in bytes. A body that exceeds it grows
-/// as it arrives.
-const MAX_EXPECTED_BYTES: usize = 1 << 20;
+/// Maximum multiple of the received bytes that is allocated for an announced length, so that the
+/// announcement alone does not occupy memory.
+const MAX_ALLOCATION_RATIO: usize = 8;
 
 /// A body in several pieces. A body in one piece is not copied.
 #[derive(Debug, Default)]
 pub(super) struct BufferedBody {
-    /// Length that the headers announce, up to [`MAX_EXPECTED_BYTES`].
-    expected: usize,
+    /// Length that the headers announce, or 0.
+    announced: u64,
     first: Bytes,
     /// All pieces joined, if there are at least two.
     joined: BytesMut,
@@ -20,10 +20,9 @@ pub(super) struct BufferedBody {
 
 impl BufferedBody {
     /// Creates an empty body. `length` is the length that the headers announce.
-    pub(super) fn with_expected_length(length: Option<u64>) -> Self {
-        let expected = length.map_or(0, |length| length.min(MAX_EXPECTED_BYTES as u64));
+    pub(super) fn with_announced_length(length: Option<u64>) -> Self {
         Self {
-            expected: expected as usize,
+            announced: length.unwrap_or(0),
             ..Self::default()
         }
     }
@@ -40,7 +39,9 @@ impl BufferedBody {
             return;
         }
         if self.joined.is_empty() {
-            self.joined.reserve(self.expected);
+            let limit = MAX_ALLOCATION_RATIO * (self.first.len() + piece.len());
+            self.joined
+                .reserve(self.announced.min(limit as u64) as usize);
             self.joined
                 .extend_from_slice(&std::mem::take(&mut self.first));
         }
@@ -86,5 +87,26 @@ impl DuplexBody {
             // A message with trailers has no fixed length.
             (DuplexEnd::Open | DuplexEnd::Trailers, _) => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn announced_length_is_allocated_in_proportion() {
+        let mut body = BufferedBody::with_announced_length(Some(1 << 30));
+        body.push(Bytes::from_static(&[1; 100]));
+        body.push(Bytes::from_static(&[2; 100]));
+        assert!(body.joined.capacity() < 4_000, "{}", body.joined.capacity());
+        let mut body = BufferedBody::with_announced_length(Some(1_000));
+        body.push(Bytes::from_static(&[1; 400]));
+        body.push(Bytes::from_static(&[2; 300]));
+        let allocated = body.joined.as_ptr();
+        body.push(Bytes::from_static(&[3; 300]));
+        assert_eq!(body.joined.as_ptr(), allocated);
+        let expected = [vec![1; 400], vec![2; 300], vec![3; 300]].concat();
+        assert_eq!(body.into_bytes(), expected);
     }
 }

@@ -2,9 +2,8 @@
 //! pair encoding model.
 //!
 //! The library deserializes a model through two untyped copies, which takes most of the time and
-//! memory of a load. Here, vocabulary and merges are parsed as what they are, and the library
-//! receives them through its builder. Files that this module does not know exactly are loaded by
-//! the library itself.
+//! memory of a load. Here, vocabulary and merges are parsed into typed collections, and the library
+//! receives them through its builder. Files in other forms are loaded by the library.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -54,11 +53,13 @@ pub(super) struct BpeFile {
 }
 
 impl BpeFile {
-    /// Separates the parts of the file. Returns `Err` with the unchanged content if the model is
+    /// Separates the parts of the file with the content `bytes`. Returns `Err` with the unchanged content if the model is
     /// not byte pair encoding, or is written in an unusual form.
-    pub(super) fn split(mut whole: Value) -> Result<Self, Value> {
+    pub(super) fn split(mut whole: Value, bytes: &[u8]) -> Result<Self, Value> {
         let model = &whole["model"];
-        let is_usual = model["type"] == "BPE"
+        // Repeated keys are an error of `RawFile`, while the library takes the last of them.
+        let is_usual = serde_json::from_slice::<RawFile<'_>>(bytes).is_ok()
+            && model["type"] == "BPE"
             && model["vocab"].is_object()
             && model["merges"]
                 .as_array()
@@ -221,7 +222,7 @@ mod tests {
     fn assert_same_as_library(whole: &Value) {
         let bytes = serde_json::to_vec(whole).unwrap();
         let known = Tokenizer::from_bytes(&bytes).unwrap();
-        let file = BpeFile::split(whole.clone()).ok().unwrap();
+        let file = BpeFile::split(whole.clone(), &bytes).ok().unwrap();
         let built = file.build(&bytes, FastPath::Built).unwrap();
         assert_eq!(built.library.get_model(), known.get_model());
         assert_eq!(
@@ -263,7 +264,12 @@ mod tests {
         let file = json!({"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a a a"]}});
         let unigram = json!({"model": {"type": "Unigram", "vocab": [], "unk_id": null}});
         for whole in [file, unigram, json!([1]), json!({"model": "x"})] {
-            assert_eq!(BpeFile::split(whole.clone()).err(), Some(whole));
+            let bytes = serde_json::to_vec(&whole).unwrap();
+            assert_eq!(BpeFile::split(whole.clone(), &bytes).err(), Some(whole));
         }
+        // The library takes the last of the repeated keys.
+        let repeated = br#"{"added_tokens": [], "model": {"type": "BPE", "vocab": {"b": 0}, "vocab": {"a": 0}, "merges": []}}"#;
+        let whole: Value = serde_json::from_slice(repeated).unwrap();
+        assert_eq!(BpeFile::split(whole.clone(), repeated).err(), Some(whole));
     }
 }

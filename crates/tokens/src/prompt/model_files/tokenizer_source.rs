@@ -1,4 +1,4 @@
-//! Tokenizers of the process. Models with the same tokenizer share it.
+//! Registry of tokenizers. Models with equal tokenizer files and settings share one.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -91,7 +91,7 @@ impl TokenizerSource<'_> {
         let added = AddedTokens::new(self.class, self.settings, listed);
         rebuild::rebuild(&mut whole, self.class, self.metadata)
             .map_err(|problem| self.content(problem))?;
-        let built = match BpeFile::split(whole) {
+        let built = match BpeFile::split(whole, self.bytes) {
             Ok(file) => file.build(self.bytes, fast_path),
             Err(whole) => self.build_by_library(&whole).map(BuiltTokenizer::from),
         };
