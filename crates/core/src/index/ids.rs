@@ -2,9 +2,6 @@
 
 /// Number of hash-map lookups to prefetch ahead of the current one.
 pub(super) const PREFETCH_DISTANCE: usize = 16;
-/// Prefetch distance of entries. It is shorter than that of buckets, because a bucket must be in the
-/// cache to find its entry.
-pub(super) const ENTRY_PREFETCH_DISTANCE: usize = PREFETCH_DISTANCE / 2;
 
 /// Number under which the blocks of a writer are stored in the tries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

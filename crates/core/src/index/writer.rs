@@ -27,7 +27,7 @@ pub use reconcile::{PurgedBlocks, ReconcileReport};
 
 use super::cache_groups::CacheGroupRules;
 use super::event::{ApplyOutcome, GroupNeed, KvEvent};
-use super::ids::{BlockId, BlockLocation, ENTRY_PREFETCH_DISTANCE, OwnerId, PREFETCH_DISTANCE};
+use super::ids::{BlockId, BlockLocation, OwnerId, PREFETCH_DISTANCE};
 use super::layers::{BlockLayer, LayerSet};
 use super::owner_table::SharedRankState;
 use super::prefix_index::PrefixIndex;
@@ -167,9 +167,6 @@ impl RankWriter {
         for (number, &engine) in blocks.iter().enumerate() {
             if let Some(later) = blocks.get(number + PREFETCH_DISTANCE) {
                 self.prefetch(*later);
-            }
-            if let Some(next) = blocks.get(number + ENTRY_PREFETCH_DISTANCE) {
-                self.blocks.prefetch_entry(*next);
             }
             let Some((at, mapped)) = self
                 .blocks

@@ -198,18 +198,6 @@ impl EngineBlockMap {
         self.prefetch_mixed(mix(hash.0));
     }
 
-    /// Prefetches the entry of a hash. Its home bucket must have been prefetched before.
-    pub(super) fn prefetch_entry(&self, hash: EngineHash) {
-        let mixed = mix(hash.0);
-        let partition = self.partitions.get(self.partition_of(mixed));
-        if let Some(partition) = partition.filter(|partition| !partition.table.is_empty()) {
-            let slots = partition.bucket(home_bucket(mixed, partition.table.len()));
-            if let Some(slot) = slots.matching_slots(mixed).next() {
-                partition.entries.prefetch(slots.entry_number(slot));
-            }
-        }
-    }
-
     fn prefetch_mixed(&self, mixed: u64) {
         if let Some(partition) = self.partitions.get(self.partition_of(mixed)) {
             prefetch_index(

@@ -1,8 +1,6 @@
 //! Entries of an engine map, in the order of insertion. Free entries are reused last in, first out.
 //! Engines free the end of a prefix before its beginning, so the entries keep their order.
 
-use prefetch_index::prefetch_index;
-
 use crate::block::EngineHash;
 use crate::index::ids::{BlockId, BlockLocation};
 use crate::index::layers::LayerSet;
@@ -130,13 +128,6 @@ impl EntryList {
         self.len -= 1;
         let next = std::mem::replace(&mut self.free, u64::from(number));
         *self.get_mut(number) = HashEntry::new(EngineHash(next), LayerSet::NONE);
-    }
-
-    /// Prefetches an entry.
-    pub(super) fn prefetch(&self, number: u32) {
-        if let Some(page) = self.pages.get(number as usize / ENTRIES_PER_PAGE) {
-            prefetch_index(page, number as usize % ENTRIES_PER_PAGE);
-        }
     }
 
     pub(super) fn iter(&self) -> impl Iterator<Item = &HashEntry> {
