@@ -35,8 +35,8 @@ pub(super) const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
 /// After that, their difference from the [`ActiveRankFactors`] halves at this interval.
 const FACTOR_HALF_LIFE: Duration = Duration::from_secs(30);
 
-/// Factors that differ from 1 by at most this count as 1. Ranks of the same speed have equal costs
-/// then, so that ties distribute the requests.
+/// Prefill factors that differ from 1 by at most this count as 1. Ranks of the same speed have equal
+/// costs then, so that ties distribute the requests.
 const FACTOR_TOLERANCE: f64 = 0.05;
 
 /// Weight of one rank in the mean of the active ranks.
@@ -158,8 +158,8 @@ impl ActiveRankFactors {
     }
 }
 
-/// Reduces the difference of a factor from 1 by the tolerance. There is no jump, so a small change of
-/// a factor changes costs by little.
+/// Reduces the difference of a prefill factor from 1 by the tolerance. There is no jump, so a small
+/// change of a factor changes costs by little.
 fn with_tolerance(factor: f64) -> f32 {
     (factor - (factor - 1.0).clamp(-FACTOR_TOLERANCE, FACTOR_TOLERANCE)) as f32
 }
@@ -221,7 +221,7 @@ impl RankSlowdown {
     pub(crate) fn factors(&self) -> SlowdownFactors {
         SlowdownFactors {
             prefill: with_tolerance(self.prefill_factor),
-            decode: with_tolerance(self.decode_factor),
+            decode: self.decode_factor as f32,
         }
     }
 
@@ -233,10 +233,10 @@ impl RankSlowdown {
     ) -> SlowdownFactors {
         let expired = inactive.saturating_sub(FACTOR_VALIDITY);
         let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
-        let aged = |learned: f64, active: f64| with_tolerance(active + share * (learned - active));
+        let aged = |learned: f64, active: f64| active + share * (learned - active);
         SlowdownFactors {
-            prefill: aged(self.prefill_factor, active.prefill),
-            decode: aged(self.decode_factor, active.decode),
+            prefill: with_tolerance(aged(self.prefill_factor, active.prefill)),
+            decode: aged(self.decode_factor, active.decode) as f32,
         }
     }
 
@@ -283,10 +283,10 @@ mod tests {
             let aged = slowdown.aged_factors(ActiveRankFactors::default(), inactive);
             (aged.prefill, aged.decode)
         };
-        assert_eq!(aged(0), (2.95, 1.95));
-        assert_eq!(aged(30), (2.95, 1.95));
-        assert_eq!(aged(60), (1.95, 1.45));
-        assert_eq!(aged(90), (1.45, 1.2));
-        assert_eq!(aged(600), (1.0, 1.0));
+        assert_eq!(aged(0), (2.95, 2.0));
+        assert_eq!(aged(30), (2.95, 2.0));
+        assert_eq!(aged(60), (1.95, 1.5));
+        assert_eq!(aged(90), (1.45, 1.25));
+        assert_eq!(aged(1_800), (1.0, 1.0));
     }
 }
