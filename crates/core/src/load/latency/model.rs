@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
-use super::slowdown::{ActiveRankFactors, FACTOR_VALIDITY, RankSlowdown, SlowdownFactors};
+use super::slowdown::{ActiveRankFactors, RankSlowdown, SlowdownFactors};
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
 use crate::load::timing::RankTiming;
@@ -301,18 +301,13 @@ impl ModelLatency {
         true
     }
 
-    /// Returns the factors for decisions on a rank that was inactive for this time. An active rank
-    /// counts in the mean of the active ranks.
+    /// Returns the factors for decisions on a rank that was inactive for this time.
     pub(crate) fn update_factors(
         &mut self,
         slowdown: &RankSlowdown,
         inactive: Duration,
     ) -> SlowdownFactors {
-        if inactive <= FACTOR_VALIDITY {
-            self.active_factors.add(slowdown);
-            return slowdown.factors();
-        }
-        slowdown.aged_factors(self.active_factors, inactive)
+        self.active_factors.update(slowdown, inactive)
     }
 
     /// Returns the number of observed prefills.

@@ -30,7 +30,7 @@ const SHORT_PREFILL: f64 = 0.2;
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
 /// Decisions use the learned factors of a rank for this time after its last activity.
-pub(super) const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
+const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
 
 /// After that, their difference from the [`ActiveRankFactors`] halves at this interval.
 const FACTOR_HALF_LIFE: Duration = Duration::from_secs(30);
@@ -151,10 +151,19 @@ impl Default for ActiveRankFactors {
 }
 
 impl ActiveRankFactors {
-    /// Adds the factors of an active rank.
-    pub(super) fn add(&mut self, slowdown: &RankSlowdown) {
+    /// Returns the factors for decisions on a rank that was inactive for this time. An active rank
+    /// counts in the mean.
+    pub(super) fn update(
+        &mut self,
+        slowdown: &RankSlowdown,
+        inactive: Duration,
+    ) -> SlowdownFactors {
+        if inactive > FACTOR_VALIDITY {
+            return slowdown.aged_factors(*self, inactive);
+        }
         self.prefill += RANK_SHARE * (slowdown.prefill_factor - self.prefill);
         self.decode += RANK_SHARE * (slowdown.decode_factor - self.decode);
+        slowdown.factors()
     }
 }
 
@@ -226,11 +235,7 @@ impl RankSlowdown {
     }
 
     /// Returns the factors for decisions on a rank that was inactive for this time.
-    pub(super) fn aged_factors(
-        &self,
-        active: ActiveRankFactors,
-        inactive: Duration,
-    ) -> SlowdownFactors {
+    fn aged_factors(&self, active: ActiveRankFactors, inactive: Duration) -> SlowdownFactors {
         let expired = inactive.saturating_sub(FACTOR_VALIDITY);
         let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
         let aged = |learned: f64, active: f64| active + share * (learned - active);
