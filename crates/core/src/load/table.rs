@@ -43,8 +43,8 @@ pub(super) struct RankRow {
     pub(super) prefills: PrefillQueue,
     pub(super) slowdown: RankSlowdown,
     pub(super) model: ModelId,
-    /// Time at which the last booking or new observation was noticed. Decisions use the learned
-    /// factors for some time after it.
+    /// Time of the last booking, or of the update that found new observations. Decisions use the
+    /// learned factors for some time after it.
     last_active: Option<Instant>,
     /// Number of observations at the last update of the factors.
     seen_observations: u64,

@@ -23,7 +23,7 @@ pub(super) use verified::VerifiedTokenizer;
 /// `fastokens` accepts only ASCII letters there.
 const UNSUPPORTED_CHARS: [&str; 2] = ["\u{17f}", "\u{1e9b}"];
 
-/// Time at which the fast tokenizer is built.
+/// When the fast tokenizer is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FastPath {
     /// It is built and verified with the encoder.
@@ -41,11 +41,11 @@ pub(super) struct FastTokenizer {
     long_words: LongWordEncoder,
 }
 
-/// A tokenizer of the fast library that may lack added tokens.
-pub(super) struct FastDraft(FastTokenizer);
+/// A fast tokenizer without added tokens.
+pub(super) struct BaseFastTokenizer(FastTokenizer);
 
-impl FastDraft {
-    /// Builds the tokenizer from its written form. The error is the reason why it is unsupported.
+impl BaseFastTokenizer {
+    /// Builds the tokenizer from its serialized form. The error is the reason why it is unsupported.
     pub(super) fn new(written: Value) -> Result<Self, &'static str> {
         if !single_core::limit_to_one_core() {
             return Err("the fast library uses its own threads");
@@ -121,7 +121,7 @@ impl FastTokenizer {
         check_supported(library)?;
         let written =
             serde_json::to_value(library).map_err(|_| "the tokenizer cannot be serialized")?;
-        FastDraft::new(written)?.complete(library)
+        BaseFastTokenizer::new(written)?.complete(library)
     }
 
     /// Returns the tokens of a text without special tokens, or `None` if the text is unsupported.

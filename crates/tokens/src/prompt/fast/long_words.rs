@@ -78,7 +78,7 @@ fn char_kinds(char: char) -> u8 {
     }
 }
 
-/// Returns true if the token ids of a written tokenizer are ordered by merge. Several merges may
+/// Returns true if the token ids of a serialized tokenizer are ordered by merge. Several merges may
 /// produce the same token.
 pub(super) fn has_ordered_merges(written: &Value) -> bool {
     let model = &written["model"];

@@ -11,7 +11,7 @@ pub(super) fn limit_to_one_core() -> bool {
             // The first call reads the number of cores, and the library caches it.
             fastokens::fanout::threads()
         });
-        // A panic shows in the next call.
+        // After a panic, the call below reads the number of all cores.
         let _ = pinned.join();
     });
     fastokens::fanout::threads() <= 1

@@ -12,7 +12,7 @@ use std::thread;
 use parking_lot::Mutex;
 use tokenizers::Tokenizer;
 
-use super::{FastDraft, FastTokenizer, hard_texts};
+use super::{BaseFastTokenizer, FastTokenizer, hard_texts};
 use crate::prompt::pieces;
 
 /// Maximum length of a compared sample in bytes. The library takes about ten milliseconds for it.
@@ -54,8 +54,8 @@ impl VerifiedTokenizer {
     /// why it is disabled.
     pub(in crate::prompt) fn enable_fast_path(&self) -> Result<(), &'static str> {
         if self.fast.get().is_none() && self.disabled_reason.get().is_none() {
-            let made = self.verify(FastTokenizer::new);
-            if let Err(disabled_reason) = made {
+            let enabled = self.verify(FastTokenizer::new);
+            if let Err(disabled_reason) = enabled {
                 self.disable_fast_path(disabled_reason);
             }
         }
@@ -64,8 +64,11 @@ impl VerifiedTokenizer {
 
     /// Enables the fast path with a tokenizer that was built together with the library's. If it is
     /// not usable, the fast path is built from the library's tokenizer.
-    pub(in crate::prompt) fn enable_draft(&self, draft: FastDraft) -> Result<(), &'static str> {
-        self.verify(|library| draft.complete(library))
+    pub(in crate::prompt) fn enable_base(
+        &self,
+        fast_base: BaseFastTokenizer,
+    ) -> Result<(), &'static str> {
+        self.verify(|library| fast_base.complete(library))
             .or_else(|_| self.enable_fast_path())
     }
 
@@ -76,13 +79,14 @@ impl VerifiedTokenizer {
         build: impl FnOnce(&Tokenizer) -> Result<FastTokenizer, &'static str> + Send,
     ) -> Result<(), &'static str> {
         // The fast tokenizer's thread-local memory is freed with the thread.
-        let made = thread::scope(|scope| {
+        let verified = thread::scope(|scope| {
             scope
                 .spawn(|| build(&self.library).and_then(|fast| self.verify_hard_texts(fast)))
                 .join()
         });
         // A concurrent call may have set an equal tokenizer.
-        made.unwrap_or(Err(PANICKED))
+        verified
+            .unwrap_or(Err(PANICKED))
             .map(|fast| drop(self.fast.set(fast)))
     }
 

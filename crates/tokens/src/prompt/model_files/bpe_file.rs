@@ -13,20 +13,20 @@ use serde_json::{Value, json};
 use tokenizers::models::bpe::{BPE, BpeBuilder, Vocab};
 use tokenizers::{AddedToken, ModelWrapper, Tokenizer};
 
-use crate::prompt::fast::{FastDraft, FastPath, VerifiedTokenizer};
+use crate::prompt::fast::{BaseFastTokenizer, FastPath, VerifiedTokenizer};
 
-/// A tokenizer and the draft of its fast path.
+/// A tokenizer and the base of its fast path.
 pub(super) struct BuiltTokenizer {
     pub(super) library: Tokenizer,
     /// The fast tokenizer without added tokens. `None` if it is not built yet.
-    pub(super) draft: Option<FastDraft>,
+    pub(super) fast_base: Option<BaseFastTokenizer>,
 }
 
 impl From<Tokenizer> for BuiltTokenizer {
     fn from(library: Tokenizer) -> Self {
         Self {
             library,
-            draft: None,
+            fast_base: None,
         }
     }
 }
@@ -35,31 +35,36 @@ impl BuiltTokenizer {
     /// Returns the tokenizer, with its fast path if that was built and agrees with the library.
     pub(super) fn verify(self) -> VerifiedTokenizer {
         let tokenizer = VerifiedTokenizer::new(self.library);
-        if let Some(draft) = self.draft {
+        if let Some(fast_base) = self.fast_base {
             // The tokenizer stores the reason of a failure.
-            let _ = tokenizer.enable_draft(draft);
+            let _ = tokenizer.enable_base(fast_base);
         }
         tokenizer
     }
 }
 
 /// `tokenizer.json`, with vocabulary and merges apart from its other parts.
-pub(super) struct BpeFile {
+pub(super) struct BpeFile<'f> {
     /// The tokenizer without vocabulary, merges and added tokens.
-    shell: Tokenizer,
+    library_base: Tokenizer,
     added: Vec<AddedToken>,
     vocab: Value,
     merges: Value,
+    /// Vocabulary and merges as text. They are parsed again, so that both libraries can consume
+    /// them.
+    raw_model: RawModel<'f>,
 }
 
-impl BpeFile {
-    /// Separates the parts of the file with the content `bytes`. Returns `Err` with the unchanged content if the model is
-    /// not byte pair encoding, or is written in an unusual form.
-    pub(super) fn split(mut whole: Value, bytes: &[u8]) -> Result<Self, Value> {
+impl<'f> BpeFile<'f> {
+    /// Separates the parts of the file with the content `bytes`. Returns `Err` with the unchanged
+    /// content if the model is not byte pair encoding, or is written in an unusual form.
+    pub(super) fn split(mut whole: Value, bytes: &'f [u8]) -> Result<Self, Value> {
+        // Repeated keys are an error here, while the library takes the last of them.
+        let Ok(RawFile { model: raw_model }) = serde_json::from_slice(bytes) else {
+            return Err(whole);
+        };
         let model = &whole["model"];
-        // Repeated keys are an error of `RawFile`, while the library takes the last of them.
-        let is_usual = serde_json::from_slice::<RawFile<'_>>(bytes).is_ok()
-            && model["type"] == "BPE"
+        let is_usual = model["type"] == "BPE"
             && model["vocab"].is_object()
             && model["merges"]
                 .as_array()
@@ -72,11 +77,12 @@ impl BpeFile {
         let merges = std::mem::replace(&mut model["merges"], json!([]));
         let listed = std::mem::replace(&mut whole["added_tokens"], json!([]));
         match (Tokenizer::deserialize(&whole), parse_added_tokens(&listed)) {
-            (Ok(shell), Some(added)) => Ok(Self {
-                shell,
+            (Ok(library_base), Some(added)) => Ok(Self {
+                library_base,
                 added,
                 vocab,
                 merges,
+                raw_model,
             }),
             _ => {
                 whole["model"]["vocab"] = vocab;
@@ -87,40 +93,40 @@ impl BpeFile {
         }
     }
 
-    /// Builds the tokenizer. `bytes` is the file, from which vocabulary and merges are parsed
-    /// again, so that both libraries can consume them.
-    pub(super) fn build(
-        self,
-        bytes: &[u8],
-        fast_path: FastPath,
-    ) -> tokenizers::Result<BuiltTokenizer> {
+    /// Builds the tokenizer.
+    pub(super) fn build(self, fast_path: FastPath) -> tokenizers::Result<BuiltTokenizer> {
         let Self {
-            shell,
+            library_base,
             added,
             vocab,
             merges,
+            raw_model,
         } = self;
         let written = (fast_path == FastPath::Built)
-            .then(|| written_form(&shell, vocab, merges))
+            .then(|| serialize_base(&library_base, vocab, merges))
             .transpose()?;
         // On one thread, so that the allocator reuses the memory of this step for the next one.
-        let draft = written.and_then(|written| {
-            catch_unwind(AssertUnwindSafe(|| FastDraft::new(written)))
+        let fast_base = written.and_then(|written| {
+            catch_unwind(AssertUnwindSafe(|| BaseFastTokenizer::new(written)))
                 .ok()
                 .and_then(Result::ok)
         });
-        let mut library = shell;
-        let model = build_model(library.get_model(), bytes)?;
+        let mut library = library_base;
+        let model = build_model(library.get_model(), &raw_model)?;
         library.with_model(ModelWrapper::BPE(model));
         library.add_tokens(added)?;
-        Ok(BuiltTokenizer { library, draft })
+        Ok(BuiltTokenizer { library, fast_base })
     }
 }
 
 /// Returns the tokenizer without added tokens as the library would write it, so that absent keys
 /// have the library's defaults.
-fn written_form(shell: &Tokenizer, vocab: Value, merges: Value) -> tokenizers::Result<Value> {
-    let mut written = serde_json::to_value(shell)?;
+fn serialize_base(
+    library_base: &Tokenizer,
+    vocab: Value,
+    merges: Value,
+) -> tokenizers::Result<Value> {
+    let mut written = serde_json::to_value(library_base)?;
     written["truncation"] = Value::Null;
     written["padding"] = Value::Null;
     written["model"]["vocab"] = vocab;
@@ -171,13 +177,12 @@ struct RawModel<'f> {
 }
 
 /// Builds the library's model with the settings of `settings`, which has no vocabulary.
-fn build_model(settings: &ModelWrapper, bytes: &[u8]) -> tokenizers::Result<BPE> {
+fn build_model(settings: &ModelWrapper, raw: &RawModel<'_>) -> tokenizers::Result<BPE> {
     let ModelWrapper::BPE(settings) = settings else {
         return Err("the model is not byte pair encoding".into());
     };
-    let RawFile { model } = serde_json::from_slice(bytes)?;
-    let vocab: Vocab = serde_json::from_str(model.vocab.get())?;
-    let merges = parse_merges(model.merges.get())?;
+    let vocab: Vocab = serde_json::from_str(raw.vocab.get())?;
+    let merges = parse_merges(raw.merges.get())?;
     let mut builder = BpeBuilder::new()
         .vocab_and_merges(vocab, merges)
         .fuse_unk(settings.fuse_unk)
@@ -223,7 +228,7 @@ mod tests {
         let bytes = serde_json::to_vec(whole).unwrap();
         let known = Tokenizer::from_bytes(&bytes).unwrap();
         let file = BpeFile::split(whole.clone(), &bytes).ok().unwrap();
-        let built = file.build(&bytes, FastPath::Built).unwrap();
+        let built = file.build(FastPath::Built).unwrap();
         assert_eq!(built.library.get_model(), known.get_model());
         assert_eq!(
             built.library.get_added_tokens_decoder(),

@@ -92,7 +92,7 @@ impl TokenizerSource<'_> {
         rebuild::rebuild(&mut whole, self.class, self.metadata)
             .map_err(|problem| self.content(problem))?;
         let built = match BpeFile::split(whole, self.bytes) {
-            Ok(file) => file.build(self.bytes, fast_path),
+            Ok(file) => file.build(fast_path),
             Err(whole) => self.build_by_library(&whole).map(BuiltTokenizer::from),
         };
         built
