@@ -15,6 +15,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use warmroute_core::engine_settings::EngineSettings;
+use warmroute_core::fleet::Fleet;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
 use warmroute_engines::engine_client::EngineError;
@@ -45,6 +46,8 @@ pub(super) struct EngineReports {
 
 /// Interval of checks for new workers.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
+/// Maximum time between two scans of an unchanged fleet.
+const MAX_SCAN_AGE: Duration = Duration::from_secs(1);
 /// Maximum number of concurrent queries.
 const MAX_CONCURRENT_QUERIES: usize = 16;
 
@@ -105,9 +108,16 @@ impl EngineSettingsPoller {
         let mut known: HashMap<EngineKey, PolledEngine> = HashMap::new();
         let mut queries = PendingQueries::new();
         let mut ticks = tokio::time::interval(SCAN_INTERVAL);
+        let mut last_scan = None;
         loop {
             tokio::select! {
-                _ = ticks.tick() => {}
+                _ = ticks.tick() => {
+                    let fleet = self.router.fleet();
+                    if is_recent_scan(last_scan.as_ref(), &fleet) {
+                        continue;
+                    }
+                    last_scan = Some((fleet, Instant::now()));
+                }
                 Some((key, responses)) = queries.next(), if !queries.is_empty() => {
                     if let Some(known) = known.get_mut(&key) {
                         let wait = if responses.is_retryable() { REQUERY_DELAY } else { config_rx.borrow().settings.interval.get() };
@@ -242,6 +252,12 @@ pub(super) fn disabled() -> Arc<EngineReports> {
     })
 }
 
+/// Returns true if the last scan covered this fleet and is newer than [`MAX_SCAN_AGE`].
+fn is_recent_scan(last_scan: Option<&(Arc<Fleet>, Instant)>, fleet: &Arc<Fleet>) -> bool {
+    last_scan
+        .is_some_and(|(scanned, at)| Arc::ptr_eq(scanned, fleet) && at.elapsed() < MAX_SCAN_AGE)
+}
+
 async fn query_engine(
     poll_config: Arc<SettingsPollConfig>,
     metrics: Arc<Metrics>,
@@ -250,11 +266,15 @@ async fn query_engine(
 ) -> (EngineKey, EngineResponses) {
     let client = &poll_config.client;
     let url = poll_config.engines.url(key.1);
-    let (page, sources, models) = tokio::join!(
-        client.metrics(&url),
-        client.kv_event_sources(&url),
-        client.models(&url)
-    );
+    // The later calls reuse the connection of the first. If the engine does not respond, they are
+    // concurrent, because each may wait for its timeout.
+    let page = client.metrics(&url).await;
+    let (sources, models) = if page.as_ref().is_err_and(EngineError::is_transient) {
+        tokio::join!(client.kv_event_sources(&url), client.models(&url))
+    } else {
+        let sources = client.kv_event_sources(&url).await;
+        (sources, client.models(&url).await)
+    };
     let responses = EngineResponses {
         caches: count_outcome(&metrics, page.map(|page| page.caches())),
         sources: count_outcome(&metrics, sources),

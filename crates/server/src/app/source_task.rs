@@ -20,8 +20,11 @@ use warmroute_runtime::lifecycle::{ReadyGuard, supervise};
 use crate::api::{RankWriters, RegisteredWriter};
 use crate::cluster::warm_start::{self, WarmStart};
 
-/// Interval of checks for silent sources.
-const CHECK_INTERVAL: Duration = Duration::from_secs(1);
+/// Maximum interval between checks for silent sources. With a thousand sources, frequent checks
+/// would take most of the idle CPU time.
+const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
+/// Minimum interval between these checks.
+const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Returns the name of the task in metrics.
 pub(super) fn task_name(rank: WorkerRank) -> String {
@@ -145,7 +148,7 @@ impl SourceTask {
         monitor: &SourceMonitor,
         mut ready: Option<ReadyGuard>,
     ) {
-        let mut ticks = tokio::time::interval(CHECK_INTERVAL);
+        let mut next_check = Instant::now();
         loop {
             let live = *states.borrow_and_update() == SourceState::Live;
             self.publish_status(monitor.status());
@@ -158,9 +161,19 @@ impl SourceTask {
                     ready.take().into_iter().for_each(ReadyGuard::give_up);
                 }
                 () = monitor.changed() => {}
-                _ = ticks.tick() => self.check_silence(monitor),
+                () = tokio::time::sleep_until(next_check) => {
+                    self.check_silence(monitor);
+                    next_check = Instant::now() + self.check_interval();
+                }
             }
         }
+    }
+
+    /// Returns the interval between checks for silence: a fraction of the time after which a source
+    /// counts as silent.
+    fn check_interval(&self) -> Duration {
+        let silence_after = self.router.settings().freshness.silence_after;
+        (silence_after / 4).clamp(MIN_CHECK_INTERVAL, MAX_CHECK_INTERVAL)
     }
 
     /// Publishes the freshness to the router, and logs changes.

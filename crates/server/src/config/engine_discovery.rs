@@ -18,7 +18,7 @@ impl Default for EngineDiscoveryConfig {
     fn default() -> Self {
         Self {
             enabled: true,
-            interval: DurationSetting::seconds(60),
+            interval: DurationSetting::seconds(300),
         }
     }
 }
@@ -27,7 +27,7 @@ impl EngineDiscoveryConfig {
     /// Checks the values.
     pub fn problems(&self) -> Vec<Problem> {
         let zero = self.interval.get().is_zero();
-        let text = "an interval of 0s would query without pause; the default is 1m";
+        let text = "an interval of 0s would query without pause; the default is 5m";
         zero.then(|| Problem::of("interval", text))
             .into_iter()
             .collect()
