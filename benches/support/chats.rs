@@ -48,7 +48,7 @@ pub(crate) fn library() -> tokenizers::Tokenizer {
 /// differ.
 pub(crate) fn messages(chat: usize, count: usize, bytes: usize) -> Vec<Value> {
     let pages = include_str!("../../README.md").to_owned()
-        + include_str!("../../crates/tokens/src/prompt/resume/cache.rs");
+        + include_str!("../../crates/tokens/src/prompt_cache.rs");
     let words: Vec<&str> = pages.split_inclusive(' ').collect();
     let message = |number: usize| {
         let mut content = format!("Chat {chat}, message {number}: ");

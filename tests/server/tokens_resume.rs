@@ -31,9 +31,9 @@ use serde_json::{Value, json};
 use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, PromptContent};
 use warmroute_core::worker::BlockSize;
 use warmroute_metrics::{Metrics, OutcomeLabel};
-use warmroute_tokens::openai::{self, ApiKind};
+use warmroute_tokens::openai::{self, ApiKind, MessageCache};
 use warmroute_tokens::prompt::{
-    Config, Encoder, LoadError, ModelTraits, PromptCache, RenderedPrompt,
+    Config, Encoder, LoadError, ModelTraits, PromptCache, RenderedPrompt, TokenBudget,
 };
 
 use crate::support::long_tests::long_or_short;
@@ -52,6 +52,7 @@ struct TestedTokenizer {
     name: String,
     encoder: Encoder,
     cache: Arc<PromptCache>,
+    message_cache: MessageCache,
     metrics: Arc<Metrics>,
     /// Contents of its added tokens.
     added: Vec<String>,
@@ -67,6 +68,8 @@ struct RunFigures {
     bytes: AtomicUsize,
     blocks: AtomicUsize,
     failed: AtomicUsize,
+    /// Prompts of which only the end was rendered.
+    resumed_prompts: AtomicUsize,
 }
 
 /// Loads a tokenizer with the template next to it. If the template of a downloaded tokenizer is not
@@ -118,6 +121,7 @@ fn tested_tokenizer(name: &str, directory: &Path, ours: bool) -> TestedTokenizer
     TestedTokenizer {
         name: name.to_owned(),
         encoder,
+        message_cache: MessageCache::new(cache.clone()),
         cache,
         metrics,
         added,
@@ -242,14 +246,15 @@ fn conversation(
     let system = tested_tokenizer.systems.choose(random).unwrap().clone();
     if tested_tokenizer.has_template && random.random_bool(0.2) {
         let mut messages = vec![json!({"role": "system", "content": system})];
+        let max_length = *[500, 6000].choose(random).unwrap();
+        let special = random.random_bool(0.2);
         let turn = |_| {
             messages.push(
-                json!({"role": "user", "content": text(random, &tested_tokenizer.added, 500)}),
+                json!({"role": "user", "content": text(random, &tested_tokenizer.added, max_length)}),
             );
-            let request =
-                json!({"messages": messages, "add_special_tokens": random.random_bool(0.2)});
+            let request = json!({"messages": messages, "add_special_tokens": special});
             messages.push(
-                json!({"role": "assistant", "content": text(random, &tested_tokenizer.added, 500)}),
+                json!({"role": "assistant", "content": text(random, &tested_tokenizer.added, max_length)}),
             );
             (ApiKind::ChatCompletions, request)
         };
@@ -363,6 +368,40 @@ fn compare(
     );
 }
 
+/// Compares the tokens of a prompt with cached messages and text to those computed without a cache.
+fn compare_cached(
+    tested_tokenizer: &TestedTokenizer,
+    api: ApiKind,
+    body: &[u8],
+    figures: &RunFigures,
+) {
+    let TestedTokenizer {
+        name,
+        encoder,
+        message_cache,
+        ..
+    } = tested_tokenizer;
+    let request = openai::parse(api, body).unwrap();
+    let (cached, reuse) =
+        openai::parse_body_cached(api, None, body, message_cache, Some("tenant")).unwrap();
+    assert_eq!(cached, request, "{name}");
+    let plain = encoder.encode(&request);
+    let resumed = encoder.render_cached(&cached, reuse).and_then(|rendered| {
+        let is_resumed = usize::from(rendered.is_resumed());
+        figures
+            .resumed_prompts
+            .fetch_add(is_resumed, Ordering::Relaxed);
+        encoder.tokenize_bounded(&rendered, Some("tenant"), &TokenBudget::UNLIMITED)
+    });
+    match (plain, resumed) {
+        (Ok(plain), Ok(resumed)) => {
+            let resumed = resumed.iter().map(|bounded| &*bounded.tokens);
+            assert!(plain.prompts.iter().eq(resumed), "{name}: {request:?}");
+        }
+        (plain, resumed) => assert_eq!(plain.err(), resumed.err(), "{name}"),
+    }
+}
+
 fn converse(random: &mut impl Rng, tested_tokenizer: &TestedTokenizer, figures: &RunFigures) {
     if random.random_bool(0.02) {
         // No cache, almost none, room for a few prompts, or enough.
@@ -373,7 +412,9 @@ fn converse(random: &mut impl Rng, tested_tokenizer: &TestedTokenizer, figures: 
         );
     }
     for (api, request) in conversation(random, tested_tokenizer) {
-        let request = openai::parse(api, &serde_json::to_vec(&request).unwrap()).unwrap();
+        let body = serde_json::to_vec(&request).unwrap();
+        compare_cached(tested_tokenizer, api, &body, figures);
+        let request = openai::parse(api, &body).unwrap();
         // Templates reject some conversations.
         if let Ok(rendered) = tested_tokenizer.encoder.render(&request) {
             compare(random, tested_tokenizer, &rendered, figures);
@@ -439,11 +480,12 @@ fn report(name: &str, tested_tokenizer: &TestedTokenizer, figures: &RunFigures, 
     let all = metrics.tokens.prompt_cache_lookup_tokens.get();
     println!(
         "{name}: {} conversations, {} prompts, {} MB, {} blocks: 0 differences; {hits} hits, {misses} misses, {not_resumable} not resumable; \
-         {resumed} of {all} tokens resumed, {} pieces evicted; {:.1?}",
+         {resumed} of {all} tokens resumed, {} prompts rendered from a checkpoint, {} pieces evicted; {:.1?}",
         figures.conversations.load(Ordering::Relaxed),
         figures.prompts.load(Ordering::Relaxed),
         figures.bytes.load(Ordering::Relaxed) / 1_000_000,
         figures.blocks.load(Ordering::Relaxed),
+        figures.resumed_prompts.load(Ordering::Relaxed),
         metrics.tokens.prompt_cache_evictions.get(),
         elapsed,
     );
@@ -515,6 +557,45 @@ fn prompt_of_boundary_tokens_stays_within_cache_limit() {
             );
         }
     }
+}
+
+#[test]
+fn next_turns_render_only_new_messages() {
+    let tested_tokenizer = tested_tokenizer("qwen2.5", &shipped("qwen2.5"), true);
+    let figures = RunFigures::default();
+    let text = "a line of the conversation with <|im_end|> inside\n".repeat(200);
+    let mut messages = vec![json!({"role": "system", "content": text})];
+    let resumed = |messages: &[Value]| {
+        let before = figures.resumed_prompts.load(Ordering::Relaxed);
+        let body = json!({"messages": messages}).to_string();
+        compare_cached(
+            &tested_tokenizer,
+            ApiKind::ChatCompletions,
+            body.as_bytes(),
+            &figures,
+        );
+        figures.resumed_prompts.load(Ordering::Relaxed) - before
+    };
+    for turn in 0..4 {
+        messages.push(json!({"role": "user", "content": text}));
+        assert_eq!(resumed(&messages), usize::from(turn > 0), "turn {turn}");
+        messages.push(json!({"role": "assistant", "content": "short"}));
+    }
+    // Other conversations with the same beginning resume after the first of them was rendered.
+    for (other, expected) in [(1, 0), (2, 1), (3, 1)] {
+        let question = format!("{other} {text}");
+        let branch = [
+            &messages[..3],
+            &[json!({"role": "user", "content": question})],
+        ]
+        .concat();
+        assert_eq!(resumed(&branch), expected, "branch {other}");
+    }
+    // After the cache is emptied, the whole text is rendered.
+    tested_tokenizer.cache.resize(0);
+    tested_tokenizer.cache.resize(16 << 20);
+    assert_eq!(resumed(&messages), 0);
+    assert_eq!(resumed(&messages), 1);
 }
 
 #[test]

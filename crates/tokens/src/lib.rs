@@ -8,3 +8,4 @@
 
 pub mod openai;
 pub mod prompt;
+mod prompt_cache;

@@ -16,6 +16,7 @@ pub mod json_repair;
 mod json_scan;
 mod json_stream;
 mod lax;
+mod message_cache;
 mod multipart;
 mod nvext;
 pub mod paths;
@@ -42,6 +43,8 @@ pub use content_part::{
 };
 pub use json::{JsonError, JsonObject, JsonValue};
 pub use json_edit::text_at_path;
+pub(crate) use message_cache::{ChunkMessages, MessagePrefix};
+pub use message_cache::{MessageCache, MessageReuse};
 pub use multipart::multipart_boundary;
 pub use nvext::{AgentHints, NvExt, RoutingConstraints, SessionAction, SessionControl};
 pub use paths::ApiPaths;
@@ -287,6 +290,24 @@ pub fn parse_body(
             0,
         )),
         None => parse(api, body),
+    }
+}
+
+/// Parses a body like [`parse_body`], and reuses cached messages of earlier bodies. Tenants share no
+/// messages. Also returns the prefixes found and stored.
+pub fn parse_body_cached(
+    api: ApiKind,
+    boundary: Option<&str>,
+    body: &[u8],
+    cache: &MessageCache,
+    tenant: Option<&str>,
+) -> Result<(ApiRequest, MessageReuse), ParseError> {
+    let cached = (api == ApiKind::ChatCompletions)
+        .then(|| chat::parse_cached(body, cache, tenant))
+        .flatten();
+    match cached {
+        Some(parsed) => Ok(parsed),
+        None => parse_body(api, boundary, body).map(|request| (request, MessageReuse::default())),
     }
 }
 

@@ -5,6 +5,7 @@
 //! differ from the engine is an [`EncodeError`], and the caller falls back to load-only routing.
 
 mod bounded_tokens;
+mod cached_render;
 mod content_format;
 mod continuation;
 mod conversation;
@@ -44,6 +45,7 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 use tokenizers::Encoding;
 
+pub use crate::prompt_cache::PromptCache;
 pub use bounded_tokens::BoundedTokens;
 pub use engine::{EngineKind, ModelTraits, TransformersVersion};
 use fast::VerifiedTokenizer;
@@ -51,8 +53,9 @@ use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
 pub use model_files::{LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
-use resume::ResumingTokenizer;
-pub use resume::{PromptCache, PromptTokens};
+pub use resume::PromptTokens;
+pub(crate) use resume::RenderedPrefix;
+use resume::{ResumableText, ResumingTokenizer};
 use template::ChatTemplates;
 use tokenizer_parts::SpecialTokenFrame;
 
@@ -82,7 +85,7 @@ pub enum TokenExactness {
 }
 
 /// Prompts before tokenization: rendered texts, or token ids of the request.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 pub struct RenderedPrompt<'r> {
     prompts: PromptSource<'r>,
     tokenization: TokenizationOptions,
@@ -90,10 +93,12 @@ pub struct RenderedPrompt<'r> {
     exactness: TokenExactness,
 }
 
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug)]
 enum PromptSource<'r> {
     Texts(Vec<Cow<'r, str>>),
     Tokens(&'r [Vec<u32>]),
+    /// A conversation, or its end after a cached prefix.
+    Chat(ResumableText<'static>),
 }
 
 impl RenderedPrompt<'_> {
@@ -102,12 +107,18 @@ impl RenderedPrompt<'_> {
         self.exactness
     }
 
-    /// Returns the texts; empty if the request already contains token ids.
+    /// Returns the texts; empty if the request already contains token ids, or if the prompt was
+    /// rendered with [`Encoder::render_cached`].
     pub fn texts(&self) -> &[Cow<'_, str>] {
         match &self.prompts {
             PromptSource::Texts(texts) => texts,
-            PromptSource::Tokens(_) => &[],
+            PromptSource::Tokens(_) | PromptSource::Chat(_) => &[],
         }
+    }
+
+    /// Returns true if only the end of the prompt was rendered.
+    pub fn is_resumed(&self) -> bool {
+        matches!(&self.prompts, PromptSource::Chat(text) if text.prefix().is_some())
     }
 }
 
@@ -308,7 +319,7 @@ impl Encoder {
         Ok(all.into_iter().map(|bounded| bounded.tokens).collect())
     }
 
-    /// Tokenizes rendered prompts.
+    /// Tokenizes prompts that were rendered with [`Encoder::render`].
     pub fn tokenize(&self, rendered: &RenderedPrompt<'_>) -> Result<Vec<Vec<u32>>, EncodeError> {
         let limit = truncation_limit(rendered.tokenization)?;
         let tokenizer_side = rendered.tokenization.tokenizer_side;
@@ -319,6 +330,9 @@ impl Encoder {
                 .iter()
                 .map(|tokens| truncate_tokens(tokens, limit, side).to_vec())
                 .collect()),
+            PromptSource::Chat(_) => Err(EncodeError::Tokenize(
+                "a prompt rendered with the cache needs `tokenize_bounded`".to_owned(),
+            )),
             PromptSource::Texts(texts) => {
                 let special = rendered.add_special_tokens;
                 self.check_special_tokens(special)?;

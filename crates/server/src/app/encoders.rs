@@ -11,6 +11,7 @@ use tracing::{info, warn};
 use warmroute_core::block::BlockWindows;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::Metrics;
+use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::{
     self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
 };
@@ -23,6 +24,7 @@ pub(super) struct EncoderRegistry {
     by_fingerprint: Mutex<HashMap<ModelFingerprint, Arc<Encoder>>>,
     by_model: Mutex<Vec<(ModelName, Arc<Encoder>)>>,
     prompts: Arc<PromptCache>,
+    message_cache: Arc<MessageCache>,
 }
 
 /// Models of a configuration, and their tokenizers, which are committed once the configuration is
@@ -37,10 +39,12 @@ pub(super) struct LoadedModels {
 impl EncoderRegistry {
     /// Creates an empty registry.
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
+        let prompts = PromptCache::new(0, metrics.clone());
         Self {
             by_fingerprint: Mutex::default(),
             by_model: Mutex::default(),
-            prompts: PromptCache::new(0, metrics.clone()),
+            message_cache: Arc::new(MessageCache::new(prompts.clone())),
+            prompts,
         }
     }
 
@@ -65,7 +69,7 @@ impl EncoderRegistry {
             })
             .collect();
         let mut loaded = LoadedModels {
-            models: ModelRegistry::default(),
+            models: ModelRegistry::with_message_cache(self.message_cache.clone()),
             encoders: HashMap::new(),
             by_model: Vec::new(),
             prompt_cache: config.requests.limits.prompt_cache_size.bytes(),

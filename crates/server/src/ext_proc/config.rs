@@ -135,8 +135,8 @@ pub struct LimitsConfig {
     /// Maximum number of bodies that wait for these threads, half of them above 256 KiB. Further
     /// requests are routed by load only.
     pub tokenize_queue_length: u32,
-    /// Size of the prompt cache. A prompt that begins like a cached one is tokenized from there on.
-    /// 0: no cache.
+    /// Size of the prompt cache. The prefix that a request shares with a cached one is not parsed
+    /// or tokenized again. 0: no cache.
     pub prompt_cache_size: ByteSize,
     /// Maximum time for queueing and tokenization. Afterwards, the request is routed by the tokens
     /// computed so far.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use tracing::{debug, warn};
 use warmroute_core::block::{BlockHashes, PromptContent, SequenceHash};
 use warmroute_core::router::{Reason, RoutePrompt};
-use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
+use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, ParseError};
 use warmroute_tokens::prompt::PromptTokens;
 
 use super::body::{BodyTruncation, ReceivedBody, RequestBody};
@@ -19,7 +19,7 @@ use super::models::{ResolvedModel, SaltedModel};
 use super::partial_request::{PartialRequest, estimate_tokens};
 use super::preprocessor::RequestPreprocessor;
 use super::queue_slot::EncodeQueueSlot;
-use super::tokenized::{StageTimer, TokenizedPrompts, unknown_prompt_reason};
+use super::tokenized::{ParsedRequest, StageTimer, TokenizedPrompts, unknown_prompt_reason};
 use crate::tracking_hash::{TrackingHash, TrackingScope};
 
 impl RequestPreprocessor {
@@ -164,6 +164,24 @@ impl RequestPreprocessor {
             .id_in_body(body)
     }
 
+    /// Parses a whole body, with cached messages if there is a message cache.
+    fn parse(
+        &self,
+        api: ApiKind,
+        context: &HeaderContext,
+        body: &[u8],
+    ) -> Result<ParsedRequest, ParseError> {
+        let boundary = context.form_boundary.as_deref();
+        match self.parts.models.message_cache() {
+            Some(cache) => {
+                let tenant = context.tenant.as_deref();
+                let parsed = openai::parse_body_cached(api, boundary, body, cache, tenant);
+                parsed.map(|(request, reuse)| ParsedRequest { request, reuse })
+            }
+            None => openai::parse_body(api, boundary, body).map(ParsedRequest::from),
+        }
+    }
+
     /// Parses, tokenizes and hashes a whole body. The model is kept even if the prompt fails, so
     /// that the request still goes to a worker that serves it.
     pub(super) fn encode_whole(
@@ -175,8 +193,8 @@ impl RequestPreprocessor {
         let mut clock = StageTimer::start(context.deadline);
         let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
         partial.session = self.session_in_body(context, body);
-        let mut request = match openai::parse_body(api, context.form_boundary.as_deref(), body) {
-            Ok(request) => request,
+        let mut parsed = match self.parse(api, context, body) {
+            Ok(parsed) => parsed,
             Err(error) => {
                 debug!(%error, "unreadable body");
                 partial.parse_error = Some(error.to_string());
@@ -185,6 +203,7 @@ impl RequestPreprocessor {
             }
         };
         partial.stage_times.push(("parse", clock.lap()));
+        let request = &mut parsed.request;
         partial.max_output_tokens = request.max_output_tokens;
         if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
@@ -195,7 +214,7 @@ impl RequestPreprocessor {
         }
         let cache = partial.take_cache_salt(
             context.tenant.as_deref(),
-            &mut request,
+            request,
             self.parts.clients.trusted,
         );
         let Some(resolved) = partial.set_model(request.model.take(), &self.parts.models) else {
@@ -207,9 +226,9 @@ impl RequestPreprocessor {
         if request.prompt == openai::PromptInput::NoPrompt {
             return partial;
         }
-        self.set_max_length(&resolved, &mut request);
+        self.set_max_length(&resolved, request);
         let model = SaltedModel::new(resolved, cache);
-        if self.apply_engine_tokens(&model, context, &request, &mut partial) {
+        if self.apply_engine_tokens(&model, context, request, &mut partial) {
             return partial;
         }
         let has_token_data = partial
@@ -219,10 +238,10 @@ impl RequestPreprocessor {
         if matches!(&request.prompt, openai::PromptInput::Chat(chat) if chat.has_media())
             && !has_token_data
         {
-            self.encode_multimodal(&model, &request, &mut partial, &mut clock);
+            self.encode_multimodal(&model, request, &mut partial, &mut clock);
             return partial;
         }
-        match self.tokenize(&model, &request, &mut partial, &mut clock) {
+        match self.tokenize(&model, &parsed, &mut partial, &mut clock) {
             Ok(prompts) => self.hash_prompts(&model, prompts, &mut partial, &mut clock),
             Err(reason) => partial.set_reason(reason),
         }

@@ -4,12 +4,27 @@ use std::time::{Duration, Instant};
 
 use tracing::debug;
 use warmroute_core::router::Reason;
-use warmroute_tokens::openai::{self, UnknownPrompt, UnknownPromptReason};
+use warmroute_tokens::openai::{self, MessageReuse, UnknownPrompt, UnknownPromptReason};
 use warmroute_tokens::prompt::{EncodeError, Encoder, PromptTokens, StopReason, TokenBudget};
 
 use super::models::SaltedModel;
 use super::partial_request::PartialRequest;
 use super::preprocessor::RequestPreprocessor;
+
+/// A parsed request, and its prefixes in the message cache.
+pub(super) struct ParsedRequest {
+    pub(super) request: openai::ApiRequest,
+    pub(super) reuse: MessageReuse,
+}
+
+impl From<openai::ApiRequest> for ParsedRequest {
+    fn from(request: openai::ApiRequest) -> Self {
+        Self {
+            request,
+            reuse: MessageReuse::default(),
+        }
+    }
+}
 
 /// The tokens of a request's prompts, or their first tokens.
 pub(super) struct TokenizedPrompts {
@@ -30,11 +45,12 @@ impl RequestPreprocessor {
     pub(super) fn tokenize(
         &self,
         model: &SaltedModel,
-        request: &openai::ApiRequest,
+        parsed: &ParsedRequest,
         partial: &mut PartialRequest,
         clock: &mut StageTimer,
     ) -> Result<TokenizedPrompts, Reason> {
         let SaltedModel { resolved, salt } = model;
+        let ParsedRequest { request, reuse } = parsed;
         if let Some(mut tokens) = partial
             .extension
             .as_mut()
@@ -55,13 +71,20 @@ impl RequestPreprocessor {
             return Err(unknown_prompt_reason(*unknown));
         }
         let encoder: &Encoder = resolved.model.encoder.as_ref().ok_or(Reason::NoTokenizer)?;
-        let rendered = encoder.render(request).map_err(encode_error_reason)?;
+        let rendered = encoder
+            .render_cached(request, *reuse)
+            .map_err(encode_error_reason)?;
         partial.stage_times.push(("render", clock.lap()));
         let is_over = clock.expiry_check();
         let budget = TokenBudget::new(self.max_prompt_tokens(resolved), &is_over);
-        let bounded = encoder
-            .tokenize_bounded(&rendered, salt.cache.as_deref(), &budget)
-            .map_err(encode_error_reason)?;
+        let mut bounded = encoder.tokenize_bounded(&rendered, salt.cache.as_deref(), &budget);
+        // If tokenization after the cached prefix fails, the whole prompt is rendered.
+        if bounded.is_err() && rendered.is_resumed() {
+            bounded = encoder.render(request).and_then(|rendered| {
+                encoder.tokenize_bounded(&rendered, salt.cache.as_deref(), &budget)
+            });
+        }
+        let bounded = bounded.map_err(encode_error_reason)?;
         partial.stage_times.push(("tokenize", clock.lap()));
         partial.is_own_tokenization = !matches!(request.prompt, openai::PromptInput::Tokens(_));
         let stopped = bounded

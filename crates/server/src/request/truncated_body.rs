@@ -15,7 +15,7 @@ use super::header_context::HeaderContext;
 use super::models::SaltedModel;
 use super::partial_request::{PartialRequest, estimate_tokens};
 use super::preprocessor::RequestPreprocessor;
-use super::tokenized::{StageTimer, TokenizedPrompts};
+use super::tokenized::{ParsedRequest, StageTimer, TokenizedPrompts};
 
 /// Tokens before the end that the missing text may change.
 const UNSTABLE_TOKENS: usize = 8;
@@ -102,7 +102,8 @@ impl RequestPreprocessor {
             self.parts.clients.trusted,
         );
         let model = SaltedModel::new(resolved, cache);
-        let Ok(tokenized) = self.tokenize(&model, &request, partial, &mut clock) else {
+        let parsed = ParsedRequest::from(request);
+        let Ok(tokenized) = self.tokenize(&model, &parsed, partial, &mut clock) else {
             return;
         };
         let TokenizedPrompts {
@@ -270,7 +271,7 @@ fn is_key(step: &PathSegment, keys: &[&str]) -> bool {
 /// Reduces a conversation to a prefix of a longer one.
 fn truncate_chat(chat: &mut ChatPrompt, open_text: bool) -> Option<()> {
     let uses_tools = |message: &ChatMessage| message.role == "tool" || message.tool_calls.is_some();
-    if chat.tools.is_none() && chat.messages.iter().any(uses_tools) {
+    if chat.tools.is_none() && chat.messages.iter().any(|message| uses_tools(message)) {
         return None;
     }
     // Other APIs have a field for the system prompt, and nearly all requests set it.
@@ -293,7 +294,7 @@ fn truncate_chat(chat: &mut ChatPrompt, open_text: bool) -> Option<()> {
             .any(|part| !matches!(part.meaning(), PartMeaning::Text(_) | PartMeaning::Skipped)),
         _ => false,
     };
-    if let Some(first) = chat.messages.iter().position(has_media) {
+    if let Some(first) = chat.messages.iter().position(|message| has_media(message)) {
         chat.messages.truncate(first);
         chat.continue_final_message = false;
     }

@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::Deserializer;
 use serde_json::value::RawValue;
 
-use super::chat::{ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
+use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
 use super::json::{self, JsonObject, JsonValue};
 use super::{ApiRequest, ParseError, PromptInput, lax};
@@ -95,7 +95,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let system = Some(system)
         .filter(|text| !text.is_empty())
         .map(|text| ChatMessage::with_text("system", text));
-    let messages: Vec<ChatMessage> = system.into_iter().chain(turns.messages).collect();
+    let messages = chat::wrap_in_arc(system.into_iter().chain(turns.messages));
     if messages.is_empty() {
         return Err(ParseError::Empty("messages"));
     }

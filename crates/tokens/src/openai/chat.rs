@@ -3,6 +3,7 @@
 //! order, because the order changes the tokens.
 
 use std::fmt;
+use std::sync::Arc;
 
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
@@ -11,6 +12,7 @@ use serde_json::value::RawValue;
 
 use super::content_part::{ContentPart, MediaItem};
 use super::json::{self, JsonObject, JsonValue};
+use super::message_cache::{MessageCache, MessageReuse};
 use super::plain_messages::{self, PlainMessages};
 use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide, lax};
 
@@ -18,7 +20,7 @@ use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, Truncation
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct ChatPrompt {
     /// Messages, oldest first.
-    pub messages: Vec<ChatMessage>,
+    pub messages: Vec<Arc<ChatMessage>>,
     /// Tools offered to the model, unchanged.
     pub tools: Option<Vec<JsonValue>>,
     /// Documents for retrieval templates, unchanged.
@@ -142,7 +144,7 @@ impl ChatPrompt {
         let messages = self
             .messages
             .iter()
-            .map(ChatMessage::text_bytes)
+            .map(|message| message.text_bytes())
             .sum::<usize>();
         messages + offered.map(JsonValue::text_bytes).sum::<usize>()
     }
@@ -269,15 +271,47 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     parse_with_serde(text)
 }
 
+/// Parses a body, and reuses cached messages of earlier bodies. Returns `None` if the cache is not
+/// usable for the body, or if the body is invalid.
+pub(super) fn parse_cached(
+    body: &[u8],
+    cache: &MessageCache,
+    tenant: Option<&str>,
+) -> Option<(ApiRequest, MessageReuse)> {
+    let (messages, rest) = plain_messages::read_cached(body, cache, tenant)?;
+    let fields = serde_json::from_str(&rest).ok()?;
+    let request = parse_body(fields, Some(messages.messages())).ok()?;
+    // The name of the salt may be written with escapes.
+    let may_have_salt = |extension: &str| extension.contains('\\');
+    if request.cache_salt.is_some() || request.nvext.as_deref().is_some_and(may_have_salt) {
+        return None;
+    }
+    let has_media = matches!(&request.prompt, PromptInput::Chat(chat) if chat.has_media());
+    let reuse = if has_media {
+        // Images would evict many prompts.
+        MessageReuse::default()
+    } else {
+        cache.store(&messages, &rest)
+    };
+    Some((request, reuse))
+}
+
 pub(super) fn parse_with_serde(text: &str) -> Result<ApiRequest, ParseError> {
     let mut body: ChatBody<'_> = serde_json::from_str(text)?;
     let messages = body.messages.take();
-    parse_body(body, messages)
+    parse_body(body, messages.map(wrap_in_arc))
+}
+
+/// Wraps each message in an [`Arc`].
+pub(super) fn wrap_in_arc(
+    messages: impl IntoIterator<Item = ChatMessage>,
+) -> Vec<Arc<ChatMessage>> {
+    messages.into_iter().map(Arc::new).collect()
 }
 
 fn parse_body(
     body: ChatBody<'_>,
-    messages: Option<Vec<ChatMessage>>,
+    messages: Option<Vec<Arc<ChatMessage>>>,
 ) -> Result<ApiRequest, ParseError> {
     let messages = messages.ok_or(ParseError::Missing("messages"))?;
     if messages.is_empty() {

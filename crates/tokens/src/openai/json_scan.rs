@@ -361,6 +361,16 @@ pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
     if count_separators(bytes) < max {
         return false;
     }
+    count_values_to(bytes, max) > max
+}
+
+/// Returns the number of values of a document. Keys are not counted.
+pub(super) fn count_values(bytes: &[u8]) -> usize {
+    count_values_to(bytes, usize::MAX)
+}
+
+/// Counts values until there are more than `max`.
+fn count_values_to(bytes: &[u8], max: usize) -> usize {
     let mut values = 1;
     let mut rest = bytes;
     loop {
@@ -370,16 +380,17 @@ pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
             .filter(|byte| is_separator(**byte))
             .count();
         if values > max {
-            return true;
+            return values;
         }
         let Some(end) = end_of_text(rest, quote) else {
-            return false;
+            return values;
         };
         rest = &rest[end..];
     }
 }
 
-fn count_separators(bytes: &[u8]) -> usize {
+/// Returns an upper bound on the number of values after the first.
+pub(super) fn count_separators(bytes: &[u8]) -> usize {
     // Sums of single bytes are vectorized. They do not overflow in a block of this length.
     let count_in_block = |block: &[u8]| {
         let sum: u8 = block.iter().map(|byte| u8::from(is_separator(*byte))).sum();

@@ -5,18 +5,27 @@
 //! The reader accepts only what `serde_json` accepts, with the same result. For all other bodies it
 //! returns `None`, so they have the errors of `serde_json`.
 
-use memchr::memchr2_iter;
+use std::sync::Arc;
+
+use memchr::{memchr2_iter, memmem};
 use serde::Deserialize;
 
 use super::chat::{ChatMessage, MessageContent};
-use super::json_scan;
+use super::message_cache::{BodyMessages, CHUNK_BYTES, MessageCache, ParsedMessage};
+use super::{MAX_JSON_VALUES, json_scan};
 
 /// Minimum length of a body. For shorter ones, `serde_json` alone is fast enough.
 const MIN_BYTES: usize = 2 << 10;
 
+/// Minimum length of a body whose messages are cached. Shorter ones rarely fill a chunk.
+const MIN_CACHED_BYTES: usize = 2 * CHUNK_BYTES;
+
+/// End of the key of a cache salt. Inside a text, the quote would be escaped.
+const SALT_KEY_END: &[u8] = b"cache_salt\"";
+
 /// The messages of a body, and the rest of the body with an empty list in their place.
 pub(super) struct PlainMessages {
-    pub(super) messages: Vec<ChatMessage>,
+    pub(super) messages: Vec<Arc<ChatMessage>>,
     pub(super) rest: String,
 }
 
@@ -28,23 +37,61 @@ struct NestedMessage {
 
 /// Reads the messages of a body.
 pub(super) fn read(text: &str) -> Option<PlainMessages> {
-    // Control characters are errors inside strings. Bodies with any of them, such as indented JSON,
-    // are left to `serde_json`.
     if text.len() < MIN_BYTES || has_control_characters(text.as_bytes()) {
         return None;
     }
-    let start = messages_start(text)?;
-    let mut reader = MessageReader {
-        text,
-        at: start,
-        unescaped: String::new(),
-    };
-    let messages = reader.messages()?;
-    let end = reader.at;
-    let rest = [&text[..start], "[]", &text[end..]].concat();
-    Some(PlainMessages { messages, rest })
+    let start = messages_start(text.as_bytes())?;
+    let mut reader = MessageReader::new(&text[start..], 0);
+    reader.consume(b'[')?;
+    reader.messages()?;
+    let messages = reader.parsed.into_iter().map(|parsed| parsed.message);
+    Some(PlainMessages {
+        messages: messages.collect(),
+        rest: [&text[..start], "[]", &text[start + reader.at..]].concat(),
+    })
 }
 
+/// Reads the messages of a body, and reuses cached messages of earlier bodies. Returns them with the
+/// rest of the body. A body with a cache salt does not use the cache, so that the parse time does
+/// not reveal requests of other tenants.
+pub(super) fn read_cached<'b>(
+    body: &'b [u8],
+    cache: &MessageCache,
+    tenant: Option<&str>,
+) -> Option<(BodyMessages<'b>, String)> {
+    if body.len() < MIN_CACHED_BYTES
+        || !cache.is_enabled()
+        || memmem::find(body, SALT_KEY_END).is_some()
+    {
+        return None;
+    }
+    let start = messages_start(body)?;
+    let (head, list) = body.split_at(start);
+    let cached = cache.find(list, tenant);
+    let unread = &list[cached.end..];
+    let unread_values = json_scan::count_separators(head) + json_scan::count_separators(unread);
+    if [head, unread].into_iter().any(has_control_characters)
+        || cached.value_count + unread_values >= MAX_JSON_VALUES
+    {
+        return None;
+    }
+    let head = std::str::from_utf8(head).ok()?;
+    let unread = std::str::from_utf8(unread).ok()?;
+    let mut reader = MessageReader::new(unread, cached.end);
+    if cached.messages.is_empty() {
+        reader.consume(b'[')?;
+        reader.messages()?;
+    } else {
+        reader.following_messages()?;
+    }
+    let MessageReader { at, parsed, .. } = reader;
+    let rest = [head, "[]", &unread[at..]].concat();
+    let list = &list[..cached.end + at];
+    Some((BodyMessages::new(cached, list, parsed), rest))
+}
+
+/// Returns true if the bytes contain control characters, which are errors inside strings. Bodies
+/// with any of them, such as indented JSON, are left to `serde_json`.
 fn has_control_characters(bytes: &[u8]) -> bool {
     bytes.chunks(4096).any(|block| {
         block
@@ -54,8 +101,7 @@ fn has_control_characters(bytes: &[u8]) -> bool {
 }
 
 /// Returns the position of the list of messages in the outermost object.
-fn messages_start(text: &str) -> Option<usize> {
-    let bytes = text.as_bytes();
+fn messages_start(bytes: &[u8]) -> Option<usize> {
     let mut at = json_scan::skip_space(bytes, 0);
     if bytes.get(at) != Some(&b'{') {
         return None;
@@ -82,14 +128,28 @@ fn messages_start(text: &str) -> Option<usize> {
     }
 }
 
+/// Reader of a list of messages, or of its last part.
 struct MessageReader<'t> {
     text: &'t str,
     at: usize,
+    /// Number of bytes of the list before the text.
+    offset: usize,
+    parsed: Vec<ParsedMessage>,
     /// Buffer for the string that is being read.
     unescaped: String,
 }
 
-impl MessageReader<'_> {
+impl<'t> MessageReader<'t> {
+    fn new(text: &'t str, offset: usize) -> Self {
+        Self {
+            text,
+            at: json_scan::skip_space(text.as_bytes(), 0),
+            offset,
+            parsed: Vec::new(),
+            unescaped: String::new(),
+        }
+    }
+
     /// Consumes a byte and the white space after it, if the byte is the next one.
     fn consume(&mut self, byte: u8) -> Option<()> {
         let bytes = self.text.as_bytes();
@@ -100,41 +160,51 @@ impl MessageReader<'_> {
         Some(())
     }
 
-    /// Reads a list with at least one message.
-    fn messages(&mut self) -> Option<Vec<ChatMessage>> {
-        let mut messages = Vec::new();
-        self.consume(b'[')?;
+    /// Reads one or more messages and the end of the list.
+    fn messages(&mut self) -> Option<()> {
         loop {
             let start = self.at;
             let message = match self.plain_message() {
                 Some(message) => message,
                 None => self.other_message(start)?,
             };
-            messages.push(message);
+            self.parsed.push(message);
             if self.consume(b',').is_none() {
-                break;
+                return self.consume_list_end();
             }
         }
-        // White space after the list belongs to the rest of the body.
-        (self.text.as_bytes().get(self.at) == Some(&b']')).then(|| {
-            self.at += 1;
-            messages
-        })
+    }
+
+    /// Reads a comma and further messages, if any, and the end of the list.
+    fn following_messages(&mut self) -> Option<()> {
+        match self.consume(b',') {
+            Some(()) => self.messages(),
+            None => self.consume_list_end(),
+        }
+    }
+
+    /// Consumes the end of the list. White space after it belongs to the rest of the body.
+    fn consume_list_end(&mut self) -> Option<()> {
+        (self.text.as_bytes().get(self.at) == Some(&b']')).then(|| self.at += 1)
     }
 
     /// Reads a message of any form, and the white space after it.
-    fn other_message(&mut self, start: usize) -> Option<ChatMessage> {
+    fn other_message(&mut self, start: usize) -> Option<ParsedMessage> {
         let bytes = self.text.as_bytes();
         let end = json_scan::end_of_value(bytes, start)?;
         self.at = json_scan::skip_space(bytes, end);
-        let nested = [r#"{"messages":["#, self.text.get(start..end)?, "]}"].concat();
+        let text = self.text.get(start..end)?;
+        let nested = [r#"{"messages":["#, text, "]}"].concat();
         let nested: NestedMessage = serde_json::from_str(&nested).ok()?;
         let [message] = nested.messages;
-        Some(message)
+        let value_count = json_scan::count_values(text.as_bytes());
+        let end = self.offset + end;
+        Some(ParsedMessage::new(message, end, text.len(), value_count))
     }
 
     /// Reads a message with a role and a text, and the white space after it.
-    fn plain_message(&mut self) -> Option<ChatMessage> {
+    fn plain_message(&mut self) -> Option<ParsedMessage> {
+        let start = self.at;
         let mut role = None;
         let mut content = None;
         self.consume(b'{')?;
@@ -154,12 +224,15 @@ impl MessageReader<'_> {
                 break;
             }
         }
+        let end = self.at + 1;
         self.consume(b'}')?;
-        Some(ChatMessage {
+        let message = ChatMessage {
             role: role?,
             content: content.map(MessageContent::Text),
             ..ChatMessage::default()
-        })
+        };
+        let length = end - start;
+        Some(ParsedMessage::new(message, self.offset + end, length, 0))
     }
 
     /// Reads a string and the white space after it.

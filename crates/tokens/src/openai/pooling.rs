@@ -9,7 +9,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 
-use super::chat::{ChatMessage, ChatPrompt};
+use super::chat::{self, ChatMessage, ChatPrompt};
 use super::completion::PromptList;
 use super::json::{self, JsonObject};
 use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide};
@@ -57,7 +57,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         (Some(PromptList(prompt)), _) => prompt,
         (None, Some(messages)) if messages.is_empty() => return Err(ParseError::Empty("messages")),
         (None, Some(messages)) => PromptInput::Chat(Box::new(ChatPrompt {
-            messages,
+            messages: chat::wrap_in_arc(messages),
             add_generation_prompt: body.add_generation_prompt.unwrap_or(false),
             continue_final_message: body.continue_final_message.unwrap_or(false),
             chat_template: body.chat_template,

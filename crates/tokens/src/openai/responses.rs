@@ -15,7 +15,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::chat::{ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
+use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
 use super::json::{self, JsonObject, JsonValue};
 use super::{
@@ -106,7 +106,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         return Ok(request);
     };
     let system = instructions.map(|text| ChatMessage::with_text("system", text));
-    let messages: Vec<ChatMessage> = system.into_iter().chain(input.messages).collect();
+    let messages = chat::wrap_in_arc(system.into_iter().chain(input.messages));
     if messages.is_empty() {
         return Err(ParseError::Empty("input"));
     }

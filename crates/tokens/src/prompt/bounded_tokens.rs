@@ -1,8 +1,10 @@
 //! Tokenization of prompts within a budget of tokens and time. The result may be only the first
 //! tokens of a prompt.
 
+use std::borrow::Cow;
+
 use super::pieces::{self, StopReason, TokenBudget};
-use super::resume::UnframedTokens;
+use super::resume::{ResumableText, UnframedTokens};
 use super::tokenizer_parts::SpecialTokenFrame;
 use super::{
     EncodeError, Encoder, PromptSource, PromptTokens, RenderedPrompt, TruncationSide,
@@ -55,24 +57,30 @@ impl Encoder {
         let limit = truncation_limit(tokenization)?;
         let named_side = tokenization.truncation_side.filter(|_| limit.is_some());
         let side = named_side.unwrap_or(tokenization.tokenizer_side);
+        let truncation = PromptTruncation {
+            add_special_tokens: rendered.add_special_tokens,
+            max_tokens: limit,
+            side,
+            includes_special_tokens: named_side.is_some(),
+        };
         match &rendered.prompts {
             PromptSource::Tokens(lists) => Ok(lists
                 .iter()
                 .map(|tokens| BoundedTokens::from_ids(truncate_tokens(tokens, limit, side), budget))
                 .collect()),
             PromptSource::Texts(texts) => {
-                let special = rendered.add_special_tokens;
-                self.check_special_tokens(special)?;
-                let truncation = PromptTruncation {
-                    add_special_tokens: special,
-                    max_tokens: limit,
-                    side,
-                    includes_special_tokens: named_side.is_some(),
-                };
+                self.check_special_tokens(rendered.add_special_tokens)?;
+                let whole = |text| ResumableText::new(Cow::Borrowed(text), Vec::new());
                 texts
                     .iter()
-                    .map(|text| self.tokenize_text(text, truncation, cache_namespace, budget))
+                    .map(|text| {
+                        self.tokenize_text(&whole(text), truncation, cache_namespace, budget)
+                    })
                     .collect()
+            }
+            PromptSource::Chat(text) => {
+                let bounded = self.tokenize_text(text, truncation, cache_namespace, budget)?;
+                Ok(vec![bounded])
             }
         }
     }
@@ -80,7 +88,7 @@ impl Encoder {
     /// Tokenizes and truncates one text within a budget.
     fn tokenize_text(
         &self,
-        text: &str,
+        text: &ResumableText<'_>,
         truncation: PromptTruncation,
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
@@ -90,7 +98,7 @@ impl Encoder {
             .as_ref()
             .filter(|_| truncation.add_special_tokens);
         if truncation.add_special_tokens && frame.is_none() {
-            return self.tokenize_post_processed(text, truncation, budget);
+            return self.tokenize_post_processed(text.text(), truncation, budget);
         }
         let text_limit = match truncation.max_tokens {
             Some(limit) if !truncation.includes_special_tokens => Some(text_token_limit(
@@ -151,7 +159,7 @@ impl Encoder {
     /// Tokenizes a text without special tokens, reusing cached prefixes if possible.
     fn tokenize_bare(
         &self,
-        text: &str,
+        text: &ResumableText<'_>,
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
     ) -> Result<UnframedTokens, EncodeError> {
@@ -162,7 +170,12 @@ impl Encoder {
                 Err(_) => resumer.record_failure(),
             }
         }
-        pieces::tokenize_pieces(&self.tokenizer, text, budget)
+        if text.prefix().is_some() {
+            return Err(EncodeError::Tokenize(
+                "tokenization after the cached prefix failed".to_owned(),
+            ));
+        }
+        pieces::tokenize_pieces(&self.tokenizer, text.text(), budget)
             .map(UnframedTokens::from)
             .map_err(tokenizer_error)
     }

@@ -4,6 +4,7 @@
 mod tools;
 
 use std::borrow::Cow;
+use std::sync::Arc;
 
 use minijinja::Value;
 
@@ -173,7 +174,7 @@ const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
 /// Returns the messages in the form that the template receives.
 pub(super) fn template_messages<'m>(
-    messages: &'m [ChatMessage],
+    messages: &'m [Arc<ChatMessage>],
     format: ContentFormat,
     renderer: &mut MediaRenderer<'_>,
 ) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {

@@ -19,11 +19,19 @@ use minijinja::machinery::ast::Stmt;
 use super::conversation::TemplateMessage;
 use super::python_methods::TemplateClock;
 use eval::PlanRun;
+pub(super) use eval::{CheckpointPosition, RenderCheckpoint};
 use plan::{RenderPlan, VariableSlot};
 use value::TemplateValue;
 
 /// The template or a value is not supported.
 struct UnsupportedError;
+
+/// Text rendered by a [`DirectRenderer`].
+pub(super) struct DirectOutput {
+    pub(super) text: String,
+    /// The requested checkpoints that exist.
+    pub(super) checkpoints: Vec<CheckpointPosition>,
+}
 
 /// A compiled template and its clock.
 pub(super) struct DirectRenderer {
@@ -40,12 +48,16 @@ impl DirectRenderer {
         }
     }
 
-    /// Renders a conversation like minijinja. Returns `None` if anything is not supported.
+    /// Renders a conversation like minijinja, after the checkpoint `start` if it is set. Also
+    /// returns the checkpoints after `checkpoints_after` messages that exist. Returns `None` if
+    /// anything is not supported.
     pub(super) fn render(
         &self,
         turns: &[TemplateMessage<'_>],
         variables: &BTreeMap<&str, Value>,
-    ) -> Option<String> {
+        start: Option<RenderCheckpoint>,
+        checkpoints_after: &[usize],
+    ) -> Option<DirectOutput> {
         if variables.keys().any(|name| compile::is_function(name)) {
             return None;
         }
@@ -60,14 +72,17 @@ impl DirectRenderer {
         }
         let texts: usize = turns
             .iter()
+            .skip(start.map_or(0, |start| start.message_count))
             .map(|turn| turn.role.len() + turn.content.text_bytes())
             .sum();
         // Reserves space for the text that templates add around each message.
-        let mut out = String::with_capacity(texts + 64 * turns.len() + 256);
-        PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
-            .steps(&self.plan.steps, &mut out)
+        let mut text = String::with_capacity(texts + 64 * turns.len() + 256);
+        let checkpoints = PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
+            .starting_at(start)
+            .with_checkpoints_after(checkpoints_after)
+            .run(&self.plan.steps, &mut text)
             .ok()?;
-        Some(out)
+        Some(DirectOutput { text, checkpoints })
     }
 
     fn slot(&self, name: &str) -> Option<VariableSlot> {

@@ -4,6 +4,7 @@
 
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 
 use minijinja::{Environment, ErrorKind, Value};
 
@@ -69,7 +70,7 @@ impl InlineSystemMode {
     pub(super) fn arrange_messages(
         self,
         chat: &ChatPrompt,
-    ) -> Result<Cow<'_, [ChatMessage]>, EncodeError> {
+    ) -> Result<Cow<'_, [Arc<ChatMessage>]>, EncodeError> {
         let inline = chat
             .messages
             .iter()
@@ -88,7 +89,7 @@ impl InlineSystemMode {
     }
 }
 
-fn merge_system_messages(messages: &[ChatMessage]) -> Vec<ChatMessage> {
+fn merge_system_messages(messages: &[Arc<ChatMessage>]) -> Vec<Arc<ChatMessage>> {
     let (systems, others): (Vec<_>, Vec<_>) = messages
         .iter()
         .partition(|message| message.role == "system");
@@ -104,7 +105,7 @@ fn merge_system_messages(messages: &[ChatMessage]) -> Vec<ChatMessage> {
         content,
         ..ChatMessage::default()
     };
-    std::iter::once(first)
+    std::iter::once(Arc::new(first))
         .chain(others.into_iter().cloned())
         .collect()
 }

@@ -6,6 +6,8 @@
 //! the conversation is rendered as it is and with possible continuations, and only the common
 //! prefix is used.
 
+use std::sync::Arc;
+
 use super::EncodeError;
 use super::content_format::ContentFormat;
 use crate::openai::{
@@ -52,6 +54,7 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
         content: Some(MessageContent::Text(UNKNOWN_TEXT.to_owned())),
         ..ChatMessage::default()
     };
+    let new_message = |role: &str| Arc::new(message_of(role));
     let mut whole = ChatPrompt {
         add_generation_prompt: false,
         continue_final_message: false,
@@ -66,10 +69,10 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
             .get("id")
             .and_then(JsonValue::as_str)
             .map(str::to_owned);
-        ChatMessage {
+        Arc::new(ChatMessage {
             tool_call_id,
             ..message_of("tool")
-        }
+        })
     });
     whole.messages.extend(answers);
     let turns: &[&str] = match last.role.as_str() {
@@ -79,17 +82,17 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
     };
     whole
         .messages
-        .extend(turns.iter().map(|role| message_of(role)));
+        .extend(turns.iter().map(|role| new_message(role)));
     // A conversation with developer messages may continue with another one.
     if chat
         .messages
         .iter()
         .any(|message| message.role == "developer")
     {
-        whole.messages.push(message_of("developer"));
+        whole.messages.push(new_message("developer"));
     }
     if chat.allows_inline_system_messages {
-        whole.messages.push(message_of("system"));
+        whole.messages.push(new_message("system"));
     }
     whole
 }
@@ -97,7 +100,7 @@ fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
 /// Adds all fields and parts to the last message that the missing part of the conversation may add.
 fn with_additions(chat: &ChatPrompt, format: ContentFormat) -> ChatPrompt {
     let mut chat = chat.clone();
-    let Some(last) = chat.messages.last_mut() else {
+    let Some(last) = chat.messages.last_mut().map(Arc::make_mut) else {
         return chat;
     };
     match (&mut last.content, format) {
@@ -136,7 +139,7 @@ fn with_additions(chat: &ChatPrompt, format: ContentFormat) -> ChatPrompt {
 /// that becomes reasoning, tool calls after a text, and arguments that the template closes itself.
 fn with_rewritten_content(chat: &ChatPrompt) -> ChatPrompt {
     let mut chat = chat.clone();
-    let Some(last) = chat.messages.last_mut() else {
+    let Some(last) = chat.messages.last_mut().map(Arc::make_mut) else {
         return chat;
     };
     let answer = format!("{END_OF_REASONING}{UNKNOWN_TEXT}");
@@ -172,7 +175,7 @@ fn placeholder_image() -> ContentPart {
 /// Replaces the content of the last message with unknown text.
 fn with_unknown_last_message(chat: &ChatPrompt) -> ChatPrompt {
     let mut chat = chat.clone();
-    if let Some(last) = chat.messages.last_mut() {
+    if let Some(last) = chat.messages.last_mut().map(Arc::make_mut) {
         last.content = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned()));
     }
     chat

@@ -29,30 +29,26 @@
 //! unsupported parts or randomness (dropout, sampling) are not resumed ([`tokenizer_parts`]).
 
 mod boundary_tokens;
-mod cache;
 mod prompt_tokens;
+mod rendered_prefix;
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use highway::{HighwayHash as _, HighwayHasher, Key};
 use tokenizers::Tokenizer;
 
 use super::fast::VerifiedTokenizer;
 use super::pieces::{self, LeadingTokens, StopReason, TokenBudget};
 use super::tokenizer_parts::{self, SpecialTokenFrame};
+use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
 use boundary_tokens::{BoundaryTokens, ResumePoint};
-use cache::CachedPiece;
-pub use cache::PromptCache;
 pub use prompt_tokens::PromptTokens;
 use prompt_tokens::ResumePoints;
+pub(crate) use rendered_prefix::RenderedPrefix;
+pub(super) use rendered_prefix::{CachedPrefix, ConversationCheckpoint, ResumableText};
 
 /// Separates text hashes from other uses of the key.
 const TEXT_DOMAIN: &[u8] = b"text";
-
-/// Secret key of the hashes. Without it, clients cannot construct texts with equal hashes.
-#[derive(Clone, Copy)]
-struct HashKey([u64; 4]);
 
 /// Tokens of a text without special tokens, and its resume points.
 pub(super) struct UnframedTokens {
@@ -75,6 +71,26 @@ struct TokenizedPrefix<'t> {
     stopped: Option<StopReason>,
 }
 
+impl<'t> TokenizedPrefix<'t> {
+    /// Creates a prefix from the cached pieces of the leading resume points. `keys` are the hashes
+    /// of all resume points, and `max_tokens` bounds the reserved space.
+    fn from_pieces(text: &'t str, pieces: &[Arc<[u32]>], keys: &[u128], max_tokens: usize) -> Self {
+        let cached: usize = pieces.iter().map(|piece| piece.len()).sum();
+        let mut prefix = Self {
+            text,
+            ids: Vec::with_capacity((cached + text.len() / 3).min(max_tokens)),
+            points: Vec::with_capacity(keys.len()),
+            new_pieces: Vec::with_capacity(keys.len() - pieces.len()),
+            stopped: None,
+        };
+        for (piece, key) in pieces.iter().zip(keys) {
+            prefix.ids.extend_from_slice(piece);
+            prefix.points.push((*key, prefix.ids.len()));
+        }
+        prefix
+    }
+}
+
 /// Tokenizes texts of one tokenizer with reuse of cached prefixes.
 pub(super) struct ResumingTokenizer {
     boundaries: BoundaryTokens,
@@ -95,7 +111,7 @@ impl ResumingTokenizer {
         Ok(Self {
             boundaries,
             frame,
-            key: HashKey(rand::random()),
+            key: HashKey::random(),
             cache,
         })
     }
@@ -105,32 +121,35 @@ impl ResumingTokenizer {
     pub(super) fn tokenize(
         &self,
         tokenizer: &VerifiedTokenizer,
-        text: &str,
+        input: &ResumableText<'_>,
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<Option<UnframedTokens>> {
         if self.cache.limit() == 0 {
             return Ok(None);
         }
+        let text = input.text();
         let library_only = tokenizer.disabled_reason().is_some();
-        let points = self.points(text, library_only, cache_namespace);
+        // The fast path was disabled since the prefix was found, so its tokens may be wrong.
+        let is_outdated = |prefix: &CachedPrefix| prefix.is_library_only() != library_only;
+        if input.prefix().is_some_and(is_outdated) {
+            return Ok(None);
+        }
+        let points = match input.prefix() {
+            Some(prefix) => self.points_after_prefix(text, prefix),
+            None => self.points(text, library_only, cache_namespace),
+        };
         if points.is_empty() {
             self.cache.record_outcome("not_resumable");
             return Ok(None);
         }
         let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
-        let found = self.cache.find_leading(&keys, CachedPiece::tokens);
-        let mut prefix = TokenizedPrefix {
-            text,
-            ids: Vec::with_capacity((text.len() / 3).min(budget.max_tokens)),
-            points: Vec::with_capacity(points.len()),
-            new_pieces: Vec::with_capacity(points.len() - found.len()),
-            stopped: None,
-        };
-        for (piece, key) in found.iter().zip(&keys) {
-            prefix.ids.extend_from_slice(piece);
-            prefix.points.push((*key, prefix.ids.len()));
-        }
+        let mut found = input.prefix().map_or_else(Vec::new, CachedPrefix::pieces);
+        found.extend(
+            self.cache
+                .find_leading(&keys[found.len()..], CachedPiece::tokens),
+        );
+        let mut prefix = TokenizedPrefix::from_pieces(text, &found, &keys, budget.max_tokens);
         let resumed = prefix.ids.len();
         self.tokenize_rest(tokenizer, &points, budget, &mut prefix)?;
         let TokenizedPrefix {
@@ -149,8 +168,12 @@ impl ResumingTokenizer {
         // If the fast path was disabled meanwhile, the tokens may be wrong and are not cached.
         if tokenizer.disabled_reason().is_some() != library_only {
             new_pieces.clear();
+        } else {
+            new_pieces.extend(self.new_prefix_entries(input, &points, library_only));
         }
-        self.cache.store(&keys[..found.len()], new_pieces);
+        let mut used_keys = keys[..found.len()].to_vec();
+        used_keys.extend(input.prefix().map(CachedPrefix::key));
+        self.cache.store(&used_keys, new_pieces);
         self.cache.record_lookup(resumed.min(ids.len()), ids.len());
         Ok(Some(UnframedTokens {
             ids,
@@ -226,24 +249,28 @@ impl ResumingTokenizer {
         library_only: bool,
         cache_namespace: Option<&str>,
     ) -> Vec<ResumePoint> {
-        let mut points = self.boundaries.points(text);
+        let mut points = self.boundaries.points_after(text, 0);
         if points.is_empty() {
             return points;
         }
-        let mut key = self.key.hash_parts(&[
+        let key = self.key.hash_parts(&[
             TEXT_DOMAIN,
             &[library_only.into()],
             cache_namespace.unwrap_or_default().as_bytes(),
         ]);
-        let mut from = 0;
-        for point in &mut points {
+        self.hash_points(&mut points, text, key, 0);
+        points
+    }
+
+    /// Sets the hashes of points that follow a position with a known hash.
+    fn hash_points(&self, points: &mut [ResumePoint], text: &str, mut key: u128, mut from: usize) {
+        for point in points {
             key = self
                 .key
                 .hash_parts(&[&key.to_le_bytes(), &text.as_bytes()[from..point.end]]);
             point.key = key;
             from = point.end;
         }
-        points
     }
 
     /// Counts a prompt whose pieces could not be tokenized.
@@ -309,19 +336,5 @@ impl UnframedTokens {
         self.ids.truncate(end);
         self.ids.drain(..start);
         Ok(())
-    }
-}
-
-impl HashKey {
-    /// Hashes parts with a secret key, so that clients cannot construct collisions. All parts
-    /// except the last have a fixed length. HighwayHash is keyed and as fast as a plain hash, which
-    /// matters because it reads every prompt completely.
-    fn hash_parts(&self, parts: &[&[u8]]) -> u128 {
-        let mut hasher = HighwayHasher::new(Key(self.0));
-        for part in parts {
-            hasher.append(part);
-        }
-        let [low, high] = hasher.finalize128();
-        u128::from(high) << 64 | u128::from(low)
     }
 }

@@ -1,6 +1,8 @@
 //! Chat templates. A template that might render differently from Jinja2 is rejected at load with
 //! the unsupported feature. Rendering has limited fuel, so no request runs a template forever.
 
+mod checkpoints;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,6 +25,7 @@ use super::{
     EncodeError, EngineKind, TokenExactness, continuation, partial_chat, sglang, template_support,
 };
 use crate::openai::{ChatPrompt, JsonValue};
+pub(super) use checkpoints::RenderedChat;
 
 /// Maximum number of template instructions. They suffice for thousands of messages, and take about
 /// a second.
@@ -184,7 +187,8 @@ impl ChatTemplates {
             .ok()
         };
         let mut variables = self.variables(chat).ok()?;
-        let direct = template.direct.render(&turns()?, &variables);
+        let direct = template.direct.render(&turns()?, &variables, None, &[]);
+        let direct = direct.map(|output| output.text);
         variables.insert("messages", conversation::into_value(turns()?));
         let rendered = template.render(PythonDict::from_iter(variables).into_value());
         Some((direct, rendered.map(|(text, _)| text)))
@@ -402,8 +406,8 @@ impl CompiledTemplate {
         turns: Vec<TemplateMessage<'_>>,
         mut variables: BTreeMap<&str, Value>,
     ) -> Result<(String, TokenExactness), EncodeError> {
-        if let Some(text) = self.direct.render(&turns, &variables) {
-            return self.check_rendered(text);
+        if let Some(output) = self.direct.render(&turns, &variables, None, &[]) {
+            return self.check_rendered(output.text);
         }
         variables.insert("messages", conversation::into_value(turns));
         self.render(PythonDict::from_iter(variables).into_value())

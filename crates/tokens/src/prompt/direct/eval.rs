@@ -1,6 +1,8 @@
 //! Evaluation of a plan. Each operation supports only values for which it is known to equal
 //! minijinja with the Python filters and methods of this crate.
 
+mod checkpoints;
+mod dependency_tracker;
 mod lookup;
 
 use std::cell::RefCell;
@@ -14,6 +16,8 @@ use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, Variabl
 use super::value::{LoopCounter, TemplateValue, message_field};
 use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::python_methods::{self, TemplateClock};
+pub(in crate::prompt) use checkpoints::{CheckpointPosition, RenderCheckpoint};
+use dependency_tracker::DependencyTracker;
 
 /// Maximum number of iterations and macro calls. minijinja renders longer runs and limits them by
 /// fuel.
@@ -36,6 +40,20 @@ pub(super) struct PlanRun<'a> {
     macros: &'a [PlanMacro],
     clock: &'a TemplateClock,
     iterations: u32,
+    dependencies: DependencyTracker,
+    /// Number of open loops and macro calls.
+    depth: u32,
+    /// Number of outermost loops over messages so far.
+    message_loops: u32,
+    /// True if a loop or macro changed a namespace, which later iterations may read.
+    has_loop_state: bool,
+    /// Checkpoint at which the output begins. `None` for the start of the template, and after the
+    /// checkpoint was reached.
+    start: Option<RenderCheckpoint>,
+    /// Numbers of messages before the requested checkpoints.
+    checkpoints_after: &'a [usize],
+    /// The requested checkpoints that exist.
+    checkpoints: Vec<CheckpointPosition>,
 }
 
 impl<'a> PlanRun<'a> {
@@ -57,6 +75,13 @@ impl<'a> PlanRun<'a> {
             macros,
             clock,
             iterations: 0,
+            dependencies: DependencyTracker::default(),
+            depth: 0,
+            message_loops: 0,
+            has_loop_state: false,
+            start: None,
+            checkpoints_after: &[],
+            checkpoints: Vec::new(),
         }
     }
 
@@ -143,8 +168,19 @@ impl<'a> PlanRun<'a> {
             .iter()
             .map(|slot| self.slots[slot.at()].clone())
             .collect();
-        for index in 0..length {
+        let messages = over.messages();
+        let outermost = messages.filter(|_| self.depth == 0);
+        let first = match outermost {
+            Some(messages) => self.enter_message_loop(messages, out)?,
+            None => 0,
+        };
+        self.depth += 1;
+        let mut is_complete = true;
+        for index in first..length {
             self.count_iteration()?;
+            if let Some(messages) = outermost {
+                self.record_checkpoint(messages, index, out.len());
+            }
             for (slot, value) in node.own.iter().zip(&before) {
                 // The loop variable and the counter are assigned below.
                 if *slot != node.target && *slot != node.counter {
@@ -154,7 +190,7 @@ impl<'a> PlanRun<'a> {
             self.slots[node.counter.at()] = TemplateValue::Loop(LoopCounter {
                 index,
                 length,
-                over: over.messages(),
+                over: messages,
             });
             self.slots[node.target.at()] = self.item(&over, i64::from(index))?;
             if self.steps(&node.body, out)? == LoopFlow::Break {
@@ -162,8 +198,17 @@ impl<'a> PlanRun<'a> {
                 if !node.otherwise.is_empty() {
                     return Err(UnsupportedError);
                 }
+                is_complete = false;
                 break;
             }
+        }
+        self.depth -= 1;
+        if let Some(messages) = messages.filter(|_| is_complete) {
+            if outermost.is_some() {
+                self.record_checkpoint(messages, length, out.len());
+            }
+            // The end of the loop depends on the number of messages.
+            self.dependencies.record_all();
         }
         for (slot, value) in node.own.iter().zip(before) {
             self.slots[slot.at()] = value;
@@ -209,7 +254,9 @@ impl<'a> PlanRun<'a> {
             std::mem::swap(&mut self.slots[slot.at()], value);
         }
         let mut text = String::new();
+        self.depth += 1;
         self.steps(body, &mut text)?;
+        self.depth -= 1;
         for (slot, before) in values {
             self.slots[slot.at()] = before;
         }
@@ -232,6 +279,7 @@ impl<'a> PlanRun<'a> {
         name: &'a str,
         value: TemplateValue<'a>,
     ) -> Result<(), UnsupportedError> {
+        self.has_loop_state |= self.depth > 0;
         let TemplateValue::Namespace(space) = &self.slots[space.at()] else {
             return Err(UnsupportedError);
         };
@@ -268,6 +316,7 @@ impl<'a> PlanRun<'a> {
                 };
                 let start = self.slice_bound(start.as_deref())?;
                 let stop = self.slice_bound(stop.as_deref())?;
+                self.dependencies.record_slice(messages, start, stop);
                 TemplateValue::Messages(messages.slice(start, stop)?)
             }
             PlanTerm::Backwards(of) => match self.term(of)? {
@@ -303,7 +352,10 @@ impl<'a> PlanRun<'a> {
             PlanTerm::And(pair) => Ok(self.is_true(&pair.0)? && self.is_true(&pair.1)?),
             PlanTerm::Or(pair) => Ok(self.is_true(&pair.0)? || self.is_true(&pair.1)?),
             PlanTerm::Compare(comparison, pair) => self.evaluate_comparison(*comparison, pair),
-            _ => self.term(term)?.is_true(),
+            _ => {
+                let value = self.term(term)?;
+                self.is_truthy(&value)
+            }
         }
     }
 
@@ -357,7 +409,7 @@ impl<'a> PlanRun<'a> {
             PlanTerm::Not(_) => TemplateValue::Bool(self.is_true(term)?),
             PlanTerm::And(pair) => {
                 let left = self.term(&pair.0)?;
-                if left.is_true()? {
+                if self.is_truthy(&left)? {
                     self.term(&pair.1)?
                 } else {
                     left
@@ -365,7 +417,7 @@ impl<'a> PlanRun<'a> {
             }
             PlanTerm::Or(pair) => {
                 let left = self.term(&pair.0)?;
-                if left.is_true()? {
+                if self.is_truthy(&left)? {
                     left
                 } else {
                     self.term(&pair.1)?
@@ -410,6 +462,7 @@ impl<'a> PlanRun<'a> {
                 self.call_method(&over, *method, &args)?
             }
             PlanTerm::Now(format) => {
+                self.dependencies.record_all();
                 let format = self.term(format)?;
                 let time =
                     python_methods::strftime(self.clock, format.text().ok_or(UnsupportedError)?);
@@ -418,6 +471,14 @@ impl<'a> PlanRun<'a> {
             PlanTerm::Call(called, given) => self.call_macro(&self.macros[*called], given)?,
             _ => return Err(UnsupportedError),
         })
+    }
+
+    /// Returns true if a value is truthy, and records the dependency on messages.
+    fn is_truthy(&self, value: &TemplateValue<'a>) -> Result<bool, UnsupportedError> {
+        if let Some(messages) = value.messages() {
+            self.dependencies.record_item(messages, 0);
+        }
+        value.is_true()
     }
 
     /// Evaluates a bound of a slice.

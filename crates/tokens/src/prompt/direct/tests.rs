@@ -304,6 +304,95 @@ fn direct_rendering_equals_minijinja() {
     assert_eq!(never, NEVER_DIRECT);
 }
 
+/// Renders a conversation and another one with the same first `count` messages. If the first has a
+/// checkpoint after them, asserts that the other resumes there. Returns whether it did.
+fn resumes_at_checkpoint(
+    template: &ChatTemplates,
+    first: &ChatPrompt,
+    other: &ChatPrompt,
+    count: usize,
+) -> bool {
+    let Some((rendered, checkpoint, at)) = template
+        .render_with_checkpoints(first, &[count])
+        .ok()
+        .and_then(|rendered| {
+            let position = *rendered.checkpoints.first()?;
+            Some((rendered.text, position.checkpoint, position.text_length))
+        })
+    else {
+        return false;
+    };
+    let Some(end) = template.render_after(other, checkpoint, &[count + 1]) else {
+        return false;
+    };
+    let resumed = [&rendered[..at], &end.text].concat();
+    let whole = template.render(other).map(|(text, _)| text);
+    assert_eq!(
+        Ok(resumed),
+        whole,
+        "{count} messages of {first:?}, {other:?}"
+    );
+    true
+}
+
+#[test]
+fn other_conversations_resume_at_checkpoints() {
+    let templates = all();
+    let resumed = RefCell::new(vec![0; templates.len()]);
+    let mut runner = TestRunner::new(Config {
+        cases: 300,
+        ..property_config(300)
+    });
+    let others = proptest::collection::vec(message(), 0..4);
+    let outcome = runner.run(
+        &(body(), others, any::<prop::sample::Index>()),
+        |(body, others, index)| {
+            let first = chat(&body).unwrap();
+            let count = index.index(first.messages.len() + 1);
+            let mut longer = body;
+            let messages = longer["messages"].as_array_mut().unwrap();
+            messages.truncate(count);
+            messages.extend(others);
+            let Some(other) = chat(&longer) else {
+                return Ok(());
+            };
+            for ((_, template), resumed) in templates.iter().zip(&mut *resumed.borrow_mut()) {
+                *resumed += usize::from(resumes_at_checkpoint(template, &first, &other, count));
+            }
+            Ok(())
+        },
+    );
+    outcome.unwrap();
+    let resumed = resumed.take().iter().filter(|count| **count > 0).count();
+    assert!(
+        resumed > templates.len() / 3,
+        "{resumed} of {} templates",
+        templates.len()
+    );
+}
+
+#[test]
+fn common_conversations_have_checkpoints() {
+    for (number, tools, expected) in [
+        (0, false, 1..=4),
+        // The template reads the message after the last tool message.
+        (0, true, 1..=5),
+        (1, false, 0..=4),
+        (1, true, 0..=6),
+        // The template inserts the tools before the first question.
+        (2, false, 1..=4),
+    ] {
+        let template = compiled(templates_of_model(MODELS[number])).unwrap();
+        let chat = common_conversation(tools);
+        let has_checkpoint = |count: &usize| {
+            let rendered = template.render_with_checkpoints(&chat, &[*count]);
+            !rendered.unwrap().checkpoints.is_empty()
+        };
+        let found: Vec<usize> = (0..=chat.messages.len()).filter(has_checkpoint).collect();
+        assert!(expected.eq(found), "{}, tools: {tools}", MODELS[number]);
+    }
+}
+
 /// Returns a common conversation, with or without tools.
 fn common_conversation(tools: bool) -> ChatPrompt {
     let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});

@@ -74,6 +74,19 @@ impl MessageRange {
         })
     }
 
+    /// Returns the number of leading messages up to and including the one at `index`; `None` if it
+    /// depends on the number of messages.
+    pub(super) fn leading_count(self, index: i64) -> Option<usize> {
+        let index = usize::try_from(index).ok().filter(|_| !self.backwards)?;
+        (self.from as usize).checked_add(index)?.checked_add(1)
+    }
+
+    /// Returns the iteration that starts after the first `count` messages; `None` if there is none.
+    pub(super) fn iteration_after(self, count: usize) -> Option<u32> {
+        let iteration = u32::try_from(count).ok()?.checked_sub(self.from)?;
+        (!self.backwards && iteration as usize <= self.len()).then_some(iteration)
+    }
+
     pub(super) fn reversed(self) -> Self {
         Self {
             backwards: !self.backwards,

@@ -81,12 +81,12 @@ impl BoundaryTokens {
         &self.tokens[index]
     }
 
-    /// Returns the resume points of a text, without hashes. Each point depends only on the text
-    /// before it, so texts with a common prefix share the points in it.
-    pub(super) fn points(&self, text: &str) -> Vec<ResumePoint> {
+    /// Returns the resume points of a text after the point at `start`, without hashes. Each point
+    /// depends only on the text before it, so texts with a common prefix share the points in it.
+    pub(super) fn points_after(&self, text: &str, start: usize) -> Vec<ResumePoint> {
         let mut points = Vec::new();
-        let mut at = 0;
-        let mut min_end = MIN_SPACING_BYTES;
+        let mut at = start;
+        let mut min_end = start + MIN_SPACING_BYTES;
         while let Some(offset) = text
             .as_bytes()
             .get(at..)

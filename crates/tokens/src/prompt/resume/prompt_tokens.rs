@@ -3,8 +3,7 @@
 use std::ops::Deref;
 use std::sync::Arc;
 
-use super::HashKey;
-use super::cache::{CachedPiece, PromptCache};
+use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
 use warmroute_core::block::{
     BlockHashes, BlockWindows, CacheSalt, LocalHash, MediaTokens, PromptContent, SequenceHash,
     placeholders,

@@ -8,7 +8,9 @@ use crate::prompt::direct::UnsupportedError;
 use crate::prompt::direct::eval::PlanRun;
 use crate::prompt::direct::operations::{map_text, value_of};
 use crate::prompt::direct::plan::{ComparisonOp, KnownFilter, StringMethod};
-use crate::prompt::direct::value::{TemplateValue, message_field, part_field, position};
+use crate::prompt::direct::value::{
+    LoopCounter, TemplateValue, message_field, part_field, position,
+};
 use crate::prompt::{python, white_space};
 
 impl<'a> PlanRun<'a> {
@@ -20,20 +22,23 @@ impl<'a> PlanRun<'a> {
         Ok(match of {
             TemplateValue::Message(number) => message_field(&self.turns[*number], key),
             TemplateValue::Part(part) => part_field(part, key),
-            TemplateValue::Loop(counter) => match key {
-                "index" => TemplateValue::Int(i64::from(counter.index) + 1),
-                "index0" => TemplateValue::Int(i64::from(counter.index)),
-                "first" => TemplateValue::Bool(counter.index == 0),
-                "last" => TemplateValue::Bool(counter.index + 1 == counter.length),
-                "length" => TemplateValue::Int(i64::from(counter.length)),
-                "previtem" => counter
-                    .neighbor(-1)?
-                    .map_or(TemplateValue::Undefined, TemplateValue::Message),
-                "nextitem" => counter
-                    .neighbor(1)?
-                    .map_or(TemplateValue::Undefined, TemplateValue::Message),
-                _ => return Err(UnsupportedError),
-            },
+            TemplateValue::Loop(counter) => {
+                self.record_loop_field(counter, key);
+                match key {
+                    "index" => TemplateValue::Int(i64::from(counter.index) + 1),
+                    "index0" => TemplateValue::Int(i64::from(counter.index)),
+                    "first" => TemplateValue::Bool(counter.index == 0),
+                    "last" => TemplateValue::Bool(counter.index + 1 == counter.length),
+                    "length" => TemplateValue::Int(i64::from(counter.length)),
+                    "previtem" => counter
+                        .neighbor(-1)?
+                        .map_or(TemplateValue::Undefined, TemplateValue::Message),
+                    "nextitem" => counter
+                        .neighbor(1)?
+                        .map_or(TemplateValue::Undefined, TemplateValue::Message),
+                    _ => return Err(UnsupportedError),
+                }
+            }
             TemplateValue::Namespace(fields) => {
                 let fields = fields.borrow();
                 fields
@@ -48,15 +53,33 @@ impl<'a> PlanRun<'a> {
         })
     }
 
+    /// Records the messages on which a field of the variable `loop` depends.
+    fn record_loop_field(&self, counter: &LoopCounter, key: &str) {
+        let Some(messages) = counter.over else {
+            return;
+        };
+        match key {
+            "last" | "length" => self.dependencies.record_all(),
+            "nextitem" => self
+                .dependencies
+                .record_item(messages, i64::from(counter.index) + 1),
+            // The previous messages have been read by previous iterations.
+            _ => {}
+        }
+    }
+
     pub(super) fn item(
         &self,
         of: &TemplateValue<'a>,
         at: i64,
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         Ok(match of {
-            TemplateValue::Messages(messages) => messages
-                .at(at)
-                .map_or(TemplateValue::Undefined, TemplateValue::Message),
+            TemplateValue::Messages(messages) => {
+                self.dependencies.record_item(*messages, at);
+                messages
+                    .at(at)
+                    .map_or(TemplateValue::Undefined, TemplateValue::Message)
+            }
             TemplateValue::Parts(parts) => position(at, parts.len())
                 .map_or(TemplateValue::Undefined, |at| {
                     TemplateValue::Part(&parts[at])
@@ -136,7 +159,12 @@ impl<'a> PlanRun<'a> {
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         match filter {
             KnownFilter::Trim => map_text(&over, white_space::strip),
-            KnownFilter::Length => Ok(TemplateValue::Int(over.len()? as i64)),
+            KnownFilter::Length => {
+                if over.messages().is_some() {
+                    self.dependencies.record_all();
+                }
+                Ok(TemplateValue::Int(over.len()? as i64))
+            }
             KnownFilter::First | KnownFilter::Last if over.text().is_some() => {
                 Err(UnsupportedError)
             }

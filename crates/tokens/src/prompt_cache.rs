@@ -1,6 +1,9 @@
-//! LRU cache of prompt pieces with a limit in bytes. All tokenizers of the process share one table;
-//! keys are secret hashes, so entries of different tokenizers never collide. The pieces of a prompt
+//! LRU cache of prompt pieces, parsed messages and rendered prefixes, with a limit in bytes. All
+//! tokenizers of the process share one table; keys are secret hashes, so entries of different
+//! owners never collide. The pieces of a prompt
 //! are touched from the last to the first, so the last ones are evicted first.
+
+mod hash_key;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,6 +13,10 @@ use parking_lot::Mutex;
 
 use warmroute_core::block::{LocalHash, SequenceHash};
 use warmroute_metrics::{Metrics, OutcomeLabel};
+
+use crate::openai::ChunkMessages;
+use crate::prompt::RenderedPrefix;
+pub(crate) use hash_key::HashKey;
 
 /// Number of pieces that are read or evicted under one lock.
 const LOCK_BATCH: usize = 64;
@@ -25,27 +32,45 @@ const MAX_PROMPT_SHARE: usize = 4;
 /// Index of the list head.
 const RING_HEAD: u32 = 0;
 
-/// Cached data of one piece of a prompt.
+/// Value of one cache entry.
 #[derive(Clone, Debug)]
-pub(super) enum CachedPiece {
+pub(crate) enum CachedPiece {
     /// Tokens of the piece.
     Tokens(Arc<[u32]>),
     /// Hashes of the blocks that the piece completes.
     Blocks(Arc<[(LocalHash, SequenceHash)]>),
+    /// Messages that end in a chunk of a request body.
+    Messages(Arc<ChunkMessages>),
+    /// Beginning of a rendered conversation.
+    Rendered(Arc<RenderedPrefix>),
 }
 
 impl CachedPiece {
-    pub(super) fn tokens(&self) -> Option<Arc<[u32]>> {
+    pub(crate) fn tokens(&self) -> Option<Arc<[u32]>> {
         match self {
             Self::Tokens(tokens) => Some(tokens.clone()),
-            Self::Blocks(_) => None,
+            _ => None,
         }
     }
 
-    pub(super) fn blocks(&self) -> Option<Arc<[(LocalHash, SequenceHash)]>> {
+    pub(crate) fn blocks(&self) -> Option<Arc<[(LocalHash, SequenceHash)]>> {
         match self {
             Self::Blocks(blocks) => Some(blocks.clone()),
-            Self::Tokens(_) => None,
+            _ => None,
+        }
+    }
+
+    pub(crate) fn chunk_messages(&self) -> Option<Arc<ChunkMessages>> {
+        match self {
+            Self::Messages(chunk) => Some(chunk.clone()),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn rendered_prefix(&self) -> Option<Arc<RenderedPrefix>> {
+        match self {
+            Self::Rendered(prefix) => Some(prefix.clone()),
+            _ => None,
         }
     }
 
@@ -54,11 +79,13 @@ impl CachedPiece {
             + match self {
                 Self::Tokens(tokens) => size_of_val::<[u32]>(tokens),
                 Self::Blocks(blocks) => size_of_val::<[_]>(blocks),
+                Self::Messages(chunk) => chunk.memory_bytes(),
+                Self::Rendered(prefix) => prefix.memory_bytes(),
             }
     }
 }
 
-/// Cache of tokens and block hashes of prompts.
+/// Cache of the messages, tokens and block hashes of prompts.
 pub struct PromptCache {
     limit: AtomicUsize,
     table: Mutex<PromptCacheTable>,
@@ -115,7 +142,7 @@ impl PromptCache {
     }
 
     /// Returns the cached pieces of the leading keys, up to the first key without one.
-    pub(super) fn find_leading<T>(
+    pub(crate) fn find_leading<T>(
         &self,
         keys: &[u128],
         piece: impl Fn(&CachedPiece) -> Option<T>,
@@ -137,7 +164,7 @@ impl PromptCache {
     }
 
     /// Marks the keys in `known` as used and stores the pieces that follow them.
-    pub(super) fn store(&self, known: &[u128], mut new_pieces: Vec<(u128, CachedPiece)>) {
+    pub(crate) fn store(&self, known: &[u128], mut new_pieces: Vec<(u128, CachedPiece)>) {
         let mut room = self.limit() / MAX_PROMPT_SHARE;
         let fits = new_pieces.iter().position(|(_, value)| {
             let bytes = value.bytes();
@@ -193,7 +220,7 @@ impl PromptCache {
     }
 
     /// Counts a prompt with this many cached tokens.
-    pub(super) fn record_lookup(&self, resumed: usize, all: usize) {
+    pub(crate) fn record_lookup(&self, resumed: usize, all: usize) {
         let outcome = if resumed > 0 { "hit" } else { "miss" };
         self.record_outcome(outcome);
         self.metrics
@@ -207,7 +234,7 @@ impl PromptCache {
     }
 
     /// Counts a prompt by outcome.
-    pub(super) fn record_outcome(&self, outcome: &'static str) {
+    pub(crate) fn record_outcome(&self, outcome: &'static str) {
         self.metrics
             .tokens
             .prompt_cache_lookups

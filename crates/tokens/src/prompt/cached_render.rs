@@ -1,0 +1,84 @@
+//! Rendering of conversations whose beginning is cached.
+
+use std::borrow::Cow;
+
+use super::resume::{ConversationCheckpoint, ResumableText, ResumingTokenizer};
+use super::template::{ChatTemplates, RenderedChat};
+use super::{EncodeError, Encoder, EngineKind, PromptSource, RenderedPrompt, TokenExactness};
+use crate::openai::{ApiRequest, ChatPrompt, MessagePrefix, MessageReuse, PromptInput};
+
+impl Encoder {
+    /// Renders a request like [`Encoder::render`], but only after the cached prefix of the
+    /// conversation, if there is one. Only [`Encoder::tokenize_bounded`] accepts the result.
+    pub fn render_cached<'r>(
+        &self,
+        request: &'r ApiRequest,
+        reuse: MessageReuse,
+    ) -> Result<RenderedPrompt<'r>, EncodeError> {
+        let adds_special_tokens = request.tokenization.add_special_tokens == Some(true);
+        let (PromptInput::Chat(chat), Some(templates), Some(resumer)) =
+            (&request.prompt, &self.templates, &self.resuming_tokenizer)
+        else {
+            return self.render(request);
+        };
+        if self.engine != EngineKind::Vllm || adds_special_tokens || reuse.stored.is_none() {
+            return self.render(request);
+        }
+        let (text, exactness) = match self.render_after_prefix(chat, templates, resumer, reuse) {
+            Some(resumed) => resumed,
+            None => {
+                // The found prefix may be the one that other conversations continue, and the
+                // stored one is that of the next turn.
+                let prefixes = [reuse.found, reuse.stored];
+                let rendered = templates.render_with_checkpoints(chat, &counts(prefixes))?;
+                let checkpoints = conversation_checkpoints(prefixes, &rendered);
+                let text = ResumableText::new(Cow::Owned(rendered.text), checkpoints);
+                (text, rendered.exactness)
+            }
+        };
+        Ok(RenderedPrompt {
+            prompts: PromptSource::Chat(text),
+            tokenization: request.tokenization,
+            add_special_tokens: false,
+            exactness,
+        })
+    }
+
+    /// Renders the part of a conversation after the messages that were found in the cache. Returns
+    /// `None` if their rendered prefix is not cached, or if the template cannot resume after it.
+    fn render_after_prefix(
+        &self,
+        chat: &ChatPrompt,
+        templates: &ChatTemplates,
+        resumer: &ResumingTokenizer,
+        reuse: MessageReuse,
+    ) -> Option<(ResumableText<'static>, TokenExactness)> {
+        let library_only = self.tokenizer.disabled_reason().is_some();
+        let prefix = resumer.find_prefix(reuse.found?, library_only)?;
+        let prefixes = [None, reuse.stored];
+        let rendered = templates.render_after(chat, prefix.checkpoint(), &counts(prefixes))?;
+        let checkpoints = conversation_checkpoints(prefixes, &rendered);
+        let text = ResumableText::after_prefix(prefix, &rendered.text, checkpoints);
+        Some((text, rendered.exactness))
+    }
+}
+
+fn counts(prefixes: [Option<MessagePrefix>; 2]) -> Vec<usize> {
+    let prefixes = prefixes.into_iter().flatten();
+    prefixes.map(|prefix| prefix.message_count).collect()
+}
+
+/// Combines the rendered checkpoints with the prefixes for which they were requested.
+fn conversation_checkpoints(
+    prefixes: [Option<MessagePrefix>; 2],
+    rendered: &RenderedChat,
+) -> Vec<ConversationCheckpoint> {
+    let with_position = |messages: MessagePrefix| {
+        let positions = &mut rendered.checkpoints.iter();
+        let position = *positions
+            .find(|position| position.checkpoint.message_count == messages.message_count)?;
+        Some(ConversationCheckpoint { messages, position })
+    };
+    let prefixes = prefixes.into_iter().flatten();
+    prefixes.filter_map(with_position).collect()
+}
