@@ -116,12 +116,14 @@ fn assert_sides_are_comparable(sides: &[&Value]) {
             "{sides:?}"
         );
     }
-    // The number of chunks in which Envoy reads a response varies.
+    // The number of chunks in which Envoy reads a response varies, and so does the number of pieces
+    // of a body in full duplex.
     let messages = numbers("messages");
+    let is_streamed = sides[0]["sweep"] == "texts";
     if sides[0]["at"]["chunks"].is_null() {
-        assert_eq!(
-            (messages[0], messages[1]),
-            (0.0, messages[2]),
+        let tolerance = if is_streamed { 0.2 * messages[2] } else { 0.0 };
+        assert!(
+            messages[0] == 0.0 && (messages[1] - messages[2]).abs() <= tolerance,
             "the servers receive different messages: {sides:?}"
         );
     }
