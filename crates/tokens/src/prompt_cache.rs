@@ -1,7 +1,7 @@
 //! LRU cache of prompt pieces, parsed messages and rendered prefixes, with a limit in bytes. All
 //! tokenizers of the process share one table; keys are secret hashes, so entries of different
-//! owners never collide. The pieces of a prompt
-//! are touched from the last to the first, so the last ones are evicted first.
+//! owners never collide. The pieces of a prompt are touched from the last to the first, so the last
+//! ones are evicted first.
 
 mod hash_key;
 

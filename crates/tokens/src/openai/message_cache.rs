@@ -94,8 +94,8 @@ impl ChunkMessages {
 }
 
 impl ParsedMessage {
-    /// Creates a message that ends at `end` and has `length` bytes, of which `value_count` begin
-    /// JSON values other than its role and its text.
+    /// Creates a message of `length` bytes that ends at `end`. `value_count` is the number of its
+    /// JSON values, or 0 if it has only a role and a text.
     pub(super) fn new(message: ChatMessage, end: usize, length: usize, value_count: usize) -> Self {
         Self {
             message: Arc::new(message),

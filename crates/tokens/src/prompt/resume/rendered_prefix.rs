@@ -181,8 +181,8 @@ impl ResumingTokenizer {
         input.checkpoints.iter().filter_map(entry).collect()
     }
 
-    /// Returns the text before a checkpoint. Returns `None` without a resume point before it, or
-    /// with too long a tail.
+    /// Returns the resume points before a checkpoint and the text after the last of them. Returns
+    /// `None` without a resume point, or if that text is too long.
     fn rendered_prefix(
         &self,
         text: &str,
