@@ -115,8 +115,9 @@ impl ChaosOutcome {
         self.answer.status == 200 && self.answer.cut && self.answer.engine() == worker
     }
 
-    /// Returns true if the decode worker may have begun the stream before Envoy forwarded the
-    /// headers.
+    /// Returns true if the decode worker had begun the stream, and Envoy had not yet forwarded its
+    /// headers. This is a lost response at any [`HeaderTiming`]: Envoy does not retry a request
+    /// after it has received response headers.
     fn is_cut_before_headers(&self, worker: u64) -> bool {
         call::DECODE.contains(&worker)
             && !self.body["stream"].is_null()
@@ -242,7 +243,7 @@ impl ChaosRun {
                 .filter(|downtime| downtime.overlaps(outcome))
                 .any(|downtime| {
                     (outcome.is_cut_on(downtime.worker) && (at_once || has_token(outcome)))
-                        || (at_once && outcome.is_cut_before_headers(downtime.worker))
+                        || outcome.is_cut_before_headers(downtime.worker)
                 })
         };
         let others: Vec<_> = lost.iter().filter(|outcome| !excused(outcome)).collect();
@@ -258,7 +259,9 @@ impl ChaosRun {
         );
         for outcome in others.iter().take(5) {
             println!(
-                "{:?} after {:?}: {:?}",
+                "{} stream {}: {:?} after {:?}: {:?}",
+                path_of(&outcome.body),
+                outcome.body["stream"],
                 outcome.content,
                 outcome.to - outcome.from,
                 outcome.answer
