@@ -109,6 +109,17 @@ struct ChaosOutcome {
 }
 
 impl ChaosOutcome {
+    fn description(&self) -> String {
+        format!(
+            "{} stream {}: {:?} after {:?}: {:?}",
+            path_of(&self.body),
+            self.body["stream"],
+            self.content,
+            self.to - self.from,
+            self.answer
+        )
+    }
+
     /// Returns true if the response ended early after Envoy had forwarded its headers from this
     /// worker.
     fn is_cut_on(&self, worker: u64) -> bool {
@@ -258,14 +269,7 @@ impl ChaosRun {
             others.len()
         );
         for outcome in others.iter().take(5) {
-            println!(
-                "{} stream {}: {:?} after {:?}: {:?}",
-                path_of(&outcome.body),
-                outcome.body["stream"],
-                outcome.content,
-                outcome.to - outcome.from,
-                outcome.answer
-            );
+            println!("{}", outcome.description());
         }
         assert!(
             outcomes.len() > 20 * downtimes.len(),
@@ -273,10 +277,9 @@ impl ChaosRun {
         );
         assert!(
             others.is_empty(),
-            "{} were lost: {:?} {:?}",
+            "{} were lost: {}",
             others.len(),
-            others[0].content,
-            others[0].answer
+            others[0].description()
         );
         let contents = outcomes
             .iter()
