@@ -75,8 +75,8 @@ fn conversation_checkpoints(
 ) -> Vec<ConversationCheckpoint> {
     let with_position = |messages: MessagePrefix| {
         let positions = &mut rendered.checkpoints.iter();
-        let position = *positions
-            .find(|position| position.checkpoint.message_count == messages.message_count)?;
+        let position =
+            *positions.find(|position| position.prefix_length == messages.message_count)?;
         Some(ConversationCheckpoint { messages, position })
     };
     let prefixes = prefixes.into_iter().flatten();

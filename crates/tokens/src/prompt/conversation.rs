@@ -23,6 +23,8 @@ pub(super) struct TemplateMessage<'m> {
     pub role: &'m str,
     pub content: TemplateContent<'m>,
     pub(super) other_fields: Vec<(&'static str, Value)>,
+    /// True if the message has tool calls that were not converted.
+    pub(super) omits_tool_calls: bool,
 }
 
 impl<'m> TemplateMessage<'m> {
@@ -32,6 +34,7 @@ impl<'m> TemplateMessage<'m> {
             role,
             content: TemplateContent::Text(text),
             other_fields: Vec::new(),
+            omits_tool_calls: false,
         }
     }
 
@@ -172,21 +175,38 @@ impl<'m> TemplatePart<'m> {
 /// messages, because it would prevent prefix cache hits.
 const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
-/// Returns the messages in the form that the template receives.
+/// Conversion of tool calls.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum ToolCallMode {
+    Converted,
+    Omitted,
+}
+
+/// Returns the messages in the form that the template receives. The tool calls of the first
+/// `known_count` messages are omitted, because their conversion parses their arguments.
 pub(super) fn template_messages<'m>(
     messages: &'m [Arc<ChatMessage>],
     format: ContentFormat,
+    known_count: usize,
     renderer: &mut MediaRenderer<'_>,
 ) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {
+    let messages = messages.iter().enumerate();
     messages
-        .iter()
-        .map(|message| template_message(message, format, renderer))
+        .map(|(index, message)| {
+            let tool_calls = if index < known_count {
+                ToolCallMode::Omitted
+            } else {
+                ToolCallMode::Converted
+            };
+            template_message(message, format, tool_calls, renderer)
+        })
         .collect()
 }
 
 fn template_message<'m>(
     message: &'m ChatMessage,
     format: ContentFormat,
+    tool_calls: ToolCallMode,
     renderer: &mut MediaRenderer<'_>,
 ) -> Result<TemplateMessage<'m>, EncodeError> {
     let content = match &message.content {
@@ -196,7 +216,7 @@ fn template_message<'m>(
     };
     let mut other_fields = Vec::new();
     match message.role.as_str() {
-        "assistant" => push_assistant_fields(message, &mut other_fields)?,
+        "assistant" => push_assistant_fields(message, tool_calls, &mut other_fields)?,
         "tool" => other_fields.extend(
             message
                 .tool_call_id
@@ -217,10 +237,14 @@ fn template_message<'m>(
             other_fields.push((key, Value::from(text.as_str())));
         }
     }
+    let omits_tool_calls = tool_calls == ToolCallMode::Omitted
+        && message.role == "assistant"
+        && message.tool_calls.is_some();
     Ok(TemplateMessage {
         role: &message.role,
         content,
         other_fields,
+        omits_tool_calls,
     })
 }
 
@@ -389,12 +413,13 @@ fn checked_meaning(part: &ContentPart) -> Result<PartMeaning<'_>, EncodeError> {
 
 fn push_assistant_fields(
     message: &ChatMessage,
+    tool_calls: ToolCallMode,
     other_fields: &mut Vec<(&'static str, Value)>,
 ) -> Result<(), EncodeError> {
     if let Some(calls) = message
         .tool_calls
         .as_ref()
-        .filter(|calls| !calls.is_empty())
+        .filter(|calls| !calls.is_empty() && tool_calls == ToolCallMode::Converted)
     {
         let calls: Vec<Value> = calls
             .iter()

@@ -150,6 +150,7 @@ impl ChatTemplates {
         let mut turns = conversation::template_messages(
             &messages,
             template.format,
+            0,
             &mut MediaRenderer::new(show),
         )?;
         if !template.has_developer_role && turns.iter().any(|turn| turn.role == "developer") {
@@ -182,6 +183,7 @@ impl ChatTemplates {
             conversation::template_messages(
                 &chat.messages,
                 template.format,
+                0,
                 &mut MediaRenderer::new(MediaDisplay::Rejected),
             )
             .ok()

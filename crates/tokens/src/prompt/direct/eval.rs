@@ -50,8 +50,8 @@ pub(super) struct PlanRun<'a> {
     /// Checkpoint at which the output begins. `None` for the start of the template, and after the
     /// checkpoint was reached.
     start: Option<RenderCheckpoint>,
-    /// Numbers of messages before the requested checkpoints.
-    checkpoints_after: &'a [usize],
+    /// Numbers of leading messages in which the last checkpoint is requested.
+    prefixes: &'a [usize],
     /// The requested checkpoints that exist.
     checkpoints: Vec<CheckpointPosition>,
 }
@@ -80,7 +80,7 @@ impl<'a> PlanRun<'a> {
             message_loops: 0,
             has_loop_state: false,
             start: None,
-            checkpoints_after: &[],
+            prefixes: &[],
             checkpoints: Vec::new(),
         }
     }
@@ -394,7 +394,7 @@ impl<'a> PlanRun<'a> {
                 let TemplateValue::Message(number) = self.slots[slot.at()] else {
                     return None;
                 };
-                match message_field(&self.turns[number], key) {
+                match message_field(&self.turns[number], key).ok()? {
                     TemplateValue::Text(text) => Some(text),
                     _ => None,
                 }

@@ -305,7 +305,7 @@ fn direct_rendering_equals_minijinja() {
 }
 
 /// Renders a conversation and another one with the same first `count` messages. If the first has a
-/// checkpoint after them, asserts that the other resumes there. Returns whether it did.
+/// checkpoint in them, asserts that the other resumes there. Returns whether it did.
 fn resumes_at_checkpoint(
     template: &ChatTemplates,
     first: &ChatPrompt,
@@ -373,23 +373,59 @@ fn other_conversations_resume_at_checkpoints() {
 
 #[test]
 fn common_conversations_have_checkpoints() {
+    // The last checkpoint in each number of leading messages.
     for (number, tools, expected) in [
-        (0, false, 1..=4),
-        // The template reads the message after the last tool message.
-        (0, true, 1..=5),
-        (1, false, 0..=4),
-        (1, true, 0..=6),
+        (0, false, vec![None, Some(1), Some(2), Some(3), Some(4)]),
+        // The template reads the message after a tool message.
+        (
+            0,
+            true,
+            vec![None, Some(1), Some(2), Some(3), Some(4), Some(5), Some(5)],
+        ),
+        (1, false, (0..=4).map(Some).collect()),
+        (1, true, (0..=6).map(Some).collect()),
         // The template inserts the tools before the first question.
-        (2, false, 1..=4),
+        (2, false, vec![None, Some(1), Some(2), Some(3), Some(4)]),
     ] {
         let template = compiled(templates_of_model(MODELS[number])).unwrap();
         let chat = common_conversation(tools);
-        let has_checkpoint = |count: &usize| {
-            let rendered = template.render_with_checkpoints(&chat, &[*count]);
-            !rendered.unwrap().checkpoints.is_empty()
+        let last_checkpoint = |prefix_length: usize| {
+            let rendered = template.render_with_checkpoints(&chat, &[prefix_length]);
+            let checkpoints = rendered.unwrap().checkpoints;
+            checkpoints
+                .first()
+                .map(|found| found.checkpoint.message_count)
         };
-        let found: Vec<usize> = (0..=chat.messages.len()).filter(has_checkpoint).collect();
-        assert!(expected.eq(found), "{}, tools: {tools}", MODELS[number]);
+        let found: Vec<_> = (0..=chat.messages.len()).map(last_checkpoint).collect();
+        assert_eq!(found, expected, "{}, tools: {tools}", MODELS[number]);
+    }
+}
+
+#[test]
+fn conversation_continues_after_tool_results() {
+    let template = compiled(templates_of_model(MODELS[0])).unwrap();
+    let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
+    let turn = [
+        json!({"role": "user", "content": "Call it."}),
+        json!({"role": "assistant", "content": null, "tool_calls": [call]}),
+        json!({"role": "tool", "tool_call_id": "c", "content": "done"}),
+        json!({"role": "tool", "tool_call_id": "c", "content": "done again"}),
+    ];
+    let messages = [&turn[..], &turn[..], &turn[..]].concat();
+    let chat = chat(&json!({"model": "m", "messages": messages})).unwrap();
+    for prefix_length in 1..=messages.len() {
+        let rendered = template.render_with_checkpoints(&chat, &[prefix_length]);
+        let position = rendered.unwrap().checkpoints[0];
+        let message_count = position.checkpoint.message_count;
+        // Each tool message depends on the next message.
+        let ends_with_tool = messages[prefix_length - 1]["role"] == "tool";
+        assert_eq!(message_count, prefix_length - usize::from(ends_with_tool));
+        assert!(resumes_at_checkpoint(
+            &template,
+            &chat,
+            &chat,
+            prefix_length
+        ));
     }
 }
 

@@ -87,6 +87,11 @@ impl MessageRange {
         (!self.backwards && iteration as usize <= self.len()).then_some(iteration)
     }
 
+    /// Returns the number of messages before an iteration; `None` if the iteration is backwards.
+    pub(super) fn count_before(self, iteration: u32) -> Option<usize> {
+        (!self.backwards).then_some(self.from as usize + iteration as usize)
+    }
+
     pub(super) fn reversed(self) -> Self {
         Self {
             backwards: !self.backwards,
@@ -233,9 +238,14 @@ impl<'a> TemplateValue<'a> {
     }
 }
 
-/// Returns a field of a message, or an undefined value.
-pub(super) fn message_field<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> TemplateValue<'a> {
-    match key {
+/// Returns a field of a message, or an undefined value. Returns an error for tool calls that were
+/// omitted.
+pub(super) fn message_field<'a>(
+    turn: &'a TemplateMessage<'a>,
+    key: &str,
+) -> Result<TemplateValue<'a>, UnsupportedError> {
+    Ok(match key {
+        "tool_calls" if turn.omits_tool_calls => return Err(UnsupportedError),
         "role" => TemplateValue::Text(turn.role),
         "content" => match &turn.content {
             TemplateContent::Text(text) => TemplateValue::Text(text),
@@ -247,7 +257,7 @@ pub(super) fn message_field<'a>(turn: &'a TemplateMessage<'a>, key: &str) -> Tem
                 TemplateValue::from_minijinja(value.clone())
             })
         }
-    }
+    })
 }
 
 /// Returns a field of a part, or an undefined value.

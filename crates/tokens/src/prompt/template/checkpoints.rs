@@ -17,27 +17,26 @@ pub(in crate::prompt) struct RenderedChat {
 }
 
 impl ChatTemplates {
-    /// Renders the part of a conversation after a checkpoint. Also returns the checkpoints after
-    /// `checkpoints_after` messages that exist. Returns `None` on any error, or if the template
-    /// cannot resume there.
+    /// Renders the part of a conversation after a checkpoint. Also returns the last checkpoint, if
+    /// there is one, in each of these numbers of leading messages. Returns `None` on any error, or
+    /// if the template cannot resume there.
     pub(in crate::prompt) fn render_after(
         &self,
         chat: &ChatPrompt,
         start: RenderCheckpoint,
-        checkpoints_after: &[usize],
+        prefixes: &[usize],
     ) -> Option<RenderedChat> {
-        self.render_directly(chat, Some(start), checkpoints_after)
-            .ok()?
+        self.render_directly(chat, Some(start), prefixes).ok()?
     }
 
-    /// Renders a whole conversation without media. Also returns the checkpoints after
-    /// `checkpoints_after` messages that exist.
+    /// Renders a whole conversation without media. Also returns the last checkpoint, if there is
+    /// one, in each of these numbers of leading messages.
     pub(in crate::prompt) fn render_with_checkpoints(
         &self,
         chat: &ChatPrompt,
-        checkpoints_after: &[usize],
+        prefixes: &[usize],
     ) -> Result<RenderedChat, EncodeError> {
-        if let Some(rendered) = self.render_directly(chat, None, checkpoints_after)? {
+        if let Some(rendered) = self.render_directly(chat, None, prefixes)? {
             return Ok(rendered);
         }
         let (text, exactness) = self.render(chat)?;
@@ -54,7 +53,7 @@ impl ChatTemplates {
         &self,
         chat: &ChatPrompt,
         start: Option<RenderCheckpoint>,
-        checkpoints_after: &[usize],
+        prefixes: &[usize],
     ) -> Result<Option<RenderedChat>, EncodeError> {
         let needs_other_renderer = self.engine == EngineKind::Sglang
             || chat.is_partial
@@ -69,6 +68,8 @@ impl ChatTemplates {
         let turns = conversation::template_messages(
             &chat.messages,
             template.format,
+            // Few templates read the tool calls of messages that they do not render.
+            start.map_or(0, |start| start.message_count),
             &mut MediaRenderer::new(MediaDisplay::Rejected),
         )?;
         if turns.iter().any(|turn| turn.role == "developer") {
@@ -76,9 +77,7 @@ impl ChatTemplates {
         }
         template.check_reasoning_field(&turns)?;
         let mut variables = self.variables(chat)?;
-        let output = template
-            .direct
-            .render(&turns, &variables, start, checkpoints_after);
+        let output = template.direct.render(&turns, &variables, start, prefixes);
         let (rendered, checkpoints) = match output {
             Some(DirectOutput { text, checkpoints }) => {
                 (template.check_rendered(text)?, checkpoints)

@@ -19,6 +19,8 @@ pub(in crate::prompt) struct RenderCheckpoint {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::prompt) struct CheckpointPosition {
     pub(in crate::prompt) checkpoint: RenderCheckpoint,
+    /// Number of leading messages on which the text before the checkpoint depends at most.
+    pub(in crate::prompt) prefix_length: usize,
     /// Length of the text before the checkpoint in bytes.
     pub(in crate::prompt) text_length: usize,
 }
@@ -29,15 +31,9 @@ impl<'a> PlanRun<'a> {
         Self { start, ..self }
     }
 
-    /// Requests the checkpoints after these numbers of messages.
-    pub(in crate::prompt::direct) fn with_checkpoints_after(
-        self,
-        checkpoints_after: &'a [usize],
-    ) -> Self {
-        Self {
-            checkpoints_after,
-            ..self
-        }
+    /// Requests the last checkpoint in each of these numbers of leading messages.
+    pub(in crate::prompt::direct) fn with_checkpoints_in(self, prefixes: &'a [usize]) -> Self {
+        Self { prefixes, ..self }
     }
 
     /// Evaluates all steps of a template. Returns the requested checkpoints that exist.
@@ -74,25 +70,32 @@ impl<'a> PlanRun<'a> {
             .ok_or(UnsupportedError)
     }
 
-    /// Records a requested checkpoint if it is at this iteration of an outermost loop, and if the
-    /// output so far depends only on the messages before it.
+    /// Records an iteration of an outermost loop as the last checkpoint in the requested prefixes.
+    /// The output so far must depend only on the messages of a prefix.
     pub(super) fn record_checkpoint(
         &mut self,
         messages: MessageRange,
         index: u32,
         text_length: usize,
     ) {
-        let is_requested = |count: &usize| messages.iteration_after(*count) == Some(index);
-        let requested = self.checkpoints_after.iter().copied().find(is_requested);
-        let Some(message_count) = requested else {
+        let Some(message_count) = messages
+            .count_before(index)
+            .filter(|_| !self.has_loop_state)
+        else {
             return;
         };
-        if !self.has_loop_state && self.dependencies.is_within(message_count) {
+        for &prefix_length in self.prefixes {
+            if message_count > prefix_length || !self.dependencies.is_within(prefix_length) {
+                continue;
+            }
+            self.checkpoints
+                .retain(|known| known.prefix_length != prefix_length);
             self.checkpoints.push(CheckpointPosition {
                 checkpoint: RenderCheckpoint {
                     message_count,
                     loop_number: self.message_loops,
                 },
+                prefix_length,
                 text_length,
             });
         }

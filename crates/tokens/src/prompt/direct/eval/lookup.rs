@@ -20,7 +20,7 @@ impl<'a> PlanRun<'a> {
         key: &str,
     ) -> Result<TemplateValue<'a>, UnsupportedError> {
         Ok(match of {
-            TemplateValue::Message(number) => message_field(&self.turns[*number], key),
+            TemplateValue::Message(number) => message_field(&self.turns[*number], key)?,
             TemplateValue::Part(part) => part_field(part, key),
             TemplateValue::Loop(counter) => {
                 self.record_loop_field(counter, key);
@@ -58,11 +58,14 @@ impl<'a> PlanRun<'a> {
         let Some(messages) = counter.over else {
             return;
         };
+        let next = i64::from(counter.index) + 1;
         match key {
+            // Another iteration follows in every longer conversation, too.
+            "last" if next < i64::from(counter.length) => {
+                self.dependencies.record_item(messages, next);
+            }
             "last" | "length" => self.dependencies.record_all(),
-            "nextitem" => self
-                .dependencies
-                .record_item(messages, i64::from(counter.index) + 1),
+            "nextitem" => self.dependencies.record_item(messages, next),
             // The previous messages have been read by previous iterations.
             _ => {}
         }
