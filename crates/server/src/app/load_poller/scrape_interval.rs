@@ -4,8 +4,9 @@ use std::time::Duration;
 
 /// Delay before an engine without load gauges is tried again.
 const NO_COUNTERS_DELAY: Duration = Duration::from_secs(60);
-/// Maximum delay after failed scrapes, unless the interval is longer.
-const MAX_FAILURE_DELAY: Duration = Duration::from_secs(5);
+/// Maximum delay after failed scrapes, unless the interval is longer. Each attempt to connect costs
+/// about as much CPU time as a scrape.
+const MAX_FAILURE_DELAY: Duration = Duration::from_secs(30);
 /// Relative deviation of a delay, so that scrapes do not synchronize.
 const JITTER: f64 = 0.1;
 
@@ -76,11 +77,11 @@ mod tests {
         let delay = |outcome| next_delay(outcome, SECOND, 0.5);
         assert_eq!(delay(ScrapeOutcome::Reported), SECOND);
         assert_eq!(delay(ScrapeOutcome::NoGauges), 60 * SECOND);
-        for (times, seconds) in [(1, 1), (2, 2), (3, 4), (4, 5), (u32::MAX, 5)] {
+        for (times, seconds) in [(1, 1), (2, 2), (3, 4), (6, 30), (u32::MAX, 30)] {
             assert_eq!(delay(ScrapeOutcome::Failed(times)), SECOND * seconds);
         }
-        let slow = next_delay(ScrapeOutcome::Failed(9), 30 * SECOND, 0.5);
-        assert_eq!(slow, 30 * SECOND, "never faster than the interval");
+        let slow = next_delay(ScrapeOutcome::Failed(9), 90 * SECOND, 0.5);
+        assert_eq!(slow, 90 * SECOND, "never faster than the interval");
     }
 
     #[test]

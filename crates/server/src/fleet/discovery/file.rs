@@ -49,6 +49,8 @@ pub struct WorkersFileState {
     path: PathBuf,
     models: Vec<WorkerModel>,
     current: Option<Vec<Worker>>,
+    /// Content of the file when `current` was read. A large file is not parsed again at each poll.
+    content: Vec<u8>,
     errors: Vec<ConfigError>,
 }
 
@@ -59,14 +61,23 @@ impl WorkersFileState {
             path,
             models,
             current: None,
+            content: Vec::new(),
             errors: Vec::new(),
         }
     }
 
     /// Applies the result of a read.
     pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> WorkersFileUpdate {
+        let is_read = self.current.is_some() && self.errors.is_empty();
         let parsed = match bytes {
-            Ok(bytes) => super::parse(&self.path, &bytes, &self.models),
+            Ok(bytes) if is_read && bytes == self.content => {
+                return WorkersFileUpdate::Unchanged { recovered: false };
+            }
+            Ok(bytes) => {
+                let parsed = super::parse(&self.path, &bytes, &self.models);
+                self.content = bytes;
+                parsed
+            }
             Err(error) => Err(vec![ConfigError::of_file(
                 &self.path,
                 format!("the workers file cannot be read: {error}"),
