@@ -21,6 +21,7 @@ use warmroute_load::case::LoadCase;
 use warmroute_load::goals::CHAT_BYTES;
 use warmroute_load::helper_programs::ProcessArguments;
 use warmroute_load::measure::RoundSample;
+use warmroute_load::repository_texts::NewText;
 use warmroute_load::setups::{LoadSetups, SetupKind, SetupSettings};
 use warmroute_load::sweeps::{self, SweepSettings};
 use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
@@ -45,9 +46,13 @@ struct ServerBenchArgs {
     bench: bool,
 }
 
-/// Maximum CPU time relative to the bare server, for a request and for a piece of a response.
+/// Maximum CPU time relative to the bare server: for a request that is not tokenized, for a request
+/// of which at most 1 KB is new, and for a piece of a response.
 const REQUEST: f64 = 1.5;
+const CONTINUED_REQUEST: f64 = 1.3;
 const PIECE: f64 = 1.1;
+/// Connections of the client.
+const CONNECTIONS: usize = 16;
 /// Pieces of a response.
 const PIECES: usize = 2_000;
 
@@ -126,7 +131,7 @@ impl ServerBenchArgs {
             is_full_duplex: false,
             threads: 1,
             warmroute: self.warmroute_command(),
-            model: ModelFiles::Reduced,
+            model: ModelFiles::Complete,
         }
     }
 
@@ -151,32 +156,57 @@ async fn measure_requests(
     dir: &Path,
     table: &mut ComparisonTable,
 ) -> anyhow::Result<()> {
-    let setups = LoadSetups::start(setup_settings, &dir.join("requests")).await?;
-    let rows = RowSource {
-        setups: &setups,
-        settings: sweep_settings,
-    };
-    for (size, bytes, goal) in [
-        ("1 KB", 1_000, Some(REQUEST)),
-        ("32 KB", 32_000, Some(REQUEST)),
-        ("220 KB", CHAT_BYTES, None),
-    ] {
-        let case = |prompt, is_warm| {
-            let name = format!("server CPU per request, {size}, {prompt}");
-            LoadCase::new(name, bytes, is_warm, 16)
+    for (mode, is_full_duplex) in [("buffered", false), ("full duplex", true)] {
+        let cases: Vec<_> = request_cases(mode)
+            .into_iter()
+            .filter(|(case, _)| args.wants(&case.name))
+            .collect();
+        if cases.is_empty() {
+            continue;
+        }
+        let setup_settings = SetupSettings {
+            is_full_duplex,
+            ..setup_settings.clone()
         };
-        for (case, goal) in [
-            (case("load-only", false).with_unknown_model(), goal),
-            (case("warm prompt", true), goal),
-            (case("new prompt", false), None),
-        ] {
-            if args.wants(&case.name) {
-                rows.add_row(table, case, goal, |sample| sample.cpu_server)
-                    .await?;
-            }
+        let setups = LoadSetups::start(&setup_settings, &dir.join(mode.replace(' ', "-"))).await?;
+        let rows = RowSource {
+            setups: &setups,
+            settings: sweep_settings,
+        };
+        for (case, goal) in cases {
+            rows.add_row(table, case, goal, |sample| sample.cpu_server)
+                .await?;
         }
     }
     Ok(())
+}
+
+/// Returns the requests that are measured with one body mode, and their goals.
+fn request_cases(mode: &str) -> Vec<(LoadCase, Option<f64>)> {
+    let sizes = [
+        ("1 KB", 1_000),
+        ("32 KB", 32_000),
+        ("220 KB", CHAT_BYTES),
+        ("400 KB", 400_000),
+    ];
+    let cases = |(size, bytes)| {
+        let case = |prompt, is_warm, new_text| {
+            let name = format!("server CPU per request, {size}, {mode}, {prompt}");
+            LoadCase::new(name, bytes, is_warm, CONNECTIONS).with_repository_texts(new_text)
+        };
+        [
+            (
+                case("load-only", false, NewText::Conversation).with_unknown_model(),
+                Some(REQUEST),
+            ),
+            (
+                case("continued prompt", true, NewText::Message),
+                Some(CONTINUED_REQUEST),
+            ),
+            (case("new prompt", false, NewText::Conversation), None),
+        ]
+    };
+    sizes.into_iter().flat_map(cases).collect()
 }
 
 async fn measure_pieces(

@@ -4,6 +4,7 @@ use serde_json::Value;
 use warmroute_testbed::deployment::MODEL;
 
 use crate::measure::{RoundSample, median_sample};
+use crate::repository_texts::NewText;
 use crate::setups::SetupKind;
 
 /// A model that warmroute does not know.
@@ -27,8 +28,9 @@ pub struct LoadCase {
     pub(crate) chunks: usize,
     /// Number of responses of other requests that stay open during the measurement.
     pub(crate) open_responses: usize,
-    /// True if the messages are texts of the repository instead of random sentences.
-    pub(crate) has_repository_texts: bool,
+    /// New text of each request, if the messages are texts of the repository instead of random
+    /// sentences.
+    pub(crate) repository_texts: Option<NewText>,
 }
 
 impl LoadCase {
@@ -45,7 +47,7 @@ impl LoadCase {
             connections,
             chunks: 1,
             open_responses: 0,
-            has_repository_texts: false,
+            repository_texts: None,
         }
     }
 
@@ -60,6 +62,14 @@ impl LoadCase {
     /// Sets the number of pieces of each response.
     pub fn with_chunks(self, chunks: usize) -> Self {
         Self { chunks, ..self }
+    }
+
+    /// Selects texts of the repository as messages.
+    pub fn with_repository_texts(self, new_text: NewText) -> Self {
+        Self {
+            repository_texts: Some(new_text),
+            ..self
+        }
     }
 
     /// Makes the case a point of a sweep.

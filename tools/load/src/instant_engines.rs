@@ -4,7 +4,9 @@
 //! parsed.
 
 use std::convert::Infallible;
+use std::fs;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -13,12 +15,14 @@ use axum::body::Body;
 use axum::extract::Request;
 use axum::http::{HeaderMap, StatusCode};
 use axum::response::{IntoResponse as _, Response};
+use axum::routing::get;
 use axum::serve::ListenerExt as _;
 use bytes::Bytes;
 use clap::Parser;
 use futures_util::{StreamExt as _, stream};
 use tokio::net::TcpListener;
 use tokio::task::JoinSet;
+use zeromq::{PubSocket, Socket as _};
 
 /// Header: number of pieces of the answer.
 pub(crate) const CHUNKS_HEADER: &str = "x-answer-chunks";
@@ -44,6 +48,12 @@ pub(crate) struct InstantEngineArgs {
     /// Number of engines; each has its own address.
     #[arg(long)]
     workers: usize,
+    /// Port of the KV events of each engine. The engines publish none.
+    #[arg(long)]
+    events_port: Option<u16>,
+    /// File with the metrics page of every engine.
+    #[arg(long)]
+    metrics_page: Option<PathBuf>,
 }
 
 /// Returns the addresses of the workers: one loopback address each, with the same port.
@@ -59,14 +69,29 @@ pub(crate) fn addresses(first: SocketAddr, workers: usize) -> impl Iterator<Item
 
 /// Serves until the process ends.
 pub(crate) async fn serve(cli: InstantEngineArgs) -> anyhow::Result<()> {
+    let mut router = Router::new().fallback(answer);
+    if let Some(path) = &cli.metrics_page {
+        let page =
+            Bytes::from(fs::read(path).with_context(|| format!("cannot read {}", path.display()))?);
+        router = router.route("/metrics", get(async move || page));
+    }
     let mut listeners = JoinSet::new();
+    let mut publishers = Vec::new();
     for address in addresses(cli.first, cli.workers) {
+        if let Some(port) = cli.events_port {
+            let mut publisher = PubSocket::new();
+            publisher
+                .bind(&format!("tcp://{}:{port}", address.ip()))
+                .await?;
+            publishers.push(publisher);
+        }
         let listener = TcpListener::bind(address)
             .await
             .with_context(|| format!("cannot listen on {address}"))?;
         // Without it, every second piece of an answer would wait for an acknowledgement.
         let listener = listener.tap_io(|connection| _ = connection.set_nodelay(true));
-        listeners.spawn(async move { axum::serve(listener, Router::new().fallback(answer)).await });
+        let router = router.clone();
+        listeners.spawn(async move { axum::serve(listener, router).await });
     }
     let result = listeners.join_next().await;
     anyhow::bail!("listener ended: {result:?}")

@@ -1,6 +1,6 @@
-//! Request bodies with the texts of this repository: documentation and source code, whose escapes
-//! are as dense as in real prompts. Conversations share a system prompt, and every request of a
-//! conversation repeats its history and ends with new text.
+//! Request bodies with the texts of this repository: documentation and source code, and tool calls
+//! with source code in JSON. Their escapes are as dense as in real prompts. Conversations share a
+//! system prompt, and every request of a conversation repeats its history and ends with new text.
 
 use std::fs;
 use std::path::Path;
@@ -9,20 +9,42 @@ use anyhow::{Context as _, ensure};
 use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
+use serde_json::{Value, json};
 use warmroute_testbed::repository;
 
 /// Maximum length of a message in bytes of JSON.
 const MAX_MESSAGE_BYTES: usize = 2_600;
-/// Shares of a body: system prompt of all conversations, history of one conversation. The rest is
-/// new in each request.
+/// Share of a body that is the system prompt of all conversations.
 const SYSTEM_SHARE: f64 = 0.3;
-const HISTORY_SHARE: f64 = 0.6;
+/// Maximum bytes of new text in [`NewText::Message`].
+const NEW_MESSAGE_BYTES: usize = 1_000;
 /// Bytes of new text per word that no other request contains.
 const BYTES_PER_NEW_WORD: usize = 200;
 /// Maximum number of conversations that advance in turn.
 const MAX_CONVERSATIONS: usize = 32;
 /// Maximum bytes of all conversations, unless two of them exceed it. The prompt cache holds them.
 const MAX_TOTAL_BYTES: usize = 4_000_000;
+
+/// New text of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NewText {
+    /// The whole conversation.
+    Conversation,
+    /// A tenth of the body.
+    Tenth,
+    /// One message of at most 1 KB, and at most a tenth of the body.
+    Message,
+}
+
+impl NewText {
+    fn bytes(self, body_bytes: usize) -> usize {
+        match self {
+            Self::Conversation => body_bytes,
+            Self::Tenth => body_bytes / 10,
+            Self::Message => (body_bytes / 10).min(NEW_MESSAGE_BYTES),
+        }
+    }
+}
 
 /// Lines of the documentation and the source code.
 struct RepositoryLines(Vec<String>);
@@ -76,23 +98,31 @@ pub(crate) struct TextRotation {
 
 impl TextRotation {
     /// Opens conversations whose bodies have about `bytes` bytes.
-    pub(crate) fn open(model: &str, bytes: usize, seed: u64) -> anyhow::Result<Self> {
+    pub(crate) fn open(
+        model: &str,
+        bytes: usize,
+        new_text: NewText,
+        seed: u64,
+    ) -> anyhow::Result<Self> {
         let mut rotation = Self {
             rng: StdRng::seed_from_u64(seed),
             lines: RepositoryLines::read()?,
             histories: Vec::new(),
-            new_bytes: 0,
+            new_bytes: new_text.bytes(bytes),
             next: 0,
         };
         let mut shared =
             format!("{{\"model\":\"{model}\",\"stream\":true,\"max_tokens\":1,\"messages\":[");
-        let share = |share: f64| (bytes as f64 * share) as usize;
-        rotation.append_message(&mut shared, "system", share(SYSTEM_SHARE), false);
-        rotation.new_bytes = bytes - share(SYSTEM_SHARE) - share(HISTORY_SHARE);
+        let old_bytes = bytes - rotation.new_bytes;
+        if old_bytes > 0 {
+            let system_bytes = (bytes as f64 * SYSTEM_SHARE) as usize;
+            rotation.append_message(&mut shared, "system", system_bytes, false);
+        }
         let count = (MAX_TOTAL_BYTES / bytes).clamp(2, MAX_CONVERSATIONS);
         for _ in 0..count {
             let mut history = shared.clone();
-            rotation.append_messages(&mut history, share(HISTORY_SHARE), false);
+            let history_bytes = old_bytes.saturating_sub(history.len());
+            rotation.append_messages(&mut history, history_bytes, false);
             rotation.histories.push(history);
         }
         Ok(rotation)
@@ -116,13 +146,20 @@ impl TextRotation {
         bodies
     }
 
-    /// Appends messages of the user and the assistant with `bytes` bytes in total.
+    /// Appends messages with `bytes` bytes in total: of the user and the assistant, and calls of a
+    /// tool with their results.
     fn append_messages(&mut self, chat: &mut String, bytes: usize, is_new: bool) {
         let until = chat.len() + bytes;
-        let mut roles = ["user", "assistant"].into_iter().cycle();
+        let mut roles = ["user", "assistant", "user", "tool"].into_iter().cycle();
         while let Some(left) = until.checked_sub(chat.len()).filter(|left| *left > 60) {
             let role = roles.next().unwrap_or("user");
-            self.append_message(chat, role, left.min(MAX_MESSAGE_BYTES), is_new);
+            let length = left.min(MAX_MESSAGE_BYTES);
+            if role == "tool" {
+                self.append_tool_call(chat, length / 2);
+                self.append_message(chat, role, length / 2, is_new);
+            } else {
+                self.append_message(chat, role, length, is_new);
+            }
         }
     }
 
@@ -137,25 +174,49 @@ impl TextRotation {
                 next_word = chat.len() + BYTES_PER_NEW_WORD;
                 chat.push_str(&format!("{:x} ", self.rng.random::<u64>()));
             }
-            let quoted = serde_json::Value::from(self.lines.0[line].as_str()).to_string();
+            let quoted = Value::from(self.lines.0[line].as_str()).to_string();
             chat.push_str(&quoted[1..quoted.len() - 1]);
             chat.push_str("\\n");
             line = (line + 1) % self.lines.0.len();
         }
         chat.push_str("\"}");
     }
+
+    /// Appends a message of the assistant that calls a tool. Its arguments are JSON in a string.
+    fn append_tool_call(&mut self, chat: &mut String, bytes: usize) {
+        let mut content = String::new();
+        let mut line = self.rng.random_range(0..self.lines.0.len());
+        while content.len() < bytes {
+            content.push_str(&self.lines.0[line]);
+            content.push('\n');
+            line = (line + 1) % self.lines.0.len();
+        }
+        let arguments = json!({"path": "src/main.rs", "content": content}).to_string();
+        let call = json!({
+            "role": "assistant",
+            "content": null,
+            "tool_calls": [{
+                "id": "call-1",
+                "type": "function",
+                "function": {"name": "write_file", "arguments": arguments},
+            }],
+        });
+        chat.push_str(&format!(",{call}"));
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use serde_json::Value;
-
     use super::*;
 
     #[test]
     fn bodies_have_requested_length_and_history() {
-        for bytes in [1_000, 32_000, 220_000] {
-            let mut texts = TextRotation::open("m", bytes, 1).unwrap();
+        for (bytes, new_text) in [
+            (1_000, NewText::Tenth),
+            (32_000, NewText::Message),
+            (220_000, NewText::Tenth),
+        ] {
+            let mut texts = TextRotation::open("m", bytes, new_text, 1).unwrap();
             let first = texts.first_bodies();
             let next = texts.next_bodies(first.len());
             let deviation = (first[0].len() as f64 / bytes as f64 - 1.0).abs();
@@ -167,5 +228,16 @@ mod tests {
             let chat: Value = serde_json::from_slice(&next[1]).unwrap();
             assert!(chat["messages"].as_array().unwrap().len() >= 2, "{chat}");
         }
+    }
+
+    #[test]
+    fn new_conversations_share_no_prefix() {
+        let mut texts = TextRotation::open("m", 32_000, NewText::Conversation, 1).unwrap();
+        let bodies = texts.next_bodies(2);
+        let text = |body: &Bytes| String::from_utf8(body.to_vec()).unwrap();
+        let first = text(&bodies[0]);
+        let content = first.split_once("\"content\":").unwrap();
+        assert!(text(&bodies[1]).starts_with(content.0));
+        assert!(!text(&bodies[1]).contains(&content.1[..100]));
     }
 }

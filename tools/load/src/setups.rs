@@ -99,27 +99,33 @@ impl LoadSetups {
     pub async fn start(settings: &SetupSettings, dir: &Path) -> anyhow::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let first = SocketAddr::from(([127, 0, 0, 1], FreePort::find()?.release()));
-        let workers = settings.workers.to_string();
-        let engines = helper_command(&[
-            AS_INSTANT_ENGINES,
-            "--first",
-            &first.to_string(),
-            "--workers",
-            &workers,
-        ])?;
-        let engines = ChildProcess::spawn("engines", &engines, dir)?;
-        ports::wait_ready(
-            ReadyCheck::Http(&format!("http://{first}/health")),
-            START,
-            &engines,
-        )
-        .await?;
+        let engines = start_engines(&[], first, settings.workers, dir).await?;
         let mut setups = Vec::new();
         for kind in SetupKind::ALL {
             setups.push(LoadSetup::start(kind, settings, first, dir).await?);
         }
         Ok(Self { setups, engines })
     }
+}
+
+/// Starts engines with consecutive addresses in one process. `args` are further arguments of
+/// [`InstantEngineArgs`](instant_engines::InstantEngineArgs).
+pub(crate) async fn start_engines(
+    args: &[OsString],
+    first: SocketAddr,
+    count: usize,
+    dir: &Path,
+) -> anyhow::Result<ChildProcess> {
+    let mut command = helper_command(&[AS_INSTANT_ENGINES, "--first", &first.to_string()])?;
+    command.args(["--workers", &count.to_string()]).args(args);
+    let engines = ChildProcess::spawn("engines", &command, dir)?;
+    ports::wait_ready(
+        ReadyCheck::Http(&format!("http://{first}/health")),
+        START,
+        &engines,
+    )
+    .await?;
+    Ok(engines)
 }
 
 impl LoadSetup {
@@ -178,7 +184,7 @@ impl LoadSetup {
 }
 
 impl SetupSettings {
-    fn warmroute_command(&self) -> anyhow::Result<Vec<OsString>> {
+    pub(crate) fn warmroute_command(&self) -> anyhow::Result<Vec<OsString>> {
         if !self.warmroute.is_empty() {
             return Ok(self.warmroute.clone());
         }

@@ -16,9 +16,10 @@ use crate::bodies::{ChatRotation, ChatWriter};
 use crate::case::{LoadCase, MeasuredCase, UNKNOWN_MODEL};
 use crate::client::{self, LoadPlan, OpenResponses};
 use crate::goals;
+use crate::idle;
 use crate::measure;
 use crate::report::LoadReport;
-use crate::repository_texts::TextRotation;
+use crate::repository_texts::{NewText, TextRotation};
 use crate::setups::{LoadSetup, LoadSetups, SetupKind, SetupSettings};
 
 /// The varied parameter.
@@ -35,19 +36,22 @@ pub enum SweptParameter {
     /// Pieces of a response, 1 to 10,000, with default and with complete observation
     Chunks,
     /// Bytes of a request, 1 KB to 40 MB, in full duplex; conversations with the texts of this
-    /// repository, of which 10 % are new
+    /// repository, of which a tenth is new
     Texts,
+    /// Engines without requests, 8 and 1,000: time to readiness, memory and CPU use
+    Idle,
 }
 
 impl SweptParameter {
     /// All parameters, in the order of the report.
-    pub const ALL: [Self; 6] = [
+    pub const ALL: [Self; 7] = [
         Self::Body,
         Self::Prompt,
         Self::Ranks,
         Self::Streams,
         Self::Chunks,
         Self::Texts,
+        Self::Idle,
     ];
 
     fn name(self) -> &'static str {
@@ -58,6 +62,7 @@ impl SweptParameter {
             Self::Streams => "streams",
             Self::Chunks => "chunks",
             Self::Texts => "texts",
+            Self::Idle => "idle",
         }
     }
 }
@@ -106,8 +111,8 @@ enum BodySource {
 
 impl BodySource {
     fn new(case: &LoadCase, seed: u64) -> anyhow::Result<Self> {
-        if case.has_repository_texts {
-            let texts = TextRotation::open(case.model, case.bytes, seed)?;
+        if let Some(new_text) = case.repository_texts {
+            let texts = TextRotation::open(case.model, case.bytes, new_text, seed)?;
             return Ok(Self::Texts(Box::new(texts)));
         }
         let mut writer = ChatWriter::new(seed).with_model(case.model);
@@ -294,6 +299,7 @@ pub async fn run(
             let setups = LoadSetups::start(&setup_settings, &dir).await?;
             measure_all(&setups, text_cases(settings), settings, report).await?;
         }
+        SweptParameter::Idle => idle::run(settings, &setup_settings, &dir, report).await?,
     }
     Ok(())
 }
@@ -415,11 +421,9 @@ fn text_cases(settings: &SweepSettings) -> Vec<LoadCase> {
         let connections = if bytes < LARGE_TEXT { 16 } else { 2 };
         let name = format!("{} KB of text, c = {connections}", bytes / 1_000);
         let point = json!({"bytes": bytes, "connections": connections});
-        LoadCase {
-            has_repository_texts: true,
-            ..LoadCase::new(name, bytes, true, connections)
-                .at_point(SweptParameter::Texts.name(), point)
-        }
+        LoadCase::new(name, bytes, true, connections)
+            .with_repository_texts(NewText::Tenth)
+            .at_point(SweptParameter::Texts.name(), point)
     };
     const SIZES: [usize; 6] = [1_000, 32_000, 220_000, 400_000, 20_000_000, 40_000_000];
     points(settings, &SIZES, 220_000).map(case).collect()
