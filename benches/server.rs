@@ -46,11 +46,12 @@ struct ServerBenchArgs {
     bench: bool,
 }
 
-/// Maximum CPU time relative to the bare server: for a request that is not tokenized, for a request
-/// of which at most 1 KB is new, and for a piece of a response.
-const REQUEST: f64 = 1.5;
-const CONTINUED_REQUEST: f64 = 1.3;
-const PIECE: f64 = 1.1;
+/// Maximum CPU time relative to the bare server for a request that is not tokenized.
+const MAX_LOAD_ONLY_RATIO: f64 = 1.5;
+/// Maximum CPU time relative to the bare server for a request of which at most 1 KB is new.
+const MAX_CONTINUED_RATIO: f64 = 1.3;
+/// Maximum CPU time relative to the bare server for a piece of a response.
+const MAX_PIECE_RATIO: f64 = 1.1;
 /// Connections of the client.
 const CONNECTIONS: usize = 16;
 /// Pieces of a response.
@@ -181,7 +182,7 @@ async fn measure_requests(
     Ok(())
 }
 
-/// Returns the requests that are measured with one body mode, and their goals.
+/// Returns the cases of one body mode with their goals.
 fn request_cases(mode: &str) -> Vec<(LoadCase, Option<f64>)> {
     let sizes = [
         ("1 KB", 1_000),
@@ -189,24 +190,24 @@ fn request_cases(mode: &str) -> Vec<(LoadCase, Option<f64>)> {
         ("220 KB", CHAT_BYTES),
         ("400 KB", 400_000),
     ];
-    let cases = |(size, bytes)| {
-        let case = |prompt, is_warm, new_text| {
+    let cases_of_size = |(size, bytes)| {
+        let new_case = |prompt, is_warm, new_text| {
             let name = format!("server CPU per request, {size}, {mode}, {prompt}");
             LoadCase::new(name, bytes, is_warm, CONNECTIONS).with_repository_texts(new_text)
         };
         [
             (
-                case("load-only", false, NewText::Conversation).with_unknown_model(),
-                Some(REQUEST),
+                new_case("load-only", false, NewText::Conversation).with_unknown_model(),
+                Some(MAX_LOAD_ONLY_RATIO),
             ),
             (
-                case("continued prompt", true, NewText::Message),
-                Some(CONTINUED_REQUEST),
+                new_case("continued prompt", true, NewText::Message),
+                Some(MAX_CONTINUED_RATIO),
             ),
-            (case("new prompt", false, NewText::Conversation), None),
+            (new_case("new prompt", false, NewText::Conversation), None),
         ]
     };
-    sizes.into_iter().flat_map(cases).collect()
+    sizes.into_iter().flat_map(cases_of_size).collect()
 }
 
 async fn measure_pieces(
@@ -223,7 +224,7 @@ async fn measure_pieces(
     };
     let setups = LoadSetups::start(&setup_settings, &dir.join("pieces")).await?;
     let name = "server CPU per chunk of a streamed response".to_owned();
-    let case = LoadCase::new(name, 1_000, false, 16)
+    let case = LoadCase::new(name, 1_000, false, CONNECTIONS)
         .with_unknown_model()
         .with_chunks(PIECES);
     if args.wants(&case.name) {
@@ -231,7 +232,7 @@ async fn measure_pieces(
             setups: &setups,
             settings: sweep_settings,
         };
-        rows.add_row(table, case, Some(PIECE), |sample| {
+        rows.add_row(table, case, Some(MAX_PIECE_RATIO), |sample| {
             sample.cpu_server / sample.messages
         })
         .await?;

@@ -64,7 +64,7 @@ impl LoadCase {
         Self { chunks, ..self }
     }
 
-    /// Selects texts of the repository as messages.
+    /// Uses texts of the repository as messages. `new_text` is the part that is new in each request.
     pub fn with_repository_texts(self, new_text: NewText) -> Self {
         Self {
             repository_texts: Some(new_text),

@@ -48,10 +48,10 @@ pub(crate) struct InstantEngineArgs {
     /// Number of engines; each has its own address.
     #[arg(long)]
     workers: usize,
-    /// Port of the KV events of each engine. The engines publish none.
+    /// Port on which each engine accepts subscribers of KV events. No events are published.
     #[arg(long)]
     events_port: Option<u16>,
-    /// File with the metrics page of every engine.
+    /// File with the metrics page that every engine returns.
     #[arg(long)]
     metrics_page: Option<PathBuf>,
 }
@@ -75,7 +75,8 @@ pub(crate) async fn serve(cli: InstantEngineArgs) -> anyhow::Result<()> {
             Bytes::from(fs::read(path).with_context(|| format!("cannot read {}", path.display()))?);
         router = router.route("/metrics", get(async move || page));
     }
-    let mut listeners = JoinSet::new();
+    let mut listeners = Vec::new();
+    // A dropped publisher closes its port.
     let mut publishers = Vec::new();
     for address in addresses(cli.first, cli.workers) {
         if let Some(port) = cli.events_port {
@@ -90,10 +91,15 @@ pub(crate) async fn serve(cli: InstantEngineArgs) -> anyhow::Result<()> {
             .with_context(|| format!("cannot listen on {address}"))?;
         // Without it, every second piece of an answer would wait for an acknowledgement.
         let listener = listener.tap_io(|connection| _ = connection.set_nodelay(true));
-        let router = router.clone();
-        listeners.spawn(async move { axum::serve(listener, router).await });
+        listeners.push(listener);
     }
-    let result = listeners.join_next().await;
+    // A client that reaches the first engine reaches all of them.
+    let mut servers = JoinSet::new();
+    for listener in listeners {
+        let router = router.clone();
+        servers.spawn(async move { axum::serve(listener, router).await });
+    }
+    let result = servers.join_next().await;
     anyhow::bail!("listener ended: {result:?}")
 }
 

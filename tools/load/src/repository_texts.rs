@@ -1,6 +1,7 @@
-//! Request bodies with the texts of this repository: documentation and source code, and tool calls
-//! with source code in JSON. Their escapes are as dense as in real prompts. Conversations share a
-//! system prompt, and every request of a conversation repeats its history and ends with new text.
+//! Request bodies with the documentation and the source code of this repository, and with tool calls
+//! whose arguments contain source code. The texts have about as many JSON escapes as real prompts.
+//! Conversations share a system prompt, and every request of a conversation repeats its history and
+//! ends with new text.
 
 use std::fs;
 use std::path::Path;
@@ -14,7 +15,7 @@ use warmroute_testbed::repository;
 
 /// Maximum length of a message in bytes of JSON.
 const MAX_MESSAGE_BYTES: usize = 2_600;
-/// Share of a body that is the system prompt of all conversations.
+/// Share of the system prompt, which all conversations have in common.
 const SYSTEM_SHARE: f64 = 0.3;
 /// Maximum bytes of new text in [`NewText::Message`].
 const NEW_MESSAGE_BYTES: usize = 1_000;
@@ -32,12 +33,12 @@ pub enum NewText {
     Conversation,
     /// A tenth of the body.
     Tenth,
-    /// One message of at most 1 KB, and at most a tenth of the body.
+    /// One message of about 1 KB, or of a tenth of a smaller body.
     Message,
 }
 
 impl NewText {
-    fn bytes(self, body_bytes: usize) -> usize {
+    fn byte_count(self, body_bytes: usize) -> usize {
         match self {
             Self::Conversation => body_bytes,
             Self::Tenth => body_bytes / 10,
@@ -108,7 +109,7 @@ impl TextRotation {
             rng: StdRng::seed_from_u64(seed),
             lines: RepositoryLines::read()?,
             histories: Vec::new(),
-            new_bytes: new_text.bytes(bytes),
+            new_bytes: new_text.byte_count(bytes),
             next: 0,
         };
         let mut shared =
@@ -146,8 +147,8 @@ impl TextRotation {
         bodies
     }
 
-    /// Appends messages with `bytes` bytes in total: of the user and the assistant, and calls of a
-    /// tool with their results.
+    /// Appends about `bytes` bytes of messages: user and assistant texts, and tool calls with their
+    /// results.
     fn append_messages(&mut self, chat: &mut String, bytes: usize, is_new: bool) {
         let until = chat.len() + bytes;
         let mut roles = ["user", "assistant", "user", "tool"].into_iter().cycle();
@@ -166,7 +167,14 @@ impl TextRotation {
     fn append_message(&mut self, chat: &mut String, role: &str, bytes: usize, is_new: bool) {
         let until = chat.len() + bytes;
         let separator = if chat.ends_with('[') { "" } else { "," };
-        chat.push_str(&format!("{separator}{{\"role\":\"{role}\",\"content\":\""));
+        let call_id = if role == "tool" {
+            "\"tool_call_id\":\"call-1\","
+        } else {
+            ""
+        };
+        chat.push_str(&format!(
+            "{separator}{{\"role\":\"{role}\",{call_id}\"content\":\""
+        ));
         let mut line = self.rng.random_range(0..self.lines.0.len());
         let mut next_word = chat.len();
         while chat.len() + 2 < until {
@@ -182,7 +190,7 @@ impl TextRotation {
         chat.push_str("\"}");
     }
 
-    /// Appends a message of the assistant that calls a tool. Its arguments are JSON in a string.
+    /// Appends an assistant message with one tool call. Its arguments are a JSON text in a string.
     fn append_tool_call(&mut self, chat: &mut String, bytes: usize) {
         let mut content = String::new();
         let mut line = self.rng.random_range(0..self.lines.0.len());
@@ -231,13 +239,13 @@ mod tests {
     }
 
     #[test]
-    fn new_conversations_share_no_prefix() {
+    fn new_conversations_have_distinct_content() {
         let mut texts = TextRotation::open("m", 32_000, NewText::Conversation, 1).unwrap();
         let bodies = texts.next_bodies(2);
         let text = |body: &Bytes| String::from_utf8(body.to_vec()).unwrap();
         let first = text(&bodies[0]);
-        let content = first.split_once("\"content\":").unwrap();
-        assert!(text(&bodies[1]).starts_with(content.0));
-        assert!(!text(&bodies[1]).contains(&content.1[..100]));
+        let (head, content) = first.split_once("\"content\":").unwrap();
+        assert!(text(&bodies[1]).starts_with(head));
+        assert!(!text(&bodies[1]).contains(&content[..100]));
     }
 }

@@ -38,7 +38,7 @@ pub enum SweptParameter {
     /// Bytes of a request, 1 KB to 40 MB, in full duplex; conversations with the texts of this
     /// repository, of which a tenth is new
     Texts,
-    /// Engines without requests, 8 and 1,000: time to readiness, memory and CPU use
+    /// Number of engines, 8 and 1,000, without requests: time to readiness, memory and CPU use
     Idle,
 }
 

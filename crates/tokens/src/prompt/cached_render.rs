@@ -30,7 +30,8 @@ impl Encoder {
                 // The found prefix may be the one that other conversations continue, and the
                 // stored one is that of the next turn.
                 let prefixes = [reuse.found, reuse.stored];
-                let rendered = templates.render_with_checkpoints(chat, &counts(prefixes))?;
+                let rendered =
+                    templates.render_with_checkpoints(chat, &prefix_lengths(prefixes))?;
                 let checkpoints = conversation_checkpoints(prefixes, &rendered);
                 let text = ResumableText::new(Cow::Owned(rendered.text), checkpoints);
                 (text, rendered.exactness)
@@ -44,8 +45,8 @@ impl Encoder {
         })
     }
 
-    /// Renders the part of a conversation after the messages that were found in the cache. Returns
-    /// `None` if their rendered prefix is not cached, or if the template cannot resume after it.
+    /// Renders the part of a conversation after the checkpoint of its cached prefix. Returns `None`
+    /// if no checkpoint is cached, or if the template cannot resume there.
     fn render_after_prefix(
         &self,
         chat: &ChatPrompt,
@@ -56,14 +57,15 @@ impl Encoder {
         let library_only = self.tokenizer.disabled_reason().is_some();
         let prefix = resumer.find_prefix(reuse.found?, library_only)?;
         let prefixes = [None, reuse.stored];
-        let rendered = templates.render_after(chat, prefix.checkpoint(), &counts(prefixes))?;
+        let rendered =
+            templates.render_after(chat, prefix.checkpoint(), &prefix_lengths(prefixes))?;
         let checkpoints = conversation_checkpoints(prefixes, &rendered);
         let text = ResumableText::after_prefix(prefix, &rendered.text, checkpoints);
         Some((text, rendered.exactness))
     }
 }
 
-fn counts(prefixes: [Option<MessagePrefix>; 2]) -> Vec<usize> {
+fn prefix_lengths(prefixes: [Option<MessagePrefix>; 2]) -> Vec<usize> {
     let prefixes = prefixes.into_iter().flatten();
     prefixes.map(|prefix| prefix.message_count).collect()
 }
@@ -75,8 +77,8 @@ fn conversation_checkpoints(
 ) -> Vec<ConversationCheckpoint> {
     let with_position = |messages: MessagePrefix| {
         let positions = &mut rendered.checkpoints.iter();
-        let position =
-            *positions.find(|position| position.prefix_length == messages.message_count)?;
+        let position = *positions
+            .find(|position| position.checkpoint.prefix_length == messages.message_count)?;
         Some(ConversationCheckpoint { messages, position })
     };
     let prefixes = prefixes.into_iter().flatten();

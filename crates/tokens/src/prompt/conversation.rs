@@ -23,8 +23,8 @@ pub(super) struct TemplateMessage<'m> {
     pub role: &'m str,
     pub content: TemplateContent<'m>,
     pub(super) other_fields: Vec<(&'static str, Value)>,
-    /// True if the message has tool calls that were not converted.
-    pub(super) omits_tool_calls: bool,
+    /// True if the tool calls of the message were omitted.
+    pub(super) has_omitted_tool_calls: bool,
 }
 
 impl<'m> TemplateMessage<'m> {
@@ -34,7 +34,7 @@ impl<'m> TemplateMessage<'m> {
             role,
             content: TemplateContent::Text(text),
             other_fields: Vec::new(),
-            omits_tool_calls: false,
+            has_omitted_tool_calls: false,
         }
     }
 
@@ -175,25 +175,26 @@ impl<'m> TemplatePart<'m> {
 /// messages, because it would prevent prefix cache hits.
 const BILLING_HEADER_PREFIX: &str = "x-anthropic-billing-header";
 
-/// Conversion of tool calls.
+/// Treatment of the tool calls of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ToolCallMode {
     Converted,
     Omitted,
 }
 
-/// Returns the messages in the form that the template receives. The tool calls of the first
-/// `known_count` messages are omitted, because their conversion parses their arguments.
+/// Returns the messages in the form that the template receives. Omits the tool calls of the first
+/// `rendered_count` messages: the text of these messages is cached, and the conversion would parse
+/// their arguments.
 pub(super) fn template_messages<'m>(
     messages: &'m [Arc<ChatMessage>],
     format: ContentFormat,
-    known_count: usize,
+    rendered_count: usize,
     renderer: &mut MediaRenderer<'_>,
 ) -> Result<Vec<TemplateMessage<'m>>, EncodeError> {
     let messages = messages.iter().enumerate();
     messages
         .map(|(index, message)| {
-            let tool_calls = if index < known_count {
+            let tool_calls = if index < rendered_count {
                 ToolCallMode::Omitted
             } else {
                 ToolCallMode::Converted
@@ -237,14 +238,14 @@ fn template_message<'m>(
             other_fields.push((key, Value::from(text.as_str())));
         }
     }
-    let omits_tool_calls = tool_calls == ToolCallMode::Omitted
+    let has_omitted_tool_calls = tool_calls == ToolCallMode::Omitted
         && message.role == "assistant"
         && message.tool_calls.is_some();
     Ok(TemplateMessage {
         role: &message.role,
         content,
         other_fields,
-        omits_tool_calls,
+        has_omitted_tool_calls,
     })
 }
 

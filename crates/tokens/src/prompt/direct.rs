@@ -29,7 +29,7 @@ struct UnsupportedError;
 /// Text rendered by a [`DirectRenderer`].
 pub(super) struct DirectOutput {
     pub(super) text: String,
-    /// The requested checkpoints that exist.
+    /// The last checkpoint of each requested prefix that has one.
     pub(super) checkpoints: Vec<CheckpointPosition>,
 }
 
@@ -49,14 +49,14 @@ impl DirectRenderer {
     }
 
     /// Renders a conversation like minijinja, after the checkpoint `start` if it is set. Also
-    /// returns the last checkpoint, if there is one, in each of these numbers of leading messages.
-    /// Returns `None` if anything is not supported.
+    /// returns the last checkpoint of each requested prefix, if there is one. `prefix_lengths` are
+    /// the lengths of these prefixes in messages. Returns `None` if anything is not supported.
     pub(super) fn render(
         &self,
         turns: &[TemplateMessage<'_>],
         variables: &BTreeMap<&str, Value>,
         start: Option<RenderCheckpoint>,
-        prefixes: &[usize],
+        prefix_lengths: &[usize],
     ) -> Option<DirectOutput> {
         if variables.keys().any(|name| compile::is_function(name)) {
             return None;
@@ -79,7 +79,7 @@ impl DirectRenderer {
         let mut text = String::with_capacity(texts + 64 * turns.len() + 256);
         let checkpoints = PlanRun::new(turns, slots, &self.plan.macros, &self.clock)
             .starting_at(start)
-            .with_checkpoints_in(prefixes)
+            .with_prefix_lengths(prefix_lengths)
             .run(&self.plan.steps, &mut text)
             .ok()?;
         Some(DirectOutput { text, checkpoints })

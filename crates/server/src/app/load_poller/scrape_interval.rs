@@ -77,7 +77,15 @@ mod tests {
         let delay = |outcome| next_delay(outcome, SECOND, 0.5);
         assert_eq!(delay(ScrapeOutcome::Reported), SECOND);
         assert_eq!(delay(ScrapeOutcome::NoGauges), 60 * SECOND);
-        for (times, seconds) in [(1, 1), (2, 2), (3, 4), (6, 30), (u32::MAX, 30)] {
+        for (times, seconds) in [
+            (1, 1),
+            (2, 2),
+            (3, 4),
+            (4, 8),
+            (5, 16),
+            (6, 30),
+            (u32::MAX, 30),
+        ] {
             assert_eq!(delay(ScrapeOutcome::Failed(times)), SECOND * seconds);
         }
         let slow = next_delay(ScrapeOutcome::Failed(9), 90 * SECOND, 0.5);

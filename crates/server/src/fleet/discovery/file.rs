@@ -49,7 +49,8 @@ pub struct WorkersFileState {
     path: PathBuf,
     models: Vec<WorkerModel>,
     current: Option<Vec<Worker>>,
-    /// Content of the file when `current` was read. A large file is not parsed again at each poll.
+    /// Content of the last successful read. Unchanged valid content is not parsed again, because
+    /// parsing a large file is expensive.
     content: Vec<u8>,
     errors: Vec<ConfigError>,
 }
@@ -68,9 +69,9 @@ impl WorkersFileState {
 
     /// Applies the result of a read.
     pub fn apply(&mut self, bytes: io::Result<Vec<u8>>) -> WorkersFileUpdate {
-        let is_read = self.current.is_some() && self.errors.is_empty();
+        let was_valid = self.current.is_some() && self.errors.is_empty();
         let parsed = match bytes {
-            Ok(bytes) if is_read && bytes == self.content => {
+            Ok(bytes) if was_valid && bytes == self.content => {
                 return WorkersFileUpdate::Unchanged { recovered: false };
             }
             Ok(bytes) => {

@@ -50,9 +50,9 @@ pub(super) struct PlanRun<'a> {
     /// Checkpoint at which the output begins. `None` for the start of the template, and after the
     /// checkpoint was reached.
     start: Option<RenderCheckpoint>,
-    /// Numbers of leading messages in which the last checkpoint is requested.
-    prefixes: &'a [usize],
-    /// The requested checkpoints that exist.
+    /// Lengths of the prefixes whose last checkpoint is requested, in messages.
+    prefix_lengths: &'a [usize],
+    /// The last checkpoint of each requested prefix that has one.
     checkpoints: Vec<CheckpointPosition>,
 }
 
@@ -80,7 +80,7 @@ impl<'a> PlanRun<'a> {
             message_loops: 0,
             has_loop_state: false,
             start: None,
-            prefixes: &[],
+            prefix_lengths: &[],
             checkpoints: Vec::new(),
         }
     }

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use warmroute_property_tests::property_config;
 
 use crate::openai::{self, ApiKind, ChatPrompt, PromptInput};
+use crate::prompt::direct::CheckpointPosition;
 use crate::prompt::model_files::TemplateSources;
 use crate::prompt::template::ChatTemplates;
 
@@ -124,6 +125,14 @@ const RARE_FEATURES: &[&str] = &[
     "{% macro one() %}{% for i in messages %}{% if i.role == 'tool' %}{% set x = 1 %}{% endif %}{{ x }}{% endfor %}{% endmacro %}\
      {% macro two(x) %}{{ one() }}{{ x }}{% endmacro %}{{ two('y') }}{{ one() }}",
     "{% macro s(x, mark='*') %}{{ mark }}{% endmacro %}{% for m in messages %}{{ s('a', m.name) }}{{ m.get('name', missing) }}{% endfor %}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% break %}{% endif %}{{ m.role }}{% endfor %}\
+     {% for m in messages[1:] %}{{ m.role }}{{ 'L' if loop.last else '-' }}{% endfor %}",
+    "{% for m in messages %}{{ m.role }}{{ loop.nextitem.role if loop.nextitem is defined else '-' }}\
+     {{ 'c' if loop.previtem is defined and 'tool_calls' in loop.previtem else '-' }}{% endfor %}",
+    "{% for m in messages[:3] %}{{ m.role }}{{ '.' if loop.last else '-' }}{% endfor %}{% for m in messages %}{{ m.role }}\
+     {% if loop.index0 > 1 and messages[loop.index0 - 2].tool_calls %}two{% endif %}{% endfor %}",
+    "{% for m in messages %}{% for n in messages[loop.index:] %}{% if n.role == 'user' %}{{ m.role }}{% break %}{% endif %}{% endfor %}\
+     {{ m.content | length }}{% endfor %}",
 ];
 
 /// Templates that are never rendered directly, because a macro reads a variable of the template.
@@ -305,7 +314,8 @@ fn direct_rendering_equals_minijinja() {
 }
 
 /// Renders a conversation and another one with the same first `count` messages. If the first has a
-/// checkpoint in them, asserts that the other resumes there. Returns whether it did.
+/// checkpoint within them, asserts that the other resumes there with the same text. Returns whether
+/// it did.
 fn resumes_at_checkpoint(
     template: &ChatTemplates,
     first: &ChatPrompt,
@@ -322,9 +332,19 @@ fn resumes_at_checkpoint(
     else {
         return false;
     };
-    let Some(end) = template.render_after(other, checkpoint, &[count + 1]) else {
+    let Some(end) = template.render_after(other, checkpoint, &[other.messages.len()]) else {
         return false;
     };
+    // The checkpoint of a resumed conversation equals that of the complete one.
+    let complete = template.render_with_checkpoints(other, &[other.messages.len()]);
+    let last_checkpoint = |checkpoints: &[CheckpointPosition]| {
+        checkpoints.first().map(|position| position.checkpoint)
+    };
+    assert_eq!(
+        last_checkpoint(&end.checkpoints),
+        last_checkpoint(&complete.unwrap().checkpoints),
+        "{count} messages of {first:?}, {other:?}"
+    );
     let resumed = [&rendered[..at], &end.text].concat();
     let whole = template.render(other).map(|(text, _)| text);
     assert_eq!(
@@ -373,7 +393,7 @@ fn other_conversations_resume_at_checkpoints() {
 
 #[test]
 fn common_conversations_have_checkpoints() {
-    // The last checkpoint in each number of leading messages.
+    // Number of messages before the last checkpoint of each prefix.
     for (number, tools, expected) in [
         (0, false, vec![None, Some(1), Some(2), Some(3), Some(4)]),
         // The template reads the message after a tool message.
@@ -402,7 +422,7 @@ fn common_conversations_have_checkpoints() {
 }
 
 #[test]
-fn conversation_continues_after_tool_results() {
+fn last_checkpoint_precedes_final_tool_result() {
     let template = compiled(templates_of_model(MODELS[0])).unwrap();
     let call = json!({"id": "c", "type": "function", "function": {"name": "f", "arguments": "{\"a\": 1}"}});
     let turn = [

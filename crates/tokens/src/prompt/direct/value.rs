@@ -87,7 +87,7 @@ impl MessageRange {
         (!self.backwards && iteration as usize <= self.len()).then_some(iteration)
     }
 
-    /// Returns the number of messages before an iteration; `None` if the iteration is backwards.
+    /// Returns the number of messages before an iteration; `None` if the range is reversed.
     pub(super) fn count_before(self, iteration: u32) -> Option<usize> {
         (!self.backwards).then_some(self.from as usize + iteration as usize)
     }
@@ -245,7 +245,7 @@ pub(super) fn message_field<'a>(
     key: &str,
 ) -> Result<TemplateValue<'a>, UnsupportedError> {
     Ok(match key {
-        "tool_calls" if turn.omits_tool_calls => return Err(UnsupportedError),
+        "tool_calls" if turn.has_omitted_tool_calls => return Err(UnsupportedError),
         "role" => TemplateValue::Text(turn.role),
         "content" => match &turn.content {
             TemplateContent::Text(text) => TemplateValue::Text(text),

@@ -40,7 +40,7 @@ pub(in crate::prompt) struct CachedPrefix {
     pieces: Vec<Arc<[u32]>>,
 }
 
-/// A checkpoint in a text, and the messages before it.
+/// A checkpoint in a text, and the messages on which the text before it depends.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::prompt) struct ConversationCheckpoint {
     pub(in crate::prompt) messages: MessagePrefix,

@@ -12,31 +12,32 @@ use crate::prompt::{EncodeError, EngineKind, TokenExactness};
 pub(in crate::prompt) struct RenderedChat {
     pub(in crate::prompt) text: String,
     pub(in crate::prompt) exactness: TokenExactness,
-    /// The requested checkpoints that exist.
+    /// The last checkpoint of each requested prefix that has one.
     pub(in crate::prompt) checkpoints: Vec<CheckpointPosition>,
 }
 
 impl ChatTemplates {
-    /// Renders the part of a conversation after a checkpoint. Also returns the last checkpoint, if
-    /// there is one, in each of these numbers of leading messages. Returns `None` on any error, or
-    /// if the template cannot resume there.
+    /// Renders the part of a conversation after a checkpoint. Also returns the last checkpoint of
+    /// each requested prefix, if there is one. `prefix_lengths` are the lengths of these prefixes in
+    /// messages. Returns `None` on any error, or if the template cannot resume there.
     pub(in crate::prompt) fn render_after(
         &self,
         chat: &ChatPrompt,
         start: RenderCheckpoint,
-        prefixes: &[usize],
+        prefix_lengths: &[usize],
     ) -> Option<RenderedChat> {
-        self.render_directly(chat, Some(start), prefixes).ok()?
+        self.render_directly(chat, Some(start), prefix_lengths)
+            .ok()?
     }
 
-    /// Renders a whole conversation without media. Also returns the last checkpoint, if there is
-    /// one, in each of these numbers of leading messages.
+    /// Renders a whole conversation without media. Also returns the last checkpoint of each
+    /// requested prefix, if there is one.
     pub(in crate::prompt) fn render_with_checkpoints(
         &self,
         chat: &ChatPrompt,
-        prefixes: &[usize],
+        prefix_lengths: &[usize],
     ) -> Result<RenderedChat, EncodeError> {
-        if let Some(rendered) = self.render_directly(chat, None, prefixes)? {
+        if let Some(rendered) = self.render_directly(chat, None, prefix_lengths)? {
             return Ok(rendered);
         }
         let (text, exactness) = self.render(chat)?;
@@ -53,7 +54,7 @@ impl ChatTemplates {
         &self,
         chat: &ChatPrompt,
         start: Option<RenderCheckpoint>,
-        prefixes: &[usize],
+        prefix_lengths: &[usize],
     ) -> Result<Option<RenderedChat>, EncodeError> {
         let needs_other_renderer = self.engine == EngineKind::Sglang
             || chat.is_partial
@@ -68,8 +69,9 @@ impl ChatTemplates {
         let turns = conversation::template_messages(
             &chat.messages,
             template.format,
-            // Few templates read the tool calls of messages that they do not render.
-            start.map_or(0, |start| start.message_count),
+            // The text of these messages is cached. Some templates read the tool calls of the
+            // previous message; those of earlier messages are rendered from the beginning.
+            start.map_or(0, |start| start.message_count.saturating_sub(1)),
             &mut MediaRenderer::new(MediaDisplay::Rejected),
         )?;
         if turns.iter().any(|turn| turn.role == "developer") {
@@ -77,7 +79,9 @@ impl ChatTemplates {
         }
         template.check_reasoning_field(&turns)?;
         let mut variables = self.variables(chat)?;
-        let output = template.direct.render(&turns, &variables, start, prefixes);
+        let output = template
+            .direct
+            .render(&turns, &variables, start, prefix_lengths);
         let (rendered, checkpoints) = match output {
             Some(DirectOutput { text, checkpoints }) => {
                 (template.check_rendered(text)?, checkpoints)

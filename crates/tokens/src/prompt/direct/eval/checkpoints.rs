@@ -1,16 +1,19 @@
-//! Checkpoints of an evaluation: positions at which a longer conversation can begin.
+//! Checkpoints of an evaluation: positions at which the rendering of another conversation can start.
 
 use super::PlanRun;
 use crate::prompt::direct::UnsupportedError;
 use crate::prompt::direct::plan::PlanStep;
 use crate::prompt::direct::value::MessageRange;
 
-/// Start of an iteration over the messages, at which the evaluation of a longer conversation can
-/// begin. The output before it depends only on the messages before it and on the variables.
+/// Start of an iteration over the messages, at which another conversation can be resumed. The output
+/// before it depends only on the variables and on the first `prefix_length` messages, which may be
+/// more than `message_count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(in crate::prompt) struct RenderCheckpoint {
     /// Number of messages before the iteration.
     pub(in crate::prompt) message_count: usize,
+    /// Length of the requested prefix in messages.
+    pub(in crate::prompt) prefix_length: usize,
     /// Position of the loop among the outermost loops over messages, from 1.
     loop_number: u32,
 }
@@ -19,8 +22,6 @@ pub(in crate::prompt) struct RenderCheckpoint {
 #[derive(Clone, Copy, Debug)]
 pub(in crate::prompt) struct CheckpointPosition {
     pub(in crate::prompt) checkpoint: RenderCheckpoint,
-    /// Number of leading messages on which the text before the checkpoint depends at most.
-    pub(in crate::prompt) prefix_length: usize,
     /// Length of the text before the checkpoint in bytes.
     pub(in crate::prompt) text_length: usize,
 }
@@ -31,12 +32,19 @@ impl<'a> PlanRun<'a> {
         Self { start, ..self }
     }
 
-    /// Requests the last checkpoint in each of these numbers of leading messages.
-    pub(in crate::prompt::direct) fn with_checkpoints_in(self, prefixes: &'a [usize]) -> Self {
-        Self { prefixes, ..self }
+    /// Requests the last checkpoint of the prefixes with these lengths.
+    pub(in crate::prompt::direct) fn with_prefix_lengths(
+        self,
+        prefix_lengths: &'a [usize],
+    ) -> Self {
+        Self {
+            prefix_lengths,
+            ..self
+        }
     }
 
-    /// Evaluates all steps of a template. Returns the requested checkpoints that exist.
+    /// Evaluates all steps of a template. Returns the last checkpoint of each requested prefix that
+    /// has one.
     pub(in crate::prompt::direct) fn run(
         mut self,
         steps: &'a [PlanStep],
@@ -63,6 +71,7 @@ impl<'a> PlanRun<'a> {
             return Ok(0);
         };
         self.start = None;
+        self.dependencies.record_leading(start.prefix_length);
         self.checkpoints.clear();
         out.clear();
         messages
@@ -70,8 +79,8 @@ impl<'a> PlanRun<'a> {
             .ok_or(UnsupportedError)
     }
 
-    /// Records an iteration of an outermost loop as the last checkpoint in the requested prefixes.
-    /// The output so far must depend only on the messages of a prefix.
+    /// Records the start of an iteration of an outermost loop. It replaces the checkpoint of each
+    /// requested prefix that contains all messages on which the output so far depends.
     pub(super) fn record_checkpoint(
         &mut self,
         messages: MessageRange,
@@ -84,18 +93,18 @@ impl<'a> PlanRun<'a> {
         else {
             return;
         };
-        for &prefix_length in self.prefixes {
+        for &prefix_length in self.prefix_lengths {
             if message_count > prefix_length || !self.dependencies.is_within(prefix_length) {
                 continue;
             }
             self.checkpoints
-                .retain(|known| known.prefix_length != prefix_length);
+                .retain(|known| known.checkpoint.prefix_length != prefix_length);
             self.checkpoints.push(CheckpointPosition {
                 checkpoint: RenderCheckpoint {
                     message_count,
+                    prefix_length,
                     loop_number: self.message_loops,
                 },
-                prefix_length,
                 text_length,
             });
         }

@@ -18,10 +18,14 @@ impl DependencyTracker {
         self.leading.set(usize::MAX);
     }
 
+    /// Records a dependency on the first `count` messages.
+    pub(super) fn record_leading(&self, count: usize) {
+        self.leading.set(self.leading.get().max(count));
+    }
+
     /// Records the lookup of a message.
     pub(super) fn record_item(&self, messages: MessageRange, index: i64) {
-        let count = messages.leading_count(index).unwrap_or(usize::MAX);
-        self.leading.set(self.leading.get().max(count));
+        self.record_leading(messages.leading_count(index).unwrap_or(usize::MAX));
     }
 
     /// Records the bounds of a slice, which may depend on the number of messages.

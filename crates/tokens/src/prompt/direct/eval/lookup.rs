@@ -60,13 +60,14 @@ impl<'a> PlanRun<'a> {
         };
         let next = i64::from(counter.index) + 1;
         match key {
-            // Another iteration follows in every longer conversation, too.
+            // The value is the same in every conversation that contains the next message.
             "last" if next < i64::from(counter.length) => {
                 self.dependencies.record_item(messages, next);
             }
             "last" | "length" => self.dependencies.record_all(),
             "nextitem" => self.dependencies.record_item(messages, next),
-            // The previous messages have been read by previous iterations.
+            // The previous messages were read by previous iterations, or precede the start
+            // checkpoint.
             _ => {}
         }
     }
