@@ -67,6 +67,7 @@ impl DecisionPipeline {
         models.add(model, &[], &[]);
         let preprocessor = RequestPreprocessor::new(PreprocessorParts {
             models,
+            message_cache: None,
             paths: ApiPaths::new(&ApiPathsConfig::default()),
             clients: ClientsConfig::default(),
             pool_routes: Default::default(),

@@ -121,7 +121,8 @@ fn assert_sides_are_comparable(sides: &[&Value]) {
     let messages = numbers("messages");
     let is_streamed = sides[0]["sweep"] == "texts";
     if sides[0]["at"]["chunks"].is_null() {
-        let tolerance = if is_streamed { 0.2 * messages[2] } else { 0.0 };
+        // One more message per request exceeds this tolerance.
+        let tolerance = if is_streamed { 0.5 } else { 0.0 };
         assert!(
             messages[0] == 0.0 && (messages[1] - messages[2]).abs() <= tolerance,
             "the servers receive different messages: {sides:?}"

@@ -198,6 +198,7 @@ impl App {
             client: &self.reloader.client(),
             router,
             metrics: &self.reloader.metrics,
+            message_cache: Some(self.reloader.message_cache()),
             remote_index: self.reloader.index_client.clone(),
         };
         parts::preprocessor(config, models, deps)

@@ -141,6 +141,15 @@ impl PromptCache {
         self.table.lock().bytes
     }
 
+    /// Returns the cached piece of a key.
+    pub(crate) fn find<T>(
+        &self,
+        key: u128,
+        piece: impl Fn(&CachedPiece) -> Option<T>,
+    ) -> Option<T> {
+        self.table.lock().get(key).and_then(piece)
+    }
+
     /// Returns the cached pieces of the leading keys, up to the first key without one.
     pub(crate) fn find_leading<T>(
         &self,

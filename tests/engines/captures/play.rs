@@ -113,6 +113,7 @@ fn preprocessor(
     }
     RequestPreprocessor::new(PreprocessorParts {
         models,
+        message_cache: None,
         paths: ApiPaths::default(),
         clients: ClientsConfig::default(),
         pool_routes: Default::default(),

@@ -89,6 +89,7 @@ fn preprocessor(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
     }
     RequestPreprocessor::new(PreprocessorParts {
         models,
+        message_cache: None,
         paths: ApiPaths::default(),
         clients: ClientsConfig {
             trusted,

@@ -23,7 +23,7 @@ use crate::request::{ConfiguredModel, ModelRegistry};
 pub(super) struct EncoderRegistry {
     by_fingerprint: Mutex<HashMap<ModelFingerprint, Arc<Encoder>>>,
     by_model: Mutex<Vec<(ModelName, Arc<Encoder>)>>,
-    prompts: Arc<PromptCache>,
+    prompt_cache: Arc<PromptCache>,
     message_cache: Arc<MessageCache>,
 }
 
@@ -39,13 +39,18 @@ pub(super) struct LoadedModels {
 impl EncoderRegistry {
     /// Creates an empty registry.
     pub(super) fn new(metrics: &Arc<Metrics>) -> Self {
-        let prompts = PromptCache::new(0, metrics.clone());
+        let prompt_cache = PromptCache::new(0, metrics.clone());
         Self {
             by_fingerprint: Mutex::default(),
             by_model: Mutex::default(),
-            message_cache: Arc::new(MessageCache::new(prompts.clone())),
-            prompts,
+            message_cache: Arc::new(MessageCache::new(prompt_cache.clone())),
+            prompt_cache,
         }
+    }
+
+    /// Returns the cache of the messages of earlier bodies, which all models share.
+    pub(super) fn message_cache(&self) -> Arc<MessageCache> {
+        self.message_cache.clone()
     }
 
     /// Loads the models of a configuration. Tokenizers that are not loaded yet are loaded
@@ -60,16 +65,16 @@ impl EncoderRegistry {
                 let files = tokenizer_files(model);
                 let known = known.clone();
                 let traits = template_traits(model);
-                let prompts = self.prompts.clone();
+                let prompt_cache = self.prompt_cache.clone();
                 tokio::task::spawn_blocking(move || {
                     files
-                        .map(|files| load_encoder(&name, &files, &traits, &known, prompts))
+                        .map(|files| load_encoder(&name, &files, &traits, &known, prompt_cache))
                         .transpose()
                 })
             })
             .collect();
         let mut loaded = LoadedModels {
-            models: ModelRegistry::with_message_cache(self.message_cache.clone()),
+            models: ModelRegistry::default(),
             encoders: HashMap::new(),
             by_model: Vec::new(),
             prompt_cache: config.requests.limits.prompt_cache_size.bytes(),
@@ -130,7 +135,7 @@ impl EncoderRegistry {
     pub(super) fn commit(&self, loaded: &LoadedModels) {
         self.by_fingerprint.lock().clone_from(&loaded.encoders);
         self.by_model.lock().clone_from(&loaded.by_model);
-        self.prompts.resize(loaded.prompt_cache);
+        self.prompt_cache.resize(loaded.prompt_cache);
     }
 }
 
@@ -165,7 +170,7 @@ fn load_encoder(
     files: &prompt::Config,
     traits: &ModelTraits,
     known: &HashMap<ModelFingerprint, Arc<Encoder>>,
-    prompts: Arc<PromptCache>,
+    cache: Arc<PromptCache>,
 ) -> Result<(ModelFingerprint, Arc<Encoder>), LoadError> {
     let started = Instant::now();
     // Computed before loading, so that the next reload detects a change in the meantime.
@@ -174,7 +179,7 @@ fn load_encoder(
         return Ok((fingerprint, encoder.clone()));
     }
     let (encoder, prompt_cache) =
-        Encoder::load_with_fast_path(files, traits)?.with_prompt_cache(prompts);
+        Encoder::load_with_fast_path(files, traits)?.with_prompt_cache(cache);
     if let Err(reason) = prompt_cache {
         info!(%model, reason, "tokenizer cannot resume prompts; every prompt is tokenized from the start");
     }

@@ -40,6 +40,7 @@ impl OfflineRouter {
             client: &client,
             router,
             metrics: &metrics,
+            message_cache: None,
             remote_index: None,
         };
         let preprocessor = parts::preprocessor(config, models, deps)?;

@@ -11,7 +11,7 @@ use warmroute_core::sessions::SessionStore;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::shared_cache::HttpSharedCache;
 use warmroute_metrics::Metrics;
-use warmroute_tokens::openai::ApiPaths;
+use warmroute_tokens::openai::{ApiPaths, MessageCache};
 
 use super::core_listener::CoreListener;
 use crate::cluster::remote_index::RemoteIndexClient;
@@ -104,6 +104,7 @@ pub(super) struct PreprocessorDeps<'a> {
     pub(super) client: &'a EngineClient,
     pub(super) router: &'a Arc<Router>,
     pub(super) metrics: &'a Arc<Metrics>,
+    pub(super) message_cache: Option<Arc<MessageCache>>,
     /// Client of the remote index, if configured.
     pub(super) remote_index: Option<Arc<RemoteIndexClient>>,
 }
@@ -119,6 +120,7 @@ pub(super) fn preprocessor(
         client,
         router,
         metrics,
+        message_cache,
         remote_index: remote,
     } = deps;
     let shared = config
@@ -141,6 +143,7 @@ pub(super) fn preprocessor(
         .map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(RequestPreprocessor::new(request::PreprocessorParts {
         models,
+        message_cache,
         paths: ApiPaths::new(&config.requests.paths),
         clients: config.requests.clients.clone(),
         pool_routes: config.routing.pool_routes.clone(),

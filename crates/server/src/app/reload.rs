@@ -20,6 +20,7 @@ use warmroute_engines::engine_client::EngineClient;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
 use warmroute_settings::{ConfigError, PathStep, Problem};
+use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::Encoder;
 
 use super::encoders::{EncoderRegistry, LoadedModels};
@@ -129,6 +130,11 @@ impl Reloader {
     /// Returns the tokenizers in use, by model.
     pub(super) fn tokenizers(&self) -> Vec<(ModelName, Arc<Encoder>)> {
         self.encoders.by_model()
+    }
+
+    /// Returns the cache of the messages of earlier bodies.
+    pub(super) fn message_cache(&self) -> Arc<MessageCache> {
+        self.encoders.message_cache()
     }
 
     /// Returns the router, which is independent of reloads.
@@ -264,6 +270,7 @@ impl Reloader {
             client: &client,
             router: &self.router,
             metrics: &self.metrics,
+            message_cache: Some(self.message_cache()),
             remote_index: self.index_client.clone(),
         };
         Ok(ReloadCandidate {

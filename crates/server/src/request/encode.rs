@@ -172,7 +172,7 @@ impl RequestPreprocessor {
         body: &[u8],
     ) -> Result<ParsedRequest, ParseError> {
         let boundary = context.form_boundary.as_deref();
-        match self.parts.models.message_cache() {
+        match &self.parts.message_cache {
             Some(cache) => {
                 let tenant = context.tenant.as_deref();
                 let parsed = openai::parse_body_cached(api, boundary, body, cache, tenant);

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, MediaTokens, PromptContent};
 use warmroute_core::worker::{BlockSize, ModelName};
-use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::{Encoder, PromptTokens};
 
 /// A configured model.
@@ -36,23 +35,9 @@ pub struct ResolvedModel {
 pub struct ModelRegistry {
     names: HashMap<String, ResolvedModel>,
     models: Vec<Arc<ConfiguredModel>>,
-    message_cache: Option<Arc<MessageCache>>,
 }
 
 impl ModelRegistry {
-    /// Creates a registry without models. Requests of all added models share the message cache.
-    pub fn with_message_cache(cache: Arc<MessageCache>) -> Self {
-        Self {
-            message_cache: Some(cache),
-            ..Self::default()
-        }
-    }
-
-    /// Returns the message cache.
-    pub(super) fn message_cache(&self) -> Option<&MessageCache> {
-        self.message_cache.as_deref()
-    }
-
     /// Adds a model under its name, its aliases and the names of its adapters.
     pub fn add(&mut self, model: ConfiguredModel, aliases: &[ModelName], adapters: &[ModelName]) {
         let model = Arc::new(model);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::Semaphore;
 use warmroute_core::parity::ParityStatus;
 use warmroute_core::worker::ModelName;
-use warmroute_tokens::openai::{ApiKind, ApiPaths};
+use warmroute_tokens::openai::{ApiKind, ApiPaths, MessageCache};
 
 use super::cluster_rules::SharedClusterRules;
 use super::config::ClientsConfig;
@@ -39,6 +39,8 @@ pub struct EncodeLimits {
 pub struct PreprocessorParts {
     /// The configured models.
     pub models: ModelRegistry,
+    /// Cache of the messages of earlier bodies; `None` if every body is parsed completely.
+    pub message_cache: Option<Arc<MessageCache>>,
     /// APIs by path.
     pub paths: ApiPaths,
     /// Trust in clients, and the headers they may use.

@@ -33,6 +33,7 @@ fn preprocessor_parts(
 ) -> PreprocessorParts {
     PreprocessorParts {
         models,
+        message_cache: None,
         paths: ApiPaths::default(),
         clients,
         pool_routes: Default::default(),

@@ -26,11 +26,21 @@ use value::TemplateValue;
 /// The template or a value is not supported.
 struct UnsupportedError;
 
-/// Text rendered by a [`DirectRenderer`].
-pub(super) struct DirectOutput {
+/// Text rendered from a template.
+pub(super) struct RenderOutput {
     pub(super) text: String,
     /// The last checkpoint of each requested prefix that has one.
     pub(super) checkpoints: Vec<CheckpointPosition>,
+}
+
+impl RenderOutput {
+    /// Creates an output without checkpoints.
+    pub(super) fn whole(text: String) -> Self {
+        Self {
+            text,
+            checkpoints: Vec::new(),
+        }
+    }
 }
 
 /// A compiled template and its clock.
@@ -57,7 +67,7 @@ impl DirectRenderer {
         variables: &BTreeMap<&str, Value>,
         start: Option<RenderCheckpoint>,
         prefix_lengths: &[usize],
-    ) -> Option<DirectOutput> {
+    ) -> Option<RenderOutput> {
         if variables.keys().any(|name| compile::is_function(name)) {
             return None;
         }
@@ -82,7 +92,7 @@ impl DirectRenderer {
             .with_prefix_lengths(prefix_lengths)
             .run(&self.plan.steps, &mut text)
             .ok()?;
-        Some(DirectOutput { text, checkpoints })
+        Some(RenderOutput { text, checkpoints })
     }
 
     fn slot(&self, name: &str) -> Option<VariableSlot> {

@@ -74,16 +74,21 @@ struct TokenizedPrefix<'t> {
 impl<'t> TokenizedPrefix<'t> {
     /// Creates a prefix from the cached pieces of the leading resume points. `keys` are the hashes
     /// of all resume points, and `max_tokens` bounds the reserved space.
-    fn from_pieces(text: &'t str, pieces: &[Arc<[u32]>], keys: &[u128], max_tokens: usize) -> Self {
-        let cached: usize = pieces.iter().map(|piece| piece.len()).sum();
+    fn from_pieces<'p>(
+        text: &'t str,
+        pieces: impl Iterator<Item = &'p Arc<[u32]>> + Clone,
+        keys: &[u128],
+        max_tokens: usize,
+    ) -> Self {
+        let cached: usize = pieces.clone().map(|piece| piece.len()).sum();
         let mut prefix = Self {
             text,
             ids: Vec::with_capacity((cached + text.len() / 3).min(max_tokens)),
             points: Vec::with_capacity(keys.len()),
-            new_pieces: Vec::with_capacity(keys.len() - pieces.len()),
+            new_pieces: Vec::new(),
             stopped: None,
         };
-        for (piece, key) in pieces.iter().zip(keys) {
+        for (piece, key) in pieces.zip(keys) {
             prefix.ids.extend_from_slice(piece);
             prefix.points.push((*key, prefix.ids.len()));
         }
@@ -144,12 +149,12 @@ impl ResumingTokenizer {
             return Ok(None);
         }
         let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
-        let mut found = input.prefix().map_or_else(Vec::new, CachedPrefix::pieces);
-        found.extend(
-            self.cache
-                .find_leading(&keys[found.len()..], CachedPiece::tokens),
-        );
-        let mut prefix = TokenizedPrefix::from_pieces(text, &found, &keys, budget.max_tokens);
+        let known = input.prefix().map_or(&[][..], CachedPrefix::pieces);
+        let found = self
+            .cache
+            .find_leading(&keys[known.len()..], CachedPiece::tokens);
+        let pieces = known.iter().chain(&found);
+        let mut prefix = TokenizedPrefix::from_pieces(text, pieces, &keys, budget.max_tokens);
         let resumed = prefix.ids.len();
         self.tokenize_rest(tokenizer, &points, budget, &mut prefix)?;
         let TokenizedPrefix {
@@ -171,7 +176,7 @@ impl ResumingTokenizer {
         } else {
             new_pieces.extend(self.new_prefix_entries(input, &points, library_only));
         }
-        let mut used_keys = keys[..found.len()].to_vec();
+        let mut used_keys = keys[..known.len() + found.len()].to_vec();
         used_keys.extend(input.prefix().map(CachedPrefix::key));
         self.cache.store(&used_keys, new_pieces);
         self.cache.record_lookup(resumed.min(ids.len()), ids.len());

@@ -14,7 +14,7 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 
 use super::content_format::{self, ContentFormat};
 use super::conversation::{self, TemplateMessage};
-use super::direct::DirectRenderer;
+use super::direct::{DirectRenderer, RenderOutput};
 use super::inline_systems::InlineSystemMode;
 use super::media::MediaRules;
 use super::media_renderer::{MediaDisplay, MediaRenderer};
@@ -161,13 +161,14 @@ impl ChatTemplates {
             .continue_final_message
             .then(|| continuation::mark_last_message(&mut turns))
             .transpose()?;
-        let (text, exact) = template.render_turns(turns, self.variables(chat)?)?;
+        let rendered = template.render_turns(turns, self.variables(chat)?, &[])?;
+        let (text, exactness) = rendered.into_text();
         match continued {
-            None => Ok((text, exact)),
+            None => Ok((text, exactness)),
             Some(_) if !template.reads_content => {
                 Err(EncodeError::rejected("the template reads no content"))
             }
-            Some(message) => Ok((continuation::truncate_at_mark(text, &message)?, exact)),
+            Some(message) => Ok((continuation::truncate_at_mark(text, &message)?, exactness)),
         }
     }
 
@@ -193,7 +194,7 @@ impl ChatTemplates {
         let direct = direct.map(|output| output.text);
         variables.insert("messages", conversation::into_value(turns()?));
         let rendered = template.render(PythonDict::from_iter(variables).into_value());
-        Some((direct, rendered.map(|(text, _)| text)))
+        Some((direct, rendered.map(|rendered| rendered.text)))
     }
 
     fn render_for_sglang(
@@ -218,12 +219,12 @@ impl ChatTemplates {
             .iter()
             .map(|(name, value)| (name.as_str(), value.clone()))
             .collect();
-        match template.render_turns(turns, variables) {
+        match template.render_turns(turns, variables, &[]) {
             // SGLang retries with tools in another format.
             Err(EncodeError::Render(_)) if chat.tools.is_some() => Err(EncodeError::uncertain(
                 "SGLang renders again if the template fails",
             )),
-            rendered => rendered,
+            rendered => rendered.map(RenderedChat::into_text),
         }
     }
 
@@ -407,9 +408,10 @@ impl CompiledTemplate {
         &self,
         turns: Vec<TemplateMessage<'_>>,
         mut variables: BTreeMap<&str, Value>,
-    ) -> Result<(String, TokenExactness), EncodeError> {
-        if let Some(output) = self.direct.render(&turns, &variables, None, &[]) {
-            return self.check_rendered(output.text);
+        prefix_lengths: &[usize],
+    ) -> Result<RenderedChat, EncodeError> {
+        if let Some(output) = self.direct.render(&turns, &variables, None, prefix_lengths) {
+            return self.check_rendered(output);
         }
         variables.insert("messages", conversation::into_value(turns));
         self.render(PythonDict::from_iter(variables).into_value())
@@ -423,18 +425,23 @@ impl CompiledTemplate {
         }
     }
 
-    fn render(&self, variables: Value) -> Result<(String, TokenExactness), EncodeError> {
-        self.check_rendered(render_in(&self.env, variables)?)
+    fn render(&self, variables: Value) -> Result<RenderedChat, EncodeError> {
+        self.check_rendered(RenderOutput::whole(render_in(&self.env, variables)?))
     }
 
     /// Returns a rendered text, or an error if it contains [`POISON`].
-    fn check_rendered(&self, text: String) -> Result<(String, TokenExactness), EncodeError> {
+    fn check_rendered(&self, output: RenderOutput) -> Result<RenderedChat, EncodeError> {
+        let RenderOutput { text, checkpoints } = output;
         if memmem::find(text.as_bytes(), POISON.as_bytes()).is_some() {
             return Err(EncodeError::uncertain(
                 "a value that only the engine prints exactly",
             ));
         }
-        Ok((text, self.exactness()))
+        Ok(RenderedChat {
+            text,
+            exactness: self.exactness(),
+            checkpoints,
+        })
     }
 }
 

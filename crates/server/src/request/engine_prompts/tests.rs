@@ -88,6 +88,7 @@ fn new_preprocessor(
     };
     let parts = PreprocessorParts {
         models,
+        message_cache: None,
         paths: openai::ApiPaths::default(),
         clients: crate::request::config::ClientsConfig::default(),
         pool_routes: Default::default(),

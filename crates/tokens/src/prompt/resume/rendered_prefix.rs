@@ -77,8 +77,8 @@ impl CachedPrefix {
     }
 
     /// Returns the tokens of the piece that ends at each resume point.
-    pub(super) fn pieces(&self) -> Vec<Arc<[u32]>> {
-        self.pieces.clone()
+    pub(super) fn pieces(&self) -> &[Arc<[u32]>] {
+        &self.pieces
     }
 }
 
@@ -130,10 +130,7 @@ impl ResumingTokenizer {
         library_only: bool,
     ) -> Option<CachedPrefix> {
         let key = self.prefix_key(messages, library_only);
-        let rendered = self
-            .cache
-            .find_leading(&[key], CachedPiece::rendered_prefix)
-            .pop()?;
+        let rendered = self.cache.find(key, CachedPiece::rendered_prefix)?;
         let keys: Vec<u128> = rendered.points.iter().map(|(_, key)| *key).collect();
         let pieces = self.cache.find_leading(&keys, CachedPiece::tokens);
         (pieces.len() == keys.len()).then_some(CachedPrefix {

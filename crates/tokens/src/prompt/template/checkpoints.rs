@@ -1,11 +1,14 @@
 //! Rendering of conversations before and after a checkpoint.
 
-use super::{ChatTemplates, check_supported};
+use std::collections::BTreeMap;
+
+use minijinja::Value;
+
+use super::{ChatTemplates, CompiledTemplate, check_supported};
 use crate::openai::ChatPrompt;
-use crate::prompt::conversation;
-use crate::prompt::direct::{CheckpointPosition, DirectOutput, RenderCheckpoint};
+use crate::prompt::conversation::{self, TemplateMessage};
+use crate::prompt::direct::{CheckpointPosition, RenderCheckpoint};
 use crate::prompt::media_renderer::{MediaDisplay, MediaRenderer};
-use crate::prompt::python::PythonDict;
 use crate::prompt::{EncodeError, EngineKind, TokenExactness};
 
 /// A rendered conversation, or its end after a checkpoint.
@@ -14,6 +17,21 @@ pub(in crate::prompt) struct RenderedChat {
     pub(in crate::prompt) exactness: TokenExactness,
     /// The last checkpoint of each requested prefix that has one.
     pub(in crate::prompt) checkpoints: Vec<CheckpointPosition>,
+}
+
+impl RenderedChat {
+    /// Returns the text and its exactness.
+    pub(super) fn into_text(self) -> (String, TokenExactness) {
+        (self.text, self.exactness)
+    }
+}
+
+/// A conversation in the form that its template receives.
+struct PreparedChat<'c> {
+    template: &'c CompiledTemplate,
+    turns: Vec<TemplateMessage<'c>>,
+    /// All variables except the messages.
+    variables: BTreeMap<&'c str, Value>,
 }
 
 impl ChatTemplates {
@@ -26,8 +44,18 @@ impl ChatTemplates {
         start: RenderCheckpoint,
         prefix_lengths: &[usize],
     ) -> Option<RenderedChat> {
-        self.render_directly(chat, Some(start), prefix_lengths)
-            .ok()?
+        // The text of these messages is cached. The tool calls of the last one are kept, because
+        // some templates read those of the previous message.
+        let rendered_count = start.message_count.saturating_sub(1);
+        let PreparedChat {
+            template,
+            turns,
+            variables,
+        } = self.prepare(chat, rendered_count).ok()??;
+        let output = template
+            .direct
+            .render(&turns, &variables, Some(start), prefix_lengths)?;
+        template.check_rendered(output).ok()
     }
 
     /// Renders a whole conversation without media. Also returns the last checkpoint of each
@@ -37,8 +65,13 @@ impl ChatTemplates {
         chat: &ChatPrompt,
         prefix_lengths: &[usize],
     ) -> Result<RenderedChat, EncodeError> {
-        if let Some(rendered) = self.render_directly(chat, None, prefix_lengths)? {
-            return Ok(rendered);
+        if let Some(prepared) = self.prepare(chat, 0)? {
+            let PreparedChat {
+                template,
+                turns,
+                variables,
+            } = prepared;
+            return template.render_turns(turns, variables, prefix_lengths);
         }
         let (text, exactness) = self.render(chat)?;
         Ok(RenderedChat {
@@ -48,14 +81,13 @@ impl ChatTemplates {
         })
     }
 
-    /// Renders a conversation, after a checkpoint if `start` is set. Returns `None` if messages may
-    /// be merged or rearranged, or if the template cannot resume at the checkpoint.
-    fn render_directly(
-        &self,
-        chat: &ChatPrompt,
-        start: Option<RenderCheckpoint>,
-        prefix_lengths: &[usize],
-    ) -> Result<Option<RenderedChat>, EncodeError> {
+    /// Converts a conversation for its template, without the tool calls of the first
+    /// `rendered_count` messages. Returns `None` if messages may be merged or rearranged.
+    fn prepare<'c>(
+        &'c self,
+        chat: &'c ChatPrompt,
+        rendered_count: usize,
+    ) -> Result<Option<PreparedChat<'c>>, EncodeError> {
         let needs_other_renderer = self.engine == EngineKind::Sglang
             || chat.is_partial
             || chat.continue_final_message
@@ -69,35 +101,17 @@ impl ChatTemplates {
         let turns = conversation::template_messages(
             &chat.messages,
             template.format,
-            // The text of these messages is cached. Some templates read the tool calls of the
-            // previous message; those of earlier messages are rendered from the beginning.
-            start.map_or(0, |start| start.message_count.saturating_sub(1)),
+            rendered_count,
             &mut MediaRenderer::new(MediaDisplay::Rejected),
         )?;
         if turns.iter().any(|turn| turn.role == "developer") {
             return Ok(None);
         }
         template.check_reasoning_field(&turns)?;
-        let mut variables = self.variables(chat)?;
-        let output = template
-            .direct
-            .render(&turns, &variables, start, prefix_lengths);
-        let (rendered, checkpoints) = match output {
-            Some(DirectOutput { text, checkpoints }) => {
-                (template.check_rendered(text)?, checkpoints)
-            }
-            None if start.is_some() => return Ok(None),
-            None => {
-                variables.insert("messages", conversation::into_value(turns));
-                let variables = PythonDict::from_iter(variables).into_value();
-                (template.render(variables)?, Vec::new())
-            }
-        };
-        let (text, exactness) = rendered;
-        Ok(Some(RenderedChat {
-            text,
-            exactness,
-            checkpoints,
+        Ok(Some(PreparedChat {
+            template,
+            turns,
+            variables: self.variables(chat)?,
         }))
     }
 }
