@@ -14,6 +14,8 @@ mod decision;
 mod growth;
 #[path = "limits/template.rs"]
 mod template;
+#[path = "limits/texts.rs"]
+mod texts;
 #[path = "limits/tokens.rs"]
 mod tokens;
 
@@ -98,6 +100,7 @@ fn main() -> anyhow::Result<()> {
     tokens::measure(&mut run);
     template::measure(&mut run);
     decision::measure(&mut run);
+    texts::measure(&mut run);
     run.table.print("limit");
     if let Some(path) = json {
         run.table.write_json(&path)?;

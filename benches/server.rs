@@ -8,6 +8,9 @@
     reason = "a bench prints its progress and results"
 )]
 
+#[path = "support/chats.rs"]
+#[expect(dead_code, reason = "the bench uses only the tokenizer")]
+mod chats;
 #[path = "support/http2_filter.rs"]
 mod http2_filter;
 
@@ -16,15 +19,17 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
+use anyhow::Context as _;
+use chats::fast_library;
 use clap::Parser;
 use warmroute_load::case::LoadCase;
 use warmroute_load::goals::CHAT_BYTES;
 use warmroute_load::helper_programs::ProcessArguments;
 use warmroute_load::measure::RoundSample;
-use warmroute_load::repository_texts::NewText;
+use warmroute_load::repository_texts::{NewText, TextRotation, message_texts};
 use warmroute_load::setups::{LoadSetups, SetupKind, SetupSettings};
 use warmroute_load::sweeps::{self, SweepSettings};
-use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable};
+use warmroute_testbed::comparison::{ComparedMeasure, ComparisonTable, measure_cpu, median};
 use warmroute_testbed::deployment::ModelFiles;
 
 /// Measures the CPU time of the server.
@@ -48,12 +53,17 @@ struct ServerBenchArgs {
 
 /// Maximum CPU time relative to the bare server for a request that is not tokenized.
 const MAX_LOAD_ONLY_RATIO: f64 = 1.5;
-/// Maximum CPU time relative to the bare server for a request of which at most 1 KB is new.
+/// Maximum CPU time relative to the bare server for a request of which at most 1 KB is new, in
+/// addition to the tokenization of the new text.
 const MAX_CONTINUED_RATIO: f64 = 1.3;
+/// Number of new texts whose tokenization is measured.
+const TOKENIZED_TEXTS: usize = 200;
 /// Maximum CPU time relative to the bare server for a piece of a response.
 const MAX_PIECE_RATIO: f64 = 1.1;
 /// Connections of the client.
 const CONNECTIONS: usize = 16;
+/// Seed of the requests.
+const SEED: u64 = 7;
 /// Pieces of a response.
 const PIECES: usize = 2_000;
 
@@ -143,7 +153,7 @@ impl ServerBenchArgs {
             requests: 2_000,
             is_short: false,
             threads: 1,
-            seed: 7,
+            seed: SEED,
             is_load_only: false,
             warmroute: self.warmroute_command(),
         }
@@ -182,8 +192,19 @@ async fn measure_requests(
     Ok(())
 }
 
+/// Maximum of a row.
+#[derive(Clone, Copy, Debug)]
+enum RowGoal {
+    /// The row has no maximum.
+    None,
+    /// Ratio to the bare server.
+    Ratio(f64),
+    /// Ratio to the bare server, plus the tokenization of the new text.
+    RatioAndTokenization(f64),
+}
+
 /// Returns the cases of one body mode with their goals.
-fn request_cases(mode: &str) -> Vec<(LoadCase, Option<f64>)> {
+fn request_cases(mode: &str) -> Vec<(LoadCase, RowGoal)> {
     let sizes = [
         ("1 KB", 1_000),
         ("32 KB", 32_000),
@@ -198,13 +219,16 @@ fn request_cases(mode: &str) -> Vec<(LoadCase, Option<f64>)> {
         [
             (
                 new_case("load-only", false, NewText::Conversation).with_unknown_model(),
-                Some(MAX_LOAD_ONLY_RATIO),
+                RowGoal::Ratio(MAX_LOAD_ONLY_RATIO),
             ),
             (
                 new_case("continued prompt", true, NewText::Message),
-                Some(MAX_CONTINUED_RATIO),
+                RowGoal::RatioAndTokenization(MAX_CONTINUED_RATIO),
             ),
-            (new_case("new prompt", false, NewText::Conversation), None),
+            (
+                new_case("new prompt", false, NewText::Conversation),
+                RowGoal::None,
+            ),
         ]
     };
     sizes.into_iter().flat_map(cases_of_size).collect()
@@ -232,7 +256,7 @@ async fn measure_pieces(
             setups: &setups,
             settings: sweep_settings,
         };
-        rows.add_row(table, case, Some(MAX_PIECE_RATIO), |sample| {
+        rows.add_row(table, case, RowGoal::Ratio(MAX_PIECE_RATIO), |sample| {
             sample.cpu_server / sample.messages
         })
         .await?;
@@ -252,17 +276,41 @@ impl RowSource<'_> {
         &self,
         table: &mut ComparisonTable,
         case: LoadCase,
-        goal: Option<f64>,
+        goal: RowGoal,
         figure: fn(&RoundSample) -> f64,
     ) -> anyhow::Result<()> {
         let name = case.name.clone();
+        let tokenization = match goal {
+            RowGoal::RatioAndTokenization(_) => new_text_micros(case.bytes)?,
+            RowGoal::None | RowGoal::Ratio(_) => 0.0,
+        };
         let measured = sweeps::measure_case(self.setups, case, self.settings).await?;
         let rounds = |kind| -> Vec<f64> { measured.rounds_of(kind).iter().map(figure).collect() };
+        let bare = rounds(SetupKind::BareServer);
+        let max_ratio = match goal {
+            RowGoal::None => None,
+            RowGoal::Ratio(ratio) => Some(ratio),
+            RowGoal::RatioAndTokenization(ratio) => Some(ratio + tokenization / median(&bare)),
+        };
         table.add(
-            ComparedMeasure::new(&name, "µs", goal),
-            &rounds(SetupKind::BareServer),
+            ComparedMeasure::new(&name, "µs", max_ratio),
+            &bare,
             &rounds(SetupKind::Warmroute),
         );
         Ok(())
     }
+}
+
+/// Returns the median CPU time of the tokenization of one new message, in microseconds. The word
+/// cache of the tokenizer is warm.
+fn new_text_micros(bytes: usize) -> anyhow::Result<f64> {
+    let library = fast_library();
+    let mut texts = TextRotation::open("m", bytes, NewText::Message, SEED)?;
+    let mut micros = Vec::new();
+    for body in texts.next_bodies(2 * TOKENIZED_TEXTS) {
+        let texts = message_texts(&body)?;
+        let text = texts.last().context("the body has no text")?;
+        micros.push(measure_cpu(|| std::hint::black_box(library.encode(text))) / 1e3);
+    }
+    Ok(median(&micros[TOKENIZED_TEXTS..]))
 }

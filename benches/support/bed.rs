@@ -20,13 +20,16 @@ use warmroute_server::request::{
     RequestPreprocessor,
 };
 use warmroute_server::tracking_hash::TrackingHash;
+use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig};
-use warmroute_tokens::prompt::Encoder;
+use warmroute_tokens::prompt::{Encoder, PromptCache};
 
 use warmroute_testbed::comparison::measure_cpu;
 
 /// Tokens per block.
 pub(crate) const BLOCK: BlockSize = BlockSize(NonZeroU32::new(16).expect("16 is not zero"));
+/// Maximum bytes of cached messages.
+const MESSAGE_CACHE_BYTES: usize = 1 << 30;
 const PATH: &str = "/v1/chat/completions";
 
 /// A measured decision. Dropping it releases the worker.
@@ -65,9 +68,10 @@ impl DecisionPipeline {
             encoder: Some(Arc::new(encoder)),
         };
         models.add(model, &[], &[]);
+        let message_cache = PromptCache::new(MESSAGE_CACHE_BYTES, Arc::default());
         let preprocessor = RequestPreprocessor::new(PreprocessorParts {
             models,
-            message_cache: None,
+            message_cache: Some(Arc::new(MessageCache::new(message_cache))),
             paths: ApiPaths::new(&ApiPathsConfig::default()),
             clients: ClientsConfig::default(),
             pool_routes: Default::default(),

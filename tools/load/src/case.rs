@@ -18,7 +18,8 @@ pub struct LoadCase {
     pub(crate) sweep: &'static str,
     /// Position on the curve.
     pub(crate) point: Value,
-    pub(crate) bytes: usize,
+    /// Approximate length of a request.
+    pub bytes: usize,
     pub(crate) is_warm: bool,
     /// The requested model.
     pub(crate) model: &'static str,

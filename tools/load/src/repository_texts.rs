@@ -88,7 +88,7 @@ fn append_lines(directory: &Path, lines: &mut Vec<String>) -> anyhow::Result<()>
 }
 
 /// Generates conversations from the texts of the repository. The same seed generates the same ones.
-pub(crate) struct TextRotation {
+pub struct TextRotation {
     rng: StdRng,
     lines: RepositoryLines,
     /// First part of each conversation's bodies: the system prompt and the history.
@@ -99,12 +99,7 @@ pub(crate) struct TextRotation {
 
 impl TextRotation {
     /// Opens conversations whose bodies have about `bytes` bytes.
-    pub(crate) fn open(
-        model: &str,
-        bytes: usize,
-        new_text: NewText,
-        seed: u64,
-    ) -> anyhow::Result<Self> {
+    pub fn open(model: &str, bytes: usize, new_text: NewText, seed: u64) -> anyhow::Result<Self> {
         let mut rotation = Self {
             rng: StdRng::seed_from_u64(seed),
             lines: RepositoryLines::read()?,
@@ -130,12 +125,12 @@ impl TextRotation {
     }
 
     /// Returns the first request of every conversation.
-    pub(crate) fn first_bodies(&mut self) -> Vec<Bytes> {
+    pub fn first_bodies(&mut self) -> Vec<Bytes> {
         self.next_bodies(self.histories.len())
     }
 
     /// Returns the next requests, one conversation after the other.
-    pub(crate) fn next_bodies(&mut self, count: usize) -> Vec<Bytes> {
+    pub fn next_bodies(&mut self, count: usize) -> Vec<Bytes> {
         let mut bodies = Vec::with_capacity(count);
         for _ in 0..count {
             let mut body = self.histories[self.next].clone();
@@ -213,6 +208,18 @@ impl TextRotation {
     }
 }
 
+/// Returns the texts of all messages of a body, without tool calls.
+pub fn message_texts(body: &[u8]) -> anyhow::Result<Vec<String>> {
+    let chat: Value = serde_json::from_slice(body).context("the body is not JSON")?;
+    let messages = chat["messages"]
+        .as_array()
+        .context("the body has no messages")?;
+    let texts = messages
+        .iter()
+        .filter_map(|message| message["content"].as_str());
+    Ok(texts.map(str::to_owned).collect())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -234,7 +241,10 @@ mod tests {
             assert_eq!(first[0][..history], next[0][..history]);
             assert_ne!(first[0][..history], first[1][..history]);
             let chat: Value = serde_json::from_slice(&next[1]).unwrap();
-            assert!(chat["messages"].as_array().unwrap().len() >= 2, "{chat}");
+            let messages = chat["messages"].as_array().unwrap();
+            assert!(messages.len() >= 2, "{chat}");
+            let texts = message_texts(&next[1]).unwrap();
+            assert!(texts.len() >= 2 && texts.len() <= messages.len());
         }
     }
 
