@@ -38,6 +38,10 @@ pub(crate) const STANDALONE: ConfigurationCase = ConfigurationCase {
     takes_over: true,
     survives: true,
 };
+pub(crate) const MINIMAL: ConfigurationCase = ConfigurationCase {
+    file: "minimal",
+    ..STANDALONE
+};
 pub(crate) const SUBSET: ConfigurationCase = ConfigurationCase {
     file: "subset",
     status_without_warmroute: 503,
@@ -136,7 +140,16 @@ fn shipped_files_are_all_tested() {
         .iter()
         .map(|file| file.file_stem().unwrap().to_str().unwrap())
         .collect();
-    let ways = [STANDALONE, SUBSET, ORIGINAL_DST, ROUTES, GATEWAY_API, XDS].map(|way| way.file);
+    let ways = [
+        STANDALONE,
+        MINIMAL,
+        SUBSET,
+        ORIGINAL_DST,
+        ROUTES,
+        GATEWAY_API,
+        XDS,
+    ]
+    .map(|way| way.file);
     // These two need engines with KV transfer, so `tests/envoy/routing` tests them.
     let handovers = ["disaggregated-call", "disaggregated-mirror"];
     assert_eq!(shipped, ways.into_iter().chain(handovers).collect());
@@ -145,6 +158,14 @@ fn shipped_files_are_all_tested() {
             .iter()
             .all(|name| envoy::warmroute_settings(name).unwrap().is_some())
     );
+}
+
+#[test]
+fn documented_minimal_configuration_is_the_shipped_one() {
+    let root = env!("CARGO_MANIFEST_DIR");
+    let read = |file: &str| std::fs::read_to_string(format!("{root}/{file}")).unwrap();
+    let page = read("docs/gateways/own-envoy.md");
+    assert!(page.contains(&read("envoy/minimal.yaml")));
 }
 
 fn question(number: usize) -> Value {
@@ -495,6 +516,7 @@ macro_rules! ways {
 
 ways! {
     override_host: super::STANDALONE,
+    minimal: super::MINIMAL,
     subset: super::SUBSET,
     original_dst: super::ORIGINAL_DST,
     route_per_header: super::ROUTES,
