@@ -16,7 +16,7 @@ use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
 
 use crate::admin_client::{AdminClient, collection};
-use crate::install::ControlPlanePrograms;
+use crate::install::SuitePrograms;
 use crate::pki::TestAuthority;
 
 const ADMIN_TOKEN: &str = "admin-token";
@@ -77,7 +77,7 @@ pub(crate) struct TestControlPlane {
     pub(crate) admin: AdminClient,
     pub(crate) authority: TestAuthority,
     pub(crate) address: SocketAddr,
-    programs: ControlPlanePrograms,
+    pub(crate) programs: SuitePrograms,
     dir: tempfile::TempDir,
     etcd_ports: [u16; 2],
     etcd: Mutex<Option<ChildProcess>>,
@@ -89,10 +89,7 @@ pub(crate) struct TestControlPlane {
 impl TestControlPlane {
     /// Starts both processes and waits until the API server is ready. If `install` is set, also
     /// installs all definitions of the test data.
-    pub(crate) async fn start(
-        programs: &ControlPlanePrograms,
-        install: bool,
-    ) -> anyhow::Result<Self> {
+    pub(crate) async fn start(programs: &SuitePrograms, install: bool) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new()
             .prefix("apiserver-")
             .tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
@@ -152,6 +149,25 @@ impl TestControlPlane {
     /// Returns a number that is unique in this control plane.
     pub(crate) fn next_serial(&self) -> u64 {
         self.serial.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Writes a kubeconfig with all rights.
+    pub(crate) fn kubeconfig(&self) -> anyhow::Result<PathBuf> {
+        let path = self.dir.path().join("kubeconfig");
+        let cluster = json!({
+            "server": format!("https://{}", self.address),
+            "certificate-authority": self.dir.path().join("ca.crt"),
+        });
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "admin", "user": {"token": ADMIN_TOKEN}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "admin"}}],
+        });
+        std::fs::write(&path, config.to_string())?;
+        Ok(path)
     }
 
     fn etcd_url(&self, path: &str) -> String {

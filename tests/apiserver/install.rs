@@ -1,5 +1,6 @@
-//! Location of etcd and kube-apiserver: `ETCD_BIN` and `KUBE_APISERVER_BIN`, or a build with Go
-//! below Cargo's target directory.
+//! Location of the programs: etcd, kube-apiserver, helm and kustomize. `ETCD_BIN`,
+//! `KUBE_APISERVER_BIN`, `HELM_BIN` and `KUSTOMIZE_BIN` name them; a build with Go below Cargo's
+//! target directory replaces missing ones.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -8,11 +9,13 @@ use warmroute_testbed::programs::{environment, find_on_path, is_executable, targ
 
 const BUILD_SCRIPT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/apiserver/build.sh");
 
-/// Paths of the two programs.
+/// Paths of the programs.
 #[derive(Clone, Debug)]
-pub(crate) struct ControlPlanePrograms {
+pub(crate) struct SuitePrograms {
     pub(crate) etcd: PathBuf,
     pub(crate) api_server: PathBuf,
+    pub(crate) helm: PathBuf,
+    pub(crate) kustomize: PathBuf,
 }
 
 /// Reason why the suite cannot run.
@@ -23,9 +26,12 @@ pub(crate) enum MissingProgramError {
         variable: &'static str,
         path: PathBuf,
     },
-    #[error("Go is not on the path, and ETCD_BIN and KUBE_APISERVER_BIN do not name the programs")]
+    #[error(
+        "Go is not on the path, and ETCD_BIN, KUBE_APISERVER_BIN, HELM_BIN and KUSTOMIZE_BIN do \
+        not name all programs"
+    )]
     GoMissing,
-    #[error("Go could not build etcd and kube-apiserver: {0}")]
+    #[error("Go could not build the programs: {0}")]
     BuildFailed(String),
     #[error("unshare cannot mount a service account here (it needs root, or user namespaces): {0}")]
     MountRefused(String),
@@ -43,26 +49,47 @@ impl MissingProgramError {
 }
 
 /// Finds the programs, or builds them.
-pub(crate) fn locate() -> Result<ControlPlanePrograms, MissingProgramError> {
+pub(crate) fn locate() -> Result<SuitePrograms, MissingProgramError> {
     let try_mount = || crate::router::try_mount().map_err(MissingProgramError::MountRefused);
-    if let (Some(etcd), Some(api_server)) = (named("ETCD_BIN")?, named("KUBE_APISERVER_BIN")?) {
-        try_mount()?;
-        return Ok(ControlPlanePrograms { etcd, api_server });
-    }
     // A build takes minutes, so mounting is checked first. If Go is missing, that is reported
     // instead.
     if find_on_path("go").is_some() {
         try_mount()?;
     }
-    let directory = build().map_err(|error| match find_on_path("go") {
+    let [etcd, api_server] = pair(
+        "control-plane",
+        [
+            ("ETCD_BIN", "etcd"),
+            ("KUBE_APISERVER_BIN", "kube-apiserver"),
+        ],
+    )?;
+    let [helm, kustomize] = pair(
+        "deploy-tools",
+        [("HELM_BIN", "helm"), ("KUSTOMIZE_BIN", "kustomize")],
+    )?;
+    try_mount()?;
+    Ok(SuitePrograms {
+        etcd,
+        api_server,
+        helm,
+        kustomize,
+    })
+}
+
+/// Returns two programs by their variables, or from a build of their group.
+fn pair(
+    group: &str,
+    programs: [(&'static str, &str); 2],
+) -> Result<[PathBuf; 2], MissingProgramError> {
+    let [first, second] = programs;
+    if let (Some(first), Some(second)) = (named(first.0)?, named(second.0)?) {
+        return Ok([first, second]);
+    }
+    let directory = build(group).map_err(|error| match find_on_path("go") {
         Some(_) => MissingProgramError::BuildFailed(error),
         None => MissingProgramError::GoMissing,
     })?;
-    try_mount()?;
-    Ok(ControlPlanePrograms {
-        etcd: directory.join("etcd"),
-        api_server: directory.join("kube-apiserver"),
-    })
+    Ok([directory.join(first.1), directory.join(second.1)])
 }
 
 fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError> {
@@ -76,13 +103,14 @@ fn named(variable: &'static str) -> Result<Option<PathBuf>, MissingProgramError>
 
 /// Runs the build script. It builds nothing if the programs exist, and waits if another process is
 /// building them.
-fn build() -> Result<PathBuf, String> {
+fn build(group: &str) -> Result<PathBuf, String> {
     let target = target_dir().map_err(|error| error.to_string())?;
     let mut command = Command::new("bash");
     // The script prints progress and errors to the terminal.
     command
         .arg(BUILD_SCRIPT)
         .arg(target)
+        .arg(group)
         .stdin(Stdio::null())
         .stderr(Stdio::inherit());
     let output = command.output().map_err(|error| format!("bash: {error}"))?;

@@ -1,10 +1,10 @@
 //! Kubernetes discovery against a real etcd and kube-apiserver on the loopback interface, with TLS
-//! and RBAC. warmroute runs as in a pod, with a mounted service account that has the Role of
-//! `examples/kubernetes/warmroute/rbac.yaml`.
+//! and RBAC, and the shipped manifests as kustomize and helm render and install them. warmroute runs as in a pod, with a mounted service account that has the Role of
+//! `deploy/base/rbac.yaml`.
 //!
 //! `cargo test --test apiserver -- [FILTER]` runs the cases whose names contain the filter and
-//! prints a table with one row per case. If the two programs are missing and Go is not installed,
-//! the last line is `NOT RUN: reason`.
+//! prints a table with one row per case. If the programs are missing and Go is not installed, the
+//! last line is `NOT RUN: reason`.
 
 #![expect(clippy::print_stdout, reason = "the suite prints a table")]
 
@@ -13,6 +13,13 @@ mod arguments;
 mod cases;
 mod control_plane;
 mod install;
+#[path = "../support/manifest_set.rs"]
+#[expect(
+    clippy::unwrap_used,
+    dead_code,
+    reason = "other tests use more of it, and a broken manifest fails the test"
+)]
+mod manifest_set;
 mod namespace;
 mod objects;
 #[path = "../support/pki.rs"]

@@ -10,7 +10,7 @@ use crate::control_plane::{AuditRecord, INFERENCE_POOLS, ResourceDefinition, Tes
 use crate::objects::{POOL, engine_labels, inference_pool, manifest, pod, running};
 use crate::router::{MountedAccount, RouterOptions, RouterProcess};
 
-const RBAC: &str = include_str!("../../examples/kubernetes/warmroute/rbac.yaml");
+const RBAC: &str = include_str!("../../deploy/base/rbac.yaml");
 const RBAC_API: &str = "rbac.authorization.k8s.io/v1";
 
 /// Rules of the Role in a namespace.

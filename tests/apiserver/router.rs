@@ -17,7 +17,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 /// Unit of the CPU times in `/proc`, the same on every Linux system.
 const USER_HZ: u64 = 100;
 const POLL: Duration = Duration::from_millis(20);
-const CONFIG: &str = include_str!("../../examples/kubernetes/gateway-api/warmroute-config.yaml");
+const CONFIG: &str = include_str!("../../deploy/overlays/istio/warmroute.yaml");
 /// Runs in a separate mount namespace. Hides the service account of the machine, if any, and mounts
 /// the directory `$0` in its place unless `$0` is empty.
 const MOUNT_SCRIPT: &str = r#"set -e
@@ -494,11 +494,7 @@ fn clone_command(command: &Command) -> Command {
 /// Returns the configuration of the shipped ConfigMap without the parts that do not work on the
 /// loopback interface.
 fn shipped_config() -> anyhow::Result<Value> {
-    let map: Value = serde_saphyr::from_str(CONFIG)?;
-    let text = map["data"]["warmroute.yaml"]
-        .as_str()
-        .context("the ConfigMap has no warmroute.yaml")?;
-    let mut config: Value = serde_saphyr::from_str(text)?;
+    let mut config: Value = serde_saphyr::from_str(CONFIG)?;
     let worker = config
         .pointer_mut("/workers/kubernetes/pools/0/worker")
         .context("the configuration has no worker")?;

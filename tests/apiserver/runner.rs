@@ -10,7 +10,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::{JoinSet, LocalSet};
 
 use crate::control_plane::TestControlPlane;
-use crate::install::ControlPlanePrograms;
+use crate::install::SuitePrograms;
 
 /// Time limit of a case.
 const CASE_LIMIT: Duration = Duration::from_secs(110);
@@ -46,7 +46,7 @@ struct CaseReport {
 }
 
 /// Runs the cases. Returns the exit code that libtest would return.
-pub(crate) fn run(cases: Vec<TestCase>, programs: ControlPlanePrograms) -> ExitCode {
+pub(crate) fn run(cases: Vec<TestCase>, programs: SuitePrograms) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -89,7 +89,7 @@ pub(crate) fn run(cases: Vec<TestCase>, programs: ControlPlanePrograms) -> ExitC
     }
 }
 
-async fn run_all(cases: Vec<TestCase>, programs: Arc<ControlPlanePrograms>) -> Vec<CaseReport> {
+async fn run_all(cases: Vec<TestCase>, programs: Arc<SuitePrograms>) -> Vec<CaseReport> {
     let (reports_tx, mut reports) = mpsc::unbounded_channel();
     let mut planes = JoinSet::new();
     for kind in [PlaneKind::Faults, PlaneKind::Definitions, PlaneKind::Shared] {
@@ -122,7 +122,7 @@ type NamedRun = (
 async fn run_plane(
     kind: PlaneKind,
     cases: Vec<NamedRun>,
-    programs: Arc<ControlPlanePrograms>,
+    programs: Arc<SuitePrograms>,
     reports_tx: mpsc::UnboundedSender<CaseReport>,
 ) {
     let began = Instant::now();

@@ -1,13 +1,13 @@
-//! Validates the manifests, the chart and the Dockerfile against the schemas of Kubernetes, the
-//! configuration parser of warmroute, a real Envoy, and one another. The `kubectl apply` commands
-//! in the README define which manifests form a set.
+//! Validates the overlays, the chart and the Dockerfile against the schemas of Kubernetes, the
+//! configuration parser of warmroute, a real Envoy, and one another.
 
+mod chart;
 mod gateways;
 mod ports;
 
 use std::collections::BTreeSet;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -16,28 +16,40 @@ use serde_json::{Value, json};
 use warmroute_server::config::Config;
 
 use crate::support::manifest_set::{
-    FOLDER, ManifestSet, PodTemplates, named, policy_ports, validated,
+    CHART_KUBERNETES, FOLDER, ManifestSet, PodTemplates, chart_values, named, overlays,
+    policy_ports, validated,
 };
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// Oldest supported Kubernetes version.
-const KUBERNETES: &str = "1.30";
-/// Returns the sets of the README and the renderings of the chart together with the engine
-/// manifests. They are parsed once for all tests.
+const KUBERNETES: &str = CHART_KUBERNETES;
+/// Manifests of the engines, which the chart does not contain.
+const ENGINES: [&str; 3] = [
+    "base/namespace.yaml",
+    "base/engine-network-policy.yaml",
+    "engines/vllm.yaml",
+];
+
+/// Returns the overlays, and the renderings of the chart together with the engine manifests. They
+/// are parsed once for all tests.
 fn sets() -> &'static [ManifestSet] {
     static SETS: LazyLock<Vec<ManifestSet>> = LazyLock::new(|| {
-        let mut sets = ManifestSet::of_readme();
-        assert_eq!(sets.len(), 7, "sets in the README");
-        let chart = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
-        let mut values: Vec<PathBuf> = chart.map(|entry| entry.unwrap().path()).collect();
-        values.sort();
-        assert_eq!(values.len(), 3);
-        let engines = || ManifestSet::of("", ["engines", "namespace.yaml"]);
-        sets.extend(
-            values
-                .iter()
-                .map(|values| ManifestSet::of_chart(values).with(engines())),
-        );
+        let overlays = overlays();
+        let readme = fs::read_to_string(format!("{FOLDER}/README.md")).unwrap();
+        for overlay in &overlays {
+            let command = format!("kubectl apply -k deploy/overlays/{overlay}\n");
+            assert!(readme.contains(&command), "README.md lacks: {command}");
+        }
+        let mut sets: Vec<_> = overlays
+            .iter()
+            .map(|name| ManifestSet::of_overlay(name))
+            .collect();
+        assert_eq!(sets.len(), 7);
+        let chart = chart_values();
+        assert_eq!(chart.len(), 5);
+        let with_engines =
+            |values| ManifestSet::of_chart(values).with(ManifestSet::of_files(ENGINES));
+        sets.extend(chart.iter().map(|values| with_engines(values)));
         sets
     });
     &SETS
@@ -282,7 +294,8 @@ fn selectors_select_pods() {
                         set.name
                     );
                     let mut spread = Vec::new();
-                    named(&spec["template"]["spec"], "labelSelector", &mut spread);
+                    let constraints = &spec["template"]["spec"]["topologySpreadConstraints"];
+                    named(constraints, "labelSelector", &mut spread);
                     assert!(
                         spread
                             .iter()
@@ -315,54 +328,6 @@ fn warmroute_service_is_headless() {
             set.name
         );
     }
-}
-
-/// Each object of the chart must equal the manifest with its kind and name. NetworkPolicies are not
-/// compared, because the manifests split them differently.
-#[test]
-fn chart_renders_the_manifests() {
-    let count_equal = |chart: ManifestSet, manifests: ManifestSet| {
-        let mut compared = 0;
-        for object in chart
-            .objects
-            .iter()
-            .filter(|object| object["kind"] != "NetworkPolicy")
-        {
-            let mut own = object.clone();
-            let kind = object["kind"].as_str().unwrap();
-            let mut theirs = manifests.find(kind, &object["metadata"]["name"]).clone();
-            for one in [&mut own, &mut theirs] {
-                if let Some(data) = one["data"].as_object_mut() {
-                    data.values_mut().for_each(|text| {
-                        *text = serde_saphyr::from_str(text.as_str().unwrap()).unwrap()
-                    });
-                }
-                one.pointer_mut("/spec/template/metadata/annotations")
-                    .map(|all| all.as_object_mut()?.remove("checksum/config"));
-                one.pointer_mut("/spec/template/spec/containers/0")
-                    .map(|all| all.as_object_mut()?.remove("imagePullPolicy"));
-            }
-            assert_eq!(own, theirs);
-            compared += 1;
-        }
-        compared
-    };
-    let chart = |values: &str| {
-        ManifestSet::of_chart(Path::new(&format!("{FOLDER}/chart/ci/{values}.yaml")))
-    };
-    let pool = ManifestSet::of(
-        "",
-        [
-            "warmroute",
-            "gateway-api/warmroute-config.yaml",
-            "gateway-api/pool.yaml",
-        ],
-    );
-    assert_eq!(count_equal(chart("gateway-api"), pool), 8);
-    assert_eq!(
-        count_equal(chart("envoy"), ManifestSet::of("", ["warmroute", "envoy"])),
-        12
-    );
 }
 
 #[test]

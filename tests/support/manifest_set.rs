@@ -1,4 +1,5 @@
-//! Objects of manifests that are applied together, with lookups by kind, name and label.
+//! Objects of manifests that are applied together, with lookups by kind, name and label. The
+//! overlays are rendered here, without kustomize; `tests/apiserver` compares both renderings.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -6,12 +7,15 @@ use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute_testbed::programs::{environment, install_once, target_dir};
 use warmroute_testbed::pypi::{self, PypiPackages};
 use xxhash_rust::xxh3::xxh3_64;
 
-pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/kubernetes");
+pub(crate) const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy");
+/// Kubernetes version of the stored chart renderings, the oldest that the chart accepts.
+pub(crate) const CHART_KUBERNETES: &str = "1.30";
 /// Directory of the stored chart renderings.
 const RENDERED: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/chart");
 const VALIDATE: &str = concat!(
@@ -79,6 +83,152 @@ pub(crate) fn validated(objects: &Value, version: &str) -> Value {
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
+/// A kustomization, with the fields that the manifests use. Other fields are rejected, because
+/// [`objects_of_kustomization`] does not implement them.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct Kustomization {
+    #[serde(rename = "apiVersion")]
+    _api_version: String,
+    #[serde(rename = "kind")]
+    _kind: String,
+    resources: Vec<String>,
+    #[serde(default)]
+    config_map_generator: Vec<ConfigMapArgs>,
+    #[serde(default)]
+    images: Vec<ImageOverride>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ConfigMapArgs {
+    name: String,
+    namespace: String,
+    behavior: Option<String>,
+    files: Vec<String>,
+    options: Option<GeneratorOptions>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct GeneratorOptions {
+    disable_name_suffix_hash: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "camelCase")]
+struct ImageOverride {
+    name: String,
+    new_name: String,
+    new_tag: String,
+}
+
+impl ImageOverride {
+    /// Changes the containers that have this image.
+    fn apply(&self, object: &mut Value) {
+        let Some(pod) = object.pointer_mut("/spec/template/spec") else {
+            return;
+        };
+        for kind in ["initContainers", "containers"] {
+            let containers = pod.get_mut(kind).and_then(Value::as_array_mut);
+            for container in containers.into_iter().flatten() {
+                let image = container["image"].as_str().unwrap();
+                if image.split(':').next() == Some(&self.name) {
+                    container["image"] = json!(format!("{}:{}", self.new_name, self.new_tag));
+                }
+            }
+        }
+    }
+}
+
+/// Renders a directory as `kustomize build` does, except for the hash in the names of generated
+/// ConfigMaps.
+fn objects_of_kustomization(directory: &Path) -> Vec<Value> {
+    let file = directory.join("kustomization.yaml");
+    let text = fs::read_to_string(&file).unwrap_or_else(|_| panic!("{}", file.display()));
+    let kustomization: Kustomization =
+        serde_saphyr::from_str(&text).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    let mut objects = Vec::new();
+    for resource in &kustomization.resources {
+        let path = directory.join(resource);
+        if path.is_dir() {
+            objects.extend(objects_of_kustomization(&path))
+        } else {
+            objects.extend(objects_of_file(&path))
+        }
+    }
+    for map in &kustomization.config_map_generator {
+        // warmroute reloads its file; Envoy reads its file only at startup.
+        let is_fixed = map
+            .options
+            .as_ref()
+            .is_some_and(|options| options.disable_name_suffix_hash);
+        assert_eq!(is_fixed, map.name == "warmroute", "{}", file.display());
+        let metadata = json!({"name": map.name, "namespace": map.namespace});
+        let files = map.files.iter().map(|name| {
+            let text = fs::read_to_string(directory.join(name)).unwrap();
+            (name.clone(), Value::from(text))
+        });
+        let generated = json!({
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "data": Value::Object(files.collect()),
+            "metadata": metadata,
+        });
+        let existing = objects
+            .iter_mut()
+            .find(|object| object["kind"] == "ConfigMap" && object["metadata"] == metadata);
+        match (existing, map.behavior.as_deref()) {
+            (None, None) => objects.push(generated),
+            (Some(existing), Some("replace")) => *existing = generated,
+            (_, behavior) => panic!("{}: {} {behavior:?}", file.display(), map.name),
+        }
+    }
+    for image in &kustomization.images {
+        objects.iter_mut().for_each(|object| image.apply(object));
+    }
+    objects
+}
+
+fn objects_of_file(file: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(file).unwrap_or_else(|_| panic!("{}", file.display()));
+    documents(&text, &file.display().to_string())
+}
+
+/// Returns the names of all overlays in sorted order.
+pub(crate) fn overlays() -> Vec<String> {
+    let entries = fs::read_dir(format!("{FOLDER}/overlays")).unwrap();
+    let mut names: Vec<String> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+/// Returns the values files of the chart in sorted order.
+pub(crate) fn chart_values() -> Vec<PathBuf> {
+    let entries = fs::read_dir(format!("{FOLDER}/chart/ci")).unwrap();
+    let mut files: Vec<PathBuf> = entries.map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// Returns the arguments with which Helm renders the stored files.
+pub(crate) fn chart_arguments(values: &Path) -> Vec<String> {
+    let arguments = [
+        "template",
+        "warmroute",
+        &format!("{FOLDER}/chart"),
+        "--namespace",
+        "inference",
+        "--kube-version",
+        CHART_KUBERNETES,
+        "--values",
+        values.to_str().unwrap(),
+    ];
+    arguments.map(str::to_owned).to_vec()
+}
+
 /// Returns all files of the chart in sorted order.
 fn chart_files(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
@@ -98,10 +248,12 @@ fn chart_files(directory: &Path) -> Vec<PathBuf> {
 
 /// Returns the stored rendering of the chart with a values file. Panics if the chart has changed
 /// since the rendering. With `UPDATE_GOLDEN=1`, renders it again with the `helm` on the path.
-fn rendered(values: &Path) -> String {
+pub(crate) fn rendered(values: &Path) -> String {
     let chart = PathBuf::from(format!("{FOLDER}/chart"));
     let mut content = Vec::new();
-    for file in chart_files(&chart) {
+    let mut files = chart_files(&chart);
+    files.retain(|file| !file.ends_with("README.md"));
+    for file in files {
         let name = file
             .strip_prefix(&chart)
             .unwrap()
@@ -122,10 +274,7 @@ fn rendered(values: &Path) -> String {
     let stored = Path::new(RENDERED).join(file_name(values));
     if environment("UPDATE_GOLDEN").is_some() {
         let mut helm = Command::new("helm");
-        helm.args(["template", "warmroute"])
-            .arg(&chart)
-            .args(["--namespace", "inference", "--values"])
-            .arg(values);
+        helm.args(chart_arguments(values));
         let output = helm
             .output()
             .unwrap_or_else(|error| panic!("helm: {error}"));
@@ -161,55 +310,23 @@ pub(crate) fn documents(text: &str, from: &str) -> Vec<Value> {
         .collect()
 }
 
-fn yaml_files(path: &Path) -> Vec<PathBuf> {
-    if path.is_file() {
-        return vec![path.to_owned()];
-    }
-    let mut files: Vec<PathBuf> = fs::read_dir(path)
-        .unwrap()
-        .map(|entry| entry.unwrap().path())
-        .collect();
-    files.retain(|file| {
-        file.extension()
-            .is_some_and(|extension| extension == "yaml")
-    });
-    files.sort();
-    assert!(!files.is_empty(), "{} has no manifests", path.display());
-    files
-}
-
 impl ManifestSet {
-    /// Reads the objects of these files and directories.
-    pub(crate) fn of<'a>(name: &str, paths: impl IntoIterator<Item = &'a str>) -> Self {
-        let files = paths
-            .into_iter()
-            .flat_map(|path| yaml_files(&Path::new(FOLDER).join(path)));
-        let objects = files.flat_map(|file| {
-            documents(
-                &fs::read_to_string(&file).unwrap(),
-                &file.display().to_string(),
-            )
-        });
+    /// Reads the objects of these files.
+    pub(crate) fn of_files<'a>(files: impl IntoIterator<Item = &'a str>) -> Self {
+        let files = files.into_iter().map(|file| Path::new(FOLDER).join(file));
         Self {
-            name: name.to_owned(),
-            objects: objects.collect(),
+            name: String::new(),
+            objects: files.flat_map(|file| objects_of_file(&file)).collect(),
         }
     }
 
-    /// Reads one set for each `kubectl apply` command of the README.
-    pub(crate) fn of_readme() -> Vec<Self> {
-        let readme = fs::read_to_string(Path::new(FOLDER).join("README.md")).unwrap();
-        let lines = readme
-            .lines()
-            .filter_map(|line| line.strip_prefix("kubectl apply "));
-        lines
-            .map(|line| {
-                Self::of(
-                    line,
-                    line.split_whitespace().filter(|argument| *argument != "-f"),
-                )
-            })
-            .collect()
+    /// Renders an overlay.
+    pub(crate) fn of_overlay(name: &str) -> Self {
+        let directory = Path::new(FOLDER).join("overlays").join(name);
+        Self {
+            name: name.to_owned(),
+            objects: objects_of_kustomization(&directory),
+        }
     }
 
     /// Reads the rendering of the chart with a values file.

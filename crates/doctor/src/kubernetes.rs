@@ -160,7 +160,7 @@ fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
             }
             RequestCause::Forbidden => {
                 "add the verb to the Role, and bind the Role to the ServiceAccount \
-                (examples/kubernetes/warmroute/rbac.yaml)"
+                (deploy/base/rbac.yaml)"
             }
             RequestCause::NotInstalled => {
                 "install the CustomResourceDefinitions of the Gateway API inference extension, or \

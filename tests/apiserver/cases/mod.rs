@@ -53,7 +53,9 @@ pub(crate) fn all() -> Vec<TestCase> {
         objects_without_spec, explain_applies_rewrites
     ]);
     all.extend(cases![Shared, doctor: absent_pool, unusable_pods, missing_rights, api_server_away]);
-    all.extend(cases![Shared, manifests: shipped_manifests]);
+    all.extend(cases![
+        Shared, manifests: overlays_are_accepted, chart_is_accepted, chart_renderings_are_current, wrong_values_are_rejected
+    ]);
     all.extend(cases![
         Definitions, definitions: pool_definition_installed_later, pool_definition_deleted, optional_definitions_change
     ]);

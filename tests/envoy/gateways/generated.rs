@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::support::manifest_set::ManifestSet;
 
-/// The generated configuration of a control plane, and the manifests that belong to it.
+/// The generated configuration of a control plane, and the overlay that belongs to it.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct GatewayFixture {
     /// File `tests/data/gateways/<file>.yaml`.
@@ -17,8 +17,8 @@ pub(crate) struct GatewayFixture {
     pub(crate) picker: &'static str,
     /// Name of the cluster of the workers.
     pub(crate) workers: &'static str,
-    /// Manifest directories in `examples/kubernetes`.
-    pub(crate) manifests: &'static [&'static str],
+    /// Directory in `deploy/overlays`.
+    pub(crate) overlay: &'static str,
 }
 
 const ROUTE: &str = "httproute/inference/qwen/rule/0";
@@ -28,11 +28,7 @@ pub(crate) const ISTIO_AS_GENERATED: GatewayFixture = GatewayFixture {
     file: "istio-as-generated",
     picker: "outbound|9002||warmroute.inference.svc.cluster.local",
     workers: "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local",
-    manifests: &[
-        "gateway-api/warmroute-config.yaml",
-        "gateway-api/pool.yaml",
-        "gateway-api/istio.yaml",
-    ],
+    overlay: "istio",
 };
 /// Istio with an EnvoyFilter that sets the authority.
 pub(crate) const ISTIO: GatewayFixture = GatewayFixture {
@@ -42,28 +38,20 @@ pub(crate) const ISTIO: GatewayFixture = GatewayFixture {
 /// Istio with an EnvoyFilter that buffers request bodies.
 pub(crate) const ISTIO_BUFFERED: GatewayFixture = GatewayFixture {
     file: "istio-buffered",
-    manifests: &[
-        "gateway-api/pool.yaml",
-        "gateway-api/istio.yaml",
-        "gateway-api/istio-buffered.yaml",
-    ],
+    overlay: "istio-buffered",
     ..ISTIO_AS_GENERATED
 };
 pub(crate) const ENVOY_AI_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-ai-gateway",
     picker: "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc",
     workers: ROUTE,
-    manifests: &[
-        "gateway-api/warmroute-config.yaml",
-        "gateway-api/pool.yaml",
-        "gateway-api/envoy-ai-gateway.yaml",
-    ],
+    overlay: "envoy-ai-gateway",
 };
 pub(crate) const ENVOY_GATEWAY: GatewayFixture = GatewayFixture {
     file: "envoy-gateway",
     picker: "envoyextensionpolicy/inference/warmroute/extproc/0",
     workers: ROUTE,
-    manifests: &["envoy-gateway"],
+    overlay: "envoy-gateway",
 };
 
 impl GatewayFixture {
@@ -78,7 +66,7 @@ impl GatewayFixture {
     }
 
     pub(crate) fn set(self) -> ManifestSet {
-        ManifestSet::of(self.file, self.manifests.iter().copied())
+        ManifestSet::of_overlay(self.overlay)
     }
 
     /// Returns the gateway settings of the ConfigMap.

@@ -1,5 +1,5 @@
 //! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The
-//! expectations are those of the table in `examples/kubernetes/README.md`.
+//! expectations are those of the table in `deploy/README.md`.
 
 use std::time::{Duration, Instant};
 

@@ -110,7 +110,7 @@ async fn assert_pools_are_separate(gateway: GatewayFixture) {
         fast(id).with_worker_fields(json!({"taints": [format!("pool={pool}")]}))
     });
     let mut bed = GatewayTestbed::engines(gateway, &specs).await;
-    let set = ManifestSet::of("", ["gateway-api/two-pools.yaml"]);
+    let set = ManifestSet::of_overlay("two-pools");
     let shipped: Value = serde_saphyr::from_str(set.text("warmroute", "warmroute.yaml")).unwrap();
     let mut warmroute = bed.warmroute();
     warmroute["routing"]["pool_routes"] = shipped["routing"]["pool_routes"].clone();

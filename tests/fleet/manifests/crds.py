@@ -1,9 +1,11 @@
-"""Extracts the schemas of custom resources that the manifests use from CustomResourceDefinitions into crds.json.gz:
+"""Extracts the schemas of custom resources that the manifests use from CustomResourceDefinitions into crds.json.gz. Kinds that no FILE defines
+keep their stored schema:
 
     python3 crds.py FILE..
 
 Versions at the last run: Envoy Gateway 1.8.1 with Gateway API 1.5.1 (github.com/envoyproxy/gateway, charts/gateway-helm/charts/crds/crds),
-Istio 1.31.4 (istio.io/api, kubernetes/customresourcedefinitions.gen.yaml), v1 of the Gateway API inference extension. Descriptions, formats and
+Istio 1.31.4 (istio.io/api, kubernetes/customresourcedefinitions.gen.yaml), v1 of the Gateway API inference extension, Prometheus operator
+0.85.0 (github.com/prometheus-operator/prometheus-operator, example/prometheus-operator-crd). Descriptions, formats and
 CEL rules are left out. As with `kubectl apply --validate=strict`, an unknown field is an error."""
 
 import gzip
@@ -25,7 +27,9 @@ KINDS = {
         "EnvoyExtensionPolicy",
         "EnvoyProxy",
     ],
+    "monitoring.coreos.com/v1": ["PodMonitor", "PrometheusRule", "ServiceMonitor"],
 }
+STORED = Path(__file__).with_name("crds.json.gz")
 COPIED_KEYWORDS = ["type", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "required"]
 COMBINATORS = ["anyOf", "allOf", "oneOf", "not"]
 
@@ -60,7 +64,7 @@ def definitions(files):
 
 
 def extract(files):
-    found = {}
+    found = json.loads(gzip.decompress(STORED.read_bytes())) if STORED.exists() else {}
     for spec in definitions(files):
         for version in spec["versions"]:
             api, kind = f"{spec['group']}/{version['name']}", spec["names"]["kind"]
@@ -74,4 +78,4 @@ def extract(files):
 
 if __name__ == "__main__":
     text = json.dumps(extract(sys.argv[1:]), sort_keys=True, separators=(",", ":"))
-    Path(__file__).with_name("crds.json.gz").write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    STORED.write_bytes(gzip.compress(text.encode(), 9, mtime=0))

@@ -24,7 +24,11 @@ fn warmroute_ports_agree() {
             );
         }
         let annotations = &pod.owner["spec"]["template"]["metadata"]["annotations"];
-        assert_eq!(annotations["prometheus.io/port"], json!(admin.to_string()));
+        let is_monitored = ["PodMonitor", "ServiceMonitor"]
+            .iter()
+            .any(|kind| set.all(kind).next().is_some());
+        let expected = (!is_monitored).then(|| admin.to_string());
+        assert_eq!(annotations["prometheus.io/port"], json!(expected));
 
         let all: BTreeSet<u64> = [Some(ext_proc), Some(health), Some(admin), xds, api]
             .into_iter()
@@ -36,7 +40,7 @@ fn warmroute_ports_agree() {
             "{}: allowed ingress ports and listener ports",
             set.name
         );
-        assert_services_map_ports(set, &pod, &[Some(ext_proc), xds, api]);
+        assert_services_map_ports(set, &pod, &[Some(ext_proc), xds, api], admin);
         let warm_start = config.index.warm_start;
         if let Some(url) = warm_start.and_then(|warm_start| warm_start.url) {
             assert_replicas_are_reachable(set, &url, api.unwrap());
@@ -45,18 +49,29 @@ fn warmroute_ports_agree() {
     }
 }
 
-/// Asserts the target ports of the Services of warmroute.
-fn assert_services_map_ports(set: &ManifestSet, pod: &PodTemplates<'_>, targets: &[Option<u64>]) {
+/// Asserts the target ports of the Services of warmroute. Only the Service of a ServiceMonitor has
+/// the admin port.
+fn assert_services_map_ports(
+    set: &ManifestSet,
+    pod: &PodTemplates<'_>,
+    targets: &[Option<u64>],
+    admin: u64,
+) {
     for service in set
         .all("Service")
         .filter(|service| service["spec"]["selector"]["app"] == "warmroute")
     {
+        let is_for_metrics = service["metadata"]["name"] == "warmroute-metrics";
         for port in service["spec"]["ports"].as_array().unwrap() {
             let target = pod
                 .port(&port["targetPort"])
                 .or(port["targetPort"].as_u64());
             assert!(
-                target.is_some_and(|target| targets.contains(&Some(target))),
+                target.is_some_and(|target| if is_for_metrics {
+                    target == admin
+                } else {
+                    targets.contains(&Some(target))
+                }),
                 "{}: {port}",
                 set.name
             );
