@@ -189,7 +189,7 @@ fn alerts_use_existing_metrics() {
 }
 
 #[test]
-fn test_pod_runs_doctor_as_the_deployment_runs() {
+fn helm_test_runs_doctor_as_the_deployment_runs() {
     for values in chart_values() {
         let set = ManifestSet::of_chart(&values);
         let pod = set.find("Pod", &json!("warmroute-doctor"));
