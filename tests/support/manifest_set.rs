@@ -267,7 +267,7 @@ pub(crate) fn rendered(values: &Path) -> String {
         }
     }
     let head = format!(
-        "# What Helm renders of the chart {:016x} with ci/{}\n",
+        "# Rendering of the chart {:016x} with ci/{} by Helm\n",
         xxh3_64(&content),
         file_name(values)
     );
