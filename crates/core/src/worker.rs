@@ -104,6 +104,7 @@ impl RankSlot {
 pub enum WorkerRole {
     /// Both prefill and decode.
     #[default]
+    #[serde(alias = "both")]
     Aggregated,
     /// Only prefill.
     Prefill,

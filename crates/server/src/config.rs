@@ -140,7 +140,12 @@ impl Config {
                 format!("the file cannot be read: {error}"),
             )]
         })?;
-        let config = Self::parse_with(path, &bytes, flags)?;
+        Self::parse_all(path, &bytes, flags)
+    }
+
+    /// Parses and checks the text of a configuration file and its workers file.
+    pub fn parse_all(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
+        let config = Self::parse_with(path, bytes, flags)?;
         match &config.workers.file {
             Some(file) => config.check_workers_file(file).map(|()| config),
             None => Ok(config),
@@ -163,7 +168,7 @@ impl Config {
     }
 
     fn parse_with(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
-        let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
+        let document = Document::parse(path, bytes)?;
         let mut config: Self = document.read()?;
         // Without a working directory, relative paths stay relative, and the checks below report
         // their files as missing.
@@ -180,13 +185,19 @@ impl Config {
 
     /// Adds file and line to problems that were found in a loaded configuration.
     pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
-        let read = |error: std::io::Error| {
-            ConfigError::of_file(path, format!("the file cannot be read: {error}"))
-        };
-        let document = std::fs::read(path)
-            .map_err(read)
-            .and_then(|bytes| Document::parse(path, &bytes));
-        document.map_or_else(|error| vec![error], |document| document.locate(problems))
+        match std::fs::read(path) {
+            Ok(bytes) => Self::locate_in(path, &bytes, problems),
+            Err(error) => {
+                let text = format!("the file cannot be read: {error}");
+                vec![ConfigError::of_file(path, text)]
+            }
+        }
+    }
+
+    /// Like [`Self::locate`], for the text of the file.
+    pub fn locate_in(path: &Path, bytes: &[u8], problems: Vec<Problem>) -> Vec<ConfigError> {
+        Document::parse(path, bytes)
+            .map_or_else(|errors| errors, |document| document.locate(problems))
     }
 
     /// Returns the resolved configuration with all defaults, as YAML that can be loaded again.

@@ -5,11 +5,14 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+mod files;
 mod problem;
 mod reader;
+mod settings_error;
 mod tree;
 mod units;
 mod urls;
+mod variables;
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -17,6 +20,7 @@ use std::path::{Path, PathBuf};
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
+pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
 pub use tree::{Tree, Value};
 pub use units::{ByteSize, DurationSetting};
@@ -81,7 +85,7 @@ pub fn is_header_name(name: &str) -> bool {
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     known
         .into_iter()
-        .map(|name| (similarity(word, name), name))
+        .map(|name| (similarity(&word.to_lowercase(), &name.to_lowercase()), name))
         .filter(|(similarity, _)| *similarity > 0.8)
         .max_by(|a, b| a.0.total_cmp(&b.0))
         .map(|(_, name)| name)
@@ -98,15 +102,45 @@ fn similarity(a: &str, b: &str) -> f64 {
     strsim::jaro_winkler(a, b).max(typo)
 }
 
+/// Returns a number with a noun in singular or plural.
+pub fn format_count(count: usize, noun: &str) -> String {
+    let plural = if count == 1 { "" } else { "s" };
+    format!("{count} {noun}{plural}")
+}
+
 /// Parsed settings file in which every value has its position.
 pub struct Document {
     path: PathBuf,
+    text: String,
     tree: Tree,
 }
 
 impl Document {
-    /// Parses the bytes of a file. `path` is used only in errors.
-    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, ConfigError> {
+    /// Parses the bytes of a file. `${NAME}` in a text stands for an environment variable. `path`
+    /// is used only in errors.
+    pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
+        Self::parse_with(path, bytes, &variables::read)
+    }
+
+    /// Like [`Self::parse`], with the values of variables.
+    fn parse_with(
+        path: &Path,
+        bytes: &[u8],
+        variable: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Self, Vec<ConfigError>> {
+        let mut document = Self::parse_text(path, bytes).map_err(|error| vec![error])?;
+        let errors = variables::interpolate(&mut document.tree, variable);
+        if errors.is_empty() {
+            return Ok(document);
+        }
+        Err(document.in_order(
+            errors
+                .into_iter()
+                .map(|(position, problem)| ConfigError::at(path, position, problem)),
+        ))
+    }
+
+    fn parse_text(path: &Path, bytes: &[u8]) -> Result<Self, ConfigError> {
         let text = std::str::from_utf8(bytes).map_err(|error| {
             let before = &bytes[..error.valid_up_to()];
             let line = before.iter().filter(|byte| **byte == b'\n').count() + 1;
@@ -120,6 +154,7 @@ impl Document {
             .map_err(|(position, problem)| ConfigError::at(path, position, problem))?;
         Ok(Self {
             path: path.to_owned(),
+            text: text.to_owned(),
             tree,
         })
     }
@@ -131,7 +166,11 @@ impl Document {
 
     /// Deserializes the content. Returns all deserialization errors in the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
-        reader::read(&self.tree).map_err(|errors| {
+        if self.tree.value == Value::Null {
+            let text = "the file is empty; `warmroute config init` writes a first configuration";
+            return Err(vec![ConfigError::of_file(&self.path, text)]);
+        }
+        reader::read(&self.tree, &self.text).map_err(|errors| {
             self.in_order(
                 errors
                     .into_iter()

@@ -3,7 +3,6 @@
 //! until a pass succeeds. A key that is missing only because it was skipped is not reported.
 
 use std::collections::HashSet;
-use std::fmt;
 
 use serde::de::value::StrDeserializer;
 use serde::de::{
@@ -11,24 +10,31 @@ use serde::de::{
 };
 use serde::forward_to_deserialize_any;
 
-use super::{SourcePosition, Tree, Value, nearest};
+use super::settings_error::{SettingsError, SettingsErrorKind, describe_address};
+use super::{SourcePosition, Tree, Value};
 
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
 
 /// Path from the root to a value, as indices of map entries and list elements.
-type ValuePath = Vec<usize>;
+pub(super) type ValuePath = Vec<usize>;
 
-/// Deserializes the tree, or returns every error with its position.
-pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(SourcePosition, String)>> {
+/// Deserializes the tree, or returns every error with its position. `text` is the source of the
+/// tree.
+pub(super) fn read<T: DeserializeOwned>(
+    tree: &Tree,
+    text: &str,
+) -> Result<T, Vec<(SourcePosition, String)>> {
     let mut removed = RemovedValues::default();
     let mut errors = Vec::new();
+    let mut listed_maps = HashSet::new();
     loop {
         let reader = ValueReader {
             tree,
             path: ValuePath::new(),
             name: String::new(),
             removed: &removed,
+            text,
         };
         let error = match T::deserialize(reader) {
             Ok(value) if errors.is_empty() => return Ok(value),
@@ -36,7 +42,13 @@ pub(super) fn read<T: DeserializeOwned>(tree: &Tree) -> Result<T, Vec<(SourcePos
             Err(error) => error,
         };
         if !removed.is_consequence(&error) {
-            errors.push((error.position, error.message()));
+            // The keys of a map are listed only once.
+            let lists_keys = error.lists_keys()
+                && error
+                    .path
+                    .split_last()
+                    .is_none_or(|(_, outer)| listed_maps.insert(outer.to_vec()));
+            errors.push((error.position, error.message(lists_keys)));
         }
         // Each pass removes one more value, so the loop terminates. The root cannot be removed.
         if error.path.is_empty() || errors.len() == MAX_ERRORS || !removed.add(&error, tree) {
@@ -93,160 +105,14 @@ fn value_at<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
     })
 }
 
-/// Deserialization error. The reader of the innermost value adds its position.
-#[derive(Debug)]
-struct SettingsError {
-    kind: SettingsErrorKind,
-    located: bool,
-    position: SourcePosition,
-    path: ValuePath,
-    name: Box<str>,
-}
-
-#[derive(Debug)]
-enum SettingsErrorKind {
-    /// A required key is missing.
-    Missing(&'static str),
-    /// A key is unknown. `meant` is the known key that it probably stands for.
-    Unknown {
-        key: Box<str>,
-        known: &'static [&'static str],
-        meant: Option<&'static str>,
-    },
-    /// A value of the wrong type. The message is "`key`" followed by this text.
-    WrongType(String),
-    /// A value that its own deserializer rejects, with that error.
-    Rejected(String),
-}
-
-impl SettingsError {
-    fn new(kind: SettingsErrorKind) -> Self {
-        Self {
-            kind,
-            located: false,
-            position: SourcePosition::default(),
-            path: ValuePath::new(),
-            name: Box::default(),
-        }
-    }
-
-    fn message(&self) -> String {
-        let name = if self.name.is_empty() {
-            "the file".to_owned()
-        } else {
-            format!("`{}`", self.name)
-        };
-        match &self.kind {
-            SettingsErrorKind::Missing(key) if self.name.is_empty() => {
-                format!("`{key}` is missing; it must be given")
-            }
-            SettingsErrorKind::Missing(key) => {
-                format!("`{key}` is missing in {name}; it must be given")
-            }
-            SettingsErrorKind::Unknown {
-                key,
-                meant: Some(meant),
-                ..
-            } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            SettingsErrorKind::Unknown {
-                key,
-                known,
-                meant: None,
-            } => {
-                format!("unknown key `{key}`; {name} takes {}", known.join(", "))
-            }
-            SettingsErrorKind::WrongType(text) => format!("{name} {text}"),
-            SettingsErrorKind::Rejected(text) => format!("{name}: {text}"),
-        }
-    }
-}
-
-impl fmt::Display for SettingsError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.message())
-    }
-}
-
-impl std::error::Error for SettingsError {}
-
-impl de::Error for SettingsError {
-    fn custom<T: fmt::Display>(text: T) -> Self {
-        Self::new(SettingsErrorKind::Rejected(text.to_string()))
-    }
-
-    fn invalid_type(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
-        let expected = describe_expected(&expected.to_string());
-        let quotes = if expected == "text" {
-            "; put it in quotes"
-        } else {
-            ""
-        };
-        Self::new(SettingsErrorKind::WrongType(format!(
-            "must be {expected}, not {}{quotes}",
-            describe_found(found)
-        )))
-    }
-
-    fn invalid_value(found: Unexpected<'_>, expected: &dyn de::Expected) -> Self {
-        Self::new(SettingsErrorKind::WrongType(format!(
-            "must be {}, not {}",
-            describe_expected(&expected.to_string()),
-            describe_found(found)
-        )))
-    }
-
-    fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
-        let meant = nearest(variant, expected.iter().copied());
-        let hint = meant.map_or(String::new(), |meant| format!("; did you mean `{meant}`?"));
-        Self::new(SettingsErrorKind::WrongType(format!(
-            "must be one of {}, not `{variant}`{hint}",
-            expected.join(", ")
-        )))
-    }
-
-    fn unknown_field(key: &str, expected: &'static [&'static str]) -> Self {
-        let meant = nearest(key, expected.iter().copied());
-        Self::new(SettingsErrorKind::Unknown {
-            key: key.into(),
-            known: expected,
-            meant,
-        })
-    }
-
-    fn missing_field(key: &'static str) -> Self {
-        Self::new(SettingsErrorKind::Missing(key))
-    }
-}
-
-/// Converts Serde's description of an expected type to words for users.
-fn describe_expected(expected: &str) -> String {
-    match expected {
-        "u8" => format!("a whole number from 0 to {}", u8::MAX),
-        "u16" => format!("a whole number from 0 to {}", u16::MAX),
-        "u32" => format!("a whole number from 0 to {}", u32::MAX),
-        "u64" | "usize" => format!("a whole number from 0 to {}", u64::MAX),
-        "a string" | "path string" | "socket address" => "text".to_owned(),
-        "f64" | "f32" => "a number".to_owned(),
-        "a boolean" => "true or false".to_owned(),
-        "a sequence" => "a list".to_owned(),
-        nonzero if nonzero.starts_with("a nonzero ") => "a whole number from 1".to_owned(),
-        composite if composite.starts_with("struct ") => "a map of keys".to_owned(),
-        other => other.to_owned(),
-    }
-}
-
-fn describe_found(found: Unexpected<'_>) -> String {
-    match found {
-        Unexpected::Bool(value) => format!("{value}"),
-        Unexpected::Unsigned(value) => format!("{value}"),
-        Unexpected::Signed(value) => format!("{value}"),
-        Unexpected::Float(value) => format!("{value}"),
-        Unexpected::Str(value) => format!("`{value}`"),
-        Unexpected::Unit | Unexpected::Option => "empty".to_owned(),
-        Unexpected::Seq => "a list".to_owned(),
-        Unexpected::Map => "a map of keys".to_owned(),
-        other => other.to_string(),
-    }
+/// Returns the text of the plain scalar at a position.
+fn scalar_at(text: &str, position: SourcePosition) -> &str {
+    let line = text.lines().nth(position.line.saturating_sub(1));
+    let rest = line
+        .and_then(|line| line.get(position.column.saturating_sub(1)..))
+        .unwrap_or_default();
+    let end = rest.find([',', '}', ']', ' ', '#']).unwrap_or(rest.len());
+    &rest[..end]
 }
 
 /// Deserializer of one value.
@@ -255,6 +121,8 @@ struct ValueReader<'a> {
     path: ValuePath,
     name: String,
     removed: &'a RemovedValues,
+    /// Source of the whole tree.
+    text: &'a str,
 }
 
 impl<'a> ValueReader<'a> {
@@ -266,7 +134,13 @@ impl<'a> ValueReader<'a> {
             path,
             name,
             removed: self.removed,
+            text: self.text,
         }
+    }
+
+    /// Returns true if the root ignores a key. Such keys hold anchors that other values repeat.
+    fn is_ignored(&self, key: &str) -> bool {
+        self.path.is_empty() && key.starts_with("x-")
     }
 
     fn is_removed(&self, position: usize) -> bool {
@@ -288,9 +162,16 @@ impl<'a> ValueReader<'a> {
                 (&mut error.kind, &self.tree.value)
                 && text == "invalid socket address syntax"
             {
-                *text = format!(
-                    "`{given}` is not an ip:port; write for example 10.0.0.5:8000, or \"[fd00::5]:8000\" in quotes"
-                );
+                *text = describe_address(given, &self.name);
+            }
+            if let (SettingsErrorKind::WrongType(text), Value::Float(number)) =
+                (&mut error.kind, &self.tree.value)
+            {
+                // Large numbers lose digits when they are parsed.
+                let written = scalar_at(self.text, self.tree.position);
+                if written.parse() == Ok(*number) {
+                    *text = text.replace(&format!("not {number}"), &format!("not {written}"));
+                }
             }
         }
         error
@@ -337,7 +218,10 @@ impl<'a> ValueReader<'a> {
             return Ok(());
         };
         for (position, (key, tree)) in entries.iter().enumerate() {
-            if !fields.contains(&key.name.as_str()) && !self.is_removed(position) {
+            if !fields.contains(&key.name.as_str())
+                && !self.is_ignored(&key.name)
+                && !self.is_removed(position)
+            {
                 let mut error = self
                     .inner(position, tree, self.name.clone())
                     .locate(de::Error::unknown_field(&key.name, fields));
@@ -457,7 +341,7 @@ impl<'de> de::MapAccess<'de> for MapReader<'_, '_> {
         while let Some((key, tree)) = self.entries.get(self.next) {
             let position = self.next;
             self.next += 1;
-            if !self.parent.is_removed(position) {
+            if !self.parent.is_removed(position) && !self.parent.is_ignored(&key.name) {
                 self.value = Some(self.parent.inner(position, tree, key.name.clone()));
                 return seed.deserialize(StrDeserializer::new(&key.name)).map(Some);
             }

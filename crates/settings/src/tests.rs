@@ -17,6 +17,8 @@ struct Shop {
     rest: Rest,
     #[serde(default)]
     shelves: Vec<Shelf>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    door: Option<std::net::SocketAddr>,
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
@@ -50,10 +52,8 @@ enum Colour {
 }
 
 fn read(text: &str) -> Result<Shop, Vec<String>> {
-    let document = Document::parse(Path::new("s"), text.as_bytes())
-        .map_err(|error| vec![error.to_string()])?;
-    document
-        .read()
+    Document::parse(Path::new("s"), text.as_bytes())
+        .and_then(|document| document.read())
         .map_err(|errors| errors.iter().map(ToString::to_string).collect())
 }
 
@@ -94,12 +94,12 @@ shelves:
         "s:2:8: `seats` must be a whole number from 1, not 0",
         "s:3:1: unknown key `opne`; did you mean `open`?",
         "s:4:15: `pause` must be a length of time with its unit, for example 250ms or 30s, not 5",
-        "s:4:24: `room`: `3 elephants` is not a size; write for example 16KiB, 32MiB or a plain number of bytes",
-        "s:4:37: unknown key `colour`; `rest` takes pause, room",
+        "s:4:24: `room`: `3 elephants` is not a size; write for example 512B, 16KiB or 32MiB",
+        "s:4:37: unknown key `colour` in `rest`; known keys: pause, room",
         "s:6:13: unknown key `color`; did you mean `colour`?",
         "s:7:10: `id` must be a whole number from 0 to 18446744073709551615, not -1",
         "s:7:22: `colour` must be one of red, green, not `gren`; did you mean `green`?",
-        "s:8:5: `colour` is missing in `shelves[2]`; it must be given",
+        "s:8:5: the required key `colour` is missing in `shelves[2]`",
         "s:9:5: `shelves[3]` must be a map of keys, not 5",
     ];
     assert_eq!(read(text).unwrap_err(), expected);
@@ -121,11 +121,11 @@ fn invalid_yaml_has_a_position() {
         );
         assert!(!errors[0].contains('\n'), "one line each: {errors:?}");
     }
-    let error = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n")
+    let errors = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n")
         .map(drop)
         .unwrap_err();
     assert_eq!(
-        error.to_string(),
+        errors[0].to_string(),
         "s:2: this is not UTF-8 text; save the file as UTF-8"
     );
 }
@@ -174,7 +174,9 @@ fn durations_and_sizes_print_as_parsed() {
     for text in ["32MiB", "16KiB", "1GiB", "5MB", "123B", "0B"] {
         assert_eq!(text.parse::<ByteSize>().unwrap().to_string(), text);
     }
-    assert_eq!("1048576".parse::<ByteSize>().unwrap(), ByteSize::mib(1));
+    assert_eq!("1024KiB".parse::<ByteSize>().unwrap(), ByteSize::mib(1));
+    let error = "32".parse::<ByteSize>().unwrap_err();
+    assert!(error.starts_with("32 has no unit; write 32B"), "{error}");
     assert!("30".parse::<DurationSetting>().is_err() && "".parse::<DurationSetting>().is_err());
     assert!("".parse::<ByteSize>().is_err() && "-1".parse::<ByteSize>().is_err());
 }
@@ -184,6 +186,105 @@ fn only_similar_words_are_suggested() {
     assert_eq!(nearest("endpont", ["endpoint", "model"]), Some("endpoint"));
     assert_eq!(nearest("tpc", ["unix", "tcp"]), Some("tcp"));
     assert_eq!(nearest("colour", ["endpoint", "model"]), None);
+    assert_eq!(nearest("vLLM", ["vllm", "sglang"]), Some("vllm"));
+}
+
+#[test]
+fn frequent_mistakes_have_specific_fixes() {
+    let cases = [
+        (
+            "name: a\nrest:\n\tpause: 1s\n",
+            "s:3:1: the line begins with a tab; YAML is indented with spaces only",
+        ),
+        (
+            "name: a\nseats: \"16\"\n",
+            "s:2:8: `seats` must be a whole number from 1, not `16`; remove the quotes",
+        ),
+        (
+            "name: a\nopen: 'true'\n",
+            "s:2:7: `open` must be true or false, not `true`; remove the quotes",
+        ),
+        (
+            "name: a\nshelves: null\n",
+            "s:2:10: `shelves` has no value; it must be a list",
+        ),
+        (
+            "name: a\nrest: {room: 32}\n",
+            "s:2:14: `room`: 32 has no unit; write 32B for bytes, or for example 32KiB or 32MiB",
+        ),
+        (
+            "apiVersion: v1\nname: a\n",
+            "s:1:1: unknown key `apiVersion`; this is a Kubernetes manifest, not a settings file; pass the text inside its \
+             `data`",
+        ),
+        (
+            "name: a\nseats: 99999999999999999999999\n",
+            "s:2:8: `seats` must be a whole number from 1, not 99999999999999999999999",
+        ),
+        (
+            "name: a\ndoor: 9002\n",
+            "s:2:7: `door` must be an address and a port, not 9002; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
+        ),
+        (
+            "name: a\ndoor: '9002'\n",
+            "s:2:7: `door`: `9002` has no address; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
+        ),
+        (
+            "name: a\ndoor: localhost:80\n",
+            "s:2:7: `door`: `localhost:80` has a host name instead of an IP address; write 127.0.0.1:80",
+        ),
+        (
+            "name: a\ndoor: vllm-0.vllm:80\n",
+            "s:2:7: `door`: `vllm-0.vllm:80` has a host name instead of an IP address",
+        ),
+        (
+            "name: a\ndoor: http://10.0.0.1:80\n",
+            "s:2:7: `door`: `http://10.0.0.1:80` is not an IP:PORT; remove `http://` and write 10.0.0.1:80",
+        ),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(read(text).unwrap_err(), [expected], "{text}");
+    }
+    let empty = read("# only a comment\n").unwrap_err();
+    assert!(empty[0].starts_with("s: the file is empty"), "{empty:?}");
+}
+
+#[test]
+fn known_keys_are_listed_once() {
+    let errors = read("name: a\nfirst: 1\nsecond: 2\n").unwrap_err();
+    assert_eq!(
+        errors,
+        [
+            "s:2:1: unknown key `first` in the file; known keys: name, seats, open, rest, shelves, door",
+            "s:3:1: unknown key `second` in the file",
+        ]
+    );
+}
+
+#[test]
+fn extension_keys_of_the_root_are_ignored() {
+    let shop = read("x-pause: &pause {pause: 5s}\nname: a\nrest: *pause\n").unwrap();
+    assert_eq!(shop.rest.pause, DurationSetting::seconds(5));
+    assert!(read("name: a\nrest: {x-pause: 1}\n").is_err());
+}
+
+#[test]
+fn unset_variable_is_an_error_with_position() {
+    let parsed = |text: &str| {
+        let variable = |name: &str| (name == "NAME").then(|| "a".to_owned());
+        Document::parse_with(Path::new("s"), text.as_bytes(), &variable)
+    };
+    let shop: Shop = parsed("name: ${NAME}b\n").unwrap().read().unwrap();
+    assert_eq!(shop.name, "ab");
+    let errors = parsed("name: ${NAME}\ndoor: ${HOST}:1\nrest: {pause: '${A}s'}\n")
+        .map(drop)
+        .unwrap_err();
+    let lines: Vec<_> = errors
+        .iter()
+        .map(|error| (error.line, error.column))
+        .collect();
+    assert_eq!(lines, [(Some(2), Some(7)), (Some(3), Some(15))]);
+    assert!(errors[0].problem.contains("HOST is not set"), "{errors:?}");
 }
 
 proptest! {

@@ -82,17 +82,34 @@ pub(super) fn parse(text: &str) -> Result<Tree, (SourcePosition, String)> {
     };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
         let position = error.location().map(position).unwrap_or_default();
+        if let Some(line) = find_tab_indentation(text, position.line) {
+            let problem = "the line begins with a tab; YAML is indented with spaces only";
+            return (SourcePosition { line, column: 1 }, problem.to_owned());
+        }
         let formatter = serde_saphyr::UserMessageFormatter;
         let message = error.without_snippet().render_with_formatter(&formatter);
         (
             position,
-            format!("this is not valid YAML: {}", without_place(&message)),
+            format!("this is not valid YAML: {}", strip_position(&message)),
         )
     })
 }
 
+/// Returns the number of a line that has a tab in its indentation, at the position of an error or
+/// next to it.
+fn find_tab_indentation(text: &str, line_of_error: usize) -> Option<usize> {
+    let lines = (1_usize..).zip(text.lines());
+    lines
+        .filter(|(number, _)| number.abs_diff(line_of_error) <= 1)
+        .find(|(_, line)| {
+            let indentation = line.len() - line.trim_start().len();
+            line[..indentation].contains('\t')
+        })
+        .map(|(number, _)| number)
+}
+
 /// Removes the position from a message of the YAML parser, because the error states it separately.
-fn without_place(message: &str) -> &str {
+fn strip_position(message: &str) -> &str {
     let message = message.lines().next().unwrap_or_default();
     let message = message
         .find(" at line ")

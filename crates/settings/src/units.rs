@@ -62,7 +62,7 @@ impl fmt::Display for DurationSetting {
     }
 }
 
-/// Size in bytes, written with its unit or as a plain number.
+/// Size in bytes, written with its unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);
 
@@ -87,10 +87,20 @@ impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        if text.bytes().all(|byte| byte.is_ascii_digit()) && !text.is_empty() {
+            return Err(describe_missing_unit(text));
+        }
         text.parse::<bytesize::ByteSize>()
             .map(|size| Self(size.as_u64()))
-            .map_err(|_| format!("`{text}` is not a size; write for example 16KiB, 32MiB or a plain number of bytes"))
+            .map_err(|_| format!("`{text}` is not a size; write for example 512B, 16KiB or 32MiB"))
     }
+}
+
+/// Returns the error for a number without a unit.
+fn describe_missing_unit(number: impl fmt::Display) -> String {
+    format!(
+        "{number} has no unit; write {number}B for bytes, or for example {number}KiB or {number}MiB"
+    )
 }
 
 impl fmt::Display for ByteSize {
@@ -146,23 +156,23 @@ impl<'de> Deserialize<'de> for DurationSetting {
 
 impl<'de> Deserialize<'de> for ByteSize {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct TextOrBytes;
+        struct SizeText;
 
-        impl de::Visitor<'_> for TextOrBytes {
+        impl de::Visitor<'_> for SizeText {
             type Value = ByteSize;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a size, for example 16KiB or 32MiB")
+                f.write_str("a size with its unit, for example 16KiB or 32MiB")
             }
 
             fn visit_u64<E: de::Error>(self, bytes: u64) -> Result<ByteSize, E> {
-                Ok(ByteSize(bytes))
+                Err(E::custom(describe_missing_unit(bytes)))
             }
 
             fn visit_str<E: de::Error>(self, text: &str) -> Result<ByteSize, E> {
                 text.parse().map_err(E::custom)
             }
         }
-        deserializer.deserialize_any(TextOrBytes)
+        deserializer.deserialize_any(SizeText)
     }
 }

@@ -14,7 +14,7 @@ async fn bed(limits: Value) -> RoutingBed {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prompts_beyond_tokenizer_queue_are_routed_load_only() {
-    let bed = bed(json!({"tokenize_inline_size": 0, "tokenize_queue_length": 0})).await;
+    let bed = bed(json!({"tokenize_inline_size": "0B", "tokenize_queue_length": 0})).await;
     for _ in 0..3 {
         let answer = bed.ask(&chat("any")).await;
         assert_eq!(
@@ -35,7 +35,7 @@ async fn prompts_beyond_tokenizer_queue_are_routed_load_only() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn slow_tokenization_is_routed_load_only() {
-    let bed = bed(json!({"tokenize_inline_size": 0, "decision_timeout": "1ms"})).await;
+    let bed = bed(json!({"tokenize_inline_size": "0B", "decision_timeout": "1ms"})).await;
     let answer = bed
         .ask(&chat(&"a long question, without an end ".repeat(5000)))
         .await;

@@ -28,7 +28,7 @@ fn configuration() -> Value {
         ],
         "workers": {"list": [{"id": 1, "endpoint": "192.168.1.1:8000"}]},
         "gateway": {"default_body_mode": "buffered"},
-        "requests": {"limits": {"decision_timeout": "60s", "tokenize_inline_size": 0}},
+        "requests": {"limits": {"decision_timeout": "60s", "tokenize_inline_size": "0B"}},
         "engines": {"parity_check": {"enabled": false}, "discovery": {"enabled": false}},
     })
 }

@@ -210,8 +210,8 @@ impl CertificateMaterial {
 
 fn read_file(path: &Path) -> Result<(PathBuf, Vec<u8>), TlsError> {
     let bytes = std::fs::read(path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound => TlsError::for_file(path, "there is no such file"),
-        _ => TlsError::for_file(path, format!("it cannot be read: {error}")),
+        io::ErrorKind::NotFound => TlsError::for_file(path, "no such file"),
+        _ => TlsError::for_file(path, format!("cannot be read: {error}")),
     })?;
     Ok((path.to_owned(), bytes))
 }

@@ -9,7 +9,7 @@ use reqwest::ClientBuilder;
 use rustls::crypto::ring;
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
-use warmroute_settings::Problem;
+use warmroute_settings::{Problem, describe_missing_file};
 
 /// Returns the builder of a direct HTTP client without any certificate authority.
 ///
@@ -80,10 +80,7 @@ impl ClientFiles<'_> {
             .filter_map(|(key, file)| Some((key, file?)))
         {
             if !file.is_file() {
-                problems.push(Problem::of(
-                    key,
-                    format!("there is no file {}", file.display()),
-                ));
+                problems.push(Problem::of(key, describe_missing_file(file)));
             } else if !encrypted {
                 let text = "no address uses https://, so this file would not be used; remove it or write https://";
                 problems.push(Problem::of(key, text));

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use super::certificate::{CertificateMaterial, CertificateSource};
-use warmroute_settings::Problem;
+use warmroute_settings::{Problem, describe_missing_file};
 
 /// File names in a certificate directory, as in a Kubernetes TLS secret.
 const CERT_DIR_FILES: (&str, &str) = ("tls.crt", "tls.key");
@@ -52,6 +52,10 @@ impl TlsConfig {
             Ok(source) => source,
             Err(problem) => return vec![problem],
         };
+        let missing = self.missing_files(&source);
+        if !missing.is_empty() {
+            return missing;
+        }
         match CertificateMaterial::read(&source, self.client_ca.as_deref())
             .and_then(|material| material.check())
         {
@@ -66,6 +70,28 @@ impl TlsConfig {
                 vec![Problem::of(key, error.to_string())]
             }
         }
+    }
+
+    /// Returns a problem for each file that does not exist.
+    fn missing_files(&self, source: &CertificateSource) -> Vec<Problem> {
+        let mut files = Vec::new();
+        if let CertificateSource::Files { cert, key } = source {
+            let keys = if self.cert_dir.is_some() {
+                ["cert_dir", "cert_dir"]
+            } else {
+                ["cert", "key"]
+            };
+            files.extend(keys.into_iter().zip([cert.as_path(), key]));
+        }
+        files.extend(
+            self.client_ca
+                .iter()
+                .map(|file| ("client_ca", file.as_path())),
+        );
+        let missing = files.into_iter().filter(|(_, file)| !file.exists());
+        missing
+            .map(|(key, file)| Problem::of(key, describe_missing_file(file)))
+            .collect()
     }
 
     /// Returns the source of the certificate.

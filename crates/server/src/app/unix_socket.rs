@@ -117,7 +117,9 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
         SocketOwner::Draining => {
             info!(path = %path.display(), "taking over the unix socket of a draining process")
         }
-        SocketOwner::Active => bail!("another process is listening on it"),
+        SocketOwner::Active => bail!(
+            "another warmroute listens on it; stop that process, or change `listeners.ext_proc.unix_socket`"
+        ),
     }
     if fs::symlink_metadata(path).is_ok() && !is_socket(path) {
         bail!("the path exists and is not a socket");

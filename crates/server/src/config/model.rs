@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::Problem;
+use warmroute_settings::{Problem, describe_missing_file};
 use warmroute_tokens::prompt::{EngineKind, MediaConfig, TransformersVersion};
 
 use super::policy::PolicyConfig;
@@ -129,7 +129,7 @@ impl ModelConfig {
             .into_iter()
             .filter_map(|(key, file)| Some((key, file?)))
             .filter(|(_, file)| !file.is_file())
-            .map(|(key, file)| Problem::of(key, missing(file)))
+            .map(|(key, file)| Problem::of(key, describe_missing_file(file) + &download_hint(file)))
             .collect();
         if self.name.as_str().is_empty() {
             problems.push(Problem::of(
@@ -162,6 +162,9 @@ impl ModelConfig {
         problems
     }
 }
+
+/// Extensions of the files of a model.
+const FILE_KINDS: [&str; 3] = ["json", "gz", "jinja"];
 
 impl ModelConfig {
     /// Returns the tokens per KV block of the index.
@@ -201,15 +204,21 @@ impl ModelConfig {
     }
 }
 
-/// Returns the error text for a path that is not a file.
-pub(super) fn missing(file: &Path) -> String {
-    let kind = if file.exists() {
-        "is not a file"
-    } else {
-        "does not exist"
-    };
-    format!(
-        "{} {kind}; relative paths are resolved against the directory of the file that contains them",
-        file.display()
-    )
+/// Returns the hint for a path that may be the name of a model on Hugging Face.
+fn download_hint(path: &Path) -> String {
+    if path.exists()
+        || path
+            .extension()
+            .is_some_and(|kind| FILE_KINDS.iter().any(|known| kind == *known))
+    {
+        return String::new();
+    }
+    let mut parts = path.iter().rev().filter_map(|part| part.to_str());
+    match (parts.next(), parts.next()) {
+        (Some(name), Some(owner)) => format!(
+            "; models are not downloaded by name, so run `hf download {owner}/{name} tokenizer.json tokenizer_config.json \
+             config.json --local-dir models/{name}`"
+        ),
+        _ => String::new(),
+    }
 }

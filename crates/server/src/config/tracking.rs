@@ -5,9 +5,8 @@
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-use warmroute_settings::Problem;
+use warmroute_settings::{Problem, describe_missing_file};
 
-use super::model::missing;
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
 /// Hash family.
@@ -70,7 +69,7 @@ impl TrackingHashConfig {
             )
         })?;
         if !file.is_file() {
-            return Err(Problem::of("key_file", missing(file)));
+            return Err(Problem::of("key_file", describe_missing_file(file)));
         }
         let unreadable = |error| {
             Problem::of(

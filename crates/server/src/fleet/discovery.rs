@@ -40,7 +40,7 @@ pub fn parse(
     bytes: &[u8],
     models: &[WorkerModel],
 ) -> Result<Vec<Worker>, Vec<ConfigError>> {
-    let document = Document::parse(path, bytes).map_err(|error| vec![error])?;
+    let document = Document::parse(path, bytes)?;
     if document.tree().value == Value::Null {
         // The file was probably read between truncation and writing, so an empty fleet must be
         // explicit.

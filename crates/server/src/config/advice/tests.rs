@@ -230,7 +230,7 @@ fn suspicious_values_cause_warnings() {
     let cases = [
         (json!({}), None),
         (
-            json!({"requests": {"limits": {"max_body_size": 32}}}),
+            json!({"requests": {"limits": {"max_body_size": "32B"}}}),
             Some("requests.limits.max_body_size: 32 bytes"),
         ),
         (

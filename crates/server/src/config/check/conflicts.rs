@@ -179,7 +179,7 @@ pub(super) fn addresses(config: &Config) -> Vec<Problem> {
             .filter(|(_, other)| collide(*listen, *other))
         {
             let text = format!(
-                "{listen} is taken by `{other_key}` ({other}) already; choose another port"
+                "`{key}` ({listen}) and `{other_key}` ({other}) have the same port; choose another one"
             );
             problems.push(Problem::at(steps(key), text));
         }

@@ -4,11 +4,11 @@ use warmroute_settings::Problem;
 
 use super::steps;
 use crate::config::Config;
-use crate::config::model::missing;
 use crate::fleet::discovery;
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::PodsConfig;
+use warmroute_settings::describe_missing_file;
 
 /// Returns the problems of the sources of workers.
 pub(super) fn workers(config: &Config) -> Vec<Problem> {
@@ -116,7 +116,10 @@ pub(super) fn files(config: &Config) -> Vec<Problem> {
     let mut problems = Vec::new();
     if let Some(file) = &config.workers.file {
         if !file.is_file() {
-            problems.push(Problem::at(steps("workers.file"), missing(file)));
+            problems.push(Problem::at(
+                steps("workers.file"),
+                describe_missing_file(file),
+            ));
         }
         if config
             .envoy

@@ -160,6 +160,8 @@ fn find_model<'m>(
     let names = || models.iter().map(|model| model.name.as_str());
     let model = match (&config.model, models) {
         (None, [only]) => only,
+        // A name that is configured twice is reported at the models.
+        (None, [first, rest @ ..]) if rest.iter().all(|model| model.name == first.name) => first,
         (None, _) => {
             let all = names().collect::<Vec<_>>().join(", ");
             return Err(Problem::at(
