@@ -4,8 +4,11 @@ mod admin_client;
 pub mod audit;
 pub mod check;
 pub mod cli;
+pub mod config;
 pub mod doctor;
 pub mod explain;
+mod help_files;
+mod style;
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -13,20 +16,27 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use warmroute_server::config::Config;
-use warmroute_server::serve::{self, config_or_report, exit_code};
+use warmroute_server::serve::{self, EXIT_MISCONFIGURED, config_or_report, exit_code};
 
 use crate::discovery::DiscoveryClients;
 use cli::{Cli, Command};
 
 /// Runs the subcommand and returns the exit code of the process.
 pub fn run(cli: Cli) -> ExitCode {
-    let mut err = io::stderr();
+    // These streams remove colours if the output is not a terminal.
+    let mut out = anstream::stdout();
+    let mut err = anstream::stderr();
     let ended = match cli.command {
-        Command::Audit(args) => audit::run(&args, &mut io::stdout()),
-        Command::Check(args) => check::run(&args, &mut io::stdout(), &mut err),
-        Command::Doctor(args) => doctor::run(&args, &mut io::stdout(), &mut err),
-        Command::Explain(args) => explain::run(&args, &mut io::stdout(), &mut err),
-        Command::Serve(args) => serve::run(&args, Arc::new(DiscoveryClients), &mut err),
+        Command::Audit(args) => audit::run(&args, &mut out),
+        Command::Check(args) => check::run(&args, &mut out, &mut err),
+        Command::Completions(args) => help_files::write_completions(args.shell, &mut out),
+        Command::Config(command) => config::run(&command, &mut out, &mut err),
+        Command::Doctor(args) => doctor::run(&args, &mut out, &mut err),
+        Command::Explain(args) => explain::run(&args, &mut out, &mut err),
+        Command::Man(args) => help_files::write_manual(&args.directory),
+        Command::Serve(args) => {
+            serve::run(&args, &crate::VERSION, Arc::new(DiscoveryClients), &mut err)
+        }
     };
     ended.map_or_else(|error| report_failure(&error, &mut err), ExitCode::from)
 }
@@ -41,5 +51,8 @@ pub fn load_config(path: &Path, err: &mut dyn Write) -> io::Result<Option<Config
 fn report_failure(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
     // A failed write to standard error cannot be reported.
     let _written = writeln!(err, "warmroute: {error:#}");
+    if error.is::<explain::ExplainSourceError>() {
+        return ExitCode::from(EXIT_MISCONFIGURED);
+    }
     ExitCode::from(exit_code(error))
 }

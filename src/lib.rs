@@ -11,3 +11,12 @@ pub mod cmd;
 pub mod discovery;
 pub mod dns;
 pub mod kubernetes;
+
+use warmroute_server::version::BuildVersion;
+
+/// Version of this program, with the commit of the build if it is known.
+pub const VERSION: BuildVersion = BuildVersion {
+    number: env!("CARGO_PKG_VERSION"),
+    commit: env!("WARMROUTE_COMMIT"),
+    text: env!("WARMROUTE_VERSION_TEXT"),
+};

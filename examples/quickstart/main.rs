@@ -25,6 +25,7 @@ use warmroute_server::app::NoExternalDiscovery;
 use warmroute_server::config::RoutingSection;
 use warmroute_server::dispatch::audit::{AuditTotals, table};
 use warmroute_server::serve::{self, ServeArgs};
+use warmroute_server::version::BuildVersion;
 use warmroute_testbed::deployment::{
     EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
 };
@@ -152,7 +153,12 @@ enum ServerCommand {
 
 fn run_warmroute(args: impl Iterator<Item = OsString>) -> anyhow::Result<ExitCode> {
     let ServerCommand::Serve(args) = ServerArgs::parse_from(args).command;
-    let code = serve::run(&args, Arc::new(NoExternalDiscovery), &mut io::stderr())?;
+    let code = serve::run(
+        &args,
+        &BuildVersion::PACKAGE,
+        Arc::new(NoExternalDiscovery),
+        &mut io::stderr(),
+    )?;
     Ok(ExitCode::from(code))
 }
 

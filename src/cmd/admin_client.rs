@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, bail};
-use reqwest::{Client, ClientBuilder, RequestBuilder};
+use anyhow::{Context as _, anyhow, bail};
+use reqwest::{Client, ClientBuilder, RequestBuilder, StatusCode};
 use serde_json::Value;
 
 /// Timeout of a request. Explaining a long prompt on a busy process takes seconds.
@@ -66,24 +66,40 @@ impl AdminClient {
         format!("{}{page}", self.admin)
     }
 
+    /// Describes a failed connection by its innermost cause.
+    fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
+        let mut cause: &dyn std::error::Error = error;
+        while let Some(source) = cause.source() {
+            cause = source;
+        }
+        let text = match cause
+            .downcast_ref::<std::io::Error>()
+            .map(std::io::Error::kind)
+        {
+            Some(std::io::ErrorKind::ConnectionRefused) => "connection refused".to_owned(),
+            _ if error.is_timeout() => "no response".to_owned(),
+            _ => cause.to_string(),
+        };
+        let certificate = if self.admin.starts_with("https:") {
+            "; for a private certificate authority, set --ca-file"
+        } else {
+            ""
+        };
+        anyhow!(
+            "{}: {text}; check that warmroute is running and that --admin is its listeners.admin.address{certificate}",
+            self.admin
+        )
+    }
+
     async fn send(&self, mut request: RequestBuilder, page: &str) -> anyhow::Result<String> {
         if let Some(token) = &self.token {
             request = request.bearer_auth(token);
         }
         let url = self.url(page);
-        let response = request.send().await.with_context(|| {
-            if url.starts_with("https:") {
-                format!(
-                    "{url} is unreachable, or its certificate is not trusted (--ca-file). \
-            Is warmroute running, and is this its listeners.admin.address? (--admin URL)"
-                )
-            } else {
-                format!(
-                    "{url} is unreachable. Is warmroute running, and is this its \
-            listeners.admin.address? (--admin URL)"
-                )
-            }
-        })?;
+        let response = request
+            .send()
+            .await
+            .map_err(|error| self.unreachable(&error))?;
         let status = response.status();
         let text = response.text().await.with_context(|| {
             format!(
@@ -91,6 +107,17 @@ impl AdminClient {
             response"
             )
         })?;
+        if status == StatusCode::NOT_FOUND {
+            let owner = if text.contains("Admin home page") || text.contains("admin commands") {
+                " (it is probably that of Envoy)"
+            } else {
+                ""
+            };
+            bail!(
+                "{} is not the admin address of warmroute{owner}; it is configured as listeners.admin.address",
+                self.admin
+            );
+        }
         if !status.is_success() {
             let message = serde_json::from_str::<Value>(&text)
                 .ok()

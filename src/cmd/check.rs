@@ -1,45 +1,226 @@
-//! `warmroute check`: validates a configuration and prints its resolved values.
+//! `warmroute check`: validates a configuration, and prints a verdict.
 
-use std::io::Write;
+use std::io::{Read as _, Write};
+use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use warmroute_server::app;
-use warmroute_server::config::Config;
-use warmroute_server::serve::{EXIT_MISCONFIGURED, config_or_report, write_errors};
+use warmroute_server::config::{Advice, Config};
+use warmroute_server::serve::EXIT_MISCONFIGURED;
+use warmroute_settings::{ConfigError, format_count};
 
+use super::admin_client::pretty_json;
+use super::style;
 use crate::cmd::cli::CheckArgs;
 
-/// Prints the resolved configuration and warnings, or all errors. Returns the exit code.
+/// Name of standard input in errors. Relative paths in it are relative to the working directory.
+const STDIN: &str = "<stdin>";
+
+/// Result of a check.
+#[derive(Debug, Serialize)]
+struct ConfigCheckReport {
+    /// The file; `None` if only flags are checked.
+    file: Option<PathBuf>,
+    valid: bool,
+    /// Number of configured models.
+    models: usize,
+    /// Number of listed workers; `None` if a service discovers them.
+    workers: Option<usize>,
+    errors: Vec<ReportedError>,
+    warnings: Vec<ReportedWarning>,
+}
+
+/// Error with its position.
+#[derive(Debug, Serialize)]
+struct ReportedError {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    file: Option<PathBuf>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    line: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    column: Option<usize>,
+    message: String,
+}
+
+/// Warning about a valid setting.
+#[derive(Debug, Serialize)]
+struct ReportedWarning {
+    subject: String,
+    finding: String,
+    fix: String,
+}
+
+/// Checks a configuration as `serve` would load it. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
-    let flags = args.serve.flags();
-    let path = args.serve.config.as_deref();
-    let read = path.map_or_else(
-        || Config::of_flags(&flags),
-        |path| Config::load_with(path, &flags),
-    );
-    let Some(config) = config_or_report(read, err)? else {
-        return Ok(EXIT_MISCONFIGURED);
-    };
-    let mut warnings = config.advice(&app::listed_workers(&config)?);
-    if !args.fast {
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
-        let report = runtime.block_on(app::try_load(&config));
-        if !report.problems.is_empty() {
-            match path {
-                Some(path) => write_errors(Config::locate(path, report.problems), err)?,
-                None => report
-                    .problems
-                    .iter()
-                    .try_for_each(|problem| writeln!(err, "{}", problem.text))?,
-            }
-            return Ok(EXIT_MISCONFIGURED);
+    let source = CheckedSource::read(args)?;
+    let (report, config) = source.check(args)?;
+    if args.json {
+        out.write_all(pretty_json(&serde_json::to_value(&report)?)?.as_bytes())?;
+    } else {
+        if let Some(config) = config.as_ref().filter(|_| args.print) {
+            out.write_all(config.to_yaml()?.as_bytes())?;
         }
-        warnings.extend(report.warnings);
+        report.write(args.quiet, err)?;
     }
-    out.write_all(config.to_yaml()?.as_bytes())?;
-    for warning in warnings {
-        writeln!(err, "warning: {warning}")?;
+    Ok(if report.valid { 0 } else { EXIT_MISCONFIGURED })
+}
+
+/// The configuration to check.
+struct CheckedSource {
+    /// Path of the file, or [`STDIN`]; `None` if there are only flags.
+    path: Option<PathBuf>,
+    /// Standard input.
+    bytes: Option<Vec<u8>>,
+}
+
+impl CheckedSource {
+    fn read(args: &CheckArgs) -> anyhow::Result<Self> {
+        // The positional file has priority over the environment variable of `--config`.
+        let path = args.file.as_ref().or(args.serve.config.as_ref());
+        let Some(path) = path else {
+            args.serve.check_source()?;
+            return Ok(Self {
+                path: None,
+                bytes: None,
+            });
+        };
+        if path != Path::new("-") {
+            return Ok(Self {
+                path: Some(path.clone()),
+                bytes: None,
+            });
+        }
+        let mut bytes = Vec::new();
+        std::io::stdin().read_to_end(&mut bytes)?;
+        Ok(Self {
+            path: Some(STDIN.into()),
+            bytes: Some(bytes),
+        })
     }
-    Ok(0)
+
+    /// Returns the report, and the configuration if it is valid.
+    fn check(self, args: &CheckArgs) -> anyhow::Result<(ConfigCheckReport, Option<Config>)> {
+        let flags = args.serve.flags();
+        let read = match (&self.path, &self.bytes) {
+            (Some(path), Some(bytes)) => Config::parse_all(path, bytes, &flags),
+            (Some(path), None) => Config::load_with(path, &flags),
+            (None, _) => Config::of_flags(&flags),
+        };
+        let config = match read {
+            Ok(config) => config,
+            Err(errors) => return Ok((ConfigCheckReport::invalid(self.path, errors), None)),
+        };
+        let workers = app::listed_workers(&config)?;
+        let mut warnings = config.advice(&workers);
+        if !args.fast {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_all()
+                .build()?;
+            let found = runtime.block_on(app::try_load(&config));
+            if !found.problems.is_empty() {
+                let errors = match (&self.path, &self.bytes) {
+                    (Some(path), Some(bytes)) => Config::locate_in(path, bytes, found.problems),
+                    (Some(path), None) => Config::locate(path, found.problems),
+                    (None, _) => Vec::from_iter(found.problems.into_iter().map(|problem| {
+                        ConfigError::of_file(Path::new("the command line"), problem.text)
+                    })),
+                };
+                return Ok((ConfigCheckReport::invalid(self.path, errors), None));
+            }
+            warnings.extend(found.warnings);
+        }
+        let is_listed = config.workers.dns.is_empty() && config.workers.kubernetes.is_none();
+        let report = ConfigCheckReport {
+            file: self.path,
+            valid: true,
+            models: config.models.len(),
+            workers: is_listed.then_some(workers.len()),
+            errors: Vec::new(),
+            warnings: warnings.into_iter().map(ReportedWarning::from).collect(),
+        };
+        Ok((report, Some(config)))
+    }
+}
+
+impl ConfigCheckReport {
+    fn invalid(file: Option<PathBuf>, errors: Vec<ConfigError>) -> Self {
+        Self {
+            file,
+            valid: false,
+            models: 0,
+            workers: None,
+            errors: errors.into_iter().map(ReportedError::from).collect(),
+            warnings: Vec::new(),
+        }
+    }
+
+    /// Writes errors and warnings, one per line, and the verdict. If `quiet`, writes only errors.
+    fn write(&self, quiet: bool, err: &mut impl Write) -> std::io::Result<()> {
+        for problem in &self.errors {
+            writeln!(err, "{}", problem.line_text())?;
+        }
+        if quiet {
+            return Ok(());
+        }
+        let warning = style::label(style::WARNING, "warning");
+        for found in &self.warnings {
+            writeln!(
+                err,
+                "{warning}: {}: {}; {}",
+                found.subject, found.finding, found.fix
+            )?;
+        }
+        if self.valid {
+            let models = format_count(self.models, "model");
+            let workers = self.workers.map_or_else(
+                || "discovered workers".to_owned(),
+                |count| format_count(count, "worker"),
+            );
+            let warnings = format_count(self.warnings.len(), "warning");
+            let ok = style::label(style::OK, "ok");
+            writeln!(err, "{ok}: {models}, {workers}, {warnings}")
+        } else {
+            let errors = format_count(self.errors.len(), "error");
+            let place = self.file.as_ref().map_or_else(
+                || "the command line".to_owned(),
+                |file| file.display().to_string(),
+            );
+            writeln!(err, "{} in {place}", style::label(style::ERROR, errors))
+        }
+    }
+}
+
+impl ReportedError {
+    fn line_text(&self) -> String {
+        let mut text = String::new();
+        if let Some(file) = &self.file {
+            text += &format!("{}:", file.display());
+            for number in [self.line, self.column].into_iter().flatten() {
+                text += &format!("{number}:");
+            }
+            text.push(' ');
+        }
+        text + &self.message
+    }
+}
+
+impl From<ConfigError> for ReportedError {
+    fn from(error: ConfigError) -> Self {
+        Self {
+            file: Some(error.path),
+            line: error.line,
+            column: error.column,
+            message: error.problem,
+        }
+    }
+}
+
+impl From<Advice> for ReportedWarning {
+    fn from(advice: Advice) -> Self {
+        Self {
+            subject: advice.subject,
+            finding: advice.finding,
+            fix: advice.fix,
+        }
+    }
 }

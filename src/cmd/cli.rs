@@ -1,18 +1,33 @@
-//! Command line, and the only module that reads environment variables.
+//! Command line.
 
 mod endpoint_picker;
+mod values;
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::{Args, Parser, Subcommand};
-
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
 use warmroute_server::serve::ServeArgs;
 
-/// Routes every LLM request to the worker whose KV cache is already warm for it.
+use values::{parse_admin_url, parse_header, parse_price, parse_url};
+
+/// Admin address of a process with the default configuration.
+const DEFAULT_ADMIN: &str = "http://127.0.0.1:9005";
+const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure, 2 invalid configuration or arguments";
+const DOCTOR_EXIT_CODES: &str =
+    "Exit codes: 0 no problems, 1 warnings, 2 errors or an invalid configuration";
+const SERVE_USAGE: &str = "warmroute serve (--config <FILE> | --pool-name <NAME>) [OPTIONS]";
+const CHECK_USAGE: &str = "warmroute check [OPTIONS] <FILE>";
+const EXPLAIN_USAGE: &str =
+    "warmroute explain (--admin <URL> | --config <FILE>) --body <FILE> [OPTIONS]";
+
+/// Routes each LLM request to the worker that has cached most of its prompt, weighed against load.
 #[derive(Debug, Parser)]
-#[command(version)]
+#[command(version = crate::VERSION.text, after_help = EXIT_CODES)]
 pub struct Cli {
     /// Subcommand.
     #[command(subcommand)]
@@ -40,35 +55,128 @@ pub enum Command {
     /// Shows predicted against actual cache hits of a running process: hit rate, saved tokens, and
     /// causes of misses
     Audit(AuditArgs),
-    /// Validates a configuration and loads the tokenizers as `serve` does. Prints the resolved
-    /// configuration, or every error with its line
+    /// Validates a configuration and loads the tokenizers as `serve` does. Prints all errors with
+    /// their lines, and a summary
     Check(CheckArgs),
+    /// Prints a completion script for a shell
+    Completions(CompletionsArgs),
+    /// Writes a first configuration
+    #[command(subcommand)]
+    Config(ConfigCommand),
     /// Verifies a deployment: engines, KV events, Envoy and this machine. Each problem comes with a
-    /// fix. Exit code: 0 ok, 1 warnings, 2 errors
+    /// fix
     Doctor(DoctorArgs),
-    /// Explains the route of a request: for each worker rank its cached blocks, its load, every
-    /// term of its cost, or the reason why it is excluded
+    /// Explains the route of a request: the best workers with their cached tokens, load and cost
     Explain(ExplainArgs),
+    /// Writes the manual pages to a directory
+    Man(ManArgs),
     /// Serves until SIGTERM or SIGINT. SIGHUP reloads the configuration
+    #[command(override_usage = SERVE_USAGE, after_help = EXIT_CODES)]
     Serve(ServeArgs),
 }
 
 /// Arguments of `check`.
 #[derive(Debug, Args)]
+#[command(override_usage = CHECK_USAGE, after_help = EXIT_CODES)]
 pub struct CheckArgs {
+    /// The configuration file, `-` for standard input. It has priority over --config
+    #[arg(value_name = "FILE")]
+    pub file: Option<PathBuf>,
     /// The configuration file and the flags of `serve`
     #[command(flatten)]
     pub serve: ServeArgs,
     /// Do not load tokenizers and chat templates
     #[arg(long)]
     pub fast: bool,
+    /// Print the resolved configuration, with all defaults
+    #[arg(long)]
+    pub print: bool,
+    /// Print only errors
+    #[arg(long, short, conflicts_with = "print")]
+    pub quiet: bool,
+    /// Print the result as JSON
+    #[arg(long, conflicts_with = "print")]
+    pub json: bool,
+}
+
+/// Arguments of `completions`.
+#[derive(Debug, Args)]
+pub struct CompletionsArgs {
+    /// The shell
+    #[arg(value_enum)]
+    pub shell: Shell,
+}
+
+/// Arguments of `man`.
+#[derive(Debug, Args)]
+pub struct ManArgs {
+    /// The directory; created if it does not exist
+    #[arg(value_name = "DIR")]
+    pub directory: PathBuf,
+}
+
+/// Subcommands of `config`.
+#[derive(Debug, Subcommand)]
+pub enum ConfigCommand {
+    /// Writes a commented configuration for one model
+    Init(ConfigInitArgs),
+}
+
+/// Arguments of `config init`. On a terminal, the command prompts for a missing model, directory and
+/// addresses.
+#[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
+pub struct ConfigInitArgs {
+    /// Name of the model, as the engines serve it
+    #[arg(long, value_name = "NAME")]
+    pub model: Option<String>,
+    /// Directory with tokenizer.json, tokenizer_config.json and config.json of the model
+    #[arg(long, value_name = "DIR")]
+    pub model_dir: Option<PathBuf>,
+    /// Engine of the model
+    #[arg(long, value_enum)]
+    pub engine: Option<InitEngine>,
+    /// Address of an engine, as IP:PORT; may be repeated
+    #[arg(long = "worker", value_name = "IP:PORT")]
+    pub workers: Vec<SocketAddr>,
+    /// InferencePool whose pods are the workers, instead of addresses
+    #[arg(long, value_name = "NAME", conflicts_with = "workers")]
+    pub pool: Option<String>,
+    /// DNS name whose addresses are the workers, as NAME:PORT, instead of addresses
+    #[arg(long, value_name = "NAME:PORT", conflicts_with_all = ["workers", "pool"])]
+    pub dns: Option<String>,
+    /// Tokens per KV block of the engines
+    #[arg(long, value_name = "TOKENS")]
+    pub block_size: Option<NonZeroU32>,
+    /// First port of the KV events of each engine
+    #[arg(long, value_name = "PORT")]
+    pub kv_events_port: Option<u16>,
+    /// The file to write, `-` for standard output. An existing file is not overwritten
+    #[arg(long, short, value_name = "FILE", default_value = "warmroute.yaml")]
+    pub output: PathBuf,
+}
+
+/// Engines that `config init` configures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum InitEngine {
+    /// vLLM
+    Vllm,
+    /// SGLang
+    Sglang,
 }
 
 /// Arguments of `audit`.
 #[derive(Debug, Args)]
+#[command(after_help = EXIT_CODES)]
 pub struct AuditArgs {
     /// Admin address of the running process
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:9901")]
+    #[arg(
+        long,
+        value_name = "URL",
+        env = "WARMROUTE_ADMIN",
+        default_value = DEFAULT_ADMIN,
+        value_parser = parse_admin_url
+    )]
     pub admin: String,
     /// File with the bearer token of the admin pages
     #[arg(long, value_name = "FILE")]
@@ -86,9 +194,10 @@ pub struct AuditArgs {
 
 /// Arguments of `doctor`.
 #[derive(Debug, Args)]
+#[command(after_help = DOCTOR_EXIT_CODES)]
 pub struct DoctorArgs {
     /// The configuration file
-    #[arg(long, short, value_name = "FILE")]
+    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
     pub config: PathBuf,
     /// Envoy's admin address; default: `envoy.admin_url` of the configuration
     #[arg(long, value_name = "URL", value_parser = parse_url)]
@@ -103,27 +212,20 @@ pub struct DoctorArgs {
     /// Timeout for responses, KV events and publishers
     #[arg(long, value_name = "TIME", default_value = "5s")]
     pub timeout: humantime::Duration,
+    /// Print one line per check and subject
+    #[arg(long)]
+    pub verbose: bool,
     /// Print JSON
     #[arg(long)]
     pub json: bool,
 }
 
-fn parse_price(text: &str) -> Result<f64, String> {
-    let price: f64 = text
-        .parse()
-        .map_err(|_| format!("`{text}` is not a number"))?;
-    if price.is_finite() && price >= 0.0 {
-        Ok(price)
-    } else {
-        Err("the price must be at least 0".to_owned())
-    }
-}
-
 /// Arguments of `explain`.
 #[derive(Debug, Args)]
+#[command(override_usage = EXPLAIN_USAGE, after_help = EXIT_CODES)]
 pub struct ExplainArgs {
     /// The configuration file; not needed with --admin
-    #[arg(long, short, value_name = "FILE", required_unless_present = "admin")]
+    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
     pub config: Option<PathBuf>,
     /// Request body; `-` for standard input
     #[arg(long, short, value_name = "FILE")]
@@ -136,11 +238,11 @@ pub struct ExplainArgs {
     #[arg(long, value_name = "POOL")]
     pub pool: Option<Arc<str>>,
     /// Request header; may be repeated
-    #[arg(long = "header", short = 'H', value_name = "NAME=VALUE", value_parser = parse_header)]
+    #[arg(long = "header", short = 'H', value_name = "NAME: VALUE", value_parser = parse_header)]
     pub headers: Vec<(String, String)>,
     /// Admin address of a running process, which knows the caches and the load. Without it, only
     /// the configuration is used
-    #[arg(long, value_name = "URL")]
+    #[arg(long, value_name = "URL", env = "WARMROUTE_ADMIN", value_parser = parse_admin_url)]
     pub admin: Option<String>,
     /// File with the bearer token of the admin pages
     #[arg(long, value_name = "FILE", requires = "admin")]
@@ -148,26 +250,12 @@ pub struct ExplainArgs {
     /// CA certificate file (PEM) for the admin pages; default: the CAs of the system
     #[arg(long, value_name = "FILE", requires = "admin")]
     pub ca_file: Option<PathBuf>,
-    /// Print JSON
+    /// Print all workers with every term of their costs
     #[arg(long)]
+    pub table: bool,
+    /// Print JSON
+    #[arg(long, conflicts_with = "table")]
     pub json: bool,
-}
-
-fn parse_url(url: &str) -> Result<String, String> {
-    let has_scheme = url.starts_with("http://") || url.starts_with("https://");
-    has_scheme
-        .then(|| url.to_owned())
-        .ok_or_else(|| "expected a URL, for example http://127.0.0.1:9900".to_owned())
-}
-
-fn parse_header(text: &str) -> Result<(String, String), String> {
-    let (name, value) = text.split_once('=').ok_or("expected NAME=VALUE")?;
-    let name = name.trim();
-    if name.is_empty() {
-        Err("the header has no name".to_owned())
-    } else {
-        Ok((name.to_lowercase(), value.trim().to_owned()))
-    }
 }
 
 #[cfg(test)]
@@ -181,14 +269,21 @@ mod tests {
     }
 
     #[test]
-    fn check_requires_a_configuration() {
-        assert!(Cli::try_parse_from(["warmroute", "check"]).is_err());
+    fn check_accepts_file_as_position_or_option() {
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
-        let cli = Cli::try_parse_from(["warmroute", "check", "--config", "w.yaml"]).unwrap();
-        let Command::Check(args) = cli.command else {
-            panic!("unexpected command")
+        let check = |more: &[&str]| {
+            let cli = Cli::try_parse_from(["warmroute", "check"].iter().chain(more))?;
+            let Command::Check(args) = cli.command else {
+                panic!("unexpected command")
+            };
+            Ok::<_, clap::Error>((args.file, args.serve.config))
         };
-        assert_eq!(args.serve.config, Some(PathBuf::from("w.yaml")));
+        let file = || Some(PathBuf::from("w.yaml"));
+        assert_eq!(check(&["w.yaml"]).unwrap(), (file(), None));
+        assert_eq!(check(&["--config", "w.yaml"]).unwrap(), (None, file()));
+        // `--config` may come from the environment, so both together are valid.
+        assert!(check(&["w.yaml", "--config", "w.yaml"]).is_ok());
+        assert!(check(&["w.yaml", "--json", "--print"]).is_err());
     }
 
     #[test]
@@ -222,14 +317,14 @@ mod tests {
     }
 
     #[test]
-    fn explain_requires_body_and_config_or_admin() {
+    fn explain_requires_a_body() {
         let args = explain(&[
             "--config",
             "w.yaml",
             "--body",
             "-",
             "--header",
-            "X-Prio = a=b",
+            "X-Prio: a=b",
             "-H",
             "y=2",
         ])
@@ -263,9 +358,10 @@ mod tests {
         );
         let args = explain(&["--admin", "http://h:1", "--body", "b", "--token-file", "t"]).unwrap();
         assert_eq!(args.token_file, Some(PathBuf::from("t")));
+        let args = explain(&["--admin", "127.0.0.1:9005", "--body", "b"]).unwrap();
+        assert_eq!(args.admin.as_deref(), Some("http://127.0.0.1:9005"));
         for missing in [
-            &["--body", "b"][..],
-            &["--config", "w"],
+            &["--config", "w"][..],
             &["--config", "w", "--body", "b", "--header", "novalue"],
         ] {
             assert!(explain(missing).is_err(), "{missing:?}");

@@ -51,7 +51,7 @@ pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> any
     let text = if args.json {
         serde_json::to_string_pretty(&json!({"exit_code": code, "findings": findings}))? + "\n"
     } else {
-        table::render(&findings)
+        table::render(&findings, args.verbose)
     };
     out.write_all(text.as_bytes())?;
     Ok(code)

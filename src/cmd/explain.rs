@@ -8,8 +8,10 @@ use std::io::{Read as _, Write};
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
+use serde::de::IgnoredAny;
+use thiserror::Error;
 use warmroute_core::router::RouteExplanation;
-use warmroute_server::admin::explain::{EXPLAIN_PATH, ExplainRequest, table};
+use warmroute_server::admin::explain::{EXPLAIN_PATH, ExplainRequest};
 use warmroute_server::app::OfflineRouter;
 use warmroute_server::config::Config;
 use warmroute_server::request::RequestBody;
@@ -29,10 +31,16 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
         },
         None => None,
     };
+    if args.admin.is_none() && config.is_none() {
+        bail!(ExplainSourceError);
+    }
     let headers: BTreeMap<String, String> = args.headers.iter().cloned().collect();
+    let body = read_body(&args.body)?;
+    let json_error = json_error(&body, &headers);
     let request = ExplainRequest {
         pool: args.pool.clone(),
-        ..ExplainRequest::new(args.path.clone(), headers, read_body(&args.body)?)?
+        table: args.table,
+        ..ExplainRequest::new(args.path.clone(), headers, body)?
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -44,13 +52,31 @@ pub fn run(args: &ExplainArgs, out: &mut impl Write, err: &mut impl Write) -> an
             if args.json {
                 pretty_json(&serde_json::to_value(&explanation)?)?
             } else {
-                render_offline(&explanation)
+                format!(
+                    "{}Without --admin, caches are empty and workers have no load.\n",
+                    request.render(&explanation)
+                )
             }
         }
-        (None, None) => bail!("set --admin URL (running process) or --config FILE (offline)"),
+        (None, None) => bail!(ExplainSourceError),
     };
     out.write_all(text.as_bytes())?;
-    Ok(0)
+    let Some(error) = json_error else {
+        return Ok(0);
+    };
+    writeln!(err, "warmroute: the body is not JSON: {error}")?;
+    Ok(1)
+}
+
+/// Returns the JSON error of a body that must be JSON.
+fn json_error(body: &[u8], headers: &BTreeMap<String, String>) -> Option<serde_json::Error> {
+    let is_form = headers
+        .get("content-type")
+        .is_some_and(|kind| kind.starts_with("multipart/"));
+    if is_form || body.is_empty() {
+        return None;
+    }
+    serde_json::from_slice::<IgnoredAny>(body).err()
 }
 
 fn read_body(path: &Path) -> anyhow::Result<Vec<u8>> {
@@ -122,7 +148,7 @@ async fn explain_offline(
     })
 }
 
-fn render_offline(explanation: &RouteExplanation) -> String {
-    let note = "Without --admin, caches are empty and workers have no load.";
-    format!("{}{note}\n", table::render(explanation))
-}
+/// Error for a command line that names neither a process nor a file.
+#[derive(Debug, Error)]
+#[error("set --admin URL (running process) or --config FILE (offline)")]
+pub struct ExplainSourceError;

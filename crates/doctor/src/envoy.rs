@@ -24,6 +24,7 @@ use dump::ConfigDump;
 use expected::ExpectedEnvoy;
 use fixes::{EnvoySetting, REQUEST_HEADERS};
 use site::{ActiveRoute, FilterSite};
+use warmroute_settings::format_count;
 
 /// Returns all findings about one Envoy.
 pub fn check_envoy(dump: &ConfigDump, expected: &ExpectedEnvoy) -> Vec<Finding> {
@@ -94,6 +95,6 @@ fn check_filter_routes(site: &FilterSite<'_>) -> Finding {
                 site.main.name
             ),
         ),
-        count => at.ok(format!("active on {count} routes")),
+        count => at.ok(format!("active on {}", format_count(count, "route"))),
     }
 }

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use warmroute_settings::format_count;
+
 use super::finding::{Finding, FindingBuilder};
 
 /// Number of open files besides connections: logs, watches, tokenizers, listeners.
@@ -70,9 +72,10 @@ pub fn check_config(config: &ConfigSummary) -> Finding {
             missing_workers_fix(&config.source),
         );
     }
+    let models = format_count(config.models, "model");
     at.ok(format!(
-        "{} models, {} workers",
-        config.models, config.workers
+        "{models}, {}",
+        format_count(config.workers, "worker")
     ))
 }
 

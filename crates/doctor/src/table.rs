@@ -1,46 +1,156 @@
-//! Plain-text form of findings: one row each, the most severe first. The fix of a problem is
-//! printed below it.
+//! Terminal form of findings: one section per subject area, with problems first. Equal results of
+//! several subjects share one line. The fix of a problem is printed below it, with a link.
 
 use std::fmt::Write as _;
 
+use anstyle::{AnsiColor, Style};
+
 use super::finding::{Finding, FindingLevel};
 
-/// Separator between columns.
-const COLUMN_GAP: &str = "  ";
+/// Sections by the first part of a check's name, in printed order, with their headings.
+const SECTIONS: [(&str, &str); 8] = [
+    ("config", "configuration"),
+    ("host", "this machine"),
+    ("warmroute", "warmroute"),
+    ("kubernetes", "Kubernetes"),
+    ("engine", "engines"),
+    ("events", "KV events"),
+    ("canary", "canary requests"),
+    ("envoy", "Envoy"),
+];
+/// Page with one entry per check.
+const TROUBLESHOOTING: &str = "docs/troubleshooting.md";
+/// Width of the column with the level.
+const LEVEL_WIDTH: usize = 8;
 
-/// Renders the findings as text.
-pub fn render(findings: &[Finding]) -> String {
-    let mut rows: Vec<&Finding> = findings.iter().collect();
-    // Stable sort: findings of one level keep their order.
-    rows.sort_by_key(|finding| finding.level);
-    let width = |column: fn(&Finding) -> &str| {
-        rows.iter()
-            .map(|row| column(row).chars().count())
-            .max()
-            .unwrap_or(0)
-    };
-    let check = width(|row| row.check);
-    let subject = width(|row| &row.subject);
+/// Renders the findings as text with ANSI colours. Equal results share one line unless `verbose`.
+pub fn render(findings: &[Finding], verbose: bool) -> String {
     let mut text = String::new();
-    for row in rows {
-        let Finding {
-            level,
-            check: name,
-            subject: of,
-            message,
-            fix,
-        } = row;
-        _ = writeln!(
-            text,
-            "{:<7}{COLUMN_GAP}{name:<check$}{COLUMN_GAP}{of:<subject$}{COLUMN_GAP}{message}",
-            level.as_str()
-        );
-        if let Some(fix) = fix {
-            _ = writeln!(text, "{:<7}{COLUMN_GAP}fix: {fix}", "");
+    for (prefix, heading) in SECTIONS {
+        let section: Vec<&Finding> = findings
+            .iter()
+            .filter(|finding| section_of(finding) == prefix)
+            .collect();
+        if !section.is_empty() {
+            let bold = Style::new().bold();
+            _ = writeln!(text, "{bold}{heading}{bold:#}");
+            write_section(&mut text, &section, verbose);
+            text.push('\n');
         }
     }
-    _ = writeln!(text, "\n{}", summary_line(findings));
+    _ = writeln!(text, "{}", summary_line(findings));
     text
+}
+
+fn section_of(finding: &Finding) -> &str {
+    finding.check.split('.').next().unwrap_or_default()
+}
+
+fn write_section(text: &mut String, section: &[&Finding], verbose: bool) {
+    let mut lines = fold_findings(section, verbose);
+    // Stable sort: findings of one level keep their order.
+    lines.sort_by_key(|line| line.level);
+    let checks = lines.iter().map(|line| line.check.len());
+    let check_width = checks.max().unwrap_or(0);
+    for line in lines {
+        let color = level_style(line.level);
+        let level = line.level.as_str();
+        _ = writeln!(
+            text,
+            "  {color}{level:<LEVEL_WIDTH$}{color:#} {:<check_width$}  {}",
+            line.check, line.message
+        );
+        if let Some(fix) = line.fix {
+            let indent = LEVEL_WIDTH + 3;
+            _ = writeln!(text, "{:indent$}fix: {fix}", "");
+            _ = writeln!(
+                text,
+                "{:indent$}see {TROUBLESHOOTING}#{}",
+                "",
+                anchor(line.check)
+            );
+        }
+    }
+}
+
+/// Returns the anchor of a check in the documentation.
+fn anchor(check: &str) -> String {
+    check.replace('.', "")
+}
+
+fn level_style(level: FindingLevel) -> Style {
+    match level {
+        FindingLevel::Error => AnsiColor::Red.on_default().bold(),
+        FindingLevel::Warning => AnsiColor::Yellow.on_default().bold(),
+        FindingLevel::Note => AnsiColor::Cyan.on_default(),
+        FindingLevel::Skipped => Style::new().dimmed(),
+        FindingLevel::Ok => AnsiColor::Green.on_default(),
+    }
+}
+
+/// One printed result.
+struct ResultLine<'a> {
+    level: FindingLevel,
+    check: &'static str,
+    message: String,
+    fix: Option<&'a str>,
+}
+
+/// Returns the lines of a section in the order of the findings.
+fn fold_findings<'a>(section: &[&'a Finding], verbose: bool) -> Vec<ResultLine<'a>> {
+    let mut lines = Vec::new();
+    let mut folded: Vec<(FindingLevel, &str, &str)> = Vec::new();
+    for finding in section {
+        // Problems with one cause have one message. Passed checks differ in their values.
+        let message = match finding.level {
+            FindingLevel::Ok => "",
+            _ => finding.message.as_str(),
+        };
+        let key = (finding.level, finding.check, message);
+        let equal: Vec<&&Finding> = section
+            .iter()
+            .filter(|other| (other.level, other.check) == (key.0, key.1))
+            .filter(|other| message.is_empty() || other.message == message)
+            .collect();
+        if verbose || equal.len() == 1 {
+            lines.push(ResultLine {
+                level: finding.level,
+                check: finding.check,
+                message: format!("{}: {}", finding.subject, finding.message),
+                fix: finding.fix.as_deref(),
+            });
+        } else if !folded.contains(&key) {
+            folded.push(key);
+            lines.push(ResultLine {
+                level: finding.level,
+                check: finding.check,
+                message: folded_message(&equal, section),
+                fix: finding.fix.as_deref(),
+            });
+        }
+    }
+    lines
+}
+
+/// Returns the message for several equal results: their number among all results of the check, and
+/// what they have in common.
+fn folded_message(equal: &[&&Finding], section: &[&Finding]) -> String {
+    let first = equal[0];
+    let all = section
+        .iter()
+        .filter(|other| other.check == first.check)
+        .count();
+    let count = if equal.len() == all {
+        format!("all {all}")
+    } else {
+        format!("{} of {all}", equal.len())
+    };
+    let has_one_message = equal.iter().all(|finding| finding.message == first.message);
+    if has_one_message {
+        format!("{count} ({}, ..): {}", first.subject, first.message)
+    } else {
+        format!("{count} ({}, ..)", first.subject)
+    }
 }
 
 /// Returns a line with the number of findings per level.
@@ -84,18 +194,72 @@ mod tests {
     use super::*;
     use crate::finding::FindingBuilder;
 
+    /// Renders without colours.
+    fn plain(findings: &[Finding], verbose: bool) -> String {
+        anstream::adapter::strip_str(&render(findings, verbose)).to_string()
+    }
+
     #[test]
-    fn findings_are_sorted_by_severity_with_fixes() {
+    fn problems_come_first_in_their_section() {
         let findings = [
+            FindingBuilder::new("envoy.filter", "Envoy").ok("it is installed"),
             FindingBuilder::new("engine.reachable", "worker 1").ok("127.0.0.1:8000 answers"),
             FindingBuilder::new("engine.model", "worker 12").warning("seen", "write this"),
-            FindingBuilder::new("b", "worker 1").error("broken", "write that"),
+            FindingBuilder::new("config.read", "w.yaml").error("broken", "write that"),
         ];
+        let expected = "\
+configuration
+  error    config.read  w.yaml: broken
+           fix: write that
+           see docs/troubleshooting.md#configread
+
+engines
+  warning  engine.model      worker 12: seen
+           fix: write this
+           see docs/troubleshooting.md#enginemodel
+  ok       engine.reachable  worker 1: 127.0.0.1:8000 answers
+
+Envoy
+  ok       envoy.filter  Envoy: it is installed
+
+1 error, 1 warning, 2 ok
+";
+        assert_eq!(plain(&findings, false), expected);
+    }
+
+    #[test]
+    fn equal_results_share_a_line() {
+        let of = |worker: &str| FindingBuilder::new("engine.model", worker);
+        let findings = [
+            of("worker 1").ok("serves m"),
+            of("worker 2").error("refused", "start it"),
+            of("worker 3").ok("serves m"),
+            of("worker 4").error("refused", "start it"),
+            FindingBuilder::new("engine.clock", "worker 1").ok("1 ms"),
+            FindingBuilder::new("engine.clock", "worker 3").ok("2 ms"),
+        ];
+        let expected = "\
+engines
+  error    engine.model  2 of 4 (worker 2, ..): refused
+           fix: start it
+           see docs/troubleshooting.md#enginemodel
+  ok       engine.model  2 of 4 (worker 1, ..): serves m
+  ok       engine.clock  all 2 (worker 1, ..)
+
+2 errors, 4 ok
+";
+        assert_eq!(plain(&findings, false), expected);
+        let verbose = plain(&findings, true);
+        assert_eq!(verbose.matches("fix: start it").count(), 2, "{verbose}");
+        assert!(verbose.contains("worker 3: 2 ms"), "{verbose}");
+    }
+
+    #[test]
+    fn every_section_has_a_heading() {
+        let findings = [FindingBuilder::new("envoy.filter", "Envoy").ok("fine")];
         assert_eq!(
-            render(&findings),
-            "error    b                 worker 1   broken\n         fix: write that\n\
-             warning  engine.model      worker 12  seen\n         fix: write this\n\
-             ok       engine.reachable  worker 1   127.0.0.1:8000 answers\n\n1 error, 1 warning, 1 ok\n"
+            plain(&findings, false),
+            "Envoy\n  ok       envoy.filter  Envoy: fine\n\n1 ok\n"
         );
     }
 }

@@ -28,6 +28,7 @@ pub mod self_test;
 pub mod app;
 pub mod config;
 pub mod serve;
+pub mod version;
 
 /// Root of the repository, for files that tests read.
 #[cfg(test)]

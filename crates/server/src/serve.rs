@@ -3,6 +3,7 @@
 mod args;
 
 use std::io::{self, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,8 +17,9 @@ use warmroute_tokens::prompt::LoadError;
 use crate::app::telemetry::{self, LogFilter};
 use crate::app::{self, App, ConfigFile, ExternalDiscovery};
 use crate::config::Config;
+use crate::version::BuildVersion;
 
-pub use args::ServeArgs;
+pub use args::{ServeArgs, ServeSourceError};
 
 /// Exit code for an invalid configuration.
 pub const EXIT_MISCONFIGURED: u8 = 2;
@@ -26,9 +28,11 @@ pub const EXIT_MISCONFIGURED: u8 = 2;
 /// Returns the exit code.
 pub fn run(
     args: &ServeArgs,
+    version: &BuildVersion,
     discovery: Arc<dyn ExternalDiscovery>,
     err: &mut dyn Write,
 ) -> anyhow::Result<u8> {
+    args.check_source()?;
     let reload = Arc::new(Notify::new());
     let (read, file) = read_config(args, &reload);
     let Some(config) = config_or_report(read, err)? else {
@@ -36,6 +40,13 @@ pub fn run(
     };
     let log = telemetry::init(&config.process.log);
     telemetry::install_panic_hook();
+    let config_file = args.config.as_deref().map(Path::display);
+    info!(
+        version = version.text,
+        config = config_file.map(tracing::field::display),
+        pid = std::process::id(),
+        "starting warmroute"
+    );
     // An unreadable workers file is ignored here: the task that watches the file reports it.
     for advice in config.advice(&app::listed_workers(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
@@ -160,20 +171,28 @@ pub fn config_or_report(
 ) -> io::Result<Option<Config>> {
     match read {
         Ok(config) => Ok(Some(config)),
-        Err(errors) => write_errors(errors, err).map(|()| None),
+        Err(errors) => write_errors(&errors, err).map(|()| None),
     }
 }
 
-/// Writes one line per error.
-pub fn write_errors(errors: Vec<ConfigError>, err: &mut dyn Write) -> io::Result<()> {
-    errors
-        .into_iter()
-        .try_for_each(|error| writeln!(err, "{error}"))
+/// Writes one line per error, and their number if there are several.
+pub fn write_errors(errors: &[ConfigError], err: &mut dyn Write) -> io::Result<()> {
+    for error in errors {
+        writeln!(err, "{error}")?;
+    }
+    match errors {
+        [first, _, ..] => writeln!(err, "{} errors in {}", errors.len(), first.path.display()),
+        _ => Ok(()),
+    }
 }
 
-/// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used,
-/// else 1.
+/// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used or
+/// none is named, else 1.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
-    let misconfigured = error.downcast_ref::<LoadError>().is_some();
-    if misconfigured { EXIT_MISCONFIGURED } else { 1 }
+    let is_misconfigured = error.is::<LoadError>() || error.is::<ServeSourceError>();
+    if is_misconfigured {
+        EXIT_MISCONFIGURED
+    } else {
+        1
+    }
 }

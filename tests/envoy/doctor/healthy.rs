@@ -43,9 +43,8 @@ async fn healthy_deployment_has_no_problems() {
     let text = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{text}");
     assert!(
-        text.lines().any(
-            |line| line.starts_with("ok       engine.reachable  ") && line.contains("worker 2")
-        ),
+        text.lines()
+            .any(|line| line.starts_with("  ok       engine.reachable ") && line.contains("all 2")),
         "{text}"
     );
     assert!(!text.contains("fix:"), "{text}");

@@ -1,5 +1,8 @@
 //! The command `warmroute check`.
 
+use std::io::Write as _;
+use std::process::Stdio;
+
 use super::*;
 
 fn check(path: &Path) -> Output {
@@ -16,7 +19,7 @@ fn check_prints_the_resolved_configuration() {
     // The tokenizer of this file is an empty object, which cannot be loaded.
     let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
     let output = command
-        .args(["check", "--fast", "--config"])
+        .args(["check", "--fast", "--print"])
         .arg(&path)
         .output()
         .unwrap();
@@ -25,7 +28,7 @@ fn check_prints_the_resolved_configuration() {
             output.status.code(),
             String::from_utf8_lossy(&output.stderr).as_ref()
         ),
-        (Some(0), "")
+        (Some(0), CLEAN_VERDICT)
     );
     assert_eq!(
         String::from_utf8(output.stdout).unwrap(),
@@ -38,7 +41,7 @@ fn check_accepts_the_flags_of_serve() {
     let check = |flags: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
         command
-            .args(["check", "--fast"])
+            .args(["check", "--fast", "--print"])
             .args(flags)
             .output()
             .unwrap()
@@ -56,7 +59,7 @@ fn check_accepts_the_flags_of_serve() {
             output.status.code(),
             String::from_utf8_lossy(&output.stderr).as_ref()
         ),
-        (Some(0), "")
+        (Some(0), "ok: 1 model, discovered workers, 0 warnings\n")
     );
     let resolved = String::from_utf8(output.stdout).unwrap();
     for line in [
@@ -89,12 +92,12 @@ fn check_warns_of_probable_mistakes() {
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(
             (output.status.code(), stderr.lines().count()),
-            (Some(0), usize::from(!warning.is_empty())),
+            (Some(0), 1 + usize::from(!warning.is_empty())),
             "{stderr}"
         );
         assert!(
             stderr.contains(warning)
-                && (stderr.is_empty() || stderr.starts_with("warning: model m: ")),
+                && (warning.is_empty() || stderr.starts_with("warning: model m: ")),
             "{stderr}"
         );
     }
@@ -103,6 +106,9 @@ fn check_warns_of_probable_mistakes() {
 fn model_file(name: &str) -> PathBuf {
     Path::new(ROOT).join("examples/models/qwen2.5").join(name)
 }
+
+/// Verdict for one model and one worker without warnings.
+const CLEAN_VERDICT: &str = "ok: 1 model, 1 worker, 0 warnings\n";
 
 /// Returns a configuration in a directory with copies of some files of a model.
 fn configured_with(dir: &Path, files: &[&str], tokenizer: &str) -> PathBuf {
@@ -157,9 +163,10 @@ fn check_rejects_tokenizers_that_serve_rejects() {
         let stderr = String::from_utf8(output.stderr).unwrap();
         assert_eq!(
             (output.status.code(), stderr.lines().count()),
-            (Some(2), 1),
+            (Some(2), 2),
             "{stderr}"
         );
+        assert!(stderr.contains("\n1 error in "), "{stderr}");
         assert!(
             stderr.starts_with(&format!("{}:3:16: ", file.display())) && stderr.contains(expected),
             "{stderr}"
@@ -199,7 +206,7 @@ fn check_warns_of_a_missing_chat_template() {
             output.status.code(),
             String::from_utf8_lossy(&output.stderr).as_ref()
         ),
-        (Some(0), "")
+        (Some(0), CLEAN_VERDICT)
     );
     let mut without = settings;
     without
@@ -213,7 +220,7 @@ fn check_warns_of_a_missing_chat_template() {
     assert_eq!(output.status.code(), Some(0), "{stderr}");
     assert!(
         stderr.starts_with("warning: model m: it has no chat template")
-            && stderr.lines().count() == 1,
+            && stderr.ends_with("\nok: 1 model, 1 worker, 1 warning\n"),
         "{stderr}"
     );
 }
@@ -223,13 +230,12 @@ fn check_exits_with_two_and_one_line_per_error() {
     for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
         let path = data("broken").join(name).with_extension("yaml");
         let output = check(&path);
-        let lines: String = Config::load(&path)
-            .unwrap_err()
-            .iter()
-            .map(|error| format!("{error}\n"))
-            .collect();
+        let errors = Config::load(&path).unwrap_err();
+        let lines: String = errors.iter().map(|error| format!("{error}\n")).collect();
+        let plural = if errors.len() == 1 { "" } else { "s" };
+        let verdict = format!("{} error{plural} in {}\n", errors.len(), path.display());
         assert_eq!(output.status.code(), Some(2));
-        assert_eq!(String::from_utf8(output.stderr).unwrap(), lines);
+        assert_eq!(String::from_utf8(output.stderr).unwrap(), lines + &verdict);
         assert!(output.stdout.is_empty());
     }
     let output = check(Path::new("/no/such/warmroute.yaml"));
@@ -238,5 +244,60 @@ fn check_exits_with_two_and_one_line_per_error() {
         String::from_utf8(output.stderr)
             .unwrap()
             .starts_with("/no/such/warmroute.yaml: the file cannot be read")
+    );
+}
+
+/// Runs `check` with a text on standard input.
+fn check_text(arguments: &[&str], text: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_warmroute"))
+        .args(["check", "-", "--fast"])
+        .args(arguments)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut input = child.stdin.take().unwrap();
+    input.write_all(text.as_bytes()).unwrap();
+    drop(input);
+    child.wait_with_output().unwrap()
+}
+
+#[test]
+fn check_reads_standard_input_and_prints_json() {
+    let valid = "models: [{name: m}]\nworkers: {list: [{id: 1, endpoint: '10.0.0.1:80'}]}\n";
+    let output = check_text(&["--json"], valid);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{report}");
+    assert_eq!(
+        (&report["valid"], &report["models"], &report["workers"]),
+        (&json!(true), &json!(1), &json!(1))
+    );
+    let output = check_text(&["--json"], "models: [{name: m}]\nworkerz: 1\n");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{report}");
+    let error = &report["errors"][0];
+    assert_eq!(
+        (&error["file"], &error["line"], &error["column"]),
+        (&json!("<stdin>"), &json!(2), &json!(1))
+    );
+    let output = check_text(&["--quiet"], valid);
+    assert!(
+        output.stderr.is_empty() && output.stdout.is_empty(),
+        "{output:?}"
+    );
+}
+
+#[test]
+fn check_without_a_source_names_both_flags() {
+    let output = Command::new(env!("CARGO_BIN_EXE_warmroute"))
+        .arg("check")
+        .output()
+        .unwrap();
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    assert!(
+        stderr.contains("--config FILE") && stderr.contains("--pool-name NAME"),
+        "{stderr}"
     );
 }

@@ -244,7 +244,12 @@ async fn explanation_matches_next_real_request() {
     let admin = deployment.stack.admin_url("/");
     let body = body.to_str().unwrap();
     let json = explained(&["--admin", &admin, "--body", body, "--json"], b"").await;
-    let table = explained(&["--admin", &admin, "--body", body], b"").await;
+    let summary = explained(&["--admin", &admin, "--body", body], b"").await;
+    assert!(
+        summary.lines().all(|line| line.chars().count() <= 100),
+        "{summary}"
+    );
+    let table = explained(&["--admin", &admin, "--body", body, "--table"], b"").await;
     print(&table);
     let report: Value = serde_json::from_str(&json).unwrap();
     check(&report, &table);

@@ -88,20 +88,20 @@ async fn offline_explanation_accepts_any_body() {
     let dir = tempfile::tempdir().unwrap();
     let config = configuration(dir.path());
     let config = config.to_str().unwrap();
-    let text = explained(
-        &[
-            "--config",
-            config,
-            "--body",
-            "-",
-            "--json",
-            "--header",
-            "x-worker-instance-id=1",
-        ],
-        b"{",
-    )
-    .await;
-    let report: Value = serde_json::from_str(&text).unwrap();
+    let arguments = [
+        "--config",
+        config,
+        "--body",
+        "-",
+        "--json",
+        "--header",
+        "x-worker-instance-id=1",
+    ];
+    let output = explain(&arguments, b"{").await;
+    assert_eq!(output.status.code(), Some(1));
+    let err = String::from_utf8(output.stderr).unwrap();
+    assert!(err.contains("the body is not JSON: EOF"), "{err}");
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(
         (&report["mode"], &report["reason"]),
         (&json!("load_only"), &json!("unparseable")),
@@ -154,9 +154,13 @@ async fn exit_code_is_2_for_configuration_errors() {
         (
             &["--admin", &closed, "--body", "-"],
             1,
-            "/debug/explain is unreachable",
+            "connection refused; check that warmroute is running",
         ),
-        (&["--admin", "no url", "--body", "-"], 1, "is unreachable"),
+        (
+            &["--admin", "no url", "--body", "-"],
+            2,
+            "expected a URL or HOST:PORT",
+        ),
     ];
     for (args, code, text) in cases {
         let output = explain(args, b"{}").await;

@@ -28,7 +28,7 @@ pub struct AdminConfig {
 impl Default for AdminConfig {
     fn default() -> Self {
         Self {
-            address: (Ipv4Addr::LOCALHOST, 9901).into(),
+            address: (Ipv4Addr::LOCALHOST, 9005).into(),
             tls: None,
             token_file: None,
             unprotected: false,

@@ -2,6 +2,7 @@
 //! has the path, headers and body that Envoy would send, and passes the same preprocessing. It is
 //! routed without being admitted, so nothing is booked.
 
+pub mod summary;
 pub mod table;
 
 use std::borrow::Cow;
@@ -23,6 +24,7 @@ use serde_json::json;
 use serde_json::value::RawValue;
 use tokio::sync::Semaphore;
 use tracing::debug;
+use warmroute_core::router::RouteExplanation;
 
 use super::AdminState;
 use crate::request::{RequestBody, RequestPreprocessor};
@@ -94,6 +96,9 @@ pub struct ExplainRequest {
     /// Request body as bytes, if it is not UTF-8.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bytes: Option<Vec<u8>>,
+    /// True if the text form contains all workers with every term of their costs.
+    #[serde(skip_serializing_if = "std::ops::Not::not")]
+    pub table: bool,
 }
 
 impl ExplainRequest {
@@ -113,7 +118,17 @@ impl ExplainRequest {
             pool: None,
             body,
             bytes,
+            table: false,
         })
+    }
+
+    /// Returns the text form of an explanation.
+    pub fn render(&self, explanation: &RouteExplanation) -> String {
+        if self.table {
+            table::render(explanation)
+        } else {
+            summary::render(explanation)
+        }
     }
 
     /// Returns the raw body; `None` if there is none.
@@ -265,7 +280,7 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
     explanation.requested_model = requested_model;
     debug!(path, "explained: {}", explanation.summary);
     Ok(if as_table {
-        table::render(&explanation).into_response()
+        query.render(&explanation).into_response()
     } else {
         Json(explanation).into_response()
     })

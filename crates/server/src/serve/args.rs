@@ -4,6 +4,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
+use thiserror::Error;
 use warmroute_settings::DurationSetting;
 
 use crate::config::{Flags, LogFormat, LogLevel};
@@ -11,14 +12,9 @@ use crate::config::{Flags, LogFormat, LogLevel};
 /// Arguments of `serve`. Flags override the configuration file.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// The configuration file. Without one, the pool is served by load only, as in gateway
-    /// conformance tests
-    #[arg(
-        long,
-        short,
-        value_name = "FILE",
-        required_unless_present = "pool_name"
-    )]
+    /// The configuration file. Without a file, requests to the pool of --pool-name are routed by
+    /// load only
+    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
     pub config: Option<PathBuf>,
     /// Name of the InferencePool whose pods are the workers, unless the file configures other
     /// workers
@@ -54,14 +50,28 @@ pub struct ServeArgs {
     #[arg(long, value_name = "PORT")]
     pub metrics_port: Option<u16>,
     /// Log format: json or console
-    #[arg(long, value_name = "FORM", value_parser = parse_log_format)]
+    #[arg(long, value_name = "FORMAT", value_parser = parse_log_format)]
     pub zap_encoder: Option<LogFormat>,
     /// Log verbosity: 0 to 3 info, 4 debug, 5 and above trace
     #[arg(long = "v", short = 'v', value_name = "LEVEL")]
     pub verbosity: Option<u8>,
 }
 
+/// Error for a command line that names neither a configuration file nor a pool.
+#[derive(Debug, Error)]
+#[error("set --config FILE, or --pool-name NAME to serve an InferencePool by load only")]
+pub struct ServeSourceError;
+
 impl ServeArgs {
+    /// Returns an error if neither a file nor a pool is named.
+    pub fn check_source(&self) -> Result<(), ServeSourceError> {
+        if self.config.is_some() || self.pool_name.is_some() {
+            Ok(())
+        } else {
+            Err(ServeSourceError)
+        }
+    }
+
     /// Returns the flags that override the configuration file.
     pub fn flags(&self) -> Flags {
         Flags {

@@ -76,7 +76,7 @@ pub fn render(explanation: &RouteExplanation) -> String {
     text
 }
 
-fn format_heading(explanation: &RouteExplanation) -> String {
+pub(super) fn format_heading(explanation: &RouteExplanation) -> String {
     let RouteExplanation {
         model,
         prompt_tokens,
@@ -177,7 +177,7 @@ fn format_linear(settings: &PolicySettings) -> String {
     )
 }
 
-fn phase_title(phase: &PhaseExplanation) -> String {
+pub(super) fn phase_title(phase: &PhaseExplanation) -> String {
     let name = match phase.role {
         WorkerRole::Aggregated => "prefill and decode",
         WorkerRole::Prefill => "prefill",
@@ -223,7 +223,7 @@ fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
 }
 
 /// Orders the winner first, then the candidates by cost, then the excluded workers.
-fn compare_workers(
+pub(super) fn compare_workers(
     phase: &PhaseExplanation,
     a: &WorkerExplanation,
     b: &WorkerExplanation,
@@ -297,18 +297,22 @@ fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String>
         }
         None => vec!["-".to_owned(); columns],
     };
-    let verdict = match (&worker.excluded, worker.cost) {
+    [worker.rank.to_string()]
+        .into_iter()
+        .chain(terms)
+        .chain([verdict(phase, worker)])
+        .collect()
+}
+
+/// Returns the verdict of a worker in a phase.
+pub(super) fn verdict(phase: &PhaseExplanation, worker: &WorkerExplanation) -> String {
+    match (&worker.excluded, worker.cost) {
         (Some(reason), _) => format!("excluded: {reason}"),
         (None, _) if Some(worker.rank) == phase.winner => "winner".to_owned(),
         (None, _) if Some(worker.rank) == phase.runner_up => "runner-up".to_owned(),
         (None, Some(_)) => "candidate".to_owned(),
         (None, None) => "eligible".to_owned(),
-    };
-    [worker.rank.to_string()]
-        .into_iter()
-        .chain(terms)
-        .chain([verdict])
-        .collect()
+    }
 }
 
 /// Writes a table with aligned columns. The first `text_columns` columns and the column `verdict`

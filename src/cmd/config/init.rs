@@ -1,0 +1,371 @@
+//! `warmroute config init`: writes a commented configuration for one model.
+
+use std::fmt::Write as _;
+use std::io::{BufRead as _, IsTerminal as _, Write};
+use std::net::{IpAddr, SocketAddr};
+use std::num::NonZeroU32;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, anyhow, bail};
+use warmroute_server::config::Config;
+
+use crate::cmd::cli::{ConfigInitArgs, InitEngine};
+
+/// vLLM's default.
+const DEFAULT_BLOCK_SIZE: NonZeroU32 = NonZeroU32::new(16).expect("16 is not zero");
+/// First port of KV events in the documentation of vLLM.
+const DEFAULT_EVENTS_PORT: u16 = 5557;
+/// Distance of the replay port from the port of the events.
+const REPLAY_PORT_OFFSET: u16 = 100;
+/// Names of tokenizer files, in the order of preference.
+const TOKENIZER_FILES: [&str; 2] = ["tokenizer.json", "tokenizer.json.gz"];
+
+/// Values of a first configuration.
+#[derive(Debug)]
+struct InitValues {
+    model: String,
+    /// Path of the tokenizer file.
+    tokenizer: Option<PathBuf>,
+    engine: InitEngine,
+    workers: InitWorkers,
+    block_size: NonZeroU32,
+    events_port: u16,
+}
+
+/// Source of the workers.
+#[derive(Debug)]
+enum InitWorkers {
+    List(Vec<SocketAddr>),
+    Pool(String),
+    /// Name and port.
+    Dns(String, u16),
+}
+
+/// Writes the configuration and returns the exit code.
+pub(super) fn run(
+    args: &ConfigInitArgs,
+    out: &mut impl Write,
+    err: &mut impl Write,
+) -> anyhow::Result<u8> {
+    let is_terminal = std::io::stdin().is_terminal();
+    let values = InitValues::resolve(args, &mut |question, default| {
+        if !is_terminal {
+            return Ok(None);
+        }
+        write!(err, "{question} [{default}]: ")?;
+        err.flush()?;
+        let mut answer = String::new();
+        std::io::stdin().lock().read_line(&mut answer)?;
+        let answer = answer.trim();
+        Ok((!answer.is_empty()).then(|| answer.to_owned()))
+    })?;
+    let text = values.render();
+    if args.output == Path::new("-") {
+        out.write_all(text.as_bytes())?;
+        return Ok(0);
+    }
+    // Fails if the file exists.
+    let mut file = std::fs::File::create_new(&args.output)
+        .with_context(|| format!("cannot create {}", args.output.display()))?;
+    file.write_all(text.as_bytes())?;
+    let path = args.output.display();
+    writeln!(err, "wrote {path}; next: warmroute check {path}")?;
+    if let Err(errors) = Config::load(&args.output) {
+        for error in errors {
+            writeln!(err, "to change: {error}")?;
+        }
+    }
+    Ok(0)
+}
+
+impl InitValues {
+    /// Uses the values of the arguments, and prompts for the others. `ask` gets a question and the
+    /// default, and returns `None` for the default.
+    fn resolve(
+        args: &ConfigInitArgs,
+        ask: &mut dyn FnMut(&str, &str) -> anyhow::Result<Option<String>>,
+    ) -> anyhow::Result<Self> {
+        let model = match &args.model {
+            Some(model) => model.clone(),
+            None => ask("Name of the model, as the engines serve it", "required")?
+                .context("set --model NAME, the name under which the engines serve the model")?,
+        };
+        let directory = match &args.model_dir {
+            Some(directory) => Some(directory.clone()),
+            None => {
+                ask("Directory with tokenizer.json and config.json", "none")?.map(PathBuf::from)
+            }
+        };
+        let has_source = !args.workers.is_empty() || args.pool.is_some() || args.dns.is_some();
+        let workers = if has_source {
+            InitWorkers::of_args(args)?
+        } else {
+            let answer = ask("Addresses of the engines, as IP:PORT", "127.0.0.1:8000")?;
+            InitWorkers::parse_list(answer.as_deref().unwrap_or("127.0.0.1:8000"))?
+        };
+        Ok(Self {
+            model,
+            tokenizer: directory.map(|directory| find_tokenizer(&directory)),
+            engine: args.engine.unwrap_or(InitEngine::Vllm),
+            workers,
+            block_size: args.block_size.unwrap_or(DEFAULT_BLOCK_SIZE),
+            events_port: args.kv_events_port.unwrap_or(DEFAULT_EVENTS_PORT),
+        })
+    }
+
+    fn render(&self) -> String {
+        let mut text = String::from(
+            "# Written by `warmroute config init`. All other keys have defaults: examples/warmroute.yaml describes them.\n\n\
+             listeners:\n  ext_proc:\n    \
+             unix_socket: /tmp/warmroute/ext_proc.sock   # for an Envoy on this host\n    \
+             address: 127.0.0.1:9002                     # for an Envoy elsewhere; other addresses need tls or unprotected\n  \
+             admin:\n    address: 127.0.0.1:9005                     # metrics and status pages\n\n",
+        );
+        self.write_model(&mut text);
+        text.push('\n');
+        self.write_workers(&mut text);
+        if !matches!(self.workers, InitWorkers::Pool(_)) {
+            text.push_str(
+                "\nenvoy:\n  endpoints_file: /tmp/warmroute/eds_workers.yaml   # Envoy's list of workers, written by warmroute\n",
+            );
+        }
+        text
+    }
+
+    fn write_model(&self, text: &mut String) {
+        let name = quoted(&self.model);
+        _ = writeln!(
+            text,
+            "models:\n  - name: {name}   # as the engines serve it"
+        );
+        match &self.tokenizer {
+            Some(tokenizer) => {
+                let file = quoted(&tokenizer.display().to_string());
+                _ = writeln!(
+                    text,
+                    "    # tokenizer_config.json, config.json and chat_template.jinja of the model belong beside this file.\n    \
+                     tokenizer: {file}"
+                );
+            }
+            None => text.push_str(
+                "    # Without a tokenizer, requests are routed by load only. Files are not downloaded.\n    \
+                 #tokenizer: models/NAME/tokenizer.json\n",
+            ),
+        }
+        let engine = match self.engine {
+            InitEngine::Vllm => "vllm",
+            InitEngine::Sglang => "sglang",
+        };
+        _ = writeln!(
+            text,
+            "    engine: {engine}\n    block_size: {}   # tokens per KV block, as in the engines",
+            self.block_size
+        );
+    }
+
+    fn write_workers(&self, text: &mut String) {
+        let replay_port = self.events_port.saturating_add(REPLAY_PORT_OFFSET);
+        let events = self.events_port;
+        if self.engine == InitEngine::Vllm {
+            _ = writeln!(
+                text,
+                "# Flags of vLLM on the first worker of a host:\n\
+                 #   --enable-prefix-caching --kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\",\n\
+                 #   \"endpoint\": \"tcp://*:{events}\", \"replay_endpoint\": \"tcp://*:{replay_port}\"}}'"
+            );
+        } else {
+            _ = writeln!(
+                text,
+                "# Flag of SGLang on the first worker of a host:\n\
+                 #   --kv-events-config '{{\"publisher\": \"zmq\", \"endpoint\": \"tcp://*:{events}\", \"topic\": \"kv-events\"}}'"
+            );
+        }
+        text.push_str("workers:\n");
+        let replay = match self.engine {
+            InitEngine::Vllm => format!(", replay_port: {replay_port}"),
+            InitEngine::Sglang => String::new(),
+        };
+        match &self.workers {
+            InitWorkers::List(addresses) => self.write_list(text, addresses),
+            InitWorkers::Pool(name) => {
+                let name = quoted(name);
+                _ = writeln!(
+                    text,
+                    "  kubernetes:\n    pools:\n      - name: {name}   # InferencePool whose pods are the workers\n        \
+                     worker: {{kv_events: {{port: {events}{replay}}}}}"
+                );
+            }
+            InitWorkers::Dns(name, port) => {
+                let name = quoted(name);
+                _ = writeln!(
+                    text,
+                    "  dns:\n    - name: {name}   # each address is a worker\n      port: {port}\n      \
+                     worker: {{kv_events: {{port: {events}{replay}}}}}"
+                );
+            }
+        }
+    }
+
+    /// Writes the workers. The workers of one host have consecutive ports for their events.
+    fn write_list(&self, text: &mut String, addresses: &[SocketAddr]) {
+        text.push_str("  list:\n");
+        for (index, address) in addresses.iter().enumerate() {
+            let is_same_host = |other: &&SocketAddr| other.ip() == address.ip();
+            let before = addresses[..index].iter().filter(is_same_host).count();
+            let offset = u16::try_from(before).unwrap_or(u16::MAX);
+            let port = self.events_port.saturating_add(offset);
+            let replay_port = port.saturating_add(REPLAY_PORT_OFFSET);
+            let host = match address.ip() {
+                IpAddr::V4(ip) => ip.to_string(),
+                IpAddr::V6(ip) => format!("[{ip}]"),
+            };
+            let replay = match self.engine {
+                InitEngine::Vllm => format!(", replay_endpoint: \"tcp://{host}:{replay_port}\""),
+                InitEngine::Sglang => String::new(),
+            };
+            _ = writeln!(
+                text,
+                "    - id: {}\n      endpoint: \"{address}\"\n      \
+                 kv_events: {{endpoint: \"tcp://{host}:{port}\"{replay}}}",
+                index + 1
+            );
+        }
+    }
+}
+
+impl InitWorkers {
+    fn of_args(args: &ConfigInitArgs) -> anyhow::Result<Self> {
+        match (&args.pool, &args.dns) {
+            (Some(pool), _) => Ok(Self::Pool(pool.clone())),
+            (None, Some(name)) => {
+                let (name, port) = name
+                    .rsplit_once(':')
+                    .and_then(|(name, port)| Some((name.to_owned(), port.parse().ok()?)))
+                    .context("--dns: expected NAME:PORT, for example vllm.default.svc:8000")?;
+                Ok(Self::Dns(name, port))
+            }
+            (None, None) => Ok(Self::List(args.workers.clone())),
+        }
+    }
+
+    /// Parses addresses separated by spaces or commas.
+    fn parse_list(text: &str) -> anyhow::Result<Self> {
+        let parts = text.split([' ', ',']).filter(|part| !part.is_empty());
+        let addresses: Vec<SocketAddr> = parts
+            .map(|part| {
+                part.parse()
+                    .map_err(|_| anyhow!("`{part}` is not an IP:PORT, for example 10.0.0.5:8000"))
+            })
+            .collect::<anyhow::Result<_>>()?;
+        if addresses.is_empty() {
+            bail!("at least one address is required");
+        }
+        Ok(Self::List(addresses))
+    }
+}
+
+/// Returns the absolute path of the tokenizer file in a directory.
+fn find_tokenizer(directory: &Path) -> PathBuf {
+    let directory = std::path::absolute(directory).unwrap_or_else(|_| directory.to_owned());
+    TOKENIZER_FILES
+        .iter()
+        .map(|name| directory.join(name))
+        .find(|file| file.is_file())
+        .unwrap_or_else(|| directory.join(TOKENIZER_FILES[0]))
+}
+
+/// Returns a YAML string. JSON strings are YAML strings.
+fn quoted(text: &str) -> String {
+    serde_json::Value::from(text)
+        .to_string()
+        .replace("${", "$${")
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+    use crate::cmd::cli::{Cli, Command, ConfigCommand};
+
+    fn arguments(more: &[&str]) -> ConfigInitArgs {
+        let words = ["warmroute", "config", "init"].iter().chain(more);
+        match Cli::try_parse_from(words).unwrap().command {
+            Command::Config(ConfigCommand::Init(args)) => args,
+            other => panic!("unexpected command {other:?}"),
+        }
+    }
+
+    fn text_of(more: &[&str]) -> String {
+        let mut ask = |_: &str, _: &str| Ok(None);
+        InitValues::resolve(&arguments(more), &mut ask)
+            .unwrap()
+            .render()
+    }
+
+    #[test]
+    fn written_configurations_are_valid() {
+        let cases: [&[&str]; 5] = [
+            &[],
+            &[
+                "--worker",
+                "10.0.0.1:8000",
+                "--worker",
+                "10.0.0.1:8001",
+                "--worker",
+                "[fd00::1]:80",
+            ],
+            &["--pool", "vllm-qwen", "--kv-events-port", "6000"],
+            &[
+                "--dns",
+                "vllm.default.svc.cluster.local:8000",
+                "--engine",
+                "sglang",
+            ],
+            &["--block-size", "32"],
+        ];
+        for case in cases {
+            let text = text_of(&[&["--model", "a: ${b}"], case].concat());
+            let config = Config::parse(Path::new("w.yaml"), text.as_bytes())
+                .unwrap_or_else(|errors| panic!("{errors:?}\n{text}"));
+            assert_eq!(config.models[0].name.as_str(), "a: ${b}");
+        }
+    }
+
+    #[test]
+    fn workers_of_a_host_have_different_event_ports() {
+        let text = text_of(&[
+            "--model",
+            "m",
+            "--worker",
+            "10.0.0.1:8000",
+            "--worker",
+            "10.0.0.1:8001",
+            "--worker",
+            "10.0.0.2:8000",
+        ]);
+        let ports = [
+            "10.0.0.1:5557",
+            "10.0.0.1:5558",
+            "10.0.0.2:5557",
+            "10.0.0.1:5658",
+        ];
+        for port in ports {
+            assert!(text.contains(&format!("tcp://{port}")), "{port}: {text}");
+        }
+    }
+
+    #[test]
+    fn answers_replace_missing_arguments() {
+        let mut answers = ["m", "/models/m", "10.0.0.1:1, 10.0.0.2:2"].into_iter();
+        let mut ask = |_: &str, _: &str| Ok(answers.next().map(str::to_owned));
+        let values = InitValues::resolve(&arguments(&[]), &mut ask).unwrap();
+        let text = values.render();
+        for part in ["name: \"m\"", "/models/m/tokenizer.json", "10.0.0.2:2"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        let mut no_answer = |_: &str, _: &str| Ok(None);
+        let error = InitValues::resolve(&arguments(&[]), &mut no_answer).unwrap_err();
+        assert!(error.to_string().contains("--model"), "{error}");
+    }
+}
