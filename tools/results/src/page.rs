@@ -50,7 +50,10 @@ impl<'r> ResultsPage<'r> {
             met,
         } in rows
         {
-            let goal = goal.map_or_else(String::new, |goal| format!("{goal}"));
+            let goal = goal.map_or_else(String::new, |goal| {
+                let rounded = (goal * 100.0).round() / 100.0;
+                format!("{rounded}")
+            });
             let verdict = if *met { "" } else { "**above**" };
             let peer = number(*peer);
             let ours = number(*ours);
