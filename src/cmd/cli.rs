@@ -225,7 +225,7 @@ pub struct DoctorArgs {
 #[command(override_usage = EXPLAIN_USAGE, after_help = EXIT_CODES)]
 pub struct ExplainArgs {
     /// The configuration file; not needed with --admin
-    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
+    #[arg(long, short, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Request body; `-` for standard input
     #[arg(long, short, value_name = "FILE")]
@@ -242,7 +242,7 @@ pub struct ExplainArgs {
     pub headers: Vec<(String, String)>,
     /// Admin address of a running process, which knows the caches and the load. Without it, only
     /// the configuration is used
-    #[arg(long, value_name = "URL", env = "WARMROUTE_ADMIN", value_parser = parse_admin_url)]
+    #[arg(long, value_name = "URL", value_parser = parse_admin_url)]
     pub admin: Option<String>,
     /// File with the bearer token of the admin pages
     #[arg(long, value_name = "FILE", requires = "admin")]

@@ -22,6 +22,7 @@ const LAYERS: &[(&str, u8)] = &[
     ("app", 5),
     ("config", 5),
     ("serve", 5),
+    ("version", 5),
     ("lib", 5),
 ];
 

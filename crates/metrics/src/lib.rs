@@ -10,6 +10,8 @@ mod families;
 mod format;
 mod known_series;
 mod labels;
+#[cfg(test)]
+mod reference;
 
 use std::sync::Mutex;
 use std::sync::atomic::AtomicU64;
@@ -51,6 +53,18 @@ macro_rules! metrics {
         }
 
         impl $subsystem {
+            /// Rows of the reference.
+            #[cfg(test)]
+            pub(crate) const REFERENCE: $crate::reference::SubsystemRows =
+                $crate::reference::SubsystemRows {
+                    summary: concat!($($summary),+),
+                    rows: &[$($crate::reference::MetricRow {
+                        name: $name,
+                        type_text: stringify!($type),
+                        help: concat!($($help),+),
+                    }),+],
+                };
+
             /// Creates the metrics at zero and registers them.
             pub(crate) fn register(registry: &mut Registry) -> Self {
                 $( let $field: $type = $make; )+
@@ -83,7 +97,7 @@ pub struct Metrics {
     pub tokens: TokenMetrics,
     /// Metrics of the comparison between the tokens of warmroute and those of the engines.
     pub parity: ParityMetrics,
-    /// Metrics of the shared cache and of the remote index.
+    /// Metrics of the shared cache and the remote index.
     pub index: IndexMetrics,
     /// Metrics of the fleet, its discovery and the load of its workers.
     pub workers: WorkerMetrics,

@@ -91,9 +91,10 @@ async fn occupied_port_fails_before_loading() {
         merge_config(&mut more, &section);
         let (code, lines) = failed_start(&more).await;
         let expected = format!("cannot start: the {name} address {address} cannot be bound");
-        let [cause] = &lines[..] else {
+        let [first, cause] = &lines[..] else {
             panic!("{name}: {lines:#?}")
         };
+        assert_eq!(first["fields"]["message"], "starting warmroute", "{first}");
         assert!(
             cause["fields"]["message"]
                 .as_str()

@@ -1,4 +1,4 @@
-//! Metrics of the shared cache and of the remote index.
+//! Metrics of the shared cache and the remote index.
 
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -9,7 +9,7 @@ use crate::labels::{ModelLabel, OutcomeLabel, ReasonLabel};
 use crate::{Histograms, histograms, metrics, outcomes};
 
 metrics! {
-    /// Metrics of the shared cache and of the remote index.
+    /// Metrics of the shared cache and the remote index.
     IndexMetrics {
         /// Share of the prompt's blocks that the shared cache holds, by model. Failed lookups are
         /// not included

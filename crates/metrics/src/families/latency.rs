@@ -22,9 +22,9 @@ metrics! {
     /// Metrics of the learned latency.
     LatencyMetrics {
         /// Learned time of one unit of work, by model and coefficient: prefill_token (uncached
-        /// prompt token), prefill_pair (pair of an uncached token and a token before it),
-        /// decode_step (fixed part of a decode step), decode_context_token (token in the context of
-        /// the running requests, per decode step), transfer_token (prompt token that a prefill
+        /// prompt token); prefill_pair (pair of an uncached token and a token before it);
+        /// decode_step (fixed part of a decode step); decode_context_token (token in the context of
+        /// the running requests, per decode step); transfer_token (prompt token that a prefill
         /// worker transfers)
         "latency_coefficient_seconds" coefficient_seconds: Family<ModelCoefficientLabels, FloatGauge> = Family::default();
         /// Learned mean length of an answer in tokens

@@ -1,0 +1,146 @@
+//! The page docs/metrics.md, generated from the definitions of the metrics.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+
+use crate::families::*;
+
+/// Definition of a metric.
+pub(crate) struct MetricRow {
+    pub(crate) name: &'static str,
+    /// Type of the field, as written in the source.
+    pub(crate) type_text: &'static str,
+    pub(crate) help: &'static str,
+}
+
+/// Metrics of one subsystem.
+pub(crate) struct SubsystemRows {
+    pub(crate) summary: &'static str,
+    pub(crate) rows: &'static [MetricRow],
+}
+
+const SUBSYSTEMS: [SubsystemRows; 18] = [
+    RequestMetrics::REFERENCE,
+    LatencyMetrics::REFERENCE,
+    AuditMetrics::REFERENCE,
+    WorkerMetrics::REFERENCE,
+    IndexMetrics::REFERENCE,
+    KvEventMetrics::REFERENCE,
+    ParityMetrics::REFERENCE,
+    TokenMetrics::REFERENCE,
+    QueueMetrics::REFERENCE,
+    SessionMetrics::REFERENCE,
+    PrefillMetrics::REFERENCE,
+    ReplicaMetrics::REFERENCE,
+    ExtProcMetrics::REFERENCE,
+    ListenerMetrics::REFERENCE,
+    EndpointMetrics::REFERENCE,
+    ApiMetrics::REFERENCE,
+    ConfigMetrics::REFERENCE,
+    ProcessMetrics::REFERENCE,
+];
+
+const HEAD: &str = "# Metrics reference
+
+`listeners.admin.address` serves the metrics at `/metrics`, as Prometheus text, or as OpenMetrics if the client
+prefers it. All names begin with `warmroute_`. This page is generated from the definitions in `crates/metrics`.
+";
+
+/// Returns the fields of each label set, from the source of the label sets.
+fn label_sets() -> BTreeMap<String, Vec<String>> {
+    let mut sets = BTreeMap::new();
+    let mut current: Option<String> = None;
+    for line in include_str!("labels.rs").lines() {
+        if let Some(rest) = line.strip_prefix("pub struct ") {
+            let name = rest.trim_end_matches([' ', '{', ';']).to_owned();
+            sets.insert(name.clone(), Vec::new());
+            current = Some(name);
+        } else if line == "}" {
+            current = None;
+        } else if let (Some(name), Some(field)) = (&current, line.strip_prefix("    pub "))
+            && let Some((field, _)) = field.split_once(':')
+            && let Some(fields) = sets.get_mut(name)
+        {
+            fields.push(field.trim_start_matches("r#").to_owned());
+        }
+    }
+    sets
+}
+
+/// Returns kind and labels of a metric type.
+fn describe_type(type_text: &str, sets: &BTreeMap<String, Vec<String>>) -> (&'static str, String) {
+    let kind = if type_text.contains("Counter") {
+        "counter"
+    } else if type_text.contains("Histogram") {
+        "histogram"
+    } else {
+        "gauge"
+    };
+    let set = type_text
+        .split_once('<')
+        .map(|(_, parameters)| parameters.split([',', '>', '<']).next().unwrap_or_default())
+        .unwrap_or_default()
+        .trim();
+    let labels = sets.get(set).map(|fields| {
+        let fields: Vec<String> = fields.iter().map(|field| format!("`{field}`")).collect();
+        fields.join(", ")
+    });
+    (kind, labels.unwrap_or_default())
+}
+
+fn render() -> String {
+    let sets = label_sets();
+    let mut text = HEAD.to_owned();
+    for subsystem in SUBSYSTEMS {
+        let summary = subsystem.summary.trim().trim_end_matches('.');
+        let title = summary.strip_prefix("Metrics of ").unwrap_or(summary);
+        let title = title.strip_prefix("the ").unwrap_or(title);
+        let mut letters = title.chars();
+        let first = letters.next().map(|letter| letter.to_ascii_uppercase());
+        let title: String = first.into_iter().chain(letters).collect();
+        _ = writeln!(text, "\n## {title}\n");
+        text.push_str("| metric | type | labels | meaning |\n|---|---|---|---|\n");
+        for row in subsystem.rows {
+            let (kind, labels) = describe_type(row.type_text, &sets);
+            let suffix = if kind == "counter" { "_total" } else { "" };
+            let help = row.help.trim().replace('|', "\\|");
+            _ = writeln!(
+                text,
+                "| `warmroute_{}{suffix}` | {kind} | {labels} | {help} |",
+                row.name
+            );
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the environment enables rewriting of the page"
+    )]
+    fn metrics_page_is_up_to_date() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/metrics.md");
+        let text = render();
+        if std::env::var_os("UPDATE_GOLDEN").is_some() {
+            std::fs::write(&path, &text).unwrap();
+        }
+        let found = std::fs::read_to_string(&path).unwrap_or_default();
+        assert!(
+            found == text,
+            "docs/metrics.md is out of date; UPDATE_GOLDEN=1 cargo test -p warmroute-metrics rewrites it"
+        );
+    }
+
+    #[test]
+    fn label_sets_are_found() {
+        let sets = label_sets();
+        assert_eq!(sets["RequestLabels"], ["model", "mode", "role"]);
+        assert!(sets.len() > 10, "{sets:?}");
+    }
+}

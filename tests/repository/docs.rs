@@ -1,0 +1,276 @@
+//! Checks the documentation: links, the summary of the book, sentence lengths, and pages that are
+//! generated or must be complete.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use warmroute_core::router::Reason;
+use warmroute_server::dispatch::audit::MissCause;
+
+/// Maximum words of a sentence.
+const MAX_SENTENCE_WORDS: usize = 35;
+/// Limits of the front page.
+const MAX_README_WORDS: usize = 900;
+const MAX_README_LINES: usize = 130;
+/// Text before the example in the configuration reference.
+const CONFIGURATION_HEAD: &str = "# Configuration reference
+
+This page is generated from [examples/warmroute.yaml](../examples/warmroute.yaml), which has every key. Every key has
+its default value unless the comment says otherwise; tests compare the file with the code. `warmroute check` finds
+mistakes, and `warmroute config init` writes a first file. Texts may contain environment variables: `${NAME}`, or
+`${NAME:-default}`. Top-level keys that begin with `x-` are ignored and may hold YAML anchors.
+
+";
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap()
+}
+
+/// Returns the Markdown files of a directory and its subdirectories, relative to the root.
+fn markdown_files(directory: &str) -> Vec<String> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(root().join(directory)).unwrap() {
+        let entry = entry.unwrap();
+        let path = format!("{directory}/{}", entry.file_name().to_str().unwrap());
+        if entry.path().is_dir() {
+            files.extend(markdown_files(&path));
+        } else if path.ends_with(".md") {
+            files.push(path);
+        }
+    }
+    files.sort();
+    files
+}
+
+fn pages() -> Vec<String> {
+    let mut pages = markdown_files("docs");
+    pages.extend(markdown_files("envoy"));
+    pages.extend(["README.md", "SECURITY.md", "deploy/README.md"].map(str::to_owned));
+    pages
+}
+
+/// Returns the lines outside fenced code blocks.
+fn prose(text: &str) -> Vec<&str> {
+    let mut is_code = false;
+    let mut lines = Vec::new();
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+            lines.push("");
+        } else if !is_code {
+            lines.push(line);
+        }
+    }
+    lines
+}
+
+/// Returns the anchor of a heading.
+fn anchor(heading: &str) -> String {
+    let kept = |letter: &char| letter.is_alphanumeric() || matches!(letter, '-' | '_' | ' ');
+    let text: String = heading.to_lowercase().chars().filter(kept).collect();
+    text.trim().replace(' ', "-")
+}
+
+fn anchors(text: &str) -> BTreeSet<String> {
+    let lines = prose(text);
+    let headings = lines.iter().filter(|line| line.starts_with('#'));
+    headings
+        .map(|line| anchor(line.trim_start_matches('#')))
+        .collect()
+}
+
+/// Returns the targets of the inline links of a page.
+fn link_targets(text: &str) -> Vec<String> {
+    let prose = prose(text).join("\n");
+    let parts = prose.split("](").skip(1);
+    parts
+        .filter_map(|part| part.split_once(')'))
+        .map(|(target, _)| target.to_owned())
+        .collect()
+}
+
+#[test]
+fn relative_links_resolve() {
+    let mut broken = Vec::new();
+    for page in pages() {
+        let text = read(&page);
+        for target in link_targets(&text) {
+            if target.contains("://") {
+                continue;
+            }
+            let (file, fragment) = target.split_once('#').unwrap_or((&target, ""));
+            let path = if file.is_empty() {
+                root().join(&page)
+            } else {
+                root().join(&page).parent().unwrap().join(file)
+            };
+            let has_anchor =
+                || fs::read_to_string(&path).is_ok_and(|text| anchors(&text).contains(fragment));
+            let is_markdown = path.extension().is_some_and(|kind| kind == "md");
+            if !path.exists() || (is_markdown && !fragment.is_empty() && !has_anchor()) {
+                broken.push(format!("{page}: {target}"));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "broken links:\n{}", broken.join("\n"));
+}
+
+#[test]
+fn summary_lists_every_page() {
+    let listed: BTreeSet<String> = link_targets(&read("docs/SUMMARY.md")).into_iter().collect();
+    let pages: BTreeSet<String> = markdown_files("docs")
+        .into_iter()
+        .map(|path| path.trim_start_matches("docs/").to_owned())
+        .filter(|path| path != "SUMMARY.md")
+        .collect();
+    assert_eq!(listed, pages);
+}
+
+/// Returns the sentences of a page. A list item, a table cell and a heading end a sentence.
+fn sentences(text: &str) -> Vec<String> {
+    let mut blocks: Vec<String> = vec![String::new()];
+    for line in prose(text) {
+        let trimmed = line.trim();
+        if trimmed.starts_with('|') {
+            blocks.extend(trimmed.split(" | ").map(str::to_owned));
+            blocks.push(String::new());
+            continue;
+        }
+        let starts_item = trimmed.starts_with("- ")
+            || trimmed.starts_with("* ")
+            || trimmed
+                .split_once(". ")
+                .is_some_and(|(number, _)| number.parse::<u32>().is_ok());
+        if trimmed.is_empty() || trimmed.starts_with('#') || starts_item {
+            blocks.push(String::new());
+        }
+        let block = blocks.last_mut().unwrap();
+        block.push(' ');
+        block.push_str(trimmed);
+        if trimmed.starts_with('#') {
+            blocks.push(String::new());
+        }
+    }
+    let split = |block: String| -> Vec<String> {
+        let ends = [". ", "? ", "! ", ": ", "; "];
+        let mut parts = vec![block];
+        for end in ends {
+            parts = parts
+                .iter()
+                .flat_map(|part| part.split(end))
+                .map(str::to_owned)
+                .collect();
+        }
+        parts
+    };
+    blocks.into_iter().flat_map(split).collect()
+}
+
+#[test]
+fn sentences_are_short() {
+    let mut long = Vec::new();
+    for page in pages() {
+        for sentence in sentences(&read(&page)) {
+            let is_word = |word: &&str| word.contains(char::is_alphanumeric);
+            let words = sentence.split_whitespace().filter(is_word).count();
+            if words > MAX_SENTENCE_WORDS {
+                long.push(format!("{page}: {words} words: {}", sentence.trim()));
+            }
+        }
+    }
+    assert!(long.is_empty(), "{}", long.join("\n"));
+}
+
+#[test]
+fn front_page_is_short() {
+    let text = read("README.md");
+    assert!(text.lines().count() <= MAX_README_LINES);
+    assert!(text.split_whitespace().count() <= MAX_README_WORDS);
+}
+
+#[test]
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the environment enables rewriting of the page"
+)]
+fn configuration_page_is_up_to_date() {
+    let page = "docs/configuration.md";
+    let expected = format!(
+        "{CONFIGURATION_HEAD}```yaml\n{}```\n",
+        read("examples/warmroute.yaml")
+    );
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::write(root().join(page), &expected).unwrap();
+    }
+    let found = fs::read_to_string(root().join(page)).unwrap_or_default();
+    assert!(
+        found == expected,
+        "{page} is out of date; UPDATE_GOLDEN=1 cargo test --test repository rewrites it"
+    );
+}
+
+/// Returns the names of the checks of `doctor`: texts of the form `section.check` in its source.
+fn doctor_checks() -> BTreeSet<String> {
+    let sections = [
+        "config",
+        "host",
+        "warmroute",
+        "kubernetes",
+        "engine",
+        "events",
+        "canary",
+        "envoy",
+    ];
+    let mut checks = BTreeSet::new();
+    for directory in ["crates/doctor/src", "src/cmd"] {
+        for file in source_files(&root().join(directory)) {
+            let text = fs::read_to_string(file).unwrap();
+            for call in text.split("FindingBuilder::new(").skip(1) {
+                let name = call.trim_start().strip_prefix('"');
+                let name = name.and_then(|rest| rest.split('"').next());
+                let is_check = |name: &&str| {
+                    name.split_once('.')
+                        .is_some_and(|(section, _)| sections.contains(&section))
+                };
+                checks.extend(name.filter(is_check).map(str::to_owned));
+            }
+        }
+    }
+    assert!(checks.len() > 40, "{checks:?}");
+    checks
+}
+
+fn source_files(directory: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if path.is_dir() && name != "tests" {
+            files.extend(source_files(&path));
+        } else if name.ends_with(".rs") && name != "tests.rs" && name != "table.rs" {
+            files.push(path);
+        }
+    }
+    files
+}
+
+#[test]
+fn troubleshooting_has_an_entry_per_name() {
+    let text = read("docs/troubleshooting.md");
+    let entries: BTreeSet<&str> = text
+        .lines()
+        .filter_map(|line| line.strip_prefix("### "))
+        .collect();
+    let reasons = Reason::ALL.map(|reason| reason.as_str().to_owned());
+    let causes = MissCause::ALL.map(|cause| cause.as_str().to_owned());
+    let names = reasons.into_iter().chain(causes).chain(doctor_checks());
+    let missing: Vec<String> = names
+        .filter(|name| !entries.contains(name.as_str()))
+        .collect();
+    assert!(missing.is_empty(), "no entry for {missing:?}");
+}
