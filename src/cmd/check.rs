@@ -26,28 +26,8 @@ struct ConfigCheckReport {
     models: usize,
     /// Number of listed workers; `None` if a service discovers them.
     workers: Option<usize>,
-    errors: Vec<ReportedError>,
-    warnings: Vec<ReportedWarning>,
-}
-
-/// Error with its position.
-#[derive(Debug, Serialize)]
-struct ReportedError {
-    #[serde(skip_serializing_if = "Option::is_none")]
-    file: Option<PathBuf>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    line: Option<usize>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    column: Option<usize>,
-    message: String,
-}
-
-/// Warning about a valid setting.
-#[derive(Debug, Serialize)]
-struct ReportedWarning {
-    subject: String,
-    finding: String,
-    fix: String,
+    errors: Vec<ConfigError>,
+    warnings: Vec<Advice>,
 }
 
 /// Checks a configuration as `serve` would load it. Returns the exit code.
@@ -136,7 +116,7 @@ impl CheckedSource {
             models: config.models.len(),
             workers: is_listed.then_some(workers.len()),
             errors: Vec::new(),
-            warnings: warnings.into_iter().map(ReportedWarning::from).collect(),
+            warnings,
         };
         Ok((report, Some(config)))
     }
@@ -149,7 +129,7 @@ impl ConfigCheckReport {
             valid: false,
             models: 0,
             workers: None,
-            errors: errors.into_iter().map(ReportedError::from).collect(),
+            errors,
             warnings: Vec::new(),
         }
     }
@@ -157,18 +137,14 @@ impl ConfigCheckReport {
     /// Writes errors and warnings, one per line, and the verdict. If `quiet`, writes only errors.
     fn write(&self, quiet: bool, err: &mut impl Write) -> std::io::Result<()> {
         for problem in &self.errors {
-            writeln!(err, "{}", problem.line_text())?;
+            writeln!(err, "{problem}")?;
         }
         if quiet {
             return Ok(());
         }
         let warning = style::label(style::WARNING, "warning");
         for found in &self.warnings {
-            writeln!(
-                err,
-                "{warning}: {}: {}; {}",
-                found.subject, found.finding, found.fix
-            )?;
+            writeln!(err, "{warning}: {found}")?;
         }
         if self.valid {
             let models = format_count(self.models, "model");
@@ -186,41 +162,6 @@ impl ConfigCheckReport {
                 |file| file.display().to_string(),
             );
             writeln!(err, "{} in {place}", style::label(style::ERROR, errors))
-        }
-    }
-}
-
-impl ReportedError {
-    fn line_text(&self) -> String {
-        let mut text = String::new();
-        if let Some(file) = &self.file {
-            text += &format!("{}:", file.display());
-            for number in [self.line, self.column].into_iter().flatten() {
-                text += &format!("{number}:");
-            }
-            text.push(' ');
-        }
-        text + &self.message
-    }
-}
-
-impl From<ConfigError> for ReportedError {
-    fn from(error: ConfigError) -> Self {
-        Self {
-            file: Some(error.path),
-            line: error.line,
-            column: error.column,
-            message: error.problem,
-        }
-    }
-}
-
-impl From<Advice> for ReportedWarning {
-    fn from(advice: Advice) -> Self {
-        Self {
-            subject: advice.subject,
-            finding: advice.finding,
-            fix: advice.fix,
         }
     }
 }

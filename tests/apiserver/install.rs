@@ -56,14 +56,14 @@ pub(crate) fn locate() -> Result<SuitePrograms, MissingProgramError> {
     if find_on_path("go").is_some() {
         try_mount()?;
     }
-    let [etcd, api_server] = pair(
+    let [etcd, api_server] = locate_pair(
         "control-plane",
         [
             ("ETCD_BIN", "etcd"),
             ("KUBE_APISERVER_BIN", "kube-apiserver"),
         ],
     )?;
-    let [helm, kustomize] = pair(
+    let [helm, kustomize] = locate_pair(
         "deploy-tools",
         [("HELM_BIN", "helm"), ("KUSTOMIZE_BIN", "kustomize")],
     )?;
@@ -76,8 +76,8 @@ pub(crate) fn locate() -> Result<SuitePrograms, MissingProgramError> {
     })
 }
 
-/// Returns two programs by their variables, or from a build of their group.
-fn pair(
+/// Returns two programs from their environment variables, or from a build of their group.
+fn locate_pair(
     group: &str,
     programs: [(&'static str, &str); 2],
 ) -> Result<[PathBuf; 2], MissingProgramError> {

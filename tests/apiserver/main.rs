@@ -1,5 +1,6 @@
 //! Kubernetes discovery against a real etcd and kube-apiserver on the loopback interface, with TLS
-//! and RBAC, and the shipped manifests as kustomize and helm render and install them. warmroute runs as in a pod, with a mounted service account that has the Role of
+//! and RBAC. kustomize and helm render the shipped manifests, and the API server accepts them.
+//! warmroute runs as in a pod, with a mounted service account that has the Role of
 //! `deploy/base/rbac.yaml`.
 //!
 //! `cargo test --test apiserver -- [FILTER]` runs the cases whose names contain the filter and

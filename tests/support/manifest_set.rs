@@ -41,25 +41,25 @@ pub(crate) struct PodTemplates<'a> {
     pub(crate) spec: &'a Value,
 }
 
+/// Returns a program of a Python package with pinned requirements. The first call installs it.
+pub(crate) fn install_pinned(requirements: &str, program: &str) -> PathBuf {
+    // Changed requirements need a new installation.
+    let hash = xxh3_64(&fs::read(requirements).unwrap());
+    let name = format!("{program}-{hash:016x}");
+    let file = format!("bin/{program}");
+    let installed = install_once(&target_dir().unwrap(), &name, &file, |scratch| {
+        let packages = scratch.join("packages");
+        let requirements = PypiPackages::Hashed(Path::new(requirements));
+        pypi::install(requirements, scratch, &packages)?;
+        Ok(packages)
+    });
+    installed.unwrap_or_else(|error| panic!("{error:#}"))
+}
+
 /// Validates each object against the schemas of a Kubernetes version. The result is null for a
 /// valid object, "no schema", or the error. The first call installs the validator.
 pub(crate) fn validated(objects: &Value, version: &str) -> Value {
-    let dir = target_dir().unwrap();
-    // Changed requirements need a new installation.
-    let name = format!(
-        "kubernetes-validate-{:016x}",
-        xxh3_64(&fs::read(REQUIREMENTS).unwrap())
-    );
-    let validator = install_once(&dir, &name, "bin/kubernetes-validate", |scratch| {
-        let packages = scratch.join("packages");
-        pypi::install(
-            PypiPackages::Hashed(Path::new(REQUIREMENTS)),
-            scratch,
-            &packages,
-        )?;
-        Ok(packages)
-    });
-    let validator = validator.unwrap_or_else(|error| panic!("{error:#}"));
+    let validator = install_pinned(REQUIREMENTS, "kubernetes-validate");
     let packages = validator.ancestors().nth(2).unwrap();
     let mut command = Command::new("python3");
     command

@@ -4,7 +4,7 @@
 use serde::Serialize;
 
 /// Severity of a finding, most severe first.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FindingLevel {
     /// Requests are lost, rejected, or routed without regard to the caches.

@@ -1,6 +1,7 @@
 //! Terminal form of findings: one section per subject area, with problems first. Equal results of
 //! several subjects share one line. The fix of a problem is printed below it, with a link.
 
+use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use anstyle::{AnsiColor, Style};
@@ -98,43 +99,50 @@ struct ResultLine<'a> {
 
 /// Returns the lines of a section in the order of the findings.
 fn fold_findings<'a>(section: &[&'a Finding], verbose: bool) -> Vec<ResultLine<'a>> {
-    let mut lines = Vec::new();
-    let mut folded: Vec<(FindingLevel, &str, &str)> = Vec::new();
+    group_equal(section, verbose)
+        .into_iter()
+        .map(|group| {
+            let first = group[0];
+            let message = if group.len() == 1 {
+                format!("{}: {}", first.subject, first.message)
+            } else {
+                folded_message(&group, section)
+            };
+            ResultLine {
+                level: first.level,
+                check: first.check,
+                message,
+                fix: first.fix.as_deref(),
+            }
+        })
+        .collect()
+}
+
+/// Groups equal results in the order of their first finding. If `verbose`, each finding is a group.
+fn group_equal<'a>(section: &[&'a Finding], verbose: bool) -> Vec<Vec<&'a Finding>> {
+    let mut groups: Vec<Vec<&Finding>> = Vec::new();
+    let mut positions = HashMap::new();
     for finding in section {
         // Problems with one cause have one message. Passed checks differ in their values.
         let message = match finding.level {
             FindingLevel::Ok => "",
             _ => finding.message.as_str(),
         };
-        let key = (finding.level, finding.check, message);
-        let equal: Vec<&&Finding> = section
-            .iter()
-            .filter(|other| (other.level, other.check) == (key.0, key.1))
-            .filter(|other| message.is_empty() || other.message == message)
-            .collect();
-        if verbose || equal.len() == 1 {
-            lines.push(ResultLine {
-                level: finding.level,
-                check: finding.check,
-                message: format!("{}: {}", finding.subject, finding.message),
-                fix: finding.fix.as_deref(),
-            });
-        } else if !folded.contains(&key) {
-            folded.push(key);
-            lines.push(ResultLine {
-                level: finding.level,
-                check: finding.check,
-                message: folded_message(&equal, section),
-                fix: finding.fix.as_deref(),
-            });
+        let next = groups.len();
+        let position = *positions
+            .entry((finding.level, finding.check, message))
+            .or_insert(next);
+        match groups.get_mut(position).filter(|_| !verbose) {
+            Some(group) => group.push(finding),
+            None => groups.push(vec![finding]),
         }
     }
-    lines
+    groups
 }
 
 /// Returns the message for several equal results: their number among all results of the check, and
-/// what they have in common.
-fn folded_message(equal: &[&&Finding], section: &[&Finding]) -> String {
+/// their message if they have the same one.
+fn folded_message(equal: &[&Finding], section: &[&Finding]) -> String {
     let first = equal[0];
     let all = section
         .iter()

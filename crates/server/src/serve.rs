@@ -11,7 +11,7 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
-use warmroute_settings::ConfigError;
+use warmroute_settings::{ConfigError, format_count};
 use warmroute_tokens::prompt::LoadError;
 
 use crate::app::telemetry::{self, LogFilter};
@@ -181,7 +181,10 @@ pub fn write_errors(errors: &[ConfigError], err: &mut dyn Write) -> io::Result<(
         writeln!(err, "{error}")?;
     }
     match errors {
-        [first, _, ..] => writeln!(err, "{} errors in {}", errors.len(), first.path.display()),
+        [first, _, ..] => {
+            let count = format_count(errors.len(), "error");
+            writeln!(err, "{count} in {}", first.path.display())
+        }
         _ => Ok(()),
     }
 }

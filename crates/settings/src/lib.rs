@@ -17,6 +17,7 @@ mod variables;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 use thiserror::Error;
 
@@ -27,15 +28,19 @@ pub use units::{ByteSize, DurationSetting};
 pub use urls::has_credentials;
 
 /// Error in a settings file, with its position and fix.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[derive(Clone, Debug, PartialEq, Eq, Error, Serialize)]
 pub struct ConfigError {
     /// Path of the file.
+    #[serde(rename = "file")]
     pub path: PathBuf,
     /// Line, from 1. `None` if the error concerns the whole file.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub line: Option<usize>,
     /// Column, from 1. `None` if it is unknown.
+    #[serde(skip_serializing_if = "Option::is_none")]
     pub column: Option<usize>,
     /// Problem and fix, in one sentence.
+    #[serde(rename = "message")]
     pub problem: String,
 }
 

@@ -75,30 +75,23 @@ impl SettingsError {
                 meant: Some(meant),
                 ..
             } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            SettingsErrorKind::Unknown { key, .. } if self.hint_for_root_key(key).is_some() => {
-                let hint = self.hint_for_root_key(key).unwrap_or_default();
-                format!("unknown key `{key}`; {hint}")
-            }
-            SettingsErrorKind::Unknown { key, .. } if !lists_keys => {
-                format!("unknown key `{key}` in {name}")
-            }
             SettingsErrorKind::Unknown {
                 key,
                 known,
                 meant: None,
-            } => {
-                format!(
-                    "unknown key `{key}` in {name}; known keys: {}",
-                    known.join(", ")
-                )
-            }
+            } => match self.hint_for_root_key(key) {
+                Some(hint) => format!("unknown key `{key}`; {hint}"),
+                None if lists_keys => {
+                    let known = known.join(", ");
+                    format!("unknown key `{key}` in {name}; known keys: {known}")
+                }
+                None => format!("unknown key `{key}` in {name}"),
+            },
             SettingsErrorKind::WrongType(text) => format!("{name} {text}"),
             SettingsErrorKind::Rejected(text) => format!("{name}: {text}"),
         }
     }
-}
 
-impl SettingsError {
     /// Returns a hint for a frequent mistake in the keys of the file's root.
     fn hint_for_root_key(&self, key: &str) -> Option<&'static str> {
         match key {

@@ -1,6 +1,6 @@
 //! Parsers of argument values.
 
-/// Parses an URL with a scheme.
+/// Parses a URL with a scheme.
 pub(super) fn parse_url(url: &str) -> Result<String, String> {
     let has_scheme = url.starts_with("http://") || url.starts_with("https://");
     has_scheme

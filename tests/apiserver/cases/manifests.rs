@@ -65,7 +65,7 @@ async fn object_path(plane: &TestControlPlane, object: &Value) -> anyhow::Result
 
 /// Returns objects in a fixed order, without the hash that kustomize appends to the name of a
 /// ConfigMap.
-fn comparable(objects: &[Value]) -> BTreeSet<String> {
+fn normalize_objects(objects: &[Value]) -> BTreeSet<String> {
     let hashed: Vec<String> = objects
         .iter()
         .filter(|object| object["kind"] == "ConfigMap")
@@ -74,7 +74,7 @@ fn comparable(objects: &[Value]) -> BTreeSet<String> {
         .filter(|suffix| !suffix.is_empty())
         .collect();
     let text = |object: &Value| {
-        let text = sorted(object).to_string();
+        let text = sort_keys(object).to_string();
         hashed
             .iter()
             .fold(text, |text, suffix| text.replace(suffix.as_str(), ""))
@@ -83,16 +83,16 @@ fn comparable(objects: &[Value]) -> BTreeSet<String> {
 }
 
 /// Returns a value with sorted keys.
-fn sorted(value: &Value) -> Value {
+fn sort_keys(value: &Value) -> Value {
     match value {
-        Value::Array(items) => items.iter().map(sorted).collect(),
+        Value::Array(items) => items.iter().map(sort_keys).collect(),
         Value::Object(fields) => {
             let mut fields: Vec<_> = fields.iter().collect();
             fields.sort_by_key(|(key, _)| *key);
             let fields = fields.into_iter();
             Value::Object(
                 fields
-                    .map(|(key, value)| (key.clone(), sorted(value)))
+                    .map(|(key, value)| (key.clone(), sort_keys(value)))
                     .collect(),
             )
         }
@@ -110,8 +110,8 @@ pub(super) async fn overlays_are_accepted(plane: Arc<TestControlPlane>) -> CaseR
         let yaml = output_of(&plane.programs.kustomize, ["build", &directory])
             .await?
             .map_err(anyhow::Error::msg)?;
-        let built = comparable(&documents(&yaml, &overlay));
-        let own = comparable(&ManifestSet::of_overlay(&overlay).objects);
+        let built = normalize_objects(&documents(&yaml, &overlay));
+        let own = normalize_objects(&ManifestSet::of_overlay(&overlay).objects);
         let different: Vec<_> = built.symmetric_difference(&own).collect();
         ensure!(different.is_empty(), "{overlay}: {different:?}");
         for document in yaml.split("\n---\n") {
@@ -139,7 +139,7 @@ pub(super) async fn overlays_are_accepted(plane: Arc<TestControlPlane>) -> CaseR
     ))
 }
 
-/// The stored renderings of the chart are what helm renders, and `helm lint` accepts every file of
+/// The stored renderings of the chart equal the output of helm, and `helm lint` accepts every file of
 /// values.
 pub(super) async fn chart_renderings_are_current(plane: Arc<TestControlPlane>) -> CaseResult {
     let helm = &plane.programs.helm;

@@ -238,10 +238,10 @@ fn helm_test_runs_doctor_as_the_deployment_runs() {
     }
 }
 
-/// Without bookings of one another, replicas choose worse, and a server that does not exist would
-/// keep every replica waiting for it.
+/// Replicas that cannot exchange bookings route worse. A configured server that does not exist delays
+/// the readiness of every replica.
 #[test]
-fn default_names_no_nats_server_that_is_not_installed() {
+fn default_values_name_only_installed_nats_servers() {
     for values in chart_values() {
         let set = ManifestSet::of_chart(&values);
         let config = parsed(&set);

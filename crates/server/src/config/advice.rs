@@ -9,6 +9,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::time::Duration;
 
+use serde::Serialize;
 use warmroute_core::worker::{Worker, WorkerRole};
 use warmroute_settings::ByteSize;
 
@@ -17,7 +18,7 @@ use crate::fleet::discovery::kubernetes::PodsConfig;
 use crate::prefill::PrefillMode;
 
 /// Warning about a probable mistake.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Advice {
     /// Subject: a model, a worker or a key.
     pub subject: String,

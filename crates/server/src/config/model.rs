@@ -13,6 +13,9 @@ use crate::ext_proc::config::FailureMode;
 use crate::prefill::PrefillConfig;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 
+/// Extensions of the files of a model.
+const FILE_KINDS: [&str; 3] = ["json", "gz", "jinja"];
+
 /// Largest block size. No engine has larger KV blocks, and few prompts would fill one.
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
@@ -162,9 +165,6 @@ impl ModelConfig {
         problems
     }
 }
-
-/// Extensions of the files of a model.
-const FILE_KINDS: [&str; 3] = ["json", "gz", "jinja"];
 
 impl ModelConfig {
     /// Returns the tokens per KV block of the index.

@@ -9,7 +9,7 @@ use super::table;
 
 /// Maximum width of a line, unless a single word is longer.
 const MAX_WIDTH: usize = 100;
-/// Number of workers of a phase.
+/// Maximum number of printed workers of a phase.
 const MAX_WORKERS: usize = 5;
 /// Separator between columns.
 const COLUMN_GAP: &str = "  ";
