@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use anyhow::ensure;
+use anyhow::{Context, ensure};
 use bytes::Bytes;
 use serde::Serialize;
 use serde_json::Value;
@@ -82,6 +82,9 @@ pub(crate) async fn measure_round(
     bodies: &Arc<Vec<Bytes>>,
     plan: &LoadPlan,
 ) -> anyhow::Result<RoundSample> {
+    if let Some(pid) = setup.server_pid() {
+        MemoryUse::reset_peak(pid).context("cannot reset the peak memory of the server")?;
+    }
     let before = CounterReading::read(http, setups, setup).await?;
     let round = client::send_all(http, &setup.url(), bodies, plan).await?;
     let client = comparison::process_cpu_nanos();

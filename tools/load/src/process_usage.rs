@@ -1,7 +1,7 @@
 //! CPU time and memory of processes, as counted by the kernel.
 
 use std::collections::HashMap;
-use std::fs;
+use std::{fs, io};
 
 /// CPU time of a process by thread. The time of a thread that ended since the last reading is lost.
 /// The readings must therefore be closer together than the idle time after which a thread ends.
@@ -40,6 +40,12 @@ pub(crate) struct MemoryUse {
 }
 
 impl MemoryUse {
+    /// Sets the peak of a process to its current memory, so that the next reading has the peak
+    /// since this call. Linux documents the value 5 of `clear_refs` in proc_pid_clear_refs(5).
+    pub(crate) fn reset_peak(pid: u32) -> io::Result<()> {
+        fs::write(format!("/proc/{pid}/clear_refs"), "5")
+    }
+
     /// Reads the memory of a process; zero if the process has ended.
     pub(crate) fn read(pid: u32) -> Self {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();

@@ -6,22 +6,18 @@
 //! afterwards ([`verified`]).
 
 pub(in crate::prompt) mod hard_texts;
+mod long_s;
 mod long_words;
 mod single_core;
 mod verified;
 
 use fastokens::NewToken;
-use memchr::memmem;
 use serde_json::Value;
 use tokenizers::{AddedToken, ModelWrapper, Tokenizer};
 
+use long_s::LongSPosition;
 use long_words::LongWordEncoder;
 pub(super) use verified::VerifiedTokenizer;
-
-/// Characters that disable the fast path: U+017F (long s), and U+1E9B, whose NFD form contains it.
-/// The engines' `tokenizers` library folds the long s to `s`, so `'ſ` matches `(?i:'s)`.
-/// `fastokens` accepts only ASCII letters there.
-const UNSUPPORTED_CHARS: [&str; 2] = ["\u{17f}", "\u{1e9b}"];
 
 /// When the fast tokenizer is built.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +35,7 @@ const UNSUPPORTED: &str = "the fast library does not support the tokenizer";
 pub(super) struct FastTokenizer {
     tokenizer: fastokens::Tokenizer,
     long_words: LongWordEncoder,
+    unsupported_long_s: LongSPosition,
 }
 
 /// A fast tokenizer without added tokens.
@@ -55,6 +52,7 @@ impl BaseFastTokenizer {
         Ok(Self(FastTokenizer {
             tokenizer,
             long_words,
+            unsupported_long_s: LongSPosition::Anywhere,
         }))
     }
 
@@ -63,6 +61,7 @@ impl BaseFastTokenizer {
     fn complete(self, library: &Tokenizer) -> Result<FastTokenizer, &'static str> {
         check_supported(library)?;
         let Self(mut fast) = self;
+        fast.unsupported_long_s = LongSPosition::for_normalizer(library.get_normalizer());
         let decoder = library.get_added_tokens_decoder();
         let mut added: Vec<_> = decoder.iter().collect();
         added.sort_by_key(|(id, _)| **id);
@@ -126,7 +125,7 @@ impl FastTokenizer {
 
     /// Returns the tokens of a text without special tokens, or `None` if the text is unsupported.
     pub(super) fn ids(&self, text: &str) -> Option<Vec<u32>> {
-        if has_unsupported_char(text) {
+        if self.unsupported_long_s.is_in(text) {
             return None;
         }
         if long_words::has_long_word(text) {
@@ -134,12 +133,6 @@ impl FastTokenizer {
         }
         self.tokenizer.encode_with_special_tokens(text, false).ok()
     }
-}
-
-fn has_unsupported_char(text: &str) -> bool {
-    UNSUPPORTED_CHARS
-        .iter()
-        .any(|char| memmem::find(text.as_bytes(), char.as_bytes()).is_some())
 }
 
 #[cfg(test)]

@@ -52,6 +52,8 @@ pub(in crate::prompt) const PIECES: &[&str] = &[
     "\u{212b}",
     "\u{fb01}",
     "ß",
+    "aſ",
+    "'aſ",
     "İ",
     "ŉ",
     "ǅ",

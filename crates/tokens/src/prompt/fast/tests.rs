@@ -262,7 +262,7 @@ fn fast_tokens_match_for_long_words() {
 }
 
 #[test]
-fn long_s_disables_fast_path() {
+fn contraction_with_long_s_disables_fast_path() {
     let (tokenizer, fast) = all().last().map(|(_, pair)| pair).unwrap();
     for text in ["a'\u{17f}'SThe", "a'\u{1e9b}'SThe"] {
         assert_eq!(fast.ids(text), None);
@@ -271,7 +271,21 @@ fn long_s_disables_fast_path() {
         let known = tokenizer.encode_fast(text, false).unwrap();
         assert_eq!(checked.ids(text).unwrap(), known.get_ids());
     }
-    assert!(fast.ids("a's'SThe").is_some());
+    for text in ["a's'SThe", "wa\u{17f} i\u{17f}t da\u{17f}", "' \u{17f}", "’\u{17f}"] {
+        assert_same(text);
+        assert!(fast.ids(text).is_some(), "{text}");
+    }
+}
+
+#[test]
+fn replaced_apostrophe_disables_fast_path() {
+    let quotes = with_parts(|written| {
+        written["normalizer"] =
+            json!({"type": "Replace", "pattern": {"String": "’"}, "content": "'"});
+    });
+    let fast = FastTokenizer::new(&quotes).unwrap();
+    assert_eq!(fast.ids("a’\u{17f}"), None);
+    assert!(fast.ids("a’s").is_some());
 }
 
 #[test]
