@@ -9,6 +9,9 @@
 # its speed was not measured.
 FROM rust:1.91-bookworm AS build
 WORKDIR /src
+# The build context has no git history, so `warmroute --version` takes the commit from here.
+ARG COMMIT=""
+ENV WARMROUTE_COMMIT=$COMMIT
 COPY . .
 RUN --mount=type=cache,target=/usr/local/cargo/registry --mount=type=cache,target=/src/target \
     cargo build --release --locked --bin warmroute && cp target/release/warmroute /warmroute

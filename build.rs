@@ -6,6 +6,7 @@
     reason = "the environment selects the long form of tests and names the commit"
 )]
 
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 fn main() {
@@ -16,10 +17,6 @@ fn main() {
         println!("cargo::rustc-cfg=long_tests");
     }
     println!("cargo::rerun-if-env-changed=WARMROUTE_COMMIT");
-    // A missing file would run this program in every build.
-    if std::path::Path::new(".git/logs/HEAD").exists() {
-        println!("cargo::rerun-if-changed=.git/logs/HEAD");
-    }
     let commit = std::env::var("WARMROUTE_COMMIT")
         .ok()
         .or_else(read_commit)
@@ -34,14 +31,29 @@ fn main() {
     println!("cargo::rustc-env=WARMROUTE_VERSION_TEXT={text}");
 }
 
-/// Returns abbreviated hash and date of the checked-out commit. Returns `None` if the source is not
-/// a git checkout.
+/// Returns abbreviated hash and date of the checked-out commit, and reruns this program after the
+/// next checkout. Returns `None` if the package is not the root of a git checkout: a parent
+/// directory may be a checkout of another project.
 fn read_commit() -> Option<String> {
-    let output = Command::new("git")
-        .args(["log", "-1", "--format=%h, %cs"])
-        .output()
-        .ok()?;
-    let text = String::from_utf8(output.stdout).ok()?;
-    let is_commit = output.status.success() && !text.trim().is_empty();
-    is_commit.then(|| text.trim().to_owned())
+    let root = PathBuf::from(git(&["rev-parse", "--show-toplevel"])?);
+    let package = PathBuf::from(std::env::var_os("CARGO_MANIFEST_DIR")?);
+    if root.canonicalize().ok()? != package.canonicalize().ok()? {
+        return None;
+    }
+    let branch = git(&["symbolic-ref", "--quiet", "HEAD"]);
+    for name in ["HEAD", "logs/HEAD"].into_iter().chain(branch.as_deref()) {
+        let file = git(&["rev-parse", "--git-path", name])?;
+        // A missing file would run this program in every build.
+        if Path::new(&file).exists() {
+            println!("cargo::rerun-if-changed={file}");
+        }
+    }
+    git(&["log", "-1", "--no-show-signature", "--format=%h, %cs"])
+}
+
+/// Returns the output of a git command, or `None` if it fails or prints nothing.
+fn git(arguments: &[&str]) -> Option<String> {
+    let output = Command::new("git").args(arguments).output().ok()?;
+    let text = String::from_utf8(output.stdout).ok()?.trim().to_owned();
+    (output.status.success() && !text.is_empty()).then_some(text)
 }

@@ -130,7 +130,7 @@ fn group_equal<'a>(section: &[&'a Finding], verbose: bool) -> Vec<Vec<&'a Findin
         };
         let next = groups.len();
         let position = *positions
-            .entry((finding.level, finding.check, message))
+            .entry((finding.level, finding.check, message, &finding.fix))
             .or_insert(next);
         match groups.get_mut(position).filter(|_| !verbose) {
             Some(group) => group.push(finding),
@@ -243,18 +243,22 @@ Envoy
             of("worker 2").error("refused", "start it"),
             of("worker 3").ok("serves m"),
             of("worker 4").error("refused", "start it"),
+            of("worker 5").error("refused", "start another"),
             FindingBuilder::new("engine.clock", "worker 1").ok("1 ms"),
             FindingBuilder::new("engine.clock", "worker 3").ok("2 ms"),
         ];
         let expected = "\
 engines
-  error    engine.model  2 of 4 (worker 2, ..): refused
+  error    engine.model  2 of 5 (worker 2, ..): refused
            fix: start it
            see docs/troubleshooting.md#enginemodel
-  ok       engine.model  2 of 4 (worker 1, ..): serves m
+  error    engine.model  worker 5: refused
+           fix: start another
+           see docs/troubleshooting.md#enginemodel
+  ok       engine.model  2 of 5 (worker 1, ..): serves m
   ok       engine.clock  all 2 (worker 1, ..)
 
-2 errors, 4 ok
+3 errors, 4 ok
 ";
         assert_eq!(plain(&findings, false), expected);
         let verbose = plain(&findings, true);

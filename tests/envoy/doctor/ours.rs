@@ -248,8 +248,8 @@ async fn configuration_faults_are_found_with_fixes() {
             planted(bed, |config| set_worker(config, "endpoint", json!(nowhere))),
             &[("error", "engine.reachable")],
             &[
-                "start the engine there, or write its `--host` and `--port` as `endpoint` of \
-                worker 1",
+                "start the engine at this address, or write its `--host` and `--port` as \
+                `endpoint` of the worker",
             ],
         ),
     ];

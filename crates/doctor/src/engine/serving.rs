@@ -37,14 +37,15 @@ pub fn is_reachable(facts: &WorkerFacts) -> bool {
 }
 
 fn check_reachable(facts: &WorkerFacts) -> Finding {
-    let at = FindingBuilder::new("engine.reachable", facts.subject());
-    let endpoint = facts.worker.endpoint;
+    // Equal messages and fixes of several engines are printed once, so neither contains the address.
+    let subject = format!("{} at {}", facts.subject(), facts.worker.endpoint);
+    let at = FindingBuilder::new("engine.reachable", subject);
     match &facts.health {
         // Some engines have no health endpoint.
-        Ok(()) | Err(EngineError::NotOffered(_)) => at.ok(format!("{endpoint} answers")),
+        Ok(()) | Err(EngineError::NotOffered(_)) => at.ok("the engine answers"),
         Err(error) if is_reachable(facts) => at.error(
             format!(
-                "{endpoint} reports that it is unhealthy: {}",
+                "the engine reports that it is unhealthy: {}",
                 describe_error(error)
             ),
             match facts.origin {
@@ -59,17 +60,17 @@ fn check_reachable(facts: &WorkerFacts) -> Finding {
             },
         ),
         Err(error) => at.error(
-            format!("{endpoint} does not respond: {}", describe_error(error)),
+            format!("the engine does not respond: {}", describe_error(error)),
             match &facts.origin {
-                WorkerOrigin::Listed => format!(
-                    "start the engine there, or write its `--host` and `--port` as `endpoint` of \
-                    worker {}",
-                    facts.worker.id
-                ),
-                WorkerOrigin::Pod { pod, pool } => format!(
-                    "check the log of the pod {pod}, and compare the port of its engine with the \
-                    ports of the pool {pool}; its readiness probe should fail while the engine \
-                    does not respond"
+                WorkerOrigin::Listed => {
+                    "start the engine at this address, or write its `--host` and `--port` as \
+                    `endpoint` of the worker"
+                        .to_owned()
+                }
+                WorkerOrigin::Pod { pool, .. } => format!(
+                    "check the log of the pod, and compare the port of its engine with the ports \
+                    of the pool {pool}; its readiness probe should fail while the engine does not \
+                    respond"
                 ),
             },
         ),

@@ -192,7 +192,7 @@ fn pods_are_named_with_section_of_their_pool() {
         .into_iter()
         .find(|one| one.level == FindingLevel::Error)
         .unwrap();
-    assert_eq!(finding.subject, "pod inference/p1");
+    assert_eq!(finding.subject, "pod inference/p1 at 10.0.0.7:8000");
     assert!(finding.fix.unwrap().contains("the ports of the pool p"));
     let section = "`worker` of the pool p (it describes pod inference/p1)";
     assert_problem(

@@ -115,8 +115,18 @@ pub(super) fn transport_error(problem: &reqwest::Error) -> EngineError {
     if late {
         EngineError::Timeout
     } else {
-        EngineError::Unreachable(error_chain(problem))
+        EngineError::Unreachable(innermost_cause(problem))
     }
+}
+
+/// Returns the text of the innermost cause. The outer errors contain only the URL and the stage of
+/// the request, and each log line already contains the worker.
+fn innermost_cause(problem: &reqwest::Error) -> String {
+    let mut cause: &dyn std::error::Error = problem;
+    while let Some(next) = cause.source() {
+        cause = next;
+    }
+    cause.to_string()
 }
 
 /// Formats the error with its causes, because the outermost error says only that sending failed.
