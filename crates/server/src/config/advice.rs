@@ -92,7 +92,7 @@ fn short_bodies(config: &Config) -> Option<Advice> {
             "{} bytes is less than many request bodies have; requests above the limit are routed by load only",
             limit.0
         ),
-        fix: "add the unit, for example 32MiB".to_owned(),
+        fix: "write for example 32MiB".to_owned(),
     })
 }
 
