@@ -1,6 +1,7 @@
 //! Deserialization errors of settings, and their messages for the user.
 
 use std::fmt;
+use std::net::Ipv4Addr;
 
 use serde::de::{self, Unexpected};
 
@@ -225,10 +226,13 @@ pub(super) fn describe_address(given: &str, key: &str) -> String {
         };
         return format!("`{given}` is not an IP:PORT; remove `{scheme}://` and write {rest}{hint}");
     }
-    if let Ok(port) = given.parse::<u16>() {
+    if let Ok(port) = given.strip_prefix(':').unwrap_or(given).parse::<u16>() {
         return format!(
             "`{given}` has no address; write 127.0.0.1:{port}, or 0.0.0.0:{port} for all addresses"
         );
+    }
+    if given.parse::<Ipv4Addr>().is_ok() {
+        return format!("`{given}` has no port; write for example {given}:8000");
     }
     let example = "write for example 10.0.0.5:8000, or \"[fd00::5]:8000\" in quotes";
     match given.rsplit_once(':') {
@@ -242,6 +246,16 @@ pub(super) fn describe_address(given: &str, key: &str) -> String {
                 ""
             };
             format!("`{given}` has a host name instead of an IP address{fix}")
+        }
+        Some((_, port))
+            if port
+                .parse::<u32>()
+                .is_ok_and(|port| port > u32::from(u16::MAX)) =>
+        {
+            format!(
+                "`{given}` has the port {port}, but ports end at {}",
+                u16::MAX
+            )
         }
         _ => format!("`{given}` is not an IP:PORT; {example}"),
     }

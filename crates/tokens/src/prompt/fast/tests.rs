@@ -271,7 +271,12 @@ fn contraction_with_long_s_disables_fast_path() {
         let known = tokenizer.encode_fast(text, false).unwrap();
         assert_eq!(checked.ids(text).unwrap(), known.get_ids());
     }
-    for text in ["a's'SThe", "wa\u{17f} i\u{17f}t da\u{17f}", "' \u{17f}", "’\u{17f}"] {
+    for text in [
+        "a's'SThe",
+        "wa\u{17f} i\u{17f}t da\u{17f}",
+        "' \u{17f}",
+        "’\u{17f}",
+    ] {
         assert_same(text);
         assert!(fast.ids(text).is_some(), "{text}");
     }
