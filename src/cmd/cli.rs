@@ -151,6 +151,16 @@ pub struct ConfigInitArgs {
     /// First port of the KV events of each engine
     #[arg(long, value_name = "PORT")]
     pub kv_events_port: Option<u16>,
+    /// Prints the JSON Schema of the configuration, for completion and checks in editors
+    Schema(ConfigSchemaArgs),
+}
+
+/// Arguments of `config schema`.
+#[derive(Debug, Args)]
+pub struct ConfigSchemaArgs {
+    /// Print the schema of the workers file
+    #[arg(long)]
+    pub workers: bool,
     /// The file to write, `-` for standard output. An existing file is not overwritten
     #[arg(long, short, value_name = "FILE", default_value = "warmroute.yaml")]
     pub output: PathBuf,

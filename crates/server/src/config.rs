@@ -23,6 +23,7 @@ mod process;
 mod reload;
 mod requests;
 mod routing;
+mod schema;
 mod sessions;
 mod tracking;
 mod workers;
@@ -31,6 +32,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::policy::PolicySettings;
 use warmroute_core::router::RouterSettings;
@@ -66,11 +68,12 @@ pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
 pub use routing::RoutingSection;
 pub use sessions::{Affinity, SessionsConfig};
+pub use schema::{config_schema, workers_schema};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 
 /// Configuration of one process.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Servers of this process.

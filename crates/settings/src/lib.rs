@@ -8,6 +8,7 @@
 mod files;
 mod problem;
 mod reader;
+mod schema;
 mod settings_error;
 mod tree;
 mod units;
@@ -23,6 +24,7 @@ use thiserror::Error;
 
 pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
+pub use schema::{ADDRESS_PATTERN, settings_schema};
 pub use tree::{Tree, Value};
 pub use units::{ByteSize, DurationSetting};
 pub use urls::has_credentials;

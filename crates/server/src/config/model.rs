@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
@@ -20,7 +21,7 @@ const FILE_KINDS: [&str; 3] = ["json", "gz", "jinja"];
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
 /// One entry of the list of models.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
     /// Name as the engines serve it.
@@ -87,7 +88,7 @@ pub struct ModelConfig {
 }
 
 /// Part of a streaming response that signals its first token.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstToken {
     /// The first bytes of the body. The engine sends the headers before the first token.
