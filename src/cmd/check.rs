@@ -13,14 +13,16 @@ use super::admin_client::pretty_json;
 use super::style;
 use crate::cmd::cli::CheckArgs;
 
+/// Name of the command line in errors.
+const COMMAND_LINE: &str = "the command line";
 /// Name of standard input in errors. Relative paths in it are relative to the working directory.
 const STDIN: &str = "<stdin>";
 
 /// Result of a check.
 #[derive(Debug, Serialize)]
 struct ConfigCheckReport {
-    /// The file; `None` if only flags are checked.
-    file: Option<PathBuf>,
+    /// Name of the file; `None` if only flags are checked.
+    file: Option<String>,
     valid: bool,
     /// Number of configured models.
     models: usize,
@@ -32,8 +34,14 @@ struct ConfigCheckReport {
 
 /// Checks a configuration as `serve` would load it. Returns the exit code.
 pub fn run(args: &CheckArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
-    let source = CheckedSource::read(args)?;
-    let (report, config) = source.check(args)?;
+    let (report, config) = match CheckedSource::read(args) {
+        Ok(source) => source.check(args)?,
+        Err(error) if args.json => {
+            let error = ConfigError::of_file(Path::new(COMMAND_LINE), error.to_string());
+            (ConfigCheckReport::invalid(None, vec![error]), None)
+        }
+        Err(error) => return Err(error),
+    };
     if args.json {
         out.write_all(pretty_json(&serde_json::to_value(&report)?)?.as_bytes())?;
     } else {
@@ -88,7 +96,12 @@ impl CheckedSource {
         };
         let config = match read {
             Ok(config) => config,
-            Err(errors) => return Ok((ConfigCheckReport::invalid(self.path, errors), None)),
+            Err(errors) => {
+                return Ok((
+                    ConfigCheckReport::invalid(self.path.as_deref(), errors),
+                    None,
+                ));
+            }
         };
         let workers = app::listed_workers(&config)?;
         let mut warnings = config.advice(&workers);
@@ -102,16 +115,19 @@ impl CheckedSource {
                     (Some(path), Some(bytes)) => Config::locate_in(path, bytes, found.problems),
                     (Some(path), None) => Config::locate(path, found.problems),
                     (None, _) => Vec::from_iter(found.problems.into_iter().map(|problem| {
-                        ConfigError::of_file(Path::new("the command line"), problem.text)
+                        ConfigError::of_file(Path::new(COMMAND_LINE), problem.text)
                     })),
                 };
-                return Ok((ConfigCheckReport::invalid(self.path, errors), None));
+                return Ok((
+                    ConfigCheckReport::invalid(self.path.as_deref(), errors),
+                    None,
+                ));
             }
             warnings.extend(found.warnings);
         }
         let is_listed = config.workers.dns.is_empty() && config.workers.kubernetes.is_none();
         let report = ConfigCheckReport {
-            file: self.path,
+            file: self.path.as_deref().map(file_name),
             valid: true,
             models: config.models.len(),
             workers: is_listed.then_some(workers.len()),
@@ -122,10 +138,15 @@ impl CheckedSource {
     }
 }
 
+/// Returns the name of a file as text, in which invalid UTF-8 is replaced.
+fn file_name(path: &Path) -> String {
+    path.display().to_string()
+}
+
 impl ConfigCheckReport {
-    fn invalid(file: Option<PathBuf>, errors: Vec<ConfigError>) -> Self {
+    fn invalid(file: Option<&Path>, errors: Vec<ConfigError>) -> Self {
         Self {
-            file,
+            file: file.map(file_name),
             valid: false,
             models: 0,
             workers: None,
@@ -157,10 +178,7 @@ impl ConfigCheckReport {
             writeln!(err, "{ok}: {models}, {workers}, {warnings}")
         } else {
             let errors = format_count(self.errors.len(), "error");
-            let place = self.file.as_ref().map_or_else(
-                || "the command line".to_owned(),
-                |file| file.display().to_string(),
-            );
+            let place = self.file.as_deref().unwrap_or(COMMAND_LINE);
             writeln!(err, "{} in {place}", style::label(style::ERROR, errors))
         }
     }

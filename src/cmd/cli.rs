@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use warmroute_server::serve::ServeArgs;
 
@@ -34,19 +34,50 @@ pub struct Cli {
     pub command: Command,
 }
 
+/// Environment variables of options: the subcommand, the option and the variable.
+const VARIABLES: [(&str, &str, &str); 4] = [
+    ("audit", "admin", "WARMROUTE_ADMIN"),
+    ("check", "config", "WARMROUTE_CONFIG"),
+    ("doctor", "config", "WARMROUTE_CONFIG"),
+    ("serve", "config", "WARMROUTE_CONFIG"),
+];
+
 impl Cli {
-    /// Parses the arguments of this process. Prints a message and exits on an error.
+    /// Parses the arguments and the environment of this process. Prints a message and exits on an
+    /// error.
     pub fn from_env_args() -> Self {
-        let args = std::env::args_os();
-        Self::parse_args(args).unwrap_or_else(|error| error.exit())
+        Self::parse_with(command_with_environment(), std::env::args_os())
+            .unwrap_or_else(|error| error.exit())
     }
 
-    /// Parses a command line.
+    /// Parses a command line without the environment.
     pub fn parse_args(args: impl IntoIterator<Item = OsString>) -> Result<Self, clap::Error> {
-        Self::try_parse_from(endpoint_picker::with_default_command(
-            endpoint_picker::strip_zap_flags(args),
-        ))
+        Self::parse_with(Self::command(), args)
     }
+
+    fn parse_with(
+        command: clap::Command,
+        args: impl IntoIterator<Item = OsString>,
+    ) -> Result<Self, clap::Error> {
+        let args = endpoint_picker::with_default_command(endpoint_picker::strip_zap_flags(args));
+        Self::from_arg_matches(&command.try_get_matches_from(args)?)
+    }
+}
+
+/// Returns the command line with the environment variables of its options. An empty variable counts
+/// as unset, because manifests write it for an optional value.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "the environment sets options of the command line"
+)]
+pub fn command_with_environment() -> clap::Command {
+    let is_empty = |name: &str| std::env::var_os(name).is_some_and(|value| value.is_empty());
+    let variables = VARIABLES.into_iter().filter(|(_, _, name)| !is_empty(name));
+    variables.fold(Cli::command(), |command, (subcommand, option, name)| {
+        command.mut_subcommand(subcommand, |subcommand| {
+            subcommand.mut_arg(option, |option| option.env(name))
+        })
+    })
 }
 
 /// Subcommands.
@@ -56,7 +87,7 @@ pub enum Command {
     /// causes of misses
     Audit(AuditArgs),
     /// Validates a configuration and loads the tokenizers as `serve` does. Prints all errors with
-    /// their lines, and a summary
+    /// their lines, and a summary. Ports are not opened, because a running process may use them
     Check(CheckArgs),
     /// Prints a completion script for a shell
     Completions(CompletionsArgs),
@@ -120,6 +151,16 @@ pub struct ManArgs {
 pub enum ConfigCommand {
     /// Writes a commented configuration for one model
     Init(ConfigInitArgs),
+    /// Prints the JSON Schema of the configuration, for completion and checks in editors
+    Schema(ConfigSchemaArgs),
+}
+
+/// Arguments of `config schema`.
+#[derive(Debug, Args)]
+pub struct ConfigSchemaArgs {
+    /// Print the schema of the workers file
+    #[arg(long)]
+    pub workers: bool,
 }
 
 /// Arguments of `config init`. On a terminal, the command prompts for a missing model, directory and
@@ -173,7 +214,6 @@ pub struct AuditArgs {
     #[arg(
         long,
         value_name = "URL",
-        env = "WARMROUTE_ADMIN",
         default_value = DEFAULT_ADMIN,
         value_parser = parse_admin_url
     )]
@@ -197,7 +237,7 @@ pub struct AuditArgs {
 #[command(after_help = DOCTOR_EXIT_CODES)]
 pub struct DoctorArgs {
     /// The configuration file
-    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
+    #[arg(long, short, value_name = "FILE")]
     pub config: PathBuf,
     /// Envoy's admin address; default: `envoy.admin_url` of the configuration
     #[arg(long, value_name = "URL", value_parser = parse_url)]
@@ -261,11 +301,10 @@ pub struct ExplainArgs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use clap::CommandFactory;
 
     #[test]
     fn command_line_is_well_formed() {
-        Cli::command().debug_assert();
+        command_with_environment().debug_assert();
     }
 
     #[test]

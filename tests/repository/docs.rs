@@ -5,7 +5,9 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::key_table::key_table;
 use warmroute_core::router::Reason;
+use warmroute_server::config::config_schema;
 use warmroute_server::dispatch::audit::MissCause;
 
 /// Maximum words of a sentence.
@@ -16,10 +18,39 @@ const MAX_README_LINES: usize = 130;
 /// Text before the example in the configuration reference.
 const CONFIGURATION_HEAD: &str = "# Configuration reference
 
-This page is generated from [examples/warmroute.yaml](../examples/warmroute.yaml), which has every key. Every key has
-its default value unless the comment says otherwise; tests compare the file with the code. `warmroute check` finds
-mistakes, and `warmroute config init` writes a first file. Texts may contain environment variables: `${NAME}`, or
-`${NAME:-default}`. Top-level keys that begin with `x-` are ignored and may hold YAML anchors.
+This page is generated from [examples/warmroute.yaml](../examples/warmroute.yaml), which has every key, and from the
+types in the code. Every key has its default value unless the comment says otherwise; tests compare the file with the
+code. `warmroute check` finds mistakes, and `warmroute config init` writes a first file. Top-level keys that begin with
+`x-` are ignored and may hold YAML anchors.
+
+## Environment variables
+A value may contain environment variables: `${NAME}`, or `${NAME:-default}`. `$${` stands for the characters `${`. The
+result has the type of its key, quoted or not: with `block_size: ${BLOCK_SIZE}`, it must be a whole number. Inside `{}`
+and `[]`, YAML requires the quotes. An empty result leaves an optional key unset. Errors name the variable, not its
+value.
+
+## Completion in editors
+`warmroute config schema` prints a JSON Schema of this file, and `warmroute config schema --workers` that of the
+workers file. The repository has both: [warmroute.json](schema/warmroute.json) and
+[workers.json](schema/workers.json). Editors with the
+[YAML language server](https://github.com/redhat-developer/yaml-language-server) complete and check a file whose first
+line names the schema, as a URL or as a path relative to the file:
+
+```yaml
+# yaml-language-server: $schema=warmroute.schema.json
+```
+
+`warmroute config init` writes this line. `warmroute config schema > warmroute.schema.json` creates the schema that
+belongs to the installed version.
+
+## Example
+";
+
+/// Text before the table of keys in the configuration reference.
+const KEYS_HEAD: &str = "
+## Keys
+`[]` stands for each element of a list, and `NAME` for each name in a map. Durations are written 250ms, 30s or 5m, sizes
+16KiB or 32MiB. An optional key without a default is unset.
 
 ";
 
@@ -210,9 +241,12 @@ fn front_page_is_short() {
 )]
 fn configuration_page_is_up_to_date() {
     let page = "docs/configuration.md";
+    let example = read("examples/warmroute.yaml");
+    // The first line names the schema.
+    let (_, example) = example.split_once('\n').unwrap();
     let expected = format!(
-        "{CONFIGURATION_HEAD}```yaml\n{}```\n",
-        read("examples/warmroute.yaml")
+        "{CONFIGURATION_HEAD}```yaml\n{example}```\n{KEYS_HEAD}{}",
+        key_table(&config_schema())
     );
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         fs::write(root().join(page), &expected).unwrap();

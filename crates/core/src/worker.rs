@@ -18,6 +18,22 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WorkerId(pub u64);
 
+#[cfg(feature = "schema")]
+impl schemars::JsonSchema for WorkerId {
+    fn schema_name() -> std::borrow::Cow<'static, str> {
+        "WorkerId".into()
+    }
+
+    fn json_schema(_: &mut schemars::SchemaGenerator) -> schemars::Schema {
+        schemars::json_schema!({
+            "type": ["integer", "string"],
+            "minimum": 0,
+            "maximum": u64::MAX,
+            "pattern": "^[0-9]+$",
+        })
+    }
+}
+
 impl Serialize for WorkerId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(self)
@@ -100,6 +116,8 @@ impl RankSlot {
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize,
 )]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "schema", schemars(transform = allow_role_alias))]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerRole {
     /// Both prefill and decode.
@@ -110,6 +128,18 @@ pub enum WorkerRole {
     Prefill,
     /// Only decode.
     Decode,
+}
+
+#[cfg(feature = "schema")]
+fn allow_role_alias(schema: &mut schemars::Schema) {
+    if let Some(roles) = schema
+        .get_mut("oneOf")
+        .and_then(|roles| roles.as_array_mut())
+    {
+        let alias =
+            schemars::json_schema!({"const": "both", "description": "The same as `aggregated`."});
+        roles.push(alias.into());
+    }
 }
 
 impl WorkerRole {
@@ -131,6 +161,8 @@ impl fmt::Display for WorkerRole {
 
 /// `ip:port` that Envoy sends requests to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[cfg_attr(feature = "schema", schemars(extend("pattern" = ":[0-9]+$")))]
 #[serde(transparent)]
 pub struct WorkerEndpoint(pub SocketAddr);
 
@@ -157,6 +189,7 @@ impl FromStr for WorkerEndpoint {
 
 /// Name of a model as the engine serves it. Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct ModelName(pub Arc<str>);
 
@@ -181,6 +214,7 @@ impl fmt::Display for ModelName {
 
 /// Tokens per block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
 pub struct BlockSize(pub NonZeroU32);
 
@@ -234,6 +268,7 @@ impl RankRange {
 /// Side of a ZMQ connection that binds. vLLM's publisher binds only if its endpoint contains `*`,
 /// `::`, `ipc` or `inproc`. Otherwise it connects, and the subscriber has to bind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SocketAttach {
     /// The engine binds, and warmroute connects.

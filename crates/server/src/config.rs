@@ -23,6 +23,7 @@ mod process;
 mod reload;
 mod requests;
 mod routing;
+mod schema;
 mod sessions;
 mod tracking;
 mod workers;
@@ -31,11 +32,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use warmroute_core::policy::PolicySettings;
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
-use warmroute_settings::{ConfigError, Document, Problem};
+use warmroute_settings::{ConfigError, Document, Problem, escape_references};
 
 use crate::cluster::replica::config::ReplicasConfig;
 use crate::dispatch::queue::config::QueueConfig;
@@ -65,12 +68,13 @@ pub use process::ProcessSection;
 pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
 pub use routing::RoutingSection;
+pub use schema::{config_schema, workers_schema};
 pub use sessions::{Affinity, SessionsConfig};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 
 /// Configuration of one process.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
     /// Servers of this process.
@@ -173,9 +177,15 @@ impl Config {
         // Without a working directory, relative paths stay relative, and the checks below report
         // their files as missing.
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-        config.resolve(absolute.parent().unwrap_or(Path::new("")));
+        let directory = absolute.parent().unwrap_or(Path::new(""));
+        let models = config.models.iter();
+        let repositories: Vec<_> = models
+            .map(|model| model.hub_repository(directory))
+            .collect();
+        config.resolve(directory);
         flags.override_config(&mut config);
-        let problems = check::problems(&config);
+        let mut problems = check::problems(&config);
+        model::add_download_hints(&mut problems, &repositories);
         if problems.is_empty() {
             Ok(config)
         } else {
@@ -201,9 +211,11 @@ impl Config {
     }
 
     /// Returns the resolved configuration with all defaults, as YAML that can be loaded again.
-    pub fn to_yaml(&self) -> Result<String, serde_saphyr::SerializeError> {
+    pub fn to_yaml(&self) -> anyhow::Result<String> {
         let options = serde_saphyr::ser_options! { no_lang_directive: true };
-        serde_saphyr::to_string_with_options(self, options)
+        let mut value = serde_json::to_value(self)?;
+        escape_texts(&mut value);
+        Ok(serde_saphyr::to_string_with_options(&value, options)?)
     }
 
     /// Returns the properties of the models that discovery uses.
@@ -351,5 +363,15 @@ impl Config {
             )]
         })?;
         discovery::parse(file, &bytes, &self.served_models()).map(drop)
+    }
+}
+
+/// Escapes the texts of a resolved configuration, whose variables are already replaced.
+fn escape_texts(value: &mut Value) {
+    match value {
+        Value::String(text) => *text = escape_references(text),
+        Value::Array(items) => items.iter_mut().for_each(escape_texts),
+        Value::Object(entries) => entries.values_mut().for_each(escape_texts),
+        _ => {}
     }
 }

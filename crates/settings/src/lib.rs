@@ -8,6 +8,7 @@
 mod files;
 mod problem;
 mod reader;
+mod schema;
 mod settings_error;
 mod tree;
 mod units;
@@ -17,21 +18,24 @@ mod variables;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Serialize, Serializer};
 use thiserror::Error;
 
 pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
+pub use schema::{ADDRESS_PATTERN, settings_schema};
 pub use tree::{Tree, Value};
 pub use units::{ByteSize, DurationSetting};
 pub use urls::has_credentials;
+use variables::UnresolvedText;
+pub use variables::escape_references;
 
 /// Error in a settings file, with its position and fix.
 #[derive(Clone, Debug, PartialEq, Eq, Error, Serialize)]
 pub struct ConfigError {
     /// Path of the file.
-    #[serde(rename = "file")]
+    #[serde(rename = "file", serialize_with = "serialize_path")]
     pub path: PathBuf,
     /// Line, from 1. `None` if the error concerns the whole file.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,6 +81,11 @@ impl fmt::Display for ConfigError {
     }
 }
 
+/// Serializes a path as text, in which invalid UTF-8 is replaced.
+pub fn serialize_path<S: Serializer>(path: &Path, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_str(&path.display())
+}
+
 /// Returns whether `name` is the name of an HTTP header that is not a pseudo-header.
 pub fn is_header_name(name: &str) -> bool {
     !name.is_empty()
@@ -118,6 +127,8 @@ pub struct Document {
     path: PathBuf,
     text: String,
     tree: Tree,
+    /// Texts with variables that have no value. [`Self::read`] returns their errors.
+    unresolved: Vec<UnresolvedText>,
 }
 
 impl Document {
@@ -134,15 +145,8 @@ impl Document {
         variable: &dyn Fn(&str) -> Option<String>,
     ) -> Result<Self, Vec<ConfigError>> {
         let mut document = Self::parse_text(path, bytes).map_err(|error| vec![error])?;
-        let errors = variables::interpolate(&mut document.tree, variable);
-        if errors.is_empty() {
-            return Ok(document);
-        }
-        Err(document.in_order(
-            errors
-                .into_iter()
-                .map(|(position, problem)| ConfigError::at(path, position, problem)),
-        ))
+        document.unresolved = variables::interpolate(&mut document.tree, variable);
+        Ok(document)
     }
 
     fn parse_text(path: &Path, bytes: &[u8]) -> Result<Self, ConfigError> {
@@ -161,6 +165,7 @@ impl Document {
             path: path.to_owned(),
             text: text.to_owned(),
             tree,
+            unresolved: Vec::new(),
         })
     }
 
@@ -175,7 +180,7 @@ impl Document {
             let text = "the file is empty; `warmroute config init` writes a first configuration";
             return Err(vec![ConfigError::of_file(&self.path, text)]);
         }
-        reader::read(&self.tree, &self.text).map_err(|errors| {
+        reader::read(&self.tree, &self.text, &self.unresolved).map_err(|errors| {
             self.in_order(
                 errors
                     .into_iter()
@@ -185,12 +190,20 @@ impl Document {
     }
 
     /// Adds to each problem the position of its value. Returns the errors in the order of the file.
+    /// The errors contain the names of variables instead of their values.
     pub fn locate(&self, problems: Vec<Problem>) -> Vec<ConfigError> {
+        let substituted = variables::substituted_texts(&self.tree);
+        let hide_values = |text: String| {
+            let texts = substituted.iter();
+            texts.fold(text, |text, (value, written)| {
+                variables::hide_value(&text, value, written)
+            })
+        };
         self.in_order(problems.into_iter().map(|problem| {
             ConfigError::at(
                 &self.path,
                 self.tree.position_of(&problem.path),
-                problem.text,
+                hide_values(problem.text),
             )
         }))
     }
@@ -198,6 +211,8 @@ impl Document {
     fn in_order(&self, errors: impl Iterator<Item = ConfigError>) -> Vec<ConfigError> {
         let mut errors: Vec<_> = errors.collect();
         errors.sort_by_key(|error| (error.line, error.column));
+        // Aliases repeat the errors of an anchored text.
+        errors.dedup();
         errors
     }
 }

@@ -11,6 +11,7 @@ use serde::de::{
 use serde::forward_to_deserialize_any;
 
 use super::settings_error::{SettingsError, SettingsErrorKind, describe_address};
+use super::variables::{UnresolvedText, is_ignored_key};
 use super::{SourcePosition, Tree, Value};
 
 /// Maximum number of reported errors. Each one costs a pass over the tree.
@@ -24,19 +25,17 @@ pub(super) type ValuePath = Vec<usize>;
 pub(super) fn read<T: DeserializeOwned>(
     tree: &Tree,
     text: &str,
+    unresolved: &[UnresolvedText],
 ) -> Result<T, Vec<(SourcePosition, String)>> {
     let mut removed = RemovedValues::default();
     let mut errors = Vec::new();
+    for value in unresolved {
+        removed.add(&value.path, tree);
+        errors.push((value.position, value.problem.clone()));
+    }
     let mut listed_maps = HashSet::new();
     loop {
-        let reader = ValueReader {
-            tree,
-            path: ValuePath::new(),
-            name: String::new(),
-            removed: &removed,
-            text,
-        };
-        let error = match T::deserialize(reader) {
+        let error = match T::deserialize(ValueReader::of_root(tree, text, &removed)) {
             Ok(value) if errors.is_empty() => return Ok(value),
             Ok(_) => return Err(errors),
             Err(error) => error,
@@ -48,19 +47,47 @@ pub(super) fn read<T: DeserializeOwned>(
                     .path
                     .split_last()
                     .is_none_or(|(_, outer)| listed_maps.insert(outer.to_vec()));
-            errors.push((error.position, error.message(lists_keys)));
+            let message = match &value_at(tree, &error.path).written {
+                Some(written) if error.concerns_value() => {
+                    let mut removed = removed.clone();
+                    removed.as_written.insert(error.path.clone());
+                    let reader = ValueReader::of_root(tree, text, &removed);
+                    describe_variable(T::deserialize(reader).err(), &error, written)
+                }
+                _ => error.message(lists_keys),
+            };
+            errors.push((error.position, message));
         }
         // Each pass removes one more value, so the loop terminates. The root cannot be removed.
-        if error.path.is_empty() || errors.len() == MAX_ERRORS || !removed.add(&error, tree) {
+        let is_last = error.path.is_empty() || errors.len() >= MAX_ERRORS;
+        if is_last || !removed.add_rejected(&error, tree) {
             return Err(errors);
         }
     }
 }
 
+/// Returns the message for a text with variables whose value was rejected with `error`. It must not
+/// contain the value, which may be a secret. `as_written` is the error for the text in the file.
+fn describe_variable(
+    as_written: Option<SettingsError>,
+    error: &SettingsError,
+    written: &str,
+) -> String {
+    let message = as_written
+        .filter(|other| other.path == error.path)
+        .map_or_else(
+            || format!("`{}`: `{written}` is not valid", error.name),
+            |other| other.message(false),
+        );
+    format!("{message}; the value comes from the environment")
+}
+
 /// Values that further passes skip.
-#[derive(Default)]
+#[derive(Clone, Default)]
 struct RemovedValues {
     values: HashSet<ValuePath>,
+    /// Texts with variables that are read as they are in the file.
+    as_written: HashSet<ValuePath>,
     /// Keys of maps whose absence is not an error of its own: the value was removed, or the key is
     /// probably misspelt and reported as unknown.
     absent_keys: HashSet<(ValuePath, String)>,
@@ -76,13 +103,17 @@ impl RemovedValues {
         }
     }
 
-    fn add(&mut self, error: &SettingsError, tree: &Tree) -> bool {
-        if let Some((position, outer)) = error.path.split_last()
+    fn add(&mut self, path: &[usize], tree: &Tree) -> bool {
+        if let Some((position, outer)) = path.split_last()
             && let Value::Map(entries) = &value_at(tree, outer).value
         {
             self.absent_keys
                 .insert((outer.to_vec(), entries[*position].0.name.clone()));
         }
+        self.values.insert(path.to_vec())
+    }
+
+    fn add_rejected(&mut self, error: &SettingsError, tree: &Tree) -> bool {
         if let (
             SettingsErrorKind::Unknown {
                 meant: Some(meant), ..
@@ -93,7 +124,7 @@ impl RemovedValues {
             self.absent_keys
                 .insert((outer.to_vec(), (*meant).to_owned()));
         }
-        self.values.insert(error.path.clone())
+        self.add(&error.path, tree)
     }
 }
 
@@ -126,6 +157,30 @@ struct ValueReader<'a> {
 }
 
 impl<'a> ValueReader<'a> {
+    fn of_root(tree: &'a Tree, text: &'a str, removed: &'a RemovedValues) -> Self {
+        Self {
+            tree,
+            path: ValuePath::new(),
+            name: String::new(),
+            removed,
+            text,
+        }
+    }
+
+    /// Returns the value of a text with variables.
+    fn substituted(&self) -> Option<&'a str> {
+        match &self.tree.value {
+            Value::Text(text) if self.tree.written.is_some() && !self.is_read_as_written() => {
+                Some(text)
+            }
+            _ => None,
+        }
+    }
+
+    fn is_read_as_written(&self) -> bool {
+        self.removed.as_written.contains(&self.path)
+    }
+
     fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
         let mut path = self.path.clone();
         path.push(position);
@@ -138,9 +193,8 @@ impl<'a> ValueReader<'a> {
         }
     }
 
-    /// Returns true if the root ignores a key. Such keys hold anchors that other values repeat.
     fn is_ignored(&self, key: &str) -> bool {
-        self.path.is_empty() && key.starts_with("x-")
+        self.path.is_empty() && is_ignored_key(key)
     }
 
     fn is_removed(&self, position: usize) -> bool {
@@ -162,7 +216,8 @@ impl<'a> ValueReader<'a> {
                 (&mut error.kind, &self.tree.value)
                 && text == "invalid socket address syntax"
             {
-                *text = describe_address(given, &self.name);
+                let written = self.tree.written.as_deref();
+                *text = describe_address(written.unwrap_or(given), &self.name);
             }
             if let (SettingsErrorKind::WrongType(text), Value::Float(number)) =
                 (&mut error.kind, &self.tree.value)
@@ -184,7 +239,10 @@ impl<'a> ValueReader<'a> {
             Value::Unsigned(value) => Unexpected::Unsigned(*value),
             Value::Signed(value) => Unexpected::Signed(*value),
             Value::Float(value) => Unexpected::Float(*value),
-            Value::Text(value) => Unexpected::Str(value),
+            Value::Text(value) => {
+                let written = self.tree.written.as_deref();
+                Unexpected::Str(written.unwrap_or(value))
+            }
             Value::List(_) => Unexpected::Seq,
             Value::Map(_) => Unexpected::Map,
         }
@@ -197,7 +255,11 @@ impl<'a> ValueReader<'a> {
             Value::Unsigned(value) => visitor.visit_u64(*value),
             Value::Signed(value) => visitor.visit_i64(*value),
             Value::Float(value) => visitor.visit_f64(*value),
-            Value::Text(value) => visitor.visit_str(value),
+            Value::Text(value) => {
+                let written = self.tree.written.as_deref();
+                let written = written.filter(|_| self.is_read_as_written());
+                visitor.visit_str(written.unwrap_or(value))
+            }
             Value::List(items) => visitor.visit_seq(ListReader {
                 parent: self,
                 items,
@@ -209,6 +271,22 @@ impl<'a> ValueReader<'a> {
                 next: 0,
                 value: None,
             }),
+        }
+    }
+
+    /// Visits a number, also one that is the value of a text with variables.
+    fn visit_number<'de, V: Visitor<'de>>(&self, visitor: V) -> Result<V::Value, SettingsError> {
+        let Some(text) = self.substituted() else {
+            return self.visit_any(visitor);
+        };
+        if let Ok(number) = text.parse() {
+            visitor.visit_u64(number)
+        } else if let Ok(number) = text.parse() {
+            visitor.visit_i64(number)
+        } else if let Ok(number) = text.parse() {
+            visitor.visit_f64(number)
+        } else {
+            self.visit_any(visitor)
         }
     }
 
@@ -233,6 +311,15 @@ impl<'a> ValueReader<'a> {
     }
 }
 
+/// Defines methods that read a number, also from a text with variables.
+macro_rules! forward_to_number {
+    ($($method:ident)*) => {
+        $(fn $method<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
+            self.visit_number(visitor).map_err(|error| self.locate(error))
+        })*
+    };
+}
+
 impl<'de> Deserializer<'de> for ValueReader<'_> {
     type Error = SettingsError;
 
@@ -243,6 +330,8 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
         match self.tree.value {
             Value::Null => visitor.visit_none(),
+            // A variable without a value leaves an optional key unset.
+            _ if self.substituted() == Some("") => visitor.visit_none(),
             _ => visitor.visit_some(self),
         }
     }
@@ -283,17 +372,33 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
         visitor: V,
     ) -> Result<V::Value, SettingsError> {
         let result = match &self.tree.value {
-            Value::Text(name) => visitor.visit_enum(
-                IntoDeserializer::<SettingsError>::into_deserializer(name.as_str()),
-            ),
+            Value::Text(name) => {
+                let written = self.tree.written.as_deref();
+                let written = written.filter(|_| self.is_read_as_written());
+                let name = written.unwrap_or(name);
+                visitor.visit_enum(IntoDeserializer::<SettingsError>::into_deserializer(name))
+            }
             _ => Err(de::Error::invalid_type(self.unexpected(), &"a name")),
         };
         result.map_err(|error| self.locate(error))
     }
 
+    fn deserialize_bool<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
+        match self.substituted().map(str::parse) {
+            Some(Ok(value)) => visitor
+                .visit_bool(value)
+                .map_err(|error| self.locate(error)),
+            _ => self.deserialize_any(visitor),
+        }
+    }
+
+    forward_to_number! {
+        deserialize_i8 deserialize_i16 deserialize_i32 deserialize_i64 deserialize_u8 deserialize_u16 deserialize_u32
+        deserialize_u64 deserialize_f32 deserialize_f64
+    }
+
     forward_to_deserialize_any! {
-        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct seq tuple
-        tuple_struct map identifier ignored_any
+        i128 u128 char str string bytes byte_buf unit unit_struct seq tuple tuple_struct map identifier ignored_any
     }
 }
 

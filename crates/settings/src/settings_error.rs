@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::net::Ipv4Addr;
+use std::num::{NonZeroU16, NonZeroU32, NonZeroU64};
 
 use serde::de::{self, Unexpected};
 
@@ -54,6 +55,14 @@ impl SettingsError {
             } => self.hint_for_root_key(key).is_none(),
             _ => false,
         }
+    }
+
+    /// Returns true if the error concerns a value, not a key.
+    pub(super) fn concerns_value(&self) -> bool {
+        matches!(
+            self.kind,
+            SettingsErrorKind::WrongType(_) | SettingsErrorKind::Rejected(_)
+        )
     }
 
     /// Returns the message for the user. With `lists_keys`, the message for an unknown key lists
@@ -128,6 +137,7 @@ impl de::Error for SettingsError {
                 "must be an address and a port, not {port}; write 127.0.0.1:{port}, or 0.0.0.0:{port} for all addresses"
             )));
         }
+        let is_quoted = matches!(found, Unexpected::Str(text) if is_quoted_value(text, &expected));
         let expected = describe_expected(&expected);
         if matches!(found, Unexpected::Unit | Unexpected::Option) {
             return Self::new(SettingsErrorKind::WrongType(format!(
@@ -135,7 +145,8 @@ impl de::Error for SettingsError {
             )));
         }
         let fix = match found {
-            Unexpected::Str(text) if is_quoted_value(text, &expected) => "; remove the quotes",
+            Unexpected::Str(_) if is_quoted => "; remove the quotes",
+            Unexpected::Seq | Unexpected::Map => "",
             _ if expected == "text" => "; put it in quotes",
             _ => "",
         };
@@ -193,12 +204,22 @@ fn describe_expected(expected: &str) -> String {
     }
 }
 
-/// Returns true if a text would have the expected type without its quotes.
+/// Returns true if a text would be a value of Serde's expected type without its quotes.
 fn is_quoted_value(text: &str, expected: &str) -> bool {
+    fn is<T: std::str::FromStr>(text: &str) -> bool {
+        text.parse::<T>().is_ok()
+    }
     match expected {
-        "true or false" => matches!(text, "true" | "false"),
-        "a number" => text.parse::<f64>().is_ok(),
-        other => other.starts_with("a whole number") && text.parse::<i128>().is_ok(),
+        "a boolean" => is::<bool>(text),
+        "f32" | "f64" => is::<f64>(text),
+        "u8" => is::<u8>(text),
+        "u16" => is::<u16>(text),
+        "u32" => is::<u32>(text),
+        "u64" | "usize" => is::<u64>(text),
+        "a nonzero u16" => is::<NonZeroU16>(text),
+        "a nonzero u32" => is::<NonZeroU32>(text),
+        "a nonzero u64" | "a nonzero usize" => is::<NonZeroU64>(text),
+        _ => false,
     }
 }
 

@@ -268,23 +268,164 @@ fn extension_keys_of_the_root_are_ignored() {
     assert!(read("name: a\nrest: {x-pause: 1}\n").is_err());
 }
 
-#[test]
-fn unset_variable_is_an_error_with_position() {
-    let parsed = |text: &str| {
-        let variable = |name: &str| (name == "NAME").then(|| "a".to_owned());
-        Document::parse_with(Path::new("s"), text.as_bytes(), &variable)
+/// Reads a text with some variables in the environment.
+fn read_with_variables(text: &str) -> Result<Shop, Vec<String>> {
+    let variable = |name: &str| {
+        let value = match name {
+            "NAME" => "a",
+            "NUMBER" => "16",
+            "NEGATIVE" => "-5",
+            "YES" => "true",
+            "COLOUR" => "red",
+            "PORT" => "9002",
+            "TIME" => "250ms",
+            "EMPTY" => "",
+            "SECRET" => "hunter2",
+            _ => return None,
+        };
+        Some(value.to_owned())
     };
-    let shop: Shop = parsed("name: ${NAME}b\n").unwrap().read().unwrap();
-    assert_eq!(shop.name, "ab");
-    let errors = parsed("name: ${NAME}\ndoor: ${HOST}:1\nrest: {pause: '${A}s'}\n")
-        .map(drop)
-        .unwrap_err();
-    let lines: Vec<_> = errors
+    Document::parse_with(Path::new("s"), text.as_bytes(), &variable)
+        .and_then(|document| document.read())
+        .map_err(|errors| errors.iter().map(ToString::to_string).collect())
+}
+
+#[test]
+fn variables_have_the_type_of_their_key() {
+    let shop = read_with_variables(
+        "name: ${NUMBER}\nseats: ${NUMBER}\nopen: \"${YES}\"\nrest: {pause: '${TIME}', room: '${NUMBER}KiB'}\n\
+         shelves: [{id: '${ABSENT:-7}', colour: '${COLOUR}'}]\ndoor: 127.0.0.1:${PORT}\n",
+    )
+    .unwrap();
+    assert_eq!(shop.name, "16");
+    assert_eq!(shop.seats.map(std::num::NonZeroU32::get), Some(16));
+    assert!(shop.open);
+    assert_eq!(shop.rest.pause, DurationSetting::millis(250));
+    assert_eq!(shop.rest.room, ByteSize::kib(16));
+    let colour = Colour::Red;
+    assert_eq!(shop.shelves, [Shelf { id: 7, colour }]);
+    assert_eq!(shop.door, Some("127.0.0.1:9002".parse().unwrap()));
+}
+
+#[test]
+fn empty_variable_leaves_an_optional_key_unset() {
+    let shop = read_with_variables("name: ${EMPTY}\nseats: ${EMPTY}\ndoor: ${ABSENT:-}\n").unwrap();
+    assert_eq!(
+        (shop.name.as_str(), shop.seats, shop.door),
+        ("", None, None)
+    );
+}
+
+#[test]
+fn errors_name_variables_instead_of_values() {
+    let text = "\
+name: a
+seats: ${NEGATIVE}
+open: ${SECRET}
+rest: {pause: '${SECRET}', room: '${SECRET}', colour: '${SECRET}'}
+shelves: [{id: '${SECRET}', colour: '${SECRET}'}, '${SECRET}']
+door: http://${SECRET}
+";
+    let expected = [
+        "s:2:8: `seats` must be a whole number from 1, not `${NEGATIVE}`; the value comes from the environment",
+        "s:3:7: `open` must be true or false, not `${SECRET}`; the value comes from the environment",
+        "s:4:15: `pause`: `${SECRET}` is not a length of time; write for example 250ms, 30s or 5m; \
+         the value comes from the environment",
+        "s:4:34: `room`: `${SECRET}` is not a size; write for example 512B, 16KiB or 32MiB; \
+         the value comes from the environment",
+        "s:4:47: unknown key `colour` in `rest`; known keys: pause, room",
+    ];
+    let errors = read_with_variables(text).unwrap_err();
+    assert_eq!(errors[..5], expected);
+    assert_eq!(errors.len(), 9, "{errors:?}");
+    assert!(
+        errors.iter().all(|error| !error.contains("hunter2")),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn problems_name_variables_instead_of_values() {
+    let variable = |name: &str| match name {
+        "SECRET" => Some("hunter2".to_owned()),
+        _ => Some("3".to_owned()),
+    };
+    let text = "name: ${SECRET}\nseats: ${SEATS}\n";
+    let document = Document::parse_with(Path::new("s"), text.as_bytes(), &variable).unwrap();
+    let problem = |text: &str| {
+        let errors = document.locate(vec![Problem::of("name", text)]);
+        errors[0].problem.clone()
+    };
+    assert_eq!(
+        problem("`/etc/hunter2/3` is bad"),
+        "`/etc/${SECRET}/3` is bad"
+    );
+    assert_eq!(problem("hunter22 or ahunter2"), "hunter22 or ahunter2");
+}
+
+#[test]
+fn unset_variable_is_reported_with_other_errors() {
+    let errors = read_with_variables(
+        "name: 7\nseats: ${ABSENT}\nrest: {pause: '${A-B}', colour: red}\nshelves: [{id: 1, colour: '${ABSENT}'}]\n",
+    )
+    .unwrap_err();
+    let starts = [
+        "s:1:7: `name` must be text",
+        "s:2:8: the environment variable ABSENT is not set",
+        "s:3:15: `A-B` is not the name",
+        "s:3:25: unknown key `colour`",
+        "s:4:27: the environment variable ABSENT is not set",
+    ];
+    assert_eq!(errors.len(), starts.len(), "{errors:?}");
+    for (error, start) in errors.iter().zip(starts) {
+        assert!(error.starts_with(start), "{start}: {errors:?}");
+    }
+}
+
+#[test]
+fn unset_variable_of_an_anchor_is_reported_once() {
+    let text = "x-unused: ${ABSENT}\nx-rest: &rest {pause: '${ABSENT}'}\nx-name: &name ${ABSENT}\n\
+                name: *name\nrest: *rest\nshelves: [*rest, *rest]\n";
+    let errors = read_with_variables(text).unwrap_err();
+    let unset: Vec<_> = errors
         .iter()
-        .map(|error| (error.line, error.column))
+        .filter(|error| error.contains("ABSENT"))
         .collect();
-    assert_eq!(lines, [(Some(2), Some(7)), (Some(3), Some(15))]);
-    assert!(errors[0].problem.contains("HOST is not set"), "{errors:?}");
+    assert_eq!(unset.len(), 2, "{errors:?}");
+    assert!(
+        unset[0].starts_with("s:2:23:") && unset[1].starts_with("s:3:"),
+        "{errors:?}"
+    );
+}
+
+#[test]
+fn quotes_are_suggested_only_if_they_help() {
+    let cases = [
+        (
+            "name: a\nseats: '-5'\n",
+            "s:2:8: `seats` must be a whole number from 1, not `-5`",
+        ),
+        (
+            "name: a\nseats: '0'\n",
+            "s:2:8: `seats` must be a whole number from 1, not `0`",
+        ),
+        ("name: [a]\n", "s:1:7: `name` must be text, not a list"),
+        (
+            "name: {a: b}\n",
+            "s:1:7: `name` must be text, not a map of keys",
+        ),
+    ];
+    for (text, expected) in cases {
+        assert_eq!(read(text).unwrap_err(), [expected], "{text}");
+    }
+}
+
+#[test]
+fn tab_does_not_hide_another_error() {
+    let errors = read("name: a\nopen: [true\n\t# comment\nrest: 5\n").unwrap_err();
+    assert!(!errors[0].contains("tab"), "{errors:?}");
+    let errors = read("name: a\n\t# comment\nname: b\n").unwrap_err();
+    assert!(errors[0].contains("duplicate"), "{errors:?}");
 }
 
 proptest! {

@@ -12,8 +12,12 @@ use super::{PathStep, SourcePosition};
 pub struct Tree {
     /// The value.
     pub value: Value,
-    /// Position of its start.
+    /// Position of its start. Of an alias, that of the alias.
     pub position: SourcePosition,
+    /// Position of its text. Of an alias, that of the anchored text.
+    pub(super) defined: SourcePosition,
+    /// Text in the file, if variables were replaced in it.
+    pub(super) written: Option<Box<str>>,
 }
 
 /// A YAML value.
@@ -82,16 +86,17 @@ pub(super) fn parse(text: &str) -> Result<Tree, (SourcePosition, String)> {
     };
     serde_saphyr::from_str_with_options(text, options).map_err(|error| {
         let position = error.location().map(position).unwrap_or_default();
-        if let Some(line) = find_tab_indentation(text, position.line) {
+        let formatter = serde_saphyr::UserMessageFormatter;
+        let message = error.without_snippet().render_with_formatter(&formatter);
+        let message = strip_position(&message);
+        // A tab can also stand beside an unrelated error.
+        let concerns_indentation = message.contains("tab") || message.contains("indent");
+        let tab = find_tab_indentation(text, position.line).filter(|_| concerns_indentation);
+        if let Some(line) = tab {
             let problem = "the line begins with a tab; YAML is indented with spaces only";
             return (SourcePosition { line, column: 1 }, problem.to_owned());
         }
-        let formatter = serde_saphyr::UserMessageFormatter;
-        let message = error.without_snippet().render_with_formatter(&formatter);
-        (
-            position,
-            format!("this is not valid YAML: {}", strip_position(&message)),
-        )
+        (position, format!("this is not valid YAML: {message}"))
     })
 }
 
@@ -134,6 +139,8 @@ impl<'de> Deserialize<'de> for Tree {
         Ok(Self {
             value: spanned.value,
             position: position(spanned.referenced),
+            defined: position(spanned.defined),
+            written: None,
         })
     }
 }

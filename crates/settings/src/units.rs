@@ -33,9 +33,13 @@ impl FromStr for DurationSetting {
 
     fn from_str(text: &str) -> Result<Self, String> {
         humantime::parse_duration(text).map(Self).map_err(|error| {
-            format!(
-                "`{text}` is not a length of time ({error}); write for example 250ms, 30s or 5m"
-            )
+            // The details concern a value, not the variable in its place.
+            let details = if text.contains("${") {
+                String::new()
+            } else {
+                format!(" ({error})")
+            };
+            format!("`{text}` is not a length of time{details}; write for example 250ms, 30s or 5m")
         })
     }
 }

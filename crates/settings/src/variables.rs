@@ -1,6 +1,8 @@
 //! Environment variables in the texts of a settings file: `${NAME}`, or `${NAME:-default}` with a
-//! value for an unset variable. `$${` stands for a literal `${`.
+//! value for an unset variable. `$${` stands for a literal `${`. A text with variables is read as the
+//! type of its key, so that `${PORT}` can be a number.
 
+use super::reader::ValuePath;
 use super::{SourcePosition, Tree, Value};
 
 /// Returns the value of an environment variable. A value that is not UTF-8 counts as unset.
@@ -12,38 +14,114 @@ pub(super) fn read(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 
-/// Replaces the variables in all texts of a tree. Returns the errors with their positions.
+/// A text whose variables have no value.
+pub(super) struct UnresolvedText {
+    pub(super) path: ValuePath,
+    pub(super) position: SourcePosition,
+    pub(super) problem: String,
+}
+
+/// Replaces the variables in all texts of a tree, except below the ignored keys of the root. Returns
+/// the texts that cannot be resolved. An anchored text has one problem, however many aliases it has.
 pub(super) fn interpolate(
     tree: &mut Tree,
     variable: &dyn Fn(&str) -> Option<String>,
-) -> Vec<(SourcePosition, String)> {
-    let mut errors = Vec::new();
-    interpolate_tree(tree, variable, &mut errors);
-    errors
+) -> Vec<UnresolvedText> {
+    let mut unresolved = Vec::new();
+    interpolate_tree(tree, &mut ValuePath::new(), variable, &mut unresolved);
+    unresolved
 }
 
 fn interpolate_tree(
     tree: &mut Tree,
+    path: &mut ValuePath,
     variable: &dyn Fn(&str) -> Option<String>,
-    errors: &mut Vec<(SourcePosition, String)>,
+    unresolved: &mut Vec<UnresolvedText>,
 ) {
+    let is_root = path.is_empty();
+    let mut descend = |index, inner: &mut Tree| {
+        path.push(index);
+        interpolate_tree(inner, path, variable, unresolved);
+        path.pop();
+    };
     match &mut tree.value {
-        Value::Text(text) if text.contains("${") => match interpolate_text(text, variable) {
-            Ok(result) => *text = result,
-            Err(error) => errors.push((tree.position, error)),
-        },
         Value::List(items) => {
-            for item in items {
-                interpolate_tree(item, variable, errors);
+            for (index, item) in items.iter_mut().enumerate() {
+                descend(index, item);
             }
         }
         Value::Map(entries) => {
+            for (index, (key, value)) in entries.iter_mut().enumerate() {
+                if !(is_root && is_ignored_key(&key.name)) {
+                    descend(index, value);
+                }
+            }
+        }
+        Value::Text(text) if text.contains("${") => match interpolate_text(text, variable) {
+            Ok(result) => tree.written = Some(std::mem::replace(text, result).into()),
+            Err(problem) => unresolved.push(UnresolvedText {
+                path: path.clone(),
+                position: tree.defined,
+                problem,
+            }),
+        },
+        _ => {}
+    }
+}
+
+/// Returns whether the root ignores a key. Such keys hold anchors that other values repeat.
+pub(super) fn is_ignored_key(key: &str) -> bool {
+    key.starts_with("x-")
+}
+
+/// Returns the values of the texts with variables that may be secret, and the texts in the file, with
+/// the longest value first.
+pub(super) fn substituted_texts(tree: &Tree) -> Vec<(&str, &str)> {
+    let mut found = Vec::new();
+    collect_substituted(tree, &mut found);
+    found.sort_by_key(|(value, _)| std::cmp::Reverse(value.len()));
+    found
+}
+
+fn collect_substituted<'a>(tree: &'a Tree, found: &mut Vec<(&'a str, &'a str)>) {
+    match (&tree.value, &tree.written) {
+        (Value::Text(value), Some(written)) => {
+            let is_number = value.parse::<f64>().is_ok();
+            if !value.is_empty() && !is_number && value.parse::<bool>().is_err() {
+                found.push((value, written));
+            }
+        }
+        (Value::List(items), _) => items
+            .iter()
+            .for_each(|item| collect_substituted(item, found)),
+        (Value::Map(entries), _) => {
             for (_, value) in entries {
-                interpolate_tree(value, variable, errors);
+                collect_substituted(value, found);
             }
         }
         _ => {}
     }
+}
+
+/// Replaces a value with the text in the file, where it is not a part of a word.
+pub(super) fn hide_value(message: &str, value: &str, written: &str) -> String {
+    let is_word = |c: char| c.is_alphanumeric() || c == '_';
+    let mut result = String::with_capacity(message.len());
+    let mut rest = message;
+    while let Some(start) = rest.find(value) {
+        let (before, after) = (&rest[..start], &rest[start + value.len()..]);
+        let joins_word = (before.ends_with(is_word) && value.starts_with(is_word))
+            || (after.starts_with(is_word) && value.ends_with(is_word));
+        result.push_str(before);
+        result.push_str(if joins_word { value } else { written });
+        rest = after;
+    }
+    result + rest
+}
+
+/// Returns a text that is read as `text`.
+pub fn escape_references(text: &str) -> String {
+    text.replace("${", "$${")
 }
 
 fn interpolate_text(

@@ -1,11 +1,15 @@
 //! Parsers of argument values.
 
+use warmroute_settings::has_credentials;
+
 /// Parses a URL with a scheme.
 pub(super) fn parse_url(url: &str) -> Result<String, String> {
     let has_scheme = url.starts_with("http://") || url.starts_with("https://");
-    has_scheme
-        .then(|| url.to_owned())
-        .ok_or_else(|| "expected a URL, for example http://127.0.0.1:9900".to_owned())
+    if !has_scheme {
+        return Err("expected a URL, for example http://127.0.0.1:9900".to_owned());
+    }
+    check_authority(url)?;
+    Ok(url.to_owned())
 }
 
 /// Parses the address of the admin pages: a URL, or HOST:PORT for plain HTTP.
@@ -13,6 +17,7 @@ pub(super) fn parse_admin_url(text: &str) -> Result<String, String> {
     if text.contains("://") {
         return parse_url(text);
     }
+    check_authority(text)?;
     let has_port = text
         .rsplit_once(':')
         .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
@@ -21,6 +26,22 @@ pub(super) fn parse_admin_url(text: &str) -> Result<String, String> {
     } else {
         Err("expected a URL or HOST:PORT, for example http://127.0.0.1:9005".to_owned())
     }
+}
+
+/// Rejects credentials, and IPv6 addresses without brackets, whose port would be ambiguous.
+fn check_authority(url: &str) -> Result<(), String> {
+    if has_credentials(url) {
+        return Err(
+            "a user name or password in a URL is not accepted; admin pages accept --token-file"
+                .to_owned(),
+        );
+    }
+    let rest = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if authority.matches(':').count() > 1 && !authority.starts_with('[') {
+        return Err("write an IPv6 address in brackets, for example http://[::1]:9005".to_owned());
+    }
+    Ok(())
 }
 
 /// Parses a price.
@@ -67,6 +88,15 @@ mod tests {
         }
         for text in ["host", ":9005", "host:port", "ftp://host:1"] {
             assert!(parse_admin_url(text).is_err(), "{text}");
+        }
+        for (text, part) in [
+            ("::1:9005", "in brackets"),
+            ("http://fd00::7:9005/", "in brackets"),
+            ("http://admin:secret@host:9005", "--token-file"),
+            ("admin:secret@host:9005", "--token-file"),
+        ] {
+            let error = parse_admin_url(text).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
         }
     }
 

@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow, bail};
 use warmroute_server::config::Config;
+use warmroute_server::serve::EXIT_MISCONFIGURED;
+use warmroute_settings::escape_references;
 
 use crate::cmd::cli::{ConfigInitArgs, InitEngine};
 
@@ -20,8 +22,11 @@ const REPLAY_PORT_OFFSET: u16 = 100;
 /// Names of tokenizer files, in the order of preference.
 const TOKENIZER_FILES: [&str; 2] = ["tokenizer.json", "tokenizer.json.gz"];
 
+/// Schema that editors look for beside the configuration.
+const SCHEMA_FILE: &str = "warmroute.schema.json";
+
 /// Values of a first configuration.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct InitValues {
     model: String,
     /// Path of the tokenizer file.
@@ -33,7 +38,7 @@ struct InitValues {
 }
 
 /// Source of the workers.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 enum InitWorkers {
     List(Vec<SocketAddr>),
     Pool(String),
@@ -48,7 +53,7 @@ pub(super) fn run(
     err: &mut impl Write,
 ) -> anyhow::Result<u8> {
     let is_terminal = std::io::stdin().is_terminal();
-    let values = InitValues::resolve(args, &mut |question, default| {
+    let read = InitValues::read(args, &mut |question, default| {
         if !is_terminal {
             return Ok(None);
         }
@@ -58,18 +63,34 @@ pub(super) fn run(
         std::io::stdin().lock().read_line(&mut answer)?;
         let answer = answer.trim();
         Ok((!answer.is_empty()).then(|| answer.to_owned()))
-    })?;
-    let text = values.render();
+    });
+    let values = match read {
+        Ok(values) => values,
+        Err(error) => {
+            writeln!(err, "warmroute: {error:#}")?;
+            return Ok(EXIT_MISCONFIGURED);
+        }
+    };
     if args.output == Path::new("-") {
-        out.write_all(text.as_bytes())?;
+        out.write_all(values.render().as_bytes())?;
         return Ok(0);
     }
+    let text = format!(
+        "# yaml-language-server: $schema={SCHEMA_FILE}\n{}",
+        values.render()
+    );
     // Fails if the file exists.
     let mut file = std::fs::File::create_new(&args.output)
         .with_context(|| format!("cannot create {}", args.output.display()))?;
     file.write_all(text.as_bytes())?;
     let path = args.output.display();
     writeln!(err, "wrote {path}; next: warmroute check {path}")?;
+    let schema = args.output.with_file_name(SCHEMA_FILE);
+    writeln!(
+        err,
+        "for completion in editors: warmroute config schema > {}",
+        schema.display()
+    )?;
     if let Err(errors) = Config::load(&args.output) {
         for error in errors {
             writeln!(err, "to change: {error}")?;
@@ -79,6 +100,93 @@ pub(super) fn run(
 }
 
 impl InitValues {
+    /// Returns the values if they make a valid configuration. Model files may be missing.
+    fn read(
+        args: &ConfigInitArgs,
+        ask: &mut dyn FnMut(&str, &str) -> anyhow::Result<Option<String>>,
+    ) -> anyhow::Result<Self> {
+        // Checked first, because answers would be lost.
+        if args.output != Path::new("-") && args.output.exists() {
+            let file = args.output.display();
+            bail!("--output: {file} exists; remove it, or choose another file");
+        }
+        let values = Self::resolve(args, ask)?;
+        values.check()?;
+        let without_files = Self {
+            tokenizer: None,
+            ..values.clone()
+        };
+        match Config::parse(&args.output, without_files.render().as_bytes()) {
+            Ok(_) => Ok(values),
+            Err(errors) => {
+                let errors: Vec<_> = errors.iter().map(|error| error.problem.as_str()).collect();
+                bail!(
+                    "these values make no valid configuration: {}",
+                    errors.join("; ")
+                )
+            }
+        }
+    }
+
+    /// Checks the values. The errors name the arguments.
+    fn check(&self) -> anyhow::Result<()> {
+        if self.model.is_empty() {
+            bail!(
+                "--model: the name is empty; write the name under which the engines serve the model"
+            );
+        }
+        let mut ranks = 1;
+        match &self.workers {
+            InitWorkers::List(addresses) => {
+                let repeated = |(index, address)| addresses[..index].contains(address);
+                if let Some((_, address)) =
+                    addresses.iter().enumerate().find(|&item| repeated(item))
+                {
+                    bail!("--worker: {address} is given twice");
+                }
+                if let Some(address) = addresses.iter().find(|address| address.port() == 0) {
+                    bail!("--worker: {address} has port 0; write the port of the engine");
+                }
+                let of_host = |host: IpAddr| {
+                    let same = addresses.iter().filter(|address| address.ip() == host);
+                    same.count()
+                };
+                let counts = addresses.iter().map(|address| of_host(address.ip()));
+                ranks = counts.max().unwrap_or(1);
+            }
+            InitWorkers::Pool(name) if name.is_empty() => {
+                bail!("--pool: the name is empty; write that of an InferencePool");
+            }
+            InitWorkers::Dns(name, port) if name.is_empty() || *port == 0 => {
+                bail!("--dns: expected NAME:PORT, for example vllm.default.svc:8000");
+            }
+            InitWorkers::Pool(_) | InitWorkers::Dns(..) => {}
+        }
+        self.check_ports(ranks)
+    }
+
+    /// Checks the ports of the KV events of a host with a number of workers.
+    fn check_ports(&self, workers: usize) -> anyhow::Result<()> {
+        if workers > usize::from(REPLAY_PORT_OFFSET) {
+            bail!(
+                "--worker: {workers} workers have the same host, but the ports of their KV events overlap with more \
+                 than {REPLAY_PORT_OFFSET}"
+            );
+        }
+        let offset = match self.engine {
+            InitEngine::Vllm => usize::from(REPLAY_PORT_OFFSET) + workers - 1,
+            InitEngine::Sglang => workers - 1,
+        };
+        let last = usize::from(u16::MAX) - offset;
+        let port = self.events_port;
+        if port == 0 || usize::from(port) > last {
+            bail!(
+                "--kv-events-port: {port} must be from 1 to {last}, because the ports of the engines follow it"
+            );
+        }
+        Ok(())
+    }
+
     /// Uses the values of the arguments, and prompts for the others. `ask` gets a question and the
     /// default, and returns `None` for the default.
     fn resolve(
@@ -276,9 +384,7 @@ fn find_tokenizer(directory: &Path) -> PathBuf {
 
 /// Returns a YAML string. JSON strings are YAML strings.
 fn quoted(text: &str) -> String {
-    serde_json::Value::from(text)
-        .to_string()
-        .replace("${", "$${")
+    serde_json::Value::from(escape_references(text)).to_string()
 }
 
 #[cfg(test)]
@@ -367,5 +473,65 @@ mod tests {
         let mut no_answer = |_: &str, _: &str| Ok(None);
         let error = InitValues::resolve(&arguments(&[]), &mut no_answer).unwrap_err();
         assert!(error.to_string().contains("--model"), "{error}");
+    }
+
+    #[test]
+    fn invalid_values_name_the_flag() {
+        let many: Vec<String> = (1..=101).map(|port| format!("10.0.0.1:{port}")).collect();
+        let many: Vec<&str> = many
+            .iter()
+            .flat_map(|worker| ["--worker", worker])
+            .collect();
+        let twice = ["--worker", "10.0.0.1:80"].repeat(2);
+        let cases: [(&[&str], &str); 8] = [
+            (&["--model", ""], "--model: the name is empty"),
+            (
+                &["--kv-events-port", "65535"],
+                "--kv-events-port: 65535 must be from 1 to 65435",
+            ),
+            (&["--kv-events-port", "0"], "--kv-events-port: 0"),
+            (&twice, "--worker: 10.0.0.1:80 is given twice"),
+            (
+                &["--worker", "10.0.0.1:0"],
+                "--worker: 10.0.0.1:0 has port 0",
+            ),
+            (&many, "--worker: 101 workers have the same host"),
+            (&["--pool", ""], "--pool: the name is empty"),
+            (&["--dns", ":8000"], "--dns: expected NAME:PORT"),
+        ];
+        for (case, expected) in cases {
+            let model = if case[0] == "--model" {
+                &[][..]
+            } else {
+                &["--model", "m"]
+            };
+            let args = arguments(&[model, case, &["--output", "-"]].concat());
+            let error = InitValues::read(&args, &mut |_, _| Ok(None)).unwrap_err();
+            assert!(
+                error.to_string().starts_with(expected),
+                "{expected}: {error}"
+            );
+        }
+        let sglang = [
+            "--model",
+            "m",
+            "--engine",
+            "sglang",
+            "--kv-events-port",
+            "65535",
+            "-o",
+            "-",
+        ];
+        assert!(InitValues::read(&arguments(&sglang), &mut |_, _| Ok(None)).is_ok());
+    }
+
+    #[test]
+    fn existing_file_is_found_before_the_questions() {
+        let directory = tempfile::tempdir().unwrap();
+        let file = directory.path().join("w.yaml");
+        std::fs::write(&file, "").unwrap();
+        let args = arguments(&["--output", file.to_str().unwrap()]);
+        let error = InitValues::read(&args, &mut |_, _| panic!("a question")).unwrap_err();
+        assert!(error.to_string().starts_with("--output: "), "{error}");
     }
 }

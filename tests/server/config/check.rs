@@ -324,14 +324,115 @@ fn check_reads_standard_input_and_prints_json() {
 
 #[test]
 fn check_without_a_source_names_both_flags() {
-    let output = Command::new(env!("CARGO_BIN_EXE_warmroute"))
-        .arg("check")
-        .output()
-        .unwrap();
+    // An empty variable counts as unset.
+    let run = |args: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        command
+            .args(args)
+            .env("WARMROUTE_CONFIG", "")
+            .output()
+            .unwrap()
+    };
+    let output = run(&["check"]);
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(
         stderr.contains("--config FILE") && stderr.contains("--pool-name NAME"),
         "{stderr}"
     );
+    let output = run(&["check", "--json"]);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(2), "{report}");
+    assert_eq!(report["valid"], json!(false));
+    let message = report["errors"][0]["message"].as_str().unwrap();
+    assert!(message.contains("--config FILE"), "{report}");
+    let output = run(&["doctor"]);
+    let stderr = String::from_utf8(output.stderr).unwrap();
+    assert!(stderr.contains("--config <FILE>"), "{stderr}");
+}
+
+#[test]
+fn environment_sets_file_and_admin_address() {
+    let run = |variable: &str, value: &str, command: &str| {
+        let mut process = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        let output = process.arg(command).env(variable, value).output().unwrap();
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let found = run("WARMROUTE_CONFIG", "/nonexistent.yaml", "check");
+    assert!(found.starts_with("/nonexistent.yaml:"), "{found}");
+    let found = run("WARMROUTE_ADMIN", "127.0.0.1:1", "audit");
+    assert!(found.contains("http://127.0.0.1:1"), "{found}");
+    let found = run("WARMROUTE_ADMIN", "", "audit");
+    assert!(!found.contains("invalid value"), "{found}");
+}
+
+#[test]
+fn check_prints_json_for_any_file_name() {
+    use std::os::unix::ffi::OsStringExt as _;
+    let directory = tempfile::tempdir().unwrap();
+    let name = std::ffi::OsString::from_vec(b"w\xff.yaml".to_vec());
+    let file = directory.path().join(name);
+    for text in [
+        "models: [{name: m}]\nworkers: {list: [{id: 1, endpoint: '10.0.0.1:80'}]}\n",
+        "models: 1\n",
+    ] {
+        fs::write(&file, text).unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+        let output = command
+            .args(["check", "--json"])
+            .arg(&file)
+            .output()
+            .unwrap();
+        let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let name = report["file"].as_str().unwrap();
+        assert!(name.ends_with("w\u{fffd}.yaml"), "{report}");
+    }
+}
+
+#[test]
+fn printed_configuration_has_no_variables() {
+    let text = "models: [{name: 'a$${HOME}b'}]\nworkers: {list: [{id: 1, endpoint: '${ADDRESS:-10.0.0.1}:80', draining: '${DRAINING:-true}'}]}\n\
+                gateway: {fallback_endpoints: '${FALLBACKS:-3}'}\nrequests: {limits: {max_body_size: '${SIZE:-16MiB}'}}\n";
+    let output = check_text(&["--print"], text);
+    let errors = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{errors}");
+    let printed = String::from_utf8(output.stdout).unwrap();
+    let path = Path::new("w.yaml");
+    let config = Config::parse(path, printed.as_bytes()).unwrap();
+    assert_eq!(config.models[0].name.as_str(), "a${HOME}b");
+    assert_eq!(config, Config::parse(path, text.as_bytes()).unwrap());
+    assert_eq!(config.gateway.fallback_endpoints, 3);
+    assert!(config.workers.list.as_ref().unwrap()[0].draining);
+}
+
+#[test]
+fn only_repository_names_get_a_download_hint() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("w.yaml");
+    fs::create_dir_all(directory.path().join("owner/existing")).unwrap();
+    for (key, path, expected) in [
+        ("tokenizer", "Qwen/Qwen2.5-7B-Instruct", true),
+        ("tokenizer", "models/qwen/tokenizer.json", false),
+        ("tokenizer", "/models/qwen2.5", false),
+        ("tokenizer", "./Qwen/Qwen2.5/x", false),
+        ("tokenizer", "../Qwen2.5", false),
+        ("tokenizer", "qwen", false),
+        ("tokenizer", "owner/existing", false),
+        ("chat_template", "Qwen/Qwen2.5-7B-Instruct", false),
+    ] {
+        let text = format!("models: [{{name: m, {key}: '{path}'}}]\nworkers: {{list: []}}\n");
+        let errors = Config::parse(&file, text.as_bytes()).unwrap_err();
+        let has_hint = errors
+            .iter()
+            .any(|error| error.problem.contains("hf download"));
+        assert_eq!(has_hint, expected, "{key}: {path}: {errors:?}");
+        if has_hint {
+            assert!(
+                errors[0]
+                    .problem
+                    .contains("hf download Qwen/Qwen2.5-7B-Instruct "),
+                "{errors:?}"
+            );
+        }
+    }
 }

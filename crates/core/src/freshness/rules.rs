@@ -48,6 +48,7 @@ impl FreshnessRules {
 
 /// Treatment of a rank's blocks when batches are lost for good.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ResyncMode {
     /// Blocks stay, marked as stale.

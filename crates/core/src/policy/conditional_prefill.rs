@@ -11,6 +11,7 @@ const UNKNOWN_CAPACITY: u64 = 10_000_000;
 
 /// `disaggregation:`: handling of separate prefill workers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct DisaggregationConfig {
     /// Reject requests (503) while no prefill worker can be chosen, instead of letting the decode
@@ -23,6 +24,7 @@ pub struct DisaggregationConfig {
 
 /// Conditions of a local prefill.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct ConditionalPrefillConfig {
     /// Policy.
@@ -40,6 +42,7 @@ pub struct ConditionalPrefillConfig {
 
 /// Policies for a local prefill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ConditionalPrefillPolicy {
     /// The uncached part of the prompt is small, in tokens and as a share.

@@ -27,23 +27,26 @@ pub enum RoutingPolicy {
 
 /// Name of a policy or of a preset of `linear`, in the configuration and in requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum PolicyName {
-    /// [`RoutingPolicy::Seconds`].
+    /// Least time that the choice costs all requests, by learned latencies.
     Seconds,
-    /// [`RoutingPolicy::Linear`] with the weights of the reference implementation.
+    /// Least weighted sum of uncached prompt tokens and running blocks, with the weights of the
+    /// reference implementation.
     Linear,
-    /// [`RoutingPolicy::Linear`] with [`Weights::default`].
+    /// `linear` with the default weights of warmroute.
     LinearTuned,
-    /// [`RoutingPolicy::Linear`] with [`Weights::AGENTIC`].
+    /// `linear` with the weights for coding agents.
     Agentic,
-    /// [`RoutingPolicy::Lmetric`].
+    /// Least product of prefill tokens and requests.
     Lmetric,
-    /// [`RoutingPolicy::Sticky`].
+    /// Fewest queued and uncached tokens among warm ranks, unless their queues are much longer than
+    /// the shortest.
     Sticky,
-    /// [`RoutingPolicy::LeastLoaded`].
+    /// Fewest running requests.
     LeastLoaded,
-    /// [`RoutingPolicy::RoundRobin`].
+    /// Ranks in turn.
     RoundRobin,
 }
 

@@ -10,6 +10,7 @@ use super::metadata::QueueMetadata;
 
 /// Order of requests with equal strict priority.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum QueuePolicy {
     /// First come, first served. A priority jump of j seconds counts as an arrival j seconds

@@ -50,6 +50,7 @@ impl RouterSettings {
 
 /// `load:`: load that is tracked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(deny_unknown_fields, default)]
 pub struct LoadTracking {
     /// Prompt blocks of running requests.
@@ -78,6 +79,7 @@ impl Default for LoadTracking {
 
 /// Action if all eligible workers are overloaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OverloadAction {
     /// Routes to the cheapest of them.

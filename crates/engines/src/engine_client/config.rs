@@ -3,6 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::EngineUrl;
@@ -10,7 +11,7 @@ use warmroute_core::worker::WorkerEndpoint;
 use warmroute_settings::{ByteSize, DurationSetting, Problem};
 
 /// Section `engines:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EnginesConfig {
     /// Protocol of the workers' endpoints.
@@ -32,7 +33,7 @@ pub struct EnginesConfig {
 }
 
 /// Protocol of workers' endpoints.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineScheme {
     /// Plain HTTP/1.1.

@@ -1,11 +1,12 @@
 //! `sessions.engine:`: sessions on engines.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
 
 /// Section `sessions.engine:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EngineSessionsConfig {
     /// Engine with session endpoints.
@@ -25,7 +26,7 @@ pub struct EngineSessionsConfig {
 }
 
 /// Engine with session endpoints.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SessionEngineKind {
     /// `POST /open_session` and `POST /close_session` at the worker's endpoint.

@@ -1,12 +1,13 @@
 //! `shared_cache:`: lookup in a cache shared by all workers. The setting
 //! `routing.weights.shared_cache_multiplier` weighs its hits.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{ByteSize, DurationSetting, Problem};
 
 /// Section `shared_cache:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct SharedCacheConfig {
     /// URL of the lookup: `http://host:port/path`.

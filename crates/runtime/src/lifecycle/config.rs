@@ -1,11 +1,12 @@
 //! Configuration of startup, shutdown and reload.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
 
 /// `readiness:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReadinessConfig {
     /// Minimum number of workers before the process is ready.
@@ -25,7 +26,7 @@ impl Default for ReadinessConfig {
 }
 
 /// `drain:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DrainConfig {
     /// Time after the stop signal during which new exchanges are still served. Meanwhile gRPC
@@ -47,7 +48,7 @@ impl Default for DrainConfig {
 }
 
 /// `reload:`: automatic reload of the configuration file. SIGHUP reloads it in any case.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ReloadConfig {
     /// Whether the file is reloaded when it changes.

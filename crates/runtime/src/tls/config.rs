@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::certificate::{CertificateMaterial, CertificateSource};
@@ -12,7 +13,7 @@ const CERT_DIR_FILES: (&str, &str) = ("tls.crt", "tls.key");
 
 /// `tls:` of a listener. The certificate comes from `cert` and `key`, from `cert_dir`, or is
 /// self-signed.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TlsConfig {
     /// Certificate chain, PEM.

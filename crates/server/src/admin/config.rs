@@ -3,18 +3,20 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::tls::TlsConfig;
-use warmroute_settings::Problem;
+use warmroute_settings::{ADDRESS_PATTERN, Problem};
 
 use super::token::AdminToken;
 
 /// The `listeners.admin:` section. The pages reveal the fleet and its routing, so an address beyond
 /// loopback requires protection.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdminConfig {
     /// Address of metrics, health and explanations.
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub address: SocketAddr,
     /// TLS settings; `None` for plaintext.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -3,19 +3,21 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::load::ledger::LedgerRules;
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::{DurationSetting, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, DurationSetting, Problem};
 
 /// The `listeners.api:` section: the router as a gRPC service. Every client that reaches it can
 /// book load and pin requests, and clients are not authenticated. The service is off unless the
 /// section exists.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApiConfig {
     /// Listen address.
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub address: SocketAddr,
     /// TLS settings; `None` for plaintext.
     #[serde(skip_serializing_if = "Option::is_none")]

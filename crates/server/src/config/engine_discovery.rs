@@ -1,11 +1,12 @@
 //! `engines.discovery:`: queries to engines for their settings.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `engines.discovery:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineDiscoveryConfig {
     /// True to query each worker for its cache settings and the addresses of its event sources.

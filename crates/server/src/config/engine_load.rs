@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
@@ -10,7 +11,7 @@ use warmroute_settings::{DurationSetting, Problem};
 const MIN_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The `engines.load` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineLoadConfig {
     /// True to read running requests, waiting requests and KV usage from each worker's metrics page.

@@ -1,5 +1,6 @@
 //! `engines:`: communication with the engines.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_engines::engine_client::config::EnginesConfig;
 
@@ -7,7 +8,7 @@ use super::{EngineDiscoveryConfig, EngineLoadConfig, KvEventsLimits};
 use crate::self_test::config::SelfTestConfig;
 
 /// The `engines:` section.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EnginesSection {
     /// HTTP requests to engines.

@@ -1,12 +1,13 @@
 //! `index.freshness:`: handling of event sources that may be out of date.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::freshness::{FreshnessRules, ResyncMode};
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `index.freshness:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct FreshnessConfig {
     /// Factor, from 0 to 1, for the credit of cached blocks while their event source is stale or
@@ -19,7 +20,7 @@ pub struct FreshnessConfig {
 }
 
 /// The `index.freshness.stale_after:` section. Both conditions must hold.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SilenceConfig {
     /// Number of completed requests that must have stored blocks, without an event batch since the

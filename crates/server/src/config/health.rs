@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::health::HealthRules;
@@ -11,7 +12,7 @@ use warmroute_settings::{DurationSetting, Problem};
 const MAX_EJECTION_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// The `routing.outlier_detection:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct HealthConfig {
     /// Consecutive failures (no connection, or a 5xx other than 503) that eject a worker. 0: no

@@ -1,5 +1,6 @@
 //! `index:`: index of the workers' caches.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_engines::shared_cache::SharedCacheConfig;
 use warmroute_settings::Problem;
@@ -9,7 +10,7 @@ use crate::cluster::remote_index::config::RemoteIndexConfig;
 use crate::cluster::warm_start::config::WarmStartConfig;
 
 /// The `index:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct IndexSection {
     /// Maximum number of blocks of one worker rank in each tier below the device. It also applies

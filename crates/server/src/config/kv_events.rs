@@ -1,5 +1,6 @@
 //! `engines.kv_events:`: the connections to the event sources of all workers.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{ByteSize, Problem};
@@ -10,7 +11,7 @@ const SMALLEST_MESSAGE: ByteSize = ByteSize::mib(1);
 const LARGEST_MESSAGE: ByteSize = ByteSize::mib(1024);
 
 /// The `engines.kv_events:` section.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvEventsLimits {
     /// Maximum size of a message. A larger message is skipped and counts as a lost batch.

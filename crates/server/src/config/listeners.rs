@@ -1,5 +1,6 @@
 //! `listeners:`: addresses, TLS and limits of the servers.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::admin::config::AdminConfig;
@@ -7,7 +8,7 @@ use crate::api::ApiConfig;
 use crate::ext_proc::config::{ListenConfig, ListenerLimitsConfig};
 
 /// The `listeners:` section.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ListenersSection {
     /// ext_proc gRPC server.

@@ -1,9 +1,10 @@
 //! `process.log:`: level and format of the log.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// The `process.log:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
     /// Minimum level. The environment variable `RUST_LOG` overrides it.
@@ -13,7 +14,7 @@ pub struct LogConfig {
 }
 
 /// Level of a log line.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LogLevel {
     /// Failures.
@@ -43,7 +44,7 @@ impl LogLevel {
 }
 
 /// Format of a log line.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum LogFormat {
     /// Plain text.

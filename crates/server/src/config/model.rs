@@ -1,11 +1,12 @@
 //! `models:`: names, tokenizer files and engine settings of the models.
 
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
-use warmroute_settings::{Problem, describe_missing_file};
+use warmroute_settings::{PathStep, Problem, describe_missing_file};
 use warmroute_tokens::prompt::{EngineKind, MediaConfig, TransformersVersion};
 
 use super::policy::PolicyConfig;
@@ -20,7 +21,7 @@ const FILE_KINDS: [&str; 3] = ["json", "gz", "jinja"];
 const MAX_BLOCK_TOKENS: usize = 1 << 16;
 
 /// One entry of the list of models.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
     /// Name as the engines serve it.
@@ -87,7 +88,7 @@ pub struct ModelConfig {
 }
 
 /// Part of a streaming response that signals its first token.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstToken {
     /// The first bytes of the body. The engine sends the headers before the first token.
@@ -103,6 +104,24 @@ fn default_block_size() -> BlockSize {
 }
 
 impl ModelConfig {
+    /// Returns the repository of Hugging Face that the key `tokenizer` may name instead of a file:
+    /// OWNER/NAME. To be called before paths are resolved against `directory`.
+    pub(super) fn hub_repository(&self, directory: &Path) -> Option<String> {
+        let path = self.tokenizer.as_deref()?;
+        let is_file = path
+            .extension()
+            .is_some_and(|kind| FILE_KINDS.iter().any(|known| kind == *known));
+        let parts: Vec<_> = path.components().collect();
+        match parts[..] {
+            [Component::Normal(owner), Component::Normal(name)]
+                if !is_file && !directory.join(path).exists() =>
+            {
+                Some(format!("{}/{}", owner.to_str()?, name.to_str()?))
+            }
+            _ => None,
+        }
+    }
+
     /// Resolves relative paths against `directory`.
     pub(super) fn resolve(&mut self, directory: &Path) {
         let files = [
@@ -132,7 +151,7 @@ impl ModelConfig {
             .into_iter()
             .filter_map(|(key, file)| Some((key, file?)))
             .filter(|(_, file)| !file.is_file())
-            .map(|(key, file)| Problem::of(key, describe_missing_file(file) + &download_hint(file)))
+            .map(|(key, file)| Problem::of(key, describe_missing_file(file)))
             .collect();
         if self.name.as_str().is_empty() {
             problems.push(Problem::of(
@@ -204,21 +223,24 @@ impl ModelConfig {
     }
 }
 
-/// Returns the hint for a path that may be the name of a model on Hugging Face.
-fn download_hint(path: &Path) -> String {
-    if path.exists()
-        || path
-            .extension()
-            .is_some_and(|kind| FILE_KINDS.iter().any(|known| kind == *known))
-    {
-        return String::new();
-    }
-    let mut parts = path.iter().rev().filter_map(|part| part.to_str());
-    match (parts.next(), parts.next()) {
-        (Some(name), Some(owner)) => format!(
-            "; models are not downloaded by name, so run `hf download {owner}/{name} tokenizer.json tokenizer_config.json \
-             config.json --local-dir models/{name}`"
-        ),
-        _ => String::new(),
+/// Adds to the problem of a missing tokenizer how to download a model of Hugging Face.
+/// `repositories` has the repository that each tokenizer may name.
+pub(super) fn add_download_hints(problems: &mut [Problem], repositories: &[Option<String>]) {
+    for problem in problems {
+        if let [
+            PathStep::Key(models),
+            PathStep::At(index),
+            PathStep::Key(key),
+        ] = &problem.path[..]
+            && models == "models"
+            && key == "tokenizer"
+            && let Some(Some(repository)) = repositories.get(*index)
+            && let Some((_, name)) = repository.split_once('/')
+        {
+            problem.text.push_str(&format!(
+                "; models are not downloaded by name, so run `hf download {repository} tokenizer.json tokenizer_config.json \
+                 config.json --local-dir models/{name}`"
+            ));
+        }
     }
 }

@@ -1,6 +1,7 @@
 //! `routing.overload:`: thresholds above which a worker is overloaded. Without thresholds, only the
 //! responses 429 and 503 mark a worker.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::policy::OverloadThresholds;
@@ -8,7 +9,7 @@ use warmroute_core::router::OverloadAction;
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `routing.overload:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct OverloadConfig {
     /// Share of used KV blocks, from 0 to 1, above which a rank is overloaded.

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use schemars::{JsonSchema, Schema, json_schema};
 use serde::de::{self, MapAccess, Visitor, value::MapAccessDeserializer};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use warmroute_core::policy::{
@@ -10,7 +11,8 @@ use warmroute_core::policy::{
 use warmroute_settings::{PathStep, Problem};
 
 /// A policy: its name, or a mapping with its name and settings.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, JsonSchema)]
+#[schemars(deny_unknown_fields, transform = allow_bare_name)]
 pub struct PolicyConfig {
     /// Name of the policy or of a preset of `linear`.
     pub name: PolicyName,
@@ -30,8 +32,14 @@ struct PolicyMapping {
     max_excess_tokens: Option<u64>,
 }
 
+/// Allows a policy without settings to be written as its name.
+fn allow_bare_name(schema: &mut Schema) {
+    let name = schema.get("properties").map(|keys| keys["name"].clone());
+    *schema = json_schema!({"anyOf": [name, *schema]});
+}
+
 /// Weights that are set. The others come from the policy.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct WeightsConfig {
     /// Credit for each block cached on the device. Policy `linear`.

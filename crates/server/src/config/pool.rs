@@ -1,12 +1,13 @@
 //! `process.pool:`: identity of the pool. It appears in the log, in a metric and in
 //! `/debug/config`, and has no other effect.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::Problem;
 
 /// The `process.pool:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct PoolConfig {
     /// Name of the pool, for example of an InferencePool.

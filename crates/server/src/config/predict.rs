@@ -1,13 +1,14 @@
 //! `index.approximate:`: prediction of the caches of engines that publish no KV events, or whose
 //! events have not arrived yet.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::predict::{EvictionPolicy, TtlPolicy};
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `index.approximate:` section. The blocks of routed prompts are predicted to be cached.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApproximateConfig {
     /// Eviction of predicted blocks of workers without KV events; `off` predicts nothing for them.
@@ -25,7 +26,7 @@ pub struct ApproximateConfig {
 }
 
 /// Eviction of predicted blocks.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ApproximatePolicy {
     /// Nothing is predicted.

@@ -1,12 +1,13 @@
 //! `process:`: identity, readiness, shutdown, reload and log of the process.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_runtime::lifecycle::config::{DrainConfig, ReadinessConfig, ReloadConfig};
 
 use super::{LogConfig, PoolConfig};
 
 /// The `process:` section.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ProcessSection {
     /// Pool of workers that this process serves. For display only.

@@ -1,5 +1,6 @@
 //! `requests:`: interpretation and limits of requests.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_tokens::openai::paths::ApiPathsConfig;
 
@@ -7,7 +8,7 @@ use crate::ext_proc::config::LimitsConfig;
 use crate::request::config::ClientsConfig;
 
 /// The `requests:` section.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RequestsSection {
     /// API of each request path.

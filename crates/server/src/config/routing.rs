@@ -1,5 +1,6 @@
 //! `routing:`: selection of the worker for a request.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::policy::{DisaggregationConfig, PolicyName, PolicySettings};
 use warmroute_core::router::LoadTracking;
@@ -10,7 +11,7 @@ use crate::request::pool_routes::PoolRoutesConfig;
 use crate::request::rewrite::RewritesConfig;
 
 /// The `routing:` section.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RoutingSection {
     /// Policy of all models that do not configure one. Default: `seconds`, or `linear_tuned` if a

@@ -1,6 +1,7 @@
 //! `sessions:`: source of the session id in a request, and affinity of a session to its worker
 //! rank. Without the section, requests have no sessions.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::sessions::SessionRules;
@@ -8,7 +9,7 @@ use warmroute_engines::engine_sessions::config::EngineSessionsConfig;
 use warmroute_settings::{DurationSetting, PathStep, Problem, is_header_name};
 
 /// The `sessions:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SessionsConfig {
     /// Affinity of a session to its worker rank.
@@ -38,7 +39,7 @@ pub struct SessionsConfig {
 }
 
 /// Affinity of a session to its worker rank.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Affinity {
     /// While the rank is eligible, it is the only candidate.

@@ -4,13 +4,14 @@
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_settings::{Problem, describe_missing_file};
 
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
 /// Hash family.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub enum TrackingFamily {
     /// The public sequence hashes.
     #[default]
@@ -22,7 +23,7 @@ pub enum TrackingFamily {
 }
 
 /// The `routing.block_hash:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TrackingHashConfig {
     /// Hash family.

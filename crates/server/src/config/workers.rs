@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::fleet::discovery::config::{DiscoveryConfig, WorkerConfig};
@@ -9,7 +10,7 @@ use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::KubernetesConfig;
 
 /// The `workers:` section. Exactly one source of workers is configured.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct WorkersSection {
     /// File that lists the workers. It is reloaded when it changes.

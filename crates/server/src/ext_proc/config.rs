@@ -6,6 +6,7 @@ use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 pub use gateway::{
@@ -13,7 +14,7 @@ pub use gateway::{
 };
 
 use warmroute_runtime::tls::{ConnectionLimits, ListenerExposure, ListenerLimits, TlsConfig};
-use warmroute_settings::{ByteSize, DurationSetting, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, ByteSize, DurationSetting, Problem};
 
 /// Maximum length of a unix socket path. Linux allows 107 bytes, and the socket is bound with the
 /// suffix `.new` before it is renamed.
@@ -32,11 +33,12 @@ pub const HTTP2_FRAME_BYTES: u32 = 256 << 10;
 
 /// The `listeners.ext_proc:` section: the ext_proc gRPC server with gRPC health, on TCP, on a unix
 /// socket, or both.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ListenConfig {
     /// TCP address.
     #[serde(default)]
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub address: Option<SocketAddr>,
     /// Path of a unix socket.
     #[serde(default)]
@@ -44,6 +46,7 @@ pub struct ListenConfig {
     /// TCP address for gRPC health alone, without TLS, open from the start of the process. `None`:
     /// gRPC health only beside ext_proc.
     #[serde(default)]
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub health_address: Option<SocketAddr>,
     /// TLS of the TCP address. `None`: plaintext.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -123,7 +126,7 @@ impl ListenConfig {
 const MESSAGE_OVERHEAD: usize = 1 << 20;
 
 /// The `requests.limits:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LimitsConfig {
     /// Maximum size of a request body; at least Envoy's `request_body_buffer_limit`.
@@ -200,7 +203,7 @@ impl LimitsConfig {
 }
 
 /// The `listeners.limits:` section. The limits hold for each listener separately.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ListenerLimitsConfig {
     /// Maximum number of connections. A further connection replaces the connection that has been

@@ -2,6 +2,7 @@
 //! and can be combined, and the operator can rename every header. The names of all profiles are
 //! removed from client requests, because otherwise a client could choose its worker.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::envoy_names::SERVED_KEY;
 use warmroute_core::router::RouteTarget;
@@ -12,12 +13,12 @@ use super::headers::{self, RequestHead};
 use super::metadata::SUBSET_KEY;
 
 /// Header group of one consumer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum HeaderProfile {
     /// `x-worker-instance-id`, `x-dp-rank`, and their counterparts for the prefill worker.
     WorkerId,
-    /// The headers of [`Self::WorkerId`], and those that Dynamo's workers and front ends read.
+    /// The headers of `worker-id`, and those that Dynamo's workers and front ends read.
     Dynamo,
     /// `x-gateway-destination-endpoint`, as inference gateways read it.
     GatewayApi,
@@ -73,7 +74,7 @@ const RESERVED: [&str; 6] = [
 ];
 
 /// Header names that replace those of the profiles. An empty list sets no header for that field.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct HeaderNames {
     /// Instance id of the worker.

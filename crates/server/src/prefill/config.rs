@@ -2,12 +2,13 @@
 
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
 
 /// Execution of remote prefills.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct PrefillConfig {
     /// Mode.
@@ -27,7 +28,7 @@ pub struct PrefillConfig {
 }
 
 /// Mode of remote prefills.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum PrefillMode {
     /// A sidecar or a front end reads the headers and runs the prefill.
@@ -41,7 +42,7 @@ pub enum PrefillMode {
 }
 
 /// Protocol of the KV transfer between engines.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum KvTransferProtocol {
     /// `kv_transfer_params` of vLLM's connectors.

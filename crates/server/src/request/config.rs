@@ -1,11 +1,12 @@
 //! Configuration of clients.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{PathStep, Problem};
 
 /// The `requests.clients:` section: routing hints of clients.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ClientsConfig {
     /// Clients may pin workers, set priorities, weights and taints, and query the routing decision,

@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_http2_filter::{host_without_port, service_of_authority};
 use warmroute_settings::{PathStep, Problem, is_header_name};
@@ -12,7 +13,7 @@ use warmroute_settings::{PathStep, Problem, is_header_name};
 use super::routing_hints::HeaderLookup;
 
 /// The `routing.pool_routes:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct PoolRoutesConfig {
     /// Pools by the authority of the ext_proc call: one Service for each pool in front of the same
@@ -54,7 +55,7 @@ impl PoolAuthorities {
 }
 
 /// Rule that restricts requests to a pool.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PoolRouteRule {
     /// The pool. Its workers have the taint `pool=<name>`.

@@ -5,13 +5,14 @@ use std::collections::HashSet;
 use std::sync::Arc;
 
 use bytes::Bytes;
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::ModelName;
 use warmroute_settings::{PathStep, Problem, is_header_name};
 
 /// The `routing.model_rewrites:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct RewritesConfig {
     /// Headers that name the model. The first present one is used and overrides the rules. Empty by
@@ -23,7 +24,7 @@ pub struct RewritesConfig {
 }
 
 /// One rule of `routing.model_rewrites:`.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RewriteRule {
     /// Requested models. Empty: all models, and requests without a model.
@@ -34,7 +35,7 @@ pub struct RewriteRule {
 }
 
 /// One target of a rule.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RewriteTarget {
     /// The model, as the engines serve it.

@@ -1,11 +1,12 @@
 //! `engines.parity_check:`: comparison of tokens with the engines.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `engines.parity_check:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SelfTestConfig {
     /// Whether canaries are compared with the engines.

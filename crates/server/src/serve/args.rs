@@ -14,7 +14,7 @@ use crate::config::{Flags, LogFormat, LogLevel};
 pub struct ServeArgs {
     /// The configuration file. Without a file, requests to the pool of --pool-name are routed by
     /// load only
-    #[arg(long, short, value_name = "FILE", env = "WARMROUTE_CONFIG")]
+    #[arg(long, short, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Name of the InferencePool whose pods are the workers, unless the file configures other
     /// workers

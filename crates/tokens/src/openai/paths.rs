@@ -3,6 +3,7 @@
 
 use std::borrow::Cow;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::ApiKind;
@@ -12,14 +13,14 @@ macro_rules! paths {
     ($($(#[$doc:meta])* $key:ident: $api:ident = [$($suffix:literal),*];)*) => {
         /// `paths:`: the path suffixes of each API. An empty list or null disables an API: its
         /// requests are handled like those of an unknown path.
-        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
         #[serde(deny_unknown_fields, default)]
         pub struct ApiPathsConfig {
             /// Headers that carry the original path, for gateways that rewrite paths. They are read
             /// in this order if the path itself is unknown. Empty by default, because clients can
             /// set headers too.
             pub headers: Vec<String>,
-            $($(#[$doc])* #[serde(deserialize_with = "list_or_null")] pub $key: Vec<String>,)*
+            $($(#[$doc])* #[serde(deserialize_with = "list_or_null")] #[schemars(with = "Option<Vec<String>>")] pub $key: Vec<String>,)*
         }
 
         impl Default for ApiPathsConfig {

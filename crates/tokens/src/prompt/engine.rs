@@ -1,11 +1,12 @@
 //! Properties of engines and models that the model files do not contain.
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::MediaConfig;
 
 /// Engine that serves a model.
-#[derive(Deserialize, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineKind {
     /// vLLM.
@@ -16,7 +17,7 @@ pub enum EngineKind {
 }
 
 /// Major version of the engine's transformers library. The versions build tokenizers differently.
-#[derive(Deserialize, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
 pub enum TransformersVersion {
     /// Version 4: tokenizers follow `tokenizer.json`.

@@ -3,13 +3,14 @@
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_runtime::tls::ClientFiles;
 use warmroute_settings::{DurationSetting, PathStep, Problem};
 
 /// The section `index.remote:`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RemoteIndexConfig {
     /// Addresses of the servers' `api` services: `http://host:port` or `https://host:port`.

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use tonic::transport::Endpoint;
 
@@ -12,7 +13,7 @@ use warmroute_settings::{DurationSetting, Problem};
 /// The section `index.warm_start:`: initial index and learned latency at startup. The index
 /// includes blocks that engines no longer replay. Both are copied from another ready replica, or
 /// read from the files that the previous process wrote at shutdown.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WarmStartConfig {
     /// API address of a ready warmroute process: `http://host:port` or `https://host:port`. The
@@ -44,7 +45,7 @@ pub struct WarmStartConfig {
 }
 
 /// Behavior if the peer has not responded by the deadline.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DeadlineAction {
     /// Start with the snapshot file, or with a cold index.

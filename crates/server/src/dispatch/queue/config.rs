@@ -3,6 +3,7 @@
 
 mod problems;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::queue::{
@@ -15,7 +16,7 @@ use warmroute_settings::DurationSetting;
 const DEFAULT_CLASS: &str = "default";
 
 /// The `queue:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct QueueConfig {
     /// Order of the requests within a class.
@@ -41,7 +42,7 @@ pub struct QueueConfig {
 }
 
 /// Entry of `uncached_buckets`: from `min_tokens` up to those of the next entry.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BucketConfig {
     /// Minimum number of uncached tokens.
@@ -51,7 +52,7 @@ pub struct BucketConfig {
 }
 
 /// Entry of `classes`: selected by family and bucket, or by its name if it has neither.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ClassConfig {
     /// Name of the class.

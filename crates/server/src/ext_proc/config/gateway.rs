@@ -4,13 +4,14 @@
 use std::fmt;
 use std::str::FromStr;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_settings::{Problem, is_header_name};
 
 use crate::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
 
 /// Body modes for a gateway that does not report them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum AssumedBodies {
     /// The request body is buffered, and the response body is not sent.
@@ -21,7 +22,7 @@ pub enum AssumedBodies {
 }
 
 /// The `gateway:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct GatewayConfig {
     /// Header profiles of the route.
@@ -104,7 +105,8 @@ impl GatewayConfig {
 
 /// `gateway.observe:`: observation of responses. Each observed piece of a response costs Envoy and
 /// warmroute some microseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, JsonSchema)]
+#[schemars(rename_all = "snake_case")]
 pub enum ObserveMode {
     /// Nothing. A prefill is assumed to end with the response headers.
     Off,
@@ -113,7 +115,9 @@ pub enum ObserveMode {
     FirstToken,
     /// The whole body, for the token counts of the engine.
     Usage,
-    /// The whole body for this share of the requests, otherwise the first token.
+    /// The whole body for this share of the requests, otherwise the first token:
+    /// `sampled(SHARE)`.
+    #[schemars(with = "String", untagged, extend("pattern" = r"^sampled\([0-9.e+-]+\)$"))]
     Sampled(f64),
 }
 
@@ -190,7 +194,7 @@ impl<'de> Deserialize<'de> for ObserveMode {
 }
 
 /// Handling of a request for which no worker can be chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FailureMode {
     /// Envoy's own load balancer chooses.
@@ -201,7 +205,7 @@ pub enum FailureMode {
 }
 
 /// The `gateway.failure:` section.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct FailureConfig {
     /// Handling of a request for which no worker can be chosen. Models can override it.
@@ -216,7 +220,7 @@ pub struct FailureConfig {
 }
 
 /// The `gateway.response_headers:` section: response headers that warmroute adds.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct ResponseConfig {
     /// Report the routing mode.

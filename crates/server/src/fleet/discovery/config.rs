@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::{NonZeroU16, NonZeroU32};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
     BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
@@ -12,7 +13,7 @@ use warmroute_settings::{DurationSetting, Problem};
 use super::zmq::ZmqEndpoint;
 
 /// Entry of `workers.list` or of a workers file.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct WorkerConfig {
     /// Instance id.
@@ -64,7 +65,7 @@ pub struct WorkerConfig {
 }
 
 /// Bootstrap address of a prefill worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct BootstrapConfig {
     /// Host name or address at which decode workers reach it; defaults to the host of the endpoint.
@@ -80,7 +81,7 @@ fn default_bootstrap_port() -> NonZeroU16 {
 }
 
 /// Topology constraint on a KV transfer: both workers must have the same value for a domain.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KvTransferConfig {
     /// Topology domain.
@@ -93,7 +94,7 @@ pub struct KvTransferConfig {
 }
 
 /// Strictness of a topology constraint.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EnforcementConfig {
     /// Workers in other domains are excluded.
@@ -103,7 +104,7 @@ pub enum EnforcementConfig {
 }
 
 /// The data-parallel ranks `start .. start + size`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DataParallel {
     /// First rank.
@@ -123,7 +124,7 @@ impl Default for DataParallel {
 
 /// Source of the KV events of a worker: either the endpoint of rank 0, from which the others are
 /// derived by vLLM's rule (rank r uses port + r), or one source per rank.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KvEventsConfig {
     /// ZMQ endpoint of the events of rank 0.
@@ -144,7 +145,7 @@ pub struct KvEventsConfig {
 }
 
 /// Source of the KV events of one rank.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct RankSource {
     /// ZMQ endpoint of the events.
@@ -155,7 +156,7 @@ pub struct RankSource {
 }
 
 /// The `workers.file_watch:` section: monitoring of the workers file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct DiscoveryConfig {
     /// Poll interval, in case a file notification is lost.

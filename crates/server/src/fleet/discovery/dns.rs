@@ -3,15 +3,16 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::num::NonZeroU16;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::WorkerId;
-use warmroute_settings::{DurationSetting, Problem};
+use warmroute_settings::{ADDRESS_PATTERN, DurationSetting, Problem};
 
 use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::template::TemplateConfig;
 
 /// Entry of `workers.dns`: a DNS name and the template of its workers.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct DnsConfig {
     /// DNS name, for example of a headless service.
@@ -30,6 +31,7 @@ pub struct DnsConfig {
     pub refresh_interval: DurationSetting,
     /// Resolver address; the system resolvers if omitted.
     #[serde(default)]
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub resolver: Option<SocketAddr>,
 }
 
@@ -38,7 +40,7 @@ fn refresh_interval() -> DurationSetting {
 }
 
 /// Record type.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DnsRecord {
     /// A and AAAA records.

@@ -6,6 +6,7 @@ use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{WorkerId, pool_taint};
 use warmroute_settings::{DurationSetting, Problem};
@@ -17,7 +18,7 @@ use crate::fleet::discovery::template::TemplateConfig;
 const MAX_PORTS: usize = 8;
 
 /// The `workers.kubernetes:` section.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct KubernetesConfig {
     /// Pools, whose pods are the workers.
@@ -51,7 +52,7 @@ fn resync_interval() -> DurationSetting {
 }
 
 /// A pool of pods: the name of an InferencePool, or a selector and ports.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PodsConfig {
     /// Name of an InferencePool, which contains selector and ports.
@@ -76,7 +77,7 @@ pub struct PodsConfig {
 }
 
 /// Source of the worker ids of pods.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerIdSource {
     /// Pod uid and port; never reused.
@@ -88,7 +89,7 @@ pub enum WorkerIdSource {
 }
 
 /// Names of labels and annotations.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LabelsConfig {
     /// Label with the role: `prefill`, `decode`, `both`.

@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::num::{NonZeroU16, NonZeroU32};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
     BlockSize, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
@@ -16,7 +17,7 @@ use super::config::{
 use super::zmq::ZmqEndpoint;
 
 /// Settings of discovered workers.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct TemplateConfig {
     /// Served model; may be omitted if only one model is configured.
@@ -46,7 +47,7 @@ pub struct TemplateConfig {
 }
 
 /// Ports of the KV events at the worker's address. Rank r uses port + r.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EventPorts {
     /// Event port of rank 0.

@@ -3,10 +3,12 @@
 //! An endpoint is stored in parts, because the port of a data-parallel rank is computed from that
 //! of rank 0, and because a wildcard can be bound but not connected to.
 
+use std::borrow::Cow;
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
 use std::str::FromStr;
 
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 /// `tcp://host:port` or `ipc://path`.
@@ -121,6 +123,16 @@ fn tcp(address: &str) -> Result<ZmqEndpoint, &'static str> {
         host: host.to_owned(),
         port,
     })
+}
+
+impl JsonSchema for ZmqEndpoint {
+    fn schema_name() -> Cow<'static, str> {
+        "ZmqEndpoint".into()
+    }
+
+    fn json_schema(_: &mut SchemaGenerator) -> Schema {
+        json_schema!({"type": "string", "pattern": "^(tcp://.+:[0-9]+|ipc://.+)$"})
+    }
 }
 
 impl Serialize for ZmqEndpoint {

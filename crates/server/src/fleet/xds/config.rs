@@ -4,14 +4,15 @@ use std::collections::{BTreeSet, HashSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
-use warmroute_settings::Problem;
+use warmroute_settings::{ADDRESS_PATTERN, Problem};
 
 /// The `envoy:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct EnvoyConfig {
     /// Endpoint file for Envoy's `path_config_source`. Its directory must be the
@@ -30,11 +31,12 @@ pub struct EnvoyConfig {
 }
 
 /// The `envoy.xds:` section.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct XdsConfig {
     /// TCP address; if omitted, the service is added to the ext_proc listener.
     #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(extend("pattern" = ADDRESS_PATTERN))]
     pub address: Option<SocketAddr>,
     /// TLS of that address; plaintext if omitted.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -46,7 +48,7 @@ pub struct XdsConfig {
 }
 
 /// A cluster with a subset of the workers.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ClusterConfig {
     /// Name of the cluster in Envoy, or its `service_name`.

@@ -2,13 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_engines::engine_client::EngineUrl;
 use warmroute_settings::{DurationSetting, Problem};
 
 /// The `models[].remote_tokenizer:` section.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineTokensConfig {
     /// Requests for which engines are queried.
@@ -33,7 +34,7 @@ pub struct EngineTokensConfig {
 }
 
 /// Requests for which engines are queried.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineTokensTrigger {
     /// All requests.
@@ -44,7 +45,7 @@ pub enum EngineTokensTrigger {
 }
 
 /// API for engine tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum RenderPath {
     /// `POST /v1/…/render` with the request itself: exact for all requests, including images. vLLM

@@ -4,13 +4,14 @@
 use std::num::NonZeroU32;
 use std::path::{Path, PathBuf};
 
+use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use warmroute_settings::Problem;
 
 /// Placeholders of media items. If a modality is not configured, its items are unknown, and a
 /// prompt is known only up to the first of them.
-#[derive(Deserialize, Serialize, Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Debug, Default, PartialEq, Eq)]
 #[serde(deny_unknown_fields, default)]
 pub struct MediaConfig {
     /// Model argument of the engines (`vllm serve MODEL`), which is part of the ids of media
@@ -26,7 +27,7 @@ pub struct MediaConfig {
 }
 
 /// Placeholder of one modality.
-#[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Debug, PartialEq, Eq)]
 #[serde(deny_unknown_fields)]
 pub struct MediaItemRule {
     /// Text of the repeated token in the tokenizer.
@@ -58,7 +59,7 @@ pub struct MediaItemRule {
 }
 
 /// Rule for the number of tokens of an item.
-#[derive(Deserialize, Serialize, Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, PartialEq, Eq)]
 #[serde(rename_all = "snake_case")]
 pub enum TokenCountRule {
     /// A constant number.
