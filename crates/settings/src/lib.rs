@@ -180,6 +180,10 @@ impl Document {
             let text = "the file is empty; `warmroute config init` writes a first configuration";
             return Err(vec![ConfigError::of_file(&self.path, text)]);
         }
+        if let Some(position) = self.tree.position_of_key("apiVersion") {
+            let text = "this is a Kubernetes manifest, not a settings file; pass the text inside its `data`";
+            return Err(vec![ConfigError::at(&self.path, position, text)]);
+        }
         reader::read(&self.tree, &self.text, &self.unresolved).map_err(|errors| {
             self.in_order(
                 errors

@@ -106,9 +106,6 @@ impl SettingsError {
     fn hint_for_root_key(&self, key: &str) -> Option<&'static str> {
         match key {
             _ if !self.name.is_empty() => None,
-            "apiVersion" | "kind" | "metadata" | "spec" => Some(
-                "this is a Kubernetes manifest, not a settings file; pass the text inside its `data`",
-            ),
             "metrics" => Some("`listeners.admin` serves the metrics at /metrics"),
             _ => None,
         }

@@ -214,8 +214,7 @@ fn frequent_mistakes_have_specific_fixes() {
         ),
         (
             "apiVersion: v1\nname: a\n",
-            "s:1:1: unknown key `apiVersion`; this is a Kubernetes manifest, not a settings file; pass the text inside its \
-             `data`",
+            "s:1:1: this is a Kubernetes manifest, not a settings file; pass the text inside its `data`",
         ),
         (
             "name: a\nseats: 99999999999999999999999\n",

@@ -51,6 +51,15 @@ pub struct Key {
 }
 
 impl Tree {
+    /// Returns the position of a key of this map.
+    pub(super) fn position_of_key(&self, key: &str) -> Option<SourcePosition> {
+        let Value::Map(entries) = &self.value else {
+            return None;
+        };
+        let found = entries.iter().find(|(name, _)| name.name == key);
+        found.map(|(name, _)| name.position)
+    }
+
     /// Returns the position of the value at the end of a path. If it does not exist, returns the
     /// position of the last value on the path that exists.
     pub(super) fn position_of(&self, path: &[PathStep]) -> SourcePosition {
@@ -113,12 +122,15 @@ fn find_tab_indentation(text: &str, line_of_error: usize) -> Option<usize> {
         .map(|(number, _)| number)
 }
 
-/// Removes the position from a message of the YAML parser, because the error states it separately.
+/// Removes the position and internal names from a message of the YAML parser. The error states the
+/// position separately.
 fn strip_position(message: &str) -> &str {
     let message = message.lines().next().unwrap_or_default();
     let message = message
         .find(" at line ")
         .map_or(message, |end| &message[..end]);
+    // The limits are internal names of the parser.
+    let message = message.split(": limits breached").next().unwrap_or(message);
     message
         .split_once(": ")
         .filter(|(head, _)| head.starts_with("line "))
