@@ -187,7 +187,7 @@ impl FromStr for WorkerEndpoint {
     }
 }
 
-/// Name of a model as the engine serves it. Cheap to clone.
+/// Name of a model as the engine serves it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(transparent)]
