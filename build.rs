@@ -1,4 +1,4 @@
-//! Passes the commit of the build to the program. Sets the cfg `long_tests` if
+//! Passes commit and target of the build to the program. Sets the cfg `long_tests` if
 //! `WARMROUTE_LONG_TESTS` is 1. Without it, libtest reports the long tests as ignored.
 
 #![expect(
@@ -28,6 +28,8 @@ fn main() {
         format!("{number} ({commit})")
     };
     println!("cargo::rustc-env=WARMROUTE_COMMIT={commit}");
+    let target = std::env::var("TARGET").unwrap_or_default();
+    println!("cargo::rustc-env=WARMROUTE_TARGET={target}");
     println!("cargo::rustc-env=WARMROUTE_VERSION_TEXT={text}");
 }
 

@@ -18,5 +18,6 @@ use warmroute_server::version::BuildVersion;
 pub const VERSION: BuildVersion = BuildVersion {
     number: env!("CARGO_PKG_VERSION"),
     commit: env!("WARMROUTE_COMMIT"),
+    target: env!("WARMROUTE_TARGET"),
     text: env!("WARMROUTE_VERSION_TEXT"),
 };

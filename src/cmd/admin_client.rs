@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use anyhow::{Context as _, anyhow, bail};
+use anyhow::{Context as _, anyhow};
 use reqwest::{Client, ClientBuilder, RequestBuilder, StatusCode};
 use serde_json::Value;
 
@@ -107,24 +107,34 @@ impl AdminClient {
             response"
             )
         })?;
-        if status == StatusCode::NOT_FOUND {
-            let owner = if text.contains("Admin home page") || text.contains("admin commands") {
-                " (it is probably that of Envoy)"
-            } else {
-                ""
-            };
-            bail!(
-                "{} is not the admin address of warmroute{owner}; it is configured as listeners.admin.address",
-                self.admin
-            );
+        if status.is_success() {
+            Ok(text)
+        } else {
+            Err(self.describe_failure(page, status, &text))
         }
-        if !status.is_success() {
-            let message = serde_json::from_str::<Value>(&text)
-                .ok()
-                .and_then(|message| Some(message["error"].as_str()?.to_owned()));
-            bail!("{url} returned {status}: {}", message.unwrap_or(text));
+    }
+
+    /// Describes a response with an error status.
+    fn describe_failure(&self, page: &str, status: StatusCode, text: &str) -> anyhow::Error {
+        let url = self.url(page);
+        let message: Value = serde_json::from_str(text).unwrap_or_default();
+        let error = message["error"].as_str();
+        if status != StatusCode::NOT_FOUND {
+            return anyhow!("{url} returned {status}: {}", error.unwrap_or(text));
         }
-        Ok(text)
+        // Only warmroute refers to its list of pages.
+        if let (Some(error), true) = (error, message["pages"].is_string()) {
+            return anyhow!("{url}: {error} (that warmroute may have another version)");
+        }
+        let owner = if text.contains("Admin home page") || text.contains("admin commands") {
+            " (it is probably that of Envoy)"
+        } else {
+            ""
+        };
+        anyhow!(
+            "{} is not the admin address of warmroute{owner}; it is configured as listeners.admin.address",
+            self.admin
+        )
     }
 }
 
@@ -141,4 +151,31 @@ pub(super) fn client_builder(url: &str, ca_file: Option<&Path>) -> anyhow::Resul
 /// Formats JSON with indentation.
 pub(super) fn pretty_json(value: &Value) -> anyhow::Result<String> {
     Ok(serde_json::to_string_pretty(value)? + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_page_is_distinguished_from_other_server() {
+        let client = AdminClient::new("http://127.0.0.1:1", None, None).unwrap();
+        let own = r#"{"error": "there is no such page; / lists all pages", "pages": "/"}"#;
+        for (status, text, part) in [
+            (404, own, "/debug/audit: there is no such page"),
+            (404, "admin commands are: ..", "probably that of Envoy"),
+            (404, "", "is not the admin address of warmroute;"),
+            (404, r#"{"error": "x"}"#, "is not the admin address"),
+            (
+                503,
+                r#"{"error": "loading"}"#,
+                "503 Service Unavailable: loading",
+            ),
+            (500, "panic", "500 Internal Server Error: panic"),
+        ] {
+            let status = StatusCode::from_u16(status).unwrap();
+            let error = client.describe_failure("/debug/audit", status, text);
+            assert!(error.to_string().contains(part), "{error}");
+        }
+    }
 }

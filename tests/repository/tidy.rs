@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 const LAYERS: &[(&str, u8)] = &[
     ("dispatch", 3),
     ("tracking_hash", 3),
+    ("version", 3),
     ("request", 4),
     ("prefill", 4),
     ("ext_proc", 4),
@@ -22,7 +23,6 @@ const LAYERS: &[(&str, u8)] = &[
     ("app", 5),
     ("config", 5),
     ("serve", 5),
-    ("version", 5),
     ("lib", 5),
 ];
 

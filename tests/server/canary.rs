@@ -447,8 +447,10 @@ async fn assert_canary_never_appears(format: &str, strict: bool) {
         "{refused} requests were rejected"
     );
     for page in [
+        "",
         "metrics",
         "readyz",
+        "debug",
         "debug/config",
         "debug/fleet",
         "debug/index",

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::wall_time::WallTime;
 use crate::worker::BlockSize;
 pub use rules::{FreshnessRules, ResyncMode};
 use silence::SilenceDetector;
@@ -40,15 +41,15 @@ impl SourceStatus {
 /// Statistics of a source, for operators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SourceFacts {
-    /// Unix time in seconds of the last status change.
-    pub since: f64,
+    /// Time of the last status change.
+    pub since: WallTime,
     /// Delay between the engine's timestamp and the arrival of the last batch, in seconds. Negative
     /// if the clocks differ.
     pub lag_seconds: Option<f64>,
     /// Whether the engine's clock is ahead, so that the lag is meaningless.
     pub clock_skew: bool,
-    /// Unix time in seconds of the last batch.
-    pub last_event: Option<f64>,
+    /// Time of the last batch.
+    pub last_event: Option<WallTime>,
     /// Sequence number of the last batch.
     pub last_number: Option<u64>,
     /// Number of applied batches.
@@ -84,8 +85,8 @@ pub enum SourceLink {
 pub struct ReceivedBatch {
     /// Arrival, by the monotonic clock.
     pub at: Instant,
-    /// Arrival, in seconds of Unix time.
-    pub unix: f64,
+    /// Arrival, by the wall clock.
+    pub received: WallTime,
     /// Timestamp of the engine, in seconds of Unix time. `None` for a replayed batch.
     pub written: Option<f64>,
     /// Sequence number.
@@ -118,10 +119,10 @@ pub struct EventSourceState {
 
 impl EventSourceState {
     /// Creates a source that is not connected yet.
-    pub fn new(unix: f64) -> Self {
+    pub fn new(now: WallTime) -> Self {
         Self {
             facts: SourceFacts {
-                since: unix,
+                since: now,
                 ..SourceFacts::default()
             },
             ..Self::default()
@@ -179,12 +180,12 @@ impl EventSourceState {
     }
 
     /// Applies a change. Returns whether the status changed.
-    pub fn update(&mut self, unix: f64, change: impl FnOnce(&mut Self)) -> bool {
+    pub fn update(&mut self, now: WallTime, change: impl FnOnce(&mut Self)) -> bool {
         let before = self.status();
         change(self);
         let changed = self.status() != before;
         if changed {
-            self.facts.since = unix;
+            self.facts.since = now;
         }
         changed
     }
@@ -207,10 +208,10 @@ impl EventSourceState {
         self.silence = SilenceDetector::default();
         self.last_batch = Some(batch.at);
         self.facts.batches += 1;
-        self.facts.last_event = Some(batch.unix);
+        self.facts.last_event = Some(batch.received);
         self.facts.last_number = Some(batch.number);
         if let Some(written) = batch.written {
-            let lag = batch.unix - written;
+            let lag = batch.received.as_unix_seconds() - written;
             self.facts.lag_seconds = Some(lag);
             self.facts.clock_skew = lag < 0.0;
         }

@@ -17,4 +17,5 @@ pub mod predict;
 pub mod queue;
 pub mod router;
 pub mod sessions;
+pub mod wall_time;
 pub mod worker;

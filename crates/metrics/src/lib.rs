@@ -10,6 +10,7 @@ mod families;
 mod format;
 mod known_series;
 mod labels;
+mod optional_gauge;
 #[cfg(test)]
 mod reference;
 
@@ -31,6 +32,7 @@ pub use families::{
 pub use format::TextFormat;
 pub use known_series::KnownLabels;
 pub use labels::*;
+pub use optional_gauge::OptionalGauge;
 
 /// Family of histograms. The constructor is a function pointer, so that the type can be written.
 pub type Histograms<L> = Family<L, Histogram, fn() -> Histogram>;

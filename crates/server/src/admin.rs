@@ -1,19 +1,26 @@
-//! Admin HTTP server: health, readiness, metrics, and status pages with the live state as JSON. It
-//! listens on loopback by default. Every page is read-only, including `/debug/explain`.
+//! Admin HTTP server: an overview in HTML, health, readiness, metrics, and status pages with the live
+//! state as JSON. It listens on loopback by default. Every page is read-only, including
+//! `/debug/explain`.
 
 pub mod config;
 pub mod explain;
 mod fleet;
 mod gauges;
+mod home;
+mod html;
+mod pages;
+mod status;
+#[cfg(test)]
+mod tests;
 pub mod token;
 
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
 use axum::extract::State;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::map_response;
 use axum::response::{IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{MethodRouter, get};
 use axum::{Json, Router as Routes};
 use serde_json::{Value, json};
 use warmroute_metrics::{Metrics, TextFormat};
@@ -21,6 +28,10 @@ use warmroute_runtime::lifecycle::Readiness;
 
 use crate::dispatch::Dispatcher;
 use crate::dispatch::audit::CacheAudit;
+
+pub use status::{
+    ModelStatus, ProcessStatus, ProcessStatusSource, ReloadReport, StatusPage, TokenizerKind,
+};
 
 /// Path of the audit totals: predicted against reported cache hits.
 pub const AUDIT_PATH: &str = "/debug/audit";
@@ -36,8 +47,10 @@ pub struct AdminState {
     pub metrics: Arc<Metrics>,
     /// Readiness with its pending steps.
     pub readiness: Readiness,
+    /// Version, configuration and features of the process.
+    pub process: ProcessStatusSource,
     /// Active configuration.
-    pub config: Arc<ArcSwap<Value>>,
+    pub config: StatusPage,
     /// Preprocessor access for explanations.
     pub explain: explain::ExplainContext,
     /// Envoys connected to the xDS server.
@@ -46,42 +59,43 @@ pub struct AdminState {
     pub cluster: StatusPage,
     /// Status of the replicas.
     pub replicas: StatusPage,
-    /// Status of the remote index servers; null with a local index.
+    /// Status of the remote index servers.
     pub remote_index: StatusPage,
 }
-
-/// Content of a page, computed for each request.
-pub type StatusPage = Arc<dyn Fn() -> Value + Send + Sync>;
 
 /// Returns the HTTP routes of the admin server.
 pub fn admin_routes(admin: AdminState) -> Routes {
     Routes::new()
+        .route("/", get(home::home_page))
+        .route("/version", get(version_page))
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/readyz", get(readiness_page))
         .route("/metrics", get(metrics_page))
+        .route("/debug", get(pages::list_page))
+        .route("/debug/", get(pages::list_page))
         .route(
             "/debug/config",
-            get(|State(admin): State<AdminState>| async move { Json(admin.config.load_full()) }),
+            get(|State(admin): State<AdminState>| async move { Json((admin.config)()) }),
         )
         .route("/debug/fleet", get(fleet::fleet_page))
         .route(
-            "/debug/envoys",
-            get(|State(admin): State<AdminState>| async move { Json((admin.envoys)()) }),
+            pages::ENVOYS_PATH,
+            feature_page(|admin| &admin.envoys, pages::HOW_ENVOYS),
         )
         .route(
-            "/debug/cluster",
-            get(|State(admin): State<AdminState>| async move { Json((admin.cluster)()) }),
+            pages::CLUSTER_PATH,
+            feature_page(|admin| &admin.cluster, pages::HOW_CLUSTER),
         )
         .route(
-            "/debug/replicas",
-            get(|State(admin): State<AdminState>| async move { Json((admin.replicas)()) }),
+            pages::REPLICAS_PATH,
+            feature_page(|admin| &admin.replicas, pages::HOW_REPLICAS),
         )
         .route(
             "/debug/index",
             get(|State(admin): State<AdminState>| async move { Json(index_page(&admin)) }),
         )
         .route(
-            "/debug/parity",
+            pages::PARITY_PATH,
             get(|State(admin): State<AdminState>| async move {
                 Json(json!(admin.dispatcher.router().parity().reports()))
             }),
@@ -103,14 +117,42 @@ pub fn admin_routes(admin: AdminState) -> Routes {
             get(|State(admin): State<AdminState>| async move { Json(admin.audit.totals()) }),
         )
         .route(explain::EXPLAIN_PATH, explain::explain_route())
+        .fallback(pages::unknown_path)
+        .method_not_allowed_fallback(pages::wrong_method)
+        .layer(map_response(add_headers))
         .with_state(admin)
+}
+
+/// Adds the headers that apply to all pages: browsers must not guess another content type, and the
+/// state is outdated at once.
+async fn add_headers(mut response: Response) -> Response {
+    let headers = response.headers_mut();
+    let no_sniff = HeaderValue::from_static("nosniff");
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, no_sniff);
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}
+
+/// Returns the page of a feature that may be off.
+fn feature_page(
+    page: fn(&AdminState) -> &StatusPage,
+    how: &'static str,
+) -> MethodRouter<AdminState> {
+    get(move |State(admin): State<AdminState>| async move {
+        Json(page(&admin)().unwrap_or_else(|| pages::feature_off(how)))
+    })
 }
 
 /// Returns the index statistics with the status of the remote index servers.
 fn index_page(admin: &AdminState) -> Value {
     let mut page = json!(admin.dispatcher.router().index().stats());
-    page["remote"] = (admin.remote_index)();
+    page["remote"] =
+        (admin.remote_index)().unwrap_or_else(|| pages::feature_off(pages::HOW_REMOTE_INDEX));
     page
+}
+
+async fn version_page(State(admin): State<AdminState>) -> Json<Value> {
+    Json((admin.process)().version.to_json())
 }
 
 async fn readiness_page(State(admin): State<AdminState>) -> Response {

@@ -37,7 +37,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Instant, SystemTime};
 
 use anyhow::{Context as _, bail};
 use arc_swap::ArcSwap;
@@ -46,6 +46,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
 use tracing::info;
 use warmroute_core::router::{Reason, Router};
+use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{KnownLabels, Metrics, PoolLabels};
 use warmroute_runtime::lifecycle::{Readiness, supervise};
@@ -69,6 +70,7 @@ pub use external_discovery::{
 };
 pub use offline::{LoadReport, OfflineRouter, listed_workers, load_model, try_load};
 pub use reload::{ConfigFile, ReadConfig, ReloadOutcome, Reloader};
+pub use servers::ProcessOrigin;
 pub use settings_poller::parse_engine_settings;
 
 /// Startup step that ends when the ext_proc service is served.
@@ -80,6 +82,8 @@ pub struct App {
     /// startup fails.
     _stop_first: DropGuard,
     started: Instant,
+    started_at: WallTime,
+    origin: ProcessOrigin,
     /// Admin address.
     pub admin_address: SocketAddr,
     /// API address, if configured.
@@ -129,6 +133,20 @@ impl App {
         config: Config,
         discovery: Arc<dyn ExternalDiscovery>,
     ) -> anyhow::Result<Self> {
+        Box::pin(Self::start_from(
+            config,
+            discovery,
+            ProcessOrigin::default(),
+        ))
+        .await
+    }
+
+    /// Like [`Self::start`], with the origin of program and configuration for status pages.
+    pub async fn start_from(
+        config: Config,
+        discovery: Arc<dyn ExternalDiscovery>,
+        origin: ProcessOrigin,
+    ) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
         let channel = config.replicas.as_ref().map(|_| LocalEventChannel::new());
         let replica_events = channel.as_ref().map(|channel| channel.events.clone());
@@ -137,6 +155,7 @@ impl App {
         let router = dispatcher.router().clone();
         let audit = CacheAudit::new(router.clone(), metrics.clone());
         let mut app = Self::new(Arc::new(config), discovery, &router, &metrics, audit)?;
+        app.origin = origin;
         let config = app.reloader.running();
         let sockets = ListenerFactory {
             limits: config.listeners.limits.clone(),
@@ -242,6 +261,8 @@ impl App {
         Ok(Self {
             _stop_first: stop.clone().drop_guard(),
             started: Instant::now(),
+            started_at: SystemTime::now().into(),
+            origin: ProcessOrigin::default(),
             admin_address: config.listeners.admin.address,
             api_address: None,
             ext_proc_address: None,

@@ -13,6 +13,7 @@
 // Layer 3: application.
 pub mod dispatch;
 pub mod tracking_hash;
+pub mod version;
 
 // Layer 4: adapters.
 pub mod admin;
@@ -28,7 +29,6 @@ pub mod self_test;
 pub mod app;
 pub mod config;
 pub mod serve;
-pub mod version;
 
 /// Root of the repository, for files that tests read.
 #[cfg(test)]

@@ -15,7 +15,7 @@ use warmroute_settings::{ConfigError, format_count};
 use warmroute_tokens::prompt::LoadError;
 
 use crate::app::telemetry::{self, LogFilter};
-use crate::app::{self, App, ConfigFile, ExternalDiscovery};
+use crate::app::{self, App, ConfigFile, ExternalDiscovery, ProcessOrigin};
 use crate::config::Config;
 use crate::version::BuildVersion;
 
@@ -54,7 +54,15 @@ pub fn run(
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
-    let ended = runtime.block_on(serve(config, file, discovery, log, reload));
+    let origin = ProcessOrigin {
+        version: *version,
+        config_file: args
+            .config
+            .as_deref()
+            .map(|file| std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
+    };
+    let starting = Box::pin(App::start_from(config, discovery, origin));
+    let ended = runtime.block_on(serve(starting, file, log, reload));
     // Work on the blocking pool must not delay the exit further.
     runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     ended
@@ -85,9 +93,8 @@ fn read_config(
 
 /// Runs the process until a signal, or until it fails. Returns the exit code.
 async fn serve(
-    config: Config,
+    starting: impl Future<Output = anyhow::Result<App>>,
     file: Option<ConfigFile>,
-    discovery: Arc<dyn ExternalDiscovery>,
     log: LogFilter,
     reload: Arc<Notify>,
 ) -> anyhow::Result<u8> {
@@ -99,7 +106,7 @@ async fn serve(
     };
     let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
     let mut app = tokio::select! {
-        app = App::start(config, discovery) => match app {
+        app = starting => match app {
             Ok(app) => app,
             Err(error) => return Ok(log_failure("cannot start", &error)),
         },

@@ -118,7 +118,7 @@ async fn assert_health(deployment: &TestDeployment, status: ServingStatus) {
 }
 
 /// Families without a series in this deployment, because it lacks the components in their labels.
-const ABSENT: [&str; 9] = [
+const ABSENT: [&str; 10] = [
     // No worker was unreachable.
     "warmroute_worker_unreachable_requests",
     // The workers are listed in a file, so nothing is discovered.
@@ -133,6 +133,8 @@ const ABSENT: [&str; 9] = [
     "warmroute_worker_predicted_blocks",
     "warmroute_kv_event_source_lag_seconds",
     "warmroute_kv_event_source_last_event_age_seconds",
+    // `replicas` is not configured.
+    "warmroute_replica_connected",
 ];
 
 /// Returns name and type of all families that the files of `crates/metrics` declare.

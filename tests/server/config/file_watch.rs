@@ -81,7 +81,7 @@ impl WatchedFile {
 
     async fn wait_valid(&self, valid: i64) {
         let reached = async {
-            while self.metrics.workers.file_last_reload_successful.get() != valid {
+            while self.metrics.workers.file_last_reload_successful.get() != Some(valid) {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };

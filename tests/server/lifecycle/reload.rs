@@ -89,6 +89,7 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
         "{}",
         process.log()
     );
+    assert_last_reload(&process, "rejected", "warmroute.yaml:7:").await;
     assert_eq!(process.metric("config_last_reload_successful").await, 0.0);
     let last_success = process
         .metric("config_last_reload_success_timestamp_seconds")
@@ -120,6 +121,30 @@ async fn invalid_reload_changes_nothing_and_logs_line() {
             > last_success
     );
     assert_eq!(process.metric("config_generation").await, 1.0);
+    assert_last_reload(&process, "unchanged", "").await;
+}
+
+/// Asserts the last read of the configuration file on the admin pages.
+async fn assert_last_reload(process: &WarmrouteProcess, outcome: &str, error: &str) {
+    let page = process.config_page().await;
+    assert_eq!(page["file"], json!(process.path("warmroute.yaml")));
+    let report = &page["last_reload"];
+    assert_eq!(report["outcome"], outcome, "{page}");
+    let time = report["time"].as_str().unwrap();
+    assert!(time.len() == 24 && time.ends_with('Z'), "{time}");
+    let first_error = report["errors"][0].as_str().unwrap_or_default();
+    assert!(first_error.contains(error), "{page}");
+    let (status, overview) = process.get("/").await;
+    assert_eq!(status, 200);
+    for text in [time, env!("CARGO_PKG_VERSION"), ">ready<"] {
+        assert!(overview.contains(text), "{text}: {overview}");
+    }
+    assert_eq!(
+        overview.contains("reload rejected"),
+        outcome == "rejected",
+        "{overview}"
+    );
+    assert!(overview.contains(error), "{overview}");
 }
 
 #[tokio::test]

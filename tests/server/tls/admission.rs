@@ -177,6 +177,8 @@ async fn token_protects_all_pages_but_probes() {
         "/debug/load",
         "/debug/index",
         "/debug/explain",
+        "/debug",
+        "/version",
         "/nowhere",
         "/",
     ] {
@@ -200,6 +202,9 @@ async fn token_protects_all_pages_but_probes() {
         until("open", async || site.page(page, "").await.0 == 200).await;
     }
     assert_eq!(site.page("/metrics", &with("first")).await.0, 200);
+    let (status, overview) = site.page("/", &with("first")).await;
+    assert_eq!(status, 200);
+    assert!(overview.contains("10.0.0.1:8000"), "{overview}");
     assert_eq!(site.page("/nowhere", &with("first")).await.0, 404);
     std::fs::write(site.path("next"), "second").unwrap();
     std::fs::rename(site.path("next"), site.path("token")).unwrap();

@@ -2,17 +2,21 @@ use std::time::Duration;
 
 use super::*;
 
+fn wall(seconds: f64) -> WallTime {
+    WallTime::from_unix_seconds(seconds)
+}
+
 fn batch(at: Instant, number: u64) -> ReceivedBatch {
     ReceivedBatch {
         at,
-        unix: 100.0,
+        received: wall(100.0),
         written: Some(99.5),
         number,
     }
 }
 
 fn attached() -> EventSourceState {
-    let mut source = EventSourceState::new(1.0);
+    let mut source = EventSourceState::new(wall(1.0));
     source.set_link(SourceLink::Attached);
     source
 }
@@ -79,7 +83,7 @@ fn history_determines_source_status() {
         ),
     ]);
     assert_eq!(
-        status_of(&EventSourceState::new(0.0)),
+        status_of(&EventSourceState::new(WallTime::default())),
         (IndexFreshness::CatchingUp, Some(StaleReason::Connecting))
     );
 }
@@ -215,7 +219,7 @@ fn stats_report_last_batch_and_clock_skew() {
     assert_eq!((facts.lag_seconds, facts.clock_skew), (Some(0.5), false));
     assert_eq!(
         (facts.last_number, facts.last_event, facts.batches),
-        (Some(9), Some(100.0), 1)
+        (Some(9), Some(wall(100.0)), 1)
     );
     source.record_batch(ReceivedBatch {
         written: Some(101.0),
@@ -230,10 +234,10 @@ fn stats_report_last_batch_and_clock_skew() {
 #[test]
 fn since_changes_only_with_status() {
     let mut source = attached();
-    assert!(!source.update(5.0, EventSourceState::record_gap));
-    assert_eq!(source.facts().since, 1.0);
-    assert!(source.update(6.0, EventSourceState::record_undecodable));
-    assert_eq!((source.facts().since, source.facts().gaps), (6.0, 1));
+    assert!(!source.update(wall(5.0), EventSourceState::record_gap));
+    assert_eq!(source.facts().since, wall(1.0));
+    assert!(source.update(wall(6.0), EventSourceState::record_undecodable));
+    assert_eq!((source.facts().since, source.facts().gaps), (wall(6.0), 1));
 }
 
 #[test]

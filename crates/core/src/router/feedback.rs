@@ -1,6 +1,7 @@
 //! Feedback of routed requests, as far as later decisions depend on it: the health of workers, the
 //! duration of prefills, and the confirmation of predictions.
 
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::placement::Placement;
@@ -11,7 +12,7 @@ use super::route::{ComputingRank, Mode, PrefillRoute};
 use super::state::Router;
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
-use crate::health::{HealthChange, WorkerOutcome};
+use crate::health::{HealthChange, WorkerHealth, WorkerOutcome};
 use crate::load::FirstTokenObservation;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -231,10 +232,11 @@ impl Router {
 
     /// Returns the ejected workers.
     pub fn ejected_workers(&self) -> Vec<WorkerId> {
-        self.feedback
-            .health
-            .unhealthy_workers(self.load.now())
-            .into_keys()
-            .collect()
+        self.unhealthy_workers().into_keys().collect()
+    }
+
+    /// Returns the workers that are not healthy, with their health.
+    pub fn unhealthy_workers(&self) -> BTreeMap<WorkerId, WorkerHealth> {
+        self.feedback.health.unhealthy_workers(self.load.now())
     }
 }

@@ -1,7 +1,7 @@
 //! State of an event source, shared with the router, with a notification for each status change.
 
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use parking_lot::Mutex;
 use tokio::sync::Notify;
@@ -18,7 +18,7 @@ pub struct SourceMonitor {
 
 impl Default for SourceMonitor {
     fn default() -> Self {
-        let source = Arc::new(Mutex::new(EventSourceState::new(unix_now())));
+        let source = Arc::new(Mutex::new(EventSourceState::new(SystemTime::now().into())));
         Self {
             source,
             changed: Arc::default(),
@@ -40,13 +40,13 @@ impl SourceMonitor {
 
     /// Resets the state, as for a new source.
     pub fn reset(&self) {
-        *self.source.lock() = EventSourceState::new(unix_now());
+        *self.source.lock() = EventSourceState::new(SystemTime::now().into());
         self.changed.notify_one();
     }
 
     /// Updates the state and notifies the listener if the status changed.
     pub fn update(&self, change: impl FnOnce(&mut EventSourceState)) {
-        let changed = self.source.lock().update(unix_now(), change);
+        let changed = self.source.lock().update(SystemTime::now().into(), change);
         if changed {
             self.changed.notify_one();
         }
@@ -65,11 +65,4 @@ impl SourceMonitor {
     pub(super) async fn reconnect_requested(&self) {
         self.reconnect.notified().await;
     }
-}
-
-/// Returns the Unix time in seconds; 0 before the epoch.
-pub(super) fn unix_now() -> f64 {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0.0, |since| since.as_secs_f64())
 }

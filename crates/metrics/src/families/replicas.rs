@@ -6,13 +6,14 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::labels::OutcomeLabel;
-use crate::{metrics, outcomes};
+use crate::{OptionalGauge, metrics, outcomes};
 
 metrics! {
     /// Metrics of the replicas.
     ReplicaMetrics {
-        /// 1 while the NATS connection to the other replicas is up, 0 otherwise
-        "replica_connected" connected: Gauge = Gauge::default();
+        /// 1 while the NATS connection to the other replicas is up, 0 otherwise. Absent without
+        /// `replicas`
+        "replica_connected" connected: OptionalGauge = OptionalGauge::default();
         /// Other replicas that are alive
         "replica_peers" peers: Gauge = Gauge::default();
         /// Reservations of other replicas that count as load here

@@ -6,7 +6,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::labels::{OutcomeLabel, RankLabels, RankTierLabels, SettingLabel, SourceLabel};
-use crate::{FloatGauge, metrics, outcomes};
+use crate::{FloatGauge, OptionalGauge, metrics, outcomes};
 
 metrics! {
     /// Metrics of the fleet, its discovery and the load of its workers.
@@ -17,8 +17,9 @@ metrics! {
         "ejected_workers" ejected: Gauge = Gauge::default();
         /// Generation of the fleet; increases with every change
         "fleet_generation" fleet_generation: Gauge = Gauge::default();
-        /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored
-        "workers_file_last_reload_successful" file_last_reload_successful: Gauge = Gauge::default();
+        /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored.
+        /// Absent without a workers file
+        "workers_file_last_reload_successful" file_last_reload_successful: OptionalGauge = OptionalGauge::default();
         /// Reads of the workers file by outcome: applied, unchanged, invalid
         "workers_file_reloads" file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);
         /// 1 while a discovery source can be read and watched, 0 otherwise

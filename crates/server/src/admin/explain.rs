@@ -1,6 +1,6 @@
-//! `POST /debug/explain`: explains the route that would be chosen for a request now. The request
-//! has the path, headers and body that Envoy would send, and passes the same preprocessing. It is
-//! routed without being admitted, so nothing is booked.
+//! `POST /debug/explain`: explains the route that would be chosen for a request now. The request is
+//! an object with the path, headers and body that Envoy would send, or the body alone. It passes
+//! the same preprocessing. It is routed without being admitted, so nothing is booked.
 
 pub mod summary;
 pub mod table;
@@ -200,17 +200,32 @@ impl ExplainRequest {
     }
 }
 
+/// Fields that distinguish request bodies from each other and from explain requests.
+#[derive(Deserialize)]
+struct BodyShape {
+    messages: Option<IgnoredAny>,
+    prompt: Option<IgnoredAny>,
+    body: Option<IgnoredAny>,
+    bytes: Option<IgnoredAny>,
+}
+
+impl BodyShape {
+    /// Returns whether the object is the body of a chat or completion request. An explain request
+    /// with unknown fields is not.
+    fn is_plain_body(&self) -> bool {
+        (self.messages.is_some() || self.prompt.is_some())
+            && self.body.is_none()
+            && self.bytes.is_none()
+    }
+}
+
 /// Guesses the API path from the body.
 fn guess_path(body: &[u8]) -> &'static str {
-    #[derive(Deserialize)]
-    struct BodyShape {
-        messages: Option<IgnoredAny>,
-        prompt: Option<IgnoredAny>,
-    }
     match serde_json::from_slice(body) {
         Ok(BodyShape {
             messages: None,
             prompt: Some(_),
+            ..
         }) => COMPLETIONS_PATH,
         _ => CHAT_PATH,
     }
@@ -259,7 +274,7 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
         .map_err(IntoResponse::into_response)?;
     let limit = admin.explain.body_limit();
     // Parsing a long body would block the async runtime.
-    let parsed = tokio::task::spawn_blocking(move || parse_request(&text, limit)).await;
+    let parsed = tokio::task::spawn_blocking(move || parse_request(text, limit)).await;
     let panicked = |_| {
         error_response(
             StatusCode::INTERNAL_SERVER_ERROR,
@@ -286,15 +301,30 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
     })
 }
 
+/// Forms of a request, for error messages.
+const REQUEST_FORMS: &str = "expected the body of a chat or completion request with `messages` or \
+    `prompt`, or an object of the form {\"path\", \"headers\", \"body\"}";
+
 /// Returns the explain request, its path and its body, or an error message.
 fn parse_request(
-    text: &[u8],
+    text: Bytes,
     limit: usize,
 ) -> Result<(ExplainRequest, String, RequestBody), String> {
-    let invalid_request = |error| {
-        format!("expected an object of the form {{\"path\", \"headers\", \"body\"}}: {error}")
-    };
-    let query: ExplainRequest = serde_json::from_slice(text).map_err(invalid_request)?;
+    let invalid_request = |error| format!("{REQUEST_FORMS}: {error}");
+    if text.trim_ascii().is_empty() {
+        return Err(format!("the request has no body; {REQUEST_FORMS}"));
+    }
+    // A struct can also be parsed from an array.
+    if text.trim_ascii_start().starts_with(b"{")
+        && serde_json::from_slice::<BodyShape>(&text)
+            .map_err(invalid_request)?
+            .is_plain_body()
+    {
+        let path = guess_path(&text).to_owned();
+        let body = ExplainRequest::to_body(text, limit);
+        return Ok((ExplainRequest::default(), path, body));
+    }
+    let query: ExplainRequest = serde_json::from_slice(&text).map_err(invalid_request)?;
     let body = query
         .body()
         .map_err(|error| format!("invalid body string: {error}"))?

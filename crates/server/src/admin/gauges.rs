@@ -1,13 +1,14 @@
 //! Gauges that are refreshed from other components at each scrape.
 
 use std::collections::BTreeSet;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::SystemTime;
 
 use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::freshness::IndexFreshness;
 use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
+use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::WorkerRank;
 use warmroute_metrics::{
     ClassLabel, ClassOutcomeLabels, LatencyMetrics, Metrics, ModelCoefficientLabels, ModelLabel,
@@ -136,9 +137,7 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
     gaps.clear();
     lost.clear();
     stale_blocks.clear();
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0.0, |since| since.as_secs_f64());
+    let now = WallTime::from(SystemTime::now()).as_unix_seconds();
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
         let freshness = router.source_status(member.rank).freshness;
@@ -157,7 +156,7 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
             lag.get_or_create(&label).set(seconds);
         }
         if let Some(last) = facts.last_event {
-            age.get_or_create(&label).set(now - last);
+            age.get_or_create(&label).set(now - last.as_unix_seconds());
         }
         gaps.get_or_create(&label).inc_by(facts.gaps);
         lost.get_or_create(&label).inc_by(facts.lost_batches);

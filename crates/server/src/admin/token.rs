@@ -123,7 +123,8 @@ async fn check_token(
     (
         StatusCode::UNAUTHORIZED,
         [(header::WWW_AUTHENTICATE, "Bearer")],
-        "this page requires a bearer token\n",
+        "this page requires a bearer token (listeners.admin.token_file) in the header \
+         `authorization: Bearer TOKEN`; /healthz and /readyz require none\n",
     )
         .into_response()
 }

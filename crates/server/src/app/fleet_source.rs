@@ -122,6 +122,9 @@ async fn run_source(
     if !matches!(source.source, WorkerSource::Kubernetes(_)) {
         deps.cluster_rules.store(Arc::default());
     }
+    if !matches!(source.source, WorkerSource::File(_)) {
+        deps.metrics.workers.file_last_reload_successful.set(None);
+    }
     let media = source.media;
     let configured = source.configured;
     // If the controller is gone, the process is shutting down.

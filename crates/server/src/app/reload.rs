@@ -7,11 +7,10 @@
 use std::path::PathBuf;
 use std::slice;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
-use serde_json::{Value, json};
+use serde_json::Value;
 use tokio::sync::{Mutex, Notify};
 use tracing::{error, info, warn};
 use warmroute_core::router::Router;
@@ -26,6 +25,7 @@ use warmroute_tokens::prompt::Encoder;
 use super::encoders::{EncoderRegistry, LoadedModels};
 use super::parts::{self, PreprocessorDeps};
 use super::self_test_subjects::{self, Subjects};
+use crate::admin::ReloadReport;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{Config, ReloadedConfig};
 use crate::request::{RequestPreprocessor, SharedClusterRules};
@@ -39,6 +39,17 @@ pub(super) struct ReloadCandidate {
     pub(super) client: EngineClient,
     /// Self-test subjects of the new configuration.
     pub(super) subjects: Arc<Subjects>,
+}
+
+/// State of the configuration, for status pages.
+#[derive(Clone)]
+pub(super) struct ConfigStatus {
+    pub(super) generation: u64,
+    /// Configuration in use.
+    pub(super) config: Arc<Config>,
+    /// Changed keys that require a restart.
+    pub(super) needs_restart: Vec<String>,
+    pub(super) last_reload: ReloadReport,
 }
 
 /// Second half of a reload, which cannot fail.
@@ -82,8 +93,8 @@ pub struct Reloader {
     subjects: ArcSwap<Subjects>,
     participants: parking_lot::Mutex<Vec<(&'static str, ReloadPrepare)>>,
     running: ArcSwap<Config>,
-    /// Configuration on the status page.
-    status: Arc<ArcSwap<Value>>,
+    /// State of the configuration, for status pages.
+    status: ArcSwap<ConfigStatus>,
     /// Generation of the configuration in use; locked during a reload.
     generation: Mutex<u64>,
 }
@@ -98,9 +109,13 @@ impl Reloader {
         let client = ArcSwap::from_pointee(EngineClient::new(&config.engines.http)?);
         let index_client = parts::index_client(&config, &metrics)
             .context("remote index client cannot be created")?;
-        let status = Arc::new(ArcSwap::from_pointee(status_page(1, &config, &[])));
+        let status = ArcSwap::from_pointee(ConfigStatus {
+            generation: 1,
+            config: config.clone(),
+            needs_restart: Vec::new(),
+            last_reload: record_valid_read(&metrics, "started"),
+        });
         metrics.config.generation.set(1);
-        record_valid_read(&metrics);
         let encoders = EncoderRegistry::new(&metrics);
         let participants = parking_lot::Mutex::default();
         Ok(Self {
@@ -147,9 +162,9 @@ impl Reloader {
         self.running.load_full()
     }
 
-    /// Returns the configuration for the status page.
-    pub(super) fn status(&self) -> Arc<ArcSwap<Value>> {
-        self.status.clone()
+    /// Returns the state of the configuration, for status pages.
+    pub(super) fn status(&self) -> Arc<ConfigStatus> {
+        self.status.load_full()
     }
 
     /// Returns the engine client.
@@ -177,12 +192,12 @@ impl Reloader {
     pub async fn reload(&self, read: Result<Config, Vec<ConfigError>>) -> ReloadOutcome {
         let mut generation = self.generation.lock().await;
         let outcome = match self.attempt(read, *generation + 1).await {
-            Ok(reloaded) => {
-                record_valid_read(&self.metrics);
-                reloaded
-            }
+            Ok(reloaded) => reloaded,
             Err(mistakes) => {
                 self.metrics.config.last_reload_successful.set(0);
+                let mut status = ConfigStatus::clone(&self.status());
+                status.last_reload = ReloadReport::new("rejected", mistakes.clone());
+                self.status.store(Arc::new(status));
                 ReloadOutcome::Invalid(mistakes)
             }
         };
@@ -242,17 +257,31 @@ impl Reloader {
         self.client.store(Arc::new(candidate.client));
         self.subjects.store(candidate.subjects);
         if changed.is_empty() && !other_files {
-            self.status
-                .store(Arc::new(status_page(next - 1, &config, &needs_restart)));
+            self.record_reload("unchanged", next - 1, &config, &needs_restart);
             return Ok(ReloadOutcome::Unchanged { needs_restart });
         }
-        self.status
-            .store(Arc::new(status_page(next, &config, &needs_restart)));
+        self.record_reload("applied", next, &config, &needs_restart);
         self.running.store(config);
         Ok(ReloadOutcome::Applied {
             changed,
             needs_restart,
         })
+    }
+
+    /// Records a valid read in the metrics and for status pages.
+    fn record_reload(
+        &self,
+        outcome: &'static str,
+        generation: u64,
+        config: &Arc<Config>,
+        needs_restart: &[String],
+    ) {
+        self.status.store(Arc::new(ConfigStatus {
+            generation,
+            config: config.clone(),
+            needs_restart: needs_restart.to_vec(),
+            last_reload: record_valid_read(&self.metrics, outcome),
+        }));
     }
 
     async fn build_candidate(
@@ -369,16 +398,15 @@ fn path_step(step: &PathStep) -> String {
     }
 }
 
-/// Records in the metrics that a valid configuration was read.
-fn record_valid_read(metrics: &Metrics) {
+/// Records in the metrics that a valid configuration was read, and returns the report of the read.
+fn record_valid_read(metrics: &Metrics, outcome: &'static str) -> ReloadReport {
+    let report = ReloadReport::new(outcome, Vec::new());
     metrics.config.last_reload_successful.set(1);
-    let now = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0.0, |since| since.as_secs_f64());
     metrics
         .config
         .last_reload_success_timestamp_seconds
-        .set(now);
+        .set(report.time.as_unix_seconds());
+    report
 }
 
 /// Describes the keys that require a restart: with the running and the new value, if these are
@@ -399,10 +427,6 @@ fn pending_changes(keys: &[String], running: &Value, file: &Value) -> Vec<String
         _ => key.clone(),
     };
     keys.iter().map(described).collect()
-}
-
-fn status_page(generation: u64, config: &Config, needs_restart: &[String]) -> Value {
-    json!({"generation": generation, "needs_restart": needs_restart, "config": config.to_json()})
 }
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
 //! Servers of the process: health, admin pages, xDS, ext_proc and API.
 
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use serde_json::{Value, json};
@@ -8,20 +9,83 @@ use warmroute_runtime::lifecycle::supervise;
 
 use super::ext_proc_factory::ExtProcFactory;
 use super::listeners::{GrpcListener, ListenerFactory};
-use super::reload::ReloadCandidate;
+use super::reload::{ConfigStatus, ReloadCandidate, Reloader};
 use super::reloadable_service::ReloadableService;
 use super::{App, LOADING, unix_socket};
 use crate::admin::explain::ExplainContext;
-use crate::admin::{self, AdminState};
+use crate::admin::{
+    self, AdminState, ModelStatus, ProcessStatus, ProcessStatusSource, TokenizerKind,
+};
 use crate::api::{self, ApiConfig, ApiService};
 use crate::cluster::remote_index::{self, IndexService, IndexedModel};
 use crate::cluster::replica::ReplicaSync;
-use crate::config::Config;
+use crate::config::{Config, ModelConfig, PoolConfig, WorkerSource};
 use crate::dispatch::Dispatcher;
+use crate::ext_proc::config::ObserveMode;
 use crate::ext_proc::server::ExtProcServer;
 use crate::ext_proc::state::ExtProcState;
 use crate::fleet::xds::{XdsClients, XdsService};
 use crate::request::RequestPreprocessor;
+use crate::version::BuildVersion;
+
+/// Origin of the program and its configuration, for status pages.
+#[derive(Clone, Debug)]
+pub struct ProcessOrigin {
+    /// Version of the program.
+    pub version: BuildVersion,
+    /// Configuration file. `None` if the process is configured by flags or by a test.
+    pub config_file: Option<PathBuf>,
+}
+
+impl Default for ProcessOrigin {
+    fn default() -> Self {
+        Self {
+            version: BuildVersion::PACKAGE,
+            config_file: None,
+        }
+    }
+}
+
+/// Returns the page of the configuration in use.
+fn config_page(status: &ConfigStatus, file: Option<&Path>) -> Value {
+    json!({
+        "file": file,
+        "generation": status.generation,
+        "last_reload": status.last_reload,
+        "needs_restart": status.needs_restart,
+        "config": status.config.to_json(),
+    })
+}
+
+/// Returns the rules that the cluster defines. `None` if warmroute does not watch a cluster.
+fn cluster_page(reloader: &Reloader) -> Option<Value> {
+    let status = reloader.cluster.load().status.clone();
+    match (reloader.running().worker_source(), status) {
+        (WorkerSource::Kubernetes(_), Value::Null) => {
+            Some(json!({"pending": "the objects of the cluster are not read yet"}))
+        }
+        (WorkerSource::Kubernetes(_), status) => Some(status),
+        _ => None,
+    }
+}
+
+fn model_status(model: &ModelConfig) -> ModelStatus {
+    let local = model.tokenizer.as_ref().map(|_| TokenizerKind::Local);
+    let remote = model.remote_tokenizer.as_ref();
+    ModelStatus {
+        name: model.name.to_string(),
+        tokenizer: local.or(remote.map(|_| TokenizerKind::Remote)),
+    }
+}
+
+/// Returns the display name of a pool.
+fn pool_name(pool: &PoolConfig) -> Option<String> {
+    let name = pool.name.as_ref()?;
+    Some(match &pool.namespace {
+        Some(namespace) => format!("{namespace}/{name}"),
+        None => name.clone(),
+    })
+}
 
 impl App {
     /// Starts the health services, which follow readiness, and the dedicated listener if
@@ -64,35 +128,56 @@ impl App {
         envoys: Option<Arc<XdsClients>>,
         replica: Option<Arc<ReplicaSync>>,
     ) -> AdminState {
-        let cluster = self.reloader.cluster.clone();
-        let replicas = move || {
-            replica
-                .as_ref()
-                .map_or(Value::Null, |replica| replica.status())
-        };
+        let reloader = self.reloader.clone();
+        let cluster = move || cluster_page(&reloader);
         let index_client = self.reloader.index_client.clone();
-        let remote_index = move || {
-            index_client
-                .as_ref()
-                .map_or(Value::Null, |client| client.status())
-        };
-        let envoy_statuses = move || {
-            envoys
-                .as_ref()
-                .map_or(Value::Null, |envoys| json!(envoys.statuses()))
-        };
+        let reloader = self.reloader.clone();
+        let file = self.origin.config_file.clone();
+        let config = move || Some(config_page(&reloader.status(), file.as_deref()));
         AdminState {
             dispatcher: dispatcher.clone(),
             audit: self.audit.clone(),
             metrics: self.reloader.metrics.clone(),
             readiness: self.readiness.clone(),
-            config: self.reloader.status(),
+            process: self.process_status(),
+            config: Arc::new(config),
             explain: explain.clone(),
-            envoys: Arc::new(envoy_statuses),
-            cluster: Arc::new(move || cluster.load().status.clone()),
-            replicas: Arc::new(replicas),
-            remote_index: Arc::new(remote_index),
+            envoys: Arc::new(move || Some(json!(envoys.as_ref()?.statuses()))),
+            cluster: Arc::new(cluster),
+            replicas: Arc::new(move || Some(replica.as_ref()?.status())),
+            remote_index: Arc::new(move || Some(index_client.as_ref()?.status())),
         }
+    }
+
+    /// Returns the source of the process status of the admin pages.
+    fn process_status(&self) -> ProcessStatusSource {
+        let reloader = self.reloader.clone();
+        let origin = self.origin.clone();
+        let started_at = self.started_at;
+        Arc::new(move || {
+            let ConfigStatus {
+                generation,
+                config,
+                needs_restart,
+                last_reload,
+            } = ConfigStatus::clone(&reloader.status());
+            let parity = &config.engines.parity_check;
+            ProcessStatus {
+                version: origin.version,
+                started_at,
+                config_file: origin.config_file.clone(),
+                generation,
+                last_reload,
+                needs_restart,
+                pool: config.process.pool.as_ref().and_then(pool_name),
+                models: config.models.iter().map(model_status).collect(),
+                observes_usage: matches!(
+                    config.gateway.observe,
+                    ObserveMode::Usage | ObserveMode::Sampled(_)
+                ),
+                checks_parity: parity.enabled || parity.sample_requests,
+            }
+        })
     }
 
     /// Creates the xDS service, if configured, and returns it if it belongs to the ext_proc

@@ -332,7 +332,7 @@ mod tests {
                 .fleet,
         ));
         let source = Arc::new(parking_lot::Mutex::new(
-            warmroute_core::freshness::EventSourceState::new(0.0),
+            warmroute_core::freshness::EventSourceState::new(Default::default()),
         ));
         router.sources().register(rank, source.clone());
         let poller = EngineSettingsPoller {

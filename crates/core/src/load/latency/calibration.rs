@@ -1,8 +1,8 @@
 //! Report of the learned latency, with the accuracy of its predictions.
 
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 
-use super::model::LatencyEstimate;
+use super::model::{LatencyCoefficients, LatencyEstimate};
 use super::slowdown::RankSlowdown;
 use super::totals::PredictionTotals;
 use crate::load::table::LoadTable;
@@ -80,4 +80,31 @@ impl LoadTable {
             slowdown: row.slowdown,
         })
     }
+}
+
+/// Writes the coefficients of a status page, with their unit in each name.
+pub(super) fn serialize_with_units<S: Serializer>(
+    coefficients: &LatencyCoefficients,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
+    #[derive(Serialize)]
+    struct CoefficientSeconds {
+        prefill_token_seconds: f64,
+        prefill_pair_seconds: f64,
+        decode_step_seconds: f64,
+        decode_context_token_seconds: f64,
+    }
+    let LatencyCoefficients {
+        prefill_token,
+        prefill_pair,
+        decode_step,
+        decode_context_token,
+    } = *coefficients;
+    CoefficientSeconds {
+        prefill_token_seconds: prefill_token,
+        prefill_pair_seconds: prefill_pair,
+        decode_step_seconds: decode_step,
+        decode_context_token_seconds: decode_context_token,
+    }
+    .serialize(serializer)
 }

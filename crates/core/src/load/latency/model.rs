@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use super::calibration;
 use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
 use super::slowdown::{ActiveRankFactors, RankSlowdown, SlowdownFactors};
 use super::totals::{FirstTokenObservation, PredictionTotals};
@@ -142,11 +143,12 @@ pub(crate) struct TransferObservation {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct LatencyEstimate {
     /// Seconds per unit of work, for a rank with the factor 1.
-    #[serde(flatten)]
+    #[serde(flatten, serialize_with = "calibration::serialize_with_units")]
     pub coefficients: LatencyCoefficients,
     /// Mean length of an answer, in tokens.
     pub output_tokens: f64,
     /// Seconds of KV transfer per prompt token, from a prefill worker to a decode worker.
+    #[serde(rename = "transfer_token_seconds")]
     pub transfer_token: f64,
     /// Requests per second, over all ranks.
     pub request_rate: f64,

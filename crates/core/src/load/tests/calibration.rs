@@ -175,3 +175,24 @@ fn invalid_snapshot_is_not_restored() {
         );
     }
 }
+
+#[test]
+fn calibration_page_names_units_of_coefficients() {
+    let clocked = ClockedTracker::new();
+    clocked.learn(3);
+    let report = clocked.tracker.calibration();
+    let estimate = report.models[0].estimate;
+    let page = serde_json::to_value(&report).unwrap();
+    for (key, seconds) in [
+        ("prefill_token_seconds", estimate.coefficients.prefill_token),
+        ("prefill_pair_seconds", estimate.coefficients.prefill_pair),
+        ("decode_step_seconds", estimate.coefficients.decode_step),
+        (
+            "decode_context_token_seconds",
+            estimate.coefficients.decode_context_token,
+        ),
+        ("transfer_token_seconds", estimate.transfer_token),
+    ] {
+        assert_eq!(page["models"][0][key], seconds, "{key}");
+    }
+}

@@ -224,7 +224,7 @@ fn engine_reuses_only_whole_engine_blocks() {
 fn answers_that_store_blocks_expect_events() {
     let clock = Clock::default();
     let router = clocked([worker(1)], RouterSettings::default(), &clock);
-    let mut source = EventSourceState::new(0.0);
+    let mut source = EventSourceState::new(Default::default());
     source.set_link(SourceLink::Attached);
     let source = Arc::new(Mutex::new(source));
     router.sources().register(rank(1), source.clone());

@@ -1,12 +1,12 @@
 //! Applies batches: classifies them by number, decodes, converts, applies and counts them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::kv_events::convert::EventNormalizer;
 use crate::kv_events::sequencer::{LiveAction, PayloadDigest, ReplayAction, Sequencer};
 use crate::kv_events::source::{RankSink, SharedResync, SourceSpec};
-use crate::kv_events::source_monitor::{SourceMonitor, unix_now};
+use crate::kv_events::source_monitor::SourceMonitor;
 use crate::kv_events::wire::{self, EventBatch, WireError};
 use warmroute_core::freshness::{EventSourceState, IndexFreshness, ReceivedBatch};
 use warmroute_core::index::{EventPosition, KvEvent, ReaderState};
@@ -418,7 +418,7 @@ impl BatchApplier {
         self.monitor.update(|source| {
             source.record_batch(ReceivedBatch {
                 at: Instant::now(),
-                unix: unix_now(),
+                received: SystemTime::now().into(),
                 written: timestamp,
                 number,
             });

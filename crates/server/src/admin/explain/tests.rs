@@ -2,14 +2,12 @@ use std::path::Path;
 
 use reqwest::Method;
 use serde_json::Value;
-use warmroute_metrics::Metrics;
-use warmroute_runtime::lifecycle::Readiness;
 
 use super::*;
 use crate::admin::admin_routes;
+use crate::admin::tests::test_state;
 use crate::app::OfflineRouter;
 use crate::config::Config;
-use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{Dispatcher, RequestSession};
 
 /// The model has no tokenizer, but trusted clients may send tokens.
@@ -53,18 +51,9 @@ impl Pages {
         if loaded {
             explain.preprocessor.store(Some(preprocessor));
         }
-        let metrics = Arc::new(Metrics::new());
         let admin = AdminState {
-            dispatcher: dispatcher.clone(),
-            audit: CacheAudit::new(dispatcher.router().clone(), metrics.clone()),
-            metrics,
-            readiness: Readiness::default(),
-            config: Arc::default(),
             explain,
-            envoys: Arc::new(|| serde_json::Value::Null),
-            cluster: Arc::new(|| serde_json::Value::Null),
-            replicas: Arc::new(|| serde_json::Value::Null),
-            remote_index: Arc::new(|| serde_json::Value::Null),
+            ..test_state(&dispatcher)
         };
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let url = format!("http://{}{EXPLAIN_PATH}", listener.local_addr().unwrap());
@@ -106,13 +95,29 @@ async fn invalid_explain_request_is_rejected_with_message() {
     let pages = Pages::serve(true).await;
     let long = format!("{{\"body\":\"{}\"}}", "x".repeat(LIMIT * 6 + (1 << 20)));
     let cases = [
-        (Method::POST, "[", 400, "expected an object of the form"),
-        (Method::POST, "", 400, "expected an object of the form"),
+        (Method::POST, "[", 400, "an object of the form"),
+        (Method::POST, "[1]", 400, "an object of the form"),
+        (Method::POST, "\"{}\"", 400, "an object of the form"),
+        (Method::POST, "", 400, "the request has no body"),
+        (Method::POST, " \n", 400, "the request has no body"),
+        (Method::POST, "\u{0}\u{1}", 400, "an object of the form"),
         (
             Method::POST,
-            "\u{0}\u{1}",
+            r#"{"model": "m", "mesages": []}"#,
             400,
-            "expected an object of the form",
+            "with `messages` or `prompt`",
+        ),
+        (
+            Method::POST,
+            r#"{"messages": [], "body": {}}"#,
+            400,
+            "unknown field `messages`",
+        ),
+        (
+            Method::POST,
+            r#"{"messages": [}"#,
+            400,
+            "expected value at line 1 column 15",
         ),
         (
             Method::POST,
@@ -128,7 +133,12 @@ async fn invalid_explain_request_is_rejected_with_message() {
             "invalid body string",
         ),
         (Method::POST, &long, 413, ""),
-        (Method::GET, "", 405, ""),
+        (
+            Method::GET,
+            "",
+            405,
+            "/debug/explain does not support GET; use POST",
+        ),
     ];
     for (method, query, expected, text) in cases {
         let (status, answer) = pages.send(method, "*/*", query.to_owned()).await;
@@ -226,6 +236,23 @@ async fn body_forms_are_equivalent() {
         load.iter().all(|load| load.active_requests == 0),
         "nothing is booked: {load:?}"
     );
+}
+
+#[tokio::test]
+async fn plain_body_is_explained_like_envelope() {
+    let pages = Pages::serve(true).await;
+    let enveloped = pages.explain(&json!({"body": EXACT})).await;
+    assert_eq!(enveloped["mode"], "approximate");
+    let (status, plain) = pages.send(Method::POST, "*/*", EXACT).await;
+    assert_eq!(status, 200, "{plain}");
+    assert_eq!(serde_json::from_str::<Value>(&plain).unwrap(), enveloped);
+
+    let chat = json!({"model": "m", "messages": [{"role": "user", "content": "x"}]});
+    let as_chat = json!({"path": CHAT_PATH, "body": chat});
+    assert_eq!(pages.explain(&chat).await, pages.explain(&as_chat).await);
+
+    let long = json!({"model": "m", "prompt": "x".repeat(LIMIT)});
+    assert_eq!(pages.explain(&long).await["reason"], "body_too_large");
 }
 
 #[tokio::test]

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::Router as Routes;
 use axum::http::{HeaderMap, StatusCode, Uri};
+use serde_json::json;
 use tokio::net::TcpListener;
 use warmroute_core::engine_settings::SettingMismatch;
 use warmroute_core::parity::CanaryVerdict;
@@ -373,7 +374,7 @@ async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
         worker: WorkerId(2),
         rank: DpRank(0),
     };
-    let mut source = warmroute_core::freshness::EventSourceState::new(0.0);
+    let mut source = warmroute_core::freshness::EventSourceState::new(Default::default());
     source.record_restart();
     router
         .sources()

@@ -109,7 +109,7 @@ struct SnapshotFetch {
 }
 
 /// Status of a peer on the status page.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, PartialEq, Serialize)]
 pub(super) struct PeerStatus {
     replica: ReplicaId,
     name: String,
@@ -120,7 +120,7 @@ pub(super) struct PeerStatus {
     on_unknown_workers: usize,
     /// Number of reservations that were ignored because of a limit.
     ignored_reservations: u64,
-    last_message_ms_ago: u128,
+    last_message_seconds_ago: f64,
 }
 
 impl PeerTable {
@@ -347,9 +347,9 @@ impl PeerTable {
             reservations: peer.mirror.len(),
             on_unknown_workers: peer.mirror.waiting(),
             ignored_reservations: peer.mirror.ignored(),
-            last_message_ms_ago: now
+            last_message_seconds_ago: now
                 .saturating_duration_since(peer.last_received)
-                .as_millis(),
+                .as_secs_f64(),
         };
         self.peers.iter().map(status).collect()
     }

@@ -114,6 +114,7 @@ impl ReplicaSync {
             key,
             channel,
         } = parts;
+        metrics.replicas.connected.set(0);
         let LocalEventChannel { events, events_rx } = channel;
         let id = events.replica_id();
         let state = ReplicaState {
@@ -166,7 +167,7 @@ impl ReplicaSync {
             "connected": self.is_connected(),
             "reservations": state.outbox.len(),
             "peers": state.peers.statuses(Instant::now()),
-            "propagation_ms": self.rates.lock().0.delay().map(|seconds| seconds * 1e3),
+            "propagation_seconds": self.rates.lock().0.delay(),
             "unconfirmed_bookings": self.dispatcher.router().in_flight_bookings(),
         })
     }
