@@ -23,6 +23,7 @@ use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
 use warmroute_server::app::{App, NoExternalDiscovery};
 use warmroute_server::config::Config;
+use warmroute_server::version::BuildVersion;
 
 /// Received queries, and the response. `None` means status 500.
 #[derive(Default)]
@@ -70,6 +71,7 @@ impl SharedCacheBed {
         let app = App::start(
             Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
             Arc::new(NoExternalDiscovery),
+            BuildVersion::PACKAGE,
         )
         .await
         .unwrap();

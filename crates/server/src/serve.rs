@@ -47,6 +47,7 @@ pub fn run(
         pid = std::process::id(),
         "starting warmroute"
     );
+    telemetry::log_invalid_directives();
     // An unreadable workers file is ignored here: the task that watches the file reports it.
     for advice in config.advice(&app::listed_workers(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
@@ -54,7 +55,15 @@ pub fn run(
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
-    let ended = runtime.block_on(serve(config, file, discovery, log, reload));
+    let inputs = ServeInputs {
+        config,
+        file,
+        discovery,
+        version: *version,
+        log,
+        reload,
+    };
+    let ended = runtime.block_on(serve(inputs));
     // Work on the blocking pool must not delay the exit further.
     runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     ended
@@ -83,14 +92,26 @@ fn read_config(
     (config, Some(file))
 }
 
-/// Runs the process until a signal, or until it fails. Returns the exit code.
-async fn serve(
+/// Inputs of the running process.
+struct ServeInputs {
     config: Config,
     file: Option<ConfigFile>,
     discovery: Arc<dyn ExternalDiscovery>,
+    version: BuildVersion,
     log: LogFilter,
     reload: Arc<Notify>,
-) -> anyhow::Result<u8> {
+}
+
+/// Runs the process until a signal, or until it fails. Returns the exit code.
+async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
+    let ServeInputs {
+        config,
+        file,
+        discovery,
+        version,
+        log,
+        reload,
+    } = inputs;
     // Installed first: a signal during startup must stop the process cleanly, and SIGHUP must not
     // end it.
     let mut signals = TerminationSignals {
@@ -99,7 +120,7 @@ async fn serve(
     };
     let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
     let mut app = tokio::select! {
-        app = App::start(config, discovery) => match app {
+        app = App::start(config, discovery, version) => match app {
             Ok(app) => app,
             Err(error) => return Ok(log_failure("cannot start", &error)),
         },
@@ -159,7 +180,7 @@ impl TerminationSignals {
 /// reloader runs.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
-        info!("SIGHUP");
+        info!("SIGHUP: reloading");
         reload.notify_one();
     }
 }

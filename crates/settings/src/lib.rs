@@ -24,7 +24,7 @@ use thiserror::Error;
 pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
 pub use tree::{Tree, Value};
-pub use units::{ByteSize, DurationSetting};
+pub use units::{ByteSize, DurationSetting, format_elapsed};
 pub use urls::has_credentials;
 
 /// Error in a settings file, with its position and fix.

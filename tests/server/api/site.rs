@@ -17,6 +17,7 @@ use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
 use warmroute_server::app::{App, NoExternalDiscovery};
 use warmroute_server::config::Config;
+use warmroute_server::version::BuildVersion;
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
 
@@ -68,7 +69,7 @@ impl ApiSite {
         std::fs::write(&path, config.to_string()).unwrap();
         std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
+        let app = App::start(config, Arc::new(NoExternalDiscovery), BuildVersion::PACKAGE)
             .await
             .unwrap();
         let admin = app.admin_address;

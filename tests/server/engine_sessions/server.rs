@@ -1,6 +1,7 @@
 //! Engine sessions of a whole server.
 
 use warmroute_server::app::NoExternalDiscovery;
+use warmroute_server::version::BuildVersion;
 
 use super::*;
 
@@ -31,6 +32,7 @@ impl SessionStack {
         let app = App::start(
             Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
             Arc::new(NoExternalDiscovery),
+            BuildVersion::PACKAGE,
         )
         .await
         .unwrap();

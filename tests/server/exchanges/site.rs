@@ -16,6 +16,7 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_server::app::{App, NoExternalDiscovery};
 use warmroute_server::config::Config;
+use warmroute_server::version::BuildVersion;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -59,7 +60,7 @@ impl ExchangeSite {
         )
         .unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
+        let app = App::start(config, Arc::new(NoExternalDiscovery), BuildVersion::PACKAGE)
             .await
             .unwrap();
         let admin = app.admin_address;

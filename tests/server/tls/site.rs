@@ -25,6 +25,7 @@ use tonic_health::pb::health_client::HealthClient;
 use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_server::app::{App, NoExternalDiscovery};
 use warmroute_server::config::Config;
+use warmroute_server::version::BuildVersion;
 use warmroute_testbed::merge_config;
 
 /// Timeout of waits, far longer than any step takes.
@@ -62,7 +63,7 @@ impl TlsSite {
         let path = dir.path().join("warmroute.yaml");
         std::fs::write(&path, config.to_string()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
+        let app = App::start(config, Arc::new(NoExternalDiscovery), BuildVersion::PACKAGE)
             .await
             .unwrap();
         let ext_proc = app.ext_proc_address.unwrap();
