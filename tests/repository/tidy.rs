@@ -42,7 +42,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "fleet", "app"]),
     ("tonic", &["api", "cluster", "ext_proc", "fleet", "app"]),
-    ("async_nats", &["cluster"]),
+    ("async_nats::", &["cluster"]),
     ("std::env", &["app"]),
     ("env::var", &["app"]),
 ];
