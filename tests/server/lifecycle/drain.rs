@@ -108,6 +108,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
     let process = WarmrouteProcess::start(json!({"process": {"drain": drain}}), &[]).await;
     let channel = process.channel(process.grpc).await;
     let (mut long, _) = process.open(channel.clone(), "m").await;
+    assert_eq!(process.metric("ready").await, 1.0);
     let signalled = Instant::now();
     process.terminate();
     let draining = async || {
@@ -128,6 +129,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
         );
     }
     assert_eq!(process.get("/readyz").await.0, 503);
+    assert_eq!(process.metric("ready").await, 0.0);
     assert_exchanges_are_served(&process, channel).await;
     assert!(
         signalled.elapsed() < Duration::from_secs(15),
