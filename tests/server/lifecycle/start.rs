@@ -177,6 +177,7 @@ async fn log_of_a_run_has_a_first_and_a_last_line() {
         "{}",
         process.log()
     );
+    assert_eq!(process.metric("ready").await, 1.0);
     process.terminate();
     process.assert_exit_success().await;
     let log = process.log();
