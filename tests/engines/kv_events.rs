@@ -227,6 +227,7 @@ impl EventSite {
         shared.set(resync);
         let spec = SourceSpec {
             engine: String::new(),
+            worker_name: String::new(),
             rank: WorkerRank {
                 worker: WorkerId(7),
                 rank: DpRank(0),

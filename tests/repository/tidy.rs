@@ -42,7 +42,7 @@ const EXCEPTIONS: &[(&str, &str)] = &[
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "fleet", "app"]),
     ("tonic", &["api", "cluster", "ext_proc", "fleet", "app"]),
-    ("async_nats", &["cluster"]),
+    ("async_nats::", &["cluster"]),
     ("std::env", &["app"]),
     ("env::var", &["app"]),
 ];
@@ -287,6 +287,29 @@ fn source_files_are_short_documented_and_finished() {
             }
             if text.contains(".unwrap()") {
                 broken.push(format!("{name}:{number}: unwrap outside tests"));
+            }
+        }
+    }
+    assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+#[test]
+fn logs_have_no_debug_forms() {
+    let mut broken = Vec::new();
+    for source in sources() {
+        for SourceLine { number, text } in code(&source) {
+            let text = text.trim();
+            // The marker `?` of the log macros. Lines of debug and trace and regular expressions may
+            // have it.
+            let has_marker = ["= ?", ", ?", "(?"].iter().any(|mark| text.contains(mark));
+            let is_exempt = ["debug!(", "trace!(", "r\"", "r##\""]
+                .iter()
+                .any(|mark| text.contains(mark));
+            if (has_marker || text.starts_with('?')) && !is_exempt {
+                broken.push(format!(
+                    "{}:{number}: write the value with Display: {text}",
+                    source.path.display()
+                ));
             }
         }
     }

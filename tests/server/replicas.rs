@@ -3,6 +3,8 @@
 
 mod behind_envoy;
 
+use std::time::Duration;
+
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tonic::Request;
@@ -14,6 +16,7 @@ use warmroute_testbed::ports::FreePort;
 
 use crate::api::site::{ApiSite, attempt, book, book_unshared, worker};
 use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
+use crate::support::process::WarmrouteProcess;
 
 /// NATS server process.
 pub(crate) struct NatsServer {
@@ -428,4 +431,43 @@ async fn replica_is_ready_without_nats_and_joins_later() {
         site.stop();
         site.wait_shutdown().await;
     }
+}
+
+/// Returns the warnings and errors about NATS in a log.
+fn nats_warnings(log: &str) -> Vec<&str> {
+    log.lines()
+        .filter(|line| line.contains("WARN") || line.contains("ERROR"))
+        .filter(|line| line.to_lowercase().contains("nats"))
+        .collect()
+}
+
+#[tokio::test]
+async fn each_loss_of_nats_is_logged_once_with_its_server() {
+    let mut nats = NatsServer::stopped(&[]);
+    let replicas = json!({"nats": {"servers": [nats.url()]}, "sync_timeout": "200ms"});
+    let process = WarmrouteProcess::start(json!({"replicas": replicas}), &[]).await;
+    // Long enough for several attempts to connect.
+    let attempts = Duration::from_secs(3);
+    tokio::time::sleep(attempts).await;
+    let log = process.log();
+    let [unreachable] = nats_warnings(&log)[..] else {
+        panic!("{log}")
+    };
+    assert!(
+        unreachable.contains("NATS error") && unreachable.contains(&nats.url()),
+        "{unreachable}"
+    );
+    nats.start();
+    process.wait_metric("replica_connected", 1.0).await;
+    nats.kill();
+    process.wait_metric("replica_connected", 0.0).await;
+    tokio::time::sleep(attempts).await;
+    let log = process.log();
+    let [_, lost] = nats_warnings(&log)[..] else {
+        panic!("{log}")
+    };
+    assert!(
+        lost.contains("NATS connection lost") && lost.contains(&nats.url()),
+        "{lost}"
+    );
 }

@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
-use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
 
 /// Received queries, and the response. `None` means status 500.
@@ -70,6 +70,7 @@ impl SharedCacheBed {
         let app = App::start(
             Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
             Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
         )
         .await
         .unwrap();

@@ -113,6 +113,11 @@ impl Fleet {
         self.workers.get(&id)
     }
 
+    /// Returns the name of a worker for logs.
+    pub fn display_name(&self, id: WorkerId) -> Option<String> {
+        self.worker(id).map(|worker| worker.display_name())
+    }
+
     /// Iterates over the worker ranks in the order of their slots.
     pub fn members(&self) -> impl Iterator<Item = &FleetMember> {
         self.by_slot.iter().flatten()

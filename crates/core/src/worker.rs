@@ -387,6 +387,14 @@ pub fn pool_taint(pool: &str) -> String {
 }
 
 impl Worker {
+    /// Returns the name for logs: the display name, or the endpoint if it has none.
+    pub fn display_name(&self) -> String {
+        match &self.name {
+            Some(name) => name.clone(),
+            None => self.endpoint.to_string(),
+        }
+    }
+
     /// Returns whether the worker is in a pool.
     pub fn is_in_pool(&self, pool: &str) -> bool {
         self.pools().any(|own| own == pool)

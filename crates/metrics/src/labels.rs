@@ -3,7 +3,7 @@
 use prometheus_client::encoding::EncodeLabelSet;
 
 use warmroute_core::block::StorageTier;
-use warmroute_core::worker::{ModelName, WorkerRank, WorkerRole};
+use warmroute_core::worker::{ModelName, Worker, WorkerRank, WorkerRole};
 
 /// Model, by the name under which the engines serve it.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -290,6 +290,43 @@ pub struct EngineSessionLabels {
     pub outcome: &'static str,
 }
 
+/// Version of the program.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct BuildLabels {
+    /// Version of the package.
+    pub version: String,
+    /// Abbreviated commit; empty if it is unknown.
+    pub commit: String,
+}
+
+/// Properties of a worker. The labels `worker` and `address` are not named `pod` and `endpoint`,
+/// because these are labels that the Prometheus Operator adds for the scraped process.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct WorkerLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Pod with its namespace; the address if the worker has no name.
+    pub worker: String,
+    /// Address that Envoy sends requests to.
+    pub address: String,
+    /// `aggregated`, `prefill`, `decode`.
+    pub role: &'static str,
+    /// Model name.
+    pub model: String,
+}
+
+impl From<&Worker> for WorkerLabels {
+    fn from(worker: &Worker) -> Self {
+        Self {
+            worker_id: worker.id.0,
+            worker: worker.display_name(),
+            address: worker.endpoint.to_string(),
+            role: worker.role.as_str(),
+            model: worker.model.as_str().to_owned(),
+        }
+    }
+}
+
 /// Pool of workers that the process serves.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct PoolLabels {
@@ -337,9 +374,35 @@ pub struct Http2ErrorLabels {
 
 /// Background task.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-pub struct TaskLabel {
-    /// Name of the task.
-    pub task: String,
+pub struct TaskLabels {
+    /// Kind of the task.
+    pub task: &'static str,
+    /// Id of the worker that the task belongs to; empty for a task of the process.
+    pub worker_id: Option<u64>,
+    /// Data-parallel rank that the task belongs to; empty for a task of the process.
+    pub dp_rank: Option<u32>,
+}
+
+impl From<&'static str> for TaskLabels {
+    /// Creates the labels of a task of the process.
+    fn from(task: &'static str) -> Self {
+        Self {
+            task,
+            worker_id: None,
+            dp_rank: None,
+        }
+    }
+}
+
+impl TaskLabels {
+    /// Creates the labels of a task of one worker rank.
+    pub fn of_rank(task: &'static str, rank: WorkerRank) -> Self {
+        Self {
+            task,
+            worker_id: Some(rank.worker.0),
+            dp_rank: Some(rank.rank.0),
+        }
+    }
 }
 
 /// Discovery source.

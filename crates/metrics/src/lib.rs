@@ -1,7 +1,7 @@
 //! Metrics of warmroute, one module per subsystem. Each metric is defined once, with name, type,
 //! labels and help text. There is no global registry: the server creates one [`Metrics`] and passes
 //! it to its components. The exposition adds the prefix `warmroute_` to every name, and the suffix
-//! `_total` to counters.
+//! `_total` to counters. On Linux, the metrics `process_*` of the operating system are added.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -11,7 +11,10 @@ mod format;
 mod known_series;
 mod labels;
 mod optional_gauge;
-#[cfg(test)]
+#[cfg(target_os = "linux")]
+mod process_collector;
+// The reference includes the metrics of the operating system.
+#[cfg(all(test, target_os = "linux"))]
 mod reference;
 
 use std::sync::Mutex;
@@ -56,7 +59,7 @@ macro_rules! metrics {
 
         impl $subsystem {
             /// Rows of the reference.
-            #[cfg(test)]
+            #[cfg(all(test, target_os = "linux"))]
             pub(crate) const REFERENCE: $crate::reference::SubsystemRows =
                 $crate::reference::SubsystemRows {
                     summary: concat!($($summary),+),
@@ -78,72 +81,78 @@ macro_rules! metrics {
 }
 use metrics;
 
-/// Metrics of one process.
-pub struct Metrics {
-    registry: Mutex<Registry>,
-    /// Metrics of the configuration file.
-    pub config: ConfigMetrics,
+/// Defines [`Metrics`] from its subsystems, in the order of the reference.
+macro_rules! subsystems {
+    ( $( $(#[doc = $summary:literal])+ $field:ident: $subsystem:ident; )+ ) => {
+        /// Metrics of one process.
+        pub struct Metrics {
+            registry: Mutex<Registry>,
+            $( $(#[doc = $summary])+ pub $field: $subsystem, )+
+        }
+
+        impl Metrics {
+            fn register(mut all: Registry) -> Self {
+                let registry = all.sub_registry_with_prefix("warmroute");
+                Self {
+                    $( $field: $subsystem::register(registry), )+
+                    registry: Mutex::new(all),
+                }
+            }
+        }
+
+        /// Rows of the reference, by subsystem.
+        #[cfg(all(test, target_os = "linux"))]
+        pub(crate) const SUBSYSTEMS: &[reference::SubsystemRows] = &[$($subsystem::REFERENCE),+];
+    };
+}
+
+subsystems! {
     /// Metrics of routed requests.
-    pub requests: RequestMetrics,
-    /// Metrics of the exchanges with Envoy.
-    pub ext_proc: ExtProcMetrics,
-    /// Metrics of the comparison between predicted and reported cache hits.
-    pub audit: AuditMetrics,
-    /// Metrics of remote prefills.
-    pub prefill: PrefillMetrics,
-    /// Metrics of the queue of requests that wait for capacity.
-    pub queue: QueueMetrics,
-    /// Metrics of sessions.
-    pub sessions: SessionMetrics,
-    /// Metrics of tokenization.
-    pub tokens: TokenMetrics,
-    /// Metrics of the comparison between the tokens of warmroute and those of the engines.
-    pub parity: ParityMetrics,
-    /// Metrics of the shared cache and the remote index.
-    pub index: IndexMetrics,
-    /// Metrics of the fleet, its discovery and the load of its workers.
-    pub workers: WorkerMetrics,
-    /// Metrics of the endpoints published to Envoy.
-    pub endpoints: EndpointMetrics,
-    /// Metrics of the synchronization between replicas.
-    pub replicas: ReplicaMetrics,
-    /// Metrics of KV events and their sources.
-    pub kv_events: KvEventMetrics,
+    requests: RequestMetrics;
     /// Learned latency.
-    pub latency: LatencyMetrics,
-    /// Metrics of the router API.
-    pub api: ApiMetrics,
+    latency: LatencyMetrics;
+    /// Metrics of the comparison between predicted and reported cache hits.
+    audit: AuditMetrics;
+    /// Metrics of the fleet, its discovery and the load of its workers.
+    workers: WorkerMetrics;
+    /// Metrics of the shared cache and the remote index.
+    index: IndexMetrics;
+    /// Metrics of KV events and their sources.
+    kv_events: KvEventMetrics;
+    /// Metrics of the comparison between the tokens of warmroute and those of the engines.
+    parity: ParityMetrics;
+    /// Metrics of tokenization.
+    tokens: TokenMetrics;
+    /// Metrics of the queue of requests that wait for capacity.
+    queue: QueueMetrics;
+    /// Metrics of sessions.
+    sessions: SessionMetrics;
+    /// Metrics of remote prefills.
+    prefill: PrefillMetrics;
+    /// Metrics of the synchronization between replicas.
+    replicas: ReplicaMetrics;
+    /// Metrics of the exchanges with Envoy.
+    ext_proc: ExtProcMetrics;
     /// Metrics of the listeners.
-    pub listeners: ListenerMetrics,
+    listeners: ListenerMetrics;
+    /// Metrics of the endpoints published to Envoy.
+    endpoints: EndpointMetrics;
+    /// Metrics of the router API.
+    api: ApiMetrics;
+    /// Metrics of the configuration file.
+    config: ConfigMetrics;
     /// Metrics of the process as a whole.
-    pub process: ProcessMetrics,
+    process: ProcessMetrics;
 }
 
 impl Metrics {
     /// Creates all metrics at zero.
     pub fn new() -> Self {
-        let mut registry = Registry::with_prefix("warmroute");
-        Self {
-            config: ConfigMetrics::register(&mut registry),
-            requests: RequestMetrics::register(&mut registry),
-            ext_proc: ExtProcMetrics::register(&mut registry),
-            audit: AuditMetrics::register(&mut registry),
-            prefill: PrefillMetrics::register(&mut registry),
-            queue: QueueMetrics::register(&mut registry),
-            sessions: SessionMetrics::register(&mut registry),
-            tokens: TokenMetrics::register(&mut registry),
-            parity: ParityMetrics::register(&mut registry),
-            index: IndexMetrics::register(&mut registry),
-            workers: WorkerMetrics::register(&mut registry),
-            endpoints: EndpointMetrics::register(&mut registry),
-            replicas: ReplicaMetrics::register(&mut registry),
-            kv_events: KvEventMetrics::register(&mut registry),
-            latency: LatencyMetrics::register(&mut registry),
-            api: ApiMetrics::register(&mut registry),
-            listeners: ListenerMetrics::register(&mut registry),
-            process: ProcessMetrics::register(&mut registry),
-            registry: Mutex::new(registry),
-        }
+        #[allow(unused_mut, reason = "only Linux has metrics of the operating system")]
+        let mut registry = Registry::default();
+        #[cfg(target_os = "linux")]
+        process_collector::ProcessCollector::register(&mut registry);
+        Self::register(registry)
     }
 }
 
@@ -171,7 +180,17 @@ impl Metrics {
     /// Removes the series of a worker rank that left the fleet, except for series that each scrape
     /// rebuilds.
     pub fn remove_rank(&self, rank: &RankLabels) {
+        self.requests.worker_requests.remove(rank);
         self.requests.worker_unreachable_requests.remove(rank);
+    }
+
+    /// Sets the version and the commit of the program.
+    pub fn set_build_info(&self, version: &str, commit: &str) {
+        let labels = BuildLabels {
+            version: version.to_owned(),
+            commit: commit.to_owned(),
+        };
+        self.process.build_info.get_or_create(&labels).set(1);
     }
 
     /// Records the duration of one stage of a decision.

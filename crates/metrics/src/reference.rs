@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
 
-use crate::families::*;
+use crate::SUBSYSTEMS;
+use crate::process_collector::{CPU, GAUGES};
 
 /// Definition of a metric.
 pub(crate) struct MetricRow {
@@ -20,31 +21,11 @@ pub(crate) struct SubsystemRows {
     pub(crate) rows: &'static [MetricRow],
 }
 
-const SUBSYSTEMS: [SubsystemRows; 18] = [
-    RequestMetrics::REFERENCE,
-    LatencyMetrics::REFERENCE,
-    AuditMetrics::REFERENCE,
-    WorkerMetrics::REFERENCE,
-    IndexMetrics::REFERENCE,
-    KvEventMetrics::REFERENCE,
-    ParityMetrics::REFERENCE,
-    TokenMetrics::REFERENCE,
-    QueueMetrics::REFERENCE,
-    SessionMetrics::REFERENCE,
-    PrefillMetrics::REFERENCE,
-    ReplicaMetrics::REFERENCE,
-    ExtProcMetrics::REFERENCE,
-    ListenerMetrics::REFERENCE,
-    EndpointMetrics::REFERENCE,
-    ApiMetrics::REFERENCE,
-    ConfigMetrics::REFERENCE,
-    ProcessMetrics::REFERENCE,
-];
-
 const HEAD: &str = "# Metrics reference
 
 `listeners.admin.address` serves the metrics at `/metrics`, as Prometheus text, or as OpenMetrics if the client
-prefers it. All names begin with `warmroute_`. This page is generated from the definitions in `crates/metrics`.
+prefers it. All names begin with `warmroute_`, except those of the operating system. This page is generated from the
+definitions in `crates/metrics`.
 ";
 
 /// Returns the fields of each label set, from the source of the label sets.
@@ -111,6 +92,21 @@ fn render() -> String {
                 row.name
             );
         }
+    }
+    text.push_str(&render_process_metrics());
+    text
+}
+
+/// Returns the section of the metrics that the operating system provides.
+fn render_process_metrics() -> String {
+    let mut text =
+        "\n## Operating system\n\nOn Linux, with the names of the Prometheus client libraries:\n\n\
+        | metric | type | meaning |\n|---|---|---|\n"
+            .to_owned();
+    let (name, help) = CPU;
+    _ = writeln!(text, "| `process_{name}_total` | counter | {help} |");
+    for (name, help) in GAUGES {
+        _ = writeln!(text, "| `process_{name}` | gauge | {help} |");
     }
     text
 }

@@ -19,7 +19,8 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use warmroute_metrics::{Metrics, TaskLabel};
+use warmroute_metrics::{Metrics, TaskLabels};
+use warmroute_settings::format_elapsed;
 
 /// Name of the pending step while the process drains.
 const DRAINING: &str = "draining";
@@ -76,7 +77,7 @@ impl Drop for ReadyGuard {
             if !pending.remove(&self.name) || pending.contains(DRAINING) {
                 return;
             }
-            let waited = format!("{:.1}s", self.since.elapsed().as_secs_f64());
+            let waited = format_elapsed(self.since.elapsed());
             match self.outcome {
                 StepOutcome::Complete => info!(step = self.name, waited, "startup: step complete"),
                 StepOutcome::TimedOut => {
@@ -149,16 +150,18 @@ impl Readiness {
 
 /// Runs a task and restarts it with jittered backoff when it ends, until the token is cancelled.
 /// Each state change is logged once, and a gauge shows the state.
-pub async fn supervise<F, Fut>(name: &str, metrics: &Metrics, stop: CancellationToken, mut task: F)
-where
+pub async fn supervise<F, Fut>(
+    labels: impl Into<TaskLabels>,
+    metrics: &Metrics,
+    stop: CancellationToken,
+    mut task: F,
+) where
     F: FnMut() -> Fut,
     Fut: Future<Output = anyhow::Result<()>>,
 {
-    let label = TaskLabel {
-        task: name.to_owned(),
-    };
-    let up = metrics.process.task_up.get_or_create_owned(&label);
-    drop(metrics.process.task_restarts.get_or_create(&label));
+    let labels = labels.into();
+    let up = metrics.process.task_up.get_or_create_owned(&labels);
+    drop(metrics.process.task_restarts.get_or_create(&labels));
     let mut backoff = JitteredBackoff::default();
     loop {
         up.set(1);
@@ -177,16 +180,8 @@ where
             backoff = JitteredBackoff::default();
         }
         let wait = backoff.next_delay(rand::random());
-        match ended {
-            Ok(()) => warn!(task = name, ?wait, "task ended; restarting it"),
-            Err(error) => warn!(
-                task = name,
-                ?wait,
-                error = format!("{error:#}"),
-                "task failed; restarting it"
-            ),
-        }
-        metrics.process.task_restarts.get_or_create(&label).inc();
+        log_restart(&labels, wait, ended);
+        metrics.process.task_restarts.get_or_create(&labels).inc();
         tokio::select! {
             () = stop.cancelled() => break,
             () = tokio::time::sleep(wait) => {}
@@ -195,13 +190,29 @@ where
     up.set(0);
 }
 
-/// Removes the metrics of a task that will not run again under this name.
-pub fn remove_task_metrics(name: &str, metrics: &Metrics) {
-    let label = TaskLabel {
-        task: name.to_owned(),
-    };
-    metrics.process.task_up.remove(&label);
-    metrics.process.task_restarts.remove(&label);
+fn log_restart(labels: &TaskLabels, wait: Duration, ended: anyhow::Result<()>) {
+    let TaskLabels {
+        task,
+        worker_id,
+        dp_rank,
+    } = labels;
+    let wait = format_elapsed(wait);
+    match ended {
+        Ok(()) => warn!(task, worker_id, dp_rank, wait, "task ended; restarting it"),
+        Err(error) => {
+            let error = format!("{error:#}");
+            warn!(
+                task,
+                worker_id, dp_rank, wait, error, "task failed; restarting it"
+            );
+        }
+    }
+}
+
+/// Removes the metrics of a task that will not run again with these labels.
+pub fn remove_task_metrics(labels: &TaskLabels, metrics: &Metrics) {
+    metrics.process.task_up.remove(labels);
+    metrics.process.task_restarts.remove(labels);
 }
 
 /// Exponential backoff with equal jitter: a delay is between half of the upper bound and the upper
@@ -326,10 +337,8 @@ mod tests {
         })
         .await;
         assert_eq!(tries, 3);
-        let label = TaskLabel {
-            task: "test".to_owned(),
-        };
-        assert!(metrics.process.task_restarts.get_or_create(&label).get() >= 2);
-        assert_eq!(metrics.process.task_up.get_or_create(&label).get(), 0);
+        let labels = TaskLabels::from("test");
+        assert!(metrics.process.task_restarts.get_or_create(&labels).get() >= 2);
+        assert_eq!(metrics.process.task_up.get_or_create(&labels).get(), 0);
     }
 }

@@ -176,7 +176,9 @@ async fn metrics_page(State(admin): State<AdminState>, headers: HeaderMap) -> Re
         .filter_map(|value| value.to_str().ok());
     let format = TextFormat::negotiate(accept);
     match admin.metrics.render(format, |metrics| {
-        gauges::refresh_gauges(metrics, &admin.dispatcher)
+        gauges::refresh_gauges(metrics, &admin.dispatcher);
+        let is_ready = admin.readiness.is_ready();
+        metrics.process.ready.set(i64::from(is_ready));
     }) {
         Ok(page) => ([(header::CONTENT_TYPE, format.content_type())], page).into_response(),
         Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, error.to_string()).into_response(),

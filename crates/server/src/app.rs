@@ -35,7 +35,7 @@ mod unix_socket;
 use std::collections::BTreeSet;
 use std::future::Future;
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Instant, SystemTime};
 
@@ -44,13 +44,14 @@ use arc_swap::ArcSwap;
 use tokio::task::JoinSet;
 use tokio_util::sync::{CancellationToken, DropGuard};
 use tokio_util::task::{AbortOnDropHandle, TaskTracker};
-use tracing::info;
+use tracing::{field, info};
 use warmroute_core::router::{Reason, Router};
 use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{KnownLabels, Metrics, PoolLabels};
 use warmroute_runtime::lifecycle::{Readiness, supervise};
 use warmroute_runtime::tls::ReloadableFiles;
+use warmroute_settings::format_elapsed;
 
 use crate::admin::explain::ExplainContext;
 use crate::api::{self, RankWriters};
@@ -128,26 +129,15 @@ pub struct App {
 }
 
 impl App {
-    /// Builds everything, binds the sockets and starts the background tasks.
+    /// Builds everything, binds the sockets and starts the background tasks. Metrics and status
+    /// pages show `origin`; a program that embeds the server passes its own version.
     pub async fn start(
-        config: Config,
-        discovery: Arc<dyn ExternalDiscovery>,
-    ) -> anyhow::Result<Self> {
-        Box::pin(Self::start_from(
-            config,
-            discovery,
-            ProcessOrigin::default(),
-        ))
-        .await
-    }
-
-    /// Like [`Self::start`], with the origin of program and configuration for status pages.
-    pub async fn start_from(
         config: Config,
         discovery: Arc<dyn ExternalDiscovery>,
         origin: ProcessOrigin,
     ) -> anyhow::Result<Self> {
         let metrics = Arc::new(Metrics::new());
+        metrics.set_build_info(origin.version.number, origin.version.commit_hash());
         let channel = config.replicas.as_ref().map(|_| LocalEventChannel::new());
         let replica_events = channel.as_ref().map(|channel| channel.events.clone());
         let core_listener = Arc::new(CoreListener::for_server(&config, replica_events));
@@ -316,13 +306,14 @@ impl App {
     /// Serves until `shutdown` completes, then drains. During the grace period the process is not
     /// ready but serves; then it accepts no new streams until the deadline.
     pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) -> anyhow::Result<()> {
+        let socket = self.ext_proc_socket.as_deref().map(Path::display);
         info!(
+            ext_proc = self.ext_proc_address.map(field::display),
+            ext_proc_unix = socket.map(field::display),
             admin = %self.admin_address,
-            tcp = ?self.ext_proc_address,
-            unix = ?self.ext_proc_socket,
-            health = ?self.health_address,
-            api = ?self.api_address,
-            xds = ?self.xds_address,
+            health = self.health_address.map(field::display),
+            api = self.api_address.map(field::display),
+            xds = self.xds_address.map(field::display),
             "listening"
         );
         // Dropped before the components, because dropping them ends their startup steps.
@@ -342,7 +333,7 @@ impl App {
         self.drain().await?;
         self.stop.cancel();
         self.abort_open().await;
-        info!("stopped");
+        info!(uptime = format_elapsed(self.started.elapsed()), "stopped");
         Ok(())
     }
 
@@ -403,7 +394,7 @@ async fn announce_ready(readiness: Readiness, reloader: Arc<Reloader>, started: 
     let (live, absent): (Vec<_>, Vec<_>) =
         sources.partition(|member| router.source_status(member.rank).is_attached());
     info!(
-        took = format!("{:.1}s", started.elapsed().as_secs_f64()),
+        after = %format_elapsed(started.elapsed()),
         models = reloader.running().models.len(),
         workers = fleet.workers().count(),
         event_sources = format!("{} of {}", live.len(), live.len() + absent.len()),
@@ -421,9 +412,13 @@ mod tests {
                     workers: {list: [{id: 1, endpoint: '127.0.0.1:8000'}]}\n";
         let config =
             Config::parse(std::path::Path::new("warmroute.yaml"), text.as_bytes()).unwrap();
-        let mut app = App::start(config, Arc::new(NoExternalDiscovery))
-            .await
-            .unwrap();
+        let mut app = App::start(
+            config,
+            Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
+        )
+        .await
+        .unwrap();
         app.background.spawn(async { panic!("injected failure") });
         let ended = app.run_until(std::future::pending()).await.unwrap_err();
         assert!(

@@ -5,6 +5,7 @@
 mod active_request;
 pub mod audit;
 mod dispatcher;
+mod health_log;
 pub mod queue;
 mod queue_metadata;
 mod reroute;
@@ -13,6 +14,7 @@ mod timed_router;
 
 pub use active_request::ActiveRequest;
 pub use dispatcher::{DispatchError, Dispatcher};
+pub use health_log::log_health_change;
 pub use session::{RequestSession, SessionAffinity, SessionRouting};
 pub use timed_router::{RoutingTimes, TimedRouter};
 

@@ -47,6 +47,7 @@ pub fn run(
         pid = std::process::id(),
         "starting warmroute"
     );
+    telemetry::log_invalid_directives();
     // An unreadable workers file is ignored here: the task that watches the file reports it.
     for advice in config.advice(&app::listed_workers(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
@@ -54,15 +55,21 @@ pub fn run(
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
-    let origin = ProcessOrigin {
-        version: *version,
-        config_file: args
-            .config
-            .as_deref()
-            .map(|file| std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
+    let inputs = ServeInputs {
+        config,
+        file,
+        discovery,
+        origin: ProcessOrigin {
+            version: *version,
+            config_file: args
+                .config
+                .as_deref()
+                .map(|file| std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
+        },
+        log,
+        reload,
     };
-    let starting = Box::pin(App::start_from(config, discovery, origin));
-    let ended = runtime.block_on(serve(starting, file, log, reload));
+    let ended = runtime.block_on(serve(inputs));
     // Work on the blocking pool must not delay the exit further.
     runtime.shutdown_timeout(SHUTDOWN_TIMEOUT);
     ended
@@ -91,13 +98,26 @@ fn read_config(
     (config, Some(file))
 }
 
-/// Runs the process until a signal, or until it fails. Returns the exit code.
-async fn serve(
-    starting: impl Future<Output = anyhow::Result<App>>,
+/// Inputs of the running process.
+struct ServeInputs {
+    config: Config,
     file: Option<ConfigFile>,
+    discovery: Arc<dyn ExternalDiscovery>,
+    origin: ProcessOrigin,
     log: LogFilter,
     reload: Arc<Notify>,
-) -> anyhow::Result<u8> {
+}
+
+/// Runs the process until a signal, or until it fails. Returns the exit code.
+async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
+    let ServeInputs {
+        config,
+        file,
+        discovery,
+        origin,
+        log,
+        reload,
+    } = inputs;
     // Installed first: a signal during startup must stop the process cleanly, and SIGHUP must not
     // end it.
     let mut signals = TerminationSignals {
@@ -106,7 +126,7 @@ async fn serve(
     };
     let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
     let mut app = tokio::select! {
-        app = starting => match app {
+        app = Box::pin(App::start(config, discovery, origin)) => match app {
             Ok(app) => app,
             Err(error) => return Ok(log_failure("cannot start", &error)),
         },
@@ -166,7 +186,7 @@ impl TerminationSignals {
 /// reloader runs.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
-        info!("SIGHUP");
+        info!("SIGHUP: reloading");
         reload.notify_one();
     }
 }

@@ -16,6 +16,11 @@ pub struct BuildVersion {
 }
 
 impl BuildVersion {
+    /// Returns the commit without its date.
+    pub fn commit_hash(&self) -> &'static str {
+        self.commit.split(',').next().unwrap_or_default()
+    }
+
     /// Version of this package, without a commit.
     pub const PACKAGE: Self = Self {
         number: env!("CARGO_PKG_VERSION"),

@@ -26,7 +26,7 @@ pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
 pub use schema::{ADDRESS_PATTERN, settings_schema};
 pub use tree::{Tree, Value};
-pub use units::{ByteSize, DurationSetting};
+pub use units::{ByteSize, DurationSetting, format_elapsed};
 pub use urls::has_credentials;
 use variables::UnresolvedText;
 pub use variables::escape_references;

@@ -449,3 +449,22 @@ proptest! {
         prop_assert_eq!(ByteSize(bytes).to_string().parse::<ByteSize>().unwrap(), ByteSize(bytes));
     }
 }
+
+#[test]
+fn elapsed_time_has_at_most_two_units() {
+    let cases = [
+        (0, "0ms"),
+        (87, "87ms"),
+        (1_240, "1.2s"),
+        (59_900, "59.9s"),
+        (200_000, "3m20s"),
+        (7_325_000, "2h2m"),
+        (187_200_000, "2d4h"),
+    ];
+    for (millis, text) in cases {
+        assert_eq!(
+            format_elapsed(std::time::Duration::from_millis(millis)),
+            text
+        );
+    }
+}

@@ -66,6 +66,18 @@ impl fmt::Display for DurationSetting {
     }
 }
 
+/// Formats an elapsed time for logs: `120ms`, `1.2s`, `3m20s` or `2d4h`.
+pub fn format_elapsed(elapsed: Duration) -> String {
+    let seconds = elapsed.as_secs();
+    match seconds {
+        0 => format!("{}ms", elapsed.as_millis()),
+        1..60 => format!("{:.1}s", elapsed.as_secs_f64()),
+        60..3_600 => format!("{}m{}s", seconds / 60, seconds % 60),
+        3_600..86_400 => format!("{}h{}m", seconds / 3_600, seconds / 60 % 60),
+        _ => format!("{}d{}h", seconds / 86_400, seconds / 3_600 % 24),
+    }
+}
+
 /// Size in bytes, written with its unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ByteSize(pub u64);

@@ -137,6 +137,17 @@ const ABSENT: [&str; 10] = [
     "warmroute_replica_connected",
 ];
 
+/// Families with the metrics of the operating system.
+const PROCESS_FAMILIES: [&str; 7] = [
+    "process_cpu_seconds",
+    "process_max_fds",
+    "process_open_fds",
+    "process_resident_memory_bytes",
+    "process_start_time_seconds",
+    "process_threads",
+    "process_virtual_memory_bytes",
+];
+
 /// Returns name and type of all families that the files of `crates/metrics` declare.
 fn declared() -> BTreeMap<String, &'static str> {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/crates/metrics/src/families");
@@ -351,7 +362,13 @@ async fn metric_families_are_present_before_the_first_request() {
 fn check_families(page: &OpenMetricsPage) {
     let declared = declared();
     assert!(declared.len() > 25, "{declared:?}");
-    for (name, kind) in &page.families {
+    let (system, own): (Vec<_>, Vec<_>) = page
+        .families
+        .iter()
+        .partition(|(name, _)| name.starts_with("process_"));
+    let names: Vec<&str> = system.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(names, PROCESS_FAMILIES);
+    for (name, kind) in own {
         assert_eq!(declared.get(name).copied(), Some(kind.as_str()), "{name}");
     }
     let absent: Vec<&str> = declared
@@ -463,6 +480,19 @@ fn check_state(page: &OpenMetricsPage) {
     assert!(page.sum("fleet_generation", &[]) > 0.0);
     assert_eq!(page.sum("degradations_total", &[]), 0.0);
     assert_eq!(page.sum("workers", &[]), 2.0);
+    assert_eq!(page.sum("ready", &[]), 1.0);
+    assert_eq!(
+        page.sum("build_info", &[("version", env!("CARGO_PKG_VERSION"))]),
+        1.0
+    );
+    let worker = [("worker_id", "1")];
+    assert_eq!(page.sum("worker_info", &[]), 2.0);
+    let info = [worker[0], ("role", "aggregated"), ("model", MODEL)];
+    assert_eq!(page.sum("worker_info", &info), 1.0, "{}", page.text());
+    assert_eq!(page.sum("worker_requests_total", &[]), 13.0);
+    assert_eq!(page.samples("worker_requests_total").count(), 2);
+    let source_task = [("task", "kv_events"), worker[0], ("dp_rank", "0")];
+    assert_eq!(page.sum("task_up", &source_task), 1.0, "{}", page.text());
     assert_eq!(
         page.sum("task_up", &[]),
         page.samples("task_up").count() as f64,

@@ -170,8 +170,8 @@ fn assert_difference_is_reported(shown: &Value, log_text: &str) {
         .unwrap_or_else(|| panic!("{log_text}"));
     for word in [
         "chat_plain",
-        &format!("warmroute_token=Some({})", difference["warmroute_token"]),
-        &format!("engine_token=Some({})", difference["engine_token"]),
+        &format!("warmroute_token={}", difference["warmroute_token"]),
+        &format!("engine_token={}", difference["engine_token"]),
     ] {
         assert!(line.contains(word), "{word}: {line}");
     }

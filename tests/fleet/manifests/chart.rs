@@ -173,7 +173,7 @@ fn alerts_use_existing_metrics() {
     let set = chart("scaled");
     let rules = set.find("PrometheusRule", &json!("warmroute"));
     let rules = rules["spec"]["groups"][0]["rules"].as_array().unwrap();
-    assert_eq!(rules.len(), 10);
+    assert_eq!(rules.len(), 11);
     for rule in rules {
         let names = metric_names(rule["expr"].as_str().unwrap());
         assert!(!names.is_empty(), "{rule}");

@@ -15,8 +15,9 @@ use tonic::Status;
 use tonic::transport::Channel;
 use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
-use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
+
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
 
@@ -68,9 +69,13 @@ impl ApiSite {
         std::fs::write(&path, config.to_string()).unwrap();
         std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
-            .await
-            .unwrap();
+        let app = App::start(
+            config,
+            Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
+        )
+        .await
+        .unwrap();
         let admin = app.admin_address;
         let api = app.api_address.unwrap();
         let shutdown = CancellationToken::new();

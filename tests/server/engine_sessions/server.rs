@@ -1,6 +1,6 @@
 //! Engine sessions of a whole server.
 
-use warmroute_server::app::NoExternalDiscovery;
+use warmroute_server::app::{NoExternalDiscovery, ProcessOrigin};
 
 use super::*;
 
@@ -31,6 +31,7 @@ impl SessionStack {
         let app = App::start(
             Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
             Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
         )
         .await
         .unwrap();

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
 
 /// Timeout of waits, far longer than any step takes.
@@ -59,9 +59,13 @@ impl ExchangeSite {
         )
         .unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
-            .await
-            .unwrap();
+        let app = App::start(
+            config,
+            Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
+        )
+        .await
+        .unwrap();
         let admin = app.admin_address;
         let tcp = app.ext_proc_address.unwrap();
         let shutdown = CancellationToken::new();

@@ -128,6 +128,7 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
         );
     }
     assert_eq!(process.get("/readyz").await.0, 503);
+    assert_eq!(process.metric("ready").await, 0.0);
     assert_exchanges_are_served(&process, channel).await;
     assert!(
         signalled.elapsed() < Duration::from_secs(15),

@@ -49,7 +49,7 @@ async fn failing_start_logs_its_one_cause_as_json() {
     let [cause] = warnings_and_errors(&lines)[..] else {
         panic!("{lines:#?}")
     };
-    let message = cause["fields"]["message"].as_str().unwrap();
+    let message = cause["message"].as_str().unwrap();
     assert_eq!(
         (code, cause["level"].as_str()),
         (Some(2), Some("ERROR")),
@@ -60,9 +60,7 @@ async fn failing_start_logs_its_one_cause_as_json() {
         "{cause}"
     );
     assert!(
-        !lines
-            .iter()
-            .any(|line| line["fields"]["message"] == "ready"),
+        !lines.iter().any(|line| line["message"] == "ready"),
         "{lines:#?}"
     );
 }
@@ -94,15 +92,106 @@ async fn occupied_port_fails_before_loading() {
         let [first, cause] = &lines[..] else {
             panic!("{name}: {lines:#?}")
         };
-        assert_eq!(first["fields"]["message"], "starting warmroute", "{first}");
+        assert_eq!(first["message"], "starting warmroute", "{first}");
         assert!(
-            cause["fields"]["message"]
-                .as_str()
-                .unwrap()
-                .starts_with(&expected),
+            cause["message"].as_str().unwrap().starts_with(&expected),
             "{cause}"
         );
         assert_eq!(code, Some(1));
+    }
+}
+
+#[tokio::test]
+async fn unix_socket_in_use_fails_before_loading() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("ext_proc.sock");
+    let _owner = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let more = json!({
+        "process": {"log": {"format": "json"}},
+        "listeners": {"ext_proc": {"unix_socket": socket}},
+        "models": [{
+            "name": "m",
+            "tokenizer": model_file("tokenizer.json.gz"),
+            "tokenizer_config": model_file("tokenizer_config.json"),
+        }],
+    });
+    let (code, lines) = failed_start(&more).await;
+    let [_, cause] = &lines[..] else {
+        panic!("{lines:#?}")
+    };
+    let message = cause["message"].as_str().unwrap();
+    let expected = format!(
+        "cannot start: the ext_proc socket {} cannot be bound: another process listens on it",
+        socket.display()
+    );
+    assert!(message.starts_with(&expected), "{cause}");
+    assert_eq!(code, Some(1));
+}
+
+#[test]
+fn invalid_log_directive_is_reported_as_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let occupied = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = occupied.local_addr().unwrap().to_string();
+    let config = json!({
+        "process": {"log": {"format": "json"}},
+        "listeners": {"ext_proc": {"address": address}, "admin": {"address": "127.0.0.1:0"}},
+        "models": [{"name": "m", "block_size": 16}],
+        "workers": {"list": [{"id": 1, "endpoint": "10.0.0.1:8000"}]},
+    });
+    let file = dir.path().join("warmroute.yaml");
+    std::fs::write(&file, config.to_string()).unwrap();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_warmroute"))
+        .args(["serve", "--config"])
+        .arg(&file)
+        .env("RUST_LOG", "info,foo=bar=baz")
+        .output()
+        .unwrap();
+    let log = String::from_utf8(output.stderr).unwrap();
+    let lines: Vec<Value> = log
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap_or_else(|_| panic!("{log}")))
+        .collect();
+    let start = &lines[0];
+    assert_eq!(start["message"], "starting warmroute", "{log}");
+    assert_eq!(start["config"], json!(file), "{log}");
+    assert!(
+        start["pid"].is_u64() && start["version"].is_string(),
+        "{log}"
+    );
+    let time = start["timestamp"].as_str().unwrap();
+    assert!(humantime::parse_rfc3339(time).is_ok(), "{time}");
+    let warning = &lines[1];
+    assert_eq!(warning["level"], "WARN", "{log}");
+    assert_eq!(warning["directive"], "foo=bar=baz", "{log}");
+}
+
+/// Words of Rust's debug format.
+const DEBUG_FORMS: [&str; 4] = ["Some(", "None", "Ok(", "Err("];
+
+#[tokio::test]
+async fn log_of_a_run_has_a_first_and_a_last_line() {
+    let process = WarmrouteProcess::start(json!({}), &[]).await;
+    assert!(
+        until(SOON, async || process.log().contains(" ready after=")).await,
+        "{}",
+        process.log()
+    );
+    assert_eq!(process.metric("ready").await, 1.0);
+    process.terminate();
+    process.assert_exit_success().await;
+    let log = process.log();
+    let lines: Vec<&str> = log.lines().collect();
+    assert!(lines[0].contains("starting warmroute version="), "{log}");
+    assert!(lines[lines.len() - 1].contains("stopped uptime="), "{log}");
+    let listening = lines.iter().find(|line| line.contains(" listening "));
+    let address = format!("ext_proc=127.0.0.1:{}", process.grpc);
+    assert!(
+        listening.is_some_and(|line| line.contains(&address)),
+        "{log}"
+    );
+    for form in DEBUG_FORMS {
+        assert!(!log.contains(form), "{form} in {log}");
     }
 }
 
@@ -136,6 +225,14 @@ async fn startup_log_distinguishes_completed_from_abandoned_steps() {
         source.contains("WARN") && source.contains("gave up waiting"),
         "{source}"
     );
+    let unreachable = line("KV event source unreachable");
+    assert!(
+        unreachable.contains("WARN") && unreachable.contains("name=\"10.0.0.1:8000\""),
+        "{unreachable}"
+    );
+    assert!(!log.contains("KV event source lost"), "{log}");
+    let fleet = line("fleet changed");
+    assert!(fleet.contains("added=\"1 (10.0.0.1:8000)\""), "{fleet}");
     let workers = line("initial workers: at least 1");
     assert!(
         workers.contains("INFO") && workers.contains("step complete"),

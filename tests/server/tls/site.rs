@@ -23,8 +23,9 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_runtime::tls::ReloadableFiles;
-use warmroute_server::app::{App, NoExternalDiscovery};
+use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
+
 use warmroute_testbed::merge_config;
 
 /// Timeout of waits, far longer than any step takes.
@@ -62,9 +63,13 @@ impl TlsSite {
         let path = dir.path().join("warmroute.yaml");
         std::fs::write(&path, config.to_string()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(config, Arc::new(NoExternalDiscovery))
-            .await
-            .unwrap();
+        let app = App::start(
+            config,
+            Arc::new(NoExternalDiscovery),
+            ProcessOrigin::default(),
+        )
+        .await
+        .unwrap();
         let ext_proc = app.ext_proc_address.unwrap();
         let api = app.api_address;
         let admin = app.admin_address;

@@ -10,7 +10,8 @@ pub enum Reason {
     NoBody,
     /// The path is unknown, or its API computes nothing.
     NotInference,
-    /// Envoy does not send the body before routing.
+    /// Envoy does not send the body: its request body mode is `NONE`. Also counts rejected requests
+    /// whose body must be checked and was dropped, because the limit of buffered bodies is reached.
     BodyNotSent,
     /// Only the start of the body was received.
     BodyTruncated,
@@ -22,7 +23,7 @@ pub enum Reason {
     Unparseable,
     /// The request names a model that is not configured.
     UnknownModel,
-    /// The model has no tokenizer, or it is still loading.
+    /// The configuration of the model has no tokenizer.
     NoTokenizer,
     /// The request is a conversation, and the model has no chat template.
     NoChatTemplate,
@@ -41,7 +42,8 @@ pub enum Reason {
     UnknownPrompt,
     /// The prompt continues state that only an engine holds.
     EngineSideState,
-    /// Too many prompts are waiting for the tokenizer.
+    /// Too many bodies wait for a tokenizer thread, or the body was dropped because the limit of
+    /// buffered bodies is reached.
     TokenizerBusy,
     /// The decision took longer than its deadline.
     DecisionTimeout,

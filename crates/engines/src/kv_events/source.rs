@@ -29,6 +29,8 @@ pub struct RankSink {
 pub struct SourceSpec {
     /// Worker rank whose cache the events describe.
     pub rank: WorkerRank,
+    /// Name of the worker in logs: its pod, or its endpoint.
+    pub worker_name: String,
     /// Endpoint and topic of the events.
     pub source: EventSource,
     /// Identity of the engine process. State of another process is not reused.
@@ -84,4 +86,15 @@ pub enum SourceState {
     Replaying,
     /// Connected, and caught up as far as possible.
     Live,
+}
+
+impl SourceState {
+    /// Returns the name in logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            SourceState::Connecting => "connecting",
+            SourceState::Replaying => "replaying",
+            SourceState::Live => "live",
+        }
+    }
 }

@@ -90,6 +90,7 @@ pub async fn run(
 ) -> Infallible {
     let publisher = StatePublisher {
         rank: spec.rank,
+        worker_name: spec.worker_name.clone(),
         monitor: monitor.clone(),
         state,
     };
@@ -108,23 +109,62 @@ pub async fn run(
         source: spec.source,
         check: None,
         refused_at: None,
+        is_connected: false,
     };
     let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
-    let mut last_error = String::new();
+    let mut outage = SourceOutage::default();
     loop {
         let attempt = Instant::now();
         let Err(error) = listener.run_session().await;
+        let was_connected = std::mem::take(&mut listener.is_connected);
         listener.publisher.publish(SourceState::Connecting);
-        let error = error.to_string();
         if attempt.elapsed() > PAUSE.1 {
             backoff.reset();
-            last_error.clear();
         }
-        if error != last_error {
-            tracing::warn!(rank = %spec.rank, endpoint = listener.source.endpoint, error, "KV event source lost");
-            last_error = error;
-        }
+        listener.log_outage(outage.record(was_connected, &error), &error);
         sleep(backoff.next_pause(rand::random())).await;
+    }
+}
+
+/// Decides how the end of a session is logged, so that each outage is logged once.
+#[derive(Default)]
+struct SourceOutage {
+    /// Whether the loss of the last connection was logged.
+    is_loss_logged: bool,
+    /// Last logged error of a failed connection attempt.
+    last_error: String,
+}
+
+/// Log line for the end of a session.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum OutageReport {
+    /// The connection was lost.
+    Lost,
+    /// No connection was established, and the error is new.
+    Unreachable,
+    /// The outage or its cause was logged before.
+    Repeated,
+}
+
+impl SourceOutage {
+    fn record(&mut self, was_connected: bool, error: &DetachError) -> OutageReport {
+        if was_connected {
+            // The silence that led to the request was logged.
+            let is_requested = matches!(error, DetachError::ReconnectRequested);
+            self.is_loss_logged = !is_requested;
+            self.last_error.clear();
+            return if is_requested {
+                OutageReport::Repeated
+            } else {
+                OutageReport::Lost
+            };
+        }
+        let error = error.to_string();
+        if self.is_loss_logged || error == self.last_error {
+            return OutageReport::Repeated;
+        }
+        self.last_error = error;
+        OutageReport::Unreachable
     }
 }
 
@@ -146,6 +186,7 @@ pub(super) enum DetachError {
 /// Publishes the connection state of the source.
 struct StatePublisher {
     rank: WorkerRank,
+    worker_name: String,
     monitor: SourceMonitor,
     state: watch::Sender<SourceState>,
 }
@@ -163,7 +204,8 @@ impl StatePublisher {
             .state
             .send_if_modified(|known| std::mem::replace(known, state) != state);
         if changed {
-            tracing::info!(rank = %self.rank, ?state, "KV event source state changed");
+            // The task of the source logs the resulting freshness.
+            tracing::debug!(rank = %self.rank, name = self.worker_name, state = state.as_str(), "KV event source state changed");
         }
     }
 }
@@ -179,9 +221,29 @@ struct SourceListener {
     check: Option<ReplayCheck>,
     /// Time of the last log line about a refused connection.
     refused_at: Option<Instant>,
+    /// Whether the session is or was connected to a publisher.
+    is_connected: bool,
 }
 
 impl SourceListener {
+    fn log_outage(&self, report: OutageReport, error: &DetachError) {
+        let StatePublisher {
+            rank, worker_name, ..
+        } = &self.publisher;
+        let endpoint = &self.source.endpoint;
+        match report {
+            OutageReport::Lost => {
+                tracing::warn!(%rank, name = worker_name, endpoint, %error, "KV event source lost")
+            }
+            OutageReport::Unreachable => {
+                tracing::warn!(%rank, name = worker_name, endpoint, %error, "KV event source unreachable; trying again")
+            }
+            OutageReport::Repeated => {
+                tracing::debug!(%rank, name = worker_name, endpoint, %error, "KV event source not connected")
+            }
+        }
+    }
+
     /// Runs one socket until its connection is lost.
     async fn run_session(&mut self) -> Result<Infallible, DetachError> {
         let mut socket = open_socket(&self.source, self.config)
@@ -190,6 +252,7 @@ impl SourceListener {
         let mut publishers = HashSet::new();
         self.check = None;
         if self.source.attach == SocketAttach::Connect {
+            self.is_connected = true;
             self.recover_missed().await;
         }
         let mut burst = 0;
@@ -248,8 +311,9 @@ impl SourceListener {
                 .applier
                 .update(|batches| batches.record_too_large(limit.as_str())),
             SubEvent::Connected { publisher, address } => {
-                tracing::debug!(rank = %self.publisher.rank, address, "KV event publisher connected");
+                tracing::debug!(rank = %self.publisher.rank, name = self.publisher.worker_name, address, "KV event publisher connected");
                 publishers.insert(publisher);
+                self.is_connected = true;
                 self.recover_missed().await;
             }
             SubEvent::Disconnected { publisher, error } => {
@@ -260,7 +324,9 @@ impl SourceListener {
                 publishers.remove(&publisher);
                 if publishers.is_empty() {
                     self.check = None;
+                    self.is_connected = false;
                     self.publisher.publish(SourceState::Connecting);
+                    self.log_outage(OutageReport::Lost, &error.into());
                 }
             }
             SubEvent::Refused { address, error } => {
@@ -270,7 +336,7 @@ impl SourceListener {
                     .is_none_or(|at| at.elapsed() >= REFUSED_LOG_INTERVAL);
                 if is_first {
                     self.refused_at = Some(Instant::now());
-                    tracing::warn!(rank = %self.publisher.rank, address, %error, "KV event publisher refused");
+                    tracing::warn!(rank = %self.publisher.rank, name = self.publisher.worker_name, address, %error, "KV event publisher refused");
                 }
             }
         }
@@ -301,7 +367,7 @@ impl SourceListener {
                 let reason = missed
                     .and_then(Result::err)
                     .map_or("no replay endpoint", ReplayError::as_str);
-                tracing::warn!(rank = %self.publisher.rank, reason, "KV events before the connection are unknown");
+                tracing::warn!(rank = %self.publisher.rank, name = self.publisher.worker_name, reason, "KV events before the connection are unknown");
                 if !self.applier.sequencer().is_fresh() {
                     self.applier.update(BatchApplier::record_loss);
                 }
@@ -343,9 +409,9 @@ impl SourceListener {
         else {
             return;
         };
-        tracing::info!(rank = %self.publisher.rank, from = gap.from, to = gap.to, "KV event batches missing");
+        tracing::info!(rank = %self.publisher.rank, name = self.publisher.worker_name, from = gap.from, to = gap.to, "KV event batches missing");
         if let Some(Err(reason)) = self.catch_up().await {
-            tracing::warn!(rank = %self.publisher.rank, reason = reason.as_str(), "KV event replay incomplete");
+            tracing::warn!(rank = %self.publisher.rank, name = self.publisher.worker_name, reason = reason.as_str(), "KV event replay incomplete");
         }
         self.applier
             .update(|batches| batches.apply_after_replay(gap, payload));
@@ -427,6 +493,7 @@ mod tests {
         let max_message = MessageLimits::default().max_bytes;
         let spec = SourceSpec {
             rank,
+            worker_name: String::new(),
             source,
             engine,
             block_size,
@@ -450,12 +517,14 @@ mod tests {
             metrics,
             publisher: StatePublisher {
                 rank,
+                worker_name: String::new(),
                 monitor,
                 state,
             },
             source: spec.source,
             check: None,
             refused_at: None,
+            is_connected: false,
         }
     }
 
@@ -481,6 +550,29 @@ mod tests {
             }
         });
         (endpoint, server)
+    }
+
+    #[test]
+    fn each_outage_is_logged_once() {
+        let refused = || DetachError::Socket(ZmtpError::ConnectTimeout(PAUSE.1));
+        let mut outage = SourceOutage::default();
+        let reports = [
+            (false, refused(), OutageReport::Unreachable),
+            (false, refused(), OutageReport::Repeated),
+            (false, DetachError::SocketClosed, OutageReport::Unreachable),
+            (true, DetachError::SocketClosed, OutageReport::Lost),
+            (false, refused(), OutageReport::Repeated),
+            (
+                true,
+                DetachError::ReconnectRequested,
+                OutageReport::Repeated,
+            ),
+            (false, refused(), OutageReport::Unreachable),
+            (true, DetachError::SocketClosed, OutageReport::Lost),
+        ];
+        for (was_connected, error, report) in reports {
+            assert_eq!(outage.record(was_connected, &error), report, "{error}");
+        }
     }
 
     #[tokio::test]

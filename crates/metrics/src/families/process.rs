@@ -5,17 +5,22 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::labels::{PoolLabels, TaskLabel};
+use crate::labels::{BuildLabels, PoolLabels, TaskLabels};
 use crate::metrics;
 
 metrics! {
     /// Metrics of the process as a whole.
     ProcessMetrics {
+        /// Version and commit of the program; always 1
+        "build_info" build_info: Family<BuildLabels, Gauge> = Family::default();
+        /// 1 while the process is ready, 0 while a startup step is pending or the process drains
+        "ready" ready: Gauge = Gauge::default();
         /// Pool of workers that this process serves; always 1
         "pool_info" pool_info: Family<PoolLabels, Gauge> = Family::default();
-        /// 1 while a background task runs, 0 while it waits for its restart
-        "task_up" task_up: Family<TaskLabel, Gauge> = Family::default();
+        /// 1 while a background task runs, 0 while it waits for its restart. The labels worker_id
+        /// and dp_rank are set for the tasks of a worker rank (kv_events)
+        "task_up" task_up: Family<TaskLabels, Gauge> = Family::default();
         /// Restarts of background tasks
-        "task_restarts" task_restarts: Family<TaskLabel, Counter> = Family::default();
+        "task_restarts" task_restarts: Family<TaskLabels, Counter> = Family::default();
     }
 }

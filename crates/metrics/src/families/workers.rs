@@ -5,7 +5,9 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
-use crate::labels::{OutcomeLabel, RankLabels, RankTierLabels, SettingLabel, SourceLabel};
+use crate::labels::{
+    OutcomeLabel, RankLabels, RankTierLabels, SettingLabel, SourceLabel, WorkerLabels,
+};
 use crate::{FloatGauge, OptionalGauge, metrics, outcomes};
 
 metrics! {
@@ -13,6 +15,9 @@ metrics! {
     WorkerMetrics {
         /// Workers in the fleet
         "workers" workers: Gauge = Gauge::default();
+        /// Properties of a worker; always 1. The label worker is the pod, or the address of a worker
+        /// without a name
+        "worker_info" info: Family<WorkerLabels, Gauge> = Family::default();
         /// Workers that are ejected because of consecutive failures
         "ejected_workers" ejected: Gauge = Gauge::default();
         /// Generation of the fleet; increases with every change

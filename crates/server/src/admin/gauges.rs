@@ -1,6 +1,6 @@
 //! Gauges that are refreshed from other components at each scrape.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::time::SystemTime;
 
 use prometheus_client::metrics::family::Family;
@@ -12,7 +12,7 @@ use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::WorkerRank;
 use warmroute_metrics::{
     ClassLabel, ClassOutcomeLabels, LatencyMetrics, Metrics, ModelCoefficientLabels, ModelLabel,
-    RankFreshnessLabels, RankLabels, RankPhaseLabels, RankTierLabels, SettingLabel,
+    RankFreshnessLabels, RankLabels, RankPhaseLabels, RankTierLabels, SettingLabel, WorkerLabels,
 };
 
 use crate::dispatch::Dispatcher;
@@ -21,6 +21,7 @@ use crate::dispatch::Dispatcher;
 pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     let router = dispatcher.router();
     start_roles_at_zero(metrics, router);
+    refresh_workers(metrics, router);
     refresh_ranks(metrics, router);
     refresh_engine_loads(metrics, router);
     refresh_latency(metrics, router);
@@ -51,6 +52,20 @@ fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
         .collect();
     for (model, role) in roles {
         metrics.start_role_at_zero(model, role);
+    }
+}
+
+/// Lists the workers of the fleet. Counters of ranks without requests start at zero.
+fn refresh_workers(metrics: &Metrics, router: &Router) {
+    metrics.workers.info.clear();
+    let fleet = router.fleet();
+    for worker in fleet.workers() {
+        let labels = WorkerLabels::from(&**worker);
+        metrics.workers.info.get_or_create(&labels).set(1);
+    }
+    for member in fleet.members() {
+        let labels = RankLabels::new(member.rank, Some(member.worker.role));
+        drop(metrics.requests.worker_requests.get_or_create(&labels));
     }
 }
 
@@ -250,6 +265,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
     cached.clear();
     metrics.workers.cached_blocks_limit.clear();
     let slots = router.index().stats().slots;
+    let slots: HashMap<_, _> = slots.iter().map(|slot| (slot.slot, slot)).collect();
     for load in router.load().snapshot() {
         let label = rank_labels(router, load.rank);
         blocks
@@ -263,7 +279,7 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
             .set(to_gauge(load.active_requests));
         // A rank without an event source has no entry in the index. Its gauge is absent, because an
         // unknown value is not zero.
-        let Some(slot) = slots.iter().find(|slot| slot.slot == load.slot) else {
+        let Some(slot) = slots.get(&load.slot) else {
             continue;
         };
         let counts = slot.counts;

@@ -5,8 +5,7 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use tracing::info;
-use warmroute_core::health::{self, HealthProbe};
+use warmroute_core::health::HealthProbe;
 use warmroute_core::load::ledger::{
     self, AttemptState, BookingLedger, LedgerChange, LedgerRules, RequestAttempt,
 };
@@ -17,7 +16,7 @@ use warmroute_core::worker::{WorkerId, WorkerRank};
 use warmroute_metrics::Metrics;
 
 use super::error::ApiError;
-use crate::dispatch::ActiveRequest;
+use crate::dispatch::{ActiveRequest, log_health_change};
 
 /// Table of all bookings.
 pub(super) struct BookingTable {
@@ -193,7 +192,7 @@ impl BookingTable {
                 .collect();
             let change = state.ledger.mark_prefill_completed(attempt);
             if change == LedgerChange::Applied || !probes.is_empty() {
-                log_health_changes(router.report_status(&workers, probes, 200), 200);
+                report_status(router, &workers, probes, 200);
             }
             Ok(change)
         })
@@ -226,14 +225,8 @@ impl BookingTable {
                 state.ledger.attempt_state(attempt)
                 && let (Some(rank), Some(status)) = (reservation.rank(), status)
             {
-                log_health_changes(
-                    router.report_status(
-                        &[rank.worker],
-                        std::mem::take(&mut extras.probes),
-                        status,
-                    ),
-                    status,
-                );
+                let probes = std::mem::take(&mut extras.probes);
+                report_status(router, &[rank.worker], probes, status);
             }
             state.ledger.free(attempt)
         })
@@ -287,9 +280,10 @@ impl LedgerState {
     }
 }
 
-fn log_health_changes(changes: Vec<(WorkerId, health::HealthChange)>, status: u16) {
-    for (worker, change) in changes {
-        info!(%worker, status, ?change, "worker health changed");
+/// Reports the HTTP status of a response to the health of its workers, and logs the changes.
+fn report_status(router: &Router, workers: &[WorkerId], probes: Vec<HealthProbe>, status: u16) {
+    for (worker, change) in router.report_status(workers, probes, status) {
+        log_health_change(router, worker, change, Some(status));
     }
 }
 

@@ -1,4 +1,4 @@
-//! Checks that the TCP addresses of the listeners are free, before any other part is built.
+//! Checks that the addresses of the listeners are free, before any other part is built.
 
 use std::net::SocketAddr;
 
@@ -8,14 +8,16 @@ use tokio::net::TcpSocket;
 use super::unix_socket;
 use crate::config::Config;
 
-/// Fails if another process listens at one of the addresses. Returns true if that process is
-/// draining.
+/// Fails if another process listens at one of the addresses or at the unix socket. Returns true if
+/// that process is draining.
 ///
 /// No socket stays bound: a socket that accepts connections before the service runs would leave
 /// every request unanswered.
 pub(super) async fn ensure_free(config: &Config) -> anyhow::Result<bool> {
     if let Some(socket) = &config.listeners.ext_proc.unix_socket
-        && unix_socket::is_replaceable(socket).await
+        && unix_socket::is_replaceable(socket)
+            .await
+            .with_context(|| unix_socket::describe_bind_failure(socket))?
     {
         return Ok(true);
     }

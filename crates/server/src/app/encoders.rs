@@ -11,6 +11,7 @@ use tracing::{info, warn};
 use warmroute_core::block::BlockWindows;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::Metrics;
+use warmroute_settings::format_elapsed;
 use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::{
     self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
@@ -183,7 +184,7 @@ fn load_encoder(
     if let Err(reason) = prompt_cache {
         info!(%model, reason, "tokenizer cannot resume prompts; every prompt is tokenized from the start");
     }
-    info!(%model, took = ?started.elapsed(), "tokenizer loaded");
+    info!(%model, took = format_elapsed(started.elapsed()), "tokenizer loaded");
     Ok((fingerprint, Arc::new(encoder)))
 }
 

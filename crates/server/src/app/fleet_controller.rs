@@ -6,7 +6,7 @@
 
 mod event_sources;
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -33,6 +33,9 @@ use crate::cluster::warm_start::WarmStart;
 use crate::config::Config;
 use crate::dispatch::Dispatcher;
 use event_sources::SourceHandle;
+
+/// Maximum number of workers that one log line lists.
+const MAX_LISTED_WORKERS: usize = 16;
 
 /// Controller of the fleet and of its event sources.
 pub(super) struct FleetController {
@@ -214,7 +217,7 @@ impl FleetController {
                     configured,
                     engine,
                 } = mismatch;
-                warn!(worker = %worker.id, setting, configured, engine, "engine setting differs from the configuration");
+                warn!(worker = %worker.id, name = worker.display_name(), setting, configured, engine, "engine setting differs from the configuration");
             }
             by_model
                 .entry(worker.model.clone())
@@ -284,8 +287,8 @@ impl FleetController {
             info!(
                 generation = fleet.generation(),
                 workers,
-                added = added.len(),
-                removed = removed.len(),
+                added = list_workers(added),
+                removed = list_workers(removed),
                 "fleet changed"
             );
         }
@@ -360,6 +363,23 @@ impl FleetController {
             self.router.set_block_limits(member);
         }
     }
+}
+
+/// Lists the workers of some ranks for the log, by id and name. `None` without ranks.
+fn list_workers(members: &[FleetMember]) -> Option<String> {
+    let workers: BTreeMap<WorkerId, &Worker> = members
+        .iter()
+        .map(|member| (member.rank.worker, &*member.worker))
+        .collect();
+    let named = workers
+        .values()
+        .take(MAX_LISTED_WORKERS)
+        .map(|worker| format!("{} ({})", worker.id, worker.display_name()));
+    let mut list = named.collect::<Vec<_>>().join(", ");
+    if workers.len() > MAX_LISTED_WORKERS {
+        list.push_str(&format!(" and {} more", workers.len() - MAX_LISTED_WORKERS));
+    }
+    (!list.is_empty()).then_some(list)
 }
 
 /// Returns the first half of a change that adds and removes workers: the current workers without
@@ -442,6 +462,22 @@ mod tests {
             crate::config::WorkerSource::Fixed(workers) => workers,
             source => panic!("{source:?}"),
         }
+    }
+
+    #[test]
+    fn log_lists_workers_by_id_and_name() {
+        let mut named = workers(&[(1001, "m"), (2002, "m")]);
+        named[1].name = Some("inference/vllm-b".to_owned());
+        let added = Fleet::empty().reconcile(named).added;
+        assert_eq!(
+            list_workers(&added).as_deref(),
+            Some("1 (127.0.0.1:8001), 2 (inference/vllm-b)")
+        );
+        let many: Vec<(u64, &str)> = (1..=20).map(|id| (id * 1001, "m")).collect();
+        let added = Fleet::empty().reconcile(workers(&many)).added;
+        let list = list_workers(&added).unwrap();
+        assert!(list.ends_with("16 (127.0.0.1:8016) and 4 more"), "{list}");
+        assert_eq!(list_workers(&[]), None);
     }
 
     #[test]

@@ -52,7 +52,7 @@ impl App {
         let metrics = self.reloader.metrics.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
-            supervise("health checks", &metrics, stop, || {
+            supervise("health_checks", &metrics, stop, || {
                 run(router.clone(), access_rx.clone())
             })
             .await;
@@ -91,7 +91,7 @@ async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
         return;
     };
     if router.on_health_check(id, is_healthy) {
-        info!(worker = %id, "health check of ejected worker passed; the next request may probe it");
+        info!(worker = %id, name = worker.display_name(), "health check of ejected worker passed; the next request may probe it");
     }
 }
 

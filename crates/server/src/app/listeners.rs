@@ -213,9 +213,8 @@ impl ListenerFactory {
         }
         if let Some(path) = &listen.unix_socket {
             let bound = unix_socket::bind(path).await;
-            let (listener, file) = bound.with_context(|| {
-                format!("the ext_proc socket {} cannot be bound", path.display())
-            })?;
+            let (listener, file) =
+                bound.with_context(|| unix_socket::describe_bind_failure(path))?;
             let limits = self.limits.listener_limits(None, Duration::MAX);
             let profile = self.profile("ext_proc_unix", ListenerProtocol::Grpc, None, limits)?;
             let listener = LimitedListener::new(

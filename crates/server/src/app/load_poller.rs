@@ -56,7 +56,7 @@ impl App {
         let metrics = self.reloader.metrics.clone();
         let stop = self.stop.clone();
         self.background.spawn(async move {
-            supervise("load of engines", &metrics, stop, || {
+            supervise("engine_load", &metrics, stop, || {
                 run(router.clone(), metrics.clone(), config_rx.clone())
             })
             .await;

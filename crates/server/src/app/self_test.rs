@@ -178,8 +178,8 @@ impl SelfTestRunner {
                 .model_status(name)
                 .filter(|_| has_changed)
             {
-                log_change(name, None, status.clear_canaries(), "tokenizer changed");
-                log_change(name, None, status.clear_events(), "tokenizer changed");
+                self.log_change(name, None, status.clear_canaries(), "tokenizer changed");
+                self.log_change(name, None, status.clear_events(), "tokenizer changed");
             }
         }
     }
@@ -192,12 +192,12 @@ impl SelfTestRunner {
         self.targets.retain(|id, _| fleet.worker(*id).is_some());
         for (model, status) in self.router.parity().statuses() {
             let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
-            log_change(&model, None, status.retain(serves), "fleet changed");
+            self.log_change(&model, None, status.retain(serves), "fleet changed");
             if !plan.subjects.contains_key(&model) {
-                log_change(&model, None, status.clear_canaries(), "canaries disabled");
+                self.log_change(&model, None, status.clear_canaries(), "canaries disabled");
             }
             if !plan.config.sample_requests {
-                log_change(&model, None, status.clear_events(), "event checks disabled");
+                self.log_change(&model, None, status.clear_events(), "event checks disabled");
             }
         }
         let tested = fleet
@@ -259,13 +259,14 @@ impl SelfTestRunner {
             if before != verdict {
                 self.report(&worker, &before, &verdict);
             }
-            log_change(&worker.model, Some(worker.id), change, "canaries");
+            self.log_change(&worker.model, Some(worker.id), change, "canaries");
         }
     }
 
     fn report(&self, worker: &Worker, before: &CanaryVerdict, verdict: &CanaryVerdict) {
         let model = &worker.model;
         let id = worker.id;
+        let name = worker.display_name();
         match verdict {
             CanaryVerdict::Differs { difference } => {
                 self.count_mismatch(model);
@@ -273,13 +274,14 @@ impl SelfTestRunner {
                 warn!(
                     %model,
                     worker = %id,
+                    name,
                     canary = d.canary.as_deref().unwrap_or_default(),
                     position = d.position,
                     block = d.block,
-                    warmroute_token = ?d.warmroute_token,
-                    engine_token = ?d.engine_token,
-                    warmroute_text = ?d.warmroute_text.as_deref().unwrap_or_default(),
-                    engine_text = ?d.engine_text.as_deref().unwrap_or_default(),
+                    warmroute_token = d.warmroute_token,
+                    engine_token = d.engine_token,
+                    warmroute_text = d.warmroute_text.as_deref().unwrap_or_default(),
+                    engine_text = d.engine_text.as_deref().unwrap_or_default(),
                     "engine tokens differ; compare tokenizer, chat template and settings of the model"
                 );
             }
@@ -289,15 +291,22 @@ impl SelfTestRunner {
                     .map(String::as_str)
                     .collect::<Vec<_>>()
                     .join(" ");
-                info!(%model, worker = %id, compared, skipped, "engine tokens match");
+                info!(%model, worker = %id, name, compared, skipped, "engine tokens match");
             }
             // Logged once, because a starting worker is queried often.
-            CanaryVerdict::CannotTest { reason, .. }
-                if !matches!(before, CanaryVerdict::CannotTest { .. }) =>
-            {
-                info!(%model, worker = %id, reason, "engine tokens cannot be compared");
+            CanaryVerdict::CannotTest { .. } | CanaryVerdict::Untested
+                if matches!(before, CanaryVerdict::CannotTest { .. }) => {}
+            CanaryVerdict::CannotTest {
+                reason,
+                is_transient: true,
+            } => {
+                let endpoint = worker.endpoint;
+                warn!(%model, worker = %id, name, %endpoint, reason, "engine does not answer; its tokens cannot be compared");
             }
-            CanaryVerdict::CannotTest { .. } | CanaryVerdict::Untested => {}
+            CanaryVerdict::CannotTest { reason, .. } => {
+                info!(%model, worker = %id, name, reason, "engine tokens cannot be compared");
+            }
+            CanaryVerdict::Untested => {}
         }
     }
 
@@ -348,11 +357,12 @@ impl SelfTestRunner {
                 warn!(
                     %model,
                     %worker,
+                    name = self.router.fleet().display_name(worker),
                     block,
                     "KV events contain other blocks than several consecutive requests should have stored"
                 );
             }
-            log_change(&model, Some(worker), change, "events");
+            self.log_change(&model, Some(worker), change, "events");
         }
     }
 
@@ -382,6 +392,33 @@ impl SelfTestRunner {
                 .workers
                 .get_or_create(&labels)
                 .set(workers as i64);
+        }
+    }
+
+    /// Logs a change of the parity of a worker or a model.
+    fn log_change(
+        &self,
+        model: &ModelName,
+        worker: Option<WorkerId>,
+        change: ParityChange,
+        by: &str,
+    ) {
+        let name = worker.and_then(|worker| self.router.fleet().display_name(worker));
+        let worker = worker.map(tracing::field::display);
+        match change {
+            ParityChange::None => {}
+            ParityChange::WorkerDiffers => {
+                warn!(%model, worker, name, by, "token mismatch of one worker; its requests are routed by load")
+            }
+            ParityChange::WorkerAgrees => {
+                info!(%model, worker, name, by, "tokens match again; requests to this worker are routed by prefix")
+            }
+            ParityChange::TokensDisabled => {
+                warn!(%model, by, "token mismatch of the model; requests are routed by load or with engine tokens");
+            }
+            ParityChange::TokensEnabled => {
+                info!(%model, by, "tokens match again; requests are routed by prefix")
+            }
         }
     }
 }
@@ -422,26 +459,6 @@ async fn run_tests(plan: Arc<SelfTestPlan>, due: Vec<Arc<Worker>>) -> Vec<SelfTe
         .filter_map(std::future::ready)
         .collect()
         .await
-}
-
-/// Logs a change of the parity of a worker or a model.
-fn log_change(model: &ModelName, worker: Option<WorkerId>, change: ParityChange, by: &str) {
-    let worker = worker.map(tracing::field::display);
-    match change {
-        ParityChange::None => {}
-        ParityChange::WorkerDiffers => {
-            warn!(%model, worker, by, "token mismatch of one worker; its requests are routed by load")
-        }
-        ParityChange::WorkerAgrees => {
-            info!(%model, worker, by, "tokens match again; requests to this worker are routed by prefix")
-        }
-        ParityChange::TokensDisabled => {
-            warn!(%model, by, "token mismatch of the model; requests are routed by load or with engine tokens");
-        }
-        ParityChange::TokensEnabled => {
-            info!(%model, by, "tokens match again; requests are routed by prefix")
-        }
-    }
 }
 
 #[cfg(test)]

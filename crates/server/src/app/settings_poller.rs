@@ -89,7 +89,7 @@ impl App {
         });
         let stop = self.stop.clone();
         self.background.spawn(async move {
-            supervise("settings of engines", &metrics, stop, || {
+            supervise("engine_settings", &metrics, stop, || {
                 let poller = poller.clone();
                 let config_rx = config_rx.clone();
                 async move { poller.run(config_rx).await }

@@ -8,13 +8,13 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 use warmroute_core::fleet::FleetMember;
-use warmroute_core::freshness::{SourceStatus, StaleReason};
+use warmroute_core::freshness::{IndexFreshness, SourceStatus, StaleReason};
 use warmroute_core::router::Router;
 use warmroute_core::worker::WorkerRank;
 use warmroute_engines::kv_events::{self, RankSink, SourceMonitor, SourceSpec, SourceState};
-use warmroute_metrics::Metrics;
+use warmroute_metrics::{Metrics, TaskLabels};
 use warmroute_runtime::lifecycle::{ReadyGuard, supervise};
 
 use crate::api::{RankWriters, RegisteredWriter};
@@ -26,9 +26,9 @@ const MAX_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 /// Minimum interval between these checks.
 const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Returns the name of the task in metrics.
-pub(super) fn task_name(rank: WorkerRank) -> String {
-    format!("kv_events {rank}")
+/// Returns the labels of the task in metrics.
+pub(super) fn task_labels(rank: WorkerRank) -> TaskLabels {
+    TaskLabels::of_rank("kv_events", rank)
 }
 
 /// Writes the snapshots of the index and of the learned latency for the next start.
@@ -81,10 +81,10 @@ impl SourceTask {
         self.router
             .sources()
             .register(self.spec.rank, monitor.source().clone());
-        let name = task_name(self.spec.rank);
+        let task = task_labels(self.spec.rank);
         // Only at the first start: after a failure, the copy is older than the engine's events.
         let mut warm_start = self.warm_start.take();
-        let source = supervise(&name, &self.metrics, stop, || {
+        let source = supervise(task, &self.metrics, stop, || {
             let spec = self.spec.clone();
             let metrics = self.metrics.clone();
             let state = state.clone();
@@ -97,10 +97,11 @@ impl SourceTask {
             async move {
                 let _detached = detached;
                 if let Some((warm_start, ready)) = warm_start {
-                    if let Some(dump) = warm_start.fetch(spec.rank, spec.settings_digest()).await {
+                    if let Some(dump) = warm_start.fetch(&spec).await {
                         tokio::task::spawn_blocking(move || writer.restore(&dump)).await?;
                     }
-                    ready.complete();
+                    // The result was logged, so the end of the step is not.
+                    drop(ready);
                 }
                 kv_events::run(spec, sink, metrics, state, monitor).await;
                 Ok(())
@@ -153,7 +154,8 @@ impl SourceTask {
             let live = *states.borrow_and_update() == SourceState::Live;
             self.publish_status(monitor.status());
             if live {
-                ready.take().into_iter().for_each(ReadyGuard::complete);
+                // The change of the freshness was logged, so the end of the step is not.
+                drop(ready.take());
             }
             tokio::select! {
                 changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
@@ -176,14 +178,24 @@ impl SourceTask {
         (silence_after / 4).clamp(MIN_CHECK_INTERVAL, MAX_CHECK_INTERVAL)
     }
 
-    /// Publishes the freshness to the router, and logs changes.
+    /// Publishes the freshness to the router, and logs changes. Only a source with usable events is
+    /// logged at level info. The events that lead to other states are logged with their cause where
+    /// they occur.
     fn publish_status(&self, status: SourceStatus) {
         let rank = self.spec.rank;
         let before = self.router.source_status(rank);
         self.router.set_source_status(rank, status);
-        if (before.freshness, before.reason) != (status.freshness, status.reason) {
-            let reason = status.reason.map(StaleReason::as_str);
-            tracing::info!(%rank, freshness = status.freshness.as_str(), reason, "KV event source freshness changed");
+        if (before.freshness, before.reason) == (status.freshness, status.reason) {
+            return;
+        }
+        let name = &self.spec.worker_name;
+        let freshness = status.freshness.as_str();
+        let reason = status.reason.map(StaleReason::as_str);
+        match status.freshness {
+            IndexFreshness::Exact | IndexFreshness::Incomplete => {
+                info!(%rank, name, freshness, reason, "KV event source freshness changed")
+            }
+            _ => debug!(%rank, name, freshness, reason, "KV event source freshness changed"),
         }
     }
 
@@ -204,6 +216,7 @@ impl SourceTask {
         if !was_silent && monitor.source().lock().is_silent() {
             warn!(
                 rank = %self.spec.rank,
+                name = self.spec.worker_name,
                 "KV event source is silent although requests completed; reconnecting"
             );
             monitor.request_reconnect();

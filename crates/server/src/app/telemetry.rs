@@ -3,8 +3,9 @@
 use std::any::Any;
 use std::io::IsTerminal;
 
-use tracing::error;
+use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::Directive;
 use tracing_subscriber::reload::Handle;
 
 use crate::config::{LogConfig, LogFormat, LogLevel};
@@ -51,6 +52,18 @@ fn panic_message(payload: &dyn Any) -> &'static str {
         .unwrap_or("message omitted, because it may contain request data")
 }
 
+/// Logs the directives of `RUST_LOG` that are ignored because they are invalid.
+pub fn log_invalid_directives() {
+    let directives = env_directives();
+    let (_, invalid) = log_filter(LogLevel::Info, directives.as_deref());
+    for directive in invalid {
+        warn!(
+            directive,
+            "RUST_LOG: invalid directive ignored; write a level, or a module with a level, for example `info,warmroute_server=debug`"
+        );
+    }
+}
+
 /// Starts logging. An existing subscriber stays in place.
 pub fn init(config: &LogConfig) -> LogFilter {
     let has_colors = std::io::stderr().is_terminal();
@@ -66,7 +79,7 @@ pub fn init(config: &LogConfig) -> LogFilter {
             level
         }
         LogFormat::Json => {
-            let lines = lines.json().with_filter_reloading();
+            let lines = lines.json().flatten_event(true).with_filter_reloading();
             let level = LogFilter::new(lines.reload_handle());
             let _started = lines.try_init();
             level
@@ -75,27 +88,43 @@ pub fn init(config: &LogConfig) -> LogFilter {
 }
 
 fn env_filter(level: LogLevel) -> EnvFilter {
-    EnvFilter::new(log_filter(level))
+    EnvFilter::new(log_filter(level, env_directives().as_deref()).0)
 }
 
-/// Returns the log filter: `RUST_LOG` if set, else the configured level.
-fn log_filter(level: LogLevel) -> String {
+/// Returns the value of `RUST_LOG`.
+fn env_directives() -> Option<String> {
     #[expect(
         clippy::disallowed_methods,
         reason = "the standard variable for log filters overrides the configuration"
     )]
-    let from_env = std::env::var("RUST_LOG");
-    // Both libraries would repeat messages of warmroute. Its listeners log rejected TLS server
-    // names with a rate limit, and discovery logs each failure of the API server once.
-    let by_level = || format!("{},rustls::msgs=error,kube_client=off", level.as_str());
-    let filter = from_env
-        .ok()
-        .filter(|filter| !filter.is_empty())
-        .unwrap_or_else(by_level);
+    let directives = std::env::var_os("RUST_LOG");
+    directives.map(|text| text.to_string_lossy().into_owned())
+}
+
+/// Returns the log filter, and the directives of `RUST_LOG` that are not valid. The filter contains
+/// the valid ones, or the configured level if there are none.
+fn log_filter(level: LogLevel, from_env: Option<&str>) -> (String, Vec<&str>) {
+    let (valid, invalid): (Vec<&str>, Vec<&str>) = from_env
+        .unwrap_or_default()
+        .split(',')
+        .filter(|directive| !directive.trim().is_empty())
+        .partition(|directive| directive.parse::<Directive>().is_ok());
+    // These libraries would repeat messages of warmroute. Its listeners log rejected TLS server
+    // names with a rate limit, discovery logs each failure of the API server once, and the replica
+    // synchronization logs each loss of the NATS server once.
+    let by_level = || {
+        let level = level.as_str();
+        format!("{level},rustls::msgs=error,kube_client=off,async_nats=off")
+    };
+    let filter = if valid.is_empty() {
+        by_level()
+    } else {
+        valid.join(",")
+    };
     // At level trace, notify logs each file event. If the log file is in a watched directory, each
     // log line causes another event. A later directive for `notify` overrides this one. Any level
     // but `off` would also raise a filter such as `error`.
-    format!("notify=off,{filter}")
+    (format!("notify=off,{filter}"), invalid)
 }
 
 #[cfg(test)]
@@ -103,6 +132,33 @@ mod tests {
     use std::panic::catch_unwind;
 
     use super::*;
+
+    #[test]
+    fn invalid_directives_are_left_out_of_the_filter() {
+        let by_level = "notify=off,warn,rustls::msgs=error,kube_client=off,async_nats=off";
+        let cases: [(Option<&str>, &str, &[&str]); 5] = [
+            (None, by_level, &[]),
+            (Some(""), by_level, &[]),
+            (
+                Some("info,warmroute_server=debug"),
+                "notify=off,info,warmroute_server=debug",
+                &[],
+            ),
+            (
+                Some("debug,foo=bar=baz"),
+                "notify=off,debug",
+                &["foo=bar=baz"],
+            ),
+            (Some("a=b"), by_level, &["a=b"]),
+        ];
+        for (from_env, filter, invalid) in cases {
+            assert_eq!(
+                log_filter(LogLevel::Warn, from_env),
+                (filter.to_owned(), invalid.to_vec()),
+                "{from_env:?}"
+            );
+        }
+    }
 
     #[test]
     fn only_constant_panic_messages_are_logged() {

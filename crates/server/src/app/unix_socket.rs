@@ -112,17 +112,8 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
     directory::prepare(path)?;
     let directory = directory::of(path).to_owned();
     let _lock = tokio::task::spawn_blocking(move || lock_directory(&directory)).await??;
-    match socket_owner(path).await {
-        SocketOwner::Vacant => {}
-        SocketOwner::Draining => {
-            info!(path = %path.display(), "taking over the unix socket of a draining process")
-        }
-        SocketOwner::Active => bail!(
-            "another warmroute listens on it; stop that process, or change `listeners.ext_proc.unix_socket`"
-        ),
-    }
-    if fs::symlink_metadata(path).is_ok() && !is_socket(path) {
-        bail!("the path exists and is not a socket");
+    if inactive_owner(path).await? == SocketOwner::Draining {
+        info!(path = %path.display(), "taking over the unix socket of a draining process");
     }
     let mut temporary = path.to_owned().into_os_string();
     temporary.push(".new");
@@ -138,13 +129,29 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
 
 /// Returns whether the owner of the socket at `path` is draining or dead, so that its other
 /// addresses will become free. A regular shutdown removes the file, so a file without an owner
-/// means a crash.
-pub(super) async fn is_replaceable(path: &Path) -> bool {
-    match socket_owner(path).await {
-        SocketOwner::Draining => true,
-        SocketOwner::Vacant => is_socket(path),
-        SocketOwner::Active => false,
+/// means a crash. Fails if the socket cannot be replaced.
+pub(super) async fn is_replaceable(path: &Path) -> anyhow::Result<bool> {
+    let owner = inactive_owner(path).await?;
+    Ok(owner == SocketOwner::Draining || is_socket(path))
+}
+
+/// Describes that the socket cannot be bound.
+pub(super) fn describe_bind_failure(path: &Path) -> String {
+    format!("the ext_proc socket {} cannot be bound", path.display())
+}
+
+/// Returns the owner of the socket, or an error if it may not be replaced.
+async fn inactive_owner(path: &Path) -> anyhow::Result<SocketOwner> {
+    let owner = socket_owner(path).await;
+    if owner == SocketOwner::Active {
+        bail!(
+            "another process listens on it; stop that process, or change `listeners.ext_proc.unix_socket`"
+        );
     }
+    if fs::symlink_metadata(path).is_ok() && !is_socket(path) {
+        bail!("the path exists and is not a socket");
+    }
+    Ok(owner)
 }
 
 /// Binds an address as soon as it is free. Logs a warning periodically, because it may belong to

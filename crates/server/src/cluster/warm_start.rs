@@ -24,6 +24,7 @@ pub use snapshot::{write_latency, write_snapshot};
 use warmroute_core::index::dump::RankDump;
 use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
+use warmroute_engines::kv_events::SourceSpec;
 
 /// Sources of copies for the warm start.
 pub struct WarmStart {
@@ -48,6 +49,15 @@ enum CopyOrigin {
     File,
 }
 
+impl CopyOrigin {
+    fn as_str(self) -> &'static str {
+        match self {
+            CopyOrigin::Peer => "peer",
+            CopyOrigin::File => "file",
+        }
+    }
+}
+
 impl WarmStart {
     /// Creates the sources. It does not connect to the peer or read the file.
     pub fn new(settings: &WarmStartConfig) -> anyhow::Result<Self> {
@@ -70,27 +80,24 @@ impl WarmStart {
     }
 
     /// Returns a copy of the blocks of a rank, from the peer or otherwise from the file. Returns
-    /// `None` if neither has a usable copy before the deadline. `reader_digest` identifies the
-    /// engine and the settings by which its events are read.
-    pub async fn fetch(&self, rank: WorkerRank, reader_digest: u64) -> Option<Arc<RankDump>> {
-        let copy = self.fetch_from_peer(rank).await.map(Arc::new);
-        if let Some(copy) =
-            copy.filter(|copy| is_usable(rank, reader_digest, copy, CopyOrigin::Peer))
-        {
+    /// `None` if neither has a usable copy before the deadline.
+    pub async fn fetch(&self, spec: &SourceSpec) -> Option<Arc<RankDump>> {
+        let copy = self.fetch_from_peer(spec).await.map(Arc::new);
+        if let Some(copy) = copy.filter(|copy| is_usable(spec, copy, CopyOrigin::Peer)) {
             return Some(copy);
         }
-        self.load_from_file(rank)
+        self.load_from_file(spec.rank)
             .await
-            .filter(|copy| is_usable(rank, reader_digest, copy, CopyOrigin::File))
+            .filter(|copy| is_usable(spec, copy, CopyOrigin::File))
     }
 
-    async fn fetch_from_peer(&self, rank: WorkerRank) -> Option<RankDump> {
+    async fn fetch_from_peer(&self, spec: &SourceSpec) -> Option<RankDump> {
         let peer = self.peer.as_ref()?;
-        match peer.fetch_rank(rank, self.peer_deadline()).await {
+        match peer.fetch_rank(spec.rank, self.peer_deadline()).await {
             Ok(copy) => copy,
             Err(problem) => {
                 let problem = format!("{problem:#}");
-                warn!(%rank, problem, "warm start: no copy from the peer");
+                warn!(rank = %spec.rank, name = spec.worker_name, problem, "warm start: no copy from the peer");
                 None
             }
         }
@@ -146,17 +153,21 @@ impl WarmStart {
 }
 
 /// Returns whether the event stream can continue from the position of the copy.
-fn is_usable(rank: WorkerRank, reader_digest: u64, copy: &RankDump, from: CopyOrigin) -> bool {
+fn is_usable(spec: &SourceSpec, copy: &RankDump, from: CopyOrigin) -> bool {
+    let SourceSpec {
+        rank, worker_name, ..
+    } = spec;
+    let from = from.as_str();
     let Some(position) = copy.position() else {
-        info!(%rank, ?from, "warm start: copy has no event position");
+        info!(%rank, name = worker_name, from, "warm start: copy has no event position");
         return false;
     };
-    if position.reader_digest != reader_digest {
+    if position.reader_digest != spec.settings_digest() {
         let reason =
             "warm start: copy rejected: another engine, or different block size or media tokens";
-        warn!(%rank, ?from, "{reason}");
+        warn!(%rank, name = worker_name, from, "{reason}");
         return false;
     }
-    info!(%rank, ?from, seq = position.seq, "warm start: restored");
+    info!(%rank, name = worker_name, from, seq = position.seq, "warm start: restored");
     true
 }

@@ -334,6 +334,8 @@ fn log_route(head: &RequestHead, route: &Route) {
         debug!(
             request_id = head.request_id,
             mode = route.mode.as_str(),
+            endpoint = %route.to.endpoint,
+            prefill_endpoint = route.prefill().map(|prefill| tracing::field::display(prefill.to.endpoint)),
             prompt_tokens = route.prompt_tokens,
             predicted_cached_tokens = route.computed_by().cached_tokens,
             "routed {}",

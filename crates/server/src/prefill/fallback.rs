@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
-use tracing::{debug, info};
+use tracing::debug;
 use warmroute_core::health::WorkerOutcome;
 use warmroute_core::policy::LocalPrefillReason;
 use warmroute_core::router::{PhaseSelection, RankEndpoint, RouteError, RouteRequest, Router};
@@ -18,7 +18,7 @@ use super::config::KvTransferProtocol;
 use super::handoff::{KvHandoff, PrefillResponse};
 use super::report;
 use crate::dispatch::audit::CacheAudit;
-use crate::dispatch::{ActiveRequest, Dispatcher};
+use crate::dispatch::{ActiveRequest, Dispatcher, log_health_change};
 
 /// Header with the data-parallel rank, as vLLM's front end reads it.
 const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
@@ -296,7 +296,7 @@ pub(super) fn record_prefill_outcome(
     outcome: WorkerOutcome,
 ) {
     if let Some((worker, change)) = router.on_prefill_response(&mut active.placement, outcome) {
-        info!(%worker, ?change, "prefill worker health changed");
+        log_health_change(router, worker, change, None);
     }
 }
 

@@ -10,7 +10,7 @@ use bytes::Bytes;
 use reqwest::header::HeaderMap;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
-use tracing::{debug, info};
+use tracing::debug;
 use warmroute_core::health::WorkerOutcome;
 use warmroute_core::router::{
     PhaseSelection, Placement, ResponseOrigin, RouteError, RouteRequest, WorkerResponse,
@@ -23,7 +23,7 @@ use super::fallback::{PrefillRequest, SequentialPrefill, record_prefill_outcome}
 use super::handoff::{KvHandoff, PrefillBody, PrefillResponse, StrippedBody, strip_kv_fields};
 use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillMirror};
 use super::report;
-use crate::dispatch::{ActiveRequest, Dispatcher};
+use crate::dispatch::{ActiveRequest, Dispatcher, log_health_change};
 
 /// Timeout of a connection attempt to a running worker.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
@@ -274,7 +274,7 @@ async fn probe_decode_worker(dispatcher: &Dispatcher, active: &mut ActiveRequest
             .router()
             .on_response(&mut active.placement, answer)
         {
-            info!(%worker, ?change, "worker health changed");
+            log_health_change(dispatcher.router(), worker, change, None);
         }
     }
     is_alive

@@ -190,7 +190,7 @@ fn reason_clause(reason: Reason) -> &'static str {
         Reason::TooManyPrompts => "the request has more prompts than the limit",
         Reason::UnknownPrompt => "only the engine knows how the prompt is rendered",
         Reason::EngineSideState => "the prompt continues state that only an engine holds",
-        Reason::TokenizerBusy => "too many prompts wait for the tokenizer",
+        Reason::TokenizerBusy => "too many bodies wait for the tokenizer",
         Reason::DecisionTimeout => "the tokenizer took longer than its deadline",
         Reason::IndexCold => "no event source of any candidate has caught up",
         Reason::IndexUnreachable => "no index server replied",

@@ -29,6 +29,7 @@ pub(in crate::kv_events) struct SequenceGap {
 /// Applies the batches of one worker rank.
 pub(in crate::kv_events) struct BatchApplier {
     pub(super) rank: WorkerRank,
+    pub(super) worker_name: String,
     pub(super) block_size: BlockSize,
     sequencer: Sequencer,
     pub(super) normalizer: EventNormalizer,
@@ -77,6 +78,7 @@ impl BatchApplier {
         };
         Self {
             rank: spec.rank,
+            worker_name: spec.worker_name.clone(),
             block_size: spec.block_size,
             sequencer,
             normalizer,
@@ -250,7 +252,7 @@ impl BatchApplier {
     pub(in crate::kv_events) fn record_loss(&mut self) {
         self.monitor.update(EventSourceState::mark_unreported);
         if self.resync.is_clear() {
-            tracing::info!(rank = %self.rank, "clearing the rank after lost KV events");
+            tracing::info!(rank = %self.rank, name = self.worker_name, "clearing the rank after lost KV events");
             self.normalizer.clear_blocks();
             self.clear_index();
         }
@@ -269,7 +271,7 @@ impl BatchApplier {
     /// engine may have restarted without being detected.
     pub(super) fn handle_block_size_change(&mut self) {
         tracing::warn!(
-            rank = %self.rank, engine = self.normalizer.engine_block_size().map(BlockSize::tokens),
+            rank = %self.rank, name = self.worker_name, engine = self.normalizer.engine_block_size().map(BlockSize::tokens),
             "engine block size changed, clearing the rank"
         );
         self.monitor.update(EventSourceState::mark_unreported);
@@ -283,7 +285,7 @@ impl BatchApplier {
         let reconciled = (self.sink.reconcile)();
         if let Some(evicted) = &reconciled.purged {
             tracing::info!(
-                rank = %self.rank, blocks = evicted.blocks.len(),
+                rank = %self.rank, name = self.worker_name, blocks = evicted.blocks.len(),
                 "stale blocks evicted: not confirmed since events were lost, and as many newer ones were evicted"
             );
             for event in run_blocking(|| self.normalizer.discard_blocks(evicted)) {
@@ -313,7 +315,7 @@ impl BatchApplier {
             .is_none_or(|at| at.elapsed() >= TOO_LARGE_LOG_INTERVAL);
         if is_due {
             self.logged_problems.too_large = Some(Instant::now());
-            tracing::warn!(rank = %self.rank, limit, "KV event batch exceeds a limit and is lost");
+            tracing::warn!(rank = %self.rank, name = self.worker_name, limit, "KV event batch exceeds a limit and is lost");
         }
     }
 
@@ -321,18 +323,18 @@ impl BatchApplier {
     pub(in crate::kv_events) fn record_malformed(&mut self, problem: &str) {
         self.count_batch("malformed_frames");
         if !std::mem::replace(&mut self.logged_problems.malformed, true) {
-            tracing::warn!(rank = %self.rank, problem, "malformed KV event message skipped");
+            tracing::warn!(rank = %self.rank, name = self.worker_name, problem, "malformed KV event message skipped");
         }
     }
 
     fn record_lost_batches(&mut self, from: u64, to: u64) {
-        tracing::warn!(rank = %self.rank, from, to, "KV event batches lost, index of the rank is stale");
+        tracing::warn!(rank = %self.rank, name = self.worker_name, from, to, "KV event batches lost, index of the rank is stale");
         self.monitor.update(|source| source.record_lost(to - from));
         self.record_loss();
     }
 
     fn handle_restart(&mut self, evidence: &'static str) {
-        tracing::info!(rank = %self.rank, evidence, "engine restarted, clearing its blocks");
+        tracing::info!(rank = %self.rank, name = self.worker_name, evidence, "engine restarted, clearing its blocks");
         self.metrics.kv_events.engine_restarts.inc();
         self.normalizer.reset();
         (self.sink.apply)(&KvEvent::Cleared);
@@ -352,7 +354,7 @@ impl BatchApplier {
             .update(|source| source.record_batch_rank(false));
         if !std::mem::replace(&mut self.logged_problems.other_rank, true) {
             tracing::error!(
-                rank = %self.rank, other,
+                rank = %self.rank, name = self.worker_name, other,
                 "dropping KV events of another data-parallel rank; \
                  correct the worker's ranks or the endpoints of its event sources"
             );
@@ -377,7 +379,7 @@ impl BatchApplier {
                 self.count_batch("undecodable");
                 self.monitor.update(EventSourceState::record_undecodable);
                 if !std::mem::replace(&mut self.logged_problems.undecodable, true) {
-                    tracing::warn!(rank = %self.rank, %error, "KV event batch cannot be decoded");
+                    tracing::warn!(rank = %self.rank, name = self.worker_name, %error, "KV event batch cannot be decoded");
                 }
                 false
             }

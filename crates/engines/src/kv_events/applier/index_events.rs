@@ -99,7 +99,7 @@ impl BatchApplier {
                 if !std::mem::replace(&mut self.logged_problems.group_block_size, true) =>
             {
                 tracing::warn!(
-                    rank = %self.rank, engine, configured = self.block_size.tokens(),
+                    rank = %self.rank, name = self.worker_name, engine, configured = self.block_size.tokens(),
                     "block size of a cache group is no multiple of the configured one; \
                      reuse on the device is unknown, and no device block of this rank is counted"
                 );
@@ -124,13 +124,13 @@ impl BatchApplier {
         }
         if device.is_none() {
             tracing::error!(
-                rank = %self.rank, engine, configured = self.block_size.tokens(),
+                rank = %self.rank, name = self.worker_name, engine, configured = self.block_size.tokens(),
                 "engine block size and configured block size are incompatible: neither divides the \
                  other; the rank is chosen by load, correct the block size"
             );
         } else {
             tracing::warn!(
-                rank = %self.rank, engine,
+                rank = %self.rank, name = self.worker_name, engine,
                 "ignoring blocks of a tier with several block sizes, or with one incompatible with the index"
             );
         }

@@ -28,6 +28,7 @@ fn apply_captured_batches(block_size: u32) -> (Arc<Metrics>, Vec<KvEvent>) {
     };
     let spec = SourceSpec {
         engine: String::new(),
+        worker_name: String::new(),
         rank,
         source: EventSource {
             endpoint: String::new(),
@@ -146,6 +147,7 @@ impl TestStream {
         shared.set(resync);
         let spec = SourceSpec {
             engine: String::new(),
+            worker_name: String::new(),
             rank: WorkerRank {
                 worker: WorkerId(1),
                 rank: DpRank(0),

@@ -52,6 +52,7 @@ fn applier(held: &Arc<Mutex<Held>>) -> EventApplier {
     };
     let spec = SourceSpec {
         engine: String::new(),
+        worker_name: String::new(),
         rank: WorkerRank {
             worker: WorkerId(1),
             rank: DpRank(0),

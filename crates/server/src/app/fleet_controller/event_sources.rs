@@ -11,7 +11,7 @@ use warmroute_runtime::lifecycle;
 
 use super::FleetController;
 use crate::app::fleet_source::MediaTokensByModel;
-use crate::app::source_task::{SourceTask, task_name};
+use crate::app::source_task::{SourceTask, task_labels};
 
 /// A running event source.
 pub(super) struct SourceHandle {
@@ -46,6 +46,7 @@ impl FleetController {
         };
         let spec = SourceSpec {
             rank: member.rank,
+            worker_name: member.worker.display_name(),
             source: source.clone(),
             engine: format!(
                 "{} {}",
@@ -101,6 +102,6 @@ impl FleetController {
         source.stop.cancel();
         let _ended = source.task.await;
         self.router.sources().remove(rank);
-        lifecycle::remove_task_metrics(&task_name(rank), &self.metrics);
+        lifecycle::remove_task_metrics(&task_labels(rank), &self.metrics);
     }
 }

@@ -181,7 +181,8 @@ impl WorkerScraper {
     fn on_no_counters(&mut self, outcome: &'static str) {
         self.failures = 0;
         if !std::mem::replace(&mut self.is_absence_logged, true) {
-            info!(worker = %self.engine.0, outcome, "engine reports no load; trying again once a minute");
+            let name = self.context.router.fleet().display_name(self.engine.0);
+            info!(worker = %self.engine.0, name, outcome, "engine reports no load; trying again once a minute");
         }
     }
 }

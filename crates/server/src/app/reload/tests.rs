@@ -13,7 +13,7 @@ use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
 use super::*;
 use crate::REPOSITORY;
-use crate::app::{App, NoExternalDiscovery};
+use crate::app::{App, NoExternalDiscovery, ProcessOrigin};
 
 const SOON: Duration = Duration::from_secs(30);
 const ONE: WorkerId = WorkerId(1);
@@ -154,6 +154,7 @@ async fn engine_token_reload_reaches_running_pollers() {
     let app = App::start(
         config(&[address], &with_tokenizer("")),
         Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
     )
     .await
     .unwrap();
@@ -190,9 +191,13 @@ async fn engine_token_reload_reaches_running_pollers() {
 async fn engine_settings_follow_reload() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(config(&[address], ""), Arc::new(NoExternalDiscovery))
-        .await
-        .unwrap();
+    let app = App::start(
+        config(&[address], ""),
+        Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
+    )
+    .await
+    .unwrap();
     let router = app.reloader.router.clone();
     let capacity = || {
         router
@@ -265,6 +270,7 @@ async fn log_level_change_repeats_no_self_test() {
     let app = App::start(
         config(&[address], &with_tokenizer("")),
         Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
     )
     .await
     .unwrap();
@@ -306,6 +312,7 @@ async fn tokenizer_change_clears_findings() {
     let app = App::start(
         config(&[address], &with_tokenizer("")),
         Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
     )
     .await
     .unwrap();
@@ -347,9 +354,13 @@ async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
     let first = hanging.serve().await;
     let second = new_engine.serve().await;
     let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
-    let app = App::start(config(&[first], patient), Arc::new(NoExternalDiscovery))
-        .await
-        .unwrap();
+    let app = App::start(
+        config(&[first], patient),
+        Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
+    )
+    .await
+    .unwrap();
     let router = app.reloader.router.clone();
     wait_until("the first engine is queried", || {
         hanging.queries.load(Ordering::SeqCst) == 1
@@ -393,9 +404,13 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
     engine.hangs.store(true, Ordering::SeqCst);
     let address = engine.serve().await;
     let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
-    let app = App::start(config(&[address], patient), Arc::new(NoExternalDiscovery))
-        .await
-        .unwrap();
+    let app = App::start(
+        config(&[address], patient),
+        Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
+    )
+    .await
+    .unwrap();
     let pending = || app.readiness.pending();
     let waits_for = |step: &str| pending().iter().any(|pending| pending.contains(step));
     wait_until("the engine is queried", || {
@@ -422,9 +437,13 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
         ..Engine::default()
     });
     let address = unauthorized.serve().await;
-    let app = App::start(config(&[address], patient), Arc::new(NoExternalDiscovery))
-        .await
-        .unwrap();
+    let app = App::start(
+        config(&[address], patient),
+        Arc::new(NoExternalDiscovery),
+        ProcessOrigin::default(),
+    )
+    .await
+    .unwrap();
     wait_until("the failed query ends the startup step", || {
         app.readiness.pending().is_empty()
     })

@@ -136,13 +136,11 @@ impl ServerConnection {
         let refused = is_rejection(status.code());
         // Logged once until the server responds again.
         if refused && !self.has_refused.swap(true, Ordering::Relaxed) {
-            let code = status.code();
+            let code = status.code().description();
             let reason = status.message();
             warn!(
                 server = self.url,
-                ?code,
-                reason,
-                "remote index server refuses queries"
+                code, reason, "remote index server refuses queries"
             );
         } else {
             debug!(server = self.url, %status, "remote index query failed");

@@ -232,6 +232,7 @@ impl ReplicaSync {
         error: &anyhow::Error,
     ) -> anyhow::Result<()> {
         warn!(
+            servers = self.nats_servers(),
             error = format!("{error:#}"),
             "NATS not usable; routing only considers bookings of this replica"
         );

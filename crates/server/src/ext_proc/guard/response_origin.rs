@@ -1,7 +1,6 @@
 //! Attribution of a response: reports its status to the router, and moves the load to the worker
 //! that sent it.
 
-use tracing::info;
 use warmroute_core::router::{
     RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
@@ -10,6 +9,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel, RankLabels};
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::ExchangeGuard;
+use crate::dispatch::log_health_change;
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
@@ -111,7 +111,7 @@ impl ExchangeGuard {
         }
         active.placement.clear_remote_overlaps();
         for (worker, change) in changes {
-            info!(%worker, status = head.status, ?change, "worker health changed");
+            log_health_change(&self.router, worker, change, Some(head.status));
         }
         if origin != ResponseOrigin::Chosen {
             self.count_unreachable(chosen);

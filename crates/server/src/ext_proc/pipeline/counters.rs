@@ -2,7 +2,9 @@
 
 use warmroute_core::router::{Reason, Route};
 use warmroute_core::worker::{WorkerRank, WorkerRole};
-use warmroute_metrics::{ModelLabel, ModelRoleLabels, PhasePlanLabel, ReasonLabel, RequestLabels};
+use warmroute_metrics::{
+    ModelLabel, ModelRoleLabels, PhasePlanLabel, RankLabels, ReasonLabel, RequestLabels,
+};
 
 use super::RequestPipeline;
 use crate::dispatch::ActiveRequest;
@@ -19,6 +21,19 @@ impl RequestPipeline {
                 role,
             })
             .inc();
+    }
+
+    /// Counts a request of a worker rank.
+    fn count_worker_request(&self, rank: WorkerRank) {
+        // The series of a removed rank no longer exist.
+        if let Some(role) = self.router().role_of(rank) {
+            let labels = RankLabels::new(rank, Some(role));
+            self.metrics
+                .requests
+                .worker_requests
+                .get_or_create(&labels)
+                .inc();
+        }
     }
 
     /// Counts a degradation by its reason.
@@ -38,6 +53,10 @@ impl RequestPipeline {
         self.metrics.observe_stage("choose", active.times.choose);
         let route = &active.placement.route;
         self.count_request(label, route.mode.as_str(), self.role_of(route.to.rank));
+        self.count_worker_request(route.to.rank);
+        if let Some(prefill) = route.prefill() {
+            self.count_worker_request(prefill.to.rank);
+        }
         if let Some(reason) = route.reason {
             self.count_degradation(reason);
         }

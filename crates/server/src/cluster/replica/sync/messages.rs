@@ -14,6 +14,9 @@ use crate::cluster::replica::peers::{PeerAction, PeerChange, PeerUpdate};
 use crate::cluster::replica::proto::{Batch, SnapshotPart};
 use crate::cluster::replica::{ReplicaEvent, ReplicaId};
 
+/// Error of the NATS client for a server that it cannot connect to.
+const UNREACHABLE: &str = "client error: nats: IO error";
+
 impl ReplicaSync {
     /// Handles a received message.
     pub(super) async fn on_message(
@@ -156,10 +159,15 @@ impl ReplicaSync {
         self.metrics.replicas.connected.set(i64::from(is_up));
         match (was_up, is_up) {
             (false, true) => {
-                info!(replica = %self.id, group = self.settings.group, "NATS connected")
+                info!(replica = %self.id, group = self.settings.group, servers = self.nats_servers(), "NATS connected")
             }
             (true, false) => {
-                warn!(%event, "NATS connection lost; routing only considers bookings of this replica until it reconnects");
+                warn!(
+                    servers = self.nats_servers(),
+                    "NATS connection lost; routing only considers bookings of this replica until it reconnects"
+                );
+                // The failing attempts to reconnect follow from the loss.
+                UNREACHABLE.clone_into(&mut self.last_error.lock());
             }
             _ => debug!(%event, "NATS connection event"),
         }
@@ -188,9 +196,14 @@ impl ReplicaSync {
     fn log_nats_error(&self, problem: &str) {
         let mut last_error = self.last_error.lock();
         if *last_error != problem {
-            warn!(problem, "NATS error");
+            warn!(servers = self.nats_servers(), problem, "NATS error");
             problem.clone_into(&mut last_error);
         }
+    }
+
+    /// Returns the configured servers for logs.
+    pub(super) fn nats_servers(&self) -> String {
+        self.settings.nats.servers.join(", ")
     }
 
     /// Logs the changes and performs the actions.
