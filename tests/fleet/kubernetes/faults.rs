@@ -528,9 +528,11 @@ async fn doctor(dir: &Path, kubeconfig: &Value, pools: &Value) -> (i32, Vec<Valu
 
 #[track_caller]
 fn has(findings: &[Value], level: &str, subject: &str, text: &str) {
+    // The subject may continue with the address of the pod.
+    let names_subject = |found: &str| found.split(" at ").next() == Some(subject);
     let found = findings.iter().any(|one| {
         one["level"] == level
-            && one["subject"] == subject
+            && names_subject(one["subject"].as_str().unwrap())
             && format!(
                 "{} {}",
                 one["message"].as_str().unwrap(),
