@@ -196,8 +196,9 @@ pub fn describe_change(before: f64, now: f64) -> String {
     } else {
         (now / before - 1.0, "higher")
     };
+    let digits = if before < 10.0 { 1 } else { 0 };
     format!(
-        "{} {direction} ({now:.0} ms instead of {before:.0} ms)",
+        "{} {direction} ({now:.digits$} ms instead of {before:.digits$} ms)",
         percent(share)
     )
 }
