@@ -45,12 +45,12 @@ pub(super) fn measure(run: &mut LimitRun) {
             let column =
                 |of: fn(&DecisionTimes) -> f64| rounds[1..].iter().map(of).collect::<Vec<_>>();
             run.add(
-                ComparedMeasure::new(&names[0], "us", Some(1.15)),
+                ComparedMeasure::new(&names[0], "µs", Some(1.15)),
                 &column(|round| round.cold.stages),
                 &column(|round| round.cold.warmroute),
             );
             run.add(
-                ComparedMeasure::new(&names[1], "us", Some(1.15)),
+                ComparedMeasure::new(&names[1], "µs", Some(1.15)),
                 &column(|round| round.warm.stages),
                 &column(|round| round.warm.warmroute),
             );

@@ -41,7 +41,7 @@ pub(super) fn measure(rounds: usize, path: &Path) -> anyhow::Result<()> {
         y,
     } in &points
     {
-        println!("{curve:<24} {series:<6} {x:>10.0} {y:>12.1} us");
+        println!("{curve:<24} {series:<6} {x:>10.0} {y:>12.1} µs");
     }
     Ok(comparison::write_json(&points, path)?)
 }

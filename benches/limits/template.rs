@@ -61,15 +61,15 @@ pub(super) fn measure(run: &mut LimitRun) {
         };
         let ours = || microseconds(render);
         run.compare(
-            ComparedMeasure::new(&format!("chat template, {name}"), "us", None),
+            ComparedMeasure::new(&format!("chat template, {name}"), "µs", None),
             hand_written,
             ours,
         );
         if bytes * count == 50 * 2600 {
             run.compare(
                 ComparedMeasure::new(
-                    &format!("chat template, {name}, beside {GOAL} us"),
-                    "us",
+                    &format!("chat template, {name}, beside {GOAL} µs"),
+                    "µs",
                     Some(1.0),
                 ),
                 || GOAL,

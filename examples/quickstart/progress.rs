@@ -1,40 +1,104 @@
-//! Progress of the runs on standard error.
+//! Progress of the runs on standard error: a line for each step, and a progress bar for requests. If
+//! standard error is not a terminal, lines replace the bar.
 
-use std::time::Duration;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Progress messages on standard error; disabled if the output is machine-readable.
+/// Time between two lines that replace the progress bar.
+const INTERVAL: Duration = Duration::from_secs(5);
+
+/// Progress messages with the time since the start.
 pub(crate) struct ProgressDisplay {
-    bar: ProgressBar,
+    began: Instant,
+    is_terminal: bool,
 }
 
 impl ProgressDisplay {
-    pub(crate) fn new(quiet: bool) -> Self {
-        let bar = if quiet {
-            ProgressBar::hidden()
-        } else {
-            ProgressBar::new_spinner()
-        };
-        bar.enable_steady_tick(Duration::from_millis(100));
-        Self { bar }
-    }
-
-    pub(crate) fn set_message(&self, message: &'static str) {
-        self.bar.set_message(message);
-    }
-
-    pub(crate) fn request_bar(&self, name: &'static str, requests: usize) -> ProgressBar {
-        if self.bar.is_hidden() {
-            return ProgressBar::hidden();
-        }
-        self.bar.set_message("");
-        let style = ProgressStyle::with_template("{msg:<12} {wide_bar} {pos}/{len} requests").ok();
-        let bar = ProgressBar::new(requests as u64).with_message(name);
-        if let Some(style) = style {
-            bar.with_style(style)
-        } else {
-            bar
+    pub(crate) fn new() -> Self {
+        Self {
+            began: Instant::now(),
+            is_terminal: io::stderr().is_terminal(),
         }
     }
+
+    /// Prints a text without the time. Errors are ignored, as for all progress messages.
+    pub(crate) fn print(&self, text: &str) {
+        _ = writeln!(io::stderr().lock(), "{text}");
+    }
+
+    /// Prints a line about the current step.
+    pub(crate) fn print_step(&self, text: &str) {
+        self.print(&step_line(self.began, text));
+    }
+
+    /// Returns a counter for the requests of a run.
+    pub(crate) fn count_requests(&self, name: &str, total: usize) -> RequestCounter {
+        let template = "       {msg}  {wide_bar}  {pos}/{len} requests";
+        let style = ProgressStyle::with_template(template);
+        let bar = style.ok().filter(|_| self.is_terminal).map(|style| {
+            ProgressBar::new(total as u64)
+                .with_message(name.to_owned())
+                .with_style(style)
+        });
+        RequestCounter {
+            name: name.to_owned(),
+            total,
+            began: self.began,
+            first: Instant::now(),
+            done: AtomicUsize::new(0),
+            printed_intervals: AtomicUsize::new(0),
+            bar,
+        }
+    }
+}
+
+/// Counter of the finished requests of a run.
+pub(crate) struct RequestCounter {
+    name: String,
+    total: usize,
+    began: Instant,
+    first: Instant,
+    done: AtomicUsize,
+    /// Number of intervals since the first request at the last line.
+    printed_intervals: AtomicUsize,
+    bar: Option<ProgressBar>,
+}
+
+impl RequestCounter {
+    /// Counts a request, and updates the bar or prints a line in each interval.
+    pub(crate) fn add(&self) {
+        let done = self.done.fetch_add(1, Ordering::Relaxed) + 1;
+        if let Some(bar) = &self.bar {
+            bar.inc(1);
+            return;
+        }
+        let intervals = (self.first.elapsed().as_secs() / INTERVAL.as_secs()) as usize;
+        if self
+            .printed_intervals
+            .fetch_max(intervals, Ordering::Relaxed)
+            < intervals
+        {
+            self.print(done);
+        }
+    }
+
+    /// Removes the bar and prints the number of requests.
+    pub(crate) fn finish(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+        self.print(self.done.load(Ordering::Relaxed));
+    }
+
+    fn print(&self, done: usize) {
+        let text = format!("{}: {done}/{} requests", self.name, self.total);
+        _ = writeln!(io::stderr().lock(), "{}", step_line(self.began, &text));
+    }
+}
+
+fn step_line(began: Instant, text: &str) -> String {
+    format!("{:>4} s  {text}", began.elapsed().as_secs())
 }

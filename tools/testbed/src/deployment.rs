@@ -23,6 +23,8 @@ pub const MODEL: &str = "qwen2.5";
 pub const BLOCK_SIZE: usize = 16;
 /// Time limit for the start of any part. On a busy machine, loading a tokenizer takes seconds.
 const START: Duration = Duration::from_secs(60);
+/// Time limit for clearing a prefix cache, longer than an engine holds blocks for another one.
+const CLEAR: Duration = Duration::from_secs(30);
 
 /// The programs of a deployment, each with its first arguments.
 #[derive(Clone, Debug)]
@@ -162,6 +164,25 @@ impl EngineProcess {
     /// Returns a URL of the engine.
     pub fn url(&self, path: &str) -> String {
         format!("http://{}{path}", self.address)
+    }
+
+    /// Clears the prefix cache. Retries while requests hold blocks.
+    pub async fn clear_cache(&self) -> anyhow::Result<()> {
+        let client = warmroute_runtime::tls::http_client_builder().build()?;
+        let url = self.url("/reset_prefix_cache");
+        let cleared = async || {
+            let Ok(response) = client.post(&url).send().await else {
+                return false;
+            };
+            let body: Value = response.json().await.unwrap_or_default();
+            body["reset"] == json!([true])
+        };
+        ensure!(
+            ports::until(CLEAR, cleared).await,
+            "engine {} does not clear its prefix cache",
+            self.spec.id
+        );
+        Ok(())
     }
 
     /// Kills the engine.

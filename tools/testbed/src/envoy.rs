@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::child_process::{ChildProcess, last_lines};
 use crate::ports::{self, ReadyCheck};
 
-pub use install::binary;
+pub use install::{EnvoyLocation, VERSION, binary, locate};
 
 /// Time limit for Envoy's start. On an idle machine, it takes a third of a second.
 const START: Duration = Duration::from_secs(30);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt as _;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::task::JoinSet;
 use warmroute_tokens::openai::usage::UsageScanner;
@@ -48,6 +48,12 @@ pub struct RequestSample {
 }
 
 impl RequestSample {
+    /// Returns the mean time between two tokens of the answer, if it has two.
+    pub fn seconds_per_token(&self) -> Option<f64> {
+        let gaps = self.completion_tokens.checked_sub(1)?;
+        (gaps > 0).then(|| (self.duration - self.ttft).as_secs_f64() / gaps as f64)
+    }
+
     /// Returns true if the same engine prefilled another request of the same group at the same
     /// time.
     fn is_prefilled_beside(&self, other: &Self) -> bool {
@@ -204,12 +210,14 @@ fn content(stream: &[u8]) -> String {
 }
 
 /// The figures of one run.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ReplaySummary {
     /// Share of all prompt tokens that the engines had cached.
     pub hit_rate: f64,
     /// Times to first token in milliseconds.
     pub ttft_ms: LatencySummary,
+    /// Mean times between two tokens of an answer in milliseconds.
+    pub token_ms: LatencySummary,
     /// Times to the end of the answer in milliseconds.
     pub e2e_ms: LatencySummary,
     /// Number of answers by worker.
@@ -217,7 +225,7 @@ pub struct ReplaySummary {
 }
 
 /// Mean and percentiles of a distribution of times.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LatencySummary {
     /// Mean.
     pub mean: f64,
@@ -245,7 +253,7 @@ impl LatencySummary {
 }
 
 /// Accuracy of the predictions.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct PredictionAccuracy {
     /// Requests with a prediction and a reported number.
     pub requests: usize,
@@ -285,6 +293,12 @@ pub fn summarize(samples: &[RequestSample]) -> ReplaySummary {
             cached as f64 / prompt as f64
         },
         ttft_ms: latency(|sample| sample.ttft),
+        token_ms: LatencySummary::of(
+            good()
+                .filter_map(RequestSample::seconds_per_token)
+                .map(|seconds| seconds * 1e3)
+                .collect(),
+        ),
         e2e_ms: latency(|sample| sample.duration),
         requests_per_worker,
     }

@@ -54,6 +54,19 @@ impl WorkloadShape {
             sessions_per_second: 3.0,
         }
     }
+
+    /// Returns a short workload with prompts and answers of this shape: 8 conversations of 3 turns
+    /// without pauses. It opens connections and fills code and word caches before a measurement.
+    pub fn warm_up(&self) -> Self {
+        Self {
+            groups: 8,
+            sessions_per_group: 1,
+            turns: 3..=3,
+            think: Duration::ZERO..=Duration::ZERO,
+            sessions_per_second: 8.0,
+            ..self.clone()
+        }
+    }
 }
 
 impl Default for WorkloadShape {
@@ -135,6 +148,25 @@ impl ChatWorkload {
         Self {
             sessions: groups.into_iter().map(&mut session).collect(),
         }
+    }
+}
+
+impl ChatWorkload {
+    /// Returns the number of requests.
+    pub fn requests(&self) -> usize {
+        self.sessions
+            .iter()
+            .map(|session| session.turns.len())
+            .sum()
+    }
+
+    /// Returns the duration of a replay with answers that take no time.
+    pub fn min_duration(&self) -> Duration {
+        let end = |session: &ChatSession| {
+            let pauses: Duration = session.turns.iter().map(|turn| turn.think).sum();
+            session.arrives + pauses
+        };
+        self.sessions.iter().map(end).max().unwrap_or_default()
     }
 }
 
@@ -265,6 +297,26 @@ mod tests {
             .map(|session| session.group)
             .collect();
         assert!(first.len() > 5, "groups are mixed: {first:?}");
+    }
+
+    #[test]
+    fn minimum_duration_includes_pauses() {
+        let shape = WorkloadShape {
+            groups: 1,
+            sessions_per_group: 1,
+            turns: 3..=3,
+            think: Duration::from_secs(2)..=Duration::from_secs(2),
+            ..shape()
+        };
+        let workload = ChatWorkload::new(1, &shape);
+        assert_eq!(workload.requests(), 3);
+        assert_eq!(
+            workload.min_duration(),
+            workload.sessions[0].arrives + Duration::from_secs(6)
+        );
+        let warm_up = ChatWorkload::new(1, &shape.warm_up());
+        assert_eq!(warm_up.requests(), 24);
+        assert!(warm_up.min_duration() < Duration::from_secs(5));
     }
 
     #[test]
