@@ -58,26 +58,29 @@ fn error_lines(path: &Path) -> String {
         .collect()
 }
 
-#[test]
+/// Compares a text with the expected one, which is in the `.txt` file beside `path`.
 #[expect(
     clippy::disallowed_methods,
     reason = "the environment enables rewriting of the expected texts"
 )]
+fn assert_expected_text(path: &Path, found: &str) {
+    let golden = path.with_extension("txt");
+    if std::env::var_os("UPDATE_GOLDEN").is_some() {
+        fs::write(&golden, found).unwrap();
+    }
+    let expected = fs::read_to_string(&golden).unwrap_or_default();
+    assert_eq!(
+        found,
+        expected,
+        "{}; UPDATE_GOLDEN=1 rewrites the expectation",
+        path.display()
+    );
+}
+
+#[test]
 fn broken_files_are_rejected_with_line_numbers() {
-    let rewrite = std::env::var_os("UPDATE_GOLDEN").is_some();
     for path in yaml_files(&data("broken")) {
-        let golden = path.with_extension("txt");
-        let found = error_lines(&path);
-        if rewrite {
-            fs::write(&golden, &found).unwrap();
-        }
-        let expected = fs::read_to_string(&golden).unwrap_or_default();
-        assert_eq!(
-            found,
-            expected,
-            "{}; UPDATE_GOLDEN=1 rewrites the expectation",
-            path.display()
-        );
+        assert_expected_text(&path, &error_lines(&path));
     }
 }
 

@@ -15,12 +15,7 @@ fn check(path: &Path) -> Output {
 
 /// Runs `warmroute check` on each file of probable mistakes and compares its whole output.
 #[test]
-#[expect(
-    clippy::disallowed_methods,
-    reason = "the environment enables rewriting of the expected texts"
-)]
 fn probable_mistakes_have_their_verdict() {
-    let rewrite = std::env::var_os("UPDATE_GOLDEN").is_some();
     let directory = data("");
     for path in yaml_files(&data("mistakes")) {
         let output = Command::new(env!("CARGO_BIN_EXE_warmroute"))
@@ -33,17 +28,7 @@ fn probable_mistakes_have_their_verdict() {
         let code = output.status.code().unwrap();
         let found = format!("{}exit code {code}\n", String::from_utf8(text).unwrap());
         let found = found.replace(&format!("{}/", directory.display()), "$DATA/");
-        let golden = path.with_extension("txt");
-        if rewrite {
-            fs::write(&golden, &found).unwrap();
-        }
-        let expected = fs::read_to_string(&golden).unwrap_or_default();
-        assert_eq!(
-            found,
-            expected,
-            "{}; UPDATE_GOLDEN=1 rewrites the expectation",
-            path.display()
-        );
+        assert_expected_text(&path, &found);
     }
 }
 
