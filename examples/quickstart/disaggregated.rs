@@ -74,16 +74,16 @@ fn engine(id: u64) -> EngineSpec {
     EngineSpec::new(id).with(&["--num-blocks", "20000", "--transfer-us-per-block", "80"])
 }
 
-/// Duration of a run with its start, on an idle machine.
+/// Duration of one run including the start of its processes, on an idle machine.
 const RUN: Duration = Duration::from_secs(30);
 
 /// Assumptions of the comparison.
 const ASSUMPTIONS: &str = "\
-Assumed of each engine: 4.8 ms per step, plus 70 µs per prompt token and 150 µs per answer in it; 2,048 tokens per step; 80 µs
-per transferred block of 16 tokens, no handshakes. Each client sends its next request when it has its answer, as in
-benchmarks. With answers of equal length, the answers that a prompt delays end together, and their next prompts queue behind
-one another. Separate prefill engines avoid that. With --uneven the effect is smaller, and the four aggregated engines are
-faster.";
+Assumptions for each engine: a step takes 4.8 ms, plus 70 µs per prompt token and 150 µs per answer in it, and computes at most
+2,048 tokens. The transfer of a block of 16 tokens takes 80 µs, without handshakes. Each client sends its next request after
+its previous answer has ended, as in benchmarks. If all answers have the same length, answers that the same prompt delayed
+end at the same time, and the next prompts of their clients queue. Separate prefill engines avoid this. With --uneven, the
+effect is smaller, and the four aggregated engines are faster.";
 
 /// Layout of the two phases on four engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,7 +108,7 @@ pub(crate) struct DisaggregationReport {
     remote_prefills: usize,
     #[serde(skip)]
     first_error: Option<String>,
-    /// Warning of a busy machine.
+    /// Warning that the machine was busy.
     #[serde(skip)]
     overload_warning: Option<String>,
 }
@@ -150,21 +150,21 @@ fn workload(args: &QuickstartArgs) -> ChatWorkload {
     ChatWorkload::new(args.seed, &shape)
 }
 
-/// Describes the comparison and its duration.
+/// Returns the description and the duration of the comparison.
 pub(crate) fn plan(args: &QuickstartArgs) -> ComparisonPlan {
     let requests = workload(args).requests();
     let runs = layouts(args.rounds).len();
     ComparisonPlan {
         text: format!(
-            "This program sends the same {requests} chat requests with long prompts to four engines {runs} times: to engines that\n\
-             compute prefill and decode (aggregated), and to two prefill and two decode engines (2 + 2), in turn."
+            "This program sends the same {requests} chat requests with long prompts to four engines {runs} times. It\n\
+             alternates between aggregated engines, which compute prefill and decode, and two prefill and two decode engines (2 + 2)."
         ),
         duration: RUN * runs as u32,
     }
 }
 
-/// Replays the same workload on four engines for both phases and on two engines per phase, in turn.
-/// The order alternates. The last run is always the disaggregated one. Prints the report and returns
+/// Replays the same workload on four engines for both phases and on two engines per phase. The order
+/// alternates, and the last run is always the disaggregated one. Prints the report and returns
 /// the running deployment of the last run.
 pub(crate) async fn compare(
     protocol: PrefillProtocol,
@@ -324,7 +324,7 @@ impl DisaggregationReport {
         (remote != all).then(|| format!("only {remote} of {all} prefills were remote"))
     }
 
-    /// Renders the table, the assumptions and what the figures show.
+    /// Renders the table, the assumptions and the findings.
     fn render(&self) -> anyhow::Result<String> {
         let left = &self.aggregated;
         let right = &self.disaggregated;
@@ -342,7 +342,7 @@ impl DisaggregationReport {
         for [name, left, right] in rows(left, right) {
             writeln!(text, "{name:<28}{left:>18}{right:>18}")?;
         }
-        writeln!(text, "\n{ASSUMPTIONS}\n\nWhat the figures show:")?;
+        writeln!(text, "\n{ASSUMPTIONS}\n\nFindings:")?;
         let compared = |name: &str, of: fn(&LayoutFigures) -> &LatencySummary| {
             format!(
                 "With separate prefill engines, the median {name} is {}, and the 95th percentile is {}.",

@@ -202,7 +202,7 @@ async fn run(args: &QuickstartArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Describes what the program will do, what it will install, and how long it will take.
+/// Returns the introduction: the comparison, the installation, and the duration.
 fn introduction(plan: &ComparisonPlan, envoy: &EnvoyLocation, dir: &Path) -> String {
     let (envoy, after) = match envoy {
         EnvoyLocation::Executable(file) => (file.display().to_string(), ""),
@@ -219,7 +219,7 @@ fn introduction(plan: &ComparisonPlan, envoy: &EnvoyLocation, dir: &Path) -> Str
     format!(
         "{}
 
-  engines  simulated: the tokens, the KV caches and their events are real, the computing time is not; no GPU is needed
+  engines  simulated: tokens, KV caches and KV events are real, the computing time is assumed; no GPU is needed
   Envoy    {envoy}
   files    {} (configurations and logs; removed at the end)
   ports    free ports of 127.0.0.1
@@ -248,9 +248,9 @@ struct MeasuredRun {
 }
 
 impl Quickstart<'_> {
-    /// Sends other requests of the same kind, then empties the KV caches of the engines. Each run of
-    /// a comparison therefore begins with open connections, warm tokenizers, learned latencies and
-    /// empty KV caches. Returns the number of requests.
+    /// Sends other requests of the same kind, then empties the KV caches of the engines. Each run
+    /// therefore begins with open connections, warm tokenizers, a calibrated latency model and empty
+    /// KV caches. Returns the number of requests.
     async fn warm_up(&self, deployment: &LocalDeployment) -> anyhow::Result<usize> {
         let workload = warm_up_workload(self.args);
         let url = deployment.url("/v1/chat/completions");
@@ -277,9 +277,9 @@ impl Quickstart<'_> {
         let counter = Arc::new(self.progress.count_requests(name, workload.requests()));
         let counted = counter.clone();
         let earlier = CpuReading::read(&processes);
-        let began = Instant::now();
+        let started = Instant::now();
         let samples = replay::run(url, workload.clone(), move |_| counted.add()).await;
-        let duration = began.elapsed();
+        let duration = started.elapsed();
         let cpu = CpuReading::read(&processes).usage_since(&earlier);
         counter.finish();
         MeasuredRun {
@@ -290,7 +290,8 @@ impl Quickstart<'_> {
     }
 }
 
-/// Returns the requests before each run. They have the shape of the measured ones and other texts.
+/// Returns the warm-up requests of each run. They have the shape of the measured requests, but other
+/// texts.
 fn warm_up_workload(args: &QuickstartArgs) -> ChatWorkload {
     let shape = WorkloadShape::chat_product().warm_up();
     ChatWorkload::new(args.seed.wrapping_add(1), &shape)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, ensure};
 use serde::Serialize;
 
-/// Width of the findings.
+/// Maximum width of a line of a list item.
 const WIDTH: usize = 100;
 
 /// Returns a list item with line breaks at spaces.
@@ -38,8 +38,8 @@ pub(crate) enum ReportOutput {
 }
 
 impl ReportOutput {
-    /// Returns the destination that `--json` selects. A file must be in an existing directory: an
-    /// error at the end of the comparison would lose its results.
+    /// Returns the destination that `--json` selects. The directory of a file must exist; otherwise
+    /// the results would be lost at the end of the comparison.
     pub(crate) fn new(json: Option<&Option<PathBuf>>) -> anyhow::Result<Self> {
         let file = match json {
             None => return Ok(Self::Table),
@@ -54,13 +54,13 @@ impl ReportOutput {
         );
         ensure!(
             !file.is_dir(),
-            "--json {}: this is a directory; add the name of a file",
+            "--json {}: this is a directory; append a file name",
             file.display()
         );
         Ok(Self::TableAndFile(file.clone()))
     }
 
-    /// Writes the report. The print macros would panic if standard output is closed.
+    /// Writes the report. It does not use the print macros, which panic if standard output is closed.
     pub(crate) fn write(&self, report: &impl Serialize, table: &str) -> anyhow::Result<()> {
         let mut out = io::stdout().lock();
         match self {

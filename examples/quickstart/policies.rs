@@ -21,10 +21,10 @@ use super::{ComparisonPlan, MeasuredRun, Quickstart, QuickstartArgs, warm_up_wor
 
 /// Number of simulated engines.
 const ENGINES: u64 = 4;
-/// Duration of the start of one run, on an idle machine.
+/// Time to start the processes of one run, on an idle machine.
 const START: Duration = Duration::from_secs(3);
 
-/// The output of `--json`.
+/// Output of `--json`.
 #[derive(Serialize)]
 struct QuickstartReport {
     #[serde(flatten)]
@@ -33,14 +33,14 @@ struct QuickstartReport {
     audit: AuditTotals,
 }
 
-/// The run of one policy of warmroute.
+/// Run of one policy of warmroute.
 struct RoutedRun {
     run: MeasuredRun,
     audit: AuditTotals,
     deployment: LocalDeployment,
 }
 
-/// Describes the comparison and its duration.
+/// Returns the description and the duration of the comparison.
 pub(crate) fn plan(args: &QuickstartArgs) -> anyhow::Result<ComparisonPlan> {
     let workload = workload(args);
     let warm_up = warm_up_workload(args).min_duration();
@@ -173,7 +173,7 @@ async fn read_audit(deployment: &LocalDeployment, answers: u64) -> anyhow::Resul
     }
 }
 
-/// Subtracts the counters of an earlier page and removes those that have not changed.
+/// Subtracts the counters of an earlier page, and removes the counters that have not changed.
 fn subtract(counters: &mut Value, earlier: &Value) {
     if let Some(count) = counters.as_u64() {
         *counters = json!(count - earlier.as_u64().unwrap_or(0).min(count));
@@ -244,9 +244,9 @@ impl QuickstartReport {
         writeln!(
             text,
             "\n`{policy}` is the default policy of warmroute; `linear` has fixed weights, like the router of Dynamo.\n\
-             Before each run, {warm_up} other requests opened the connections and warmed tokenizers and learned latencies.\n\
-             Then the KV caches of all engines were emptied, so every run began with cold KV caches.\n\n\
-             What the figures show:"
+             Before each run, {warm_up} other requests opened the connections, warmed up the tokenizers and calibrated the latency model.\n\
+             Then the KV caches of all engines were emptied.\n\n\
+             Findings:"
         )?;
         let prediction = &comparison.prediction;
         let prediction = format!(
@@ -258,15 +258,15 @@ impl QuickstartReport {
         }
         writeln!(
             text,
-            "\nThe audit of warmroute (`warmroute audit`) has the causes of missed tokens:\n\n{}\
+            "\nThe audit of warmroute (`warmroute audit`) shows the causes of missed tokens:\n\n{}\
              Next: docs/getting-started.md sets up warmroute in front of your own vLLM.\n\
-             With --keep, everything stays running after the comparison.",
+             With --keep, all processes of the last run keep running.",
             table::render(&self.audit, None)
         )?;
         Ok(text)
     }
 
-    /// Returns the rows of the table: name, round robin, linear, default policy.
+    /// Returns the rows of the table. Columns: name, round robin, `linear`, default policy.
     fn rows(&self) -> Vec<[String; 4]> {
         let comparison = &self.comparison;
         let row = |name: &str, cell: &dyn Fn(&ReplaySummary) -> String| {
@@ -285,10 +285,10 @@ impl QuickstartReport {
             let counts: Vec<String> = counts.map(ToString::to_string).collect();
             counts.join("/")
         };
-        let head = |cells: [&str; 4]| cells.map(str::to_owned);
+        let header = |cells: [&str; 4]| cells.map(str::to_owned);
         vec![
-            head(["", "Envoy alone", "warmroute", "warmroute"]),
-            head(["", "round robin", "linear", &comparison.default_policy]),
+            header(["", "Envoy alone", "warmroute", "warmroute"]),
+            header(["", "round robin", "linear", &comparison.default_policy]),
             row("prefix hit rate", &|clients| {
                 format!("{:.1} %", clients.hit_rate * 100.0)
             }),

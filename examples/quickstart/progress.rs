@@ -12,26 +12,26 @@ const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Progress messages with the time since the start.
 pub(crate) struct ProgressDisplay {
-    began: Instant,
+    started: Instant,
     is_terminal: bool,
 }
 
 impl ProgressDisplay {
     pub(crate) fn new() -> Self {
         Self {
-            began: Instant::now(),
+            started: Instant::now(),
             is_terminal: io::stderr().is_terminal(),
         }
     }
 
-    /// Prints a text without the time. Errors are ignored, as for all progress messages.
+    /// Prints a text without the time. Write errors are ignored, as for all progress messages.
     pub(crate) fn print(&self, text: &str) {
         _ = writeln!(io::stderr().lock(), "{text}");
     }
 
     /// Prints a line about the current step.
     pub(crate) fn print_step(&self, text: &str) {
-        self.print(&step_line(self.began, text));
+        self.print(&step_line(self.started, text));
     }
 
     /// Returns a counter for the requests of a run.
@@ -46,8 +46,8 @@ impl ProgressDisplay {
         RequestCounter {
             name: name.to_owned(),
             total,
-            began: self.began,
-            first: Instant::now(),
+            started: self.started,
+            first_request: Instant::now(),
             done: AtomicUsize::new(0),
             printed_intervals: AtomicUsize::new(0),
             bar,
@@ -59,8 +59,8 @@ impl ProgressDisplay {
 pub(crate) struct RequestCounter {
     name: String,
     total: usize,
-    began: Instant,
-    first: Instant,
+    started: Instant,
+    first_request: Instant,
     done: AtomicUsize,
     /// Number of intervals since the first request at the last line.
     printed_intervals: AtomicUsize,
@@ -75,7 +75,7 @@ impl RequestCounter {
             bar.inc(1);
             return;
         }
-        let intervals = (self.first.elapsed().as_secs() / INTERVAL.as_secs()) as usize;
+        let intervals = (self.first_request.elapsed().as_secs() / INTERVAL.as_secs()) as usize;
         if self
             .printed_intervals
             .fetch_max(intervals, Ordering::Relaxed)
@@ -95,10 +95,10 @@ impl RequestCounter {
 
     fn print(&self, done: usize) {
         let text = format!("{}: {done}/{} requests", self.name, self.total);
-        _ = writeln!(io::stderr().lock(), "{}", step_line(self.began, &text));
+        _ = writeln!(io::stderr().lock(), "{}", step_line(self.started, &text));
     }
 }
 
-fn step_line(began: Instant, text: &str) -> String {
-    format!("{:>4} s  {text}", began.elapsed().as_secs())
+fn step_line(started: Instant, text: &str) -> String {
+    format!("{:>4} s  {text}", started.elapsed().as_secs())
 }

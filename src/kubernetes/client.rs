@@ -243,7 +243,7 @@ impl ApiClient {
         parameters: &ListParams,
         objects: &mut Vec<ReceivedObject<K>>,
     ) -> Result<RawListMetadata, RequestError> {
-        let body = self.send(query, ApiRequest::List(parameters)).await?;
+        let body = self.send(query, ResourceRequest::List(parameters)).await?;
         let read = timeout_at(body.deadline, body.body.collect_bytes()).await;
         let parsed = match read {
             Err(_) => Err(RequestFailure::Timeout(self.deadline())),
@@ -271,7 +271,7 @@ impl ApiClient {
             send_initial_events: false,
         };
         let answer = self
-            .send(query, ApiRequest::Watch(&parameters, version))
+            .send(query, ResourceRequest::Watch(&parameters, version))
             .await?;
         Ok(ObjectWatch::new(answer.body))
     }
@@ -279,7 +279,7 @@ impl ApiClient {
     async fn send(
         &self,
         query: &ObjectQuery,
-        request: ApiRequest<'_>,
+        request: ResourceRequest<'_>,
     ) -> Result<OpenBody, RequestError> {
         let sent = Instant::now();
         let deadline = sent + self.deadline();
@@ -297,7 +297,7 @@ impl ApiClient {
     async fn open(
         &self,
         query: &ObjectQuery,
-        request: ApiRequest<'_>,
+        request: ResourceRequest<'_>,
     ) -> Result<Body, RequestFailure> {
         let connection = self
             .connection()
@@ -306,8 +306,8 @@ impl ApiClient {
         let namespace = query.namespace.as_ref().unwrap_or(&connection.namespace);
         let url = Request::new(DynamicObject::url_path(&query.resource, Some(namespace)));
         let request = match request {
-            ApiRequest::List(parameters) => url.list(parameters),
-            ApiRequest::Watch(parameters, version) => url.watch(parameters, version),
+            ResourceRequest::List(parameters) => url.list(parameters),
+            ResourceRequest::Watch(parameters, version) => url.watch(parameters, version),
         };
         let request = request.map_err(|error| RequestFailure::Malformed(describe(&error)))?;
         Self::exchange(&connection, request.map(Body::from)).await
@@ -461,14 +461,14 @@ struct OpenBody {
     deadline: Instant,
 }
 
-/// A request with its parameters.
+/// List or watch request of the Kubernetes API, with its parameters.
 #[derive(Clone, Copy)]
-enum ApiRequest<'a> {
+enum ResourceRequest<'a> {
     List(&'a ListParams),
     Watch(&'a WatchParams, &'a str),
 }
 
-impl ApiRequest<'_> {
+impl ResourceRequest<'_> {
     fn verb(self) -> ApiVerb {
         match self {
             Self::List(_) => ApiVerb::List,

@@ -344,7 +344,10 @@ impl<'a> KindWatch<'a> {
             kind, namespace, ..
         } = &self.status;
         if self.status.state != state {
-            info!(kind, namespace, state, "optional InferencePool objects");
+            info!(
+                kind,
+                namespace, state, "state of optional InferencePool objects changed"
+            );
             self.status.state = state;
         }
     }

@@ -280,7 +280,7 @@ fn json_file_has_machine_date_and_versions() {
     let table = String::from_utf8_lossy(&output.stdout);
     for part in [
         "prefix hit rate",
-        "What the figures show:\n* ",
+        "Findings:\n* ",
         "docs/getting-started.md",
         file.to_str().unwrap(),
     ] {

@@ -203,7 +203,7 @@ async fn assert_failures_are_survived(
         "{log}"
     );
     assert_eq!(
-        log.matches("remote index server readmitted, queries resume")
+        log.matches("remote index server readmitted; queries resume")
             .count(),
         1,
         "{log}"

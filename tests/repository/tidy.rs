@@ -299,8 +299,8 @@ fn logs_have_no_debug_forms() {
     for source in sources() {
         for SourceLine { number, text } in code(&source) {
             let text = text.trim();
-            // The marker `?` of the log macros. Lines of debug and trace and regular expressions may
-            // have it.
+            // `?` in a log macro writes the Debug form. Lines of debug and trace, and regular
+            // expressions, may contain it.
             let has_marker = ["= ?", ", ?", "(?"].iter().any(|mark| text.contains(mark));
             let is_exempt = ["debug!(", "trace!(", "r\"", "r##\""]
                 .iter()

@@ -442,7 +442,7 @@ fn nats_warnings(log: &str) -> Vec<&str> {
 }
 
 #[tokio::test]
-async fn each_loss_of_nats_is_logged_once_with_its_server() {
+async fn nats_outage_is_logged_once_with_server() {
     let mut nats = NatsServer::stopped(&[]);
     let replicas = json!({"nats": {"servers": [nats.url()]}, "sync_timeout": "200ms"});
     let process = WarmrouteProcess::start(json!({"replicas": replicas}), &[]).await;
@@ -454,7 +454,7 @@ async fn each_loss_of_nats_is_logged_once_with_its_server() {
         panic!("{log}")
     };
     assert!(
-        unreachable.contains("NATS error") && unreachable.contains(&nats.url()),
+        unreachable.contains("NATS client reported an error") && unreachable.contains(&nats.url()),
         "{unreachable}"
     );
     nats.start();

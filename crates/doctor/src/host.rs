@@ -52,9 +52,9 @@ pub enum TokenizerState {
     Failed(String),
 }
 
-/// Configured connections. Each needs an open file.
+/// Connections that the configuration permits. Each needs an open file.
 #[derive(Clone, Copy, Debug)]
-pub struct ConnectionLimits {
+pub struct ConnectionDemand {
     /// Number of ext_proc listeners.
     pub listeners: u64,
     /// Maximum number of connections of each listener.
@@ -126,9 +126,9 @@ pub fn check_tokenizer(name: &str, tokenizer: &TokenizerState) -> Finding {
 }
 
 /// Checks the limit of open files against the configured connections; `None` means no limit.
-pub fn check_open_files(needs: &ConnectionLimits, limit: Option<u64>) -> Finding {
+pub fn check_open_files(needs: &ConnectionDemand, limit: Option<u64>) -> Finding {
     let at = FindingBuilder::new("host.files", "this shell");
-    let ConnectionLimits {
+    let ConnectionDemand {
         listeners,
         max_connections,
         ranks,

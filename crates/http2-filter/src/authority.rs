@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn every_octet_has_a_valid_substitute_with_no_longer_code() {
+    fn every_octet_has_substitute_without_longer_code() {
         for octet in 0..=u8::MAX {
             for value in [
                 vec![octet],

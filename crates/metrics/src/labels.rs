@@ -295,7 +295,7 @@ pub struct EngineSessionLabels {
 pub struct BuildLabels {
     /// Version of the package.
     pub version: String,
-    /// Abbreviated commit; empty if it is unknown.
+    /// Abbreviated commit hash; empty if it is unknown.
     pub commit: String,
 }
 

@@ -1,7 +1,7 @@
 //! Metrics of warmroute, one module per subsystem. Each metric is defined once, with name, type,
 //! labels and help text. There is no global registry: the server creates one [`Metrics`] and passes
 //! it to its components. The exposition adds the prefix `warmroute_` to every name, and the suffix
-//! `_total` to counters. On Linux, the metrics `process_*` of the operating system are added.
+//! `_total` to counters. On Linux, the page also has the metrics `process_*` of the operating system.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -91,11 +91,11 @@ macro_rules! subsystems {
         }
 
         impl Metrics {
-            fn register(mut all: Registry) -> Self {
-                let registry = all.sub_registry_with_prefix("warmroute");
+            fn register(mut root: Registry) -> Self {
+                let registry = root.sub_registry_with_prefix("warmroute");
                 Self {
                     $( $field: $subsystem::register(registry), )+
-                    registry: Mutex::new(all),
+                    registry: Mutex::new(root),
                 }
             }
         }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use prometheus_client::encoding::{EncodeMetric, MetricEncoder};
 use prometheus_client::metrics::MetricType;
 
-/// Gauge that is absent from the page unless it is set. A value of 0 would report the failure of a
-/// feature that is not configured.
+/// Gauge that is absent from the page until it is set. If a feature is not configured, a gauge with
+/// the value 0 would look like a failure.
 #[derive(Clone, Debug, Default)]
 pub struct OptionalGauge(Arc<Mutex<Option<i64>>>);
 

@@ -1,5 +1,4 @@
-//! Metrics of the operating system about this process, with the names that the clients of
-//! Prometheus use.
+//! Metrics of the operating system about this process, named as in the Prometheus client libraries.
 
 use std::fmt;
 
@@ -18,7 +17,7 @@ pub(crate) struct ProcessCollector {
     start_seconds: Option<f64>,
 }
 
-/// State of the process.
+/// State of the process at one scrape.
 struct ProcessState {
     cpu_seconds: f64,
     resident_bytes: u64,
@@ -28,7 +27,7 @@ struct ProcessState {
     max_fds: Option<u64>,
 }
 
-/// Name without the prefix `process_`, and meaning of each metric.
+/// Name without the prefix `process_`, and help text.
 pub(crate) const CPU: (&str, &str) = ("cpu_seconds", "CPU time in user and system mode");
 pub(crate) const GAUGES: [(&str, &str); 6] = [
     ("resident_memory_bytes", "Resident memory"),
@@ -59,7 +58,7 @@ impl ProcessCollector {
 
 impl Collector for ProcessCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        // Without access to /proc, the page has no such metrics.
+        // If /proc cannot be read, the page has no process metrics.
         let Ok(state) = ProcessState::read() else {
             return Ok(());
         };
@@ -118,7 +117,7 @@ mod tests {
     use crate::{Metrics, TextFormat};
 
     #[test]
-    fn page_has_metrics_of_the_process() {
+    fn page_has_process_metrics() {
         let page = Metrics::new()
             .render(TextFormat::Prometheus, |_| {})
             .unwrap();

@@ -100,7 +100,7 @@ fn render() -> String {
 /// Returns the section of the metrics that the operating system provides.
 fn render_process_metrics() -> String {
     let mut text =
-        "\n## Operating system\n\nOn Linux, with the names of the Prometheus client libraries:\n\n\
+        "\n## Operating system\n\nOn Linux, the page has these metrics, named as in the Prometheus client libraries:\n\n\
         | metric | type | meaning |\n|---|---|---|\n"
             .to_owned();
     let (name, help) = CPU;

@@ -83,7 +83,7 @@ impl Drop for ReadyGuard {
                 StepOutcome::TimedOut => {
                     warn!(
                         step = self.name,
-                        waited, "startup: gave up waiting; becoming ready without this step"
+                        waited, "startup: step timed out; readiness no longer waits for it"
                     );
                 }
                 StepOutcome::Dropped => {}

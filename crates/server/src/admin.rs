@@ -123,8 +123,8 @@ pub fn admin_routes(admin: AdminState) -> Routes {
         .with_state(admin)
 }
 
-/// Adds the headers that apply to all pages: browsers must not guess another content type, and the
-/// state is outdated at once.
+/// Adds the headers of all pages: browsers must not guess another content type, and must not store
+/// the state.
 async fn add_headers(mut response: Response) -> Response {
     let headers = response.headers_mut();
     let no_sniff = HeaderValue::from_static("nosniff");

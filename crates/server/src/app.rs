@@ -240,7 +240,7 @@ impl App {
         if let Some(pool) = &config.process.pool {
             let name = pool.name.clone().unwrap_or_default();
             let namespace = pool.namespace.clone().unwrap_or_default();
-            info!(name, namespace, "serving this pool");
+            info!(name, namespace, "process serves a pool");
             metrics
                 .process
                 .pool_info

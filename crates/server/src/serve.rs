@@ -149,7 +149,7 @@ async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
         let signal = signals.recv().await;
         info!(
             signal,
-            "second signal, exiting without waiting for open exchanges"
+            "second signal received; exiting without waiting for open exchanges"
         );
     };
     tokio::select! {
@@ -186,7 +186,7 @@ impl TerminationSignals {
 /// reloader runs.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
-        info!("SIGHUP: reloading");
+        info!("SIGHUP received; reloading the configuration");
         reload.notify_one();
     }
 }

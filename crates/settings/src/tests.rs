@@ -7,51 +7,51 @@ use super::*;
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Shop {
+struct FleetSettings {
     name: String,
     #[serde(default)]
-    seats: Option<std::num::NonZeroU32>,
+    ranks: Option<std::num::NonZeroU32>,
     #[serde(default)]
-    open: bool,
+    drain: bool,
     #[serde(default)]
-    rest: Rest,
+    poll: PollSettings,
     #[serde(default)]
-    shelves: Vec<Shelf>,
+    workers: Vec<WorkerEntry>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    door: Option<std::net::SocketAddr>,
+    bind: Option<std::net::SocketAddr>,
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-struct Rest {
-    pause: DurationSetting,
-    room: ByteSize,
+struct PollSettings {
+    delay: DurationSetting,
+    size: ByteSize,
 }
 
-impl Default for Rest {
+impl Default for PollSettings {
     fn default() -> Self {
         Self {
-            pause: DurationSetting::seconds(1),
-            room: ByteSize::kib(1),
+            delay: DurationSetting::seconds(1),
+            size: ByteSize::kib(1),
         }
     }
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Shelf {
+struct WorkerEntry {
     id: u64,
-    colour: Colour,
+    engine: EngineName,
 }
 
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Colour {
-    Red,
-    Green,
+enum EngineName {
+    Vllm,
+    Sglang,
 }
 
-fn read(text: &str) -> Result<Shop, Vec<String>> {
+fn read(text: &str) -> Result<FleetSettings, Vec<String>> {
     Document::parse(Path::new("s"), text.as_bytes())
         .and_then(|document| document.read())
         .map_err(|errors| errors.iter().map(ToString::to_string).collect())
@@ -59,19 +59,19 @@ fn read(text: &str) -> Result<Shop, Vec<String>> {
 
 #[test]
 fn valid_text_is_read_completely() {
-    let shop =
-        read("name: a\nopen: true\nrest:\nshelves: [{id: 18446744073709551615, colour: red}]\n")
+    let settings =
+        read("name: a\ndrain: true\npoll:\nworkers: [{id: 18446744073709551615, engine: vllm}]\n")
             .unwrap();
     assert_eq!(
-        shop.shelves,
-        [Shelf {
+        settings.workers,
+        [WorkerEntry {
             id: u64::MAX,
-            colour: Colour::Red
+            engine: EngineName::Vllm
         }]
     );
     assert_eq!(
-        shop.rest,
-        Rest::default(),
+        settings.poll,
+        PollSettings::default(),
         "an empty section has the default values"
     );
 }
@@ -80,27 +80,27 @@ fn valid_text_is_read_completely() {
 fn every_deserialization_error_has_a_position() {
     let text = "\
 name: 7
-seats: 0
-opne: true
-rest: {pause: 5, room: 3 elephants, colour: red}
-shelves:
-  - {id: 1, color: red}
-  - {id: -1, colour: gren}
+ranks: 0
+drian: true
+poll: {delay: 5, size: 3 kilobytes, engine: vllm}
+workers:
+  - {id: 1, engin: vllm}
+  - {id: -1, engine: sglan}
   - {id: 2}
   - 5
 ";
     let expected = [
         "s:1:7: `name` must be text, not 7; put it in quotes",
-        "s:2:8: `seats` must be a whole number from 1, not 0",
-        "s:3:1: unknown key `opne`; did you mean `open`?",
-        "s:4:15: `pause` must be a length of time with its unit, for example 250ms or 30s, not 5",
-        "s:4:24: `room`: `3 elephants` is not a size; write for example 512B, 16KiB or 32MiB",
-        "s:4:37: unknown key `colour` in `rest`; known keys: pause, room",
-        "s:6:13: unknown key `color`; did you mean `colour`?",
+        "s:2:8: `ranks` must be a whole number from 1, not 0",
+        "s:3:1: unknown key `drian`; did you mean `drain`?",
+        "s:4:15: `delay` must be a length of time with its unit, for example 250ms or 30s, not 5",
+        "s:4:24: `size`: `3 kilobytes` is not a size; write for example 512B, 16KiB or 32MiB",
+        "s:4:37: unknown key `engine` in `poll`; known keys: delay, size",
+        "s:6:13: unknown key `engin`; did you mean `engine`?",
         "s:7:10: `id` must be a whole number from 0 to 18446744073709551615, not -1",
-        "s:7:22: `colour` must be one of red, green, not `gren`; did you mean `green`?",
-        "s:8:5: the required key `colour` is missing in `shelves[2]`",
-        "s:9:5: `shelves[3]` must be a map of keys, not 5",
+        "s:7:22: `engine` must be one of vllm, sglang, not `sglan`; did you mean `sglang`?",
+        "s:8:5: the required key `engine` is missing in `workers[2]`",
+        "s:9:5: `workers[3]` must be a map of keys, not 5",
     ];
     assert_eq!(read(text).unwrap_err(), expected);
 }
@@ -121,7 +121,7 @@ fn invalid_yaml_has_a_position() {
         );
         assert!(!errors[0].contains('\n'), "one line each: {errors:?}");
     }
-    let errors = Document::parse(Path::new("s"), b"name: a\nopen: \xff\n")
+    let errors = Document::parse(Path::new("s"), b"name: a\ndrain: \xff\n")
         .map(drop)
         .unwrap_err();
     assert_eq!(
@@ -149,15 +149,15 @@ fn hostile_text_is_rejected_quickly() {
 fn problem_has_the_line_of_the_nearest_value() {
     let document = Document::parse(
         Path::new("s"),
-        b"name: a\nshelves:\n  - id: 1\n    colour: red\n",
+        b"name: a\nworkers:\n  - id: 1\n    engine: vllm\n",
     )
     .unwrap();
     let line_of = |steps: &[PathStep]| document.tree().position_of(steps).line;
     assert_eq!(line_of(&["name".into()]), 1);
-    assert_eq!(line_of(&["shelves".into(), 0.into(), "colour".into()]), 4);
-    assert_eq!(line_of(&["shelves".into(), 0.into(), "size".into()]), 3);
-    assert_eq!(line_of(&["shelves".into(), 9.into()]), 3);
-    let problems = vec![Problem::of("shelves", "late"), Problem::of("name", "early")];
+    assert_eq!(line_of(&["workers".into(), 0.into(), "engine".into()]), 4);
+    assert_eq!(line_of(&["workers".into(), 0.into(), "port".into()]), 3);
+    assert_eq!(line_of(&["workers".into(), 9.into()]), 3);
+    let problems = vec![Problem::of("workers", "late"), Problem::of("name", "early")];
     let located: Vec<_> = document
         .locate(problems)
         .iter()
@@ -193,52 +193,52 @@ fn only_similar_words_are_suggested() {
 fn frequent_mistakes_have_specific_fixes() {
     let cases = [
         (
-            "name: a\nrest:\n\tpause: 1s\n",
+            "name: a\npoll:\n\tpause: 1s\n",
             "s:3:1: the line begins with a tab; YAML is indented with spaces only",
         ),
         (
-            "name: a\nseats: \"16\"\n",
-            "s:2:8: `seats` must be a whole number from 1, not `16`; remove the quotes",
+            "name: a\nranks: \"16\"\n",
+            "s:2:8: `ranks` must be a whole number from 1, not `16`; remove the quotes",
         ),
         (
-            "name: a\nopen: 'true'\n",
-            "s:2:7: `open` must be true or false, not `true`; remove the quotes",
+            "name: a\ndrain: 'true'\n",
+            "s:2:8: `drain` must be true or false, not `true`; remove the quotes",
         ),
         (
-            "name: a\nshelves: null\n",
-            "s:2:10: `shelves` has no value; it must be a list",
+            "name: a\nworkers: null\n",
+            "s:2:10: `workers` has no value; it must be a list",
         ),
         (
-            "name: a\nrest: {room: 32}\n",
-            "s:2:14: `room`: 32 has no unit; write 32B for bytes, or for example 32KiB or 32MiB",
+            "name: a\npoll: {size: 32}\n",
+            "s:2:14: `size`: 32 has no unit; write 32B for bytes, or for example 32KiB or 32MiB",
         ),
         (
             "apiVersion: v1\nname: a\n",
             "s:1:1: this is a Kubernetes manifest, not a settings file; pass the text inside its `data`",
         ),
         (
-            "name: a\nseats: 99999999999999999999999\n",
-            "s:2:8: `seats` must be a whole number from 1, not 99999999999999999999999",
+            "name: a\nranks: 99999999999999999999999\n",
+            "s:2:8: `ranks` must be a whole number from 1, not 99999999999999999999999",
         ),
         (
-            "name: a\ndoor: 9002\n",
-            "s:2:7: `door` must be an address and a port, not 9002; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
+            "name: a\nbind: 9002\n",
+            "s:2:7: `bind` must be an address and a port, not 9002; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
         ),
         (
-            "name: a\ndoor: '9002'\n",
-            "s:2:7: `door`: `9002` has no address; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
+            "name: a\nbind: '9002'\n",
+            "s:2:7: `bind`: `9002` has no address; write 127.0.0.1:9002, or 0.0.0.0:9002 for all addresses",
         ),
         (
-            "name: a\ndoor: localhost:80\n",
-            "s:2:7: `door`: `localhost:80` has a host name instead of an IP address; write 127.0.0.1:80",
+            "name: a\nbind: localhost:80\n",
+            "s:2:7: `bind`: `localhost:80` has a host name instead of an IP address; write 127.0.0.1:80",
         ),
         (
-            "name: a\ndoor: vllm-0.vllm:80\n",
-            "s:2:7: `door`: `vllm-0.vllm:80` has a host name instead of an IP address",
+            "name: a\nbind: vllm-0.vllm:80\n",
+            "s:2:7: `bind`: `vllm-0.vllm:80` has a host name instead of an IP address",
         ),
         (
-            "name: a\ndoor: http://10.0.0.1:80\n",
-            "s:2:7: `door`: `http://10.0.0.1:80` is not an IP:PORT; remove `http://` and write 10.0.0.1:80",
+            "name: a\nbind: http://10.0.0.1:80\n",
+            "s:2:7: `bind`: `http://10.0.0.1:80` is not an IP:PORT; remove `http://` and write 10.0.0.1:80",
         ),
     ];
     for (text, expected) in cases {
@@ -254,7 +254,7 @@ fn known_keys_are_listed_once() {
     assert_eq!(
         errors,
         [
-            "s:2:1: unknown key `first` in the file; known keys: name, seats, open, rest, shelves, door",
+            "s:2:1: unknown key `first` in the file; known keys: name, ranks, drain, poll, workers, bind",
             "s:3:1: unknown key `second` in the file",
         ]
     );
@@ -262,20 +262,20 @@ fn known_keys_are_listed_once() {
 
 #[test]
 fn extension_keys_of_the_root_are_ignored() {
-    let shop = read("x-pause: &pause {pause: 5s}\nname: a\nrest: *pause\n").unwrap();
-    assert_eq!(shop.rest.pause, DurationSetting::seconds(5));
-    assert!(read("name: a\nrest: {x-pause: 1}\n").is_err());
+    let settings = read("x-delay: &delay {delay: 5s}\nname: a\npoll: *delay\n").unwrap();
+    assert_eq!(settings.poll.delay, DurationSetting::seconds(5));
+    assert!(read("name: a\npoll: {x-delay: 1}\n").is_err());
 }
 
 /// Reads a text with some variables in the environment.
-fn read_with_variables(text: &str) -> Result<Shop, Vec<String>> {
+fn read_with_variables(text: &str) -> Result<FleetSettings, Vec<String>> {
     let variable = |name: &str| {
         let value = match name {
             "NAME" => "a",
             "NUMBER" => "16",
             "NEGATIVE" => "-5",
             "YES" => "true",
-            "COLOUR" => "red",
+            "ENGINE" => "vllm",
             "PORT" => "9002",
             "TIME" => "250ms",
             "EMPTY" => "",
@@ -291,26 +291,27 @@ fn read_with_variables(text: &str) -> Result<Shop, Vec<String>> {
 
 #[test]
 fn variables_have_the_type_of_their_key() {
-    let shop = read_with_variables(
-        "name: ${NUMBER}\nseats: ${NUMBER}\nopen: \"${YES}\"\nrest: {pause: '${TIME}', room: '${NUMBER}KiB'}\n\
-         shelves: [{id: '${ABSENT:-7}', colour: '${COLOUR}'}]\ndoor: 127.0.0.1:${PORT}\n",
+    let settings = read_with_variables(
+        "name: ${NUMBER}\nranks: ${NUMBER}\ndrain: \"${YES}\"\npoll: {delay: '${TIME}', size: '${NUMBER}KiB'}\n\
+         workers: [{id: '${ABSENT:-7}', engine: '${ENGINE}'}]\nbind: 127.0.0.1:${PORT}\n",
     )
     .unwrap();
-    assert_eq!(shop.name, "16");
-    assert_eq!(shop.seats.map(std::num::NonZeroU32::get), Some(16));
-    assert!(shop.open);
-    assert_eq!(shop.rest.pause, DurationSetting::millis(250));
-    assert_eq!(shop.rest.room, ByteSize::kib(16));
-    let colour = Colour::Red;
-    assert_eq!(shop.shelves, [Shelf { id: 7, colour }]);
-    assert_eq!(shop.door, Some("127.0.0.1:9002".parse().unwrap()));
+    assert_eq!(settings.name, "16");
+    assert_eq!(settings.ranks.map(std::num::NonZeroU32::get), Some(16));
+    assert!(settings.drain);
+    assert_eq!(settings.poll.delay, DurationSetting::millis(250));
+    assert_eq!(settings.poll.size, ByteSize::kib(16));
+    let engine = EngineName::Vllm;
+    assert_eq!(settings.workers, [WorkerEntry { id: 7, engine }]);
+    assert_eq!(settings.bind, Some("127.0.0.1:9002".parse().unwrap()));
 }
 
 #[test]
 fn empty_variable_leaves_an_optional_key_unset() {
-    let shop = read_with_variables("name: ${EMPTY}\nseats: ${EMPTY}\ndoor: ${ABSENT:-}\n").unwrap();
+    let settings =
+        read_with_variables("name: ${EMPTY}\nranks: ${EMPTY}\nbind: ${ABSENT:-}\n").unwrap();
     assert_eq!(
-        (shop.name.as_str(), shop.seats, shop.door),
+        (settings.name.as_str(), settings.ranks, settings.bind),
         ("", None, None)
     );
 }
@@ -319,20 +320,20 @@ fn empty_variable_leaves_an_optional_key_unset() {
 fn errors_name_variables_instead_of_values() {
     let text = "\
 name: a
-seats: ${NEGATIVE}
-open: ${SECRET}
-rest: {pause: '${SECRET}', room: '${SECRET}', colour: '${SECRET}'}
-shelves: [{id: '${SECRET}', colour: '${SECRET}'}, '${SECRET}']
-door: http://${SECRET}
+ranks: ${NEGATIVE}
+drain: ${SECRET}
+poll: {delay: '${SECRET}', size: '${SECRET}', engine: '${SECRET}'}
+workers: [{id: '${SECRET}', engine: '${SECRET}'}, '${SECRET}']
+bind: http://${SECRET}
 ";
     let expected = [
-        "s:2:8: `seats` must be a whole number from 1, not `${NEGATIVE}`; the value comes from the environment",
-        "s:3:7: `open` must be true or false, not `${SECRET}`; the value comes from the environment",
-        "s:4:15: `pause`: `${SECRET}` is not a length of time; write for example 250ms, 30s or 5m; \
+        "s:2:8: `ranks` must be a whole number from 1, not `${NEGATIVE}`; the value comes from the environment",
+        "s:3:8: `drain` must be true or false, not `${SECRET}`; the value comes from the environment",
+        "s:4:15: `delay`: `${SECRET}` is not a length of time; write for example 250ms, 30s or 5m; \
          the value comes from the environment",
-        "s:4:34: `room`: `${SECRET}` is not a size; write for example 512B, 16KiB or 32MiB; \
+        "s:4:34: `size`: `${SECRET}` is not a size; write for example 512B, 16KiB or 32MiB; \
          the value comes from the environment",
-        "s:4:47: unknown key `colour` in `rest`; known keys: pause, room",
+        "s:4:47: unknown key `engine` in `poll`; known keys: delay, size",
     ];
     let errors = read_with_variables(text).unwrap_err();
     assert_eq!(errors[..5], expected);
@@ -349,7 +350,7 @@ fn problems_name_variables_instead_of_values() {
         "SECRET" => Some("hunter2".to_owned()),
         _ => Some("3".to_owned()),
     };
-    let text = "name: ${SECRET}\nseats: ${SEATS}\n";
+    let text = "name: ${SECRET}\nranks: ${RANKS}\n";
     let document = Document::parse_with(Path::new("s"), text.as_bytes(), &variable).unwrap();
     let problem = |text: &str| {
         let errors = document.locate(vec![Problem::of("name", text)]);
@@ -365,14 +366,14 @@ fn problems_name_variables_instead_of_values() {
 #[test]
 fn unset_variable_is_reported_with_other_errors() {
     let errors = read_with_variables(
-        "name: 7\nseats: ${ABSENT}\nrest: {pause: '${A-B}', colour: red}\nshelves: [{id: 1, colour: '${ABSENT}'}]\n",
+        "name: 7\nranks: ${ABSENT}\npoll: {delay: '${A-B}', engine: vllm}\nworkers: [{id: 1, engine: '${ABSENT}'}]\n",
     )
     .unwrap_err();
     let starts = [
         "s:1:7: `name` must be text",
         "s:2:8: the environment variable ABSENT is not set",
         "s:3:15: `A-B` is not the name",
-        "s:3:25: unknown key `colour`",
+        "s:3:25: unknown key `engine`",
         "s:4:27: the environment variable ABSENT is not set",
     ];
     assert_eq!(errors.len(), starts.len(), "{errors:?}");
@@ -383,8 +384,8 @@ fn unset_variable_is_reported_with_other_errors() {
 
 #[test]
 fn unset_variable_of_an_anchor_is_reported_once() {
-    let text = "x-unused: ${ABSENT}\nx-rest: &rest {pause: '${ABSENT}'}\nx-name: &name ${ABSENT}\n\
-                name: *name\nrest: *rest\nshelves: [*rest, *rest]\n";
+    let text = "x-unused: ${ABSENT}\nx-poll: &poll {delay: '${ABSENT}'}\nx-name: &name ${ABSENT}\n\
+                name: *name\npoll: *poll\nworkers: [*poll, *poll]\n";
     let errors = read_with_variables(text).unwrap_err();
     let unset: Vec<_> = errors
         .iter()
@@ -401,12 +402,12 @@ fn unset_variable_of_an_anchor_is_reported_once() {
 fn quotes_are_suggested_only_if_they_help() {
     let cases = [
         (
-            "name: a\nseats: '-5'\n",
-            "s:2:8: `seats` must be a whole number from 1, not `-5`",
+            "name: a\nranks: '-5'\n",
+            "s:2:8: `ranks` must be a whole number from 1, not `-5`",
         ),
         (
-            "name: a\nseats: '0'\n",
-            "s:2:8: `seats` must be a whole number from 1, not `0`",
+            "name: a\nranks: '0'\n",
+            "s:2:8: `ranks` must be a whole number from 1, not `0`",
         ),
         ("name: [a]\n", "s:1:7: `name` must be text, not a list"),
         (
@@ -421,7 +422,7 @@ fn quotes_are_suggested_only_if_they_help() {
 
 #[test]
 fn tab_does_not_hide_another_error() {
-    let errors = read("name: a\nopen: [true\n\t# comment\nrest: 5\n").unwrap_err();
+    let errors = read("name: a\ndrain: [true\n\t# comment\npoll: 5\n").unwrap_err();
     assert!(!errors[0].contains("tab"), "{errors:?}");
     let errors = read("name: a\n\t# comment\nname: b\n").unwrap_err();
     assert!(errors[0].contains("duplicate"), "{errors:?}");
@@ -431,14 +432,14 @@ proptest! {
     #[test]
     fn any_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
         if let Ok(document) = Document::parse(Path::new("s"), &bytes) {
-            let _ = document.read::<Shop>();
+            let _ = document.read::<FleetSettings>();
         }
     }
 
     #[test]
     fn broken_yaml_is_parsed_without_panic(text in "[a-e:\\-\\[\\]{}&*!|>'\"%@#, \n?~0-9.]{0,80}") {
         if let Ok(document) = Document::parse(Path::new("s"), text.as_bytes()) {
-            let _ = document.read::<Shop>();
+            let _ = document.read::<FleetSettings>();
         }
     }
 

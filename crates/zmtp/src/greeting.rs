@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn greeting_is_complete_after_64_bytes_in_any_pieces() {
+    fn fragmented_greeting_is_complete_after_64_bytes() {
         let mut decoder = GreetingDecoder::default();
         for byte in &greeting()[..63] {
             assert_eq!(decoder.decode(&mut BytesMut::from(&[*byte][..])), Ok(None));
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn greeting_errors_are_found_at_the_first_wrong_byte() {
+    fn greeting_fails_at_first_wrong_byte() {
         assert_eq!(decode(b"GET / HTTP/1.1"), Err(ProtocolError::Signature));
         assert_eq!(
             decode(&[0xff, 0, 0, 0, 0, 0, 0, 0, 1, 0x7e]),

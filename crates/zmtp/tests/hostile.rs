@@ -414,7 +414,7 @@ async fn silent_publisher_is_replaced_by_a_new_one() {
 }
 
 #[tokio::test]
-async fn slow_peer_is_received_and_a_stalled_handshake_ends() {
+async fn slow_peer_is_received_and_stalled_handshake_ends() {
     let timing = ConnectionTiming {
         handshake: Duration::from_millis(300),
         ..ConnectionTiming::default()

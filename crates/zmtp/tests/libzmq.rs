@@ -210,7 +210,7 @@ async fn assert_capture_is_received(peer: &mut Libzmq, socket: &mut SubSocket) {
 }
 
 #[tokio::test]
-async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
+async fn binding_libzmq_publisher_is_received_over_every_transport() {
     let mut peer = Libzmq::start().await;
     assert!(
         peer.call(json!({"op": "version"}))
@@ -242,7 +242,7 @@ async fn libzmq_publisher_that_binds_is_received_over_every_transport() {
 }
 
 #[tokio::test]
-async fn libzmq_publisher_that_connects_is_received_over_every_transport() {
+async fn connecting_libzmq_publisher_is_received_over_every_transport() {
     let mut peer = Libzmq::start().await;
     let directory = tempfile::tempdir().unwrap();
     let ipc = format!("ipc://{}", directory.path().join("events").display());

@@ -121,7 +121,7 @@ async fn load_is_booked_until_stream_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn load_is_released_when_a_worker_fails_or_dies() {
+async fn worker_failure_releases_load() {
     let changes: Vec<ManagerChange> = vec![
         Box::new(|_| {}),
         Box::new(super::gateway::ConnectionManager::duplex),

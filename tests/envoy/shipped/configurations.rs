@@ -684,7 +684,7 @@ async fn subset_finds_host_by_each_id() {
 
 /// The gateway restricts the endpoints in request metadata, which clients cannot set.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn gateway_subset_hint_is_followed_or_rejected_with_503() {
+async fn gateway_subset_hint_is_followed_or_gets_503() {
     let mut deployment = GATEWAY_API.engines().await;
     let wanted = deployment.engines[2].address;
     for (hint, status) in [(wanted.to_string(), 200), (String::new(), 503)] {

@@ -245,7 +245,7 @@ fn check_warns_of_a_missing_chat_template() {
 }
 
 #[test]
-fn check_exits_with_two_and_one_line_per_error() {
+fn check_exits_with_two_and_lists_errors() {
     for name in ["unknown_keys", "workers", "workers_file_broken", "not_yaml"] {
         let path = data("broken").join(name).with_extension("yaml");
         let output = check(&path);

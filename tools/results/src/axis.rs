@@ -1,4 +1,4 @@
-//! Axes with chosen ticks.
+//! Axes of plots, with explicit ticks.
 
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ pub(super) struct PlotAxis {
 }
 
 impl PlotAxis {
-    /// Returns a logarithmic axis around the values. Its ticks are powers of ten. If these are fewer
-    /// than three, two and five times these powers are ticks too.
+    /// Returns a logarithmic axis around the values. Its ticks are powers of ten. If fewer than three
+    /// fit, twice and five times these powers are ticks as well.
     pub(super) fn logarithmic(values: impl Iterator<Item = f64>) -> Self {
         let values = extent(values);
         let range = values.start / 1.3..values.end * 1.3;
@@ -47,14 +47,14 @@ impl PlotAxis {
 
     /// Returns a linear axis from zero, with about five ticks.
     pub(super) fn linear(values: impl Iterator<Item = f64>) -> Self {
-        let most = extent(values).end * 1.08;
-        let power = 10f64.powf((most / 5.0).log10().floor());
+        let highest = extent(values).end * 1.08;
+        let power = 10f64.powf((highest / 5.0).log10().floor());
         let factors = [1.0, 2.0, 5.0, 10.0];
         let factor = factors
             .into_iter()
-            .find(|factor| factor * power >= most / 5.0);
+            .find(|factor| factor * power >= highest / 5.0);
         let step = power * factor.unwrap_or(10.0);
-        let count = (most / step).ceil();
+        let count = (highest / step).ceil();
         Self {
             scale: AxisScale::Linear,
             range: 0.0..count * step,
@@ -66,7 +66,7 @@ impl PlotAxis {
 
     /// Returns a linear axis for values that differ by less than a factor of ten, and a logarithmic
     /// one for others.
-    pub(super) fn suited(values: impl Iterator<Item = f64> + Clone) -> Self {
+    pub(super) fn for_values(values: impl Iterator<Item = f64> + Clone) -> Self {
         let Range { start, end } = extent(values.clone());
         if end < 10.0 * start {
             Self::linear(values)
@@ -111,7 +111,7 @@ impl Ranged for PlotAxis {
 }
 
 impl ValueFormatter<f64> for PlotAxis {
-    /// Formats a tick as a whole number with separators of thousands.
+    /// Formats a tick as a whole number with thousands separators.
     fn format(value: &f64) -> String {
         let digits = format!("{value:.0}");
         let mut text = String::new();
@@ -137,8 +137,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ticks_suit_the_range() {
-        let axis = |values: &[f64]| PlotAxis::suited(values.iter().copied());
+    fn ticks_fit_range_of_values() {
+        let axis = |values: &[f64]| PlotAxis::for_values(values.iter().copied());
         for (values, ticks, scale) in [
             (
                 &[89.0, 199.0][..],

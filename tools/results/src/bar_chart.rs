@@ -1,4 +1,4 @@
-//! The picture of the quickstart: grouped bars of three policies.
+//! Bar chart of the quickstart, with one bar for each of three policies.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -7,7 +7,7 @@ use warmroute_testbed::policy_comparison::PolicyComparison;
 use warmroute_testbed::replay::ReplaySummary;
 
 use super::axis::PlotAxis;
-use super::plot::failed;
+use super::plot::plot_error;
 use super::theme;
 
 const SIZE: (u32, u32) = (800, 460);
@@ -15,7 +15,7 @@ const SIZE: (u32, u32) = (800, 460);
 const LEFT: u32 = 250;
 /// Height of title and legend.
 const HEAD: u32 = 96;
-/// Height of the notes at the end.
+/// Height of the notes.
 const FOOT: u32 = 52;
 /// Width of a group of bars, relative to the distance of groups.
 const GROUP_WIDTH: f64 = 0.78;
@@ -42,7 +42,7 @@ pub(super) fn draw(comparison: &PolicyComparison) -> anyhow::Result<String> {
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, SIZE).into_drawing_area();
-        area.fill(&theme::BACKGROUND).map_err(failed)?;
+        area.fill(&theme::BACKGROUND).map_err(plot_error)?;
         draw_head(&area, comparison)?;
         draw_notes(&area, comparison)?;
         let (_, panels) = area.split_vertically(HEAD);
@@ -50,7 +50,7 @@ pub(super) fn draw(comparison: &PolicyComparison) -> anyhow::Result<String> {
         let (left, right) = panels.split_horizontally(LEFT);
         draw_panel(&left, &cache_panel(comparison))?;
         draw_panel(&right, &latency_panel(comparison))?;
-        area.present().map_err(failed)?;
+        area.present().map_err(plot_error)?;
     }
     Ok(theme::with_dark_colors(&svg))
 }
@@ -108,14 +108,14 @@ fn latency_panel(comparison: &PolicyComparison) -> BarPanel {
 fn draw_head(area: &Area<'_>, comparison: &PolicyComparison) -> anyhow::Result<()> {
     let title = "Quickstart: the same chats with three routing policies";
     let title = Text::new(title, (20, 34), theme::title(20.0));
-    area.draw(&title).map_err(failed)?;
+    area.draw(&title).map_err(plot_error)?;
     let subtitle = format!(
         "{} requests in each run, {} simulated engines, Envoy {}",
         comparison.requests, comparison.engines, comparison.envoy_version
     );
     let muted = theme::text(14.0, theme::MUTED_TEXT, HPos::Left);
     area.draw(&Text::new(subtitle, (20, 56), muted))
-        .map_err(failed)?;
+        .map_err(plot_error)?;
     let names = [
         "Envoy alone, round robin".to_owned(),
         "warmroute, linear".to_owned(),
@@ -123,15 +123,15 @@ fn draw_head(area: &Area<'_>, comparison: &PolicyComparison) -> anyhow::Result<(
     ];
     for ((name, color), x) in names.into_iter().zip(theme::SERIES).zip([20, 250, 430]) {
         let square = Rectangle::new([(x, 71), (x + 13, 84)], color.filled());
-        area.draw(&square).map_err(failed)?;
+        area.draw(&square).map_err(plot_error)?;
         let style = theme::text(14.0, theme::TEXT, HPos::Left);
         area.draw(&Text::new(name, (x + 20, 84), style))
-            .map_err(failed)?;
+            .map_err(plot_error)?;
     }
     Ok(())
 }
 
-/// Draws what is simulated, and the machine.
+/// Draws the notes: the simulated and the real parts, and the machine.
 fn draw_notes(area: &Area<'_>, comparison: &PolicyComparison) -> anyhow::Result<()> {
     let notes = [
         "Simulated: the computing time of the engines (no GPU). Real: Envoy, warmroute, tokens, KV caches and KV events.".into(),
@@ -143,7 +143,7 @@ fn draw_notes(area: &Area<'_>, comparison: &PolicyComparison) -> anyhow::Result<
     for (note, y) in notes.into_iter().zip([30, 12]) {
         let style = theme::text(12.0, theme::MUTED_TEXT, HPos::Left);
         let note: Text<'_, (i32, i32), String> = Text::new(note, (20, SIZE.1 as i32 - y), style);
-        area.draw(&note).map_err(failed)?;
+        area.draw(&note).map_err(plot_error)?;
     }
     Ok(())
 }
@@ -155,7 +155,7 @@ fn draw_panel(area: &Area<'_>, panel: &BarPanel) -> anyhow::Result<()> {
         (panel.direction, 42, direction),
     ] {
         area.draw(&Text::new(text, (20, y), style))
-            .map_err(failed)?;
+            .map_err(plot_error)?;
     }
     let values = panel.groups.iter().flat_map(|group| group.values);
     let mut chart = ChartBuilder::on(area)
@@ -165,7 +165,7 @@ fn draw_panel(area: &Area<'_>, panel: &BarPanel) -> anyhow::Result<()> {
         .x_label_area_size(30)
         .y_label_area_size(32)
         .build_cartesian_2d(0.0..panel.groups.len() as f64, PlotAxis::linear(values))
-        .map_err(failed)?;
+        .map_err(plot_error)?;
     chart
         .configure_mesh()
         .disable_x_mesh()
@@ -175,7 +175,7 @@ fn draw_panel(area: &Area<'_>, panel: &BarPanel) -> anyhow::Result<()> {
         .light_line_style(theme::BACKGROUND)
         .y_label_style(theme::font(12.0, theme::MUTED_TEXT))
         .draw()
-        .map_err(failed)?;
+        .map_err(plot_error)?;
     let bar_width = GROUP_WIDTH / 3.0;
     for (index, group) in panel.groups.iter().enumerate() {
         let start = index as f64 + (1.0 - GROUP_WIDTH) / 2.0;
@@ -187,15 +187,19 @@ fn draw_panel(area: &Area<'_>, panel: &BarPanel) -> anyhow::Result<()> {
             let label = format!("{value:.0$}", panel.digits);
             let middle = left + bar_width * 0.46;
             let shapes = std::iter::once(Rectangle::new(corners, color.filled()));
-            chart.draw_series(shapes).map_err(failed)?;
+            chart.draw_series(shapes).map_err(plot_error)?;
             let label =
                 EmptyElement::at((middle, value)) + Text::new(label, (0, -4), style.clone());
-            chart.draw_series(std::iter::once(label)).map_err(failed)?;
+            chart
+                .draw_series(std::iter::once(label))
+                .map_err(plot_error)?;
         }
         let style = theme::text(12.0, theme::MUTED_TEXT, HPos::Center);
         let name =
             EmptyElement::at((index as f64 + 0.5, 0.0)) + Text::new(group.name, (0, 20), style);
-        chart.draw_series(std::iter::once(name)).map_err(failed)?;
+        chart
+            .draw_series(std::iter::once(name))
+            .map_err(plot_error)?;
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Writes benches/RESULTS.md and its plots from the output of the benches, or draws the output of the
+//! Writes benches/RESULTS.md and its plots from the output of the benches, or draws the chart of the
 //! quickstart.
 
 mod axis;
@@ -63,8 +63,8 @@ struct TableSource {
     title: &'static str,
     /// Heading of the column next to warmroute's.
     peer: &'static str,
-    /// Description of the other side.
-    other_side: &'static str,
+    /// Description of the baseline.
+    baseline: &'static str,
     command: &'static str,
 }
 
@@ -73,28 +73,28 @@ const TABLES: [TableSource; 4] = [
         file: "peer.json",
         title: "Router core compared with dynamo-kv-router 1.6.1",
         peer: "peer",
-        other_side: "The other side is the router core of Dynamo, with the same prompts, events and requests.",
+        baseline: "The baseline is the router core of Dynamo, with the same prompts, events and requests.",
         command: "cargo bench --manifest-path benches/peer/Cargo.toml -- --trace FILE.jsonl.gz --json \"$PWD/target/results/peer.json\"",
     },
     TableSource {
         file: "limits.json",
         title: "Stages compared with their limits",
         peer: "limit",
-        other_side: "The other side is a library with the same function, a lower bound, or the fixed time in the name of the row (`beside`).",
+        baseline: "The baseline is a library with the same function, a lower bound, or the fixed time in the name of the row (`beside`).",
         command: "cargo bench --bench limits -- --json target/results/limits.json",
     },
     TableSource {
         file: "server.json",
         title: "Server compared with a minimal ext_proc server, through Envoy",
         peer: "bare",
-        other_side: "The other side answers at once and does not read the body, so more is expected: parsing, tokenization and the decision.",
+        baseline: "The baseline answers at once and does not read the body, so ratios above 1 are expected: warmroute also parses, tokenizes and decides.",
         command: "cargo bench --bench server -- --json target/results/server.json",
     },
     TableSource {
         file: "load.json",
         title: "Load through Envoy compared with a minimal ext_proc server",
         peer: "bare",
-        other_side: "The other side is the same minimal server. Both share the machine with Envoy, the client and the engines.",
+        baseline: "The baseline is the same minimal server. Both servers share the machine with Envoy, the client and the engines.",
         command: "cargo run --release --example load -- --json target/results/load.json",
     },
 ];
@@ -173,7 +173,7 @@ mod tests {
         Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
     }
 
-    /// The picture of the front page is drawn from the committed results.
+    /// The picture in README.md is drawn from the committed results.
     #[test]
     #[expect(
         clippy::disallowed_methods,
@@ -192,7 +192,7 @@ mod tests {
         );
     }
 
-    /// The texts state the figures of the committed results.
+    /// README.md and the documentation state the figures of the committed results.
     #[test]
     fn documentation_states_committed_quickstart_results() {
         let comparison: PolicyComparison = read(&root().join("docs/quickstart.json")).unwrap();

@@ -16,11 +16,11 @@ pub(super) struct ResultsPage<'r> {
     remarks: &'r [RowRemark],
 }
 
-/// What the columns mean.
+/// Description of the columns.
 const COLUMNS: &str = "\
-Each row compares warmroute (`ours`) with another side, measured alternately in the same run. `ratio` is `ours` divided by the
-other side: below 1, warmroute needs less time or memory. `goal` is the highest ratio that the project accepts; it is below 1
-where warmroute should be faster. A row that is **above** its goal misses it, even if warmroute is faster than the other side.
+Each row compares warmroute (`ours`) with a baseline, measured alternately in the same run. `ratio` is `ours` divided by the
+baseline: below 1, warmroute needs less time or memory. `goal` is the highest ratio that the project accepts; it is below 1
+where warmroute should be faster. A row that is **above** its goal misses it, even if warmroute is faster than the baseline.
 Rows without a goal are for information.
 ";
 
@@ -112,7 +112,7 @@ impl<'r> ResultsPage<'r> {
 /// Summarizes a table: rows on either side of 1, and rows above their goal.
 fn summarize(source: &TableSource, rows: &[MeasuredRow]) -> String {
     let TableSource {
-        title, other_side, ..
+        title, baseline, ..
     } = source;
     let higher: Vec<&str> = rows
         .iter()
@@ -126,7 +126,7 @@ fn summarize(source: &TableSource, rows: &[MeasuredRow]) -> String {
     let goals = rows.iter().filter(|row| row.goal.is_some()).count();
     let missed = rows.iter().filter(|row| !row.met).count();
     format!(
-        "* **{title}**: warmroute needs less than the other side in {} of {} rows, and more in {}{names}. {other_side} \
+        "* **{title}**: the ratio is at most 1 in {} of {} rows, and above 1 in {}{names}. {baseline} \
          {missed} of the {goals} rows with a goal are above it.\n",
         rows.len() - higher.len(),
         rows.len(),

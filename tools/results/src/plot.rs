@@ -1,5 +1,6 @@
-//! Curves. The parameter is on a logarithmic axis, and times that grow by more than a factor of ten
-//! are on one too: a power law is then a straight line with the exponent as its slope.
+//! Plots of curves. The axis of the parameter is logarithmic. The axis of the times is logarithmic if
+//! they grow by a factor of ten or more: a power law is then a straight line with the exponent as its
+//! slope.
 
 use anyhow::anyhow;
 use plotters::coord::Shift;
@@ -98,10 +99,10 @@ pub(super) fn draw(curve: &GrowthCurve<'_>, measurement: &str) -> anyhow::Result
     let mut svg = String::new();
     {
         let area = SVGBackend::with_string(&mut svg, (720, 420)).into_drawing_area();
-        area.fill(&theme::BACKGROUND).map_err(failed)?;
+        area.fill(&theme::BACKGROUND).map_err(plot_error)?;
         let points = curve.series.iter().flat_map(|series| &series.points);
         let x_axis = PlotAxis::logarithmic(points.clone().map(|point| point.0));
-        let y_axis = PlotAxis::suited(points.map(|point| point.1));
+        let y_axis = PlotAxis::for_values(points.map(|point| point.1));
         let x_title = format!("{} ({} axis)", curve.name, x_axis.scale_name());
         let y_title = format!("CPU time in µs ({} axis)", y_axis.scale_name());
         draw_head(&area, curve, measurement)?;
@@ -111,7 +112,7 @@ pub(super) fn draw(curve: &GrowthCurve<'_>, measurement: &str) -> anyhow::Result
             .x_label_area_size(46)
             .y_label_area_size(72)
             .build_cartesian_2d(x_axis, y_axis)
-            .map_err(failed)?;
+            .map_err(plot_error)?;
         chart
             .configure_mesh()
             .x_desc(x_title)
@@ -122,12 +123,12 @@ pub(super) fn draw(curve: &GrowthCurve<'_>, measurement: &str) -> anyhow::Result
             .bold_line_style(theme::GRID)
             .light_line_style(theme::BACKGROUND)
             .draw()
-            .map_err(failed)?;
+            .map_err(plot_error)?;
         let colors = [theme::SERIES[2], theme::SERIES[1], theme::SERIES[0]];
         for (series, color) in curve.series.iter().zip(colors) {
             let points = series.points.iter().copied();
             let line = LineSeries::new(points, color.stroke_width(2)).point_size(3);
-            let drawn = chart.draw_series(line).map_err(failed)?;
+            let drawn = chart.draw_series(line).map_err(plot_error)?;
             drawn.label(series.label()).legend(move |(x, y)| {
                 PathElement::new([(x, y), (x + 18, y)], color.stroke_width(2))
             });
@@ -139,8 +140,8 @@ pub(super) fn draw(curve: &GrowthCurve<'_>, measurement: &str) -> anyhow::Result
             .background_style(theme::BACKGROUND)
             .border_style(theme::GRID)
             .draw()
-            .map_err(failed)?;
-        area.present().map_err(failed)?;
+            .map_err(plot_error)?;
+        area.present().map_err(plot_error)?;
     }
     Ok(theme::with_dark_colors(&svg))
 }
@@ -152,10 +153,10 @@ fn draw_head(
 ) -> anyhow::Result<()> {
     let title = format!("CPU time of a routing decision against {}", curve.name);
     let title = Text::new(title, (20, 34), theme::title(17.0));
-    area.draw(&title).map_err(failed)?;
+    area.draw(&title).map_err(plot_error)?;
     let style = theme::text(12.0, theme::MUTED_TEXT, HPos::Left);
     let measurement = Text::new(measurement.to_owned(), (20, 54), style);
-    area.draw(&measurement).map_err(failed)
+    area.draw(&measurement).map_err(plot_error)
 }
 
 /// Formats a number with three significant digits.
@@ -164,6 +165,6 @@ pub(super) fn number(value: f64) -> String {
     format!("{value:.digits$}")
 }
 
-pub(super) fn failed<E: std::error::Error + Send + Sync>(error: E) -> anyhow::Error {
+pub(super) fn plot_error<E: std::error::Error + Send + Sync>(error: E) -> anyhow::Error {
     anyhow!("{error}")
 }

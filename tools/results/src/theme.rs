@@ -13,7 +13,7 @@ pub(super) const BACKGROUND: RGBColor = RGBColor(0xFF, 0xFF, 0xFF);
 pub(super) const TEXT: RGBColor = RGBColor(0x1F, 0x23, 0x28);
 pub(super) const MUTED_TEXT: RGBColor = RGBColor(0x59, 0x63, 0x6E);
 pub(super) const GRID: RGBColor = RGBColor(0xD8, 0xDE, 0xE4);
-/// Colours of the data, the most important one last.
+/// Colours of the series, the most important one last.
 pub(super) const SERIES: [RGBColor; 3] = [
     RGBColor(0xA8, 0xB1, 0xBB),
     RGBColor(0xE0, 0x9B, 0x3D),

@@ -23,7 +23,8 @@ pub const MODEL: &str = "qwen2.5";
 pub const BLOCK_SIZE: usize = 16;
 /// Time limit for the start of any part. On a busy machine, loading a tokenizer takes seconds.
 const START: Duration = Duration::from_secs(60);
-/// Time limit for clearing a prefix cache, longer than an engine holds blocks for another one.
+/// Time limit for clearing a prefix cache. It exceeds the time for which an engine holds blocks for
+/// another engine.
 const CLEAR: Duration = Duration::from_secs(30);
 
 /// The programs of a deployment, each with its first arguments.

@@ -1,4 +1,4 @@
-//! The machine of a measurement: its description, and how busy it was.
+//! Description and CPU usage of the machine of a measurement.
 
 use std::fmt;
 use std::fs;
@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 
 /// Nanoseconds of a clock tick in `/proc`, which is a hundredth of a second on Linux.
 const NANOS_PER_TICK: u64 = 10_000_000;
-/// Maximum ratio of waiting to running for a measurement of times.
-const MAX_WAITED: f64 = 1.0;
-/// Maximum share of stolen CPU time for a measurement of times.
-const MAX_STOLEN: f64 = 0.05;
-/// Share of CPU time from which other processes are the cause of waiting.
-const OTHERS_MATTER: f64 = 0.1;
+/// Highest `waited` of a run without a warning.
+const MAX_WAIT_RATIO: f64 = 1.0;
+/// Highest share of stolen CPU time of a run without a warning.
+const MAX_STOLEN_SHARE: f64 = 0.05;
+/// Share of CPU time above which other processes count as the cause of the waiting.
+const MAX_OTHER_SHARE: f64 = 0.1;
 
 /// Description of a machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,11 +69,11 @@ pub struct CpuReading {
 /// Shares of the CPU time of all cores between two readings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct CpuUsage {
-    /// Share that any process used, or that was stolen.
+    /// Share that processes used or that was stolen.
     pub busy: f64,
     /// Share that processes other than the measured ones used.
     pub other_processes: f64,
-    /// Share that the hypervisor gave to other virtual machines.
+    /// Share that the hypervisor assigned to other virtual machines.
     pub stolen: f64,
     /// Time for which the measured processes waited for a CPU, relative to the time for which they
     /// ran.
@@ -115,22 +115,22 @@ impl CpuReading {
 
 /// Returns a warning if the machine was too busy during a run of a comparison.
 pub fn overload_warning(runs: &[CpuUsage]) -> Option<String> {
-    let most = |figure: fn(&CpuUsage) -> f64| runs.iter().map(figure).fold(0.0, f64::max);
+    let highest = |figure: fn(&CpuUsage) -> f64| runs.iter().map(figure).fold(0.0, f64::max);
     let percents = |figure: fn(&CpuUsage) -> f64| {
         let percents = runs
             .iter()
             .map(|run| format!("{:.0} %", figure(run) * 100.0));
         percents.collect::<Vec<_>>().join(", ")
     };
-    let (cause, fix) = if most(|run| run.stolen) > MAX_STOLEN {
+    let (cause, fix) = if highest(|run| run.stolen) > MAX_STOLEN_SHARE {
         let stolen = percents(|run| run.stolen);
         (
             format!("other virtual machines took {stolen} of the CPU time in the runs"),
             "repeat the comparison on an idle host",
         )
-    } else if most(|run| run.waited) <= MAX_WAITED {
+    } else if highest(|run| run.waited) <= MAX_WAIT_RATIO {
         return None;
-    } else if most(|run| run.other_processes) > OTHERS_MATTER {
+    } else if highest(|run| run.other_processes) > MAX_OTHER_SHARE {
         let others = percents(|run| run.other_processes);
         (
             format!("other processes used {others} of the CPU time in the runs"),
@@ -144,7 +144,7 @@ pub fn overload_warning(runs: &[CpuUsage]) -> Option<String> {
         )
     };
     Some(format!(
-        "WARNING: {cause}. The times include waiting for the CPU: {fix}."
+        "WARNING: {cause}. The times include waiting for the CPU; {fix}."
     ))
 }
 
@@ -167,7 +167,7 @@ fn machine_ticks(stat: &str) -> Option<CpuReading> {
     })
 }
 
-/// Reads for how long the running threads of a process have waited for a CPU.
+/// Returns the time for which the current threads of a process have waited for a CPU.
 fn waited_nanos(pid: &u32) -> u64 {
     let threads = fs::read_dir(format!("/proc/{pid}/task"));
     let waited = |thread: fs::DirEntry| {

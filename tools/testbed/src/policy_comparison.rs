@@ -1,12 +1,12 @@
-//! The result of the quickstart: the same requests with Envoy's round robin and with two policies of
-//! warmroute, and a description of the differences in words.
+//! Result of the quickstart: the same requests with Envoy's round robin and with two policies of
+//! warmroute, and findings in words.
 
 use serde::{Deserialize, Serialize};
 
 use crate::machine::{self, CpuUsage, MachineDescription};
 use crate::replay::{PredictionAccuracy, ReplaySummary};
 
-/// Smaller differences between two times are noise.
+/// Relative difference below which two times count as equal.
 const NOISE: f64 = 0.03;
 
 /// Figures of the runs with three policies.
@@ -53,7 +53,7 @@ pub struct PolicyFigures {
 struct ComparedTime {
     name: &'static str,
     of: fn(&ReplaySummary) -> f64,
-    /// Possible reason why it is higher with one policy than with another.
+    /// Possible reason of a higher value with one policy than with another.
     reason: &'static str,
 }
 
@@ -76,17 +76,17 @@ const COMPARED_TIMES: [ComparedTime; 5] = [
     ComparedTime {
         name: "time per further token mean",
         of: |clients| clients.token_ms.mean,
-        reason: "engines with warm caches run more requests at a time and generate slower",
+        reason: "engines with warm caches run more requests at a time and generate more slowly",
     },
     ComparedTime {
         name: "time to last token mean",
         of: |clients| clients.e2e_ms.mean,
-        reason: "the answers take longer than the first tokens save",
+        reason: "slower generation outweighs the earlier first token",
     },
 ];
 
 impl PolicyComparison {
-    /// Warns of a busy machine, then describes the differences between the runs.
+    /// Returns a warning if the machine was busy, then the differences between the runs.
     pub fn findings(&self) -> Vec<String> {
         let runs = [&self.round_robin, &self.linear, &self.default_run];
         let warning = machine::overload_warning(&runs.map(|run| run.cpu));
@@ -116,7 +116,7 @@ impl PolicyComparison {
         let policy = &self.default_policy;
         if now < before {
             format!(
-                "With `{policy}`, the engines computed {} fewer prompt tokens than with round robin: they found the others in their KV caches.",
+                "With `{policy}`, the engines computed {} fewer prompt tokens than with round robin, because more of them were in the KV caches.",
                 percent(1.0 - now / before)
             )
         } else {
@@ -139,7 +139,7 @@ impl PolicyComparison {
         )
     }
 
-    /// Names the times that are longer with the default policy than with another one, and possible
+    /// Returns the times that are longer with the default policy than with another one, with possible
     /// reasons.
     fn worse_times(
         &self,
@@ -150,7 +150,7 @@ impl PolicyComparison {
         let mut times = Vec::new();
         let mut reasons = Vec::new();
         if is_overloaded {
-            reasons.push("the machine was busy, see above");
+            reasons.push("the machine was busy (see the warning)");
         }
         for ComparedTime { name, of, reason } in COMPARED_TIMES {
             let [ours, theirs] = [of(&self.default_run.clients), of(other)];
@@ -177,8 +177,8 @@ impl PolicyComparison {
         let most = counts.values().max()?;
         (*most as f64 > 1.5 * *least as f64).then(|| {
             format!(
-                "`{}` sent {least} to {most} requests to each worker. Follow-up requests go where their conversation is cached, \
-                 as long as no other worker would be faster.",
+                "`{}` sent {least} to {most} requests to each worker. A follow-up request goes to the worker that has its conversation cached, \
+                 unless another worker is predicted to be faster.",
                 self.default_policy
             )
         })
@@ -257,8 +257,8 @@ mod tests {
         assert_eq!(
             comparison().findings(),
             [
-                "With `seconds`, the engines computed 50 % fewer prompt tokens than with round robin: they found the others in \
-                 their KV caches.",
+                "With `seconds`, the engines computed 50 % fewer prompt tokens than with round robin, because more of them \
+                 were in the KV caches.",
                 "The median time to first token is 20 % lower (40 ms instead of 50 ms) than with round robin, and the 95th \
                  percentile is 20 % lower (40 ms instead of 50 ms).",
                 "No time with `seconds` is more than 3 % longer than with round robin or `linear`.",
@@ -299,7 +299,8 @@ mod tests {
         let findings = busy.findings();
         assert!(findings[0].starts_with("WARNING: other processes used 2 %, 2 %, 60 %"));
         assert!(
-            findings[3].contains("Possible reasons: the machine was busy, see above; requests")
+            findings[3]
+                .contains("Possible reasons: the machine was busy (see the warning); requests")
         );
     }
 }

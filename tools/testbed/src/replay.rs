@@ -48,7 +48,7 @@ pub struct RequestSample {
 }
 
 impl RequestSample {
-    /// Returns the mean time between two tokens of the answer, if it has two.
+    /// Returns the mean time between two tokens of the answer. `None` if it has fewer than two tokens.
     pub fn seconds_per_token(&self) -> Option<f64> {
         let gaps = self.completion_tokens.checked_sub(1)?;
         (gaps > 0).then(|| (self.duration - self.ttft).as_secs_f64() / gaps as f64)

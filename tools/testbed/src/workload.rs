@@ -56,7 +56,7 @@ impl WorkloadShape {
     }
 
     /// Returns a short workload with prompts and answers of this shape: 8 conversations of 3 turns
-    /// without pauses. It opens connections and fills code and word caches before a measurement.
+    /// without pauses. Before a measurement, it opens connections and fills the caches of the tokenizer.
     pub fn warm_up(&self) -> Self {
         Self {
             groups: 8,

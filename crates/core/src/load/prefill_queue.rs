@@ -50,7 +50,7 @@ struct PrefillEntry {
 
 /// Times of a prefill that ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct CompletedPrefill {
+pub(super) struct PrefillTimes {
     /// Time since the booking or since the previous first token, whichever is later.
     pub(super) elapsed: Duration,
     /// Time since the booking.
@@ -118,14 +118,14 @@ impl PrefillQueue {
         ticket: PrefillTicket,
         cause: PrefillEndCause,
         now: Instant,
-    ) -> Option<CompletedPrefill> {
+    ) -> Option<PrefillTimes> {
         let at = self
             .entries
             .binary_search_by_key(&ticket, |entry| entry.ticket)
             .ok()?;
         let elapsed = now.saturating_duration_since(self.start_of(&self.entries[at]));
         let entry = &mut self.entries[at];
-        let completed = CompletedPrefill {
+        let completed = PrefillTimes {
             elapsed,
             since_booking: now.saturating_duration_since(entry.booked_at),
             first_token_seconds: entry.first_token_seconds,

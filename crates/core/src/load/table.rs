@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSlowdown, SlowdownFactors};
-use super::prefill_queue::{CompletedPrefill, PrefillEndCause, PrefillQueue, PrefillTicket};
+use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket, PrefillTimes};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
@@ -85,7 +85,7 @@ pub(super) struct ReservationPart {
     pub(super) booking: LoadBooking,
     pub(super) share: Option<BookedShare>,
     /// Completed prefill, until the latency model has learned from it.
-    pub(super) completed_prefill: Option<CompletedPrefill>,
+    pub(super) completed_prefill: Option<PrefillTimes>,
 }
 
 impl ReservationPart {
@@ -455,7 +455,7 @@ impl RankRow {
         share: &mut BookedShare,
         cause: PrefillEndCause,
         now: Instant,
-    ) -> Option<CompletedPrefill> {
+    ) -> Option<PrefillTimes> {
         let ticket = share.prefill.take()?;
         self.prefills.end(ticket, cause, now)
     }

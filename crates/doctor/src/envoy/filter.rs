@@ -222,10 +222,10 @@ fn check_failure_mode(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Find
         // is sent. While an endpoint is listed, this is not the case.
         (true, true, true) => at.note(format!(
             "{message}; in full duplex Envoy serves requests without warmroute only if it has no \
-            endpoint of warmroute. While an endpoint is listed, most requests get 500 after \
-            warmroute was killed. While it is frozen, requests wait until keepalive pings close the \
-            connection, or without a limit if there are no pings. With buffered bodies, requests \
-            are served in both cases"
+            endpoint of warmroute. If it has one, most requests get 500 while warmroute is down. \
+            While warmroute is frozen, requests wait until keepalive pings close the connection, or \
+            without a limit if there are no pings. With buffered bodies, Envoy serves requests in \
+            both cases"
         )),
         (false, false, false) => {
             let fix = site.fix(&EnvoySetting::Filter(fixes::FAILURE_MODE));

@@ -92,7 +92,7 @@ impl BearerToken {
             }
             Err(error) => {
                 if state.last_error.as_ref() != Some(&error) {
-                    warn!(file = %self.path.display(), error, "engine token file not usable, keeping the previous token");
+                    warn!(file = %self.path.display(), error, "engine token file not usable; the current token stays in use");
                 }
                 state.last_error = Some(error);
             }

@@ -18,7 +18,7 @@ metrics! {
         /// Pool of workers that this process serves; always 1
         "pool_info" pool_info: Family<PoolLabels, Gauge> = Family::default();
         /// 1 while a background task runs, 0 while it waits for its restart. The labels worker_id
-        /// and dp_rank are set for the tasks of a worker rank (kv_events)
+        /// and dp_rank are empty except for tasks of a worker rank (kv_events)
         "task_up" task_up: Family<TaskLabels, Gauge> = Family::default();
         /// Restarts of background tasks
         "task_restarts" task_restarts: Family<TaskLabels, Counter> = Family::default();

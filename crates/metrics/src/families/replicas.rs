@@ -11,8 +11,8 @@ use crate::{OptionalGauge, metrics, outcomes};
 metrics! {
     /// Metrics of the replicas.
     ReplicaMetrics {
-        /// 1 while the NATS connection to the other replicas is up, 0 otherwise. Absent without
-        /// `replicas`
+        /// 1 while the NATS connection to the other replicas is up, 0 otherwise. Absent if
+        /// `replicas` is not configured
         "replica_connected" connected: OptionalGauge = OptionalGauge::default();
         /// Other replicas that are alive
         "replica_peers" peers: Gauge = Gauge::default();

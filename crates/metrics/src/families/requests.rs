@@ -53,7 +53,7 @@ metrics! {
         /// Requests whose prompt is computed on a worker rank that is not the one with the most
         /// cached blocks, by model and role of the chosen worker
         "non_max_overlap_choices" non_max_overlap_choices: Family<ModelRoleLabels, Counter> = Family::default();
-        /// Requests that were routed to a worker rank. A request with a remote prefill counts for
+        /// Requests that were routed to a worker rank. A request with a remote prefill is counted for
         /// both of its worker ranks
         "worker_requests" worker_requests: Family<RankLabels, Counter> = Family::default();
         /// Requests that the chosen worker rank did not answer because Envoy could not connect to

@@ -15,15 +15,16 @@ metrics! {
     WorkerMetrics {
         /// Workers in the fleet
         "workers" workers: Gauge = Gauge::default();
-        /// Properties of a worker; always 1. The label worker is the pod, or the address of a worker
-        /// without a name
+        /// Properties of a worker; always 1. The label worker is the name of the pod, or the address
+        /// of a worker without a name
         "worker_info" info: Family<WorkerLabels, Gauge> = Family::default();
         /// Workers that are ejected because of consecutive failures
         "ejected_workers" ejected: Gauge = Gauge::default();
         /// Generation of the fleet; increases with every change
         "fleet_generation" fleet_generation: Gauge = Gauge::default();
         /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored.
-        /// Absent without a workers file
+        /// Absent if `workers.file` is not
+        /// configured
         "workers_file_last_reload_successful" file_last_reload_successful: OptionalGauge = OptionalGauge::default();
         /// Reads of the workers file by outcome: applied, unchanged, invalid
         "workers_file_reloads" file_reloads: Family<OutcomeLabel, Counter> = outcomes(&["applied", "unchanged", "invalid"]);

@@ -97,7 +97,7 @@ impl ListenerCertificate {
             listener,
             self_signed = acceptor.self_signed.is_some(),
             mutual = acceptor.client_ca.is_some(),
-            "TLS"
+            "TLS enabled"
         );
         Ok(Arc::new(acceptor))
     }

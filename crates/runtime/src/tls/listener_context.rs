@@ -143,7 +143,7 @@ impl ListenerContext {
     pub(super) async fn on_accept_error(&self, error: &io::Error) {
         self.table.lock().evict_idlest(self.now());
         if self.log.admit("accept", self.now()).is_some() {
-            warn!(listener = self.name(), %error, "cannot accept connections");
+            warn!(listener = self.name(), %error, "listener cannot accept connections");
         }
         sleep(ACCEPT_PAUSE).await;
     }

@@ -200,7 +200,7 @@ impl ExplainRequest {
     }
 }
 
-/// Fields that distinguish request bodies from each other and from explain requests.
+/// Fields that distinguish request bodies from explain requests.
 #[derive(Deserialize)]
 struct BodyShape {
     messages: Option<IgnoredAny>,

@@ -14,7 +14,7 @@ use warmroute_core::wall_time::WallTime;
 use super::{AdminState, pages};
 use overview::ProcessOverview;
 
-/// Policy of the page: its own style, and nothing else.
+/// Content security policy of the page: permits only its inline style.
 const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; \
     base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -29,7 +29,7 @@ pub(super) async fn home_page(State(admin): State<AdminState>, headers: HeaderMa
     (policy, Html(render_at(&admin, SystemTime::now().into()))).into_response()
 }
 
-/// Renders the overview with this time as the current one.
+/// Renders the overview as of `now`.
 pub(super) fn render_at(admin: &AdminState, now: WallTime) -> String {
     page::render(&ProcessOverview::read(admin, now))
 }

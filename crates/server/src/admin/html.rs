@@ -1,8 +1,8 @@
-//! Text in HTML pages.
+//! Escaping of text in HTML pages.
 
 use std::fmt::{self, Write as _};
 
-/// Text of another party, escaped for HTML content and quoted attributes.
+/// Value that is escaped for HTML content and quoted attributes when it is displayed.
 pub(super) struct EscapedText<T>(pub(super) T);
 
 impl<T: fmt::Display> fmt::Display for EscapedText<T> {
@@ -15,8 +15,8 @@ struct EscapingWriter<'a, 'f>(&'a mut fmt::Formatter<'f>);
 
 impl fmt::Write for EscapingWriter<'_, '_> {
     fn write_str(&mut self, text: &str) -> fmt::Result {
-        for letter in text.chars() {
-            match letter {
+        for character in text.chars() {
+            match character {
                 '&' => self.0.write_str("&amp;")?,
                 '<' => self.0.write_str("&lt;")?,
                 '>' => self.0.write_str("&gt;")?,
@@ -24,17 +24,19 @@ impl fmt::Write for EscapingWriter<'_, '_> {
                 '\'' => self.0.write_str("&#39;")?,
                 // Browsers display control characters and bidirectional controls as if they were
                 // part of the page.
-                letter if is_invisible(letter) => write!(self.0, "\\u{{{:x}}}", letter as u32)?,
-                letter => self.0.write_char(letter)?,
+                character if is_invisible(character) => {
+                    write!(self.0, "\\u{{{:x}}}", character as u32)?
+                }
+                character => self.0.write_char(character)?,
             }
         }
         Ok(())
     }
 }
 
-fn is_invisible(letter: char) -> bool {
-    letter.is_control()
-        || matches!(letter, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}')
+fn is_invisible(character: char) -> bool {
+    character.is_control()
+        || matches!(character, '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{2069}')
 }
 
 #[cfg(test)]

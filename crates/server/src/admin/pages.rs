@@ -11,7 +11,7 @@ use warmroute_settings::nearest;
 use super::explain::EXPLAIN_PATH;
 use super::{AUDIT_PATH, AdminState, ProcessStatus};
 
-/// Address in examples if the request names none.
+/// Address in commands if the request has no usable host header.
 const DEFAULT_ADDRESS: &str = "127.0.0.1:9005";
 
 /// One admin page.
@@ -20,7 +20,7 @@ pub(super) struct AdminPage {
     pub(super) method: &'static str,
     /// Content, in one line.
     pub(super) content: &'static str,
-    /// Instruction to turn its feature on. `None` if the page has no such feature.
+    /// Instruction that enables the feature of the page. `None` if the page needs no feature.
     pub(super) how: Option<&'static str>,
 }
 
@@ -43,7 +43,7 @@ impl AdminPage {
         }
     }
 
-    /// Returns the instruction to turn the feature on if it is off.
+    /// Returns the instruction that enables the feature, if the feature is off.
     pub(super) fn how_if_off(
         &self,
         admin: &AdminState,
@@ -66,10 +66,10 @@ pub(super) const CLUSTER_PATH: &str = "/debug/cluster";
 pub(super) const REPLICAS_PATH: &str = "/debug/replicas";
 pub(super) const PARITY_PATH: &str = "/debug/parity";
 
-pub(super) const HOW_ENVOYS: &str = "set `envoy.xds` in warmroute.yaml";
-pub(super) const HOW_CLUSTER: &str = "set `workers.kubernetes` in warmroute.yaml";
-pub(super) const HOW_REPLICAS: &str = "set `replicas.nats` in warmroute.yaml";
-pub(super) const HOW_REMOTE_INDEX: &str = "set `index.remote` in warmroute.yaml";
+pub(super) const HOW_ENVOYS: &str = "set `envoy.xds.address` in warmroute.yaml";
+pub(super) const HOW_CLUSTER: &str = "set `workers.kubernetes.pools` in warmroute.yaml";
+pub(super) const HOW_REPLICAS: &str = "set `replicas.nats.servers` in warmroute.yaml";
+pub(super) const HOW_REMOTE_INDEX: &str = "set `index.remote.servers` in warmroute.yaml";
 const HOW_AUDIT: &str = "set `gateway.observe: usage` in warmroute.yaml";
 const HOW_PARITY: &str = "set `engines.parity_check.enabled: true` in warmroute.yaml";
 
@@ -86,7 +86,7 @@ pub(super) const PAGES: [AdminPage; 17] = [
     AdminPage::get("/debug", "list of pages as JSON"),
     AdminPage::get(
         "/debug/fleet",
-        "workers with their settings, freshness of their KV events, and differences to the configuration",
+        "workers with their settings, freshness of their KV events, and differences from the configuration",
     ),
     AdminPage::get(
         "/debug/index",
@@ -176,12 +176,12 @@ pub(super) async fn unknown_path(uri: Uri) -> Response {
     (StatusCode::NOT_FOUND, Json(body)).into_response()
 }
 
-/// Returns the page with the most similar path. The last segment alone also names a page.
+/// Returns the page with the most similar path. The last segment of a path is sufficient.
 fn nearest_path(path: &str) -> Option<&'static str> {
     let longest = PAGES.iter().map(|page| page.path.len()).max()?;
     let path = path.trim_end_matches('/');
     let segment = path.rsplit('/').next()?;
-    // The similarity of a long path is expensive, and no page has one.
+    // Comparing a long path is expensive, and no page has a similar one.
     if segment.is_empty() || path.len() > 2 * longest {
         return None;
     }
@@ -194,7 +194,7 @@ fn nearest_path(path: &str) -> Option<&'static str> {
     named.or_else(|| nearest(path, PAGES.iter().map(|page| page.path)))
 }
 
-/// Returns the response to a wrong method, with a command that works.
+/// Returns the response to an unsupported method, with a command that uses a supported one.
 pub(super) async fn wrong_method(method: Method, uri: Uri, headers: HeaderMap) -> Response {
     let page = PAGES.iter().find(|page| page.path == uri.path());
     let allowed = page.map_or("GET", |page| page.method);
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn instructions_name_existing_keys() {
-        let example =
+        let reference =
             std::fs::read_to_string(format!("{}/docs/configuration.md", crate::REPOSITORY))
                 .unwrap();
         for how in PAGES
@@ -278,7 +278,7 @@ mod tests {
             let (setting, _) = setting.split_once('`').unwrap();
             let path = setting.split(':').next().unwrap();
             for key in path.split('.') {
-                assert!(example.contains(&format!("{key}:")), "{how}");
+                assert!(reference.contains(&format!("{key}:")), "{how}");
             }
         }
     }

@@ -29,7 +29,7 @@ pub struct ProcessStatus {
     pub generation: u64,
     /// Last read of the configuration file.
     pub last_reload: ReloadReport,
-    /// Changed keys that require a restart.
+    /// Changed keys that take effect only after a restart.
     pub needs_restart: Vec<String>,
     /// Pool that the process serves, as `name` or `namespace/name`.
     pub pool: Option<String>,
@@ -64,7 +64,7 @@ pub enum TokenizerKind {
 pub struct ReloadReport {
     /// Time of the read.
     pub time: WallTime,
-    /// `started` for the read at the start, then `applied`, `unchanged` or `rejected`.
+    /// `started` for the read at startup, then `applied`, `unchanged` or `rejected`.
     pub outcome: &'static str,
     /// Errors of a rejected configuration.
     pub errors: Vec<String>,

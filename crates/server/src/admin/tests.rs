@@ -1,4 +1,4 @@
-//! The pages through a listening server.
+//! Tests of the admin pages over HTTP.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,7 +11,7 @@ use crate::app::OfflineRouter;
 use crate::config::Config;
 use crate::version::BuildVersion;
 
-/// A model, a worker and a pool with names that must not become markup.
+/// Configuration with names that must not become markup.
 const HOSTILE: &str = "
 models:
 - {name: '<script>alert(1)</script>', block_size: 4}
@@ -155,12 +155,15 @@ async fn every_listed_page_is_served() {
             "/debug/audit",
             "set `gateway.observe: usage` in warmroute.yaml",
         ),
-        ("/debug/envoys", "set `envoy.xds` in warmroute.yaml"),
+        ("/debug/envoys", "set `envoy.xds.address` in warmroute.yaml"),
         (
             "/debug/cluster",
-            "set `workers.kubernetes` in warmroute.yaml",
+            "set `workers.kubernetes.pools` in warmroute.yaml",
         ),
-        ("/debug/replicas", "set `replicas.nats` in warmroute.yaml"),
+        (
+            "/debug/replicas",
+            "set `replicas.nats.servers` in warmroute.yaml",
+        ),
     ];
     assert_eq!(off, expected.map(|(path, how)| (json!(path), json!(how))));
     assert_eq!(site.json("/debug/").await, list);
@@ -183,12 +186,15 @@ async fn page_of_disabled_feature_names_setting() {
     })
     .await;
     for (path, how) in [
-        ("/debug/envoys", "set `envoy.xds` in warmroute.yaml"),
+        ("/debug/envoys", "set `envoy.xds.address` in warmroute.yaml"),
         (
             "/debug/cluster",
-            "set `workers.kubernetes` in warmroute.yaml",
+            "set `workers.kubernetes.pools` in warmroute.yaml",
         ),
-        ("/debug/replicas", "set `replicas.nats` in warmroute.yaml"),
+        (
+            "/debug/replicas",
+            "set `replicas.nats.servers` in warmroute.yaml",
+        ),
     ] {
         assert_eq!(
             site.json(path).await,
@@ -198,7 +204,7 @@ async fn page_of_disabled_feature_names_setting() {
     }
     assert_eq!(
         site.json("/debug/index").await["remote"],
-        json!({"enabled": false, "how": "set `index.remote` in warmroute.yaml"})
+        json!({"enabled": false, "how": "set `index.remote.servers` in warmroute.yaml"})
     );
     is_on.store(true, Ordering::Relaxed);
     assert_eq!(site.json("/debug/replicas").await, json!({"peers": []}));
@@ -286,8 +292,7 @@ async fn home_page_is_restricted_html() {
     }
 }
 
-/// Compares the overview with a recorded one. Fleet and process are fixed, so only the time of
-/// reading would differ.
+/// Compares the overview with a golden file. Fleet, process and time are fixed.
 #[tokio::test]
 #[expect(
     clippy::disallowed_methods,
@@ -305,7 +310,7 @@ async fn overview_equals_golden_page() {
     );
     let now = WallTime::from_unix_seconds(1_795_401_792.5);
     let html = home::render_at(&state, now);
-    // The remaining time depends on the duration of the test.
+    // The remaining overload time depends on the duration of the test.
     let marked = html
         .split("overloaded for ")
         .map(|part| part.trim_start_matches(|letter: char| letter.is_ascii_digit()));

@@ -57,7 +57,7 @@ impl QueryOptions {
 
 /// The `model` field of a body.
 #[derive(Deserialize)]
-struct ModelField {
+struct QueryModel {
     model: Option<String>,
 }
 
@@ -123,7 +123,7 @@ async fn parse_body_query(
                 return Err(ApiError::InvalidBody(*reason));
             }
             Reason::UnknownModel => {
-                let field = serde_json::from_slice::<ModelField>(&json)
+                let field = serde_json::from_slice::<QueryModel>(&json)
                     .ok()
                     .and_then(|field| field.model);
                 return Err(field.map_or_else(missing_model_error, ApiError::UnknownModel));

@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn removed_workers_go_first_unless_model_would_be_empty() {
+    fn workers_are_removed_first_unless_model_becomes_empty() {
         // Each number is 1000 times the worker id, plus the offset of its port.
         let before = workers(&[(1001, "m"), (2002, "m"), (9009, "n")]);
         let fleet = Fleet::empty().reconcile(before).fleet;

@@ -47,7 +47,7 @@ pub(super) struct ConfigStatus {
     pub(super) generation: u64,
     /// Configuration in use.
     pub(super) config: Arc<Config>,
-    /// Changed keys that require a restart.
+    /// Changed keys that take effect only after a restart.
     pub(super) needs_restart: Vec<String>,
     pub(super) last_reload: ReloadReport,
 }

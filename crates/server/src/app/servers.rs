@@ -28,7 +28,7 @@ use crate::fleet::xds::{XdsClients, XdsService};
 use crate::request::RequestPreprocessor;
 use crate::version::BuildVersion;
 
-/// Origin of the program and its configuration, for status pages.
+/// Version of the program and file of its configuration, for metrics and status pages.
 #[derive(Clone, Debug)]
 pub struct ProcessOrigin {
     /// Version of the program.
@@ -62,7 +62,7 @@ fn cluster_page(reloader: &Reloader) -> Option<Value> {
     let status = reloader.cluster.load().status.clone();
     match (reloader.running().worker_source(), status) {
         (WorkerSource::Kubernetes(_), Value::Null) => {
-            Some(json!({"pending": "the objects of the cluster are not read yet"}))
+            Some(json!({"pending": "the objects of the cluster have not been read yet"}))
         }
         (WorkerSource::Kubernetes(_), status) => Some(status),
         _ => None,

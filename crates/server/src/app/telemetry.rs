@@ -52,14 +52,14 @@ fn panic_message(payload: &dyn Any) -> &'static str {
         .unwrap_or("message omitted, because it may contain request data")
 }
 
-/// Logs the directives of `RUST_LOG` that are ignored because they are invalid.
+/// Logs the invalid directives of `RUST_LOG`, which are ignored.
 pub fn log_invalid_directives() {
     let directives = env_directives();
     let (_, invalid) = log_filter(LogLevel::Info, directives.as_deref());
     for directive in invalid {
         warn!(
             directive,
-            "RUST_LOG: invalid directive ignored; write a level, or a module with a level, for example `info,warmroute_server=debug`"
+            "invalid directive of RUST_LOG ignored; write a level, or a module with a level, for example `info,warmroute_server=debug`"
         );
     }
 }
@@ -109,15 +109,15 @@ fn log_filter(level: LogLevel, from_env: Option<&str>) -> (String, Vec<&str>) {
         .split(',')
         .filter(|directive| !directive.trim().is_empty())
         .partition(|directive| directive.parse::<Directive>().is_ok());
-    // These libraries would repeat messages of warmroute. Its listeners log rejected TLS server
-    // names with a rate limit, discovery logs each failure of the API server once, and the replica
+    // These libraries would repeat messages of warmroute. The listeners log rejected TLS server
+    // names with a rate limit. Discovery logs each failure of the API server once, and the replica
     // synchronization logs each loss of the NATS server once.
-    let by_level = || {
+    let default_filter = || {
         let level = level.as_str();
         format!("{level},rustls::msgs=error,kube_client=off,async_nats=off")
     };
     let filter = if valid.is_empty() {
-        by_level()
+        default_filter()
     } else {
         valid.join(",")
     };
@@ -134,11 +134,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn invalid_directives_are_left_out_of_the_filter() {
-        let by_level = "notify=off,warn,rustls::msgs=error,kube_client=off,async_nats=off";
+    fn log_filter_omits_invalid_directives() {
+        let default_filter = "notify=off,warn,rustls::msgs=error,kube_client=off,async_nats=off";
         let cases: [(Option<&str>, &str, &[&str]); 5] = [
-            (None, by_level, &[]),
-            (Some(""), by_level, &[]),
+            (None, default_filter, &[]),
+            (Some(""), default_filter, &[]),
             (
                 Some("info,warmroute_server=debug"),
                 "notify=off,info,warmroute_server=debug",
@@ -149,7 +149,7 @@ mod tests {
                 "notify=off,debug",
                 &["foo=bar=baz"],
             ),
-            (Some("a=b"), by_level, &["a=b"]),
+            (Some("a=b"), default_filter, &["a=b"]),
         ];
         for (from_env, filter, invalid) in cases {
             assert_eq!(

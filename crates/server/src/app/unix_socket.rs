@@ -113,7 +113,7 @@ pub(super) async fn bind(path: &Path) -> anyhow::Result<(UnixListener, SocketFil
     let directory = directory::of(path).to_owned();
     let _lock = tokio::task::spawn_blocking(move || lock_directory(&directory)).await??;
     if inactive_owner(path).await? == SocketOwner::Draining {
-        info!(path = %path.display(), "taking over the unix socket of a draining process");
+        info!(path = %path.display(), "owner of the unix socket is draining; replacing its socket");
     }
     let mut temporary = path.to_owned().into_os_string();
     temporary.push(".new");

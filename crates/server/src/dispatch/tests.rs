@@ -151,7 +151,7 @@ async fn hard_session_stays_on_busy_worker() {
 }
 
 #[tokio::test]
-async fn soft_session_leaves_busy_worker_and_hard_one_waits() {
+async fn only_soft_session_leaves_busy_worker() {
     for (affinity, stays) in [
         (SessionAffinity::Hard, true),
         (SessionAffinity::Soft, false),
@@ -226,7 +226,7 @@ async fn concurrent_first_requests_share_one_worker() {
 }
 
 #[tokio::test]
-async fn session_of_removed_worker_moves_and_last_request_ends_it() {
+async fn session_of_removed_worker_moves_and_can_end() {
     let dispatcher = new_dispatcher(2, None, SessionAffinity::Hard);
     let first = chosen_worker(&dispatch(&dispatcher, 0, Some(&session("s"))).await);
     publish(dispatcher.router(), if first == 1 { 2..=3 } else { 1..=1 });
@@ -355,7 +355,7 @@ async fn session_leaves_draining_worker() {
 }
 
 #[tokio::test]
-async fn requests_for_different_workers_do_not_block_each_other() {
+async fn requests_for_different_workers_are_admitted_independently() {
     let dispatcher = new_dispatcher(2, Some(300), SessionAffinity::Hard);
     let request_for = |id: u64, first: u64| {
         let mut request = request(first);

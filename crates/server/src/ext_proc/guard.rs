@@ -63,7 +63,7 @@ pub(super) struct ExchangeGuard {
     output_tokens: u64,
 }
 
-/// How the exchange ends if its stream closes now.
+/// Outcome of the exchange if its stream closes now.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ExchangeEnd {
     /// The response has not begun.

@@ -6,7 +6,7 @@ use super::headers::{self, RequestHead, ResponseHead};
 use super::metadata::GatewayMetadata;
 use super::wire::{BodyPiece, ProcessingPart, RawProcessingRequest};
 
-/// How Envoy sends a body.
+/// Mode in which Envoy sends a body.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BodyMode {
     /// Not at all.

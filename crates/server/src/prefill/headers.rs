@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn hop_by_hop_and_reserved_headers_are_not_forwarded() {
+    fn hop_by_hop_and_reserved_headers_are_removed() {
         let headers_sent: [(&str, &[u8]); 10] = [
             (":path", b"/v1/chat/completions"),
             ("Authorization", b"Bearer x"),

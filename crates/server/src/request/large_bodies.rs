@@ -58,7 +58,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn large_bodies_leave_one_thread_and_half_of_queue() {
+    async fn large_bodies_leave_capacity_for_small_bodies() {
         let large = LargeBodies::new(3, 6);
         let first = large.acquire(LARGE_BODY_BYTES + 1).await;
         let second = large.acquire(LARGE_BODY_BYTES + 1).await;

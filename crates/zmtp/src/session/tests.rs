@@ -115,7 +115,7 @@ fn handshake_refuses_other_sockets_and_errors() {
 }
 
 #[test]
-fn ping_is_answered_even_between_frames_of_a_message() {
+fn ping_between_frames_of_message_is_answered() {
     let mut session = ready(sub(), 0, MessageLimits::default());
     assert!(!session.ping(), "a ZMTP 3.0 peer may not support PING");
     session.output().clear();
@@ -132,7 +132,7 @@ fn ping_is_answered_even_between_frames_of_a_message() {
 }
 
 #[test]
-fn oversize_messages_are_skipped_and_the_next_is_received() {
+fn message_after_oversize_messages_is_received() {
     let limits = MessageLimits {
         max_bytes: 10,
         max_frames: 3,

@@ -361,7 +361,7 @@ fn overrides_of_several_levels_are_merged() {
 }
 
 #[test]
-fn cors_filter_is_named_as_cause_of_lost_override() {
+fn cors_filter_is_cause_of_lost_override() {
     let cors = |page: &mut Value| {
         route(page)["typed_per_filter_config"] = json!({"envoy.filters.http.cors": {
             "@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy",

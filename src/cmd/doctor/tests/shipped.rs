@@ -166,7 +166,7 @@ fn filter_is_checked_without_routes_in_dump() {
 }
 
 #[test]
-fn auto_sni_with_invalid_dns_name_is_an_error() {
+fn auto_sni_with_invalid_dns_name_fails() {
     let use_istio_cluster = |page: &mut Value, is_automatic: bool| {
         replace_text(
             page,

@@ -279,7 +279,7 @@ fn failed_fetch_releases_its_blocks() {
 }
 
 #[test]
-fn failed_fetch_recomputes_first_and_wrong_blocks_change_answer() {
+fn failed_fetch_recomputes_and_wrong_blocks_change_answer() {
     let mut scheduler = scheduler(8, 64, 4);
     scheduler.submit(job(1, 0..30, 2).with_remote_phase(RemotePhase::Prefill));
     scheduler.submit(job(2, 100..110, 1));

@@ -277,7 +277,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn factors_of_inactive_rank_approach_those_of_active_ranks() {
+    fn factors_of_inactive_rank_approach_active_ranks() {
         let slowdown = RankSlowdown {
             prefill_factor: 3.0,
             decode_factor: 2.0,

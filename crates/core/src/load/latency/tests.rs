@@ -87,7 +87,7 @@ fn decode_coefficients_are_recovered_from_noisy_steps() {
 }
 
 #[test]
-fn slow_rank_is_detected_and_equal_ranks_stay_equal() {
+fn only_slow_rank_has_higher_factor() {
     let mut rng = StdRng::seed_from_u64(2);
     let mut model = ModelLatency::default();
     let mut slowdowns = vec![RankSlowdown::default(); 4];

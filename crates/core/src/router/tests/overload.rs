@@ -117,7 +117,7 @@ fn overloaded_worker_is_avoided_until_below_threshold() {
 }
 
 #[test]
-fn reported_kv_usage_overloads_worker_until_report_is_stale() {
+fn reported_kv_usage_overloads_worker_until_stale() {
     let clock = Clock::default();
     let overload = OverloadThresholds {
         decode_blocks: Some(0.9),

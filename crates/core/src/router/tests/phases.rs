@@ -44,7 +44,7 @@ fn pinned(id: u64) -> Option<WorkerPin> {
 }
 
 #[test]
-fn prefill_load_and_blocks_are_booked_on_separate_workers() {
+fn prefill_and_decode_are_booked_on_separate_workers() {
     let router = router_of(pools(), RouterSettings::default());
     let mut booked = router.route(request(&[vec![1, 2, 3]])).unwrap();
     let decode = booked.route.to.rank.worker.0;
@@ -208,7 +208,7 @@ fn short_uncached_prompt_is_prefilled_locally() {
 }
 
 #[test]
-fn pins_apply_per_phase_and_invalid_pin_is_rejected() {
+fn pins_apply_per_phase_and_are_validated() {
     let router = router_of(pools(), RouterSettings::default());
     let with = |decode: Option<WorkerPin>, prefill: Option<WorkerPin>| {
         let mut request = request(&[vec![1, 2]]);

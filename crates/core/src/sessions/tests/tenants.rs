@@ -36,7 +36,7 @@ fn tenants_cannot_enter_or_end_each_others_sessions() {
 }
 
 #[test]
-fn tenant_at_its_limit_evicts_only_its_own_sessions() {
+fn tenant_at_limit_evicts_only_own_sessions() {
     let (sessions, time) = sessions(10);
     drop(first(sessions.enter(of_tenant("a", "victim")).unwrap()).bind(rank(1)));
     for id in ["a", "b", "c", "d", "e"] {

@@ -252,7 +252,7 @@ impl BatchApplier {
     pub(in crate::kv_events) fn record_loss(&mut self) {
         self.monitor.update(EventSourceState::mark_unreported);
         if self.resync.is_clear() {
-            tracing::info!(rank = %self.rank, name = self.worker_name, "clearing the rank after lost KV events");
+            tracing::info!(rank = %self.rank, name = self.worker_name, "KV event batches lost; clearing the blocks of the rank");
             self.normalizer.clear_blocks();
             self.clear_index();
         }
@@ -272,7 +272,7 @@ impl BatchApplier {
     pub(super) fn handle_block_size_change(&mut self) {
         tracing::warn!(
             rank = %self.rank, name = self.worker_name, engine = self.normalizer.engine_block_size().map(BlockSize::tokens),
-            "engine block size changed, clearing the rank"
+            "engine block size changed; clearing the blocks of the rank"
         );
         self.monitor.update(EventSourceState::mark_unreported);
         self.clear_index();
@@ -328,13 +328,13 @@ impl BatchApplier {
     }
 
     fn record_lost_batches(&mut self, from: u64, to: u64) {
-        tracing::warn!(rank = %self.rank, name = self.worker_name, from, to, "KV event batches lost, index of the rank is stale");
+        tracing::warn!(rank = %self.rank, name = self.worker_name, from, to, "KV event batches lost; index of the rank is stale");
         self.monitor.update(|source| source.record_lost(to - from));
         self.record_loss();
     }
 
     fn handle_restart(&mut self, evidence: &'static str) {
-        tracing::info!(rank = %self.rank, name = self.worker_name, evidence, "engine restarted, clearing its blocks");
+        tracing::info!(rank = %self.rank, name = self.worker_name, evidence, "engine restarted; clearing the blocks of the rank");
         self.metrics.kv_events.engine_restarts.inc();
         self.normalizer.reset();
         (self.sink.apply)(&KvEvent::Cleared);

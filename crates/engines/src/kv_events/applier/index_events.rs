@@ -131,7 +131,7 @@ impl BatchApplier {
         } else {
             tracing::warn!(
                 rank = %self.rank, name = self.worker_name, engine,
-                "ignoring blocks of a tier with several block sizes, or with one incompatible with the index"
+                "KV event blocks ignored: their tier has several block sizes, or one that is incompatible with the index"
             );
         }
     }

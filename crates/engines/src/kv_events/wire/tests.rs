@@ -58,7 +58,7 @@ fn batch_has_two_or_three_elements() {
 }
 
 #[test]
-fn map_fields_have_any_order_and_unknown_are_skipped() {
+fn map_fields_are_unordered_and_unknown_are_skipped() {
     let event = json!({
         "future": { "nested": [1, { "deep": null }] }, "group_idx": 1, "token_ids": [[1, 2], [2, 3]], "block_size": 2,
         "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64, "medium": "DISK", "locality": null, "extra_keys": [["s", ["id", -3]], null],
@@ -146,7 +146,7 @@ fn array_tail_is_read_by_position_or_type() {
 }
 
 #[test]
-fn announced_length_reserves_no_memory_and_depth_is_bounded() {
+fn length_reserves_no_memory_and_depth_is_bounded() {
     // A length of four billion tokens in a payload of a few bytes.
     let mut claims = vec![0x93, 0x01, 0x91, 0x95, 0xab];
     claims.extend(b"BlockStored");

@@ -407,7 +407,7 @@ async fn full_listener_replaces_pending_handshake() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn listener_survives_accept_errors_and_ends_with_its_socket() {
+async fn listener_survives_accept_errors_until_socket_closes() {
     let (incoming, mut listener, _) = listener(false, 2, None);
     incoming
         .send(Err(io::ErrorKind::ConnectionReset.into()))

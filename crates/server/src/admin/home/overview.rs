@@ -1,4 +1,4 @@
-//! State of the process that the overview shows.
+//! State of the process for the overview.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -15,7 +15,7 @@ use super::super::{AdminState, ProcessStatus, TokenizerKind};
 /// Maximum number of worker ranks in the table.
 pub(super) const MAX_ROWS: usize = 300;
 
-/// Everything that the overview shows, read at one time.
+/// State of the process at one time.
 pub(super) struct ProcessOverview {
     pub(super) now: WallTime,
     pub(super) process: ProcessStatus,
@@ -26,16 +26,16 @@ pub(super) struct ProcessOverview {
     pub(super) workers: usize,
     pub(super) ranks: usize,
     pub(super) active_requests: u64,
-    /// Ranks with an event source, and those whose source is exact.
+    /// Number of ranks with an event source, and number of those whose source is exact.
     pub(super) event_sources: (usize, usize),
     pub(super) indexed_blocks: u64,
     /// Rows of the worker table. Those with a problem come first.
     pub(super) rows: Vec<WorkerRankRow>,
-    /// Pages, with the instruction to turn them on if they are off.
+    /// Pages, each with the instruction that enables its feature if the feature is off.
     pub(super) pages: Vec<(&'static AdminPage, Option<&'static str>)>,
 }
 
-/// Model with its workers.
+/// Row of one model.
 pub(super) struct ModelRow {
     pub(super) name: String,
     pub(super) is_configured: bool,
@@ -46,7 +46,7 @@ pub(super) struct ModelRow {
     pub(super) parity: Option<&'static str>,
 }
 
-/// Worker rank.
+/// Row of one worker rank.
 pub(super) struct WorkerRankRow {
     pub(super) rank: WorkerRank,
     pub(super) name: Option<String>,
@@ -67,8 +67,8 @@ pub(super) struct WorkerRankRow {
 }
 
 impl WorkerRankRow {
-    /// Returns whether an operator should look at the rank. A rank without an event source is
-    /// routed by predictions, which may be intended.
+    /// Returns whether an operator should inspect the rank. A missing event source is not a
+    /// problem: predictions may be intended for the rank.
     pub(super) fn has_problem(&self) -> bool {
         let is_behind = !matches!(
             self.freshness,
@@ -98,7 +98,7 @@ impl ProcessOverview {
         let sources = rows.iter().filter(has_source);
         let exact = |row: &&WorkerRankRow| row.freshness == IndexFreshness::Exact;
         let event_sources = (sources.clone().count(), sources.filter(exact).count());
-        // A stable sort: ranks of one kind keep the order of the fleet.
+        // The sort is stable: ranks with problems, and those without, keep the order of the fleet.
         rows.sort_by_key(|row| !row.has_problem());
         Self {
             now,
@@ -159,7 +159,7 @@ fn model_rows(process: &ProcessStatus, router: &Router) -> Vec<ModelRow> {
     names.into_iter().map(row).collect()
 }
 
-/// State that is looked up for each rank.
+/// State of all ranks, for lookups by rank or worker.
 struct RankLookup {
     active_requests: HashMap<RankSlot, u64>,
     engine_requests: HashMap<RankSlot, (u64, u64)>,

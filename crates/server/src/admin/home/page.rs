@@ -1,4 +1,4 @@
-//! HTML of the overview. All values are escaped, also those that cannot contain markup.
+//! HTML of the overview. All values from outside the process are escaped.
 
 use std::fmt::{self, Display, Write as _};
 use std::time::Duration;
@@ -41,7 +41,7 @@ fn write_page(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     )
 }
 
-/// Returns the state of the process in one word, with its style.
+/// Returns the readiness of the process, with its style.
 fn readiness(overview: &ProcessOverview) -> (&'static str, &'static str) {
     if overview.is_draining {
         ("draining", "warn")
@@ -85,7 +85,7 @@ fn write_process(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
         "{} with {}; {}; KV event sources: {exact} of {sources} exact; {}",
         format_count(overview.workers, "worker"),
         format_count(overview.ranks, "rank"),
-        format_count(overview.active_requests as usize, "request") + " in flight",
+        format_count(overview.active_requests as usize, "active request"),
         format_count(overview.indexed_blocks as usize, "distinct block") + " indexed",
     );
     write_entry(html, "workers", workers)?;
@@ -97,7 +97,7 @@ fn write_reload(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     let process = &overview.process;
     let report = &process.last_reload;
     let (class, outcome) = match report.outcome {
-        "started" => ("", "read at the start"),
+        "started" => ("", "read at startup"),
         "applied" => ("", "reload applied"),
         "unchanged" => ("", "reload: nothing changed"),
         _ => (
@@ -107,7 +107,7 @@ fn write_reload(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     };
     write!(
         html,
-        "<dt>last read</dt><dd><span class=\"{class}\">{outcome}</span>, {}, generation {}",
+        "<dt>last configuration read</dt><dd><span class=\"{class}\">{outcome}</span>, {}, generation {}",
         EscapedText(report.time),
         process.generation
     )?;
@@ -156,20 +156,32 @@ fn write_models(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     Ok(())
 }
 
-/// Describes the comparison of tokens with the engines, with its style.
+/// Describes the token comparison with the engines. Returns the text and its style.
 fn describe_parity(model: &ModelRow, is_loading: bool) -> (&'static str, &'static str) {
     match model.tokenizer {
-        None if !model.is_configured => return ("warn", "model is not configured: routed by load"),
-        None => return ("dim", "no tokenizer: routed by load"),
-        Some(TokenizerKind::Remote) => return ("dim", "tokenized by engines"),
+        None if !model.is_configured => {
+            return (
+                "warn",
+                "the model is not configured; requests are routed by load",
+            );
+        }
+        None => {
+            return (
+                "dim",
+                "the model has no tokenizer; requests are routed by load",
+            );
+        }
+        Some(TokenizerKind::Remote) => {
+            return ("dim", "not compared: engines or render servers tokenize");
+        }
         Some(TokenizerKind::Local) => {}
     }
     match model.parity {
-        None if is_loading => ("warn", "tokenizer is loading"),
-        Some("agrees") => ("good", "agree"),
-        Some("differs") => ("bad", "differ: routed by load"),
-        Some("some_differ") => ("warn", "differ on some workers"),
-        Some("cannot_test") => ("dim", "cannot be compared"),
+        None if is_loading => ("warn", "the tokenizer is loading"),
+        Some("agrees") => ("good", "equal"),
+        Some("differs") => ("bad", "different; requests are routed by load"),
+        Some("some_differ") => ("warn", "different on some workers"),
+        Some("cannot_test") => ("dim", "not comparable"),
         _ => ("dim", "not compared yet"),
     }
 }
@@ -182,25 +194,25 @@ fn write_workers(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     }
     // A column without any value is omitted.
     let has_names = overview.rows.iter().any(|row| row.name.is_some());
-    let name_heading = if has_names { "<th>name</th>" } else { "" };
+    let name_header = if has_names { "<th>name</th>" } else { "" };
     write!(
         html,
-        "<div class=\"table\"><table class=\"workers\">\n<thead><tr><th>worker/rank</th>{name_heading}\
-         <th>state</th><th>KV events</th><th class=\"number\">in flight</th>\
-         <th class=\"number\">running + waiting in engine</th><th class=\"number\">blocks indexed</th>\
+        "<div class=\"table\"><table class=\"workers\">\n<thead><tr><th>worker/rank</th>{name_header}\
+         <th>state</th><th>KV events</th><th class=\"number\">active requests</th>\
+         <th class=\"number\">running + waiting in the engine</th><th class=\"number\">indexed blocks</th>\
          <th>role</th><th>model</th><th>endpoint</th></tr></thead>\n<tbody>\n"
     )?;
     for row in overview.rows.iter().take(MAX_ROWS) {
         write_rank(html, row, has_names)?;
     }
     html.push_str("</tbody>\n</table></div>\n");
-    let left_out = overview.rows.len().saturating_sub(MAX_ROWS);
-    if left_out > 0 {
+    let hidden = overview.rows.len().saturating_sub(MAX_ROWS);
+    if hidden > 0 {
         writeln!(
             html,
             "<p>{} not shown. Ranks with a problem come first. \
-             <a href=\"/debug/fleet\">/debug/fleet</a> has all of them.</p>",
-            format_count(left_out, "rank")
+             <a href=\"/debug/fleet\">/debug/fleet</a> lists all ranks.</p>",
+            format_count(hidden, "rank")
         )?;
     }
     html.push_str("</section>\n");
@@ -292,7 +304,7 @@ fn write_pages(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     Ok(())
 }
 
-/// Text with `code` in backticks.
+/// Text in which backticks enclose code.
 struct CodeSpans(&'static str);
 
 impl Display for CodeSpans {

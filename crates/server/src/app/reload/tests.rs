@@ -347,7 +347,7 @@ async fn tokenizer_change_clears_findings() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn new_and_restarted_workers_are_queried_despite_hanging_ones() {
+async fn hanging_worker_does_not_delay_queries_of_others() {
     let hanging = Arc::new(Engine::default());
     let new_engine = Arc::new(Engine::default());
     hanging.hangs.store(true, Ordering::SeqCst);

@@ -253,13 +253,13 @@ impl RemoteIndexClient {
                 self.is_unreachable.store(true, Ordering::Relaxed);
                 warn!(
                     server = url(server),
-                    "all remote index servers ejected, routing by predictions"
+                    "all remote index servers ejected; routing by predictions"
                 );
             }
             Some(PoolChange::Readmitted(server)) => {
                 let server = url(server);
                 if self.is_unreachable.swap(false, Ordering::Relaxed) {
-                    info!(server, "remote index server readmitted, queries resume");
+                    info!(server, "remote index server readmitted; queries resume");
                 } else {
                     info!(server, "remote index server readmitted");
                 }

@@ -70,7 +70,7 @@ pub struct ReplicaSync {
     started_at: Instant,
     rates: Mutex<(ArrivalRates, Instant)>,
     key: Option<TrackingKey>,
-    /// Last logged NATS error.
+    /// Last logged error of the NATS client.
     last_error: Mutex<String>,
 }
 

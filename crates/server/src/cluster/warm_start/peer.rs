@@ -160,7 +160,7 @@ where
             };
             debug!(
                 problem = format!("{problem:#}"),
-                "warm start: copy failed, retrying"
+                "warm start: copy failed; retrying"
             );
             last_error = problem;
             sleep(delay.mul_f64(rand::random_range(0.75..1.25))).await;

@@ -111,7 +111,7 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
     if config.routing.disaggregation.enforce
         && workers.is_some_and(|list| list.iter().all(|worker| worker.role != WorkerRole::Prefill))
     {
-        let text = "no worker has `role: prefill`, so every request would be refused; add one, or leave this out";
+        let text = "no worker has `role: prefill`, so no prefill worker can be chosen; add one, or leave this out";
         problems.push(Problem::at(steps("routing.disaggregation.enforce"), text));
     }
     problems

@@ -97,7 +97,7 @@ async fn unconfigured_queue_never_waits() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn waiting_requests_are_placed_in_order_without_background_task() {
+async fn waiting_requests_are_placed_in_order() {
     let queue = queue_with_slots(1, &config_with_threshold());
     let first = expect_placed(queue.enter("a".into(), metadata(10)));
     let wait = |name: &'static str| expect_queued(queue.enter(name.into(), metadata(10)));

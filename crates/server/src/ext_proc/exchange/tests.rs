@@ -124,7 +124,7 @@ const ROUTE_HEADERS: &str = "x-worker-instance-id=18446744073709551615 x-dp-rank
                        x-gateway-destination-endpoint=10.0.0.1:8000 +metadata";
 
 #[test]
-fn buffered_body_is_routed_and_unary_response_ends_prefill() {
+fn unary_response_of_buffered_body_ends_prefill() {
     let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
         describe(exchange.on_message(headers(CHAT, false))),
@@ -290,7 +290,7 @@ fn exchange_starting_with_body_passes_through() {
 }
 
 #[test]
-fn oversize_body_is_routed_by_load_and_passes_whole() {
+fn oversize_body_is_routed_by_load_and_unchanged() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     exchange.on_message(headers(CHAT, false));
     exchange.on_message(body(&[0; 150_000], false));

@@ -68,7 +68,7 @@ fn complete_prompt(prompt: RoutePrompt) -> BlockHashes {
 }
 
 #[test]
-fn prompt_beyond_model_length_is_known_up_to_it() {
+fn prompt_is_known_up_to_model_length() {
     let prompt = words(40_000);
     let exact = complete_prompt(
         preprocessor_with_tokenizer(limits_with_long_deadline())
@@ -171,7 +171,7 @@ async fn truncated_prompt_beyond_model_length_keeps_stable_blocks() {
 }
 
 #[tokio::test]
-async fn prompt_of_20_mb_is_routed_by_its_prefix() {
+async fn prompt_of_20_mb_is_routed_by_prefix() {
     let prompt = words(20_000_000);
     let preprocessor = preprocessor_for_length(16_384, limits_with_long_deadline());
     let exact = complete_prompt(
@@ -226,7 +226,7 @@ async fn body_above_limit_is_routed_by_its_prefix() {
 }
 
 #[tokio::test]
-async fn body_above_limit_keeps_its_reason_when_shown_whole() {
+async fn whole_body_above_limit_keeps_reason() {
     let preprocessor = preprocessor_for_length(1000, limits_with_long_deadline());
     for prompt in [words(1000), words(100_000)] {
         let sent = RequestBody::TooLarge {

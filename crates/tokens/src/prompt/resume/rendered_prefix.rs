@@ -1,7 +1,7 @@
 //! Reuse of the rendered beginning of a conversation. The text before a checkpoint of the template
-//! is neither rendered nor hashed again: the hashes of its resume points are cached under the hash
-//! of the messages that it depends on
-//! (`docs/decisions/0050-identify-earlier-turns-by-hashes-of-bodies.md`).
+//! is neither rendered nor hashed again. The hashes of its resume points are cached under the hash
+//! of the messages that it depends on, see
+//! `docs/decisions/0050-identify-earlier-turns-by-hashes-of-bodies.md`.
 
 use std::borrow::Cow;
 use std::sync::Arc;

@@ -302,7 +302,7 @@ fn unknown_endpoint_releases_booking() {
 }
 
 #[test]
-fn shared_endpoint_is_served_by_named_or_idlest_rank() {
+fn shared_endpoint_selects_named_or_idlest_rank() {
     let ranked = |id| Worker {
         ranks: RankRange {
             start: 0,

@@ -196,7 +196,10 @@ impl ReplicaSync {
     fn log_nats_error(&self, problem: &str) {
         let mut last_error = self.last_error.lock();
         if *last_error != problem {
-            warn!(servers = self.nats_servers(), problem, "NATS error");
+            warn!(
+                servers = self.nats_servers(),
+                problem, "NATS client reported an error"
+            );
             problem.clone_into(&mut last_error);
         }
     }

@@ -222,7 +222,7 @@ fn class_thresholds_replace_those_of_the_queue_together() {
 }
 
 #[test]
-fn class_is_selected_by_name_or_family_and_length() {
+fn class_selection_uses_name_or_family_and_length() {
     let document = serde_json::json!({
         "default_family": "f",
         "uncached_buckets": [{ "min_tokens": 0, "bucket": "small" }, { "min_tokens": 1000, "bucket": "big" }],

@@ -150,7 +150,7 @@ fn partially_buffered_body_is_routed_by_its_beginning() {
 }
 
 #[test]
-fn late_full_duplex_body_is_routed_and_passes_whole() {
+fn late_full_duplex_body_is_routed_and_unchanged() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     let head = RequestHead {
         path: CHAT.into(),

@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn full_duplex_holds_header_reply_and_returns_every_byte() {
+fn full_duplex_delays_header_reply_and_returns_body() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
     assert!(exchange.on_message(headers(CHAT, false)).is_empty());
     assert!(exchange.on_message(body(&[1; 100_000], false)).is_empty());
