@@ -122,7 +122,7 @@ fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
     ];
     for (coefficient, seconds) in coefficients {
         let labels = ModelCoefficientLabels {
-            model: model.model.as_str().to_owned(),
+            model: model.model.as_str().into(),
             coefficient,
         };
         let gauge = metrics.coefficient_seconds.get_or_create_owned(&labels);
@@ -216,7 +216,7 @@ fn refresh_queue(metrics: &Metrics, dispatcher: &Dispatcher) {
     metrics.queue.outcomes.clear();
     for status in dispatcher.queue().class_statuses() {
         let label = ClassLabel {
-            class: status.class.to_string(),
+            class: status.class.to_string().into(),
         };
         let depth = status.depth;
         let counters = status.counters;
