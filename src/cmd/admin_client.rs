@@ -6,6 +6,7 @@ use std::time::Duration;
 use anyhow::{Context as _, anyhow};
 use reqwest::{Client, ClientBuilder, RequestBuilder, StatusCode};
 use serde_json::Value;
+use warmroute_runtime::causes::innermost_cause;
 
 /// Timeout of a request. Explaining a long prompt on a busy process takes seconds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -68,10 +69,7 @@ impl AdminClient {
 
     /// Describes a failed connection by its innermost cause.
     fn unreachable(&self, error: &reqwest::Error) -> anyhow::Error {
-        let mut cause: &dyn std::error::Error = error;
-        while let Some(source) = cause.source() {
-            cause = source;
-        }
+        let cause = innermost_cause(error);
         let text = match cause
             .downcast_ref::<std::io::Error>()
             .map(std::io::Error::kind)

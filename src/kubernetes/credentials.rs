@@ -10,6 +10,7 @@ use kube::config::{AuthInfo, InClusterError, KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 use xxhash_rust::xxh3::xxh3_64;
 
+use warmroute_runtime::causes::causes;
 use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 
 /// Timeout of a TCP and TLS handshake.
@@ -223,8 +224,7 @@ fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnect
 /// Formats an error with its causes, each once.
 pub(super) fn describe(error: &(dyn std::error::Error + 'static)) -> String {
     let mut parts: Vec<String> = Vec::new();
-    let mut next = Some(error);
-    while let Some(error) = next {
+    for error in causes(error) {
         let text = error.to_string();
         // Many errors end with the text of their cause.
         if let Some(before) = parts.last_mut() {
@@ -234,7 +234,6 @@ pub(super) fn describe(error: &(dyn std::error::Error + 'static)) -> String {
                 .to_owned();
         }
         parts.push(text);
-        next = error.source();
     }
     let mut seen: Vec<String> = Vec::new();
     for part in parts {

@@ -162,7 +162,7 @@ impl Metrics {
             }));
         }
         for cause in causes {
-            let labels = CauseLabels::new(&label.model, cause);
+            let labels = CauseLabels::new(model.as_str(), cause);
             drop(self.audit.missed_tokens.get_or_create(&labels));
             drop(self.audit.mispredictions.get_or_create(&labels));
         }
@@ -250,7 +250,7 @@ impl Metrics {
         }
         for mode in ["exact", "partial", "approximate", "load_only"] {
             let labels = RequestLabels {
-                model: model.as_str().to_owned(),
+                model: model.as_str().into(),
                 mode,
                 role: role.as_str(),
             };

@@ -5,17 +5,19 @@ use prometheus_client::encoding::EncodeLabelSet;
 use warmroute_core::block::StorageTier;
 use warmroute_core::worker::{ModelName, Worker, WorkerRank, WorkerRole};
 
+use crate::label_text::LabelText;
+
 /// Model, by the name under which the engines serve it.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelLabel {
     /// Model name; `unknown` if the request names no served model.
-    pub model: String,
+    pub model: LabelText,
 }
 
 impl From<&ModelName> for ModelLabel {
     fn from(model: &ModelName) -> Self {
         Self {
-            model: model.as_str().to_owned(),
+            model: model.as_str().into(),
         }
     }
 }
@@ -24,7 +26,7 @@ impl From<&ModelName> for ModelLabel {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct RequestLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// `exact`, `partial`, `approximate`, `load_only`, `passthrough`, `query` (the client requested
     /// only the routing decision) or `rejected`.
     pub mode: &'static str,
@@ -58,14 +60,14 @@ pub struct PhasePlanLabel {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ClassLabel {
     /// Name of the class.
-    pub class: String,
+    pub class: LabelText,
 }
 
 /// Queue class and outcome of its requests.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ClassOutcomeLabels {
     /// Name of the class.
-    pub class: String,
+    pub class: LabelText,
     /// `admitted`, `request_limit`, `prompt_token_limit`, `cached_token_limit`, `timeout`,
     /// `cancelled`.
     pub outcome: &'static str,
@@ -75,7 +77,7 @@ pub struct ClassOutcomeLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelOutcomeLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// The outcome.
     pub outcome: &'static str,
 }
@@ -84,7 +86,7 @@ impl ModelOutcomeLabels {
     /// Creates the labels of a model.
     pub fn new(model: &ModelName, outcome: &'static str) -> Self {
         Self {
-            model: model.as_str().to_owned(),
+            model: model.as_str().into(),
             outcome,
         }
     }
@@ -94,7 +96,7 @@ impl ModelOutcomeLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelTokensLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// The kind.
     pub kind: &'static str,
 }
@@ -103,7 +105,7 @@ pub struct ModelTokensLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct CauseLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// The cause.
     pub cause: &'static str,
 }
@@ -112,7 +114,7 @@ impl CauseLabels {
     /// Creates the labels of a model.
     pub fn new(model: &str, cause: &'static str) -> Self {
         Self {
-            model: model.to_owned(),
+            model: model.into(),
             cause,
         }
     }
@@ -122,7 +124,7 @@ impl CauseLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelRoleLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
     pub role: &'static str,
 }
@@ -131,7 +133,7 @@ impl ModelRoleLabels {
     /// Creates the labels of a model and the role of one of its workers.
     pub fn new(model: &ModelName, role: Option<WorkerRole>) -> Self {
         Self {
-            model: model.as_str().to_owned(),
+            model: model.as_str().into(),
             role: role_name(role),
         }
     }
@@ -269,7 +271,7 @@ impl RankPhaseLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelCoefficientLabels {
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
     /// `prefill_token`, `prefill_pair`, `decode_step`, `decode_context_token`, `transfer_token`.
     pub coefficient: &'static str,
 }
@@ -294,9 +296,9 @@ pub struct EngineSessionLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct BuildLabels {
     /// Version of the package.
-    pub version: String,
+    pub version: LabelText,
     /// Abbreviated commit hash; empty if it is unknown.
-    pub commit: String,
+    pub commit: LabelText,
 }
 
 /// Properties of a worker. The labels `worker` and `address` are not named `pod` and `endpoint`,
@@ -306,23 +308,23 @@ pub struct WorkerLabels {
     /// Worker id.
     pub worker_id: u64,
     /// Pod with its namespace; the address if the worker has no name.
-    pub worker: String,
+    pub worker: LabelText,
     /// Address that Envoy sends requests to.
-    pub address: String,
+    pub address: LabelText,
     /// `aggregated`, `prefill`, `decode`.
     pub role: &'static str,
     /// Model name.
-    pub model: String,
+    pub model: LabelText,
 }
 
 impl From<&Worker> for WorkerLabels {
     fn from(worker: &Worker) -> Self {
         Self {
             worker_id: worker.id.0,
-            worker: worker.display_name(),
-            address: worker.endpoint.to_string(),
+            worker: worker.display_name().into(),
+            address: worker.endpoint.to_string().into(),
             role: worker.role.as_str(),
-            model: worker.model.as_str().to_owned(),
+            model: worker.model.as_str().into(),
         }
     }
 }
@@ -331,9 +333,9 @@ impl From<&Worker> for WorkerLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct PoolLabels {
     /// Name of the pool.
-    pub name: String,
+    pub name: LabelText,
     /// Namespace of the pool.
-    pub namespace: String,
+    pub namespace: LabelText,
 }
 
 /// Listener of warmroute.
@@ -409,5 +411,5 @@ impl TaskLabels {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct SourceLabel {
     /// Kind and name of the source.
-    pub source: String,
+    pub source: LabelText,
 }

@@ -9,6 +9,7 @@
 mod families;
 mod format;
 mod known_series;
+mod label_text;
 mod labels;
 mod optional_gauge;
 #[cfg(target_os = "linux")]
@@ -34,6 +35,7 @@ pub use families::{
 };
 pub use format::TextFormat;
 pub use known_series::KnownLabels;
+pub use label_text::LabelText;
 pub use labels::*;
 pub use optional_gauge::OptionalGauge;
 
@@ -187,8 +189,8 @@ impl Metrics {
     /// Sets the version and the commit of the program.
     pub fn set_build_info(&self, version: &str, commit: &str) {
         let labels = BuildLabels {
-            version: version.to_owned(),
-            commit: commit.to_owned(),
+            version: version.into(),
+            commit: commit.into(),
         };
         self.process.build_info.get_or_create(&labels).set(1);
     }

@@ -238,14 +238,14 @@ impl App {
             causes: &MissCause::ALL.map(MissCause::as_str),
         });
         if let Some(pool) = &config.process.pool {
-            let name = pool.name.clone().unwrap_or_default();
-            let namespace = pool.namespace.clone().unwrap_or_default();
+            let name = pool.name.as_deref().unwrap_or_default();
+            let namespace = pool.namespace.as_deref().unwrap_or_default();
             info!(name, namespace, "process serves a pool");
-            metrics
-                .process
-                .pool_info
-                .get_or_create(&PoolLabels { name, namespace })
-                .set(1);
+            let labels = PoolLabels {
+                name: name.into(),
+                namespace: namespace.into(),
+            };
+            metrics.process.pool_info.get_or_create(&labels).set(1);
         }
         let stop = CancellationToken::new();
         Ok(Self {

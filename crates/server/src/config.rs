@@ -184,6 +184,12 @@ impl Config {
             .collect();
         config.resolve(directory);
         flags.override_config(&mut config);
+        // Reloads and status pages write the configuration as JSON.
+        if serde_json::to_value(&config).is_err() {
+            let problem = "a path in the configuration is not valid UTF-8; relative paths begin in \
+                the directory of this file, so rename that directory, or write absolute paths";
+            return Err(vec![ConfigError::of_file(path, problem)]);
+        }
         let mut problems = check::problems(&config);
         model::add_download_hints(&mut problems, &repositories);
         if problems.is_empty() {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::net::{TcpStream, UnixStream};
 
+use warmroute_runtime::causes::join_causes;
 use warmroute_server::config::Config;
 
 /// Returns Envoy's `/config_dump`.
@@ -24,7 +25,7 @@ pub(super) async fn fetch_config_dump(
         .get(&url)
         .send()
         .await
-        .map_err(|error| format!("{url}: {}", error_chain(&error)))?;
+        .map_err(|error| format!("{url}: {}", join_causes(&error)))?;
     let status = answer.status();
     if !status.is_success() {
         return Err(format!("{url} returned {status}"));
@@ -32,16 +33,7 @@ pub(super) async fn fetch_config_dump(
     answer
         .text()
         .await
-        .map_err(|error| format!("{url}: {}", error_chain(&error)))
-}
-
-/// Formats an error with its causes, because the outermost error alone is not specific.
-fn error_chain(error: &dyn std::error::Error) -> String {
-    let next = std::iter::successors(error.source(), |cause| cause.source());
-    std::iter::once(error.to_string())
-        .chain(next.map(ToString::to_string))
-        .collect::<Vec<_>>()
-        .join(": ")
+        .map_err(|error| format!("{url}: {}", join_causes(&error)))
 }
 
 /// Returns the configured ext_proc addresses, and whether each accepts connections.

@@ -29,7 +29,7 @@ fn vllm(name: &str, ip: &str) -> Value {
 /// Asserts that `discovery_up` has this value throughout the period.
 async fn up_stays(follows: &KubernetesFollower, up: i64, period: Duration) {
     let label = SourceLabel {
-        source: SOURCE.to_owned(),
+        source: SOURCE.into(),
     };
     let end = tokio::time::Instant::now() + period;
     while tokio::time::Instant::now() < end {
@@ -202,7 +202,7 @@ async fn quiet_cluster_advances_success_timestamp() {
     let follows = KubernetesFollower::start(&server, &selected());
     follows.up_is(SOURCE, 1).await;
     let label = SourceLabel {
-        source: SOURCE.to_owned(),
+        source: SOURCE.into(),
     };
     let timestamp = || {
         follows

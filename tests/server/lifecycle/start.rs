@@ -1,6 +1,8 @@
 //! Startup log: one line per step, and one line at the end or the single cause of a failure.
 
 use std::net::TcpListener;
+use std::path::Path;
+use std::process::Command;
 
 use serde_json::{Value, json};
 use warmroute_testbed::merge_config;
@@ -128,10 +130,8 @@ async fn unix_socket_in_use_fails_before_loading() {
     assert_eq!(code, Some(1));
 }
 
-#[test]
-fn invalid_log_directive_is_reported_as_json() {
-    let dir = tempfile::tempdir().unwrap();
-    let occupied = TcpListener::bind("127.0.0.1:0").unwrap();
+/// Returns a command that fails at an occupied address, after its first log lines.
+fn failing_command(file: &Path, occupied: &TcpListener) -> Command {
     let address = occupied.local_addr().unwrap().to_string();
     let config = json!({
         "process": {"log": {"format": "json"}},
@@ -139,11 +139,31 @@ fn invalid_log_directive_is_reported_as_json() {
         "models": [{"name": "m", "block_size": 16}],
         "workers": {"list": [{"id": 1, "endpoint": "10.0.0.1:8000"}]},
     });
+    std::fs::write(file, config.to_string()).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_warmroute"));
+    command.args(["serve", "--config"]).arg(file);
+    command
+}
+
+#[test]
+fn process_survives_a_closed_log_pipe() {
+    let dir = tempfile::tempdir().unwrap();
+    let occupied = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let status = failing_command(&dir.path().join("warmroute.yaml"), &occupied)
+        .stderr(writer)
+        .status()
+        .unwrap();
+    assert_eq!(status.code(), Some(1), "{status}");
+}
+
+#[test]
+fn invalid_log_directive_is_reported_as_json() {
+    let dir = tempfile::tempdir().unwrap();
+    let occupied = TcpListener::bind("127.0.0.1:0").unwrap();
     let file = dir.path().join("warmroute.yaml");
-    std::fs::write(&file, config.to_string()).unwrap();
-    let output = std::process::Command::new(env!("CARGO_BIN_EXE_warmroute"))
-        .args(["serve", "--config"])
-        .arg(&file)
+    let output = failing_command(&file, &occupied)
         .env("RUST_LOG", "info,foo=bar=baz")
         .output()
         .unwrap();

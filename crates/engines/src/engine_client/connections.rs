@@ -1,15 +1,15 @@
 //! Connections to engines, with their timeouts. A machine that failed sends nothing, and an idle
 //! server closes connections without notice. Neither may use up the deadline of a request.
 
-use std::error::Error;
 use std::io::{self, ErrorKind};
 use std::time::{Duration, Instant};
 
 use reqwest::redirect::Policy;
 use reqwest::{Certificate, Client, ClientBuilder};
+use warmroute_runtime::causes::{causes, join_causes};
 
 use super::config::{EngineScheme, EnginesConfig};
-use super::error::{EngineError, error_chain};
+use super::error::EngineError;
 
 /// Maximum time to connect, including TLS. The example Envoy configurations use the same value.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -73,7 +73,7 @@ pub(super) fn build_pool(
         None => build(warmroute_runtime::tls::http_client_with_system_roots())
             .or_else(|_| build(warmroute_runtime::tls::http_client_builder())),
     };
-    client.map_err(|error| build_error(error_chain(&error)))
+    client.map_err(|error| build_error(join_causes(&error)))
 }
 
 /// Returns true if a connection failed immediately and before any byte of the response. This
@@ -83,17 +83,12 @@ pub(super) fn is_stale_connection(problem: &reqwest::Error, since: Instant) -> b
     if problem.is_connect() || problem.is_timeout() || since.elapsed() > STALE_CONNECTION_WINDOW {
         return false;
     }
-    let mut cause = problem.source();
-    while let Some(next) = cause {
-        let is_closed = next
+    causes(problem).any(|cause| {
+        let is_closed = cause
             .downcast_ref::<io::Error>()
             .is_some_and(|error| is_disconnect(error.kind()));
-        if is_closed || next.to_string() == NO_ANSWER {
-            return true;
-        }
-        cause = next.source();
-    }
-    false
+        is_closed || cause.to_string() == NO_ANSWER
+    })
 }
 
 fn is_disconnect(kind: ErrorKind) -> bool {

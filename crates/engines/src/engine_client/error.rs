@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use reqwest::StatusCode;
 use thiserror::Error;
+use warmroute_runtime::causes::innermost_cause;
 
 use super::responses;
 
@@ -115,27 +116,8 @@ pub(super) fn transport_error(problem: &reqwest::Error) -> EngineError {
     if late {
         EngineError::Timeout
     } else {
-        EngineError::Unreachable(innermost_cause(problem))
+        // The outer errors contain only the URL and the stage of the request, and each log line
+        // already contains the worker.
+        EngineError::Unreachable(innermost_cause(problem).to_string())
     }
-}
-
-/// Returns the text of the innermost cause. The outer errors contain only the URL and the stage of
-/// the request, and each log line already contains the worker.
-fn innermost_cause(problem: &reqwest::Error) -> String {
-    let mut cause: &dyn std::error::Error = problem;
-    while let Some(next) = cause.source() {
-        cause = next;
-    }
-    cause.to_string()
-}
-
-/// Formats the error with its causes, because the outermost error says only that sending failed.
-pub(super) fn error_chain(problem: &reqwest::Error) -> String {
-    let mut text = problem.to_string();
-    let mut cause = std::error::Error::source(problem);
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    text
 }

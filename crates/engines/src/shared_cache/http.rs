@@ -9,6 +9,7 @@ use reqwest::redirect::Policy;
 use reqwest::{Client, Response, StatusCode, Url};
 use serde::{Deserialize, Serialize, Serializer};
 use tokio::sync::Semaphore;
+use warmroute_runtime::causes::join_causes;
 
 use super::config::SharedCacheConfig;
 use super::ranges::normalize_ranges;
@@ -149,14 +150,7 @@ fn parse_answer(body: &[u8], blocks: usize) -> Result<Vec<Range<u32>>, SharedCac
     })
 }
 
-/// Formats the error with its causes, because the outermost error says only that sending failed.
 #[expect(clippy::needless_pass_by_value, reason = "a function for map_err")]
 fn connection_error(problem: reqwest::Error) -> SharedCacheError {
-    let mut text = problem.to_string();
-    let mut cause = std::error::Error::source(&problem);
-    while let Some(next) = cause {
-        text = format!("{text}: {next}");
-        cause = next.source();
-    }
-    SharedCacheError::Connection(text)
+    SharedCacheError::Connection(join_causes(&problem))
 }

@@ -5,6 +5,7 @@ use std::time::SystemTime;
 
 use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
+use warmroute_core::fleet::Fleet;
 use warmroute_core::freshness::IndexFreshness;
 use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
@@ -21,7 +22,7 @@ use crate::dispatch::Dispatcher;
 pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     let router = dispatcher.router();
     start_roles_at_zero(metrics, router);
-    refresh_workers(metrics, router);
+    refresh_workers(metrics, router, &router.fleet());
     refresh_ranks(metrics, router);
     refresh_engine_loads(metrics, router);
     refresh_latency(metrics, router);
@@ -56,9 +57,8 @@ fn start_roles_at_zero(metrics: &Metrics, router: &Router) {
 }
 
 /// Lists the workers of the fleet. Counters of ranks without requests start at zero.
-fn refresh_workers(metrics: &Metrics, router: &Router) {
+fn refresh_workers(metrics: &Metrics, router: &Router, fleet: &Fleet) {
     metrics.workers.info.clear();
-    let fleet = router.fleet();
     for worker in fleet.workers() {
         let labels = WorkerLabels::from(&**worker);
         metrics.workers.info.get_or_create(&labels).set(1);
@@ -66,6 +66,10 @@ fn refresh_workers(metrics: &Metrics, router: &Router) {
     for member in fleet.members() {
         let labels = RankLabels::new(member.rank, Some(member.worker.role));
         drop(metrics.requests.worker_requests.get_or_create(&labels));
+        // The series of a rank that left the fleet meanwhile were removed before.
+        if router.role_of(member.rank) != Some(member.worker.role) {
+            metrics.remove_rank(&labels);
+        }
     }
 }
 
@@ -122,7 +126,7 @@ fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
     ];
     for (coefficient, seconds) in coefficients {
         let labels = ModelCoefficientLabels {
-            model: model.model.as_str().to_owned(),
+            model: model.model.as_str().into(),
             coefficient,
         };
         let gauge = metrics.coefficient_seconds.get_or_create_owned(&labels);
@@ -216,7 +220,7 @@ fn refresh_queue(metrics: &Metrics, dispatcher: &Dispatcher) {
     metrics.queue.outcomes.clear();
     for status in dispatcher.queue().class_statuses() {
         let label = ClassLabel {
-            class: status.class.to_string(),
+            class: status.class.to_string().into(),
         };
         let depth = status.depth;
         let counters = status.counters;
@@ -332,4 +336,35 @@ fn refresh_engine_loads(metrics: &Metrics, router: &Router) {
 
 fn to_gauge(count: u64) -> i64 {
     i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use warmroute_metrics::TextFormat;
+
+    use super::*;
+    use crate::app::OfflineRouter;
+    use crate::config::Config;
+
+    #[tokio::test]
+    async fn scrape_creates_no_series_of_removed_ranks() {
+        let text = "models: [{name: m, block_size: 4}]\n\
+                    workers: {list: [{id: 1, endpoint: '10.0.0.1:80'}, {id: 2, endpoint: '10.0.0.2:80'}]}\n";
+        let config = Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap();
+        let workers = crate::app::listed_workers(&config).unwrap();
+        let offline = OfflineRouter::new(&config, workers).await.unwrap();
+        let router = offline.dispatcher.router();
+        let before = router.fleet();
+        let stays: Vec<_> = before
+            .workers()
+            .filter(|worker| worker.id.0 == 1)
+            .map(|worker| (**worker).clone())
+            .collect();
+        router.set_fleet(std::sync::Arc::new(before.reconcile(stays).fleet));
+        let metrics = Metrics::new();
+        refresh_workers(&metrics, router, &before);
+        let page = metrics.render(TextFormat::Prometheus, |_| {}).unwrap();
+        let has_rank = |id| page.contains(&format!("worker_requests_total{{worker_id=\"{id}\""));
+        assert!(has_rank(1) && !has_rank(2), "{page}");
+    }
 }

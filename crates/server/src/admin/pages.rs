@@ -203,7 +203,8 @@ pub(super) async fn wrong_method(method: Method, uri: Uri, headers: HeaderMap) -
         .and_then(|host| host.to_str().ok())
         .filter(|host| is_plain_address(host))
         .unwrap_or(DEFAULT_ADDRESS);
-    let path = page.map_or("/", |page| page.path);
+    // Only the fixed paths of the routes reach this function.
+    let path = uri.path();
     let (allow, command) = match allowed {
         "POST" => (
             "POST",

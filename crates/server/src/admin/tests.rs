@@ -261,6 +261,12 @@ async fn wrong_method_names_allowed_one_and_command() {
             format!("curl {address}/debug/fleet"),
         ),
         (Method::DELETE, "/", "GET, HEAD", format!("curl {address}/")),
+        (
+            Method::PUT,
+            "/debug/",
+            "GET, HEAD",
+            format!("curl {address}/debug/"),
+        ),
     ] {
         let response = site.send(method.clone(), path, "*/*").await;
         assert_eq!(response.status(), 405, "{path}");

@@ -49,7 +49,7 @@ impl Default for ProcessOrigin {
 /// Returns the page of the configuration in use.
 fn config_page(status: &ConfigStatus, file: Option<&Path>) -> Value {
     json!({
-        "file": file,
+        "file": file.map(|file| file.display().to_string()),
         "generation": status.generation,
         "last_reload": status.last_reload,
         "needs_restart": status.needs_restart,

@@ -69,7 +69,10 @@ pub fn init(config: &LogConfig) -> LogFilter {
     let has_colors = std::io::stderr().is_terminal();
     let lines = tracing_subscriber::fmt()
         .with_env_filter(env_filter(config.level))
-        .with_writer(std::io::stderr);
+        .with_writer(std::io::stderr)
+        // The library reports a failed write with `eprintln!`, which then panics, and the panic
+        // hook logs. The process must outlive the reader of its log.
+        .log_internal_errors(false);
     let lines = lines.with_ansi(has_colors);
     match config.format {
         LogFormat::Text => {

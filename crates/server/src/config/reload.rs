@@ -65,7 +65,8 @@ impl Config {
 }
 
 fn value(config: &Config) -> Value {
-    // Every key is a string and every number is finite, so the conversion cannot fail.
+    // Every key is a string, every number is finite, and every path is UTF-8, so the conversion
+    // cannot fail.
     serde_json::to_value(config).unwrap_or_default()
 }
 
@@ -112,6 +113,16 @@ mod tests {
             format!("{BASE}{extra}").as_bytes(),
         )
         .unwrap()
+    }
+
+    #[test]
+    fn paths_must_be_utf8() {
+        use std::os::unix::ffi::OsStrExt as _;
+        let file = std::path::Path::new(std::ffi::OsStr::from_bytes(b"/a\xff/w.yaml"));
+        let relative = format!("{BASE}envoy: {{endpoints_file: eds.yaml}}\n");
+        let errors = Config::parse(file, relative.as_bytes()).unwrap_err();
+        assert!(errors[0].problem.contains("not valid UTF-8"), "{errors:?}");
+        assert!(Config::parse(file, BASE.as_bytes()).is_ok());
     }
 
     #[test]

@@ -328,7 +328,7 @@ impl CacheAudit {
                 .audit
                 .tokens
                 .get_or_create(&ModelTokensLabels {
-                    model: model.to_owned(),
+                    model: model.into(),
                     kind,
                 })
                 .inc_by(count);

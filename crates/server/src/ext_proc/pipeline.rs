@@ -348,7 +348,7 @@ fn model_label(preprocessed: &PreprocessedRequest) -> ModelLabel {
     let model = preprocessed.route_request.model.as_ref();
     model.map_or_else(
         || ModelLabel {
-            model: "unknown".to_owned(),
+            model: "unknown".into(),
         },
         ModelLabel::from,
     )

@@ -70,7 +70,7 @@ impl RequestPreprocessor {
         };
         let outcome = result.as_ref().err().copied().unwrap_or("ok");
         let label = ModelOutcomeLabels {
-            model: model.as_str().to_owned(),
+            model: model.as_str().into(),
             outcome,
         };
         engine

@@ -19,7 +19,9 @@ pub struct DiscoverySourceHealth {
 impl DiscoverySourceHealth {
     /// Registers a source that has not reported yet.
     pub fn new(source: String, metrics: &Arc<Metrics>) -> Self {
-        let label = SourceLabel { source };
+        let label = SourceLabel {
+            source: source.into(),
+        };
         metrics.workers.discovery_up.get_or_create(&label).set(0);
         Self {
             label,
@@ -31,7 +33,10 @@ impl DiscoverySourceHealth {
     /// Records a successful update.
     pub fn mark_up(&mut self) {
         if self.error.take().is_some() {
-            info!(source = self.label.source, "discovery source recovered");
+            info!(
+                source = self.label.source.as_str(),
+                "discovery source recovered"
+            );
         }
         self.metrics
             .workers
@@ -52,7 +57,7 @@ impl DiscoverySourceHealth {
     pub fn mark_failed(&mut self, reason: &str) {
         if self.set_error(reason) {
             warn!(
-                source = self.label.source,
+                source = self.label.source.as_str(),
                 reason, "discovery source failed; its workers stay in use"
             );
         }
@@ -62,7 +67,7 @@ impl DiscoverySourceHealth {
     pub fn mark_removed(&mut self, reason: &str) {
         if self.set_error(reason) {
             warn!(
-                source = self.label.source,
+                source = self.label.source.as_str(),
                 reason, "discovery source selects no workers; its workers are removed"
             );
         }
