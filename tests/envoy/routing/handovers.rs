@@ -207,7 +207,9 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
                 });
             }
             // Downtimes of consecutive kills must not overlap, and starts are slow on a busy
-            // machine.
+            // machine. While a restarted worker is ejected, requests have no second choice.
+            let readmitted = async || bed.metrics().await.sum("ejected_workers", &[]) == 0.0;
+            assert!(until(SOON, readmitted).await, "a worker remains ejected");
             tokio::time::sleep_until(next.max(tokio::time::Instant::now() + PAUSE)).await;
         }
         over.store(true, Ordering::Relaxed);

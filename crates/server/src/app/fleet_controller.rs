@@ -275,25 +275,23 @@ impl FleetController {
         }
         // Queued requests may have a worker now.
         self.dispatcher.queue().wake();
-        self.report_fleet(&before, &change.added, &change.removed);
-        self.check_initial_workers(&fleet);
-    }
-
-    /// Logs a change of the fleet, and sets its gauges.
-    fn report_fleet(&self, before: &Fleet, added: &[FleetMember], removed: &[FleetMember]) {
-        let fleet = self.router.fleet();
-        let workers = fleet.workers().count();
         if fleet.generation() != before.generation() {
             info!(
                 generation = fleet.generation(),
-                workers,
-                added = list_workers(added),
-                removed = list_workers(removed),
+                workers = fleet.workers().count(),
+                added = list_workers(&change.added),
+                updated = list_workers(&change.updated),
+                removed = list_workers(&change.removed),
                 "fleet changed"
             );
         }
+        self.set_fleet_gauges(&fleet);
+        self.check_initial_workers(&fleet);
+    }
+
+    fn set_fleet_gauges(&self, fleet: &Fleet) {
         let metrics = &self.metrics.workers;
-        metrics.workers.set(workers as i64);
+        metrics.workers.set(fleet.workers().count() as i64);
         metrics.fleet_generation.set(fleet.generation() as i64);
     }
 

@@ -291,6 +291,7 @@ impl SelfTestRunner {
                     .map(String::as_str)
                     .collect::<Vec<_>>()
                     .join(" ");
+                let skipped = (!skipped.is_empty()).then_some(skipped);
                 info!(%model, worker = %id, name, compared, skipped, "engine tokens match");
             }
             // Logged once, because a starting worker is queried often.
