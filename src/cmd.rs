@@ -19,7 +19,7 @@ use warmroute_server::config::Config;
 use warmroute_server::serve::{self, EXIT_MISCONFIGURED, config_or_report, exit_code};
 
 use crate::discovery::DiscoveryClients;
-use cli::{Cli, Command};
+use cli::{Cli, CliCommand};
 
 /// Runs the subcommand and returns the exit code of the process.
 pub fn run(cli: Cli) -> ExitCode {
@@ -27,14 +27,14 @@ pub fn run(cli: Cli) -> ExitCode {
     let mut out = anstream::stdout();
     let mut err = anstream::stderr();
     let ended = match cli.command {
-        Command::Audit(args) => audit::run(&args, &mut out),
-        Command::Check(args) => check::run(&args, &mut out, &mut err),
-        Command::Completions(args) => help_files::write_completions(args.shell, &mut out),
-        Command::Config(command) => config::run(&command, &mut out, &mut err),
-        Command::Doctor(args) => doctor::run(&args, &mut out, &mut err),
-        Command::Explain(args) => explain::run(&args, &mut out, &mut err),
-        Command::Man(args) => help_files::write_manual(&args.directory),
-        Command::Serve(args) => {
+        CliCommand::Audit(args) => audit::run(&args, &mut out),
+        CliCommand::Check(args) => check::run(&args, &mut out, &mut err),
+        CliCommand::Completions(args) => help_files::write_completions(args.shell, &mut out),
+        CliCommand::Config(command) => config::run(&command, &mut out, &mut err),
+        CliCommand::Doctor(args) => doctor::run(&args, &mut out, &mut err),
+        CliCommand::Explain(args) => explain::run(&args, &mut out, &mut err),
+        CliCommand::Man(args) => help_files::write_manual(&args.directory),
+        CliCommand::Serve(args) => {
             serve::run(&args, &crate::VERSION, Arc::new(DiscoveryClients), &mut err)
         }
     };

@@ -317,7 +317,7 @@ impl DisaggregationReport {
     pub(crate) fn flaw(&self) -> Option<String> {
         let errors = self.aggregated.errors + self.disaggregated.errors;
         if let Some(first) = &self.first_error {
-            return Some(format!("{errors} requests failed, the first with: {first}"));
+            return Some(format!("failed requests: {errors}; first error: {first}"));
         }
         let remote = self.remote_prefills;
         let all = self.disaggregated.requests;

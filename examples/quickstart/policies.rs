@@ -90,7 +90,7 @@ pub(crate) async fn compare(quickstart: &Quickstart<'_>) -> anyhow::Result<Local
     let warm_up = warm_up_workload(quickstart.args).requests();
     quickstart.output.write(&report, &report.render(warm_up)?)?;
     if let Some(error) = errors.first() {
-        anyhow::bail!("{} requests failed, the first with: {error}", errors.len());
+        anyhow::bail!("failed requests: {}; first error: {error}", errors.len());
     }
     Ok(default_run.deployment)
 }

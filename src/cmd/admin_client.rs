@@ -122,7 +122,9 @@ impl AdminClient {
         }
         // Only warmroute refers to its list of pages.
         if let (Some(error), true) = (error, message["pages"].is_string()) {
-            return anyhow!("{url}: {error} (that warmroute may have another version)");
+            return anyhow!(
+                "{url}: {error} (the running process may have another version than this command)"
+            );
         }
         let owner = if text.contains("Admin home page") || text.contains("admin commands") {
             " (it is probably that of Envoy)"

@@ -31,7 +31,7 @@ const EXPLAIN_USAGE: &str =
 pub struct Cli {
     /// Subcommand.
     #[command(subcommand)]
-    pub command: Command,
+    pub command: CliCommand,
 }
 
 /// Environment variables of options: the subcommand, the option and the variable.
@@ -82,7 +82,7 @@ pub fn command_with_environment() -> clap::Command {
 
 /// Subcommands.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum CliCommand {
     /// Shows predicted against actual cache hits of a running process: hit rate, saved tokens, and
     /// causes of misses
     Audit(AuditArgs),
@@ -312,7 +312,7 @@ mod tests {
         assert!(Cli::try_parse_from(["warmroute"]).is_err());
         let check = |more: &[&str]| {
             let cli = Cli::try_parse_from(["warmroute", "check"].iter().chain(more))?;
-            let Command::Check(args) = cli.command else {
+            let CliCommand::Check(args) = cli.command else {
                 panic!("unexpected command")
             };
             Ok::<_, clap::Error>((args.file, args.serve.config))
@@ -329,7 +329,7 @@ mod tests {
     fn doctor_requires_configuration_and_valid_urls() {
         let doctor =
             |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
-        let Command::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
+        let CliCommand::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
             panic!("unexpected command")
         };
         let timeout: std::time::Duration = args.timeout.into();
@@ -349,7 +349,7 @@ mod tests {
 
     fn explain(more: &[&str]) -> Result<ExplainArgs, clap::Error> {
         let cli = Cli::try_parse_from(["warmroute", "explain"].iter().chain(more))?;
-        let Command::Explain(args) = cli.command else {
+        let CliCommand::Explain(args) = cli.command else {
             panic!("unexpected command")
         };
         Ok(args)

@@ -38,7 +38,7 @@ use serde_json::Value;
 use warmroute_core::policy::PolicySettings;
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
-use warmroute_settings::{ConfigError, Document, Problem, escape_references};
+use warmroute_settings::{ConfigError, Problem, SettingsDocument, escape_references};
 
 use crate::cluster::replica::config::ReplicasConfig;
 use crate::dispatch::queue::config::QueueConfig;
@@ -53,7 +53,7 @@ pub use advice::Advice;
 pub use engine_discovery::EngineDiscoveryConfig;
 pub use engine_load::EngineLoadConfig;
 pub use engines::EnginesSection;
-pub use flags::Flags;
+pub use flags::ServeFlags;
 pub use freshness::{FreshnessConfig, SilenceConfig};
 pub use health::HealthConfig;
 pub use index::IndexSection;
@@ -69,7 +69,7 @@ pub use reload::ReloadedConfig;
 pub use requests::RequestsSection;
 pub use routing::RoutingSection;
 pub use schema::{config_schema, workers_schema};
-pub use sessions::{Affinity, SessionsConfig};
+pub use sessions::{AffinityMode, SessionsConfig};
 pub use tracking::{TrackingFamily, TrackingHashConfig};
 pub use workers::WorkersSection;
 
@@ -133,11 +133,11 @@ pub enum WorkerSource {
 impl Config {
     /// Reads and checks a configuration file and its workers file. Returns the errors of both.
     pub fn load(path: &Path) -> Result<Self, Vec<ConfigError>> {
-        Self::load_with(path, &Flags::default())
+        Self::load_with(path, &ServeFlags::default())
     }
 
     /// Like [`Self::load`], with command-line flags that override the file.
-    pub fn load_with(path: &Path, flags: &Flags) -> Result<Self, Vec<ConfigError>> {
+    pub fn load_with(path: &Path, flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
         let bytes = std::fs::read(path).map_err(|error| {
             vec![ConfigError::of_file(
                 path,
@@ -148,7 +148,11 @@ impl Config {
     }
 
     /// Parses and checks the text of a configuration file and its workers file.
-    pub fn parse_all(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
+    pub fn parse_all(
+        path: &Path,
+        bytes: &[u8],
+        flags: &ServeFlags,
+    ) -> Result<Self, Vec<ConfigError>> {
         let config = Self::parse_with(path, bytes, flags)?;
         match &config.workers.file {
             Some(file) => config.check_workers_file(file).map(|()| config),
@@ -157,7 +161,7 @@ impl Config {
     }
 
     /// Builds a configuration from flags alone, without a file.
-    pub fn of_flags(flags: &Flags) -> Result<Self, Vec<ConfigError>> {
+    pub fn of_flags(flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
         Self::parse_with(
             Path::new("the command line"),
             flags.without_file().to_string().as_bytes(),
@@ -168,11 +172,11 @@ impl Config {
     /// Parses and checks the text of a configuration file. Relative paths are resolved against the
     /// directory of `path`.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
-        Self::parse_with(path, bytes, &Flags::default())
+        Self::parse_with(path, bytes, &ServeFlags::default())
     }
 
-    fn parse_with(path: &Path, bytes: &[u8], flags: &Flags) -> Result<Self, Vec<ConfigError>> {
-        let document = Document::parse(path, bytes)?;
+    fn parse_with(path: &Path, bytes: &[u8], flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
+        let document = SettingsDocument::parse(path, bytes)?;
         let mut config: Self = document.read()?;
         // Without a working directory, relative paths stay relative, and the checks below report
         // their files as missing.
@@ -212,7 +216,7 @@ impl Config {
 
     /// Like [`Self::locate`], for the text of the file.
     pub fn locate_in(path: &Path, bytes: &[u8], problems: Vec<Problem>) -> Vec<ConfigError> {
-        Document::parse(path, bytes)
+        SettingsDocument::parse(path, bytes)
             .map_or_else(|errors| errors, |document| document.locate(problems))
     }
 

@@ -25,7 +25,7 @@ use thiserror::Error;
 pub use files::describe_missing_file;
 pub use problem::{PathStep, Problem, SourcePosition};
 pub use schema::{ADDRESS_PATTERN, settings_schema};
-pub use tree::{Tree, Value};
+pub use tree::{YamlNode, YamlValue};
 pub use units::{ByteSize, DurationSetting, format_elapsed};
 pub use urls::has_credentials;
 use variables::UnresolvedText;
@@ -123,15 +123,15 @@ pub fn format_count(count: usize, noun: &str) -> String {
 }
 
 /// Parsed settings file in which every value has its position.
-pub struct Document {
+pub struct SettingsDocument {
     path: PathBuf,
     text: String,
-    tree: Tree,
+    tree: YamlNode,
     /// Texts with variables that have no value. [`Self::read`] returns their errors.
     unresolved: Vec<UnresolvedText>,
 }
 
-impl Document {
+impl SettingsDocument {
     /// Parses the bytes of a file. `${NAME}` in a text stands for an environment variable. `path`
     /// is used only in errors.
     pub fn parse(path: &Path, bytes: &[u8]) -> Result<Self, Vec<ConfigError>> {
@@ -170,13 +170,13 @@ impl Document {
     }
 
     /// Returns the content of the file, with the position of each value.
-    pub fn tree(&self) -> &Tree {
+    pub fn tree(&self) -> &YamlNode {
         &self.tree
     }
 
     /// Deserializes the content. Returns all deserialization errors in the order of the file.
     pub fn read<T: DeserializeOwned>(&self) -> Result<T, Vec<ConfigError>> {
-        if self.tree.value == Value::Null {
+        if self.tree.value == YamlValue::Null {
             let text = "the file is empty; `warmroute config init` writes a first configuration";
             return Err(vec![ConfigError::of_file(&self.path, text)]);
         }

@@ -31,8 +31,8 @@ impl From<usize> for PathStep {
 }
 
 /// Semantic problem with a value, found after deserialization. It names the value by its path, and
-/// [`Document::locate`](crate::Document::locate) adds the line. Deserialized settings are therefore
-/// plain values without positions.
+/// [`SettingsDocument::locate`](crate::SettingsDocument::locate) adds the line. Deserialized settings
+/// are therefore plain values without positions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     /// Path from the root to the value. If the file lacks the value, the error has the position of

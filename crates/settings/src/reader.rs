@@ -12,7 +12,7 @@ use serde::forward_to_deserialize_any;
 
 use super::settings_error::{SettingsError, SettingsErrorKind, describe_address};
 use super::variables::{UnresolvedText, is_ignored_key};
-use super::{SourcePosition, Tree, Value};
+use super::{SourcePosition, YamlNode, YamlValue};
 
 /// Maximum number of reported errors. Each one costs a pass over the tree.
 const MAX_ERRORS: usize = 100;
@@ -23,7 +23,7 @@ pub(super) type ValuePath = Vec<usize>;
 /// Deserializes the tree, or returns every error with its position. `text` is the source of the
 /// tree.
 pub(super) fn read<T: DeserializeOwned>(
-    tree: &Tree,
+    tree: &YamlNode,
     text: &str,
     unresolved: &[UnresolvedText],
 ) -> Result<T, Vec<(SourcePosition, String)>> {
@@ -103,9 +103,9 @@ impl RemovedValues {
         }
     }
 
-    fn add(&mut self, path: &[usize], tree: &Tree) -> bool {
+    fn add(&mut self, path: &[usize], tree: &YamlNode) -> bool {
         if let Some((position, outer)) = path.split_last()
-            && let Value::Map(entries) = &value_at(tree, outer).value
+            && let YamlValue::Map(entries) = &value_at(tree, outer).value
         {
             self.absent_keys
                 .insert((outer.to_vec(), entries[*position].0.name.clone()));
@@ -113,7 +113,7 @@ impl RemovedValues {
         self.values.insert(path.to_vec())
     }
 
-    fn add_rejected(&mut self, error: &SettingsError, tree: &Tree) -> bool {
+    fn add_rejected(&mut self, error: &SettingsError, tree: &YamlNode) -> bool {
         if let (
             SettingsErrorKind::Unknown {
                 meant: Some(meant), ..
@@ -128,10 +128,10 @@ impl RemovedValues {
     }
 }
 
-fn value_at<'a>(tree: &'a Tree, path: &[usize]) -> &'a Tree {
+fn value_at<'a>(tree: &'a YamlNode, path: &[usize]) -> &'a YamlNode {
     path.iter().fold(tree, |here, &position| match &here.value {
-        Value::Map(entries) => &entries[position].1,
-        Value::List(items) => &items[position],
+        YamlValue::Map(entries) => &entries[position].1,
+        YamlValue::List(items) => &items[position],
         _ => here,
     })
 }
@@ -148,7 +148,7 @@ fn scalar_at(text: &str, position: SourcePosition) -> &str {
 
 /// Deserializer of one value.
 struct ValueReader<'a> {
-    tree: &'a Tree,
+    tree: &'a YamlNode,
     path: ValuePath,
     name: String,
     removed: &'a RemovedValues,
@@ -157,7 +157,7 @@ struct ValueReader<'a> {
 }
 
 impl<'a> ValueReader<'a> {
-    fn of_root(tree: &'a Tree, text: &'a str, removed: &'a RemovedValues) -> Self {
+    fn of_root(tree: &'a YamlNode, text: &'a str, removed: &'a RemovedValues) -> Self {
         Self {
             tree,
             path: ValuePath::new(),
@@ -170,7 +170,7 @@ impl<'a> ValueReader<'a> {
     /// Returns the value of a text with variables.
     fn substituted(&self) -> Option<&'a str> {
         match &self.tree.value {
-            Value::Text(text) if self.tree.written.is_some() && !self.is_read_as_written() => {
+            YamlValue::Text(text) if self.tree.written.is_some() && !self.is_read_as_written() => {
                 Some(text)
             }
             _ => None,
@@ -181,7 +181,7 @@ impl<'a> ValueReader<'a> {
         self.removed.as_written.contains(&self.path)
     }
 
-    fn inner(&self, position: usize, tree: &'a Tree, name: String) -> Self {
+    fn inner(&self, position: usize, tree: &'a YamlNode, name: String) -> Self {
         let mut path = self.path.clone();
         path.push(position);
         Self {
@@ -212,14 +212,14 @@ impl<'a> ValueReader<'a> {
             error.position = self.tree.position;
             error.path.clone_from(&self.path);
             error.name = self.name.as_str().into();
-            if let (SettingsErrorKind::Rejected(text), Value::Text(given)) =
+            if let (SettingsErrorKind::Rejected(text), YamlValue::Text(given)) =
                 (&mut error.kind, &self.tree.value)
                 && text == "invalid socket address syntax"
             {
                 let written = self.tree.written.as_deref();
                 *text = describe_address(written.unwrap_or(given), &self.name);
             }
-            if let (SettingsErrorKind::WrongType(text), Value::Float(number)) =
+            if let (SettingsErrorKind::WrongType(text), YamlValue::Float(number)) =
                 (&mut error.kind, &self.tree.value)
             {
                 // Large numbers lose digits when they are parsed.
@@ -234,38 +234,38 @@ impl<'a> ValueReader<'a> {
 
     fn unexpected(&self) -> Unexpected<'a> {
         match &self.tree.value {
-            Value::Null => Unexpected::Unit,
-            Value::Bool(value) => Unexpected::Bool(*value),
-            Value::Unsigned(value) => Unexpected::Unsigned(*value),
-            Value::Signed(value) => Unexpected::Signed(*value),
-            Value::Float(value) => Unexpected::Float(*value),
-            Value::Text(value) => {
+            YamlValue::Null => Unexpected::Unit,
+            YamlValue::Bool(value) => Unexpected::Bool(*value),
+            YamlValue::Unsigned(value) => Unexpected::Unsigned(*value),
+            YamlValue::Signed(value) => Unexpected::Signed(*value),
+            YamlValue::Float(value) => Unexpected::Float(*value),
+            YamlValue::Text(value) => {
                 let written = self.tree.written.as_deref();
                 Unexpected::Str(written.unwrap_or(value))
             }
-            Value::List(_) => Unexpected::Seq,
-            Value::Map(_) => Unexpected::Map,
+            YamlValue::List(_) => Unexpected::Seq,
+            YamlValue::Map(_) => Unexpected::Map,
         }
     }
 
     fn visit_any<'de, V: Visitor<'de>>(&self, visitor: V) -> Result<V::Value, SettingsError> {
         match &self.tree.value {
-            Value::Null => visitor.visit_unit(),
-            Value::Bool(value) => visitor.visit_bool(*value),
-            Value::Unsigned(value) => visitor.visit_u64(*value),
-            Value::Signed(value) => visitor.visit_i64(*value),
-            Value::Float(value) => visitor.visit_f64(*value),
-            Value::Text(value) => {
+            YamlValue::Null => visitor.visit_unit(),
+            YamlValue::Bool(value) => visitor.visit_bool(*value),
+            YamlValue::Unsigned(value) => visitor.visit_u64(*value),
+            YamlValue::Signed(value) => visitor.visit_i64(*value),
+            YamlValue::Float(value) => visitor.visit_f64(*value),
+            YamlValue::Text(value) => {
                 let written = self.tree.written.as_deref();
                 let written = written.filter(|_| self.is_read_as_written());
                 visitor.visit_str(written.unwrap_or(value))
             }
-            Value::List(items) => visitor.visit_seq(ListReader {
+            YamlValue::List(items) => visitor.visit_seq(ListReader {
                 parent: self,
                 items,
                 next: 0,
             }),
-            Value::Map(entries) => visitor.visit_map(MapReader {
+            YamlValue::Map(entries) => visitor.visit_map(MapReader {
                 parent: self,
                 entries,
                 next: 0,
@@ -292,7 +292,7 @@ impl<'a> ValueReader<'a> {
 
     /// Returns an error if a key is not among `fields`.
     fn check_keys(&self, fields: &'static [&'static str]) -> Result<(), SettingsError> {
-        let Value::Map(entries) = &self.tree.value else {
+        let YamlValue::Map(entries) = &self.tree.value else {
             return Ok(());
         };
         for (position, (key, tree)) in entries.iter().enumerate() {
@@ -329,7 +329,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, SettingsError> {
         match self.tree.value {
-            Value::Null => visitor.visit_none(),
+            YamlValue::Null => visitor.visit_none(),
             // A variable without a value leaves an optional key unset.
             _ if self.substituted() == Some("") => visitor.visit_none(),
             _ => visitor.visit_some(self),
@@ -353,13 +353,13 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
         self.check_keys(fields)?;
         let result = match &self.tree.value {
             // A section without keys has the default values.
-            Value::Null => visitor.visit_map(MapReader {
+            YamlValue::Null => visitor.visit_map(MapReader {
                 parent: &self,
                 entries: &[],
                 next: 0,
                 value: None,
             }),
-            Value::Map(_) => self.visit_any(visitor),
+            YamlValue::Map(_) => self.visit_any(visitor),
             _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
         };
         result.map_err(|error| self.locate(error))
@@ -372,7 +372,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
         visitor: V,
     ) -> Result<V::Value, SettingsError> {
         let result = match &self.tree.value {
-            Value::Text(name) => {
+            YamlValue::Text(name) => {
                 let written = self.tree.written.as_deref();
                 let written = written.filter(|_| self.is_read_as_written());
                 let name = written.unwrap_or(name);
@@ -404,7 +404,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
 
 struct ListReader<'r, 'a> {
     parent: &'r ValueReader<'a>,
-    items: &'a [Tree],
+    items: &'a [YamlNode],
     next: usize,
 }
 
@@ -431,7 +431,7 @@ impl<'de> de::SeqAccess<'de> for ListReader<'_, '_> {
 
 struct MapReader<'r, 'a> {
     parent: &'r ValueReader<'a>,
-    entries: &'a [(super::tree::Key, Tree)],
+    entries: &'a [(super::tree::YamlKey, YamlNode)],
     next: usize,
     value: Option<ValueReader<'a>>,
 }

@@ -52,7 +52,7 @@ enum EngineName {
 }
 
 fn read(text: &str) -> Result<FleetSettings, Vec<String>> {
-    Document::parse(Path::new("s"), text.as_bytes())
+    SettingsDocument::parse(Path::new("s"), text.as_bytes())
         .and_then(|document| document.read())
         .map_err(|errors| errors.iter().map(ToString::to_string).collect())
 }
@@ -121,7 +121,7 @@ fn invalid_yaml_has_a_position() {
         );
         assert!(!errors[0].contains('\n'), "one line each: {errors:?}");
     }
-    let errors = Document::parse(Path::new("s"), b"name: a\ndrain: \xff\n")
+    let errors = SettingsDocument::parse(Path::new("s"), b"name: a\ndrain: \xff\n")
         .map(drop)
         .unwrap_err();
     assert_eq!(
@@ -147,7 +147,7 @@ fn hostile_text_is_rejected_quickly() {
 
 #[test]
 fn problem_has_the_line_of_the_nearest_value() {
-    let document = Document::parse(
+    let document = SettingsDocument::parse(
         Path::new("s"),
         b"name: a\nworkers:\n  - id: 1\n    engine: vllm\n",
     )
@@ -284,7 +284,7 @@ fn read_with_variables(text: &str) -> Result<FleetSettings, Vec<String>> {
         };
         Some(value.to_owned())
     };
-    Document::parse_with(Path::new("s"), text.as_bytes(), &variable)
+    SettingsDocument::parse_with(Path::new("s"), text.as_bytes(), &variable)
         .and_then(|document| document.read())
         .map_err(|errors| errors.iter().map(ToString::to_string).collect())
 }
@@ -351,7 +351,8 @@ fn problems_name_variables_instead_of_values() {
         _ => Some("3".to_owned()),
     };
     let text = "name: ${SECRET}\nranks: ${RANKS}\n";
-    let document = Document::parse_with(Path::new("s"), text.as_bytes(), &variable).unwrap();
+    let document =
+        SettingsDocument::parse_with(Path::new("s"), text.as_bytes(), &variable).unwrap();
     let problem = |text: &str| {
         let errors = document.locate(vec![Problem::of("name", text)]);
         errors[0].problem.clone()
@@ -431,14 +432,14 @@ fn tab_does_not_hide_another_error() {
 proptest! {
     #[test]
     fn any_bytes_are_parsed_without_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        if let Ok(document) = Document::parse(Path::new("s"), &bytes) {
+        if let Ok(document) = SettingsDocument::parse(Path::new("s"), &bytes) {
             let _ = document.read::<FleetSettings>();
         }
     }
 
     #[test]
     fn broken_yaml_is_parsed_without_panic(text in "[a-e:\\-\\[\\]{}&*!|>'\"%@#, \n?~0-9.]{0,80}") {
-        if let Ok(document) = Document::parse(Path::new("s"), text.as_bytes()) {
+        if let Ok(document) = SettingsDocument::parse(Path::new("s"), text.as_bytes()) {
             let _ = document.read::<FleetSettings>();
         }
     }

@@ -9,9 +9,9 @@ use super::{PathStep, SourcePosition};
 
 /// A YAML value with its position.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Tree {
+pub struct YamlNode {
     /// The value.
-    pub value: Value,
+    pub value: YamlValue,
     /// Position of its start. Of an alias, that of the alias.
     pub position: SourcePosition,
     /// Position of its text. Of an alias, that of the anchored text.
@@ -22,7 +22,7 @@ pub struct Tree {
 
 /// A YAML value.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Value {
+pub enum YamlValue {
     /// Empty, `~` or `null`.
     Null,
     /// `true` or `false`.
@@ -36,24 +36,24 @@ pub enum Value {
     /// Text.
     Text(String),
     /// List.
-    List(Vec<Tree>),
+    List(Vec<YamlNode>),
     /// Map, in the order of the file.
-    Map(Vec<(Key, Tree)>),
+    Map(Vec<(YamlKey, YamlNode)>),
 }
 
 /// A key of a map with its position.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Key {
+pub struct YamlKey {
     /// The text of the key.
     pub name: String,
     /// Position of its start.
     pub position: SourcePosition,
 }
 
-impl Tree {
+impl YamlNode {
     /// Returns the position of a key of this map.
     pub(super) fn position_of_key(&self, key: &str) -> Option<SourcePosition> {
-        let Value::Map(entries) = &self.value else {
+        let YamlValue::Map(entries) = &self.value else {
             return None;
         };
         let found = entries.iter().find(|(name, _)| name.name == key);
@@ -66,11 +66,11 @@ impl Tree {
         let mut node = self;
         for step in path {
             let next = match (&node.value, step) {
-                (Value::Map(entries), PathStep::Key(key)) => entries
+                (YamlValue::Map(entries), PathStep::Key(key)) => entries
                     .iter()
                     .find(|(name, _)| name.name == *key)
                     .map(|(_, value)| value),
-                (Value::List(items), PathStep::At(at)) => items.get(*at),
+                (YamlValue::List(items), PathStep::At(at)) => items.get(*at),
                 _ => None,
             };
             match next {
@@ -83,7 +83,7 @@ impl Tree {
 }
 
 /// Parses one YAML document. Returns an error with its position.
-pub(super) fn parse(text: &str) -> Result<Tree, (SourcePosition, String)> {
+pub(super) fn parse(text: &str) -> Result<YamlNode, (SourcePosition, String)> {
     // Non-finite numbers are accepted here. The check of each setting rejects them with a better
     // message.
     let options = serde_saphyr::options! {
@@ -145,9 +145,9 @@ fn position(location: serde_saphyr::Location) -> SourcePosition {
     }
 }
 
-impl<'de> Deserialize<'de> for Tree {
+impl<'de> Deserialize<'de> for YamlNode {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let spanned = Spanned::<Value>::deserialize(deserializer)?;
+        let spanned = Spanned::<YamlValue>::deserialize(deserializer)?;
         Ok(Self {
             value: spanned.value,
             position: position(spanned.referenced),
@@ -157,7 +157,7 @@ impl<'de> Deserialize<'de> for Tree {
     }
 }
 
-impl<'de> Deserialize<'de> for Value {
+impl<'de> Deserialize<'de> for YamlValue {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_any(ValueVisitor)
     }
@@ -166,64 +166,64 @@ impl<'de> Deserialize<'de> for Value {
 struct ValueVisitor;
 
 impl<'de> Visitor<'de> for ValueVisitor {
-    type Value = Value;
+    type Value = YamlValue;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("a YAML value")
     }
 
-    fn visit_unit<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
+    fn visit_unit<E>(self) -> Result<YamlValue, E> {
+        Ok(YamlValue::Null)
     }
 
-    fn visit_none<E>(self) -> Result<Value, E> {
-        Ok(Value::Null)
+    fn visit_none<E>(self) -> Result<YamlValue, E> {
+        Ok(YamlValue::Null)
     }
 
-    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
-        Ok(Value::Bool(value))
+    fn visit_bool<E>(self, value: bool) -> Result<YamlValue, E> {
+        Ok(YamlValue::Bool(value))
     }
 
-    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
-        Ok(Value::Unsigned(value))
+    fn visit_u64<E>(self, value: u64) -> Result<YamlValue, E> {
+        Ok(YamlValue::Unsigned(value))
     }
 
-    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
-        Ok(u64::try_from(value).map_or(Value::Signed(value), Value::Unsigned))
+    fn visit_i64<E>(self, value: i64) -> Result<YamlValue, E> {
+        Ok(u64::try_from(value).map_or(YamlValue::Signed(value), YamlValue::Unsigned))
     }
 
-    fn visit_i128<E: serde::de::Error>(self, value: i128) -> Result<Value, E> {
+    fn visit_i128<E: serde::de::Error>(self, value: i128) -> Result<YamlValue, E> {
         Err(E::custom(format!(
             "the number {value} does not fit 64 bits"
         )))
     }
 
-    fn visit_u128<E: serde::de::Error>(self, value: u128) -> Result<Value, E> {
+    fn visit_u128<E: serde::de::Error>(self, value: u128) -> Result<YamlValue, E> {
         Err(E::custom(format!(
             "the number {value} does not fit 64 bits"
         )))
     }
 
-    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
-        Ok(Value::Float(value))
+    fn visit_f64<E>(self, value: f64) -> Result<YamlValue, E> {
+        Ok(YamlValue::Float(value))
     }
 
-    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
-        Ok(Value::Text(value.to_owned()))
+    fn visit_str<E>(self, value: &str) -> Result<YamlValue, E> {
+        Ok(YamlValue::Text(value.to_owned()))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Value, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<YamlValue, A::Error> {
         let mut list = Vec::new();
         while let Some(item) = items.next_element()? {
             list.push(item);
         }
-        Ok(Value::List(list))
+        Ok(YamlValue::List(list))
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
-        let mut map: Vec<(Key, Tree)> = Vec::new();
+    fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<YamlValue, A::Error> {
+        let mut map: Vec<(YamlKey, YamlNode)> = Vec::new();
         while let Some(key) = entries.next_key::<Spanned<String>>()? {
-            let key = Key {
+            let key = YamlKey {
                 name: key.value,
                 position: position(key.referenced),
             };
@@ -232,6 +232,6 @@ impl<'de> Visitor<'de> for ValueVisitor {
             }
             map.push((key, entries.next_value()?));
         }
-        Ok(Value::Map(map))
+        Ok(YamlValue::Map(map))
     }
 }

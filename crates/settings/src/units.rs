@@ -153,9 +153,9 @@ impl Serialize for ByteSize {
 
 impl<'de> Deserialize<'de> for DurationSetting {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Text;
+        struct DurationText;
 
-        impl de::Visitor<'_> for Text {
+        impl de::Visitor<'_> for DurationText {
             type Value = DurationSetting;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -166,7 +166,7 @@ impl<'de> Deserialize<'de> for DurationSetting {
                 text.parse().map_err(E::custom)
             }
         }
-        deserializer.deserialize_str(Text)
+        deserializer.deserialize_str(DurationText)
     }
 }
 

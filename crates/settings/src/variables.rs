@@ -3,7 +3,7 @@
 //! type of its key, so that `${PORT}` can be a number.
 
 use super::reader::ValuePath;
-use super::{SourcePosition, Tree, Value};
+use super::{SourcePosition, YamlNode, YamlValue};
 
 /// Returns the value of an environment variable. A value that is not UTF-8 counts as unset.
 #[expect(
@@ -24,7 +24,7 @@ pub(super) struct UnresolvedText {
 /// Replaces the variables in all texts of a tree, except below the ignored keys of the root. Returns
 /// the texts that cannot be resolved. An anchored text has one problem, however many aliases it has.
 pub(super) fn interpolate(
-    tree: &mut Tree,
+    tree: &mut YamlNode,
     variable: &dyn Fn(&str) -> Option<String>,
 ) -> Vec<UnresolvedText> {
     let mut unresolved = Vec::new();
@@ -33,31 +33,31 @@ pub(super) fn interpolate(
 }
 
 fn interpolate_tree(
-    tree: &mut Tree,
+    tree: &mut YamlNode,
     path: &mut ValuePath,
     variable: &dyn Fn(&str) -> Option<String>,
     unresolved: &mut Vec<UnresolvedText>,
 ) {
     let is_root = path.is_empty();
-    let mut descend = |index, inner: &mut Tree| {
+    let mut descend = |index, inner: &mut YamlNode| {
         path.push(index);
         interpolate_tree(inner, path, variable, unresolved);
         path.pop();
     };
     match &mut tree.value {
-        Value::List(items) => {
+        YamlValue::List(items) => {
             for (index, item) in items.iter_mut().enumerate() {
                 descend(index, item);
             }
         }
-        Value::Map(entries) => {
+        YamlValue::Map(entries) => {
             for (index, (key, value)) in entries.iter_mut().enumerate() {
                 if !(is_root && is_ignored_key(&key.name)) {
                     descend(index, value);
                 }
             }
         }
-        Value::Text(text) if text.contains("${") => match interpolate_text(text, variable) {
+        YamlValue::Text(text) if text.contains("${") => match interpolate_text(text, variable) {
             Ok(result) => tree.written = Some(std::mem::replace(text, result).into()),
             Err(problem) => unresolved.push(UnresolvedText {
                 path: path.clone(),
@@ -76,25 +76,25 @@ pub(super) fn is_ignored_key(key: &str) -> bool {
 
 /// Returns the values of the texts with variables that may be secret, and the texts in the file, with
 /// the longest value first.
-pub(super) fn substituted_texts(tree: &Tree) -> Vec<(&str, &str)> {
+pub(super) fn substituted_texts(tree: &YamlNode) -> Vec<(&str, &str)> {
     let mut found = Vec::new();
     collect_substituted(tree, &mut found);
     found.sort_by_key(|(value, _)| std::cmp::Reverse(value.len()));
     found
 }
 
-fn collect_substituted<'a>(tree: &'a Tree, found: &mut Vec<(&'a str, &'a str)>) {
+fn collect_substituted<'a>(tree: &'a YamlNode, found: &mut Vec<(&'a str, &'a str)>) {
     match (&tree.value, &tree.written) {
-        (Value::Text(value), Some(written)) => {
+        (YamlValue::Text(value), Some(written)) => {
             let is_number = value.parse::<f64>().is_ok();
             if !value.is_empty() && !is_number && value.parse::<bool>().is_err() {
                 found.push((value, written));
             }
         }
-        (Value::List(items), _) => items
+        (YamlValue::List(items), _) => items
             .iter()
             .for_each(|item| collect_substituted(item, found)),
-        (Value::Map(entries), _) => {
+        (YamlValue::Map(entries), _) => {
             for (_, value) in entries {
                 collect_substituted(value, found);
             }

@@ -35,18 +35,18 @@ pub(super) fn strip_zap_flags(args: impl IntoIterator<Item = OsString>) -> Vec<O
 mod tests {
     use std::path::PathBuf;
 
-    use warmroute_server::config::{Flags, LogFormat, LogLevel};
+    use warmroute_server::config::{LogFormat, LogLevel, ServeFlags};
     use warmroute_settings::DurationSetting;
 
     use super::*;
-    use crate::cmd::cli::{Cli, Command};
+    use crate::cmd::cli::{Cli, CliCommand};
 
-    fn serve(more: &[&str]) -> Result<Flags, clap::Error> {
+    fn serve(more: &[&str]) -> Result<ServeFlags, clap::Error> {
         let args = ["warmroute", "serve", "--config", "w.yaml"]
             .iter()
             .chain(more)
             .map(OsString::from);
-        let Command::Serve(args) = Cli::parse_args(args)?.command else {
+        let CliCommand::Serve(args) = Cli::parse_args(args)?.command else {
             panic!("unexpected command")
         };
         assert_eq!(args.config, Some(PathBuf::from("w.yaml")));
@@ -57,7 +57,7 @@ mod tests {
     fn flags_without_command_mean_serve() {
         let read =
             |args: &[&str]| Cli::parse_args(["warmroute"].iter().chain(args).map(OsString::from));
-        let Command::Serve(args) = read(&["--zap-devel", "--pool-name", "p", "--v", "4"])
+        let CliCommand::Serve(args) = read(&["--zap-devel", "--pool-name", "p", "--v", "4"])
             .unwrap()
             .command
         else {
@@ -73,11 +73,11 @@ mod tests {
         );
         assert!(matches!(
             read(&["-c", "w.yaml"]).unwrap().command,
-            Command::Serve(_)
+            CliCommand::Serve(_)
         ));
         assert!(matches!(
             read(&["check", "-c", "w.yaml"]).unwrap().command,
-            Command::Check(_)
+            CliCommand::Check(_)
         ));
         for (args, kind) in [
             (
@@ -89,7 +89,7 @@ mod tests {
         ] {
             assert_eq!(read(args).unwrap_err().kind(), kind, "{args:?}");
         }
-        let Command::Serve(args) = read(&["--grpc-port", "9002"]).unwrap().command else {
+        let CliCommand::Serve(args) = read(&["--grpc-port", "9002"]).unwrap().command else {
             panic!("unexpected command")
         };
         assert!(args.check_source().is_err());
@@ -97,7 +97,7 @@ mod tests {
 
     #[test]
     fn chart_and_conformance_flags_are_parsed() {
-        assert_eq!(serve(&[]).unwrap(), Flags::default());
+        assert_eq!(serve(&[]).unwrap(), ServeFlags::default());
         let given = [
             "--pool-name",
             "vllm",
@@ -123,7 +123,7 @@ mod tests {
             "-v",
             "4",
         ];
-        let expected = Flags {
+        let expected = ServeFlags {
             pool_name: Some("vllm".to_owned()),
             pool_namespace: Some("inference".to_owned()),
             grpc_port: Some(9002),

@@ -392,12 +392,12 @@ mod tests {
     use clap::Parser as _;
 
     use super::*;
-    use crate::cmd::cli::{Cli, Command, ConfigCommand};
+    use crate::cmd::cli::{Cli, CliCommand, ConfigCommand};
 
     fn arguments(more: &[&str]) -> ConfigInitArgs {
         let words = ["warmroute", "config", "init"].iter().chain(more);
         match Cli::try_parse_from(words).unwrap().command {
-            Command::Config(ConfigCommand::Init(args)) => args,
+            CliCommand::Config(ConfigCommand::Init(args)) => args,
             other => panic!("unexpected command {other:?}"),
         }
     }

@@ -1,7 +1,7 @@
 //! The chart, compared with the manifests, the configuration parser, the metrics and the command
 //! line.
 
-use warmroute::cmd::cli::{Cli, Command};
+use warmroute::cmd::cli::{Cli, CliCommand};
 
 use super::*;
 
@@ -198,7 +198,7 @@ fn helm_test_runs_doctor_as_the_deployment_runs() {
         let args = doctor["args"].as_array().unwrap().iter();
         let args = args.map(|argument| argument.as_str().unwrap().into());
         let cli = Cli::parse_args(std::iter::once("warmroute".into()).chain(args)).unwrap();
-        let Command::Doctor(args) = cli.command else {
+        let CliCommand::Doctor(args) = cli.command else {
             panic!("{doctor}")
         };
         assert_eq!(args.config, Path::new("/etc/warmroute/warmroute.yaml"));

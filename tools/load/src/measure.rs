@@ -92,7 +92,7 @@ pub(crate) async fn measure_round(
     let name = setup.kind.name();
     ensure!(
         round.errors.is_empty(),
-        "{name}: {} requests failed, the first: {}",
+        "{name}: failed requests: {}; first error: {}",
         round.errors.len(),
         round.errors[0]
     );

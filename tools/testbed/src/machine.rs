@@ -47,7 +47,8 @@ impl MachineDescription {
 
 impl fmt::Display for MachineDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} cores", self.cpu, self.cores)?;
+        let plural = if self.cores == 1 { "" } else { "s" };
+        write!(f, "{}, {} core{plural}", self.cpu, self.cores)?;
         match self.memory_gib {
             0 => Ok(()),
             memory => write!(f, ", {memory} GiB"),

@@ -14,7 +14,7 @@ metrics! {
         /// 1 while the NATS connection to the other replicas is up, 0 otherwise. Absent if
         /// `replicas` is not configured
         "replica_connected" connected: OptionalGauge = OptionalGauge::default();
-        /// Other replicas that are alive
+        /// Other replicas that sent a message within `replicas.lease`
         "replica_peers" peers: Gauge = Gauge::default();
         /// Reservations of other replicas that count as load here
         "replica_reservations" reservations: Gauge = Gauge::default();

@@ -66,8 +66,8 @@ pub(super) fn dispatcher(
             listener.clone(),
         ),
         affinity: match sessions.affinity {
-            config::Affinity::Hard => SessionAffinity::Hard,
-            config::Affinity::Soft => SessionAffinity::Soft,
+            config::AffinityMode::Hard => SessionAffinity::Hard,
+            config::AffinityMode::Soft => SessionAffinity::Soft,
         },
         max_wait: sessions.wait_timeout.get(),
     });

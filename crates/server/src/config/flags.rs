@@ -13,7 +13,7 @@ use super::{Config, LogFormat, LogLevel, PoolConfig};
 
 /// Settings that override the configuration file. By default, none is set.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Flags {
+pub struct ServeFlags {
     /// Name of the served pool.
     pub pool_name: Option<String>,
     /// Namespace of the pool.
@@ -37,7 +37,7 @@ pub struct Flags {
     pub log_level: Option<LogLevel>,
 }
 
-impl Flags {
+impl ServeFlags {
     /// Returns the configuration for a process without a file. It matches the endpoint picker of
     /// the conformance tests, which receives only flags: the same ports, TLS and headers. Without a
     /// tokenizer, routing is load-only.
@@ -142,7 +142,7 @@ impl Flags {
 mod tests {
     use super::*;
 
-    fn overridden(file: &str, flags: &Flags) -> Config {
+    fn overridden(file: &str, flags: &ServeFlags) -> Config {
         let text = format!(
             "models: [{{name: m}}]\nworkers: {{list: [{{id: 1, endpoint: '10.0.0.1:80'}}]}}\n{file}"
         );
@@ -157,22 +157,22 @@ mod tests {
         let file = "listeners: {ext_proc: {unix_socket: /run/w.sock, health_address: '127.0.0.1:1'}, admin: {address: '127.0.0.1:2'}}\n\
                     process: {pool: {name: a, namespace: b}, log: {format: json}}\n";
         assert_eq!(
-            overridden(file, &Flags::default()),
+            overridden(file, &ServeFlags::default()),
             overridden(
                 file,
-                &Flags {
+                &ServeFlags {
                     metrics_port: Some(2),
-                    ..Flags::default()
+                    ..ServeFlags::default()
                 }
             )
         );
-        let flags = Flags {
+        let flags = ServeFlags {
             pool_name: Some("c".to_owned()),
             grpc_port: Some(9002),
             grpc_health_port: Some(9003),
             metrics_port: Some(9090),
             log_level: Some(LogLevel::Debug),
-            ..Flags::default()
+            ..ServeFlags::default()
         };
         let config = overridden(file, &flags);
         assert_eq!(
@@ -204,13 +204,13 @@ mod tests {
         );
     }
 
-    fn pool_flags() -> Flags {
-        Flags {
+    fn pool_flags() -> ServeFlags {
+        ServeFlags {
             pool_name: Some("primary".to_owned()),
             pool_namespace: Some("apps".to_owned()),
             grpc_health_port: Some(1),
             drain_grace: Some(DurationSetting::seconds(7)),
-            ..Flags::default()
+            ..ServeFlags::default()
         }
     }
 
@@ -252,7 +252,7 @@ mod tests {
 
     #[test]
     fn pool_flags_need_a_name_only() {
-        let plaintext_flags = Flags {
+        let plaintext_flags = ServeFlags {
             secure_serving: Some(false),
             pool_namespace: None,
             ..pool_flags()
@@ -267,7 +267,7 @@ mod tests {
             ),
             (None, None)
         );
-        let errors = Config::of_flags(&Flags {
+        let errors = Config::of_flags(&ServeFlags {
             pool_name: Some(String::new()),
             ..plaintext_flags
         })
@@ -285,10 +285,10 @@ mod tests {
         let pools_with_flags = |pools: &str| {
             let text =
                 format!("models: [{{name: m}}]\nworkers: {{kubernetes: {{pools: {pools}}}}}\n");
-            let flags = Flags {
+            let flags = ServeFlags {
                 pool_name: Some("b".to_owned()),
                 pool_namespace: Some("c".to_owned()),
-                ..Flags::default()
+                ..ServeFlags::default()
             };
             let config =
                 Config::parse_with(std::path::Path::new("w.yaml"), text.as_bytes(), &flags)
@@ -320,10 +320,10 @@ mod tests {
     #[test]
     fn secure_serving_chooses_a_certificate() {
         let tls = |secure_serving, cert_dir: Option<&str>| {
-            let flags = Flags {
+            let flags = ServeFlags {
                 secure_serving,
                 cert_dir: cert_dir.map(PathBuf::from),
-                ..Flags::default()
+                ..ServeFlags::default()
             };
             overridden("", &flags).listeners.ext_proc.tls
         };
@@ -350,9 +350,9 @@ mod tests {
             client_ca: Some("/ca".into()),
             ..TlsConfig::default()
         });
-        Flags {
+        ServeFlags {
             secure_serving: Some(true),
-            ..Flags::default()
+            ..ServeFlags::default()
         }
         .apply_tls(&mut file);
         assert_eq!(

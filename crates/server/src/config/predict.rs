@@ -116,10 +116,10 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use warmroute_settings::Document;
+    use warmroute_settings::SettingsDocument;
 
     fn read(text: &str) -> ApproximateConfig {
-        Document::parse(Path::new("test.yaml"), text.as_bytes())
+        SettingsDocument::parse(Path::new("test.yaml"), text.as_bytes())
             .unwrap()
             .read()
             .unwrap()

@@ -13,7 +13,7 @@ use warmroute_settings::{DurationSetting, PathStep, Problem, is_header_name};
 #[serde(deny_unknown_fields, default)]
 pub struct SessionsConfig {
     /// Affinity of a session to its worker rank.
-    pub affinity: Affinity,
+    pub affinity: AffinityMode,
     /// Time that a session is retained after its last request ended; from 1s to a year.
     pub ttl: DurationSetting,
     /// Headers that may carry the session id. The first one present in a request is used.
@@ -41,7 +41,7 @@ pub struct SessionsConfig {
 /// Affinity of a session to its worker rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Affinity {
+pub enum AffinityMode {
     /// While the rank is eligible, it is the only candidate.
     #[default]
     Hard,
@@ -58,7 +58,7 @@ impl Default for SessionsConfig {
             max_id_length,
         } = SessionRules::default();
         Self {
-            affinity: Affinity::default(),
+            affinity: AffinityMode::default(),
             ttl: DurationSetting(ttl),
             headers: names(["x-dynamo-session-id", "x-session-id"]),
             body_field: None,

@@ -17,7 +17,7 @@ pub mod zmq;
 use std::path::Path;
 
 use warmroute_core::worker::{BlockSize, ModelName, Worker};
-use warmroute_settings::{ConfigError, Document, Value};
+use warmroute_settings::{ConfigError, SettingsDocument, YamlValue};
 
 pub use resolve::{resolve, resolve_each};
 pub use source_health::DiscoverySourceHealth;
@@ -40,8 +40,8 @@ pub fn parse(
     bytes: &[u8],
     models: &[WorkerModel],
 ) -> Result<Vec<Worker>, Vec<ConfigError>> {
-    let document = Document::parse(path, bytes)?;
-    if document.tree().value == Value::Null {
+    let document = SettingsDocument::parse(path, bytes)?;
+    if document.tree().value == YamlValue::Null {
         // The file was probably read between truncation and writing, so an empty fleet must be
         // explicit.
         return Err(vec![ConfigError::of_file(

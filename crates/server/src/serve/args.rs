@@ -7,7 +7,7 @@ use clap::Args;
 use thiserror::Error;
 use warmroute_settings::DurationSetting;
 
-use crate::config::{Flags, LogFormat, LogLevel};
+use crate::config::{LogFormat, LogLevel, ServeFlags};
 
 /// Arguments of `serve`. Flags override the configuration file.
 #[derive(Debug, Args)]
@@ -73,8 +73,8 @@ impl ServeArgs {
     }
 
     /// Returns the flags that override the configuration file.
-    pub fn flags(&self) -> Flags {
-        Flags {
+    pub fn flags(&self) -> ServeFlags {
+        ServeFlags {
             pool_name: self.pool_name.clone(),
             pool_namespace: self.pool_namespace.clone(),
             grpc_port: self.grpc_port,
