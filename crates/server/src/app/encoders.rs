@@ -1,7 +1,7 @@
 //! Registry of loaded tokenizers. Loading one takes about a second of CPU time, so a reload reuses
 //! those whose files have not changed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -24,6 +24,8 @@ use crate::request::{ConfiguredModel, ModelRegistry};
 pub(super) struct EncoderRegistry {
     by_fingerprint: Mutex<HashMap<ModelFingerprint, Arc<Encoder>>>,
     by_model: Mutex<Vec<(ModelName, Arc<Encoder>)>>,
+    /// Models without a tokenizer, which are logged once.
+    untokenized: Mutex<HashSet<ModelName>>,
     prompt_cache: Arc<PromptCache>,
     message_cache: Arc<MessageCache>,
 }
@@ -44,6 +46,7 @@ impl EncoderRegistry {
         Self {
             by_fingerprint: Mutex::default(),
             by_model: Mutex::default(),
+            untokenized: Mutex::default(),
             message_cache: Arc::new(MessageCache::new(prompt_cache.clone())),
             prompt_cache,
         }
@@ -52,6 +55,18 @@ impl EncoderRegistry {
     /// Returns the cache of the messages of earlier bodies, which all models share.
     pub(super) fn message_cache(&self) -> Arc<MessageCache> {
         self.message_cache.clone()
+    }
+
+    /// Returns whether a model lacks a tokenizer and did not lack it at the last load. Each reload
+    /// loads all models.
+    fn is_new_lack(&self, model: &ModelName, lacks_tokenizer: bool) -> bool {
+        let mut untokenized = self.untokenized.lock();
+        if lacks_tokenizer {
+            untokenized.insert(model.clone())
+        } else {
+            untokenized.remove(model);
+            false
+        }
     }
 
     /// Loads the models of a configuration. Tokenizers that are not loaded yet are loaded
@@ -84,7 +99,8 @@ impl EncoderRegistry {
             let found = encoder
                 .await?
                 .with_context(|| format!("model {} cannot be served exactly", model.name))?;
-            if found.is_none() && model.remote_tokenizer.is_none() {
+            let lacks_tokenizer = found.is_none() && model.remote_tokenizer.is_none();
+            if self.is_new_lack(&model.name, lacks_tokenizer) {
                 warn!(model = %model.name, "no tokenizer configured; requests of this model are routed by load only");
             }
             let windows = if model.eagle {
@@ -98,14 +114,11 @@ impl EncoderRegistry {
                     .iter()
                     .map(|encoder| (model.name.clone(), encoder.clone())),
             );
-            let name = model.name.clone();
-            let block_size = model.blocks();
-            let media = model.media_tokens();
             let served = ConfiguredModel {
-                name,
-                block_size,
+                name: model.name.clone(),
+                block_size: model.blocks(),
                 windows,
-                media,
+                media: model.media_tokens(),
                 encoder,
             };
             if let Some(advice) = missing_template_advice(&served) {
@@ -201,4 +214,17 @@ pub(super) fn missing_template_advice(model: &ConfiguredModel) -> Option<Advice>
             .to_owned(),
         fix: "copy chat_template.jinja from the model, or set `chat_template` of the model".to_owned(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_tokenizer_is_reported_once() {
+        let registry = EncoderRegistry::new(&Arc::new(Metrics::new()));
+        let model = ModelName::from("m");
+        let reports = [true, true, false, true].map(|lacks| registry.is_new_lack(&model, lacks));
+        assert_eq!(reports, [true, false, false, true]);
+    }
 }

@@ -4,13 +4,14 @@
 //! Peers detect the loss by the batch numbers.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use async_nats::connection::State;
 use async_nats::{Auth, AuthError, Client, ConnectOptions, Event, Message, Subscriber};
 use bytes::Bytes;
 use futures_util::StreamExt as _;
+use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
@@ -29,6 +30,30 @@ const PING_INTERVAL: Duration = Duration::from_secs(2);
 /// Capacity of the queue of each subscription. Further messages are dropped. The gap in the batch
 /// numbers then leads to a snapshot request.
 const SUBSCRIPTION_CAPACITY: usize = 4096;
+
+/// Time after which a connection attempt does not count for the pause before the next one.
+const ATTEMPT_MEMORY: Duration = Duration::from_secs(10);
+
+/// Pause before the next connection attempt. The client counts from one again after each
+/// connection, however short it was. A server that accepts and closes connections would then be
+/// connected, and logged, several times a second.
+#[derive(Default)]
+struct ReconnectPause {
+    recent_attempts: u32,
+    last_attempt: Option<Instant>,
+}
+
+impl ReconnectPause {
+    fn next(&mut self, now: Instant) -> Duration {
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < ATTEMPT_MEMORY;
+        if !self.last_attempt.is_some_and(is_recent) {
+            self.recent_attempts = 0;
+        }
+        self.last_attempt = Some(now);
+        self.recent_attempts = self.recent_attempts.saturating_add(1);
+        Duration::from_millis(50 << self.recent_attempts.min(5))
+    }
+}
 
 /// NATS connection of this replica.
 pub(super) struct NatsLink {
@@ -82,6 +107,7 @@ impl NatsLink {
         id: ReplicaId,
     ) -> anyhow::Result<(Self, NatsSubscriptions)> {
         let (events_tx, connection_rx) = mpsc::unbounded_channel();
+        let pause = Mutex::new(ReconnectPause::default());
         let options = connect_options(&settings.nats)
             .await?
             .name("warmroute")
@@ -89,7 +115,7 @@ impl NatsLink {
             .ping_interval(PING_INTERVAL)
             .connection_timeout(SEND_TIMEOUT * 2)
             .subscription_capacity(SUBSCRIPTION_CAPACITY)
-            .reconnect_delay_callback(|attempts| Duration::from_millis(50 << attempts.min(5)))
+            .reconnect_delay_callback(move |_| pause.lock().next(Instant::now()))
             .event_callback(move |event| {
                 events_tx.send(event).ok();
                 std::future::ready(())
@@ -235,4 +261,20 @@ async fn auth(nats: &NatsConfig) -> std::io::Result<Auth> {
     auth.password = read(&nats.password_file).await?;
     auth.username = nats.user.clone();
     Ok(auth)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn frequent_reconnects_wait_longer() {
+        let mut pause = ReconnectPause::default();
+        let start = Instant::now();
+        let pauses = [0, 1, 2, 3, 4, 5, 14, 24].map(|seconds| {
+            let pause = pause.next(start + Duration::from_secs(seconds));
+            pause.as_millis()
+        });
+        assert_eq!(pauses, [100, 200, 400, 800, 1600, 1600, 1600, 100]);
+    }
 }
