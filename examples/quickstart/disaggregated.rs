@@ -19,7 +19,7 @@ use warmroute_testbed::ports::FreePort;
 use warmroute_testbed::replay::{self, LatencySummary, RequestSample};
 use warmroute_testbed::workload::{ChatWorkload, WorkloadShape};
 
-use super::output::list_item;
+use super::output::{FAILED_REQUESTS, list_item};
 use super::{ComparisonPlan, MeasuredRun, Quickstart, QuickstartArgs};
 
 /// Default number of concurrent conversations.
@@ -350,11 +350,15 @@ impl DisaggregationReport {
                 describe_change(of(left).p95, of(right).p95)
             )
         };
-        let findings = [
+        let figures = [
             compared("time to first token", |layout| &layout.ttft_ms),
             compared("time per further token", |layout| &layout.token_ms),
             compared("time to the last token", |layout| &layout.answer_ms),
         ];
+        let findings = match self.first_error {
+            None => figures.to_vec(),
+            Some(_) => vec![FAILED_REQUESTS.to_owned()],
+        };
         for finding in self.overload_warning.iter().chain(&findings) {
             text += &list_item(finding);
         }

@@ -10,6 +10,10 @@ use serde::Serialize;
 /// Maximum width of a line of a list item.
 const WIDTH: usize = 100;
 
+/// Finding of a run with failed requests.
+pub(crate) const FAILED_REQUESTS: &str =
+    "Requests failed, so the figures of the runs cannot be compared.";
+
 /// Returns a list item with line breaks at spaces.
 pub(crate) fn list_item(text: &str) -> String {
     let mut item = String::from("*");

@@ -16,7 +16,7 @@ use warmroute_testbed::policy_comparison::{PolicyComparison, PolicyFigures};
 use warmroute_testbed::replay::{self, ReplaySummary};
 use warmroute_testbed::workload::{CHAT_PRODUCT_BLOCKS, ChatWorkload, WorkloadShape};
 
-use super::output::list_item;
+use super::output::{FAILED_REQUESTS, list_item};
 use super::{ComparisonPlan, MeasuredRun, Quickstart, QuickstartArgs, warm_up_workload};
 
 /// Number of simulated engines.
@@ -253,8 +253,13 @@ impl QuickstartReport {
             "warmroute predicted the cached tokens of {} of {} requests exactly; the mean error is {:.2} tokens.",
             prediction.exact, prediction.requests, prediction.mean_abs_error_tokens
         );
-        for finding in comparison.findings().iter().chain([&prediction]) {
-            text += &list_item(finding);
+        let findings = if comparison.errors == 0 {
+            [comparison.findings(), vec![prediction]].concat()
+        } else {
+            vec![FAILED_REQUESTS.to_owned()]
+        };
+        for finding in findings {
+            text += &list_item(&finding);
         }
         writeln!(
             text,

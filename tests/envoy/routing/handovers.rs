@@ -156,6 +156,14 @@ struct ChaosRun {
     downtimes: Vec<WorkerDowntime>,
 }
 
+/// Waits until the next kill. Downtimes of consecutive kills must not overlap, and starts are slow
+/// on a busy machine. While a restarted worker is ejected, requests have no second choice.
+async fn await_next_kill(bed: &RoutingBed, earliest: tokio::time::Instant) {
+    let readmitted = async || bed.metrics().await.sum("ejected_workers", &[]) == 0.0;
+    assert!(until(SOON, readmitted).await, "a worker remains ejected");
+    tokio::time::sleep_until(earliest.max(tokio::time::Instant::now() + PAUSE)).await;
+}
+
 /// Sends requests without a pause. Every two seconds, one worker of each pool is killed, and
 /// restarted after up to a second.
 async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
@@ -206,11 +214,7 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
                     to: Instant::now(),
                 });
             }
-            // Downtimes of consecutive kills must not overlap, and starts are slow on a busy
-            // machine. While a restarted worker is ejected, requests have no second choice.
-            let readmitted = async || bed.metrics().await.sum("ejected_workers", &[]) == 0.0;
-            assert!(until(SOON, readmitted).await, "a worker remains ejected");
-            tokio::time::sleep_until(next.max(tokio::time::Instant::now() + PAUSE)).await;
+            await_next_kill(bed, next).await;
         }
         over.store(true, Ordering::Relaxed);
         downtimes
