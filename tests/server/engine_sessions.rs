@@ -34,7 +34,6 @@ use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_metrics::{EngineSessionLabels, Metrics};
-use warmroute_server::app::App;
 use warmroute_server::config::Config;
 use warmroute_settings::DurationSetting;
 

@@ -17,3 +17,15 @@ mod shared_cache;
 mod support;
 mod tls;
 mod tokens_resume;
+
+use std::sync::Arc;
+
+use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
+use warmroute_server::config::Config;
+
+/// Starts the server in this process, without discovery by DNS or Kubernetes.
+async fn start_app(config: Config) -> App {
+    let discovery = Arc::new(NoExternalDiscovery);
+    let start = App::start(config, discovery, ProcessOrigin::default());
+    Box::pin(start).await.unwrap()
+}

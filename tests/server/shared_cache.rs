@@ -21,8 +21,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
 use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
-use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
+
+use crate::start_app;
 
 /// Received queries, and the response. `None` means status 500.
 #[derive(Default)]
@@ -67,13 +68,9 @@ impl SharedCacheBed {
              routing: {{weights: {{overlap_score_credit: 1, prefill_load_scale: 1, decode_active_request_weight: 0, \
              shared_cache_multiplier: 1}}}}\n"
         );
-        let app = App::start(
-            Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
-            Arc::new(NoExternalDiscovery),
-            ProcessOrigin::default(),
-        )
-        .await
-        .unwrap();
+        let app =
+            start_app(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
+                .await;
         let api = app.api_address.unwrap();
         let ext_proc = app.ext_proc_address.unwrap();
         let admin = app.admin_address;

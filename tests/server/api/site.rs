@@ -2,7 +2,6 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -15,11 +14,11 @@ use tonic::Status;
 use tonic::transport::Channel;
 use warmroute_server::api::pb;
 use warmroute_server::api::pb::router_client::RouterClient;
-use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
-
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
+
+use crate::start_app;
 
 /// Timeout of waits, after which a test fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -69,13 +68,7 @@ impl ApiSite {
         std::fs::write(&path, config.to_string()).unwrap();
         std::fs::write(dir.path().join("workers.yaml"), workers.concat()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(
-            config,
-            Arc::new(NoExternalDiscovery),
-            ProcessOrigin::default(),
-        )
-        .await
-        .unwrap();
+        let app = start_app(config).await;
         let admin = app.admin_address;
         let api = app.api_address.unwrap();
         let shutdown = CancellationToken::new();

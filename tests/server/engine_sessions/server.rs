@@ -1,8 +1,7 @@
 //! Engine sessions of a whole server.
 
-use warmroute_server::app::{NoExternalDiscovery, ProcessOrigin};
-
 use super::*;
+use crate::start_app;
 
 fn header(key: &str, value: &str) -> HeaderValue {
     HeaderValue {
@@ -28,13 +27,9 @@ impl SessionStack {
              process: {{drain: {{grace_period: 0s}}}}\n{more}",
             engine.address
         );
-        let app = App::start(
-            Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap(),
-            Arc::new(NoExternalDiscovery),
-            ProcessOrigin::default(),
-        )
-        .await
-        .unwrap();
+        let app =
+            start_app(Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap())
+                .await;
         let address = app.ext_proc_address.unwrap();
         let stop = CancellationToken::new();
         let running = tokio::spawn(app.run_until(stop.clone().cancelled_owned()));

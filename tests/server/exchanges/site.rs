@@ -2,7 +2,6 @@
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Duration;
 
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
@@ -14,8 +13,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Channel, Endpoint};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_client::HealthClient;
-use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
+
+use crate::start_app;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
@@ -59,13 +59,7 @@ impl ExchangeSite {
         )
         .unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(
-            config,
-            Arc::new(NoExternalDiscovery),
-            ProcessOrigin::default(),
-        )
-        .await
-        .unwrap();
+        let app = start_app(config).await;
         let admin = app.admin_address;
         let tcp = app.ext_proc_address.unwrap();
         let shutdown = CancellationToken::new();

@@ -23,10 +23,10 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 use warmroute_runtime::tls::ReloadableFiles;
-use warmroute_server::app::{App, NoExternalDiscovery, ProcessOrigin};
 use warmroute_server::config::Config;
-
 use warmroute_testbed::merge_config;
+
+use crate::start_app;
 
 /// Timeout of waits, far longer than any step takes.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
@@ -63,13 +63,7 @@ impl TlsSite {
         let path = dir.path().join("warmroute.yaml");
         std::fs::write(&path, config.to_string()).unwrap();
         let config = Config::load(&path).unwrap_or_else(|errors| panic!("{errors:?}"));
-        let app = App::start(
-            config,
-            Arc::new(NoExternalDiscovery),
-            ProcessOrigin::default(),
-        )
-        .await
-        .unwrap();
+        let app = start_app(config).await;
         let ext_proc = app.ext_proc_address.unwrap();
         let api = app.api_address;
         let admin = app.admin_address;

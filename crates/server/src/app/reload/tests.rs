@@ -124,6 +124,12 @@ async fn wait_until(event: &str, condition: impl Fn() -> bool) {
     assert!(waited.await.is_ok(), "{event}");
 }
 
+async fn start(config: Config) -> App {
+    let discovery = Arc::new(NoExternalDiscovery);
+    let start = App::start(config, discovery, ProcessOrigin::default());
+    Box::pin(start).await.unwrap()
+}
+
 async fn reload(app: &App, config: Config) {
     // Boxed, because the configuration would make the future of each caller large.
     let reloaded = Box::pin(app.reloader.reload(Ok(config))).await;
@@ -151,13 +157,7 @@ async fn engine_token_reload_reaches_running_pollers() {
     let directory = tempfile::tempdir().unwrap();
     let token = directory.path().join("token");
     std::fs::write(&token, "letmein").unwrap();
-    let app = App::start(
-        config(&[address], &with_tokenizer("")),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], &with_tokenizer(""))).await;
     let router = app.reloader.router.clone();
     let failure_reason = || {
         let parity = router
@@ -191,13 +191,7 @@ async fn engine_token_reload_reaches_running_pollers() {
 async fn engine_settings_follow_reload() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(
-        config(&[address], ""),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], "")).await;
     let router = app.reloader.router.clone();
     let capacity = || {
         router
@@ -267,13 +261,7 @@ fn other_model_files() -> String {
 async fn log_level_change_repeats_no_self_test() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(
-        config(&[address], &with_tokenizer("")),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], &with_tokenizer(""))).await;
     let before = app.reloader.subjects();
     let client = app.reloader.client();
     reload(
@@ -309,13 +297,7 @@ async fn log_level_change_repeats_no_self_test() {
 async fn tokenizer_change_clears_findings() {
     let engine = Arc::new(Engine::default());
     let address = engine.serve().await;
-    let app = App::start(
-        config(&[address], &with_tokenizer("")),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], &with_tokenizer(""))).await;
     let status = || {
         app.reloader
             .router
@@ -354,13 +336,7 @@ async fn hanging_worker_does_not_delay_queries_of_others() {
     let first = hanging.serve().await;
     let second = new_engine.serve().await;
     let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
-    let app = App::start(
-        config(&[first], patient),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[first], patient)).await;
     let router = app.reloader.router.clone();
     wait_until("the first engine is queried", || {
         hanging.queries.load(Ordering::SeqCst) == 1
@@ -404,13 +380,7 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
     engine.hangs.store(true, Ordering::SeqCst);
     let address = engine.serve().await;
     let patient = "engines: {http: {timeout: 1h}, load: {enabled: false}}\nprocess: {readiness: {event_sources_timeout: 1h}}\n";
-    let app = App::start(
-        config(&[address], patient),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], patient)).await;
     let pending = || app.readiness.pending();
     let waits_for = |step: &str| pending().iter().any(|pending| pending.contains(step));
     wait_until("the engine is queried", || {
@@ -437,13 +407,7 @@ async fn readiness_waits_for_event_sources_reported_by_engines() {
         ..Engine::default()
     });
     let address = unauthorized.serve().await;
-    let app = App::start(
-        config(&[address], patient),
-        Arc::new(NoExternalDiscovery),
-        ProcessOrigin::default(),
-    )
-    .await
-    .unwrap();
+    let app = start(config(&[address], patient)).await;
     wait_until("the failed query ends the startup step", || {
         app.readiness.pending().is_empty()
     })
