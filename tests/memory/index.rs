@@ -57,7 +57,7 @@ fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Stora
 
 #[test]
 fn blocks_in_long_prompts() {
-    measure("index::blocks_in_long_prompts", 128, || {
+    measure("index::blocks_in_long_prompts", 80, || {
         let most = setting(BLOCKS);
         let (index, mut writer) = limited(most);
         // Not a divisor of the limit, so that the last prompt is truncated.

@@ -139,7 +139,7 @@ fn reserved_blocks_of_all_peers() {
     let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
     let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
     let booked = |id: u8| field(1, &[&[1 << 3, id][..], &booking].concat());
-    measure("replicas::reserved_blocks_of_all_peers", 24, || {
+    measure("replicas::reserved_blocks_of_all_peers", 16, || {
         let mut peers = PeersFixture::new();
         for replica in 1..=8 {
             peers.receive(&batch(replica, 1, &[]));

@@ -76,7 +76,7 @@ fn in_flight(blocks: u64) -> (u64, impl Sized) {
 
 #[test]
 fn predicted_blocks_of_long_prompts() {
-    measure("tables::predicted_blocks_of_long_prompts", 48, || {
+    measure("tables::predicted_blocks_of_long_prompts", 40, || {
         confirmed(512)
     });
 }
