@@ -80,15 +80,15 @@ pub fn admin_routes(admin: AdminState) -> Routes {
         .route("/debug/fleet", get(fleet::fleet_page))
         .route(
             pages::ENVOYS_PATH,
-            feature_page(|admin| &admin.envoys, pages::HOW_ENVOYS),
+            feature_page(|admin| &admin.envoys, pages::HINT_ENVOYS),
         )
         .route(
             pages::CLUSTER_PATH,
-            feature_page(|admin| &admin.cluster, pages::HOW_CLUSTER),
+            feature_page(|admin| &admin.cluster, pages::HINT_CLUSTER),
         )
         .route(
             pages::REPLICAS_PATH,
-            feature_page(|admin| &admin.replicas, pages::HOW_REPLICAS),
+            feature_page(|admin| &admin.replicas, pages::HINT_REPLICAS),
         )
         .route(
             "/debug/index",
@@ -136,10 +136,10 @@ async fn add_headers(mut response: Response) -> Response {
 /// Returns the page of a feature that may be off.
 fn feature_page(
     page: fn(&AdminState) -> &StatusPage,
-    how: &'static str,
+    hint: &'static str,
 ) -> MethodRouter<AdminState> {
     get(move |State(admin): State<AdminState>| async move {
-        Json(page(&admin)().unwrap_or_else(|| pages::feature_off(how)))
+        Json(page(&admin)().unwrap_or_else(|| pages::feature_off(hint)))
     })
 }
 
@@ -147,7 +147,7 @@ fn feature_page(
 fn index_page(admin: &AdminState) -> Value {
     let mut page = json!(admin.dispatcher.router().index().stats());
     page["remote"] =
-        (admin.remote_index)().unwrap_or_else(|| pages::feature_off(pages::HOW_REMOTE_INDEX));
+        (admin.remote_index)().unwrap_or_else(|| pages::feature_off(pages::HINT_REMOTE_INDEX));
     page
 }
 

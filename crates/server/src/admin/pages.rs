@@ -21,7 +21,7 @@ pub(super) struct AdminPage {
     /// Content, in one line.
     pub(super) content: &'static str,
     /// Instruction that enables the feature of the page. `None` if the page needs no feature.
-    pub(super) how: Option<&'static str>,
+    pub(super) hint: Option<&'static str>,
 }
 
 impl AdminPage {
@@ -30,21 +30,21 @@ impl AdminPage {
             path,
             method: "GET",
             content,
-            how: None,
+            hint: None,
         }
     }
 
-    const fn optional(path: &'static str, content: &'static str, how: &'static str) -> Self {
+    const fn optional(path: &'static str, content: &'static str, hint: &'static str) -> Self {
         Self {
             path,
             method: "GET",
             content,
-            how: Some(how),
+            hint: Some(hint),
         }
     }
 
     /// Returns the instruction that enables the feature, if the feature is off.
-    pub(super) fn how_if_off(
+    pub(super) fn hint_if_off(
         &self,
         admin: &AdminState,
         process: &ProcessStatus,
@@ -57,7 +57,7 @@ impl AdminPage {
             PARITY_PATH => process.checks_parity,
             _ => true,
         };
-        self.how.filter(|_| !is_on)
+        self.hint.filter(|_| !is_on)
     }
 }
 
@@ -66,12 +66,12 @@ pub(super) const CLUSTER_PATH: &str = "/debug/cluster";
 pub(super) const REPLICAS_PATH: &str = "/debug/replicas";
 pub(super) const PARITY_PATH: &str = "/debug/parity";
 
-pub(super) const HOW_ENVOYS: &str = "set `envoy.xds.address` in warmroute.yaml";
-pub(super) const HOW_CLUSTER: &str = "set `workers.kubernetes.pools` in warmroute.yaml";
-pub(super) const HOW_REPLICAS: &str = "set `replicas.nats.servers` in warmroute.yaml";
-pub(super) const HOW_REMOTE_INDEX: &str = "set `index.remote.servers` in warmroute.yaml";
-const HOW_AUDIT: &str = "set `gateway.observe: usage` in warmroute.yaml";
-const HOW_PARITY: &str = "set `engines.parity_check.enabled: true` in warmroute.yaml";
+pub(super) const HINT_ENVOYS: &str = "set `envoy.xds.address` in warmroute.yaml";
+pub(super) const HINT_CLUSTER: &str = "set `workers.kubernetes.pools` in warmroute.yaml";
+pub(super) const HINT_REPLICAS: &str = "set `replicas.nats.servers` in warmroute.yaml";
+pub(super) const HINT_REMOTE_INDEX: &str = "set `index.remote.servers` in warmroute.yaml";
+const HINT_AUDIT: &str = "set `gateway.observe: usage` in warmroute.yaml";
+const HINT_PARITY: &str = "set `engines.parity_check.enabled: true` in warmroute.yaml";
 
 /// All pages, in the order of the list.
 pub(super) const PAGES: [AdminPage; 17] = [
@@ -99,7 +99,7 @@ pub(super) const PAGES: [AdminPage; 17] = [
     AdminPage::optional(
         PARITY_PATH,
         "comparison of tokens with each engine, with the first token that differs",
-        HOW_PARITY,
+        HINT_PARITY,
     ),
     AdminPage::get(
         "/debug/calibration",
@@ -108,19 +108,19 @@ pub(super) const PAGES: [AdminPage; 17] = [
     AdminPage::optional(
         AUDIT_PATH,
         "predicted and reported cache hits; `warmroute audit` prints them as a table",
-        HOW_AUDIT,
+        HINT_AUDIT,
     ),
     AdminPage::optional(
         ENVOYS_PATH,
         "Envoys connected by xDS, with acknowledged and rejected versions",
-        HOW_ENVOYS,
+        HINT_ENVOYS,
     ),
     AdminPage::optional(
         CLUSTER_PATH,
         "InferenceObjectives and InferenceModelRewrites in use",
-        HOW_CLUSTER,
+        HINT_CLUSTER,
     ),
-    AdminPage::optional(REPLICAS_PATH, "other replicas", HOW_REPLICAS),
+    AdminPage::optional(REPLICAS_PATH, "other replicas", HINT_REPLICAS),
     AdminPage::get(
         "/debug/config",
         "resolved configuration, its last reload, and keys that need a restart",
@@ -129,28 +129,28 @@ pub(super) const PAGES: [AdminPage; 17] = [
         path: EXPLAIN_PATH,
         method: "POST",
         content: "the route that a request would get now; nothing is booked",
-        how: None,
+        hint: None,
     },
 ];
 
 /// Returns the page of a feature that is off.
-pub(super) fn feature_off(how: &str) -> Value {
-    json!({"enabled": false, "how": how})
+pub(super) fn feature_off(hint: &str) -> Value {
+    json!({"enabled": false, "hint": hint})
 }
 
 /// Returns the list of pages as JSON.
 pub(super) fn page_list(admin: &AdminState) -> Value {
     let process = (admin.process)();
     let entry = |page: &AdminPage| {
-        let how = page.how_if_off(admin, &process);
+        let hint = page.hint_if_off(admin, &process);
         let mut entry = json!({
             "method": page.method,
             "path": page.path,
             "content": page.content,
-            "enabled": how.is_none(),
+            "enabled": hint.is_none(),
         });
-        if let Some(how) = how {
-            entry["how"] = how.into();
+        if let Some(hint) = hint {
+            entry["hint"] = hint.into();
         }
         entry
     };
@@ -270,16 +270,16 @@ mod tests {
         let reference =
             std::fs::read_to_string(format!("{}/docs/configuration.md", crate::REPOSITORY))
                 .unwrap();
-        for how in PAGES
+        for hint in PAGES
             .iter()
-            .filter_map(|page| page.how)
-            .chain([HOW_REMOTE_INDEX])
+            .filter_map(|page| page.hint)
+            .chain([HINT_REMOTE_INDEX])
         {
-            let (_, setting) = how.split_once('`').unwrap();
+            let (_, setting) = hint.split_once('`').unwrap();
             let (setting, _) = setting.split_once('`').unwrap();
             let path = setting.split(':').next().unwrap();
             for key in path.split('.') {
-                assert!(reference.contains(&format!("{key}:")), "{how}");
+                assert!(reference.contains(&format!("{key}:")), "{hint}");
             }
         }
     }

@@ -148,7 +148,7 @@ async fn every_listed_page_is_served() {
     let off: Vec<_> = pages
         .iter()
         .filter(|page| page["enabled"] == false)
-        .map(|page| (page["path"].clone(), page["how"].clone()))
+        .map(|page| (page["path"].clone(), page["hint"].clone()))
         .collect();
     let expected = [
         (
@@ -165,7 +165,7 @@ async fn every_listed_page_is_served() {
             "set `replicas.nats.servers` in warmroute.yaml",
         ),
     ];
-    assert_eq!(off, expected.map(|(path, how)| (json!(path), json!(how))));
+    assert_eq!(off, expected.map(|(path, hint)| (json!(path), json!(hint))));
     assert_eq!(site.json("/debug/").await, list);
     let as_json = site.send(Method::GET, "/", "application/json").await;
     assert_eq!(
@@ -185,7 +185,7 @@ async fn page_of_disabled_feature_names_setting() {
         ..state
     })
     .await;
-    for (path, how) in [
+    for (path, hint) in [
         ("/debug/envoys", "set `envoy.xds.address` in warmroute.yaml"),
         (
             "/debug/cluster",
@@ -198,13 +198,13 @@ async fn page_of_disabled_feature_names_setting() {
     ] {
         assert_eq!(
             site.json(path).await,
-            json!({"enabled": false, "how": how}),
+            json!({"enabled": false, "hint": hint}),
             "{path}"
         );
     }
     assert_eq!(
         site.json("/debug/index").await["remote"],
-        json!({"enabled": false, "how": "set `index.remote.servers` in warmroute.yaml"})
+        json!({"enabled": false, "hint": "set `index.remote.servers` in warmroute.yaml"})
     );
     is_on.store(true, Ordering::Relaxed);
     assert_eq!(site.json("/debug/replicas").await, json!({"peers": []}));

@@ -1,7 +1,8 @@
 //! Logging to standard error, so that standard output contains only the output of commands.
 
 use std::any::Any;
-use std::io::IsTerminal;
+use std::borrow::Cow;
+use std::io::{self, IsTerminal, Write};
 
 use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
@@ -69,7 +70,7 @@ pub fn init(config: &LogConfig) -> LogFilter {
     let has_colors = std::io::stderr().is_terminal();
     let lines = tracing_subscriber::fmt()
         .with_env_filter(env_filter(config.level))
-        .with_writer(std::io::stderr)
+        .with_writer(|| EventWriter(io::stderr()))
         // The library reports a failed write with `eprintln!`, which then panics, and the panic
         // hook logs. The process must outlive the reader of its log.
         .log_internal_errors(false);
@@ -88,6 +89,40 @@ pub fn init(config: &LogConfig) -> LogFilter {
             level
         }
     }
+}
+
+/// Writes each event as one line. Line breaks within an event are escaped: values from engines and
+/// other peers must not look like further events. The JSON format contains none.
+struct EventWriter<W>(W);
+
+impl<W: Write> Write for EventWriter<W> {
+    /// Writes one event. The library passes each event in one call.
+    fn write(&mut self, event: &[u8]) -> io::Result<usize> {
+        self.0.write_all(&escape_line_breaks(event))?;
+        Ok(event.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// Escapes the line breaks of an event, except the one that ends it.
+fn escape_line_breaks(event: &[u8]) -> Cow<'_, [u8]> {
+    let line = event.strip_suffix(b"\n").unwrap_or(event);
+    if !line.iter().any(|byte| matches!(byte, b'\n' | b'\r')) {
+        return Cow::Borrowed(event);
+    }
+    let mut escaped = Vec::with_capacity(event.len() + 16);
+    for byte in line {
+        match byte {
+            b'\n' => escaped.extend_from_slice(b"\\n"),
+            b'\r' => escaped.extend_from_slice(b"\\r"),
+            other => escaped.push(*other),
+        }
+    }
+    escaped.extend_from_slice(&event[line.len()..]);
+    Cow::Owned(escaped)
 }
 
 fn env_filter(level: LogLevel) -> EnvFilter {
@@ -161,6 +196,28 @@ mod tests {
                 "{from_env:?}"
             );
         }
+    }
+
+    #[test]
+    fn values_cannot_add_log_lines() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let log = file.reopen().unwrap();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(move || EventWriter(log.try_clone().unwrap()))
+            .with_ansi(false)
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            warn!(error = %"refused\r\n2026-01-01 ERROR forged", "engine failed");
+            warn!("next");
+        });
+        let log = std::fs::read_to_string(file.path()).unwrap();
+        let lines: Vec<&str> = log.lines().collect();
+        assert_eq!(lines.len(), 2, "{log}");
+        assert!(
+            lines[0].ends_with(r"error=refused\r\n2026-01-01 ERROR forged"),
+            "{log}"
+        );
+        assert!(lines[1].ends_with("next"), "{log}");
     }
 
     #[test]

@@ -113,7 +113,7 @@ impl ProcessOverview {
             rows,
             pages: PAGES
                 .iter()
-                .map(|page| (page, page.how_if_off(admin, &process)))
+                .map(|page| (page, page.hint_if_off(admin, &process)))
                 .collect(),
             process,
         }

@@ -283,20 +283,20 @@ fn write_pages(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
         "<section>\n<h2>Pages</h2>\n<div class=\"table\"><table>\n<thead><tr><th>page</th><th>content</th>\
          <th>feature</th></tr></thead>\n<tbody>\n",
     );
-    for (page, how) in &overview.pages {
+    for (page, hint) in &overview.pages {
         let path = match page.method {
             "GET" => format!("<a href=\"{0}\">{0}</a>", page.path),
             method => format!("{method} {}", page.path),
         };
         let content = CodeSpans(page.content);
         write!(html, "<tr><td>{path}</td><td>{content}</td>")?;
-        match how {
-            Some(how) => writeln!(
+        match hint {
+            Some(hint) => writeln!(
                 html,
                 "<td><span class=\"dim\">off</span>: {}</td></tr>",
-                CodeSpans(how)
+                CodeSpans(hint)
             )?,
-            None if page.how.is_some() => html.push_str("<td class=\"good\">on</td></tr>\n"),
+            None if page.hint.is_some() => html.push_str("<td class=\"good\">on</td></tr>\n"),
             None => html.push_str("<td></td></tr>\n"),
         }
     }
