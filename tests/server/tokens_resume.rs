@@ -511,6 +511,43 @@ fn shipped(name: &str) -> PathBuf {
         .join(name)
 }
 
+/// A reload disables the cache after the beginning of a conversation was found in it.
+#[test]
+fn found_prefix_outlives_disabled_cache() {
+    let TestedTokenizer {
+        encoder,
+        cache,
+        message_cache,
+        ..
+    } = tested_tokenizer("qwen2.5", &shipped("qwen2.5"), true);
+    let long = "a long text ".repeat(1000);
+    let answer = json!({"role": "assistant", "content": long});
+    let question = json!({"role": "user", "content": long});
+    let turns = [&question, &answer, &question, &answer, &question];
+    let bodies = [3, 5].map(|count| json!({"messages": &turns[..count]}).to_string());
+    for (body, is_resumed) in bodies.iter().zip([false, true]) {
+        let body = body.as_bytes();
+        let (request, reuse) = openai::parse_body_cached(
+            ApiKind::ChatCompletions,
+            None,
+            body,
+            &message_cache,
+            Some("tenant"),
+        )
+        .unwrap();
+        let rendered = encoder.render_cached(&request, reuse).unwrap();
+        assert_eq!(rendered.is_resumed(), is_resumed);
+        if is_resumed {
+            cache.resize(0);
+        }
+        let tokens = encoder
+            .tokenize_bounded(&rendered, Some("tenant"), &TokenBudget::UNLIMITED)
+            .unwrap();
+        let expected = encoder.encode(&request).unwrap();
+        assert_eq!(*tokens[0].tokens, *expected.prompts[0]);
+    }
+}
+
 #[test]
 fn qwen_resumes_with_equal_tokens() {
     assert!(tested_tokenizer("qwen2.5", &shipped("qwen2.5"), true).has_template);

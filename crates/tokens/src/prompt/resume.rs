@@ -130,7 +130,8 @@ impl ResumingTokenizer {
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<Option<UnframedTokens>> {
-        if self.cache.limit() == 0 {
+        // A prefix was found before a reload disabled the cache. It contains its tokens.
+        if self.cache.limit() == 0 && input.prefix().is_none() {
             return Ok(None);
         }
         let text = input.text();
