@@ -253,7 +253,7 @@ fn fast_encoder() -> Encoder {
 #[test]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn prompt_cache() {
-    measure_after("tables::prompt_cache", 2, fast_encoder, |encoder| {
+    measure_after("tables::prompt_cache", 1, fast_encoder, |encoder| {
         // Default of `requests.limits.prompt_cache_size`.
         let limit = setting(256 * MIB);
         let metrics = Arc::new(Metrics::new());

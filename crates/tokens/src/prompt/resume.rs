@@ -130,7 +130,7 @@ impl ResumingTokenizer {
         cache_namespace: Option<&str>,
         budget: &TokenBudget<'_>,
     ) -> tokenizers::Result<Option<UnframedTokens>> {
-        // A prefix was found before a reload disabled the cache. It contains its tokens.
+        // A found prefix contains its tokens, so it remains usable after a reload disables the cache.
         if self.cache.limit() == 0 && input.prefix().is_none() {
             return Ok(None);
         }
