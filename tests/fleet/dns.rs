@@ -2,7 +2,10 @@
 //! restarted, and one end-to-end test with discovered engines.
 
 use std::collections::BTreeSet;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::process::Command;
 use std::sync::Arc;
+use std::time::Instant;
 
 use serde_json::json;
 use tempfile::TempDir;
@@ -14,7 +17,7 @@ use warmroute_server::fleet::discovery::WorkerModel;
 use warmroute_server::fleet::discovery::dns::DnsConfig;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::DNSMASQ;
-use warmroute_testbed::ports::{FreePort, until};
+use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
 
 use crate::source_health::wait_source_up;
 use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
@@ -27,21 +30,38 @@ struct DnsServer {
 }
 
 impl DnsServer {
-    fn start(records: &[&str]) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let port = FreePort::find().unwrap().release();
+    async fn start(records: &[&str]) -> Self {
         let mut names = Self {
             server: None,
-            port,
-            dir,
+            port: FreePort::find().unwrap().release(),
+            dir: tempfile::tempdir().unwrap(),
         };
-        names.set_records(records);
+        names.set_records(records).await;
         names
     }
 
     /// Restarts the server with other records, each in dnsmasq syntax.
-    fn set_records(&mut self, records: &[&str]) {
+    ///
+    /// A resolver sends each query from a random UDP port, which can be the port of the server. The
+    /// server is started again until it has bound its port.
+    async fn set_records(&mut self, records: &[&str]) {
         self.server = None;
+        let command = self.command(records);
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.port));
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let server = ChildProcess::spawn("dnsmasq", &command, self.dir.path()).unwrap();
+            match wait_ready(ReadyCheck::Tcp(address), PATIENCE, &server).await {
+                Ok(()) => {
+                    self.server = Some(server);
+                    return;
+                }
+                Err(error) => assert!(Instant::now() < deadline, "{error}"),
+            }
+        }
+    }
+
+    fn command(&self, records: &[&str]) -> Command {
         let mut command = DNSMASQ.command().unwrap();
         command.args([
             "--keep-in-foreground",
@@ -59,7 +79,7 @@ impl DnsServer {
         command
             .arg(format!("--port={}", self.port))
             .args(records.iter().map(|record| format!("--{record}")));
-        self.server = Some(ChildProcess::spawn("dnsmasq", &command, self.dir.path()).unwrap());
+        command
     }
 
     fn resolver(&self) -> String {
@@ -142,7 +162,8 @@ async fn dns_failure_keeps_last_addresses() {
         "host-record=e.test,10.0.0.1",
         "host-record=e.test,10.0.0.2",
         "host-record=e.test,2001:db8::1",
-    ]);
+    ])
+    .await;
     let follows = DnsFollower::start(vec![named("name: e.test, port: 8000", &names)]);
     follows
         .wait_endpoints(&["10.0.0.1:8000", "10.0.0.2:8000", "[2001:db8::1]:8000"])
@@ -152,11 +173,11 @@ async fn dns_failure_keeps_last_addresses() {
     names.server = None;
     follows.up_is("dns e.test", 0).await;
     assert_eq!(follows.endpoints().unwrap().len(), 3);
-    names.set_records(&["host-record=e.test,10.0.0.2"]);
+    names.set_records(&["host-record=e.test,10.0.0.2"]).await;
     follows.wait_endpoints(&["10.0.0.2:8000"]).await;
     follows.up_is("dns e.test", 1).await;
     // An empty response removes the workers.
-    names.set_records(&[]);
+    names.set_records(&[]).await;
     follows.wait_endpoints(&[]).await;
     follows.up_is("dns e.test", 1).await;
 }
@@ -169,7 +190,7 @@ async fn failed_dns_name_does_not_affect_others() {
         "host-record=a.test,10.0.0.1",
         "host-record=b.test,10.0.0.2",
     ];
-    let mut names = DnsServer::start(&records);
+    let mut names = DnsServer::start(&records).await;
     let follows = DnsFollower::start(vec![
         named(
             "name: _http._tcp.e.test, record: srv, worker: {role: decode}",
@@ -186,10 +207,12 @@ async fn failed_dns_name_does_not_affect_others() {
         .await;
     follows.up_is("dns _http._tcp.e.test", 1).await;
     follows.up_is("dns e.elsewhere", 0).await;
-    names.set_records(&[
-        "srv-host=_http._tcp.e.test,b.test,8003",
-        "host-record=b.test,10.0.0.2",
-    ]);
+    names
+        .set_records(&[
+            "srv-host=_http._tcp.e.test,b.test,8003",
+            "host-record=b.test,10.0.0.2",
+        ])
+        .await;
     follows.wait_endpoints(&["10.0.0.2:8003"]).await;
 }
 
@@ -212,7 +235,7 @@ async fn dns_discovered_engines_receive_requests() {
         .iter()
         .map(|engine| worker_id(engine.address).0)
         .collect();
-    let mut names = DnsServer::start(&[&both[0], &both[2]]);
+    let mut names = DnsServer::start(&[&both[0], &both[2]]).await;
     let source = json!([{
         "name": "_http._tcp.e.test", "record": "srv", "refresh_interval": "50ms", "resolver": names.resolver(),
         "worker": {"model": warmroute_testbed::deployment::MODEL},
@@ -241,7 +264,7 @@ async fn dns_discovered_engines_receive_requests() {
         served
     };
     assert_eq!(served(1).await, BTreeSet::from([ids[0]]));
-    names.set_records(&[&both[0], &both[1], &both[2]]);
+    names.set_records(&[&both[0], &both[1], &both[2]]).await;
     assert_eq!(served(2).await, BTreeSet::from([ids[0], ids[1]]));
     deployment.settle().await;
     let page = deployment.metrics().await;

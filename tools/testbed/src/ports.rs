@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::bail;
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpSocket, TcpStream, UnixStream};
 
 use crate::child_process::ChildProcess;
 
@@ -19,9 +19,13 @@ const RANGE: Range<u16> = 15_000..32_000;
 const POLL: Duration = Duration::from_millis(10);
 
 /// A free loopback port. It is held until it is released.
+///
+/// The socket is bound, but does not listen. A process that starts at the same time has a copy of
+/// the socket until its program runs. On Linux, a copy that listens would prevent another process
+/// from binding the released port.
 #[derive(Debug)]
 pub struct FreePort {
-    _listener: TcpListener,
+    _socket: TcpSocket,
     number: u16,
 }
 
@@ -37,9 +41,9 @@ impl FreePort {
                 .into_iter()
                 .flat_map(|block| &mut block.unused)
             {
-                if let Ok(listener) = TcpListener::bind((Ipv4Addr::LOCALHOST, number)) {
+                if let Ok(socket) = bind_without_listening(number) {
                     return Ok(Self {
-                        _listener: listener,
+                        _socket: socket,
                         number,
                     });
                 }
@@ -58,6 +62,14 @@ impl FreePort {
     pub fn release(self) -> u16 {
         self.number
     }
+}
+
+fn bind_without_listening(port: u16) -> io::Result<TcpSocket> {
+    let socket = TcpSocket::new_v4()?;
+    // Servers set this option, and the kernel requires it on both sockets.
+    socket.set_reuseaddr(true)?;
+    socket.bind((Ipv4Addr::LOCALHOST, port).into())?;
+    Ok(socket)
 }
 
 /// Adjacent ports that no other process with this module uses. A port has no other protection
