@@ -2,10 +2,9 @@
 //! restarted, and one end-to-end test with discovered engines.
 
 use std::collections::BTreeSet;
-use std::net::{Ipv4Addr, SocketAddr};
+use std::net::Ipv4Addr;
 use std::process::Command;
 use std::sync::Arc;
-use std::time::Instant;
 
 use serde_json::json;
 use tempfile::TempDir;
@@ -42,23 +41,19 @@ impl DnsServer {
 
     /// Restarts the server with other records, each in dnsmasq syntax.
     ///
-    /// A resolver sends each query from a random UDP port, which can be the port of the server. The
-    /// server is started again until it has bound its port.
+    /// A resolver sends each query from a random UDP port, which can be the port of the server. If
+    /// the server cannot bind its port, it is started again.
     async fn set_records(&mut self, records: &[&str]) {
         self.server = None;
         let command = self.command(records);
-        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.port));
-        let deadline = Instant::now() + PATIENCE;
-        loop {
+        let address = ReadyCheck::Tcp((Ipv4Addr::LOCALHOST, self.port).into());
+        let is_ready = until(PATIENCE, async || {
             let server = ChildProcess::spawn("dnsmasq", &command, self.dir.path()).unwrap();
-            match wait_ready(ReadyCheck::Tcp(address), PATIENCE, &server).await {
-                Ok(()) => {
-                    self.server = Some(server);
-                    return;
-                }
-                Err(error) => assert!(Instant::now() < deadline, "{error}"),
-            }
-        }
+            let server = self.server.insert(server);
+            wait_ready(address, PATIENCE, server).await.is_ok()
+        })
+        .await;
+        assert!(is_ready, "dnsmasq does not start, see its log");
     }
 
     fn command(&self, records: &[&str]) -> Command {

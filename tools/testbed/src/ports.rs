@@ -20,9 +20,9 @@ const POLL: Duration = Duration::from_millis(10);
 
 /// A free loopback port. It is held until it is released.
 ///
-/// The socket is bound, but does not listen. A process that starts at the same time has a copy of
-/// the socket until its program runs. On Linux, a copy that listens would prevent another process
-/// from binding the released port.
+/// The socket is bound, but does not listen. A process that is forked while the port is held has a
+/// copy of the socket until it executes its program. On Linux, a copy that listens prevents other
+/// processes from binding the released port.
 #[derive(Debug)]
 pub struct FreePort {
     _socket: TcpSocket,
@@ -66,7 +66,7 @@ impl FreePort {
 
 fn bind_without_listening(port: u16) -> io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
-    // Servers set this option, and the kernel requires it on both sockets.
+    // A server can bind the port beside a copy of this socket only if both sockets set the option.
     socket.set_reuseaddr(true)?;
     socket.bind((Ipv4Addr::LOCALHOST, port).into())?;
     Ok(socket)
