@@ -1,29 +1,36 @@
-//! Passive health of the workers. Envoy's `override_host` sends a request to the named host
-//! regardless of its health, so warmroute must not choose a dead worker. A worker with several
-//! consecutive failures is ejected for a while. After that, one request at a time probes it. A
-//! failed probe doubles the next ejection. A health check that passes after a failed one ends the
-//! ejection early. Any success resets the state. While all workers are healthy, a check costs one
-//! atomic load.
+//! Health of the worker ranks, judged by the outcomes of their requests. Envoy's `override_host`
+//! sends a request to the named host regardless of its health, so warmroute must not choose a rank
+//! that fails. A rank is at fault if it fails where the other ranks of its model deliver. It becomes
+//! suspect, then ejected. After the ejection time, one request at a time probes it, and a delivered
+//! answer readmits it. While all ranks are in service, a check costs one atomic load.
 
-use std::collections::{BTreeMap, HashMap};
+mod comparison;
+mod evidence;
+mod model;
+mod outcome;
+mod rank;
+mod report;
+
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::{Mutex, RwLock};
+use parking_lot::Mutex;
 use serde::Serialize;
 
+pub use self::evidence::EvidenceSummary;
+use self::model::{HealthModel, OutcomeReport};
+pub use self::outcome::WorkerOutcome;
+pub use self::report::{HealthChange, HealthPool, HealthTransition, HealthWitness, RankHealth};
+use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;
-use crate::worker::WorkerId;
-
-/// Maximum number of ejections of one worker that health checks end early before a request
-/// succeeds. The endpoint of a crash-looping engine passes its health check now and then.
-const MAX_EARLY_ENDS: u32 = 3;
+use crate::worker::{WorkerId, WorkerRank};
 
 /// Ejection rules, in the terms of Envoy's outlier detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HealthRules {
-    /// Consecutive failures that eject a worker; 0 disables ejection.
+    /// Consecutive failures that eject a rank whose peers deliver; 0 disables ejection.
     pub consecutive_failures: u32,
     /// Duration of the first ejection.
     pub base_ejection_time: Duration,
@@ -36,342 +43,256 @@ impl Default for HealthRules {
         Self {
             consecutive_failures: 3,
             base_ejection_time: Duration::from_secs(1),
-            max_ejection_time: Duration::from_secs(60),
+            max_ejection_time: Duration::from_secs(20),
         }
     }
 }
 
-/// Outcome of a request, as far as it shows the health of the worker.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum WorkerOutcome {
-    /// The worker computed a response.
-    Success,
-    /// The response says nothing about the worker's health: the request was invalid or needed no
-    /// computation.
-    Inconclusive,
-    /// No response, or a server error of the worker.
-    Failure,
-    /// The worker reported overload, which says nothing about its health.
-    Overloaded,
-}
-
-impl WorkerOutcome {
-    /// Classifies a status that the worker sent. A 503 that Envoy generated for a failed connection
-    /// is a [`WorkerOutcome::Failure`] instead.
-    pub fn from_status(status: u16) -> Self {
-        match status {
-            429 | 503 | 529 => WorkerOutcome::Overloaded,
-            500.. => WorkerOutcome::Failure,
-            200..300 => WorkerOutcome::Success,
-            _ => WorkerOutcome::Inconclusive,
-        }
-    }
-}
-
-/// Health of one worker.
+/// Health of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerHealth {
     /// Accepts requests.
     Healthy,
-    /// The ejection is over, and one request may probe the worker.
+    /// Avoided until the other ranks of the model show whether they deliver.
+    Suspect,
+    /// The ejection is over, and one request may probe the rank.
     ProbeDue,
-    /// Ejected, or being probed.
+    /// One request probes the rank.
+    Probing,
+    /// Ejected.
     Ejected,
 }
 
+impl WorkerHealth {
+    /// Returns the name in pages and logs.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            WorkerHealth::Healthy => "healthy",
+            WorkerHealth::Suspect => "suspect",
+            WorkerHealth::ProbeDue => "probe due",
+            WorkerHealth::Probing => "probing",
+            WorkerHealth::Ejected => "ejected",
+        }
+    }
+}
+
 impl From<WorkerHealth> for WorkerAvailability {
-    /// Converts the health. A worker whose probe is due is a candidate like any other. The request
+    /// Converts the health. A rank whose probe is due is a candidate like any other. The request
     /// that chooses it must claim the probe. If another request claimed it first, the decision is
     /// repeated.
     fn from(health: WorkerHealth) -> Self {
         match health {
             WorkerHealth::Healthy | WorkerHealth::ProbeDue => WorkerAvailability::Ready,
-            WorkerHealth::Ejected => WorkerAvailability::Unhealthy,
+            WorkerHealth::Suspect | WorkerHealth::Probing | WorkerHealth::Ejected => {
+                WorkerAvailability::Unhealthy
+            }
         }
     }
 }
 
-/// Health transition, for logs and metrics.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HealthChange {
-    /// The worker was ejected for this time.
-    Ejected(Duration),
-    /// A probe failed; the ejection lasts for this further time.
-    EjectionExtended(Duration),
-    /// The worker accepts requests again.
-    Readmitted,
-}
-
-/// Health of all workers.
+/// Health of all ranks.
 #[derive(Debug, Default)]
 pub struct HealthTracker {
-    rules: RwLock<HealthRules>,
-    /// Number of entries in the table, readable without the lock.
-    failing_workers: AtomicUsize,
-    table: Mutex<FailureTable>,
+    /// Number of ranks that are not in service, readable without the lock.
+    avoided: AtomicUsize,
+    model: Mutex<HealthModel>,
 }
 
-/// Workers whose last request failed.
-#[derive(Debug, Default)]
-struct FailureTable {
-    records: HashMap<WorkerId, FailureRecord>,
-    next_ticket: u64,
-}
-
-#[derive(Debug, Default)]
-struct FailureRecord {
-    failures: u32,
-    ejection: Option<WorkerEjection>,
-}
-
+/// Request at a rank, from which its health is learned. Dropping it unreported leaves the health as
+/// it is, and lets another request probe the rank.
 #[derive(Debug)]
-struct WorkerEjection {
-    until: Instant,
-    period: Duration,
-    /// Ticket of the running probe.
-    probe: Option<u64>,
-    /// Whether the last health check failed.
-    is_down: bool,
-    /// Number of times a health check ended this ejection early.
-    early_ends: u32,
-}
-
-impl WorkerEjection {
-    fn health(&self, now: Instant) -> WorkerHealth {
-        if self.probe.is_none() && self.until <= now {
-            WorkerHealth::ProbeDue
-        } else {
-            WorkerHealth::Ejected
-        }
-    }
-}
-
-/// Permission to send one request to an ejected worker. Dropping it unreported lets another request
-/// probe.
-#[derive(Debug)]
-#[must_use = "dropping a probe returns it"]
-pub struct HealthProbe {
+#[must_use = "dropping a tracked request reports nothing"]
+pub struct TrackedRequest {
     health: Arc<HealthTracker>,
-    worker: WorkerId,
+    rank: WorkerRank,
     ticket: u64,
+    sent_at: Instant,
+    outcome: Option<WorkerOutcome>,
 }
 
 impl HealthTracker {
-    /// Creates a tracker in which every worker is healthy.
+    /// Creates a tracker without ranks.
     pub fn new(rules: HealthRules) -> Arc<Self> {
-        Arc::new(Self {
-            rules: RwLock::new(rules),
-            ..Self::default()
-        })
+        let tracker = Self::default();
+        tracker.set_rules(rules);
+        Arc::new(tracker)
     }
 
     /// Replaces the rules. Running ejections keep their end.
     pub fn set_rules(&self, rules: HealthRules) {
-        *self.rules.write() = rules;
+        self.model.lock().rules = rules;
     }
 
-    /// Records the outcome of a request that was not a probe.
+    /// Replaces the set of ranks. A rank that joins is healthy. Reports about other ranks have no
+    /// effect.
+    pub fn set_members(
+        &self,
+        members: impl Iterator<Item = (WorkerRank, HealthPool)>,
+        now: Instant,
+    ) {
+        self.update(|model| model.set_members(members, now));
+    }
+
+    /// Registers a request that is sent to a rank. `expected` is the expected time to its first
+    /// content; without it, the request cannot become overdue. If `must_probe`, returns `None`
+    /// unless the probe of the rank is due. Only one probe per rank exists at a time.
+    pub fn start(
+        self: &Arc<Self>,
+        rank: WorkerRank,
+        expected: Option<Duration>,
+        must_probe: bool,
+        now: Instant,
+    ) -> Option<TrackedRequest> {
+        let ticket = self.model.lock().start(rank, expected, must_probe, now)?;
+        Some(TrackedRequest {
+            health: self.clone(),
+            rank,
+            ticket,
+            sent_at: now,
+            outcome: None,
+        })
+    }
+
+    /// Records the outcome of a request that is not tracked. `prompt` are the sequence hashes of its
+    /// prompt, if known.
     pub fn report(
         &self,
-        worker: WorkerId,
+        rank: WorkerRank,
         outcome: WorkerOutcome,
+        prompt: &[SequenceHash],
         now: Instant,
-    ) -> Option<HealthChange> {
-        match outcome {
-            WorkerOutcome::Success => self.record_success(worker),
-            WorkerOutcome::Failure => self.record_failure(worker, now),
-            WorkerOutcome::Overloaded | WorkerOutcome::Inconclusive => None,
-        }
-    }
-
-    /// Records the result of a health check of an ejected worker. The first passed check after a
-    /// failed one ends the ejection, and the next request may probe the worker. If no check has
-    /// failed, a passed check has no effect, because requests fail although the endpoint answers.
-    /// Returns whether the ejection ended.
-    pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
-        let base_time = self.rules.read().base_ejection_time;
-        let mut table = self.table.lock();
-        let Some(ejection) = table
-            .records
-            .get_mut(&worker)
-            .and_then(|record| record.ejection.as_mut())
-        else {
-            return false;
+    ) -> Vec<HealthTransition> {
+        let report = OutcomeReport {
+            rank,
+            outcome,
+            prompt,
         };
-        let has_ended = is_healthy && ejection.is_down && ejection.early_ends < MAX_EARLY_ENDS;
-        if has_ended {
-            ejection.until = ejection.until.min(now);
-            if ejection.early_ends == 0 {
-                ejection.period = ejection.period.min(base_time);
-            }
-            ejection.early_ends += 1;
-        }
-        ejection.is_down = !is_healthy;
-        has_ended
+        self.update(|model| model.record(report, now))
     }
 
-    /// Returns the health of a worker.
-    pub fn worker_health(&self, worker: WorkerId, now: Instant) -> WorkerHealth {
+    /// Detects overdue requests. Must be called several times per second.
+    pub fn on_tick(&self, now: Instant) -> Vec<HealthTransition> {
+        self.update(|model| model.on_tick(now))
+    }
+
+    /// Records the result of a health check of an ejected worker. Returns whether an ejection ended,
+    /// so that the next request may probe the worker.
+    pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {
+        self.update(|model| model.on_health_check(worker, is_healthy, now))
+    }
+
+    /// Records whether a witness speaks against a worker. One failure then ejects its ranks.
+    pub fn set_witness(&self, worker: WorkerId, witness: HealthWitness, is_failing: bool) {
+        self.model.lock().set_witness(worker, witness, is_failing);
+    }
+
+    /// Returns the time for which a failed request stays booked on a rank, so that a rank that fails
+    /// at once does not appear less loaded than its peers.
+    pub fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
+        self.model.lock().hold_time(rank)
+    }
+
+    /// Returns the health of a rank.
+    pub fn rank_health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
         if self.is_all_healthy() {
             return WorkerHealth::Healthy;
         }
-        let table = self.table.lock();
-        let ejection = table
-            .records
-            .get(&worker)
-            .and_then(|record| record.ejection.as_ref());
-        ejection.map_or(WorkerHealth::Healthy, |ejection| ejection.health(now))
+        self.model.lock().health(rank, now)
     }
 
-    /// Returns all workers that are not healthy. Takes no lock if there are none.
-    pub fn unhealthy_workers(&self, now: Instant) -> BTreeMap<WorkerId, WorkerHealth> {
+    /// Returns all ranks that are not healthy. Takes no lock if there are none.
+    pub fn unhealthy_ranks(&self, now: Instant) -> BTreeMap<WorkerRank, WorkerHealth> {
         if self.is_all_healthy() {
             return BTreeMap::new();
         }
-        let table = self.table.lock();
-        let ejections = table
-            .records
-            .iter()
-            .filter_map(|(worker, record)| Some((*worker, record.ejection.as_ref()?)));
-        ejections
-            .map(|(worker, ejection)| (worker, ejection.health(now)))
-            .collect()
+        self.model.lock().avoided_ranks(now)
     }
 
-    /// Claims the probe of a worker that is [`WorkerHealth::ProbeDue`]. Only one probe per worker
-    /// exists at a time.
-    pub fn claim_probe(self: &Arc<Self>, worker: WorkerId, now: Instant) -> Option<HealthProbe> {
-        let mut table = self.table.lock();
-        let ticket = table.next_ticket;
-        let ejection = table.records.get_mut(&worker)?.ejection.as_mut()?;
-        if ejection.health(now) != WorkerHealth::ProbeDue {
-            return None;
-        }
-        ejection.probe = Some(ticket);
-        table.next_ticket += 1;
-        Some(HealthProbe {
-            health: self.clone(),
-            worker,
-            ticket,
-        })
+    /// Returns the ranks that are not healthy or have failed recently, with the evidence.
+    pub fn health_report(&self, now: Instant) -> Vec<RankHealth> {
+        self.model.lock().report(now)
     }
 
-    /// Removes a worker. If it rejoins under the same id, it is healthy.
-    pub fn remove(&self, worker: WorkerId) {
-        self.retain(|known| known != worker);
-    }
-
-    /// Removes all workers but the known ones. Late reports about removed workers create entries
-    /// again, so call this on every change of the fleet.
-    pub fn retain(&self, known: impl Fn(WorkerId) -> bool) {
-        let mut table = self.table.lock();
-        table.records.retain(|worker, _| known(*worker));
-        self.update_count(&table);
+    /// Returns the number of failed requests of each rank by kind, since the rank joined.
+    pub fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+        self.model.lock().failed_requests()
     }
 
     fn is_all_healthy(&self) -> bool {
-        self.failing_workers.load(Ordering::Acquire) == 0
+        self.avoided.load(Ordering::Acquire) == 0
     }
 
-    fn update_count(&self, table: &FailureTable) {
-        self.failing_workers
-            .store(table.records.len(), Ordering::Release);
-    }
-
-    fn record_success(&self, worker: WorkerId) -> Option<HealthChange> {
-        if self.is_all_healthy() {
-            return None;
-        }
-        let mut table = self.table.lock();
-        let record = table.records.remove(&worker)?;
-        self.update_count(&table);
-        record.ejection.map(|_| HealthChange::Readmitted)
-    }
-
-    fn record_failure(&self, worker: WorkerId, now: Instant) -> Option<HealthChange> {
-        let rules = *self.rules.read();
-        if rules.consecutive_failures == 0 {
-            return None;
-        }
-        let mut table = self.table.lock();
-        let record = table.records.entry(worker).or_default();
-        record.failures = record.failures.saturating_add(1);
-        // Requests in flight at the ejection fail with it. Only a failed probe extends the
-        // ejection.
-        let must_eject = record.ejection.is_none() && record.failures >= rules.consecutive_failures;
-        let change = must_eject.then(|| {
-            let period = rules.base_ejection_time.min(rules.max_ejection_time);
-            record.ejection = Some(WorkerEjection {
-                until: add_saturating(now, period),
-                period,
-                probe: None,
-                is_down: false,
-                early_ends: 0,
-            });
-            HealthChange::Ejected(period)
-        });
-        self.update_count(&table);
-        change
+    fn update<T>(&self, change: impl FnOnce(&mut HealthModel) -> T) -> T {
+        let mut model = self.model.lock();
+        let changed = change(&mut model);
+        self.avoided.store(model.avoided(), Ordering::Release);
+        changed
     }
 }
 
-impl HealthProbe {
-    /// Returns the probed worker.
-    pub fn worker(&self) -> WorkerId {
-        self.worker
+impl TrackedRequest {
+    /// Returns the rank.
+    pub fn rank(&self) -> WorkerRank {
+        self.rank
     }
 
-    /// Reports the outcome of the probe. An outcome that says nothing about health returns the
-    /// probe.
-    pub fn report(self, outcome: WorkerOutcome, now: Instant) -> Option<HealthChange> {
-        match outcome {
-            WorkerOutcome::Success if self.is_current() => self.health.record_success(self.worker),
-            WorkerOutcome::Failure => self.fail(now),
+    /// Returns whether the outcome was reported.
+    pub fn is_reported(&self) -> bool {
+        self.outcome.is_some()
+    }
+
+    /// Records that the response headers arrived.
+    pub fn on_response(&self) {
+        let mut model = self.health.model.lock();
+        model.on_response(self.rank, self.ticket);
+    }
+
+    /// Reports the outcome, once. `prompt` are the sequence hashes of the prompt, if known.
+    pub fn report(
+        &mut self,
+        outcome: WorkerOutcome,
+        prompt: &[SequenceHash],
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        if self.outcome.replace(outcome).is_some() {
+            return Vec::new();
+        }
+        let report = OutcomeReport {
+            rank: self.rank,
+            outcome,
+            prompt,
+        };
+        self.health
+            .update(|model| model.finish(self.ticket, report, now))
+    }
+
+    /// Handles the end of the request. Its duration is learned if it was delivered. Otherwise
+    /// returns the remaining time for which it stays booked.
+    pub fn on_end(&self, now: Instant) -> Option<Duration> {
+        let elapsed = now.saturating_duration_since(self.sent_at);
+        let mut model = self.health.model.lock();
+        match self.outcome? {
+            WorkerOutcome::Delivered => {
+                model.on_completed(self.rank, elapsed);
+                None
+            }
+            outcome if outcome.is_answer() => {
+                let hold_time = model.hold_time(self.rank)?;
+                hold_time.checked_sub(elapsed)
+            }
             _ => None,
         }
     }
-
-    fn fail(&self, now: Instant) -> Option<HealthChange> {
-        let max_time = self.health.rules.read().max_ejection_time;
-        self.finish(|ejection| {
-            ejection.period = ejection.period.saturating_mul(2).min(max_time);
-            ejection.until = add_saturating(now, ejection.period);
-            HealthChange::EjectionExtended(ejection.period)
-        })
-    }
-
-    fn is_current(&self) -> bool {
-        let table = self.health.table.lock();
-        let ejection = table
-            .records
-            .get(&self.worker)
-            .and_then(|record| record.ejection.as_ref());
-        ejection.is_some_and(|ejection| ejection.probe == Some(self.ticket))
-    }
-
-    /// Ends the probe, unless it is obsolete: the worker may have been removed and ejected again
-    /// since.
-    fn finish<T>(&self, update: impl FnOnce(&mut WorkerEjection) -> T) -> Option<T> {
-        let mut table = self.health.table.lock();
-        let ejection = table.records.get_mut(&self.worker)?.ejection.as_mut()?;
-        if ejection.probe != Some(self.ticket) {
-            return None;
-        }
-        ejection.probe = None;
-        Some(update(ejection))
-    }
 }
 
-impl Drop for HealthProbe {
+impl Drop for TrackedRequest {
     fn drop(&mut self) {
-        self.finish(|_| ());
+        if self.outcome.is_none() {
+            let mut model = self.health.model.lock();
+            model.abandon(self.rank, self.ticket);
+        }
     }
-}
-
-/// Adds a period. If the sum exceeds the range of the clock, the period ends at once.
-fn add_saturating(now: Instant, period: Duration) -> Instant {
-    now.checked_add(period).unwrap_or(now)
 }
 
 #[cfg(test)]

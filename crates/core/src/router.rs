@@ -12,6 +12,7 @@ mod event_sources;
 mod explain;
 mod external;
 mod feedback;
+mod held;
 mod listener;
 mod parity_checks;
 mod phase_decider;

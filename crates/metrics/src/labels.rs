@@ -267,6 +267,43 @@ impl RankPhaseLabels {
     }
 }
 
+/// Worker rank and kind of its failed requests.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct RankFailureLabels {
+    /// Worker id.
+    pub worker_id: u64,
+    /// Data-parallel rank.
+    pub dp_rank: u32,
+    /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
+    pub role: &'static str,
+    /// `unreachable`, `server_error`, `rejected`, `empty`, `no_response`, `no_content`,
+    /// `overloaded`, `cancelled`.
+    pub kind: &'static str,
+}
+
+impl RankFailureLabels {
+    /// Creates the labels of one kind of failure of a worker rank.
+    pub fn new(rank: &RankLabels, kind: &'static str) -> Self {
+        Self {
+            worker_id: rank.worker_id,
+            dp_rank: rank.dp_rank,
+            role: rank.role,
+            kind,
+        }
+    }
+}
+
+/// Model, class and source of responses.
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+pub struct ResponseLabels {
+    /// Model name; `unknown` if the request was not routed.
+    pub model: LabelText,
+    /// `2xx`, `4xx` and so on; `other` for a status out of range.
+    pub code_class: &'static str,
+    /// `engine`, `envoy`, `warmroute`.
+    pub source: &'static str,
+}
+
 /// Model and coefficient of its latency model.
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 pub struct ModelCoefficientLabels {

@@ -14,7 +14,7 @@ mod timed_router;
 
 pub use active_request::ActiveRequest;
 pub use dispatcher::{DispatchError, Dispatcher};
-pub use health_log::log_health_change;
+pub use health_log::log_health_changes;
 pub use session::{RequestSession, SessionAffinity, SessionRouting};
 pub use timed_router::{RoutingTimes, TimedRouter};
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
-use serde_json::json;
+use serde_json::{Value, json};
 use warmroute_testbed::ports::until;
 
 use crate::routing::bed::{RoutedAnswer, RoutingBed, SOON, engine, text};
@@ -62,15 +62,13 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
     });
     assert!(ejection.await, "{}", bed.metrics().await.text());
     let since = Instant::now();
-    assert_eq!(
-        (misses, missed(&bed, 2).await),
-        (3, 3),
-        "ejected after exactly three failures"
-    );
+    // The loss of its event source supports the failures, so that one of them is enough.
+    assert!((1..=3).contains(&misses), "{misses}");
+    assert_eq!(missed(&bed, 2).await, misses);
     bed.wait_idle().await;
 
     assert_one_request_probes(&bed, since).await;
-    assert_eq!(missed(&bed, 2).await, 4);
+    assert_eq!(missed(&bed, 2).await, misses + 1);
     assert_eq!(
         ejected(&bed).await,
         1.0,
@@ -93,7 +91,7 @@ async fn dead_worker_is_ejected_probed_and_readmitted() {
             .any(|answer| answer.engine() == 2)
     };
     assert!(until(SOON, served).await, "the worker receives no request");
-    assert_eq!(missed(&bed, 2).await, 4);
+    assert_eq!(missed(&bed, 2).await, misses + 1);
     bed.wait_idle().await;
 }
 
@@ -173,11 +171,7 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
             seen.await,
             "only {spared} requests in the second after the refusal"
         );
-        assert_eq!(
-            ejected(&bed).await,
-            0.0,
-            "an overload does not count as a failure"
-        );
+        assert_eq!(ejected(&bed).await, 0.0, "a short overload does not eject");
         bed.wait_idle().await;
     }
 }
@@ -186,7 +180,10 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
 async fn three_dead_workers_lose_no_request() {
     let mut bed = RoutingBed::start(
         &[1, 2, 3, 4].map(engine),
-        json!({"routing": {"outlier_detection": {"base_ejection_time": "30s"}}}),
+        json!({"routing": {"outlier_detection": {
+            "base_ejection_time": "30s",
+            "max_ejection_time": "30s",
+        }}}),
     )
     .await;
     let answers = many(&bed, 40, "before").await;
@@ -264,4 +261,86 @@ async fn restarted_worker_is_used_again_within_seconds() {
     );
     bed.wait_idle().await;
     assert_eq!(ejected(&bed).await, 0.0);
+}
+
+/// Faults of an engine that answers, or accepts requests, although it serves none.
+async fn assert_failing_engine_loses_traffic(policy: &str, fault: Value) {
+    let bed = RoutingBed::start(
+        &[1, 2, 3, 4].map(engine),
+        json!({"routing": {"policy": policy}}),
+    )
+    .await;
+    many(&bed, 16, "before").await;
+    bed.misbehave(4, fault.clone()).await;
+    // A client that gives up after some seconds, so that a hung engine does not block the test.
+    let client = reqwest::Client::builder()
+        .timeout(Duration::from_secs(10))
+        .build()
+        .unwrap();
+    let mut turn = 0;
+    let mut failed = 0;
+    let mut send = async || {
+        turn += 1;
+        let body = text(&format!("{turn} {policy} {fault}"));
+        let answer = bed.post(&body).build().unwrap();
+        client
+            .execute(answer)
+            .await
+            .is_ok_and(|answer| answer.status().is_success())
+    };
+    let ejection = until(SOON, async || {
+        let delivered = send().await;
+        failed += u64::from(!delivered);
+        ejected(&bed).await == 1.0
+    });
+    assert!(
+        ejection.await,
+        "{policy} {fault}: {}",
+        bed.metrics().await.text()
+    );
+    assert!(failed <= 16, "{policy} {fault}: {failed} failed");
+    let failures = bed
+        .metrics()
+        .await
+        .sum("worker_failed_requests_total", &[("worker_id", "4")]);
+    assert!(failures >= 1.0, "{policy} {fault}");
+
+    // Only probes fail from now on.
+    let mut failed = 0;
+    for _ in 0..100 {
+        failed += u64::from(!send().await);
+    }
+    assert!(failed <= 4, "{policy} {fault}: {failed} of 100 failed");
+
+    bed.misbehave(4, json!({"refuse": null, "hang": false}))
+        .await;
+    let readmission = until(SOON, async || {
+        send().await;
+        ejected(&bed).await == 0.0
+    });
+    assert!(
+        readmission.await,
+        "{policy} {fault}: {}",
+        bed.metrics().await.text()
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_that_refuses_requests_loses_traffic() {
+    assert_failing_engine_loses_traffic("seconds", json!({"refuse": 404})).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn engine_that_hangs_loses_traffic() {
+    assert_failing_engine_loses_traffic("seconds", json!({"hang": true})).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
+async fn failing_engine_loses_traffic_in_every_policy() {
+    for policy in ["seconds", "linear", "least_loaded", "round_robin"] {
+        for status in [400, 401, 500, 503] {
+            assert_failing_engine_loses_traffic(policy, json!({"refuse": status})).await;
+        }
+    }
 }

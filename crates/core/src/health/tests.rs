@@ -2,410 +2,504 @@ use proptest::prelude::*;
 use warmroute_property_tests::property_config;
 
 use super::*;
+use crate::worker::DpRank;
 
-const WORKER: WorkerId = WorkerId(7);
+mod fleet;
 
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
 }
 
-/// Returns a tracker with a worker that was just ejected.
-fn ejected(start: Instant) -> Arc<HealthTracker> {
-    let health = HealthTracker::new(HealthRules::default());
-    let changes: Vec<_> = (0..3)
-        .map(|_| health.report(WORKER, WorkerOutcome::Failure, start))
-        .collect();
-    assert_eq!(
-        changes,
-        [None, None, Some(HealthChange::Ejected(seconds(1)))]
-    );
-    health
+fn rank(worker: u64) -> WorkerRank {
+    WorkerRank {
+        worker: WorkerId(worker),
+        rank: DpRank(0),
+    }
+}
+
+/// Ranks of one model with a clock.
+struct Fixture {
+    health: Arc<HealthTracker>,
+    now: Instant,
+}
+
+impl Fixture {
+    fn new(workers: u64) -> Self {
+        let health = HealthTracker::new(HealthRules::default());
+        let now = Instant::now();
+        let pool = HealthPool {
+            model: "m".into(),
+            is_prefill: false,
+        };
+        let members = (1..=workers).map(|worker| (rank(worker), pool.clone()));
+        health.set_members(members, now);
+        Self { health, now }
+    }
+
+    fn report(&self, worker: u64, outcome: WorkerOutcome) -> Vec<HealthChange> {
+        self.report_prompt(worker, outcome, &[])
+    }
+
+    fn report_prompt(
+        &self,
+        worker: u64,
+        outcome: WorkerOutcome,
+        prompt: &[u64],
+    ) -> Vec<HealthChange> {
+        let prompt: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
+        changes(self.health.report(rank(worker), outcome, &prompt, self.now))
+    }
+
+    fn repeat(&self, worker: u64, outcome: WorkerOutcome, count: usize) -> Vec<HealthChange> {
+        (0..count)
+            .flat_map(|_| self.report(worker, outcome))
+            .collect()
+    }
+
+    fn health(&self, worker: u64) -> WorkerHealth {
+        self.health.rank_health(rank(worker), self.now)
+    }
+
+    fn start(&self, worker: u64, expected: Option<Duration>) -> TrackedRequest {
+        self.health
+            .start(rank(worker), expected, false, self.now)
+            .unwrap()
+    }
+
+    fn probe(&self, worker: u64) -> Option<TrackedRequest> {
+        self.health.start(rank(worker), None, true, self.now)
+    }
+
+    fn finish(&self, mut request: TrackedRequest, outcome: WorkerOutcome) -> Vec<HealthChange> {
+        changes(request.report(outcome, &[], self.now))
+    }
+
+    fn tick(&self) -> Vec<HealthChange> {
+        changes(self.health.on_tick(self.now))
+    }
+
+    /// Delivers a request of one second on a rank, so that its pool knows the time.
+    fn deliver(&mut self, worker: u64) {
+        let request = self.start(worker, Some(seconds(1)));
+        self.now += seconds(1);
+        self.finish(request, WorkerOutcome::Delivered);
+    }
+}
+
+fn changes(transitions: Vec<HealthTransition>) -> Vec<HealthChange> {
+    transitions
+        .into_iter()
+        .map(|transition| transition.change)
+        .collect()
 }
 
 #[test]
-fn only_consecutive_failures_eject_worker() {
-    let health = HealthTracker::new(HealthRules::default());
-    let now = Instant::now();
-    for outcome in [
-        WorkerOutcome::Failure,
-        WorkerOutcome::Failure,
-        WorkerOutcome::Success,
-        WorkerOutcome::Failure,
-        WorkerOutcome::Failure,
-    ] {
-        assert_eq!(health.report(WORKER, outcome, now), None);
+fn unreachable_rank_is_ejected_without_comparison() {
+    let fixture = Fixture::new(2);
+    for worker in [1, 2] {
+        assert_eq!(fixture.repeat(worker, WorkerOutcome::Unreachable, 2), []);
+        assert_eq!(
+            fixture.report(worker, WorkerOutcome::Unreachable),
+            [HealthChange::Ejected(seconds(1))]
+        );
     }
-    assert_eq!(health.report(WORKER, WorkerOutcome::Overloaded, now), None);
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::Healthy);
+    assert_eq!(fixture.health.unhealthy_ranks(fixture.now).len(), 2);
+}
+
+#[test]
+fn delivery_resets_unreachable_requests() {
+    let fixture = Fixture::new(1);
+    for outcome in [
+        WorkerOutcome::Unreachable,
+        WorkerOutcome::Unreachable,
+        WorkerOutcome::Delivered,
+        WorkerOutcome::Unreachable,
+        WorkerOutcome::Unreachable,
+    ] {
+        assert_eq!(fixture.report(1, outcome), []);
+    }
+    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+}
+
+#[test]
+fn rank_is_ejected_if_only_its_peers_deliver() {
+    let cases = [
+        (WorkerOutcome::ServerError, 3),
+        (WorkerOutcome::Empty, 3),
+        (WorkerOutcome::Rejected, 6),
+        (WorkerOutcome::Overloaded, 6),
+    ];
+    for (outcome, failures) in cases {
+        let fixture = Fixture::new(4);
+        assert_eq!(fixture.report(1, outcome), [], "{outcome:?}");
+        fixture.report(2, WorkerOutcome::Delivered);
+        assert_eq!(fixture.repeat(1, outcome, failures - 2), [], "{outcome:?}");
+        assert_eq!(
+            fixture.report(1, outcome),
+            [HealthChange::Ejected(seconds(1))],
+            "{outcome:?}"
+        );
+        let report = fixture.health.health_report(fixture.now);
+        assert_eq!(
+            report[0].evidence.failures,
+            [(outcome, failures as u32)].into()
+        );
+        assert_eq!(report[0].evidence.peers_delivered, 1);
+    }
+}
+
+#[test]
+fn rank_that_fails_often_is_ejected() {
+    let fixture = Fixture::new(4);
+    let mut ejected = 0;
+    for _ in 0..20 {
+        ejected += fixture.report(1, WorkerOutcome::ServerError).len();
+        fixture.report(1, WorkerOutcome::Delivered);
+        fixture.repeat(2, WorkerOutcome::Delivered, 3);
+    }
+    assert!(ejected > 0);
+}
+
+#[test]
+fn failures_of_all_ranks_eject_none() {
+    for outcome in WorkerOutcome::FAILURES {
+        if outcome == WorkerOutcome::Unreachable {
+            continue;
+        }
+        let fixture = Fixture::new(4);
+        for _ in 0..50 {
+            for worker in 1..=4 {
+                let changes = fixture.report(worker, outcome);
+                let is_ejection =
+                    |change: &HealthChange| matches!(change, HealthChange::Ejected(_));
+                assert!(!changes.iter().any(is_ejection), "{outcome:?} {changes:?}");
+            }
+        }
+        assert_eq!(fixture.health.unhealthy_ranks(fixture.now), BTreeMap::new());
+    }
+}
+
+#[test]
+fn suspect_is_ejected_when_a_peer_delivers() {
+    let fixture = Fixture::new(3);
+    fixture.repeat(1, WorkerOutcome::ServerError, 2);
     assert_eq!(
-        health.report(WORKER, WorkerOutcome::Failure, now),
-        Some(HealthChange::Ejected(seconds(1)))
+        fixture.report(1, WorkerOutcome::ServerError),
+        [HealthChange::Suspected]
     );
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::Ejected);
+    assert_eq!(fixture.health(1), WorkerHealth::Suspect);
     assert_eq!(
-        health.worker_health(WorkerId(8), now),
-        WorkerHealth::Healthy
+        fixture.report(2, WorkerOutcome::Delivered),
+        [HealthChange::Ejected(seconds(1))]
     );
+}
+
+#[test]
+fn suspicion_is_withdrawn_when_a_peer_fails() {
+    let fixture = Fixture::new(3);
+    fixture.repeat(1, WorkerOutcome::ServerError, 3);
     assert_eq!(
-        health.unhealthy_workers(now),
-        [(WORKER, WorkerHealth::Ejected)].into()
+        fixture.report(2, WorkerOutcome::ServerError),
+        [HealthChange::Cleared]
+    );
+    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+}
+
+#[test]
+fn suspicion_ends_without_outcomes_of_peers() {
+    let mut fixture = Fixture::new(3);
+    fixture.repeat(1, WorkerOutcome::ServerError, 3);
+    fixture.now += seconds(4);
+    assert_eq!(fixture.tick(), []);
+    fixture.now += seconds(1);
+    assert_eq!(fixture.tick(), [HealthChange::Cleared]);
+}
+
+#[test]
+fn at_most_half_of_ranks_are_ejected_for_answers() {
+    for (workers, expected) in [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)] {
+        let fixture = Fixture::new(workers);
+        for _ in 0..20 {
+            for worker in 1..workers {
+                fixture.report(worker, WorkerOutcome::ServerError);
+                fixture.repeat(workers, WorkerOutcome::Delivered, 20);
+            }
+        }
+        assert_eq!(
+            fixture.health.unhealthy_ranks(fixture.now).len(),
+            expected,
+            "{workers}"
+        );
+    }
+}
+
+#[test]
+fn prompt_that_fails_on_two_ranks_is_at_fault() {
+    let fixture = Fixture::new(3);
+    let fails = |worker| fixture.report_prompt(worker, WorkerOutcome::ServerError, &[1, 2]);
+    fixture.report(3, WorkerOutcome::Delivered);
+    assert_eq!(fails(1), []);
+    for _ in 0..20 {
+        assert_eq!(fails(2), []);
+        assert_eq!(fails(1), []);
+        fixture.report(3, WorkerOutcome::Delivered);
+    }
+    // A continuation of the same conversation.
+    for _ in 0..20 {
+        assert_eq!(
+            fixture.report_prompt(1, WorkerOutcome::ServerError, &[1, 2, 3]),
+            []
+        );
+    }
+    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+}
+
+#[test]
+fn prompt_that_fails_elsewhere_readmits_rank() {
+    let fixture = Fixture::new(3);
+    fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]);
+    fixture.report(2, WorkerOutcome::Delivered);
+    (0..4).for_each(|_| _ = fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]));
+    assert_eq!(fixture.health(1), WorkerHealth::Ejected);
+    assert_eq!(
+        fixture.report_prompt(2, WorkerOutcome::ServerError, &[1]),
+        [HealthChange::Readmitted]
     );
 }
 
 #[test]
 fn failed_probes_double_ejection_time_to_limit() {
-    let mut now = Instant::now();
-    let health = ejected(now);
-    for period in [2, 4, 8, 16, 32, 60, 60] {
-        now += seconds(60);
-        let probe = health.claim_probe(WORKER, now).unwrap();
+    let mut fixture = Fixture::new(1);
+    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    for period in [2, 4, 8, 16, 20, 20] {
+        fixture.now += seconds(20);
+        let probe = fixture.probe(1).unwrap();
+        assert_eq!(fixture.health(1), WorkerHealth::Probing);
+        assert!(fixture.probe(1).is_none());
         assert_eq!(
-            probe.report(WorkerOutcome::Failure, now),
-            Some(HealthChange::EjectionExtended(seconds(period)))
+            fixture.finish(probe, WorkerOutcome::Unreachable),
+            [HealthChange::EjectionExtended(seconds(period))]
         );
-        assert_eq!(
-            health.worker_health(WORKER, now + seconds(period) - Duration::from_nanos(1)),
-            WorkerHealth::Ejected
-        );
-        assert_eq!(
-            health.worker_health(WORKER, now + seconds(period)),
-            WorkerHealth::ProbeDue
-        );
+        assert_eq!(fixture.health(1), WorkerHealth::Ejected);
     }
-    let probe = health.claim_probe(WORKER, now + seconds(60)).unwrap();
+    fixture.now += seconds(20);
+    let probe = fixture.probe(1).unwrap();
     assert_eq!(
-        probe.report(WorkerOutcome::Success, now),
-        Some(HealthChange::Readmitted)
+        fixture.finish(probe, WorkerOutcome::Delivered),
+        [HealthChange::Readmitted]
     );
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::Healthy);
-    assert!(health.is_all_healthy());
-    (0..3).for_each(|_| _ = health.report(WORKER, WorkerOutcome::Failure, now));
-    assert_eq!(
-        health.worker_health(WORKER, now + seconds(1)),
-        WorkerHealth::ProbeDue,
-        "the ejection time starts again"
-    );
+    assert!(fixture.health.is_all_healthy());
 }
 
 #[test]
 fn inconclusive_probe_is_returned() {
-    let start = Instant::now();
-    let health = ejected(start);
-    let due = start + seconds(1);
-    assert!(health.claim_probe(WORKER, start).is_none());
-    let probe = health.claim_probe(WORKER, due).unwrap();
-    assert_eq!(health.worker_health(WORKER, due), WorkerHealth::Ejected);
-    assert!(health.claim_probe(WORKER, due).is_none());
+    let mut fixture = Fixture::new(1);
+    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    assert!(fixture.probe(1).is_none());
+    fixture.now += seconds(1);
+    drop(fixture.probe(1).unwrap());
+    for outcome in [WorkerOutcome::Overloaded, WorkerOutcome::Rejected] {
+        let probe = fixture.probe(1).unwrap();
+        assert_eq!(fixture.finish(probe, outcome), []);
+        assert_eq!(fixture.health(1), WorkerHealth::ProbeDue);
+    }
+}
+
+#[test]
+fn rejection_fails_probe_of_rejecting_rank() {
+    let mut fixture = Fixture::new(2);
+    fixture.report(1, WorkerOutcome::Rejected);
+    fixture.report(2, WorkerOutcome::Delivered);
+    fixture.repeat(1, WorkerOutcome::Rejected, 5);
+    fixture.now += seconds(1);
+    let probe = fixture.probe(1).unwrap();
+    assert_eq!(
+        fixture.finish(probe, WorkerOutcome::Rejected),
+        [HealthChange::EjectionExtended(seconds(2))]
+    );
+}
+
+#[test]
+fn probe_of_removed_rank_does_not_affect_successor() {
+    let mut fixture = Fixture::new(1);
+    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.now += seconds(1);
+    let probe = fixture.probe(1).unwrap();
+    fixture.health.set_members(std::iter::empty(), fixture.now);
+    assert!(fixture.health.is_all_healthy());
+    let pool = HealthPool {
+        model: "m".into(),
+        is_prefill: false,
+    };
+    let member = (rank(1), pool);
+    fixture
+        .health
+        .set_members([member].into_iter(), fixture.now);
+    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.now += seconds(1);
+    let second = fixture.probe(1).unwrap();
     drop(probe);
-    let probe = health.claim_probe(WORKER, due).unwrap();
-    assert_eq!(probe.report(WorkerOutcome::Overloaded, due), None);
-    assert_eq!(health.worker_health(WORKER, due), WorkerHealth::ProbeDue);
-}
-
-#[test]
-fn any_success_readmits_and_failure_does_not_extend() {
-    let start = Instant::now();
-    let health = ejected(start);
-    assert_eq!(health.report(WORKER, WorkerOutcome::Failure, start), None);
-    assert_eq!(
-        health.worker_health(WORKER, start + seconds(1)),
-        WorkerHealth::ProbeDue
-    );
-    assert_eq!(
-        health.report(WORKER, WorkerOutcome::Success, start),
-        Some(HealthChange::Readmitted)
-    );
-    assert_eq!(health.worker_health(WORKER, start), WorkerHealth::Healthy);
-}
-
-#[test]
-fn probe_of_removed_worker_does_not_affect_successor() {
-    let start = Instant::now();
-    let health = ejected(start);
-    let probe = health.claim_probe(WORKER, start + seconds(1)).unwrap();
-    health.remove(WORKER);
-    assert!(health.is_all_healthy());
-    (0..3).for_each(|_| _ = health.report(WORKER, WorkerOutcome::Failure, start));
-    let second = health.claim_probe(WORKER, start + seconds(1)).unwrap();
-    assert_eq!(probe.report(WorkerOutcome::Success, start), None);
-    assert_eq!(
-        health.worker_health(WORKER, start + seconds(1)),
-        WorkerHealth::Ejected,
-        "the second probe is in progress"
-    );
+    assert_eq!(fixture.health(1), WorkerHealth::Probing);
     drop(second);
-    assert_eq!(
-        health.worker_health(WORKER, start + seconds(1)),
-        WorkerHealth::ProbeDue
-    );
+    assert_eq!(fixture.health(1), WorkerHealth::ProbeDue);
 }
 
 #[test]
-fn passed_health_check_after_failure_ends_ejection() {
-    let start = Instant::now();
-    let health = ejected(start);
-    // Ejected for 1 s, then for 2 s and for 4 s.
-    let mut now = start;
-    for period in [1, 2] {
-        now += seconds(period);
-        assert!(
-            health
-                .claim_probe(WORKER, now)
-                .unwrap()
-                .report(WorkerOutcome::Failure, now)
-                .is_some()
-        );
+fn health_check_ends_only_ejections_of_dead_workers() {
+    let cases = [
+        (WorkerOutcome::Unreachable, 3, true),
+        (WorkerOutcome::ServerError, 3, true),
+        (WorkerOutcome::Rejected, 6, false),
+        (WorkerOutcome::NoResponse, 3, false),
+    ];
+    for (outcome, failures, expected) in cases {
+        let fixture = Fixture::new(2);
+        fixture.report(1, outcome);
+        fixture.report(2, WorkerOutcome::Delivered);
+        fixture.repeat(1, outcome, failures - 1);
+        assert_eq!(fixture.health(1), WorkerHealth::Ejected, "{outcome:?}");
+        let check = |is_healthy| {
+            let health = &fixture.health;
+            health.on_health_check(WorkerId(1), is_healthy, fixture.now)
+        };
+        // A check that passes from the start shows no restart.
+        assert!(!check(true));
+        assert!(!check(false));
+        assert_eq!(check(true), expected, "{outcome:?}");
     }
-    assert!(
-        !health.on_health_check(WORKER, true, now),
-        "the endpoint answers while requests fail"
-    );
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::Ejected);
-    assert!(!health.on_health_check(WORKER, false, now));
-    assert!(health.on_health_check(WORKER, true, now));
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::ProbeDue);
-    assert!(!health.on_health_check(WORKER, true, now), "only once");
-    // One request probes it. After a failure the ejection time starts at its minimum.
-    let probe = health.claim_probe(WORKER, now).unwrap();
-    assert_eq!(health.worker_health(WORKER, now), WorkerHealth::Ejected);
+}
+
+#[test]
+fn witness_reduces_necessary_failures() {
+    let fixture = Fixture::new(3);
+    let health = &fixture.health;
+    health.set_witness(WorkerId(1), HealthWitness::LoadScrape, true);
     assert_eq!(
-        probe.report(WorkerOutcome::Failure, now),
-        Some(HealthChange::EjectionExtended(seconds(2)))
+        fixture.report(1, WorkerOutcome::ServerError),
+        [HealthChange::Suspected]
     );
-    assert!(
-        !health.on_health_check(WorkerId(77), false, now)
-            && !health.on_health_check(WorkerId(77), true, now),
-        "the worker is healthy"
+    health.set_witness(WorkerId(2), HealthWitness::EventSource, true);
+    health.set_witness(WorkerId(2), HealthWitness::EventSource, false);
+    assert_eq!(
+        fixture.report(2, WorkerOutcome::Rejected),
+        [HealthChange::Cleared]
+    );
+    assert_eq!(fixture.health(2), WorkerHealth::Healthy);
+}
+
+#[test]
+fn overdue_request_makes_rank_suspect() {
+    let mut fixture = Fixture::new(3);
+    fixture.deliver(2);
+    let waiting = fixture.start(1, Some(seconds(1)));
+    fixture.now += seconds(4);
+    assert_eq!(fixture.tick(), []);
+    fixture.now += Duration::from_millis(1);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+    assert_eq!(fixture.tick(), []);
+    assert_eq!(
+        fixture.report(2, WorkerOutcome::Delivered),
+        [HealthChange::Ejected(seconds(1))]
+    );
+    // The answer arrives late.
+    assert_eq!(
+        fixture.finish(waiting, WorkerOutcome::Delivered),
+        [HealthChange::Readmitted]
     );
 }
 
 #[test]
-fn flapping_health_checks_do_not_defeat_backoff() {
-    let start = Instant::now();
-    let health = ejected(start);
-    let mut early = Vec::new();
-    for flap in 0..5 {
-        let now = start + Duration::from_millis(100 * flap);
-        assert!(!health.on_health_check(WORKER, false, now));
-        early.push(health.on_health_check(WORKER, true, now));
-        if let Some(probe) = health.claim_probe(WORKER, now) {
-            probe.report(WorkerOutcome::Failure, now);
+fn delivering_rank_has_no_overdue_request() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(1);
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    for _ in 0..10 {
+        fixture.now += seconds(3);
+        assert_eq!(fixture.tick(), []);
+        fixture.report(1, WorkerOutcome::Delivered);
+    }
+}
+
+#[test]
+fn expected_time_delays_overdue_request() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(1);
+    let _waiting = fixture.start(1, Some(seconds(30)));
+    fixture.now += seconds(120);
+    assert_eq!(fixture.tick(), []);
+    fixture.now += seconds(1);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
+fn unobserved_responses_are_never_overdue() {
+    let mut fixture = Fixture::new(2);
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    fixture.now += seconds(1000);
+    assert_eq!(fixture.tick(), []);
+}
+
+#[test]
+fn overdue_probe_extends_ejection() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(2);
+    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.now += seconds(1);
+    let probe = fixture
+        .health
+        .start(rank(1), Some(seconds(1)), true, fixture.now);
+    fixture.now += seconds(5);
+    assert_eq!(fixture.tick(), [HealthChange::EjectionExtended(seconds(2))]);
+    drop(probe);
+    assert_eq!(fixture.health(1), WorkerHealth::Ejected);
+}
+
+#[test]
+fn only_late_cancellations_count() {
+    let mut fixture = Fixture::new(2);
+    let mut seen = Vec::new();
+    for (wait, count) in [(1, 20), (2, 6)] {
+        for _ in 0..count {
+            let request = fixture.start(1, Some(seconds(1)));
+            fixture.now += seconds(wait);
+            seen.extend(fixture.finish(request, WorkerOutcome::Cancelled));
         }
+        let expected: &[HealthChange] = if wait == 1 {
+            &[]
+        } else {
+            &[HealthChange::Suspected]
+        };
+        assert_eq!(seen, expected);
     }
-    assert_eq!(early, [true, true, true, false, false]);
-    // The failures after 0, 100 and 200 ms doubled the ejection time of 1 s.
-    let last = start + Duration::from_millis(200);
-    assert_eq!(
-        health.worker_health(WORKER, last + seconds(8) - Duration::from_nanos(1)),
-        WorkerHealth::Ejected
-    );
-    assert_eq!(
-        health.worker_health(WORKER, last + seconds(8)),
-        WorkerHealth::ProbeDue
-    );
 }
 
 #[test]
-fn client_error_does_not_affect_health() {
-    let start = Instant::now();
-    let health = HealthTracker::new(HealthRules {
-        consecutive_failures: 2,
-        ..HealthRules::default()
-    });
-    for _ in 0..2 {
-        health.report(WORKER, WorkerOutcome::Failure, start);
-        assert_eq!(
-            health.report(WORKER, WorkerOutcome::from_status(404), start),
-            None
-        );
-    }
-    assert_eq!(
-        health.worker_health(WORKER, start),
-        WorkerHealth::Ejected,
-        "two failures in a row"
-    );
-    let probe = health.claim_probe(WORKER, start + seconds(1)).unwrap();
-    assert_eq!(
-        probe.report(WorkerOutcome::from_status(422), start + seconds(1)),
-        None
-    );
-    assert_eq!(
-        health.worker_health(WORKER, start + seconds(1)),
-        WorkerHealth::ProbeDue
-    );
+fn failed_request_is_held_for_service_time_of_peers() {
+    let mut fixture = Fixture::new(2);
+    let slow = fixture.start(2, Some(seconds(1)));
+    let failed = fixture.start(1, Some(seconds(1)));
+    let mut failed = failed;
+    failed.report(WorkerOutcome::Rejected, &[], fixture.now);
+    assert_eq!(failed.on_end(fixture.now), Some(seconds(10)), "the limit");
+    fixture.now += seconds(2);
+    let mut slow = slow;
+    slow.report(WorkerOutcome::Delivered, &[], fixture.now);
+    fixture.now += seconds(2);
+    assert_eq!(slow.on_end(fixture.now), None);
+    let mut failed = fixture.start(1, Some(seconds(1)));
+    failed.report(WorkerOutcome::Rejected, &[], fixture.now);
+    assert_eq!(failed.on_end(fixture.now), Some(seconds(4)));
 }
 
 #[test]
-fn disabled_ejection_ignores_failures() {
-    let health = HealthTracker::new(HealthRules {
+fn disabled_rules_eject_nothing() {
+    let fixture = Fixture::new(2);
+    fixture.health.set_rules(HealthRules {
         consecutive_failures: 0,
         ..HealthRules::default()
     });
-    assert!((0..10).all(|_| {
-        health
-            .report(WORKER, WorkerOutcome::Failure, Instant::now())
-            .is_none()
-    }));
-    assert!(health.is_all_healthy());
-}
-
-#[test]
-fn status_codes_map_to_outcomes() {
-    for (status, outcome) in [
-        (200, WorkerOutcome::Success),
-        (304, WorkerOutcome::Inconclusive),
-        (404, WorkerOutcome::Inconclusive),
-        (429, WorkerOutcome::Overloaded),
-        (499, WorkerOutcome::Inconclusive),
-        (500, WorkerOutcome::Failure),
-        (502, WorkerOutcome::Failure),
-        (503, WorkerOutcome::Overloaded),
-        (504, WorkerOutcome::Failure),
-        (529, WorkerOutcome::Overloaded),
-    ] {
-        assert_eq!(WorkerOutcome::from_status(status), outcome, "{status}");
-    }
-}
-
-#[derive(Clone, Debug)]
-enum Op {
-    Report(u64, WorkerOutcome),
-    Claim(u64),
-    ReportProbe(usize, WorkerOutcome),
-    Return(usize),
-    Remove(u64),
-    Check(u64, bool),
-    Wait(u64),
-}
-
-fn any_op() -> impl Strategy<Value = Op> {
-    let outcome = || {
-        prop_oneof![4 => Just(WorkerOutcome::Failure), 1 => Just(WorkerOutcome::Success), 1 => Just(WorkerOutcome::Overloaded),
-            1 => Just(WorkerOutcome::Inconclusive)]
-    };
-    prop_oneof![
-        4 => (0u64..2, outcome()).prop_map(|(worker, outcome)| Op::Report(worker, outcome)),
-        4 => (0u64..2).prop_map(Op::Claim),
-        2 => (0usize..4, outcome()).prop_map(|(at, outcome)| Op::ReportProbe(at, outcome)),
-        1 => (0usize..4).prop_map(Op::Return),
-        1 => (0u64..2).prop_map(Op::Remove),
-        2 => (0u64..2, any::<bool>()).prop_map(|(worker, is_healthy)| Op::Check(worker, is_healthy)),
-        4 => (0u64..5).prop_map(Op::Wait),
-    ]
-}
-
-/// Model of one worker.
-#[derive(Clone, Copy, Default)]
-struct Model {
-    failures: u32,
-    /// Second at which the ejection ends, and its duration.
-    ejection: Option<(u64, u64)>,
-    /// Number of the probe in progress.
-    probe: Option<usize>,
-    /// Whether the last health check since the ejection failed.
-    is_down: bool,
-    /// Number of ejections that a health check ended.
-    early_ends: u32,
-}
-
-impl Model {
-    fn apply(&mut self, outcome: WorkerOutcome, now: u64, by_probe: bool) {
-        match outcome {
-            WorkerOutcome::Success => *self = Model::default(),
-            WorkerOutcome::Failure if by_probe => {
-                let period = self.ejection.map_or(1, |(_, period)| (2 * period).min(4));
-                self.ejection = Some((now + period, period));
-                self.probe = None;
-            }
-            WorkerOutcome::Failure => {
-                self.failures += 1;
-                if self.ejection.is_none() && self.failures >= 2 {
-                    self.ejection = Some((now + 1, 1));
-                }
-            }
-            WorkerOutcome::Overloaded | WorkerOutcome::Inconclusive if by_probe => {
-                self.probe = None
-            }
-            WorkerOutcome::Overloaded | WorkerOutcome::Inconclusive => {}
-        }
-    }
-
-    fn health(&self, now: u64) -> WorkerHealth {
-        match self.ejection {
-            None => WorkerHealth::Healthy,
-            Some((until, _)) if until <= now && self.probe.is_none() => WorkerHealth::ProbeDue,
-            Some(_) => WorkerHealth::Ejected,
-        }
-    }
-}
-
-proptest! {
-    #![proptest_config(property_config(10_000))]
-
-    #[test]
-    fn health_matches_model_with_single_probes(ops in prop::collection::vec(any_op(), 1..40)) {
-        let rules = HealthRules { consecutive_failures: 2, base_ejection_time: seconds(1), max_ejection_time: seconds(4) };
-        let health = HealthTracker::new(rules);
-        let start = Instant::now();
-        let mut now = 0;
-        let mut models = [Model::default(); 2];
-        let mut probes: Vec<(usize, HealthProbe)> = Vec::new();
-        let mut claims = 0;
-        for op in ops {
-            let at = start + seconds(now);
-            match op {
-                Op::Report(worker, outcome) => {
-                    health.report(WorkerId(worker), outcome, at);
-                    models[worker as usize].apply(outcome, now, false);
-                }
-                Op::Claim(worker) => {
-                    let model = &mut models[worker as usize];
-                    let due = model.health(now) == WorkerHealth::ProbeDue;
-                    let probe = health.claim_probe(WorkerId(worker), at);
-                    prop_assert_eq!(probe.is_some(), due);
-                    if let Some(probe) = probe {
-                        model.probe = Some(claims);
-                        probes.push((claims, probe));
-                        claims += 1;
-                    }
-                }
-                Op::ReportProbe(nth, outcome) if nth < probes.len() => {
-                    let (number, probe) = probes.remove(nth);
-                    let model = &mut models[probe.worker().0 as usize];
-                    if model.probe == Some(number) {
-                        model.apply(outcome, now, true);
-                    }
-                    probe.report(outcome, at);
-                }
-                Op::Return(nth) if nth < probes.len() => {
-                    let (number, probe) = probes.remove(nth);
-                    let model = &mut models[probe.worker().0 as usize];
-                    model.probe = model.probe.filter(|in_progress| *in_progress != number);
-                }
-                Op::ReportProbe(..) | Op::Return(_) => {}
-                Op::Remove(worker) => {
-                    health.remove(WorkerId(worker));
-                    models[worker as usize] = Model::default();
-                }
-                Op::Check(worker, is_healthy) => {
-                    let model = &mut models[worker as usize];
-                    let is_back = model.ejection.is_some() && is_healthy && model.is_down && model.early_ends < 3;
-                    if let Some((until, period)) = model.ejection.filter(|_| is_back) {
-                        model.ejection = Some((until.min(now), if model.early_ends == 0 { 1 } else { period }));
-                        model.early_ends += 1;
-                    }
-                    model.is_down = model.ejection.is_some() && !is_healthy;
-                    prop_assert_eq!(health.on_health_check(WorkerId(worker), is_healthy, at), is_back);
-                }
-                Op::Wait(seconds) => now += seconds,
-            }
-            let mut unhealthy = 0;
-            for (worker, model) in models.iter().enumerate() {
-                let found = health.worker_health(WorkerId(worker as u64), start + seconds(now));
-                prop_assert_eq!(found, model.health(now));
-                unhealthy += usize::from(found != WorkerHealth::Healthy);
-            }
-            prop_assert_eq!(health.unhealthy_workers(start + seconds(now)).len(), unhealthy);
-        }
+    for outcome in WorkerOutcome::FAILURES {
+        fixture.report(2, WorkerOutcome::Delivered);
+        assert_eq!(fixture.repeat(1, outcome, 20), []);
     }
 }

@@ -46,6 +46,16 @@ impl<'a> LoadView<'a> {
         model.prefill_time(booking.prefill_work(), row.slowdown.prefill_factor)
     }
 
+    /// Returns the predicted time to the first token of a booking that is about to be made, in
+    /// seconds.
+    pub(crate) fn first_token_seconds(&self, booking: &LoadBooking) -> f64 {
+        let row = self.table.row(booking.slot);
+        row.map_or(0.0, |row| {
+            let model = self.table.latency.model(row.model);
+            model.first_token_seconds(booking.prefill_work(), &row.timing(self.now))
+        })
+    }
+
     /// Returns the learned latency of a model.
     pub fn estimate(&self, model: &ModelName) -> LatencyEstimate {
         self.table.latency.estimate(model, self.now)

@@ -4,10 +4,12 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Duration;
 
 use parking_lot::Mutex;
 
 use super::event_sources::FreshnessTable;
+use super::phase_plan::{BookedPhases, PhasePlan};
 use super::pools::serving;
 use super::reason::Reason;
 use super::request::{RoutePrompt, RouteRequest};
@@ -16,7 +18,7 @@ use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, FleetMember};
 use crate::freshness::{IndexFreshness, SourceStatus, StaleReason};
 use crate::index::{Overlaps, TierBlocks};
-use crate::load::{AdditionalBlocks, LoadView, PromptSequences};
+use crate::load::{AdditionalBlocks, LoadBooking, LoadView, PromptSequences};
 use crate::policy::PolicySettings;
 use crate::worker::{BlockSize, ModelName, RankSlot, WorkerId, WorkerRole};
 
@@ -276,6 +278,32 @@ impl RoutingContext {
             members.iter().map(cached).max().unwrap_or(0)
         };
         self.overlaps.iter().map(best).sum()
+    }
+
+    /// Returns the expected time to the first content of the answer, which is its end unless it is
+    /// streamed. `None` if the engine may compute nothing.
+    pub(super) fn content_time(
+        &self,
+        plan: &PhasePlan<'_>,
+        bookings: &[LoadBooking],
+        view: &LoadView<'_>,
+    ) -> Option<Duration> {
+        if !self.request.computes || !self.request.has_prompt() {
+            return None;
+        }
+        let first_token = bookings
+            .iter()
+            .map(|booking| view.first_token_seconds(booking))
+            .sum::<f64>();
+        let answers_at_once = self.request.is_streamed || plan.booked == BookedPhases::Prefill;
+        let decode = if answers_at_once {
+            0.0
+        } else {
+            let input = &plan.decode.input;
+            let step = input.estimate.coefficients.decode_step;
+            self.request.output_tokens(&input.estimate) * step
+        };
+        Duration::try_from_secs_f64(first_token + decode).ok()
     }
 
     /// Moves the prompts out, after the request was placed.

@@ -2,7 +2,7 @@
 //! [`Router::place`] chooses and books.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::context::{PromptBlocks, PromptOverlaps, RoutingContext};
 use super::phase_decider::PhaseDecider;
@@ -17,7 +17,7 @@ use super::settings::RouterSettings;
 use super::state::Router;
 use crate::block::tracking::random_sequences;
 use crate::fleet::{Fleet, FleetMember};
-use crate::health::{HealthProbe, WorkerHealth};
+use crate::health::{TrackedRequest, WorkerHealth};
 use crate::policy::LatchMode;
 use crate::queue::{BusyThreshold, PlaceOutcome};
 
@@ -138,18 +138,19 @@ impl Router {
         let reservation = self.load.book_with(|view| {
             let mut rng = self.rng.lock();
             let plan = decider.decide(view, &mut *rng)?;
-            let probes = self.claim_probes(&plan, pools, view.now())?;
             let mut bookings = plan.bookings(context, |count| random_sequences(count, &mut *rng));
             if context.settings.tracking.prefill_decay {
                 for booking in &mut bookings {
                     booking.prefill_time = view.prefill_time(booking);
                 }
             }
-            decided = Some((plan, probes));
+            let expected = context.content_time(&plan, &bookings, view);
+            let tracked = self.track(&plan, pools, expected, view.now())?;
+            decided = Some((plan, tracked));
             Ok(bookings)
         })?;
         // `book_with` succeeds only after a decision.
-        let (plan, probes) = decided.ok_or(DecideError::Busy)?;
+        let (plan, tracked) = decided.ok_or(DecideError::Busy)?;
         Ok(Placement {
             chosen: plan.decode.member().rank,
             placed_at: self.load.now(),
@@ -159,7 +160,7 @@ impl Router {
                 .route_builder(context)
                 .build(&plan, &pools.availability),
             reservation,
-            probes,
+            tracked,
             parity_check: None,
             prompts: Vec::new(),
             remote_overlaps: context.request.remote_overlaps.clone(),
@@ -235,24 +236,24 @@ impl Router {
         }
     }
 
-    /// Claims the probes of chosen workers whose probe is due. Only one request may probe a worker
-    /// at a time.
-    pub(super) fn claim_probes(
+    /// Tracks the request at the chosen ranks. It is the probe of a rank whose probe is due. Only
+    /// one request may probe a rank at a time.
+    pub(super) fn track(
         &self,
         plan: &PhasePlan<'_>,
         pools: &PhasePools<'_>,
+        expected: Option<Duration>,
         now: Instant,
-    ) -> Result<Vec<HealthProbe>, DecideError> {
-        let due = |member: &&FleetMember| {
-            pools.availability.unhealthy.get(&member.rank.worker) == Some(&WorkerHealth::ProbeDue)
-        };
-        let claim = |member: &FleetMember| {
+    ) -> Result<Vec<TrackedRequest>, DecideError> {
+        let track = |member: &FleetMember| {
+            let health = pools.availability.unhealthy.get(&member.rank);
+            let must_probe = health == Some(&WorkerHealth::ProbeDue);
             self.feedback
                 .health
-                .claim_probe(member.rank.worker, now)
+                .start(member.rank, expected, must_probe, now)
                 .ok_or(DecideError::ProbeTaken)
         };
-        plan.booked_members().filter(due).map(claim).collect()
+        plan.booked_members().map(track).collect()
     }
 
     /// Returns the completed prefill of a route, as input for the decode decision. `None` if one

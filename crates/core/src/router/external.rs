@@ -7,13 +7,14 @@ use super::predictions::RequestPredictions;
 use super::request::RouteRequest;
 use super::route::RouteError;
 use super::state::Router;
+use super::worker_feedback::OutcomeTarget;
 use crate::block::tracking::random_sequences;
 use crate::fleet::FleetMember;
-use crate::health::{HealthChange, HealthProbe, WorkerOutcome};
+use crate::health::{HealthTransition, TrackedRequest, WorkerOutcome};
 use crate::index::TierBlocks;
 use crate::load::{ActiveLoad, AdditionalBlocks, BookingEnd, LoadBooking, PromptSequences};
 use crate::policy::{Candidate, Cost, PolicyInput, PolicySettings, costs, taint_preference};
-use crate::worker::{WorkerId, WorkerRank, WorkerRole};
+use crate::worker::{WorkerRank, WorkerRole};
 
 /// Estimate for one worker rank and one prompt.
 #[derive(Clone, Debug)]
@@ -205,23 +206,22 @@ impl Router {
         }
     }
 
-    /// Records the status with which these workers answered an externally routed request. Probes of
-    /// other workers are returned. Returns the health transitions, for the log.
+    /// Records the status with which these ranks answered an externally routed request. Returns the
+    /// health transitions, for the log.
     pub fn report_status(
         &self,
-        workers: &[WorkerId],
-        mut probes: Vec<HealthProbe>,
+        ranks: &[WorkerRank],
+        tracked: &mut [TrackedRequest],
         status: u16,
-    ) -> Vec<(WorkerId, HealthChange)> {
+    ) -> Vec<HealthTransition> {
         let now = self.load.now();
         let outcome = WorkerOutcome::from_status(status);
-        workers
-            .iter()
-            .filter_map(|worker| {
-                self.feedback
-                    .record_outcome(*worker, outcome, &mut probes, now)
-            })
-            .collect()
+        let record = |rank: &WorkerRank| {
+            let request = tracked.iter_mut().find(|request| request.rank() == *rank);
+            let target = request.map_or(OutcomeTarget::Rank(*rank), OutcomeTarget::Tracked);
+            self.feedback.record_outcome(target, outcome, &[], now)
+        };
+        ranks.iter().flat_map(record).collect()
     }
 }
 

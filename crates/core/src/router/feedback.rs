@@ -7,12 +7,17 @@ use std::time::{Duration, Instant};
 use super::placement::Placement;
 use super::pools::{FleetAvailability, PhasePools};
 use super::predictions::RequestPredictions;
+use super::reason::Reason;
 use super::request::RouteRequest;
-use super::route::{ComputingRank, Mode, PrefillRoute};
+use super::route::{ComputingRank, Mode, PrefillRoute, Route};
 use super::state::Router;
+use super::worker_feedback::OutcomeTarget;
+use crate::block::BlockHashes;
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
-use crate::health::{HealthChange, WorkerHealth, WorkerOutcome};
+use crate::health::{
+    HealthTransition, HealthWitness, RankHealth, TrackedRequest, WorkerHealth, WorkerOutcome,
+};
 use crate::load::FirstTokenObservation;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -42,15 +47,8 @@ impl Router {
         &self,
         placement: &mut Placement,
         response: WorkerResponse,
-    ) -> Vec<(WorkerId, HealthChange)> {
+    ) -> Vec<HealthTransition> {
         let now = self.load.now();
-        let chosen = placement.chosen.worker;
-        // A prefill completed before this placement has been reported already.
-        let prefill = placement
-            .route
-            .prefill()
-            .filter(|_| !placement.has_completed_prefill)
-            .map(|prefill| prefill.to.rank.worker);
         // After a sequential prefill, `on_prompt_computed` has expected the events already.
         let is_success = (200..300).contains(&response.status);
         if response.origin == ResponseOrigin::Chosen
@@ -65,43 +63,113 @@ impl Router {
             ResponseOrigin::Other(_) => {}
             ResponseOrigin::Gateway => placement.predictions = RequestPredictions::default(),
         }
-        let outcome = match WorkerOutcome::from_status(response.status) {
+        let outcome = health_outcome(&placement.route, response.status);
+        let mut changes = match response.origin {
+            ResponseOrigin::Chosen => Vec::new(),
+            ResponseOrigin::Other(_) | ResponseOrigin::Gateway => {
+                self.record_for_rank(placement, placement.chosen, WorkerOutcome::Unreachable)
+            }
+        };
+        if let ResponseOrigin::Other(worker) = response.origin
+            && let Some(rank) = self.serving_rank(worker, placement.chosen)
+        {
+            let tracked = self.feedback.health.start(rank, None, false, now);
+            placement.tracked.extend(tracked);
+        }
+        match (response.origin, outcome) {
+            (ResponseOrigin::Gateway, _) => {}
+            // The headers of a stream precede the computation.
+            (_, WorkerOutcome::Delivered) => {
+                placement
+                    .tracked
+                    .iter()
+                    .for_each(TrackedRequest::on_response);
+            }
+            // After a remote prefill, either of the two workers may have caused a failure.
+            (_, outcome) => changes.extend(self.report_outcome(placement, outcome)),
+        }
+        changes
+    }
+
+    /// Records the outcome of a request for all ranks that received it and have no outcome yet.
+    /// Returns the health transitions, for the log.
+    pub fn report_outcome(
+        &self,
+        placement: &mut Placement,
+        outcome: WorkerOutcome,
+    ) -> Vec<HealthTransition> {
+        let outcome = match outcome {
             // A response without computation proves neither health nor failure.
-            WorkerOutcome::Success | WorkerOutcome::Failure if !placement.route.is_inference() => {
+            WorkerOutcome::Delivered if !placement.route.is_inference() => {
                 WorkerOutcome::Inconclusive
             }
             outcome => outcome,
         };
-        // After a remote prefill, either of the two workers may have caused a failure.
-        let is_conclusive = outcome != WorkerOutcome::Failure || prefill.is_none();
-        let mut outcomes = Vec::new();
-        match response.origin {
-            ResponseOrigin::Chosen if is_conclusive => outcomes.push((chosen, outcome)),
-            ResponseOrigin::Chosen => {}
-            ResponseOrigin::Other(worker) => {
-                outcomes.push((chosen, WorkerOutcome::Failure));
-                if is_conclusive {
-                    outcomes.push((worker, outcome));
-                }
-            }
-            ResponseOrigin::Gateway => outcomes.push((chosen, WorkerOutcome::Failure)),
-        }
-        // A successful response proves that the prefill worker did its part.
-        if let Some(worker) = prefill
-            && response.origin != ResponseOrigin::Gateway
-            && is_success
-        {
-            outcomes.push((worker, WorkerOutcome::Success));
-        }
-        // Probes that are not reported are returned when dropped.
-        let mut probes = std::mem::take(&mut placement.probes);
-        outcomes
-            .into_iter()
-            .filter_map(|(worker, outcome)| {
-                self.feedback
-                    .record_outcome(worker, outcome, &mut probes, now)
+        let mut tracked = std::mem::take(&mut placement.tracked);
+        let prompt = placement
+            .prompts
+            .first()
+            .map_or(&[][..], BlockHashes::sequences);
+        let now = self.load.now();
+        let changes = tracked
+            .iter_mut()
+            .filter(|request| !request.is_reported())
+            .flat_map(|request| {
+                let target = OutcomeTarget::Tracked(request);
+                self.feedback.record_outcome(target, outcome, prompt, now)
             })
-            .collect()
+            .collect();
+        placement.tracked = tracked;
+        changes
+    }
+
+    /// Handles the end of a request. If it failed before its first token on a rank that is under
+    /// suspicion, its load stays booked for the expected service time.
+    pub fn finish(&self, placement: Placement) {
+        let now = self.load.now();
+        let on_end = |request: &TrackedRequest| request.on_end(now);
+        let hold_time = placement.tracked.iter().filter_map(on_end).max();
+        if let Some(until) = hold_time.and_then(|time| now.checked_add(time))
+            && !placement.reservation.has_first_token()
+        {
+            self.held.hold(placement.reservation, until);
+        }
+    }
+
+    /// Handles the passage of time: overdue requests and held reservations. Must be called several
+    /// times per second. Returns the health transitions, for the log.
+    pub fn on_tick(&self) -> Vec<HealthTransition> {
+        let now = self.load.now();
+        self.held.release_expired(now);
+        self.feedback.health.on_tick(now)
+    }
+
+    fn record_for_rank(
+        &self,
+        placement: &mut Placement,
+        rank: WorkerRank,
+        outcome: WorkerOutcome,
+    ) -> Vec<HealthTransition> {
+        let mut tracked = placement.tracked.iter_mut();
+        let target = match tracked.find(|request| request.rank() == rank) {
+            Some(request) => OutcomeTarget::Tracked(request),
+            None => OutcomeTarget::Rank(rank),
+        };
+        let prompt = placement
+            .prompts
+            .first()
+            .map_or(&[][..], BlockHashes::sequences);
+        let now = self.load.now();
+        self.feedback.record_outcome(target, outcome, prompt, now)
+    }
+
+    /// Returns the rank of a worker that served a request in place of the chosen rank.
+    fn serving_rank(&self, worker: WorkerId, chosen: WorkerRank) -> Option<WorkerRank> {
+        let fleet = self.fleet.load();
+        let ranks = || fleet.members().map(|member| member.rank);
+        let of_worker = || ranks().filter(|rank| rank.worker == worker);
+        let named = of_worker().find(|rank| rank.rank == chosen.rank);
+        named.or_else(|| of_worker().next())
     }
 
     /// Expects KV events: the rank that computed the prompt has stored blocks, unless it held all
@@ -127,26 +195,23 @@ impl Router {
         }
     }
 
-    /// Handles the response of the prefill worker. Reports its probe, if the request holds one, and
-    /// revokes its predictions after a failure. Returns the health transition, for the log.
+    /// Handles the response of the prefill worker. Revokes its predictions after a failure. Returns
+    /// the health transitions, for the log.
     pub fn on_prefill_response(
         &self,
         placement: &mut Placement,
         outcome: WorkerOutcome,
-    ) -> Option<(WorkerId, HealthChange)> {
-        let worker = placement.route.prefill()?.to.rank.worker;
-        if outcome == WorkerOutcome::Failure {
+    ) -> Vec<HealthTransition> {
+        let Some(rank) = placement.route.prefill().map(|prefill| prefill.to.rank) else {
+            return Vec::new();
+        };
+        if outcome.is_failure() && outcome != WorkerOutcome::Overloaded {
             let prediction = placement.predictions.prefilling.take();
             prediction
                 .into_iter()
                 .for_each(|prediction| _ = prediction.revoke(&placement.prompts));
         }
-        let mut probes = std::mem::take(&mut placement.probes);
-        let change = self
-            .feedback
-            .record_outcome(worker, outcome, &mut probes, self.load.now());
-        placement.probes = probes;
-        change
+        self.record_for_rank(placement, rank, outcome)
     }
 
     /// Handles the response of a prefill worker that computed the prompt in a sequential prefill:
@@ -186,7 +251,7 @@ impl Router {
     /// Returns whether overload is the only obstacle to serving a request on a rank.
     pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
-        let unhealthy = self.feedback.health.unhealthy_workers(self.load.now());
+        let unhealthy = self.feedback.health.unhealthy_ranks(self.load.now());
         let availability = |_: &[&FleetMember]| FleetAvailability {
             unhealthy,
             ..FleetAvailability::default()
@@ -230,13 +295,48 @@ impl Router {
             .on_health_check(worker, is_healthy, self.load.now())
     }
 
-    /// Returns the ejected workers.
-    pub fn ejected_workers(&self) -> Vec<WorkerId> {
-        self.unhealthy_workers().into_keys().collect()
+    /// Records whether a witness speaks against a worker. One failure then ejects its ranks.
+    pub fn set_witness(&self, worker: WorkerId, witness: HealthWitness, is_failing: bool) {
+        let health = &self.feedback.health;
+        health.set_witness(worker, witness, is_failing);
     }
 
-    /// Returns the workers that are not healthy, with their health.
-    pub fn unhealthy_workers(&self) -> BTreeMap<WorkerId, WorkerHealth> {
-        self.feedback.health.unhealthy_workers(self.load.now())
+    /// Returns the workers with an ejected rank.
+    pub fn ejected_workers(&self) -> Vec<WorkerId> {
+        let mut ranks = self.unhealthy_ranks();
+        ranks.retain(|_, health| *health != WorkerHealth::Suspect);
+        let mut workers: Vec<_> = ranks.into_keys().map(|rank| rank.worker).collect();
+        workers.dedup();
+        workers
+    }
+
+    /// Returns the ranks that are not healthy, with their health.
+    pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, WorkerHealth> {
+        self.feedback.health.unhealthy_ranks(self.load.now())
+    }
+
+    /// Returns the number of failed requests of each rank by kind.
+    pub fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+        self.feedback.health.failed_requests()
+    }
+
+    /// Returns the ranks that are not healthy or have failed recently, with the evidence.
+    pub fn health_report(&self) -> Vec<RankHealth> {
+        self.feedback.health.health_report(self.load.now())
+    }
+}
+
+/// Returns what a status shows about the health of the worker that sent it.
+fn health_outcome(route: &Route, status: u16) -> WorkerOutcome {
+    match WorkerOutcome::from_status(status) {
+        // A response without computation proves neither health nor failure.
+        WorkerOutcome::ServerError | WorkerOutcome::Rejected if !route.is_inference() => {
+            WorkerOutcome::Inconclusive
+        }
+        // Another engine may hold the state that the request names.
+        WorkerOutcome::Rejected if route.reason == Some(Reason::EngineSideState) => {
+            WorkerOutcome::Inconclusive
+        }
+        outcome => outcome,
     }
 }

@@ -1,5 +1,5 @@
-//! Placement of a request, and the guards it holds: its reservation, the probes of ejected workers,
-//! and the leases on predicted blocks. All of them are released by drop.
+//! Placement of a request, and the guards it holds: its reservation, its tracking by the health
+//! model, and the leases on predicted blocks. All of them are released by drop.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::remote::RemoteOverlaps;
 use super::route::Route;
 use crate::block::BlockHashes;
 use crate::fleet::FleetMember;
-use crate::health::HealthProbe;
+use crate::health::TrackedRequest;
 use crate::load::Reservation;
 use crate::parity::ParityCheck;
 use crate::worker::{WorkerEndpoint, WorkerId, WorkerRank};
@@ -22,8 +22,8 @@ pub struct Placement {
     pub route: Route,
     /// Reserved load.
     pub reservation: Reservation,
-    /// Probes of ejected workers that this request carries out.
-    pub probes: Vec<HealthProbe>,
+    /// The request at each rank that received it, for their health.
+    pub tracked: Vec<TrackedRequest>,
     /// Predicted cache of its prompts.
     pub predictions: RequestPredictions,
     /// Parity check to start after a successful response.

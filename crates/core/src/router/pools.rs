@@ -14,22 +14,23 @@ use crate::policy::{
     Constraints, EligibilityError, ExclusionReason, OverloadedWorkers, WorkerAvailability,
     eligible_members, exclusion_reasons,
 };
-use crate::worker::{ModelName, WorkerId, WorkerRole};
+use crate::worker::{ModelName, WorkerId, WorkerRank, WorkerRole};
 
 /// Members that are overloaded or unhealthy at one instant.
 #[derive(Clone, Debug, Default)]
 pub(super) struct FleetAvailability {
     pub(super) overloaded: OverloadedWorkers,
-    pub(super) unhealthy: BTreeMap<WorkerId, WorkerHealth>,
+    pub(super) unhealthy: BTreeMap<WorkerRank, WorkerHealth>,
 }
 
 impl FleetAvailability {
     /// Returns the availability of a member. One whose probe is due counts as ready: the request
     /// that chooses it is the probe.
     pub(super) fn availability_of(&self, member: &FleetMember) -> WorkerAvailability {
-        match self.unhealthy.get(&member.rank.worker) {
+        let health = self.unhealthy.get(&member.rank).copied();
+        match health.map(WorkerAvailability::from) {
             _ if member.worker.draining => WorkerAvailability::Unavailable,
-            Some(WorkerHealth::Ejected) => WorkerAvailability::Unhealthy,
+            Some(WorkerAvailability::Unhealthy) => WorkerAvailability::Unhealthy,
             _ if self.overloaded.contains(member.rank.worker) => WorkerAvailability::Overloaded,
             _ => WorkerAvailability::Ready,
         }
@@ -42,7 +43,7 @@ impl FleetAvailability {
 
     /// Returns whether a member is healthy, accepts requests and is not overloaded.
     pub(super) fn is_unrestricted(&self, member: &FleetMember) -> bool {
-        !self.unhealthy.contains_key(&member.rank.worker)
+        !self.unhealthy.contains_key(&member.rank)
             && self.availability_of(member) == WorkerAvailability::Ready
     }
 }

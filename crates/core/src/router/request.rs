@@ -115,6 +115,8 @@ pub struct RouteRequest {
     pub expected_output_tokens: Option<u64>,
     /// Maximum length of the answer, if the request limits it.
     pub max_output_tokens: Option<u64>,
+    /// Whether the answer is known to be a stream, whose first content precedes its end.
+    pub is_streamed: bool,
     /// Priority in the queue.
     pub priority: RequestPriority,
     /// Phases to decide.
@@ -242,6 +244,7 @@ impl RouteRequest {
             overrides: RouterOverrides::default(),
             expected_output_tokens: None,
             max_output_tokens: None,
+            is_streamed: false,
             priority: RequestPriority::default(),
             phases: PhaseSelection::default(),
             decode_capability: DecodeCapability::default(),

@@ -6,8 +6,8 @@ use super::placement::Placement;
 use super::route::RankEndpoint;
 use super::state::Router;
 use crate::fleet::{Fleet, FleetMember};
-use crate::health::WorkerHealth;
 use crate::load::{ActiveLoad, LoadBooking, LoadView};
+use crate::policy::WorkerAvailability;
 use crate::worker::{DpRank, WorkerEndpoint, WorkerRank};
 
 /// Effect of the serving endpoint on a placement.
@@ -132,12 +132,13 @@ impl Router {
     pub fn is_usable(&self, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
         let member = fleet.slot(rank).and_then(|slot| fleet.member(slot));
-        let health = || {
-            self.feedback
-                .health
-                .worker_health(rank.worker, self.load.now())
+        let availability = || {
+            let health = &self.feedback.health;
+            WorkerAvailability::from(health.rank_health(rank, self.load.now()))
         };
-        member.is_some_and(|member| !member.worker.draining && health() != WorkerHealth::Ejected)
+        member.is_some_and(|member| {
+            !member.worker.draining && availability() == WorkerAvailability::Ready
+        })
     }
 }
 

@@ -9,13 +9,15 @@ use rand::rngs::SmallRng;
 
 use super::cache_lookup::CacheLookup;
 use super::event_sources::EventSources;
+use super::held::HeldReservations;
 use super::listener::RouterListener;
 use super::phase_decider::InFlightEstimates;
 use super::predictions::PredictorSet;
 use super::settings::RouterSettings;
 use super::worker_feedback::WorkerFeedback;
 use crate::fleet::{Fleet, FleetMember};
-use crate::freshness::SourceStatus;
+use crate::freshness::{SourceStatus, StaleReason};
+use crate::health::HealthWitness;
 use crate::index::{BlockLimits, PrefixIndex};
 use crate::load::LoadTracker;
 use crate::parity::ParityRegistry;
@@ -27,6 +29,7 @@ pub struct Router {
     pub(super) lookup: CacheLookup,
     pub(super) load: Arc<LoadTracker>,
     pub(super) feedback: WorkerFeedback,
+    pub(super) held: HeldReservations,
     pub(super) parity: Arc<ParityRegistry>,
     pub(super) in_flight_estimates: ArcSwap<InFlightEstimates>,
     pub(super) settings: ArcSwap<RouterSettings>,
@@ -45,6 +48,7 @@ impl Router {
             fleet: ArcSwap::from_pointee(Fleet::empty()),
             lookup: CacheLookup::new(index),
             feedback: WorkerFeedback::new(&settings, load.engine_loads().clone()),
+            held: HeldReservations::default(),
             load,
             parity: Arc::default(),
             in_flight_estimates: ArcSwap::default(),
@@ -74,7 +78,7 @@ impl Router {
 
     /// Replaces the fleet.
     pub fn set_fleet(&self, fleet: Arc<Fleet>) {
-        self.feedback.retain(&fleet);
+        self.feedback.set_fleet(&fleet, self.load.now());
         self.fleet.store(fleet);
     }
 
@@ -117,6 +121,8 @@ impl Router {
 
     /// Sets the status of a worker rank's event source.
     pub fn set_source_status(&self, rank: WorkerRank, status: SourceStatus) {
+        let is_detached = status.reason == Some(StaleReason::Detached);
+        self.set_witness(rank.worker, HealthWitness::EventSource, is_detached);
         self.lookup.sources.set(rank, status);
     }
 

@@ -6,11 +6,12 @@ use std::time::Instant;
 use super::listener::RouterListener;
 use super::pools::FleetAvailability;
 use super::settings::RouterSettings;
+use crate::block::SequenceHash;
 use crate::fleet::{Fleet, FleetMember};
-use crate::health::{HealthChange, HealthProbe, HealthTracker, WorkerOutcome};
+use crate::health::{HealthPool, HealthTracker, HealthTransition, TrackedRequest, WorkerOutcome};
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
-use crate::worker::WorkerId;
+use crate::worker::{WorkerRank, WorkerRole};
 
 /// State of all workers.
 pub(super) struct WorkerFeedback {
@@ -30,11 +31,18 @@ impl WorkerFeedback {
         }
     }
 
-    /// Removes the state of workers that have left the fleet.
-    pub(super) fn retain(&self, fleet: &Fleet) {
+    /// Removes the state of workers that have left the fleet, and adds that of new ones.
+    pub(super) fn set_fleet(&self, fleet: &Fleet, now: Instant) {
         self.overload
             .retain(|worker| fleet.worker(worker).is_some());
-        self.health.retain(|worker| fleet.worker(worker).is_some());
+        let members = fleet.members().map(|member| {
+            let pool = HealthPool {
+                model: member.worker.model.clone(),
+                is_prefill: member.worker.role == WorkerRole::Prefill,
+            };
+            (member.rank, pool)
+        });
+        self.health.set_members(members, now);
     }
 
     /// Applies new settings.
@@ -59,7 +67,7 @@ impl WorkerFeedback {
             overloaded: self
                 .overload
                 .overloaded_workers(members, view.now(), latches, occupancy),
-            unhealthy: self.health.unhealthy_workers(view.now()),
+            unhealthy: self.health.unhealthy_ranks(view.now()),
         }
     }
 
@@ -67,27 +75,42 @@ impl WorkerFeedback {
     pub(super) fn availability_without_load(&self, now: Instant) -> FleetAvailability {
         FleetAvailability {
             overloaded: self.overload.marked_workers(now),
-            unhealthy: self.health.unhealthy_workers(now),
+            unhealthy: self.health.unhealthy_ranks(now),
         }
     }
 
-    /// Records the outcome of a request at a worker, through its probe if there is one. Returns the
-    /// health transition.
+    /// Records the outcome of a request at a rank. `prompt` are the sequence hashes of its prompt,
+    /// if known. Returns the health transitions.
     pub(super) fn record_outcome(
         &self,
-        worker: WorkerId,
+        at: OutcomeTarget<'_>,
         outcome: WorkerOutcome,
-        probes: &mut Vec<HealthProbe>,
+        prompt: &[SequenceHash],
         now: Instant,
-    ) -> Option<(WorkerId, HealthChange)> {
+    ) -> Vec<HealthTransition> {
         if outcome == WorkerOutcome::Overloaded {
+            let worker = at.rank().worker;
             let time = self.overload.mark(worker, now);
             self.listener.on_overloaded(worker, time);
         }
-        let change = match probes.iter().position(|probe| probe.worker() == worker) {
-            Some(at) => probes.swap_remove(at).report(outcome, now),
-            None => self.health.report(worker, outcome, now),
-        };
-        change.map(|change| (worker, change))
+        match at {
+            OutcomeTarget::Tracked(request) => request.report(outcome, prompt, now),
+            OutcomeTarget::Rank(rank) => self.health.report(rank, outcome, prompt, now),
+        }
+    }
+}
+
+/// Request or rank that an outcome belongs to.
+pub(super) enum OutcomeTarget<'a> {
+    Tracked(&'a mut TrackedRequest),
+    Rank(WorkerRank),
+}
+
+impl OutcomeTarget<'_> {
+    fn rank(&self) -> WorkerRank {
+        match self {
+            OutcomeTarget::Tracked(request) => request.rank(),
+            OutcomeTarget::Rank(rank) => *rank,
+        }
     }
 }

@@ -7,7 +7,7 @@ use prometheus_client::registry::Registry;
 
 use crate::labels::{
     ModelRoleLabels, OutcomeLabel, PhasePlanLabel, RankLabels, ReasonLabel, RequestLabels,
-    StageLabel,
+    ResponseLabels, StageLabel,
 };
 use crate::{Histograms, histograms, metrics, outcomes, seconds, stages, token_seconds};
 
@@ -59,6 +59,9 @@ metrics! {
         /// Requests that the chosen worker rank did not answer because Envoy could not connect to
         /// it
         "worker_unreachable_requests" worker_unreachable_requests: Family<RankLabels, Counter> = Family::default();
+        /// Responses by model, class of their status and source: engine, envoy (Envoy generated the
+        /// response), warmroute (an immediate response)
+        "responses" responses: Family<ResponseLabels, Counter> = Family::default();
         /// Requests served by another endpoint than the chosen one, by effect on the reservation:
         /// moved (to the serving worker), released (the serving worker has no reservations),
         /// unknown_endpoint (no worker has this address; the reservation stays)

@@ -6,7 +6,8 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::registry::Registry;
 
 use crate::labels::{
-    OutcomeLabel, RankLabels, RankTierLabels, SettingLabel, SourceLabel, WorkerLabels,
+    OutcomeLabel, RankFailureLabels, RankLabels, RankTierLabels, SettingLabel, SourceLabel,
+    WorkerLabels,
 };
 use crate::{FloatGauge, OptionalGauge, metrics, outcomes};
 
@@ -18,8 +19,14 @@ metrics! {
         /// Properties of a worker; always 1. The label worker is the name of the pod, or the address
         /// of a worker without a name
         "worker_info" info: Family<WorkerLabels, Gauge> = Family::default();
-        /// Workers that are ejected because of consecutive failures
+        /// Workers that are ejected because their requests fail
         "ejected_workers" ejected: Gauge = Gauge::default();
+        /// Failed requests of a worker rank by kind: unreachable, server_error, rejected (a 4xx),
+        /// empty (a 2xx without content), no_response, no_content (not in the expected time),
+        /// overloaded, cancelled (by the client, after a long wait)
+        "worker_failed_requests" failed_requests: Family<RankFailureLabels, Counter> = Family::default();
+        /// Health of a worker rank that is not healthy: 1 suspect, 2 probe due, 3 probing, 4 ejected
+        "worker_health_state" health_state: Family<RankLabels, Gauge> = Family::default();
         /// Generation of the fleet; increases with every change
         "fleet_generation" fleet_generation: Gauge = Gauge::default();
         /// 1 if the last read of the workers file succeeded, 0 while an invalid file is ignored.

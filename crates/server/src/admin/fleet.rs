@@ -15,6 +15,7 @@ pub(super) async fn fleet_page(State(admin): State<AdminState>) -> Json<Value> {
 fn fleet_json(router: &Router) -> Value {
     let fleet = router.fleet();
     let mut page = json!(*fleet);
+    let health_report = router.health_report();
     let members = page["members"]
         .as_array_mut()
         .map(Vec::as_mut_slice)
@@ -26,6 +27,8 @@ fn fleet_json(router: &Router) -> Value {
             source.extend(facts);
         }
         entry["source"] = source;
+        let health = health_report.iter().find(|row| row.rank == member.rank);
+        entry["health"] = json!(health);
         if let Some((settings, mismatches)) = router.sources().engine_settings(member.rank.worker) {
             entry["engine_settings"] = json!(settings);
             entry["mismatches"] = json!(mismatches);

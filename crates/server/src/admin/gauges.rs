@@ -7,13 +7,15 @@ use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::fleet::Fleet;
 use warmroute_core::freshness::IndexFreshness;
+use warmroute_core::health::WorkerHealth;
 use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::WorkerRank;
 use warmroute_metrics::{
     ClassLabel, ClassOutcomeLabels, LatencyMetrics, Metrics, ModelCoefficientLabels, ModelLabel,
-    RankFreshnessLabels, RankLabels, RankPhaseLabels, RankTierLabels, SettingLabel, WorkerLabels,
+    RankFailureLabels, RankFreshnessLabels, RankLabels, RankPhaseLabels, RankTierLabels,
+    SettingLabel, WorkerLabels,
 };
 
 use crate::dispatch::Dispatcher;
@@ -29,14 +31,34 @@ pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     refresh_sources(metrics, router);
     refresh_predictions(metrics, router);
     refresh_queue(metrics, dispatcher);
-    metrics
-        .workers
-        .ejected
-        .set(router.ejected_workers().len() as i64);
+    refresh_health(metrics, router);
     if let Some(sessions) = dispatcher.sessions() {
         let counts = sessions.counts();
         metrics.sessions.sessions.set(counts.sessions as i64);
         metrics.sessions.requests.set(counts.running as i64);
+    }
+}
+
+/// Sets the metrics of the workers' health. Series of removed ranks disappear.
+fn refresh_health(metrics: &Metrics, router: &Router) {
+    let metrics = &metrics.workers;
+    metrics.ejected.set(router.ejected_workers().len() as i64);
+    metrics.health_state.clear();
+    for (rank, health) in router.unhealthy_ranks() {
+        let state = match health {
+            WorkerHealth::Healthy => continue,
+            WorkerHealth::Suspect => 1,
+            WorkerHealth::ProbeDue => 2,
+            WorkerHealth::Probing => 3,
+            WorkerHealth::Ejected => 4,
+        };
+        let labels = rank_labels(router, rank);
+        metrics.health_state.get_or_create(&labels).set(state);
+    }
+    metrics.failed_requests.clear();
+    for (rank, outcome, count) in router.failed_requests() {
+        let labels = RankFailureLabels::new(&rank_labels(router, rank), outcome.as_str());
+        metrics.failed_requests.get_or_create(&labels).inc_by(count);
     }
 }
 

@@ -5,18 +5,18 @@
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use warmroute_core::health::HealthProbe;
+use warmroute_core::health::TrackedRequest;
 use warmroute_core::load::ledger::{
     self, AttemptState, BookingLedger, LedgerChange, LedgerRules, RequestAttempt,
 };
 use warmroute_core::load::{LoadBooking, LoadTracker};
 use warmroute_core::router::{ExternalBooking, Placement, RequestPredictions, Route, Router};
 use warmroute_core::sessions::SessionLease;
-use warmroute_core::worker::{WorkerId, WorkerRank};
+use warmroute_core::worker::WorkerRank;
 use warmroute_metrics::Metrics;
 
 use super::error::ApiError;
-use crate::dispatch::{ActiveRequest, log_health_change};
+use crate::dispatch::{ActiveRequest, log_health_changes};
 
 /// Table of all bookings.
 pub(super) struct BookingTable {
@@ -35,7 +35,7 @@ struct BookingExtras {
     route: Option<Arc<Route>>,
     summary: Option<BookingSummary>,
     predictions: RequestPredictions,
-    probes: Vec<HealthProbe>,
+    tracked: Vec<TrackedRequest>,
     _session: Option<SessionLease>,
 }
 
@@ -110,7 +110,7 @@ impl BookingTable {
                 Placement {
                     route,
                     reservation,
-                    probes,
+                    tracked,
                     predictions,
                     ..
                 },
@@ -130,7 +130,7 @@ impl BookingTable {
                     route: Some(route.clone()),
                     summary,
                     predictions,
-                    probes,
+                    tracked,
                     _session: session,
                 },
             );
@@ -179,20 +179,17 @@ impl BookingTable {
         router: &Router,
     ) -> Result<LedgerChange, ApiError> {
         self.update(|state| {
-            let (reservation, probes) = match state.ledger.attempt_state(attempt) {
+            let (reservation, mut tracked) = match state.ledger.attempt_state(attempt) {
                 Some(AttemptState::Booked(reservation, extras)) => {
-                    (reservation, std::mem::take(&mut extras.probes))
+                    (reservation, std::mem::take(&mut extras.tracked))
                 }
                 Some(AttemptState::Ended(_)) => return Ok(LedgerChange::Unchanged),
                 None => return Err(not_booked_error(attempt)),
             };
-            let workers: Vec<_> = reservation
-                .booked_slots()
-                .map(|(_, rank)| rank.worker)
-                .collect();
+            let ranks: Vec<_> = reservation.booked_slots().map(|(_, rank)| rank).collect();
             let change = state.ledger.mark_prefill_completed(attempt);
-            if change == LedgerChange::Applied || !probes.is_empty() {
-                report_status(router, &workers, probes, 200);
+            if change == LedgerChange::Applied || !tracked.is_empty() {
+                report_status(router, &ranks, &mut tracked, 200);
             }
             Ok(change)
         })
@@ -225,8 +222,8 @@ impl BookingTable {
                 state.ledger.attempt_state(attempt)
                 && let (Some(rank), Some(status)) = (reservation.rank(), status)
             {
-                let probes = std::mem::take(&mut extras.probes);
-                report_status(router, &[rank.worker], probes, status);
+                let mut tracked = std::mem::take(&mut extras.tracked);
+                report_status(router, &[rank], &mut tracked, status);
             }
             state.ledger.free(attempt)
         })
@@ -280,11 +277,14 @@ impl LedgerState {
     }
 }
 
-/// Reports the HTTP status of a response to the health of its workers, and logs the changes.
-fn report_status(router: &Router, workers: &[WorkerId], probes: Vec<HealthProbe>, status: u16) {
-    for (worker, change) in router.report_status(workers, probes, status) {
-        log_health_change(router, worker, change, Some(status));
-    }
+/// Reports the HTTP status of a response to the health of its ranks, and logs the changes.
+fn report_status(
+    router: &Router,
+    ranks: &[WorkerRank],
+    tracked: &mut [TrackedRequest],
+    status: u16,
+) {
+    log_health_changes(router, router.report_status(ranks, tracked, status));
 }
 
 fn not_booked_error(attempt: RequestAttempt<'_>) -> ApiError {

@@ -16,7 +16,10 @@ use warmroute_runtime::lifecycle::supervise;
 use super::App;
 use super::reload::ReloadCandidate;
 use crate::config::Config;
+use crate::dispatch::log_health_changes;
 
+/// Interval at which overdue requests are detected.
+const TICK_INTERVAL: Duration = Duration::from_millis(250);
 /// Interval between checks of a worker.
 const INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout of a check.
@@ -53,14 +56,31 @@ impl App {
         let stop = self.stop.clone();
         self.background.spawn(async move {
             supervise("health_checks", &metrics, stop, || {
-                run(router.clone(), access_rx.clone())
+                let checks = check_ejected(router.clone(), access_rx.clone());
+                let router = router.clone();
+                async move {
+                    tokio::select! {
+                        ended = checks => ended,
+                        () = watch_health(&router) => Ok(()),
+                    }
+                }
             })
             .await;
         });
     }
 }
 
-async fn run(
+/// Passes the time to the health model, which detects overdue requests.
+async fn watch_health(router: &Router) {
+    let mut ticks = tokio::time::interval(TICK_INTERVAL);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        log_health_changes(router, router.on_tick());
+    }
+}
+
+async fn check_ejected(
     router: Arc<Router>,
     access: watch::Receiver<HealthCheckClient>,
 ) -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! `routing.outlier_detection:`: ejection of workers after consecutive failures.
+//! `routing.outlier_detection:`: ejection of worker ranks that fail where others deliver.
 
 use std::time::Duration;
 
@@ -15,8 +15,9 @@ const MAX_EJECTION_TIME: Duration = Duration::from_secs(24 * 60 * 60);
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct HealthConfig {
-    /// Consecutive failures (no connection, or a 5xx other than 503) that eject a worker. 0: no
-    /// ejection.
+    /// Failed requests in a row that eject a worker rank while other ranks of its model deliver.
+    /// Failures are lost connections, 5xx, empty responses and responses that are overdue. A 4xx or
+    /// a reported overload counts half. Lost connections need no comparison. 0: no ejection.
     pub consecutive_failures: u32,
     /// Ejection time before one request probes the worker. It doubles after each failed probe.
     pub base_ejection_time: DurationSetting,
@@ -67,7 +68,7 @@ impl HealthConfig {
             problems.push(Problem::of(
                 "max_ejection_time",
                 format!(
-                    "{} is more than a day; the default is 60s",
+                    "{} is more than a day; the default is 20s",
                     self.max_ejection_time
                 ),
             ));

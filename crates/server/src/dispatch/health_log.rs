@@ -1,27 +1,35 @@
-//! Log lines about the health of workers.
+//! Log lines about the health of worker ranks.
 
 use tracing::{info, warn};
-use warmroute_core::health::HealthChange;
+use warmroute_core::health::{HealthChange, HealthTransition};
 use warmroute_core::router::Router;
-use warmroute_core::worker::WorkerId;
 use warmroute_settings::DurationSetting;
 
-/// Logs a change of a worker's health. `status` is the HTTP status that caused it, if there was a
-/// response.
-pub fn log_health_change(
-    router: &Router,
-    worker: WorkerId,
-    change: HealthChange,
-    status: Option<u16>,
-) {
-    let name = router.fleet().display_name(worker);
-    match change {
-        HealthChange::Ejected(period) => {
-            warn!(%worker, name, status, period = %DurationSetting(period), "worker ejected")
+/// Logs changes of the health of ranks, with the evidence.
+pub fn log_health_changes(router: &Router, transitions: Vec<HealthTransition>) {
+    for HealthTransition {
+        rank,
+        change,
+        evidence,
+    } in transitions
+    {
+        let name = router.fleet().display_name(rank.worker);
+        match change {
+            HealthChange::Suspected => {
+                warn!(worker = %rank, name, %evidence, "worker suspected: avoided until others respond")
+            }
+            HealthChange::Cleared => {
+                info!(worker = %rank, name, %evidence, "worker suspicion withdrawn")
+            }
+            HealthChange::Ejected(period) => {
+                warn!(worker = %rank, name, %evidence, period = %DurationSetting(period), "worker ejected")
+            }
+            HealthChange::EjectionExtended(period) => {
+                info!(worker = %rank, name, %evidence, period = %DurationSetting(period), "worker ejection extended")
+            }
+            HealthChange::Readmitted => {
+                info!(worker = %rank, name, %evidence, "worker readmitted")
+            }
         }
-        HealthChange::EjectionExtended(period) => {
-            info!(%worker, name, status, period = %DurationSetting(period), "worker ejection extended")
-        }
-        HealthChange::Readmitted => info!(%worker, name, status, "worker readmitted"),
     }
 }

@@ -248,6 +248,17 @@ async fn session_of_removed_worker_moves_and_can_end() {
     assert_eq!(dispatcher.sessions().unwrap().counts().sessions, 0);
 }
 
+/// Reports that the chosen worker is unreachable, until it is ejected.
+fn eject(router: &Router, active: &mut ActiveRequest) {
+    // The request was answered already.
+    active.placement.tracked.clear();
+    let dead = WorkerResponse {
+        status: 503,
+        origin: ResponseOrigin::Gateway,
+    };
+    (0..3).for_each(|_| drop(router.on_response(&mut active.placement, dead)));
+}
+
 #[tokio::test]
 async fn hard_session_returns_after_overload_of_its_worker() {
     let dispatcher = new_dispatcher(2, None, SessionAffinity::Hard);
@@ -263,9 +274,7 @@ async fn hard_session_returns_after_overload_of_its_worker() {
         first.placement.route.to.rank,
         "the session is still bound there"
     );
-    for _ in 0..3 {
-        router.on_response(&mut first.placement, response(503, ResponseOrigin::Gateway));
-    }
+    eject(router, &mut first);
     let moved = dispatch(&dispatcher, 2, Some(&session("s"))).await;
     assert_ne!(chosen_worker(&moved), home);
     assert_eq!(
@@ -314,12 +323,8 @@ async fn serving_worker_takes_over_the_session_unless_hard() {
         let stays = affinity == SessionAffinity::Hard;
         assert_eq!(target(&second) == home, stays, "{affinity:?}");
         if stays {
-            let dead = WorkerResponse {
-                status: 503,
-                origin: ResponseOrigin::Gateway,
-            };
             let mut third = dispatch(&dispatcher, 2, Some(&session("s"))).await;
-            (0..3).for_each(|_| drop(router.on_response(&mut third.placement, dead)));
+            eject(router, &mut third);
             third.on_served_by(router, endpoint(3 - home));
             assert_ne!(target(&third), home, "the ejected worker loses the session");
         }

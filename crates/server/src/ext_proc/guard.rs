@@ -12,6 +12,7 @@ use tracing::debug;
 
 use cache_report::CacheReportSource;
 use warmroute_core::block::BlockHashes;
+use warmroute_core::health::WorkerOutcome;
 use warmroute_core::load::{CompleteOutput, FirstTokenObservation};
 use warmroute_core::router::{Mode, Router};
 use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
@@ -19,7 +20,7 @@ use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
 
 use super::retries::RetryDecision;
 use crate::dispatch::audit::{CacheAudit, ReportedUsage};
-use crate::dispatch::{ActiveRequest, Dispatcher};
+use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 use crate::prefill::{PrefillEvent, RemotePrefill, RetriedRequest};
 
 /// Resources and metrics of one exchange.
@@ -137,8 +138,9 @@ impl ExchangeGuard {
     }
 
     /// Records that warmroute responds itself.
-    pub(super) fn on_immediate(&mut self) {
+    pub(super) fn on_immediate(&mut self, status: u16) {
         self.end = ExchangeEnd::Immediate;
+        self.count_response(status, "warmroute");
     }
 
     /// Completes at the next event of the prefill on another worker.
@@ -230,6 +232,7 @@ impl ExchangeGuard {
             self.observe_prediction(observation);
         }
         if is_success {
+            self.report_outcome(WorkerOutcome::Delivered);
             self.observe_first_token();
         } else {
             self.prefill_done = None;
@@ -329,14 +332,31 @@ impl ExchangeGuard {
             ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
         };
         let is_success = has_begun && (200..300).contains(&self.status);
-        if let Some(mut active) = self.active.take()
-            && is_success
-        {
+        match self.end {
+            ExchangeEnd::Complete if is_success => self.report_outcome(WorkerOutcome::Empty),
+            ExchangeEnd::Abandoned | ExchangeEnd::Closed => {
+                self.report_outcome(WorkerOutcome::Cancelled);
+            }
+            ExchangeEnd::Complete | ExchangeEnd::Immediate => {}
+        }
+        let Some(mut active) = self.active.take() else {
+            return;
+        };
+        if is_success {
             if let Some(output) = self.complete_output() {
                 active.placement.reservation.learn_output(output);
             }
             self.router.start_parity_check(&mut active.placement);
             self.prompts = active.placement.take_prompts();
+        }
+        self.router.finish(active.placement);
+    }
+
+    /// Reports the outcome of the request to the health of its ranks, unless one was reported.
+    fn report_outcome(&mut self, outcome: WorkerOutcome) {
+        if let Some(active) = &mut self.active {
+            let changes = self.router.report_outcome(&mut active.placement, outcome);
+            log_health_changes(&self.router, changes);
         }
     }
 

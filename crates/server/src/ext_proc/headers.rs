@@ -140,12 +140,28 @@ pub enum ResponseSource {
     Worker(SocketAddr),
     /// Envoy: no worker could be reached.
     Envoy,
-    /// Envoy, because of a limit, a timeout or an injected fault. The response contains no
-    /// information about workers.
+    /// Envoy, because of a limit or an injected fault. The response contains no information about
+    /// workers.
     EnvoyPolicy,
+    /// Envoy, because the worker did not respond in time.
+    EnvoyTimeout,
     /// Envoy or the worker: a 503 without attributes, without `x-envoy-upstream-service-time`, and
     /// without headers that engines set. [`GatewayTraits`](super::gateway::GatewayTraits) decides.
     Ambiguous,
+}
+
+impl ResponseSource {
+    /// Returns the name in metrics.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            ResponseSource::Unknown | ResponseSource::Worker(_) | ResponseSource::Ambiguous => {
+                "engine"
+            }
+            ResponseSource::Envoy | ResponseSource::EnvoyPolicy | ResponseSource::EnvoyTimeout => {
+                "envoy"
+            }
+        }
+    }
 }
 
 impl ResponseHead {
@@ -213,6 +229,9 @@ const RETRIES_EXHAUSTED: u64 = 1 << 15;
 /// the order of Envoy's `CoreResponseFlag`.
 const UNREACHABLE_FLAGS: u64 = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 6 | 1 << 23 | 1 << 26;
 
+/// Envoy's response flag for a worker that did not respond within the timeout of the route.
+const REQUEST_TIMEOUT: u64 = 1 << 2;
+
 /// Returns the source of a response according to Envoy's attributes; `None` if Envoy is not
 /// configured to send them. `upstream.address` names the last endpoint tried, and `response.flags`
 /// the failure if Envoy made the response.
@@ -223,6 +242,7 @@ fn response_source(attributes: &HashMap<String, Struct>) -> Option<ResponseSourc
     };
     match (flags, attribute(attributes, UPSTREAM_ADDRESS)) {
         (Some(flags), _) if flags & UNREACHABLE_FLAGS != 0 => Some(ResponseSource::Envoy),
+        (Some(flags), _) if flags & REQUEST_TIMEOUT != 0 => Some(ResponseSource::EnvoyTimeout),
         (Some(1..), _) => Some(ResponseSource::EnvoyPolicy),
         (_, Some(Kind::StringValue(address))) => Some(
             address
@@ -316,7 +336,7 @@ mod tests {
             (1 << 6, ResponseSource::Envoy),
             (1 << 23, ResponseSource::Envoy),
             (1 << 26, ResponseSource::Envoy),
-            (1 << 2, ResponseSource::EnvoyPolicy),
+            (1 << 2, ResponseSource::EnvoyTimeout),
             (1 << 7, ResponseSource::EnvoyPolicy),
             (1 << 10, ResponseSource::EnvoyPolicy),
             (1 << 11, ResponseSource::EnvoyPolicy),

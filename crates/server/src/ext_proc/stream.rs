@@ -296,7 +296,7 @@ impl ExchangeStream {
                     None => {}
                     Some(RoutingOutcome::Immediate(answer)) => {
                         effects.extend(self.exchange.on_immediate(&answer));
-                        self.guard.on_immediate();
+                        self.guard.on_immediate(answer.status);
                     }
                     Some(RoutingOutcome::Routed {
                         reply,

@@ -80,15 +80,17 @@ impl PrefillError {
     /// worker. `is_active` returns whether the worker has completed other calls in the meantime.
     pub fn health_outcome(&self, is_active: impl FnOnce() -> bool) -> Option<WorkerOutcome> {
         match self {
-            PrefillError::Rejected(_) => Some(WorkerOutcome::Inconclusive),
+            PrefillError::Rejected(_) | PrefillError::NotOffered(_) => {
+                Some(WorkerOutcome::Rejected)
+            }
             PrefillError::Busy(_) => Some(WorkerOutcome::Overloaded),
             PrefillError::Failed(EngineError::Timeout) if is_active() => {
                 Some(WorkerOutcome::Overloaded)
             }
-            PrefillError::Failed(_) => Some(WorkerOutcome::Failure),
-            PrefillError::LimitReached
-            | PrefillError::NotOffered(_)
-            | PrefillError::Unusable(_) => None,
+            PrefillError::Failed(EngineError::Timeout) => Some(WorkerOutcome::NoResponse),
+            PrefillError::Failed(EngineError::Status { .. }) => Some(WorkerOutcome::ServerError),
+            PrefillError::Failed(_) => Some(WorkerOutcome::Unreachable),
+            PrefillError::LimitReached | PrefillError::Unusable(_) => None,
         }
     }
 

@@ -18,7 +18,7 @@ use super::config::KvTransferProtocol;
 use super::handoff::{KvHandoff, PrefillResponse};
 use super::report;
 use crate::dispatch::audit::CacheAudit;
-use crate::dispatch::{ActiveRequest, Dispatcher, log_health_change};
+use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 
 /// Header with the data-parallel rank, as vLLM's front end reads it.
 const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
@@ -226,7 +226,7 @@ impl SequentialPrefill {
                            since| {
             let outcome = answer.as_ref().map_or_else(
                 |failure| failure.health_outcome(|| client.completed_since(worker, since)),
-                |_| Some(WorkerOutcome::Success),
+                |_| Some(WorkerOutcome::Delivered),
             );
             if let Ok(response) = answer {
                 router.confirm_prefill(&mut active.placement);
@@ -295,9 +295,8 @@ pub(super) fn record_prefill_outcome(
     active: &mut ActiveRequest,
     outcome: WorkerOutcome,
 ) {
-    if let Some((worker, change)) = router.on_prefill_response(&mut active.placement, outcome) {
-        log_health_change(router, worker, change, None);
-    }
+    let changes = router.on_prefill_response(&mut active.placement, outcome);
+    log_health_changes(router, changes);
 }
 
 fn headers_for_rank(headers: &HeaderMap, to: RankEndpoint) -> HeaderMap {

@@ -273,7 +273,7 @@ impl MirroredPrefill {
     /// Handles the timeout of the first token: aborts the request at the decode worker.
     pub fn on_timeout(&self, router: &Router, active: &mut ActiveRequest) {
         if self.is_worker_unresponsive() {
-            record_prefill_outcome(router, active, WorkerOutcome::Failure);
+            record_prefill_outcome(router, active, WorkerOutcome::NoResponse);
         }
         self.send_abort(active.placement.route.to.endpoint);
     }

@@ -23,7 +23,7 @@ use super::fallback::{PrefillRequest, SequentialPrefill, record_prefill_outcome}
 use super::handoff::{KvHandoff, PrefillBody, PrefillResponse, StrippedBody, strip_kv_fields};
 use super::mirror::{BootstrapPair, MirrorContext, MirroredPrefill, PrefillMirror};
 use super::report;
-use crate::dispatch::{ActiveRequest, Dispatcher, log_health_change};
+use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 
 /// Timeout of a connection attempt to a running worker.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(250);
@@ -256,7 +256,7 @@ async fn failed_prefill_worker(
         accepts_connections(prefill.endpoint)
     );
     if !is_prefill_alive {
-        record_prefill_outcome(dispatcher.router(), active, WorkerOutcome::Failure);
+        record_prefill_outcome(dispatcher.router(), active, WorkerOutcome::Unreachable);
     }
     (is_decode_alive || !is_prefill_alive).then_some(prefill.rank.worker)
 }
@@ -270,12 +270,8 @@ async fn probe_decode_worker(dispatcher: &Dispatcher, active: &mut ActiveRequest
             status: 503,
             origin: ResponseOrigin::Gateway,
         };
-        for (worker, change) in dispatcher
-            .router()
-            .on_response(&mut active.placement, answer)
-        {
-            log_health_change(dispatcher.router(), worker, change, None);
-        }
+        let router = dispatcher.router();
+        log_health_changes(router, router.on_response(&mut active.placement, answer));
     }
     is_alive
 }

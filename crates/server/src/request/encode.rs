@@ -205,6 +205,7 @@ impl RequestPreprocessor {
         partial.stage_times.push(("parse", clock.lap()));
         let request = &mut parsed.request;
         partial.max_output_tokens = request.max_output_tokens;
+        partial.is_streamed = request.stream;
         if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
             partial.prompt = RoutePrompt::Estimated {

@@ -36,6 +36,8 @@ pub(super) struct PartialRequest {
     pub(super) session: Option<String>,
     /// Maximum length of the answer.
     pub(super) max_output_tokens: Option<u64>,
+    /// Whether the client requests a stream.
+    pub(super) is_streamed: bool,
     /// The parse error.
     pub(super) parse_error: Option<String>,
     pub(super) stage_times: Vec<(&'static str, Duration)>,
@@ -58,6 +60,7 @@ impl PartialRequest {
             extension: None,
             session: None,
             max_output_tokens: None,
+            is_streamed: false,
             parse_error: None,
             stage_times: times,
         }

@@ -133,6 +133,7 @@ impl RequestPreprocessor {
         request.tracked_blocks = partial.tracked_blocks;
         request.parity = partial.parity_expectation;
         request.max_output_tokens = partial.max_output_tokens;
+        request.is_streamed = partial.is_streamed;
         let control = partial
             .extension
             .as_ref()

@@ -4,7 +4,7 @@
 use super::*;
 use crate::block::{EngineHash, StorageTier};
 use crate::freshness::SourceStatus;
-use crate::health::WorkerOutcome;
+use crate::health::{WorkerHealth, WorkerOutcome};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{
     ConditionalPrefillConfig, DisaggregationConfig, EndpointSubset, LocalPrefillReason,
@@ -62,11 +62,15 @@ fn booked_at(router: &Router, id: u64, locals: Vec<u64>) -> Placement {
 
 /// Reports failures until the worker is ejected.
 fn eject(router: &Router, id: u64) {
+    let rank = WorkerRank {
+        worker: WorkerId(id),
+        rank: DpRank(0),
+    };
     for _ in 0..3 {
         router
             .feedback
             .health
-            .report(WorkerId(id), WorkerOutcome::Failure, router.load().now());
+            .report(rank, WorkerOutcome::Unreachable, &[], router.load().now());
     }
 }
 
@@ -384,7 +388,12 @@ fn explanation_changes_no_state() {
         );
     }
     let probing = router.route(request(&[vec![1, 2]])).unwrap();
-    assert_eq!(probing.probes.len(), 1, "the probe was still available");
+    let health = |router: &Router| router.unhealthy_ranks().into_values().collect::<Vec<_>>();
+    assert_eq!(
+        health(&router),
+        [WorkerHealth::Probing],
+        "the probe was still available"
+    );
     let held = router.explain(request(&[vec![1, 2]]));
     assert_eq!(
         worker_row(&held.phases[0], 1).overlap.device,
@@ -404,7 +413,7 @@ fn explanation_changes_no_state() {
             .overloaded
             .contains(WorkerId(1))
     };
-    drop(probing.probes);
+    drop(probing.tracked);
     assert_eq!(
         worker_row(&router.explain(request(&[vec![9]])).phases[0], 1)
             .load

@@ -3,7 +3,7 @@
 use super::*;
 use crate::block::StorageTier;
 use crate::freshness::SourceStatus;
-use crate::health::HealthRules;
+use crate::health::{HealthRules, WorkerOutcome};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{DisaggregationConfig, EligibilityError, EndpointSubset, WorkerPin};
 use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
@@ -397,7 +397,7 @@ fn responses_without_computation_do_not_affect_health() {
     };
     let answers = |sent: &[(bool, u16)]| {
         let router = router_of(
-            [worker(1)],
+            [worker(1), worker(2)],
             RouterSettings {
                 health: failures,
                 ..RouterSettings::default()
@@ -408,19 +408,19 @@ fn responses_without_computation_do_not_affect_health() {
                 tokens: 0,
                 reason: Reason::NotInference,
             };
-            let request = RouteRequest {
+            let mut request = RouteRequest {
                 computes,
                 ..RouteRequest::new(None, prompt)
             };
-            router
-                .on_response(
-                    &mut router.route(request).unwrap(),
-                    WorkerResponse {
-                        status,
-                        origin: ResponseOrigin::Chosen,
-                    },
-                )
-                .len()
+            request.constraints.allowed = Some([WorkerId(1)].into());
+            let mut placement = router.route(request).unwrap();
+            let origin = ResponseOrigin::Chosen;
+            let response = WorkerResponse { status, origin };
+            let changes = router.on_response(&mut placement, response).len();
+            if status == 200 {
+                router.report_outcome(&mut placement, WorkerOutcome::Delivered);
+            }
+            changes
         };
         sent.iter().map(answered).sum::<usize>()
     };
@@ -438,7 +438,6 @@ fn responses_without_computation_do_not_affect_health() {
             (unknown, 500),
             (unknown, 500),
             (unknown, 200),
-            (unknown, 500),
             (unknown, 500)
         ]),
         0

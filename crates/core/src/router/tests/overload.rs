@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::health::HealthRules;
+use crate::health::{HealthRules, WorkerOutcome};
 use crate::load::{EngineLoadReport, EngineLoadSample};
 use crate::policy::{EligibilityError, OverloadThresholds};
 use crate::worker::DpRank;
@@ -177,15 +177,22 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
 
     clock.advance(Duration::from_secs(1));
     let mut probe = route_until_chosen(&router, WorkerId(1));
-    assert_eq!(probe.probes.len(), 1);
     assert_eq!(ids(&router, 50), [2], "exactly one request probes it");
     router.on_response(&mut probe, DEAD);
     drop(probe);
     clock.advance(Duration::from_millis(1999));
     assert_eq!(ids(&router, 50), [2], "twice as long");
     clock.advance(Duration::from_millis(1));
-    router.on_response(&mut route_until_chosen(&router, WorkerId(1)), OK);
+    let mut probe = route_until_chosen(&router, WorkerId(1));
+    router.on_response(&mut probe, OK);
+    assert_eq!(
+        router.ejected_workers(),
+        [WorkerId(1)],
+        "headers are no content"
+    );
+    router.report_outcome(&mut probe, WorkerOutcome::Delivered);
     assert_eq!(router.ejected_workers(), []);
+    drop(probe);
     assert_eq!(ids(&router, 50), [1, 2]);
 }
 

@@ -194,11 +194,10 @@ impl RankLookup {
 fn worker_states(router: &Router) -> HashMap<WorkerId, Vec<String>> {
     let mut states: HashMap<WorkerId, Vec<String>> = HashMap::new();
     let mut add = |worker, state: String| states.entry(worker).or_default().push(state);
-    for (worker, health) in router.unhealthy_workers() {
-        match health {
-            WorkerHealth::Healthy => {}
-            WorkerHealth::ProbeDue => add(worker, "ejected, probe due".to_owned()),
-            WorkerHealth::Ejected => add(worker, "ejected".to_owned()),
+    for row in router.health_report() {
+        if row.health != WorkerHealth::Healthy {
+            let state = format!("{} for {} s", row.health.as_str(), row.age_seconds);
+            add(row.rank.worker, state);
         }
     }
     for (worker, remaining) in router.overload_marks() {

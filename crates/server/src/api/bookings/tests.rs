@@ -292,31 +292,31 @@ fn full_ledger_rejects_before_queueing() {
 #[test]
 fn callers_report_worker_health() {
     let fixture = BookingFixture::new();
-    let all = [0, 1, 2].map(WorkerId);
-    let eject_all = || {
-        (0..3).for_each(|_| drop(fixture.router.report_status(&all, Vec::new(), 500)));
-        assert_eq!(fixture.router.ejected_workers().len(), 3);
-        fixture.advance(Duration::from_secs(100));
+    let router = &fixture.router;
+    let book_and_eject = |name| {
+        assert!(fixture.route(attempt(name, 0), 3).unwrap());
+        let route = fixture.bookings.find_route(attempt(name, 0)).unwrap();
+        let chosen = route.unwrap().to.rank;
+        let other = WorkerRank {
+            worker: WorkerId((chosen.worker.0 + 1) % 3),
+            ..chosen
+        };
+        for (rank, status) in [(chosen, 500), (other, 200), (chosen, 500), (chosen, 500)] {
+            router.report_status(&[rank], &mut [], status);
+        }
+        assert_eq!(router.ejected_workers(), [chosen.worker]);
     };
-    eject_all();
-    assert!(fixture.route(attempt("a", 0), 3).unwrap());
+    book_and_eject("a");
     assert_eq!(fixture.mark(attempt("a", 0)), Ok(LedgerChange::Applied));
+    assert_eq!(router.ejected_workers(), [], "a first token means healthy");
+    book_and_eject("b");
     assert_eq!(
-        fixture.router.ejected_workers().len(),
-        2,
-        "a first token means healthy"
-    );
-    eject_all();
-    assert!(fixture.route(attempt("b", 0), 3).unwrap());
-    assert_eq!(
-        fixture
-            .bookings
-            .free(attempt("b", 0), Some(404), &fixture.router),
+        fixture.bookings.free(attempt("b", 0), Some(404), router),
         LedgerChange::Applied
     );
     assert_eq!(
-        fixture.router.ejected_workers().len(),
-        3,
+        router.ejected_workers().len(),
+        1,
         "a refused request is no evidence of health"
     );
 }

@@ -4,6 +4,7 @@
 use std::time::Instant;
 
 use warmroute_core::load::FirstTokenObservation;
+use warmroute_metrics::ResponseLabels;
 use warmroute_tokens::openai::usage::TokenUsage;
 
 use super::cache_report::CacheReportSource;
@@ -29,6 +30,25 @@ impl ExchangeGuard {
                 .get_or_create(labels)
                 .observe(self.arrived.elapsed().as_secs_f64());
         }
+    }
+
+    /// Counts a response by model, class of its status and source.
+    pub(super) fn count_response(&self, status: u16, source: &'static str) {
+        let code_class = match status {
+            100..200 => "1xx",
+            200..300 => "2xx",
+            300..400 => "3xx",
+            400..500 => "4xx",
+            500..600 => "5xx",
+            _ => "other",
+        };
+        let model = self.label.as_ref().map(|label| label.model.clone());
+        let labels = ResponseLabels {
+            model: model.unwrap_or_else(|| "unknown".into()),
+            code_class,
+            source,
+        };
+        self.metrics.requests.responses.get_or_create(&labels).inc();
     }
 
     /// Observes the ratio of an observed time to first token to the predicted one.

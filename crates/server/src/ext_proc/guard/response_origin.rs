@@ -1,6 +1,7 @@
 //! Attribution of a response: reports its status to the router, and moves the load to the worker
 //! that sent it.
 
+use warmroute_core::health::WorkerOutcome;
 use warmroute_core::router::{
     RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
@@ -9,7 +10,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel, RankLabels};
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::ExchangeGuard;
-use crate::dispatch::log_health_change;
+use crate::dispatch::log_health_changes;
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
@@ -17,9 +18,11 @@ use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 enum ResponseSender {
     /// A worker, or Envoy for an unreachable worker. The router updates the health of workers.
     Origin(ResponseOrigin),
-    /// Envoy, because of a limit, a timeout or an injected fault. The response contains no
-    /// information about the worker.
+    /// Envoy, because of a limit or an injected fault. The response contains no information about
+    /// the worker.
     GatewayPolicy,
+    /// Envoy, because the worker did not respond in time.
+    GatewayTimeout,
     /// An unknown endpoint, which may be another address of the chosen worker.
     UnknownEndpoint,
 }
@@ -35,19 +38,26 @@ impl ExchangeGuard {
         } else {
             ResponseEncoding::Document
         });
+        self.count_response(head.status, head.source.name());
         match self.response_sender(head.source) {
             None => {}
             Some(ResponseSender::Origin(origin)) => self.on_response_origin(head, origin),
             Some(ResponseSender::GatewayPolicy) => {
                 // Releases the probe, so that another request may probe the worker.
                 if let Some(active) = &mut self.active {
-                    active.placement.probes.clear();
+                    active.placement.tracked.clear();
+                    active.placement.predictions = RequestPredictions::default();
+                }
+            }
+            Some(ResponseSender::GatewayTimeout) => {
+                self.report_outcome(WorkerOutcome::NoResponse);
+                if let Some(active) = &mut self.active {
                     active.placement.predictions = RequestPredictions::default();
                 }
             }
             Some(ResponseSender::UnknownEndpoint) => {
                 if let Some(active) = &mut self.active {
-                    active.placement.probes.clear();
+                    active.placement.tracked.clear();
                     self.router
                         .resolve_predictions(&mut active.placement, head.status);
                 }
@@ -63,6 +73,7 @@ impl ExchangeGuard {
             ResponseSource::Unknown | ResponseSource::Ambiguous => ResponseOrigin::Chosen,
             ResponseSource::Envoy => ResponseOrigin::Gateway,
             ResponseSource::EnvoyPolicy => return Some(ResponseSender::GatewayPolicy),
+            ResponseSource::EnvoyTimeout => return Some(ResponseSender::GatewayTimeout),
             ResponseSource::Worker(address) => {
                 let served = WorkerEndpoint(address).canonical();
                 if served == route.to.endpoint.canonical() {
@@ -110,9 +121,7 @@ impl ExchangeGuard {
                 .resolve_predictions(&mut active.placement, head.status);
         }
         active.placement.clear_remote_overlaps();
-        for (worker, change) in changes {
-            log_health_change(&self.router, worker, change, Some(head.status));
-        }
+        log_health_changes(&self.router, changes);
         if origin != ResponseOrigin::Chosen {
             self.count_unreachable(chosen);
         }

@@ -223,7 +223,11 @@ fn relocated_request_counts_for_chosen_worker() {
         status: 200,
         origin: ResponseOrigin::Other(WorkerId(2)),
     };
-    (0..3).for_each(|_| drop(router.on_response(&mut booked, other)));
+    router.on_response(&mut booked, other);
+    for _ in 0..2 {
+        let mut booked = router.route(request_within(&[1])).unwrap();
+        router.on_response(&mut booked, other);
+    }
     assert_eq!(
         router.ejected_workers(),
         [WorkerId(1)],

@@ -1,0 +1,193 @@
+//! Comparison of a rank with its peers, the other ranks of its pool.
+
+use std::time::Instant;
+
+use super::model::{HealthModel, OutcomeReport};
+use super::outcome::WorkerOutcome;
+use super::rank::{RankRecord, RankState};
+use super::report::{HealthChange, HealthPool, HealthTransition};
+use crate::block::SequenceHash;
+use crate::worker::WorkerRank;
+
+/// Maximum number of remembered prompts per pool that fail on several ranks.
+const MAX_FAULTY_PROMPTS: usize = 256;
+
+impl HealthModel {
+    /// Adds an outcome of one rank to the evidence against its peers.
+    pub(super) fn compare_peers(
+        &mut self,
+        rank: WorkerRank,
+        pool: &HealthPool,
+        outcome: WorkerOutcome,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let Some(group) = self
+            .pools
+            .get_mut(pool)
+            .filter(|pool| !pool.accused.is_empty())
+        else {
+            return Vec::new();
+        };
+        let ranks = &mut self.ranks;
+        group.accused.retain(|accused| {
+            let evidence = ranks
+                .get(accused)
+                .and_then(|record| record.evidence.as_ref());
+            evidence.is_some()
+        });
+        let peers: Vec<WorkerRank> = group
+            .accused
+            .iter()
+            .copied()
+            .filter(|accused| *accused != rank)
+            .collect();
+        for peer in &peers {
+            let record = ranks.get_mut(peer);
+            if let Some(evidence) = record.and_then(|record| record.evidence.as_mut()) {
+                evidence.add_peer_outcome(outcome);
+            }
+        }
+        self.evaluate_all(peers, now)
+    }
+
+    pub(super) fn is_faulty_prompt(&self, pool: &HealthPool, prompt: &[SequenceHash]) -> bool {
+        self.pools.get(pool).is_some_and(|pool| {
+            pool.faulty_prompts
+                .iter()
+                .any(|faulty| prompt.contains(faulty))
+        })
+    }
+
+    /// Removes the failures of a prompt from the evidence against the peers of a rank, on which it
+    /// failed now as well. Returns these peers.
+    pub(super) fn withdraw_prompt(
+        &mut self,
+        rank: WorkerRank,
+        pool: &HealthPool,
+        prompt: &[SequenceHash],
+    ) -> Vec<WorkerRank> {
+        let (Some(last_block), Some(group)) = (prompt.last(), self.pools.get_mut(pool)) else {
+            return Vec::new();
+        };
+        let mut withdrawn = Vec::new();
+        for peer in group.accused.iter().filter(|peer| **peer != rank) {
+            let record = self.ranks.get_mut(peer);
+            let evidence = record.and_then(|record| record.evidence.as_mut());
+            if evidence.is_some_and(|evidence| evidence.withdraw_prompt(prompt)) {
+                withdrawn.push(*peer);
+            }
+        }
+        if !withdrawn.is_empty() {
+            group.faulty_prompts.push_back(*last_block);
+            if group.faulty_prompts.len() > MAX_FAULTY_PROMPTS {
+                group.faulty_prompts.pop_front();
+            }
+        }
+        withdrawn
+    }
+
+    pub(super) fn evaluate_all(
+        &mut self,
+        ranks: Vec<WorkerRank>,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let evaluate = |rank| self.evaluate(rank, now);
+        ranks.into_iter().filter_map(evaluate).collect()
+    }
+
+    /// Changes the state of a rank according to its evidence.
+    pub(super) fn evaluate(&mut self, rank: WorkerRank, now: Instant) -> Option<HealthTransition> {
+        let may_avoid = self.may_avoid_another(rank);
+        let rules = self.rules;
+        let record = self.ranks.get_mut(&rank)?;
+        let transition = record.next_state(rules, may_avoid, now)?;
+        let evidence = record.enter(transition.state, now);
+        self.update_avoided();
+        Some(HealthTransition {
+            rank,
+            change: transition.change,
+            evidence,
+        })
+    }
+
+    /// Returns whether another rank may be avoided for its answers: at most half of a pool.
+    pub(super) fn may_avoid_another(&self, rank: WorkerRank) -> bool {
+        let Some(pool) = self
+            .ranks
+            .get(&rank)
+            .and_then(|record| self.pools.get(&record.pool))
+        else {
+            return false;
+        };
+        let is_avoided = |rank: &&WorkerRank| {
+            self.ranks
+                .get(*rank)
+                .is_some_and(RankRecord::is_avoided_for_answers)
+        };
+        let avoided = pool.members.iter().filter(is_avoided).count();
+        avoided < pool.members.len() / 2
+    }
+
+    /// Counts the overdue requests of a rank as failures, if the rank has delivered nothing since
+    /// they became due. One of them is enough to avoid the rank.
+    pub(super) fn mark_overdue(&mut self, rank: WorkerRank, now: Instant) -> Vec<HealthTransition> {
+        let Some(record) = self.ranks.get_mut(&rank) else {
+            return Vec::new();
+        };
+        // Without any delivery, the responses may not be observed at all.
+        let pool = self.pools.get(&record.pool);
+        if pool.is_none_or(|pool| pool.content_time.get().is_none()) {
+            return Vec::new();
+        }
+        let delivered_at = record.delivered_at;
+        let mut overdue = Vec::new();
+        for (ticket, waiting) in &mut record.waiting {
+            if waiting.becomes_overdue(delivered_at, now) {
+                overdue.push((*ticket, waiting.has_response));
+            }
+        }
+        let mut changes = Vec::new();
+        for (ticket, has_response) in overdue {
+            let outcome = if has_response {
+                WorkerOutcome::NoContent
+            } else {
+                WorkerOutcome::NoResponse
+            };
+            let report = OutcomeReport {
+                rank,
+                outcome,
+                prompt: &[],
+            };
+            let is_probe = self
+                .ranks
+                .get_mut(&rank)
+                .and_then(RankRecord::ejection_mut)
+                .is_some_and(|ejection| ejection.probe == Some(ticket));
+            changes.extend(if is_probe {
+                self.finish_probe(report, now)
+            } else {
+                self.record(report, now)
+            });
+            changes.extend(self.suspect_silent(rank, now));
+        }
+        changes
+    }
+
+    /// Avoids a rank with an overdue request until its peers show whether they deliver.
+    fn suspect_silent(&mut self, rank: WorkerRank, now: Instant) -> Option<HealthTransition> {
+        if !self.may_avoid_another(rank) {
+            return None;
+        }
+        let record = self.ranks.get_mut(&rank)?;
+        if record.evidence.is_none() || !matches!(record.state, RankState::InService) {
+            return None;
+        }
+        let evidence = record.enter(RankState::suspect(record.score(), now), now);
+        self.update_avoided();
+        Some(HealthTransition {
+            rank,
+            change: HealthChange::Suspected,
+            evidence,
+        })
+    }
+}

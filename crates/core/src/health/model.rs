@@ -1,0 +1,450 @@
+//! Health of all worker ranks as a function of the outcomes of their requests and of time.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::evidence::FailureEvidence;
+use super::outcome::WorkerOutcome;
+use super::rank::{RankRecord, RankState, WaitingRequest};
+use super::report::{HealthChange, HealthPool, HealthTransition, HealthWitness, RankHealth};
+use super::{HealthRules, WorkerHealth};
+use crate::block::SequenceHash;
+use crate::worker::{WorkerId, WorkerRank};
+
+/// Weight of one request in the mean times of a pool.
+const TIME_SHARE: f64 = 0.1;
+
+/// Maximum time for which a failed request stays booked.
+const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
+
+/// Health of all ranks.
+#[derive(Debug, Default)]
+pub(super) struct HealthModel {
+    pub(super) rules: HealthRules,
+    pub(super) ranks: HashMap<WorkerRank, RankRecord>,
+    pub(super) pools: HashMap<HealthPool, PoolRecord>,
+    pub(super) last_ticket: u64,
+    /// Number of ranks that are suspect or ejected.
+    pub(super) avoided: usize,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct PoolRecord {
+    pub(super) members: BTreeSet<WorkerRank>,
+    /// Members with evidence against them.
+    pub(super) accused: BTreeSet<WorkerRank>,
+    /// Last blocks of prompts that failed on several members.
+    pub(super) faulty_prompts: VecDeque<SequenceHash>,
+    pub(super) content_time: MeanTime,
+    pub(super) service_time: MeanTime,
+}
+
+/// Exponential moving average of a time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MeanTime(Option<f64>);
+
+/// Outcome of one request at a rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct OutcomeReport<'a> {
+    pub(super) rank: WorkerRank,
+    pub(super) outcome: WorkerOutcome,
+    /// Sequence hashes of the prompt.
+    pub(super) prompt: &'a [SequenceHash],
+}
+
+impl MeanTime {
+    fn add(&mut self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let mean = self.0.get_or_insert(seconds);
+        *mean += TIME_SHARE * (seconds - *mean);
+    }
+
+    pub(super) fn get(self) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.0?).ok()
+    }
+}
+
+impl HealthModel {
+    /// Replaces the set of ranks. Records of remaining ranks are kept.
+    pub(super) fn set_members(
+        &mut self,
+        members: impl Iterator<Item = (WorkerRank, HealthPool)>,
+        now: Instant,
+    ) {
+        let mut previous = std::mem::take(&mut self.ranks);
+        self.pools.values_mut().for_each(|pool| {
+            pool.members.clear();
+            pool.accused.clear();
+        });
+        for (rank, pool) in members {
+            let record = previous
+                .remove(&rank)
+                .filter(|record| record.pool == pool)
+                .unwrap_or_else(|| RankRecord::new(pool.clone(), now));
+            let group = self.pools.entry(pool).or_default();
+            group.members.insert(rank);
+            if record.evidence.is_some() {
+                group.accused.insert(rank);
+            }
+            self.ranks.insert(rank, record);
+        }
+        self.pools.retain(|_, pool| !pool.members.is_empty());
+        self.update_avoided();
+    }
+
+    /// Returns the number of ranks that are not in service.
+    pub(super) fn avoided(&self) -> usize {
+        self.avoided
+    }
+
+    pub(super) fn health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
+        self.ranks
+            .get(&rank)
+            .map_or(WorkerHealth::Healthy, |record| record.health(now))
+    }
+
+    /// Returns the ranks that are not in service.
+    pub(super) fn avoided_ranks(&self, now: Instant) -> BTreeMap<WorkerRank, WorkerHealth> {
+        self.ranks
+            .iter()
+            .map(|(rank, record)| (*rank, record.health(now)))
+            .filter(|(_, health)| *health != WorkerHealth::Healthy)
+            .collect()
+    }
+
+    /// Returns the health of all ranks that are not in service or have failed recently.
+    pub(super) fn report(&self, now: Instant) -> Vec<RankHealth> {
+        let row = |(rank, record): (&WorkerRank, &RankRecord)| RankHealth {
+            rank: *rank,
+            health: record.health(now),
+            age_seconds: now.saturating_duration_since(record.since).as_secs(),
+            next_probe_seconds: match &record.state {
+                RankState::Ejected(ejection) => {
+                    Some(ejection.until.saturating_duration_since(now).as_secs())
+                }
+                RankState::InService | RankState::Suspect { .. } => None,
+            },
+            evidence: record.summary(),
+        };
+        let is_noted = |(_, record): &(&WorkerRank, &RankRecord)| {
+            record.evidence.is_some() || !matches!(record.state, RankState::InService)
+        };
+        let mut rows: Vec<_> = self.ranks.iter().filter(is_noted).map(row).collect();
+        rows.sort_by_key(|row| row.rank);
+        rows
+    }
+
+    /// Returns the number of failed requests of each rank by kind.
+    pub(super) fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+        let of_rank = |(rank, record): (&WorkerRank, &RankRecord)| {
+            let rank = *rank;
+            let counts: Vec<_> = record
+                .failures
+                .iter()
+                .map(|(kind, count)| (*kind, *count))
+                .collect();
+            counts
+                .into_iter()
+                .map(move |(kind, count)| (rank, kind, count))
+        };
+        self.ranks.iter().flat_map(of_rank).collect()
+    }
+
+    /// Registers a request that is sent to a rank. `expected` is the expected time to its first
+    /// content, if known. Returns its ticket. If `must_probe`, returns `None` unless the probe of
+    /// the rank is due.
+    pub(super) fn start(
+        &mut self,
+        rank: WorkerRank,
+        expected: Option<Duration>,
+        must_probe: bool,
+        now: Instant,
+    ) -> Option<u64> {
+        let ticket = self.last_ticket + 1;
+        let Some(record) = self.ranks.get_mut(&rank) else {
+            return (!must_probe).then_some(ticket);
+        };
+        let is_due = record.health(now) == WorkerHealth::ProbeDue;
+        if must_probe && !is_due {
+            return None;
+        }
+        self.last_ticket = ticket;
+        if let Some(ejection) = record.ejection_mut().filter(|_| is_due) {
+            ejection.probe = Some(ticket);
+        }
+        if let Some(expected) = expected {
+            let pool_time = self.pools.get(&record.pool)?.content_time.get();
+            let expected = expected.max(pool_time.unwrap_or_default());
+            let waiting = WaitingRequest::new(expected, now);
+            record.waiting.insert(ticket, waiting);
+        }
+        Some(ticket)
+    }
+
+    /// Records the response headers of a request.
+    pub(super) fn on_response(&mut self, rank: WorkerRank, ticket: u64) {
+        let record = self.ranks.get_mut(&rank);
+        let waiting = record.and_then(|record| record.waiting.get_mut(&ticket));
+        if let Some(waiting) = waiting {
+            waiting.has_response = true;
+        }
+    }
+
+    /// Records the outcome of a registered request.
+    pub(super) fn finish(
+        &mut self,
+        ticket: u64,
+        report: OutcomeReport<'_>,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let Some(record) = self.ranks.get_mut(&report.rank) else {
+            return Vec::new();
+        };
+        let waiting = record.waiting.remove(&ticket);
+        if report.outcome == WorkerOutcome::Delivered
+            && let Some(waiting) = waiting
+            && let Some(pool) = self.pools.get_mut(&record.pool)
+        {
+            let elapsed = now.saturating_duration_since(waiting.sent_at);
+            pool.content_time.add(elapsed);
+        }
+        if record
+            .ejection_mut()
+            .is_some_and(|ejection| ejection.probe == Some(ticket))
+        {
+            return self.finish_probe(report, now);
+        }
+        let counts = match (report.outcome, waiting) {
+            (WorkerOutcome::Cancelled, None) => false,
+            (WorkerOutcome::Cancelled, Some(waiting)) => waiting.is_cancelled_late(now),
+            // The failure was counted when the request became overdue.
+            (_, Some(waiting)) if waiting.is_overdue => report.outcome == WorkerOutcome::Delivered,
+            _ => true,
+        };
+        if counts {
+            self.record(report, now)
+        } else {
+            Vec::new()
+        }
+    }
+
+    pub(super) fn finish_probe(
+        &mut self,
+        report: OutcomeReport<'_>,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        if report.outcome == WorkerOutcome::Delivered {
+            return self.record(report, now);
+        }
+        let max_time = self.rules.max_ejection_time;
+        let Some(record) = self.ranks.get_mut(&report.rank) else {
+            return Vec::new();
+        };
+        record.count(report.outcome);
+        let evidence = record.summary();
+        let Some(ejection) = record.ejection_mut() else {
+            return Vec::new();
+        };
+        ejection.probe = None;
+        if !ejection.is_confirmed_by(report.outcome) {
+            return Vec::new();
+        }
+        vec![HealthTransition {
+            rank: report.rank,
+            change: ejection.extend(max_time, now),
+            evidence,
+        }]
+    }
+
+    /// Removes a registered request whose outcome is unknown. A probe becomes due again.
+    pub(super) fn abandon(&mut self, rank: WorkerRank, ticket: u64) {
+        let Some(record) = self.ranks.get_mut(&rank) else {
+            return;
+        };
+        record.waiting.remove(&ticket);
+        if let Some(ejection) = record.ejection_mut()
+            && ejection.probe == Some(ticket)
+        {
+            ejection.probe = None;
+        }
+    }
+
+    /// Records the duration of a request that was delivered.
+    pub(super) fn on_completed(&mut self, rank: WorkerRank, time: Duration) {
+        if let Some(record) = self.ranks.get(&rank)
+            && let Some(pool) = self.pools.get_mut(&record.pool)
+        {
+            pool.service_time.add(time);
+        }
+    }
+
+    /// Returns the time for which a failed request stays booked on a rank: the expected service
+    /// time. A rank that fails at once then does not appear less loaded than its peers. `None` if no
+    /// evidence distinguishes the rank from its peers.
+    pub(super) fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
+        let record = self.ranks.get(&rank)?;
+        let pool = self.pools.get(&record.pool)?;
+        let is_accused = pool.members.len() > 1 && record.score() > 0.0;
+        let service_time = pool.service_time.get().unwrap_or(MAX_HOLD_TIME);
+        is_accused.then(|| service_time.min(MAX_HOLD_TIME))
+    }
+
+    /// Records the outcome of a request that is not registered.
+    pub(super) fn record(
+        &mut self,
+        report: OutcomeReport<'_>,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let Some(record) = self.ranks.get_mut(&report.rank) else {
+            return Vec::new();
+        };
+        record.count(report.outcome);
+        let pool = record.pool.clone();
+        match report.outcome {
+            WorkerOutcome::Inconclusive => Vec::new(),
+            WorkerOutcome::Delivered => self.record_delivery(report.rank, &pool, now),
+            _ if self.rules.consecutive_failures == 0 => Vec::new(),
+            _ => self.record_failure(report, &pool, now),
+        }
+    }
+
+    fn record_delivery(
+        &mut self,
+        rank: WorkerRank,
+        pool: &HealthPool,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let mut changes = Vec::new();
+        if let Some(record) = self.ranks.get_mut(&rank) {
+            record.unreachable_in_a_row = 0;
+            record.delivered_at = Some(now);
+            let evidence = record.summary();
+            let change = match record.state {
+                RankState::InService => None,
+                RankState::Suspect { .. } => Some(HealthChange::Cleared),
+                RankState::Ejected(_) => Some(HealthChange::Readmitted),
+            };
+            if let Some(evidence) = &mut record.evidence {
+                evidence.add_delivery();
+            }
+            if change.is_some() || record.score() <= 0.0 {
+                record.evidence = None;
+            }
+            if let Some(change) = change {
+                record.enter(RankState::InService, now);
+                changes.push(HealthTransition {
+                    rank,
+                    change,
+                    evidence,
+                });
+                self.update_avoided();
+            }
+        }
+        changes.extend(self.compare_peers(rank, pool, WorkerOutcome::Delivered, now));
+        changes
+    }
+
+    fn record_failure(
+        &mut self,
+        report: OutcomeReport<'_>,
+        pool: &HealthPool,
+        now: Instant,
+    ) -> Vec<HealthTransition> {
+        let OutcomeReport {
+            rank,
+            outcome,
+            prompt,
+        } = report;
+        if outcome.is_answer() && outcome != WorkerOutcome::Overloaded {
+            if self.is_faulty_prompt(pool, prompt) {
+                return Vec::new();
+            }
+            let withdrawn = self.withdraw_prompt(rank, pool, prompt);
+            if !withdrawn.is_empty() {
+                return self.evaluate_all(withdrawn, now);
+            }
+        }
+        let Some(record) = self.ranks.get_mut(&rank) else {
+            return Vec::new();
+        };
+        if outcome == WorkerOutcome::Unreachable {
+            record.unreachable_in_a_row = record.unreachable_in_a_row.saturating_add(1);
+        }
+        if record
+            .evidence
+            .as_ref()
+            .is_some_and(|held| held.is_expired(now))
+        {
+            record.evidence = None;
+        }
+        record
+            .evidence
+            .get_or_insert_with(|| FailureEvidence::new(now))
+            .add_failure(outcome, prompt, now);
+        if let Some(pool) = self.pools.get_mut(pool) {
+            pool.accused.insert(rank);
+        }
+        let mut changes = self.evaluate_all(vec![rank], now);
+        changes.extend(self.compare_peers(rank, pool, outcome, now));
+        changes
+    }
+
+    /// Handles the passage of time: overdue requests, and suspicions that end. Must be called
+    /// several times per second.
+    pub(super) fn on_tick(&mut self, now: Instant) -> Vec<HealthTransition> {
+        let mut changes = Vec::new();
+        let ranks: Vec<WorkerRank> = self.ranks.keys().copied().collect();
+        for rank in ranks {
+            changes.extend(self.mark_overdue(rank, now));
+            if let Some(record) = self.ranks.get(&rank)
+                && matches!(record.state, RankState::Suspect { .. })
+            {
+                changes.extend(self.evaluate(rank, now));
+            }
+        }
+        changes
+    }
+
+    /// Sets or clears a witness against all ranks of a worker.
+    pub(super) fn set_witness(
+        &mut self,
+        worker: WorkerId,
+        witness: HealthWitness,
+        is_failing: bool,
+    ) {
+        let ranks = self.ranks.iter_mut();
+        for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {
+            if is_failing {
+                record.witnesses.insert(witness);
+            } else {
+                record.witnesses.remove(&witness);
+            }
+        }
+    }
+
+    /// Records the result of a health check of an ejected worker. The first passed check after a
+    /// failed one ends the ejection, and the next request may probe the worker. A rank that failed
+    /// although its endpoint answers is not affected. Returns whether an ejection ended.
+    pub(super) fn on_health_check(
+        &mut self,
+        worker: WorkerId,
+        is_healthy: bool,
+        now: Instant,
+    ) -> bool {
+        let base_time = self.rules.base_ejection_time;
+        let mut has_ended = false;
+        let ranks = self.ranks.iter_mut();
+        for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {
+            let Some(ejection) = record.ejection_mut() else {
+                continue;
+            };
+            has_ended |= ejection.on_health_check(is_healthy, base_time, now);
+        }
+        has_ended
+    }
+
+    pub(super) fn update_avoided(&mut self) {
+        let is_avoided = |record: &&RankRecord| !matches!(record.state, RankState::InService);
+        self.avoided = self.ranks.values().filter(is_avoided).count();
+    }
+}

@@ -1,0 +1,315 @@
+//! Health of one rank: its evidence, its state, and the requests that wait at it.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::{Duration, Instant};
+
+use super::evidence::{EvidenceSummary, FailureEvidence};
+use super::outcome::WorkerOutcome;
+use super::report::{HealthChange, HealthPool, HealthWitness};
+use super::{HealthRules, WorkerHealth};
+
+/// Maximum number of ejections of one rank that health checks end early before a request succeeds.
+/// The endpoint of a crash-looping engine passes its health check now and then.
+const MAX_EARLY_ENDS: u32 = 3;
+
+/// A request is overdue after this multiple of its expected time to the first content.
+const OVERDUE_FACTOR: f64 = 4.0;
+
+/// Limits of the time after which a request is overdue.
+const MIN_PATIENCE: Duration = Duration::from_secs(3);
+const MAX_PATIENCE: Duration = Duration::from_secs(600);
+
+/// A cancelled request counts as a failure if it waited for this multiple of its expected time, and
+/// for at least [`MIN_CANCELLED_WAIT`].
+const CANCELLED_FACTOR: f64 = 2.0;
+const MIN_CANCELLED_WAIT: Duration = Duration::from_secs(1);
+
+/// A suspect rank is avoided for this time, unless an outcome of its peers decides earlier.
+const TRIAL_TIME: Duration = Duration::from_secs(5);
+
+/// Share of the score at the suspicion below which the suspicion is withdrawn.
+const WITHDRAWAL_SHARE: f64 = 0.75;
+
+#[derive(Debug)]
+pub(super) struct RankRecord {
+    pub(super) pool: HealthPool,
+    pub(super) state: RankState,
+    /// Time of the last change of `state`.
+    pub(super) since: Instant,
+    pub(super) evidence: Option<FailureEvidence>,
+    pub(super) unreachable_in_a_row: u32,
+    /// Number of failed requests by kind, since the rank joined.
+    pub(super) failures: BTreeMap<WorkerOutcome, u64>,
+    pub(super) waiting: HashMap<u64, WaitingRequest>,
+    /// Time of the last content.
+    pub(super) delivered_at: Option<Instant>,
+    pub(super) witnesses: BTreeSet<HealthWitness>,
+}
+
+#[derive(Debug)]
+pub(super) enum RankState {
+    InService,
+    /// Avoided until `until`, or until the score falls below `threshold`.
+    Suspect {
+        until: Instant,
+        threshold: f64,
+    },
+    Ejected(RankEjection),
+}
+
+#[derive(Debug)]
+pub(super) struct RankEjection {
+    pub(super) cause: WorkerOutcome,
+    /// The rank returns if the score falls below this value, because its peers fail as well.
+    pub(super) threshold: f64,
+    pub(super) until: Instant,
+    pub(super) period: Duration,
+    /// Ticket of the running probe.
+    pub(super) probe: Option<u64>,
+    /// Whether the last health check failed.
+    pub(super) is_down: bool,
+    /// Number of times a health check ended this ejection early.
+    pub(super) early_ends: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) struct WaitingRequest {
+    pub(super) sent_at: Instant,
+    pub(super) expected: Duration,
+    pub(super) patience: Duration,
+    pub(super) has_response: bool,
+    pub(super) is_overdue: bool,
+}
+
+impl RankRecord {
+    pub(super) fn new(pool: HealthPool, now: Instant) -> Self {
+        Self {
+            pool,
+            state: RankState::InService,
+            since: now,
+            evidence: None,
+            unreachable_in_a_row: 0,
+            failures: BTreeMap::new(),
+            waiting: HashMap::new(),
+            delivered_at: None,
+            witnesses: BTreeSet::new(),
+        }
+    }
+
+    pub(super) fn health(&self, now: Instant) -> WorkerHealth {
+        match &self.state {
+            RankState::InService => WorkerHealth::Healthy,
+            RankState::Suspect { .. } => WorkerHealth::Suspect,
+            RankState::Ejected(ejection) if ejection.probe.is_some() => WorkerHealth::Probing,
+            RankState::Ejected(ejection) if ejection.until <= now => WorkerHealth::ProbeDue,
+            RankState::Ejected(_) => WorkerHealth::Ejected,
+        }
+    }
+
+    pub(super) fn ejection_mut(&mut self) -> Option<&mut RankEjection> {
+        match &mut self.state {
+            RankState::Ejected(ejection) => Some(ejection),
+            RankState::InService | RankState::Suspect { .. } => None,
+        }
+    }
+
+    /// Returns whether the rank is avoided for another reason than its connections.
+    pub(super) fn is_avoided_for_answers(&self) -> bool {
+        match &self.state {
+            RankState::InService => false,
+            RankState::Suspect { .. } => true,
+            RankState::Ejected(ejection) => ejection.cause != WorkerOutcome::Unreachable,
+        }
+    }
+
+    pub(super) fn score(&self) -> f64 {
+        self.evidence.as_ref().map_or(0.0, FailureEvidence::score)
+    }
+
+    pub(super) fn summary(&self) -> EvidenceSummary {
+        let evidence = self.evidence.as_ref();
+        evidence.map(FailureEvidence::summary).unwrap_or_default()
+    }
+
+    /// Counts a failed request.
+    pub(super) fn count(&mut self, outcome: WorkerOutcome) {
+        if outcome.is_failure() {
+            *self.failures.entry(outcome).or_default() += 1;
+        }
+    }
+
+    /// Enters a state. Returns the evidence so far.
+    pub(super) fn enter(&mut self, state: RankState, now: Instant) -> EvidenceSummary {
+        self.state = state;
+        self.since = now;
+        self.summary()
+    }
+
+    /// Returns the next state according to the evidence, if it differs. `may_avoid` states whether
+    /// enough peers remain in service.
+    pub(super) fn next_state(
+        &self,
+        rules: HealthRules,
+        may_avoid: bool,
+        now: Instant,
+    ) -> Option<StateTransition> {
+        let period = rules.base_ejection_time.min(rules.max_ejection_time);
+        let failures = f64::from(rules.consecutive_failures);
+        let limit = if self.witnesses.is_empty() {
+            failures
+        } else {
+            failures.min(1.0)
+        };
+        let evidence = self.evidence.as_ref()?;
+        let score = evidence.score();
+        let is_proven = score >= limit && may_avoid;
+        let cause = evidence.summary().cause()?;
+        let ejected = |cause, threshold| StateTransition {
+            state: RankState::Ejected(RankEjection::new(cause, threshold, period, now)),
+            change: HealthChange::Ejected(period),
+        };
+        let returned = |change| StateTransition {
+            state: RankState::InService,
+            change,
+        };
+        match &self.state {
+            RankState::InService if f64::from(self.unreachable_in_a_row) >= limit => {
+                Some(ejected(WorkerOutcome::Unreachable, 0.0))
+            }
+            RankState::InService if is_proven && evidence.have_peers_delivered() => {
+                Some(ejected(cause, WITHDRAWAL_SHARE * limit))
+            }
+            RankState::InService if is_proven && !evidence.have_peers_failed() => {
+                Some(StateTransition {
+                    state: RankState::suspect(limit, now),
+                    change: HealthChange::Suspected,
+                })
+            }
+            RankState::Suspect { threshold, .. } if score < *threshold => {
+                Some(returned(HealthChange::Cleared))
+            }
+            RankState::Suspect { threshold, .. } if evidence.have_peers_delivered() => {
+                Some(ejected(cause, *threshold))
+            }
+            RankState::Suspect { until, .. } if *until <= now => {
+                Some(returned(HealthChange::Cleared))
+            }
+            RankState::Ejected(ejection) if score < ejection.threshold => {
+                Some(returned(HealthChange::Readmitted))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Next state of a rank.
+pub(super) struct StateTransition {
+    pub(super) state: RankState,
+    pub(super) change: HealthChange,
+}
+
+impl RankState {
+    /// Creates the state of a rank whose evidence has this score.
+    pub(super) fn suspect(score: f64, now: Instant) -> Self {
+        RankState::Suspect {
+            until: add_saturating(now, TRIAL_TIME),
+            threshold: WITHDRAWAL_SHARE * score,
+        }
+    }
+}
+
+impl RankEjection {
+    fn new(cause: WorkerOutcome, threshold: f64, period: Duration, now: Instant) -> Self {
+        Self {
+            cause,
+            threshold,
+            until: add_saturating(now, period),
+            period,
+            probe: None,
+            is_down: false,
+            early_ends: 0,
+        }
+    }
+
+    /// Doubles the ejection time after a failed probe.
+    pub(super) fn extend(&mut self, max_time: Duration, now: Instant) -> HealthChange {
+        self.period = self.period.saturating_mul(2).min(max_time);
+        self.until = add_saturating(now, self.period);
+        HealthChange::EjectionExtended(self.period)
+    }
+
+    /// Handles a health check. Returns whether it ends the ejection.
+    pub(super) fn on_health_check(
+        &mut self,
+        is_healthy: bool,
+        base_time: Duration,
+        now: Instant,
+    ) -> bool {
+        let is_restarted = is_healthy && self.is_down && self.early_ends < MAX_EARLY_ENDS;
+        let has_ended = is_restarted && self.is_ended_by_health_check();
+        if has_ended {
+            self.until = self.until.min(now);
+            if self.early_ends == 0 {
+                self.period = self.period.min(base_time);
+            }
+            self.early_ends += 1;
+        }
+        self.is_down = !is_healthy;
+        has_ended
+    }
+
+    /// Returns whether a health check can end the ejection: the worker was down, so that a passed
+    /// check shows a restart.
+    pub(super) fn is_ended_by_health_check(&self) -> bool {
+        matches!(
+            self.cause,
+            WorkerOutcome::Unreachable | WorkerOutcome::ServerError
+        )
+    }
+
+    /// Returns whether the outcome of a probe confirms the ejection. A rejected request or reported
+    /// overload shows that the worker is alive.
+    pub(super) fn is_confirmed_by(&self, outcome: WorkerOutcome) -> bool {
+        match outcome {
+            WorkerOutcome::Rejected => !matches!(
+                self.cause,
+                WorkerOutcome::Unreachable | WorkerOutcome::NoResponse | WorkerOutcome::NoContent
+            ),
+            WorkerOutcome::Overloaded => self.cause == WorkerOutcome::Overloaded,
+            _ => outcome.is_failure(),
+        }
+    }
+}
+
+impl WaitingRequest {
+    /// Creates a request whose first content is expected after `expected`.
+    pub(super) fn new(expected: Duration, now: Instant) -> Self {
+        let patience = expected.mul_f64(OVERDUE_FACTOR);
+        Self {
+            sent_at: now,
+            expected,
+            patience: patience.clamp(MIN_PATIENCE, MAX_PATIENCE),
+            has_response: false,
+            is_overdue: false,
+        }
+    }
+
+    /// Returns whether the request is overdue now and was not before. Its rank delivered last at
+    /// `delivered_at`.
+    pub(super) fn becomes_overdue(&mut self, delivered_at: Option<Instant>, now: Instant) -> bool {
+        let since = delivered_at.map_or(self.sent_at, |at| at.max(self.sent_at));
+        let is_overdue = now.saturating_duration_since(since) > self.patience;
+        is_overdue && !std::mem::replace(&mut self.is_overdue, true)
+    }
+
+    pub(super) fn is_cancelled_late(&self, now: Instant) -> bool {
+        let limit = self.expected.mul_f64(CANCELLED_FACTOR);
+        let waited = now.saturating_duration_since(self.sent_at);
+        !self.is_overdue && waited >= limit.max(MIN_CANCELLED_WAIT)
+    }
+}
+
+/// Adds a period. If the sum exceeds the range of the clock, the period ends at once.
+fn add_saturating(now: Instant, period: Duration) -> Instant {
+    now.checked_add(period).unwrap_or(now)
+}

@@ -1,0 +1,70 @@
+//! Health of a rank and its changes, as logs and pages show them.
+
+use std::time::Duration;
+
+use serde::Serialize;
+
+use super::WorkerHealth;
+use super::evidence::EvidenceSummary;
+use crate::worker::{ModelName, WorkerRank};
+
+/// Ranks that are compared with each other: they serve the same model and run the same phase.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct HealthPool {
+    /// Model of the ranks.
+    pub model: ModelName,
+    /// Whether the ranks only run prefills.
+    pub is_prefill: bool,
+}
+
+/// Observation besides requests that a worker may be at fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum HealthWitness {
+    /// Scrapes of the load gauges fail.
+    LoadScrape,
+    /// The event source is detached.
+    EventSource,
+}
+
+/// Change of the health of one rank, with its evidence.
+#[derive(Clone, Debug, PartialEq)]
+pub struct HealthTransition {
+    /// Rank.
+    pub rank: WorkerRank,
+    /// Change.
+    pub change: HealthChange,
+    /// Evidence for the change.
+    pub evidence: EvidenceSummary,
+}
+
+/// Change of the health of a rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HealthChange {
+    /// The rank is avoided until its peers show whether they deliver.
+    Suspected,
+    /// The suspicion was withdrawn.
+    Cleared,
+    /// The rank was ejected for this time.
+    Ejected(Duration),
+    /// A probe failed; the ejection lasts for this further time.
+    EjectionExtended(Duration),
+    /// The rank accepts requests again.
+    Readmitted,
+}
+
+/// Health of one rank, for pages.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct RankHealth {
+    /// Rank.
+    #[serde(skip)]
+    pub rank: WorkerRank,
+    /// Health.
+    pub health: WorkerHealth,
+    /// Seconds since the health changed.
+    pub age_seconds: u64,
+    /// Seconds until the next probe is due.
+    pub next_probe_seconds: Option<u64>,
+    /// Evidence.
+    pub evidence: EvidenceSummary,
+}
