@@ -34,8 +34,6 @@ use crate::{MemoryBound, MemoryMeter, measure};
 const NAMES: usize = 4096;
 /// Default of `listeners.limits.max_connections`.
 const CONNECTIONS: u64 = 1024;
-/// An eighth of the default of `listeners.limits.max_streams`.
-const STREAMS: u64 = 8192;
 /// Number of blocks in a query to the shared cache.
 const QUERIED: u64 = 1 << 16;
 
@@ -164,38 +162,6 @@ async fn connections_of_a_listener() {
         MemoryBound {
             entries: CONNECTIONS,
             bytes: 64 << 10,
-        },
-    );
-}
-
-/// Routed exchanges, the largest kind of stream.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn streams_of_a_listener() {
-    let limits = json!({"max_streams": STREAMS});
-    let process = WarmrouteProcess::start(json!({"listeners": {"limits": limits}}), &[]).await;
-    let channel = process.channel(process.grpc).await;
-    let meter = meter(&process);
-    let mut open = Vec::new();
-    for _ in 0..STREAMS {
-        let (sender, mut replies) = exchange(channel.clone(), completion(1, 1)).await;
-        for _ in ["headers", "body"] {
-            replies.message().await.unwrap().unwrap();
-        }
-        open.push((sender, replies));
-    }
-    let refused = ExternalProcessorClient::new(channel)
-        .process(tokio_stream::pending::<ProcessingRequest>())
-        .await
-        .unwrap_err();
-    assert_eq!(refused.code(), Code::Unavailable);
-    process
-        .wait_metric("streams_refused_total{listener=\"ext_proc\"}", 1.0)
-        .await;
-    meter.compare(
-        "messages::streams_of_a_listener",
-        MemoryBound {
-            entries: STREAMS,
-            bytes: 16 << 10,
         },
     );
 }
