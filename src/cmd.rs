@@ -15,6 +15,7 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 
+use warmroute_runtime::causes::describe_failure;
 use warmroute_server::config::Config;
 use warmroute_server::serve::{self, EXIT_MISCONFIGURED, config_or_report, exit_code};
 
@@ -50,7 +51,7 @@ pub fn load_config(path: &Path, err: &mut dyn Write) -> io::Result<Option<Config
 /// Prints the error of a command and returns its exit code.
 fn report_failure(error: &anyhow::Error, err: &mut impl Write) -> ExitCode {
     // A failed write to standard error cannot be reported.
-    let _written = writeln!(err, "warmroute: {error:#}");
+    let _written = writeln!(err, "warmroute: {}", describe_failure(error));
     if error.is::<explain::ExplainSourceError>() {
         return ExitCode::from(EXIT_MISCONFIGURED);
     }

@@ -7,6 +7,7 @@ use anyhow::{Context as _, anyhow};
 use reqwest::{Client, ClientBuilder, RequestBuilder, StatusCode};
 use serde_json::Value;
 use warmroute_runtime::causes::innermost_cause;
+use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 /// Timeout of a request. Explaining a long prompt on a busy process takes seconds.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
@@ -26,7 +27,9 @@ impl AdminClient {
         ca_file: Option<&Path>,
     ) -> anyhow::Result<Self> {
         let read = |file: &Path| {
-            std::fs::read_to_string(file)
+            read_regular_file(file, MAX_SECRET_FILE)
+                .map_err(anyhow::Error::new)
+                .and_then(|text| Ok(String::from_utf8(text)?))
                 .with_context(|| format!("--token-file {}", file.display()))
         };
         let token = token_file

@@ -13,13 +13,13 @@ use std::collections::HashMap;
 use std::io::Write;
 
 use anyhow::Context as _;
-use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use warmroute_core::worker::Worker;
 use warmroute_doctor::envoy::dump::ConfigDump;
 use warmroute_doctor::finding::{Finding, FindingBuilder, exit_code};
 use warmroute_doctor::{engine, envoy, host, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
+use warmroute_runtime::descriptors;
 
 use super::load_config;
 use crate::cmd::cli::DoctorArgs;
@@ -88,8 +88,8 @@ async fn run_checks(
             .map(inputs::advice_finding),
     );
     findings.push(host::check_open_files(
-        &inputs::connection_limits(config, &workers),
-        getrlimit(Resource::Nofile).current,
+        &app::descriptor_demand(config, &workers),
+        descriptors::hard_limit(),
     ));
     let listening = async {
         host::check_listeners(&probes::probe_listeners(config, args.timeout.into()).await)

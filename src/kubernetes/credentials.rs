@@ -3,7 +3,7 @@
 //! Tokens and certificates are replaced while the process runs, so their files are compared before
 //! each request.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kube::config::{AuthInfo, InClusterError, KubeConfigOptions, Kubeconfig};
@@ -11,7 +11,11 @@ use kube::{Client, Config};
 use xxhash_rust::xxh3::xxh3_64;
 
 use warmroute_runtime::causes::causes;
+use warmroute_runtime::files;
 use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
+use warmroute_settings::{
+    MAX_SECRET_FILE, MAX_SETTINGS_FILE, open_regular_file, read_regular_file,
+};
 
 /// Timeout of a TCP and TLS handshake.
 const CONNECT_DEADLINE: Duration = Duration::from_secs(5);
@@ -53,7 +57,9 @@ impl CredentialFiles {
     async fn hash(&self) -> u64 {
         let mut all = Vec::new();
         for path in self.token.iter().chain(&self.authority).chain(&self.others) {
-            let content = tokio::fs::read(path).await.unwrap_or_default();
+            let content = files::read(path, MAX_SETTINGS_FILE)
+                .await
+                .unwrap_or_default();
             all.extend_from_slice(&xxh3_64(&content).to_le_bytes());
         }
         xxh3_64(&all)
@@ -73,7 +79,13 @@ impl CredentialSource {
     /// Creates a client from the credentials. The error text contains the fix.
     pub(super) async fn connect(&self) -> Result<ApiConnection, String> {
         let read = match &self.kubeconfig {
-            Some(path) => Some(Kubeconfig::read_from(path)),
+            Some(path) => {
+                // The library would read any kind of file.
+                open_regular_file(path, MAX_SETTINGS_FILE).map_err(|error| {
+                    format!("the kubeconfig {} cannot be used: {error}", path.display())
+                })?;
+                Some(Kubeconfig::read_from(path))
+            }
             // The kubeconfig of the user, if there is one.
             None => Kubeconfig::read().ok().map(Ok),
         };
@@ -181,10 +193,12 @@ fn connection(mut settings: Config, files: CredentialFiles) -> Result<ApiConnect
         .take()
         .filter(|_| settings.auth_info.token.is_none())
     {
-        let read = std::fs::read_to_string(&path);
-        let token = read.map_err(|error| {
+        let failed = |error: &dyn std::fmt::Display| {
             kube::Error::Service(format!("the token file {path}: {error}").into())
-        })?;
+        };
+        let read = read_regular_file(Path::new(&path), MAX_SECRET_FILE);
+        let token = read.map_err(|error| failed(&error))?;
+        let token = String::from_utf8(token).map_err(|error| failed(&error))?;
         if token.trim().is_empty() {
             return Err(kube::Error::Service(
                 format!("the token file {path} is empty").into(),

@@ -187,6 +187,34 @@ fn may_use(from: &str, to: &str) -> bool {
     }
 }
 
+/// Files in which files are opened without the helper: it itself, directories, devices, kernel files,
+/// and a file that a command reads once.
+const OWN_READERS: [&str; 5] = [
+    "crates/settings/src/files.rs",
+    "crates/runtime/src/descriptors.rs",
+    "crates/runtime/src/tls/certificate.rs",
+    "crates/server/src/app/unix_socket.rs",
+    "src/cmd/explain.rs",
+];
+
+#[test]
+fn files_are_read_by_the_helper() {
+    const READS: [&str; 3] = ["fs::read(", "fs::read_to_string(", "File::open("];
+    let mut found = Vec::new();
+    for source in sources() {
+        if OWN_READERS.iter().any(|name| source.path.ends_with(name)) {
+            continue;
+        }
+        for line in code(&source) {
+            if READS.iter().any(|read| line.text.contains(read)) {
+                let path = source.path.display();
+                found.push(format!("{path}:{}: use `read_regular_file`", line.number));
+            }
+        }
+    }
+    assert!(found.is_empty(), "{}", found.join("\n"));
+}
+
 #[test]
 fn imports_follow_the_layer_table() {
     let mut broken = Vec::new();

@@ -2,14 +2,10 @@
 
 use std::path::PathBuf;
 
+use warmroute_runtime::descriptors::DescriptorDemand;
 use warmroute_settings::format_count;
 
 use super::finding::{Finding, FindingBuilder};
-
-/// Number of open files besides connections: logs, watches, tokenizers, listeners.
-const BASE_FILES: u64 = 128;
-/// Number of open files per rank: events, replay, and a request to the engine.
-const FILES_PER_RANK: u64 = 3;
 
 /// Summary of the configuration and of the resulting workers.
 #[derive(Clone, Debug)]
@@ -50,17 +46,6 @@ pub enum TokenizerState {
     Unconfigured,
     /// Not loaded, with the error.
     Failed(String),
-}
-
-/// Connections that the configuration permits. Each needs an open file.
-#[derive(Clone, Copy, Debug)]
-pub struct ConnectionDemand {
-    /// Number of ext_proc listeners.
-    pub listeners: u64,
-    /// Maximum number of connections of each listener.
-    pub max_connections: u64,
-    /// Number of worker ranks.
-    pub ranks: u64,
 }
 
 /// Checks the configuration as a whole.
@@ -125,33 +110,28 @@ pub fn check_tokenizer(name: &str, tokenizer: &TokenizerState) -> Finding {
     }
 }
 
-/// Checks the limit of open files against the configured connections; `None` means no limit.
-pub fn check_open_files(needs: &ConnectionDemand, limit: Option<u64>) -> Finding {
+/// Checks the hard limit of open files, to which warmroute raises the soft limit, against the
+/// configured connections. `None` means no limit.
+pub fn check_open_files(demand: &DescriptorDemand, limit: Option<u64>) -> Finding {
     let at = FindingBuilder::new("host.files", "this shell");
-    let ConnectionDemand {
-        listeners,
-        max_connections,
-        ranks,
-    } = *needs;
-    let connections = max_connections * listeners;
-    let needed = connections + FILES_PER_RANK * ranks + BASE_FILES;
+    let needed = demand.total();
     let Some(limit) = limit else {
         return at.ok(format!("no limit of open files; {needed} may be needed"));
     };
     let finding = format!(
-        "{limit} open files; {needed} may be needed for listeners.limits.max_connections: \
-        {max_connections} and {ranks} worker ranks"
+        "{limit} open files; {needed} may be needed for listeners.limits.max_connections: {} of {} \
+        listeners and {} worker ranks",
+        demand.max_connections, demand.listeners, demand.ranks
     );
     if limit >= needed {
         return at.ok(finding);
     }
-    let fits = limit.saturating_sub(needed - connections) / listeners.max(1);
-    let raised = needed.next_power_of_two();
+    let fits = demand.fitting_connections(Some(limit));
     at.warning(
-        format!("{finding}; beyond the limit connections fail and no events arrive"),
+        format!("{finding}; warmroute reduces max_connections to {fits}"),
         format!(
-            "start warmroute with `ulimit -n {raised}` (`LimitNOFILE={raised}` in a unit), or \
-            write `listeners: {{limits: {{max_connections: {fits}}}}}`"
+            "{}, or write `listeners: {{limits: {{max_connections: {fits}}}}}`",
+            demand.fix()
         ),
     )
 }

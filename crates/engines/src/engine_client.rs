@@ -23,6 +23,7 @@ use reqwest::header::{AUTHORIZATION, CONTENT_TYPE, HeaderMap, HeaderValue};
 use reqwest::{Body, Client, Method, Response, StatusCode};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
+use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 use bearer::BearerToken;
 use body::{parse_json, read_body, read_error_body};
@@ -415,7 +416,7 @@ fn permits(config: &EnginesConfig) -> Arc<Semaphore> {
 /// Reads the CA file, if one is configured.
 fn read_ca_file(config: &EnginesConfig) -> Result<Option<Vec<u8>>, EngineError> {
     let read = |path: &PathBuf| {
-        std::fs::read(path)
+        read_regular_file(path, MAX_SECRET_FILE)
             .map_err(|error| EngineError::Client(format!("{}: {error}", path.display())))
     };
     config.ca_file.as_ref().map(read).transpose()

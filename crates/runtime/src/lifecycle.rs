@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::causes::describe_failure;
 use warmroute_metrics::{Metrics, TaskLabels};
 use warmroute_settings::format_elapsed;
 
@@ -200,7 +201,7 @@ fn log_restart(labels: &TaskLabels, wait: Duration, ended: anyhow::Result<()>) {
     match ended {
         Ok(()) => warn!(task, worker_id, dp_rank, wait, "task ended; restarting it"),
         Err(error) => {
-            let error = format!("{error:#}");
+            let error = describe_failure(&error);
             warn!(
                 task,
                 worker_id, dp_rank, wait, error, "task failed; restarting it"

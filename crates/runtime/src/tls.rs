@@ -29,4 +29,5 @@ pub use exposure::ListenerExposure;
 pub use listener::{LimitedListener, PeerAddress};
 pub use listener_certificate::{ListenerCertificate, ListenerProtocol};
 pub use listener_context::{ListenerLimits, ListenerProfile};
+pub use log_limit::LogLimit;
 pub use reloadable_files::{FileBacked, ReloadableFiles};

@@ -28,6 +28,7 @@ mod self_test_subjects;
 mod servers;
 mod settings_poller;
 mod source_task;
+mod stream_limit;
 pub mod telemetry;
 mod tokenizer_checks;
 mod unix_socket;
@@ -49,6 +50,7 @@ use warmroute_core::router::{Reason, Router};
 use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{KnownLabels, Metrics, PoolLabels};
+use warmroute_runtime::descriptors::DescriptorReserve;
 use warmroute_runtime::lifecycle::{Readiness, supervise};
 use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_settings::format_elapsed;
@@ -64,8 +66,10 @@ use core_listener::CoreListener;
 use health::GrpcHealth;
 use listeners::ListenerFactory;
 use parts::PreprocessorDeps;
+use stream_limit::MaxStreams;
 use unix_socket::SocketIdentity;
 
+pub use addresses::descriptor_demand;
 pub use external_discovery::{
     ExternalDiscovery, ExternalSource, ExternalWatch, NoExternalDiscovery,
 };
@@ -148,7 +152,9 @@ impl App {
         app.origin = origin;
         let config = app.reloader.running();
         let sockets = ListenerFactory {
-            limits: config.listeners.limits.clone(),
+            limits: addresses::fitting_limits(&config),
+            max_streams: app.max_streams(&config),
+            reserve: DescriptorReserve::new(),
             wait_for_addresses: addresses::ensure_free(&config).await?,
             reloadable_files: app.reloadable_files.clone(),
             metrics: metrics.clone(),
@@ -350,6 +356,18 @@ impl App {
                 bail!("a background task ended");
             }
         }
+    }
+
+    /// Returns the maximum number of open streams, which follows configuration reloads.
+    fn max_streams(&self, config: &Config) -> MaxStreams {
+        let max_streams = MaxStreams::new(config.listeners.limits.max_streams);
+        let current = max_streams.clone();
+        self.reloader.register("listeners.limits", move |next| {
+            let current = current.clone();
+            let count = next.config.listeners.limits.max_streams;
+            Ok(Box::new(move || current.set(count)))
+        });
+        max_streams
     }
 
     /// Registers the participant that replaces the preprocessor of the API and the admin pages.

@@ -38,7 +38,9 @@ use serde_json::Value;
 use warmroute_core::policy::PolicySettings;
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
-use warmroute_settings::{ConfigError, Problem, SettingsDocument, escape_references};
+use warmroute_settings::{
+    ConfigError, MAX_SETTINGS_FILE, Problem, SettingsDocument, escape_references, read_regular_file,
+};
 
 use crate::cluster::replica::config::ReplicasConfig;
 use crate::dispatch::queue::config::QueueConfig;
@@ -138,7 +140,7 @@ impl Config {
 
     /// Like [`Self::load`], with command-line flags that override the file.
     pub fn load_with(path: &Path, flags: &ServeFlags) -> Result<Self, Vec<ConfigError>> {
-        let bytes = std::fs::read(path).map_err(|error| {
+        let bytes = read_regular_file(path, MAX_SETTINGS_FILE).map_err(|error| {
             vec![ConfigError::of_file(
                 path,
                 format!("the file cannot be read: {error}"),
@@ -205,7 +207,7 @@ impl Config {
 
     /// Adds file and line to problems that were found in a loaded configuration.
     pub fn locate(path: &Path, problems: Vec<Problem>) -> Vec<ConfigError> {
-        match std::fs::read(path) {
+        match read_regular_file(path, MAX_SETTINGS_FILE) {
             Ok(bytes) => Self::locate_in(path, &bytes, problems),
             Err(error) => {
                 let text = format!("the file cannot be read: {error}");
@@ -366,7 +368,7 @@ impl Config {
     }
 
     fn check_workers_file(&self, file: &Path) -> Result<(), Vec<ConfigError>> {
-        let bytes = std::fs::read(file).map_err(|error| {
+        let bytes = read_regular_file(file, MAX_SETTINGS_FILE).map_err(|error| {
             vec![ConfigError::of_file(
                 file,
                 format!("the workers file cannot be read: {error}"),

@@ -37,7 +37,7 @@ pub use models::{ConfiguredModel, ModelRegistry, ResolvedModel};
 pub use preprocess::PreprocessedRequest;
 pub use preprocessor::{EncodeLimits, PreprocessorParts, RequestPreprocessor};
 pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
-pub use routing_hints::{HeaderLookup, RoutingHints};
+pub use routing_hints::{HeaderLookup, RoutingHints, hint_headers};
 pub use sessions::SessionFields;
 pub use shared_cache::SharedCacheLookup;
 

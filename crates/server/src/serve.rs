@@ -11,7 +11,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
-use warmroute_settings::{ConfigError, format_count};
+use warmroute_runtime::causes::{describe_failure, is_resource_exhausted};
+use warmroute_runtime::descriptors;
+use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, format_count, read_regular_file};
 use warmroute_tokens::prompt::LoadError;
 
 use crate::app::telemetry::{self, LogFilter};
@@ -52,6 +54,7 @@ pub fn run(
     for advice in config.advice(&app::listed_workers(&config).unwrap_or_default()) {
         warn!(of = advice.subject, fix = advice.fix, "{}", advice.finding);
     }
+    descriptors::raise_limit();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
@@ -86,7 +89,7 @@ fn read_config(
         return (Config::of_flags(&flags), None);
     };
     // Read before the configuration is parsed, so that a later change is detected.
-    let last_bytes = std::fs::read(&path).ok().into();
+    let last_bytes = read_regular_file(&path, MAX_SETTINGS_FILE).ok().into();
     let config = Config::load_with(&path, &flags);
     let read_path = path.clone();
     let file = ConfigFile {
@@ -160,7 +163,7 @@ async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
 
 /// Logs the cause of a failure and returns the exit code.
 fn log_failure(phase: &str, error: &anyhow::Error) -> u8 {
-    error!("{phase}: {error:#}");
+    error!("{phase}: {}", describe_failure(error));
     exit_code(error)
 }
 
@@ -183,10 +186,9 @@ impl TerminationSignals {
 }
 
 /// Requests a configuration reload for each SIGHUP. A request during startup takes effect when the
-/// reloader runs.
+/// reloader runs. The reloader logs the request, because it merges signals.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
-        info!("SIGHUP received; reloading the configuration");
         reload.notify_one();
     }
 }
@@ -217,9 +219,11 @@ pub fn write_errors(errors: &[ConfigError], err: &mut dyn Write) -> io::Result<(
 }
 
 /// Returns the exit code of an error: [`EXIT_MISCONFIGURED`] if a configured file cannot be used or
-/// none is named, else 1.
+/// none is named, else 1. A file that cannot be read for lack of descriptors or memory is not
+/// misconfigured.
 pub fn exit_code(error: &anyhow::Error) -> u8 {
-    let is_misconfigured = error.is::<LoadError>() || error.is::<ServeSourceError>();
+    let is_misconfigured = (error.is::<LoadError>() && !is_resource_exhausted(error.as_ref()))
+        || error.is::<ServeSourceError>();
     if is_misconfigured {
         EXIT_MISCONFIGURED
     } else {

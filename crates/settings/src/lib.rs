@@ -22,7 +22,10 @@ use serde::de::DeserializeOwned;
 use serde::{Serialize, Serializer};
 use thiserror::Error;
 
-pub use files::describe_missing_file;
+pub use files::{
+    MAX_SECRET_FILE, MAX_SETTINGS_FILE, describe_missing_file, open_regular_file, read_limited,
+    read_regular_file,
+};
 pub use problem::{PathStep, Problem, SourcePosition};
 pub use schema::{ADDRESS_PATTERN, settings_schema};
 pub use tree::{YamlNode, YamlValue};

@@ -6,7 +6,7 @@ use std::time::Duration;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_doctor::envoy::expected::{ExpectedEnvoy, XdsServer};
 use warmroute_doctor::finding::{Finding, FindingBuilder};
-use warmroute_doctor::host::{ConfigSummary, ConnectionDemand, FleetOrigin, TokenizerState};
+use warmroute_doctor::host::{ConfigSummary, FleetOrigin, TokenizerState};
 use warmroute_http2_filter::service_of_authority;
 use warmroute_tokens::openai::paths::ApiPaths;
 use warmroute_tokens::prompt::Encoder;
@@ -67,25 +67,6 @@ pub(super) fn tokenizer_state(loaded: Result<Option<&Encoder>, String>) -> Token
     match encoder.enable_fast_path() {
         Ok(()) => TokenizerState::Fast,
         Err(reason) => TokenizerState::Slow(reason.to_owned()),
-    }
-}
-
-/// Returns the numbers that bound the open connections of the process.
-pub(super) fn connection_limits(config: &Config, workers: &[Worker]) -> ConnectionDemand {
-    let listeners = [
-        config.listeners.ext_proc.address.is_some(),
-        config.listeners.ext_proc.unix_socket.is_some(),
-    ];
-    ConnectionDemand {
-        listeners: listeners
-            .into_iter()
-            .filter(|is_configured| *is_configured)
-            .count() as u64,
-        max_connections: u64::from(config.listeners.limits.max_connections),
-        ranks: workers
-            .iter()
-            .map(|worker| u64::from(worker.ranks.size.get()))
-            .sum(),
     }
 }
 

@@ -68,8 +68,8 @@ async fn low_open_file_limit_is_found() {
         "files",
         &[("warning", "host.files")],
         &[
-            "`ulimit -n 2048`",
-            "listeners: {limits: {max_connections: 381}}",
+            "`ulimit -n 4096`",
+            "listeners: {limits: {max_connections: 190}}",
         ],
     );
 }

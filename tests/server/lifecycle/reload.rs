@@ -1,5 +1,7 @@
 //! Configuration reload of a running process.
 
+use std::time::{Duration, Instant};
+
 use serde_json::{Value, json};
 use warmroute_testbed::merge_config;
 use warmroute_testbed::ports::until;
@@ -71,6 +73,26 @@ async fn sighup_applies_all_reloadable_settings_together() {
     assert!(
         !process.log().contains("nothing changed"),
         "{}",
+        process.log()
+    );
+}
+
+#[tokio::test]
+async fn flood_of_signals_causes_few_reloads() {
+    let process = WarmrouteProcess::start(by_signal(&json!({})), &[]).await;
+    let started = Instant::now();
+    for _ in 0..300 {
+        process.hangup();
+        tokio::time::sleep(Duration::from_millis(3)).await;
+    }
+    // The last signal is not lost.
+    process.reconfigure(&json!({"routing": {"weights": {"router_temperature": 0.25}}}));
+    process.hangup();
+    process.wait_metric(APPLIED, 1.0).await;
+    let reloads = process.log().matches("config reload requested").count() as u64;
+    assert!(
+        reloads <= started.elapsed().as_secs() + 2,
+        "{reloads} reloads:\n{}",
         process.log()
     );
 }

@@ -8,6 +8,8 @@ use std::time::{Duration, Instant, SystemTime};
 use parking_lot::Mutex;
 use reqwest::header::HeaderValue;
 use tracing::warn;
+use warmroute_runtime::files;
+use warmroute_settings::MAX_SECRET_FILE;
 
 /// Minimum time between two checks of the file.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
@@ -79,7 +81,7 @@ impl BearerToken {
                 return;
             }
         }
-        let read = tokio::fs::read(&self.path)
+        let read = files::read(&self.path, MAX_SECRET_FILE)
             .await
             .map_err(|error| error.to_string());
         let value = read.and_then(|text| bearer_header(&text));

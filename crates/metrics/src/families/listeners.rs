@@ -23,6 +23,8 @@ metrics! {
         /// header_timeout (a header block was not completed), write_timeout (the client accepted no
         /// data)
         "connections_closed" connections_closed: Family<ListenerReasonLabels, Counter> = Family::default();
+        /// gRPC streams that were refused with UNAVAILABLE because the limit was reached, by listener
+        "streams_refused" streams_refused: Family<ListenerLabel, Counter> = Family::default();
         /// HTTP/2 errors sent to clients, by listener, scope (stream: RST_STREAM, connection:
         /// GOAWAY) and error code
         "http2_errors" http2_errors: Family<Http2ErrorLabels, Counter> = Family::default();

@@ -9,10 +9,11 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use notify::event::{AccessKind, AccessMode};
 use notify::{Event, EventKind, RecommendedWatcher, RecursiveMode, Watcher};
 use tokio::sync::Notify;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 /// Maximum number of debounce periods before the files are read even if notifications continue.
 const MAX_DEBOUNCE_ROUNDS: u32 = 10;
@@ -51,10 +52,9 @@ impl FileWatcher {
             return;
         }
         for _ in 0..MAX_DEBOUNCE_ROUNDS {
-            if timeout(timing.debounce, self.notify.notified())
-                .await
-                .is_err()
-            {
+            // Notifications do not end a period, so a flood of them does not cause a flood of reads.
+            sleep(timing.debounce).await;
+            if self.notify.notified().now_or_never().is_none() {
                 return;
             }
         }
@@ -99,6 +99,35 @@ fn is_change(event: &Event) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn flood_of_notifications_is_debounced() {
+        let watcher = FileWatcher {
+            notify: Arc::default(),
+            _watcher: None,
+        };
+        let timing = FileWatchTiming {
+            poll: Duration::from_secs(5),
+            debounce: Duration::from_millis(100),
+        };
+        let notify = watcher.notify.clone();
+        let flood = tokio::spawn(async move {
+            loop {
+                notify.notify_one();
+                sleep(Duration::from_millis(1)).await;
+            }
+        });
+        let started = tokio::time::Instant::now();
+        watcher.changed(timing).await;
+        flood.abort();
+        assert!(started.elapsed() >= timing.debounce * MAX_DEBOUNCE_ROUNDS);
+        _ = flood.await;
+        watcher.changed(timing).await;
+        let quiet = tokio::time::Instant::now();
+        watcher.notify.notify_one();
+        watcher.changed(timing).await;
+        assert!(quiet.elapsed() < 2 * timing.debounce);
+    }
 
     #[test]
     fn only_writes_count_as_changes() {

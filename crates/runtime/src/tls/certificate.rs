@@ -14,6 +14,7 @@ use rustls::pki_types::pem::{self, PemObject as _};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, ServerConfig};
+use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 /// Validity of a self-signed certificate. It exceeds the lifetime of any process.
 const SELF_SIGNED_VALIDITY: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
@@ -209,7 +210,7 @@ impl CertificateMaterial {
 }
 
 fn read_file(path: &Path) -> Result<(PathBuf, Vec<u8>), TlsError> {
-    let bytes = std::fs::read(path).map_err(|error| match error.kind() {
+    let bytes = read_regular_file(path, MAX_SECRET_FILE).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => TlsError::for_file(path, "no such file"),
         _ => TlsError::for_file(path, format!("cannot be read: {error}")),
     })?;

@@ -9,7 +9,7 @@ use reqwest::ClientBuilder;
 use rustls::crypto::ring;
 use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
-use warmroute_settings::{Problem, describe_missing_file};
+use warmroute_settings::{MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file};
 
 /// Returns the builder of a direct HTTP client without any certificate authority.
 ///
@@ -33,8 +33,8 @@ pub fn http_client_with_ca(authority: Option<&Path>) -> anyhow::Result<ClientBui
     let Some(file) = authority else {
         return Ok(http_client_with_system_roots());
     };
-    let bytes =
-        std::fs::read(file).with_context(|| format!("{} cannot be read", file.display()))?;
+    let bytes = read_regular_file(file, MAX_SECRET_FILE)
+        .with_context(|| format!("{} cannot be read", file.display()))?;
     let authorities = reqwest::Certificate::from_pem_bundle(&bytes)
         .with_context(|| format!("{} is not a PEM file with certificates", file.display()))?;
     Ok(http_client_with_system_roots().tls_certs_only(authorities))
@@ -55,7 +55,8 @@ impl ClientFiles<'_> {
     /// Reads the files.
     pub fn read(self) -> anyhow::Result<ClientTlsConfig> {
         let read = |file: &PathBuf| {
-            std::fs::read(file).with_context(|| format!("cannot read {}", file.display()))
+            read_regular_file(file, MAX_SECRET_FILE)
+                .with_context(|| format!("cannot read {}", file.display()))
         };
         let tls = match self.ca {
             Some(file) => ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(file)?)),

@@ -178,9 +178,12 @@ impl ConnectionTable {
         })
     }
 
-    /// Evicts the connection that has been idle for the longest time, if there is one.
-    pub(super) fn evict_idlest(&self, now: Duration) {
-        if let Some(victim) = self.idlest(now, |_| true) {
+    /// Evicts up to `count` connections that have been idle for the longest time.
+    pub(super) fn evict_idlest(&self, count: usize, now: Duration) {
+        for _ in 0..count {
+            let Some(victim) = self.idlest(now, |_| true) else {
+                return;
+            };
             victim.evict();
         }
     }

@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use parking_lot::Mutex;
 use prometheus_client::metrics::gauge::Gauge;
-use tokio::time::{Instant, sleep};
+use tokio::sync::Notify;
+use tokio::time::{Instant, timeout};
 use tracing::{debug, warn};
 use warmroute_http2_filter::{ErrorScope, SentError};
 
@@ -18,13 +19,19 @@ use super::connection_table::{
 use super::handshake::HandshakeError;
 use super::listener_certificate::{ListenerCertificate, ListenerProtocol};
 use super::log_limit::LogLimit;
+use crate::causes::process_fix;
+use crate::descriptors::DescriptorReserve;
 use warmroute_metrics::{
     Http2ErrorLabels, ListenerLabel, ListenerOutcomeLabels, ListenerReasonLabels, Metrics,
 };
 
-/// Pause after a failed accept. If the process has no free file descriptors, accept would fail
-/// again at once.
+/// Maximum pause after a failed accept. If the process has no free file descriptors, accept fails
+/// until a connection was closed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+
+/// Number of idle connections to evict after a failed accept. The number of waiting clients is
+/// unknown.
+const EVICTED_AT_ONCE: usize = 32;
 
 /// Limits of a listener.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,12 +57,18 @@ pub struct ListenerProfile {
     pub tls: Option<Arc<ListenerCertificate>>,
     /// Connection limits.
     pub limits: ListenerLimits,
+    /// Reserve of the process, which each closed connection refills.
+    pub reserve: DescriptorReserve,
+    /// Whether the listener accepts connections with descriptors of the reserve.
+    pub serves_probes: bool,
 }
 
 /// Listener state that its connections share.
 pub(super) struct ListenerContext {
     pub(super) profile: ListenerProfile,
     table: Mutex<ConnectionTable>,
+    /// Notified when a connection was closed.
+    closed: Notify,
     started: Instant,
     open: Gauge,
     log: LogLimit,
@@ -84,6 +97,7 @@ impl ListenerContext {
         Self {
             profile,
             table,
+            closed: Notify::new(),
             started: Instant::now(),
             open,
             log: LogLimit::default(),
@@ -138,14 +152,18 @@ impl ListenerContext {
         }
     }
 
-    /// Handles an accept error. It evicts an idle connection, because the process may have no free
-    /// file descriptors.
+    /// Handles an accept error. The process may have no free file descriptors, so it evicts idle
+    /// connections and returns when accept may succeed.
     pub(super) async fn on_accept_error(&self, error: &io::Error) {
-        self.table.lock().evict_idlest(self.now());
+        self.table.lock().evict_idlest(EVICTED_AT_ONCE, self.now());
         if self.log.admit("accept", self.now()).is_some() {
-            warn!(listener = self.name(), %error, "listener cannot accept connections");
+            let fix = process_fix(error);
+            warn!(listener = self.name(), %error, fix, "listener cannot accept connections");
         }
-        sleep(ACCEPT_PAUSE).await;
+        if !(self.profile.serves_probes && self.profile.reserve.release()) {
+            // The pause ends early when a connection has been closed.
+            _ = timeout(ACCEPT_PAUSE, self.closed.notified()).await;
+        }
     }
 
     fn name(&self) -> &'static str {
@@ -283,6 +301,9 @@ impl Drop for ConnectionSlot {
             self.context.on_closed("evicted");
         }
         self.context.open.dec();
+        // The socket was dropped before.
+        self.context.profile.reserve.refill();
+        self.context.closed.notify_one();
     }
 }
 

@@ -10,7 +10,7 @@ const INTERVAL: Duration = Duration::from_secs(10);
 
 /// Time of the last log line of each cause.
 #[derive(Default)]
-pub(super) struct LogLimit {
+pub struct LogLimit {
     causes: Mutex<HashMap<&'static str, LoggedCause>>,
 }
 
@@ -23,7 +23,7 @@ struct LoggedCause {
 impl LogLimit {
     /// Returns `None` if a line of this cause must be suppressed now, otherwise the number of lines
     /// suppressed since the last one.
-    pub(super) fn admit(&self, cause: &'static str, now: Duration) -> Option<u64> {
+    pub fn admit(&self, cause: &'static str, now: Duration) -> Option<u64> {
         let mut causes = self.causes.lock();
         let Some(logged) = causes.get_mut(cause) else {
             causes.insert(

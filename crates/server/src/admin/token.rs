@@ -16,6 +16,7 @@ use tracing::{info, warn};
 
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::tls::FileBacked;
+use warmroute_settings::{MAX_SECRET_FILE, read_regular_file};
 
 /// Paths that need no token.
 const PROBE_PATHS: [&str; 2] = ["/healthz", "/readyz"];
@@ -42,7 +43,7 @@ impl AdminToken {
     }
 
     pub(super) fn hash_file(path: &Path) -> Result<blake3::Hash, String> {
-        let text = std::fs::read(path)
+        let text = read_regular_file(path, MAX_SECRET_FILE)
             .map_err(|error| format!("{} cannot be read: {error}", path.display()))?;
         let token = text.trim_ascii();
         if token.is_empty() || !token.iter().all(u8::is_ascii_graphic) {

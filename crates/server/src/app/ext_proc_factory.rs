@@ -15,6 +15,7 @@ use crate::ext_proc::exchange::{ExchangeOptions, ResponseHeaderOptions};
 use crate::ext_proc::message::{BodyMode, BodyModes};
 use crate::ext_proc::pipeline::RequestPipeline;
 use crate::ext_proc::policy::ExchangePolicy;
+use crate::ext_proc::routing_headers::RoutingHeaders;
 use crate::ext_proc::server::ExtProcServer;
 use crate::ext_proc::service::ExtProcService;
 use crate::ext_proc::state::{ExchangeConfig, ExtProcState};
@@ -101,13 +102,17 @@ fn prefill_planner(
     });
     PrefillPlanner {
         executors: executors.collect(),
-        reserved_headers: config
-            .gateway
-            .routing_headers()
-            .reserved_names()
-            .map(Arc::from)
-            .collect(),
+        reserved_headers: routing_headers(config).removed_names().cloned().collect(),
         trusts_clients: config.requests.clients.trusted,
+    }
+}
+
+fn routing_headers(config: &Config) -> RoutingHeaders {
+    let headers = config.gateway.routing_headers();
+    if config.requests.clients.trusted {
+        headers
+    } else {
+        headers.without_client_hints()
     }
 }
 
@@ -142,7 +147,7 @@ fn options(config: &Config) -> ExchangeOptions {
     ExchangeOptions {
         paths: Arc::new(ApiPaths::new(&config.requests.paths)),
         body_limit: config.requests.limits.max_body_size.bytes(),
-        routing_headers: config.gateway.routing_headers(),
+        routing_headers: routing_headers(config),
         clear_route_cache: config.gateway.clear_route_cache,
         assumed_modes,
         observe: config.gateway.observe,

@@ -21,12 +21,14 @@ use tonic::transport::Server;
 use tonic::transport::server::TcpIncoming;
 use tracing::{debug, info};
 use warmroute_metrics::Metrics;
+use warmroute_runtime::descriptors::DescriptorReserve;
 use warmroute_runtime::tls::{
     LimitedListener, ListenerCertificate, ListenerLimits, ListenerProfile, ListenerProtocol,
     ReloadableFiles, TlsConfig,
 };
 
 use super::abortable::AbortableConnection;
+use super::stream_limit::{MaxStreams, StreamLimit};
 use super::unix_socket::{self, SocketFile, SocketIdentity};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, AdminToken};
@@ -68,13 +70,24 @@ const HTTP_HEADER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time for admin responses in progress at shutdown.
 const ADMIN_GRACE: Duration = Duration::from_secs(5);
 
+/// Listeners that accept connections with the reserve of file descriptors.
+const PROBE_LISTENERS: [&str; 2] = ["health", "admin"];
+
 /// Maximum number of concurrent calls on one API connection.
 const MAX_STREAMS: u32 = 4096;
+
+/// Maximum number of concurrent calls on one health connection. All connections together stay below
+/// the default of `max_streams`, so that watches do not starve probes.
+const MAX_HEALTH_STREAMS: u32 = 16;
 
 /// Creates listeners with shared settings.
 #[derive(Clone)]
 pub(super) struct ListenerFactory {
     pub(super) limits: ListenerLimitsConfig,
+    /// Maximum number of open gRPC streams of each listener.
+    pub(super) max_streams: MaxStreams,
+    /// Reserve of file descriptors for the listeners of probes.
+    pub(super) reserve: DescriptorReserve,
     /// True if a draining process owns the addresses. Then binding waits for them.
     pub(super) wait_for_addresses: bool,
     /// Registry of the listeners' certificates and tokens.
@@ -93,6 +106,8 @@ pub(super) struct GrpcListener {
     header_list: u32,
     /// Maximum number of open streams per connection, if limited.
     streams: Option<u32>,
+    /// Limit of the open streams of all connections.
+    stream_limit: StreamLimit,
     resets: ResetLimits,
 }
 
@@ -148,6 +163,7 @@ impl GrpcListener {
         abort: CancellationToken,
     ) -> anyhow::Result<()> {
         let closing = closing.cancelled_owned();
+        let routes = self.stream_limit.limit(routes);
         let server = Server::builder()
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
@@ -209,7 +225,7 @@ impl ListenerFactory {
                 limits,
             )?;
             let (listener, address) = self.tcp(profile, address).await?;
-            listeners.push(self.ext_proc(GrpcSocket::Tcp(listener, address)));
+            listeners.push(self.ext_proc("ext_proc", GrpcSocket::Tcp(listener, address)));
         }
         if let Some(path) = &listen.unix_socket {
             let bound = unix_socket::bind(path).await;
@@ -222,7 +238,7 @@ impl ListenerFactory {
                 UnixListenerStream::new(listener),
                 self.metrics.clone(),
             );
-            listeners.push(self.ext_proc(GrpcSocket::Unix(listener, file)));
+            listeners.push(self.ext_proc("ext_proc_unix", GrpcSocket::Unix(listener, file)));
         }
         Ok(listeners)
     }
@@ -234,7 +250,11 @@ impl ListenerFactory {
             .limits
             .listener_limits(Some(HEALTH_IDLE), Duration::ZERO);
         let profile = self.profile("health", ListenerProtocol::Grpc, None, limits)?;
-        self.grpc(profile, address).await
+        let listener = self.grpc(profile, address).await?;
+        Ok(GrpcListener {
+            streams: Some(MAX_HEALTH_STREAMS),
+            ..listener
+        })
     }
 
     /// Binds the listener of the router API.
@@ -278,11 +298,12 @@ impl ListenerFactory {
         })
     }
 
-    fn ext_proc(&self, socket: GrpcSocket) -> GrpcListener {
+    fn ext_proc(&self, name: &'static str, socket: GrpcSocket) -> GrpcListener {
         GrpcListener {
             socket,
             header_list: self.header_list(),
             streams: self.limits.max_concurrent_streams,
+            stream_limit: self.stream_limit(name),
             resets: EXT_PROC_RESETS,
         }
     }
@@ -292,14 +313,20 @@ impl ListenerFactory {
         profile: ListenerProfile,
         address: SocketAddr,
     ) -> anyhow::Result<GrpcListener> {
+        let stream_limit = self.stream_limit(profile.name);
         let (listener, address) = self.tcp(profile, address).await?;
         let socket = GrpcSocket::Tcp(listener, address);
         Ok(GrpcListener {
             socket,
             header_list: self.header_list(),
             streams: Some(MAX_STREAMS),
+            stream_limit,
             resets: RESETS,
         })
+    }
+
+    fn stream_limit(&self, name: &'static str) -> StreamLimit {
+        StreamLimit::new(name, self.max_streams.clone(), &self.metrics)
     }
 
     fn header_list(&self) -> u32 {
@@ -326,6 +353,8 @@ impl ListenerFactory {
             protocol,
             tls,
             limits,
+            reserve: self.reserve.clone(),
+            serves_probes: PROBE_LISTENERS.contains(&name),
         })
     }
 

@@ -9,7 +9,8 @@ use warmroute_core::worker::Worker;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::shared_cache::HttpSharedCache;
 use warmroute_metrics::Metrics;
-use warmroute_settings::Problem;
+use warmroute_runtime::causes::describe_failure;
+use warmroute_settings::{MAX_SETTINGS_FILE, Problem, read_regular_file};
 use warmroute_tokens::prompt::LoadError;
 
 use super::encoders::{EncoderRegistry, missing_template_advice};
@@ -90,7 +91,7 @@ pub async fn try_load(config: &Config) -> LoadReport {
 /// Returns the error of a tokenizer at the configuration key of the file that caused it.
 fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
     let Some(error) = error.downcast_ref::<LoadError>() else {
-        return Problem::of("tokenizer", format!("{error:#}"));
+        return Problem::of("tokenizer", describe_failure(error));
     };
     let of_file = |file: &Option<PathBuf>| file.as_deref() == Some(error.path());
     let key = match settings {
@@ -110,7 +111,7 @@ fn tokenizer_problem(settings: &ModelConfig, error: &anyhow::Error) -> Problem {
 fn try_clients(config: &Config) -> Result<(), Problem> {
     let metrics = Arc::new(Metrics::new());
     let problem_of =
-        |key: &'static str| move |error: anyhow::Error| Problem::of(key, format!("{error:#}"));
+        |key: &'static str| move |error: anyhow::Error| Problem::of(key, describe_failure(&error));
     EngineClient::new(&config.engines.http)
         .map_err(|error| Problem::of("http", error.to_string()).within("engines"))?;
     parts::index_client(config, &metrics).map_err(problem_of("index.remote"))?;
@@ -148,7 +149,7 @@ pub fn listed_workers(config: &Config) -> anyhow::Result<Vec<Worker>> {
         WorkerSource::File(path) => path,
         WorkerSource::Dns(_) | WorkerSource::Kubernetes(_) => return Ok(config.typical_workers()),
     };
-    let bytes = std::fs::read(&path)
+    let bytes = read_regular_file(&path, MAX_SETTINGS_FILE)
         .with_context(|| format!("the workers file {} cannot be read", path.display()))?;
     discovery::parse(&path, &bytes, &config.served_models()).map_err(|mistakes| {
         let mistakes: Vec<String> = mistakes.iter().map(ToString::to_string).collect();

@@ -7,18 +7,22 @@
 use std::path::PathBuf;
 use std::slice;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
 use serde_json::Value;
 use tokio::sync::{Mutex, Notify};
+use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use warmroute_core::router::Router;
 use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::causes::describe_failure;
+use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
-use warmroute_settings::{ConfigError, PathStep, Problem};
+use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, PathStep, Problem};
 use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::Encoder;
 
@@ -234,7 +238,7 @@ impl Reloader {
         } = running.apply_reload(&read).map_err(conflict_texts)?;
         let pending = pending_changes(&needs_restart, &running.to_json(), &read.to_json());
         let config = Arc::new(config);
-        let failed = |error: anyhow::Error| vec![format!("{error:#}")];
+        let failed = |error: anyhow::Error| vec![describe_failure(&error)];
         let loaded = self.encoders.load(&config).await.map_err(failed)?;
         let other_files = self.encoders.differs_from(&loaded);
         let candidate = self
@@ -354,16 +358,22 @@ impl Reloader {
     }
 }
 
-/// Reloads the configuration when its file changes or a reload is requested.
+/// Minimum time between the starts of two reloads, so that a flood of signals costs little.
+const RELOAD_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Reloads the configuration when its file changes or a reload is requested. At most one reload runs
+/// and at most one request waits.
 pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> anyhow::Result<()> {
     let watcher = FileWatcher::new(slice::from_ref(&file.path));
     let mut requested = false;
+    let mut last_reload = None;
     loop {
         let settings = reloader.running().process.reload.clone();
-        let now = tokio::fs::read(&file.path).await.ok();
+        let now = files::read(&file.path, MAX_SETTINGS_FILE).await.ok();
         let differs =
             settings.watch && std::mem::replace(&mut *file.last_bytes.lock(), now.clone()) != now;
         if requested || differs {
+            last_reload = Some(Instant::now());
             let reading = file.clone();
             let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
             reloader.reload(read).await;
@@ -376,6 +386,13 @@ pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> an
             () = file.reload_requested.notified() => true,
             () = watcher.changed(timing), if settings.watch => false,
         };
+        if requested {
+            // Requests that arrive in this time are served by one reload.
+            if let Some(last_reload) = last_reload {
+                sleep_until(last_reload + RELOAD_INTERVAL).await;
+            }
+            info!("config reload requested");
+        }
     }
 }
 

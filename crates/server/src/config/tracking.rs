@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-use warmroute_settings::{Problem, describe_missing_file};
+use warmroute_settings::{MAX_SECRET_FILE, Problem, describe_missing_file, read_regular_file};
 
 use crate::tracking_hash::{TrackingHash, TrackingKey};
 
@@ -69,7 +69,7 @@ impl TrackingHashConfig {
                 "this family needs a key; give its name as `key_id`",
             )
         })?;
-        if !file.is_file() {
+        if !file.exists() {
             return Err(Problem::of("key_file", describe_missing_file(file)));
         }
         let unreadable = |error| {
@@ -78,7 +78,7 @@ impl TrackingHashConfig {
                 format!("{} cannot be read: {error}", file.display()),
             )
         };
-        let bytes = std::fs::read(file).map_err(unreadable)?;
+        let bytes = read_regular_file(file, MAX_SECRET_FILE).map_err(unreadable)?;
         let secret: [u8; TrackingKey::LEN] = bytes.try_into().map_err(|bytes: Vec<u8>| {
             let text = format!(
                 "{} has {} bytes; a key has {}, raw",

@@ -218,6 +218,10 @@ pub struct ListenerLimitsConfig {
     /// Maximum number of concurrent streams of one connection to ext_proc. `None`: unlimited. Envoy
     /// may exceed a limit until it has received it.
     pub max_concurrent_streams: Option<u32>,
+    /// Maximum number of open gRPC streams of all connections: exchanges of ext_proc, one for each of
+    /// its filters, watches and xDS. Further streams are refused with UNAVAILABLE, on which Envoy
+    /// serves the request without warmroute if `failure_mode_allow` is set.
+    pub max_streams: u32,
 }
 
 impl Default for ListenerLimitsConfig {
@@ -228,6 +232,7 @@ impl Default for ListenerLimitsConfig {
             handshake_timeout: DurationSetting::seconds(10),
             max_header_list_size: ByteSize::kib(64),
             max_concurrent_streams: None,
+            max_streams: 65_536,
         }
     }
 }
@@ -263,6 +268,12 @@ impl ListenerLimitsConfig {
             );
             problems.push(Problem::of("max_header_list_size", text));
         }
+        if self.max_streams == 0 {
+            problems.push(Problem::of(
+                "max_streams",
+                "no exchange could begin; the default is 65536",
+            ));
+        }
         if self.max_concurrent_streams == Some(0) {
             problems.push(Problem::of(
                 "max_concurrent_streams",
@@ -270,6 +281,21 @@ impl ListenerLimitsConfig {
             ));
         }
         problems
+    }
+
+    /// Returns these limits with at most `max_connections` connections. The limit of one IP address
+    /// is reduced by the same ratio.
+    pub fn scale_connections(self, max_connections: u32) -> Self {
+        if max_connections >= self.max_connections {
+            return self;
+        }
+        let per_peer = u64::from(self.max_connections_per_peer) * u64::from(max_connections)
+            / u64::from(self.max_connections).max(1);
+        Self {
+            max_connections,
+            max_connections_per_peer: u32::try_from(per_peer).unwrap_or(u32::MAX).max(1),
+            ..self
+        }
     }
 
     /// Returns the limits of a listener.

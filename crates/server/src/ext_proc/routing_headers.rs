@@ -1,6 +1,7 @@
 //! Headers that carry the route to the chosen worker. Profiles group the headers of each consumer
 //! and can be combined, and the operator can rename every header. The names of all profiles are
-//! removed from client requests, because otherwise a client could choose its worker.
+//! removed from client requests, because otherwise a client could choose its worker. The routing
+//! hints of untrusted clients are removed too, because a component behind warmroute may read them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -11,6 +12,7 @@ use warmroute_core::worker::WorkerEndpoint;
 use super::header_changes::{HeaderChanges, HeaderKey};
 use super::headers::{self, RequestHead};
 use super::metadata::SUBSET_KEY;
+use crate::request::hint_headers;
 
 /// Header group of one consumer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -138,6 +140,8 @@ impl HeaderNames {
 pub struct RoutingHeaders {
     set: Vec<(HeaderField, HeaderKey)>,
     reserved_names: Vec<HeaderKey>,
+    /// Further names that are removed from the requests of untrusted clients.
+    hint_names: Vec<HeaderKey>,
     has_llm_d: bool,
 }
 
@@ -205,8 +209,16 @@ impl RoutingHeaders {
         Self {
             set,
             reserved_names: reserved,
+            hint_names: Vec::new(),
             has_llm_d: profiles.contains(&HeaderProfile::LlmD),
         }
+    }
+
+    /// Removes the routing hints of clients too, because the clients are not trusted.
+    pub fn without_client_hints(mut self) -> Self {
+        let is_new = |name: &&str| self.reserved_names().all(|reserved| reserved != *name);
+        self.hint_names = hint_headers().filter(is_new).map(HeaderKey::from).collect();
+        self
     }
 
     /// Returns whether rejections set llm-d's header with the reason.
@@ -230,7 +242,12 @@ impl RoutingHeaders {
         self.reserved_names.iter().map(|name| &**name)
     }
 
-    /// Returns the reserved headers in a client's request, which must be removed.
+    /// Returns the names of the headers that clients cannot send to workers.
+    pub fn removed_names(&self) -> impl Iterator<Item = &HeaderKey> {
+        self.reserved_names.iter().chain(&self.hint_names)
+    }
+
+    /// Returns the headers in a client's request that must be removed.
     pub fn forged_headers(&self, head: &RequestHead) -> Vec<HeaderKey> {
         let sent = |name: &&HeaderKey| {
             head.headers
@@ -238,7 +255,7 @@ impl RoutingHeaders {
                 .iter()
                 .any(|header| header.key.eq_ignore_ascii_case(name))
         };
-        self.reserved_names.iter().filter(sent).cloned().collect()
+        self.removed_names().filter(sent).cloned().collect()
     }
 
     /// Adds the headers of a route.

@@ -52,11 +52,12 @@ impl ExtProcService {
             return Ok(());
         };
         let first = IncomingMessage::parse(first);
+        // The futures are boxed, so that each stream has the size of its role.
         if filter == FilterRole::Retry {
-            return self.run_retry_filter(first, incoming, replies).await;
+            return Box::pin(self.run_retry_filter(first, incoming, replies)).await;
         }
         if filter == FilterRole::Probe || FirstTokenProbe::is_probe_stream(&first) {
-            return self.run_probe_filter(first, incoming, replies).await;
+            return Box::pin(self.run_probe_filter(first, incoming, replies)).await;
         }
         let start = ExchangeStart {
             exchange_key: (filter == FilterRole::Probed)
@@ -70,9 +71,8 @@ impl ExtProcService {
             replies,
             gateway: call.gateway,
         };
-        ExchangeStream::new(self.state, self.config, call, start)
-            .run(first)
-            .await
+        let stream = ExchangeStream::new(self.state, self.config, call, start);
+        Box::pin(stream.run(first)).await
     }
 
     /// Returns the pool that the authority of a call selects.

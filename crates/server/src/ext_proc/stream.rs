@@ -292,7 +292,8 @@ impl ExchangeStream {
         while let Some(effect) = effects.pop_front() {
             match effect {
                 Effect::Reply(reply) => self.replies.send(reply).await,
-                Effect::Route(inbound) => match self.route(inbound, early).await? {
+                // Boxed, so that the exchange does not contain this large future for its whole time.
+                Effect::Route(inbound) => match Box::pin(self.route(inbound, early)).await? {
                     None => {}
                     Some(RoutingOutcome::Immediate(answer)) => {
                         effects.extend(self.exchange.on_immediate(&answer));

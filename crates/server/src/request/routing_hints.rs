@@ -26,6 +26,27 @@ const ALLOWED_WORKERS: &str = "x-warmroute-allowed-workers";
 /// JSON of the weights for one request.
 const OVERRIDES: &str = "x-warmroute-override";
 
+/// Priority headers that warmroute does not read. A component behind it may read them.
+const OTHER_PRIORITIES: &[&str] = &["x-warmroute-priority", "x-strict-priority"];
+
+/// Returns the names of all headers with hints.
+pub fn hint_headers() -> impl Iterator<Item = &'static str> {
+    [
+        DECODE_WORKER,
+        PREFILL_WORKER,
+        DECODE_RANK,
+        PREFILL_RANK,
+        PRIORITY,
+        STRICT_PRIORITY,
+        QUEUE_CLASS,
+        OTHER_PRIORITIES,
+        &[ALLOWED_WORKERS, OVERRIDES],
+    ]
+    .into_iter()
+    .flatten()
+    .copied()
+}
+
 /// Routing hints of a trusted client.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct RoutingHints {
@@ -159,6 +180,19 @@ mod tests {
             worker: WorkerId(worker),
             rank: rank.map(DpRank),
         })
+    }
+
+    #[test]
+    fn every_header_that_is_read_is_listed() {
+        let read = parking_lot::Mutex::new(BTreeSet::new());
+        let record = |name: &str| {
+            read.lock().insert(name.to_owned());
+            None
+        };
+        RoutingHints::parse(&record, None);
+        let listed = BTreeSet::from_iter(hint_headers().map(str::to_owned));
+        let missing: Vec<_> = read.lock().difference(&listed).cloned().collect();
+        assert!(missing.is_empty() && !read.lock().is_empty(), "{missing:?}");
     }
 
     #[test]

@@ -6,8 +6,6 @@ mod bpe_file;
 mod fingerprint;
 mod tokenizer_source;
 
-use std::fs;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -17,12 +15,16 @@ use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
+use warmroute_settings::{ByteSize, read_limited, read_regular_file};
 
 use super::fast::{FastPath, VerifiedTokenizer};
 use super::rebuild::{TokenizerClass, TokenizerMetadata};
 use super::{Config, EngineKind, ModelTraits, TransformersVersion, sglang};
 pub use fingerprint::ModelFingerprint;
 use tokenizer_source::TokenizerSource;
+
+/// Maximum size of a file of a model, also after decompression.
+pub(in crate::prompt) const MAX_MODEL_FILE: ByteSize = ByteSize::mib(256);
 
 /// A model's files cannot be used.
 #[derive(Debug, Error)]
@@ -466,13 +468,9 @@ fn read_file(path: &Path) -> Result<Vec<u8>, LoadError> {
         path: path.to_owned(),
         source,
     };
-    let bytes = fs::read(path).map_err(failed)?;
+    let bytes = read_regular_file(path, MAX_MODEL_FILE).map_err(failed)?;
     if !bytes.starts_with(&[0x1f, 0x8b]) {
         return Ok(bytes);
     }
-    let mut plain = Vec::new();
-    GzDecoder::new(bytes.as_slice())
-        .read_to_end(&mut plain)
-        .map_err(failed)?;
-    Ok(plain)
+    read_limited(GzDecoder::new(bytes.as_slice()), MAX_MODEL_FILE).map_err(failed)
 }

@@ -10,6 +10,7 @@ use super::super::connection_table::ConnectionLimits;
 use super::super::listener_certificate::ListenerCertificate;
 use super::super::listener_context::ListenerLimits;
 use super::*;
+use crate::descriptors::DescriptorReserve;
 
 type Incoming = mpsc::UnboundedSender<io::Result<DuplexStream>>;
 type TestListener =
@@ -30,6 +31,16 @@ fn listener(
     tls: bool,
     total: usize,
     idle: Option<Duration>,
+) -> (Incoming, TestListener, Arc<Metrics>) {
+    listener_with_reserve(tls, total, idle, DescriptorReserve::default())
+}
+
+/// Returns a listener that accepts connections with the descriptors of a reserve, if it has any.
+fn listener_with_reserve(
+    tls: bool,
+    total: usize,
+    idle: Option<Duration>,
+    reserve: DescriptorReserve,
 ) -> (Incoming, TestListener, Arc<Metrics>) {
     let (incoming, sockets) = mpsc::unbounded_channel();
     let metrics = Arc::new(Metrics::new());
@@ -56,6 +67,8 @@ fn listener(
         protocol: ListenerProtocol::Grpc,
         tls,
         limits,
+        reserve,
+        serves_probes: true,
     };
     let listener = LimitedListener::new(
         profile,
@@ -404,6 +417,53 @@ async fn full_listener_replaces_pending_handshake() {
         "the connection is closed"
     );
     assert_eq!(closed(&metrics, "evicted"), 1);
+}
+
+fn no_descriptors() -> io::Error {
+    rustix::io::Errno::MFILE.into()
+}
+
+#[tokio::test(start_paused = true)]
+async fn probe_listener_accepts_with_the_reserve() {
+    let reserve = DescriptorReserve::new();
+    let (incoming, mut listener, _) = listener_with_reserve(false, 2, None, reserve.clone());
+    incoming.send(Err(no_descriptors())).unwrap();
+    let _client = connect(&incoming);
+    let started = tokio::time::Instant::now();
+    let connection = listener.next().await.unwrap();
+    assert_eq!(started.elapsed(), Duration::ZERO, "without a pause");
+    let count_spare = || std::iter::from_fn(|| reserve.release().then_some(())).count();
+    let spare = count_spare();
+    // A closed connection refills the reserve.
+    drop(connection);
+    assert_eq!(count_spare(), spare + 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn accept_error_evicts_idle_connections_at_once() {
+    let (incoming, mut listener, metrics) = listener(false, 100, None);
+    let mut clients = Vec::new();
+    for _ in 0..40 {
+        clients.push(connect(&incoming));
+        let mut connection = listener.next().await.unwrap();
+        tokio::spawn(async move { connection.read_u8().await });
+    }
+    tokio::task::yield_now().await;
+    let started = tokio::time::Instant::now();
+    // Two failures free as many connections as 64 failures with a pause for each.
+    for _ in 0..2 {
+        incoming.send(Err(no_descriptors())).unwrap();
+    }
+    let _client = connect(&incoming);
+    let _connection = listener.next().await.unwrap();
+    assert!(started.elapsed() <= Duration::from_millis(100));
+    timeout(Duration::from_secs(5), async {
+        while closed(&metrics, "evicted") < 40 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    })
+    .await
+    .unwrap();
 }
 
 #[tokio::test(start_paused = true)]

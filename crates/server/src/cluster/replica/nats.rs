@@ -14,6 +14,8 @@ use futures_util::StreamExt as _;
 use parking_lot::Mutex;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
+use warmroute_runtime::files;
+use warmroute_settings::MAX_SECRET_FILE;
 
 use super::ReplicaId;
 use super::config::{NatsConfig, ReplicasConfig};
@@ -251,10 +253,12 @@ async fn connect_options(nats: &NatsConfig) -> anyhow::Result<ConnectOptions> {
 /// Reads the current credentials.
 async fn auth(nats: &NatsConfig) -> std::io::Result<Auth> {
     let read = async |file: &Option<std::path::PathBuf>| match file {
-        Some(file) => tokio::fs::read_to_string(file)
-            .await
-            .map(|text| Some(text.trim().to_owned())),
-        None => Ok(None),
+        Some(file) => {
+            let text = files::read(file, MAX_SECRET_FILE).await?;
+            let text = String::from_utf8(text).map_err(std::io::Error::other)?;
+            Ok(Some(text.trim().to_owned()))
+        }
+        None => Ok::<_, std::io::Error>(None),
     };
     let mut auth = Auth::new();
     auth.token = read(&nats.token_file).await?;

@@ -15,12 +15,19 @@ use tracing::{info, warn};
 use warmroute_core::index::dump::{self, DumpReader, RankDump};
 use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
+use warmroute_settings::{ByteSize, open_regular_file, read_limited};
 
 /// Extension that is added to the path of the index, for the file of the learned latency.
 const LATENCY_EXTENSION: &str = "latency.json";
 
 /// Size of the read and write buffers.
 const BUFFER_BYTES: usize = 1 << 20;
+
+/// Maximum size of the snapshot file, which is read as a stream.
+const MAX_SNAPSHOT_FILE: ByteSize = ByteSize::mib(64 << 10);
+
+/// Maximum size of the file with the learned latency.
+const MAX_LATENCY_FILE: ByteSize = ByteSize::mib(64);
 
 /// Writes the ranks and returns their number. The file is replaced atomically. If there are no
 /// ranks, it is not replaced.
@@ -99,7 +106,10 @@ pub(super) fn read_latency(
     now: SystemTime,
 ) -> Option<LatencySnapshot> {
     read_recent(&latency_path(path), max_age, now, |file| {
-        Ok(serde_json::from_reader(BufReader::new(file))?)
+        Ok(serde_json::from_slice(&read_limited(
+            file,
+            MAX_LATENCY_FILE,
+        )?)?)
     })
 }
 
@@ -144,7 +154,7 @@ fn read_recent<T>(
 
 /// Opens a file that is at most this old.
 fn open_recent(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<File> {
-    let file = File::open(path)?;
+    let file = open_regular_file(path, MAX_SNAPSHOT_FILE)?;
     // If the modification time is in the future, the clock was set back, and the age counts as 0.
     let age = now
         .duration_since(file.metadata()?.modified()?)

@@ -16,7 +16,7 @@ use crate::ext_proc::headers::{self, RequestHead, ResponseHead};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::reply::{BodyEdit, ModelRename};
 use crate::ext_proc::wire::BodyPiece;
-use crate::request::RequestBody;
+use crate::request::{RequestBody, hint_headers};
 use transcript::{describe, describe_one};
 
 const CHAT: &str = "/v1/chat/completions";
@@ -211,6 +211,74 @@ fn forged_routing_headers_are_removed_or_overwritten() {
     passed.on_message(body(b"", true));
     let removed = removed.replace("headers", "headers content-length=0");
     assert_eq!(describe(passed.on_route(to_no_worker()))[0], removed);
+}
+
+#[test]
+fn hints_of_untrusted_clients_are_removed() {
+    let modes = [
+        BodyMode::None,
+        BodyMode::Buffered,
+        BodyMode::BufferedPartial,
+        BodyMode::Streamed,
+        BodyMode::FullDuplex,
+        BodyMode::Grpc,
+    ];
+    let sent = |path: &str| {
+        let hint = |name: &str| HeaderValue {
+            key: name.to_ascii_uppercase(),
+            value: "1".into(),
+            ..HeaderValue::default()
+        };
+        ExchangeMessage::RequestHeaders {
+            head: RequestHead {
+                path: path.into(),
+                headers: Arc::new(HeaderMap {
+                    headers: hint_headers().chain(["x-other"]).map(hint).collect(),
+                }),
+                ..RequestHead::default()
+            },
+            end_of_stream: false,
+        }
+    };
+    let removed = |trusted: bool, mode, path: &str, route: RouteTarget| {
+        let mut options = options();
+        if !trusted {
+            options.routing_headers = options.routing_headers.without_client_hints();
+        }
+        let modes = BodyModes {
+            request: mode,
+            response: BodyMode::None,
+        };
+        let mut exchange = exchange_with(options, ExchangeStart::default(), modes);
+        let mut lines = describe(exchange.on_message(sent(path)));
+        if !exchange.is_routing() {
+            lines.extend(describe(exchange.on_message(body(b"", true))));
+        }
+        lines.extend(describe(exchange.on_route(route)));
+        let changed = lines.join(" ");
+        let is_changed = |name: &&str| {
+            changed
+                .split(' ')
+                .any(|word| word == format!("-{name}") || word.starts_with(&format!("{name}=")))
+        };
+        hint_headers().filter(is_changed).collect::<Vec<_>>()
+    };
+    for mode in modes {
+        for path in [CHAT, "/v1/models", "/unknown"] {
+            for route in [to_worker(), to_no_worker()] {
+                assert_eq!(
+                    removed(false, mode, path, route.clone()),
+                    hint_headers().collect::<Vec<_>>(),
+                    "{mode:?} {path}"
+                );
+                let trusted = removed(true, mode, path, route);
+                assert!(
+                    !trusted.contains(&"x-warmroute-override"),
+                    "{mode:?} {path}"
+                );
+            }
+        }
+    }
 }
 
 #[test]

@@ -8,8 +8,9 @@ use std::{io, slice};
 
 use warmroute_core::worker::Worker;
 use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
-use warmroute_settings::ConfigError;
+use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE};
 
 use super::WorkerModel;
 use super::config::DiscoveryConfig;
@@ -117,7 +118,7 @@ pub async fn watch(
     };
     let mut state = WorkersFileState::new(file.path.clone(), file.models);
     loop {
-        let update = state.apply(tokio::fs::read(&file.path).await);
+        let update = state.apply(files::read(&file.path, MAX_SETTINGS_FILE).await);
         report_update(&file.path, &update, &metrics);
         if let WorkersFileUpdate::Applied(workers) = update {
             on_fleet(workers);

@@ -8,6 +8,7 @@ use serde::{Serialize, Serializer};
 use warmroute_core::worker::Worker;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::lifecycle::directory;
+use warmroute_settings::{ByteSize, read_regular_file};
 
 use super::subset_labels::{SubsetLabels, hosts};
 
@@ -153,8 +154,11 @@ pub enum FileWriteOutcome {
     Unchanged,
 }
 
+/// Maximum size of an endpoint file that is compared with its new content.
+const MAX_ENDPOINTS_FILE: ByteSize = ByteSize::mib(256);
+
 fn replace(path: &Path, text: &str) -> io::Result<FileWriteOutcome> {
-    if std::fs::read(path).is_ok_and(|bytes| bytes == text.as_bytes()) {
+    if read_regular_file(path, MAX_ENDPOINTS_FILE).is_ok_and(|bytes| bytes == text.as_bytes()) {
         return Ok(FileWriteOutcome::Unchanged);
     }
     directory::prepare(path)?;

@@ -4,9 +4,11 @@ use std::num::NonZeroU32;
 use std::path::Path;
 
 use serde::Deserialize;
+use warmroute_settings::read_regular_file;
 
 use super::config::{MediaItemRule, TokenCountRule};
 use super::image_header::ImageHeader;
+use crate::prompt::model_files::MAX_MODEL_FILE;
 
 /// Maximum aspect ratio. Engines reject images with a larger one.
 const MAX_ASPECT_RATIO: u64 = 200;
@@ -111,7 +113,8 @@ impl MediaTokenCounter {
 
 fn read_preprocessor(path: &Path) -> Result<PreprocessorFile, String> {
     let failed = |problem: String| format!("{}: {problem}", path.display());
-    let bytes = std::fs::read(path).map_err(|error| failed(error.to_string()))?;
+    let bytes =
+        read_regular_file(path, MAX_MODEL_FILE).map_err(|error| failed(error.to_string()))?;
     let file: PreprocessorFile =
         serde_json::from_slice(&bytes).map_err(|error| failed(error.to_string()))?;
     match &file.image_processor_type {

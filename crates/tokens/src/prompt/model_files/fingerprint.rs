@@ -1,9 +1,10 @@
 //! Fingerprint of a model's files, to detect changes and to share encoders.
 
-use std::fs;
 use std::path::Path;
 
-use super::{LoadError, MODEL_CONFIG_NAME, find_file};
+use warmroute_settings::read_regular_file;
+
+use super::{LoadError, MAX_MODEL_FILE, MODEL_CONFIG_NAME, find_file};
 use crate::prompt::{Config, MediaConfig, ModelTraits};
 
 /// Hash of a model's files and traits. Equal fingerprints produce equal encoders.
@@ -26,10 +27,11 @@ impl ModelFingerprint {
             .as_bytes(),
         );
         for path in traits.media.iter().flat_map(MediaConfig::files) {
-            let bytes = fs::read(path).map_err(|source| LoadError::Read {
-                path: path.to_owned(),
-                source,
-            })?;
+            let bytes =
+                read_regular_file(path, MAX_MODEL_FILE).map_err(|source| LoadError::Read {
+                    path: path.to_owned(),
+                    source,
+                })?;
             hasher
                 .update(&(bytes.len() as u64).to_le_bytes())
                 .update(&bytes);
@@ -69,7 +71,8 @@ impl Config {
                 hasher.update(&[0]);
                 continue;
             };
-            let bytes = fs::read(&path).map_err(|source| LoadError::Read { path, source })?;
+            let bytes = read_regular_file(&path, MAX_MODEL_FILE)
+                .map_err(|source| LoadError::Read { path, source })?;
             hasher
                 .update(&[1])
                 .update(&(bytes.len() as u64).to_le_bytes())
