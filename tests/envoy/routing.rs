@@ -10,6 +10,7 @@ mod departed;
 mod encrypted;
 mod engine_load;
 mod eviction;
+mod first_token;
 mod forged;
 mod handovers;
 mod health;

@@ -19,6 +19,7 @@ pub mod policy;
 mod probe;
 pub mod reject;
 pub mod reply;
+pub mod response_content;
 mod response_stream;
 mod retries;
 pub mod returned_piece;

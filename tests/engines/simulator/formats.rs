@@ -280,3 +280,125 @@ async fn disabled_features_are_missing() {
         .unwrap();
     assert_eq!(sources.status(), StatusCode::NOT_FOUND);
 }
+
+/// Returns the documents of a stream whose events have names, without the names.
+fn named_events(stream: &str) -> Vec<Value> {
+    let events = stream.split_terminator("\n\n").filter_map(|event| {
+        let (name, data) = event.strip_prefix("event: ")?.split_once('\n').unwrap();
+        let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        assert_eq!(data["type"], name);
+        Some(data)
+    });
+    events.collect()
+}
+
+fn types(events: &[Value]) -> Vec<&str> {
+    events
+        .iter()
+        .map(|event| event["type"].as_str().unwrap())
+        .collect()
+}
+
+#[tokio::test]
+async fn responses_stream_has_event_order_of_vllm() {
+    let engine = SimulatorProcess::start(&[]).await;
+    let mut ask = json!({"model": "sim", "max_output_tokens": 2, "instructions": "Weigh every word. ".repeat(40),
+        "input": [{"role": "user", "content": "What is 2+2?"}]});
+    let whole: Value = engine
+        .post("/v1/responses", ask.clone())
+        .await
+        .json()
+        .await
+        .unwrap();
+    assert_eq!(
+        (&whole["status"], &whole["usage"]["output_tokens"]),
+        (&json!("incomplete"), &json!(2))
+    );
+    let input = whole["usage"]["input_tokens"].as_u64().unwrap();
+    ask["stream"] = json!(true);
+    let text = engine
+        .post("/v1/responses", ask)
+        .await
+        .text()
+        .await
+        .unwrap();
+    let events = named_events(&text);
+    assert_eq!(
+        types(&events),
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.delta",
+            "response.output_text.delta",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    );
+    for (at, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], at);
+    }
+    assert_eq!(events[0]["response"]["usage"], Value::Null);
+    let last = &events[9]["response"];
+    assert_eq!(last["output"][0]["content"], whole["output"][0]["content"]);
+    assert_eq!(last["usage"]["input_tokens"], input);
+    assert_eq!(
+        last["usage"]["input_tokens_details"]["cached_tokens"],
+        (input - 1) / 16 * 16
+    );
+    assert!(!text.contains("[DONE]"));
+}
+
+#[tokio::test]
+async fn messages_stream_has_event_order_of_vllm() {
+    let engine = SimulatorProcess::start(&[]).await;
+    let mut ask = json!({"model": "sim", "max_tokens": 2, "system": "Be brief.",
+        "messages": [{"role": "user", "content": "What is 2+2?"}]});
+    let whole: Value = engine
+        .post("/v1/messages", ask.clone())
+        .await
+        .json()
+        .await
+        .unwrap();
+    assert_eq!(
+        (&whole["type"], &whole["stop_reason"]),
+        (&json!("message"), &json!("max_tokens"))
+    );
+    ask["stream"] = json!(true);
+    let text = engine
+        .post("/v1/messages", ask.clone())
+        .await
+        .text()
+        .await
+        .unwrap();
+    let events = named_events(&text);
+    let order = [
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ];
+    assert_eq!(types(&events), order);
+    let input = &whole["usage"]["input_tokens"];
+    assert_eq!(
+        events[0]["message"]["usage"],
+        json!({"input_tokens": input, "output_tokens": 0})
+    );
+    assert_eq!(
+        events[5]["usage"],
+        json!({"input_tokens": input, "output_tokens": 2})
+    );
+    engine.misbehave(json!({"early_stream_events": true})).await;
+    let text = engine.post("/v1/messages", ask).await.text().await.unwrap();
+    let early: Vec<_> = [order[0], "ping"]
+        .into_iter()
+        .chain(order[1..].iter().copied())
+        .collect();
+    assert_eq!(types(&named_events(&text)), early);
+}

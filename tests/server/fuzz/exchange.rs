@@ -17,6 +17,7 @@ use warmroute_server::ext_proc::config::ObserveMode;
 use warmroute_server::ext_proc::exchange::{ExchangeOptions, ExchangeStart, ResponseHeaderOptions};
 use warmroute_server::ext_proc::message::{BodyMode, IncomingMessage};
 use warmroute_server::ext_proc::reply::{BodyEdit, ImmediateReply, ModelRename, RouteReply};
+use warmroute_server::ext_proc::response_content::{ContentReport, MissingContent};
 use warmroute_server::ext_proc::routing_headers::{HeaderNames, HeaderProfile, RoutingHeaders};
 use warmroute_server::ext_proc::{Effect, Exchange, headers};
 use warmroute_server::prefill::MirrorTarget;
@@ -118,7 +119,7 @@ impl ExchangeRun {
                 );
                 effects
             }
-            21 => self.exchange.on_first_token(),
+            21 => self.exchange.on_content_report(content_report(input)),
             22 => {
                 self.check_timeout_extension();
                 assert_eq!(self.exchange.buffered_bytes(), held);
@@ -266,11 +267,19 @@ impl ExchangeRun {
         self.watch.assert_ended();
         for effects in [
             self.exchange.on_deadline(),
-            self.exchange.on_first_token(),
+            self.exchange.on_content_report(ContentReport::Content),
             self.exchange.on_route(routed_target()),
         ] {
             assert!(effects.is_empty(), "an event has effects after the end");
         }
+    }
+}
+
+fn content_report(input: &mut Input<'_>) -> ContentReport {
+    match input.below(3) {
+        0 => ContentReport::Content,
+        1 => ContentReport::Stopped,
+        _ => ContentReport::Ended(MissingContent::Empty),
     }
 }
 

@@ -251,6 +251,7 @@ impl ExchangeWatch {
             Effect::Route(_) => "route",
             Effect::ResponseStarted(_) => "answered",
             Effect::FirstToken { .. } => "first token",
+            Effect::ContentMissing(_) => "content missing",
             Effect::Completed => "finished",
             Effect::ResponseChunk(_) => {
                 return assert!(!finished, "a response chunk after the end");

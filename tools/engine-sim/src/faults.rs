@@ -24,6 +24,8 @@ pub(crate) struct FaultConfig {
     pub(crate) slow_first_token_ms: u64,
     /// First tokens are computed but withheld until the fault is cleared.
     pub(crate) hold_first_tokens: bool,
+    /// Streams begin at once with the events that a front end may send before the first token.
+    pub(crate) early_stream_events: bool,
     /// Connections are cut after this many tokens of a stream.
     pub(crate) cut_stream_after_tokens: Option<u64>,
     /// Prefills for another engine are refused with this status.

@@ -46,6 +46,8 @@ pub(crate) fn router(engine: Arc<SimEngine>) -> Router {
         .merge(render::routes())
         .route("/v1/chat/completions", post(generate))
         .route("/v1/completions", post(generate))
+        .route("/v1/responses", post(generate))
+        .route("/v1/messages", post(generate))
         .route("/v1/models", get(models))
         .route("/health", get(async || StatusCode::OK))
         .route("/metrics", get(metrics_page))
@@ -108,8 +110,7 @@ impl AcceptedRequest {
         headers: &HeaderMap,
         body: Bytes,
     ) -> Result<Self, OpenAiError> {
-        let api = ApiKind::from_path(uri.path())
-            .filter(|api| matches!(api, ApiKind::ChatCompletions | ApiKind::Completions));
+        let api = ApiKind::from_path(uri.path());
         let api = api.ok_or_else(|| OpenAiError::new(StatusCode::NOT_FOUND, "no such endpoint"))?;
         let request = GenerationRequest::read(&body).map_err(OpenAiError::bad_request)?;
         let keys = engine.block_keys(&request)?;

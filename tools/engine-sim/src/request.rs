@@ -11,6 +11,7 @@ pub(crate) struct GenerationRequest {
     stream_options: Option<StreamOptions>,
     max_tokens: Option<usize>,
     max_completion_tokens: Option<usize>,
+    max_output_tokens: Option<usize>,
     n: Option<usize>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) session_id: Option<String>,
@@ -56,6 +57,7 @@ impl GenerationRequest {
 
     pub(crate) fn max_tokens(&self) -> usize {
         self.max_completion_tokens
+            .or(self.max_output_tokens)
             .or(self.max_tokens)
             .unwrap_or(DEFAULT_MAX_TOKENS)
     }

@@ -1,6 +1,9 @@
-//! Responses in OpenAI's format with vLLM's fields, as one JSON document or as chunks of an event
-//! stream. The builder receives every token and counts the usage. The cached tokens are those that
-//! the block cache reused.
+//! Responses in the formats of vLLM's APIs, as one JSON document or as events of a stream. The
+//! builder receives every token and counts the usage. The cached tokens are those that the block
+//! cache reused.
+
+mod messages;
+mod responses;
 
 use std::sync::Arc;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -13,6 +16,9 @@ use super::kv_origin::{self, WorstOrigin};
 use super::request::GenerationRequest;
 use super::scheduler::TokenOutput;
 use super::tokens::SimTokenizer;
+
+/// A comment that keeps a connection alive.
+const PING_COMMENT: &str = ": ping\n\n";
 
 /// State of one choice.
 #[derive(Debug, Default)]
@@ -63,6 +69,10 @@ pub(crate) struct ResponseBuilder {
     has_stopped: bool,
     /// Origin of the keys and values, if the response reports it.
     worst_origin: Option<WorstOrigin>,
+    /// True if the events that precede the content were sent.
+    has_opened: bool,
+    /// Number of the next event of the Responses API.
+    sequence_number: u64,
     tokenizer: Arc<SimTokenizer>,
     prompts: Vec<Vec<u32>>,
     choices: Vec<ChoiceState>,
@@ -79,7 +89,8 @@ impl ResponseBuilder {
         prompts: Vec<Vec<u32>>,
     ) -> Self {
         let prefix = match api {
-            ApiKind::ChatCompletions => "chatcmpl",
+            ApiKind::ChatCompletions | ApiKind::Messages => "chatcmpl",
+            ApiKind::Responses => "resp",
             _ => "cmpl",
         };
         let choices = (0..prompts.len() * request.choices())
@@ -106,6 +117,8 @@ impl ResponseBuilder {
             transfer_fields: TransferFields::default(),
             has_stopped: false,
             worst_origin: None,
+            has_opened: false,
+            sequence_number: 0,
             tokenizer: engine.tokenizer.clone(),
             prompts,
             choices,
@@ -167,9 +180,15 @@ impl ResponseBuilder {
         text
     }
 
-    fn usage(&self) -> Value {
-        let prompt: usize = self.prompts.iter().map(Vec::len).sum();
-        let completion: usize = self.choices.iter().map(|choice| choice.tokens.len()).sum();
+    fn prompt_len(&self) -> usize {
+        self.prompts.iter().map(Vec::len).sum()
+    }
+
+    fn output_len(&self) -> usize {
+        self.choices.iter().map(|choice| choice.tokens.len()).sum()
+    }
+
+    fn cached_len(&self) -> usize {
         // If a prompt has several choices, the first one computes the blocks that the others hit.
         // vLLM reports these hits.
         let cached = |prompt| {
@@ -180,7 +199,13 @@ impl ResponseBuilder {
                 .max()
         };
         let cached: usize = (0..self.prompts.len()).filter_map(cached).sum();
-        let cached = self.remote_cached_tokens.unwrap_or(cached);
+        self.remote_cached_tokens.unwrap_or(cached)
+    }
+
+    fn usage(&self) -> Value {
+        let prompt = self.prompt_len();
+        let completion = self.output_len();
+        let cached = self.cached_len();
         json!({
             "prompt_tokens": prompt,
             "total_tokens": prompt + completion,
@@ -199,6 +224,11 @@ impl ResponseBuilder {
 
     /// Returns the whole response as one document.
     pub(crate) fn document(&self) -> Value {
+        match self.api {
+            ApiKind::Responses => return responses::document(self),
+            ApiKind::Messages => return messages::document(self),
+            _ => {}
+        }
         let choices = self
             .choices
             .iter()
@@ -244,9 +274,42 @@ impl ResponseBuilder {
         value
     }
 
-    /// Returns the stream chunk for one token.
+    /// Returns the events that vLLM sends before the computation.
+    pub(crate) fn opening_events(&mut self) -> Option<String> {
+        (self.api == ApiKind::Responses).then(|| responses::opening_events(self))
+    }
+
+    /// Returns the events that a front end may send before the computation: pings, and events that
+    /// vLLM sends with the first token.
+    pub(crate) fn early_events(&mut self) -> String {
+        let is_open = std::mem::replace(&mut self.has_opened, true);
+        match self.api {
+            ApiKind::Messages => {
+                messages::opening_events(self) + &typed_event(&json!({"type": "ping"}))
+            }
+            ApiKind::ChatCompletions if !is_open => {
+                let roles = (0..self.choices.len()).map(|at| self.role_chunk(at));
+                roles.collect::<String>() + PING_COMMENT
+            }
+            _ => PING_COMMENT.to_owned(),
+        }
+    }
+
+    fn role_chunk(&self, at: usize) -> String {
+        let role = json!({"role": "assistant", "content": ""});
+        let opening =
+            json!([{"index": at, "delta": role, "logprobs": null, "finish_reason": null}]);
+        event(&self.envelope("chat.completion.chunk", &opening))
+    }
+
+    /// Returns the stream events for one token.
     pub(crate) fn chunk(&mut self, at: usize, output: TokenOutput) -> String {
         let text = self.push(at, output);
+        match self.api {
+            ApiKind::Responses => return responses::token_events(self, &text, output),
+            ApiKind::Messages => return messages::token_events(self, &text, output),
+            _ => {}
+        }
         let finish = if output.is_last {
             json!("length")
         } else {
@@ -256,10 +319,8 @@ impl ResponseBuilder {
         let mut value = json!({"index": at, "logprobs": null, "finish_reason": finish});
         let object = match self.api {
             ApiKind::ChatCompletions => {
-                if output.is_first {
-                    let role = json!({"role": "assistant", "content": ""});
-                    let opening = json!([{"index": at, "delta": role, "logprobs": null, "finish_reason": null}]);
-                    events += &event(&self.envelope("chat.completion.chunk", &opening));
+                if output.is_first && !self.has_opened {
+                    events += &self.role_chunk(at);
                 }
                 value["delta"] = json!({"content": text});
                 "chat.completion.chunk"
@@ -276,7 +337,12 @@ impl ResponseBuilder {
     }
 
     /// Returns the final chunks of the stream.
-    pub(crate) fn final_chunks(&self) -> String {
+    pub(crate) fn final_chunks(&mut self) -> String {
+        match self.api {
+            ApiKind::Responses => return responses::final_events(self),
+            ApiKind::Messages => return messages::final_events(self),
+            _ => {}
+        }
         let object = match self.api {
             ApiKind::ChatCompletions => "chat.completion.chunk",
             _ => "text_completion",
@@ -306,4 +372,10 @@ impl ResponseBuilder {
 
 pub(crate) fn event(value: &Value) -> String {
     format!("data: {value}\n\n")
+}
+
+/// Returns an event with its type as its name.
+fn typed_event(value: &Value) -> String {
+    let kind = value["type"].as_str().unwrap_or_default();
+    format!("event: {kind}\n{}", event(value))
 }

@@ -151,11 +151,15 @@ fn events(
     engine: Arc<SimEngine>,
     outputs: TokenOutputs,
     abort_registration: AbortRegistration,
-    response: ResponseBuilder,
+    mut response: ResponseBuilder,
 ) -> impl Stream<Item = io::Result<Bytes>> {
-    let cut_after = engine.faults.current().cut_stream_after_tokens;
+    let faults = engine.faults.current();
+    let cut_after = faults.cut_stream_after_tokens;
+    let opening = response.opening_events();
+    let early = faults.early_stream_events.then(|| response.early_events());
+    let opening = opening.into_iter().chain(early).map(|text| Ok(text.into()));
     let initial = Some((outputs, abort_registration, response, 0_u64));
-    stream::unfold(initial, move |state| {
+    let rest = stream::unfold(initial, move |state| {
         let engine = engine.clone();
         async move {
             let (mut outputs, abort_registration, mut response, sent) = state?;
@@ -178,5 +182,6 @@ fn events(
                 Some((outputs, abort_registration, response, sent + 1)),
             ))
         }
-    })
+    });
+    stream::iter(opening.collect::<Vec<_>>()).chain(rest)
 }

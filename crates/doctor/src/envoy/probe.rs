@@ -139,7 +139,7 @@ fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Findi
         (message, "`allow_content_length_header: true`")
     } else {
         return Some(probe_check(site, probe).ok(
-            "it receives the first chunk of each response, and responses do not depend on \
+            "it receives each response up to its first content, and responses do not depend on \
                 it",
         ));
     };

@@ -91,10 +91,10 @@ pub struct ModelConfig {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FirstToken {
-    /// The first bytes of the body. The engine sends the headers before the first token.
+    /// The first content of the body. The engine sends the headers before the first token.
     #[default]
     Body,
-    /// The headers. The engine sends them with the first token.
+    /// The headers of chats and completions. The engine sends them with the first token.
     Headers,
 }
 

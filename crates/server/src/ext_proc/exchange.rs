@@ -20,6 +20,7 @@ use super::message::{BodyModes, ExchangeMessage};
 use super::metadata::GatewayMetadata;
 use super::mutation;
 use super::reply::{ImmediateReply, RouteReply};
+use super::response_content::ContentReport;
 
 use context::ExchangeContext;
 pub use effect::{Effect, InboundRequest};
@@ -134,9 +135,14 @@ impl Exchange {
         (!is_lost).then_some(effects)
     }
 
-    /// Handles a first token that the probe filter has observed.
-    pub fn on_first_token(&mut self) -> Vec<Effect> {
-        self.response.on_first_token()
+    /// Returns whether this filter observes the response body and has seen no content.
+    pub fn observes_no_content(&self) -> bool {
+        self.response.observes_no_content()
+    }
+
+    /// Handles the report of the probe filter about the response body.
+    pub fn on_content_report(&mut self, report: ContentReport) -> Vec<Effect> {
+        self.response.on_content_report(report)
     }
 
     /// Handles the answer to [`Effect::Route`]. A route that is not awaited any more has no effect.

@@ -18,6 +18,7 @@ use warmroute_core::router::{Mode, Router};
 use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
 use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
 
+use super::response_content::{MissingContent, ResponseContent};
 use super::retries::RetryDecision;
 use crate::dispatch::audit::{CacheAudit, ReportedUsage};
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
@@ -49,11 +50,11 @@ pub(super) struct ExchangeGuard {
     served_elsewhere: bool,
     /// Whether the usage scanner reads the response body.
     body_scanned: bool,
-    /// Whether bytes of the response body were observed, by this filter or by the probe filter.
-    body_observed: bool,
+    /// Content of the response, observed by this filter or by the probe filter.
+    content: ResponseContent,
     usage: Box<UsageScanner>,
     status: u16,
-    /// Whether the response is a stream of events, whose first event carries the first token.
+    /// Whether the response is a stream of events.
     event_stream: bool,
     end: ExchangeEnd,
     /// Whether output blocks count as load.
@@ -97,7 +98,7 @@ impl ExchangeGuard {
             prompts: Vec::new(),
             served_elsewhere: false,
             body_scanned: false,
-            body_observed: false,
+            content: ResponseContent::default(),
             usage: Box::default(),
             status: 0,
             event_stream: false,
@@ -151,8 +152,13 @@ impl ExchangeGuard {
         }
     }
 
-    /// Handles an event of the mirrored prefill. Returns whether the request has failed.
-    pub(super) fn on_prefill_event(&mut self, event: &PrefillEvent) -> bool {
+    /// Handles an event of the mirrored prefill. `is_content_missing` is true if the response has
+    /// begun and is known to have no content so far. Returns whether the request has failed.
+    pub(super) fn on_prefill_event(
+        &mut self,
+        event: &PrefillEvent,
+        is_content_missing: bool,
+    ) -> bool {
         let (Some(RemotePrefill::Mirror(mirrored_prefill)), Some(active)) =
             (&self.remote_prefill, &mut self.active)
         else {
@@ -168,14 +174,8 @@ impl ExchangeGuard {
                 mirrored_prefill.on_failure(failure, &self.router, active);
                 false
             }
-            // A response that has begun proves that KV was transferred, even if its first token was
-            // not observed.
-            PrefillEvent::TimedOut if self.status != 0 => {
-                if let Some(RemotePrefill::Mirror(mirrored_prefill)) = self.remote_prefill.take() {
-                    mirrored_prefill.complete();
-                }
-                false
-            }
+            // The first token of a response that has begun may be missed by the probe.
+            PrefillEvent::TimedOut if self.status != 0 && !is_content_missing => false,
             PrefillEvent::TimedOut => {
                 mirrored_prefill.on_timeout(&self.router, active);
                 self.remote_prefill = None;
@@ -215,16 +215,16 @@ impl ExchangeGuard {
     /// Handles the first token of the response, which was `observed` or is assumed to arrive with
     /// the headers.
     pub(super) fn on_first_token(&mut self, observed: bool) {
-        self.body_observed |= observed;
+        self.content = match (observed, self.event_stream) {
+            (true, _) => ResponseContent::Delivered,
+            (false, false) => ResponseContent::Assumed,
+            (false, true) => self.content,
+        };
         self.end = self.end_at_least(ExchangeEnd::Closed);
         // An error has no first token.
         let is_success = (200..300).contains(&self.status);
         // After the first token the prefill is complete.
-        if let Some(RemotePrefill::Mirror(mirrored_prefill)) =
-            self.remote_prefill.take().filter(|_| is_success)
-        {
-            mirrored_prefill.complete();
-        }
+        self.end_remote_prefill(is_success);
         // A unary response begins when it is complete, and the headers of an event stream precede
         // the computation.
         let is_measured = is_success && observed && self.event_stream;
@@ -239,6 +239,23 @@ impl ExchangeGuard {
         }
         if is_success && observed && self.event_stream {
             self.first_token_at.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// Handles the end of a response without content.
+    pub(super) fn on_content_missing(&mut self, missing: MissingContent) {
+        self.content = ResponseContent::Missing(missing);
+        if (200..300).contains(&self.status) {
+            debug!(?missing, "response without content");
+        }
+    }
+
+    /// Ends the prefill on another worker. A mirrored prefill that is not complete is aborted.
+    fn end_remote_prefill(&mut self, is_complete: bool) {
+        if let Some(RemotePrefill::Mirror(mirrored_prefill)) =
+            self.remote_prefill.take().filter(|_| is_complete)
+        {
+            mirrored_prefill.complete();
         }
     }
 
@@ -264,7 +281,6 @@ impl ExchangeGuard {
 
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
         self.body_scanned = true;
-        self.body_observed = true;
         let had_usage = self.usage.usage().is_some();
         let events = self.usage.content_events();
         self.usage.push(chunk);
@@ -316,6 +332,8 @@ impl ExchangeGuard {
     pub(super) fn on_completed(&mut self) {
         self.end = ExchangeEnd::Complete;
         self.completed_at = Some(Instant::now());
+        let is_success = (200..300).contains(&self.status);
+        self.end_remote_prefill(is_success && !self.content.excludes_prefill());
         self.release();
         self.observe_duration();
         // The last event may lack the empty line that ends it.
@@ -327,8 +345,8 @@ impl ExchangeGuard {
     /// the client may disconnect before the first token.
     fn release(&mut self) {
         let has_begun = match self.end {
-            ExchangeEnd::Complete => true,
-            ExchangeEnd::Closed => self.body_observed || !self.event_stream,
+            ExchangeEnd::Complete => !self.content.excludes_prefill(),
+            ExchangeEnd::Closed => self.content == ResponseContent::Delivered || !self.event_stream,
             ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
         };
         let is_success = has_begun && (200..300).contains(&self.status);

@@ -12,6 +12,7 @@ use warmroute_core::policy::EndpointSubset;
 use warmroute_core::router::{Reason, Route, RoutePrompt, RouteTarget, Router};
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{Metrics, ModelLabel};
+use warmroute_tokens::openai::ApiKind;
 
 use super::config::FailureMode;
 use super::exchange::InboundRequest;
@@ -128,11 +129,14 @@ impl RequestPipeline {
         );
         let failure = self.failure_mode(preprocessed.route_request.model.as_ref());
         let pool = preprocessed.route_request.constraints.pool.clone();
+        let delays_headers = preprocessed
+            .api
+            .is_some_and(ApiKind::may_delay_stream_headers);
         match self.dispatch(preprocessed, plan, started, on_wait).await {
             Ok(prefilled) => {
                 self.count_route(&prefilled.active, &model, is_hashed);
                 log_route(&head, &prefilled.active.placement.route);
-                self.routed(prefilled, edit)
+                self.routed(prefilled, edit, delays_headers)
             }
             Err(error) => {
                 debug!(request_id = head.request_id, pool = pool.as_deref(), %error, "request not routed");
@@ -185,28 +189,31 @@ impl RequestPipeline {
             .map_err(DispatchError::Refused)
     }
 
-    fn routed(&self, prefilled: PrefillOutcome, edit: Option<BodyEdit>) -> RoutingOutcome {
+    /// Returns the outcome of a routed request. `delays_headers` is true if engines may delay the
+    /// headers of a stream of its API until the first token.
+    fn routed(
+        &self,
+        prefilled: PrefillOutcome,
+        edit: Option<BodyEdit>,
+        delays_headers: bool,
+    ) -> RoutingOutcome {
+        let route = &prefilled.active.placement.route;
         let edit = BodyEdit::replace_body(edit, prefilled.body);
+        let first_token_with_headers =
+            delays_headers && self.policy.first_token_with_headers.contains(&route.model);
         let reply = RouteReply {
-            mirror_to: prefilled.mirror_to,
-            ..self.route_reply(&prefilled.active.placement.route, edit)
-        };
-        RoutingOutcome::Routed {
-            reply: Box::new(reply),
-            active: Some(Box::new(prefilled.active)),
-            remote_prefill: prefilled.remote_prefill,
-        }
-    }
-
-    fn route_reply(&self, route: &Route, edit: Option<BodyEdit>) -> RouteReply {
-        RouteReply {
             target: RouteTarget {
                 why: self.policy.why_header.then(|| route.summary_line().into()),
                 ..route.target()
             },
             body_edit: edit,
-            mirror_to: None,
-            first_token_with_headers: self.policy.first_token_with_headers.contains(&route.model),
+            mirror_to: prefilled.mirror_to,
+            first_token_with_headers,
+        };
+        RoutingOutcome::Routed {
+            reply: Box::new(reply),
+            active: Some(Box::new(prefilled.active)),
+            remote_prefill: prefilled.remote_prefill,
         }
     }
 

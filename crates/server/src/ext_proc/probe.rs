@@ -1,20 +1,27 @@
 //! The filter that only observes the first token. It replies before it reports the first token, and
-//! it ends its stream after the first piece of the response body. It also replies on streams of
+//! it ends its stream after the first content of the response body. It also replies on streams of
 //! unknown exchanges, such as Envoy's own responses, so that it never blocks a response.
+
+use warmroute_tokens::openai::usage::ContentDetector;
 
 use super::header_changes::HeaderChanges;
 use super::message::{BodyModes, ExchangeMessage, IncomingMessage};
 use super::mutation::{self, MessageKind};
+use super::response_content::{ContentReport, MissingContent};
 use super::returned_piece::ExtProcReply;
 use super::wire::BodyPiece;
+
+/// Maximum number of pieces of a response body that are observed before its first content. Pings
+/// and comments of a front end fit, and an event of some megabytes that repeats the request.
+const MAX_PIECES: usize = 256;
 
 /// Replies to one message.
 #[derive(Debug)]
 pub(super) struct ProbeReply {
     /// Replies in order.
     pub(super) replies: Vec<ExtProcReply>,
-    /// Key of the exchange whose first token the message carries.
-    pub(super) first_token_of: Option<String>,
+    /// Key of an exchange, and the report about its response.
+    pub(super) report: Option<(String, ContentReport)>,
     /// Whether the stream may end.
     pub(super) ends_stream: bool,
 }
@@ -23,8 +30,11 @@ pub(super) struct ProbeReply {
 #[derive(Debug, Default)]
 pub(super) struct FirstTokenProbe {
     exchange_key: Option<String>,
-    /// Whether the first token was observed.
-    first_token_seen: bool,
+    detector: ContentDetector,
+    /// Number of observed pieces.
+    pieces: usize,
+    /// Whether a report was made.
+    has_reported: bool,
     modes: Option<BodyModes>,
 }
 
@@ -45,46 +55,64 @@ impl FirstTokenProbe {
             self.exchange_key = incoming.metadata.exchange_key;
         }
         let continued = |to| vec![mutation::continue_with(to, HeaderChanges::default()).into()];
-        let (replies, seen, is_over) = match incoming.message {
-            None => (Vec::new(), false, false),
+        let (replies, report) = match incoming.message {
+            None => (Vec::new(), None),
             Some(ExchangeMessage::RequestHeaders { .. }) => {
-                (continued(MessageKind::RequestHeaders), false, false)
+                (continued(MessageKind::RequestHeaders), None)
             }
-            Some(ExchangeMessage::RequestBody(piece)) => (
-                self.pass_body(MessageKind::RequestBody, &piece),
-                false,
-                false,
-            ),
+            Some(ExchangeMessage::RequestBody(piece)) => {
+                (self.pass_body(MessageKind::RequestBody, &piece), None)
+            }
             Some(ExchangeMessage::RequestTrailers) => {
-                (vec![mutation::request_trailers().into()], false, false)
+                (vec![mutation::request_trailers().into()], None)
             }
             Some(ExchangeMessage::ResponseHeaders {
                 end_of_stream: end, ..
-            }) => (continued(MessageKind::ResponseHeaders), false, end),
-            Some(ExchangeMessage::ResponseBody(piece)) => {
-                let seen = !piece.body.is_empty();
-                (
-                    self.pass_body(MessageKind::ResponseBody, &piece),
-                    seen,
-                    seen || piece.is_last(),
-                )
-            }
-            Some(ExchangeMessage::ResponseTrailers) => {
-                (vec![mutation::response_trailers().into()], false, true)
-            }
+            }) => (
+                continued(MessageKind::ResponseHeaders),
+                end.then(|| self.report_at_end()),
+            ),
+            Some(ExchangeMessage::ResponseBody(piece)) => (
+                self.pass_body(MessageKind::ResponseBody, &piece),
+                self.observe(&piece),
+            ),
+            Some(ExchangeMessage::ResponseTrailers) => (
+                vec![mutation::response_trailers().into()],
+                Some(self.report_at_end()),
+            ),
         };
         // If the response passes through warmroute, ending the stream early would lose the rest of
         // it.
         let duplex = self
             .modes
             .is_some_and(|modes| modes.response.is_sent_back());
-        let first = seen && !self.first_token_seen;
-        self.first_token_seen |= seen;
+        let is_first = report.is_some() && !std::mem::replace(&mut self.has_reported, true);
         ProbeReply {
             replies,
-            first_token_of: self.exchange_key.clone().filter(|_| first),
-            ends_stream: is_over && !duplex,
+            ends_stream: report.is_some() && !duplex,
+            report: self.exchange_key.clone().zip(report).filter(|_| is_first),
         }
+    }
+
+    /// Observes a piece of the response body. Returns the report that it permits.
+    fn observe(&mut self, piece: &BodyPiece) -> Option<ContentReport> {
+        if self.has_reported {
+            return None;
+        }
+        self.pieces += 1;
+        if self.detector.push(&piece.body) {
+            Some(ContentReport::Content)
+        } else if piece.is_last() {
+            Some(self.report_at_end())
+        } else {
+            (self.pieces >= MAX_PIECES).then_some(ContentReport::Stopped)
+        }
+    }
+
+    fn report_at_end(&mut self) -> ContentReport {
+        self.detector.finish();
+        MissingContent::from_evidence(self.detector.evidence())
+            .map_or(ContentReport::Content, ContentReport::Ended)
     }
 
     fn pass_body(&self, to: MessageKind, piece: &BodyPiece) -> Vec<ExtProcReply> {
@@ -121,22 +149,80 @@ mod tests {
         ExchangeMessage::ResponseBody(BodyPiece::new(bytes, end))
     }
 
+    fn report(report: ContentReport) -> Option<(String, ContentReport)> {
+        Some(("7".to_owned(), report))
+    }
+
+    const CONTENT: &[u8] = b"data: {\"choices\":[{\"delta\":{\"content\":\"a\"}}]}\n\n";
+
     #[test]
-    fn probe_ends_with_first_piece_of_body() {
+    fn probe_ends_with_first_content() {
         let mut probe = FirstTokenProbe::default();
         let head = ExchangeMessage::ResponseHeaders {
             head: ResponseHead::default(),
             end_of_stream: false,
         };
+        let (begin, end) = CONTENT.split_at(20);
         let steps = [
-            (incoming(head, Some("7")), None, false),
-            (incoming(body(b"", false), Some("7")), None, false),
-            (incoming(body(b"data", false), Some("7")), Some("7"), true),
+            (head, None),
+            (body(b"", false), None),
+            (body(b": ping\n\nevent: response.created\n", false), None),
+            (
+                body(b"data: {\"type\":\"response.created\"}\n\n", false),
+                None,
+            ),
+            (body(begin, false), None),
+            (body(end, false), report(ContentReport::Content)),
         ];
-        for (message, first_token, ends) in steps {
-            let reply = probe.on_message(message);
-            assert_eq!((reply.replies.len(), reply.ends_stream), (1, ends));
-            assert_eq!(reply.first_token_of.as_deref(), first_token);
+        for (message, expected) in steps {
+            let reply = probe.on_message(incoming(message, Some("7")));
+            assert_eq!(
+                (reply.replies.len(), reply.ends_stream),
+                (1, expected.is_some())
+            );
+            assert_eq!(reply.report, expected);
+        }
+    }
+
+    #[test]
+    fn probe_reports_end_without_content() {
+        let cases: [(&[u8], MissingContent); 4] = [
+            (b"", MissingContent::Empty),
+            (b"data: [DONE]\n\n", MissingContent::Empty),
+            (
+                b"data: {\"error\":{\"code\":500}}\n\n",
+                MissingContent::Error,
+            ),
+            (
+                b"data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n",
+                MissingContent::OutputEnded,
+            ),
+        ];
+        for (bytes, missing) in cases {
+            let end = ExchangeMessage::ResponseTrailers;
+            for (bytes, last) in [
+                (bytes, body(b"", true)),
+                (bytes, end),
+                (b"", body(bytes, true)),
+            ] {
+                let mut probe = FirstTokenProbe::default();
+                let first = probe.on_message(incoming(body(bytes, false), Some("7")));
+                assert_eq!((first.report, first.ends_stream), (None, false));
+                let reply = probe.on_message(incoming(last, Some("7")));
+                assert!(reply.ends_stream);
+                assert_eq!(reply.report, report(ContentReport::Ended(missing)));
+            }
+        }
+    }
+
+    #[test]
+    fn probe_stops_after_many_pieces_without_content() {
+        let mut probe = FirstTokenProbe::default();
+        for piece in 1..=MAX_PIECES {
+            let reply = probe.on_message(incoming(body(b": ping\n\n", false), Some("7")));
+            let stops = piece == MAX_PIECES;
+            assert_eq!(reply.ends_stream, stops, "{piece}");
+            assert_eq!(reply.report.is_some(), stops);
         }
     }
 
@@ -144,7 +230,7 @@ mod tests {
     fn unknown_exchange_gets_replies_and_full_duplex_continues() {
         let reply = FirstTokenProbe::default().on_message(incoming(body(b"own", true), None));
         assert_eq!(
-            (reply.replies.len(), reply.first_token_of, reply.ends_stream),
+            (reply.replies.len(), reply.report, reply.ends_stream),
             (1, None, true)
         );
         let mut duplex = FirstTokenProbe::default();
@@ -158,12 +244,12 @@ mod tests {
         };
         let reply = duplex.on_message(first);
         assert_eq!(
-            (reply.first_token_of.as_deref(), reply.ends_stream),
-            (Some("7"), false)
+            (reply.report, reply.ends_stream),
+            (report(ContentReport::Content), false)
         );
         let reply = duplex.on_message(incoming(body(b"y", true), Some("7")));
         assert_eq!(
-            (reply.replies.len(), reply.first_token_of, reply.ends_stream),
+            (reply.replies.len(), reply.report, reply.ends_stream),
             (1, None, false),
             "only once"
         );

@@ -18,6 +18,7 @@ use super::exchange::ExchangeStart;
 use super::gateway::GatewayTraits;
 use super::message::IncomingMessage;
 use super::probe::FirstTokenProbe;
+use super::response_content::ContentReport;
 use super::response_stream::{ResponseSink, ResponseStream};
 use super::retries::RetryFilter;
 use super::returned_piece::ExtProcReply;
@@ -140,12 +141,12 @@ impl ExtProcService {
             for wire in reply.replies {
                 replies.send(wire).await;
             }
-            if let Some(exchange_key) = reply.first_token_of {
-                counter.outcome = if self.state.first_tokens.notify_observed(&exchange_key) {
-                    "observed"
-                } else {
-                    "unmatched"
-                };
+            if let Some((exchange_key, report)) = reply.report {
+                let first_tokens = &self.state.first_tokens;
+                let is_matched = first_tokens.notify_observed(&exchange_key, report);
+                if report == ContentReport::Content {
+                    counter.outcome = if is_matched { "observed" } else { "unmatched" };
+                }
             }
             if !reply.ends_stream {
                 next = self

@@ -17,6 +17,7 @@ use super::exchange::ExchangeOptions;
 use super::first_tokens::FirstTokenRegistry;
 use super::message::BodyMode;
 use super::pipeline::RequestPipeline;
+use super::response_content::ContentReport;
 use super::retries::RetryRegistry;
 use super::wire::RawProcessingRequest;
 use crate::dispatch::audit::CacheAudit;
@@ -85,7 +86,8 @@ impl ExtProcState {
 
     /// Records the first token of an exchange, which another replica has observed.
     pub fn record_first_token(&self, exchange_key: &str) {
-        self.first_tokens.notify(exchange_key);
+        self.first_tokens
+            .notify(exchange_key, ContentReport::Content);
     }
 
     /// Returns the next message, or `None` after the half-close. An error status ends the stream:

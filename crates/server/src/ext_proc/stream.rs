@@ -19,6 +19,7 @@ use super::guard::ExchangeGuard;
 use super::message::{ExchangeMessage, IncomingMessage};
 use super::pipeline::RoutingOutcome;
 use super::reject;
+use super::response_content::ContentReport;
 use super::response_stream::ResponseSink;
 use super::retries::{RetryAttempt, RetryDecision, RetryListener};
 use super::state::{ExchangeConfig, ExtProcState};
@@ -92,8 +93,8 @@ impl From<Status> for StreamEnd {
 /// Next input of the exchange.
 enum StreamEvent {
     Message(Box<RawProcessingRequest>),
-    /// Another filter observed the first token.
-    FirstToken,
+    /// Another filter has observed the response body.
+    Content(ContentReport),
     /// The request body is late.
     Deadline,
     /// The mirrored prefill has made progress.
@@ -153,9 +154,9 @@ impl ExchangeStream {
                     self.accept_message(IncomingMessage::parse(*message), &mut early)
                         .await
                 }
-                Ok(StreamEvent::FirstToken) => {
+                Ok(StreamEvent::Content(report)) => {
                     self.first_token = None;
-                    let effects = self.exchange.on_first_token();
+                    let effects = self.exchange.on_content_report(report);
                     self.apply_effects(effects, &mut early).await
                 }
                 Ok(StreamEvent::Deadline) => {
@@ -167,7 +168,8 @@ impl ExchangeStream {
                 }
                 Ok(StreamEvent::Prefill(event)) => {
                     self.prefill_aborted = matches!(event, PrefillEvent::Failed(_));
-                    if self.guard.on_prefill_event(&event) {
+                    let is_content_missing = self.exchange.observes_no_content();
+                    if self.guard.on_prefill_event(&event, is_content_missing) {
                         self.abort(&mut early).await
                     } else {
                         Ok(())
@@ -212,8 +214,8 @@ impl ExchangeStream {
 
     async fn next_event(&mut self) -> Result<StreamEvent, StreamEnd> {
         let first_token = async {
-            match &self.first_token {
-                Some(waiter) => waiter.notified().await,
+            match &mut self.first_token {
+                Some(waiter) => waiter.reported().await,
                 None => std::future::pending().await,
             }
         };
@@ -227,7 +229,7 @@ impl ExchangeStream {
             biased;
             // Polled before the end of the stream, because a stream that Envoy has reset is polled
             // only once more.
-            () = first_token => Ok(StreamEvent::FirstToken),
+            report = first_token => Ok(StreamEvent::Content(report)),
             message = self.state.receive_from(self.incoming.as_mut()) => match message? {
                 Some(message) => Ok(StreamEvent::Message(Box::new(message))),
                 None => Err(StreamEnd::HalfClosed),
@@ -319,6 +321,7 @@ impl ExchangeStream {
                 },
                 Effect::ResponseStarted(head) => self.guard.on_response_headers(head),
                 Effect::FirstToken { observed } => self.guard.on_first_token(observed),
+                Effect::ContentMissing(missing) => self.guard.on_content_missing(missing),
                 Effect::ResponseChunk(chunk) => self.guard.on_response_chunk(&chunk),
                 Effect::Completed => self.guard.on_completed(),
             }

@@ -109,6 +109,12 @@ impl ApiKind {
         !matches!(self, Self::Models | Self::Conversations)
     }
 
+    /// Returns true if some engines send the headers of a stream of this API with its first token.
+    /// The first events of the other APIs precede the computation.
+    pub fn may_delay_stream_headers(self) -> bool {
+        matches!(self, Self::ChatCompletions | Self::Completions)
+    }
+
     /// Returns true if the number of tokens can be estimated from the body size in bytes.
     pub fn has_text_body(self) -> bool {
         !matches!(

@@ -3,6 +3,8 @@
 //! The response arrives in arbitrary chunks and may never end. The scanner buffers at most one
 //! event, or a complete document up to a limit. Of a longer document, it stores only the usage.
 
+mod content_detector;
+mod counts;
 mod event_pattern;
 mod long_document;
 mod response_event;
@@ -10,12 +12,17 @@ mod response_event;
 #[cfg(test)]
 mod tests;
 
+pub use content_detector::ContentDetector;
+use counts::UsageCounts;
 use event_pattern::EventPattern;
 use long_document::LongDocument;
-use response_event::{EventContent, UsageCounts};
+use response_event::EventContent;
 
 /// Maximum length in bytes of a line, an event, or a document that is parsed as a whole.
 const MAX_EVENT_BYTES: usize = 1 << 20;
+
+/// Maximum capacity of a buffer, in bytes, that is kept for the next line or event.
+const MAX_RETAINED_BYTES: usize = 16 << 10;
 
 /// Encoding of a response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -25,6 +32,23 @@ pub enum ResponseEncoding {
     EventStream,
     /// One JSON document.
     Document,
+}
+
+/// Evidence in a response that the engine has generated output. A later variant outweighs an
+/// earlier one.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum OutputEvidence {
+    /// None: no event at all, or only events that precede the computation, such as a role, a ping or
+    /// `response.created`.
+    #[default]
+    None,
+    /// The engine has reported the end of its output, or output tokens without text.
+    Ended,
+    /// The engine has reported an error.
+    Error,
+    /// Content: text, reasoning, a refusal, a tool call, audio, token ids or log probabilities.
+    /// Events of an unknown format count as content.
+    Content,
 }
 
 /// Token counts reported by the engine.
@@ -52,6 +76,7 @@ pub struct UsageScanner {
     counts: Option<UsageCounts>,
     content_events: u64,
     content_tokens: u64,
+    evidence: OutputEvidence,
     skipped_events: u64,
     is_complete: bool,
 }
@@ -107,6 +132,11 @@ impl UsageScanner {
         self.usage()
             .map_or(0, |usage| usage.completion_tokens)
             .max(self.content_tokens)
+    }
+
+    /// Returns the strongest evidence of output so far.
+    pub fn evidence(&self) -> OutputEvidence {
+        self.evidence
     }
 
     /// Returns the number of lines and events that were too long or could not be parsed.
@@ -214,12 +244,11 @@ impl UsageScanner {
         if self.line.bytes.is_empty() {
             return self.end_event();
         }
-        let mut line = std::mem::take(&mut self.line.bytes);
+        let line = std::mem::take(&mut self.line.bytes);
         if let Some(data) = line.strip_prefix(b"data:") {
             self.extend_event(data.strip_prefix(b" ").unwrap_or(data));
         }
-        line.clear();
-        self.line.bytes = line;
+        self.line.bytes = emptied(line);
     }
 
     fn extend_event(&mut self, data: &[u8]) {
@@ -240,21 +269,21 @@ impl UsageScanner {
 
     fn end_event(&mut self) {
         let EventBuffer {
-            mut data,
+            data,
             has_data,
             is_invalid,
         } = std::mem::take(&mut self.event);
         if has_data && !is_invalid {
             self.read_event(&data);
         }
-        data.clear();
-        self.event.data = data;
+        self.event.data = emptied(data);
     }
 
     fn read_event(&mut self, data: &[u8]) {
         if self.event_pattern.matches(data) {
             self.content_events += 1;
             self.content_tokens += 1;
+            self.evidence = OutputEvidence::Content;
         } else if data == b"[DONE]" {
             self.is_complete = true;
         } else {
@@ -265,8 +294,13 @@ impl UsageScanner {
     fn read(&mut self, json: &[u8]) {
         let Some(parsed) = response_event::parse_event(json) else {
             self.skipped_events += 1;
+            // Text that is not JSON has an unknown format.
+            if !json.trim_ascii().is_empty() {
+                self.evidence = OutputEvidence::Content;
+            }
             return;
         };
+        self.evidence = self.evidence.max(parsed.evidence);
         if parsed.counts.is_none() && parsed.content == EventContent::Some && !parsed.is_last {
             self.event_pattern.record(json);
         }
@@ -277,4 +311,13 @@ impl UsageScanner {
         self.content_tokens = self.content_tokens.saturating_add(parsed.content.tokens());
         self.is_complete |= parsed.is_last;
     }
+}
+
+/// Empties a buffer. A large one is freed, because the next event may be minutes away.
+fn emptied(mut buffer: Vec<u8>) -> Vec<u8> {
+    buffer.clear();
+    if buffer.capacity() > MAX_RETAINED_BYTES {
+        return Vec::new();
+    }
+    buffer
 }

@@ -6,6 +6,7 @@ use bytes::Bytes;
 use warmroute_core::policy::EndpointSubset;
 
 use crate::ext_proc::headers::{RequestHead, ResponseHead};
+use crate::ext_proc::response_content::MissingContent;
 use crate::ext_proc::returned_piece::ExtProcReply;
 use crate::request::RequestBody;
 
@@ -24,6 +25,8 @@ pub enum Effect {
         /// headers.
         observed: bool,
     },
+    /// The response has ended without content.
+    ContentMissing(MissingContent),
     /// A piece of the response body, for the usage scanner.
     ResponseChunk(Bytes),
     /// The response is complete.

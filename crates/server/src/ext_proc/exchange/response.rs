@@ -1,7 +1,8 @@
 //! The response side of an exchange: observation of the body, response headers, and the first
-//! token.
+//! token, which is the first content of the body.
 
 use warmroute_tokens::openai::restore::ModelNameRestorer;
+use warmroute_tokens::openai::usage::ContentDetector;
 
 use super::context::ExchangeContext;
 use super::effect::{Effect, reply_effect};
@@ -10,6 +11,7 @@ use crate::ext_proc::header_changes::HeaderChanges;
 use crate::ext_proc::headers::{self, ResponseHead, ResponseSource};
 use crate::ext_proc::message::BodyMode;
 use crate::ext_proc::mutation::{self, MessageKind};
+use crate::ext_proc::response_content::{ContentReport, MissingContent};
 use crate::ext_proc::wire::BodyPiece;
 
 #[derive(Debug)]
@@ -21,6 +23,7 @@ pub(super) enum ResponseSide {
     /// Envoy sends the body.
     Observed {
         first_token_due: bool,
+        detector: ContentDetector,
         /// Whether the usage scanner reads the body.
         scans_usage: bool,
         restorer: Option<Box<ModelNameRestorer>>,
@@ -83,6 +86,17 @@ impl ResponseSide {
         }
     }
 
+    /// Returns whether this filter observes the body and has seen no content.
+    pub(super) fn observes_no_content(&self) -> bool {
+        matches!(
+            self,
+            ResponseSide::Observed {
+                first_token_due: true,
+                ..
+            }
+        )
+    }
+
     pub(super) fn on_headers(
         &mut self,
         context: &ExchangeContext,
@@ -99,7 +113,7 @@ impl ResponseSide {
             return vec![
                 reply_effect(continued),
                 Effect::ResponseStarted(head),
-                Effect::FirstToken { observed: false },
+                Effect::ContentMissing(MissingContent::Empty),
                 Effect::Completed,
             ];
         }
@@ -124,6 +138,7 @@ impl ResponseSide {
         *self = if is_shown || requests_body {
             ResponseSide::Observed {
                 first_token_due,
+                detector: ContentDetector::default(),
                 scans_usage: needs.usage,
                 restorer,
             }
@@ -152,6 +167,15 @@ impl ResponseSide {
     pub(super) fn on_body(&mut self, context: &ExchangeContext, piece: BodyPiece) -> Vec<Effect> {
         let end = piece.is_last();
         let mut effects = Vec::new();
+        if let ResponseSide::Unobserved { first_token_due } = *self {
+            // The gateway sends the body although it has reported another mode.
+            *self = ResponseSide::Observed {
+                first_token_due,
+                detector: ContentDetector::default(),
+                scans_usage: false,
+                restorer: None,
+            };
+        }
         let restored = match self {
             ResponseSide::Ended => return effects,
             ResponseSide::Observed {
@@ -179,26 +203,60 @@ impl ResponseSide {
         };
         effects.extend(replies.into_iter().map(reply_effect));
         let BodyPiece { body, .. } = piece;
-        if !body.is_empty() {
-            effects.extend(self.on_first_token());
-            if matches!(
-                self,
-                ResponseSide::Observed {
-                    scans_usage: true,
-                    ..
-                }
-            ) {
+        if !body.is_empty()
+            && let ResponseSide::Observed {
+                detector,
+                scans_usage,
+                ..
+            } = self
+        {
+            let is_scanned = *scans_usage;
+            if detector.push(&body) {
+                effects.extend(self.on_first_token(true));
+            }
+            if is_scanned {
                 effects.push(Effect::ResponseChunk(body));
             }
         }
         if end {
-            *self = ResponseSide::Ended;
-            effects.push(Effect::Completed);
+            effects.extend(self.end());
         }
         effects
     }
 
-    pub(super) fn on_first_token(&mut self) -> Vec<Effect> {
+    /// Ends the response.
+    fn end(&mut self) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        if let ResponseSide::Observed { detector, .. } = self {
+            let is_last_event = detector.finish();
+            let missing = MissingContent::from_evidence(detector.evidence());
+            if is_last_event {
+                effects.extend(self.on_first_token(true));
+            }
+            effects.extend(missing.map(Effect::ContentMissing));
+        }
+        *self = ResponseSide::Ended;
+        effects.push(Effect::Completed);
+        effects
+    }
+
+    /// Handles the report of another filter that observes the body.
+    pub(super) fn on_content_report(&mut self, report: ContentReport) -> Vec<Effect> {
+        match report {
+            ContentReport::Content => self.on_first_token(true),
+            ContentReport::Stopped => self.on_first_token(false),
+            ContentReport::Ended(missing) => {
+                // Otherwise this filter observes the end itself.
+                if !matches!(self, ResponseSide::Unobserved { .. }) {
+                    return Vec::new();
+                }
+                *self = ResponseSide::Ended;
+                vec![Effect::ContentMissing(missing), Effect::Completed]
+            }
+        }
+    }
+
+    fn on_first_token(&mut self, observed: bool) -> Vec<Effect> {
         match self {
             ResponseSide::Unobserved {
                 first_token_due: due @ true,
@@ -208,7 +266,7 @@ impl ResponseSide {
                 ..
             } => {
                 *due = false;
-                vec![Effect::FirstToken { observed: true }]
+                vec![Effect::FirstToken { observed }]
             }
             _ => Vec::new(),
         }
@@ -235,8 +293,7 @@ impl ResponseSide {
         }
         effects.push(reply_effect(mutation::response_trailers()));
         if !matches!(self, ResponseSide::Ended) {
-            *self = ResponseSide::Ended;
-            effects.push(Effect::Completed);
+            effects.extend(self.end());
         }
         effects
     }

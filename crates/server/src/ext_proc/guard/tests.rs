@@ -28,29 +28,33 @@ fn router_with_event_source() -> (Arc<Router>, warmroute_core::index::RankWriter
 /// Returns whether the blocks of a request with such a response are verified.
 fn are_blocks_verified(event_stream: bool, first_token_seen: bool, complete: bool) -> bool {
     let (router, _writer) = router_with_event_source();
-    let metrics = Arc::new(Metrics::new());
-    let prompt = hashed_prompt();
-    let request = RouteRequest {
-        parity: warmroute_core::parity::ParityExpectation::Prompt,
-        ..RouteRequest::new(Some("m".into()), prompt)
-    };
-    let placement = router.route(request).unwrap();
-    let mut guard = ExchangeGuard::open(
-        metrics.clone(),
-        router.clone(),
-        CacheAudit::new(router.clone(), metrics),
-    );
-    guard.on_route(Some(Box::new(ActiveRequest::new(placement))), None);
-    guard.on_response_headers(ResponseHead {
-        status: 200,
-        is_event_stream: event_stream,
-        ..ResponseHead::default()
-    });
+    let mut guard = guard_of(&router, placement_with_parity(&router));
+    guard.on_response_headers(response_head(event_stream, 200));
     guard.on_first_token(first_token_seen);
     if complete {
         guard.on_completed();
     }
     drop(guard);
+    has_ready_check(&router)
+}
+
+fn placement_with_parity(router: &Arc<Router>) -> Placement {
+    let request = RouteRequest {
+        parity: warmroute_core::parity::ParityExpectation::Prompt,
+        ..RouteRequest::new(Some("m".into()), hashed_prompt())
+    };
+    router.route(request).unwrap()
+}
+
+fn guard_of(router: &Arc<Router>, placement: Placement) -> ExchangeGuard {
+    let metrics = Arc::new(Metrics::new());
+    let audit = CacheAudit::new(router.clone(), metrics.clone());
+    let mut guard = ExchangeGuard::open(metrics, router.clone(), audit);
+    guard.on_route(Some(Box::new(ActiveRequest::new(placement))), None);
+    guard
+}
+
+fn has_ready_check(router: &Router) -> bool {
     !router
         .parity()
         .model_status(&"m".into())
@@ -75,6 +79,35 @@ fn stream_headers_alone_do_not_verify_blocks() {
             "{event_stream} {first_token_seen} {complete}"
         );
     }
+}
+
+#[test]
+fn response_without_output_verifies_no_blocks() {
+    for (missing, expected) in [
+        (MissingContent::Empty, false),
+        (MissingContent::Error, false),
+        (MissingContent::OutputEnded, true),
+    ] {
+        let (router, _writer) = router_with_event_source();
+        let mut guard = guard_of(&router, placement_with_parity(&router));
+        guard.on_response_headers(response_head(true, 200));
+        guard.on_content_missing(missing);
+        guard.on_completed();
+        assert_eq!(guard.content, ResponseContent::Missing(missing));
+        assert_eq!(has_ready_check(&router), expected, "{missing:?}");
+    }
+}
+
+#[test]
+fn prefill_is_booked_until_first_content() {
+    let router = router();
+    let request = RouteRequest::new(Some("m".into()), hashed_prompt());
+    let mut guard = guard_of(&router, router.route(request).unwrap());
+    guard.on_response_headers(response_head(true, 200));
+    let is_booked = || router.load().snapshot()[0].active_prefill_tokens > 0;
+    assert!(is_booked() && guard.content == ResponseContent::NotObserved);
+    guard.on_first_token(true);
+    assert!(!is_booked() && guard.content == ResponseContent::Delivered);
 }
 
 fn worker(id: u64, role: WorkerRole) -> Worker {
@@ -156,10 +189,7 @@ fn huge_usage_does_not_overflow_cached_token_counter() {
 
 /// Passes the events of a response to the guard of a placement.
 fn respond(router: &Arc<Router>, placement: Placement, head: ResponseHead, observed: bool) {
-    let metrics = Arc::new(Metrics::new());
-    let audit = CacheAudit::new(router.clone(), metrics.clone());
-    let mut guard = ExchangeGuard::open(metrics, router.clone(), audit);
-    guard.on_route(Some(Box::new(ActiveRequest::new(placement))), None);
+    let mut guard = guard_of(router, placement);
     guard.on_response_headers(head);
     guard.on_first_token(observed);
     guard.on_completed();

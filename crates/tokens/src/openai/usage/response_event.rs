@@ -8,13 +8,15 @@ use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-use super::TokenUsage;
+use super::OutputEvidence;
+use super::counts::{UsageCounts, parse_raw_counts};
 
 /// Usage and content of one event.
 #[derive(Debug, Default)]
 pub(super) struct ParsedEvent {
     pub(super) counts: Option<UsageCounts>,
     pub(super) content: EventContent,
+    pub(super) evidence: OutputEvidence,
     /// True if the event ends the response.
     pub(super) is_last: bool,
 }
@@ -59,95 +61,11 @@ impl EventContent {
     }
 }
 
-/// Token counts by their names in the APIs. A later count replaces an earlier one, unless it is
-/// absent.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(default)]
-pub(super) struct UsageCounts {
-    prompt_tokens: OptionalCount,
-    completion_tokens: OptionalCount,
-    prompt_tokens_details: TokenDetails,
-    /// Prompt tokens in the Responses and Messages APIs.
-    input_tokens: OptionalCount,
-    output_tokens: OptionalCount,
-    input_tokens_details: TokenDetails,
-    /// The Messages API reports these in addition to `input_tokens`.
-    cache_read_input_tokens: OptionalCount,
-    cache_creation_input_tokens: OptionalCount,
-    /// Cached tokens in SGLang's native API.
-    cached_tokens: OptionalCount,
-}
-
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct TokenDetails {
-    cached_tokens: OptionalCount,
-}
-
-/// A count that may be absent or not a number.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct OptionalCount(Option<u64>);
-
-impl UsageCounts {
-    pub(super) fn merge(&mut self, mut later: Self) {
-        for (count, later) in self.counts_mut().into_iter().zip(later.counts_mut()) {
-            count.0 = later.0.or(count.0);
-        }
-    }
-
-    fn add(&mut self, mut other: Self) {
-        for (count, other) in self.counts_mut().into_iter().zip(other.counts_mut()) {
-            count.0 = count.0.map_or(other.0, |sum| {
-                Some(sum.saturating_add(other.0.unwrap_or(0)))
-            });
-        }
-    }
-
-    fn counts_mut(&mut self) -> [&mut OptionalCount; 9] {
-        [
-            &mut self.prompt_tokens,
-            &mut self.completion_tokens,
-            &mut self.prompt_tokens_details.cached_tokens,
-            &mut self.input_tokens,
-            &mut self.output_tokens,
-            &mut self.input_tokens_details.cached_tokens,
-            &mut self.cache_read_input_tokens,
-            &mut self.cache_creation_input_tokens,
-            &mut self.cached_tokens,
-        ]
-    }
-
-    pub(super) fn into_usage(self) -> TokenUsage {
-        let additional = [
-            self.cache_read_input_tokens,
-            self.cache_creation_input_tokens,
-        ];
-        let input = additional
-            .into_iter()
-            .fold(self.input_tokens.0.unwrap_or(0), |sum, count| {
-                sum.saturating_add(count.0.unwrap_or(0))
-            });
-        let details = self
-            .prompt_tokens_details
-            .cached_tokens
-            .0
-            .or(self.input_tokens_details.cached_tokens.0);
-        TokenUsage {
-            prompt_tokens: self.prompt_tokens.0.unwrap_or(input),
-            completion_tokens: self
-                .completion_tokens
-                .0
-                .or(self.output_tokens.0)
-                .unwrap_or(0),
-            cached_tokens: details
-                .or(self.cache_read_input_tokens.0)
-                .or(self.cached_tokens.0),
-        }
-    }
-}
-
 /// Parses one event. Returns `None` if it is not JSON of a known format.
 pub(super) fn parse_event(json: &[u8]) -> Option<ParsedEvent> {
     match json.iter().find(|byte| !byte.is_ascii_whitespace())? {
+        // Some front ends send it as a ping.
+        _ if json.trim_ascii() == b"{}" => Some(ParsedEvent::default()),
         b'{' => Some(
             serde_json::from_slice::<ResponseEvent<'_>>(json)
                 .ok()?
@@ -162,6 +80,7 @@ pub(super) fn parse_event(json: &[u8]) -> Option<ParsedEvent> {
                     sum.counts.get_or_insert_default().add(counts);
                 }
                 sum.content = sum.content.combine(parsed.content);
+                sum.evidence = sum.evidence.max(parsed.evidence);
             }
             Some(sum)
         }
@@ -174,18 +93,6 @@ fn parse_object(json: &RawValue) -> Option<ParsedEvent> {
         .starts_with('{')
         .then(|| serde_json::from_str::<ResponseEvent<'_>>(json.get()).ok())?
         .map(|answer| answer.to_parsed())
-}
-
-/// Parses a usage object.
-pub(super) fn parse_counts(json: &[u8]) -> Option<UsageCounts> {
-    if json.first() != Some(&b'{') {
-        return None;
-    }
-    serde_json::from_slice(json).ok()
-}
-
-fn parse_raw_counts(json: Option<&RawValue>) -> Option<UsageCounts> {
-    parse_counts(json?.get().as_bytes())
 }
 
 #[derive(Deserialize)]
@@ -219,13 +126,65 @@ struct ResponseEvent<'a> {
     /// Log probabilities of a Responses API delta.
     #[serde(default)]
     logprobs: ListLength,
+    /// Output item of a Responses API event.
+    #[serde(default, borrow)]
+    item: Option<&'a RawValue>,
+    /// Block that a Messages API event starts.
+    #[serde(default, borrow)]
+    content_block: Option<&'a RawValue>,
+    #[serde(default)]
+    error: NonEmptyValue,
+    /// Type of an object of the OpenAI APIs.
+    #[serde(default, borrow)]
+    object: Option<&'a RawValue>,
 }
 
 /// Response object nested in an event of the Responses or Messages API.
-#[derive(Deserialize)]
-struct NestedUsage<'a> {
+#[derive(Default, Deserialize)]
+struct NestedResponse<'a> {
     #[serde(default, borrow)]
     usage: Option<&'a RawValue>,
+    #[serde(default)]
+    output: NonEmptyValue,
+}
+
+/// Output item of the Responses API, or content block of the Messages API. The engine has generated
+/// all of these fields; items and blocks without them only announce output.
+#[derive(Default, Deserialize)]
+#[serde(default)]
+struct OutputItem {
+    text: NonEmptyValue,
+    thinking: NonEmptyValue,
+    data: NonEmptyValue,
+    name: NonEmptyValue,
+    arguments: NonEmptyValue,
+    input: NonEmptyValue,
+    content: NonEmptyValue,
+    summary: NonEmptyValue,
+    code: NonEmptyValue,
+    action: NonEmptyValue,
+}
+
+impl OutputItem {
+    fn has_content(json: Option<&RawValue>) -> bool {
+        let item = json.filter(|raw| raw.get().starts_with('{'));
+        let item = item.and_then(|raw| serde_json::from_str::<Self>(raw.get()).ok());
+        item.is_some_and(|item| {
+            [
+                item.text,
+                item.thinking,
+                item.data,
+                item.name,
+                item.arguments,
+                item.input,
+                item.content,
+                item.summary,
+                item.code,
+                item.action,
+            ]
+            .contains(&NonEmptyValue(true))
+        })
+    }
 }
 
 /// Delta of a Messages API event.
@@ -251,14 +210,12 @@ impl ResponseEvent<'_> {
             _ => None,
         };
         let nested = nested.filter(|raw| raw.get().starts_with('{'));
-        let inner = nested.and_then(|raw| {
-            serde_json::from_str::<NestedUsage<'_>>(raw.get())
-                .ok()?
-                .usage
-        });
+        let nested = nested
+            .and_then(|raw| serde_json::from_str::<NestedResponse<'_>>(raw.get()).ok())
+            .unwrap_or_default();
         let counts = parse_raw_counts(self.usage)
             .or_else(|| parse_raw_counts(self.meta_info))
-            .or_else(|| parse_raw_counts(inner));
+            .or_else(|| parse_raw_counts(nested.usage));
         let is_last = matches!(
             &*kind,
             "message_stop"
@@ -267,10 +224,60 @@ impl ResponseEvent<'_> {
                 | "response.failed"
                 | "response.cancelled"
         );
+        let content = self.content(&kind);
+        let evidence = if content != EventContent::None || nested.output.0 {
+            OutputEvidence::Content
+        } else {
+            self.evidence_without_delta(&kind)
+        };
+        // The Messages API counts an output token before the engine has generated one.
+        let has_output =
+            kind != "message_start" && counts.as_ref().is_some_and(UsageCounts::has_output);
         ParsedEvent {
             counts,
-            content: self.content(&kind),
+            content,
+            evidence: if is_last || has_output {
+                evidence.max(OutputEvidence::Ended)
+            } else {
+                evidence
+            },
             is_last,
+        }
+    }
+
+    /// Returns the evidence of an event that has no delta with content.
+    fn evidence_without_delta(&self, kind: &str) -> OutputEvidence {
+        let is_error = self.error.0
+            || matches!(kind, "error" | "response.failed")
+            || self.object.is_some_and(|raw| raw.get() == "\"error\"");
+        if is_error {
+            return OutputEvidence::Error;
+        }
+        let has_content = match kind {
+            "content_block_start" => OutputItem::has_content(self.content_block),
+            "message_delta" => return OutputEvidence::Ended,
+            "message_start"
+            | "ping"
+            | "content_block_delta"
+            | "content_block_stop"
+            | "message_stop"
+            | "message" => false,
+            kind if kind.starts_with("response.") => {
+                self.text.0 || OutputItem::has_content(self.item)
+            }
+            _ => {
+                let choices = self.choices.as_deref().unwrap_or_default();
+                if choices.iter().any(|choice| choice.finish_reason.0) {
+                    return OutputEvidence::Ended;
+                }
+                // Events of an unknown format count as content.
+                self.choices.is_none() && self.usage.is_none() && self.meta_info.is_none()
+            }
+        };
+        if has_content {
+            OutputEvidence::Content
+        } else {
+            OutputEvidence::None
         }
     }
 
@@ -312,27 +319,53 @@ struct ResponseChoice {
     #[serde(default)]
     text: NonEmptyValue,
     #[serde(default)]
-    delta: Option<ChoiceText>,
+    delta: Option<ChoiceContent>,
     #[serde(default)]
-    message: Option<ChoiceText>,
+    message: Option<ChoiceContent>,
+    #[serde(default)]
+    finish_reason: NonEmptyValue,
     #[serde(default)]
     token_ids: ListLength,
     #[serde(default)]
     logprobs: LogprobTokens,
 }
 
-#[derive(Deserialize)]
-struct ChoiceText {
-    #[serde(default)]
-    content: NonEmptyValue,
-    #[serde(default)]
-    reasoning: NonEmptyValue,
-    #[serde(default)]
-    reasoning_content: NonEmptyValue,
-    #[serde(default)]
-    refusal: NonEmptyValue,
-    #[serde(default)]
-    tool_calls: NonEmptyValue,
+/// True for a delta or message with content: text, reasoning, a refusal, tool calls, audio, or a
+/// member that is not known. The role is no content.
+#[derive(Clone, Copy, Debug, Default)]
+struct ChoiceContent(bool);
+
+impl<'de> Deserialize<'de> for ChoiceContent {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(ChoiceContentVisitor)
+    }
+}
+
+struct ChoiceContentVisitor;
+
+impl<'de> Visitor<'de> for ChoiceContentVisitor {
+    type Value = ChoiceContent;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a delta or message")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<ChoiceContent, A::Error> {
+        #[derive(Deserialize)]
+        #[serde(field_identifier, rename_all = "snake_case")]
+        enum ChoiceKey {
+            Role,
+            Name,
+            #[serde(other)]
+            Other,
+        }
+        let mut has_content = false;
+        while let Some(key) = map.next_key::<ChoiceKey>()? {
+            let value = map.next_value::<NonEmptyValue>()?;
+            has_content |= value.0 && matches!(key, ChoiceKey::Other);
+        }
+        Ok(ChoiceContent(has_content))
+    }
 }
 
 impl ResponseChoice {
@@ -346,19 +379,8 @@ impl ResponseChoice {
     }
 
     fn has_content(&self) -> bool {
-        let has_text = |choice: &ChoiceText| {
-            [
-                choice.content,
-                choice.reasoning,
-                choice.reasoning_content,
-                choice.refusal,
-                choice.tool_calls,
-            ]
-            .contains(&NonEmptyValue(true))
-        };
-        self.text.0
-            || self.delta.as_ref().is_some_and(has_text)
-            || self.message.as_ref().is_some_and(has_text)
+        let parts = [self.delta, self.message];
+        self.text.0 || parts.into_iter().flatten().any(|part| part.0)
     }
 }
 
@@ -461,31 +483,5 @@ impl<'de> Visitor<'de> for NonEmptyValueVisitor {
             filled = true;
         }
         Ok(NonEmptyValue(filled))
-    }
-}
-
-impl<'de> Deserialize<'de> for OptionalCount {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let raw = <&RawValue>::deserialize(deserializer)?;
-        Ok(Self(raw.get().parse().ok()))
-    }
-}
-
-impl<'de> Deserialize<'de> for TokenDetails {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        #[derive(Default, Deserialize)]
-        #[serde(default)]
-        struct CachedTokensField {
-            cached_tokens: OptionalCount,
-        }
-        let raw = <&RawValue>::deserialize(deserializer)?.get();
-        let parsed = if raw.starts_with('{') {
-            serde_json::from_str::<CachedTokensField>(raw).unwrap_or_default()
-        } else {
-            CachedTokensField::default()
-        };
-        Ok(Self {
-            cached_tokens: parsed.cached_tokens,
-        })
     }
 }

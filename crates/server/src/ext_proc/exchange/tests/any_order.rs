@@ -16,6 +16,7 @@ use warmroute_property_tests::property_config;
 
 use super::*;
 use crate::ext_proc::message::IncomingMessage;
+use crate::ext_proc::response_content::MissingContent;
 
 /// One input of an exchange.
 #[derive(Clone, Debug)]
@@ -25,8 +26,8 @@ enum Step {
     Routed(bool),
     /// The body is late, or the budget for bodies is exhausted.
     Deadline,
-    /// Another filter observed the first token.
-    FirstToken,
+    /// Another filter has observed the response body.
+    Content(ContentReport),
 }
 
 fn http_headers(pairs: &[(&str, &str)], end_of_stream: bool) -> HttpHeaders {
@@ -77,6 +78,14 @@ fn response_headers(stream: bool, end: bool) -> Request {
     ))
 }
 
+fn content_report() -> impl Strategy<Value = ContentReport> {
+    prop::sample::select(vec![
+        ContentReport::Content,
+        ContentReport::Stopped,
+        ContentReport::Ended(MissingContent::Empty),
+    ])
+}
+
 fn step() -> impl Strategy<Value = Step> {
     let bytes = || vec(any::<u8>(), 0..6);
     prop_oneof![
@@ -90,7 +99,7 @@ fn step() -> impl Strategy<Value = Step> {
         1 => Just(Step::Wire(Request::ResponseTrailers(HttpTrailers::default()))),
         4 => any::<bool>().prop_map(Step::Routed),
         1 => Just(Step::Deadline),
-        1 => Just(Step::FirstToken),
+        2 => content_report().prop_map(Step::Content),
     ]
 }
 
@@ -149,7 +158,7 @@ impl ExchangeRecord {
                 to_no_worker()
             }),
             Step::Deadline => self.exchange.on_deadline(),
-            Step::FirstToken => self.exchange.on_first_token(),
+            Step::Content(report) => self.exchange.on_content_report(report),
             Step::Wire(request) => {
                 *self.sent.entry(name_of(&request)).or_default() += 1;
                 if let Request::RequestBody(body) = &request {
@@ -181,6 +190,7 @@ impl ExchangeRecord {
             Effect::Route(_) => "route",
             Effect::ResponseStarted(_) => "status",
             Effect::FirstToken { .. } => "first token",
+            Effect::ContentMissing(_) => "content missing",
             Effect::Completed => "finished",
             Effect::ResponseChunk(_) => return,
         };
@@ -222,6 +232,11 @@ impl ExchangeRecord {
                 "{replied} replies to {sent} {name}"
             );
         }
+        let has = |name| self.effects.contains_key(name);
+        assert!(
+            has("finished") || !has("content missing"),
+            "content is missing only at the end"
+        );
         for (name, times) in &self.effects {
             assert_eq!(*times, 1, "{name}");
         }

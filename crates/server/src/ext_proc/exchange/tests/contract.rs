@@ -217,8 +217,12 @@ fn body_is_not_requested_beside_probe_filter() {
     let head = ["response headers x-warmroute-mode=exact", "status 200"];
     assert_eq!(describe(exchange.on_message(response(true, false))), head);
     assert!(exchange.awaits_first_token());
-    assert_eq!(describe(exchange.on_first_token()), ["first token"]);
-    assert!(exchange.on_first_token().is_empty(), "only once");
+    let content = ContentReport::Content;
+    assert_eq!(
+        describe(exchange.on_content_report(content)),
+        ["first token"]
+    );
+    assert!(exchange.on_content_report(content).is_empty(), "only once");
 }
 
 #[test]
@@ -421,7 +425,7 @@ fn usage_is_scanned_only_if_configured() {
         exchange.on_route(to_worker());
         exchange.on_message(response(true, false));
         assert_eq!(
-            describe(exchange.on_message(response_body(b"data", false))),
+            describe(exchange.on_message(response_body(b"text", false))),
             expected,
             "{observe}"
         );

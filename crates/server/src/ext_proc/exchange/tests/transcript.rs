@@ -26,6 +26,7 @@ pub(super) fn describe_one(effect: Effect) -> String {
             RequestBody::OverBudget { bytes: len, .. } => format!("route over budget {len}"),
         },
         Effect::FirstToken { .. } => "first token".into(),
+        Effect::ContentMissing(missing) => format!("content missing {missing:?}"),
         Effect::ResponseChunk(bytes) => format!("response chunk {}", bytes.len()),
         Effect::ResponseStarted(head) => format!("status {}", head.status),
         Effect::Completed => "finished".into(),
