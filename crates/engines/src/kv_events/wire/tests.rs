@@ -37,11 +37,15 @@ fn byte_hash_uses_last_eight_bytes() {
         [1u32],
         1u32,
     );
-    assert!(decode(&pack(&(1.0, [short], Some(0)))).is_err());
+    let batch = decode(&pack(&(1.0, [short], Some(0)))).unwrap();
+    assert_eq!(
+        batch.events,
+        [EngineEvent::Skipped(SkippedEvent::Store("block_hashes"))]
+    );
 }
 
 #[test]
-fn batch_has_two_or_three_elements() {
+fn batch_has_two_or_more_elements() {
     let none: [Value; 0] = [];
     let rank = |payload: Vec<u8>| decode(&payload).map(|batch| batch.rank).ok();
     assert_eq!(rank(pack(&(1, &none))), Some(None));
@@ -49,7 +53,13 @@ fn batch_has_two_or_three_elements() {
     assert_eq!(rank(pack(&(1, &none, 7))), Some(Some(7)));
     assert_eq!(rank(pack(&(1, &none, -1))), None);
     assert_eq!(rank(pack(&(1, &none, 1u64 << 32))), None);
-    assert_eq!(rank(pack(&(1, &none, 7, 7))), None);
+    assert_eq!(rank(pack(&(1, &none, 7, [8, 9], "x"))), Some(Some(7)));
+    assert_eq!(
+        decode(&pack(&(1, &none, 7, [8, 9], "x")))
+            .unwrap()
+            .unknown_fields,
+        2
+    );
     assert_eq!(rank(pack(&(1,))), None);
     assert_eq!(
         rank([pack(&(1, &none, 7)), vec![0xc1, 0xff]].concat()),
@@ -72,7 +82,7 @@ fn map_fields_are_unordered_and_unknown_are_skipped() {
             bigrams: true,
         },
         block_size: 2,
-        lora_name: Some("a".to_owned()),
+        adapter: EventAdapter::Named("a".to_owned()),
         extra_keys: vec![
             vec![
                 ExtraKey::Text("s".to_owned()),
@@ -142,6 +152,147 @@ fn array_tail_is_read_by_position_or_type() {
             }],
             "{tail}"
         );
+    }
+}
+
+#[test]
+fn unknown_and_unreadable_events_are_skipped_alone() {
+    let store = |field: &str, value: Value| {
+        let mut event = json!({ "type": "BlockStored", "block_hashes": [5], "token_ids": [1, 2], "block_size": 2 });
+        event[field] = value;
+        event
+    };
+    let skipped = |event| Some(EngineEvent::Skipped(event));
+    let cases = [
+        (
+            json!(["BlockMoved", [1], "GPU", {"to": 2}]),
+            skipped(SkippedEvent::UnknownType("BlockMoved".to_owned())),
+        ),
+        (
+            json!({"type": "BlockPinned", "block_hashes": [1]}),
+            skipped(SkippedEvent::UnknownType("BlockPinned".to_owned())),
+        ),
+        (
+            json!({"type": 7}),
+            skipped(SkippedEvent::UnknownType(String::new())),
+        ),
+        (json!([]), skipped(SkippedEvent::UnknownType(String::new()))),
+        (
+            json!(null),
+            skipped(SkippedEvent::UnknownType(String::new())),
+        ),
+        (
+            store("block_hashes", json!(["sha"])),
+            skipped(SkippedEvent::Store("block_hashes")),
+        ),
+        (
+            store("token_ids", json!([1, "image"])),
+            skipped(SkippedEvent::Store("token_ids")),
+        ),
+        (
+            store("group_idx", json!(-1)),
+            skipped(SkippedEvent::Store("group_idx")),
+        ),
+        (
+            json!(["BlockStored", [1], null, [1, 2]]),
+            skipped(SkippedEvent::Store("block_size")),
+        ),
+        (
+            json!(["BlockRemoved", "all", "GPU"]),
+            skipped(SkippedEvent::Removal("block_hashes")),
+        ),
+        (store("lookahead_token_ids", json!([[3]])), None),
+        (store("medium", json!(["GPU", 1])), None),
+        (
+            json!(["BlockStored", [1], null, [1, 2], 2, null, "GPU", null, null, 0, -4, 1.5, [[3], [4]], {"x": 1}, true, 1, 2, 3]),
+            None,
+        ),
+        (
+            json!([
+                "BlockRemoved",
+                [1],
+                "GPU",
+                0,
+                "full_attention",
+                null,
+                null,
+                null,
+                [[7]],
+                8
+            ]),
+            None,
+        ),
+        (json!(["AllBlocksCleared", "framework", 1]), None),
+    ];
+    for (event, expected) in cases {
+        let around = json!(["BlockRemoved", [9], "GPU"]);
+        let batch = decode(&pack(&json!([1.5, [around, event, around], 0]))).unwrap();
+        assert_eq!(batch.events.len(), 3, "{event}");
+        assert_eq!(batch.events[0], batch.events[2], "{event}");
+        assert_eq!(batch.rank, Some(0), "{event}");
+        match expected {
+            Some(expected) => assert_eq!(batch.events[1], expected, "{event}"),
+            None => assert!(
+                !matches!(batch.events[1], EngineEvent::Skipped(_)),
+                "{event}"
+            ),
+        }
+    }
+}
+
+#[test]
+fn unknown_fields_are_counted() {
+    let cases = [
+        (
+            json!({ "type": "BlockRemoved", "block_hashes": [5], "session_id": "x" }),
+            0,
+        ),
+        (
+            json!({ "type": "BlockRemoved", "block_hashes": [5], "reason": { "a": [1] }, "epoch": 3 }),
+            2,
+        ),
+        (
+            json!([
+                "BlockRemoved",
+                [1],
+                "GPU",
+                0,
+                "full_attention",
+                null,
+                null,
+                null,
+                7
+            ]),
+            1,
+        ),
+        (json!(["BlockRemoved", [1], "GPU", 0, -1, 2.5, 64, 65]), 3),
+        (json!(["AllBlocksCleared", null, "x", "y"]), 2),
+    ];
+    for (event, expected) in cases {
+        let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
+        assert_eq!(batch.unknown_fields, expected, "{event}");
+    }
+}
+
+#[test]
+fn adapter_without_name_is_not_the_base_model() {
+    let cases = [
+        (json!(null), json!(null), EventAdapter::Base),
+        (json!(0), json!(null), EventAdapter::Base),
+        (json!(3), json!(null), EventAdapter::Unnamed),
+        (json!(3), json!(""), EventAdapter::Unnamed),
+        (json!("hex"), json!(null), EventAdapter::Unnamed),
+        (json!(3), json!("a"), EventAdapter::Named("a".to_owned())),
+        (json!(null), json!("a"), EventAdapter::Named("a".to_owned())),
+    ];
+    for (id, name, expected) in cases {
+        let array = json!(["BlockStored", [1], null, [1, 2], 2, id, "GPU", name]);
+        let map = json!({ "type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2,
+            "lora_id": id, "lora_name": name });
+        for event in [array, map] {
+            let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
+            assert_eq!(stored(&batch.events[0]).adapter, expected, "{event}");
+        }
     }
 }
 
