@@ -36,7 +36,7 @@ pub fn decode(payload: &[u8]) -> Result<EventBatch, WireError> {
     let count = reader.event_count()?;
     let mut events = Vec::with_capacity(count);
     for _ in 0..count {
-        events.push(build::event(reader.event()?));
+        events.push(build::event(&reader.event()?));
     }
     // Engines without data parallelism omit the rank.
     let rank = match elements {

@@ -7,7 +7,7 @@
 //! 24 to 40 bytes.
 
 use super::error::{BatchLimit, WireError};
-use super::fields::{EventEncoding, EventField, EventType, MAX_TAIL, RawEvent};
+use super::fields::{EventField, EventFields, EventType, FieldEncoding, MAX_TAIL};
 
 /// Maximum number of events in a batch. Engines publish one event per evicted block.
 const EVENTS: usize = 1 << 17;
@@ -98,9 +98,9 @@ impl<'a> BatchReader<'a> {
     }
 
     /// Reads one event. A value that is neither an array nor a map has no fields.
-    pub(super) fn event(&mut self) -> Result<RawEvent<'a>, WireError> {
+    pub(super) fn event(&mut self) -> Result<EventFields<'a>, WireError> {
         let hashes = self.hashes;
-        let mut event = RawEvent::default();
+        let mut event = EventFields::default();
         let lists = match self.reader.value()? {
             ValueHead::Array(fields) => self.array_event(fields, &mut event)?,
             ValueHead::Map(fields) => self.map_event(fields, &mut event)?,
@@ -115,7 +115,11 @@ impl<'a> BatchReader<'a> {
 
     /// Reads an event in the array encoding. Returns the largest number of per-block lists in a
     /// field.
-    fn array_event(&mut self, fields: usize, event: &mut RawEvent<'a>) -> Result<usize, WireError> {
+    fn array_event(
+        &mut self,
+        fields: usize,
+        event: &mut EventFields<'a>,
+    ) -> Result<usize, WireError> {
         if fields == 0 {
             return Ok(0);
         }
@@ -153,8 +157,12 @@ impl<'a> BatchReader<'a> {
 
     /// Reads an event in the map encoding. Returns the largest number of per-block lists in a
     /// field.
-    fn map_event(&mut self, fields: usize, event: &mut RawEvent<'a>) -> Result<usize, WireError> {
-        event.encoding = EventEncoding::Map;
+    fn map_event(
+        &mut self,
+        fields: usize,
+        event: &mut EventFields<'a>,
+    ) -> Result<usize, WireError> {
+        event.encoding = FieldEncoding::Map;
         let mut lists = 0;
         for _ in 0..fields {
             let name = self.reader.value()?;

@@ -112,7 +112,7 @@ pub(super) const MAX_TAIL: usize = 8;
 
 /// Encoding of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum EventEncoding {
+pub(super) enum FieldEncoding {
     #[default]
     Array,
     Map,
@@ -120,12 +120,12 @@ pub(super) enum EventEncoding {
 
 /// One event with undecoded fields. A missing field is empty.
 #[derive(Debug, Default)]
-pub(super) struct RawEvent<'a> {
-    pub(super) encoding: EventEncoding,
+pub(super) struct EventFields<'a> {
+    pub(super) encoding: FieldEncoding,
     fields: [&'a [u8]; NAMES.len()],
 }
 
-impl<'a> RawEvent<'a> {
+impl<'a> EventFields<'a> {
     pub(super) fn set(&mut self, field: EventField, value: &'a [u8]) {
         self.fields[field as usize] = value;
     }
