@@ -1,7 +1,6 @@
 //! Discovery by DNS: the addresses or SRV records of configured names.
 //!
-//! An empty answer removes the workers of a name. After a failed query, the last answer stays in
-//! use.
+//! After a failed query, the last answer stays in use.
 
 mod lookup;
 

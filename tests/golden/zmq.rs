@@ -188,6 +188,7 @@ fn check_decoded(name: &str, event: &EngineEvent, expected: &Value) {
         EngineEvent::Removed { .. } => "BlockRemoved",
         EngineEvent::Cleared { .. } => "AllBlocksCleared",
         EngineEvent::Ignored => "Ignored",
+        EngineEvent::Skipped(_) => "skipped",
     };
     for (field, expected) in expected.as_object().unwrap() {
         let matches = match field.as_str() {
@@ -286,7 +287,7 @@ fn is_of_store(name: &str, event: &EngineEvent, field: &str, expected: &Value) -
         "token_ids" => json!(stored.tokens.ids) == *expected,
         "is_eagle" => json!(stored.tokens.bigrams) == *expected,
         "block_size" => json!(stored.block_size) == *expected,
-        "lora_name" => json!(stored.lora_name) == *expected,
+        "lora_name" => json!(stored.adapter.name()) == *expected,
         "cache_salt" => {
             let keys = stored.extra_keys.iter().take(1).flatten();
             let mut salts = keys.filter_map(|key| match key {

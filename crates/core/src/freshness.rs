@@ -96,6 +96,9 @@ pub struct ReceivedBatch {
 /// Consecutive batches of the own rank after which another publisher is assumed to be gone.
 const OWN_IN_A_ROW: u32 = 64;
 
+/// Maximum number of batches that one gap counts as: more than an engine publishes in an hour.
+const MAX_COUNTED_GAP: u64 = 1 << 20;
+
 /// State of the event source of one worker rank.
 #[derive(Clone, Debug, Default)]
 pub struct EventSourceState {
@@ -118,6 +121,23 @@ pub struct EventSourceState {
 }
 
 impl EventSourceState {
+    /// Resets everything except the counters, which are monotonic while the process runs.
+    pub fn reset(&mut self, now: WallTime) {
+        let facts = SourceFacts {
+            since: now,
+            batches: self.facts.batches,
+            gaps: self.facts.gaps,
+            lost_batches: self.facts.lost_batches,
+            undecodable: self.facts.undecodable,
+            restarts: self.facts.restarts,
+            ..SourceFacts::default()
+        };
+        *self = Self {
+            facts,
+            ..Self::default()
+        };
+    }
+
     /// Creates a source that is not connected yet.
     pub fn new(now: WallTime) -> Self {
         Self {
@@ -228,9 +248,11 @@ impl EventSourceState {
         self.facts.gaps += 1;
     }
 
-    /// Records batches that were lost for good.
+    /// Records batches that were lost for good. A forged batch number counts at most as
+    /// `MAX_COUNTED_GAP` batches.
     pub fn record_lost(&mut self, batches: u64) {
-        self.facts.lost_batches = self.facts.lost_batches.saturating_add(batches);
+        let counted = batches.min(MAX_COUNTED_GAP);
+        self.facts.lost_batches = self.facts.lost_batches.saturating_add(counted);
     }
 
     /// Records that a store was not received.

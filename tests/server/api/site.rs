@@ -21,7 +21,7 @@ use zeromq::{PubSocket, Socket, SocketSend};
 use crate::start_app;
 
 /// Timeout of waits, after which a test fails.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A running server with a client.
 pub(crate) struct ApiSite {

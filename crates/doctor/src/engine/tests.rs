@@ -31,6 +31,7 @@ fn message(stored: StoredEvent, topic: &str, rank: Option<u32>) -> ProbedBatch {
         timestamp: 1_800_000_000.0,
         events: vec![EngineEvent::Stored(Box::new(stored))],
         rank,
+        unknown_fields: 0,
     };
     ProbedBatch {
         topic: topic.to_owned(),

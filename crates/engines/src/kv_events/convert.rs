@@ -19,8 +19,8 @@ use super::groups::CacheGroups;
 use super::media::{self, MediaTokens};
 use super::resize::{BlockResizer, ResizedEvents, SizeRatio, StoredRun};
 use super::wire::{
-    AttentionKind, BlockOwnership, EngineEvent, EventOrigin, ExtraKey, StorageLocality,
-    StorageMedium, StoredEvent,
+    AttentionKind, BlockOwnership, EngineEvent, EventAdapter, EventOrigin, ExtraKey, SkippedEvent,
+    StorageLocality, StorageMedium, StoredEvent,
 };
 use warmroute_core::block::{CacheSalt, EngineHash, StorageTier};
 use warmroute_core::index::{
@@ -147,6 +147,11 @@ impl EventNormalizer {
     fn convert_event(&mut self, event: &EngineEvent) -> Result<ConvertedEvent, FilterReason> {
         match event {
             EngineEvent::Ignored => Err(FilterReason::Ignored),
+            EngineEvent::Skipped(skipped) => Err(match skipped {
+                SkippedEvent::UnknownType(_) => FilterReason::UnknownEvent,
+                SkippedEvent::Store(_) => FilterReason::UnreadableStore,
+                SkippedEvent::Removal(_) => FilterReason::UnreadableRemoval,
+            }),
             EngineEvent::Cleared { ownership } => {
                 check_ownership(*ownership)?;
                 self.clear_blocks();
@@ -167,6 +172,9 @@ impl EventNormalizer {
             },
             EngineEvent::Stored(stored) => {
                 self.record_group(stored)?;
+                if stored.adapter == EventAdapter::Unnamed {
+                    return Err(FilterReason::UnnamedAdapter);
+                }
                 match self.scope_of(&stored.origin)? {
                     EventScope::Main(tier) => self.convert_store(stored, tier),
                     EventScope::Group(reason, group) => {
@@ -305,7 +313,7 @@ impl EventNormalizer {
     /// the first block's extra keys, or inherited from the parent. Below an unknown parent the salt
     /// is unknown. Recording it would make it ambiguous when the parent is stored later.
     fn resolve_salt(&self, stored: &StoredEvent) -> Result<(CacheSalt, bool), FilterReason> {
-        let lora = stored.lora_name.clone().filter(|name| !name.is_empty());
+        let lora = stored.adapter.name().map(str::to_owned);
         let named = stored
             .cache_salt
             .as_deref()
@@ -408,7 +416,7 @@ fn salt_in_keys(stored: &StoredEvent) -> Option<&str> {
         ExtraKey::Text(text) => Some(text.as_str()),
         _ => None,
     });
-    let texts: Vec<&str> = match &stored.lora_name {
+    let texts: Vec<&str> = match stored.adapter.name() {
         Some(lora) if matches!(keys.first(), Some(ExtraKey::Text(first)) if first == lora) => {
             texts.skip(1).collect()
         }

@@ -38,9 +38,9 @@ impl SourceMonitor {
         self.source.lock().status()
     }
 
-    /// Resets the state, as for a new source.
+    /// Resets the state, as for a new source, except the counters.
     pub fn reset(&self) {
-        *self.source.lock() = EventSourceState::new(SystemTime::now().into());
+        self.source.lock().reset(SystemTime::now().into());
         self.changed.notify_one();
     }
 

@@ -403,10 +403,11 @@ impl SourceListener {
         if self.replay.is_some() {
             self.check = Some(ReplayCheck::Idle(Instant::now() + IDLE_CHECK_INTERVAL));
         }
-        let Some(gap) = self
-            .applier
-            .update(|batches| batches.apply_live(seq, payload))
-        else {
+        let further_frames = frames.len().saturating_sub(LIVE_FRAMES) as u64;
+        let Some(gap) = self.applier.update(|batches| {
+            batches.record_unknown_fields(further_frames);
+            batches.apply_live(seq, payload)
+        }) else {
             return;
         };
         tracing::info!(rank = %self.publisher.rank, name = self.publisher.worker_name, from = gap.from, to = gap.to, "KV event batches missing");
@@ -439,11 +440,14 @@ impl SourceListener {
     }
 }
 
-/// Parses a live message of exactly three frames: topic, number and payload. Returns the number and
-/// the payload.
+/// Number of frames of a live message that have a meaning.
+const LIVE_FRAMES: usize = 3;
+
+/// Parses a live message: topic, number and payload. Newer engines may add frames. Returns the number
+/// and the payload.
 pub(super) fn parse_live_message(frames: &[Bytes]) -> Result<(u64, &Bytes), &'static str> {
-    let [_topic, seq, payload] = frames else {
-        return Err("not three frames");
+    let [_topic, seq, payload, ..] = frames else {
+        return Err("fewer than three frames");
     };
     let seq: [u8; 8] = seq
         .as_ref()
@@ -634,6 +638,18 @@ mod tests {
             .handle_message(&batch.map(Bytes::copy_from_slice))
             .await;
         assert!(matches!(listener.check, Some(ReplayCheck::Idle(_))));
+    }
+
+    #[tokio::test]
+    async fn further_frames_are_counted_and_skipped() {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        let number = 0_u64.to_be_bytes();
+        let batch = [b"topic".as_slice(), &number, &[0x92, 0x01, 0x90], b"new"];
+        listener
+            .handle_message(&batch.map(Bytes::copy_from_slice))
+            .await;
+        assert_eq!(listener.applier.sequencer().next_seq(), 1);
+        assert_eq!(listener.metrics.kv_events.unknown_fields.get(), 1);
     }
 
     #[tokio::test]

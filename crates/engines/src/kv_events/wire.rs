@@ -1,86 +1,57 @@
 //! Decodes the engines' event batches: MessagePack in two encodings (events as arrays or as maps),
-//! written by several engines in many versions. Visitors decode directly into compact values. A
-//! burst carries hundreds of thousands of token ids, and an intermediate tree would cost more than
-//! the index. Enumerated texts (medium, attention kind, locality, ownership) are classified while
-//! they are decoded, so they are not stored.
+//! written by several engines in many versions. The limits are checked while the batch is split
+//! into events and fields. Each field is then decoded directly into compact values. A burst carries
+//! hundreds of thousands of token ids, and an intermediate tree would cost more than the index.
+//! Enumerated texts (medium, attention kind, locality, ownership) are classified while they are
+//! decoded, so they are not stored.
+//!
+//! The decoder is forward compatible. It skips unknown event types and unknown fields, and counts
+//! them. An event with an unreadable field is skipped too; the other events of the batch count.
 
-use std::fmt;
-
-use serde::de::{self, Deserialize, Deserializer, IgnoredAny, SeqAccess, Visitor};
-
-mod array;
 mod bounds;
+mod build;
 mod error;
 mod event;
-mod map;
+mod fields;
 mod value;
 
-/// Maximum nesting of a payload. Real payloads need seven levels.
+/// Maximum nesting of a field. Real fields need five levels.
 const MAX_DEPTH: usize = 32;
 
 pub use error::{BatchLimit, WireError};
 pub use event::{
-    AttentionKind, BlockOwnership, EngineEvent, EventBatch, EventOrigin, EventTokens, ExtraKey,
-    PartialPrefix, StorageLocality, StorageMedium, StoredEvent,
+    AttentionKind, BlockOwnership, EngineEvent, EventAdapter, EventBatch, EventOrigin, EventTokens,
+    ExtraKey, PartialPrefix, SkippedEvent, StorageLocality, StorageMedium, StoredEvent,
 };
 
-/// Decodes one batch. Trailing bytes are ignored, as in the engines' own subscribers.
+/// Decodes one batch: an array of timestamp, events and data-parallel rank. Further elements are
+/// skipped. Trailing bytes are ignored, as in the engines' own subscribers.
 pub fn decode(payload: &[u8]) -> Result<EventBatch, WireError> {
-    bounds::check(payload)?;
-    let mut reader = rmp_serde::Deserializer::from_read_ref(payload);
-    reader.set_max_depth(MAX_DEPTH);
-    Ok(EventBatch::deserialize(&mut reader)?)
-}
-
-impl<'de> Deserialize<'de> for EventBatch {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct BatchVisitor;
-        impl<'de> Visitor<'de> for BatchVisitor {
-            type Value = EventBatch;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("an array of timestamp, events and data-parallel rank")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<EventBatch, A::Error> {
-                let value::WireTimestamp(timestamp) = value::next_required(&mut seq, "timestamp")?;
-                let value::SizedList(events) = value::next_required(&mut seq, "events")?;
-                // Engines without data parallelism omit the rank.
-                let rank = seq.next_element::<Option<u32>>()?.flatten();
-                if seq.next_element::<IgnoredAny>()?.is_some() {
-                    return Err(de::Error::custom("a batch has two or three elements"));
-                }
-                Ok(EventBatch {
-                    timestamp,
-                    events,
-                    rank,
-                })
-            }
-        }
-        deserializer.deserialize_any(BatchVisitor)
+    let mut reader = bounds::BatchReader::new(payload);
+    let elements = reader.array("batch")?;
+    if elements < 2 {
+        return Err(WireError::Malformed("events"));
     }
-}
-
-impl<'de> Deserialize<'de> for EngineEvent {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct EventVisitor;
-        impl<'de> Visitor<'de> for EventVisitor {
-            type Value = EngineEvent;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("a KV event as array or map")
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<EngineEvent, A::Error> {
-                array::event(seq)
-            }
-
-            fn visit_map<A: de::MapAccess<'de>>(self, map: A) -> Result<EngineEvent, A::Error> {
-                map::event(map)
-            }
-        }
-        deserializer.deserialize_any(EventVisitor)
+    let timestamp = value::decode(reader.raw()?).ok_or(WireError::Malformed("timestamp"))?;
+    let count = reader.event_count()?;
+    let mut events = Vec::with_capacity(count);
+    for _ in 0..count {
+        events.push(build::event(&reader.event()?));
     }
+    // Engines without data parallelism omit the rank.
+    let rank = match elements {
+        2 => None,
+        _ => value::decode(reader.raw()?).ok_or(WireError::Malformed("rank"))?,
+    };
+    for _ in 3..elements {
+        reader.skip_unknown()?;
+    }
+    Ok(EventBatch {
+        timestamp,
+        events,
+        rank,
+        unknown_fields: reader.unknown_fields(),
+    })
 }
 
 #[cfg(test)]

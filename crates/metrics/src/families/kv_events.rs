@@ -11,7 +11,7 @@ use crate::{FloatGauge, metrics, outcomes, reasons};
 metrics! {
     /// Metrics of KV events and their sources.
     KvEventMetrics {
-        /// KV events by kind (stored, removed, cleared, ignored) and outcome
+        /// KV events by kind (stored, removed, cleared, ignored, unknown) and outcome
         "kv_events" events: Family<EventLabels, Counter> = Family::default();
         /// KV event batches by outcome: applied, stale, undecodable, too_large, malformed_frames,
         /// other_rank
@@ -23,6 +23,8 @@ metrics! {
         /// closed_in_handshake, connect_timeout, handshake_timeout, heartbeat_timeout, too_large,
         /// protocol, io, endpoint, too_many_publishers, too_many_handshakes, replaced
         "kv_event_connection_errors" connection_errors: Family<ReasonLabel, Counter> = reasons(&["closed", "closed_in_handshake", "connect_timeout", "handshake_timeout", "heartbeat_timeout", "too_large", "protocol", "io", "endpoint", "too_many_publishers", "too_many_handshakes", "replaced"]);
+        /// Frames, elements and fields of KV event batches that this version does not know and skips
+        "kv_event_unknown_fields" unknown_fields: Counter = Counter::default();
         /// Gaps in the batch numbers of engines, by outcome: replayed, partly_replayed, lost
         "kv_event_gaps" gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
         /// Engine restarts, detected by batch numbers that decrease
@@ -39,7 +41,7 @@ metrics! {
         /// Gaps in the batch numbers of a worker rank since its source was first connected,
         /// replayed or not
         "kv_event_source_gaps" source_gaps: Family<RankLabels, Counter> = Family::default();
-        /// Batches of a worker rank that are permanently lost
+        /// Batches of a worker rank that are permanently lost. One gap counts at most 1048576
         "kv_event_source_lost_batches" source_lost_batches: Family<RankLabels, Counter> = Family::default();
         /// Blocks of a worker rank that the engine may have removed, because events were lost
         "kv_event_source_stale_blocks" source_stale_blocks: Family<RankLabels, Gauge> = Family::default();

@@ -202,6 +202,7 @@ impl App {
             discovery: self.discovery.clone(),
             cluster_rules: self.reloader.cluster.clone(),
             metrics: metrics.clone(),
+            guard: Arc::default(),
         };
         let stop = self.stop.clone();
         self.background.spawn(async move {

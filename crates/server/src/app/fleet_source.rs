@@ -3,10 +3,14 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::pin::pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use futures_util::future::BoxFuture;
+use parking_lot::Mutex;
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
 use warmroute_core::engine_settings::ConfiguredSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_engines::kv_events::MediaTokens;
@@ -16,6 +20,7 @@ use super::external_discovery::{ExternalDiscovery, ExternalSource, ExternalWatch
 use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::fleet::discovery::config::DiscoveryConfig;
 use crate::fleet::discovery::file::WorkersFile;
+use crate::fleet::discovery::fleet_guard::{FleetGuard, REMOVAL_CONFIRMATION};
 use crate::fleet::discovery::{self, WorkerModel};
 use crate::request::SharedClusterRules;
 
@@ -74,12 +79,27 @@ impl From<&Config> for FleetSource {
     }
 }
 
+impl FleetSource {
+    /// Returns the time without workers that confirms their removal: at least two further queries
+    /// of a source that is polled.
+    fn removal_confirmation(&self) -> Duration {
+        let intervals = match &self.source {
+            WorkerSource::Dns(names) => &names[..],
+            _ => &[],
+        };
+        let polls = intervals.iter().map(|name| name.refresh_interval.get() * 2);
+        polls.max().unwrap_or_default().max(REMOVAL_CONFIRMATION)
+    }
+}
+
 /// Components that the watch of a source needs.
 #[derive(Clone)]
 pub(super) struct FleetSourceDeps {
     pub(super) discovery: Arc<dyn ExternalDiscovery>,
     pub(super) cluster_rules: SharedClusterRules,
     pub(super) metrics: Arc<Metrics>,
+    /// Outlives a failure of the task, so that the first answer after it is confirmed too.
+    pub(super) guard: Arc<Mutex<FleetGuard>>,
 }
 
 impl FleetSourceDeps {
@@ -107,16 +127,44 @@ pub(super) async fn follow_fleet_source(
 ) -> anyhow::Result<()> {
     loop {
         let now = source.borrow_and_update().clone();
-        tokio::select! {
-            never = run_source(now, desired.clone(), &deps) => match never? {},
-            changed = source.changed() => changed?,
+        let FleetSource {
+            models,
+            media,
+            configured,
+            ..
+        } = now.clone();
+        let confirmation = now.removal_confirmation();
+        let (reported_tx, mut reported_rx) = mpsc::unbounded_channel();
+        let mut running = pin!(run_source(now, reported_tx, &deps));
+        loop {
+            let due = deps.guard.lock().next_due();
+            let workers = tokio::select! {
+                never = &mut running => match never? {},
+                changed = source.changed() => {
+                    changed?;
+                    break;
+                }
+                Some(workers) = reported_rx.recv() => {
+                    let mut guard = deps.guard.lock();
+                    guard.update(workers, &models, confirmation, Instant::now())
+                }
+                () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
+                    deps.guard.lock().confirm(Instant::now())
+                }
+            };
+            // If the controller is gone, the process is shutting down.
+            _ = desired.send(DesiredFleet {
+                workers,
+                media: media.clone(),
+                configured: configured.clone(),
+            });
         }
     }
 }
 
 async fn run_source(
     source: FleetSource,
-    desired: mpsc::UnboundedSender<DesiredFleet>,
+    reported: mpsc::UnboundedSender<Vec<Worker>>,
     deps: &FleetSourceDeps,
 ) -> anyhow::Result<Infallible> {
     if !matches!(source.source, WorkerSource::Kubernetes(_)) {
@@ -125,16 +173,7 @@ async fn run_source(
     if !matches!(source.source, WorkerSource::File(_)) {
         deps.metrics.workers.file_last_reload_successful.set(None);
     }
-    let media = source.media;
-    let configured = source.configured;
-    // If the controller is gone, the process is shutting down.
-    let send = move |workers| {
-        _ = desired.send(DesiredFleet {
-            workers,
-            media: media.clone(),
-            configured: configured.clone(),
-        })
-    };
+    let send = move |workers| _ = reported.send(workers);
     match source.source {
         WorkerSource::Fixed(workers) => {
             send(workers);
@@ -156,5 +195,58 @@ async fn run_source(
             deps.watch(ExternalSource::Dns(names), source.models, send)
                 .await
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use warmroute_core::worker::{BlockSize, WorkerId};
+
+    use super::*;
+    use crate::app::external_discovery::NoExternalDiscovery;
+
+    fn source(ids: &[u64]) -> FleetSource {
+        let block_size = BlockSize::new(16).unwrap();
+        let worker = |&id: &u64| {
+            let endpoint = ([10, 0, 0, id as u8], 8000).into();
+            Worker::new(
+                WorkerId(id),
+                warmroute_core::worker::WorkerEndpoint(endpoint),
+                "m".into(),
+                block_size,
+            )
+        };
+        FleetSource {
+            source: WorkerSource::Fixed(ids.iter().map(worker).collect()),
+            models: vec![WorkerModel {
+                name: "m".into(),
+                block_size,
+                uses_bootstrap: false,
+            }],
+            follow: DiscoveryConfig::default(),
+            media: Arc::default(),
+            configured: Arc::default(),
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn reload_to_empty_list_is_confirmed() {
+        let (source_tx, source_rx) = watch::channel(source(&[1, 2]));
+        let (desired_tx, mut desired) = mpsc::unbounded_channel();
+        let deps = FleetSourceDeps {
+            discovery: Arc::new(NoExternalDiscovery),
+            cluster_rules: SharedClusterRules::default(),
+            metrics: Arc::new(Metrics::new()),
+            guard: Arc::default(),
+        };
+        let following = tokio::spawn(follow_fleet_source(source_rx, desired_tx, deps));
+        let mut next = async || desired.recv().await.unwrap().workers.len();
+        assert_eq!(next().await, 2);
+        let start = Instant::now();
+        source_tx.send_replace(source(&[]));
+        assert_eq!(next().await, 2);
+        assert_eq!(next().await, 0);
+        assert!(start.elapsed() >= REMOVAL_CONFIRMATION);
+        following.abort();
     }
 }

@@ -6,6 +6,7 @@
 pub mod config;
 pub mod dns;
 pub mod file;
+pub mod fleet_guard;
 pub mod kubernetes;
 mod labels;
 mod resolve;

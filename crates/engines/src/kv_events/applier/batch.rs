@@ -55,6 +55,9 @@ pub(super) struct LoggedProblems {
     too_large: Option<Instant>,
     malformed: bool,
     other_rank: bool,
+    unknown_fields: bool,
+    pub(super) skipped: bool,
+    pub(super) unnamed_adapter: bool,
     pub(super) block_size: bool,
     pub(super) group_block_size: bool,
 }
@@ -327,9 +330,21 @@ impl BatchApplier {
         }
     }
 
+    /// Counts frames, elements and fields that this version does not know.
+    pub(in crate::kv_events) fn record_unknown_fields(&mut self, count: u64) {
+        if count == 0 {
+            return;
+        }
+        self.metrics.kv_events.unknown_fields.inc_by(count);
+        if !std::mem::replace(&mut self.logged_problems.unknown_fields, true) {
+            tracing::info!(rank = %self.rank, name = self.worker_name, count, "unknown fields of KV events skipped");
+        }
+    }
+
     fn record_lost_batches(&mut self, from: u64, to: u64) {
         tracing::warn!(rank = %self.rank, name = self.worker_name, from, to, "KV event batches lost; index of the rank is stale");
-        self.monitor.update(|source| source.record_lost(to - from));
+        self.monitor
+            .update(|source| source.record_lost(to.saturating_sub(from)));
         self.record_loss();
     }
 
@@ -387,6 +402,7 @@ impl BatchApplier {
     }
 
     fn apply_batch(&mut self, batch: &EventBatch) {
+        self.record_unknown_fields(batch.unknown_fields);
         for event in &batch.events {
             let converted = self.normalizer.convert(event);
             let labels = self.apply_converted(event, converted);

@@ -2,7 +2,7 @@
 
 use super::batch::BatchApplier;
 use crate::kv_events::convert::{ConvertedEvent, FilterReason};
-use crate::kv_events::wire::{EngineEvent, StorageMedium};
+use crate::kv_events::wire::{EngineEvent, SkippedEvent, StorageMedium};
 use warmroute_core::block::StorageTier;
 use warmroute_core::freshness::{EventSourceState, StaleReason};
 use warmroute_core::index::{ApplyOutcome, KvEvent};
@@ -49,6 +49,7 @@ impl BatchApplier {
             }
             ConvertedEvent::Filtered(reason) => {
                 self.report_filtered(reason);
+                self.log_skipped(event);
                 EventLabels {
                     kind: event_kind(event),
                     outcome: reason.label(),
@@ -93,7 +94,19 @@ impl BatchApplier {
     /// Updates the source for a filtered event, and logs each problem once.
     fn report_filtered(&mut self, reason: FilterReason) {
         match reason {
-            FilterReason::AmbiguousSalt => self.has_dropped_stores = true,
+            FilterReason::AmbiguousSalt | FilterReason::UnreadableStore => {
+                self.has_dropped_stores = true
+            }
+            // The index may hold blocks that the engine removed.
+            FilterReason::UnreadableRemoval => self.record_loss(),
+            FilterReason::UnnamedAdapter
+                if !std::mem::replace(&mut self.logged_problems.unnamed_adapter, true) =>
+            {
+                tracing::warn!(
+                    rank = %self.rank, name = self.worker_name,
+                    "KV events of a LoRA adapter have no lora_name; its blocks are not indexed"
+                );
+            }
             FilterReason::BlockSize { engine } => self.report_block_size(engine),
             FilterReason::GroupBlockSize { engine }
                 if !std::mem::replace(&mut self.logged_problems.group_block_size, true) =>
@@ -105,6 +118,15 @@ impl BatchApplier {
                 );
             }
             _ => {}
+        }
+    }
+
+    /// Logs the first event that this version cannot use.
+    fn log_skipped(&mut self, event: &EngineEvent) {
+        if let EngineEvent::Skipped(skipped) = event
+            && !std::mem::replace(&mut self.logged_problems.skipped, true)
+        {
+            tracing::warn!(rank = %self.rank, name = self.worker_name, ?skipped, "unsupported KV event skipped");
         }
     }
 
@@ -147,5 +169,8 @@ fn event_kind(event: &EngineEvent) -> &'static str {
         EngineEvent::Removed { .. } => "removed",
         EngineEvent::Cleared { .. } => "cleared",
         EngineEvent::Ignored => "ignored",
+        EngineEvent::Skipped(SkippedEvent::UnknownType(_)) => "unknown",
+        EngineEvent::Skipped(SkippedEvent::Store(_)) => "stored",
+        EngineEvent::Skipped(SkippedEvent::Removal(_)) => "removed",
     }
 }

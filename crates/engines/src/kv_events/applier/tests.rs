@@ -202,7 +202,7 @@ impl TestStream {
             self.applier
                 .update(|batches| batches.apply_after_replay(gap, payload));
         }
-        self.next += 1;
+        self.next = self.next.wrapping_add(1);
     }
 
     fn lose(&mut self, batches: u64) {
@@ -522,4 +522,112 @@ fn batches_of_another_rank_are_dropped_and_reported() {
         stream.store(None, &[block]);
     }
     assert_eq!(stream.status(), EXACT, "the other rank stopped publishing");
+}
+
+/// Returns a store of one block in the map encoding, with further fields.
+fn store_event(block: u64, fields: &serde_json::Value) -> serde_json::Value {
+    let mut event = serde_json::json!({
+        "type": "BlockStored", "block_hashes": [block], "token_ids": [block, block], "block_size": 2,
+    });
+    let further = fields.as_object().unwrap().clone();
+    event.as_object_mut().unwrap().extend(further);
+    event
+}
+
+fn pack(batch: &serde_json::Value) -> Vec<u8> {
+    rmp_serde::to_vec(batch).unwrap()
+}
+
+#[test]
+fn events_of_newer_engines_do_not_interrupt_the_stream() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    let newer = serde_json::json!([
+        1.5,
+        [
+            {"type": "BlockPinned", "block_hashes": [1]},
+            store_event(1, &serde_json::json!({"checksum": [1, 2]})),
+            ["BlockMoved", [1], "GPU"],
+            ["BlockStored", [2], null, [2, 2], 2, null, "GPU", null, null, 0, "full_attention", null, null, null, "new"],
+        ],
+        0,
+        {"epoch": 3},
+    ]);
+    stream.send(&pack(&newer));
+    assert_eq!((stream.holds(&[1]), stream.holds(&[2])), (1, 1));
+    assert_eq!(stream.status(), EXACT);
+    stream.store(None, &[3]);
+    let facts = stream.facts();
+    assert_eq!(
+        (facts.batches, facts.gaps, facts.undecodable, facts.restarts),
+        (2, 0, 0, 0)
+    );
+    assert_eq!(stream.metrics.kv_events.unknown_fields.get(), 3);
+    let unknown = EventLabels {
+        kind: "unknown",
+        outcome: "filtered_unknown_event",
+    };
+    assert_eq!(
+        stream
+            .metrics
+            .kv_events
+            .events
+            .get_or_create(&unknown)
+            .get(),
+        2
+    );
+}
+
+#[test]
+fn unreadable_events_make_the_source_inexact() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    let text_tokens = store_event(1, &serde_json::json!({"token_ids": [1, "image"]}));
+    stream.send(&pack(&serde_json::json!([1.5, [text_tokens], 0])));
+    assert_eq!(stream.status(), INCOMPLETE);
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    stream.store(None, &[1]);
+    stream.send(&pack(&serde_json::json!([
+        1.5,
+        [["BlockRemoved", ["sha"]]],
+        0
+    ])));
+    assert_eq!(stream.status(), STALE, "the removed block is unknown");
+    stream.store(None, &[2]);
+    assert_eq!((stream.facts().undecodable, stream.facts().gaps), (0, 0));
+}
+
+#[test]
+fn blocks_of_unnamed_adapter_are_not_indexed() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    let lora = |fields| store_event(1, &fields);
+    stream.send(&pack(&serde_json::json!([
+        1.5,
+        [lora(serde_json::json!({"lora_id": 3}))],
+        0
+    ])));
+    assert_eq!(stream.holds(&[1]), 0);
+    assert_eq!(count(&stream.metrics, "filtered_unnamed_adapter"), 1);
+    stream.send(&pack(&serde_json::json!([
+        1.5,
+        [lora(serde_json::json!({"lora_id": null}))],
+        0
+    ])));
+    assert_eq!(stream.holds(&[1]), 1);
+}
+
+#[test]
+fn forged_batch_numbers_count_as_a_plausible_gap() {
+    let mut stream = TestStream::new(ResyncMode::Keep);
+    let mut before = 0;
+    for number in [0, 5, 1 << 63, u64::MAX, 3, 2, 1 << 40, u64::MAX - 1] {
+        stream.next = number;
+        stream.send(&pack(&serde_json::json!([1.5, [], 0])));
+        stream.monitor.reset();
+        let lost = stream.facts().lost_batches;
+        assert!(
+            (before..=before + (1 << 20)).contains(&lost),
+            "{number}: {before}, {lost}"
+        );
+        before = lost;
+    }
+    assert!(before > 1 << 20, "{before}");
 }

@@ -9,6 +9,14 @@ pub enum FilterReason {
     UnknownOwnership,
     /// A placeholder event.
     Ignored,
+    /// An event of an unknown type.
+    UnknownEvent,
+    /// A store with a field that is missing or has an unknown type.
+    UnreadableStore,
+    /// A removal with a field that is missing or has an unknown type.
+    UnreadableRemoval,
+    /// Blocks of a LoRA adapter that the event identifies only by a number.
+    UnnamedAdapter,
     /// Storage of another worker.
     NonLocalLocality,
     /// Unknown storage medium.
@@ -50,6 +58,10 @@ impl FilterReason {
             FilterReason::UnsupportedOwnership => "filtered_unsupported_ownership",
             FilterReason::UnknownOwnership => "filtered_unknown_ownership",
             FilterReason::Ignored => "filtered_ignored_event",
+            FilterReason::UnknownEvent => "filtered_unknown_event",
+            FilterReason::UnreadableStore => "filtered_unreadable_store",
+            FilterReason::UnreadableRemoval => "filtered_unreadable_removal",
+            FilterReason::UnnamedAdapter => "filtered_unnamed_adapter",
             FilterReason::NonLocalLocality => "filtered_non_local_locality",
             FilterReason::UnknownMedium => "filtered_unknown_medium",
             FilterReason::NonMainKind => "filtered_non_main_attention_kind",

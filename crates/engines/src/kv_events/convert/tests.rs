@@ -101,7 +101,7 @@ fn first_block_carries_bare_or_marked_salt() {
         );
     }
     let adapter = StoredEvent {
-        lora_name: Some("a".to_owned()),
+        adapter: EventAdapter::Named("a".to_owned()),
         ..with_keys(1, None, &[text("a"), text("tenant")])
     };
     assert_eq!(
@@ -109,7 +109,7 @@ fn first_block_carries_bare_or_marked_salt() {
         expected(Some("a"), Some("tenant"), &[])
     );
     let alone = StoredEvent {
-        lora_name: Some("a".to_owned()),
+        adapter: EventAdapter::Named("a".to_owned()),
         ..with_keys(1, None, &[text("a")])
     };
     assert_eq!(

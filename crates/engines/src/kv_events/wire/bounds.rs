@@ -1,12 +1,13 @@
-//! Limits of a batch, checked before anything is decoded. One pass over the payload counts the
-//! elements for which decoding allocates memory, so that a small payload cannot use a lot of
-//! memory.
+//! Splits a batch into events and fields, and checks its limits. Each event is checked before it is
+//! decoded: the reader counts the elements for which decoding allocates memory, so that a small
+//! payload cannot use a lot of memory.
 //!
 //! A decoded batch takes at most about 180 MiB: 128 Ki events of 300 bytes, 1 Mi hashes of 8 bytes,
 //! 16 Mi tokens of 4 bytes, and 1 Mi each of extra-key lists, extra keys and multimodal objects of
 //! 24 to 40 bytes.
 
 use super::error::{BatchLimit, WireError};
+use super::fields::{EventField, EventFields, EventType, FieldEncoding, MAX_TAIL};
 
 /// Maximum number of events in a batch. Engines publish one event per evicted block.
 const EVENTS: usize = 1 << 17;
@@ -21,32 +22,15 @@ const KEYS_PER_BLOCK: usize = 64;
 /// Maximum number of extra keys and multimodal objects in a batch, and of lists of them.
 const KEYS: usize = 1 << 20;
 
-/// Checks the limits of a batch. It reads only lengths and nesting; the decoder checks types.
-pub(super) fn check(payload: &[u8]) -> Result<(), WireError> {
-    let mut counters = BatchCounters {
-        reader: MessagePackReader { rest: payload },
-        ..BatchCounters::default()
-    };
-    let ValueHead::Array(elements) = counters.reader.value()? else {
-        return Ok(());
-    };
-    for at in 0..elements {
-        match (at, counters.reader.value()?) {
-            (1, ValueHead::Array(events)) => counters.events(events)?,
-            (_, other) => counters.reader.skip_content(other)?,
-        }
-    }
-    Ok(())
-}
-
-/// The counters of one batch.
+/// Reads the values of one batch in order.
 #[derive(Default)]
-struct BatchCounters<'a> {
+pub(super) struct BatchReader<'a> {
     reader: MessagePackReader<'a>,
     hashes: usize,
     tokens: usize,
     lists: usize,
     keys: usize,
+    unknown_fields: u64,
 }
 
 /// Content of a field, as far as decoding allocates memory for its elements.
@@ -59,86 +43,155 @@ enum FieldContent {
     Other,
 }
 
-impl FieldContent {
-    /// Returns the content of a position in the array encoding. The decoder searches the tail for
-    /// multimodal objects and ignores everything after it. In events without tokens, the tail
-    /// begins earlier.
-    fn at(position: usize, is_store: bool) -> Self {
-        match position {
-            1 => FieldContent::Hashes,
-            3 if is_store => FieldContent::Tokens,
-            8..17 => FieldContent::Keys,
-            3..17 if !is_store => FieldContent::Keys,
-            _ => FieldContent::Other,
-        }
-    }
-
-    /// Returns the content of a field name in the map encoding.
-    fn of(name: &[u8]) -> Self {
-        match name {
-            b"block_hashes" => FieldContent::Hashes,
-            b"token_ids" => FieldContent::Tokens,
-            b"extra_keys" | b"block_mm_infos" => FieldContent::Keys,
+impl From<EventField> for FieldContent {
+    fn from(field: EventField) -> Self {
+        match field {
+            EventField::Hashes => FieldContent::Hashes,
+            EventField::Tokens => FieldContent::Tokens,
+            EventField::ExtraKeys | EventField::Media => FieldContent::Keys,
             _ => FieldContent::Other,
         }
     }
 }
 
-impl BatchCounters<'_> {
-    fn events(&mut self, events: usize) -> Result<(), WireError> {
+impl<'a> BatchReader<'a> {
+    pub(super) fn new(payload: &'a [u8]) -> Self {
+        Self {
+            reader: MessagePackReader { rest: payload },
+            ..Self::default()
+        }
+    }
+
+    /// Returns the number of skipped elements and fields.
+    pub(super) fn unknown_fields(&self) -> u64 {
+        self.unknown_fields
+    }
+
+    /// Reads the head of an array and returns its length.
+    pub(super) fn array(&mut self, name: &'static str) -> Result<usize, WireError> {
+        match self.reader.value()? {
+            ValueHead::Array(elements) => Ok(elements),
+            _ => Err(WireError::Malformed(name)),
+        }
+    }
+
+    /// Reads one value without decoding it.
+    pub(super) fn raw(&mut self) -> Result<&'a [u8], WireError> {
+        let start = self.reader.rest;
+        self.reader.skip(1)?;
+        Ok(self.reader.since(start))
+    }
+
+    /// Skips and counts an unknown value.
+    pub(super) fn skip_unknown(&mut self) -> Result<(), WireError> {
+        self.unknown_fields += 1;
+        self.reader.skip(1)
+    }
+
+    /// Reads the head of the list of events and returns their number.
+    pub(super) fn event_count(&mut self) -> Result<usize, WireError> {
+        let events = self.array("events")?;
         if events > EVENTS {
             return Err(WireError::TooLarge(BatchLimit::Events));
         }
-        for _ in 0..events {
-            let hashes = self.hashes;
-            let lists = match self.reader.value()? {
-                ValueHead::Array(fields) => self.array_event(fields)?,
-                ValueHead::Map(fields) => self.map_event(fields)?,
-                ValueHead::Bytes(_) | ValueHead::Scalar => 0,
-            };
-            // A field may precede the hashes, so the number of blocks is known only here.
-            if lists > self.hashes - hashes + SPARE_LISTS {
-                return Err(WireError::TooLarge(BatchLimit::ExtraKeys));
-            }
-        }
-        Ok(())
+        Ok(events)
     }
 
-    /// Counts an event in the array encoding. Returns the largest number of per-block lists in a
-    /// field.
-    fn array_event(&mut self, fields: usize) -> Result<usize, WireError> {
-        let mut lists = 0;
-        let mut is_store = false;
-        for at in 0..fields {
-            let value = self.reader.value()?;
-            is_store |= at == 0 && matches!(value, ValueHead::Bytes(b"BlockStored"));
-            lists = self
-                .field(FieldContent::at(at, is_store), value)?
-                .max(lists);
+    /// Reads one event. A value that is neither an array nor a map has no fields.
+    pub(super) fn event(&mut self) -> Result<EventFields<'a>, WireError> {
+        let hashes = self.hashes;
+        let mut event = EventFields::default();
+        let lists = match self.reader.value()? {
+            ValueHead::Array(fields) => self.array_event(fields, &mut event)?,
+            ValueHead::Map(fields) => self.map_event(fields, &mut event)?,
+            ValueHead::Bytes(_) | ValueHead::Scalar => 0,
+        };
+        // A field may precede the hashes, so the number of blocks is known only here.
+        if lists > self.hashes - hashes + SPARE_LISTS {
+            return Err(WireError::TooLarge(BatchLimit::ExtraKeys));
         }
+        Ok(event)
+    }
+
+    /// Reads an event in the array encoding. Returns the largest number of per-block lists in a
+    /// field.
+    fn array_event(
+        &mut self,
+        fields: usize,
+        event: &mut EventFields<'a>,
+    ) -> Result<usize, WireError> {
+        if fields == 0 {
+            return Ok(0);
+        }
+        let start = self.reader.rest;
+        let tag = self.reader.value()?;
+        self.reader.skip_content(tag)?;
+        event.set(EventField::Type, self.reader.since(start));
+        let known = match tag {
+            ValueHead::Bytes(name) => EventType::of(name),
+            _ => None,
+        };
+        let Some(known) = known else {
+            self.reader.skip(fields - 1)?;
+            return Ok(0);
+        };
+        let mut lists = 0;
+        let mut tail = Vec::new();
+        for at in 1..fields {
+            if let Some(&field) = known.positions().get(at) {
+                let (value, own) = self.field(field.into())?;
+                event.set(field, value);
+                lists = lists.max(own);
+            } else if known.has_tail() && tail.len() < MAX_TAIL {
+                // The decoder searches the tail for multimodal objects.
+                let (value, own) = self.field(FieldContent::Keys)?;
+                tail.push(value);
+                lists = lists.max(own);
+            } else {
+                self.skip_unknown()?;
+            }
+        }
+        self.unknown_fields += event.set_tail(&tail) as u64;
         Ok(lists)
     }
 
-    /// Counts an event in the map encoding. Returns the largest number of per-block lists in a
+    /// Reads an event in the map encoding. Returns the largest number of per-block lists in a
     /// field.
-    fn map_event(&mut self, fields: usize) -> Result<usize, WireError> {
+    fn map_event(
+        &mut self,
+        fields: usize,
+        event: &mut EventFields<'a>,
+    ) -> Result<usize, WireError> {
+        event.encoding = FieldEncoding::Map;
         let mut lists = 0;
         for _ in 0..fields {
             let name = self.reader.value()?;
             self.reader.skip_content(name)?;
-            let content = if let ValueHead::Bytes(name) = name {
-                FieldContent::of(name)
-            } else {
-                FieldContent::Other
+            let field = match name {
+                ValueHead::Bytes(name) => EventField::of(name),
+                _ => None,
             };
-            let value = self.reader.value()?;
-            lists = self.field(content, value)?.max(lists);
+            let Some(field) = field else {
+                self.skip_unknown()?;
+                continue;
+            };
+            let (value, own) = self.field(field.into())?;
+            event.set(field, value);
+            lists = lists.max(own);
         }
         Ok(lists)
     }
 
-    /// Counts one field. Returns its number of per-block lists, or 0 if it has none.
-    fn field(&mut self, content: FieldContent, value: ValueHead<'_>) -> Result<usize, WireError> {
+    /// Reads and counts one field. Returns it with its number of per-block lists, or 0 if it has
+    /// none.
+    fn field(&mut self, content: FieldContent) -> Result<(&'a [u8], usize), WireError> {
+        let start = self.reader.rest;
+        let lists = self.count_field(content)?;
+        Ok((self.reader.since(start), lists))
+    }
+
+    fn count_field(&mut self, content: FieldContent) -> Result<usize, WireError> {
+        let value = self.reader.value()?;
         let ValueHead::Array(elements) = value else {
             self.reader.skip_content(value)?;
             return Ok(0);
@@ -225,6 +278,11 @@ struct MessagePackReader<'a> {
 }
 
 impl<'a> MessagePackReader<'a> {
+    /// Returns the bytes that were read since `start`, an earlier value of `rest`.
+    fn since(&self, start: &'a [u8]) -> &'a [u8] {
+        &start[..start.len() - self.rest.len()]
+    }
+
     fn value(&mut self) -> Result<ValueHead<'a>, WireError> {
         let [marker] = self.take()?;
         Ok(match marker {

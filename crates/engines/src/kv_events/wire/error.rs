@@ -3,9 +3,9 @@
 /// Reason why a payload is not a batch of KV events.
 #[derive(Debug, thiserror::Error)]
 pub enum WireError {
-    /// A value has another type, or a field is missing.
-    #[error("not a batch of KV events: {0}")]
-    Malformed(#[from] rmp_serde::decode::Error),
+    /// The named element is missing or has another type.
+    #[error("not a batch of KV events: {0} missing or of another type")]
+    Malformed(&'static str),
     /// A value is longer than the payload.
     #[error("not a batch of KV events: not MessagePack, or truncated")]
     Truncated,

@@ -11,6 +11,8 @@ pub struct EventBatch {
     pub events: Vec<EngineEvent>,
     /// Data-parallel rank, if the engine reports it.
     pub rank: Option<u32>,
+    /// Number of elements and event fields that this version does not know, and skipped.
+    pub unknown_fields: u64,
 }
 
 /// One change, as published by the engine.
@@ -32,6 +34,19 @@ pub enum EngineEvent {
     },
     /// A placeholder without effect.
     Ignored,
+    /// An event that this version cannot use.
+    Skipped(SkippedEvent),
+}
+
+/// An event that was skipped, because a newer engine wrote it or it is damaged.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum SkippedEvent {
+    /// Its type is unknown. Contains the beginning of the type's name.
+    UnknownType(String),
+    /// A store; the named field is missing or has an unknown type.
+    Store(&'static str),
+    /// A removal; the named field is missing or has an unknown type.
+    Removal(&'static str),
 }
 
 /// A store event.
@@ -46,7 +61,7 @@ pub struct StoredEvent {
     /// Tokens per block.
     pub block_size: u32,
     /// LoRA adapter.
-    pub lora_name: Option<String>,
+    pub adapter: EventAdapter,
     /// Cache salt, if the event names it explicitly.
     pub cache_salt: Option<String>,
     /// Extra keys of each block's hash.
@@ -57,6 +72,28 @@ pub struct StoredEvent {
     pub keys_are_pairs: bool,
     /// Storage and cache group.
     pub origin: EventOrigin,
+}
+
+/// LoRA adapter of a store event.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum EventAdapter {
+    /// None: blocks of the base model.
+    #[default]
+    Base,
+    /// The adapter with this name.
+    Named(String),
+    /// An adapter that the event identifies only by a number.
+    Unnamed,
+}
+
+impl EventAdapter {
+    /// Returns the name, if the event has one.
+    pub fn name(&self) -> Option<&str> {
+        match self {
+            EventAdapter::Named(name) => Some(name),
+            EventAdapter::Base | EventAdapter::Unnamed => None,
+        }
+    }
 }
 
 /// The tokens of a store event.

@@ -37,11 +37,15 @@ fn byte_hash_uses_last_eight_bytes() {
         [1u32],
         1u32,
     );
-    assert!(decode(&pack(&(1.0, [short], Some(0)))).is_err());
+    let batch = decode(&pack(&(1.0, [short], Some(0)))).unwrap();
+    assert_eq!(
+        batch.events,
+        [EngineEvent::Skipped(SkippedEvent::Store("block_hashes"))]
+    );
 }
 
 #[test]
-fn batch_has_two_or_three_elements() {
+fn batch_has_two_or_more_elements() {
     let none: [Value; 0] = [];
     let rank = |payload: Vec<u8>| decode(&payload).map(|batch| batch.rank).ok();
     assert_eq!(rank(pack(&(1, &none))), Some(None));
@@ -49,7 +53,13 @@ fn batch_has_two_or_three_elements() {
     assert_eq!(rank(pack(&(1, &none, 7))), Some(Some(7)));
     assert_eq!(rank(pack(&(1, &none, -1))), None);
     assert_eq!(rank(pack(&(1, &none, 1u64 << 32))), None);
-    assert_eq!(rank(pack(&(1, &none, 7, 7))), None);
+    assert_eq!(rank(pack(&(1, &none, 7, [8, 9], "x"))), Some(Some(7)));
+    assert_eq!(
+        decode(&pack(&(1, &none, 7, [8, 9], "x")))
+            .unwrap()
+            .unknown_fields,
+        2
+    );
     assert_eq!(rank(pack(&(1,))), None);
     assert_eq!(
         rank([pack(&(1, &none, 7)), vec![0xc1, 0xff]].concat()),
@@ -72,7 +82,7 @@ fn map_fields_are_unordered_and_unknown_are_skipped() {
             bigrams: true,
         },
         block_size: 2,
-        lora_name: Some("a".to_owned()),
+        adapter: EventAdapter::Named("a".to_owned()),
         extra_keys: vec![
             vec![
                 ExtraKey::Text("s".to_owned()),
@@ -142,6 +152,157 @@ fn array_tail_is_read_by_position_or_type() {
             }],
             "{tail}"
         );
+    }
+}
+
+/// Decodes an event between two others, which must not be affected.
+fn decode_between(event: &Value) -> EngineEvent {
+    let around = json!(["BlockRemoved", [9], "GPU"]);
+    let batch = decode(&pack(&json!([1.5, [around, event, around], 0]))).unwrap();
+    assert_eq!(batch.rank, Some(0), "{event}");
+    let [first, own, last] = &batch.events[..] else {
+        panic!("{:?}", batch.events)
+    };
+    assert_eq!(first, last, "{event}");
+    own.clone()
+}
+
+fn store_with(field: &str, value: Value) -> Value {
+    let mut event =
+        json!({ "type": "BlockStored", "block_hashes": [5], "token_ids": [1, 2], "block_size": 2 });
+    event[field] = value;
+    event
+}
+
+#[test]
+fn unknown_and_unreadable_events_are_skipped_alone() {
+    let unknown = |name: &str| SkippedEvent::UnknownType(name.to_owned());
+    let cases = [
+        (
+            json!(["BlockMoved", [1], "GPU", {"to": 2}]),
+            unknown("BlockMoved"),
+        ),
+        (
+            json!({"type": "BlockPinned", "block_hashes": [1]}),
+            unknown("BlockPinned"),
+        ),
+        (json!({"type": 7}), unknown("")),
+        (json!([]), unknown("")),
+        (json!(null), unknown("")),
+        (
+            store_with("block_hashes", json!(["sha"])),
+            SkippedEvent::Store("block_hashes"),
+        ),
+        (
+            store_with("token_ids", json!([1, "image"])),
+            SkippedEvent::Store("token_ids"),
+        ),
+        (
+            store_with("group_idx", json!(-1)),
+            SkippedEvent::Store("group_idx"),
+        ),
+        (
+            json!(["BlockStored", [1], null, [1, 2]]),
+            SkippedEvent::Store("block_size"),
+        ),
+        (
+            json!(["BlockRemoved", "all", "GPU"]),
+            SkippedEvent::Removal("block_hashes"),
+        ),
+    ];
+    for (event, expected) in cases {
+        assert_eq!(
+            decode_between(&event),
+            EngineEvent::Skipped(expected),
+            "{event}"
+        );
+    }
+}
+
+#[test]
+fn events_with_unknown_fields_are_read() {
+    let newer_store = json!([
+        "BlockStored", [1], null, [1, 2], 2, null, "GPU", null, null, 0, -4, 1.5, [[3], [4]], {"x": 1}, true, 1, 2
+    ]);
+    let events = [
+        newer_store,
+        store_with("lookahead_token_ids", json!([[3]])),
+        store_with("medium", json!(["GPU", 1])),
+        json!([
+            "BlockRemoved",
+            [1],
+            "GPU",
+            0,
+            "full_attention",
+            null,
+            null,
+            null,
+            [[7]],
+            8
+        ]),
+        json!(["AllBlocksCleared", "framework", 1]),
+    ];
+    for event in events {
+        assert!(
+            !matches!(decode_between(&event), EngineEvent::Skipped(_)),
+            "{event}"
+        );
+    }
+}
+
+#[test]
+fn unknown_fields_are_counted() {
+    let cases = [
+        (
+            json!({ "type": "BlockRemoved", "block_hashes": [5], "session_id": "x" }),
+            0,
+        ),
+        (
+            json!({ "type": "BlockRemoved", "block_hashes": [5], "reason": { "a": [1] }, "epoch": 3 }),
+            2,
+        ),
+        (
+            json!([
+                "BlockRemoved",
+                [1],
+                "GPU",
+                0,
+                "full_attention",
+                null,
+                null,
+                null,
+                7
+            ]),
+            1,
+        ),
+        (json!(["BlockRemoved", [1], "GPU", 0, -1, 2.5, 64, 65]), 3),
+        (json!(["AllBlocksCleared", null, "x", "y"]), 2),
+    ];
+    for (event, expected) in cases {
+        let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
+        assert_eq!(batch.unknown_fields, expected, "{event}");
+    }
+}
+
+#[test]
+fn adapter_without_name_is_not_the_base_model() {
+    let cases = [
+        (json!(null), json!(null), EventAdapter::Base),
+        (json!(0), json!(null), EventAdapter::Base),
+        (json!(3), json!(null), EventAdapter::Unnamed),
+        (json!(3), json!(""), EventAdapter::Unnamed),
+        (json!("hex"), json!(null), EventAdapter::Unnamed),
+        (json!(3), json!("a"), EventAdapter::Named("a".to_owned())),
+        (json!(null), json!("a"), EventAdapter::Named("a".to_owned())),
+    ];
+    for (id, name, expected) in cases {
+        let array = json!(["BlockStored", [1], null, [1, 2], 2, id, "GPU", name]);
+        let map = json!({ "type": "BlockStored", "block_hashes": [1], "token_ids": [1, 2], "block_size": 2,
+            "lora_id": id, "lora_name": name });
+        for event in [array, map] {
+            let batch = decode(&pack(&json!([1, [event], 0]))).unwrap();
+            assert_eq!(stored(&batch.events[0]).adapter, expected, "{event}");
+        }
     }
 }
 

@@ -3,12 +3,17 @@
 use std::fmt;
 use std::marker::PhantomData;
 
-use serde::de::{
-    self, Deserialize, DeserializeOwned, Deserializer, IgnoredAny, SeqAccess, Visitor,
-};
+use serde::de::{self, Deserialize, Deserializer, IgnoredAny, SeqAccess, Visitor};
 
 use super::event::{EventTokens, ExtraKey};
 use warmroute_core::block::EngineHash;
+
+/// Decodes one value. Returns `None` if it has another type.
+pub(super) fn decode<'a, T: Deserialize<'a>>(value: &'a [u8]) -> Option<T> {
+    let mut reader = rmp_serde::Deserializer::from_read_ref(value);
+    reader.set_max_depth(super::MAX_DEPTH);
+    T::deserialize(&mut reader).ok()
+}
 
 /// A list that reserves exactly its length, which [`super::bounds`] has checked.
 pub(super) struct SizedList<T>(pub(super) Vec<T>);
@@ -32,15 +37,6 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for SizedList<T> {
             }
         }
         deserializer.deserialize_seq(ListVisitor(PhantomData))
-    }
-}
-
-/// A timestamp, which may be an integer or a float.
-pub(super) struct WireTimestamp(pub(super) f64);
-
-impl<'de> Deserialize<'de> for WireTimestamp {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        f64::deserialize(deserializer).map(WireTimestamp)
     }
 }
 
@@ -325,15 +321,8 @@ impl<'de> Deserialize<'de> for CacheNamespace {
     }
 }
 
-/// Reads an optional element that may be missing or nil.
-pub(super) fn next_optional<'de, T: DeserializeOwned, A: SeqAccess<'de>>(
-    seq: &mut A,
-) -> Result<Option<T>, A::Error> {
-    Ok(seq.next_element::<Option<T>>()?.flatten())
-}
-
 /// Decodes the next element, which is required.
-pub(super) fn next_required<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(
+fn next_required<'de, T: Deserialize<'de>, A: SeqAccess<'de>>(
     seq: &mut A,
     name: &'static str,
 ) -> Result<T, A::Error> {

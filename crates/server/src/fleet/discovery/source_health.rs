@@ -68,7 +68,8 @@ impl DiscoverySourceHealth {
         if self.set_error(reason) {
             warn!(
                 source = self.label.source.as_str(),
-                reason, "discovery source selects no workers; its workers are removed"
+                reason,
+                "discovery source selects no workers; its workers are removed if this is confirmed"
             );
         }
     }

@@ -1,5 +1,5 @@
 use super::super::{EngineEvent, EventBatch, ExtraKey, StoredEvent, WireError, decode};
-use super::{BatchLimit, EVENTS, HASHES, KEYS, KEYS_PER_BLOCK, SPARE_LISTS, TOKENS, check};
+use super::{BatchLimit, BatchReader, EVENTS, HASHES, KEYS, KEYS_PER_BLOCK, SPARE_LISTS, TOKENS};
 
 const NIL: u8 = 0xc0;
 const ONE: u8 = 0x01;
@@ -55,6 +55,17 @@ fn stored_map(hashes: &[u8], tokens: &[u8], extra_keys: &[u8]) -> Vec<u8> {
             .collect(),
     ]
     .concat()
+}
+
+/// Reads a batch without decoding its fields.
+fn check(payload: &[u8]) -> Result<(), WireError> {
+    let mut reader = BatchReader::new(payload);
+    reader.array("batch")?;
+    reader.raw()?;
+    for _ in 0..reader.event_count()? {
+        reader.event()?;
+    }
+    Ok(())
 }
 
 fn limit(payload: &[u8]) -> Option<BatchLimit> {
@@ -214,7 +225,7 @@ fn heap_of_event(event: &EngineEvent) -> usize {
                 + media
         }
         EngineEvent::Removed { hashes, .. } => hashes.capacity() * 8,
-        EngineEvent::Cleared { .. } | EngineEvent::Ignored => 0,
+        EngineEvent::Cleared { .. } | EngineEvent::Ignored | EngineEvent::Skipped(_) => 0,
     }
 }
 

@@ -1,0 +1,109 @@
+//! Builds events from their undecoded fields.
+
+use serde::Deserialize;
+
+use super::event::{
+    BlockOwnership, EngineEvent, EventAdapter, EventOrigin, SkippedEvent, StorageMedium,
+    StoredEvent,
+};
+use super::fields::{EventField, EventFields, EventType, FieldEncoding};
+use super::value::{self, BlockMedia, CacheNamespace, EnumText, SizedList, WireHash, WireHashes};
+
+/// Maximum length of an unknown event type in logs, in characters.
+const MAX_TYPE_NAME: usize = 40;
+
+/// Builds one event. An event of an unknown type, or with an unreadable field, is skipped.
+pub(super) fn event(raw: &EventFields<'_>) -> EngineEvent {
+    let name = raw.get(EventField::Type).and_then(value::decode::<&str>);
+    let name = name.unwrap_or_default();
+    let built = match EventType::of(name.as_bytes()) {
+        Some(EventType::Stored) => stored(raw)
+            .map(|stored| EngineEvent::Stored(Box::new(stored)))
+            .map_err(SkippedEvent::Store),
+        Some(EventType::Removed) => removed(raw).map_err(SkippedEvent::Removal),
+        Some(EventType::Cleared) => Ok(EngineEvent::Cleared {
+            ownership: raw.text(EventField::Ownership, BlockOwnership::Unknown),
+        }),
+        Some(EventType::Ignored) => Ok(EngineEvent::Ignored),
+        None => Err(SkippedEvent::UnknownType(
+            name.chars().take(MAX_TYPE_NAME).collect(),
+        )),
+    };
+    built.unwrap_or_else(EngineEvent::Skipped)
+}
+
+fn stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
+    let (lora_name, namespace_salt) = match raw.read(EventField::LoraName)? {
+        None => (None, None),
+        Some(CacheNamespace::Lora(name)) => (Some(name), None),
+        Some(CacheNamespace::Salt {
+            cache_salt,
+            lora_name,
+        }) => (lora_name, Some(cache_salt)),
+    };
+    let media = raw.read::<SizedList<Option<BlockMedia>>>(EventField::Media)?;
+    Ok(StoredEvent {
+        hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
+        parent: raw.read(EventField::Parent)?.map(|WireHash(parent)| parent),
+        tokens: raw.require(EventField::Tokens)?,
+        block_size: raw.require(EventField::BlockSize)?,
+        adapter: adapter(lora_name, raw.get(EventField::LoraId)),
+        cache_salt: raw.read(EventField::CacheSalt)?.or(namespace_salt),
+        extra_keys: value::per_block(raw.read(EventField::ExtraKeys)?),
+        media: media.map(|SizedList(blocks)| value::media_hashes(blocks)),
+        keys_are_pairs: raw.encoding == FieldEncoding::Map,
+        origin: origin(raw)?,
+    })
+}
+
+fn removed(raw: &EventFields<'_>) -> Result<EngineEvent, &'static str> {
+    Ok(EngineEvent::Removed {
+        hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
+        origin: origin(raw)?,
+    })
+}
+
+/// Returns the adapter of a store. Caches are separated by the adapter's name, so the numeric id
+/// only shows that there is an adapter. Engines number adapters from one.
+fn adapter(name: Option<String>, id: Option<&[u8]>) -> EventAdapter {
+    match name.filter(|name| !name.is_empty()) {
+        Some(name) => EventAdapter::Named(name),
+        None if id.is_none_or(|id| value::decode(id) == Some(0_u64)) => EventAdapter::Base,
+        None => EventAdapter::Unnamed,
+    }
+}
+
+fn origin(raw: &EventFields<'_>) -> Result<EventOrigin, &'static str> {
+    let kind = raw.read(EventField::Kind)?;
+    Ok(EventOrigin {
+        medium: raw.text(EventField::Medium, StorageMedium::Unknown),
+        group: raw.read(EventField::Group)?,
+        kind: kind.map(|EnumText(kind)| kind),
+        window: raw.read(EventField::Window)?,
+        locality: raw.text(EventField::Locality, super::StorageLocality::Remote),
+        ownership: raw.text(EventField::Ownership, BlockOwnership::Unknown),
+    })
+}
+
+impl<'a> EventFields<'a> {
+    /// Decodes an optional field. Fails with its name if its type is unknown.
+    fn read<T: Deserialize<'a>>(&self, field: EventField) -> Result<Option<T>, &'static str> {
+        self.get(field)
+            .map(|value| value::decode(value).ok_or(field.name()))
+            .transpose()
+    }
+
+    /// Decodes a field that the event must have.
+    fn require<T: Deserialize<'a>>(&self, field: EventField) -> Result<T, &'static str> {
+        self.read(field)?.ok_or(field.name())
+    }
+
+    /// Classifies an optional text. A value of another type is classified as `unknown`.
+    fn text<T: Default + for<'t> From<&'t str>>(&self, field: EventField, unknown: T) -> T {
+        match self.get(field).map(value::decode) {
+            None => T::default(),
+            Some(Some(EnumText(known))) => known,
+            Some(None) => unknown,
+        }
+    }
+}
