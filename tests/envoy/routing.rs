@@ -11,6 +11,7 @@ mod encrypted;
 mod engine_load;
 mod eviction;
 mod forged;
+mod front_end;
 mod handovers;
 mod health;
 mod mirror;
