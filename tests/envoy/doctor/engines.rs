@@ -223,23 +223,6 @@ fn rank_faults() -> Vec<EngineFault> {
             )
         },
         EngineFault {
-            config: |_, config| {
-                config["gateway"] = json!({"header_profiles": ["worker-id", "dynamo"]});
-                let list = &mut config["workers"]["list"];
-                list[0]["via"] = json!("front_end");
-                let mut second = list[0].clone();
-                second["id"] = json!(2);
-                second["data_parallel"] = json!({"start": 1, "size": 1});
-                list.as_array_mut().unwrap().push(second);
-            },
-            ..fault(
-                "two workers behind one front end",
-                EnginePlan::with(&["--dp-size", "2", "--front-end", "--id", "1"]),
-                &[],
-                &[],
-            )
-        },
-        EngineFault {
             config: |_, config| config["workers"]["list"][0]["data_parallel"] = json!({"size": 2}),
             ..fault(
                 "two ranks, as configured",
