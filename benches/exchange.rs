@@ -33,6 +33,7 @@ fn route_target() -> RouteTarget {
     let to = RankEndpoint {
         rank,
         endpoint: warmroute_core::worker::WorkerEndpoint(endpoint),
+        via: Default::default(),
         several_ranks: false,
     };
     RouteTarget {

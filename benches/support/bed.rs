@@ -74,6 +74,7 @@ impl DecisionPipeline {
             message_cache: Some(Arc::new(MessageCache::new(message_cache))),
             paths: ApiPaths::new(&ApiPathsConfig::default()),
             clients: ClientsConfig::default(),
+            nvext: Default::default(),
             pool_routes: Default::default(),
             rewrites: warmroute_server::request::RewriteRules::default(),
             rewrite_headers: Vec::new(),

@@ -131,6 +131,7 @@ async fn check_engines(
     }
     let collector = FactCollector {
         config,
+        workers,
         client,
         models,
         timeout: args.timeout.into(),
@@ -139,7 +140,7 @@ async fn check_engines(
     };
     findings.extend(
         collector
-            .collect_workers(workers)
+            .collect_workers()
             .await
             .iter()
             .flat_map(engine::check_worker),

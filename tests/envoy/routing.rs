@@ -12,6 +12,7 @@ mod engine_load;
 mod eviction;
 mod first_token;
 mod forged;
+mod front_end;
 mod handovers;
 mod health;
 mod mirror;

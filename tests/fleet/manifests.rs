@@ -2,6 +2,7 @@
 //! configuration parser of warmroute, a real Envoy, and one another.
 
 mod chart;
+mod dynamo;
 mod gateways;
 mod image;
 mod ports;

@@ -187,6 +187,26 @@ impl FromStr for WorkerEndpoint {
     }
 }
 
+/// Receiver of the requests at a worker's endpoint.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
+#[serde(rename_all = "snake_case")]
+pub enum WorkerAccess {
+    /// The worker itself, or a front end of this worker alone.
+    #[default]
+    Direct,
+    /// A front end that other workers share. It sends a request to the worker that the routing
+    /// headers name.
+    FrontEnd,
+}
+
+impl WorkerAccess {
+    /// Returns whether the endpoint belongs to the worker alone.
+    pub fn is_direct(&self) -> bool {
+        *self == WorkerAccess::Direct
+    }
+}
+
 /// Name of a model as the engine serves it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
@@ -344,6 +364,9 @@ pub struct Worker {
     pub name: Option<String>,
     /// Address that Envoy sends requests to.
     pub endpoint: WorkerEndpoint,
+    /// Receiver of these requests.
+    #[serde(skip_serializing_if = "WorkerAccess::is_direct")]
+    pub via: WorkerAccess,
     /// Model that it serves.
     pub model: ModelName,
     /// Phases that it serves.
@@ -395,6 +418,11 @@ impl Worker {
         }
     }
 
+    /// Returns whether responses from this address come from the worker alone.
+    pub fn owns(&self, address: WorkerEndpoint) -> bool {
+        self.via.is_direct() && self.endpoint.canonical() == address.canonical()
+    }
+
     /// Returns whether the worker is in a pool.
     pub fn is_in_pool(&self, pool: &str) -> bool {
         self.pools().any(|own| own == pool)
@@ -418,6 +446,7 @@ impl Worker {
             id,
             name: None,
             endpoint,
+            via: WorkerAccess::Direct,
             model,
             role: WorkerRole::Aggregated,
             block_size,

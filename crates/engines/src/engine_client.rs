@@ -77,13 +77,15 @@ pub struct EngineClient {
     shared: Arc<EngineClientInner>,
 }
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct EngineClientInner {
     client: Client,
-    bearer: Option<BearerToken>,
+    bearer: Option<Arc<BearerToken>>,
     max_response: usize,
     permits: Arc<Semaphore>,
     deadline: Duration,
+    /// Additional headers of each request.
+    headers: HeaderMap,
     /// Configuration that the client was created from.
     config: EnginesConfig,
     ca_bundle: Option<Vec<u8>>,
@@ -143,26 +145,32 @@ impl EngineClient {
     /// concurrent calls.
     #[must_use]
     pub fn with_credentials(&self, token_file: Option<PathBuf>, in_flight: u32) -> Self {
-        let EngineClientInner {
-            client,
-            max_response,
-            deadline,
-            ca_bundle: authorities,
-            ..
-        } = &*self.shared;
         let config = EnginesConfig {
             token_file,
             max_concurrency: in_flight,
             ..self.shared.config.clone()
         };
         let shared = EngineClientInner {
-            client: client.clone(),
-            bearer: config.token_file.clone().map(BearerToken::new),
-            max_response: *max_response,
+            bearer: config
+                .token_file
+                .clone()
+                .map(BearerToken::new)
+                .map(Arc::new),
             permits: permits(&config),
-            deadline: *deadline,
-            ca_bundle: authorities.clone(),
             config,
+            ..(*self.shared).clone()
+        };
+        Self {
+            shared: Arc::new(shared),
+        }
+    }
+
+    /// Returns a client that shares everything, and adds these headers to each request.
+    #[must_use]
+    pub fn with_headers(&self, headers: HeaderMap) -> Self {
+        let shared = EngineClientInner {
+            headers,
+            ..(*self.shared).clone()
         };
         Self {
             shared: Arc::new(shared),
@@ -172,7 +180,12 @@ impl EngineClient {
     fn build(config: &EnginesConfig, authorities: Option<Vec<u8>>) -> Result<Self, EngineError> {
         let shared = EngineClientInner {
             client: connections::build_pool(config, authorities.as_deref())?,
-            bearer: config.token_file.clone().map(BearerToken::new),
+            bearer: config
+                .token_file
+                .clone()
+                .map(BearerToken::new)
+                .map(Arc::new),
+            headers: HeaderMap::new(),
             max_response: config.max_response_size.bytes(),
             permits: permits(config),
             deadline: config.timeout.get(),
@@ -440,7 +453,8 @@ impl EngineClientInner {
     async fn send_call(&self, call: &EngineCall<'_>) -> Result<Vec<u8>, EngineError> {
         let mut request = self
             .client
-            .request(call.method.clone(), call.engine.join(call.path));
+            .request(call.method.clone(), call.engine.join(call.path))
+            .headers(self.headers.clone());
         if let Some(value) = self.token().await.or_else(|| call.credentials.clone()) {
             request = request.header(AUTHORIZATION, value);
         }

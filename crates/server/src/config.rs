@@ -3,6 +3,7 @@
 //! invalid file is rejected; all errors are reported at once, each with its line and fix.
 
 mod advice;
+mod canary_pins;
 mod check;
 mod engine_discovery;
 mod engine_load;
@@ -35,7 +36,7 @@ use std::sync::Arc;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use warmroute_core::policy::PolicySettings;
+use warmroute_core::policy::{DisaggregationConfig, PolicySettings};
 use warmroute_core::router::RouterSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_settings::{
@@ -52,6 +53,7 @@ use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
 
 pub use advice::Advice;
+pub use canary_pins::CanaryPins;
 pub use engine_discovery::EngineDiscoveryConfig;
 pub use engine_load::EngineLoadConfig;
 pub use engines::EnginesSection;
@@ -249,7 +251,7 @@ impl Config {
             policy: self.routing.policy_settings(&self.routing.default_policy()),
             model_policies: Arc::new(self.model_policies()),
             tracking: self.routing.load,
-            disaggregation: self.routing.disaggregation,
+            disaggregation: self.disaggregation(),
             prefill_required_models: Arc::new(self.enforced_models()),
             overload: self.routing.overload.thresholds(),
             when_all_overloaded: self.routing.overload.when_all,
@@ -258,6 +260,28 @@ impl Config {
             max_blocks_per_tier: Some(self.index.max_blocks_per_tier),
             max_fallbacks: self.gateway.fallback_endpoints as usize,
             reports_scores: self.gateway.candidate_scores,
+        }
+    }
+
+    /// Returns whether front ends of Dynamo carry out the prefills. They reject a request that names
+    /// a decode worker alone if its model has prefill workers.
+    pub fn has_dynamo_prefills(&self) -> bool {
+        let is_by_header = |model: &ModelConfig| {
+            model
+                .prefill
+                .as_ref()
+                .is_none_or(|prefill| prefill.mode == PrefillMode::Header)
+        };
+        self.gateway.is_dynamo() && self.models.iter().all(is_by_header)
+    }
+
+    /// Returns the settings of disaggregation. With front ends of Dynamo, no decode worker computes
+    /// prompts.
+    pub fn disaggregation(&self) -> DisaggregationConfig {
+        let configured = self.routing.disaggregation;
+        DisaggregationConfig {
+            enforce: configured.enforce || self.has_dynamo_prefills(),
+            ..configured
         }
     }
 

@@ -35,7 +35,7 @@ pub use body::RequestBody;
 pub use cluster_rules::{ClusterRules, SharedClusterRules};
 pub use models::{ConfiguredModel, ModelRegistry, ResolvedModel};
 pub use preprocess::PreprocessedRequest;
-pub use preprocessor::{EncodeLimits, PreprocessorParts, RequestPreprocessor};
+pub use preprocessor::{EncodeLimits, NvExtScope, PreprocessorParts, RequestPreprocessor};
 pub use rewrite::{RequestedModel, RewriteRules, RewrittenBody};
 pub use routing_hints::{HeaderLookup, RoutingHints, hint_headers};
 pub use sessions::SessionFields;

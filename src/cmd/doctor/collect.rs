@@ -13,15 +13,16 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use futures_util::{StreamExt as _, stream};
+use reqwest::header::HeaderMap;
 use warmroute_core::parity::CanaryVerdict;
-use warmroute_core::worker::{ModelName, Worker, WorkerRole};
+use warmroute_core::worker::{DpRank, ModelName, Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{OverdueStep, WorkerFacts, WorkerOrigin};
 use warmroute_doctor::engine::is_reachable;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 
 use super::progress::{DoctorProgress, OpenPart};
 use configured::has_remote_decoders;
-use warmroute_server::config::Config;
+use warmroute_server::config::{CanaryPins, Config};
 use warmroute_server::request::ConfiguredModel;
 use warmroute_server::self_test::CanarySuite;
 
@@ -35,6 +36,7 @@ const RANK_TIME: Duration = Duration::from_secs(2);
 /// Collector of facts about the workers.
 pub(super) struct FactCollector<'c> {
     pub(super) config: &'c Config,
+    pub(super) workers: &'c [Worker],
     pub(super) client: EngineClient,
     pub(super) models: HashMap<ModelName, Arc<ConfiguredModel>>,
     /// Timeout for responses, events and publishers.
@@ -47,7 +49,8 @@ pub(super) struct FactCollector<'c> {
 
 impl FactCollector<'_> {
     /// Returns the facts about every worker, in the order of `workers`.
-    pub(super) async fn collect_workers(&self, workers: &[Worker]) -> Vec<WorkerFacts> {
+    pub(super) async fn collect_workers(&self) -> Vec<WorkerFacts> {
+        let workers = self.workers;
         let facts = stream::iter(workers).map(async |worker| WorkerFacts {
             origin: self.worker_origin(worker, workers),
             has_remote_decoders: has_remote_decoders(worker, workers),
@@ -124,7 +127,8 @@ impl FactCollector<'_> {
         if let Some(suite) = self.canary_suite(&facts.worker.model) {
             part.step("comparison of tokens");
             let timeout = self.config.engines.parity_check.timeout.get();
-            facts.parity = suite.compare(&self.client, engine, timeout).await;
+            let client = self.client.with_headers(self.pins(&facts.worker, None));
+            facts.parity = suite.compare(&client, engine, timeout).await;
         }
         self.collect_ranks(engine, facts, part).await;
         if facts.worker.role == WorkerRole::Prefill {
@@ -135,12 +139,17 @@ impl FactCollector<'_> {
 
     /// Fills in the responses of the engine's status pages, and the settings that they report.
     async fn collect_settings(&self, engine: &EngineUrl, facts: &mut WorkerFacts) {
-        let (models, metrics, publishers, date) = tokio::join!(
+        let (models, mut metrics, mut publishers, date) = tokio::join!(
             self.client.models(engine),
             self.client.metrics(engine),
             self.client.kv_event_sources(engine),
             self.client.server_time(engine),
         );
+        // The pages of a shared front end do not describe one worker.
+        if !facts.worker.via.is_direct() {
+            metrics = Err(EngineError::NotOffered(404));
+            publishers = Err(EngineError::NotOffered(404));
+        }
         (facts.worker, facts.has_discovered_sources) = self.with_discovered_settings(
             &facts.worker,
             metrics.as_ref().ok(),
@@ -156,6 +165,11 @@ impl FactCollector<'_> {
     fn canary_suite(&self, model: &ModelName) -> Option<CanarySuite> {
         let model = self.models.get(model)?;
         CanarySuite::new(model)
+    }
+
+    /// Returns the routing headers of a canary.
+    pub(super) fn pins(&self, worker: &Worker, rank: Option<DpRank>) -> HeaderMap {
+        CanaryPins::new(self.config).headers(worker, rank, self.workers)
     }
 
     async fn collect_ranks(&self, engine: &EngineUrl, facts: &mut WorkerFacts, part: &OpenPart) {

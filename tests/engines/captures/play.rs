@@ -116,6 +116,7 @@ fn preprocessor(
         message_cache: None,
         paths: ApiPaths::default(),
         clients: ClientsConfig::default(),
+        nvext: Default::default(),
         pool_routes: Default::default(),
         rewrites: warmroute_server::request::RewriteRules::default(),
         rewrite_headers: Vec::new(),

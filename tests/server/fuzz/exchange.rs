@@ -443,6 +443,7 @@ fn routed_target() -> RouteTarget {
             rank: DpRank(3),
         },
         endpoint: "10.0.0.1:8000".parse().expect("an address"),
+        via: Default::default(),
         several_ranks: true,
     };
     RouteTarget {

@@ -13,8 +13,8 @@ use warmroute_core::router::{Reason, RoutePrompt};
 use warmroute_core::worker::BlockSize;
 use warmroute_server::request::config::ClientsConfig;
 use warmroute_server::request::{
-    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessedRequest, PreprocessorParts,
-    RequestBody, RequestPreprocessor, SessionFields,
+    ConfiguredModel, EncodeLimits, ModelRegistry, NvExtScope, PreprocessedRequest,
+    PreprocessorParts, RequestBody, RequestPreprocessor, SessionFields,
 };
 use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::{ApiPaths, ApiWorkload};
@@ -95,6 +95,11 @@ fn preprocessor(trusted: bool, named: bool) -> Arc<RequestPreprocessor> {
             trusted,
             tenant_header: Some("x-tenant".to_owned()),
             ..ClientsConfig::default()
+        },
+        nvext: if trusted {
+            NvExtScope::All
+        } else {
+            NvExtScope::Content
         },
         pool_routes: Default::default(),
         rewrites: warmroute_server::request::RewriteRules::default(),

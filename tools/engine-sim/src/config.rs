@@ -94,6 +94,10 @@ pub(crate) struct ApiArgs {
     /// `--enable-prompt-tokens-details`.
     #[arg(long)]
     pub(crate) no_prompt_tokens_details: bool,
+    /// Act as a front end whose workers are the ranks, like those of Dynamo: `x-worker-instance-id`
+    /// selects one, and other requests are balanced. The id of a worker is `--id` plus its rank.
+    #[arg(long)]
+    pub(crate) front_end: bool,
     /// Reject render requests with 403: vLLM without `--enable-scale-out`.
     #[arg(long)]
     pub(crate) no_render: bool,

@@ -66,6 +66,9 @@ use tokens::SimTokenizer;
 /// Request headers that select a rank, the engine's own header first.
 const RANK_HEADERS: [&str; 2] = ["x-data-parallel-rank", "x-dp-rank"];
 
+/// Request header that selects a worker behind a front end.
+const WORKER_HEADER: &str = "x-worker-instance-id";
+
 /// State shared by the HTTP handlers.
 #[derive(Debug)]
 struct SimEngine {
@@ -243,6 +246,9 @@ impl SimEngine {
         headers: &HeaderMap,
         body_rank: Option<u32>,
     ) -> Result<Option<Arc<EngineRank>>, String> {
+        if self.config.api.front_end {
+            return self.pinned_worker(headers);
+        }
         let header = RANK_HEADERS.iter().find_map(|name| headers.get(*name));
         let (requested, number) = match header {
             Some(value) => (
@@ -259,6 +265,25 @@ impl SimEngine {
         rank.cloned()
             .map(Some)
             .ok_or_else(|| format!("data parallel rank {requested} is not served here"))
+    }
+
+    /// Returns the worker that a request to the front end names. Its id is that of the engine plus
+    /// the rank.
+    fn pinned_worker(&self, headers: &HeaderMap) -> Result<Option<Arc<EngineRank>>, String> {
+        let Some(value) = headers.get(WORKER_HEADER) else {
+            return Ok(None);
+        };
+        let id = value
+            .to_str()
+            .ok()
+            .and_then(|text| text.parse::<u64>().ok());
+        let is_pinned =
+            |rank: &&Arc<EngineRank>| id == self.config.id.checked_add(u64::from(rank.number));
+        let pinned = self.ranks.iter().find(is_pinned);
+        pinned
+            .cloned()
+            .map(Some)
+            .ok_or_else(|| format!("{value:?} does not identify a known worker"))
     }
 
     /// Returns the next rank in round-robin order.

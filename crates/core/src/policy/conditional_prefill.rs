@@ -15,10 +15,11 @@ const UNKNOWN_CAPACITY: u64 = 10_000_000;
 #[serde(deny_unknown_fields, default)]
 pub struct DisaggregationConfig {
     /// Reject requests (503) while no prefill worker can be chosen, instead of letting the decode
-    /// worker prefill.
+    /// worker prefill. With the header profile `dynamo`, decode workers never prefill; without
+    /// `enforce`, such a request gets no routing headers, and the front end chooses both workers.
     pub enforce: bool,
     /// Conditions under which the decode worker prefills although there are prefill workers.
-    /// Default: never.
+    /// Default: never. Not with the header profile `dynamo`.
     pub conditional: Option<ConditionalPrefillConfig>,
 }
 

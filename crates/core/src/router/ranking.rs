@@ -47,6 +47,8 @@ impl CandidateRanking {
             .iter()
             .map(|(_, member)| *member)
             .filter(|member| availability.is_unrestricted(member))
+            // The routing headers name the first choice at every front end.
+            .filter(|member| member.worker.via.is_direct())
             .filter(|member| used.insert(endpoint(member)))
             .take(max_fallbacks)
             .map(RankEndpoint::of)

@@ -9,7 +9,7 @@ use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::index::TierBlocks;
 use crate::policy::{Choice, Constraints, CostTerm, EligibilityError, LocalPrefillReason};
-use crate::worker::{BlockSize, ModelName, WorkerEndpoint, WorkerRank};
+use crate::worker::{BlockSize, ModelName, WorkerAccess, WorkerEndpoint, WorkerRank};
 
 /// Routing mode, from the most to the least precise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -47,6 +47,9 @@ pub struct RankEndpoint {
     pub rank: WorkerRank,
     /// Endpoint of the worker.
     pub endpoint: WorkerEndpoint,
+    /// Receiver of the requests at the endpoint.
+    #[serde(skip)]
+    pub via: WorkerAccess,
     /// Whether the worker has more than one rank.
     pub several_ranks: bool,
 }
@@ -58,7 +61,17 @@ impl RankEndpoint {
         Self {
             rank: *rank,
             endpoint: worker.endpoint,
+            via: worker.via,
             several_ranks: worker.ranks.size.get() > 1,
+        }
+    }
+
+    /// Returns whether a response from this address comes from the worker. A shared front end may
+    /// have several addresses, and sends each request to the worker that its headers name.
+    pub fn is_served_from(&self, address: WorkerEndpoint) -> bool {
+        match self.via {
+            WorkerAccess::Direct => self.endpoint.canonical() == address.canonical(),
+            WorkerAccess::FrontEnd => true,
         }
     }
 }

@@ -27,13 +27,13 @@ impl Router {
     /// reported by [`Router::on_response`] instead.
     pub fn on_served_by(&self, placement: &mut Placement, by: WorkerEndpoint) -> RelocationOutcome {
         let by = by.canonical();
-        if placement.route.to.endpoint.canonical() == by || placement.unknown_endpoint == Some(by) {
+        if placement.route.to.is_served_from(by) || placement.unknown_endpoint == Some(by) {
             return RelocationOutcome::Unchanged;
         }
         let fleet = self.fleet.load_full();
         let mut serving: Vec<&FleetMember> = fleet
             .members()
-            .filter(|member| member.worker.endpoint.canonical() == by)
+            .filter(|member| member.worker.owns(by))
             .collect();
         let has_model = |member: &&FleetMember| member.worker.model == placement.route.model;
         if serving.iter().any(has_model) {

@@ -1,6 +1,7 @@
 //! Checks of Envoy's host selection. The host is selected by a load balancer that reads warmroute's
 //! metadata or header, by an address in a header, or by routes that match headers. Each method has
-//! its own requirements. A cluster without any of them ignores the chosen worker.
+//! its own requirements. A cluster without any of them ignores the chosen worker, which is correct
+//! only for front ends that read the worker's id from the headers.
 
 use serde_json::Value;
 use warmroute_core::envoy_names::{ENDPOINT, LB_NAMESPACE, SERVED_KEY};
@@ -384,6 +385,10 @@ fn check_cluster_policy(
     });
     if behind_headers {
         return at.ok("its routes match headers of warmroute");
+    }
+    let mut workers = site.expected.workers.iter().peekable();
+    if workers.peek().is_some() && workers.all(|worker| !worker.via.is_direct()) {
+        return at.ok("front ends send each request to the worker that the headers name");
     }
     let text = "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml \
     (override_host), or another host selection in envoy/README.md";

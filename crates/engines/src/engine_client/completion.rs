@@ -12,9 +12,6 @@ use super::body::{parse_json, read_body, read_error_body};
 use super::error::{EngineError, status_error, transport_error};
 use super::{EngineClient, EngineUrl};
 
-/// Header that selects a data-parallel rank in vLLM.
-const RANK_HEADER: &str = "x-data-parallel-rank";
-
 /// Token usage of one completion.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CompletionUsage {
@@ -25,21 +22,18 @@ pub struct CompletionUsage {
 }
 
 impl EngineClient {
-    /// Requests a completion, on the given rank if there is one.
+    /// Requests a completion.
     pub async fn complete(
         &self,
         engine: &EngineUrl,
         request: Bytes,
-        rank: Option<u32>,
         deadline: Duration,
     ) -> Result<CompletionUsage, EngineError> {
-        let mut builder = self.shared.client.post(engine.join("v1/completions"));
-        builder = builder
+        let builder = self.shared.client.post(engine.join("v1/completions"));
+        let builder = builder
+            .headers(self.shared.headers.clone())
             .header(CONTENT_TYPE, "application/json")
             .body(request);
-        if let Some(rank) = rank {
-            builder = builder.header(RANK_HEADER, rank);
-        }
         let call = async {
             let response = self.send(builder).await?;
             match response.status() {

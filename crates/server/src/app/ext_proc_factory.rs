@@ -128,6 +128,9 @@ fn policy(config: &Config) -> ExchangePolicy {
     ExchangePolicy {
         failure: config.gateway.failure,
         model_failure_modes: failure.collect(),
+        // An explicit `enforce` requests the 503.
+        fails_open_without_prefill: config.has_dynamo_prefills()
+            && !config.routing.disaggregation.enforce,
         first_token_with_headers: with_headers.map(|model| model.name.clone()).collect(),
         why_header: config.gateway.response_headers.why,
         conformance: config.gateway.conformance,

@@ -97,7 +97,7 @@ impl FleetController {
             warm_start,
         } = parts;
         let min_workers = config.process.readiness.min_workers as usize;
-        let prefill = if config.routing.disaggregation.enforce {
+        let prefill = if config.disaggregation().enforce {
             ", and prefill workers (`routing.disaggregation.enforce`)"
         } else {
             ""

@@ -100,11 +100,15 @@ async fn check_ejected(
     }
 }
 
-/// Checks one worker. A response that does not show the health of the engine has no effect.
+/// Checks one worker. A response that does not show the health of the engine has no effect, as that
+/// of a front end that workers share.
 async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
     let Some(worker) = router.fleet().worker(id).cloned() else {
         return;
     };
+    if !worker.via.is_direct() {
+        return;
+    }
     let engine = access.engines.url(worker.endpoint);
     let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
     let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else {

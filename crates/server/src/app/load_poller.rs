@@ -125,6 +125,8 @@ impl ScrapeTasks {
     fn reconcile(&mut self, fleet: &Fleet, context: &Arc<LoadPollContext>) {
         let engines: HashSet<EngineKey> = fleet
             .workers()
+            // A shared front end does not report the load of single workers.
+            .filter(|worker| worker.via.is_direct())
             .map(|worker| (worker.id, worker.endpoint))
             .collect();
         let settings = &context.config.settings;

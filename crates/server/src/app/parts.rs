@@ -22,8 +22,8 @@ use crate::fleet::xds::XdsClients;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 use crate::request::engine_tokens::{EngineTokensClient, TokenSource, TokenSources};
 use crate::request::{
-    self, EncodeLimits, ModelRegistry, RequestPreprocessor, RewriteRules, SessionFields,
-    SharedCacheLookup, SharedClusterRules,
+    self, EncodeLimits, ModelRegistry, NvExtScope, RequestPreprocessor, RewriteRules,
+    SessionFields, SharedCacheLookup, SharedClusterRules,
 };
 
 /// Creates the dispatcher and a router with an empty fleet. `seed` makes tie-breaking reproducible.
@@ -146,6 +146,7 @@ pub(super) fn preprocessor(
         message_cache,
         paths: ApiPaths::new(&config.requests.paths),
         clients: config.requests.clients.clone(),
+        nvext: NvExtScope::new(&config.requests.clients, config.gateway.is_dynamo()),
         pool_routes: config.routing.pool_routes.clone(),
         rewrites: RewriteRules::from(&config.routing.model_rewrites),
         rewrite_headers: config.routing.model_rewrites.headers.clone(),

@@ -10,6 +10,7 @@ use futures_util::stream::{self, StreamExt as _};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
+use warmroute_core::fleet::Fleet;
 use warmroute_core::parity::{
     BlockEvidence, CanaryVerdict, ParityChange, ParityCheck, ParityStatus,
 };
@@ -24,7 +25,7 @@ use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
 use super::reload::ReloadCandidate;
 use super::self_test_subjects::Subjects;
-use crate::config::Config;
+use crate::config::{CanaryPins, Config};
 use crate::self_test::CanarySuite;
 use crate::self_test::config::SelfTestConfig;
 
@@ -38,6 +39,7 @@ const MAX_CONCURRENT_TESTS: usize = 4;
 struct SelfTestPlan {
     config: SelfTestConfig,
     engines: EnginesConfig,
+    pins: CanaryPins,
     client: EngineClient,
     subjects: Arc<Subjects>,
 }
@@ -53,6 +55,7 @@ impl SelfTestPlan {
         let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
         same && self.config == other.config
             && self.engines == other.engines
+            && self.pins == other.pins
             && self.client.is_same(&other.client)
     }
 }
@@ -82,6 +85,7 @@ impl App {
             Arc::new(SelfTestPlan {
                 config: config.engines.parity_check.clone(),
                 engines: config.engines.http.clone(),
+                pins: CanaryPins::new(config),
                 client,
                 subjects,
             })
@@ -155,7 +159,7 @@ impl SelfTestRunner {
             if tests.is_none() {
                 let due = self.due_workers(&plan);
                 if !due.is_empty() {
-                    tests = Some(Box::pin(run_tests(plan.clone(), due)));
+                    tests = Some(Box::pin(run_tests(plan.clone(), self.router.fleet(), due)));
                 }
             }
             self.check_events(&plan.config);
@@ -442,14 +446,22 @@ async fn finish_tests(tests: &mut Option<RunningTests>) -> Vec<SelfTestResult> {
     tested
 }
 
-async fn run_tests(plan: Arc<SelfTestPlan>, due: Vec<Arc<Worker>>) -> Vec<SelfTestResult> {
+async fn run_tests(
+    plan: Arc<SelfTestPlan>,
+    fleet: Arc<Fleet>,
+    due: Vec<Arc<Worker>>,
+) -> Vec<SelfTestResult> {
     let test_worker = |worker: Arc<Worker>| {
         let plan = plan.clone();
+        let workers = fleet.workers().map(|worker| &**worker);
+        let client = plan
+            .client
+            .with_headers(plan.pins.headers(&worker, None, workers));
         async move {
             let url: EngineUrl = plan.engines.url(worker.endpoint);
             let subject = plan.subjects.get(&worker.model)?;
             let verdict = subject
-                .compare(&plan.client, &url, plan.config.timeout.get())
+                .compare(&client, &url, plan.config.timeout.get())
                 .await;
             Some(SelfTestResult { worker, verdict })
         }

@@ -50,6 +50,9 @@ impl Config {
         let bootstraps = workers
             .iter()
             .filter_map(|worker| unused_bootstrap(self, worker));
+        let front_ends = workers
+            .iter()
+            .filter_map(|worker| unusable_front_end(self, worker));
         let values = [
             short_bodies(self),
             long_deadline(self),
@@ -63,6 +66,7 @@ impl Config {
             .chain(duplicate_selectors(self));
         of_models
             .chain(bootstraps)
+            .chain(front_ends)
             .chain(of_pools)
             .chain(values)
             .collect()
@@ -184,6 +188,32 @@ fn ignored_condition(config: &Config, model: &ModelConfig) -> Option<Advice> {
                cannot compute prompts, so every prompt goes to a prefill worker"
             .to_owned(),
         fix: "remove it, unless it is meant for other models".to_owned(),
+    })
+}
+
+/// Warns about a shared front end that does not learn the chosen worker.
+fn unusable_front_end(config: &Config, worker: &Worker) -> Option<Advice> {
+    if worker.via.is_direct() {
+        return None;
+    }
+    let (finding, fix) = match config.prefill_mode(worker) {
+        Some(PrefillMode::Call | PrefillMode::Mirror) => (
+            format!(
+                "its endpoint is a shared front end, and the model {} has a `prefill` that needs the endpoint of each engine",
+                worker.model
+            ),
+            "set `prefill: {mode: header}`",
+        ),
+        None | Some(PrefillMode::Header) if !config.gateway.routing_headers().name_workers() => (
+            "its endpoint is a shared front end, and no routing header names the worker".to_owned(),
+            "add `worker-id` or `dynamo` to `gateway.header_profiles`",
+        ),
+        None | Some(PrefillMode::Header) => return None,
+    };
+    Some(Advice {
+        subject: format!("worker {}", worker.id),
+        finding,
+        fix: fix.to_owned(),
     })
 }
 

@@ -24,6 +24,7 @@ pub(super) fn problems(config: &Config) -> Vec<Problem> {
     let mut problems = found.0;
     problems.extend(conflicts::uncounted_thresholds(config));
     problems.extend(conflicts::useless_settings(config));
+    problems.extend(conflicts::disaggregation(config));
     problems.extend(conflicts::remote_index(config));
     problems.extend(conflicts::addresses(config));
     problems.extend(models::models(&config.models));

@@ -13,6 +13,9 @@ pub struct ExchangePolicy {
     pub failure: FailureConfig,
     /// Failure modes of models, which take precedence over `failure.mode`.
     pub model_failure_modes: HashMap<ModelName, FailureMode>,
+    /// Whether front ends choose both workers of a request without routing headers, so that Envoy
+    /// may forward a request for which there is no prefill worker.
+    pub fails_open_without_prefill: bool,
     /// Models whose engines send the response headers together with the first token.
     pub first_token_with_headers: HashSet<ModelName>,
     /// Whether responses explain the choice. Formatting the explanation takes a microsecond.

@@ -96,7 +96,10 @@ impl RequestRejection<'_> {
         request_id: &str,
         policy: &ExchangePolicy,
     ) -> Option<ImmediateReply> {
-        let reply = self.error_reply()?;
+        if self.fails_open(policy) {
+            return None;
+        }
+        let reply = self.error_reply();
         let kind = match reply.status {
             400 | 413 => "invalid_request_error",
             404 => "not_found_error",
@@ -134,39 +137,41 @@ impl RequestRejection<'_> {
         })
     }
 
-    fn error_reply(&self) -> Option<ErrorReply> {
+    /// Returns whether Envoy may choose the worker.
+    fn fails_open(&self, policy: &ExchangePolicy) -> bool {
+        let RequestRejection::Routing(error, FailureMode::FailOpen) = self else {
+            return false;
+        };
+        match error {
+            DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate)
+            | DispatchError::Panicked => true,
+            DispatchError::Refused(RouteError::NoPrefill) => policy.fails_open_without_prefill,
+            _ => false,
+        }
+    }
+
+    fn error_reply(&self) -> ErrorReply {
         const NO_ENDPOINTS: &str = "rejected-no-endpoints";
         const SATURATED: &str = "rejected-saturated";
         let error = match self {
-            RequestRejection::Routing(error, failure) => match (error, failure) {
-                (
-                    DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate)
-                    | DispatchError::Panicked,
-                    mode,
-                ) if *mode == FailureMode::FailOpen => {
-                    return None;
-                }
-                (error, _) => error,
-            },
+            RequestRejection::Routing(error, _) => error,
             RequestRejection::UnknownModel(_) => {
-                return Some(ErrorReply::new(404, "model_not_found"));
+                return ErrorReply::new(404, "model_not_found");
             }
-            RequestRejection::Unreadable(_) => return Some(ErrorReply::new(400, "invalid_body")),
+            RequestRejection::Unreadable(_) => return ErrorReply::new(400, "invalid_body"),
             RequestRejection::TooLarge
             | RequestRejection::Unchecked(UncheckedBodyError::TooLarge) => {
-                return Some(ErrorReply::new(413, "body_too_large"));
+                return ErrorReply::new(413, "body_too_large");
             }
             RequestRejection::Unchecked(UncheckedBodyError::Unreadable) => {
-                return Some(ErrorReply::new(400, "invalid_body"));
+                return ErrorReply::new(400, "invalid_body");
             }
             RequestRejection::Unchecked(UncheckedBodyError::OverBudget) => {
-                return Some(
-                    ErrorReply::new(503, "body_buffer_full")
-                        .with_retry(DEFAULT_RETRY_AFTER, SATURATED),
-                );
+                return ErrorReply::new(503, "body_buffer_full")
+                    .with_retry(DEFAULT_RETRY_AFTER, SATURATED);
             }
         };
-        Some(match error {
+        match error {
             DispatchError::Refused(RouteError::NoFleet | RouteError::NoCandidate) => {
                 ErrorReply::new(503, "no_worker").with_retry(DEFAULT_RETRY_AFTER, NO_ENDPOINTS)
             }
@@ -192,7 +197,7 @@ impl RequestRejection<'_> {
                 ErrorReply::new(429, "queue_timeout")
                     .with_retry(*retry_after, "rejected-ttl-expired")
             }
-        })
+        }
     }
 
     fn message(&self) -> String {
@@ -312,12 +317,24 @@ mod tests {
             dropped_reason_header: true,
             ..ExchangePolicy::default()
         };
+        let of_front_ends = ExchangePolicy {
+            fails_open_without_prefill: true,
+            ..policy.clone()
+        };
         for (error, fail_open, fail_closed) in cases {
             let answer =
                 |mode| RequestRejection::Routing(&error, mode).immediate_reply("r-1", &policy);
             assert_eq!(
                 answer(FailureMode::FailOpen).map(|answer| answer.status),
                 fail_open,
+                "{error}"
+            );
+            let by_front_end = RequestRejection::Routing(&error, FailureMode::FailOpen)
+                .immediate_reply("r-1", &of_front_ends);
+            let leaves_prefill = matches!(error, DispatchError::Refused(RouteError::NoPrefill));
+            assert_eq!(
+                by_front_end.map(|answer| answer.status),
+                fail_open.filter(|_| !leaves_prefill),
                 "{error}"
             );
             let answer = answer(FailureMode::FailClosed).unwrap();

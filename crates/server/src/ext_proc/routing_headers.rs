@@ -20,7 +20,8 @@ use crate::request::hint_headers;
 pub enum HeaderProfile {
     /// `x-worker-instance-id`, `x-dp-rank`, and their counterparts for the prefill worker.
     WorkerId,
-    /// The headers of `worker-id`, and those that Dynamo's workers and front ends read.
+    /// The headers of `worker-id`, and Dynamo's newer names for them. Front ends of Dynamo 1.6 read
+    /// both. `x-dynamo-routing-mode` is for earlier versions.
     Dynamo,
     /// `x-gateway-destination-endpoint`, as inference gateways read it.
     GatewayApi,
@@ -237,6 +238,13 @@ impl RoutingHeaders {
         self.set.iter().filter(endpoint).map(|(_, name)| &**name)
     }
 
+    /// Returns whether a header carries the id of the worker.
+    pub fn name_workers(&self) -> bool {
+        self.set
+            .iter()
+            .any(|(field, _)| *field == HeaderField::WorkerId)
+    }
+
     /// Returns the names that only warmroute or the gateway may set.
     pub fn reserved_names(&self) -> impl Iterator<Item = &str> {
         self.reserved_names.iter().map(|name| &**name)
@@ -260,9 +268,19 @@ impl RoutingHeaders {
 
     /// Adds the headers of a route.
     pub fn add_route_headers(&self, target: &RouteTarget, changes: &mut HeaderChanges) {
-        let Some(to) = &target.to else { return };
+        for (name, value) in self.route_headers(target) {
+            changes.set(name.clone(), value);
+        }
+    }
+
+    /// Returns the names and values of the headers of a route.
+    pub fn route_headers<'a>(
+        &'a self,
+        target: &'a RouteTarget,
+    ) -> impl Iterator<Item = (&'a HeaderKey, String)> {
         let prefill = target.prefill.as_ref();
-        for (field, name) in &self.set {
+        self.set.iter().filter_map(move |(field, name)| {
+            let to = target.to.as_ref()?;
             let value = match field {
                 HeaderField::WorkerId => Some(to.rank.worker.to_string()),
                 HeaderField::DpRank => Some(to.rank.rank.to_string()),
@@ -280,10 +298,8 @@ impl RoutingHeaders {
                     .to_owned(),
                 ),
             };
-            if let Some(value) = value {
-                changes.set(name.clone(), value);
-            }
-        }
+            Some((name, value?))
+        })
     }
 }
 
@@ -315,6 +331,7 @@ mod tests {
                 rank: DpRank(1),
             },
             endpoint,
+            via: Default::default(),
             several_ranks,
         }
     }

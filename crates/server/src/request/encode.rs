@@ -213,11 +213,7 @@ impl RequestPreprocessor {
                 reason,
             };
         }
-        let cache = partial.take_cache_salt(
-            context.tenant.as_deref(),
-            request,
-            self.parts.clients.trusted,
-        );
+        let cache = partial.take_cache_salt(context.tenant.as_deref(), request, self.parts.nvext);
         let Some(resolved) = partial.set_model(request.model.take(), &self.parts.models) else {
             if api.workload() != ApiWorkload::None {
                 partial.set_reason(Reason::UnknownModel);

@@ -11,6 +11,7 @@ use warmroute_core::worker::ModelName;
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
 
 use super::models::{ModelRegistry, ResolvedModel};
+use super::preprocessor::NvExtScope;
 
 /// Assumed bytes of a body per token. English and code have between 3 and 5.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -43,6 +44,16 @@ pub(super) struct PartialRequest {
     pub(super) stage_times: Vec<(&'static str, Duration)>,
 }
 
+impl NvExtScope {
+    fn parse(self, raw: &str) -> Option<NvExt> {
+        match self {
+            NvExtScope::Nothing => None,
+            NvExtScope::Content => Some(NvExt::parse(raw).into_content()),
+            NvExtScope::All => Some(NvExt::parse(raw)),
+        }
+    }
+}
+
 impl PartialRequest {
     pub(super) fn estimated(tokens: u64, reason: Reason) -> Self {
         let prompt = RoutePrompt::Estimated { tokens, reason };
@@ -66,16 +77,15 @@ impl PartialRequest {
         }
     }
 
-    /// Takes the cache salt of the client. Keeps the routing extension of the body if the client is
-    /// trusted.
+    /// Takes the cache salt of the client, and the fields of `nvext` that apply.
     pub(super) fn take_cache_salt(
         &mut self,
         tenant: Option<&str>,
         request: &mut openai::ApiRequest,
-        trusted: bool,
+        scope: NvExtScope,
     ) -> Option<String> {
-        let raw = request.nvext.take().filter(|_| trusted);
-        self.extension = raw.map(|raw| Box::new(NvExt::parse(&raw)));
+        let raw = request.nvext.take();
+        self.extension = raw.and_then(|raw| scope.parse(&raw)).map(Box::new);
         let in_extension = self
             .extension
             .as_ref()

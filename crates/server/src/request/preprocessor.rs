@@ -35,6 +35,30 @@ pub struct EncodeLimits {
     pub deadline: Duration,
 }
 
+/// Fields of `nvext` in request bodies that apply.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum NvExtScope {
+    /// None: the engines do not read it, and clients are not trusted.
+    #[default]
+    Nothing,
+    /// Those that change the prompt or its blocks, because front ends of Dynamo read them from every
+    /// client.
+    Content,
+    /// Also the hints of trusted clients.
+    All,
+}
+
+impl NvExtScope {
+    /// Returns the scope for clients. `is_dynamo`: front ends of Dynamo receive the requests.
+    pub fn new(clients: &ClientsConfig, is_dynamo: bool) -> Self {
+        match (clients.trusted, is_dynamo) {
+            (true, _) => NvExtScope::All,
+            (false, true) => NvExtScope::Content,
+            (false, false) => NvExtScope::Nothing,
+        }
+    }
+}
+
 /// Components of a preprocessor.
 pub struct PreprocessorParts {
     /// The configured models.
@@ -45,6 +69,8 @@ pub struct PreprocessorParts {
     pub paths: ApiPaths,
     /// Trust in clients, and the headers they may use.
     pub clients: ClientsConfig,
+    /// Fields of `nvext` that apply.
+    pub nvext: NvExtScope,
     /// Rules that restrict requests to one pool.
     pub pool_routes: PoolRoutesConfig,
     /// Rules that send requests to other models. They precede the rules of the cluster.

@@ -35,6 +35,7 @@ fn preprocessor_parts(
         models,
         message_cache: None,
         paths: ApiPaths::default(),
+        nvext: NvExtScope::new(&clients, false),
         clients,
         pool_routes: Default::default(),
         rewrites: Default::default(),
@@ -78,6 +79,10 @@ fn preprocessor_with_tokenizer(limits: EncodeLimits) -> Arc<RequestPreprocessor>
 
 /// Returns a preprocessor for token prompts only.
 fn preprocessor_without_tokenizer(clients: ClientsConfig) -> Arc<RequestPreprocessor> {
+    RequestPreprocessor::new(parts_without_tokenizer(clients))
+}
+
+fn parts_without_tokenizer(clients: ClientsConfig) -> PreprocessorParts {
     let mut models = ModelRegistry::default();
     let size = BlockSize::new(4).unwrap();
     let model = ConfiguredModel {
@@ -93,7 +98,7 @@ fn preprocessor_without_tokenizer(clients: ClientsConfig) -> Arc<RequestPreproce
         queue: 1,
         deadline: Duration::from_secs(1),
     };
-    RequestPreprocessor::new(preprocessor_parts(models, clients, limits))
+    preprocessor_parts(models, clients, limits)
 }
 
 /// Returns the beginning of a PNG file of 56 by 56 pixels with this color type, as a data URL.

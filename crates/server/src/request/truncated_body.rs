@@ -96,11 +96,8 @@ impl RequestPreprocessor {
             return partial.set_reason(Reason::UnknownModel);
         };
         let mut clock = StageTimer::start(context.deadline);
-        let cache = partial.take_cache_salt(
-            context.tenant.as_deref(),
-            &mut request,
-            self.parts.clients.trusted,
-        );
+        let cache =
+            partial.take_cache_salt(context.tenant.as_deref(), &mut request, self.parts.nvext);
         let model = SaltedModel::new(resolved, cache);
         let parsed = ParsedRequest::from(request);
         let Ok(tokenized) = self.tokenize(&model, &parsed, partial, &mut clock) else {

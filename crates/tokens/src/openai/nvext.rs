@@ -1,6 +1,7 @@
 //! `nvext`: the routing extension of a request body, as defined by Dynamo.
 //!
-//! It is read only if the operator trusts clients. Parsing is lenient: unknown keys and invalid
+//! Hints are read only if the operator trusts clients. The content of the prompt is read from every
+//! client if the front ends read it as well. Parsing is lenient: unknown keys and invalid
 //! values are ignored, because the engine may support them.
 
 use std::collections::BTreeMap;
@@ -135,6 +136,16 @@ impl NvExt {
             }
         }
         extension
+    }
+
+    /// Returns the fields that change the prompt or its blocks, without the hints.
+    #[must_use]
+    pub fn into_content(self) -> Self {
+        Self {
+            cache_salt: self.cache_salt,
+            token_data: self.token_data,
+            ..Self::default()
+        }
     }
 
     /// Returns true if the client requests only the routing decision.

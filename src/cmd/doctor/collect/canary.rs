@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use serde_json::json;
-use warmroute_core::worker::Worker;
+use warmroute_core::worker::{DpRank, Worker};
 use warmroute_doctor::engine::facts::{CanaryReply, EngineReply};
 use warmroute_engines::engine_client::{EngineError, EngineUrl};
 use warmroute_engines::kv_events::event_probe::{EventProbe, ProbedBatch};
@@ -32,9 +32,10 @@ impl FactCollector<'_> {
         &self,
         engine: &EngineUrl,
         worker: &Worker,
-        rank: Option<u32>,
+        rank: Option<DpRank>,
         mut socket: Option<&mut EventProbe>,
     ) -> (EngineReply<CanaryReply>, Vec<ProbedBatch>) {
+        let client = self.client.with_headers(self.pins(worker, rank));
         let mut received = Vec::new();
         let max_attempts = if socket.is_some() { MAX_CANARIES } else { 1 };
         for attempt in 1..=max_attempts {
@@ -42,11 +43,7 @@ impl FactCollector<'_> {
             if let Some(socket) = socket.as_deref_mut() {
                 received.extend(receive_until(socket, SUBSCRIPTION_DELAY, |_| false).await);
             }
-            let first = match self
-                .client
-                .complete(engine, body.clone(), rank, self.timeout)
-                .await
-            {
+            let first = match client.complete(engine, body.clone(), self.timeout).await {
                 Ok(usage) => usage,
                 Err(error) => return (Err(error), received),
             };
@@ -62,7 +59,7 @@ impl FactCollector<'_> {
             let has_arrived = !new_messages.is_empty();
             received.extend(new_messages);
             if has_arrived || attempt == max_attempts {
-                let second = self.client.complete(engine, body, rank, self.timeout).await;
+                let second = client.complete(engine, body, self.timeout).await;
                 let cached = second.as_ref().ok().and_then(|usage| usage.cached_tokens);
                 return (
                     Ok(CanaryReply {

@@ -27,12 +27,8 @@ impl FactCollector<'_> {
         let mut canary = None;
         // A worker that runs requests in pairs rejects a single one.
         if self.sends_canaries && !worker.draining && !self.uses_bootstrap(worker) {
-            let sent = self.send_canary(
-                engine,
-                worker,
-                names_rank.then_some(rank.0),
-                socket.as_mut(),
-            );
+            let sent =
+                self.send_canary(engine, worker, names_rank.then_some(rank), socket.as_mut());
             let (answer, messages) = sent.await;
             (canary, received) = (Some(answer), messages);
         }

@@ -25,6 +25,7 @@ async fn receive_batch(max_message: ByteSize) -> ProbedBatch {
     let progress = DoctorProgress::default();
     let collector = FactCollector {
         config: &config,
+        workers: &[],
         client,
         models: HashMap::new(),
         timeout: Duration::from_secs(5),
@@ -112,6 +113,7 @@ async fn stalling_engine_leaves_facts_of_complete_steps() {
     let progress = DoctorProgress::default();
     let collector = FactCollector {
         config: &config,
+        workers: &workers,
         client,
         models: HashMap::new(),
         timeout: Duration::from_secs(60),

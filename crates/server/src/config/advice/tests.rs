@@ -100,6 +100,29 @@ fn mirrored_prefill_without_partner_causes_warning() {
     ]);
 }
 
+#[test]
+fn front_end_without_pins_causes_warning() {
+    let shared = || vec![json!({"via": "front_end"})];
+    let profiles = |names: &[&str]| json!({"gateway": {"header_profiles": names}});
+    assert_eq!(advice(&json!({}), &shared(), &json!({})), [""; 0]);
+    let unnamed = advice(&json!({}), &shared(), &profiles(&["gateway-api"]));
+    assert!(
+        unnamed.len() == 1 && unnamed[0].contains("add `worker-id` or `dynamo`"),
+        "{unnamed:?}"
+    );
+    let by_pair = json!({"via": "front_end", "role": "prefill"});
+    let decode = json!({"via": "front_end", "role": "decode"});
+    let called = advice(
+        &prefill_mode("call"),
+        &[by_pair, decode],
+        &profiles(&["worker-id"]),
+    );
+    assert!(
+        called.len() == 2 && called[0].contains("set `prefill: {mode: header}`"),
+        "{called:?}"
+    );
+}
+
 fn with_role(role: &str) -> Value {
     json!({"role": role})
 }

@@ -103,6 +103,20 @@ pub(super) fn useless_settings(config: &Config) -> Vec<Problem> {
             problems.push(Problem::at(path, text));
         }
     }
+    problems
+}
+
+/// Returns a problem for each setting of prefill and decode that cannot take effect.
+pub(super) fn disaggregation(config: &Config) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    if config.routing.disaggregation.conditional.is_some() && config.has_dynamo_prefills() {
+        let text = "front ends of Dynamo (`gateway.header_profiles` has `dynamo`) reject a request whose decode worker should \
+            compute the prompt; leave this out";
+        problems.push(Problem::at(
+            steps("routing.disaggregation.conditional"),
+            text,
+        ));
+    }
     let workers = config
         .workers
         .list

@@ -74,6 +74,11 @@ impl GatewayConfig {
         RoutingHeaders::new(&self.header_profiles, &self.header_names)
     }
 
+    /// Returns whether Dynamo's front ends read the routing headers.
+    pub fn is_dynamo(&self) -> bool {
+        self.header_profiles.contains(&HeaderProfile::Dynamo)
+    }
+
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let mut problems = Vec::new();

@@ -109,6 +109,7 @@ fn to_worker() -> RouteTarget {
         to: Some(RankEndpoint {
             rank,
             endpoint,
+            via: Default::default(),
             several_ranks: false,
         }),
         predicted_cached_tokens: Some(32),
@@ -516,6 +517,7 @@ fn prefill_worker_is_named_in_headers() {
     let prefill = Some(RankEndpoint {
         rank,
         endpoint,
+        via: Default::default(),
         several_ranks: true,
     });
     let target = RouteTarget {

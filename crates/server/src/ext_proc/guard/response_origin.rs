@@ -75,15 +75,12 @@ impl ExchangeGuard {
             ResponseSource::EnvoyPolicy => return Some(ResponseSender::GatewayPolicy),
             ResponseSource::EnvoyTimeout => return Some(ResponseSender::GatewayTimeout),
             ResponseSource::Worker(address) => {
-                let served = WorkerEndpoint(address).canonical();
-                if served == route.to.endpoint.canonical() {
+                let served = WorkerEndpoint(address);
+                if route.to.is_served_from(served) {
                     return Some(ResponseSender::Origin(ResponseOrigin::Chosen));
                 }
                 let fleet = self.router.fleet();
-                let worker = fleet
-                    .workers()
-                    .find(|worker| worker.endpoint.canonical() == served);
-                match worker {
+                match fleet.workers().find(|worker| worker.owns(served)) {
                     Some(worker) => ResponseOrigin::Other(worker.id),
                     None => return Some(ResponseSender::UnknownEndpoint),
                 }
@@ -147,17 +144,16 @@ impl ExchangeGuard {
         let ResponseSource::Worker(address) = head.source else {
             return None;
         };
-        let served = WorkerEndpoint(address).canonical();
+        let served = WorkerEndpoint(address);
         let route = &self.active.as_ref()?.placement.route;
-        if route.to.endpoint.canonical() == served {
+        if route.to.is_served_from(served) {
             return None;
         }
         let fleet = self.router.fleet();
         let model_members = fleet
             .members()
             .filter(|member| member.worker.model == route.model);
-        let mut members =
-            model_members.filter(|member| member.worker.endpoint.canonical() == served);
+        let mut members = model_members.filter(|member| member.worker.owns(served));
         let first = ServingWorker::from(members.next()?.rank);
         // Envoy reports the endpoint only, and several ranks may share it.
         Some(if members.next().is_none() {

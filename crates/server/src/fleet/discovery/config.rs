@@ -6,7 +6,8 @@ use std::num::{NonZeroU16, NonZeroU32};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+    BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerAccess, WorkerEndpoint, WorkerId,
+    WorkerRole,
 };
 use warmroute_settings::{DurationSetting, Problem};
 
@@ -23,6 +24,10 @@ pub struct WorkerConfig {
     pub name: Option<String>,
     /// `ip:port` that Envoy sends requests to.
     pub endpoint: WorkerEndpoint,
+    /// Receiver of the requests at `endpoint`: `direct`, or `front_end` for a front end that several
+    /// workers share, such as Dynamo's. A response then belongs to the worker that the headers name.
+    #[serde(default, skip_serializing_if = "WorkerAccess::is_direct")]
+    pub via: WorkerAccess,
     /// Served model; may be omitted if only one model is configured.
     #[serde(default)]
     pub model: Option<ModelName>,

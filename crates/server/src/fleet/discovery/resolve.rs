@@ -70,7 +70,7 @@ pub fn resolve_each(
 fn remove_replaced(list: &mut Vec<WorkerConfig>) {
     let active_endpoints: HashSet<WorkerEndpoint> = list
         .iter()
-        .filter(|worker| !worker.draining)
+        .filter(|worker| !worker.draining && worker.via.is_direct())
         .map(|worker| worker.endpoint)
         .collect();
     list.retain(|worker| !worker.draining || !active_endpoints.contains(&worker.endpoint));
@@ -130,6 +130,7 @@ fn resolve_worker(config: &WorkerConfig, models: &[WorkerModel]) -> Result<Worke
             id: config.id,
             name: config.name.clone(),
             endpoint: config.endpoint,
+            via: config.via,
             model: model.name.clone(),
             role: config.role,
             block_size: model.block_size,
@@ -335,7 +336,8 @@ fn check_attachments(attach: SocketAttach, sources: &[RankSource], listed: bool)
     problems
 }
 
-/// Returns an error for each worker id and endpoint that an earlier entry has.
+/// Returns an error for each worker id and endpoint that an earlier entry has. Only workers behind
+/// one front end share an endpoint.
 fn find_duplicates(list: &[WorkerConfig]) -> Vec<Problem> {
     let mut problems = find_repeated(list.iter().map(|worker| worker.id), "id", |id, first| {
         format!(
@@ -343,13 +345,24 @@ fn find_duplicates(list: &[WorkerConfig]) -> Vec<Problem> {
             first + 1
         )
     });
+    let direct: HashSet<WorkerEndpoint> = list
+        .iter()
+        .filter(|worker| worker.via.is_direct())
+        .map(|worker| worker.endpoint)
+        .collect();
+    // The index of an entry makes an endpoint unique that it may share.
+    let endpoints = list.iter().enumerate().map(|(at, worker)| {
+        let may_share = !direct.contains(&worker.endpoint);
+        (worker.endpoint, may_share.then_some(at))
+    });
     problems.extend(find_repeated(
-        list.iter().map(|worker| worker.endpoint),
+        endpoints,
         "endpoint",
-        |endpoint, first| {
+        |(endpoint, _), first| {
             let owner = list[first].id;
             format!(
-                "{endpoint} is already the endpoint of the worker {owner}; endpoints must be unique"
+                "{endpoint} is already the endpoint of the worker {owner}; endpoints must be unique, unless each \
+                 of these workers has `via: front_end`"
             )
         },
     ));

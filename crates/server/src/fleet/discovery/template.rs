@@ -8,7 +8,7 @@ use std::num::{NonZeroU16, NonZeroU32};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+    BlockSize, ModelName, SocketAttach, WorkerAccess, WorkerEndpoint, WorkerId, WorkerRole,
 };
 
 use super::config::{
@@ -28,6 +28,9 @@ pub struct TemplateConfig {
     pub block_size: Option<BlockSize>,
     /// Number of data-parallel ranks behind one address.
     pub data_parallel_size: Option<NonZeroU32>,
+    /// `ip:port` of a front end that the workers share, such as the cluster address of its Service:
+    /// the endpoint of each worker, in place of its own address, with `via: front_end`.
+    pub front_end: Option<WorkerEndpoint>,
     /// Ports of the KV events; without them, the worker has none or discovery queries the engine.
     pub kv_events: Option<EventPorts>,
     /// Maximum number of tokens per engine step.
@@ -82,7 +85,11 @@ impl TemplateConfig {
         WorkerConfig {
             id,
             name: None,
-            endpoint: WorkerEndpoint(address),
+            endpoint: self.front_end.unwrap_or(WorkerEndpoint(address)),
+            via: match self.front_end {
+                Some(_) => WorkerAccess::FrontEnd,
+                None => WorkerAccess::Direct,
+            },
             model: self.model.clone(),
             role: self.role,
             block_size: self.block_size,

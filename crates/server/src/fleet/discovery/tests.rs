@@ -1,8 +1,9 @@
 use std::path::Path;
 
 use proptest::prelude::*;
-use warmroute_core::worker::{TransferEnforcement, Worker};
+use warmroute_core::worker::{TransferEnforcement, Worker, WorkerId};
 
+use super::template::TemplateConfig;
 use super::zmq::ZmqEndpoint;
 use super::*;
 
@@ -190,4 +191,55 @@ fn new_worker_replaces_draining_one_at_its_address() {
     // Two workers that accept requests cannot have one address.
     let (workers, errors) = resolve_each(list(false, false), &served);
     assert_eq!((workers.len(), errors.len()), (1, 1), "{errors:?}");
+}
+
+#[test]
+fn front_end_is_the_endpoint_of_several_workers() {
+    let list = |first: &str, second: &str| {
+        workers(&format!(
+            "- {{id: 1, endpoint: 10.0.0.1:80{first}}}\n- {{id: 2, endpoint: 10.0.0.1:80{second}}}"
+        ))
+    };
+    let shared = list(", via: front_end", ", via: front_end").unwrap();
+    assert!(shared.iter().all(|worker| !worker.via.is_direct()));
+    for (first, second) in [
+        ("", ""),
+        ("", ", via: front_end"),
+        (", via: front_end", ""),
+        (", via: direct", ""),
+    ] {
+        let found = list(first, second).unwrap_err();
+        assert!(
+            found.len() == 1 && found[0].to_string().contains("has `via: front_end`"),
+            "{found:?}"
+        );
+    }
+}
+
+#[test]
+fn draining_worker_stays_behind_its_front_end() {
+    let worker = |id: u64, draining: bool| serde_json::json!({"id": id, "model": "m", "endpoint": "10.0.0.1:8000", "via": "front_end", "draining": draining});
+    let list = serde_json::json!([worker(1, true), worker(2, false)]);
+    let served = [WorkerModel {
+        name: "m".into(),
+        block_size: BlockSize::new(16).unwrap(),
+        uses_bootstrap: false,
+    }];
+    let (workers, errors) = resolve_each(serde_json::from_value(list).unwrap(), &served);
+    assert_eq!((workers.len(), errors), (2, Vec::new()));
+}
+
+#[test]
+fn template_names_the_front_end_of_pods() {
+    let template: TemplateConfig = serde_json::from_value(
+        serde_json::json!({"front_end": "10.96.0.9:8000", "kv_events": {"port": 5557}}),
+    )
+    .unwrap();
+    let pod = template.worker(WorkerId(1), ([10, 0, 1, 4], 8000).into(), None);
+    assert_eq!(
+        (pod.endpoint.to_string().as_str(), pod.via.is_direct()),
+        ("10.96.0.9:8000", false)
+    );
+    let events = pod.kv_events.unwrap().endpoint.unwrap();
+    assert_eq!(events.to_string(), "tcp://10.0.1.4:5557");
 }

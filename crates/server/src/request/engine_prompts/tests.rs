@@ -91,6 +91,7 @@ fn new_preprocessor(
         message_cache: None,
         paths: openai::ApiPaths::default(),
         clients: crate::request::config::ClientsConfig::default(),
+        nvext: Default::default(),
         pool_routes: Default::default(),
         rewrites: Default::default(),
         rewrite_headers: Vec::new(),

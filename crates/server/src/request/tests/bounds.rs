@@ -32,7 +32,7 @@ fn limits_with_long_deadline() -> EncodeLimits {
 /// Returns a preprocessor for a model of this length, with trusted clients.
 fn preprocessor_for_length(max_model_len: u64, limits: EncodeLimits) -> Arc<RequestPreprocessor> {
     let mut preprocessor = Arc::into_inner(preprocessor_with_tokenizer(limits)).unwrap();
-    preprocessor.parts.clients.trusted = true;
+    preprocessor.parts.nvext = NvExtScope::All;
     let settings = CommonSettings {
         max_model_len: Some(max_model_len),
         ..CommonSettings::default()

@@ -83,6 +83,34 @@ fn adapter_and_tenant_salt_the_hashes() {
     ));
 }
 
+#[test]
+fn front_ends_make_token_data_the_prompt() {
+    let clients = ClientsConfig::default();
+    let preprocessor = RequestPreprocessor::new(PreprocessorParts {
+        nvext: NvExtScope::new(&clients, true),
+        ..parts_without_tokenizer(clients)
+    });
+    let body = r#"{"model":"base","messages":[{"role":"user","content":"hi"}],"nvext":{
+        "token_data":[1,2,3,4,5,6,7,8,9],"cache_salt":"inner","backend_instance_id":7,
+        "agent_hints":{"priority":5},"session_control":{"session_id":"s","action":"open"},
+        "annotations":["query_instance_id:"]}}"#;
+    let preprocessed =
+        preprocessor.preprocess_blocking(None, "/v1/chat/completions", &|_| None, body.as_bytes());
+    let request = &preprocessed.route_request;
+    let salt = CacheSalt {
+        cache: Some("inner".into()),
+        ..CacheSalt::default()
+    };
+    let [blocks] = request.prompt.blocks() else {
+        panic!("{:?}", request.prompt)
+    };
+    assert_eq!(blocks.locals(), local_hashes_of(&salt));
+    // Hints of the same client do not count.
+    assert_eq!(request.constraints, Default::default());
+    assert_eq!(request.priority, Default::default());
+    assert!(!preprocessed.is_query && preprocessed.session.is_none());
+}
+
 const CURRENT_HEADER: &str = "x-llm-d-inference-objective";
 const LEGACY_HEADER: &str = "x-gateway-inference-objective";
 const STRICT_HEADER: &str = "x-dynamo-request-strict-priority";

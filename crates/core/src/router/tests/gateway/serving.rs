@@ -192,6 +192,7 @@ fn booking_and_prediction_move_to_serving_rank() {
         RankEndpoint {
             rank: rank(2),
             endpoint: endpoint(2),
+            via: Default::default(),
             several_ranks: false
         }
     );
@@ -266,6 +267,60 @@ fn mismatched_worker_is_booked_without_cached_tokens() {
         );
         assert_eq!(load_of(&router, 2).1, prefill);
     }
+}
+
+/// Returns two workers behind one front end, and a worker with its own endpoint.
+fn fleet_with_front_end() -> [Worker; 3] {
+    let behind_front_end = |id| Worker {
+        via: WorkerAccess::FrontEnd,
+        endpoint: endpoint(8),
+        ..worker(id)
+    };
+    [behind_front_end(1), behind_front_end(2), at(3)]
+}
+
+#[test]
+fn shared_front_end_is_no_fallback() {
+    let settings = RouterSettings {
+        max_fallbacks: 9,
+        ..RouterSettings::default()
+    };
+    let router = clocked(fleet_with_front_end(), settings, &Clock::default());
+    for (id, fallbacks) in [(1, vec![endpoint(3)]), (3, vec![])] {
+        let _cached = holds(&router, id, 1);
+        let routed = router.route(request(&[vec![1]])).unwrap().route;
+        assert_eq!(
+            (routed.to.rank, routed.target().fallbacks),
+            (rank(id), fallbacks)
+        );
+    }
+}
+
+#[test]
+fn shared_front_end_serves_for_pinned_worker() {
+    let router = predicted(fleet_with_front_end());
+    for (id, by) in [(1, 8), (2, 8), (2, 9), (1, 3)] {
+        let mut pinned = request(&[vec![1]]);
+        pinned.constraints.allowed = Some([WorkerId(id)].into());
+        let mut booked = router.route(pinned).unwrap();
+        assert_eq!(
+            router.on_served_by(&mut booked, endpoint(by)),
+            RelocationOutcome::Unchanged,
+            "{id} by {by}"
+        );
+        assert_eq!(
+            (booked.route.to.rank, load_of(&router, id).0),
+            (rank(id), 1)
+        );
+    }
+    // A worker with its own endpoint is not served by a front end of others.
+    let mut direct = request(&[vec![1]]);
+    direct.constraints.allowed = Some([WorkerId(3)].into());
+    let mut booked = router.route(direct).unwrap();
+    assert_eq!(
+        router.on_served_by(&mut booked, endpoint(8)),
+        RelocationOutcome::Released
+    );
 }
 
 #[test]
