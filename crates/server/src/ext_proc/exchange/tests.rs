@@ -179,6 +179,25 @@ fn forged_routing_headers_are_removed_or_overwritten() {
     assert_eq!(describe(passed.on_route(to_no_worker()))[0], removed);
 }
 
+/// Returns request headers with every routing hint.
+fn headers_with_hints(path: &str) -> ExchangeMessage {
+    let hint = |name: &str| HeaderValue {
+        key: name.to_ascii_uppercase(),
+        value: "1".into(),
+        ..HeaderValue::default()
+    };
+    ExchangeMessage::RequestHeaders {
+        head: RequestHead {
+            path: path.into(),
+            headers: Arc::new(HeaderMap {
+                headers: hint_headers().chain(["x-other"]).map(hint).collect(),
+            }),
+            ..RequestHead::default()
+        },
+        end_of_stream: false,
+    }
+}
+
 #[test]
 fn hints_of_untrusted_clients_are_removed() {
     let modes = [
@@ -189,23 +208,6 @@ fn hints_of_untrusted_clients_are_removed() {
         BodyMode::FullDuplex,
         BodyMode::Grpc,
     ];
-    let sent = |path: &str| {
-        let hint = |name: &str| HeaderValue {
-            key: name.to_ascii_uppercase(),
-            value: "1".into(),
-            ..HeaderValue::default()
-        };
-        ExchangeMessage::RequestHeaders {
-            head: RequestHead {
-                path: path.into(),
-                headers: Arc::new(HeaderMap {
-                    headers: hint_headers().chain(["x-other"]).map(hint).collect(),
-                }),
-                ..RequestHead::default()
-            },
-            end_of_stream: false,
-        }
-    };
     let removed = |trusted: bool, mode, path: &str, route: RouteTarget| {
         let mut options = options();
         if !trusted {
@@ -216,7 +218,7 @@ fn hints_of_untrusted_clients_are_removed() {
             response: BodyMode::None,
         };
         let mut exchange = exchange_with(options, ExchangeStart::default(), modes);
-        let mut lines = describe(exchange.on_message(sent(path)));
+        let mut lines = describe(exchange.on_message(headers_with_hints(path)));
         if !exchange.is_routing() {
             lines.extend(describe(exchange.on_message(body(b"", true))));
         }
