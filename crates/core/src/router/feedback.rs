@@ -100,7 +100,7 @@ impl Router {
     ) -> Vec<HealthTransition> {
         let outcome = match outcome {
             // A response without computation proves neither health nor failure.
-            WorkerOutcome::Delivered if !placement.route.is_inference() => {
+            WorkerOutcome::Delivered | WorkerOutcome::Empty if !placement.route.is_inference() => {
                 WorkerOutcome::Inconclusive
             }
             outcome => outcome,

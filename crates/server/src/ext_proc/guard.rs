@@ -56,6 +56,8 @@ pub(super) struct ExchangeGuard {
     status: u16,
     /// Whether the response is a stream of events.
     event_stream: bool,
+    /// Whether the body of the response is too short for an answer.
+    has_short_body: bool,
     end: ExchangeEnd,
     /// Whether output blocks count as load.
     books_output_blocks: bool,
@@ -102,6 +104,7 @@ impl ExchangeGuard {
             usage: Box::default(),
             status: 0,
             event_stream: false,
+            has_short_body: false,
             end: ExchangeEnd::Abandoned,
             books_output_blocks: router.settings().tracking.output_blocks,
             output_blocks: 0,
@@ -232,7 +235,11 @@ impl ExchangeGuard {
             self.observe_prediction(observation);
         }
         if is_success {
-            self.report_outcome(WorkerOutcome::Delivered);
+            self.report_outcome(if self.has_short_body {
+                WorkerOutcome::Empty
+            } else {
+                WorkerOutcome::Delivered
+            });
             self.observe_first_token();
         } else {
             self.prefill_done = None;
@@ -247,6 +254,11 @@ impl ExchangeGuard {
         self.content = ResponseContent::Missing(missing);
         if (200..300).contains(&self.status) {
             debug!(?missing, "response without content");
+            self.report_outcome(match missing {
+                MissingContent::Empty => WorkerOutcome::Empty,
+                MissingContent::OutputEnded => WorkerOutcome::Delivered,
+                MissingContent::Error => WorkerOutcome::ServerError,
+            });
         }
     }
 
@@ -350,12 +362,8 @@ impl ExchangeGuard {
             ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
         };
         let is_success = has_begun && (200..300).contains(&self.status);
-        match self.end {
-            ExchangeEnd::Complete if is_success => self.report_outcome(WorkerOutcome::Empty),
-            ExchangeEnd::Abandoned | ExchangeEnd::Closed => {
-                self.report_outcome(WorkerOutcome::Cancelled);
-            }
-            ExchangeEnd::Complete | ExchangeEnd::Immediate => {}
+        if matches!(self.end, ExchangeEnd::Abandoned | ExchangeEnd::Closed) {
+            self.report_outcome(WorkerOutcome::Cancelled);
         }
         let Some(mut active) = self.active.take() else {
             return;

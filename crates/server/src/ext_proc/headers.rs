@@ -124,6 +124,8 @@ pub struct ResponseHead {
     pub status: u16,
     /// Whether the body is a stream of server-sent events.
     pub is_event_stream: bool,
+    /// Whether the body is too short for the answer of any API, such as `{}`.
+    pub has_short_body: bool,
     /// Source of the response, if Envoy is configured to send it.
     pub source: ResponseSource,
     /// Whether Envoy's router has added `x-envoy-upstream-service-time`.
@@ -182,6 +184,10 @@ impl ResponseHead {
                         .to_ascii_lowercase()
                         .starts_with("text/event-stream");
                 }
+                "content-length" => {
+                    let length = value_text(header).parse::<u64>();
+                    head.has_short_body = length.is_ok_and(|length| length <= MAX_SHORT_BODY);
+                }
                 // Envoy's router adds this header to responses of workers.
                 "x-envoy-upstream-service-time" => head.has_upstream_time = true,
                 // Envoy adds these to its own responses only after the filters.
@@ -217,6 +223,9 @@ impl ResponseHead {
         self
     }
 }
+
+/// Length of `null`, the longest JSON value without content.
+const MAX_SHORT_BODY: u64 = 4;
 
 /// Envoy's attribute with the endpoint that a request is or was sent to.
 const UPSTREAM_ADDRESS: &str = "upstream.address";

@@ -33,6 +33,7 @@ impl ExchangeGuard {
     pub(in crate::ext_proc) fn on_response_headers(&mut self, head: ResponseHead) {
         self.status = head.status;
         self.event_stream = head.is_event_stream;
+        self.has_short_body = head.has_short_body;
         *self.usage = UsageScanner::new(if head.is_event_stream {
             ResponseEncoding::EventStream
         } else {
