@@ -36,7 +36,7 @@ pub use inputs::expected_envoy;
 /// Prints the findings. Returns the exit code: 0 ok, 1 warnings, 2 errors or an invalid
 /// configuration.
 pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
-    let Some(config) = load_config(&args.config, err)? else {
+    let Some(config) = load_config(args.config_file(), err)? else {
         return Ok(EXIT_MISCONFIGURED);
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -74,7 +74,7 @@ async fn run_checks(
         None => load_workers(config).await?,
     };
     drop(part);
-    let file = args.config.display().to_string();
+    let file = args.config_file().display().to_string();
     let mut findings = vec![host::check_config(&inputs::config_summary(
         file, config, &workers,
     ))];

@@ -201,7 +201,10 @@ fn helm_test_runs_doctor_as_the_deployment_runs() {
         let CliCommand::Doctor(args) = cli.command else {
             panic!("{doctor}")
         };
-        assert_eq!(args.config, Path::new("/etc/warmroute/warmroute.yaml"));
+        assert_eq!(
+            args.config_file(),
+            Path::new("/etc/warmroute/warmroute.yaml")
+        );
         let deployed = warmroute(&set);
         for key in [
             "serviceAccountName",
