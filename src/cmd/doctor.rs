@@ -16,7 +16,7 @@ use anyhow::Context as _;
 use rustix::process::{Resource, getrlimit};
 use serde_json::json;
 use warmroute_core::worker::Worker;
-use warmroute_doctor::envoy::dump::ConfigDump;
+use warmroute_doctor::envoy::counters::check_counters;
 use warmroute_doctor::finding::{Finding, FindingBuilder, exit_code};
 use warmroute_doctor::{engine, envoy, host, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
@@ -26,6 +26,7 @@ use crate::cmd::cli::DoctorArgs;
 use crate::discovery::load_workers;
 use crate::kubernetes::inspect;
 use collect::FactCollector;
+use probes::EnvoyAdminClient;
 use progress::DoctorProgress;
 use warmroute_server::app;
 use warmroute_server::config::{Config, WorkerSource};
@@ -166,21 +167,19 @@ async fn check_envoy(
         return vec![at.skipped(reason)];
     };
     let _part = progress.open(format!("Envoy at {url}"), "/config_dump");
-    let page =
-        probes::fetch_config_dump(&url, args.envoy_ca_file.as_deref(), args.timeout.into()).await;
-    let dump = page.and_then(|page| {
-        ConfigDump::parse(&page).map_err(|problem| format!("{url}/config_dump: {problem}"))
-    });
-    match dump {
-        Ok(dump) => {
+    let state = async {
+        let client =
+            EnvoyAdminClient::new(&url, args.envoy_ca_file.as_deref(), args.timeout.into())?;
+        client.fetch_state().await
+    };
+    match state.await {
+        Ok((dump, samples)) => {
             let version = dump.version.as_deref().unwrap_or("of an unknown version");
-            let read = at.ok(format!("{url} is an Envoy {version}"));
-            std::iter::once(read)
-                .chain(envoy::check_envoy(
-                    &dump,
-                    &inputs::expected_envoy(config, workers),
-                ))
-                .collect()
+            let expected = inputs::expected_envoy(config, workers);
+            let mut findings = vec![at.ok(format!("{url} is an Envoy {version}"))];
+            findings.extend(envoy::check_envoy(&dump, &expected));
+            findings.extend(check_counters(&dump, &expected, &samples));
+            findings
         }
         Err(problem) => vec![at.error(
             problem,
