@@ -63,10 +63,7 @@ struct CheckedSource {
 
 impl CheckedSource {
     fn read(args: &CheckArgs) -> anyhow::Result<Self> {
-        // The positional file has priority over the environment variable of `--config`.
-        let path = args.file.as_ref().or(args.serve.config.as_ref());
-        let Some(path) = path else {
-            args.serve.check_source()?;
+        let Some(path) = args.serve.config_file()? else {
             return Ok(Self {
                 path: None,
                 bytes: None,
@@ -74,7 +71,7 @@ impl CheckedSource {
         };
         if path != Path::new("-") {
             return Ok(Self {
-                path: Some(path.clone()),
+                path: Some(path.to_owned()),
                 bytes: None,
             });
         }

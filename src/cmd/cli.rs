@@ -6,22 +6,22 @@ mod values;
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use clap::{Args, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use warmroute_server::serve::ServeArgs;
+use warmroute_server::serve::{DEFAULT_CONFIG_FILE, ServeArgs};
 
-use values::{parse_admin_url, parse_header, parse_price, parse_url};
+use values::{parse_admin_url, parse_engine_address, parse_header, parse_price, parse_url};
 
 /// Admin address of a process with the default configuration.
 const DEFAULT_ADMIN: &str = "http://127.0.0.1:9005";
 const EXIT_CODES: &str = "Exit codes: 0 success, 1 failure, 2 invalid configuration or arguments";
 const DOCTOR_EXIT_CODES: &str =
     "Exit codes: 0 no problems, 1 warnings, 2 errors or an invalid configuration";
-const SERVE_USAGE: &str = "warmroute serve (--config <FILE> | --pool-name <NAME>) [OPTIONS]";
-const CHECK_USAGE: &str = "warmroute check [OPTIONS] <FILE>";
+const SERVE_USAGE: &str = "warmroute serve [OPTIONS] [FILE]";
+const CHECK_USAGE: &str = "warmroute check [OPTIONS] [FILE | -]";
 const EXPLAIN_USAGE: &str =
     "warmroute explain (--admin <URL> | --config <FILE>) --body <FILE> [OPTIONS]";
 
@@ -110,10 +110,7 @@ pub enum CliCommand {
 #[derive(Debug, Args)]
 #[command(override_usage = CHECK_USAGE, after_help = EXIT_CODES)]
 pub struct CheckArgs {
-    /// The configuration file, `-` for standard input. It has priority over --config
-    #[arg(value_name = "FILE")]
-    pub file: Option<PathBuf>,
-    /// The configuration file and the flags of `serve`
+    /// The configuration file, `-` for standard input, and the flags of `serve`
     #[command(flatten)]
     pub serve: ServeArgs,
     /// Do not load tokenizers and chat templates
@@ -178,7 +175,7 @@ pub struct ConfigInitArgs {
     #[arg(long, value_enum)]
     pub engine: Option<InitEngine>,
     /// Address of an engine, as IP:PORT; may be repeated
-    #[arg(long = "worker", value_name = "IP:PORT")]
+    #[arg(long = "worker", value_name = "IP:PORT", value_parser = parse_engine_address)]
     pub workers: Vec<SocketAddr>,
     /// InferencePool whose pods are the workers, instead of addresses
     #[arg(long, value_name = "NAME", conflicts_with = "workers")]
@@ -193,7 +190,7 @@ pub struct ConfigInitArgs {
     #[arg(long, value_name = "PORT")]
     pub kv_events_port: Option<u16>,
     /// The file to write, `-` for standard output. An existing file is not overwritten
-    #[arg(long, short, value_name = "FILE", default_value = "warmroute.yaml")]
+    #[arg(long, short, value_name = "FILE", default_value = DEFAULT_CONFIG_FILE)]
     pub output: PathBuf,
 }
 
@@ -236,9 +233,13 @@ pub struct AuditArgs {
 #[derive(Debug, Args)]
 #[command(after_help = DOCTOR_EXIT_CODES)]
 pub struct DoctorArgs {
+    /// The configuration file. It has priority over --config. Default: warmroute.yaml in the
+    /// working directory
+    #[arg(value_name = "FILE")]
+    pub file: Option<PathBuf>,
     /// The configuration file
     #[arg(long, short, value_name = "FILE")]
-    pub config: PathBuf,
+    pub config: Option<PathBuf>,
     /// Envoy's admin address; default: `envoy.admin_url` of the configuration
     #[arg(long, value_name = "URL", value_parser = parse_url)]
     pub envoy_admin: Option<String>,
@@ -258,6 +259,14 @@ pub struct DoctorArgs {
     /// Print JSON
     #[arg(long)]
     pub json: bool,
+}
+
+impl DoctorArgs {
+    /// Returns the configuration file.
+    pub fn config_file(&self) -> &Path {
+        let named = self.file.as_deref().or(self.config.as_deref());
+        named.unwrap_or(Path::new(DEFAULT_CONFIG_FILE))
+    }
 }
 
 /// Arguments of `explain`.
@@ -315,7 +324,7 @@ mod tests {
             let CliCommand::Check(args) = cli.command else {
                 panic!("unexpected command")
             };
-            Ok::<_, clap::Error>((args.file, args.serve.config))
+            Ok::<_, clap::Error>((args.serve.file, args.serve.config))
         };
         let file = || Some(PathBuf::from("w.yaml"));
         assert_eq!(check(&["w.yaml"]).unwrap(), (file(), None));
@@ -326,7 +335,33 @@ mod tests {
     }
 
     #[test]
-    fn doctor_requires_configuration_and_valid_urls() {
+    fn serve_and_doctor_accept_file_by_position() {
+        let parse = |words: &[&str]| {
+            let words = ["warmroute"].iter().chain(words);
+            Cli::try_parse_from(words).unwrap().command
+        };
+        let CliCommand::Serve(args) = parse(&["serve", "w.yaml", "--config", "other.yaml"]) else {
+            panic!("unexpected command")
+        };
+        assert_eq!(args.config_file().unwrap(), Some(Path::new("w.yaml")));
+        let CliCommand::Serve(args) = parse(&["serve", "--pool-name", "p"]) else {
+            panic!("unexpected command")
+        };
+        assert_eq!(args.config_file().unwrap(), None);
+        for (words, file) in [
+            (&["doctor", "w.yaml"][..], "w.yaml"),
+            (&["doctor", "--config", "w.yaml"], "w.yaml"),
+            (&["doctor"], "warmroute.yaml"),
+        ] {
+            let CliCommand::Doctor(args) = parse(words) else {
+                panic!("unexpected command")
+            };
+            assert_eq!(args.config_file(), Path::new(file));
+        }
+    }
+
+    #[test]
+    fn doctor_accepts_only_valid_urls_and_times() {
         let doctor =
             |more: &[&str]| Cli::try_parse_from(["warmroute", "doctor"].iter().chain(more));
         let CliCommand::Doctor(args) = doctor(&["--config", "w.yaml"]).unwrap().command else {
@@ -339,8 +374,7 @@ mod tests {
         );
         assert_eq!(timeout, std::time::Duration::from_secs(5));
         for refused in [
-            &[][..],
-            &["--config", "w", "--envoy-admin", "localhost:9900"],
+            &["--config", "w", "--envoy-admin", "localhost:9900"][..],
             &["--config", "w", "--timeout", "x"],
         ] {
             assert!(doctor(refused).is_err(), "{refused:?}");

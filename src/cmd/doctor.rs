@@ -15,7 +15,7 @@ use std::io::Write;
 use anyhow::Context as _;
 use serde_json::json;
 use warmroute_core::worker::Worker;
-use warmroute_doctor::envoy::dump::ConfigDump;
+use warmroute_doctor::envoy::counters::check_counters;
 use warmroute_doctor::finding::{Finding, FindingBuilder, exit_code};
 use warmroute_doctor::{engine, envoy, host, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
@@ -26,6 +26,7 @@ use crate::cmd::cli::DoctorArgs;
 use crate::discovery::load_workers;
 use crate::kubernetes::inspect;
 use collect::FactCollector;
+use probes::EnvoyAdminClient;
 use progress::DoctorProgress;
 use warmroute_server::app;
 use warmroute_server::config::{Config, WorkerSource};
@@ -36,7 +37,7 @@ pub use inputs::expected_envoy;
 /// Prints the findings. Returns the exit code: 0 ok, 1 warnings, 2 errors or an invalid
 /// configuration.
 pub fn run(args: &DoctorArgs, out: &mut impl Write, err: &mut impl Write) -> anyhow::Result<u8> {
-    let Some(config) = load_config(&args.config, err)? else {
+    let Some(config) = load_config(args.config_file(), err)? else {
         return Ok(EXIT_MISCONFIGURED);
     };
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -74,7 +75,7 @@ async fn run_checks(
         None => load_workers(config).await?,
     };
     drop(part);
-    let file = args.config.display().to_string();
+    let file = args.config_file().display().to_string();
     let mut findings = vec![host::check_config(&inputs::config_summary(
         file, config, &workers,
     ))];
@@ -167,21 +168,19 @@ async fn check_envoy(
         return vec![at.skipped(reason)];
     };
     let _part = progress.open(format!("Envoy at {url}"), "/config_dump");
-    let page =
-        probes::fetch_config_dump(&url, args.envoy_ca_file.as_deref(), args.timeout.into()).await;
-    let dump = page.and_then(|page| {
-        ConfigDump::parse(&page).map_err(|problem| format!("{url}/config_dump: {problem}"))
-    });
-    match dump {
-        Ok(dump) => {
+    let state = async {
+        let client =
+            EnvoyAdminClient::new(&url, args.envoy_ca_file.as_deref(), args.timeout.into())?;
+        client.fetch_state().await
+    };
+    match state.await {
+        Ok((dump, samples)) => {
             let version = dump.version.as_deref().unwrap_or("of an unknown version");
-            let read = at.ok(format!("{url} is an Envoy {version}"));
-            std::iter::once(read)
-                .chain(envoy::check_envoy(
-                    &dump,
-                    &inputs::expected_envoy(config, workers),
-                ))
-                .collect()
+            let expected = inputs::expected_envoy(config, workers);
+            let mut findings = vec![at.ok(format!("{url} is an Envoy {version}"))];
+            findings.extend(envoy::check_envoy(&dump, &expected));
+            findings.extend(check_counters(&dump, &expected, &samples));
+            findings
         }
         Err(problem) => vec![at.error(
             problem,

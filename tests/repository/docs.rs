@@ -235,6 +235,40 @@ fn front_page_is_short() {
 }
 
 #[test]
+fn performance_rows_of_readme_are_copies() {
+    let readme = read("README.md");
+    let (_, section) = readme.split_once("\n## Performance\n").unwrap();
+    let (section, _) = section.split_once("\n## ").unwrap();
+    let page = read("docs/performance.md");
+    let rows: BTreeSet<&str> = page.lines().collect();
+    let is_row = |line: &&str| line.starts_with('|');
+    assert!(section.lines().filter(is_row).count() > 2);
+    let unknown: Vec<&str> = section
+        .lines()
+        .filter(is_row)
+        .filter(|row| !rows.contains(row))
+        .collect();
+    assert!(
+        unknown.is_empty(),
+        "not in docs/performance.md: {unknown:?}"
+    );
+}
+
+#[test]
+fn quickstart_figures_match_recorded_run() {
+    let run: serde_json::Value = serde_json::from_str(&read("docs/quickstart.json")).unwrap();
+    for page in ["README.md", "docs/introduction.md"] {
+        let words: Vec<String> = read(page).split_whitespace().map(str::to_owned).collect();
+        let text = words.join(" ");
+        for policy in ["round_robin", "default"] {
+            let share = run[policy]["hit_rate"].as_f64().unwrap();
+            let figure = format!("{:.0} %", share * 100.0);
+            assert!(text.contains(&figure), "{page} has no {figure} of {policy}");
+        }
+    }
+}
+
+#[test]
 #[expect(
     clippy::disallowed_methods,
     reason = "the environment enables rewriting of the page"

@@ -2,6 +2,7 @@
 //! and the expected settings to findings.
 
 mod control_plane;
+pub mod counters;
 pub mod dump;
 mod endpoints;
 pub mod expected;

@@ -161,17 +161,18 @@ pub async fn supervise<F, Fut>(
     Fut: Future<Output = anyhow::Result<()>>,
 {
     let labels = labels.into();
-    let up = metrics.process.task_up.get_or_create_owned(&labels);
-    drop(metrics.process.task_restarts.get_or_create(&labels));
+    if labels.worker_id.is_none() {
+        drop(metrics.process.task_restarts.get_or_create(&labels));
+    }
     let mut backoff = JitteredBackoff::default();
     loop {
-        up.set(1);
+        report_running(&labels, metrics);
         let began = tokio::time::Instant::now();
         let ended = tokio::select! {
             () = stop.cancelled() => break,
             ended = AssertUnwindSafe(task()).catch_unwind() => ended.unwrap_or_else(|_| Err(anyhow::anyhow!("the task panicked"))),
         };
-        up.set(0);
+        metrics.process.task_up.get_or_create(&labels).set(0);
         // Resources of a task may be dropped before the task ends, so its error is not reported
         // after the stop.
         if stop.is_cancelled() {
@@ -188,7 +189,18 @@ pub async fn supervise<F, Fut>(
             () = tokio::time::sleep(wait) => {}
         }
     }
-    up.set(0);
+    metrics.process.task_up.get_or_create(&labels).set(0);
+}
+
+/// Reports that a task runs. Hundreds of ranks have one task each, so a task of a rank has a series
+/// only while it does not run.
+fn report_running(labels: &TaskLabels, metrics: &Metrics) {
+    let up = &metrics.process.task_up;
+    if labels.worker_id.is_none() {
+        up.get_or_create(labels).set(1);
+    } else {
+        up.remove(labels);
+    }
 }
 
 fn log_restart(labels: &TaskLabels, wait: Duration, ended: anyhow::Result<()>) {
@@ -341,5 +353,35 @@ mod tests {
         let labels = TaskLabels::from("test");
         assert!(metrics.process.task_restarts.get_or_create(&labels).get() >= 2);
         assert_eq!(metrics.process.task_up.get_or_create(&labels).get(), 0);
+    }
+
+    #[tokio::test]
+    async fn running_rank_task_has_no_series() {
+        let metrics = Metrics::new();
+        let stop = CancellationToken::new();
+        let labels = TaskLabels {
+            task: "kv_events",
+            worker_id: Some(7),
+            dp_rank: Some(0),
+        };
+        let has_series = |name: &str| {
+            let page = metrics
+                .render(warmroute_metrics::TextFormat::Prometheus, |_| {})
+                .unwrap();
+            page.contains(&format!("{name}{{task=\"kv_events\",worker_id=\"7\""))
+        };
+        let mut tries = 0;
+        supervise(labels, &metrics, stop.clone(), || {
+            tries += 1;
+            assert!(!has_series("task_up"), "the task runs");
+            assert_eq!(has_series("task_restarts_total"), tries > 1);
+            if tries == 2 {
+                stop.cancel();
+            }
+            async { Ok(()) }
+        })
+        .await;
+        assert_eq!(tries, 2);
+        assert!(has_series("task_up"), "the task does not run");
     }
 }

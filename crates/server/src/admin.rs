@@ -2,6 +2,7 @@
 //! state as JSON. It listens on loopback by default. Every page is read-only, including
 //! `/debug/explain`.
 
+mod compression;
 pub mod config;
 pub mod explain;
 mod fleet;
@@ -18,7 +19,7 @@ use std::sync::Arc;
 
 use axum::extract::State;
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
-use axum::middleware::map_response;
+use axum::middleware::{from_fn, map_response};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, get};
 use axum::{Json, Router as Routes};
@@ -120,6 +121,7 @@ pub fn admin_routes(admin: AdminState) -> Routes {
         .fallback(pages::unknown_path)
         .method_not_allowed_fallback(pages::wrong_method)
         .layer(map_response(add_headers))
+        .layer(from_fn(compression::compress_large_page))
         .with_state(admin)
 }
 

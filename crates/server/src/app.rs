@@ -67,7 +67,7 @@ use health::GrpcHealth;
 use listeners::ListenerFactory;
 use parts::PreprocessorDeps;
 use stream_limit::MaxStreams;
-use unix_socket::SocketIdentity;
+use unix_socket::{SocketIdentity, SuccessorLock};
 
 pub use addresses::descriptor_demand;
 pub use external_discovery::{
@@ -151,11 +151,16 @@ impl App {
         let mut app = Self::new(Arc::new(config), discovery, &router, &metrics, audit)?;
         app.origin = origin;
         let config = app.reloader.running();
+        let wait_for_addresses = addresses::ensure_free(&config).await?;
+        let successor_lock = match &config.listeners.ext_proc.unix_socket {
+            Some(socket) if wait_for_addresses => Some(SuccessorLock::acquire(socket).await?),
+            _ => None,
+        };
         let sockets = ListenerFactory {
             limits: addresses::fitting_limits(&config),
             max_streams: app.max_streams(&config),
             reserve: DescriptorReserve::new(),
-            wait_for_addresses: addresses::ensure_free(&config).await?,
+            wait_for_addresses,
             reloadable_files: app.reloadable_files.clone(),
             metrics: metrics.clone(),
         };
@@ -180,6 +185,7 @@ impl App {
         );
         let models = app.reloader.load_models().await?;
         let listeners = app.bind_ext_proc(&sockets, &config).await?;
+        drop(successor_lock);
         let preprocessor = app.build_preprocessor(&config, models, &router)?;
         router.parity().configure(preprocessor.parity_statuses());
         explain.preprocessor.store(Some(preprocessor.clone()));

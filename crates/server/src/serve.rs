@@ -21,7 +21,7 @@ use crate::app::{self, App, ConfigFile, ExternalDiscovery, ProcessOrigin};
 use crate::config::Config;
 use crate::version::BuildVersion;
 
-pub use args::{ServeArgs, ServeSourceError};
+pub use args::{DEFAULT_CONFIG_FILE, ServeArgs, ServeSourceError};
 
 /// Exit code for an invalid configuration.
 pub const EXIT_MISCONFIGURED: u8 = 2;
@@ -34,18 +34,17 @@ pub fn run(
     discovery: Arc<dyn ExternalDiscovery>,
     err: &mut dyn Write,
 ) -> anyhow::Result<u8> {
-    args.check_source()?;
+    let path = args.config_file()?;
     let reload = Arc::new(Notify::new());
-    let (read, file) = read_config(args, &reload);
+    let (read, file) = read_config(path, args, &reload);
     let Some(config) = config_or_report(read, err)? else {
         return Ok(EXIT_MISCONFIGURED);
     };
     let log = telemetry::init(&config.process.log);
     telemetry::install_panic_hook();
-    let config_file = args.config.as_deref().map(Path::display);
     info!(
         version = version.text,
-        config = config_file.map(tracing::field::display),
+        config = path.map(Path::display).map(tracing::field::display),
         pid = std::process::id(),
         "starting warmroute"
     );
@@ -64,9 +63,7 @@ pub fn run(
         discovery,
         origin: ProcessOrigin {
             version: *version,
-            config_file: args
-                .config
-                .as_deref()
+            config_file: path
                 .map(|file| std::path::absolute(file).unwrap_or_else(|_| file.to_owned())),
         },
         log,
@@ -81,11 +78,12 @@ pub fn run(
 /// Reads the configuration of the process. Also returns the file to follow, or `None` if the
 /// configuration consists of flags only.
 fn read_config(
+    path: Option<&Path>,
     args: &ServeArgs,
     reload: &Arc<Notify>,
 ) -> (Result<Config, Vec<ConfigError>>, Option<ConfigFile>) {
     let flags = args.flags();
-    let Some(path) = args.config.clone() else {
+    let Some(path) = path.map(Path::to_owned) else {
         return (Config::of_flags(&flags), None);
     };
     // Read before the configuration is parsed, so that a later change is detected.

@@ -92,7 +92,7 @@ mod tests {
         let CliCommand::Serve(args) = read(&["--grpc-port", "9002"]).unwrap().command else {
             panic!("unexpected command")
         };
-        assert!(args.check_source().is_err());
+        assert!(args.config_file().is_err());
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! Parsers of argument values.
 
+use std::net::SocketAddr;
+
 use warmroute_settings::has_credentials;
 
 /// Parses a URL with a scheme.
@@ -42,6 +44,18 @@ fn check_authority(url: &str) -> Result<(), String> {
         return Err("write an IPv6 address in brackets, for example http://[::1]:9005".to_owned());
     }
     Ok(())
+}
+
+/// Parses the address of an engine. Host names are resolved at run time, so they belong to `--dns`.
+pub(super) fn parse_engine_address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| {
+        let port = text.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
+        if matches!(port, Some(Ok(_))) && !text.starts_with('[') {
+            format!("`{text}` is not an IP:PORT; for a host name, write --dns {text}")
+        } else {
+            "expected IP:PORT, for example 10.0.0.5:8000".to_owned()
+        }
+    })
 }
 
 /// Parses a price.
@@ -98,6 +112,18 @@ mod tests {
             let error = parse_admin_url(text).unwrap_err();
             assert!(error.contains(part), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn host_name_of_engine_refers_to_dns() {
+        assert_eq!(
+            parse_engine_address("10.0.0.5:8000"),
+            Ok(([10, 0, 0, 5], 8000).into())
+        );
+        let error = parse_engine_address("vllm:8000").unwrap_err();
+        assert!(error.ends_with("write --dns vllm:8000"), "{error}");
+        let error = parse_engine_address("10.0.0.5").unwrap_err();
+        assert!(error.starts_with("expected IP:PORT"), "{error}");
     }
 
     #[test]

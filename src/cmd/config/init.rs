@@ -100,7 +100,8 @@ pub(super) fn run(
 }
 
 impl InitValues {
-    /// Returns the values if they make a valid configuration. Model files may be missing.
+    /// Returns the values if they make a valid configuration. Files in the model directory may be
+    /// missing.
     fn read(
         args: &ConfigInitArgs,
         ask: &mut dyn FnMut(&str, &str) -> anyhow::Result<Option<String>>,
@@ -133,6 +134,14 @@ impl InitValues {
         if self.model.is_empty() {
             bail!(
                 "--model: the name is empty; write the name under which the engines serve the model"
+            );
+        }
+        if let Some(directory) = self.tokenizer.as_deref().and_then(Path::parent)
+            && !directory.is_dir()
+        {
+            bail!(
+                "--model-dir: {} is not a directory; write the one with the model's tokenizer.json",
+                directory.display()
             );
         }
         let mut ranks = 1;
@@ -483,7 +492,11 @@ mod tests {
             .flat_map(|worker| ["--worker", worker])
             .collect();
         let twice = ["--worker", "10.0.0.1:80"].repeat(2);
-        let cases: [(&[&str], &str); 8] = [
+        let cases: [(&[&str], &str); 9] = [
+            (
+                &["--model-dir", "/models/none"],
+                "--model-dir: /models/none is not a directory",
+            ),
             (&["--model", ""], "--model: the name is empty"),
             (
                 &["--kv-events-port", "65535"],

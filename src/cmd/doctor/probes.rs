@@ -5,35 +5,63 @@ use std::time::Duration;
 
 use tokio::net::{TcpStream, UnixStream};
 
+use warmroute_doctor::envoy::counters::{COUNTER_FILTER, CounterSamples, EnvoyCounters};
+use warmroute_doctor::envoy::dump::ConfigDump;
 use warmroute_runtime::causes::join_causes;
 use warmroute_server::config::Config;
 
-/// Returns Envoy's `/config_dump`.
-pub(super) async fn fetch_config_dump(
-    url: &str,
-    ca_file: Option<&Path>,
-    timeout: Duration,
-) -> Result<String, String> {
-    let url = format!("{}/config_dump?include_eds", url.trim_end_matches('/'));
-    let client = crate::cmd::admin_client::client_builder(&url, ca_file)
-        .map_err(|error| format!("{error:#}"))?;
-    let client = client
-        .timeout(timeout)
-        .build()
-        .map_err(|error| error.to_string())?;
-    let answer = client
-        .get(&url)
-        .send()
-        .await
-        .map_err(|error| format!("{url}: {}", join_causes(&error)))?;
-    let status = answer.status();
-    if !status.is_success() {
-        return Err(format!("{url} returned {status}"));
+/// Time between two samples of Envoy's counters.
+const SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Client of Envoy's admin interface.
+pub(super) struct EnvoyAdminClient {
+    url: String,
+    http: reqwest::Client,
+}
+
+impl EnvoyAdminClient {
+    /// Creates a client for the admin address `url`.
+    pub(super) fn new(
+        url: &str,
+        ca_file: Option<&Path>,
+        timeout: Duration,
+    ) -> Result<Self, String> {
+        let url = url.trim_end_matches('/').to_owned();
+        let client = crate::cmd::admin_client::client_builder(&url, ca_file)
+            .map_err(|error| format!("{error:#}"))?;
+        let http = client
+            .timeout(timeout)
+            .build()
+            .map_err(|error| error.to_string())?;
+        Ok(Self { url, http })
     }
-    answer
-        .text()
-        .await
-        .map_err(|error| format!("{url}: {}", join_causes(&error)))
+
+    /// Returns the configuration and the counters of Envoy.
+    pub(super) async fn fetch_state(&self) -> Result<(ConfigDump, CounterSamples), String> {
+        let page = self.get("/config_dump?include_eds").await?;
+        let dump = ConfigDump::parse(&page)
+            .map_err(|problem| format!("{}/config_dump: {problem}", self.url))?;
+        let first = self.fetch_counters().await?;
+        tokio::time::sleep(SAMPLE_INTERVAL).await;
+        let last = self.fetch_counters().await?;
+        Ok((dump, CounterSamples { first, last }))
+    }
+
+    async fn fetch_counters(&self) -> Result<EnvoyCounters, String> {
+        let page = self.get(&format!("/stats?filter={COUNTER_FILTER}")).await?;
+        Ok(EnvoyCounters::parse(&page))
+    }
+
+    async fn get(&self, path: &str) -> Result<String, String> {
+        let url = format!("{}{path}", self.url);
+        let describe = |error: reqwest::Error| format!("{url}: {}", join_causes(&error));
+        let answer = self.http.get(&url).send().await.map_err(describe)?;
+        let status = answer.status();
+        if !status.is_success() {
+            return Err(format!("{url} returned {status}"));
+        }
+        answer.text().await.map_err(describe)
+    }
 }
 
 /// Returns the configured ext_proc addresses, and whether each accepts connections.

@@ -10,6 +10,7 @@ use std::path::Path;
 
 use serde_json::{Value, json};
 use warmroute_doctor::envoy::check_envoy;
+use warmroute_doctor::envoy::counters::{CounterSamples, EnvoyCounters, check_counters};
 use warmroute_doctor::envoy::dump::ConfigDump;
 use warmroute_doctor::envoy::expected::ExpectedEnvoy;
 use warmroute_doctor::finding::{Finding, FindingLevel};

@@ -153,7 +153,7 @@ fn metric_names(expression: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn alerts_use_existing_metrics() {
+fn alerts_use_existing_metrics_and_runbooks() {
     let families = fs::read_dir(format!("{ROOT}/crates/metrics/src/families")).unwrap();
     let families = families.map(|file| fs::read_to_string(file.unwrap().path()).unwrap());
     let families: Vec<String> = families.collect();
@@ -172,14 +172,26 @@ fn alerts_use_existing_metrics() {
         .collect();
     let set = chart("scaled");
     let rules = set.find("PrometheusRule", &json!("warmroute"));
+    let file =
+        chart_file("files/rules.yaml").replace(r#"namespace=~".*""#, r#"namespace="inference""#);
+    let file: Value = serde_saphyr::from_str(&file).unwrap();
+    assert_eq!(rules["spec"]["groups"], file["groups"]);
     let rules = rules["spec"]["groups"][0]["rules"].as_array().unwrap();
-    assert_eq!(rules.len(), 11);
+    let page = fs::read_to_string(format!("{ROOT}/docs/troubleshooting.md")).unwrap();
+    let anchors: BTreeSet<String> = page
+        .lines()
+        .filter_map(|line| line.trim_start_matches('#').strip_prefix(' '))
+        .map(|heading| heading.to_lowercase().replace(' ', "-"))
+        .collect();
     for rule in rules {
         let names = metric_names(rule["expr"].as_str().unwrap());
-        assert!(!names.is_empty(), "{rule}");
         for name in &names {
+            let name = name.strip_suffix("_bucket").unwrap_or(name);
             assert!(existing.contains(name), "no metric {name}: {rule}");
         }
+        let runbook = rule["annotations"]["runbook_url"].as_str().unwrap();
+        let anchor = runbook.strip_prefix("docs/troubleshooting.md#").unwrap();
+        assert!(anchors.contains(anchor), "no runbook {anchor}: {rule}");
         let mentioned = metric_names(rule["annotations"]["description"].as_str().unwrap());
         assert!(
             mentioned.iter().all(|name| existing.contains(name)),
@@ -201,7 +213,10 @@ fn helm_test_runs_doctor_as_the_deployment_runs() {
         let CliCommand::Doctor(args) = cli.command else {
             panic!("{doctor}")
         };
-        assert_eq!(args.config, Path::new("/etc/warmroute/warmroute.yaml"));
+        assert_eq!(
+            args.config_file(),
+            Path::new("/etc/warmroute/warmroute.yaml")
+        );
         let deployed = warmroute(&set);
         for key in [
             "serviceAccountName",

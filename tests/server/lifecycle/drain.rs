@@ -169,6 +169,34 @@ async fn sigterm_ends_health_but_serves_until_grace_ends() {
 }
 
 #[tokio::test]
+async fn draining_process_serves_until_successor_has_loaded() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("ext_proc.sock");
+    let more = json!({
+        "listeners": {"ext_proc": {"unix_socket": socket}},
+        "process": {"drain": {"grace_period": "300ms", "timeout": "10m"}},
+    });
+    let process = WarmrouteProcess::start(more, &[]).await;
+    // A successor holds this lock while it loads its tokenizers.
+    let lock = std::fs::File::create(dir.path().join("ext_proc.sock.successor")).unwrap();
+    lock.lock_shared().unwrap();
+    let signalled = Instant::now();
+    process.terminate();
+    let after_grace = async || signalled.elapsed() > Duration::from_secs(2);
+    assert!(until(SOON, after_grace).await);
+    let (mut fresh, _) = process.open(process.channel(process.grpc).await, "m").await;
+    fresh.assert_reply().await;
+    drop(fresh);
+    drop(lock);
+    process.assert_exit_success().await;
+    assert!(
+        !process.log().contains("drain deadline exceeded"),
+        "{}",
+        process.log()
+    );
+}
+
+#[tokio::test]
 async fn second_signal_ends_grace_period() {
     let process =
         WarmrouteProcess::start(json!({"process": {"drain": {"grace_period": "10m"}}}), &[]).await;

@@ -1,6 +1,7 @@
 //! Facts about one worker: the engine's status pages, its response to a canary, and the messages on
 //! its event sockets.
 
+use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use warmroute_core::block::BlockWindows;
@@ -42,6 +43,9 @@ pub struct WorkerFacts {
     pub windows: BlockWindows,
     /// Configured adapter names of the model.
     pub adapters: Vec<ModelName>,
+    /// Adapters that the configuration assigns to at least one worker of the model. Other workers
+    /// get no requests for them.
+    pub assigned_adapters: BTreeSet<String>,
     /// Model name in the cache keys of images. `None` without image support, or if engines report
     /// the name.
     pub image_model: Option<String>,

@@ -169,9 +169,11 @@ fn check_adapters(facts: &WorkerFacts) -> Vec<Finding> {
         .map(String::as_str)
         .filter(|name| !models.iter().any(|model| model.id == *name))
         .collect();
+    // Without an assignment to workers, each worker of the model gets requests for the adapter.
     let listed = |name: &str| {
-        facts.worker.adapters.contains(name)
-            && facts.adapters.iter().any(|one| one.as_str() == name)
+        let is_eligible =
+            facts.worker.adapters.contains(name) || !facts.assigned_adapters.contains(name);
+        is_eligible && is_model_adapter(facts, name)
     };
     let unlisted: Vec<&str> = served
         .iter()
@@ -187,6 +189,10 @@ fn check_adapters(facts: &WorkerFacts) -> Vec<Finding> {
         return vec![at.ok(served.join(", "))];
     }
     findings
+}
+
+fn is_model_adapter(facts: &WorkerFacts, name: &str) -> bool {
+    facts.adapters.iter().any(|one| one.as_str() == name)
 }
 
 /// Returns the names of the adapters among the served models.
@@ -226,11 +232,15 @@ fn unlisted_adapters(facts: &WorkerFacts, unlisted: &[&str]) -> Option<Finding> 
     }
     let names = unlisted.join(", ");
     let at = FindingBuilder::new("engine.adapters", facts.subject());
+    let of_model = if unlisted.iter().all(|name| is_model_adapter(facts, name)) {
+        String::new()
+    } else {
+        format!("the model {} and for ", facts.worker.model)
+    };
     Some(at.warning(
         format!("it serves {names}, which the configuration does not list for this worker"),
         format!(
-            "write `adapters: [{names}]` for the model {} and for {}",
-            facts.worker.model,
+            "write `adapters: [{names}]` for {of_model}{}",
             facts.config_section()
         ),
     ))

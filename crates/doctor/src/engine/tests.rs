@@ -108,6 +108,7 @@ fn healthy_worker() -> WorkerFacts {
         has_discovered_sources: false,
         windows: BlockWindows::Plain,
         adapters: Vec::new(),
+        assigned_adapters: Default::default(),
         image_model: None,
         needs_capacity: false,
         health: Ok(()),

@@ -165,7 +165,8 @@ fn check_cluster(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Vec<Finding> 
         cluster,
     )];
     findings.extend(check_tls(site, cluster));
-    findings.push(check_breakers(site, cluster, ClusterTraffic::Exchanges));
+    let traffic = ClusterTraffic::Exchanges(FullBreakerEffect::of_cluster(site, &cluster.name));
+    findings.push(check_breakers(site, cluster, traffic));
     findings.push(check_keepalive(
         site,
         FindingBuilder::new("envoy.keepalive", subject()),
@@ -280,11 +281,35 @@ fn check_single_address(
     }
 }
 
+/// Treatment of a request whose ext_proc stream a full circuit breaker refuses. Envoy refuses it
+/// before it sends a part of the body, so `failure_mode_allow` applies in every body mode.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum FullBreakerEffect {
+    /// Served without warmroute.
+    Unrouted,
+    /// Answered with status 500.
+    Rejected,
+}
+
+impl FullBreakerEffect {
+    /// Returns the effect for the requests of all filters that call a cluster.
+    pub(super) fn of_cluster(site: &FilterSite<'_>, cluster: &str) -> Self {
+        let rejects = site
+            .callers_of(cluster)
+            .any(|filter| !filter.failure_mode_allow);
+        if rejects {
+            Self::Rejected
+        } else {
+            Self::Unrouted
+        }
+    }
+}
+
 /// Kind of traffic that the circuit breakers of a cluster limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClusterTraffic {
     /// One ext_proc stream per request in flight.
-    Exchanges,
+    Exchanges(FullBreakerEffect),
     /// Client requests.
     Requests,
     /// Mirrored requests. Envoy does not report when they end.
@@ -316,7 +341,8 @@ pub(super) fn check_breakers(
         format!("cluster {}", cluster.name),
     );
     let all = breaker_limits(site.dump, cluster);
-    let matters = |name: &str| traffic != ClusterTraffic::Exchanges || name != "max_connections";
+    let matters =
+        |name: &str| !matches!(traffic, ClusterTraffic::Exchanges(_)) || name != "max_connections";
     let low: Vec<_> = all
         .into_iter()
         .filter(|(name, given)| {
@@ -335,7 +361,7 @@ pub(super) fn check_breakers(
     let limits_requests = low.iter().any(|one| one.starts_with("max_requests"));
     let (level, effect) = low_limit_effect(traffic, limits_requests);
     let setting = match traffic {
-        ClusterTraffic::Exchanges => EnvoySetting::PickerLimits(cluster),
+        ClusterTraffic::Exchanges(_) => EnvoySetting::PickerLimits(cluster),
         ClusterTraffic::Copies | ClusterTraffic::Requests => EnvoySetting::WorkerLimits(cluster),
     };
     site.report(at, level, format!("{}; {effect}", low.join(", ")), &setting)
@@ -366,13 +392,22 @@ fn low_limit_effect(
     traffic: ClusterTraffic,
     limits_requests: bool,
 ) -> (FindingLevel, &'static str) {
+    use FullBreakerEffect::{Rejected, Unrouted};
     match traffic {
-        ClusterTraffic::Exchanges if limits_requests => {
+        ClusterTraffic::Exchanges(Rejected) if limits_requests => {
             (FindingLevel::Error, "further requests in flight get 500")
         }
-        ClusterTraffic::Exchanges => (
+        ClusterTraffic::Exchanges(Unrouted) if limits_requests => (
+            FindingLevel::Error,
+            "further requests in flight are served without warmroute, so they are not routed",
+        ),
+        ClusterTraffic::Exchanges(Rejected) => (
             FindingLevel::Warning,
             "in a burst, further requests get 500 until Envoy is connected",
+        ),
+        ClusterTraffic::Exchanges(Unrouted) => (
+            FindingLevel::Warning,
+            "in a burst, further requests are not routed until Envoy is connected",
         ),
         ClusterTraffic::Copies => (
             FindingLevel::Error,

@@ -52,6 +52,7 @@ pub(crate) struct TypedExtension {
 #[derive(Clone, Debug, Default, Deserialize)]
 #[serde(default)]
 pub struct HttpConnectionManager {
+    pub(crate) stat_prefix: String,
     pub(crate) route_config: Option<RouteConfig>,
     pub(crate) rds: Option<RdsConfig>,
     pub(crate) http_filters: Vec<TypedExtension>,

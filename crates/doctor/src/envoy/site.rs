@@ -132,6 +132,15 @@ impl<'d> FilterSite<'d> {
         Self { probe, ..self }
     }
 
+    /// Returns the configurations of the filters that call a cluster.
+    pub(super) fn callers_of(&self, cluster: &str) -> impl Iterator<Item = &ExternalProcessor> {
+        let of_probe = self.probe.iter().map(|probe| &probe.config);
+        let all = self.variants().into_iter().chain(of_probe);
+        all.filter(move |filter| {
+            filter.grpc_service.as_ref().and_then(GrpcService::cluster) == Some(cluster)
+        })
+    }
+
     /// Starts a check of this connection manager.
     pub(super) fn listener_check(&self, check: &'static str) -> FindingBuilder {
         FindingBuilder::new(check, format!("listener {}", self.listener.name))

@@ -29,9 +29,9 @@ metrics! {
         "kv_event_gaps" gaps: Family<OutcomeLabel, Counter> = outcomes(&["replayed", "partly_replayed", "lost"]);
         /// Engine restarts, detected by batch numbers that decrease
         "kv_event_engine_restarts" engine_restarts: Counter = Counter::default();
-        /// Freshness of the KV events of a worker rank: 1 for the current state, 0 for the others
-        /// of exact, incomplete (the events are correct, but some may be missing), catching_up,
-        /// stale, absent
+        /// Freshness of the KV events of a worker rank. The only series of a rank has the value 1
+        /// and the current state: exact, incomplete (the events are correct, but some may be
+        /// missing), catching_up, stale, absent
         "kv_event_source_freshness" source_freshness: Family<RankFreshnessLabels, Gauge> = Family::default();
         /// Time between the timestamp of the last batch of a worker rank and its arrival. Negative
         /// if the engine's clock is ahead

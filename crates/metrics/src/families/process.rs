@@ -17,10 +17,11 @@ metrics! {
         "ready" ready: Gauge = Gauge::default();
         /// Pool of workers that this process serves; always 1
         "pool_info" pool_info: Family<PoolLabels, Gauge> = Family::default();
-        /// 1 while a background task runs, 0 while it waits for its restart. The labels worker_id
-        /// and dp_rank are empty except for tasks of a worker rank (kv_events)
+        /// 1 while a background task runs, 0 while it waits for its restart. Tasks of a worker rank
+        /// (kv_events) have a series only while they wait; the labels worker_id and dp_rank are
+        /// empty for all others
         "task_up" task_up: Family<TaskLabels, Gauge> = Family::default();
-        /// Restarts of background tasks
+        /// Restarts of background tasks. Tasks of a worker rank have a series after the first one
         "task_restarts" task_restarts: Family<TaskLabels, Counter> = Family::default();
     }
 }

@@ -59,10 +59,11 @@ metrics! {
         /// Requests of a worker rank that are assumed in addition to the active requests, because
         /// its engine reports them persistently
         "worker_unbooked_requests" unbooked_requests: Family<RankLabels, Gauge> = Family::default();
-        /// Blocks that a worker rank has cached according to its KV events, by tier
+        /// Blocks that a worker rank has cached according to its KV events, by tier. Tiers without
+        /// blocks have no series, except device
         "worker_cached_blocks" cached_blocks: Family<RankTierLabels, Gauge> = Family::default();
-        /// Maximum number of blocks that the index stores for a worker rank, by tier; further
-        /// events have the outcome index_full
+        /// Maximum number of blocks that the index stores for a worker rank, by tier, for the tiers
+        /// of worker_cached_blocks; further events have the outcome index_full
         "worker_cached_blocks_limit" cached_blocks_limit: Family<RankTierLabels, Gauge> = Family::default();
         /// Blocks that a worker rank is assumed to have cached because prompts with them were
         /// routed to it

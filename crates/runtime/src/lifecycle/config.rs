@@ -30,16 +30,17 @@ impl Default for ReadinessConfig {
 #[serde(deny_unknown_fields, default)]
 pub struct DrainConfig {
     /// Time after the stop signal during which new exchanges are still served. Meanwhile gRPC
-    /// health reports `draining` and a successor may start. 0s skips it.
+    /// health reports `draining` and a successor may start. While a successor on the unix socket
+    /// loads, it is extended, up to the timeout. 0s skips it.
     pub grace_period: DurationSetting,
-    /// Maximum time that open exchanges may take after the grace period; 0s aborts them at once.
+    /// Maximum time of the shutdown after the grace period: for a successor to load, and for open
+    /// exchanges to end; 0s aborts them at once.
     pub timeout: DurationSetting,
 }
 
 impl Default for DrainConfig {
     fn default() -> Self {
-        // The grace period is longer than a successor needs to load its tokenizers, and than
-        // gateways need to remove an endpoint.
+        // The grace period is longer than gateways need to remove an endpoint.
         Self {
             grace_period: DurationSetting::seconds(5),
             timeout: DurationSetting::seconds(30),

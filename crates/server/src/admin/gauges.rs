@@ -6,7 +6,6 @@ use std::time::SystemTime;
 use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::fleet::Fleet;
-use warmroute_core::freshness::IndexFreshness;
 use warmroute_core::health::WorkerHealth;
 use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
@@ -182,14 +181,12 @@ fn refresh_sources(metrics: &Metrics, router: &Router) {
     for member in router.fleet().members() {
         let label = RankLabels::new(member.rank, Some(member.worker.role));
         let freshness = router.source_status(member.rank).freshness;
-        for state in IndexFreshness::ALL {
-            let labels = RankFreshnessLabels::new(&label, state.as_str());
-            metrics
-                .kv_events
-                .source_freshness
-                .get_or_create(&labels)
-                .set(i64::from(state == freshness));
-        }
+        let labels = RankFreshnessLabels::new(&label, freshness.as_str());
+        metrics
+            .kv_events
+            .source_freshness
+            .get_or_create(&labels)
+            .set(1);
         let Some(facts) = router.sources().facts(member.rank) else {
             continue;
         };
@@ -311,6 +308,10 @@ fn refresh_ranks(metrics: &Metrics, router: &Router) {
         let counts = slot.counts;
         let tiers = [counts.device, counts.host, counts.disk, counts.external];
         for (tier, count) in StorageTier::ALL.into_iter().zip(tiers) {
+            // Most engines use only the device.
+            if tier != StorageTier::Device && count == 0 {
+                continue;
+            }
             let labels = RankTierLabels::new(&label, tier);
             cached.get_or_create(&labels).set(to_gauge(count));
             metrics
@@ -388,5 +389,24 @@ mod tests {
         let page = metrics.render(TextFormat::Prometheus, |_| {}).unwrap();
         let has_rank = |id| page.contains(&format!("worker_requests_total{{worker_id=\"{id}\""));
         assert!(has_rank(1) && !has_rank(2), "{page}");
+    }
+
+    #[tokio::test]
+    async fn rank_has_one_freshness_and_only_used_tiers() {
+        let text = "models: [{name: m, block_size: 4}]\n\
+                    workers: {list: [{id: 1, endpoint: '10.0.0.1:80', kv_events: {endpoint: 'tcp://10.0.0.1:5557'}}]}\n";
+        let config = Config::parse(std::path::Path::new("w.yaml"), text.as_bytes()).unwrap();
+        let workers = crate::app::listed_workers(&config).unwrap();
+        let offline = OfflineRouter::new(&config, workers).await.unwrap();
+        let router = offline.dispatcher.router();
+        let slot = router.fleet().members().next().unwrap().slot;
+        let _writer = router.index().create_writer(slot);
+        let metrics = Metrics::new();
+        refresh_gauges(&metrics, &offline.dispatcher);
+        let page = metrics.render(TextFormat::Prometheus, |_| {}).unwrap();
+        let series = |name: &str| page.lines().filter(|line| line.starts_with(name)).count();
+        assert_eq!(series("warmroute_kv_event_source_freshness{"), 1, "{page}");
+        assert_eq!(series("warmroute_worker_cached_blocks{"), 1, "{page}");
+        assert_eq!(series("warmroute_worker_cached_blocks_limit{"), 1, "{page}");
     }
 }

@@ -3,7 +3,8 @@
 //! During the grace period everything is served while gRPC health reports `draining`. Then no new
 //! exchanges begin, and open ones, including detached prefills, may continue until the deadline.
 //! After the abort, engines are notified of cancelled requests. A successor that has taken over the
-//! unix socket waits for the other addresses, so the grace period ends early.
+//! unix socket waits for the other addresses, so the grace period ends early. While a successor
+//! loads, the grace period continues, up to the deadline.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use std::time::Duration;
 use tracing::{info, warn};
 
 use super::App;
-use super::unix_socket::SocketIdentity;
+use super::unix_socket::{self, SocketIdentity};
 
 /// Time for admin responses in progress.
 const PAGE_GRACE: Duration = Duration::from_millis(500);
@@ -28,11 +29,16 @@ impl App {
     pub(super) async fn drain(&mut self) -> anyhow::Result<()> {
         let drain = self.reloader.running().process.drain.clone();
         info!(grace = %drain.grace_period, deadline = %drain.timeout, "draining");
-        let mut successor = pin!(wait_for_successor(self.socket.take()));
+        let grace = drain.grace_period.get();
+        let mut deadline = pin!(tokio::time::sleep(grace + drain.timeout.get()));
+        let socket = self.socket.take();
+        let grace_end = wait_grace(grace, socket.clone());
+        let mut successor = pin!(wait_for_successor(socket));
         let mut has_successor = false;
-        if !drain.grace_period.get().is_zero() {
+        if !grace.is_zero() {
             tokio::select! {
-                () = tokio::time::sleep(drain.grace_period.get()) => {}
+                () = grace_end => {}
+                () = &mut deadline => {}
                 () = &mut successor => has_successor = true,
                 failed = self.wait_for_failure() => return failed,
             }
@@ -43,7 +49,6 @@ impl App {
         self.closing.cancel();
         // Health watches would keep connections open.
         self.health.clear().await;
-        let mut deadline = pin!(tokio::time::sleep(drain.timeout.get()));
         let exchange_tasks = self.exchange_tasks.clone();
         exchange_tasks.close();
         loop {
@@ -94,6 +99,14 @@ impl App {
         let ended = async { while self.pages.join_next().await.is_some() {} };
         let _in_time = tokio::time::timeout(PAGE_GRACE, ended).await;
         self.pages.shutdown().await;
+    }
+}
+
+/// Waits until the grace period has passed and no successor loads.
+async fn wait_grace(grace: Duration, socket: Option<SocketIdentity>) {
+    tokio::time::sleep(grace).await;
+    if let Some(socket) = socket {
+        unix_socket::wait_successor_loaded(socket.path()).await;
     }
 }
 

@@ -151,8 +151,13 @@ fn log_filter(level: LogLevel, from_env: Option<&str>) -> (String, Vec<&str>) {
     // names with a rate limit. Discovery logs each failure of the API server once, and the replica
     // synchronization logs each loss of the NATS server once.
     let default_filter = || {
-        let level = level.as_str();
-        format!("{level},rustls::msgs=error,kube_client=off,async_nats=off")
+        // Libraries log every HTTP/2 frame at level debug. The prefix matches all crates of the
+        // workspace.
+        let levels = match level {
+            LogLevel::Debug | LogLevel::Trace => format!("info,warmroute={}", level.as_str()),
+            LogLevel::Error | LogLevel::Warn | LogLevel::Info => level.as_str().to_owned(),
+        };
+        format!("{levels},rustls::msgs=error,kube_client=off,async_nats=off")
     };
     let filter = if valid.is_empty() {
         default_filter()
@@ -196,6 +201,29 @@ mod tests {
                 "{from_env:?}"
             );
         }
+    }
+
+    #[test]
+    fn debug_level_applies_to_warmroute_only() {
+        let levels = |level, from_env| {
+            let subscriber = tracing_subscriber::fmt()
+                .with_env_filter(EnvFilter::new(log_filter(level, from_env).0))
+                .finish();
+            tracing::subscriber::with_default(subscriber, || {
+                use tracing::{Level, enabled};
+                [
+                    enabled!(target: "warmroute_server::dispatch", Level::DEBUG),
+                    enabled!(target: "warmroute::cmd", Level::DEBUG),
+                    enabled!(target: "h2::codec::framed_read", Level::DEBUG),
+                    enabled!(target: "hyper_util::client", Level::INFO),
+                ]
+            })
+        };
+        assert_eq!(levels(LogLevel::Debug, None), [true, true, false, true]);
+        assert_eq!(levels(LogLevel::Trace, None), [true, true, false, true]);
+        assert_eq!(levels(LogLevel::Info, None), [false, false, false, true]);
+        let h2 = Some("warn,h2=debug");
+        assert_eq!(levels(LogLevel::Debug, h2), [false, false, true, false]);
     }
 
     #[test]

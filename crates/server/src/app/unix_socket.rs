@@ -3,9 +3,10 @@
 //! A new socket is bound under a temporary name and then renamed, so that a process listens at the
 //! path at every instant. It replaces an existing socket only if the current owner is dead or
 //! reports `draining` over gRPC health. The directory is locked during the check, so two processes
-//! cannot race.
+//! cannot race. While it loads, the new process holds a [`SuccessorLock`], and the draining owner
+//! serves until the lock is released.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::net::SocketAddr;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
@@ -53,6 +54,11 @@ impl SocketIdentity {
         })
     }
 
+    /// Returns the path of the socket.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Waits until the file is replaced or removed.
     pub(super) async fn wait_replaced(&self) {
         while fs::symlink_metadata(&self.path).is_ok_and(|found| file_id(&found) == self.file) {
@@ -63,6 +69,49 @@ impl SocketIdentity {
 
 fn file_id(metadata: &fs::Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
+}
+
+/// Lock of a file beside the socket, which a process holds while it loads and will replace the
+/// socket of a draining process. The kernel releases the lock if the process dies.
+pub(super) struct SuccessorLock {
+    path: PathBuf,
+    _file: File,
+}
+
+impl SuccessorLock {
+    /// Locks the file for the socket at `socket`. Several successors may hold it.
+    pub(super) async fn acquire(socket: &Path) -> anyhow::Result<Self> {
+        let path = successor_file(socket);
+        let file = File::create(&path)?;
+        // A draining process holds the exclusive lock only for the instant of its check.
+        let file = tokio::task::spawn_blocking(move || file.lock_shared().map(|()| file)).await??;
+        Ok(Self { path, _file: file })
+    }
+}
+
+impl Drop for SuccessorLock {
+    fn drop(&mut self) {
+        // Another successor may have removed it.
+        let _removed = fs::remove_file(&self.path);
+    }
+}
+
+/// Waits while a successor of the socket at `socket` loads.
+pub(super) async fn wait_successor_loaded(socket: &Path) {
+    let path = successor_file(socket);
+    let is_locked = || {
+        let file = File::open(&path);
+        file.is_ok_and(|file| matches!(file.try_lock(), Err(TryLockError::WouldBlock)))
+    };
+    while is_locked() {
+        tokio::time::sleep(POLL_INTERVAL).await;
+    }
+}
+
+fn successor_file(socket: &Path) -> PathBuf {
+    let mut path = socket.to_owned().into_os_string();
+    path.push(".successor");
+    path.into()
 }
 
 /// The file of a unix socket, removed on drop unless a successor has replaced it.
@@ -292,6 +341,24 @@ mod tests {
             "a new connection does not reach the successor"
         );
         server.abort();
+    }
+
+    #[tokio::test]
+    async fn successor_lock_ends_with_its_holders() {
+        let (_dir, path) = socket_path();
+        wait_successor_loaded(&path).await;
+        let first = SuccessorLock::acquire(&path).await.unwrap();
+        let second = SuccessorLock::acquire(&path).await.unwrap();
+        let waiting = wait_successor_loaded(&path);
+        tokio::pin!(waiting);
+        let soon = Duration::from_millis(20);
+        assert!(tokio::time::timeout(soon, &mut waiting).await.is_err());
+        drop(second);
+        drop(first);
+        tokio::time::timeout(Duration::from_secs(20), waiting)
+            .await
+            .expect("the lock was not released");
+        assert!(!successor_file(&path).exists());
     }
 
     #[tokio::test(start_paused = true)]

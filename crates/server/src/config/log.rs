@@ -7,7 +7,8 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct LogConfig {
-    /// Minimum level. The environment variable `RUST_LOG` overrides it.
+    /// Minimum level. Libraries log at most at `info`. The environment variable `RUST_LOG` overrides it,
+    /// for example with `info,h2=debug`.
     pub level: LogLevel,
     /// Format of the lines.
     pub format: LogFormat,
@@ -26,7 +27,7 @@ pub enum LogLevel {
     Info,
     /// Details of each request.
     Debug,
-    /// Everything.
+    /// Details of internal steps.
     Trace,
 }
 

@@ -335,3 +335,90 @@ fn invalid_config_dump_is_rejected_with_reason() {
         [(FindingLevel::Error, "envoy.filter")]
     );
 }
+
+/// Returns the findings about counters after the text of two pages.
+fn counter_findings(page: &Value, first: &str, last: &str) -> Vec<(FindingLevel, String)> {
+    let samples = CounterSamples {
+        first: EnvoyCounters::parse(first),
+        last: EnvoyCounters::parse(last),
+    };
+    let dump = ConfigDump::parse(&page.to_string()).unwrap();
+    let found = check_counters(&dump, &expected(&config("standalone")), &samples);
+    let text = |finding: Finding| {
+        let subject = finding.subject;
+        (
+            finding.level,
+            format!("{} {subject}: {}", finding.check, finding.message),
+        )
+    };
+    found.into_iter().map(text).collect()
+}
+
+#[test]
+fn growing_overflow_counters_are_errors() {
+    let mut page = page("standalone");
+    let idle = "cluster.workers.upstream_rq_active_overflow: 0\n\
+                cluster.ext_proc.circuit_breakers.default.rq_open: 0\n\
+                http.ingress.ext_proc.failure_mode_allowed: 0\n";
+    let found = counter_findings(&page, idle, idle);
+    assert!(
+        matches!(found.as_slice(), [(FindingLevel::Ok, text)] if text.contains("envoy.bypass")),
+        "{found:?}"
+    );
+    let full = "cluster.workers.upstream_rq_pending_overflow: 229\n\
+                cluster.ext_proc.upstream_rq_active_overflow: 381\n\
+                cluster.ext_proc.circuit_breakers.default.rq_open: 1\n\
+                http.ingress.ext_proc.failure_mode_allowed: 381\n";
+    let found = counter_findings(&page, idle, full);
+    let errors: Vec<_> = found
+        .iter()
+        .filter(|(level, _)| *level == FindingLevel::Error)
+        .map(|(_, text)| text.as_str())
+        .collect();
+    assert_eq!(
+        errors,
+        [
+            "envoy.overflow cluster ext_proc: requests are refused now; since its start Envoy \
+             refused 381 because of a circuit breaker; they were served without warmroute",
+            "envoy.overflow cluster workers: requests are refused now; since its start Envoy \
+             refused 229 because of a circuit breaker; they were answered with 503, or dropped if \
+             they are mirrored",
+            "envoy.bypass listener ingress: requests pass warmroute by now; since its start \
+             Envoy served 381 after a failure of their ext_proc stream",
+        ]
+    );
+    let past = full.replace("rq_open: 1", "rq_open: 0");
+    let found = counter_findings(&page, &past, &past);
+    assert!(
+        found.len() == 3 && found.iter().all(|(level, _)| *level == FindingLevel::Note),
+        "{found:?}"
+    );
+    replace_text(
+        &mut page,
+        r#""failure_mode_allow":true"#,
+        r#""failure_mode_allow":false"#,
+    );
+    let found = counter_findings(&page, idle, full);
+    assert!(found[0].1.ends_with("answered with 500"), "{found:?}");
+}
+
+#[test]
+fn breaker_effect_follows_failure_mode() {
+    let effect = |allow: &str| {
+        let mut page = page("standalone");
+        replace_text(&mut page, r#""failure_mode_allow":true"#, allow);
+        drop(remove(cluster(&mut page, "ext_proc"), "circuit_breakers"));
+        let found = findings(&page, &config("standalone"));
+        let breakers = found.iter().find(|finding| {
+            finding.check == "envoy.circuit_breakers" && finding.subject == "cluster ext_proc"
+        });
+        breakers.unwrap().message.clone()
+    };
+    let unrouted = effect(r#""failure_mode_allow":true"#);
+    assert!(
+        unrouted.ends_with("served without warmroute, so they are not routed"),
+        "{unrouted}"
+    );
+    let rejected = effect(r#""failure_mode_allow":false"#);
+    assert!(rejected.ends_with("get 500"), "{rejected}");
+}

@@ -205,3 +205,32 @@ fn image_model_mismatch_is_an_error() {
         with_model("m"),
     );
 }
+
+#[test]
+fn adapter_of_model_needs_no_list_per_worker() {
+    let serves_adapter = |facts: &mut WorkerFacts| {
+        let Ok(models) = &mut facts.models else {
+            panic!("no models")
+        };
+        let base = models[0].clone();
+        models.push(EngineModel {
+            id: "sql".to_owned(),
+            parent: Some(base.id.clone()),
+            ..base
+        });
+    };
+    let unlisted = problems(serves_adapter);
+    assert_eq!(unlisted.len(), 1, "{unlisted:?}");
+    let of_model = problems(|facts| {
+        serves_adapter(facts);
+        facts.adapters = vec!["sql".into()];
+    });
+    assert!(of_model.is_empty(), "{of_model:?}");
+    // Another worker is assigned the adapter, so this one gets no requests for it.
+    let of_other_worker = problems(|facts| {
+        serves_adapter(facts);
+        facts.adapters = vec!["sql".into()];
+        facts.assigned_adapters = ["sql".to_owned()].into();
+    });
+    assert_eq!(of_other_worker.len(), 1, "{of_other_worker:?}");
+}

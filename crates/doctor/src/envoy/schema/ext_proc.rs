@@ -10,6 +10,7 @@ use crate::envoy::schema::ProtoDuration;
 pub(crate) struct ExternalProcessor {
     pub(crate) grpc_service: Option<GrpcService>,
     pub(crate) failure_mode_allow: bool,
+    pub(crate) stat_prefix: String,
     pub(crate) processing_mode: ProcessingMode,
     pub(crate) message_timeout: Option<ProtoDuration>,
     pub(crate) max_message_timeout: Option<ProtoDuration>,
