@@ -151,19 +151,8 @@ impl App {
         let mut app = Self::new(Arc::new(config), discovery, &router, &metrics, audit)?;
         app.origin = origin;
         let config = app.reloader.running();
-        let wait_for_addresses = addresses::ensure_free(&config).await?;
-        let successor_lock = match &config.listeners.ext_proc.unix_socket {
-            Some(socket) if wait_for_addresses => Some(SuccessorLock::acquire(socket).await?),
-            _ => None,
-        };
-        let sockets = ListenerFactory {
-            limits: addresses::fitting_limits(&config),
-            max_streams: app.max_streams(&config),
-            reserve: DescriptorReserve::new(),
-            wait_for_addresses,
-            reloadable_files: app.reloadable_files.clone(),
-            metrics: metrics.clone(),
-        };
+        let sockets = app.listener_factory(&config, &metrics).await?;
+        let successor_lock = Self::successor_lock(&config, &sockets).await?;
         // Health and admin pages start first, so that they show pending startup steps.
         let loading = app.readiness.begin_step(LOADING);
         let explain = ExplainContext::new(config.requests.limits.max_body_size.bytes());
@@ -206,6 +195,36 @@ impl App {
         app.serve_ext_proc(listeners, &service, discovery.as_ref());
         loading.complete();
         Ok(app)
+    }
+
+    /// Creates the factory of all listeners.
+    async fn listener_factory(
+        &mut self,
+        config: &Config,
+        metrics: &Arc<Metrics>,
+    ) -> anyhow::Result<ListenerFactory> {
+        Ok(ListenerFactory {
+            limits: addresses::fitting_limits(config),
+            max_streams: self.max_streams(config),
+            reserve: DescriptorReserve::new(),
+            wait_for_addresses: addresses::ensure_free(config).await?,
+            reloadable_files: self.reloadable_files.clone(),
+            metrics: metrics.clone(),
+        })
+    }
+
+    /// Locks the unix socket while another process drains, so that it serves until this one is
+    /// ready.
+    async fn successor_lock(
+        config: &Config,
+        sockets: &ListenerFactory,
+    ) -> anyhow::Result<Option<SuccessorLock>> {
+        Ok(match &config.listeners.ext_proc.unix_socket {
+            Some(socket) if sockets.wait_for_addresses => {
+                Some(SuccessorLock::acquire(socket).await?)
+            }
+            _ => None,
+        })
     }
 
     fn build_preprocessor(
