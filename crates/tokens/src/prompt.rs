@@ -22,6 +22,7 @@ mod multimodal;
 mod number;
 mod partial_chat;
 mod pieces;
+mod printable;
 mod python;
 mod python_methods;
 mod rebuild;
