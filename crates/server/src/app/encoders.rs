@@ -14,7 +14,7 @@ use warmroute_metrics::Metrics;
 use warmroute_settings::format_elapsed;
 use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::{
-    self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
+    self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache, RenderOptions,
 };
 
 use crate::config::{Advice, Config, ModelConfig};
@@ -176,6 +176,7 @@ fn template_traits(model: &ModelConfig) -> ModelTraits {
         transformers,
         tokenizer_class,
         media,
+        render: RenderOptions::default(),
     }
 }
 

@@ -1,3 +1,5 @@
+mod render_options;
+
 use serde::Deserialize;
 use serde_json::{Value as Json, json};
 use tokenizers::{Encoding, Token, TruncationDirection};
@@ -286,7 +288,7 @@ fn uncommon_floats_in_template_kwargs_are_uncertain() {
         chat.chat_template_kwargs
             .insert("v".to_owned(), JsonValue::parse(kwargs).unwrap());
         compile(&[("default", template)])
-            .with_engine(engine)
+            .with_engine(engine, &super::RenderOptions::default())
             .render(&chat)
             .map(|(text, _)| text)
     };
