@@ -14,7 +14,7 @@ use warmroute_metrics::Metrics;
 use warmroute_settings::format_elapsed;
 use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::{
-    self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache, RenderOptions,
+    self, Encoder, LoadError, ModelFingerprint, ModelTraits, PromptCache,
 };
 
 use crate::config::{Advice, Config, ModelConfig};
@@ -170,13 +170,14 @@ fn template_traits(model: &ModelConfig) -> ModelTraits {
     let transformers = model.transformers_version;
     let tokenizer_class = model.tokenizer_class.clone();
     let media = model.multimodal.clone();
+    let render = model.render_options();
     ModelTraits {
         name,
         engine,
         transformers,
         tokenizer_class,
         media,
-        render: RenderOptions::default(),
+        render,
     }
 }
 
