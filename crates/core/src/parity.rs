@@ -8,6 +8,9 @@
 //! request reaches it by load only. Workers that agree are compared as usual. If no worker agrees
 //! and some differ, hashes are useless, and requests are routed by load or with the engine's own
 //! tokens.
+//!
+//! If only the generation prompt of a worker differs, its tokens agree up to there. All prompts of
+//! the model are then known only up to there.
 
 mod check;
 mod verdict;
@@ -36,6 +39,7 @@ const MAX_RUNNING_CHECKS: usize = 32;
 #[derive(Debug, Default)]
 pub struct ParityStatus {
     tokens_disabled: AtomicBool,
+    differing_end: AtomicUsize,
     /// Reason why the slower `tokenizers` library produces warmroute's tokens.
     slow_reason: Mutex<Option<&'static str>>,
     differing_workers: ArcSwap<BTreeSet<WorkerId>>,
@@ -85,6 +89,12 @@ impl ParityStatus {
     /// Returns true if warmroute's tokens are not used.
     pub fn are_tokens_disabled(&self) -> bool {
         self.tokens_disabled.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of tokens at the end of prompts with a generation prompt that some worker
+    /// computes differently. They are not used.
+    pub fn differing_end(&self) -> usize {
+        self.differing_end.load(Ordering::Relaxed)
     }
 
     /// Returns the results of the tests.
@@ -193,6 +203,8 @@ impl ParityStatus {
         change(&mut parity);
         // Under the lock, so that concurrent results take effect in order.
         let now = parity.are_tokens_disabled();
+        self.differing_end
+            .store(parity.differing_end(), Ordering::Relaxed);
         let differing = parity.differing_workers();
         let is_affected =
             |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));

@@ -36,7 +36,13 @@ const SHARED_CACHE_ERRORS: [&str; 6] = [
     "too_long",
     "invalid",
 ];
-const PARITY_WORKERS: [&str; 4] = ["untested", "agrees", "differs", "cannot_test"];
+const PARITY_WORKERS: [&str; 5] = [
+    "untested",
+    "agrees",
+    "differs",
+    "end_differs",
+    "cannot_test",
+];
 const REMOTE_TOKENIZER_REQUESTS: [&str; 10] = [
     "ok",
     "refused",
@@ -205,7 +211,10 @@ impl Metrics {
                 &REMOTE_TOKENIZER_REQUESTS,
             ),
             (&self.tokens.tokenizer_comparisons, &["agrees", "differs"]),
-            (&self.parity.checks, &["agrees", "differs", "cannot_test"]),
+            (
+                &self.parity.checks,
+                &["agrees", "differs", "end_differs", "cannot_test"],
+            ),
             (
                 &self.parity.event_checks,
                 &["confirmed", "unconfirmed", "unknown"],

@@ -4,6 +4,7 @@
 
 pub mod canaries;
 pub mod config;
+mod render_settings;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,8 +14,8 @@ use bytes::Bytes;
 use warmroute_core::parity::{CanaryVerdict, ComparedItem, TokenDifference};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl, RenderApi};
-use warmroute_tokens::openai::{self, ApiKind};
-use warmroute_tokens::prompt::{Encoder, PromptTokens};
+use warmroute_tokens::openai::{self, ApiKind, PromptInput};
+use warmroute_tokens::prompt::{EncodeError, Encoder, PromptTokens};
 
 use crate::request::ConfiguredModel;
 use canaries::{CanaryRequest, canaries};
@@ -32,8 +33,22 @@ const RESUME_SCOPE: &str = "self-test";
 /// A canary with its tokens.
 struct PreparedCanary {
     canary: CanaryRequest,
-    /// Token ids, or the reason why there are none.
-    ours: Result<Vec<u32>, String>,
+    /// The tokens, or the reason why there are none.
+    ours: Result<CanaryTokens, String>,
+}
+
+/// Tokens of a canary.
+struct CanaryTokens {
+    ids: Vec<u32>,
+    /// Tokens before the generation prompt.
+    conversation_len: usize,
+}
+
+/// A canary that was compared with the tokens of an engine.
+struct ComparedCanary<'s> {
+    canary: &'s CanaryRequest,
+    ours: &'s CanaryTokens,
+    theirs: Vec<u32>,
 }
 
 /// Tokenized canaries of one model.
@@ -56,9 +71,16 @@ impl CanarySuite {
     /// tokenizer.
     pub fn new(model: &ConfiguredModel) -> Option<Self> {
         let encoder = model.encoder.clone()?;
+        let options = encoder.render_options();
+        let excludes_tools =
+            options.is_some_and(|options| options.exclude_tools_when_tool_choice_none);
         let prepare = |canary: CanaryRequest| PreparedCanary {
             ours: encode_canary(&encoder, &canary),
-            canary,
+            canary: CanaryRequest {
+                // `/tokenize` ignores `tool_choice`.
+                render_only: canary.render_only || (excludes_tools && canary.has_tools()),
+                ..canary
+            },
         };
         let canaries = canaries(model.name.as_str(), encoder.engine())
             .into_iter()
@@ -96,10 +118,12 @@ impl CanarySuite {
         // The render API handles requests like the chat API. `/tokenize` differs in some cases, but
         // not every engine offers rendering to every client.
         let mut api = TokenApi::Render;
-        let mut compared = 0;
+        let mut compared = Vec::new();
         let mut skipped = BTreeMap::new();
+        let mut failure = None;
         for prepared in &self.canaries {
-            let name = prepared.canary.name.to_owned();
+            let canary = &prepared.canary;
+            let name = canary.name.to_owned();
             let ours = match &prepared.ours {
                 Ok(ours) => ours,
                 Err(reason) => {
@@ -107,53 +131,80 @@ impl CanarySuite {
                     continue;
                 }
             };
-            if api == TokenApi::Tokenize && prepared.canary.render_only {
+            if api == TokenApi::Tokenize && canary.render_only {
                 skipped.insert(name, RENDER_ONLY_REASON.to_owned());
                 continue;
             }
-            let mut tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
+            let mut tokens = fetch_tokens(client, engine, api, canary, deadline).await;
             let is_unavailable = |error: &EngineError| {
                 matches!(error, EngineError::NotOffered(_)) || error.is_unauthorized()
             };
             if api == TokenApi::Render && tokens.as_ref().is_err_and(is_unavailable) {
                 api = TokenApi::Tokenize;
-                tokens = fetch_tokens(client, engine, api, &prepared.canary, deadline).await;
+                tokens = fetch_tokens(client, engine, api, canary, deadline).await;
             }
             match tokens {
-                Ok(theirs) => match self.difference(&name, ours, &theirs) {
-                    Some(difference) => {
-                        return CanaryVerdict::Differs {
-                            difference: Box::new(difference),
-                        };
-                    }
-                    None => compared += 1,
-                },
+                Ok(theirs) => compared.push(ComparedCanary {
+                    canary,
+                    ours,
+                    theirs,
+                }),
                 Err(error @ EngineError::Status { .. }) if error.is_rejection() => {
                     skipped.insert(name, describe_rejection(&error));
                 }
                 Err(error) => {
-                    return CanaryVerdict::CannotTest {
-                        reason: describe_error(&error),
-                        is_transient: error.is_transient(),
-                    };
+                    failure = Some(error);
+                    break;
                 }
             }
         }
-        match (compared, skipped.values().next()) {
-            (0, Some(first)) => CanaryVerdict::CannotTest {
+        let first_difference = compared.iter().find_map(|canary| self.difference(canary));
+        match (first_difference, failure, skipped.values().next()) {
+            (Some(difference), failure, _) => {
+                self.difference_verdict(difference, &compared, failure.is_none())
+                    .await
+            }
+            (None, Some(error), _) => CanaryVerdict::CannotTest {
+                reason: describe_error(&error),
+                is_transient: error.is_transient(),
+            },
+            (None, None, Some(first)) if compared.is_empty() => CanaryVerdict::CannotTest {
                 reason: format!("every canary was skipped; the first: {first}"),
                 is_transient: false,
             },
-            _ => CanaryVerdict::Agrees { compared, skipped },
+            (None, None, _) => CanaryVerdict::Agrees {
+                compared: compared.len(),
+                skipped,
+            },
         }
     }
 
-    fn difference(&self, canary: &str, ours: &[u32], theirs: &[u32]) -> Option<TokenDifference> {
-        let at = ours
-            .iter()
-            .zip(theirs)
-            .take_while(|(ours, theirs)| ours == theirs)
-            .count();
+    /// Returns the verdict on an engine with a difference. `is_complete` is true if all canaries
+    /// were compared; otherwise, a later canary may differ earlier.
+    async fn difference_verdict(
+        &self,
+        mut difference: TokenDifference,
+        compared: &[ComparedCanary<'_>],
+        is_complete: bool,
+    ) -> CanaryVerdict {
+        if is_complete {
+            difference.fitting_settings =
+                render_settings::find_fitting_settings(&self.encoder, compared).await;
+        }
+        let difference = Box::new(difference);
+        let ends = compared.iter().map(ComparedCanary::differing_end);
+        match ends.collect::<Option<Vec<_>>>() {
+            Some(ends) if is_complete => CanaryVerdict::EndDiffers {
+                difference,
+                end_tokens: ends.into_iter().max().unwrap_or(0),
+            },
+            _ => CanaryVerdict::Differs { difference },
+        }
+    }
+
+    fn difference(&self, compared: &ComparedCanary<'_>) -> Option<TokenDifference> {
+        let (ours, theirs) = (&compared.ours.ids, &compared.theirs);
+        let at = common_length(ours, theirs);
         if at == ours.len() && at == theirs.len() {
             return None;
         }
@@ -168,31 +219,60 @@ impl CanarySuite {
             } else {
                 ComparedItem::Length
             },
-            canary: Some(canary.to_owned()),
+            canary: Some(compared.canary.name.to_owned()),
             position: at,
             block: at / self.block_size.tokens(),
             warmroute_token: ours.get(at).copied(),
             engine_token: theirs.get(at).copied(),
             warmroute_text: around(ours),
             engine_text: around(theirs),
+            fitting_settings: None,
         })
     }
 }
 
+impl ComparedCanary<'_> {
+    /// Returns the number of tokens after the conversation that may differ from the engine's.
+    /// Returns `None` if tokens of the conversation differ.
+    fn differing_end(&self) -> Option<usize> {
+        let CanaryTokens {
+            ids,
+            conversation_len,
+        } = self.ours;
+        let has_same_conversation = common_length(ids, &self.theirs) >= *conversation_len;
+        has_same_conversation.then_some(ids.len() - conversation_len)
+    }
+}
+
+fn common_length(a: &[u32], b: &[u32]) -> usize {
+    a.iter().zip(b).take_while(|(a, b)| a == b).count()
+}
+
 /// Tokenizes a canary like a request. The second run resumes from the cached prefix of the first.
-fn encode_canary(encoder: &Encoder, canary: &CanaryRequest) -> Result<Vec<u32>, String> {
-    let request = openai::parse(canary.api, &canary.body).map_err(|error| error.to_string())?;
-    let rendered = encoder
-        .render(&request)
-        .map_err(|error| format!("warmroute cannot encode it: {error}"))?;
+fn encode_canary(encoder: &Encoder, canary: &CanaryRequest) -> Result<CanaryTokens, String> {
+    let mut request = openai::parse(canary.api, &canary.body).map_err(|error| error.to_string())?;
+    let cannot_encode = |error: EncodeError| format!("warmroute cannot encode it: {error}");
+    let rendered = encoder.render(&request).map_err(cannot_encode)?;
     let tokens = || {
         encoder
             .tokenize_cached(&rendered, Some(RESUME_SCOPE))
-            .map_err(|error| format!("warmroute cannot encode it: {error}"))
+            .map_err(cannot_encode)
     };
     tokens()?;
     let prompt = tokens()?.pop().ok_or("it has no prompt")?;
-    Ok(PromptTokens::into_ids(prompt))
+    let ids = PromptTokens::into_ids(prompt);
+    let mut conversation_len = ids.len();
+    if let PromptInput::Chat(chat) = &mut request.prompt
+        && std::mem::take(&mut chat.add_generation_prompt)
+        && let Ok(open) = encoder.encode(&request)
+        && let [open] = &open.prompts[..]
+    {
+        conversation_len = common_length(&ids, open);
+    }
+    Ok(CanaryTokens {
+        ids,
+        conversation_len,
+    })
 }
 
 async fn fetch_tokens(

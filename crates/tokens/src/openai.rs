@@ -6,6 +6,7 @@
 
 mod anthropic;
 mod api;
+mod body_encoding;
 mod chat;
 mod completion;
 mod content_part;
@@ -37,6 +38,7 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use api::{ApiKind, ApiWorkload};
+pub use body_encoding::{decode_body, without_byte_order_mark};
 pub use chat::{ChatMessage, ChatPrompt, MessageContent};
 pub use content_part::{
     ContentPart, MediaItem, MediaModality, MediaSource, PartExtras, PartMeaning, TypedPart,
@@ -247,17 +249,7 @@ impl From<serde_json::Error> for ParseError {
 /// Reads only the model name of a body. Engines accept some bodies that [`parse`] rejects. Such a
 /// request can then still be routed to a worker that serves its model.
 pub fn read_model(body: &[u8]) -> Option<String> {
-    #[derive(serde::Deserialize)]
-    struct ModelField {
-        model: String,
-    }
-    // The derived `Deserialize` also accepts a list of the fields in order.
-    let object = body.trim_ascii_start().starts_with(b"{");
-    object.then(|| {
-        serde_json::from_slice::<ModelField>(body)
-            .ok()
-            .map(|named| named.model)
-    })?
+    text_at_path(&decode_body(body).ok()?, "model")
 }
 
 /// Maximum number of bytes of a body that are scanned for the model name alone.
@@ -268,6 +260,7 @@ pub const MAX_MODEL_NAME_BYTES: usize = 1024;
 
 /// Reads the model name from the beginning of a body. A truncated name is ignored.
 pub fn read_model_from_prefix(body: &[u8]) -> Option<String> {
+    let body = without_byte_order_mark(body);
     let repaired = json_repair::repair(&body[..body.len().min(MAX_MODEL_SCAN_BYTES)])?;
     let in_name = repaired.cut == json_repair::CutPoint::InText(vec!["model".into()]);
     let repaired = if in_name {
@@ -348,18 +341,36 @@ pub fn exceeds_value_limit(api: ApiKind, body: &[u8]) -> bool {
 /// Parses a JSON request body. Nesting deeper than 128 levels is an error, and template values
 /// deeper than 200 levels are unknown, so a body cannot exhaust the stack.
 pub fn parse(api: ApiKind, body: &[u8]) -> Result<ApiRequest, ParseError> {
+    let body = decode_body(body)?;
     let text =
-        std::str::from_utf8(body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
+        std::str::from_utf8(&body).map_err(|error| ParseError::NotUtf8(error.valid_up_to()))?;
     // The derived `Deserialize` also accepts a list of the fields in order.
     if text.trim_start().starts_with(|c| c != '{') {
         return Err(ParseError::NotAnObject);
     }
-    if retains_json_values(api, text) && json_scan::has_more_values(body, MAX_JSON_VALUES) {
+    let exceeds_limit = || json_scan::has_more_values(text.as_bytes(), MAX_JSON_VALUES);
+    if retains_json_values(api, text) && exceeds_limit() {
         return Ok(ApiRequest::with_prompt(
-            read_model(body),
+            read_model(&body),
             PromptInput::OverLimit,
         ));
     }
+    match parse_text(api, text) {
+        Err(error @ ParseError::Json(_)) if !exceeds_limit() => without_repeated_keys(text)
+            .and_then(|text| parse_text(api, &text).ok())
+            .ok_or(error),
+        parsed => parsed,
+    }
+}
+
+/// Returns a body in which no key is repeated. As in Python, the last value takes effect. Returns
+/// `None` if this parser cannot read the body, or if not all parsers read the same values.
+fn without_repeated_keys(text: &str) -> Option<String> {
+    let body = JsonValue::parse(text).ok().filter(JsonValue::is_portable)?;
+    serde_json::to_string(&body).ok()
+}
+
+fn parse_text(api: ApiKind, text: &str) -> Result<ApiRequest, ParseError> {
     match api {
         ApiKind::ChatCompletions => chat::parse(text),
         ApiKind::Completions => completion::parse(text),
@@ -382,7 +393,7 @@ pub fn parse(api: ApiKind, body: &[u8]) -> Result<ApiRequest, ParseError> {
         | ApiKind::Detokenize
         | ApiKind::Render
         | ApiKind::Models => Ok(ApiRequest::with_prompt(
-            read_model(body),
+            read_model(text.as_bytes()),
             PromptInput::NoPrompt,
         )),
     }

@@ -22,6 +22,7 @@ mod multimodal;
 mod number;
 mod partial_chat;
 mod pieces;
+mod printable;
 mod python;
 mod python_methods;
 mod rebuild;
@@ -47,7 +48,9 @@ use tokenizers::Encoding;
 
 pub use crate::prompt_cache::PromptCache;
 pub use bounded_tokens::BoundedTokens;
-pub use engine::{EngineKind, ModelTraits, TransformersVersion};
+pub use engine::{
+    ContentFormatOption, EngineKind, ModelTraits, RenderOptions, TransformersVersion,
+};
 use fast::VerifiedTokenizer;
 use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
@@ -251,9 +254,33 @@ impl Encoder {
         self.engine
     }
 
+    /// Returns the rendering options of the engine. A model without a chat template has none.
+    pub fn render_options(&self) -> Option<&RenderOptions> {
+        self.templates.as_ref().map(ChatTemplates::options)
+    }
+
     /// Returns the tokens of a request: [`Encoder::render`], then [`Encoder::tokenize`].
     pub fn encode(&self, request: &ApiRequest) -> Result<EncodedPrompt, EncodeError> {
-        let rendered = self.render(request)?;
+        self.encode_with_templates(self.templates.as_ref(), request)
+    }
+
+    /// Returns the tokens of a request in an engine with other rendering options.
+    pub fn encode_with_options(
+        &self,
+        request: &ApiRequest,
+        options: &RenderOptions,
+    ) -> Result<EncodedPrompt, EncodeError> {
+        let templates = self.templates.clone();
+        let templates = templates.map(|templates| templates.with_engine(self.engine, options));
+        self.encode_with_templates(templates.as_ref(), request)
+    }
+
+    fn encode_with_templates(
+        &self,
+        templates: Option<&ChatTemplates>,
+        request: &ApiRequest,
+    ) -> Result<EncodedPrompt, EncodeError> {
+        let rendered = self.render_with_templates(templates, request)?;
         Ok(EncodedPrompt {
             prompts: self.tokenize(&rendered)?,
             exactness: rendered.exactness,
@@ -262,6 +289,14 @@ impl Encoder {
 
     /// Renders the texts that the engine tokenizes.
     pub fn render<'r>(&self, request: &'r ApiRequest) -> Result<RenderedPrompt<'r>, EncodeError> {
+        self.render_with_templates(self.templates.as_ref(), request)
+    }
+
+    fn render_with_templates<'r>(
+        &self,
+        templates: Option<&ChatTemplates>,
+        request: &'r ApiRequest,
+    ) -> Result<RenderedPrompt<'r>, EncodeError> {
         // SGLang has no tokenization options.
         let tokenization = match self.engine {
             EngineKind::Vllm => request.tokenization,
@@ -296,7 +331,7 @@ impl Encoder {
                 Err(EncodeError::uncertain("only the engine knows its tokens"))
             }
             PromptInput::Chat(chat) => {
-                let templates = self.templates.as_ref().ok_or(EncodeError::NoTemplate)?;
+                let templates = templates.ok_or(EncodeError::NoTemplate)?;
                 let (text, exact) = templates.render(chat)?;
                 Ok(rendered(
                     PromptSource::Texts(vec![Cow::Owned(text)]),

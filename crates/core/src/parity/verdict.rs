@@ -46,6 +46,9 @@ pub struct TokenDifference {
     pub warmroute_text: Option<String>,
     /// The engine's text around it.
     pub engine_text: Option<String>,
+    /// Settings of the model with which the tokens of all canaries are equal, if they are known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub fitting_settings: Option<String>,
 }
 
 /// Result of the canaries on one worker.
@@ -67,6 +70,13 @@ pub enum CanaryVerdict {
         /// First difference.
         difference: Box<TokenDifference>,
     },
+    /// Only the tokens after the last message differ: those of the generation prompt.
+    EndDiffers {
+        /// First difference.
+        difference: Box<TokenDifference>,
+        /// Tokens at the end of warmroute's prompts that may differ.
+        end_tokens: usize,
+    },
     /// The worker cannot be tested.
     CannotTest {
         /// Reason.
@@ -84,6 +94,7 @@ impl CanaryVerdict {
             CanaryVerdict::Untested => "untested",
             CanaryVerdict::Agrees { .. } => "agrees",
             CanaryVerdict::Differs { .. } => "differs",
+            CanaryVerdict::EndDiffers { .. } => "end_differs",
             CanaryVerdict::CannotTest { .. } => "cannot_test",
         }
     }
@@ -130,6 +141,7 @@ impl EventsVerdict {
                         engine_token: None,
                         warmroute_text: None,
                         engine_text: None,
+                        fitting_settings: None,
                     });
                 }
             }
@@ -154,16 +166,16 @@ impl WorkerParity {
         matches!(self.canaries, CanaryVerdict::Differs { .. }) || self.events.differs.is_some()
     }
 
-    /// Returns true if the tokens are known to agree.
+    /// Returns true if the tokens are known to agree, at least before the generation prompt.
     pub fn agrees(&self) -> bool {
-        !self.differs()
-            && (matches!(self.canaries, CanaryVerdict::Agrees { .. }) || self.events.agrees)
+        !self.differs() && (self.canaries.is_passed() || self.events.agrees)
     }
 
     /// Returns the label in metrics.
     pub fn label(&self) -> &'static str {
         match () {
             () if self.differs() => "differs",
+            () if matches!(self.canaries, CanaryVerdict::EndDiffers { .. }) => "end_differs",
             () if self.agrees() => "agrees",
             () => self.canaries.label(),
         }
@@ -196,7 +208,7 @@ impl ModelParity {
         let was_restarted = self.restarted_workers.remove(&worker);
         *known = verdict;
         // A passed round after a restart outweighs the events before the restart.
-        if was_restarted && matches!(known, CanaryVerdict::Agrees { .. }) {
+        if was_restarted && known.is_passed() {
             self.workers.entry(worker).or_default().events = EventsVerdict::default();
         }
     }
@@ -230,12 +242,23 @@ impl ModelParity {
             && !self.workers.values().any(WorkerParity::agrees)
     }
 
+    /// Returns the number of tokens at the end of prompts with a generation prompt that some worker
+    /// computes differently.
+    pub(super) fn differing_end(&self) -> usize {
+        let ends = self.workers.values().map(|known| match known.canaries {
+            CanaryVerdict::EndDiffers { end_tokens, .. } => end_tokens,
+            _ => 0,
+        });
+        ends.max().unwrap_or(0)
+    }
+
     /// Returns the state label in metrics.
     pub fn state(&self) -> &'static str {
         let any = |label: &str| self.workers.values().any(|known| known.label() == label);
         match () {
             () if self.are_tokens_disabled() => "differs",
             () if any("differs") => "some_differ",
+            () if any("end_differs") => "end_differs",
             () if any("agrees") => "agrees",
             () if any("cannot_test") => "cannot_test",
             () => "untested",
@@ -245,9 +268,14 @@ impl ModelParity {
 
 impl CanaryVerdict {
     fn is_proven(&self) -> bool {
+        self.is_passed() || matches!(self, CanaryVerdict::Differs { .. })
+    }
+
+    /// Returns true if prompts agree, at least before the generation prompt.
+    fn is_passed(&self) -> bool {
         matches!(
             self,
-            CanaryVerdict::Agrees { .. } | CanaryVerdict::Differs { .. }
+            CanaryVerdict::Agrees { .. } | CanaryVerdict::EndDiffers { .. }
         )
     }
 }

@@ -217,7 +217,8 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
             };
             at.ok(format!("tokens agree for {compared} canaries{but}"))
         }
-        CanaryVerdict::Differs { difference } => {
+        verdict @ (CanaryVerdict::Differs { difference }
+        | CanaryVerdict::EndDiffers { difference, .. }) => {
             let token =
                 |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
             let texts = match (&difference.warmroute_text, &difference.engine_text) {
@@ -226,19 +227,34 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
                 }
                 _ => String::new(),
             };
+            let is_at_end = matches!(verdict, CanaryVerdict::EndDiffers { .. });
+            let effect = if is_at_end {
+                "prompts are known only up to the generation prompt"
+            } else {
+                "no later block is ever found"
+            };
             let message = format!(
-                "canary {}: token {} is {} in warmroute and {} in the engine{texts}: no later \
-                block is ever found",
+                "canary {}: token {} is {} in warmroute and {} in the engine{texts}: {effect}",
                 difference.canary.as_deref().unwrap_or("without a name"),
                 difference.position,
                 token(difference.warmroute_token),
                 token(difference.engine_token),
             );
-            let fix = format!(
-                "set the files that the engine loads for the model {model}: `tokenizer`, \
-                `tokenizer_config`, and `chat_template` if the engine runs with `--chat-template`"
-            );
-            at.error(message, fix)
+            let fix = match &difference.fitting_settings {
+                Some(settings) => format!(
+                    "set `{settings}` for the model {model}: with it, the tokens of all canaries \
+                    are equal"
+                ),
+                None => format!(
+                    "set the files that the engine loads for the model {model}: `tokenizer`, \
+                    `tokenizer_config`, and `chat_template` if the engine runs with `--chat-template`"
+                ),
+            };
+            if is_at_end {
+                at.warning(message, fix)
+            } else {
+                at.error(message, fix)
+            }
         }
     }
 }

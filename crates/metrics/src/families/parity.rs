@@ -12,13 +12,14 @@ metrics! {
     /// Metrics of the comparison between the tokens of warmroute and those of the engines.
     ParityMetrics {
         /// Workers by model and result of the comparison of their tokens with those of warmroute:
-        /// untested, agrees, differs (their requests are routed by load only), cannot_test
+        /// untested, agrees, differs (their requests are routed by load only), end_differs (only
+        /// the generation prompt differs), cannot_test
         "parity_workers" workers: Family<ModelOutcomeLabels, Gauge> = Family::default();
         /// 1 while the tokens of warmroute are not used for a model, because they differ from those
         /// of an engine and no engine confirms them
         "parity_tokens_disabled" tokens_disabled: Family<ModelLabel, Gauge> = Family::default();
         /// Comparisons of the tokens of a worker with those of warmroute, by model and outcome:
-        /// agrees, differs, cannot_test
+        /// agrees, differs, end_differs, cannot_test
         "parity_checks" checks: Family<ModelOutcomeLabels, Counter> = Family::default();
         /// Token mismatches detected by test prompts or KV events, by model
         "parity_mismatches" mismatches: Family<ModelLabel, Counter> = Family::default();

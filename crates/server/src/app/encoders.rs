@@ -170,12 +170,14 @@ fn template_traits(model: &ModelConfig) -> ModelTraits {
     let transformers = model.transformers_version;
     let tokenizer_class = model.tokenizer_class.clone();
     let media = model.multimodal.clone();
+    let render = model.render_options();
     ModelTraits {
         name,
         engine,
         transformers,
         tokenizer_class,
         media,
+        render,
     }
 }
 

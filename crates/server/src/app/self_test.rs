@@ -272,7 +272,8 @@ impl SelfTestRunner {
         let id = worker.id;
         let name = worker.display_name();
         match verdict {
-            CanaryVerdict::Differs { difference } => {
+            CanaryVerdict::Differs { difference }
+            | CanaryVerdict::EndDiffers { difference, .. } => {
                 self.count_mismatch(model);
                 let d = &**difference;
                 warn!(
@@ -286,7 +287,9 @@ impl SelfTestRunner {
                     engine_token = d.engine_token,
                     warmroute_text = d.warmroute_text.as_deref().unwrap_or_default(),
                     engine_text = d.engine_text.as_deref().unwrap_or_default(),
-                    "engine tokens differ; compare tokenizer, chat template and settings of the model"
+                    fitting_settings = d.fitting_settings.as_deref(),
+                    differs_only_at_end = matches!(verdict, CanaryVerdict::EndDiffers { .. }),
+                    "engine tokens differ; set the fitting settings of the model, or compare tokenizer and chat template"
                 );
             }
             CanaryVerdict::Agrees { compared, skipped } => {
@@ -385,7 +388,13 @@ impl SelfTestRunner {
 
     fn publish_worker_counts(&self, model: &ModelName, status: &ParityStatus) {
         let parity = status.parity();
-        for label in ["untested", "agrees", "differs", "cannot_test"] {
+        for label in [
+            "untested",
+            "agrees",
+            "differs",
+            "end_differs",
+            "cannot_test",
+        ] {
             let workers = parity
                 .workers
                 .values()

@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_engines::kv_events::MediaTokens;
 use warmroute_settings::{PathStep, Problem, describe_missing_file};
-use warmroute_tokens::prompt::{EngineKind, MediaConfig, TransformersVersion};
+use warmroute_tokens::prompt::{
+    ContentFormatOption, EngineKind, MediaConfig, RenderOptions, TransformersVersion,
+};
 
 use super::policy::PolicyConfig;
 use crate::ext_proc::config::FailureMode;
@@ -40,6 +42,16 @@ pub struct ModelConfig {
     /// Jinja file that replaces the template in `tokenizer_config`.
     #[serde(default)]
     pub chat_template: Option<PathBuf>,
+    /// Template variables of requests that do not set them, as the engines' option
+    /// `--default-chat-template-kwargs`.
+    #[serde(default, skip_serializing_if = "serde_json::Map::is_empty")]
+    pub default_chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    /// True if the engines run with `--exclude-tools-when-tool-choice-none`.
+    #[serde(default)]
+    pub exclude_tools_when_tool_choice_none: bool,
+    /// Format of message contents, as the engines' option `--chat-template-content-format`.
+    #[serde(default)]
+    pub chat_template_content_format: ContentFormatOption,
     /// Names of the model's LoRA adapters, as in requests and in the events of its engines.
     #[serde(default)]
     pub adapters: Vec<ModelName>,
@@ -159,6 +171,7 @@ impl ModelConfig {
                 "the model has no name; write it as the engines serve it",
             ));
         }
+        problems.extend(self.unsupported_render_option());
         let media = self.multimodal.iter().flat_map(MediaConfig::problems);
         problems.extend(media.map(|problem| problem.within("multimodal")));
         problems.extend(self.huge_blocks());
@@ -189,6 +202,39 @@ impl ModelConfig {
     /// Returns the tokens per KV block of the index.
     pub fn blocks(&self) -> BlockSize {
         self.block_size.unwrap_or_else(default_block_size)
+    }
+
+    /// Returns the rendering options of the engines.
+    pub fn render_options(&self) -> RenderOptions {
+        RenderOptions {
+            default_chat_template_kwargs: self.default_chat_template_kwargs.clone(),
+            exclude_tools_when_tool_choice_none: self.exclude_tools_when_tool_choice_none,
+            chat_template_content_format: self.chat_template_content_format,
+        }
+    }
+
+    fn unsupported_render_option(&self) -> Option<Problem> {
+        let options = self.render_options();
+        if let Some(name) = options.unsupported_default() {
+            let text = format!(
+                "`{name}` is no template variable that engines accept as a default; leave it out"
+            );
+            return Some(Problem::of("default_chat_template_kwargs", text));
+        }
+        let defaults = RenderOptions::default();
+        let key = match () {
+            () if self.engine == EngineKind::Vllm => return None,
+            () if options.default_chat_template_kwargs != defaults.default_chat_template_kwargs => {
+                "default_chat_template_kwargs"
+            }
+            () if options.exclude_tools_when_tool_choice_none => {
+                "exclude_tools_when_tool_choice_none"
+            }
+            () if options != defaults => "chat_template_content_format",
+            () => return None,
+        };
+        let text = "is an option of vLLM; leave it out, or set `engine: vllm`";
+        Some(Problem::of(key, text))
     }
 
     /// Returns the placeholder tokens of media.
@@ -241,6 +287,42 @@ pub(super) fn add_download_hints(problems: &mut [Problem], repositories: &[Optio
                 "; models are not downloaded by name, so run `hf download {repository} tokenizer.json tokenizer_config.json \
                  config.json --local-dir models/{name}`"
             ));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn unsupported_render_options_are_problems() {
+        let defaults = "default_chat_template_kwargs";
+        let excluded = "exclude_tools_when_tool_choice_none";
+        let cases = [
+            (json!({defaults: {"enable_thinking": false}}), None),
+            (
+                json!({"chat_template_content_format": "openai", excluded: true}),
+                None,
+            ),
+            (json!({defaults: {"tools": []}}), Some(defaults)),
+            (json!({defaults: {"tokenize": true}}), Some(defaults)),
+            (
+                json!({"engine": "sglang", defaults: {"x": 1}}),
+                Some(defaults),
+            ),
+            (json!({"engine": "sglang", excluded: true}), Some(excluded)),
+            (json!({"engine": "sglang"}), None),
+        ];
+        for (mut settings, expected) in cases {
+            settings["name"] = "m".into();
+            let model: ModelConfig = serde_json::from_value(settings.clone()).unwrap();
+            let problems = model.problems();
+            let expected: Vec<_> = expected.map(|key| vec![key.into()]).into_iter().collect();
+            let paths: Vec<_> = problems.into_iter().map(|problem| problem.path).collect();
+            assert_eq!(paths, expected, "{settings}");
         }
     }
 }

@@ -11,8 +11,8 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::value::RawValue;
 use thiserror::Error;
-use warmroute_tokens::openai::ApiKind;
 use warmroute_tokens::openai::json_edit::{self, FieldEdit};
+use warmroute_tokens::openai::{self, ApiKind};
 
 use super::config::KvTransferProtocol;
 
@@ -403,6 +403,9 @@ pub enum StrippedBody {
 /// Removes the KV transfer fields that a client has set.
 pub fn strip_kv_fields(body: &[u8]) -> StrippedBody {
     let keys: Vec<&str> = KV_FIELDS.into_iter().chain([EXTRA_ARGS]).collect();
+    let Ok(body) = &openai::decode_body(body) else {
+        return StrippedBody::Unreadable;
+    };
     let Some(fields) = json_edit::find_values(body, &keys) else {
         return StrippedBody::Unreadable;
     };

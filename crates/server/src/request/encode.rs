@@ -192,6 +192,14 @@ impl RequestPreprocessor {
     ) -> PartialRequest {
         let mut clock = StageTimer::start(context.deadline);
         let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
+        let decoded = match openai::decode_body(body) {
+            Ok(decoded) => decoded,
+            Err(error) => {
+                partial.parse_error = Some(error.to_string());
+                return partial;
+            }
+        };
+        let body: &[u8] = &decoded;
         partial.session = self.session_in_body(context, body);
         let mut parsed = match self.parse(api, context, body) {
             Ok(parsed) => parsed,
@@ -239,7 +247,10 @@ impl RequestPreprocessor {
             return partial;
         }
         match self.tokenize(&model, &parsed, &mut partial, &mut clock) {
-            Ok(prompts) => self.hash_prompts(&model, prompts, &mut partial, &mut clock),
+            Ok(mut prompts) => {
+                self.remove_differing_end(&model, &parsed.request, &mut prompts, &mut partial);
+                self.hash_prompts(&model, prompts, &mut partial, &mut clock);
+            }
             Err(reason) => partial.set_reason(reason),
         }
         partial

@@ -25,7 +25,7 @@ use super::models::SaltedModel;
 use super::partial_request::PartialRequest;
 use super::preprocessor::RequestPreprocessor;
 use super::queue_slot::EncodeQueueSlot;
-use super::tokenized::StageTimer;
+use super::tokenized::{StageTimer, TokenizedPrompts};
 
 /// While parity is broken, one in this many prompts is also tokenized locally and compared.
 const SHADOW_INTERVAL: usize = 8;
@@ -289,6 +289,47 @@ impl RequestPreprocessor {
             ) => ParityExpectation::Shadow(Box::new(model.resumed_block_hashes(tokens))),
             _ => ParityExpectation::NotPredicted,
         }
+    }
+
+    /// Removes the end of a prompt whose generation prompt differs in some engine.
+    pub(super) fn remove_differing_end(
+        &self,
+        model: &SaltedModel,
+        request: &openai::ApiRequest,
+        tokenized: &mut TokenizedPrompts,
+        partial: &mut PartialRequest,
+    ) {
+        let end = self.differing_end(model, request);
+        let TokenizedPrompts {
+            prompts,
+            stop_reason: reason @ None,
+        } = tokenized
+        else {
+            return;
+        };
+        if end > 0
+            && partial.is_own_tokenization
+            && let [tokens] = &mut prompts[..]
+        {
+            partial.prompt = RoutePrompt::Estimated {
+                tokens: tokens.len() as u64,
+                reason: Reason::ParityMismatch,
+            };
+            tokens.truncate(tokens.len().saturating_sub(end));
+            *reason = Some(Reason::ParityMismatch);
+        }
+    }
+
+    /// Returns the number of tokens at the end of a prompt that some engine computes differently.
+    pub(super) fn differing_end(&self, model: &SaltedModel, request: &openai::ApiRequest) -> usize {
+        let has_generation_prompt = matches!(
+            &request.prompt,
+            openai::PromptInput::Chat(chat) if chat.add_generation_prompt && !chat.is_partial
+        );
+        let source = self.parts.token_sources.get(&model.resolved.model.name);
+        source
+            .filter(|_| has_generation_prompt)
+            .map_or(0, |source| source.parity.differing_end())
     }
 
     /// Degrades a prompt whose tokens have broken parity.

@@ -40,6 +40,14 @@ impl RequestPreprocessor {
         partial.stage_times.push(("render", clock.lap()));
         partial.is_own_tokenization = true;
         partial.has_media = true;
+        let mut reason = Reason::Multimodal;
+        let end = self.differing_end(model, request);
+        if end > 0 && multimodal.is_complete {
+            reason = Reason::ParityMismatch;
+            multimodal.is_complete = false;
+            let agreed = multimodal.tokens.len().saturating_sub(end);
+            multimodal.tokens.truncate(agreed);
+        }
         if !multimodal.is_complete {
             let size = resolved.model.block_size.tokens();
             multimodal
@@ -71,7 +79,7 @@ impl RequestPreprocessor {
             partial.prompt = RoutePrompt::Truncated {
                 known,
                 tokens,
-                reason: Reason::Multimodal,
+                reason,
             };
         }
         partial.stage_times.push(("hash", clock.lap()));

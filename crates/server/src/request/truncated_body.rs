@@ -45,6 +45,7 @@ impl RequestPreprocessor {
             .unwrap_or(usize::MAX)
             .max(shown.len());
         let mut partial = PartialRequest::without_body(api, whole, reason);
+        let shown = openai::without_byte_order_mark(shown);
         let requested = openai::read_model_from_prefix(shown);
         if requested.is_some() {
             partial.set_model(requested, &self.parts.models);

@@ -22,6 +22,13 @@ pub struct CanaryRequest {
     pub render_only: bool,
 }
 
+impl CanaryRequest {
+    /// Returns true if the request offers tools, all with `tool_choice: none`.
+    pub fn has_tools(&self) -> bool {
+        self.name.starts_with("chat_tool")
+    }
+}
+
 /// Canaries for which SGLang's `/tokenize` differs from its chat API, so that a comparison is
 /// meaningless.
 const SGLANG_INCOMPARABLE: [&str; 3] = ["chat_open", "chat_continued", "text_bare"];

@@ -6,7 +6,7 @@ use tokio::net::TcpListener;
 use warmroute_core::block::BlockWindows;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
-use warmroute_tokens::prompt;
+use warmroute_tokens::prompt::{self, ModelTraits, RenderOptions};
 
 use super::*;
 use crate::REPOSITORY;
@@ -39,13 +39,21 @@ m.reasoning_content }}){% endif %}\
                         {{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}";
 
 fn encoder() -> Arc<Encoder> {
+    encoder_with(TEMPLATE, RenderOptions::default())
+}
+
+fn encoder_with(template: &str, render: RenderOptions) -> Arc<Encoder> {
     let directory = std::path::Path::new(REPOSITORY).join("examples/models/tinyllama");
-    let template = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(template.path(), TEMPLATE).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), template).unwrap();
     let files =
-        json!({"tokenizer": directory.join("tokenizer.json.gz"), "chat_template": template.path()});
+        json!({"tokenizer": directory.join("tokenizer.json.gz"), "chat_template": file.path()});
     let files: prompt::Config = serde_json::from_value(files).unwrap();
-    Arc::new(Encoder::load(&files).unwrap())
+    let traits = ModelTraits {
+        render,
+        ..ModelTraits::default()
+    };
+    Arc::new(Encoder::load_with_traits(&files, &traits).unwrap())
 }
 
 async fn answer(
@@ -110,11 +118,20 @@ async fn answer(
 
 async fn verdict(engine: Engine) -> CanaryVerdict {
     let encoder = encoder();
+    compare(engine, encoder.clone(), encoder).await
+}
+
+/// Compares the canaries of an encoder with an engine.
+async fn compare(
+    engine: Engine,
+    engine_encoder: Arc<Encoder>,
+    encoder: Arc<Encoder>,
+) -> CanaryVerdict {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = EngineUrl::http(WorkerEndpoint(listener.local_addr().unwrap()));
     let routes = Routes::new()
         .fallback(answer)
-        .with_state((engine, encoder.clone()));
+        .with_state((engine, engine_encoder));
     let server = tokio::spawn(async move { axum::serve(listener, routes).await.unwrap() });
     let model = ConfiguredModel {
         name: "m".into(),
@@ -234,4 +251,86 @@ async fn unavailable_engine_is_untested_with_fix() {
         };
         assert!(reason.contains(text) && !is_transient, "{reason}");
     }
+}
+
+/// A template that renders tools and has a switch for reasoning.
+const SWITCH_TEMPLATE: &str = "{% if language is defined %}{{ language }}{% endif %}{% for t in tools or [] \
+%}<tool>{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}\
+{% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking \
+%}<think></think>{% endif %}{% endif %}";
+
+fn render_options(defaults: Value, excludes_tools: bool) -> RenderOptions {
+    RenderOptions {
+        default_chat_template_kwargs: defaults.as_object().unwrap().clone(),
+        exclude_tools_when_tool_choice_none: excludes_tools,
+        ..RenderOptions::default()
+    }
+}
+
+#[tokio::test]
+async fn fitting_settings_of_differing_engine_are_found() {
+    let none = || render_options(json!({}), false);
+    let no_thinking = || render_options(json!({"enable_thinking": false}), false);
+    let kwargs = r#"default_chat_template_kwargs: {"enable_thinking":false}"#;
+    let tools = "exclude_tools_when_tool_choice_none: true";
+    // Options of the engine and of warmroute, the settings, and whether only ends differ.
+    let cases = [
+        (no_thinking(), none(), Some(kwargs.to_owned()), true),
+        (
+            none(),
+            no_thinking(),
+            Some("default_chat_template_kwargs: {}".to_owned()),
+            true,
+        ),
+        (
+            render_options(json!({}), true),
+            none(),
+            Some(tools.to_owned()),
+            false,
+        ),
+        (
+            render_options(json!({"enable_thinking": false}), true),
+            none(),
+            Some(format!("{kwargs}, {tools}")),
+            false,
+        ),
+        (
+            render_options(json!({"language": "en"}), false),
+            none(),
+            None,
+            false,
+        ),
+    ];
+    for (engine, ours, settings, only_ends) in cases {
+        let engine = encoder_with(SWITCH_TEMPLATE, engine);
+        let ours = encoder_with(SWITCH_TEMPLATE, ours);
+        let (difference, has_same_conversation) = match compare(Engine::Correct, engine, ours).await
+        {
+            CanaryVerdict::Differs { difference } => (difference, false),
+            CanaryVerdict::EndDiffers {
+                difference,
+                end_tokens,
+            } => {
+                assert!((1..20).contains(&end_tokens), "{end_tokens}");
+                (difference, true)
+            }
+            verdict => panic!("{verdict:?}"),
+        };
+        assert_eq!(difference.fitting_settings, settings);
+        assert_eq!(has_same_conversation, only_ends, "{settings:?}");
+    }
+}
+
+#[tokio::test]
+async fn excluded_tools_are_compared_by_rendering_only() {
+    let encoder = || encoder_with(SWITCH_TEMPLATE, render_options(json!({}), true));
+    let CanaryVerdict::Agrees { skipped, .. } =
+        compare(Engine::TokenizesOnly, encoder(), encoder()).await
+    else {
+        panic!("the tokens differ")
+    };
+    assert_eq!(
+        skipped.get("chat_tools").map(String::as_str),
+        Some(RENDER_ONLY_REASON)
+    );
 }

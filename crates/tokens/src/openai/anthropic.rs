@@ -45,6 +45,8 @@ struct MessagesBody<'a> {
     #[serde(default)]
     tools: Option<Vec<JsonValue>>,
     #[serde(default)]
+    tool_choice: Option<JsonValue>,
+    #[serde(default)]
     output_config: Option<OutputConfig>,
     #[serde(default)]
     thinking: Option<ThinkingOptions>,
@@ -102,6 +104,10 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let chat = ChatPrompt {
         messages,
         tools,
+        // Engines convert it to the format of chat completions.
+        tool_choice: body
+            .tool_choice
+            .and_then(|choice| choice.get("type").cloned()),
         add_generation_prompt: true,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
         reasoning_effort: body.output_config.and_then(|config| config.effort),

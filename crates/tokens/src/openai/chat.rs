@@ -51,6 +51,8 @@ pub struct ChatPrompt {
     /// True if system messages may follow other messages, as in `/v1/messages`. vLLM merges them
     /// for some templates.
     pub allows_inline_system_messages: bool,
+    /// True for the pooling APIs, whose prompts engines render without their default variables.
+    pub is_pooling: bool,
     /// True if the end of the last message, or later messages, may be missing.
     pub is_partial: bool,
 }
@@ -339,6 +341,7 @@ fn parse_body(
             .kv_transfer_params
             .is_some_and(|params| params.has_tokens()),
         allows_inline_system_messages: false,
+        is_pooling: false,
         is_partial: false,
     };
     Ok(ApiRequest {

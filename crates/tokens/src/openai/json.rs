@@ -4,6 +4,7 @@
 
 use indexmap::IndexMap;
 use serde::de::{self, Deserialize, Deserializer, Unexpected};
+use serde::ser::{self, Serialize, Serializer};
 use serde_json::value::RawValue;
 use thiserror::Error;
 
@@ -160,6 +161,21 @@ impl From<&str> for JsonValue {
 impl From<String> for JsonValue {
     fn from(text: String) -> Self {
         Self::String(text)
+    }
+}
+
+impl Serialize for JsonValue {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Null => serializer.serialize_unit(),
+            Self::Bool(flag) => serializer.serialize_bool(*flag),
+            Self::Integer(number) => serializer.serialize_i128(*number),
+            Self::Float(number) => serializer.serialize_f64(*number),
+            Self::String(text) => serializer.serialize_str(text),
+            Self::Array(items) => serializer.collect_seq(items),
+            Self::Object(object) => serializer.collect_map(object),
+            Self::Unknown(why) => Err(ser::Error::custom(why)),
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use std::ops::Range;
 use serde_json::Value;
 use serde_json::value::RawValue;
 
+use super::decode_body;
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals, skip_space};
 
 /// Maximum number of occurrences of a key. Real bodies have one. Replacing many short values with a
@@ -64,9 +65,10 @@ pub fn set_field(body: &[u8], key: &str, json: &[u8]) -> Option<Vec<u8>> {
     apply_edits(body, &[FieldEdit::set(key, json)])
 }
 
-/// Applies field edits with distinct keys. Returns `None` if the body is not a complete JSON object
-/// or repeats a key more than [`MAX_KEY_REPEATS`] times.
+/// Applies field edits with distinct keys. The result is UTF-8. Returns `None` if the body is not a
+/// complete JSON object or repeats a key more than [`MAX_KEY_REPEATS`] times.
 pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
+    let body = &decode_body(body).ok()?;
     let mut spans = Vec::new();
     let ObjectStart {
         first_field,

@@ -62,6 +62,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
             continue_final_message: body.continue_final_message.unwrap_or(false),
             chat_template: body.chat_template,
             chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),
+            is_pooling: true,
             ..ChatPrompt::default()
         })),
         (None, None) => return Err(ParseError::Missing("input")),

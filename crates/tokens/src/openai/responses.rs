@@ -40,6 +40,8 @@ struct ResponsesBody<'a> {
     #[serde(default)]
     tools: Option<Vec<JsonValue>>,
     #[serde(default)]
+    tool_choice: Option<JsonValue>,
+    #[serde(default)]
     reasoning: Option<ReasoningOptions>,
     /// An absent field means `disabled`, but `null` does not.
     #[serde(default = "disabled")]
@@ -62,6 +64,20 @@ struct ResponsesBody<'a> {
     nvext: Option<&'a RawValue>,
 }
 
+impl ResponsesBody<'_> {
+    /// Returns true if the request continues from state stored in an engine.
+    fn continues_stored_state(&self) -> bool {
+        let stored = [
+            &self.previous_response,
+            &self.previous_input_messages,
+            &self.conversation,
+            &self.prompt,
+        ];
+        let previous = self.previous_response_id.as_ref();
+        previous.is_some_and(|id| !id.is_empty()) || stored.into_iter().any(Option::is_some)
+    }
+}
+
 #[derive(Deserialize)]
 struct ReasoningOptions {
     #[serde(default)]
@@ -74,14 +90,7 @@ fn disabled() -> Option<String> {
 
 pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let body: ResponsesBody<'_> = serde_json::from_str(text)?;
-    let stored = [
-        &body.previous_response,
-        &body.previous_input_messages,
-        &body.conversation,
-        &body.prompt,
-    ];
-    let remembered = body.previous_response_id.is_some_and(|id| !id.is_empty())
-        || stored.into_iter().any(Option::is_some);
+    let remembered = body.continues_stored_state();
     let input = body.input.ok_or(ParseError::Missing("input"))?;
     let instructions = body.instructions.filter(|text| !text.is_empty());
     let tools = body.tools.unwrap_or_default();
@@ -113,6 +122,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
     let chat = ChatPrompt {
         messages,
         tools: shown.flatten(),
+        tool_choice: body.tool_choice,
         add_generation_prompt: !input.continues_last_message,
         continue_final_message: input.continues_last_message,
         chat_template_kwargs: body.chat_template_kwargs.unwrap_or_default(),

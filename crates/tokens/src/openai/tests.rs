@@ -26,7 +26,7 @@ fn unreadable_body_error_names_the_problem() {
         (text, br#"{"prompt": [4294967296]}"#, "expected a token"),
         (text, br#"{"prompt": [1.5]}"#, "a token"),
         (text, br#"{"prompt": {"a": 1}}"#, "a text, a list of texts"),
-        (text, br#"{"prompt": "a", "prompt": "b"}"#, "duplicate"),
+        (text, br#"{"prompt": "a", "prompt": {"b": 1}}"#, "duplicate"),
         (chat, b"{}", "no `messages`"),
         (chat, br#"{"messages": []}"#, "`messages` is empty"),
         (chat, br#"{"messages": [{"content": "x"}]}"#, "role"),
@@ -46,6 +46,36 @@ fn unreadable_body_error_names_the_problem() {
             String::from_utf8_lossy(&body[..body.len().min(60)])
         );
     }
+}
+
+#[test]
+fn invalid_encoding_is_an_error() {
+    let bodies: [&[u8]; 4] = [
+        b"\xff\xfe{\0}",
+        b"\xff\xfe{\0\x00\xd8}\0",
+        b"\0\0\0{\0\0\0",
+        b"\0\0\0{\0\x11\0\0",
+    ];
+    for body in bodies {
+        let error = parse(ApiKind::Completions, body).unwrap_err().to_string();
+        assert!(error.contains("UTF-"), "{error}");
+        assert_eq!(read_model(body), None);
+    }
+}
+
+#[test]
+fn model_of_any_encoding_is_read() {
+    let text = r#"{"model": "x", "model": "m"}"#;
+    let utf16: Vec<u8> = text.encode_utf16().flat_map(u16::to_be_bytes).collect();
+    let marked = format!("\u{feff}{text}");
+    for body in [text.as_bytes(), marked.as_bytes(), &utf16] {
+        assert_eq!(read_model(body).as_deref(), Some("m"));
+    }
+    let start = "\u{feff}{\"model\": \"m\", \"prompt";
+    assert_eq!(
+        read_model_from_prefix(start.as_bytes()).as_deref(),
+        Some("m")
+    );
 }
 
 #[test]

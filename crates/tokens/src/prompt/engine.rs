@@ -4,6 +4,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use super::MediaConfig;
+use super::template::RESERVED_VARIABLES;
 
 /// Engine that serves a model.
 #[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,6 +28,40 @@ pub enum TransformersVersion {
     V5,
 }
 
+/// Content of messages that the engine passes to the chat template.
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[serde(rename_all = "snake_case")]
+pub enum ContentFormatOption {
+    /// The format that the template reads.
+    #[default]
+    Auto,
+    /// One string.
+    String,
+    /// A list of parts.
+    Openai,
+}
+
+/// Options of vLLM that change the rendering of conversations, with vLLM's names.
+#[derive(Deserialize, Serialize, Clone, Debug, Default, PartialEq, Eq)]
+pub struct RenderOptions {
+    /// Template variables of requests that do not set them.
+    pub default_chat_template_kwargs: serde_json::Map<String, serde_json::Value>,
+    /// True if the prompt contains no tools if `tool_choice` is `none`.
+    pub exclude_tools_when_tool_choice_none: bool,
+    /// Format of the content of messages.
+    pub chat_template_content_format: ContentFormatOption,
+}
+
+impl RenderOptions {
+    /// Returns the first default whose effect on the prompt cannot be reproduced.
+    pub fn unsupported_default(&self) -> Option<&str> {
+        let mut names = self.default_chat_template_kwargs.keys();
+        names
+            .find(|name| *name == "tools" || RESERVED_VARIABLES.contains(&name.as_str()))
+            .map(String::as_str)
+    }
+}
+
 /// Properties of a model that its files do not contain.
 #[derive(Serialize, Clone, Debug, Default, PartialEq, Eq)]
 pub struct ModelTraits {
@@ -40,4 +75,6 @@ pub struct ModelTraits {
     pub tokenizer_class: Option<String>,
     /// Rules for the placeholders of media items in prompts.
     pub media: Option<MediaConfig>,
+    /// Rendering options of the engine.
+    pub render: RenderOptions,
 }

@@ -39,7 +39,8 @@ impl Encoder {
         let templates = templates
             .map(|sources| ChatTemplates::compile(sources, special_tokens, jiff::Zoned::now))
             .transpose()?;
-        let templates = templates.map(|templates| templates.with_engine(traits.engine));
+        let templates =
+            templates.map(|templates| templates.with_engine(traits.engine, &traits.render));
         let id_of = |token: &str| library.token_to_id(token);
         let media_rules = traits
             .media

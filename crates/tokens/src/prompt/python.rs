@@ -1,11 +1,12 @@
 //! Template values with the string conversions of Python. Chat templates depend on the output of
-//! Python's `str`, `repr` and `json.dumps`. If minijinja would print a value differently, or if
-//! Python's output depends on its Unicode tables, the output contains [`POISON`] and rendering
+//! Python's `str`, `repr` and `json.dumps`. If minijinja would print a value differently, or if the
+//! output differs between versions of Python, the output contains [`POISON`] and rendering
 //! fails.
 
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
+use super::printable::is_printable;
 use super::{EncodeError, number};
 use crate::openai::JsonValue;
 use hashbrown::HashMap;
@@ -313,8 +314,7 @@ fn float_text(number: f64, names: &NonFiniteNames) -> String {
     }
 }
 
-/// Writes a quoted string. Which characters beyond ASCII Python escapes depends on its Unicode
-/// tables, except that it never escapes letters and digits.
+/// Writes a quoted string. A character that some versions of Python escape is not printed.
 fn write_quoted(out: &mut String, text: &str) {
     let quote = if text.contains('\'') && !text.contains('"') {
         '"'
@@ -330,15 +330,23 @@ fn write_quoted(out: &mut String, text: &str) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' '..='~' => out.push(c),
-            '\0'..='\u{1f}' | '\u{7f}'..='\u{a0}' | '\u{ad}' => {
-                out.push_str(&format!("\\x{:02x}", u32::from(c)))
-            }
-            '\u{a1}'..='\u{ff}' => out.push(c),
-            c if c.is_alphanumeric() => out.push(c),
-            _ => out.push_str(POISON),
+            c => match is_printable(c) {
+                Some(true) => out.push(c),
+                Some(false) => write_code_point(out, c),
+                None => out.push_str(POISON),
+            },
         }
     }
     out.push(quote);
+}
+
+fn write_code_point(out: &mut String, c: char) {
+    let code = u32::from(c);
+    out.push_str(&match code {
+        0..=0xff => format!("\\x{code:02x}"),
+        0x100..=0xffff => format!("\\u{code:04x}"),
+        _ => format!("\\U{code:08x}"),
+    });
 }
 
 /// Output format of `json.dumps`.
@@ -478,3 +486,6 @@ fn write_escape(out: &mut String, c: char) {
         let _infallible = write!(out, "\\u{unit:04x}");
     }
 }
+
+#[cfg(test)]
+mod tests;

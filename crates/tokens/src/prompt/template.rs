@@ -22,7 +22,8 @@ use super::model_files::{LoadError, TemplateSources};
 use super::python::{self, POISON, PythonDict};
 use super::python_methods::{self, TemplateClock};
 use super::{
-    EncodeError, EngineKind, TokenExactness, continuation, partial_chat, sglang, template_support,
+    ContentFormatOption, EncodeError, EngineKind, RenderOptions, TokenExactness, continuation,
+    partial_chat, sglang, template_support,
 };
 use crate::openai::{ChatPrompt, JsonValue};
 pub(super) use checkpoints::RenderedChat;
@@ -33,7 +34,7 @@ const FUEL: u64 = 20_000_000;
 
 /// Template variables that clients may not set, because they control rendering in engine-specific
 /// ways.
-const RESERVED_VARIABLES: [&str; 13] = [
+pub(super) const RESERVED_VARIABLES: [&str; 13] = [
     "chat_template",
     "tokenize",
     "conversation",
@@ -50,11 +51,15 @@ const RESERVED_VARIABLES: [&str; 13] = [
 ];
 
 /// Chat templates of a model.
+#[derive(Clone)]
 pub(super) struct ChatTemplates {
-    named: BTreeMap<String, CompiledTemplate>,
+    named: Arc<BTreeMap<String, CompiledTemplate>>,
     inline_systems: InlineSystemMode,
     special_tokens: Vec<(&'static str, String)>,
     engine: EngineKind,
+    /// Template variables of requests that do not set them.
+    default_kwargs: Vec<(String, JsonValue)>,
+    options: RenderOptions,
 }
 
 impl fmt::Debug for ChatTemplates {
@@ -84,16 +89,52 @@ impl ChatTemplates {
         let inline_systems =
             InlineSystemMode::combine(|name| Some(named.get(name)?.inline_systems));
         Ok(Self {
-            named,
+            named: Arc::new(named),
             inline_systems,
             special_tokens,
             engine: EngineKind::Vllm,
+            default_kwargs: Vec::new(),
+            options: RenderOptions::default(),
         })
     }
 
-    /// Returns the templates with the rendering rules of `engine`.
-    pub(super) fn with_engine(self, engine: EngineKind) -> Self {
-        Self { engine, ..self }
+    /// Returns the templates with the rendering rules of `engine` and its options.
+    pub(super) fn with_engine(self, engine: EngineKind, options: &RenderOptions) -> Self {
+        let default = |(name, value): (&String, &serde_json::Value)| {
+            // The text of a JSON value is JSON. What only Python can read is unknown.
+            let value = JsonValue::parse(&value.to_string());
+            let unknown = JsonValue::Unknown("a default of chat_template_kwargs");
+            (name.clone(), value.unwrap_or(unknown))
+        };
+        let kwargs = options.default_chat_template_kwargs.iter();
+        Self {
+            engine,
+            default_kwargs: kwargs.map(default).collect(),
+            options: options.clone(),
+            ..self
+        }
+    }
+
+    /// Returns the rendering options of the engine.
+    pub(super) fn options(&self) -> &RenderOptions {
+        &self.options
+    }
+
+    /// Returns the content format that the engine passes to a template.
+    fn format_for(&self, template: &CompiledTemplate) -> ContentFormat {
+        match self.options.chat_template_content_format {
+            ContentFormatOption::Auto => template.format,
+            ContentFormatOption::String => ContentFormat::Text,
+            ContentFormatOption::Openai => ContentFormat::Parts,
+        }
+    }
+
+    /// Returns the tools of a request that its prompt contains.
+    fn offered_tools<'c>(&self, chat: &'c ChatPrompt) -> Option<&'c [JsonValue]> {
+        let is_none = chat.tool_choice.as_ref().and_then(JsonValue::as_str) == Some("none");
+        chat.tools
+            .as_deref()
+            .filter(|_| !(is_none && self.options.exclude_tools_when_tool_choice_none))
     }
 
     /// Renders the prompt of a conversation without media. For a partial conversation, renders the
@@ -114,7 +155,7 @@ impl ChatTemplates {
             }
         };
         let format = match self.engine {
-            EngineKind::Vllm => self.template_for(chat)?.format,
+            EngineKind::Vllm => self.format_for(self.template_for(chat)?),
             // SGLang's rendering of images is not reproduced.
             EngineKind::Sglang => ContentFormat::Text,
         };
@@ -123,11 +164,11 @@ impl ChatTemplates {
 
     /// Returns true if the template of a conversation takes lists of parts.
     pub(super) fn takes_parts(&self, chat: &ChatPrompt) -> Result<bool, EncodeError> {
-        Ok(self.template_for(chat)?.format == ContentFormat::Parts)
+        Ok(self.format_for(self.template_for(chat)?) == ContentFormat::Parts)
     }
 
     fn template_for(&self, chat: &ChatPrompt) -> Result<&CompiledTemplate, EncodeError> {
-        let has_tools = chat.tools.is_some() || tools_of_kwargs(chat).is_some();
+        let has_tools = self.offered_tools(chat).is_some() || tools_of_kwargs(chat).is_some();
         let with_tools = self.named.get("tool_use").filter(|_| has_tools);
         with_tools
             .or_else(|| self.named.get("default"))
@@ -149,7 +190,7 @@ impl ChatTemplates {
         let messages = self.inline_systems.arrange_messages(chat)?;
         let mut turns = conversation::template_messages(
             &messages,
-            template.format,
+            self.format_for(template),
             0,
             &mut MediaRenderer::new(show),
         )?;
@@ -183,7 +224,7 @@ impl ChatTemplates {
         let turns = || {
             conversation::template_messages(
                 &chat.messages,
-                template.format,
+                self.format_for(template),
                 0,
                 &mut MediaRenderer::new(MediaDisplay::Rejected),
             )
@@ -240,6 +281,10 @@ impl ChatTemplates {
                 .map(|(name, token)| (*name, Value::from(token.as_str()))),
         );
         variables.insert("documents", Value::from(()));
+        let defaults = self.default_kwargs.iter().filter(|_| !chat.is_pooling);
+        for (name, value) in defaults {
+            variables.insert(name, python::comparable_value(value)?);
+        }
         // Tools are added below, because templates do not compare their numbers and only print
         // them.
         let kwargs = chat
@@ -275,9 +320,8 @@ impl ChatTemplates {
                     "`tools` in chat_template_kwargs that are no list of objects",
                 ));
             }
-            None => chat
-                .tools
-                .as_deref()
+            None => self
+                .offered_tools(chat)
                 .map(conversation::template_tools)
                 .transpose()?
                 .unwrap_or(Value::from(())),

@@ -143,9 +143,35 @@ fn first_differing_token_is_reported_with_text() {
             engine_token: None,
             warmroute_text: Some("b".to_owned()),
             engine_text: Some("c".to_owned()),
+            fitting_settings: None,
         };
         facts.parity = CanaryVerdict::Differs {
             difference: Box::new(difference),
+        };
+    });
+}
+
+#[test]
+fn fitting_settings_are_the_fix() {
+    let words = [
+        "known only up to the generation prompt",
+        "set `exclude_tools_when_tool_choice_none: true` for the model",
+    ];
+    assert_problem(FindingLevel::Warning, "engine.tokenizer", &words, |facts| {
+        let difference = TokenDifference {
+            compared: ComparedItem::Length,
+            canary: Some("tools".to_owned()),
+            position: 17,
+            block: 1,
+            warmroute_token: Some(4),
+            engine_token: None,
+            warmroute_text: None,
+            engine_text: None,
+            fitting_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
+        };
+        facts.parity = CanaryVerdict::EndDiffers {
+            difference: Box::new(difference),
+            end_tokens: 3,
         };
     });
 }

@@ -126,7 +126,7 @@ impl BatchApplier {
         if let EngineEvent::Skipped(skipped) = event
             && !std::mem::replace(&mut self.logged_problems.skipped, true)
         {
-            tracing::warn!(rank = %self.rank, name = self.worker_name, ?skipped, "unsupported KV event skipped");
+            tracing::warn!(rank = %self.rank, name = self.worker_name, %skipped, "unsupported KV event skipped");
         }
     }
 

@@ -1,5 +1,7 @@
 //! Decoded batches and events.
 
+use std::fmt;
+
 use warmroute_core::block::{EngineHash, StorageTier};
 
 /// One batch: the changes of one engine step to one rank's cache.
@@ -47,6 +49,16 @@ pub enum SkippedEvent {
     Store(&'static str),
     /// A removal; the named field is missing or has an unknown type.
     Removal(&'static str),
+}
+
+impl fmt::Display for SkippedEvent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SkippedEvent::UnknownType(name) => write!(f, "unknown type `{name}`"),
+            SkippedEvent::Store(field) => write!(f, "store with unreadable `{field}`"),
+            SkippedEvent::Removal(field) => write!(f, "removal with unreadable `{field}`"),
+        }
+    }
 }
 
 /// A store event.

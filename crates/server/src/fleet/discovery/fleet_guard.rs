@@ -87,7 +87,9 @@ impl FleetGuard {
                 continue;
             }
             warn!(
-                model = group.model.as_str(), role = ?group.role, workers = workers.len(),
+                model = group.model.as_str(),
+                role = group.role.as_str(),
+                workers = workers.len(),
                 seconds = confirmation.as_secs(),
                 "discovery source lists no workers; the current ones stay in use until this is confirmed"
             );
@@ -112,7 +114,9 @@ impl FleetGuard {
             let is_due = held.until <= now;
             if is_due {
                 info!(
-                    model = held.group.model.as_str(), role = ?held.group.role, workers = held.workers.len(),
+                    model = held.group.model.as_str(),
+                    role = held.group.role.as_str(),
+                    workers = held.workers.len(),
                     "removal of all workers confirmed"
                 );
             }

@@ -2,6 +2,7 @@
 
 use serde_json::json;
 use warmroute_core::engine_settings::CommonSettings;
+use warmroute_core::parity::{CanaryVerdict, ComparedItem, TokenDifference};
 
 use super::*;
 
@@ -154,6 +155,67 @@ fn multimodal_prompts_are_no_parity_evidence() {
         degraded.parity
     );
     assert_eq!(degraded.prompt.reason(), Some(Reason::ParityMismatch));
+}
+
+#[test]
+fn differing_generation_prompt_ends_known_prefix() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |path: &str, body: &str| {
+        preprocessor
+            .preprocess_blocking(None, path, &|_| None, body.as_bytes())
+            .route_request
+            .prompt
+    };
+    let chat = "/v1/chat/completions";
+    let shown = image_conversation(&png_data_url(2), "what is it?");
+    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
+    let open = text.replace("}]}", r#"}], "add_generation_prompt": false}"#);
+    let bodies = [shown.as_str(), text];
+    let whole = bodies.map(|body| preprocess(chat, body));
+    let (_, parity) = preprocessor.parity_statuses().next().unwrap();
+    let difference = TokenDifference {
+        compared: ComparedItem::Length,
+        canary: None,
+        position: 0,
+        block: 0,
+        warmroute_token: None,
+        engine_token: None,
+        warmroute_text: None,
+        engine_text: None,
+        fitting_settings: None,
+    };
+    let verdict = CanaryVerdict::EndDiffers {
+        difference: Box::new(difference),
+        end_tokens: 3,
+    };
+    parity.record_canaries(warmroute_core::worker::WorkerId(1), verdict);
+    for (body, whole) in bodies.into_iter().zip(whole) {
+        let RoutePrompt::Truncated {
+            known,
+            tokens,
+            reason,
+        } = preprocess(chat, body)
+        else {
+            panic!("the whole prompt is used")
+        };
+        let [whole] = whole.blocks() else {
+            panic!("no whole prompt")
+        };
+        assert_eq!(reason, Reason::ParityMismatch);
+        assert_eq!(tokens, whole.tokens() as u64);
+        assert_eq!(known.len(), (whole.tokens() - 3) / 4);
+        assert!(whole.sequences().starts_with(known.sequences()));
+    }
+    // Only generation prompts differ.
+    let others = [
+        preprocess(chat, &open),
+        preprocess("/v1/completions", r#"{"model": "m", "prompt": "one two"}"#),
+    ];
+    assert!(
+        others
+            .iter()
+            .all(|prompt| matches!(prompt, RoutePrompt::Hashed(_)))
+    );
 }
 
 #[tokio::test]

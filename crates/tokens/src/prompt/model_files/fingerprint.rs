@@ -21,8 +21,8 @@ impl ModelFingerprint {
         let class = &traits.tokenizer_class;
         hasher.update(
             format!(
-                "{name:?} {engine:?} {:?} {class:?} {:?}",
-                traits.transformers, traits.media
+                "{name:?} {engine:?} {:?} {class:?} {:?} {:?}",
+                traits.transformers, traits.media, traits.render
             )
             .as_bytes(),
         );

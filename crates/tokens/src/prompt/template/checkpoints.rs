@@ -100,7 +100,7 @@ impl ChatTemplates {
         template.check_thinking_switch(chat)?;
         let turns = conversation::template_messages(
             &chat.messages,
-            template.format,
+            self.format_for(template),
             rendered_count,
             &mut MediaRenderer::new(MediaDisplay::Rejected),
         )?;
