@@ -21,8 +21,8 @@ use warmroute_server::fleet::discovery::kubernetes::KubernetesConfig;
 
 use super::credentials::{ApiConnection, CredentialSource, describe};
 use super::error::{ApiVerb, RequestError, RequestFailure, message};
-use super::object_watch::ObjectWatch;
-use super::store::ReceivedObject;
+use super::object_watch::{ObjectWatch, read_body};
+use super::store::{MAX_OBJECTS, ReceivedObject};
 
 /// Additional time before a connection counts as dead, after the API server should have ended the
 /// watch.
@@ -31,6 +31,10 @@ const SILENCE_MARGIN: Duration = Duration::from_secs(5);
 const EXPIRED: u16 = 410;
 /// Objects per list page.
 const PAGE_SIZE: u32 = 500;
+/// Maximum length of a list page. After an expired continue token, one page has all objects.
+const MAX_PAGE: usize = 256 << 20;
+/// Maximum length of a status or an access review.
+const MAX_STATUS: usize = 1 << 20;
 /// Path of access reviews. Any authenticated user may review its own access.
 const ACCESS_REVIEWS: &str = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews";
 /// Maximum `timeoutSeconds` of a watch; the default of kube-core.
@@ -187,7 +191,7 @@ impl ApiClient {
         }
     }
 
-    /// Lists all objects, page by page.
+    /// Lists all objects, page by page. Pages after more than [`MAX_OBJECTS`] objects are not read.
     pub(super) async fn list<K: DeserializeOwned>(
         &self,
         query: &ObjectQuery,
@@ -218,6 +222,9 @@ impl ApiClient {
                 page.next.filter(|next| !next.is_empty()),
                 page.resource_version,
             ) {
+                (Some(_), Some(version)) if objects.len() > MAX_OBJECTS => {
+                    return Ok(ObjectList { objects, version });
+                }
                 (Some(next), _) => parameters.continue_token = Some(next),
                 (None, Some(version)) => return Ok(ObjectList { objects, version }),
                 (None, None) => {
@@ -244,12 +251,10 @@ impl ApiClient {
         objects: &mut Vec<ReceivedObject<K>>,
     ) -> Result<RawListMetadata, RequestError> {
         let body = self.send(query, ResourceRequest::List(parameters)).await?;
-        let read = timeout_at(body.deadline, body.body.collect_bytes()).await;
-        let parsed = match read {
-            Err(_) => Err(RequestFailure::Timeout(self.deadline())),
-            Ok(Err(error)) => Err(RequestFailure::Transport(describe(&error))),
-            Ok(Ok(bytes)) => parse_page(&bytes, objects).map_err(RequestFailure::Malformed),
-        };
+        let read = timeout_at(body.deadline, read_body(body.body, MAX_PAGE)).await;
+        let parsed = read
+            .unwrap_or(Err(RequestFailure::Timeout(self.deadline())))
+            .and_then(|bytes| parse_page(&bytes, objects).map_err(RequestFailure::Malformed));
         match parsed {
             Ok(metadata) => Ok(metadata),
             Err(failure) => Err(self.fail(query, ApiVerb::List, failure, body.sent).await),
@@ -328,9 +333,7 @@ impl ApiClient {
             .headers()
             .get("retry-after")
             .and_then(|value| value.to_str().ok()?.parse().ok());
-        let text = response
-            .into_body()
-            .collect_bytes()
+        let text = read_body(response.into_body(), MAX_STATUS)
             .await
             .unwrap_or_default();
         let retry_after = retry_after.map(Duration::from_secs);
@@ -372,10 +375,9 @@ impl ApiClient {
             let body = Self::exchange(&connection, request.map(Body::from))
                 .await
                 .map_err(|error| error.to_string())?;
-            let bytes = body
-                .collect_bytes()
+            let bytes = read_body(body, MAX_STATUS)
                 .await
-                .map_err(|error| describe(&error))?;
+                .map_err(|error| error.to_string())?;
             let review: AccessReview =
                 serde_json::from_slice(&bytes).map_err(|error| describe(&error))?;
             Ok(review.status.allowed)

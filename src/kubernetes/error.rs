@@ -42,6 +42,13 @@ pub(super) enum RequestFailure {
     Malformed(String),
 }
 
+impl RequestFailure {
+    /// Builds the failure of a response part that exceeds its limit in bytes.
+    pub(super) fn too_long(part: &str, limit: usize) -> Self {
+        Self::Malformed(format!("{part} is longer than {} MiB", limit >> 20))
+    }
+}
+
 /// A failed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct RequestError {

@@ -6,6 +6,9 @@ use std::collections::BTreeMap;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
+/// Maximum number of objects of a query. Further ones are ignored, with a warning.
+pub(super) const MAX_OBJECTS: usize = 20_000;
+
 /// An object that does not have the expected form.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct UnreadableObject {
@@ -102,6 +105,8 @@ pub(super) struct ObjectStore<K> {
     objects: BTreeMap<String, K>,
     unreadable: BTreeMap<String, UnreadableObject>,
     is_listed: bool,
+    /// True if an object was ignored since the last list.
+    has_overflowed: bool,
 }
 
 impl<K> Default for ObjectStore<K> {
@@ -110,6 +115,7 @@ impl<K> Default for ObjectStore<K> {
             objects: BTreeMap::new(),
             unreadable: BTreeMap::new(),
             is_listed: false,
+            has_overflowed: false,
         }
     }
 }
@@ -131,6 +137,15 @@ impl<K> ObjectStore<K> {
 
     fn insert(&mut self, received: ReceivedObject<K>) {
         self.remove(&received.uid);
+        if self.objects.len() + self.unreadable.len() >= MAX_OBJECTS {
+            if !std::mem::replace(&mut self.has_overflowed, true) {
+                tracing::warn!(
+                    limit = MAX_OBJECTS,
+                    "a Kubernetes query selects too many objects; the excess is ignored"
+                );
+            }
+            return;
+        }
         match received.object {
             Ok(object) => drop(self.objects.insert(received.uid, object)),
             Err(unreadable) => drop(self.unreadable.insert(received.uid, unreadable)),
@@ -201,6 +216,20 @@ mod tests {
         store.apply(ObjectChange::Applied(pod("a", "10.0.0.2")));
         store.apply(ObjectChange::Deleted("invalid".to_owned()));
         assert_eq!((store.objects().len(), store.unreadable().count()), (1, 0));
+    }
+
+    #[test]
+    fn objects_beyond_the_limit_are_ignored() {
+        let mut store = ObjectStore::default();
+        let all = (0..=MAX_OBJECTS).map(|at| pod(&format!("{at:05}"), "10.0.0.1"));
+        store.apply(ObjectChange::Listed(all.collect()));
+        assert_eq!(store.objects().len(), MAX_OBJECTS);
+        store.apply(ObjectChange::Applied(pod("00000", "10.0.0.2")));
+        store.apply(ObjectChange::Applied(pod("other", "10.0.0.2")));
+        assert_eq!(store.objects().len(), MAX_OBJECTS);
+        store.apply(ObjectChange::Deleted("00001".to_owned()));
+        store.apply(ObjectChange::Applied(pod("other", "10.0.0.2")));
+        assert!(store.objects().contains_key("other"));
     }
 
     #[test]
