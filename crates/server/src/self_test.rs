@@ -136,10 +136,7 @@ impl CanarySuite {
                 continue;
             }
             let mut tokens = fetch_tokens(client, engine, api, canary, deadline).await;
-            let is_unavailable = |error: &EngineError| {
-                matches!(error, EngineError::NotOffered(_)) || error.is_unauthorized()
-            };
-            if api == TokenApi::Render && tokens.as_ref().is_err_and(is_unavailable) {
+            if api == TokenApi::Render && tokens.as_ref().is_err_and(is_api_unavailable) {
                 api = TokenApi::Tokenize;
                 tokens = fetch_tokens(client, engine, api, canary, deadline).await;
             }
@@ -322,6 +319,11 @@ fn describe_error(error: &EngineError) -> String {
         }
         error => error.to_string(),
     }
+}
+
+/// Returns whether an engine does not offer an API to this client.
+fn is_api_unavailable(error: &EngineError) -> bool {
+    matches!(error, EngineError::NotOffered(_)) || error.is_unauthorized()
 }
 
 #[cfg(test)]

@@ -3,7 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use warmroute_core::parity::CanaryVerdict;
+use warmroute_core::parity::{CanaryVerdict, TokenDifference};
+use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::{CacheConfig, EngineError, cache_settings};
 
 use super::facts::{WorkerFacts, WorkerOrigin, describe_error};
@@ -217,46 +218,45 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
             };
             at.ok(format!("tokens agree for {compared} canaries{but}"))
         }
-        verdict @ (CanaryVerdict::Differs { difference }
-        | CanaryVerdict::EndDiffers { difference, .. }) => {
-            let token =
-                |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
-            let texts = match (&difference.warmroute_text, &difference.engine_text) {
-                (Some(ours), Some(theirs)) => {
-                    format!(" (text around it: {ours:?} in warmroute, {theirs:?} in the engine)")
-                }
-                _ => String::new(),
-            };
-            let is_at_end = matches!(verdict, CanaryVerdict::EndDiffers { .. });
-            let effect = if is_at_end {
-                "prompts are known only up to the generation prompt"
-            } else {
-                "no later block is ever found"
-            };
-            let message = format!(
-                "canary {}: token {} is {} in warmroute and {} in the engine{texts}: {effect}",
-                difference.canary.as_deref().unwrap_or("without a name"),
-                difference.position,
-                token(difference.warmroute_token),
-                token(difference.engine_token),
-            );
-            let fix = match &difference.fitting_settings {
-                Some(settings) => format!(
-                    "set `{settings}` for the model {model}: with it, the tokens of all canaries \
-                    are equal"
-                ),
-                None => format!(
-                    "set the files that the engine loads for the model {model}: `tokenizer`, \
-                    `tokenizer_config`, and `chat_template` if the engine runs with `--chat-template`"
-                ),
-            };
-            if is_at_end {
-                at.warning(message, fix)
-            } else {
-                at.error(message, fix)
-            }
+        CanaryVerdict::Differs { difference } => {
+            let (message, fix) = describe_difference(difference, model);
+            at.error(format!("{message}: no later block is ever found"), fix)
+        }
+        CanaryVerdict::EndDiffers { difference, .. } => {
+            let (message, fix) = describe_difference(difference, model);
+            let effect = "prompts are known only up to the generation prompt";
+            at.warning(format!("{message}: {effect}"), fix)
         }
     }
+}
+
+/// Returns the message about a token difference, and its fix.
+fn describe_difference(difference: &TokenDifference, model: &ModelName) -> (String, String) {
+    let token = |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
+    let texts = match (&difference.warmroute_text, &difference.engine_text) {
+        (Some(ours), Some(theirs)) => {
+            format!(" (text around it: {ours:?} in warmroute, {theirs:?} in the engine)")
+        }
+        _ => String::new(),
+    };
+    let message = format!(
+        "canary {}: token {} is {} in warmroute and {} in the engine{texts}",
+        difference.canary.as_deref().unwrap_or("without a name"),
+        difference.position,
+        token(difference.warmroute_token),
+        token(difference.engine_token),
+    );
+    let fix = match &difference.fitting_settings {
+        Some(settings) => format!(
+            "set `{settings}` for the model {model}: with it, the tokens of all canaries \
+                    are equal"
+        ),
+        None => format!(
+            "set the files that the engine loads for the model {model}: `tokenizer`, \
+                    `tokenizer_config`, and `chat_template` if the engine runs with `--chat-template`"
+        ),
+    };
+    (message, fix)
 }
 
 /// Returns whether the engine requires credentials.

@@ -212,14 +212,11 @@ impl RequestPreprocessor {
         };
         partial.stage_times.push(("parse", clock.lap()));
         let request = &mut parsed.request;
-        partial.max_output_tokens = request.max_output_tokens;
-        partial.is_streamed = request.stream;
+        partial.set_output_limits(request);
         if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
-            partial.prompt = RoutePrompt::Estimated {
-                tokens: estimate_tokens(text_bytes),
-                reason,
-            };
+            let tokens = estimate_tokens(text_bytes);
+            partial.prompt = RoutePrompt::Estimated { tokens, reason };
         }
         let cache = partial.take_cache_salt(context.tenant.as_deref(), request, self.parts.nvext);
         let Some(resolved) = partial.set_model(request.model.take(), &self.parts.models) else {

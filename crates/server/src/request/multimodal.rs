@@ -44,15 +44,12 @@ impl RequestPreprocessor {
         let end = self.differing_end(model, request);
         if end > 0 && multimodal.is_complete {
             reason = Reason::ParityMismatch;
-            multimodal.is_complete = false;
-            let agreed = multimodal.tokens.len().saturating_sub(end);
-            multimodal.tokens.truncate(agreed);
+            multimodal.remove_end(end);
         }
         if !multimodal.is_complete {
             let size = resolved.model.block_size.tokens();
-            multimodal
-                .tokens
-                .truncate(multimodal.tokens.len() / size * size);
+            let whole = multimodal.tokens.len() / size * size;
+            multimodal.tokens.truncate(whole);
         }
         let MultimodalPrompt {
             tokens,

@@ -77,6 +77,12 @@ impl PartialRequest {
         }
     }
 
+    /// Sets the properties of the answer that the request determines.
+    pub(super) fn set_output_limits(&mut self, request: &openai::ApiRequest) {
+        self.max_output_tokens = request.max_output_tokens;
+        self.is_streamed = request.stream;
+    }
+
     /// Takes the cache salt of the client, and the fields of `nvext` that apply.
     pub(super) fn take_cache_salt(
         &mut self,

@@ -259,7 +259,7 @@ const SWITCH_TEMPLATE: &str = "{% if language is defined %}{{ language }}{% endi
 {% if add_generation_prompt %}<assistant>{% if enable_thinking is defined and not enable_thinking \
 %}<think></think>{% endif %}{% endif %}";
 
-fn render_options(defaults: Value, excludes_tools: bool) -> RenderOptions {
+fn render_options(defaults: &Value, excludes_tools: bool) -> RenderOptions {
     RenderOptions {
         default_chat_template_kwargs: defaults.as_object().unwrap().clone(),
         exclude_tools_when_tool_choice_none: excludes_tools,
@@ -269,8 +269,8 @@ fn render_options(defaults: Value, excludes_tools: bool) -> RenderOptions {
 
 #[tokio::test]
 async fn fitting_settings_of_differing_engine_are_found() {
-    let none = || render_options(json!({}), false);
-    let no_thinking = || render_options(json!({"enable_thinking": false}), false);
+    let none = || render_options(&json!({}), false);
+    let no_thinking = || render_options(&json!({"enable_thinking": false}), false);
     let kwargs = r#"default_chat_template_kwargs: {"enable_thinking":false}"#;
     let tools = "exclude_tools_when_tool_choice_none: true";
     // Options of the engine and of warmroute, the settings, and whether only ends differ.
@@ -283,19 +283,19 @@ async fn fitting_settings_of_differing_engine_are_found() {
             true,
         ),
         (
-            render_options(json!({}), true),
+            render_options(&json!({}), true),
             none(),
             Some(tools.to_owned()),
             false,
         ),
         (
-            render_options(json!({"enable_thinking": false}), true),
+            render_options(&json!({"enable_thinking": false}), true),
             none(),
             Some(format!("{kwargs}, {tools}")),
             false,
         ),
         (
-            render_options(json!({"language": "en"}), false),
+            render_options(&json!({"language": "en"}), false),
             none(),
             None,
             false,
@@ -323,7 +323,7 @@ async fn fitting_settings_of_differing_engine_are_found() {
 
 #[tokio::test]
 async fn excluded_tools_are_compared_by_rendering_only() {
-    let encoder = || encoder_with(SWITCH_TEMPLATE, render_options(json!({}), true));
+    let encoder = || encoder_with(SWITCH_TEMPLATE, render_options(&json!({}), true));
     let CanaryVerdict::Agrees { skipped, .. } =
         compare(Engine::TokenizesOnly, encoder(), encoder()).await
     else {

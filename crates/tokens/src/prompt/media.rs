@@ -49,6 +49,13 @@ pub struct PlacedMediaItem {
 }
 
 impl MultimodalPrompt {
+    /// Removes the last `count` tokens of the prompt.
+    pub fn remove_end(&mut self, count: usize) {
+        self.is_complete = false;
+        let remaining = self.tokens.len().saturating_sub(count);
+        self.tokens.truncate(remaining);
+    }
+
     /// Returns the items in the form that block hashing needs.
     pub fn objects(&self) -> Vec<PromptObject> {
         let object = |item: &PlacedMediaItem| {
