@@ -34,10 +34,10 @@ mod template_support;
 #[cfg(test)]
 mod tests;
 mod tokenizer_parts;
+mod truncation;
 mod white_space;
 
 use std::borrow::Cow;
-use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -61,6 +61,7 @@ pub(crate) use resume::RenderedPrefix;
 use resume::{ResumableText, ResumingTokenizer};
 use template::ChatTemplates;
 use tokenizer_parts::SpecialTokenFrame;
+use truncation::{retained_range, truncate_encoding, truncate_tokens, truncation_limit};
 
 /// Files of one model's tokenizer and chat template. They may be `.json` or `.json.gz`.
 #[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
@@ -462,50 +463,4 @@ fn text_token_limit(limit: usize, added: usize) -> Result<usize, EncodeError> {
     limit
         .checked_sub(added)
         .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
-}
-
-/// Returns the maximum number of prompt tokens, if truncation is requested.
-fn truncation_limit(tokenization: TokenizationOptions) -> Result<Option<usize>, EncodeError> {
-    match tokenization.truncate_prompt_tokens {
-        None => Ok(None),
-        Some(-1) => Err(EncodeError::uncertain(
-            "truncation to the context length, which only the engine knows",
-        )),
-        Some(limit) if limit > 0 => Ok(usize::try_from(limit).ok()),
-        Some(limit) => Err(EncodeError::uncertain(format!(
-            "truncate_prompt_tokens is {limit}"
-        ))),
-    }
-}
-
-fn truncate_tokens(tokens: &[u32], limit: Option<usize>, side: TruncationSide) -> &[u32] {
-    &tokens[retained_range(tokens.len(), limit.unwrap_or(usize::MAX), side)]
-}
-
-/// Truncates an encoding. The tokenizer's own truncation also stores the removed part in pieces of
-/// the retained length, so a limit of one token would take gigabytes for a long prompt.
-fn truncate_encoding(encoding: Encoding, limit: usize, side: TruncationSide) -> Encoding {
-    if limit >= encoding.len() {
-        return encoding;
-    }
-    let range = retained_range(encoding.len(), limit, side);
-    Encoding::new(
-        encoding.get_ids()[range.clone()].to_vec(),
-        encoding.get_type_ids()[range.clone()].to_vec(),
-        encoding.get_tokens()[range.clone()].to_vec(),
-        encoding.get_word_ids()[range.clone()].to_vec(),
-        encoding.get_offsets()[range.clone()].to_vec(),
-        encoding.get_special_tokens_mask()[range.clone()].to_vec(),
-        encoding.get_attention_mask()[range].to_vec(),
-        Vec::new(),
-        Default::default(),
-    )
-}
-
-fn retained_range(length: usize, limit: usize, side: TruncationSide) -> Range<usize> {
-    let limit = limit.min(length);
-    match side {
-        TruncationSide::Left => length - limit..length,
-        TruncationSide::Right => 0..limit,
-    }
 }
