@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::model::{HealthModel, OutcomeReport};
+use super::model::{HealthModel, OutcomeReport, PoolRecord};
 use super::outcome::WorkerOutcome;
 use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthPool, HealthTransition};
@@ -136,7 +136,7 @@ impl HealthModel {
         };
         // Without any delivery, the responses may not be observed at all.
         let pool = self.pools.get(&record.pool);
-        if pool.is_none_or(|pool| pool.content_time.get().is_none()) {
+        if !pool.is_some_and(PoolRecord::is_observed) {
             return Vec::new();
         }
         let delivered_at = record.delivered_at;

@@ -52,6 +52,13 @@ pub(super) struct OutcomeReport<'a> {
     pub(super) prompt: &'a [SequenceHash],
 }
 
+impl PoolRecord {
+    /// Returns whether a delivery was ever observed in the pool.
+    pub(super) fn is_observed(&self) -> bool {
+        self.content_time.get().is_some()
+    }
+}
+
 impl MeanTime {
     fn add(&mut self, time: Duration) {
         let seconds = time.as_secs_f64();
@@ -200,7 +207,16 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&report.rank) else {
             return Vec::new();
         };
-        let waiting = record.waiting.remove(&ticket);
+        let waiting = record.waiting.get(&ticket).copied();
+        // Without any delivery, the responses may not be observed at all.
+        let pool = self.pools.get(&record.pool);
+        let is_observed = pool.is_some_and(PoolRecord::is_observed);
+        let is_late = waiting.is_some_and(|waiting| waiting.is_cancelled_late(now));
+        if report.outcome == WorkerOutcome::Cancelled && !(is_observed && is_late) {
+            self.abandon(report.rank, ticket);
+            return Vec::new();
+        }
+        record.waiting.remove(&ticket);
         if report.outcome == WorkerOutcome::Delivered
             && let Some(waiting) = waiting
             && let Some(pool) = self.pools.get_mut(&record.pool)
@@ -214,18 +230,12 @@ impl HealthModel {
         {
             return self.finish_probe(report, now);
         }
-        let counts = match (report.outcome, waiting) {
-            (WorkerOutcome::Cancelled, None) => false,
-            (WorkerOutcome::Cancelled, Some(waiting)) => waiting.is_cancelled_late(now),
-            // The failure was counted when the request became overdue.
-            (_, Some(waiting)) if waiting.is_overdue => report.outcome == WorkerOutcome::Delivered,
-            _ => true,
-        };
-        if counts {
-            self.record(report, now)
-        } else {
-            Vec::new()
+        // The failure of an overdue request was counted when it became overdue.
+        let is_overdue = waiting.is_some_and(|waiting| waiting.is_overdue);
+        if is_overdue && report.outcome != WorkerOutcome::Delivered {
+            return Vec::new();
         }
+        self.record(report, now)
     }
 
     pub(super) fn finish_probe(

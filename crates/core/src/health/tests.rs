@@ -457,6 +457,7 @@ fn overdue_probe_extends_ejection() {
 #[test]
 fn only_late_cancellations_count() {
     let mut fixture = Fixture::new(2);
+    fixture.deliver(2);
     let mut seen = Vec::new();
     for (wait, count) in [(1, 20), (2, 6)] {
         for _ in 0..count {
