@@ -218,7 +218,8 @@ fn rank_faults() -> Vec<EngineFault> {
             ..fault(
                 "the sockets of the second rank configured for the first",
                 EnginePlan::with(&["--dp-start", "1", "--dp-size", "1"]),
-                &[("error", "engine.ranks"), ("error", "events.rank")],
+                // Canaries name the rank, as requests do, and the engine rejects it.
+                &[("error", "canary.answered"), ("error", "engine.ranks")],
                 &["write `data_parallel: {start: 1, size: 1}` for worker 1"],
             )
         },

@@ -118,9 +118,13 @@ async fn assert_health(deployment: &TestDeployment, status: ServingStatus) {
 }
 
 /// Families without a series in this deployment, because it lacks the components in their labels.
-const ABSENT: [&str; 10] = [
-    // No worker was unreachable.
+const ABSENT: [&str; 13] = [
+    // No worker was unreachable or failed otherwise.
     "warmroute_worker_unreachable_requests",
+    "warmroute_worker_failed_requests",
+    "warmroute_worker_health_state",
+    // Before the first request there are no responses.
+    "warmroute_responses",
     // The workers are listed in a file, so nothing is discovered.
     "warmroute_discovery_last_success_timestamp_seconds",
     "warmroute_discovery_up",
