@@ -316,7 +316,10 @@ fn example_fleet_has_one_source_per_rank() {
         [
             vec!["tcp://127.0.0.1:5557"],
             vec!["tcp://127.0.0.1:5567", "tcp://127.0.0.1:5568"],
-            vec!["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
+            vec!["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"],
+            // Behind a shared front end.
+            vec![],
+            vec![]
         ]
     );
     assert_eq!(

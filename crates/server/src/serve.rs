@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 use warmroute_runtime::causes::{describe_failure, is_resource_exhausted};
 use warmroute_runtime::descriptors;
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, format_count, read_regular_file};
@@ -187,6 +187,7 @@ impl TerminationSignals {
 /// reloader runs. The reloader logs the request, because it merges signals.
 async fn forward_hangups(mut hangup: Signal, reload: Arc<Notify>) {
     while hangup.recv().await.is_some() {
+        debug!("SIGHUP received");
         reload.notify_one();
     }
 }

@@ -72,14 +72,23 @@ async fn departed_worker_leaves_no_metric_series() {
     );
     let more = json!({
         "index": {"approximate": {"ttl_with_events": "600s"}},
-        "routing": {"outlier_detection": {"consecutive_failures": 1000}},
+        "routing": {"outlier_detection": {
+            "consecutive_failures": 1,
+            "base_ejection_time": "60s",
+            "max_ejection_time": "60s",
+        }},
     });
     let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
     let mut turn = 0;
-    let all_but_one: Vec<_> = families
+    let of_failures = [
+        "worker_failed_requests",
+        "worker_health_state",
+        "worker_unreachable_requests",
+    ];
+    let of_healthy: Vec<_> = families
         .iter()
         .copied()
-        .filter(|family| *family != "worker_unreachable_requests")
+        .filter(|family| !of_failures.contains(family))
         .collect();
     // The lag of a source appears with its first batch that is not replayed.
     let all_served = until(SOON, async || {
@@ -88,7 +97,7 @@ async fn departed_worker_leaves_no_metric_series() {
         let page = bed.metrics().await;
         [1, 2]
             .iter()
-            .all(|id| shown(page.text(), &families, *id) == all_but_one)
+            .all(|id| shown(page.text(), &families, *id) == of_healthy)
     });
     assert!(all_served.await, "{}", bed.metrics().await.text());
     bed.settle().await;
@@ -117,5 +126,5 @@ async fn departed_worker_leaves_no_metric_series() {
         .collect();
     assert!(left.is_empty(), "{left:#?}");
     let kept = shown(page.text(), &families, 1);
-    assert_eq!(kept, all_but_one);
+    assert_eq!(kept, of_healthy);
 }

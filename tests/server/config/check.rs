@@ -322,7 +322,7 @@ fn check_without_a_source_names_both_flags() {
     let stderr = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(
-        stderr.contains("--config FILE") && stderr.contains("--pool-name NAME"),
+        stderr.contains("configuration FILE") && stderr.contains("--pool-name NAME"),
         "{stderr}"
     );
     let output = run(&["check", "--json"]);
@@ -330,10 +330,10 @@ fn check_without_a_source_names_both_flags() {
     assert_eq!(output.status.code(), Some(2), "{report}");
     assert_eq!(report["valid"], json!(false));
     let message = report["errors"][0]["message"].as_str().unwrap();
-    assert!(message.contains("--config FILE"), "{report}");
+    assert!(message.contains("configuration FILE"), "{report}");
     let output = run(&["doctor"]);
     let stderr = String::from_utf8(output.stderr).unwrap();
-    assert!(stderr.contains("--config <FILE>"), "{stderr}");
+    assert!(stderr.contains("warmroute.yaml"), "{stderr}");
 }
 
 #[test]
