@@ -22,7 +22,7 @@ use serde::Serialize;
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::WorkerOutcome;
-pub use self::report::{HealthChange, HealthPool, HealthTransition, HealthWitness, RankHealth};
+pub use self::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
 use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;
 use crate::worker::{WorkerId, WorkerRank};
@@ -182,13 +182,13 @@ impl HealthTracker {
         self.update(|model| model.on_health_check(worker, is_healthy, now))
     }
 
-    /// Records whether a witness speaks against a worker. One failure then ejects its ranks.
-    pub fn set_witness(&self, worker: WorkerId, witness: HealthWitness, is_failing: bool) {
-        self.model.lock().set_witness(worker, witness, is_failing);
+    /// Records whether a signal indicates a failing worker. One failure then ejects its ranks.
+    pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
+        self.model.lock().set_signal(worker, signal, is_failing);
     }
 
-    /// Returns the time for which a failed request stays booked on a rank, so that a rank that fails
-    /// at once does not appear less loaded than its peers.
+    /// Returns the time for which a failed request stays booked on a rank. Without it, a rank that
+    /// fails at once would appear less loaded than its peers.
     pub fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
         self.model.lock().hold_time(rank)
     }

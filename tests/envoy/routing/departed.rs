@@ -61,6 +61,13 @@ fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
     families.iter().filter(has_series).copied().collect()
 }
 
+/// Families of workers whose requests have failed.
+const OF_FAILURES: [&str; 3] = [
+    "worker_failed_requests",
+    "worker_health_state",
+    "worker_unreachable_requests",
+];
+
 /// Covers every family whose labels name a worker. For a new family, the test fails until it makes
 /// the series appear, and if the series remain.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -82,16 +89,8 @@ async fn departed_worker_leaves_no_metric_series() {
     });
     let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
     let mut turn = 0;
-    let of_failures = [
-        "worker_failed_requests",
-        "worker_health_state",
-        "worker_unreachable_requests",
-    ];
-    let of_healthy: Vec<_> = families
-        .iter()
-        .copied()
-        .filter(|family| !of_failures.contains(family))
-        .collect();
+    let mut of_healthy = families.clone();
+    of_healthy.retain(|family| !OF_FAILURES.contains(family));
     // The lag of a source appears with its first batch that is not replayed.
     let all_served = until(SOON, async || {
         turn += 1;

@@ -24,22 +24,22 @@ impl HealthModel {
         let Some(group) = self
             .pools
             .get_mut(pool)
-            .filter(|pool| !pool.accused.is_empty())
+            .filter(|pool| !pool.with_evidence.is_empty())
         else {
             return Vec::new();
         };
         let ranks = &mut self.ranks;
-        group.accused.retain(|accused| {
+        group.with_evidence.retain(|with_evidence| {
             let evidence = ranks
-                .get(accused)
+                .get(with_evidence)
                 .and_then(|record| record.evidence.as_ref());
             evidence.is_some()
         });
         let peers: Vec<WorkerRank> = group
-            .accused
+            .with_evidence
             .iter()
             .copied()
-            .filter(|accused| *accused != rank)
+            .filter(|with_evidence| *with_evidence != rank)
             .collect();
         for peer in &peers {
             let record = ranks.get_mut(peer);
@@ -70,7 +70,7 @@ impl HealthModel {
             return Vec::new();
         };
         let mut withdrawn = Vec::new();
-        for peer in group.accused.iter().filter(|peer| **peer != rank) {
+        for peer in group.with_evidence.iter().filter(|peer| **peer != rank) {
             let record = self.ranks.get_mut(peer);
             let evidence = record.and_then(|record| record.evidence.as_mut());
             if evidence.is_some_and(|evidence| evidence.withdraw_prompt(prompt)) {

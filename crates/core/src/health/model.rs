@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::evidence::FailureEvidence;
 use super::outcome::WorkerOutcome;
 use super::rank::{RankRecord, RankState, WaitingRequest};
-use super::report::{HealthChange, HealthPool, HealthTransition, HealthWitness, RankHealth};
+use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
 use super::{HealthRules, WorkerHealth};
 use crate::block::SequenceHash;
 use crate::worker::{WorkerId, WorkerRank};
@@ -32,7 +32,7 @@ pub(super) struct HealthModel {
 pub(super) struct PoolRecord {
     pub(super) members: BTreeSet<WorkerRank>,
     /// Members with evidence against them.
-    pub(super) accused: BTreeSet<WorkerRank>,
+    pub(super) with_evidence: BTreeSet<WorkerRank>,
     /// Last blocks of prompts that failed on several members.
     pub(super) faulty_prompts: VecDeque<SequenceHash>,
     pub(super) content_time: MeanTime,
@@ -81,7 +81,7 @@ impl HealthModel {
         let mut previous = std::mem::take(&mut self.ranks);
         self.pools.values_mut().for_each(|pool| {
             pool.members.clear();
-            pool.accused.clear();
+            pool.with_evidence.clear();
         });
         for (rank, pool) in members {
             let record = previous
@@ -91,7 +91,7 @@ impl HealthModel {
             let group = self.pools.entry(pool).or_default();
             group.members.insert(rank);
             if record.evidence.is_some() {
-                group.accused.insert(rank);
+                group.with_evidence.insert(rank);
             }
             self.ranks.insert(rank, record);
         }
@@ -294,9 +294,9 @@ impl HealthModel {
     pub(super) fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
         let record = self.ranks.get(&rank)?;
         let pool = self.pools.get(&record.pool)?;
-        let is_accused = pool.members.len() > 1 && record.score() > 0.0;
+        let has_evidence = pool.members.len() > 1 && record.score() > 0.0;
         let service_time = pool.service_time.get().unwrap_or(MAX_HOLD_TIME);
-        is_accused.then(|| service_time.min(MAX_HOLD_TIME))
+        has_evidence.then(|| service_time.min(MAX_HOLD_TIME))
     }
 
     /// Records the outcome of a request that is not registered.
@@ -392,7 +392,7 @@ impl HealthModel {
             .get_or_insert_with(|| FailureEvidence::new(now))
             .add_failure(outcome, prompt, now);
         if let Some(pool) = self.pools.get_mut(pool) {
-            pool.accused.insert(rank);
+            pool.with_evidence.insert(rank);
         }
         let mut changes = self.evaluate_all(vec![rank], now);
         changes.extend(self.compare_peers(rank, pool, outcome, now));
@@ -415,19 +415,14 @@ impl HealthModel {
         changes
     }
 
-    /// Sets or clears a witness against all ranks of a worker.
-    pub(super) fn set_witness(
-        &mut self,
-        worker: WorkerId,
-        witness: HealthWitness,
-        is_failing: bool,
-    ) {
+    /// Sets or clears a signal for all ranks of a worker.
+    pub(super) fn set_signal(&mut self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let ranks = self.ranks.iter_mut();
         for (_, record) in ranks.filter(|(rank, _)| rank.worker == worker) {
             if is_failing {
-                record.witnesses.insert(witness);
+                record.signals.insert(signal);
             } else {
-                record.witnesses.remove(&witness);
+                record.signals.remove(&signal);
             }
         }
     }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::evidence::{EvidenceSummary, FailureEvidence};
 use super::outcome::WorkerOutcome;
-use super::report::{HealthChange, HealthPool, HealthWitness};
+use super::report::{HealthChange, HealthPool, HealthSignal};
 use super::{HealthRules, WorkerHealth};
 
 /// Maximum number of ejections of one rank that health checks end early before a request succeeds.
@@ -43,7 +43,7 @@ pub(super) struct RankRecord {
     pub(super) waiting: HashMap<u64, WaitingRequest>,
     /// Time of the last content.
     pub(super) delivered_at: Option<Instant>,
-    pub(super) witnesses: BTreeSet<HealthWitness>,
+    pub(super) signals: BTreeSet<HealthSignal>,
 }
 
 #[derive(Debug)]
@@ -92,7 +92,7 @@ impl RankRecord {
             failures: BTreeMap::new(),
             waiting: HashMap::new(),
             delivered_at: None,
-            witnesses: BTreeSet::new(),
+            signals: BTreeSet::new(),
         }
     }
 
@@ -155,7 +155,7 @@ impl RankRecord {
     ) -> Option<StateTransition> {
         let period = rules.base_ejection_time.min(rules.max_ejection_time);
         let failures = f64::from(rules.consecutive_failures);
-        let limit = if self.witnesses.is_empty() {
+        let limit = if self.signals.is_empty() {
             failures
         } else {
             failures.min(1.0)

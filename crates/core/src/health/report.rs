@@ -17,10 +17,10 @@ pub struct HealthPool {
     pub is_prefill: bool,
 }
 
-/// Observation besides requests that a worker may be at fault.
+/// Signal other than requests that a worker may be failing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum HealthWitness {
+pub enum HealthSignal {
     /// Scrapes of the load gauges fail.
     LoadScrape,
     /// The event source is detached.

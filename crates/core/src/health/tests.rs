@@ -370,16 +370,16 @@ fn health_check_ends_only_ejections_of_dead_workers() {
 }
 
 #[test]
-fn witness_reduces_necessary_failures() {
+fn signal_reduces_necessary_failures() {
     let fixture = Fixture::new(3);
     let health = &fixture.health;
-    health.set_witness(WorkerId(1), HealthWitness::LoadScrape, true);
+    health.set_signal(WorkerId(1), HealthSignal::LoadScrape, true);
     assert_eq!(
         fixture.report(1, WorkerOutcome::ServerError),
         [HealthChange::Suspected]
     );
-    health.set_witness(WorkerId(2), HealthWitness::EventSource, true);
-    health.set_witness(WorkerId(2), HealthWitness::EventSource, false);
+    health.set_signal(WorkerId(2), HealthSignal::EventSource, true);
+    health.set_signal(WorkerId(2), HealthSignal::EventSource, false);
     assert_eq!(
         fixture.report(2, WorkerOutcome::Rejected),
         [HealthChange::Cleared]

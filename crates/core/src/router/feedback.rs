@@ -16,7 +16,7 @@ use crate::block::BlockHashes;
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
-    HealthTransition, HealthWitness, RankHealth, TrackedRequest, WorkerHealth, WorkerOutcome,
+    HealthSignal, HealthTransition, RankHealth, TrackedRequest, WorkerHealth, WorkerOutcome,
 };
 use crate::load::FirstTokenObservation;
 use crate::worker::{WorkerId, WorkerRank};
@@ -123,8 +123,8 @@ impl Router {
         changes
     }
 
-    /// Handles the end of a request. If it failed before its first token on a rank that is under
-    /// suspicion, its load stays booked for the expected service time.
+    /// Handles the end of a request. If it failed before its first token and there is evidence
+    /// against its rank, its load stays booked for the expected service time.
     pub fn finish(&self, placement: Placement) {
         let now = self.load.now();
         let on_end = |request: &TrackedRequest| request.on_end(now);
@@ -295,10 +295,10 @@ impl Router {
             .on_health_check(worker, is_healthy, self.load.now())
     }
 
-    /// Records whether a witness speaks against a worker. One failure then ejects its ranks.
-    pub fn set_witness(&self, worker: WorkerId, witness: HealthWitness, is_failing: bool) {
+    /// Records whether a signal indicates a failing worker. One failure then ejects its ranks.
+    pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let health = &self.feedback.health;
-        health.set_witness(worker, witness, is_failing);
+        health.set_signal(worker, signal, is_failing);
     }
 
     /// Returns the workers with an ejected rank.

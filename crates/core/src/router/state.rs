@@ -17,7 +17,7 @@ use super::settings::RouterSettings;
 use super::worker_feedback::WorkerFeedback;
 use crate::fleet::{Fleet, FleetMember};
 use crate::freshness::{SourceStatus, StaleReason};
-use crate::health::HealthWitness;
+use crate::health::HealthSignal;
 use crate::index::{BlockLimits, PrefixIndex};
 use crate::load::LoadTracker;
 use crate::parity::ParityRegistry;
@@ -122,7 +122,7 @@ impl Router {
     /// Sets the status of a worker rank's event source.
     pub fn set_source_status(&self, rank: WorkerRank, status: SourceStatus) {
         let is_detached = status.reason == Some(StaleReason::Detached);
-        self.set_witness(rank.worker, HealthWitness::EventSource, is_detached);
+        self.set_signal(rank.worker, HealthSignal::EventSource, is_detached);
         self.lookup.sources.set(rank, status);
     }
 

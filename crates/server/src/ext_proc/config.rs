@@ -218,9 +218,9 @@ pub struct ListenerLimitsConfig {
     /// Maximum number of concurrent streams of one connection to ext_proc. `None`: unlimited. Envoy
     /// may exceed a limit until it has received it.
     pub max_concurrent_streams: Option<u32>,
-    /// Maximum number of open gRPC streams of all connections: exchanges of ext_proc, one for each of
-    /// its filters, watches and xDS. Further streams are refused with UNAVAILABLE, on which Envoy
-    /// serves the request without warmroute if `failure_mode_allow` is set.
+    /// Maximum number of open gRPC streams of each listener, over all its connections. Each ext_proc
+    /// filter opens one per request. Further streams are refused with UNAVAILABLE. Envoy then serves
+    /// the request without warmroute if `failure_mode_allow` is true.
     pub max_streams: u32,
 }
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tracing::{debug, info};
-use warmroute_core::health::HealthWitness;
+use warmroute_core::health::HealthSignal;
 use warmroute_core::load::{EngineLoadReport, EngineLoadSample};
 use warmroute_core::worker::{RankRange, RankSlot, WorkerRank};
 use warmroute_engines::engine_client::{EngineError, EngineGauges, EngineUrl, MetricsPath};
@@ -84,7 +84,7 @@ impl WorkerScraper {
         // An engine whose page was never readable may be out of reach for warmroute alone.
         let is_failing = self.path.is_some() && result.is_err();
         let router = &self.context.router;
-        router.set_witness(self.engine.0, HealthWitness::LoadScrape, is_failing);
+        router.set_signal(self.engine.0, HealthSignal::LoadScrape, is_failing);
         match result {
             Ok(counters) if !counters.is_empty() => {
                 self.record(&ranks, &counters);
