@@ -187,12 +187,6 @@ impl HealthTracker {
         self.model.lock().set_signal(worker, signal, is_failing);
     }
 
-    /// Returns the time for which a failed request stays booked on a rank. Without it, a rank that
-    /// fails at once would appear less loaded than its peers.
-    pub fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
-        self.model.lock().hold_time(rank)
-    }
-
     /// Returns the health of a rank.
     pub fn rank_health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
         if self.is_all_healthy() {
