@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
+use warmroute_server::fleet::discovery::fleet_guard::REMOVAL_CONFIRMATION;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::ports::{FreePort, until};
 
@@ -341,6 +342,12 @@ impl RouterProcess {
             }
             tokio::time::sleep(POLL).await;
         }
+    }
+
+    /// Waits until the removal of all workers is confirmed. Returns the elapsed time.
+    pub(crate) async fn wait_removal(&self) -> anyhow::Result<Duration> {
+        self.wait_fleet_within(REMOVAL_CONFIRMATION + PATIENCE, &[])
+            .await
     }
 
     /// Asserts that the fleet stays as expected for a period.

@@ -41,8 +41,8 @@ pub(super) async fn pool_definition_deleted(plane: Arc<TestControlPlane>) -> Cas
     let router = namespace.start_router().await?;
     router.wait_fleet(&[A]).await?;
     plane.uninstall(INFERENCE_POOLS).await?;
-    let gone = router.wait_fleet(&[]).await?;
     router.wait_up(POOL, false, PATIENCE).await?;
+    let gone = router.wait_removal().await?;
     plane.install(INFERENCE_POOLS).await?;
     namespace.create_pool(&[8000]).await?;
     let back = router.wait_fleet(&[A]).await?;

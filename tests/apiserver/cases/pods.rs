@@ -14,6 +14,9 @@ use crate::router::{PATIENCE, RouterProcess, pod_name};
 use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
+/// A worker that stays in the fleet, because the last workers of a model are removed only after a
+/// confirmation.
+const OTHER: &str = "other 127.0.1.100:8000";
 /// Period in which an unwanted change would become visible.
 const MOMENT: Duration = Duration::from_millis(400);
 
@@ -59,6 +62,13 @@ impl PodFixture {
             .wait_fleet(&expected.iter().map(String::as_str).collect::<Vec<_>>())
             .await?;
         Ok(Self { namespace, router })
+    }
+
+    async fn start_with_other(plane: &Arc<TestControlPlane>) -> anyhow::Result<Self> {
+        let site = Self::start(plane).await?;
+        site.namespace.create_pod("other", "127.0.1.100").await?;
+        site.router.wait_fleet(&[A, OTHER]).await?;
+        Ok(site)
     }
 
     async fn set_ready(&self, name: &str, ip: &str, is_ready: bool) -> anyhow::Result<()> {
@@ -116,12 +126,12 @@ pub(super) async fn deletion_with_grace(plane: Arc<TestControlPlane>) -> CaseRes
 }
 
 pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
+    let site = PodFixture::start_with_other(&plane).await?;
     let mut times = ReactionTimes::default();
     site.namespace.remove_pod("a").await?;
-    times.add(site.router.wait_fleet(&[]).await?);
+    times.add(site.router.wait_fleet(&[OTHER]).await?);
     site.namespace.create_pod("a", "127.0.1.7").await?;
-    times.add(site.router.wait_fleet(&["a 127.0.1.7:8000"]).await?);
+    times.add(site.router.wait_fleet(&["a 127.0.1.7:8000", OTHER]).await?);
     // A pod that is recreated with the same address is another worker.
     let ids = async || {
         site.router
@@ -131,14 +141,14 @@ pub(super) async fn deletion_without_grace(plane: Arc<TestControlPlane>) -> Case
     let before = ids().await?;
     site.namespace.remove_pod("a").await?;
     site.namespace.create_pod("a", "127.0.1.7").await?;
-    let replaced = async || ids().await.is_ok_and(|ids| ids.len() == 1 && ids != before);
+    let replaced = async || ids().await.is_ok_and(|ids| ids.len() == 2 && ids != before);
     ensure!(
         until(PATIENCE, replaced).await,
         "{:?} after {before:?}",
         ids().await
     );
     site.router
-        .keeps_fleet(MOMENT, &["a 127.0.1.7:8000"])
+        .keeps_fleet(MOMENT, &["a 127.0.1.7:8000", OTHER])
         .await?;
     Ok(format!(
         "removed; listed again by its name, as one worker; {}",
@@ -176,27 +186,32 @@ pub(super) async fn two_pods_with_one_address(plane: Arc<TestControlPlane>) -> C
 }
 
 pub(super) async fn labels_change(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
+    let site = PodFixture::start_with_other(&plane).await?;
     let mut times = ReactionTimes::default();
     site.set_label("a", "app", &json!("other")).await?;
-    times.add(site.router.wait_fleet(&[]).await?);
+    times.add(site.router.wait_fleet(&[OTHER]).await?);
     site.set_label("a", "app", &json!(POOL)).await?;
-    times.add(site.router.wait_fleet(&[A]).await?);
+    times.add(site.router.wait_fleet(&[A, OTHER]).await?);
     Ok(format!("removed; listed; {}", times.show()?))
 }
 
 pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
+    let site = PodFixture::start_with_other(&plane).await?;
     let mut times = ReactionTimes::default();
     for phase in ["Failed", "Succeeded", "Unknown", "Pending"] {
         site.namespace
             .set_status("a", &json!({"status": {"phase": phase}}))
             .await?;
-        times.add(site.router.wait_fleet(&[]).await.with_context(|| phase)?);
+        times.add(
+            site.router
+                .wait_fleet(&[OTHER])
+                .await
+                .with_context(|| phase)?,
+        );
         site.namespace
             .set_status("a", &json!({"status": {"phase": "Running"}}))
             .await?;
-        times.add(site.router.wait_fleet(&[A]).await?);
+        times.add(site.router.wait_fleet(&[A, OTHER]).await?);
     }
     Ok(format!(
         "Failed, Succeeded, Unknown, Pending: removed although Ready; Running: listed; {}",
@@ -245,7 +260,7 @@ pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
 }
 
 pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
+    let site = PodFixture::start_with_other(&plane).await?;
     let mut times = ReactionTimes::default();
     let known = [
         ("prefill", "prefill"),
@@ -258,18 +273,16 @@ pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
     for (label, role) in known {
         site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
         let began = std::time::Instant::now();
-        let expected = format!("a {role}");
+        let expected = [format!("a {role}"), "other aggregated".to_owned()];
         let found = until(PATIENCE, async || {
-            site.roles()
-                .await
-                .is_ok_and(|roles| roles == [expected.clone()])
+            site.roles().await.is_ok_and(|roles| roles == expected)
         });
         ensure!(found.await, "{label}: {:?}", site.roles().await);
         times.add(began.elapsed());
     }
     for label in ["encode", "Decode"] {
         site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
-        times.add(site.router.wait_fleet(&[]).await?);
+        times.add(site.router.wait_fleet(&[OTHER]).await?);
         site.router.wait_log(&format!("`{label}`")).await?;
     }
     ensure!(
@@ -279,7 +292,7 @@ pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
         "the log does not name the pod"
     );
     site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
-    times.add(site.router.wait_fleet(&[A]).await?);
+    times.add(site.router.wait_fleet(&[A, OTHER]).await?);
     Ok(format!(
         "prefill, decode, both, prefill-decode, encode-prefill-decode: accepted; encode, `Decode`: no worker, named in the log; {}",
         times.show()?
@@ -314,7 +327,7 @@ pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
 }
 
 pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
+    let site = PodFixture::start_with_other(&plane).await?;
     for (label, id) in [
         ("7", "7"),
         ("007", "7"),
@@ -324,16 +337,21 @@ pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
             .await?;
         let ids = async || {
             site.router
-                .fleet_by(|worker| worker["id"].as_str().unwrap_or("-").to_owned())
+                .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"]))
                 .await
         };
-        let found = until(PATIENCE, async || ids().await.is_ok_and(|ids| ids == [id]));
+        let found = until(PATIENCE, async || {
+            ids().await.is_ok_and(|ids| ids[0] == format!("a {id:?}"))
+        });
         ensure!(found.await, "{label}: {:?}", ids().await);
     }
     for label in ["18446744073709551616", "x", ""] {
         site.set_label("a", "warmroute.dev/worker-id", &json!(label))
             .await?;
-        site.router.wait_fleet(&[]).await.with_context(|| label)?;
+        site.router
+            .wait_fleet(&[OTHER])
+            .await
+            .with_context(|| label)?;
         site.router.wait_log(&format!("`{label}`")).await?;
     }
     Ok("7, 007, 2^64-1: accepted; 2^64, x, empty: rejected with a reason".to_owned())

@@ -71,7 +71,8 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     select(json!({"app": POOL})).await?;
     let second = router.wait_fleet(&[A]).await?;
     select(json!({"app": "none"})).await?;
-    router.wait_fleet(&[]).await?;
+    router.wait_log("lists no workers").await?;
+    router.keeps_fleet(MOMENT, &[A]).await?;
     select(json!({"app": POOL})).await?;
     router.wait_fleet(&[A]).await?;
     // The definition accepts an invalid label key. The API server then rejects the list of pods.
@@ -82,7 +83,7 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     router.wait_up(POOL, true, PATIENCE).await?;
     router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "follows after {} and {} ms; no match: empty; invalid key: up 0, fleet kept",
+        "follows after {} and {} ms; no match: fleet kept until confirmed; invalid key: up 0, fleet kept",
         first.as_millis(),
         second.as_millis()
     ))
@@ -103,8 +104,9 @@ pub(super) async fn pool_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
             &json!({"metadata": {"finalizers": null}}),
         )
         .await?;
-    let gone = router.wait_fleet(&[]).await?;
     router.wait_up(POOL, false, PATIENCE).await?;
+    router.keeps_fleet(MOMENT, &[A]).await?;
+    let gone = router.wait_removal().await?;
     ensure!(
         !router.log().contains("is kept"),
         "the log claims that the fleet is kept:\n{}",
@@ -114,7 +116,7 @@ pub(super) async fn pool_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
     let back = router.wait_fleet(&[A]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
     Ok(format!(
-        "fleet kept while a finalizer blocks the deletion; empty after {} ms; back after {} ms",
+        "fleet kept while a finalizer blocks the deletion and until it is confirmed; empty after {} ms; back after {} ms",
         gone.as_millis(),
         back.as_millis()
     ))
