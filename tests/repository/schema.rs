@@ -12,6 +12,9 @@ use warmroute_settings::{ByteSize, DurationSetting};
 /// Messages of errors that a schema finds as well.
 const STRUCTURAL_ERRORS: [&str; 3] = ["unknown key", "required key", "` must be "];
 
+/// Schema of the chart's values. Its definitions are those of the configuration.
+const CHART_SCHEMA: &str = "deploy/chart/values.schema.json";
+
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
@@ -75,6 +78,19 @@ fn overlays() -> Vec<PathBuf> {
     found
 }
 
+/// Returns the schema of the chart's values with the current schema of the configuration.
+fn chart_schema() -> String {
+    let mut config: Value = serde_json::from_str(&config_schema()).unwrap();
+    let members = config.as_object_mut().unwrap();
+    members.shift_remove("$schema");
+    let mut definitions = members.shift_remove("definitions").unwrap();
+    definitions["WarmrouteConfig"] = config;
+    let mut chart: Value =
+        serde_json::from_str(&fs::read_to_string(root().join(CHART_SCHEMA)).unwrap()).unwrap();
+    chart["definitions"] = definitions;
+    serde_json::to_string_pretty(&chart).unwrap() + "\n"
+}
+
 #[test]
 #[expect(
     clippy::disallowed_methods,
@@ -84,6 +100,7 @@ fn published_schemas_are_up_to_date() {
     let published = [
         ("docs/schema/warmroute.json", config_schema()),
         ("docs/schema/workers.json", workers_schema()),
+        (CHART_SCHEMA, chart_schema()),
     ];
     for (path, expected) in published {
         let file = root().join(path);
@@ -122,9 +139,18 @@ fn valid_configurations_match_schema() {
             .validate(text)
             .unwrap_or_else(|error| panic!("{text}: {error}"));
     }
+}
+
+#[test]
+fn chart_values_match_schema() {
+    let schema = SettingsSchema::compile(&chart_schema());
     let values = fs::read_to_string(root().join("deploy/chart/values.yaml")).unwrap();
-    let values: Value = serde_saphyr::from_str(&values).unwrap();
-    schema.validate(&values["config"].to_string()).unwrap();
+    let mut values: Value = serde_saphyr::from_str(&values).unwrap();
+    values["image"]["repository"] = "registry.example/warmroute".into();
+    schema.validate(&values.to_string()).unwrap();
+    values["config"]["routing"]["policy"] = "secondz".into();
+    let error = schema.validate(&values.to_string()).unwrap_err();
+    assert!(error.contains("/config/routing/policy"), "{error}");
 }
 
 #[test]

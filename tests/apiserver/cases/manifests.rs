@@ -168,6 +168,7 @@ pub(super) async fn chart_renderings_are_current(plane: Arc<TestControlPlane>) -
 /// helm rejects wrong values by the schema or by the templates.
 pub(super) async fn wrong_values_are_rejected(plane: Arc<TestControlPlane>) -> CaseResult {
     let wrong = [
+        ("image.repository=", "/image/repository"),
         ("replica=3", "'replica' not allowed"),
         ("image.pullPolicy=Sometimes", "/image/pullPolicy"),
         ("image.digest=sha256:12", "/image/digest"),
@@ -181,6 +182,8 @@ pub(super) async fn wrong_values_are_rejected(plane: Arc<TestControlPlane>) -> C
             "/config/listeners/admin/address",
         ),
         ("config.models=null", "'models'"),
+        ("config.routing.policy=secondz", "/config/routing/policy"),
+        ("config.routing.overload.prefil=1", "'prefil' not allowed"),
         (
             "envoy.enabled=true",
             "port 9004 in config.envoy.xds.address",
@@ -203,6 +206,8 @@ pub(super) async fn wrong_values_are_rejected(plane: Arc<TestControlPlane>) -> C
             &chart,
             "--kube-version",
             "1.30",
+            "--set",
+            "image.repository=registry.example/warmroute",
             "--set",
         ];
         let result = output_of(&plane.programs.helm, arguments.into_iter().chain([values])).await?;
@@ -242,10 +247,10 @@ pub(super) async fn chart_is_accepted(plane: Arc<TestControlPlane>) -> CaseResul
         let mut seen = Vec::new();
         for change in [
             "config.routing.weights.router_temperature=0.5",
-            "config.queue.timeout=9s",
+            "config.queue.timeout=\"9s\"",
         ] {
             let upgrade = ["upgrade", "warmroute", &chart, "--reset-then-reuse-values"];
-            helm(&[&upgrade[..], &["--set", change]].concat()).await?;
+            helm(&[&upgrade[..], &["--set-json", change]].concat()).await?;
             seen.push(generation().await?);
         }
         ensure!(
