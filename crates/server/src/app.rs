@@ -57,7 +57,7 @@ use warmroute_settings::format_elapsed;
 
 use crate::admin::explain::ExplainContext;
 use crate::api::{self, RankWriters};
-use crate::app::telemetry::LogFilter;
+use crate::app::telemetry::LogControl;
 use crate::cluster::replica::LocalEventChannel;
 use crate::config::Config;
 use crate::dispatch::audit::{CacheAudit, MissCause};
@@ -310,8 +310,7 @@ impl App {
     }
 
     /// Reloads the configuration when its file changes or a reload is requested.
-    pub fn follow_config_file(&mut self, file: ConfigFile, log: LogFilter) {
-        let log = Arc::new(log);
+    pub fn follow_config_file(&mut self, file: ConfigFile, log: Arc<LogControl>) {
         self.reloader.register("log.level", move |next| {
             let log = log.clone();
             let level = next.config.process.log.level;

@@ -16,7 +16,7 @@ use warmroute_runtime::descriptors;
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, format_count, read_regular_file};
 use warmroute_tokens::prompt::LoadError;
 
-use crate::app::telemetry::{self, LogFilter};
+use crate::app::telemetry::{self, LogControl};
 use crate::app::{self, App, ConfigFile, ExternalDiscovery, ProcessOrigin};
 use crate::config::Config;
 use crate::version::BuildVersion;
@@ -40,7 +40,7 @@ pub fn run(
     let Some(config) = config_or_report(read, err)? else {
         return Ok(EXIT_MISCONFIGURED);
     };
-    let log = telemetry::init(&config.process.log);
+    let log = Arc::new(telemetry::init(&config.process.log));
     telemetry::install_panic_hook();
     info!(
         version = version.text,
@@ -105,7 +105,7 @@ struct ServeInputs {
     file: Option<ConfigFile>,
     discovery: Arc<dyn ExternalDiscovery>,
     origin: ProcessOrigin,
-    log: LogFilter,
+    log: Arc<LogControl>,
     reload: Arc<Notify>,
 }
 
@@ -126,6 +126,8 @@ async fn serve(inputs: ServeInputs) -> anyhow::Result<u8> {
         interrupt: signal(SignalKind::interrupt())?,
     };
     let _hangups = tokio::spawn(forward_hangups(signal(SignalKind::hangup())?, reload));
+    let reported = log.clone();
+    let _omitted = tokio::spawn(async move { reported.report_omitted_lines().await });
     let mut app = tokio::select! {
         app = Box::pin(App::start(config, discovery, origin)) => match app {
             Ok(app) => app,

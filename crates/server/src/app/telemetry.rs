@@ -1,28 +1,38 @@
 //! Logging to standard error, so that standard output contains only the output of commands.
 
+mod burst_limit;
+
 use std::any::Any;
 use std::borrow::Cow;
+use std::convert::Infallible;
 use std::io::{self, IsTerminal, Write};
 
 use tracing::{error, warn};
-use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::Directive;
-use tracing_subscriber::reload::Handle;
+use tracing_subscriber::layer::SubscriberExt as _;
+use tracing_subscriber::reload::{self, Handle};
+use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer as _, Registry, fmt};
 
+use self::burst_limit::BurstLimit;
 use crate::config::{LogConfig, LogFormat, LogLevel};
 
-/// Handle to change the log filter at run time.
-pub struct LogFilter(Box<dyn Fn(EnvFilter) + Send + Sync>);
+/// Changes the log filter at run time, and reports omitted lines.
+pub struct LogControl {
+    filter: Handle<EnvFilter, Registry>,
+    bursts: BurstLimit,
+}
 
-impl LogFilter {
-    fn new<S: 'static>(handle: Handle<EnvFilter, S>) -> Self {
-        // Fails only if the subscriber no longer exists, and then nothing is logged.
-        Self(Box::new(move |filter| _ = handle.reload(filter)))
-    }
-
+impl LogControl {
     /// Changes the log level, unless the environment sets the filter.
     pub fn set_level(&self, level: LogLevel) {
-        (self.0)(env_filter(level));
+        // Fails only if the subscriber no longer exists, and then nothing is logged.
+        _ = self.filter.reload(env_filter(level));
+    }
+
+    /// Logs how many lines are omitted, because too many were of one kind. Runs until dropped.
+    pub async fn report_omitted_lines(&self) -> Infallible {
+        self.bursts.report_omitted().await
     }
 }
 
@@ -66,28 +76,26 @@ pub fn log_invalid_directives() {
 }
 
 /// Starts logging. An existing subscriber stays in place.
-pub fn init(config: &LogConfig) -> LogFilter {
-    let has_colors = std::io::stderr().is_terminal();
-    let lines = tracing_subscriber::fmt()
-        .with_env_filter(env_filter(config.level))
+pub fn init(config: &LogConfig) -> LogControl {
+    let (filter, handle) = reload::Layer::new(env_filter(config.level));
+    let bursts = BurstLimit::default();
+    let lines = fmt::layer()
         .with_writer(|| EventWriter(io::stderr()))
+        .with_ansi(io::stderr().is_terminal())
         // The library reports a failed write with `eprintln!`, which then panics, and the panic
         // hook logs. The process must outlive the reader of its log.
         .log_internal_errors(false);
-    let lines = lines.with_ansi(has_colors);
-    match config.format {
-        LogFormat::Text => {
-            let lines = lines.with_filter_reloading();
-            let level = LogFilter::new(lines.reload_handle());
-            let _started = lines.try_init();
-            level
-        }
-        LogFormat::Json => {
-            let lines = lines.json().flatten_event(true).with_filter_reloading();
-            let level = LogFilter::new(lines.reload_handle());
-            let _started = lines.try_init();
-            level
-        }
+    let lines = match config.format {
+        LogFormat::Text => lines.boxed(),
+        LogFormat::Json => lines.json().flatten_event(true).boxed(),
+    };
+    let subscriber = tracing_subscriber::registry().with(filter);
+    let _started = subscriber
+        .with(lines.with_filter(bursts.clone()))
+        .try_init();
+    LogControl {
+        filter: handle,
+        bursts,
     }
 }
 
