@@ -5,6 +5,7 @@
 mod collect;
 mod inputs;
 mod probes;
+mod process;
 mod progress;
 #[cfg(test)]
 mod tests;
@@ -75,9 +76,11 @@ async fn run_checks(
         None => load_workers(config).await?,
     };
     drop(part);
-    let file = args.config_file().display().to_string();
+    let file = args.config_file();
     let mut findings = vec![host::check_config(&inputs::config_summary(
-        file, config, &workers,
+        file.display().to_string(),
+        config,
+        &workers,
     ))];
     if let Some(cluster) = &cluster {
         findings.extend(kubernetes::check_pools(&cluster.pools, &cluster.conflicts));
@@ -92,16 +95,23 @@ async fn run_checks(
         &app::descriptor_demand(config, &workers),
         descriptors::hard_limit(),
     ));
-    let listening = async {
-        host::check_listeners(&probes::probe_listeners(config, args.timeout.into()).await)
+    let file = std::path::absolute(file).unwrap_or_else(|_| file.to_owned());
+    let running = async {
+        let timeout = args.timeout.into();
+        let listeners = probes::probe_listeners(config, timeout).await;
+        let listens = listeners.iter().any(|(_, listens)| *listens == Some(true));
+        let process =
+            process::check_process(config, &file.display().to_string(), timeout, listens).await;
+        (host::check_listeners(&listeners), process)
     };
     let engines = check_engines(config, args, &workers, progress);
-    let (engines, listening, envoy) = tokio::join!(
+    let (engines, (listening, process), envoy) = tokio::join!(
         engines,
-        listening,
+        running,
         check_envoy(config, args, &workers, progress)
     );
     findings.push(listening);
+    findings.extend(process);
     findings.extend(engines?);
     findings.extend(envoy);
     Ok(findings)

@@ -9,4 +9,5 @@ pub mod envoy;
 pub mod finding;
 pub mod host;
 pub mod kubernetes;
+pub mod process;
 pub mod table;

@@ -108,4 +108,14 @@ async fn socket_of_running_warmroute_is_skipped() {
         (level("events.attached"), level("warmroute.listens")),
         (json!("skipped"), json!("ok"))
     );
+    // Another file with the same addresses. The running process does not follow it.
+    config["routing"] = json!({"policy": "least_loaded"});
+    let other = bed.dir.path().join("other.yaml");
+    std::fs::write(&other, config.to_string()).unwrap();
+    let examined = doctor(&other, &["--no-canary"]).await;
+    examined.assert(
+        "another configuration",
+        &[("error", "warmroute.config")],
+        &[&format!("stop the process that uses {}", file.display())],
+    );
 }

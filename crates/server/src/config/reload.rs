@@ -58,6 +58,11 @@ impl Config {
         })
     }
 
+    /// Returns the keys whose values differ from `running`, a configuration as JSON.
+    pub fn differing_keys(&self, running: &Value) -> Vec<String> {
+        differences(running, &value(self))
+    }
+
     /// Returns the whole configuration as JSON, for the status pages.
     pub fn to_json(&self) -> Value {
         value(self)

@@ -1,0 +1,99 @@
+//! Reads the admin pages of the running process.
+
+use std::net::Ipv4Addr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use serde_json::Value;
+use warmroute_doctor::finding::Finding;
+use warmroute_doctor::process::{
+    ReportedHealth, RunningProcess, check_process_config, check_process_health, unreadable_process,
+};
+use warmroute_server::config::Config;
+
+use crate::cmd::admin_client::AdminClient;
+
+/// Checks the process at the configured admin address. `listens` tells whether the ext_proc address
+/// accepts connections.
+pub(super) async fn check_process(
+    config: &Config,
+    file: &str,
+    timeout: Duration,
+    listens: bool,
+) -> Vec<Finding> {
+    let mut address = config.listeners.admin.address;
+    if address.ip().is_unspecified() {
+        address.set_ip(Ipv4Addr::LOCALHOST.into());
+    }
+    let connected = tokio::time::timeout(timeout, tokio::net::TcpStream::connect(address)).await;
+    if let Ok(Err(error)) = connected {
+        let reason = format!("not running: the admin address {address}: {error}");
+        return vec![unreadable_process(reason, listens, true)];
+    }
+    let address = address.to_string();
+    let read = tokio::time::timeout(timeout, read_process(config, &address));
+    let process = read.await.unwrap_or_else(|_| {
+        let seconds = timeout.as_secs();
+        Err(anyhow::anyhow!(
+            "no response from {address} within {seconds} s"
+        ))
+    });
+    match process {
+        Ok(process) => {
+            let mut findings = vec![check_process_config(file, &process)];
+            findings.extend(check_process_health(&process));
+            findings
+        }
+        Err(error) => vec![unreadable_process(format!("{error:#}"), listens, false)],
+    }
+}
+
+async fn read_process(config: &Config, address: &str) -> anyhow::Result<RunningProcess> {
+    let admin = &config.listeners.admin;
+    let scheme = if admin.tls.is_some() { "https" } else { "http" };
+    let client = AdminClient::new(
+        &format!("{scheme}://{address}"),
+        admin.token_file.as_deref(),
+        None,
+    )?;
+    let page = async |path: &str| -> anyhow::Result<Value> {
+        let text = client.get(path).await?;
+        serde_json::from_str(&text).with_context(|| format!("{path} is not JSON"))
+    };
+    let settings = page("/debug/config").await?;
+    let fleet = page("/debug/fleet").await?;
+    let members = fleet["members"].as_array().context("no members")?;
+    Ok(RunningProcess {
+        file: settings["file"].as_str().map(str::to_owned),
+        differing_keys: config.differing_keys(&settings["config"]),
+        pending_keys: serde_json::from_value(settings["needs_restart"].clone()).unwrap_or_default(),
+        ranks: members.len(),
+        unhealthy: members.iter().filter_map(reported_health).collect(),
+    })
+}
+
+/// Returns the health of a member of the fleet, unless it is healthy.
+fn reported_health(member: &Value) -> Option<ReportedHealth> {
+    let health = member["health"]["health"].as_str()?;
+    if health == "healthy" {
+        return None;
+    }
+    let evidence = &member["health"]["evidence"];
+    let failures = evidence["failures"].as_object();
+    let failures = failures.into_iter().flatten();
+    let failures: Vec<String> = failures
+        .map(|(kind, count)| format!("{kind}={count}"))
+        .collect();
+    let worker = member["rank"]["worker"].as_str().unwrap_or_default();
+    Some(ReportedHealth {
+        rank: format!("worker {worker} rank {}", member["rank"]["rank"]),
+        health: health.replace('_', " "),
+        age_seconds: member["health"]["age_seconds"].as_u64().unwrap_or_default(),
+        evidence: format!(
+            "{} peers_delivered={} peers_failed={}",
+            failures.join(" "),
+            evidence["peers_delivered"],
+            evidence["peers_failed"]
+        ),
+    })
+}
