@@ -16,7 +16,7 @@ use warmroute_testbed::programs::example_program;
 use crate::support::model_file;
 
 /// Timeout of each wait, long enough for a busy machine.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// Timeout of the exit.
 const END: Duration = Duration::from_secs(15);
 const SMALL: [&str; 4] = ["--groups", "2", "--sessions", "1"];

@@ -40,12 +40,14 @@ fn worker_of(answer: &RoutedAnswer) -> u64 {
 async fn responses_belong_to_the_pinned_worker() {
     let bed = bed().await;
     bed.set_first_tokens(1, false).await;
-    let sending: Vec<_> = (0..WORKERS as usize)
-        .map(|topic| bed.send_in_background(&text(&essay(topic))))
-        .collect();
-    for worker in 1..=WORKERS {
-        bed.wait_load(worker, "active_requests", |requests| requests == 1)
-            .await;
+    let mut sending = Vec::new();
+    for topic in 0..WORKERS as usize {
+        sending.push(bed.send_in_background(&text(&essay(topic))));
+        // The next request is sent to a worker without requests.
+        bed.wait_metrics("the request is not active", |page| {
+            page.sum("worker_active_requests", &[]) == sending.len() as f64
+        })
+        .await;
     }
     bed.set_first_tokens(1, true).await;
     for answer in sending {
