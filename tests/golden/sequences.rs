@@ -397,6 +397,7 @@ fn booking(slot: RankSlot, rank: WorkerRank, blocks: &[u64], tokens: u64) -> Loa
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
+        content_time: None,
         end: BookingEnd::RequestEnd,
     }
 }

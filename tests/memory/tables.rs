@@ -189,6 +189,7 @@ fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), Ledg
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
+        content_time: None,
         end: BookingEnd::RequestEnd,
     };
     // Ids may have up to 512 bytes.

@@ -68,6 +68,9 @@ pub struct LoadBooking {
     /// Estimated duration of the prefill. With an estimate, the outstanding tokens decrease over
     /// time.
     pub prefill_time: Option<Duration>,
+    /// Expected time to the first content of the answer, if it is known from observed prefills. A
+    /// request that waits much longer increases the cost of its rank.
+    pub content_time: Option<Duration>,
     /// End of the booking.
     pub end: BookingEnd,
 }

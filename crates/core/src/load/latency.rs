@@ -6,19 +6,23 @@
 
 mod calibration;
 mod change;
+mod coefficients;
 mod fit;
+mod limits;
 mod model;
+mod recovery;
 mod registry;
 mod slowdown;
 mod snapshot;
 mod totals;
 mod traffic;
+mod transfer;
 
 pub use calibration::{CalibrationReport, ModelCalibration, RankCalibration};
-pub use model::{LatencyCoefficients, LatencyEstimate};
-pub(crate) use model::{
-    ModelLatency, PrefillObservation, PrefillWork, StepObservation, TransferObservation,
-};
+pub use coefficients::LatencyCoefficients;
+pub(crate) use coefficients::PrefillWork;
+pub use model::LatencyEstimate;
+pub(crate) use model::{ModelLatency, PrefillObservation, StepObservation, TransferObservation};
 pub(crate) use registry::{LatencyRegistry, ModelId};
 pub use slowdown::RankSlowdown;
 pub(crate) use slowdown::SlowdownFactors;

@@ -26,7 +26,8 @@ pub enum CompleteOutput {
 }
 
 impl LoadTable {
-    /// Returns the booked work of a rank.
+    /// Returns the booked work of a rank, for a decision. If the rank is slower than others and a
+    /// trial is due, its factors are those of the fastest rank.
     #[inline(always)]
     pub(super) fn timing(
         &self,
@@ -35,7 +36,16 @@ impl LoadTable {
         now: Instant,
     ) -> Option<RankTiming> {
         let row = self.row(slot).filter(|row| row.rank == rank)?;
-        Some(row.timing(now))
+        let mut timing = row.timing(now);
+        let model = self.latency.model(row.model);
+        // The fields of the trials are in other cache lines, which are usually not read.
+        if timing.prefills == 0 && model.may_try(row.factors) {
+            if let Some(trial) = model.trial_factors(&row.slowdown, now) {
+                timing.prefill_factor = f64::from(trial.prefill);
+                timing.decode_factor = f64::from(trial.decode);
+            }
+        }
+        Some(timing)
     }
 
     /// Learns from the completed prefill of a part, once. Returns the predicted and observed times
@@ -43,6 +53,7 @@ impl LoadTable {
     pub(super) fn learn_prefill(
         &mut self,
         part: &mut ReservationPart,
+        now: Instant,
     ) -> Option<FirstTokenObservation> {
         let completed = part.completed_prefill.take()?;
         let booking = &part.booking;
@@ -53,6 +64,7 @@ impl LoadTable {
         let prefill = PrefillObservation {
             work: booking.prefill_work(),
             elapsed: completed.elapsed,
+            at: now,
         };
         let first_token = FirstTokenObservation {
             predicted: completed.first_token_seconds,
@@ -127,6 +139,7 @@ impl LoadTable {
                 context_tokens,
                 steps: count,
                 elapsed: now.saturating_duration_since(since),
+                at: now,
             };
             row.learn(&mut self.latency, |model, slowdown| {
                 model.observe_steps(observation, slowdown);
@@ -153,11 +166,11 @@ impl LoadTable {
             .map(|started_at| now.saturating_duration_since(started_at));
         let context_tokens = row.context_tokens as f64;
         row.learn(&mut self.latency, |model, slowdown| match output {
-            CompleteOutput::Unary { tokens } => model.observe_output(tokens as f64),
+            CompleteOutput::Unary { tokens } => model.observe_output(tokens as f64, slowdown),
             CompleteOutput::Stream {
                 tokens: Some(tokens),
             } => {
-                model.observe_output(tokens as f64);
+                model.observe_output(tokens as f64, slowdown);
                 // The tokens were not observed one by one. Their mean time includes the prefills
                 // of other requests.
                 if let Some(elapsed) = elapsed.filter(|_| answer.tokens == 0) {
@@ -165,6 +178,7 @@ impl LoadTable {
                         context_tokens,
                         steps: tokens.saturating_sub(1),
                         elapsed,
+                        at: now,
                     };
                     model.observe_steps(observation, slowdown);
                 }
@@ -173,7 +187,7 @@ impl LoadTable {
             // expected step time replaces the length.
             CompleteOutput::Stream { tokens: None } => {
                 if let Some(elapsed) = elapsed {
-                    model.observe_duration(elapsed, context_tokens, slowdown.decode_factor);
+                    model.observe_duration(elapsed, context_tokens, slowdown);
                 }
             }
         });
@@ -199,6 +213,7 @@ impl RankRow {
             prefill_tokens: self.prefills.tokens() as f64,
             prefill_pairs: self.prefills.pairs(),
             prefill_elapsed: self.prefills.elapsed(now).as_secs_f64(),
+            overdue: self.prefills.overdue(now).as_secs_f64(),
             ..idle
         }
     }

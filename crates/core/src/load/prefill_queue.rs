@@ -7,6 +7,11 @@ use std::time::{Duration, Instant};
 
 use super::booking::LoadBooking;
 
+/// A request is overdue after this multiple of the expected time to its first content, plus
+/// [`OVERDUE_MARGIN`].
+const OVERDUE_FACTOR: u32 = 2;
+const OVERDUE_MARGIN: Duration = Duration::from_secs(1);
+
 /// Prefills in order of arrival. `tokens` comes first because every decision reads it for every
 /// rank.
 #[derive(Debug, Default)]
@@ -18,6 +23,8 @@ pub(super) struct PrefillQueue {
     pairs: f64,
     /// Earliest time at which the engine can have started the oldest entry.
     oldest_since: Option<Instant>,
+    /// Time from which the oldest entry is overdue, unless the engine completes another one.
+    overdue_since: Option<Instant>,
     /// Entries in order of arrival. Ended ones stay until they are at the front, or more than half of
     /// all: removing each at once would move all later ones.
     entries: VecDeque<PrefillEntry>,
@@ -26,6 +33,8 @@ pub(super) struct PrefillQueue {
     /// Earliest time at which the engine can have started a prefill that was queued then: the last
     /// observed first token, or the last release of the oldest prefill.
     engine_free_since: Option<Instant>,
+    /// Time of the last prefill that was completed.
+    completed_at: Option<Instant>,
     /// Time of the last begin or end of a prefill.
     changed_at: Option<Instant>,
     /// Start of the anchor's computation.
@@ -42,6 +51,7 @@ struct PrefillEntry {
     tokens: u64,
     pairs: f64,
     booked_at: Instant,
+    overdue_at: Option<Instant>,
     /// Estimated duration.
     time: Option<Duration>,
     /// Predicted time to first token, in seconds.
@@ -105,6 +115,12 @@ impl PrefillQueue {
             tokens,
             pairs,
             booked_at: now,
+            overdue_at: booking.content_time.and_then(|time| {
+                let limit = time
+                    .saturating_mul(OVERDUE_FACTOR)
+                    .saturating_add(OVERDUE_MARGIN);
+                now.checked_add(limit)
+            }),
             time,
             first_token_seconds,
         });
@@ -145,6 +161,9 @@ impl PrefillQueue {
             PrefillEndCause::Unobserved => false,
             PrefillEndCause::Released => was_oldest,
         };
+        if cause != PrefillEndCause::Released {
+            self.completed_at = Some(now);
+        }
         if engine_is_free {
             self.engine_free_since = Some(now);
         }
@@ -179,7 +198,11 @@ impl PrefillQueue {
     }
 
     fn update_oldest(&mut self) {
-        self.oldest_since = self.entries.front().map(|entry| self.start_of(entry));
+        let oldest = self.entries.front();
+        self.oldest_since = oldest.map(|entry| self.start_of(entry));
+        self.overdue_since = oldest
+            .and_then(|entry| entry.overdue_at)
+            .map(|overdue| self.completed_at.map_or(overdue, |at| at.max(overdue)));
     }
 
     /// Returns the number of prefills.
@@ -216,16 +239,27 @@ impl PrefillQueue {
             .map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
+    /// Returns the time for which the oldest prefill is overdue, while the engine completed no other.
+    #[inline]
+    pub(super) fn overdue(&self, now: Instant) -> Duration {
+        self.overdue_since
+            .map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+    }
+
     /// Returns whether no prefill was outstanding at any time since `since`.
     pub(super) fn is_idle_since(&self, since: Instant) -> bool {
         self.entries.is_empty() && self.changed_at.is_none_or(|changed| changed <= since)
     }
 
-    /// Returns the tokens still to be computed.
+    /// Returns the tokens still to be computed. They do not decrease while the oldest prefill is
+    /// overdue.
     #[inline]
     pub(super) fn remaining(&self, now: Instant) -> u64 {
         if self.tokens == 0 {
             return 0;
+        }
+        if !self.overdue(now).is_zero() {
+            return self.tokens;
         }
         let Some((anchor, since)) = self.entries.front().zip(self.anchor_since) else {
             return 0;
@@ -271,6 +305,7 @@ mod tests {
             cached_tokens: 0,
             track_prefill: true,
             prefill_time: None,
+            content_time: None,
             end: BookingEnd::RequestEnd,
         };
         let start = Instant::now();

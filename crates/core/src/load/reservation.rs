@@ -43,6 +43,9 @@ impl LoadTracker {
         let now = (self.clock)();
         let bookings = decide(&LoadView::new(&table, now))?;
         let shares = table.book(&bookings, now);
+        if shares.is_some() {
+            table.on_routed(&bookings, now);
+        }
         drop(table);
         let event_id = shares.as_ref().and_then(|_| self.notify_booked(&bookings));
         Ok(Reservation::new(self.clone(), bookings, shares, event_id))
@@ -171,9 +174,10 @@ impl Reservation {
     /// to first token, once.
     pub fn learn_prefill(&mut self) -> Option<FirstTokenObservation> {
         let mut table = self.tracker.table.lock();
+        let now = self.tracker.now();
         let parts = self.parts.iter_mut();
         parts
-            .map(|part| table.learn_prefill(part))
+            .map(|part| table.learn_prefill(part, now))
             .fold(None, Option::or)
     }
 

@@ -1,18 +1,17 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
-use super::latency::{LatencyRegistry, ModelId, ModelLatency, RankSlowdown, SlowdownFactors};
+use super::latency::{
+    LatencyRegistry, ModelId, ModelLatency, PrefillWork, RankSlowdown, SlowdownFactors,
+};
 use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket, PrefillTimes};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
 use crate::worker::{ModelName, RankSlot, WorkerRank};
-
-/// Each booking updates the factors of one row, and of one more for each of this number of rows. All
-/// factors are up to date after this number of bookings.
-const ROWS_PER_UPDATE: usize = 64;
 
 /// Rows of all slots.
 #[derive(Debug, Default)]
@@ -23,8 +22,8 @@ pub(super) struct LoadTable {
     /// Prompts of the running requests of all rows.
     prompts: PromptTree,
     last_generation: u64,
-    /// Slot whose factors were updated last.
-    last_updated: usize,
+    /// Number of bookings since the ranks were last compared.
+    uncompared_bookings: usize,
 }
 
 /// One open slot. The fields that every decision reads come first and share a cache line, because
@@ -33,7 +32,8 @@ pub(super) struct LoadTable {
 #[repr(C, align(64))]
 pub(super) struct RankRow {
     pub(super) rank: WorkerRank,
-    requests: u64,
+    requests: u32,
+    pub(super) model: ModelId,
     /// Weight of all prompt and output blocks.
     weight: u64,
     /// Prompt and answer tokens of all running requests.
@@ -42,12 +42,6 @@ pub(super) struct RankRow {
     pub(super) factors: SlowdownFactors,
     pub(super) prefills: PrefillQueue,
     pub(super) slowdown: RankSlowdown,
-    pub(super) model: ModelId,
-    /// Time of the last booking, or of the update that found new observations. Decisions use the
-    /// learned factors for some time after it.
-    last_active: Option<Instant>,
-    /// Number of observations at the last update of the factors.
-    seen_observations: u64,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
     generation: u64,
@@ -117,8 +111,6 @@ impl LoadTable {
             factors: slowdown.factors(),
             slowdown,
             model,
-            last_active: None,
-            seen_observations: 0,
         });
         was_open
     }
@@ -142,9 +134,25 @@ impl LoadTable {
         rank: WorkerRank,
         now: Instant,
     ) -> Option<ActiveLoad> {
-        self.row(slot)
-            .filter(|row| row.rank == rank)
-            .map(|row| row.load(now))
+        let row = self.row(slot).filter(|row| row.rank == rank)?;
+        let mut load = row.load(now);
+        if load.active_prefill_tokens > 0 {
+            let overdue = self.overdue_tokens(row, now);
+            load.active_prefill_tokens = load.active_prefill_tokens.saturating_add(overdue);
+        }
+        Some(load)
+    }
+
+    /// Returns the tokens that the rank would have computed in the time for which its oldest request
+    /// is overdue.
+    fn overdue_tokens(&self, row: &RankRow, now: Instant) -> u64 {
+        let overdue = row.prefills.overdue(now).as_secs_f64();
+        if overdue == 0.0 {
+            return 0;
+        }
+        let model = self.latency.model(row.model);
+        let tokens = overdue / model.prefill_seconds(PrefillWork::new(1.0, 0.0)).max(1e-9);
+        tokens as u64
     }
 
     /// Returns, per slot, the number of these blocks that it holds. Slots beyond the end hold none.
@@ -169,39 +177,39 @@ impl LoadTable {
             .iter()
             .map(|booking| self.book_share(booking, now))
             .collect();
-        for _ in 0..=self.rows.len() / ROWS_PER_UPDATE {
-            self.update_next_factors(now);
+        self.uncompared_bookings += 1;
+        if self.uncompared_bookings >= self.rows.len() {
+            self.compare_ranks();
         }
         shares
     }
 
-    /// Updates the factors of one row. A rank without requests is not observed, so its factors
-    /// approach those of the active ranks of its model. A rank that was slow is then chosen again.
-    fn update_next_factors(&mut self, now: Instant) {
-        self.last_updated += 1;
-        if self.last_updated >= self.rows.len() {
-            self.last_updated = 0;
+    /// Compares the ranks of each model. Done once for as many bookings as there are rows, so the
+    /// cost per booking is that of one row.
+    fn compare_ranks(&mut self) {
+        self.uncompared_bookings = 0;
+        let mut by_model: HashMap<ModelId, Vec<&RankSlowdown>> = HashMap::new();
+        for row in self.rows.iter().flatten() {
+            by_model.entry(row.model).or_default().push(&row.slowdown);
         }
-        let Some(Some(row)) = self.rows.get_mut(self.last_updated) else {
-            return;
-        };
-        let observations = row.slowdown.observations();
-        if row.seen_observations != observations {
-            row.seen_observations = observations;
-            row.last_active = Some(now);
+        for (model, ranks) in by_model {
+            self.latency.model_mut(model).compare_ranks(&ranks);
         }
-        let last_active = *row.last_active.get_or_insert(now);
-        let inactive = now.saturating_duration_since(last_active);
-        row.factors = self
-            .latency
-            .model_mut(row.model)
-            .update_factors(&row.slowdown, inactive);
+    }
+
+    /// Records requests that were routed by a decision, for the trials of ranks that were slow.
+    pub(super) fn on_routed(&mut self, bookings: &[LoadBooking], now: Instant) {
+        for booking in bookings {
+            if let Some(Some(row)) = self.rows.get_mut(booking.slot.index()) {
+                let model = self.latency.model_mut(row.model);
+                model.on_routed(&mut row.slowdown, now);
+            }
+        }
     }
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
         let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
         let prefill = row.begin_prefill(&self.latency, booking, now);
-        row.last_active = Some(now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, slowdown| {
                 model.on_booked(booking.prefill_work(), slowdown, now);
@@ -392,7 +400,7 @@ impl RankRow {
         ActiveLoad {
             active_blocks: self.blocks(),
             active_prefill_tokens: self.prefills.remaining(now),
-            active_requests: self.requests,
+            active_requests: self.requests.into(),
         }
     }
 

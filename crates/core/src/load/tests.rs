@@ -27,6 +27,7 @@ fn booking(slot: u32, worker: u64, sequences: &[u64], tokens: u64) -> LoadBookin
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
+        content_time: None,
         end: BookingEnd::RequestEnd,
     }
 }

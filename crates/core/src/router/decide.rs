@@ -145,6 +145,9 @@ impl Router {
                 }
             }
             let expected = context.content_time(&plan, &bookings, view);
+            for booking in &mut bookings {
+                booking.content_time = view.prefill_time(booking).and(expected);
+            }
             let tracked = self.track(&plan, pools, expected, view.now())?;
             decided = Some((plan, tracked));
             Ok(bookings)

@@ -177,6 +177,7 @@ impl Router {
                 .unwrap_or_else(|| context.cached_tokens(&member, false)),
             track_prefill: context.track_prefill && !options.has_remote_prefill,
             prefill_time: None,
+            content_time: None,
             end: if is_prefill_worker {
                 BookingEnd::FirstToken
             } else {

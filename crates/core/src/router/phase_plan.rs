@@ -167,6 +167,7 @@ impl<'f> PhasePlan<'f> {
             cached_tokens: context.cached_tokens(member, false).max(running_tokens),
             track_prefill: computes_prompt && context.track_prefill,
             prefill_time: None,
+            content_time: None,
             end: BookingEnd::RequestEnd,
         }
     }

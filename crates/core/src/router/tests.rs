@@ -16,6 +16,7 @@ mod overload;
 mod parity;
 mod phases;
 mod policies;
+mod recovery;
 mod rejected;
 
 use super::*;
@@ -104,6 +105,10 @@ impl Clock {
 
     fn advance(&self, by: Duration) {
         *self.0.lock() += by;
+    }
+
+    fn set(&self, to: Instant) {
+        *self.0.lock() = to;
     }
 }
 

@@ -68,6 +68,7 @@ impl TestTracker {
             cached_tokens: 0,
             track_prefill: true,
             prefill_time: None,
+            content_time: None,
             end: BookingEnd::RequestEnd,
         };
         self.load.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap()

@@ -1,8 +1,11 @@
 //! Report of the learned latency, with the accuracy of its predictions.
 
+use std::time::Instant;
+
 use serde::{Serialize, Serializer};
 
-use super::model::{LatencyCoefficients, LatencyEstimate};
+use super::coefficients::LatencyCoefficients;
+use super::model::LatencyEstimate;
 use super::slowdown::RankSlowdown;
 use super::totals::PredictionTotals;
 use crate::load::table::LoadTable;
@@ -46,6 +49,8 @@ pub struct RankCalibration {
     /// Factors relative to the model.
     #[serde(flatten)]
     pub slowdown: RankSlowdown,
+    /// Seconds since the last observation; `None` before the first one of this process.
+    pub age_seconds: Option<f64>,
 }
 
 impl LoadTracker {
@@ -65,19 +70,20 @@ impl LoadTracker {
             });
         CalibrationReport {
             models: models.collect(),
-            ranks: table.rank_calibrations().collect(),
+            ranks: table.rank_calibrations(now).collect(),
         }
     }
 }
 
 impl LoadTable {
     /// Returns the learned slowdown of each rank.
-    pub(super) fn rank_calibrations(&self) -> impl Iterator<Item = RankCalibration> {
-        self.open_rows().map(|(slot, row)| RankCalibration {
+    pub(super) fn rank_calibrations(&self, now: Instant) -> impl Iterator<Item = RankCalibration> {
+        self.open_rows().map(move |(slot, row)| RankCalibration {
             slot,
             rank: row.rank,
             model: self.latency.model_name(row.model).clone(),
             slowdown: row.slowdown,
+            age_seconds: row.slowdown.age(now).map(|age| age.as_secs_f64()),
         })
     }
 }

@@ -36,7 +36,7 @@ const REGULARIZATION: f64 = 1e-12;
 
 /// Normal equations of a least-squares fit. The prior is a ridge term around the prior
 /// coefficients, scaled by the mean squares of the inputs.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct CoefficientFit {
     first_first: f64,
     first_second: f64,

@@ -5,54 +5,18 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use super::calibration;
-use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
-use super::slowdown::{ActiveRankFactors, RankSlowdown, SlowdownFactors};
+use super::coefficients::{
+    DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
+};
+use super::limits::LatencyLimits;
+use super::recovery::{FastestFactors, TrialLimit};
+use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
+use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
 use crate::load::timing::RankTiming;
 
-/// Units that bring the inputs of the fits to the order of 1.
-const PREFILL_TOKENS: f64 = 1e3;
-const PREFILL_PAIRS: f64 = 3e7;
-const CONTEXT_TOKENS: f64 = 1e5;
-
-const PREFILL_RULES: FitRules = FitRules {
-    retention: 0.995,
-    prior_weight: 2.0,
-    prior: FitCoefficients {
-        first: PRIOR.prefill_token * PREFILL_TOKENS,
-        second: PRIOR.prefill_pair * PREFILL_PAIRS,
-    },
-};
-
-const DECODE_RULES: FitRules = FitRules {
-    retention: 0.999,
-    prior_weight: 5.0,
-    prior: FitCoefficients {
-        first: PRIOR.decode_step,
-        second: PRIOR.decode_context_token * CONTEXT_TOKENS,
-    },
-};
-
-/// Coefficients before any observation. For a token behind 33,000 others, attention costs as much as
-/// the rest, which holds within a factor of 2 for dense models of 8 to 70 billion parameters.
-const PRIOR: LatencyCoefficients = LatencyCoefficients {
-    prefill_token: 100e-6,
-    prefill_pair: 3e-9,
-    decode_step: 20e-3,
-    decode_context_token: 100e-9,
-};
-
-const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
-
-/// Seconds of KV transfer per token before any observation: 200 kB per token at 40 GB/s.
-const PRIOR_TRANSFER_TOKEN: f64 = 5e-6;
-
-/// Weight of the prior, in transferred tokens.
-const PRIOR_TRANSFER_TOKENS: f64 = 20_000.0;
-
-/// Share of earlier observations that remains after each transfer.
-const TRANSFER_RETENTION: f64 = 0.98;
+pub(super) const PRIOR_OUTPUT_TOKENS: f64 = 300.0;
 
 /// Weight of one finished request in the mean answer length.
 const OUTPUT_SHARE: f64 = 0.02;
@@ -61,9 +25,8 @@ const OUTPUT_SHARE: f64 = 0.02;
 const MIN_PREFILLS: u64 = 10;
 
 /// A prefill or KV transfer counts for at most this multiple of its expected time plus
-/// [`PREFILL_MARGIN`] seconds. A longer one waited for memory, was preempted, or stalled.
+/// [`PREFILL_MARGIN`]. A longer one waited for memory, was preempted, or stalled.
 const MAX_PREFILL_RATIO: f64 = 3.0;
-const PREFILL_MARGIN: f64 = 0.05;
 
 /// Number of step observations before outliers are discarded and factors are learned.
 const MIN_STEPS: u64 = 50;
@@ -90,32 +53,14 @@ const SOLVE_INTERVAL: u64 = 16;
 /// Maximum observed time. Longer times are discarded.
 const MAX_OBSERVED: Duration = Duration::from_secs(3600);
 
-/// Seconds that each unit of work takes.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct LatencyCoefficients {
-    /// Prefill, per uncached token.
-    pub prefill_token: f64,
-    /// Prefill, per pair of an uncached token and a token before it (attention).
-    pub prefill_pair: f64,
-    /// Decode step, fixed part.
-    pub decode_step: f64,
-    /// Decode step, per token in the context of all running requests.
-    pub decode_context_token: f64,
-}
-
-/// Uncached part of a prompt.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct PrefillWork {
-    pub(crate) tokens: f64,
-    pub(crate) pairs: f64,
-}
-
 /// Completed prefill.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct PrefillObservation {
     pub(crate) work: PrefillWork,
     /// Time since the booking or the previous first token, whichever is later.
     pub(crate) elapsed: Duration,
+    /// Time of the first token.
+    pub(crate) at: Instant,
 }
 
 /// Decode steps of one request. Unless tokens were observed one by one, the time may include
@@ -126,6 +71,8 @@ pub(crate) struct StepObservation {
     pub(crate) context_tokens: f64,
     pub(crate) steps: u64,
     pub(crate) elapsed: Duration,
+    /// Time of the last token.
+    pub(crate) at: Instant,
 }
 
 /// First token after a remote prefill.
@@ -161,46 +108,23 @@ pub struct LatencyEstimate {
 /// Latency model of one model's ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct ModelLatency {
-    prefill: CoefficientFit,
-    decode: CoefficientFit,
+    prefill: PrefillFit,
+    decode: DecodeFit,
     coefficients: LatencyCoefficients,
     output_tokens: f64,
     transfer: TransferTime,
     #[serde(skip)]
-    active_factors: ActiveRankFactors,
+    fastest: FastestFactors,
+    #[serde(skip)]
+    trial_limit: TrialLimit,
+    #[serde(skip)]
+    limits: LatencyLimits,
     #[serde(skip)]
     traffic: TrafficRate,
     #[serde(skip)]
     booked_prefills: u64,
     #[serde(skip)]
     time_to_first_token: PredictionTotals,
-}
-
-/// Sums of observed KV transfers. Unlike a mean of ratios, they are not dominated by short ones.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct TransferTime {
-    tokens: f64,
-    seconds: f64,
-}
-
-impl Default for TransferTime {
-    fn default() -> Self {
-        Self {
-            tokens: PRIOR_TRANSFER_TOKENS,
-            seconds: PRIOR_TRANSFER_TOKENS * PRIOR_TRANSFER_TOKEN,
-        }
-    }
-}
-
-impl TransferTime {
-    fn token_seconds(self) -> f64 {
-        self.seconds / self.tokens
-    }
-
-    fn add(&mut self, tokens: f64, seconds: f64) {
-        self.tokens = TRANSFER_RETENTION * self.tokens + tokens;
-        self.seconds = TRANSFER_RETENTION * self.seconds + seconds;
-    }
 }
 
 impl Default for LatencyEstimate {
@@ -219,57 +143,17 @@ impl Default for LatencyEstimate {
 impl Default for ModelLatency {
     fn default() -> Self {
         Self {
-            prefill: CoefficientFit::default(),
-            decode: CoefficientFit::default(),
+            prefill: PrefillFit::default(),
+            decode: DecodeFit::default(),
             coefficients: PRIOR,
             output_tokens: PRIOR_OUTPUT_TOKENS,
             transfer: TransferTime::default(),
-            active_factors: ActiveRankFactors::default(),
+            fastest: FastestFactors::default(),
+            trial_limit: TrialLimit::default(),
+            limits: LatencyLimits::default(),
             traffic: TrafficRate::default(),
             booked_prefills: 0,
             time_to_first_token: PredictionTotals::default(),
-        }
-    }
-}
-
-impl LatencyCoefficients {
-    /// Returns the seconds of a prefill.
-    #[inline]
-    pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
-        self.prefill_token * work.tokens + self.prefill_pair * work.pairs
-    }
-
-    /// Returns the seconds of prefill that are booked on a rank and not done. The engine has computed
-    /// at most the oldest of them, which counts as an average one.
-    #[inline(always)]
-    pub(crate) fn queue_seconds(&self, timing: &RankTiming) -> f64 {
-        if timing.prefills == 0 {
-            return 0.0;
-        }
-        let booked = timing.prefill_factor
-            * self.prefill_seconds(PrefillWork {
-                tokens: timing.prefill_tokens,
-                pairs: timing.prefill_pairs,
-            });
-        let oldest = booked / f64::from(timing.prefills);
-        (booked - oldest.min(timing.prefill_elapsed)).max(0.0)
-    }
-
-    /// Returns the seconds of a decode step with this many tokens in the context of all requests.
-    #[inline]
-    pub(crate) fn step_seconds(&self, context_tokens: f64) -> f64 {
-        self.decode_step + self.decode_context_token * context_tokens
-    }
-}
-
-impl PrefillWork {
-    /// Returns the work of computing a prompt behind `cached` tokens.
-    #[inline]
-    pub(crate) fn new(prompt: f64, cached: f64) -> Self {
-        let tokens = (prompt - cached).max(0.0);
-        Self {
-            tokens,
-            pairs: tokens * (cached + 0.5 * tokens),
         }
     }
 }
@@ -281,7 +165,7 @@ impl ModelLatency {
         LatencyEstimate {
             coefficients: self.coefficients,
             output_tokens: self.output_tokens,
-            transfer_token: self.transfer.token_seconds(),
+            transfer_token: self.transfer_token(),
             request_rate: traffic.requests,
             prefill_rate: traffic.prefill_seconds,
             booked_prefills: self.booked_prefills,
@@ -291,7 +175,7 @@ impl ModelLatency {
     /// Continues from another latency model, unless prefills were observed already. Request rates
     /// stay. Returns whether the model was replaced.
     pub(super) fn restore(&mut self, learned: ModelLatency) -> bool {
-        if self.prefill.observed() > 0 {
+        if self.prefill.0.observed() > 0 {
             return false;
         }
         *self = Self {
@@ -303,23 +187,46 @@ impl ModelLatency {
         true
     }
 
-    /// Returns the factors for decisions on a rank that was inactive for this time.
-    pub(crate) fn update_factors(
-        &mut self,
+    /// Compares the ranks of the model: the factors of the fastest one, and the limits of what one of them
+    /// teaches the model.
+    pub(crate) fn compare_ranks(&mut self, ranks: &[&RankSlowdown]) {
+        self.fastest = FastestFactors::of_ranks(ranks);
+        self.limits = LatencyLimits::of_ranks(ranks);
+    }
+
+    /// Returns whether [`Self::trial_factors`] may have a result for a rank with these factors.
+    #[inline]
+    pub(crate) fn may_try(&self, factors: SlowdownFactors) -> bool {
+        self.fastest.are_below(factors)
+    }
+
+    /// Returns the factors with which the next request may try a rank without outstanding prefills,
+    /// if it is slower than others and a trial is due.
+    pub(crate) fn trial_factors(
+        &self,
         slowdown: &RankSlowdown,
-        inactive: Duration,
-    ) -> SlowdownFactors {
-        self.active_factors.update(slowdown, inactive)
+        now: Instant,
+    ) -> Option<SlowdownFactors> {
+        slowdown.trial_factors(self.fastest, self.trial_limit, now)
+    }
+
+    /// Records that a request was routed to a rank.
+    pub(crate) fn on_routed(&mut self, slowdown: &mut RankSlowdown, now: Instant) {
+        slowdown.on_routed(self.fastest, &mut self.trial_limit, now);
+    }
+
+    fn transfer_token(&self) -> f64 {
+        self.limits.clamp_transfer(self.transfer.token_seconds())
     }
 
     /// Returns the number of observed prefills.
     pub(super) fn prefill_observations(&self) -> u64 {
-        self.prefill.observed()
+        self.prefill.0.observed()
     }
 
     /// Returns the number of observations of decode steps.
     pub(super) fn decode_observations(&self) -> u64 {
-        self.decode.observed()
+        self.decode.0.observed()
     }
 
     /// Returns the predicted and observed times to first token.
@@ -337,8 +244,8 @@ impl ModelLatency {
             coefficients.decode_context_token,
             self.transfer.token_seconds(),
         ];
-        self.prefill.is_valid(MAX_SUM)
-            && self.decode.is_valid(MAX_SUM)
+        self.prefill.0.is_valid(MAX_SUM)
+            && self.decode.0.is_valid(MAX_SUM)
             && (1.0..=MAX_SUM).contains(&self.transfer.tokens)
             && (0.0..=MAX_OUTPUT_TOKENS).contains(&self.output_tokens)
             && seconds
@@ -346,10 +253,15 @@ impl ModelLatency {
                 .all(|seconds| (0.0..=MAX_WORK_SECONDS).contains(seconds))
     }
 
+    /// Returns the seconds of a prefill on a rank with the factor 1.
+    pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
+        self.coefficients.prefill_seconds(work)
+    }
+
     /// Returns the estimated time of a prefill on a rank, or `None` before enough prefills were
     /// observed.
     pub(crate) fn prefill_time(&self, work: PrefillWork, factor: f64) -> Option<Duration> {
-        if self.prefill.observed() < MIN_PREFILLS {
+        if self.prefill.0.observed() < MIN_PREFILLS {
             return None;
         }
         let seconds = factor * self.coefficients.prefill_seconds(work);
@@ -387,28 +299,26 @@ impl ModelLatency {
         observation: PrefillObservation,
         slowdown: &mut RankSlowdown,
     ) {
-        let PrefillObservation { work, elapsed } = observation;
+        let PrefillObservation { work, elapsed, at } = observation;
         if elapsed > MAX_OBSERVED || work.tokens <= 0.0 {
             return;
         }
         let expected = self.coefficients.prefill_seconds(work).max(1e-6);
         let mut observed = elapsed.as_secs_f64();
-        if self.prefill.observed() >= MIN_PREFILLS {
+        if self.prefill.0.observed() >= MIN_PREFILLS {
             observed = observed
                 .min(MAX_PREFILL_RATIO * expected * slowdown.prefill_factor + PREFILL_MARGIN);
-            slowdown.add_prefill(observed, expected);
+            slowdown.add_prefill(TimeSums { observed, expected }, self.fastest, at);
         }
-        // Errors are relative, so a long prompt does not outweigh many short ones.
-        let weight = 1.0 / (expected + PREFILL_MARGIN);
-        let sample = FitSample {
-            first: weight * work.tokens / PREFILL_TOKENS,
-            second: weight * work.pairs / PREFILL_PAIRS,
-            value: weight * observed / slowdown.prefill_factor,
-        };
-        self.prefill.add(sample, &PREFILL_RULES);
-        let solved = self.prefill.solve(&PREFILL_RULES);
-        self.coefficients.prefill_token = solved.first / PREFILL_TOKENS;
-        self.coefficients.prefill_pair = solved.second / PREFILL_PAIRS;
+        slowdown.own.prefill.add(work, observed, expected);
+        let normalized = observed / slowdown.prefill_factor;
+        self.prefill.add(work, normalized, expected);
+        let (prefill_token, prefill_pair) = self.prefill.solve();
+        self.coefficients = self.limits.clamp(LatencyCoefficients {
+            prefill_token,
+            prefill_pair,
+            ..self.coefficients
+        });
     }
 
     /// Learns from decode steps.
@@ -421,6 +331,7 @@ impl ModelLatency {
             context_tokens,
             steps,
             elapsed,
+            at,
         } = observation;
         if elapsed > MAX_OBSERVED || elapsed.is_zero() || steps == 0 {
             return;
@@ -430,7 +341,7 @@ impl ModelLatency {
             return;
         }
         let expected = self.coefficients.step_seconds(context_tokens).max(1e-6);
-        if self.decode.observed() > MIN_STEPS {
+        if self.decode.0.observed() > MIN_STEPS {
             let limit = MAX_STEP_RATIO * expected * slowdown.decode_factor;
             if observed > limit && slowdown.stalled_steps < MAX_STALLED_STEPS {
                 slowdown.stalled_steps += 1;
@@ -440,19 +351,19 @@ impl ModelLatency {
                 slowdown.stalled_steps = 0;
             }
             observed = observed.min(limit);
-            slowdown.add_step(observed, expected);
+            slowdown.add_step(TimeSums { observed, expected }, at);
         }
-        let sample = FitSample {
-            first: 1.0,
-            second: context_tokens / CONTEXT_TOKENS,
-            value: observed / slowdown.decode_factor,
-        };
-        self.decode.add(sample, &DECODE_RULES);
-        let count = self.decode.observed();
+        slowdown.own.decode.add(context_tokens, observed);
+        let normalized = observed / slowdown.decode_factor;
+        self.decode.add(context_tokens, normalized);
+        let count = self.decode.0.observed();
         if count <= ALWAYS_SOLVED_STEPS || count.is_multiple_of(SOLVE_INTERVAL) {
-            let solved = self.decode.solve(&DECODE_RULES);
-            self.coefficients.decode_step = solved.first;
-            self.coefficients.decode_context_token = solved.second / CONTEXT_TOKENS;
+            let (decode_step, decode_context_token) = self.decode.solve();
+            self.coefficients = self.limits.clamp(LatencyCoefficients {
+                decode_step,
+                decode_context_token,
+                ..self.coefficients
+            });
         }
     }
 
@@ -461,7 +372,7 @@ impl ModelLatency {
     pub(crate) fn observe_transfer(
         &mut self,
         observation: TransferObservation,
-        slowdown: &RankSlowdown,
+        slowdown: &mut RankSlowdown,
     ) {
         let TransferObservation {
             tokens,
@@ -472,10 +383,12 @@ impl ModelLatency {
             return;
         }
         let step = slowdown.decode_factor * self.coefficients.step_seconds(context_tokens);
-        let expected = self.transfer.token_seconds() * tokens;
+        let expected = self.transfer_token() * tokens;
         let observed = (elapsed.as_secs_f64() - 1.5 * step).max(0.0);
         let limit = MAX_PREFILL_RATIO * expected + PREFILL_MARGIN;
-        self.transfer.add(tokens, observed.min(limit));
+        let observed = observed.min(limit);
+        slowdown.own.add_transfer(tokens, observed);
+        self.transfer.add(tokens, observed);
     }
 
     /// Learns from an answer of unknown length that took `elapsed` after its first token.
@@ -483,17 +396,20 @@ impl ModelLatency {
         &mut self,
         elapsed: Duration,
         context_tokens: f64,
-        decode_factor: f64,
+        slowdown: &mut RankSlowdown,
     ) {
         if elapsed <= MAX_OBSERVED {
-            let step = decode_factor * self.coefficients.step_seconds(context_tokens).max(1e-6);
-            self.observe_output(1.0 + elapsed.as_secs_f64() / step);
+            let step =
+                slowdown.decode_factor * self.coefficients.step_seconds(context_tokens).max(1e-6);
+            self.observe_output(1.0 + elapsed.as_secs_f64() / step, slowdown);
         }
     }
 
     /// Learns from the length of a finished answer.
-    pub(crate) fn observe_output(&mut self, tokens: f64) {
+    pub(crate) fn observe_output(&mut self, tokens: f64, slowdown: &mut RankSlowdown) {
         let tokens = tokens.min(MAX_OUTPUT_TOKENS);
-        self.output_tokens += (tokens - self.output_tokens) * OUTPUT_SHARE;
+        slowdown.own.add_answer(tokens);
+        let mean = self.output_tokens + (tokens - self.output_tokens) * OUTPUT_SHARE;
+        self.output_tokens = self.limits.clamp_output(mean);
     }
 }

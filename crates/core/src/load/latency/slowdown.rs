@@ -1,10 +1,12 @@
 //! Slowdown of one worker rank relative to the latency model.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::change::ChangeDetector;
+use super::limits::RankLatency;
+use super::recovery::{FastestFactors, RecoveryTrials};
 use super::totals::PredictionTotals;
 
 /// Factors of a rank stay in this range.
@@ -29,18 +31,9 @@ const SHORT_PREFILL: f64 = 0.2;
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
-/// Decisions use the learned factors of a rank for this time after its last activity.
-const FACTOR_VALIDITY: Duration = Duration::from_secs(30);
-
-/// After that, their difference from the [`ActiveRankFactors`] halves at this interval.
-const FACTOR_HALF_LIFE: Duration = Duration::from_secs(30);
-
 /// Prefill factors that differ from 1 by at most this count as 1. Ranks of the same speed have equal
 /// costs then, so that ties distribute the requests.
 const FACTOR_TOLERANCE: f64 = 0.05;
-
-/// Weight of one rank in the mean of the active ranks.
-const RANK_SHARE: f64 = 0.05;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -58,6 +51,14 @@ pub struct RankSlowdown {
     /// Observations of decode steps in a row that were discarded as stalls.
     #[serde(skip)]
     pub(super) stalled_steps: u32,
+    /// Time of the last observation.
+    #[serde(skip)]
+    observed_at: Option<Instant>,
+    /// Values that this rank alone yields.
+    #[serde(skip)]
+    pub(super) own: RankLatency,
+    #[serde(skip)]
+    pub(super) trials: RecoveryTrials,
     #[serde(skip)]
     prefill_estimate: FactorEstimate,
     #[serde(skip)]
@@ -69,13 +70,6 @@ pub struct RankSlowdown {
 pub(crate) struct SlowdownFactors {
     pub(crate) prefill: f32,
     pub(crate) decode: f32,
-}
-
-/// Moving average of the factors of the active ranks of a model. The ranks are added in turn.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct ActiveRankFactors {
-    prefill: f64,
-    decode: f64,
 }
 
 /// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
@@ -111,6 +105,9 @@ impl Default for RankSlowdown {
             decode_observations: 0,
             time_to_first_token: PredictionTotals::default(),
             stalled_steps: 0,
+            observed_at: None,
+            own: RankLatency::default(),
+            trials: RecoveryTrials::default(),
             prefill_estimate: FactorEstimate::default(),
             decode_estimate: FactorEstimate::default(),
         }
@@ -141,29 +138,12 @@ impl TimeSums {
     }
 }
 
-impl Default for ActiveRankFactors {
-    fn default() -> Self {
+impl SlowdownFactors {
+    pub(super) fn new(prefill: f64, decode: f64) -> Self {
         Self {
-            prefill: 1.0,
-            decode: 1.0,
+            prefill: with_tolerance(prefill),
+            decode: decode as f32,
         }
-    }
-}
-
-impl ActiveRankFactors {
-    /// Returns the factors for decisions on a rank that was inactive for this time. An active rank
-    /// counts in the mean.
-    pub(super) fn update(
-        &mut self,
-        slowdown: &RankSlowdown,
-        inactive: Duration,
-    ) -> SlowdownFactors {
-        if inactive > FACTOR_VALIDITY {
-            return slowdown.aged_factors(*self, inactive);
-        }
-        self.prefill += RANK_SHARE * (slowdown.prefill_factor - self.prefill);
-        self.decode += RANK_SHARE * (slowdown.decode_factor - self.decode);
-        slowdown.factors()
     }
 }
 
@@ -228,70 +208,44 @@ impl RankSlowdown {
 
     /// Returns the factors for decisions on an active rank.
     pub(crate) fn factors(&self) -> SlowdownFactors {
-        SlowdownFactors {
-            prefill: with_tolerance(self.prefill_factor),
-            decode: self.decode_factor as f32,
-        }
+        SlowdownFactors::new(self.prefill_factor, self.decode_factor)
     }
 
-    /// Returns the factors for decisions on a rank that was inactive for this time.
-    fn aged_factors(&self, active: ActiveRankFactors, inactive: Duration) -> SlowdownFactors {
-        let expired = inactive.saturating_sub(FACTOR_VALIDITY);
-        let share = (-expired.div_duration_f64(FACTOR_HALF_LIFE)).exp2();
-        let aged = |learned: f64, active: f64| active + share * (learned - active);
-        SlowdownFactors {
-            prefill: with_tolerance(aged(self.prefill_factor, active.prefill)),
-            decode: aged(self.decode_factor, active.decode) as f32,
-        }
+    /// Returns the time since the last observation.
+    pub(super) fn age(&self, now: Instant) -> Option<Duration> {
+        let observed_at = self.observed_at?;
+        Some(now.saturating_duration_since(observed_at))
     }
 
-    /// Records a prefill that took `observed` seconds. The latency model expects `expected`
-    /// seconds.
-    pub(super) fn add_prefill(&mut self, observed: f64, expected: f64) {
-        let times = TimeSums { observed, expected };
+    /// Records a prefill with its observed and expected times.
+    pub(super) fn add_prefill(&mut self, times: TimeSums, fastest: FastestFactors, now: Instant) {
         let weights = ObservationWeights {
-            average: 1.0 / (expected + SHORT_PREFILL),
-            change: 1.0 / (expected + SHORT_CHANGED_PREFILL),
+            average: 1.0 / (times.expected + SHORT_PREFILL),
+            change: 1.0 / (times.expected + SHORT_CHANGED_PREFILL),
         };
-        self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
+        let factor = self.prefill_factor;
+        if self
+            .trials
+            .has_recovered(times, factor, fastest.prefill, now)
+        {
+            self.prefill_estimate = FactorEstimate::restored(fastest.prefill);
+        } else {
+            self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
+        }
         self.prefill_factor = self.prefill_estimate.factor();
         self.prefill_observations += 1;
+        self.observed_at = Some(now);
     }
 
-    /// Records decode steps with a mean time of `observed` seconds. The latency model expects
-    /// `expected` seconds.
-    pub(super) fn add_step(&mut self, observed: f64, expected: f64) {
-        let times = TimeSums { observed, expected };
+    /// Records decode steps with their mean observed and expected time.
+    pub(super) fn add_step(&mut self, times: TimeSums, now: Instant) {
         let weights = ObservationWeights {
-            average: 1.0 / expected,
-            change: 1.0 / expected,
+            average: 1.0 / times.expected,
+            change: 1.0 / times.expected,
         };
         self.decode_estimate.add(times, weights, DECODE_RETENTION);
         self.decode_factor = self.decode_estimate.factor();
         self.decode_observations += 1;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn factors_of_inactive_rank_approach_active_ranks() {
-        let slowdown = RankSlowdown {
-            prefill_factor: 3.0,
-            decode_factor: 2.0,
-            ..RankSlowdown::default()
-        };
-        let aged = |seconds| {
-            let inactive = Duration::from_secs(seconds);
-            let aged = slowdown.aged_factors(ActiveRankFactors::default(), inactive);
-            (aged.prefill, aged.decode)
-        };
-        assert_eq!(aged(0), (2.95, 2.0));
-        assert_eq!(aged(30), (2.95, 2.0));
-        assert_eq!(aged(60), (1.95, 1.5));
-        assert_eq!(aged(90), (1.45, 1.25));
-        assert_eq!(aged(1_800), (1.0, 1.0));
+        self.observed_at = Some(now);
     }
 }

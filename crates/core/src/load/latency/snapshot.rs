@@ -59,11 +59,13 @@ impl LoadTracker {
                     model: latency.model_name(model).clone(),
                     slowdown: *slowdown,
                 });
-        let present = table.rank_calibrations().map(|rank| RankSlowdownSnapshot {
-            rank: rank.rank,
-            model: rank.model,
-            slowdown: rank.slowdown,
-        });
+        let present = table
+            .rank_calibrations(self.now())
+            .map(|rank| RankSlowdownSnapshot {
+                rank: rank.rank,
+                model: rank.model,
+                slowdown: rank.slowdown,
+            });
         LatencySnapshot {
             version: VERSION,
             models: models.collect(),

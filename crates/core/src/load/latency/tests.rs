@@ -5,8 +5,9 @@ use rand::SeedableRng as _;
 use rand::rngs::StdRng;
 use warmroute_property_tests::property_config;
 
-use super::model::{ModelLatency, PrefillObservation, PrefillWork, StepObservation};
 use super::*;
+
+mod limits;
 
 const PREFILL_TOKEN: f64 = 48.8e-6;
 const PREFILL_PAIR: f64 = 1.7e-9;
@@ -31,7 +32,8 @@ fn true_seconds(work: PrefillWork) -> f64 {
 
 fn observe(model: &mut ModelLatency, slowdown: &mut RankSlowdown, work: PrefillWork, seconds: f64) {
     let elapsed = Duration::from_secs_f64(seconds);
-    model.observe_prefill(PrefillObservation { work, elapsed }, slowdown);
+    let at = Instant::now();
+    model.observe_prefill(PrefillObservation { work, elapsed, at }, slowdown);
 }
 
 fn coefficients(model: &ModelLatency) -> LatencyCoefficients {
@@ -75,6 +77,7 @@ fn decode_coefficients_are_recovered_from_noisy_steps() {
             context_tokens,
             steps: 1,
             elapsed: Duration::from_secs_f64(seconds),
+            at: Instant::now(),
         };
         model.observe_steps(observation, &mut slowdown);
     }
@@ -198,6 +201,7 @@ fn lasting_decode_slowdown_is_learned() {
                 context_tokens: 10_000.0,
                 steps: 4,
                 elapsed: Duration::from_secs_f64(0.08 * factor),
+                at: Instant::now(),
             };
             model.observe_steps(observation, &mut slowdowns[rank]);
         }
@@ -212,9 +216,10 @@ fn lasting_decode_slowdown_is_learned() {
 #[test]
 fn absurd_answer_length_is_limited() {
     let mut model = ModelLatency::default();
-    model.observe_output(u64::MAX as f64);
+    let mut slowdown = RankSlowdown::default();
+    model.observe_output(u64::MAX as f64, &mut slowdown);
     for _ in 0..600 {
-        model.observe_output(100.0);
+        model.observe_output(100.0, &mut slowdown);
     }
     let learned = model.estimate(Instant::now()).output_tokens;
     assert_near(learned, 100.0, 0.1, "output tokens");
@@ -290,16 +295,18 @@ proptest! {
             let cached = f64::from(cached);
             let work = PrefillWork::new(cached + f64::from(tokens), cached);
             let elapsed = Duration::from_nanos(nanos);
-            model.observe_prefill(PrefillObservation { work, elapsed }, &mut slowdown);
+            let at = Instant::now();
+            model.observe_prefill(PrefillObservation { work, elapsed, at }, &mut slowdown);
             model.on_booked(work, &slowdown, Instant::now());
         }
         for (context, steps, nanos) in steps {
             let elapsed = Duration::from_nanos(nanos);
             let context_tokens = f64::from(context);
-            model.observe_steps(StepObservation { context_tokens, steps, elapsed }, &mut slowdown);
-            model.observe_duration(elapsed, context_tokens, slowdown.decode_factor);
+            let at = Instant::now();
+            model.observe_steps(StepObservation { context_tokens, steps, elapsed, at }, &mut slowdown);
+            model.observe_duration(elapsed, context_tokens, &mut slowdown);
         }
-        outputs.iter().for_each(|tokens| model.observe_output(f64::from(*tokens)));
+        outputs.iter().for_each(|tokens| model.observe_output(f64::from(*tokens), &mut slowdown));
         let estimate = model.estimate(Instant::now());
         let found = estimate.coefficients;
         let numbers = [

@@ -26,6 +26,7 @@ fn booking(worker: u32, blocks: u64) -> LoadBooking {
         cached_tokens: 0,
         track_prefill: true,
         prefill_time: None,
+        content_time: None,
         end: BookingEnd::RequestEnd,
     }
 }

@@ -131,6 +131,7 @@ mod tests {
             cached_tokens: 10,
             track_prefill: true,
             prefill_time: None,
+            content_time: None,
             end: BookingEnd::RequestEnd,
         }
     }

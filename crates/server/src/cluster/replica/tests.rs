@@ -149,6 +149,7 @@ impl Replica {
             cached_tokens: 16,
             track_prefill: true,
             prefill_time: None,
+            content_time: None,
             end: if blocks.len() % 5 == 4 {
                 BookingEnd::FirstToken
             } else {

@@ -370,6 +370,7 @@ fn decode_booking(booking: proto::Booking, namer: &mut BlockNamer<'_, impl Rng>)
         cached_tokens: booking.cached_tokens,
         track_prefill: booking.track_prefill,
         prefill_time: booking.prefill_microseconds.map(Duration::from_micros),
+        content_time: None,
         end: if booking.until_first_token {
             BookingEnd::FirstToken
         } else {

@@ -35,6 +35,7 @@ fn messages_round_trip() {
     let replica = Replica::new(1, &Arc::new(Mutex::new(Instant::now())));
     let booking = LoadBooking {
         prefill_time: Some(Duration::from_millis(5)),
+        content_time: None,
         ..replica.booking(2, &[1, 2])
     };
     let id = warmroute_core::load::BookingId(7);

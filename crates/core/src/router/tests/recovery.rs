@@ -1,0 +1,236 @@
+//! Recovery of a worker that was slow for a while, and the cost of one that does not answer, in
+//! virtual time.
+
+use std::collections::BTreeMap;
+
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+use super::*;
+use crate::policy::{PolicyName, PolicySettings, Weights};
+
+/// Blocks of a prompt, of which no two requests share one.
+const PROMPT_BLOCKS: u64 = 40;
+
+/// Seconds of a prefill on a healthy worker.
+const PREFILL_SECONDS: f64 = 0.016;
+
+/// Factor of the slow worker.
+const SLOW_FACTOR: f64 = 8.0;
+
+fn settings(name: PolicyName) -> RouterSettings {
+    RouterSettings {
+        policy: PolicySettings::named(name, &Weights::default()),
+        ..RouterSettings::default()
+    }
+}
+
+/// Router with simulated engines, which compute one prefill after another.
+struct SimulatedFleet {
+    router: Router,
+    clock: Clock,
+    rng: StdRng,
+    /// Requests per second.
+    rate: f64,
+    /// Time at which each engine has computed its queue.
+    free_at: Vec<Instant>,
+    /// Running requests by the time of their first token.
+    running: BTreeMap<(Instant, u64), Placement>,
+    requests: u64,
+}
+
+impl SimulatedFleet {
+    fn new(workers: usize, rate: f64, seed: u64) -> Self {
+        let clock = Clock::default();
+        let workers = 0..workers as u64;
+        let free_at = workers.clone().map(|_| clock.now()).collect();
+        Self {
+            router: clocked(workers.map(worker), settings(PolicyName::Seconds), &clock),
+            clock,
+            rng: StdRng::seed_from_u64(seed),
+            rate,
+            free_at,
+            running: BTreeMap::new(),
+            requests: 0,
+        }
+    }
+
+    /// Sends requests for this time, while worker 0 has this factor. Returns the number of requests
+    /// of each worker, and the maximum number of requests that worker 0 had at once.
+    fn run(&mut self, seconds: f64, factor: f64) -> (Vec<u32>, usize) {
+        let end = self.clock.now() + Duration::from_secs_f64(seconds);
+        let mut counts = vec![0; self.free_at.len()];
+        let mut most = 0;
+        loop {
+            let distance = self.rng.random_range(0.5..1.5) / self.rate;
+            let arrival = self.clock.now() + Duration::from_secs_f64(distance);
+            self.complete_until(arrival);
+            if arrival > end {
+                return (counts, most);
+            }
+            let at = self.send(factor);
+            counts[at] += 1;
+            let is_first = |placement: &&Placement| worker_of(placement) == 0;
+            most = most.max(self.running.values().filter(is_first).count());
+        }
+    }
+
+    fn complete_until(&mut self, time: Instant) {
+        while let Some(entry) = self.running.first_entry()
+            && entry.key().0 <= time
+        {
+            let at = entry.key().0;
+            self.clock.set(at);
+            let mut placement = entry.remove();
+            placement.reservation.on_first_token();
+            self.router.learn_first_token(&mut placement);
+        }
+        self.clock.set(time);
+    }
+
+    /// Sends one request. Returns its worker.
+    fn send(&mut self, factor: f64) -> usize {
+        self.requests += 1;
+        let first = self.requests * PROMPT_BLOCKS;
+        let prompt = request(&[(first..first + PROMPT_BLOCKS).collect()]);
+        let placement = self.router.route(prompt).unwrap();
+        let at = worker_of(&placement);
+        let factor = if at == 0 { factor } else { 1.0 };
+        let noise = self.rng.random_range(0.9..1.3);
+        let seconds = PREFILL_SECONDS * factor * noise;
+        let free_at = &mut self.free_at[at];
+        *free_at = (*free_at).max(self.clock.now()) + Duration::from_secs_f64(seconds);
+        self.running.insert((*free_at, self.requests), placement);
+        at
+    }
+
+    /// Returns the prefill factor of each worker.
+    fn factors(&self) -> Vec<f64> {
+        let ranks = self.router.load().calibration().ranks;
+        ranks
+            .iter()
+            .map(|rank| rank.slowdown.prefill_factor)
+            .collect()
+    }
+}
+
+fn worker_of(placement: &Placement) -> usize {
+    let WorkerId(worker) = placement.route.to.rank.worker;
+    worker as usize
+}
+
+proptest! {
+    #![proptest_config(property_config(320))]
+
+    /// The worker is slow for 30 s. Its factor must be normal 30 s after its recovery, and its share
+    /// of the requests equal to that of the others.
+    #[test]
+    fn slow_worker_recovers_within_thirty_seconds(
+        seed in any::<u64>(),
+        rate in 1.0..30.0,
+        workers in 2..=16_usize,
+    ) {
+        let mut fleet = SimulatedFleet::new(workers, rate, seed);
+        // Each worker has been observed often enough to have a factor.
+        fleet.run(30.0 + 40.0 * workers as f64 / rate, 1.0);
+        fleet.run(15.0, SLOW_FACTOR);
+        let was_avoided = fleet.factors()[0] > 2.0;
+        let (slow, most) = fleet.run(15.0, SLOW_FACTOR);
+        let fair_share = 15.0 * rate / workers as f64;
+        if was_avoided {
+            prop_assert!(slow[0] <= 4, "{slow:?}");
+            prop_assert!(most <= 1, "{most} at once");
+        }
+        prop_assert!(f64::from(slow[0]) <= fair_share + 4.0, "{slow:?}");
+        fleet.run(30.0, 1.0);
+        let factors = fleet.factors();
+        let others = factors[1..].iter().copied().fold(0.0, f64::max);
+        prop_assert!(factors[0] <= 1.25 * others, "{factors:?}");
+        let (after, _) = fleet.run(60.0 * workers as f64 / rate, 1.0);
+        let mean = f64::from(after.iter().sum::<u32>()) / workers as f64;
+        prop_assert!(f64::from(after[0]) > 0.5 * mean, "{after:?}");
+    }
+}
+
+#[test]
+fn age_of_factor_grows_without_requests() {
+    let mut fleet = SimulatedFleet::new(2, 10.0, 1);
+    let age = |fleet: &SimulatedFleet| fleet.router.load().calibration().ranks[0].age_seconds;
+    assert_eq!(age(&fleet), None);
+    fleet.run(20.0, 1.0);
+    let before = age(&fleet).unwrap();
+    fleet.clock.advance(Duration::from_secs(100));
+    assert!((age(&fleet).unwrap() - before - 100.0).abs() < 1e-6);
+}
+
+/// Worker A has one short prompt that it does not answer, and worker B a long one that it has just
+/// received. By tokens alone, A would be chosen.
+#[test]
+fn waiting_requests_cost_time_in_each_policy() {
+    let policies = [
+        PolicyName::Seconds,
+        PolicyName::Linear,
+        PolicyName::LinearTuned,
+        PolicyName::Agentic,
+        PolicyName::Lmetric,
+        PolicyName::Sticky,
+    ];
+    for policy in policies {
+        let mut fleet = SimulatedFleet::new(2, 10.0, 2);
+        fleet.router.set_settings(settings(policy));
+        fleet.run(20.0, 1.0);
+        fleet.complete_until(fleet.clock.now() + Duration::from_secs(5));
+        let prompt = |from: u64, count: u64| request(&[(from..from + count).collect()]);
+        let silent = fleet.router.route(prompt(0, 40)).unwrap();
+        let chosen = |fleet: &SimulatedFleet| {
+            let mut long = prompt(1_000, 2_000);
+            let other = WorkerId(1 - worker_of(&silent) as u64);
+            long.constraints.allowed = Some([other].into());
+            let _busy = fleet.router.route(long).unwrap();
+            fleet
+                .router
+                .preview(prompt(5_000, 40))
+                .unwrap()
+                .to
+                .rank
+                .worker
+        };
+        let silent_worker = silent.route.to.rank.worker;
+        assert_eq!(chosen(&fleet), silent_worker, "{policy:?}: at first");
+        fleet.clock.advance(Duration::from_secs(60));
+        assert_ne!(chosen(&fleet), silent_worker, "{policy:?}: after 60 s");
+        let loads = fleet.router.load().snapshot();
+        let tokens = loads[worker_of(&silent)].active_prefill_tokens;
+        assert_eq!(tokens, 161, "{policy:?}: pages show the booked tokens");
+    }
+}
+
+#[test]
+fn late_request_of_working_engine_costs_nothing() {
+    let mut fleet = SimulatedFleet::new(2, 10.0, 3);
+    fleet.run(20.0, 1.0);
+    let mut late = fleet.router.route(request(&[(0..40).collect()])).unwrap();
+    fleet.clock.advance(Duration::from_secs(30));
+    let member = fleet
+        .router
+        .fleet()
+        .members()
+        .nth(worker_of(&late))
+        .cloned()
+        .unwrap();
+    let overdue = |fleet: &SimulatedFleet| {
+        let timing = fleet
+            .router
+            .load()
+            .read(|view| view.timing(member.slot, member.rank));
+        timing.unwrap().overdue
+    };
+    assert!(overdue(&fleet) > 5.0);
+    let mut other = request(&[(100..140).collect()]);
+    other.constraints.allowed = Some([member.rank.worker].into());
+    let mut other = fleet.router.route(other).unwrap();
+    other.reservation.on_first_token();
+    assert_eq!(overdue(&fleet), 0.0);
+    late.reservation.on_first_token();
+    assert_eq!(overdue(&fleet), 0.0);
+}
