@@ -5,6 +5,7 @@
 //! answer readmits it. While all ranks are in service, a check costs one atomic load.
 
 mod comparison;
+mod contact;
 mod evidence;
 mod model;
 mod outcome;
@@ -19,6 +20,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+pub use self::contact::ContactTable;
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::WorkerOutcome;

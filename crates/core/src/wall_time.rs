@@ -20,6 +20,12 @@ impl WallTime {
         Self(UNIX_EPOCH + since.min(Duration::from_secs(Self::MAX_SECONDS)))
     }
 
+    /// Returns the time of day in UTC, as `HH:MM:SS`.
+    pub fn time_of_day(self) -> String {
+        let text = self.to_string();
+        text.get(11..19).unwrap_or_default().to_owned()
+    }
+
     /// Returns the seconds of Unix time.
     pub fn as_unix_seconds(self) -> f64 {
         self.0
@@ -56,6 +62,12 @@ impl Serialize for WallTime {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn time_of_day_has_seconds() {
+        let time = WallTime::from_unix_seconds(86_400.0 + 3_661.5);
+        assert_eq!(time.time_of_day(), "01:01:01");
+    }
 
     #[test]
     fn time_is_written_as_rfc_3339() {

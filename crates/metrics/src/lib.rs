@@ -183,7 +183,6 @@ impl Metrics {
     /// rebuilds.
     pub fn remove_rank(&self, rank: &RankLabels) {
         self.requests.worker_requests.remove(rank);
-        self.requests.worker_unreachable_requests.remove(rank);
     }
 
     /// Sets the version and the commit of the program.

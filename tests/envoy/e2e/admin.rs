@@ -118,9 +118,8 @@ async fn assert_health(deployment: &TestDeployment, status: ServingStatus) {
 }
 
 /// Families without a series in this deployment, because it lacks the components in their labels.
-const ABSENT: [&str; 13] = [
-    // No worker was unreachable or failed otherwise.
-    "warmroute_worker_unreachable_requests",
+const ABSENT: [&str; 12] = [
+    // No request failed.
     "warmroute_worker_failed_requests",
     "warmroute_worker_health_state",
     // Before the first request there are no responses.

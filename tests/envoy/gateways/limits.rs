@@ -205,7 +205,10 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
     let mut topic = 10;
     let tried = async || {
         let page = bed.metrics().await;
-        page.sum("worker_unreachable_requests_total", &[("worker_id", "2")]) > 0.0
+        page.sum(
+            "worker_failed_requests_total",
+            &[("worker_id", "2"), ("kind", "unreachable")],
+        ) > 0.0
     };
     while row < 20 || !tried().await {
         topic += 1;

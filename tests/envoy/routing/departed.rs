@@ -62,11 +62,7 @@ fn shown<'f>(page: &str, families: &[&'f str], id: u64) -> Vec<&'f str> {
 }
 
 /// Families of workers whose requests have failed.
-const OF_FAILURES: [&str; 3] = [
-    "worker_failed_requests",
-    "worker_health_state",
-    "worker_unreachable_requests",
-];
+const OF_FAILURES: [&str; 2] = ["worker_failed_requests", "worker_health_state"];
 
 /// Covers every family whose labels name a worker. For a new family, the test fails until it makes
 /// the series appear, and if the series remain.
@@ -76,7 +72,7 @@ async fn departed_worker_leaves_no_metric_series() {
     // A task of a rank has series only while it does not run.
     families.retain(|family| !["task_up", "task_restarts"].contains(family));
     assert!(
-        families.contains(&"worker_unreachable_requests") && families.len() >= 13,
+        families.contains(&"worker_failed_requests") && families.len() >= 12,
         "{families:?}"
     );
     let more = json!({

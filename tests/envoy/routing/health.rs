@@ -22,8 +22,8 @@ async fn ejected(bed: &RoutingBed) -> f64 {
 /// Returns the number of requests for which a worker was unreachable.
 async fn missed(bed: &RoutingBed, id: u64) -> u64 {
     bed.metrics().await.sum(
-        "worker_unreachable_requests_total",
-        &[("worker_id", &id.to_string())],
+        "worker_failed_requests_total",
+        &[("worker_id", &id.to_string()), ("kind", "unreachable")],
     ) as u64
 }
 

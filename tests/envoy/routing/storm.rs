@@ -219,7 +219,10 @@ async fn assert_nothing_left(bed: &RoutingBed, requests: usize, summary: &str) {
         page.text()
     );
     assert!(
-        page.sum("worker_unreachable_requests_total", &[("worker_id", "2")]) >= 3.0,
+        page.sum(
+            "worker_failed_requests_total",
+            &[("worker_id", "2"), ("kind", "unreachable")]
+        ) >= 3.0,
         "{summary}\n{}",
         page.text()
     );

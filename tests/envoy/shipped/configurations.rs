@@ -344,7 +344,10 @@ async fn assert_dead_worker_avoided(way: ConfigurationCase, deployment: &mut Tes
     }
     let page = deployment.metrics().await;
     assert!(
-        page.sum("worker_unreachable_requests_total", &[("worker_id", "2")]) > 0.0,
+        page.sum(
+            "worker_failed_requests_total",
+            &[("worker_id", "2"), ("kind", "unreachable")]
+        ) > 0.0,
         "{}",
         page.text()
     );

@@ -158,7 +158,7 @@ async fn assert_last_reload(process: &WarmrouteProcess, outcome: &str, error: &s
     assert!(first_error.contains(error), "{page}");
     let (status, overview) = process.get("/").await;
     assert_eq!(status, 200);
-    for text in [time, env!("CARGO_PKG_VERSION"), ">ready<"] {
+    for text in [time, env!("CARGO_PKG_VERSION"), ">ready"] {
         assert!(overview.contains(text), "{text}: {overview}");
     }
     assert_eq!(

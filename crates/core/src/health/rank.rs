@@ -16,8 +16,8 @@ const MAX_EARLY_ENDS: u32 = 3;
 const OVERDUE_FACTOR: f64 = 4.0;
 
 /// Limits of the time after which a request is overdue.
-const MIN_PATIENCE: Duration = Duration::from_secs(3);
-const MAX_PATIENCE: Duration = Duration::from_secs(600);
+const MIN_OVERDUE_AFTER: Duration = Duration::from_secs(3);
+const MAX_OVERDUE_AFTER: Duration = Duration::from_secs(600);
 
 /// A cancelled request counts as a failure if it waited for this multiple of its expected time, and
 /// for at least [`MIN_CANCELLED_WAIT`].
@@ -25,7 +25,7 @@ const CANCELLED_FACTOR: f64 = 2.0;
 const MIN_CANCELLED_WAIT: Duration = Duration::from_secs(1);
 
 /// A suspect rank is avoided for this time, unless an outcome of its peers decides earlier.
-const TRIAL_TIME: Duration = Duration::from_secs(5);
+const MAX_SUSPECT_TIME: Duration = Duration::from_secs(5);
 
 /// Share of the score at the suspicion below which the suspicion is withdrawn.
 const WITHDRAWAL_SHARE: f64 = 0.75;
@@ -76,7 +76,7 @@ pub(super) struct RankEjection {
 pub(super) struct WaitingRequest {
     pub(super) sent_at: Instant,
     pub(super) expected: Duration,
-    pub(super) patience: Duration,
+    pub(super) overdue_after: Duration,
     pub(super) has_response: bool,
     pub(super) is_overdue: bool,
 }
@@ -212,7 +212,7 @@ impl RankState {
     /// Creates the state of a rank whose evidence has this score.
     pub(super) fn suspect(score: f64, now: Instant) -> Self {
         RankState::Suspect {
-            until: add_saturating(now, TRIAL_TIME),
+            until: add_saturating(now, MAX_SUSPECT_TIME),
             threshold: WITHDRAWAL_SHARE * score,
         }
     }
@@ -284,11 +284,11 @@ impl RankEjection {
 impl WaitingRequest {
     /// Creates a request whose first content is expected after `expected`.
     pub(super) fn new(expected: Duration, now: Instant) -> Self {
-        let patience = expected.mul_f64(OVERDUE_FACTOR);
+        let overdue_after = expected.mul_f64(OVERDUE_FACTOR);
         Self {
             sent_at: now,
             expected,
-            patience: patience.clamp(MIN_PATIENCE, MAX_PATIENCE),
+            overdue_after: overdue_after.clamp(MIN_OVERDUE_AFTER, MAX_OVERDUE_AFTER),
             has_response: false,
             is_overdue: false,
         }
@@ -298,7 +298,7 @@ impl WaitingRequest {
     /// `delivered_at`.
     pub(super) fn becomes_overdue(&mut self, delivered_at: Option<Instant>, now: Instant) -> bool {
         let since = delivered_at.map_or(self.sent_at, |at| at.max(self.sent_at));
-        let is_overdue = now.saturating_duration_since(since) > self.patience;
+        let is_overdue = now.saturating_duration_since(since) > self.overdue_after;
         is_overdue && !std::mem::replace(&mut self.is_overdue, true)
     }
 

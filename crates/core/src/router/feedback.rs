@@ -301,6 +301,20 @@ impl Router {
         health.set_signal(worker, signal, is_failing);
     }
 
+    /// Records whether a worker answered a query of this process. Any response is an answer.
+    pub fn record_contact(&self, worker: WorkerId, has_answered: bool) {
+        if self.fleet.load().worker(worker).is_some() {
+            let contacts = &self.feedback.contacts;
+            contacts.record(worker, has_answered, self.load.now());
+        }
+    }
+
+    /// Returns the workers that answer neither requests nor queries, and the time since the first
+    /// failure.
+    pub fn unreachable_workers(&self) -> BTreeMap<WorkerId, Duration> {
+        self.feedback.contacts.unreachable(self.load.now())
+    }
+
     /// Returns the workers with an ejected rank.
     pub fn ejected_workers(&self) -> Vec<WorkerId> {
         let mut ranks = self.unhealthy_ranks();

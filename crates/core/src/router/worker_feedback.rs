@@ -8,7 +8,9 @@ use super::pools::FleetAvailability;
 use super::settings::RouterSettings;
 use crate::block::SequenceHash;
 use crate::fleet::{Fleet, FleetMember};
-use crate::health::{HealthPool, HealthTracker, HealthTransition, TrackedRequest, WorkerOutcome};
+use crate::health::{
+    ContactTable, HealthPool, HealthTracker, HealthTransition, TrackedRequest, WorkerOutcome,
+};
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
 use crate::worker::{WorkerRank, WorkerRole};
@@ -18,6 +20,7 @@ pub(super) struct WorkerFeedback {
     pub(super) overload: OverloadTracker,
     pub(super) listener: Arc<dyn RouterListener>,
     pub(super) health: Arc<HealthTracker>,
+    pub(super) contacts: ContactTable,
     engine_loads: Arc<EngineLoadTable>,
 }
 
@@ -27,6 +30,7 @@ impl WorkerFeedback {
             overload: OverloadTracker::new(settings.overload),
             listener: Arc::new(()),
             health: HealthTracker::new(settings.health),
+            contacts: ContactTable::default(),
             engine_loads,
         }
     }
@@ -34,6 +38,8 @@ impl WorkerFeedback {
     /// Removes the state of workers that have left the fleet, and adds that of new ones.
     pub(super) fn set_fleet(&self, fleet: &Fleet, now: Instant) {
         self.overload
+            .retain(|worker| fleet.worker(worker).is_some());
+        self.contacts
             .retain(|worker| fleet.worker(worker).is_some());
         let members = fleet.members().map(|member| {
             let pool = HealthPool {
@@ -88,6 +94,7 @@ impl WorkerFeedback {
         prompt: &[SequenceHash],
         now: Instant,
     ) -> Vec<HealthTransition> {
+        self.contacts.record_outcome(at.rank().worker, outcome, now);
         if outcome == WorkerOutcome::Overloaded {
             let worker = at.rank().worker;
             let time = self.overload.mark(worker, now);

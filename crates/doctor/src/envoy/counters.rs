@@ -1,7 +1,8 @@
-//! Checks of Envoy's counters: requests that circuit breakers refuse now, and requests that pass
-//! warmroute by. Limits alone do not show whether they are reached.
+//! Checks of Envoy's counters: requests that circuit breakers refuse now, and requests that
+//! bypass warmroute. Limits alone do not show whether they are reached.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use super::dump::ConfigDump;
 use super::expected::ExpectedEnvoy;
@@ -10,8 +11,7 @@ use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder};
 
 /// Regular expression of the counters, for the parameter `filter` of Envoy's page `/stats`.
-pub const COUNTER_FILTER: &str =
-    r"(upstream_rq_(active|pending)_overflow|default\.rq_(pending_)?open|failure_mode_allowed)$";
+pub const COUNTER_FILTER: &str = r"(upstream_rq_(active|pending)_overflow|default\.rq_(pending_)?open|failure_mode_allowed|http\..*\.downstream_rq_total|^server\.uptime)$";
 
 /// Counters of a cluster that grow when a circuit breaker refuses a request.
 const OVERFLOWS: [&str; 2] = [
@@ -43,6 +43,20 @@ impl EnvoyCounters {
         names.iter().filter_map(value).sum()
     }
 
+    /// Returns the requests of a connection manager.
+    fn requests(&self, stat_prefix: &str) -> u64 {
+        let name = format!("http.{stat_prefix}.downstream_rq_total");
+        self.0.get(&name).copied().unwrap_or_default()
+    }
+
+    /// Returns the time since the start of Envoy, when its counters were 0.
+    fn uptime(&self) -> Option<Duration> {
+        self.0
+            .get("server.uptime")
+            .copied()
+            .map(Duration::from_secs)
+    }
+
     /// Returns the requests that were served although their stream failed, for the filter with a
     /// prefix of statistics.
     fn allowed_failures(&self, stat_prefix: &str, filter_prefix: &str) -> u64 {
@@ -70,7 +84,7 @@ impl CounterSamples {
     }
 }
 
-/// Returns the findings about requests that fail or pass warmroute by.
+/// Returns the findings about requests that fail or bypass warmroute.
 pub fn check_counters(
     dump: &ConfigDump,
     expected: &ExpectedEnvoy,
@@ -131,16 +145,27 @@ fn check_bypass(site: &FilterSite<'_>, samples: &CounterSamples) -> Finding {
     let (growth, total) = samples.count(|sample| sample.allowed_failures(prefix, filter_prefix));
     let at = site.listener_check("envoy.bypass");
     if total == 0 {
-        return at.ok("no request passed warmroute by");
+        return at.ok("no request bypassed warmroute");
     }
-    let since_start =
-        format!("since its start Envoy served {total} after a failure of their ext_proc stream");
+    let requests = samples.last.requests(prefix);
+    let share = if requests > 0 {
+        let percent = 100.0 * total as f64 / requests as f64;
+        format!(" of {requests} requests ({percent:.1} %)")
+    } else {
+        String::new()
+    };
+    let start = samples.last.uptime().map_or_else(String::new, |uptime| {
+        format!(" {} ago", humantime::format_duration(uptime))
+    });
+    let since_start = format!(
+        "since its start{start} Envoy served {total}{share} after a failure of their ext_proc stream"
+    );
     if growth == 0 {
-        return at.note(format!("no request passes warmroute by now; {since_start}"));
+        return at.note(format!("no request bypasses warmroute now; {since_start}"));
     }
     at.error(
-        format!("requests pass warmroute by now; {since_start}"),
+        format!("requests bypass warmroute now; {since_start}"),
         "see whether `envoy.overflow` or `envoy.message_timeout` has a finding, and whether \
-        warmroute runs; docs/troubleshooting.md has the steps under \"Requests go past warmroute\"",
+        warmroute runs; docs/troubleshooting.md has the steps under \"Requests bypass warmroute\"",
     )
 }

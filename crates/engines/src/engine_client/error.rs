@@ -47,6 +47,16 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// Returns whether the result of a call shows that the engine answers; `None` if the engine was
+    /// not called.
+    pub fn has_answered<T>(result: &Result<T, Self>) -> Option<bool> {
+        match result {
+            Err(EngineError::Client(_) | EngineError::Busy) => None,
+            Err(EngineError::Unreachable(_) | EngineError::Timeout) => Some(false),
+            Ok(_) | Err(_) => Some(true),
+        }
+    }
+
     /// Returns the reason label in metrics.
     pub fn label(&self) -> &'static str {
         match self {

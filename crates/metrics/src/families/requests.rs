@@ -56,11 +56,8 @@ metrics! {
         /// Requests that were routed to a worker rank. A request with a remote prefill is counted for
         /// both of its worker ranks
         "worker_requests" worker_requests: Family<RankLabels, Counter> = Family::default();
-        /// Requests that the chosen worker rank did not answer because Envoy could not connect to
-        /// it
-        "worker_unreachable_requests" worker_unreachable_requests: Family<RankLabels, Counter> = Family::default();
-        /// Responses by model, class of their status and source: engine, envoy (Envoy generated the
-        /// response), warmroute (an immediate response)
+        /// Responses by model, class of their status and source: engine (or unknown), envoy (Envoy
+        /// generated the response), warmroute (an immediate response)
         "responses" responses: Family<ResponseLabels, Counter> = Family::default();
         /// Requests served by another endpoint than the chosen one, by effect on the reservation:
         /// moved (to the serving worker), released (the serving worker has no reservations),

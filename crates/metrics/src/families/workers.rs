@@ -19,7 +19,7 @@ metrics! {
         /// Properties of a worker; always 1. The label worker is the name of the pod, or the address
         /// of a worker without a name
         "worker_info" info: Family<WorkerLabels, Gauge> = Family::default();
-        /// Workers that are ejected because their requests fail
+        /// Workers with at least one rank that is ejected because its requests fail
         "ejected_workers" ejected: Gauge = Gauge::default();
         /// Failed requests of a worker rank by kind: unreachable, server_error, rejected (a 4xx),
         /// empty (a 2xx without content), no_response, no_content (not in the expected time),

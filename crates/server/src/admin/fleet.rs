@@ -1,6 +1,8 @@
 //! `/debug/fleet`: the workers, the state of each rank's KV event source, and the settings that
 //! engines report.
 
+use std::time::Duration;
+
 use axum::Json;
 use axum::extract::State;
 use serde_json::{Value, json};
@@ -16,6 +18,7 @@ fn fleet_json(router: &Router) -> Value {
     let fleet = router.fleet();
     let mut page = json!(*fleet);
     let health_report = router.health_report();
+    let unreachable = router.unreachable_workers();
     let members = page["members"]
         .as_array_mut()
         .map(Vec::as_mut_slice)
@@ -29,6 +32,8 @@ fn fleet_json(router: &Router) -> Value {
         entry["source"] = source;
         let health = health_report.iter().find(|row| row.rank == member.rank);
         entry["health"] = json!(health);
+        let unreachable = unreachable.get(&member.rank.worker);
+        entry["unreachable_seconds"] = json!(unreachable.map(Duration::as_secs));
         if let Some((settings, mismatches)) = router.sources().engine_settings(member.rank.worker) {
             entry["engine_settings"] = json!(settings);
             entry["mismatches"] = json!(mismatches);

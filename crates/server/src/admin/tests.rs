@@ -354,3 +354,33 @@ async fn long_worker_table_is_cut_with_problems_first() {
     );
     assert!(home::render_at(&state, now).contains("10.0.1.199:8000"));
 }
+
+#[tokio::test]
+async fn overview_shows_engines_that_do_not_answer() {
+    let dispatcher = dispatcher(HOSTILE).await;
+    let state = test_state(&dispatcher);
+    let router = dispatcher.router();
+    let now = WallTime::from_unix_seconds(1_795_398_189.91);
+    assert!(home::render_at(&state, now).contains("<span class=\"state good\">ready</span>"));
+    let workers: Vec<_> = router.fleet().workers().map(|worker| worker.id).collect();
+    router.record_contact(workers[0], false);
+    let html = home::render_at(&state, now);
+    let headline = "<span class=\"state warn\">ready, but 2 of 3 engines answer</span>";
+    assert!(html.contains(headline), "{html}");
+    assert!(
+        html.contains("<td class=\"bad\">unreachable since "),
+        "{html}"
+    );
+    for worker in workers {
+        router.record_contact(worker, false);
+    }
+    let html = home::render_at(&state, now);
+    let headline = "<span class=\"state bad\">ready, but 0 of 3 engines answer</span>";
+    assert!(html.contains(headline), "{html}");
+    let site = AdminSite::serve(state).await;
+    let page = site
+        .send(Method::GET, "/debug/fleet", "application/json")
+        .await;
+    let page: Value = page.json().await.unwrap();
+    assert_eq!(page["members"][0]["unreachable_seconds"], 0);
+}

@@ -111,7 +111,11 @@ async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
     }
     let engine = access.engines.url(worker.endpoint);
     let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
-    let Some(is_healthy) = is_healthy(&answer.unwrap_or(Err(EngineError::Timeout))) else {
+    let answer = answer.unwrap_or(Err(EngineError::Timeout));
+    if let Some(has_answered) = EngineError::has_answered(&answer) {
+        router.record_contact(id, has_answered);
+    }
+    let Some(is_healthy) = is_healthy(&answer) else {
         return;
     };
     if router.on_health_check(id, is_healthy) {

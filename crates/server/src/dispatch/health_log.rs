@@ -16,10 +16,10 @@ pub fn log_health_changes(router: &Router, transitions: Vec<HealthTransition>) {
         let name = router.fleet().display_name(rank.worker);
         match change {
             HealthChange::Suspected => {
-                warn!(worker = %rank, name, %evidence, "worker suspected: avoided until others respond")
+                warn!(worker = %rank, name, %evidence, "worker suspect; avoided until others respond")
             }
             HealthChange::Cleared => {
-                info!(worker = %rank, name, %evidence, "worker suspicion withdrawn")
+                info!(worker = %rank, name, %evidence, "worker no longer suspect")
             }
             HealthChange::Ejected(period) => {
                 warn!(worker = %rank, name, %evidence, period = %DurationSetting(period), "worker ejected")

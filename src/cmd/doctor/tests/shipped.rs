@@ -368,7 +368,9 @@ fn growing_overflow_counters_are_errors() {
     let full = "cluster.workers.upstream_rq_pending_overflow: 229\n\
                 cluster.ext_proc.upstream_rq_active_overflow: 381\n\
                 cluster.ext_proc.circuit_breakers.default.rq_open: 1\n\
-                http.ingress.ext_proc.failure_mode_allowed: 381\n";
+                http.ingress.ext_proc.failure_mode_allowed: 381\n\
+                http.ingress.downstream_rq_total: 705\n\
+                server.uptime: 754\n";
     let found = counter_findings(&page, idle, full);
     let errors: Vec<_> = found
         .iter()
@@ -383,8 +385,9 @@ fn growing_overflow_counters_are_errors() {
             "envoy.overflow cluster workers: requests are refused now; since its start Envoy \
              refused 229 because of a circuit breaker; they were answered with 503, or dropped if \
              they are mirrored",
-            "envoy.bypass listener ingress: requests pass warmroute by now; since its start \
-             Envoy served 381 after a failure of their ext_proc stream",
+            "envoy.bypass listener ingress: requests bypass warmroute now; since its start \
+             12m 34s ago Envoy served 381 of 705 requests (54.0 %) after a failure of their \
+             ext_proc stream",
         ]
     );
     let past = full.replace("rq_open: 1", "rq_open: 0");

@@ -24,6 +24,8 @@ pub(super) struct ProcessOverview {
     pub(super) is_draining: bool,
     pub(super) models: Vec<ModelRow>,
     pub(super) workers: usize,
+    /// Number of workers whose engine does not answer.
+    pub(super) unreachable: usize,
     pub(super) ranks: usize,
     pub(super) active_requests: u64,
     /// Number of ranks with an event source, and number of those whose source is exact.
@@ -92,7 +94,7 @@ impl ProcessOverview {
     pub(super) fn read(admin: &AdminState, now: WallTime) -> Self {
         let process = (admin.process)();
         let router = admin.dispatcher.router();
-        let mut rows = rank_rows(router);
+        let mut rows = rank_rows(router, now);
         let fleet = router.fleet();
         let has_source = |row: &&WorkerRankRow| row.stale_reason != Some("no_source");
         let sources = rows.iter().filter(has_source);
@@ -106,6 +108,7 @@ impl ProcessOverview {
             is_draining: admin.readiness.is_draining(),
             models: model_rows(&process, router),
             workers: fleet.workers().count(),
+            unreachable: router.unreachable_workers().len(),
             ranks: rows.len(),
             active_requests: rows.iter().map(|row| row.active_requests).sum(),
             event_sources,
@@ -168,7 +171,7 @@ struct RankLookup {
 }
 
 impl RankLookup {
-    fn read(router: &Router) -> Self {
+    fn read(router: &Router, now: WallTime) -> Self {
         let load = router.load();
         let active = load.snapshot().into_iter();
         let engines = load.engine_loads().snapshot(load.now()).into_iter();
@@ -185,15 +188,20 @@ impl RankLookup {
                     (row.slot, (counts.device, lower))
                 })
                 .collect(),
-            states: worker_states(router),
+            states: worker_states(router, now),
         }
     }
 }
 
 /// Returns the states that exclude a worker or reduce its use.
-fn worker_states(router: &Router) -> HashMap<WorkerId, Vec<String>> {
+fn worker_states(router: &Router, now: WallTime) -> HashMap<WorkerId, Vec<String>> {
     let mut states: HashMap<WorkerId, Vec<String>> = HashMap::new();
     let mut add = |worker, state: String| states.entry(worker).or_default().push(state);
+    for (worker, elapsed) in router.unreachable_workers() {
+        let since = now.as_unix_seconds() - elapsed.as_secs_f64();
+        let since = WallTime::from_unix_seconds(since);
+        add(worker, format!("unreachable since {}", since.time_of_day()));
+    }
     for row in router.health_report() {
         if row.health != WorkerHealth::Healthy {
             let state = format!("{} for {} s", row.health.as_str(), row.age_seconds);
@@ -220,8 +228,8 @@ fn worker_states(router: &Router) -> HashMap<WorkerId, Vec<String>> {
     states
 }
 
-fn rank_rows(router: &Router) -> Vec<WorkerRankRow> {
-    let lookup = RankLookup::read(router);
+fn rank_rows(router: &Router, now: WallTime) -> Vec<WorkerRankRow> {
+    let lookup = RankLookup::read(router, now);
     let row = |member: &FleetMember| {
         let SourceStatus {
             freshness, reason, ..

@@ -41,15 +41,24 @@ fn write_page(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     )
 }
 
-/// Returns the readiness of the process, with its style.
-fn readiness(overview: &ProcessOverview) -> (&'static str, &'static str) {
+/// Returns the readiness of the process, with its style. A process can be ready while no engine
+/// answers.
+fn readiness(overview: &ProcessOverview) -> (String, &'static str) {
     if overview.is_draining {
-        ("draining", "warn")
-    } else if overview.pending.is_empty() {
-        ("ready", "good")
-    } else {
-        ("not ready", "bad")
+        return ("draining".to_owned(), "warn");
     }
+    if !overview.pending.is_empty() {
+        return ("not ready".to_owned(), "bad");
+    }
+    if overview.unreachable == 0 {
+        return ("ready".to_owned(), "good");
+    }
+    let workers = overview.workers;
+    let answering = workers.saturating_sub(overview.unreachable);
+    let engines = if workers == 1 { "engine" } else { "engines" };
+    let class = if answering == 0 { "bad" } else { "warn" };
+    let text = format!("ready, but {answering} of {workers} {engines} answer");
+    (text, class)
 }
 
 fn write_process(html: &mut String, overview: &ProcessOverview) -> fmt::Result {

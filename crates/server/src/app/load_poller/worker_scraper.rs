@@ -85,6 +85,9 @@ impl WorkerScraper {
         let is_failing = self.path.is_some() && result.is_err();
         let router = &self.context.router;
         router.set_signal(self.engine.0, HealthSignal::LoadScrape, is_failing);
+        if let Some(has_answered) = EngineError::has_answered(&result) {
+            router.record_contact(self.engine.0, has_answered);
+        }
         match result {
             Ok(counters) if !counters.is_empty() => {
                 self.record(&ranks, &counters);

@@ -5,8 +5,8 @@ use warmroute_core::health::WorkerOutcome;
 use warmroute_core::router::{
     RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
-use warmroute_core::worker::{WorkerEndpoint, WorkerRank};
-use warmroute_metrics::{Metrics, OutcomeLabel, RankLabels};
+use warmroute_core::worker::WorkerEndpoint;
+use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::ExchangeGuard;
@@ -95,7 +95,6 @@ impl ExchangeGuard {
             return;
         };
         // The health is updated before the relocation, because it concerns the chosen worker.
-        let chosen = active.placement.route.to.rank;
         let changes = self.router.on_response(
             &mut active.placement,
             WorkerResponse {
@@ -120,20 +119,6 @@ impl ExchangeGuard {
         }
         active.placement.clear_remote_overlaps();
         log_health_changes(&self.router, changes);
-        if origin != ResponseOrigin::Chosen {
-            self.count_unreachable(chosen);
-        }
-    }
-
-    fn count_unreachable(&self, chosen: WorkerRank) {
-        // The metric series of a removed rank no longer exist.
-        if let Some(role) = self.router.role_of(chosen) {
-            self.metrics
-                .requests
-                .worker_unreachable_requests
-                .get_or_create(&RankLabels::new(chosen, Some(role)))
-                .inc();
-        }
     }
 
     /// Returns the worker that sent the response, if it is a known worker other than the chosen
