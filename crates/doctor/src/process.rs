@@ -69,7 +69,7 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
     if process.unhealthy.is_empty() {
         let at = FindingBuilder::new("warmroute.health", "warmroute");
         return vec![at.ok(format!(
-            "no rank of {} is suspect or ejected",
+            "no rank of {} is suspect, ejected or unreachable",
             process.ranks
         ))];
     }
@@ -79,8 +79,13 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
             "{} for {} s; evidence: {}",
             rank.health, rank.age_seconds, rank.evidence
         );
-        let fix = "look for these failures in the log of the engine; warmroute sends single \
-                   requests to the rank and uses it again when they are answered";
+        let fix = match rank.health.as_str() {
+            "unreachable" => "start the engine, or remove the worker",
+            _ => {
+                "look for these failures in the log of the engine; warmroute sends single requests \
+                 to the rank and uses it again when they are answered"
+            }
+        };
         if rank.health == "suspect" {
             at.warning(message, fix)
         } else {
@@ -172,7 +177,7 @@ mod tests {
         };
         let process = RunningProcess {
             ranks: 3,
-            unhealthy: ["suspect", "ejected", "probing"].map(rank).to_vec(),
+            unhealthy: ["suspect", "ejected", "unreachable"].map(rank).to_vec(),
             ..RunningProcess::default()
         };
         let levels: Vec<_> = check_process_health(&process)

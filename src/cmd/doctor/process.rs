@@ -72,8 +72,19 @@ async fn read_process(config: &Config, address: &str) -> anyhow::Result<RunningP
     })
 }
 
-/// Returns the health of a member of the fleet, unless it is healthy.
+/// Returns the health of a member of the fleet, unless it is healthy and answers.
 fn reported_health(member: &Value) -> Option<ReportedHealth> {
+    let worker = member["rank"]["worker"].as_str().unwrap_or_default();
+    let rank = format!("worker {worker} rank {}", member["rank"]["rank"]);
+    if let Some(age_seconds) = member["unreachable_seconds"].as_u64() {
+        let endpoint = member["worker"]["endpoint"].as_str().unwrap_or_default();
+        return Some(ReportedHealth {
+            rank,
+            health: "unreachable".to_owned(),
+            age_seconds,
+            evidence: format!("no answer from {endpoint}"),
+        });
+    }
     let health = member["health"]["health"].as_str()?;
     if health == "healthy" {
         return None;
@@ -84,9 +95,8 @@ fn reported_health(member: &Value) -> Option<ReportedHealth> {
     let failures: Vec<String> = failures
         .map(|(kind, count)| format!("{kind}={count}"))
         .collect();
-    let worker = member["rank"]["worker"].as_str().unwrap_or_default();
     Some(ReportedHealth {
-        rank: format!("worker {worker} rank {}", member["rank"]["rank"]),
+        rank,
         health: health.replace('_', " "),
         age_seconds: member["health"]["age_seconds"].as_u64().unwrap_or_default(),
         evidence: format!(
@@ -96,4 +106,31 @@ fn reported_health(member: &Value) -> Option<ReportedHealth> {
             evidence["peers_failed"]
         ),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn unreachable_rank_is_reported_without_failures() {
+        let member = |seconds: Option<u64>| {
+            json!({
+                "rank": {"worker": "1", "rank": 0},
+                "worker": {"endpoint": "10.0.0.1:8000"},
+                "health": null,
+                "unreachable_seconds": seconds,
+            })
+        };
+        assert!(reported_health(&member(None)).is_none());
+        let found = reported_health(&member(Some(40))).unwrap();
+        assert_eq!(
+            (found.health.as_str(), found.age_seconds),
+            ("unreachable", 40)
+        );
+        assert_eq!(found.evidence, "no answer from 10.0.0.1:8000");
+        assert_eq!(found.rank, "worker 1 rank 0");
+    }
 }

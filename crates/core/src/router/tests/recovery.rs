@@ -26,7 +26,7 @@ fn settings(name: PolicyName) -> RouterSettings {
 }
 
 /// Router with simulated engines, which compute one prefill after another.
-struct SimulatedFleet {
+struct VirtualFleet {
     router: Router,
     clock: Clock,
     rng: StdRng,
@@ -39,7 +39,7 @@ struct SimulatedFleet {
     requests: u64,
 }
 
-impl SimulatedFleet {
+impl VirtualFleet {
     fn new(workers: usize, rate: f64, seed: u64) -> Self {
         let clock = Clock::default();
         let workers = 0..workers as u64;
@@ -130,7 +130,7 @@ proptest! {
         rate in 1.0..30.0,
         workers in 2..=16_usize,
     ) {
-        let mut fleet = SimulatedFleet::new(workers, rate, seed);
+        let mut fleet = VirtualFleet::new(workers, rate, seed);
         // Each worker has been observed often enough to have a factor.
         fleet.run(30.0 + 40.0 * workers as f64 / rate, 1.0);
         fleet.run(15.0, SLOW_FACTOR);
@@ -154,8 +154,8 @@ proptest! {
 
 #[test]
 fn age_of_factor_grows_without_requests() {
-    let mut fleet = SimulatedFleet::new(2, 10.0, 1);
-    let age = |fleet: &SimulatedFleet| fleet.router.load().calibration().ranks[0].age_seconds;
+    let mut fleet = VirtualFleet::new(2, 10.0, 1);
+    let age = |fleet: &VirtualFleet| fleet.router.load().calibration().ranks[0].age_seconds;
     assert_eq!(age(&fleet), None);
     fleet.run(20.0, 1.0);
     let before = age(&fleet).unwrap();
@@ -176,13 +176,13 @@ fn waiting_requests_cost_time_in_each_policy() {
         PolicyName::Sticky,
     ];
     for policy in policies {
-        let mut fleet = SimulatedFleet::new(2, 10.0, 2);
+        let mut fleet = VirtualFleet::new(2, 10.0, 2);
         fleet.router.set_settings(settings(policy));
         fleet.run(20.0, 1.0);
         fleet.complete_until(fleet.clock.now() + Duration::from_secs(5));
         let prompt = |from: u64, count: u64| request(&[(from..from + count).collect()]);
         let silent = fleet.router.route(prompt(0, 40)).unwrap();
-        let chosen = |fleet: &SimulatedFleet| {
+        let chosen = |fleet: &VirtualFleet| {
             let mut long = prompt(1_000, 2_000);
             let other = WorkerId(1 - worker_of(&silent) as u64);
             long.constraints.allowed = Some([other].into());
@@ -207,7 +207,7 @@ fn waiting_requests_cost_time_in_each_policy() {
 
 #[test]
 fn late_request_of_working_engine_costs_nothing() {
-    let mut fleet = SimulatedFleet::new(2, 10.0, 3);
+    let mut fleet = VirtualFleet::new(2, 10.0, 3);
     fleet.run(20.0, 1.0);
     let mut late = fleet.router.route(request(&[(0..40).collect()])).unwrap();
     fleet.clock.advance(Duration::from_secs(30));
@@ -218,7 +218,7 @@ fn late_request_of_working_engine_costs_nothing() {
         .nth(worker_of(&late))
         .cloned()
         .unwrap();
-    let overdue = |fleet: &SimulatedFleet| {
+    let overdue = |fleet: &VirtualFleet| {
         let timing = fleet
             .router
             .load()
