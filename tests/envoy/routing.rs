@@ -22,6 +22,7 @@ mod prefill_report;
 mod queue;
 mod sessions;
 mod sources;
+mod stored_responses;
 mod storm;
 mod tokenizer;
 mod trust;

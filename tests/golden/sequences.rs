@@ -620,6 +620,7 @@ impl SequenceHarness {
             slot: &|rank| fleet.slot(rank),
             key: None,
             sessions: None,
+            stored_responses: None,
             on_overloaded: &|_, _| (),
             on_first_token: &|_| (),
             on_routed: &|_| (),

@@ -86,6 +86,7 @@ fn local_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
         slot: &|_| Some(RankSlot(0)),
         key: None,
         sessions: None,
+        stored_responses: None,
         on_overloaded: &|_, _| (),
         on_first_token: &|_| (),
         on_routed: &|_| (),

@@ -23,6 +23,7 @@ mod nvext;
 pub mod paths;
 mod plain_messages;
 mod pooling;
+mod response_id;
 mod responses;
 pub mod restore;
 mod untokenized;
@@ -50,6 +51,7 @@ pub use message_cache::{MessageCache, MessageReuse};
 pub use multipart::multipart_boundary;
 pub use nvext::{AgentHints, NvExt, RoutingConstraints, SessionAction, SessionControl};
 pub use paths::ApiPaths;
+pub use response_id::ResponseIdReader;
 
 /// Maximum number of JSON values in a conversation and its tools; real requests have far fewer.
 const MAX_JSON_VALUES: usize = 1 << 17;
@@ -71,6 +73,10 @@ pub struct ApiRequest {
     pub tokenization: TokenizationOptions,
     /// Raw JSON of `nvext`, if present. It is parsed later, because most clients are not trusted.
     pub nvext: Option<Box<str>>,
+    /// Id of the stored response that the request continues.
+    pub previous_response_id: Option<String>,
+    /// True if the engine may store the response under its id.
+    pub stores_response: bool,
 }
 
 impl ApiRequest {
@@ -83,6 +89,8 @@ impl ApiRequest {
             max_output_tokens: None,
             tokenization: TokenizationOptions::default(),
             nvext: None,
+            previous_response_id: None,
+            stores_response: false,
         }
     }
 

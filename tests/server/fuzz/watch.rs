@@ -253,6 +253,7 @@ impl ExchangeWatch {
             Effect::FirstToken { .. } => "first token",
             Effect::ContentMissing(_) => "content missing",
             Effect::Completed => "finished",
+            Effect::ResponseStored(_) => "response stored",
             Effect::ResponseChunk(_) => {
                 return assert!(!finished, "a response chunk after the end");
             }

@@ -30,6 +30,7 @@ use super::render;
 use super::request::GenerationRequest;
 use super::response::ResponseBuilder;
 use super::running_request::RunningRequest;
+use super::stored_responses;
 
 /// Request headers that the response echoes for tests.
 const ECHOED_HEADERS: [&str; 6] = [
@@ -44,9 +45,9 @@ const ECHOED_HEADERS: [&str; 6] = [
 pub(crate) fn router(engine: Arc<SimEngine>) -> Router {
     Router::new()
         .merge(render::routes())
+        .merge(stored_responses::routes())
         .route("/v1/chat/completions", post(generate))
         .route("/v1/completions", post(generate))
-        .route("/v1/responses", post(generate))
         .route("/v1/messages", post(generate))
         .route("/v1/models", get(models))
         .route("/health", get(async || StatusCode::OK))
@@ -144,14 +145,14 @@ impl AcceptedRequest {
 }
 
 /// Returns the request id of the client, or a new one.
-fn request_id(engine: &SimEngine, headers: &HeaderMap) -> String {
+pub(crate) fn request_id(engine: &SimEngine, headers: &HeaderMap) -> String {
     headers
         .get("x-request-id")
         .and_then(|id| id.to_str().ok())
         .map_or_else(|| engine.generate_request_id(), str::to_owned)
 }
 
-async fn generate(
+pub(crate) async fn generate(
     State(engine): State<Arc<SimEngine>>,
     uri: Uri,
     headers: HeaderMap,

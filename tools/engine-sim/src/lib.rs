@@ -32,6 +32,7 @@ mod request;
 mod response;
 mod running_request;
 mod scheduler;
+mod stored_responses;
 mod tokens;
 mod wire;
 
@@ -61,6 +62,7 @@ use publisher::{BatchDrops, KvEventPublisher};
 use rank::EngineRank;
 use request::GenerationRequest;
 use scheduler::StepScheduler;
+use stored_responses::StoredResponses;
 use tokens::SimTokenizer;
 
 /// Request headers that select a rank, the engine's own header first.
@@ -86,6 +88,7 @@ struct SimEngine {
     side_channels: Vec<SideChannelAddress>,
     bootstrap_rooms: Arc<BootstrapRooms>,
     aborts: AbortRegistry,
+    stored_responses: StoredResponses,
 }
 
 /// Runs an engine on `listener` until the returned future is dropped or fails. When the engine is
@@ -163,6 +166,7 @@ impl SimEngine {
             side_channels: Vec::new(),
             bootstrap_rooms: Arc::default(),
             aborts: AbortRegistry::default(),
+            stored_responses: StoredResponses::default(),
         };
         engine.drop_events(drops);
         Ok(engine)

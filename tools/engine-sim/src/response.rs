@@ -89,9 +89,9 @@ impl ResponseBuilder {
         prompts: Vec<Vec<u32>>,
     ) -> Self {
         let prefix = match api {
-            ApiKind::ChatCompletions | ApiKind::Messages => "chatcmpl",
-            ApiKind::Responses => "resp",
-            _ => "cmpl",
+            ApiKind::ChatCompletions | ApiKind::Messages => "chatcmpl-",
+            ApiKind::Responses => "resp_",
+            _ => "cmpl-",
         };
         let choices = (0..prompts.len() * request.choices())
             .map(|at| ChoiceState {
@@ -101,7 +101,7 @@ impl ResponseBuilder {
             .collect();
         Self {
             api,
-            id: format!("{prefix}-{request_id}"),
+            id: format!("{prefix}{request_id}"),
             created: SystemTime::now()
                 .duration_since(UNIX_EPOCH)
                 .unwrap_or_default()

@@ -36,6 +36,9 @@ pub struct Constraints {
     pub preferred_taints: BTreeMap<String, f64>,
     /// Hard affinity: while this rank is eligible, all others are excluded.
     pub bound_rank: Option<WorkerRank>,
+    /// Rank whose engine stores the state that the request refers to, such as an earlier response.
+    /// While the engine is reachable, all others are excluded, because they would reject the request.
+    pub stored_at: Option<WorkerRank>,
     /// LoRA adapter of the request. Workers that have loaded it exclude the others.
     pub adapter: Option<String>,
 }
@@ -77,6 +80,8 @@ pub enum ExclusionReason<'c> {
     Overloaded,
     /// The worker is ejected, and others are healthy.
     Unhealthy,
+    /// The state that the request refers to is stored at another rank.
+    StoredElsewhere,
     /// The session is bound to another rank.
     BoundElsewhere,
     /// Other workers have loaded the adapter.
@@ -98,6 +103,7 @@ impl fmt::Display for ExclusionReason<'_> {
             ExclusionReason::Unavailable => "accepts no requests",
             ExclusionReason::Overloaded => "is overloaded",
             ExclusionReason::Unhealthy => "is unhealthy",
+            ExclusionReason::StoredElsewhere => "another worker rank stores the response",
             ExclusionReason::BoundElsewhere => "the session is bound to another worker rank",
             ExclusionReason::NoAdapter => "has not loaded the adapter, and others have",
         })
@@ -149,8 +155,10 @@ pub fn eligible_members<'a>(
     availability: impl Fn(&FleetMember) -> WorkerAvailability,
 ) -> Result<Vec<&'a FleetMember>, EligibilityError> {
     // Usually there are no demands and no exclusions, and then nothing has to be compared.
-    let is_narrowed =
-        constraints.bound_rank.is_some() || constraints.adapter.is_some() || members.is_empty();
+    let is_narrowed = constraints.stored_at.is_some()
+        || constraints.bound_rank.is_some()
+        || constraints.adapter.is_some()
+        || members.is_empty();
     if !is_narrowed
         && members
             .iter()
@@ -183,6 +191,20 @@ pub fn exclusion_reasons<'c>(
         .map(|member| constraints.exclusion_of(member, &availability))
         .collect();
     readmit_unhealthy(&mut exclusions);
+    if let Some(stored_at) = constraints.stored_at {
+        // An overloaded engine may still serve the request. Any other engine cannot.
+        for (member, exclusion) in members.iter().zip(&mut exclusions) {
+            if member.rank == stored_at && *exclusion == Some(ExclusionReason::Overloaded) {
+                *exclusion = None;
+            }
+        }
+        exclude_others(
+            members,
+            &mut exclusions,
+            ExclusionReason::StoredElsewhere,
+            |member| member.rank == stored_at,
+        );
+    }
     if let Some(bound_rank) = constraints.bound_rank {
         exclude_others(
             members,
@@ -262,6 +284,7 @@ impl Constraints {
             && self.required_taints.is_empty()
             && self.pool.is_none()
             && self.endpoints.is_none()
+            && self.stored_at.is_none()
             && self.bound_rank.is_none()
             && self.adapter.is_none()
     }

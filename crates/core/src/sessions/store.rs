@@ -153,6 +153,13 @@ impl SessionStore {
         table.target(&table.key(name).ok()?, now)
     }
 
+    /// Binds a session without a request, unless it is bound already.
+    pub fn bind(self: &Arc<Self>, name: SessionName<'_>, target: WorkerRank) {
+        if let Ok(SessionEntry::First(binding)) = self.enter(name) {
+            drop(binding.bind(target));
+        }
+    }
+
     /// Removes expired sessions.
     pub fn expire(&self) {
         let now = (self.clock)();

@@ -15,6 +15,8 @@ metrics! {
         "sessions" sessions: Gauge = Gauge::default();
         /// Requests in progress that belong to a session
         "session_requests" requests: Gauge = Gauge::default();
+        /// Responses that an engine stores and whose worker rank is known
+        "stored_responses" stored_responses: Gauge = Gauge::default();
         /// Sessions that warmroute has opened on engines
         "engine_sessions" engine_sessions: Gauge = Gauge::default();
         /// Requests that open and close sessions on engines, by call (open, close) and outcome: ok,

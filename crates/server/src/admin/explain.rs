@@ -286,9 +286,12 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
         .map_err(|message| error_response(StatusCode::BAD_REQUEST, &message))?;
     let pool = query.resolve_pool(&preprocessor, &path);
     let (body, requested_model) = query.rewrite_model(&preprocessor, pool.as_deref(), body);
-    let preprocessed = preprocessor
+    let mut preprocessed = preprocessor
         .preprocess_for_pool(pool, &path, &|name| query.header(name), &body)
         .await;
+    preprocessed.route_request.constraints.stored_at = admin
+        .dispatcher
+        .find_stored(&preprocessed.response_reference);
     let mut explanation = admin
         .dispatcher
         .explain(preprocessed.route_request, preprocessed.session.as_ref());

@@ -31,6 +31,11 @@ pub(super) fn refresh_gauges(metrics: &Metrics, dispatcher: &Dispatcher) {
     refresh_predictions(metrics, router);
     refresh_queue(metrics, dispatcher);
     refresh_health(metrics, router);
+    let stored = dispatcher.stored_responses().counts();
+    metrics
+        .sessions
+        .stored_responses
+        .set(stored.sessions as i64);
     if let Some(sessions) = dispatcher.sessions() {
         let counts = sessions.counts();
         metrics.sessions.sessions.set(counts.sessions as i64);

@@ -326,6 +326,7 @@ async fn sweep(dispatcher: Arc<Dispatcher>, audit: Arc<CacheAudit>) -> anyhow::R
         tick.tick().await;
         dispatcher.router().predictors().expire();
         audit.resolve_due(std::time::Instant::now());
+        dispatcher.stored_responses().expire();
         if let Some(sessions) = dispatcher.sessions() {
             sessions.expire();
         }

@@ -7,7 +7,7 @@ use warmroute_core::index::PrefixIndex;
 use warmroute_core::load::LoadTracker;
 use warmroute_core::predict::Predictor;
 use warmroute_core::router::{PredictorSet, Router};
-use warmroute_core::sessions::SessionStore;
+use warmroute_core::sessions::{SessionRecording, SessionStore};
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::shared_cache::HttpSharedCache;
 use warmroute_metrics::Metrics;
@@ -17,7 +17,7 @@ use super::core_listener::CoreListener;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{self, Config, ModelConfig};
 use crate::dispatch::queue::{AdmissionQueue, PrefillBacklog};
-use crate::dispatch::{Dispatcher, SessionAffinity, SessionRouting, TimedRouter};
+use crate::dispatch::{Dispatcher, RESPONSE_RULES, SessionAffinity, SessionRouting, TimedRouter};
 use crate::fleet::xds::XdsClients;
 use crate::request::engine_tokens::config::EngineTokensConfig;
 use crate::request::engine_tokens::{EngineTokensClient, TokenSource, TokenSources};
@@ -71,10 +71,21 @@ pub(super) fn dispatcher(
         },
         max_wait: sessions.wait_timeout.get(),
     });
+    let stored_responses = SessionStore::with_listener(
+        RESPONSE_RULES,
+        Instant::now,
+        SessionRecording {
+            // Engines are not notified of stored responses.
+            moves: false,
+            ..listener.session_recording()
+        },
+        listener.clone(),
+    );
     Dispatcher::new(
         router,
         admission,
         session_routing,
+        stored_responses,
         config.queue.timeout.get(),
     )
 }

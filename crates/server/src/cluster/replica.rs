@@ -65,6 +65,8 @@ pub enum ReplicaEvent {
     Load(ReservationEvent),
     /// Change of a session binding.
     Session(SessionUpdate),
+    /// Change of the binding of a stored response.
+    StoredResponse(SessionUpdate),
     /// Worker that is overloaded, and for how long.
     Overloaded(WorkerId, Duration),
     /// Prompts routed to a worker rank whose cache is predicted.

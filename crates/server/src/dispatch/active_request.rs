@@ -13,6 +13,8 @@ pub struct ActiveRequest {
     pub placement: Placement,
     /// Time that the router needed.
     pub times: RoutingTimes,
+    /// Tenant of the client, if `requests.clients.tenant_header` is set.
+    pub tenant: Option<String>,
     /// Lease on the session.
     pub session: Option<SessionLease>,
     /// Whether the session stays bound to its rank if another rank serves this request.
@@ -25,6 +27,7 @@ impl ActiveRequest {
         Self {
             placement,
             times: RoutingTimes::default(),
+            tenant: None,
             session: None,
             keeps_binding: false,
         }

@@ -29,22 +29,26 @@ pub struct Dispatcher {
     pub(super) router: Arc<Router>,
     pub(super) queue: Arc<AdmissionQueue<TimedRouter>>,
     pub(super) session_routing: Option<SessionRouting>,
+    /// Ranks of stored responses.
+    pub(super) stored_responses: Arc<SessionStore>,
     queue_deadline: Duration,
     session_opener: OnceLock<SessionOpener>,
 }
 
 impl Dispatcher {
-    /// Creates a dispatcher. `queue_deadline` is the maximum time in the queue.
+    /// Creates a dispatcher. `stored_responses` is the table of stored responses, and `queue_deadline` is the maximum time in the queue.
     pub fn new(
         router: Arc<Router>,
         queue: Arc<AdmissionQueue<TimedRouter>>,
         session_routing: Option<SessionRouting>,
+        stored_responses: Arc<SessionStore>,
         queue_deadline: Duration,
     ) -> Arc<Self> {
         Arc::new(Self {
             router,
             queue,
             session_routing,
+            stored_responses,
             queue_deadline,
             session_opener: OnceLock::new(),
         })

@@ -10,7 +10,7 @@ use warmroute_core::router::{
     WorkerResponse,
 };
 use warmroute_core::sessions::{SessionRules, SessionStore};
-use warmroute_core::worker::{BlockSize, Worker, WorkerEndpoint, WorkerId};
+use warmroute_core::worker::{BlockSize, Worker, WorkerEndpoint, WorkerId, WorkerRank};
 
 use super::queue::{AdmissionQueue, PrefillBacklog};
 use super::*;
@@ -68,7 +68,13 @@ fn new_dispatcher(
         affinity,
         max_wait: Duration::from_secs(20),
     };
-    Dispatcher::new(router, queue, Some(routing), config.timeout.get())
+    Dispatcher::new(
+        router,
+        queue,
+        Some(routing),
+        SessionStore::new(RESPONSE_RULES, Instant::now),
+        config.timeout.get(),
+    )
 }
 
 fn publish(router: &Router, ids: std::ops::RangeInclusive<u64>) {
@@ -129,6 +135,44 @@ fn is_idle(dispatcher: &Dispatcher) -> bool {
         .sum();
     let sessions = dispatcher.sessions().unwrap().counts();
     has_no_load && waiting == 0 && (sessions.running, sessions.waiting) == (0, 0)
+}
+
+#[tokio::test]
+async fn stored_response_outweighs_session() {
+    let dispatcher = new_dispatcher(4, None, SessionAffinity::Hard);
+    let reference = |id: &str, tenant: Option<&str>| ResponseReference {
+        id: Some(id.to_owned()),
+        is_stored: true,
+        tenant: tenant.map(str::to_owned),
+    };
+    let first = dispatch(&dispatcher, 0, None).await;
+    let rank = first.placement.route.to.rank;
+    dispatcher.record_stored("r", None, rank);
+    let other = WorkerRank {
+        worker: WorkerId(rank.worker.0 % 4 + 1),
+        ..rank
+    };
+    dispatcher.record_stored("r", None, other);
+    dispatcher.record_stored("r", Some("other tenant"), other);
+    dispatcher.record_stored(&"r".repeat(257), None, rank);
+    assert_eq!(dispatcher.stored_responses().counts().sessions, 2);
+    assert_eq!(dispatcher.find_stored(&reference("r", None)), Some(rank));
+    assert_eq!(dispatcher.find_stored(&reference("s", None)), None);
+    assert_eq!(
+        dispatcher.find_stored(&reference("r", Some("third tenant"))),
+        None
+    );
+    for at in 1..8 {
+        let session = session(&at.to_string());
+        let mut request = request(at);
+        request.constraints.stored_at = dispatcher.find_stored(&reference("r", None));
+        let next = dispatcher.dispatch(request, Some(&session), |_| ()).await;
+        assert_eq!(next.unwrap().placement.route.to.rank, rank);
+        let bound = dispatch(&dispatcher, at, Some(&session)).await;
+        assert_eq!(bound.placement.route.to.rank, rank, "the session is there");
+    }
+    drop(first);
+    assert!(is_idle(&dispatcher));
 }
 
 #[tokio::test]

@@ -40,6 +40,14 @@ pub enum RoutingOutcome {
     Immediate(ImmediateReply),
 }
 
+/// Properties of a response that the request determines.
+struct ExpectedResponse {
+    /// Whether engines may delay the headers of a stream of this API until the first token.
+    delays_headers: bool,
+    /// Whether the engine may store the response.
+    is_stored: bool,
+}
+
 /// The request path between Envoy's messages and the router.
 pub struct RequestPipeline {
     preprocessor: Arc<RequestPreprocessor>,
@@ -129,14 +137,17 @@ impl RequestPipeline {
         );
         let failure = self.failure_mode(preprocessed.route_request.model.as_ref());
         let pool = preprocessed.route_request.constraints.pool.clone();
-        let delays_headers = preprocessed
-            .api
-            .is_some_and(ApiKind::may_delay_stream_headers);
+        let expected_response = ExpectedResponse {
+            delays_headers: preprocessed
+                .api
+                .is_some_and(ApiKind::may_delay_stream_headers),
+            is_stored: preprocessed.response_reference.is_stored,
+        };
         match self.dispatch(preprocessed, plan, started, on_wait).await {
             Ok(prefilled) => {
                 self.count_route(&prefilled.active, &model, is_hashed);
                 log_route(&head, &prefilled.active.placement.route);
-                self.routed(prefilled, edit, delays_headers)
+                self.routed(prefilled, edit, &expected_response)
             }
             Err(error) => {
                 debug!(request_id = head.request_id, pool = pool.as_deref(), %error, "request not routed");
@@ -156,9 +167,13 @@ impl RequestPipeline {
             .preprocessor
             .preprocess_for_pool(pool, &head.path, &header, &inbound.body)
             .await;
-        preprocessed.route_request.constraints.endpoints = self
+        let constraints = &mut preprocessed.route_request.constraints;
+        constraints.endpoints = self
             .conformance_subset(head)
             .or_else(|| inbound.subset.clone());
+        constraints.stored_at = self
+            .dispatcher
+            .find_stored(&preprocessed.response_reference);
         preprocessed
     }
 
@@ -184,23 +199,26 @@ impl RequestPipeline {
             )
             .await;
         self.metrics.observe_stage("total", started.elapsed());
-        plan.run(&self.dispatcher, active?, || notify_wait(Duration::ZERO))
+        let active = ActiveRequest {
+            tenant: preprocessed.response_reference.tenant,
+            ..active?
+        };
+        plan.run(&self.dispatcher, active, || notify_wait(Duration::ZERO))
             .await
             .map_err(DispatchError::Refused)
     }
 
-    /// Returns the outcome of a routed request. `delays_headers` is true if engines may delay the
-    /// headers of a stream of its API until the first token.
+    /// Returns the outcome of a routed request.
     fn routed(
         &self,
         prefilled: PrefillOutcome,
         edit: Option<BodyEdit>,
-        delays_headers: bool,
+        expected: &ExpectedResponse,
     ) -> RoutingOutcome {
         let route = &prefilled.active.placement.route;
         let edit = BodyEdit::replace_body(edit, prefilled.body);
         let first_token_with_headers =
-            delays_headers && self.policy.first_token_with_headers.contains(&route.model);
+            expected.delays_headers && self.policy.first_token_with_headers.contains(&route.model);
         let reply = RouteReply {
             target: RouteTarget {
                 why: self.policy.why_header.then(|| route.summary_line().into()),
@@ -209,6 +227,7 @@ impl RequestPipeline {
             body_edit: edit,
             mirror_to: prefilled.mirror_to,
             first_token_with_headers,
+            is_response_stored: expected.is_stored,
         };
         RoutingOutcome::Routed {
             reply: Box::new(reply),

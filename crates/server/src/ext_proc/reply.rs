@@ -18,6 +18,8 @@ pub struct RouteReply {
     pub mirror_to: Option<MirrorTarget>,
     /// Whether the engine sends the response headers together with the first token.
     pub first_token_with_headers: bool,
+    /// Whether the engine may store the response under its id.
+    pub is_response_stored: bool,
 }
 
 impl From<RouteTarget> for RouteReply {
@@ -27,6 +29,7 @@ impl From<RouteTarget> for RouteReply {
             body_edit: None,
             mirror_to: None,
             first_token_with_headers: false,
+            is_response_stored: false,
         }
     }
 }

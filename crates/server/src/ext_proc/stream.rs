@@ -322,6 +322,10 @@ impl ExchangeStream {
                 Effect::ResponseStarted(head) => self.guard.on_response_headers(head),
                 Effect::FirstToken { observed } => self.guard.on_first_token(observed),
                 Effect::ContentMissing(missing) => self.guard.on_content_missing(missing),
+                Effect::ResponseStored(id) => {
+                    self.guard
+                        .on_response_stored(self.config.pipeline.dispatcher(), &id);
+                }
                 Effect::ResponseChunk(chunk) => self.guard.on_response_chunk(&chunk),
                 Effect::Completed => self.guard.on_completed(),
             }

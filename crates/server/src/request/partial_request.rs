@@ -12,6 +12,7 @@ use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
 
 use super::models::{ModelRegistry, ResolvedModel};
 use super::preprocessor::NvExtScope;
+use crate::dispatch::ResponseReference;
 
 /// Assumed bytes of a body per token. English and code have between 3 and 5.
 const BYTES_PER_TOKEN: u64 = 4;
@@ -39,6 +40,8 @@ pub(super) struct PartialRequest {
     pub(super) max_output_tokens: Option<u64>,
     /// Whether the client requests a stream.
     pub(super) is_streamed: bool,
+    /// Stored responses that the request refers to or creates.
+    pub(super) response_reference: ResponseReference,
     /// The parse error.
     pub(super) parse_error: Option<String>,
     pub(super) stage_times: Vec<(&'static str, Duration)>,
@@ -72,6 +75,7 @@ impl PartialRequest {
             session: None,
             max_output_tokens: None,
             is_streamed: false,
+            response_reference: ResponseReference::default(),
             parse_error: None,
             stage_times: times,
         }
@@ -79,8 +83,18 @@ impl PartialRequest {
 
     /// Sets the properties of the answer that the request determines.
     pub(super) fn set_output_limits(&mut self, request: &openai::ApiRequest) {
+        self.set_response_reference(request);
         self.max_output_tokens = request.max_output_tokens;
         self.is_streamed = request.stream;
+    }
+
+    /// Sets the stored response that the request continues, and whether its response is stored.
+    pub(super) fn set_response_reference(&mut self, request: &openai::ApiRequest) {
+        self.response_reference = ResponseReference {
+            id: request.previous_response_id.clone(),
+            is_stored: request.stores_response,
+            tenant: None,
+        };
     }
 
     /// Takes the cache salt of the client, and the fields of `nvext` that apply.

@@ -13,7 +13,7 @@ use super::header_context::HeaderContext;
 use super::partial_request::PartialRequest;
 use super::preprocessor::RequestPreprocessor;
 use super::routing_hints::{HeaderLookup, RoutingHints};
-use crate::dispatch::RequestSession;
+use crate::dispatch::{RequestSession, ResponseReference};
 
 /// A preprocessed request.
 #[derive(Clone, Debug)]
@@ -28,6 +28,8 @@ pub struct PreprocessedRequest {
     pub parse_error: Option<String>,
     /// The session of the request.
     pub session: Option<RequestSession>,
+    /// The stored responses that the request refers to or creates.
+    pub response_reference: ResponseReference,
     /// Whether the client only queries the routing decision.
     pub is_query: bool,
     /// The tokens of each prompt, if known.
@@ -65,7 +67,7 @@ impl RequestPreprocessor {
                 self.fetch_engine_tokens(api, &mut context, body).await;
                 self.encode(api, context, body).await
             }
-            None => PartialRequest::estimated(0, Reason::NotInference),
+            None => self.unknown_path(path),
         };
         let mut preprocessed = PreprocessedRequest {
             api,
@@ -96,7 +98,7 @@ impl RequestPreprocessor {
                 };
                 self.encode_blocking(api, &self.header_context(headers), &received)
             }
-            None => PartialRequest::estimated(0, Reason::NotInference),
+            None => self.unknown_path(path),
         };
         let mut preprocessed = PreprocessedRequest {
             api,
@@ -104,6 +106,13 @@ impl RequestPreprocessor {
         };
         preprocessed.route_request.computes = computes_prompt(api);
         preprocessed
+    }
+
+    /// Returns a request whose path belongs to no API. It may refer to a stored response.
+    fn unknown_path(&self, path: &str) -> PartialRequest {
+        let mut partial = PartialRequest::estimated(0, Reason::NotInference);
+        partial.response_reference.id = self.parts.paths.stored_response_id(path);
+        partial
     }
 
     fn build_preprocessed(
@@ -144,6 +153,7 @@ impl RequestPreprocessor {
             tokens,
             stage_times,
             parse_error,
+            response_reference,
             ..
         } = partial;
         PreprocessedRequest {
@@ -152,6 +162,10 @@ impl RequestPreprocessor {
             requested_model,
             parse_error,
             session,
+            response_reference: ResponseReference {
+                tenant: self.tenant(headers),
+                ..response_reference
+            },
             is_query: query,
             tokens,
             stage_times,

@@ -74,6 +74,7 @@ impl RequestPreprocessor {
         let Some((repaired, request)) = parse_truncated(api, context, repaired) else {
             return partial;
         };
+        partial.set_response_reference(&request);
         if let Some(request) = stable_prefix(request, &repaired.cut) {
             let body = TruncatedBody {
                 shown: shown.len(),

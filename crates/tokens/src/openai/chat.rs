@@ -344,10 +344,9 @@ fn parse_body(
         is_pooling: false,
         is_partial: false,
     };
+    let prompt = PromptInput::Chat(Box::new(chat));
     Ok(ApiRequest {
-        model: body.model,
         stream: body.stream.unwrap_or(false),
-        prompt: PromptInput::Chat(Box::new(chat)),
         cache_salt: body.cache_salt,
         max_output_tokens: body.max_completion_tokens.or(body.max_tokens),
         tokenization: TokenizationOptions {
@@ -357,5 +356,6 @@ fn parse_body(
             ..TokenizationOptions::default()
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
+        ..ApiRequest::with_prompt(body.model, prompt)
     })
 }

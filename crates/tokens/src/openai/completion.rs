@@ -54,9 +54,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         return Err(ParseError::Empty("prompt"));
     }
     Ok(ApiRequest {
-        model: body.model,
         stream: body.stream.unwrap_or(false),
-        prompt,
         cache_salt: body.cache_salt,
         max_output_tokens: Some(body.max_tokens.unwrap_or(DEFAULT_MAX_TOKENS)),
         tokenization: TokenizationOptions {
@@ -66,6 +64,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
             ..TokenizationOptions::default()
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
+        ..ApiRequest::with_prompt(body.model, prompt)
     })
 }
 

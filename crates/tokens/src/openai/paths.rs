@@ -153,6 +153,17 @@ fn percent_decode(path: &str) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
+/// Returns a path without its query and trailing slashes. Engines decode paths, so an encoded path
+/// must not bypass routing.
+fn plain_path(path: &str) -> Cow<'_, str> {
+    let path = path.split_once(['?', '#']).map_or(path, |(path, _)| path);
+    if path.contains('%') {
+        percent_decode(path).trim_end_matches('/').to_owned().into()
+    } else {
+        path.trim_end_matches('/').into()
+    }
+}
+
 /// Path suffixes of the APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiPaths {
@@ -192,10 +203,26 @@ impl ApiPaths {
     /// Returns the API of a path by its longest known suffix of whole segments. The query and
     /// trailing slashes are ignored.
     pub fn find_api(&self, path: &str) -> Option<ApiKind> {
-        let path = path.split_once(['?', '#']).map_or(path, |(path, _)| path);
-        // Engines decode paths, so an encoded path must not bypass routing.
-        let decoded = path.contains('%').then(|| percent_decode(path));
-        let path = decoded.as_deref().unwrap_or(path).trim_end_matches('/');
+        self.api_of_plain_path(&plain_path(path))
+    }
+
+    /// Returns the id in the path of a stored response: the segment after a path of the Responses
+    /// API, alone or with an action such as `cancel` or `input_items`.
+    pub fn stored_response_id(&self, path: &str) -> Option<String> {
+        let path = plain_path(path);
+        if self.api_of_plain_path(&path).is_some() {
+            return None;
+        }
+        let id_of = |path: &str| {
+            let (before, id) = path.rsplit_once('/')?;
+            let is_response = self.api_of_plain_path(before) == Some(ApiKind::Responses);
+            (is_response && !id.is_empty()).then(|| id.to_owned())
+        };
+        let without_action = path.rsplit_once('/').map(|(before, _)| before);
+        id_of(&path).or_else(|| id_of(without_action?))
+    }
+
+    fn api_of_plain_path(&self, path: &str) -> Option<ApiKind> {
         let ends = |suffix: &str| {
             path.strip_suffix(suffix)
                 .is_some_and(|before| before.is_empty() || before.ends_with('/'))

@@ -52,6 +52,8 @@ struct ResponsesBody<'a> {
     kv_transfer_params: Option<ForwardedPrompt>,
     #[serde(default)]
     previous_response_id: Option<String>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    store: Option<bool>,
     #[serde(default)]
     previous_response: Option<IgnoredAny>,
     #[serde(default)]
@@ -73,8 +75,7 @@ impl ResponsesBody<'_> {
             &self.conversation,
             &self.prompt,
         ];
-        let previous = self.previous_response_id.as_ref();
-        previous.is_some_and(|id| !id.is_empty()) || stored.into_iter().any(Option::is_some)
+        self.previous_response_id.is_some() || stored.into_iter().any(Option::is_some)
     }
 }
 
@@ -89,7 +90,8 @@ fn disabled() -> Option<String> {
 }
 
 pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
-    let body: ResponsesBody<'_> = serde_json::from_str(text)?;
+    let mut body: ResponsesBody<'_> = serde_json::from_str(text)?;
+    body.previous_response_id.take_if(|id| id.is_empty());
     let remembered = body.continues_stored_state();
     let input = body.input.ok_or(ParseError::Missing("input"))?;
     let instructions = body.instructions.filter(|text| !text.is_empty());
@@ -102,6 +104,8 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
         max_output_tokens: body.max_output_tokens,
         cache_salt: body.cache_salt,
         nvext: body.nvext.map(|raw| raw.get().into()),
+        previous_response_id: body.previous_response_id,
+        stores_response: body.store.unwrap_or(true),
         ..ApiRequest::untokenized(body.model, text_bytes)
     };
     if remembered || input.is_stored_in_engine {

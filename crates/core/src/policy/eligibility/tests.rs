@@ -270,6 +270,23 @@ fn affinity_and_adapters_never_empty_the_pool() {
         ids(&fleet, &bound(1), &[(1, WorkerAvailability::Overloaded)]),
         Ok(vec![(2, 0), (3, 0)])
     );
+    let stored = |id| Constraints {
+        stored_at: Some(rank(id)),
+        ..bound(3)
+    };
+    assert_eq!(ids(&fleet, &stored(1), &[]), Ok(vec![(1, 0)]));
+    assert_eq!(
+        ids(&fleet, &stored(1), &[(1, WorkerAvailability::Overloaded)]),
+        Ok(vec![(1, 0)]),
+        "no other worker can serve the request"
+    );
+    for gone in [
+        ids(&fleet, &stored(9), &[]),
+        ids(&fleet, &stored(1), &[(1, WorkerAvailability::Unhealthy)]),
+        ids(&fleet, &stored(1), &[(1, WorkerAvailability::Unavailable)]),
+    ] {
+        assert_eq!(gone, Ok(vec![(3, 0)]), "the session decides");
+    }
     assert_eq!(ids(&fleet, &adapter("lora"), &[]), Ok(vec![(2, 0), (3, 0)]));
     assert_eq!(
         ids(
@@ -435,11 +452,26 @@ fn any_constraints() -> impl Strategy<Value = Constraints> {
         ),
         prop::collection::btree_set(required, 0..2),
         prop::option::weighted(0.4, (id(), 2u32..4)),
+        prop::option::weighted(0.3, (id(), 2u32..4)),
         prop::option::weighted(0.4, "[xyz]"),
         prop::option::weighted(0.4, "[pqr]"),
     )
         .prop_map(
-            |(prefill, pin, allowed, endpoints, required_taints, exclusive, adapter, pool)| {
+            |(
+                prefill,
+                pin,
+                allowed,
+                endpoints,
+                required_taints,
+                exclusive,
+                stored,
+                adapter,
+                pool,
+            )| {
+                let rank = |(worker, rank)| WorkerRank {
+                    worker,
+                    rank: DpRank(rank),
+                };
                 Constraints {
                     role: if prefill {
                         WorkerRole::Prefill
@@ -452,10 +484,8 @@ fn any_constraints() -> impl Strategy<Value = Constraints> {
                     endpoints,
                     required_taints,
                     preferred_taints: BTreeMap::new(),
-                    bound_rank: exclusive.map(|(worker, rank)| WorkerRank {
-                        worker,
-                        rank: DpRank(rank),
-                    }),
+                    bound_rank: exclusive.map(rank),
+                    stored_at: stored.map(rank),
                     adapter,
                 }
             },
@@ -509,6 +539,12 @@ proptest! {
         let mut expected: Vec<_> = with_availability(WorkerAvailability::Ready).collect();
         if expected.is_empty() && with_availability(WorkerAvailability::Overloaded).next().is_none() {
             expected = with_availability(WorkerAvailability::Unhealthy).collect();
+        }
+        let may_store = |member: &&FleetMember| {
+            expected.contains(member) || availability(member) == WorkerAvailability::Overloaded
+        };
+        if let Some(stored) = fitting.iter().copied().filter(may_store).find(|member| Some(member.rank) == constraints.stored_at) {
+            expected = vec![stored];
         }
         if let Some(bound) = expected.iter().copied().find(|member| Some(member.rank) == constraints.bound_rank) {
             expected = vec![bound];

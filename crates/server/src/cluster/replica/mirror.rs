@@ -34,6 +34,8 @@ pub struct LocalView<'a> {
     pub key: Option<&'a TrackingKey>,
     /// Session table, if sessions are configured.
     pub sessions: Option<&'a SessionStore>,
+    /// Table of stored responses, if it is synchronized.
+    pub stored_responses: Option<&'a SessionStore>,
     /// Called when a worker is overloaded.
     pub on_overloaded: &'a dyn Fn(WorkerId, Duration),
     /// Called for the first token of the exchange with this name.
@@ -88,6 +90,11 @@ impl ReservationMirror {
             ReplicaEvent::Session(update) => {
                 if let Some(sessions) = view.sessions {
                     sessions.apply_update(update, UpdateKind::InUse);
+                }
+            }
+            ReplicaEvent::StoredResponse(update) => {
+                if let Some(responses) = view.stored_responses {
+                    responses.apply_update(update, UpdateKind::InUse);
                 }
             }
             ReplicaEvent::Overloaded(worker, time) => (view.on_overloaded)(worker, time),

@@ -409,11 +409,16 @@ impl PeerReplica {
         }
         self.mirror.replace(bookings, view);
         for event in other_events {
-            match (event, view.sessions) {
-                (ReplicaEvent::Session(update), Some(sessions)) => {
-                    sessions.apply_update(update, UpdateKind::Snapshot)
+            let (table, update) = match event {
+                ReplicaEvent::Session(update) => (view.sessions, update),
+                ReplicaEvent::StoredResponse(update) => (view.stored_responses, update),
+                event => {
+                    self.mirror.apply(event, view);
+                    continue;
                 }
-                (event, _) => self.mirror.apply(event, view),
+            };
+            if let Some(table) = table {
+                table.apply_update(update, UpdateKind::Snapshot);
             }
         }
     }

@@ -295,7 +295,9 @@ impl ReplicaSync {
             .into_iter()
             .flat_map(|sessions| sessions.take_updates())
             .collect();
-        self.record(updates.into_iter().map(ReplicaEvent::Session));
+        let stored = self.dispatcher.stored_responses().take_updates();
+        let stored = stored.into_iter().map(ReplicaEvent::StoredResponse);
+        self.record(updates.into_iter().map(ReplicaEvent::Session).chain(stored));
     }
 
     /// Handles timeouts.
@@ -363,6 +365,7 @@ impl ReplicaSync {
             slot: &|rank| fleet.slot(rank),
             key: self.key.as_ref(),
             sessions: self.dispatcher.sessions().map(|sessions| &**sessions),
+            stored_responses: Some(self.dispatcher.stored_responses()),
             on_overloaded: &|worker, time| router.mark_overloaded(worker, time),
             on_booked: &|booking| {
                 if let Some(member) = fleet.slot(booking.rank).and_then(|slot| fleet.member(slot)) {

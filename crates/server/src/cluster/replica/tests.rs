@@ -21,7 +21,8 @@ use warmroute_core::load::{
 };
 use warmroute_core::router::RoutedPrompts;
 use warmroute_core::sessions::{
-    SessionEntry, SessionMove, SessionName, SessionRecording, SessionRules, SessionStore,
+    BindingVersion, SessionEntry, SessionKey, SessionMove, SessionName, SessionRecording,
+    SessionRules, SessionStore, SessionUpdate,
 };
 use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
@@ -195,6 +196,7 @@ impl Replica {
             slot: &|rank| (rank.worker.0 < known).then(|| Self::slot(first, rank.worker.0)),
             key: None,
             sessions: Some(&self.sessions),
+            stored_responses: None,
             on_overloaded: &|_, _| (),
             on_first_token: &|_| (),
             on_booked: &|_| (),

@@ -67,25 +67,12 @@ pub(super) fn encode_event(
             })
         }
         ReplicaEvent::Load(ReservationEvent::Released(id)) => Any::Released(id.0),
-        ReplicaEvent::Session(SessionUpdate::Bound {
-            session: key,
-            target,
-            version: stamp,
-        }) => Any::SessionBound(proto::SessionBound {
-            session: Some(encode_session(key)),
-            worker: target.worker.0,
-            rank: target.rank.0,
-            version: stamp.version,
-            router: stamp.router,
-        }),
-        ReplicaEvent::Session(SessionUpdate::Ended {
-            session: key,
-            version: stamp,
-        }) => Any::SessionEnded(proto::SessionEnded {
-            session: Some(encode_session(key)),
-            version: stamp.version,
-            router: stamp.router,
-        }),
+        ReplicaEvent::Session(update) => {
+            encode_binding(update, Any::SessionBound, Any::SessionEnded)
+        }
+        ReplicaEvent::StoredResponse(update) => {
+            encode_binding(update, Any::ResponseBound, Any::ResponseEnded)
+        }
         ReplicaEvent::Overloaded(worker, remaining) => Any::Overloaded(proto::Overloaded {
             worker: worker.0,
             milliseconds: remaining.as_millis() as u64,
@@ -200,6 +187,56 @@ fn hashes_mut(routed: &mut proto::Routed) -> impl Iterator<Item = &mut u64> {
         .flat_map(|prompt| &mut prompt.hashes)
 }
 
+/// Encodes the update of a session or stored response, as the message of its table.
+fn encode_binding(
+    update: &SessionUpdate,
+    bound: impl FnOnce(proto::SessionBound) -> Any,
+    ended: impl FnOnce(proto::SessionEnded) -> Any,
+) -> Any {
+    match update {
+        SessionUpdate::Bound {
+            session: key,
+            target,
+            version: stamp,
+        } => bound(proto::SessionBound {
+            session: Some(encode_session(key)),
+            worker: target.worker.0,
+            rank: target.rank.0,
+            version: stamp.version,
+            router: stamp.router,
+        }),
+        SessionUpdate::Ended {
+            session: key,
+            version: stamp,
+        } => ended(proto::SessionEnded {
+            session: Some(encode_session(key)),
+            version: stamp.version,
+            router: stamp.router,
+        }),
+    }
+}
+
+fn decode_bound(bound: proto::SessionBound) -> Option<SessionUpdate> {
+    Some(SessionUpdate::Bound {
+        session: Arc::new(session_key(bound.session?)),
+        target: worker_rank(bound.worker, bound.rank),
+        version: BindingVersion {
+            version: bound.version,
+            router: bound.router,
+        },
+    })
+}
+
+fn decode_ended(ended: proto::SessionEnded) -> Option<SessionUpdate> {
+    Some(SessionUpdate::Ended {
+        session: Arc::new(session_key(ended.session?)),
+        version: BindingVersion {
+            version: ended.version,
+            router: ended.router,
+        },
+    })
+}
+
 fn encode_session(key: &SessionKey) -> proto::Session {
     proto::Session {
         model: key.model.as_deref().map(str::to_owned),
@@ -295,21 +332,10 @@ pub(super) fn decode_event(
             })
         }
         Any::Released(id) => ReplicaEvent::Load(ReservationEvent::Released(BookingId(id))),
-        Any::SessionBound(bound) => ReplicaEvent::Session(SessionUpdate::Bound {
-            session: Arc::new(session_key(bound.session?)),
-            target: worker_rank(bound.worker, bound.rank),
-            version: BindingVersion {
-                version: bound.version,
-                router: bound.router,
-            },
-        }),
-        Any::SessionEnded(ended) => ReplicaEvent::Session(SessionUpdate::Ended {
-            session: Arc::new(session_key(ended.session?)),
-            version: BindingVersion {
-                version: ended.version,
-                router: ended.router,
-            },
-        }),
+        Any::SessionBound(bound) => ReplicaEvent::Session(decode_bound(bound)?),
+        Any::SessionEnded(ended) => ReplicaEvent::Session(decode_ended(ended)?),
+        Any::ResponseBound(bound) => ReplicaEvent::StoredResponse(decode_bound(bound)?),
+        Any::ResponseEnded(ended) => ReplicaEvent::StoredResponse(decode_ended(ended)?),
         Any::FirstTokenOf(name) => ReplicaEvent::FirstToken(name),
         Any::Routed(routed) => {
             let routed = decrypt_hashes(routed, namer.key)?;

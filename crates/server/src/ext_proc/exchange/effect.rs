@@ -27,6 +27,8 @@ pub enum Effect {
     },
     /// The response has ended without content.
     ContentMissing(MissingContent),
+    /// The engine may store the response under this id.
+    ResponseStored(String),
     /// A piece of the response body, for the usage scanner.
     ResponseChunk(Bytes),
     /// The response is complete.

@@ -1,6 +1,7 @@
 //! The response side of an exchange: observation of the body, response headers, and the first
 //! token, which is the first content of the body.
 
+use warmroute_tokens::openai::ResponseIdReader;
 use warmroute_tokens::openai::restore::ModelNameRestorer;
 use warmroute_tokens::openai::usage::ContentDetector;
 
@@ -26,6 +27,8 @@ pub(super) enum ResponseSide {
         detector: ContentDetector,
         /// Whether the usage scanner reads the body.
         scans_usage: bool,
+        /// Reads the id of a response that the engine may store.
+        id_reader: Option<ResponseIdReader>,
         restorer: Option<Box<ModelNameRestorer>>,
     },
     /// The response is complete.
@@ -40,6 +43,8 @@ struct ObservationNeeds {
     by_this_filter: bool,
     /// The usage scanner needs the whole body.
     usage: bool,
+    /// The engine may store the response under its id.
+    response_id: bool,
 }
 
 impl ObservationNeeds {
@@ -48,6 +53,7 @@ impl ObservationNeeds {
             first_token: false,
             by_this_filter: false,
             usage: false,
+            response_id: false,
         };
         let Some(route_reply) = context
             .route_reply
@@ -71,6 +77,7 @@ impl ObservationNeeds {
                 && (options.observe == ObserveMode::Usage
                     || start.is_sampled
                     || options.output_blocks),
+            response_id: is_success && route_reply.is_response_stored,
         }
     }
 }
@@ -129,7 +136,10 @@ impl ResponseSide {
         let is_shown = context.modes.response != BodyMode::None;
         let requests_body = !is_shown
             && can_observe_body(context)
-            && (needs.by_this_filter || needs.usage || restorer.is_some());
+            && (needs.by_this_filter
+                || needs.usage
+                || restorer.is_some()
+                || (needs.response_id && context.options.observe != ObserveMode::Off));
         if restorer.is_some() && (is_shown || requests_body) {
             // The restored model name may differ in length.
             changes.remove("content-length");
@@ -140,6 +150,7 @@ impl ResponseSide {
                 first_token_due,
                 detector: ContentDetector::default(),
                 scans_usage: needs.usage,
+                id_reader: needs.response_id.then(ResponseIdReader::default),
                 restorer,
             }
         } else {
@@ -173,6 +184,7 @@ impl ResponseSide {
                 first_token_due,
                 detector: ContentDetector::default(),
                 scans_usage: false,
+                id_reader: None,
                 restorer: None,
             };
         }
@@ -207,10 +219,13 @@ impl ResponseSide {
             && let ResponseSide::Observed {
                 detector,
                 scans_usage,
+                id_reader,
                 ..
             } = self
         {
             let is_scanned = *scans_usage;
+            let id = id_reader.as_mut().and_then(|reader| reader.push(&body));
+            effects.extend(id.map(Effect::ResponseStored));
             if detector.push(&body) {
                 effects.extend(self.on_first_token(true));
             }

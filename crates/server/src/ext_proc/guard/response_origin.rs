@@ -10,7 +10,7 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::ExchangeGuard;
-use crate::dispatch::log_health_changes;
+use crate::dispatch::{Dispatcher, log_health_changes};
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
@@ -64,6 +64,14 @@ impl ExchangeGuard {
                 }
                 count_endpoint_mismatch(&self.metrics, "unknown_endpoint");
             }
+        }
+    }
+
+    /// Records that the worker that serves the request stores its response.
+    pub(in crate::ext_proc) fn on_response_stored(&self, dispatcher: &Dispatcher, id: &str) {
+        if let Some(active) = &self.active {
+            let rank = active.placement.route.to.rank;
+            dispatcher.record_stored(id, active.tenant.as_deref(), rank);
         }
     }
 

@@ -63,6 +63,27 @@ fn path_suffix_selects_api() {
 }
 
 #[test]
+fn stored_response_is_named_by_path() {
+    for (path, id) in [
+        ("/v1/responses/resp_1", Some("resp_1")),
+        ("/v1/responses/resp_1/cancel?x=/y", Some("resp_1")),
+        ("/gateway/v1/responses/resp_1/input_items/", Some("resp_1")),
+        ("/v1/responses/resp%5f1?stream=true", Some("resp_1")),
+        ("/v1/responses", None),
+        ("/v1/responses/", None),
+        ("/v1/responses/render", None),
+        ("/v1/responses/resp_1/a/b", None),
+        ("/v1/models/resp_1", None),
+        ("/v1/chat/completions/chatcmpl-1", None),
+        ("/health", None),
+        ("", None),
+    ] {
+        let found = ApiPaths::default().stored_response_id(path);
+        assert_eq!(found.as_deref(), id, "{path}");
+    }
+}
+
+#[test]
 fn configured_paths_rename_and_disable_apis() {
     let config = ApiPathsConfig {
         chat_completions: vec!["/talk/".into(), "x/talk/more".into()],

@@ -116,12 +116,15 @@ impl ReplicaSync {
             .sessions()
             .map(|sessions| sessions.snapshot_updates())
             .unwrap_or_default();
+        let mut stored = self.dispatcher.stored_responses().snapshot_updates();
         let marks = self.dispatcher.router().overload_marks();
         self.publish_batches(link).await;
         let parts = {
             let ReplicaState { outbox, peers, .. } = &*self.state.lock();
-            // The other peers publish their own sessions.
-            sessions.retain(|update| !peers.contains(ReplicaId(update.router())));
+            // The other peers publish their own bindings.
+            for updates in [&mut sessions, &mut stored] {
+                updates.retain(|update| !peers.contains(ReplicaId(update.router())));
+            }
             let marks = marks
                 .into_iter()
                 .map(|(worker, time)| ReplicaEvent::Overloaded(worker, time));
@@ -129,6 +132,7 @@ impl ReplicaSync {
                 &sessions
                     .into_iter()
                     .map(ReplicaEvent::Session)
+                    .chain(stored.into_iter().map(ReplicaEvent::StoredResponse))
                     .chain(marks)
                     .collect::<Vec<_>>(),
             )

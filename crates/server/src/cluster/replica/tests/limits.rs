@@ -10,6 +10,7 @@ fn empty_view(load: &Arc<LoadTracker>) -> LocalView<'_> {
         slot: &|_| None,
         key: None,
         sessions: None,
+        stored_responses: None,
         on_overloaded: &|_, _| (),
         on_first_token: &|_| (),
         on_routed: &|_| (),

@@ -72,6 +72,37 @@ fn messages_round_trip() {
 }
 
 #[test]
+fn bindings_round_trip_in_their_table() {
+    let session = Arc::new(SessionKey {
+        model: None,
+        tenant: Some("t".into()),
+        group: false,
+        id: "resp_1".into(),
+    });
+    let version = BindingVersion {
+        version: 3,
+        router: 7,
+    };
+    let updates = [
+        SessionUpdate::Bound {
+            session: session.clone(),
+            target: rank(2),
+            version,
+        },
+        SessionUpdate::Ended { session, version },
+    ];
+    for update in updates {
+        for sent in [
+            ReplicaEvent::Session(update.clone()),
+            ReplicaEvent::StoredResponse(update.clone()),
+        ] {
+            let bytes = wire::encode_event(&sent, 100, None).encode_to_vec();
+            assert_eq!(decode(Event::decode(&bytes[..]).unwrap()), Some(sent));
+        }
+    }
+}
+
+#[test]
 fn routed_prompts_are_truncated_to_the_limit() {
     let prompts = vec![vec![LocalHash(1), LocalHash(2)], vec![LocalHash(3)]];
     let routed = RoutedPrompts {

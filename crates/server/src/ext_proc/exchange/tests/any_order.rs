@@ -192,6 +192,7 @@ impl ExchangeRecord {
             Effect::FirstToken { .. } => "first token",
             Effect::ContentMissing(_) => "content missing",
             Effect::Completed => "finished",
+            Effect::ResponseStored(_) => "response stored",
             Effect::ResponseChunk(_) => return,
         };
         *self.effects.entry(name).or_default() += 1;

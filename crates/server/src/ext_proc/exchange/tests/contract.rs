@@ -286,6 +286,68 @@ fn observe_mode_decides_shown_response_body() {
 }
 
 #[test]
+fn response_id_is_read_if_response_is_stored() {
+    let event: &[u8] =
+        b"data: {\"type\":\"response.created\",\"response\":{\"id\":\"resp_1\",\"output\":[]}}\n\n";
+    let document: &[u8] = b"{\"id\":\"resp_1\",\"output\":[{\"id\":\"msg\"}]}";
+    let modes = [
+        (BodyMode::Buffered, BodyMode::None),
+        (BodyMode::Buffered, BodyMode::Streamed),
+        (BodyMode::FullDuplex, BodyMode::FullDuplex),
+    ];
+    let observations = [
+        ObserveMode::Off,
+        ObserveMode::FirstToken,
+        ObserveMode::Usage,
+        ObserveMode::Sampled(0.0),
+    ];
+    for (at, (request, response_mode)) in modes.into_iter().enumerate() {
+        for observe in observations {
+            for (is_stored, key) in [(true, None), (true, Some("7")), (false, None)] {
+                let options = ExchangeOptions {
+                    observe,
+                    ..options()
+                };
+                let start = ExchangeStart {
+                    exchange_key: key.map(str::to_owned),
+                    ..ExchangeStart::default()
+                };
+                let modes = BodyModes {
+                    request,
+                    response: response_mode,
+                };
+                for (bytes, is_stream) in [(event, true), (document, false)] {
+                    let mut exchange = exchange_with(options.clone(), start.clone(), modes);
+                    exchange.on_message(headers("/v1/responses", false));
+                    exchange.on_message(body(b"{}", true));
+                    exchange.on_route(RouteReply {
+                        is_response_stored: is_stored,
+                        ..to_worker().into()
+                    });
+                    let begun = describe(exchange.on_message(response(is_stream, false)));
+                    let is_requested = begun[0].contains(" mode ");
+                    let is_shown = response_mode != BodyMode::None || is_requested;
+                    if is_stored && observe != ObserveMode::Off {
+                        assert!(is_shown, "{at} {observe} {begun:?}");
+                    }
+                    let (first, rest) = bytes.split_at(bytes.len() / 2);
+                    let mut effects = Vec::new();
+                    for piece in [first, rest].into_iter().filter(|_| is_shown) {
+                        effects.extend(describe(exchange.on_message(response_body(piece, false))));
+                    }
+                    let stored = effects.iter().filter(|line| *line == "stored resp_1");
+                    assert_eq!(
+                        stored.count(),
+                        usize::from(is_stored && is_shown),
+                        "{at} {observe} {effects:?}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn subset_is_accepted_with_headers_or_body() {
     let subset = |entries: &str| GatewayMetadata {
         subset: Some(EndpointSubset::parse([entries])),

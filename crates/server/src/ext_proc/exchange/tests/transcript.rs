@@ -27,6 +27,7 @@ pub(super) fn describe_one(effect: Effect) -> String {
         },
         Effect::FirstToken { .. } => "first token".into(),
         Effect::ContentMissing(missing) => format!("content missing {missing:?}"),
+        Effect::ResponseStored(id) => format!("stored {id}"),
         Effect::ResponseChunk(bytes) => format!("response chunk {}", bytes.len()),
         Effect::ResponseStarted(head) => format!("status {}", head.status),
         Effect::Completed => "finished".into(),

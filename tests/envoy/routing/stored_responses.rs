@@ -1,0 +1,155 @@
+//! Requests that refer to a response reach the engine that stores it.
+
+use reqwest::Method;
+use serde_json::{Value, json};
+use warmroute_testbed::deployment::MODEL;
+use warmroute_testbed::merge_config;
+
+use crate::routing::bed::{RoutedAnswer, RoutingBed, engine, patient};
+
+/// Number of conversations. Without bindings, two thirds of the requests reach an engine without
+/// the response.
+const CONVERSATIONS: usize = 8;
+
+/// Starts three engines with a policy that takes them in turn.
+async fn bed(more: Value, envoy: impl Fn(&str) -> String) -> RoutingBed {
+    let specs = [engine(1), engine(2), engine(3)];
+    let mut config = json!({"routing": {"policy": "round_robin"}});
+    merge_config(&mut config, &more);
+    RoutingBed::start_with_envoy(&specs, config, envoy).await
+}
+
+/// Returns the shipped configuration with full-duplex bodies, as control planes generate them.
+fn full_duplex(shipped: &str) -> String {
+    let mut config = patient(shipped);
+    for (before, after) in [
+        ("failure_mode_allow: true", "failure_mode_allow: false"),
+        (
+            "request_body_mode: BUFFERED",
+            "request_body_mode: FULL_DUPLEX_STREAMED",
+        ),
+        (
+            "request_trailer_mode: SKIP\n                response_header",
+            "request_trailer_mode: SEND\n                response_header",
+        ),
+        (
+            "response_body_mode: NONE",
+            "response_body_mode: FULL_DUPLEX_STREAMED",
+        ),
+    ] {
+        assert!(config.contains(before), "{before}");
+        config = config.replace(before, after);
+    }
+    config
+}
+
+async fn respond(bed: &RoutingBed, is_stream: bool, fields: Value) -> RoutedAnswer {
+    let mut body = json!({
+        "model": MODEL,
+        "input": "Good morning.",
+        "max_output_tokens": 4,
+        "stream": is_stream,
+    });
+    merge_config(&mut body, &fields);
+    let request = bed.http.post(bed.stack.url("/v1/responses")).json(&body);
+    RoutedAnswer::of(request).await
+}
+
+fn response_id(answer: &RoutedAnswer) -> String {
+    let first = answer
+        .text
+        .lines()
+        .find_map(|line| line.strip_prefix("data: "));
+    let response: Value = match first {
+        Some(event) => serde_json::from_str::<Value>(event).unwrap()["response"].clone(),
+        None => answer.json(),
+    };
+    response["id"].as_str().unwrap().to_owned()
+}
+
+async fn manage(bed: &RoutingBed, method: Method, id: &str, action: &str) -> RoutedAnswer {
+    let url = bed.stack.url(&format!("/v1/responses/{id}{action}"));
+    RoutedAnswer::of(bed.http.request(method, url)).await
+}
+
+/// Runs conversations, and asserts that each request reaches the engine of its conversation.
+async fn assert_bound(bed: &RoutingBed, is_stream: bool) {
+    for _ in 0..CONVERSATIONS {
+        let first = respond(bed, is_stream, json!({})).await;
+        let home = first.engine();
+        let id = response_id(&first);
+        let next = respond(bed, is_stream, json!({"previous_response_id": id})).await;
+        assert_eq!(next.engine(), home, "{next:?}");
+        let next_id = response_id(&next);
+        let last = respond(bed, !is_stream, json!({"previous_response_id": next_id})).await;
+        assert_eq!(last.engine(), home, "{last:?}");
+        for (method, action) in [
+            (Method::GET, ""),
+            (Method::GET, "/input_items"),
+            (Method::POST, "/cancel"),
+            (Method::DELETE, ""),
+        ] {
+            let answer = manage(bed, method, &id, action).await;
+            assert_eq!(answer.engine(), home, "{action}: {answer:?}");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stored_response_leads_requests_to_its_engine() {
+    let bed = bed(json!({}), patient).await;
+    for is_stream in [false, true] {
+        assert_bound(&bed, is_stream).await;
+    }
+    let unknown = manage(&bed, Method::GET, "resp_unknown", "").await;
+    assert_eq!(unknown.status, 404, "the engine responds: {unknown:?}");
+    let bound = bed.metrics().await.sum("stored_responses", &[]);
+    assert_eq!(bound, (2 * 3 * CONVERSATIONS) as f64);
+    let unstored = respond(&bed, false, json!({"store": false})).await;
+    unstored.engine();
+    assert_eq!(bed.metrics().await.sum("stored_responses", &[]), bound);
+    bed.wait_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn full_duplex_bodies_bind_stored_responses() {
+    let bed = bed(json!({}), full_duplex).await;
+    for is_stream in [false, true] {
+        assert_bound(&bed, is_stream).await;
+    }
+    bed.wait_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn stored_response_of_dead_engine_is_routed_elsewhere() {
+    let mut bed = bed(json!({}), patient).await;
+    let first = respond(&bed, false, json!({})).await;
+    let id = response_id(&first);
+    bed.kill(first.engine());
+    for _ in 0..4 {
+        let answer = manage(&bed, Method::GET, &id, "").await;
+        assert_eq!(answer.status, 404, "another engine responds: {answer:?}");
+    }
+    bed.wait_idle().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn tenants_have_separate_stored_responses() {
+    let clients = json!({"requests": {"clients": {"tenant_header": "x-tenant"}}});
+    let bed = bed(clients, patient).await;
+    let body = json!({"model": MODEL, "input": "Hello.", "max_output_tokens": 2});
+    let request = bed.http.post(bed.stack.url("/v1/responses")).json(&body);
+    let first = RoutedAnswer::of(request.header("x-tenant", "a")).await;
+    let id = response_id(&first);
+    let mut found = Vec::new();
+    for tenant in ["a", "b"] {
+        for _ in 0..6 {
+            let url = bed.stack.url(&format!("/v1/responses/{id}"));
+            let answer = RoutedAnswer::of(bed.http.get(url).header("x-tenant", tenant)).await;
+            found.push(answer.status == 200);
+        }
+    }
+    assert!(found[..6].iter().all(|found| *found), "{found:?}");
+    assert!(!found[6..].iter().all(|found| *found), "{found:?}");
+    bed.wait_idle().await;
+}
