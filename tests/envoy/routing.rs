@@ -2,6 +2,7 @@
 //! queue, sessions, failing workers, trusted clients, and a load test that checks for leaks. Each
 //! test starts its own deployment on free ports.
 
+mod adapters;
 mod audit;
 pub(crate) mod bed;
 mod call;

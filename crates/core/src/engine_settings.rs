@@ -3,7 +3,7 @@
 //! mismatch is reported with both values. Only the engine's block size overrides the configured
 //! one: events are converted to the index's block size on arrival.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
@@ -24,6 +24,8 @@ pub struct EngineSettings {
     pub root: Option<String>,
     /// Maximum context length in tokens.
     pub max_model_len: Option<u64>,
+    /// LoRA adapters in its list of models; `None` if it has no list.
+    pub adapters: Option<BTreeSet<String>>,
 }
 
 /// Configured settings of a model that engines also report.
@@ -64,7 +66,8 @@ impl CommonSettings {
 }
 
 /// Configuration keys that are compared with the engine.
-pub const COMPARED_SETTINGS: [&str; 7] = [
+pub const COMPARED_SETTINGS: [&str; 8] = [
+    "adapters",
     "block_size",
     "data_parallel",
     "kv_events.endpoint",
@@ -101,7 +104,8 @@ impl EngineSettings {
         *self == Self::default()
     }
 
-    /// Fills in missing settings of a worker and returns the mismatches.
+    /// Fills in missing settings of a worker and returns the mismatches. A worker has the adapters
+    /// of its configuration, because some engines do not list theirs, and those of its list.
     pub fn fill_missing(
         &self,
         worker: &mut Worker,
@@ -117,6 +121,13 @@ impl EngineSettings {
             && configured != engine
         {
             found.push(SettingMismatch::of("block_size", &configured.0, &engine.0));
+        }
+        if let Some(listed) = &self.adapters {
+            if !worker.adapters.is_subset(listed) {
+                let [configured, engine] = [&worker.adapters, listed].map(format_names);
+                found.push(SettingMismatch::of("adapters", &configured, &engine));
+            }
+            worker.adapters.extend(listed.iter().cloned());
         }
         match (
             worker.capacity.total_kv_blocks,
@@ -207,6 +218,14 @@ fn endpoint_port(endpoint: &str) -> &str {
         Some(address) => address.rsplit_once(':').map_or(address, |(_, port)| port),
         None => endpoint,
     }
+}
+
+fn format_names(names: &BTreeSet<String>) -> String {
+    names
+        .iter()
+        .map(String::as_str)
+        .collect::<Vec<_>>()
+        .join(", ")
 }
 
 fn format_ranks(ranks: RankRange) -> String {
@@ -341,6 +360,7 @@ mod tests {
             event_sources: (0..).zip(sources.iter().cloned()).collect(),
             root: Some("org/m".to_owned()),
             max_model_len: Some(4096),
+            adapters: None,
         }
     }
 
@@ -428,5 +448,31 @@ mod tests {
             (worker.event_sources.len(), found[0].setting),
             (0, "data_parallel")
         );
+    }
+
+    #[test]
+    fn listed_adapters_are_added_to_configured_ones() {
+        let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
+        let settings = ConfiguredSettings::default();
+        let listed = |names: &[&str]| EngineSettings {
+            adapters: Some(set(names)),
+            ..EngineSettings::default()
+        };
+        let cases: [(EngineSettings, &[&str], &[&str], Option<&str>); 4] = [
+            (EngineSettings::default(), &["a"], &["a"], None),
+            (listed(&["a", "b"]), &[], &["a", "b"], None),
+            (listed(&["a", "b"]), &["a"], &["a", "b"], None),
+            (listed(&["b"]), &["a"], &["a", "b"], Some("b")),
+        ];
+        for (reported, configured, expected, engine) in cases {
+            let mut worker = Worker {
+                adapters: set(configured),
+                ..worker()
+            };
+            let found = reported.fill_missing(&mut worker, &settings);
+            assert_eq!(worker.adapters, set(expected));
+            let found: Vec<_> = found.iter().map(|found| found.engine.as_str()).collect();
+            assert_eq!(found, Vec::from_iter(engine));
+        }
     }
 }

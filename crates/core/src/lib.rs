@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
+pub mod adapters;
 pub mod block;
 pub mod engine_settings;
 pub mod envoy_names;

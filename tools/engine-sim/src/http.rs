@@ -18,6 +18,7 @@ use warmroute_tokens::openai::ApiKind;
 
 use super::SimEngine;
 use super::aborts;
+use super::adapters;
 use super::auth;
 use super::cache::BlockKeys;
 use super::choices::{self, ValidatedRequest};
@@ -46,10 +47,10 @@ pub(crate) fn router(engine: Arc<SimEngine>) -> Router {
     Router::new()
         .merge(render::routes())
         .merge(stored_responses::routes())
+        .merge(adapters::routes())
         .route("/v1/chat/completions", post(generate))
         .route("/v1/completions", post(generate))
         .route("/v1/messages", post(generate))
-        .route("/v1/models", get(models))
         .route("/health", get(async || StatusCode::OK))
         .route("/metrics", get(metrics_page))
         .route("/reset_prefix_cache", post(reset))
@@ -332,21 +333,6 @@ fn check_length(
         }
     }
     Ok(())
-}
-
-async fn models(State(engine): State<Arc<SimEngine>>) -> Json<Value> {
-    let base = &engine.config.model;
-    let card = |id: &String, parent: Option<&String>| {
-        json!({"id": id, "object": "model", "created": 0, "owned_by": "engine_sim", "root": id, "parent": parent,
-               "max_model_len": engine.config.capacity.max_length()})
-    };
-    let loras = engine
-        .config
-        .loras
-        .iter()
-        .map(|lora| card(lora, Some(base)));
-    let models: Vec<_> = std::iter::once(card(base, None)).chain(loras).collect();
-    Json(json!({"object": "list", "data": models}))
 }
 
 async fn metrics_page(State(engine): State<Arc<SimEngine>>) -> impl IntoResponse {

@@ -8,6 +8,7 @@
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
 mod aborts;
+mod adapters;
 mod auth;
 mod bootstrap;
 mod cache;
@@ -52,8 +53,9 @@ use tokio::task::JoinSet;
 pub use config::EngineConfig;
 
 use aborts::AbortRegistry;
+use adapters::LoadedAdapters;
 use bootstrap::BootstrapRooms;
-use cache::{BlockCache, BlockKeys, LoraAdapter};
+use cache::{BlockCache, BlockKeys};
 use ctx_request_ids::CtxRequestIds;
 use disaggregation::{SideChannelAddress, TransferCounters, TransferProtocol};
 use error::OpenAiError;
@@ -89,6 +91,7 @@ struct SimEngine {
     bootstrap_rooms: Arc<BootstrapRooms>,
     aborts: AbortRegistry,
     stored_responses: StoredResponses,
+    adapters: LoadedAdapters,
 }
 
 /// Runs an engine on `listener` until the returned future is dropped or fails. When the engine is
@@ -153,6 +156,7 @@ impl SimEngine {
         }
         let faults = Arc::new(FaultState::new(config.faults.clone()));
         let drops = config.faults.drop_events.unwrap_or_default();
+        let adapters = LoadedAdapters::new(&config.loras);
         let engine = Self {
             config,
             tokenizer: Arc::new(tokenizer),
@@ -167,6 +171,7 @@ impl SimEngine {
             bootstrap_rooms: Arc::default(),
             aborts: AbortRegistry::default(),
             stored_responses: StoredResponses::default(),
+            adapters,
         };
         engine.drop_events(drops);
         Ok(engine)
@@ -330,7 +335,7 @@ impl SimEngine {
         let lora = match request.model.as_deref() {
             None => None,
             Some(model) if model == self.config.model => None,
-            Some(model) => Some(self.lora(model).ok_or_else(|| {
+            Some(model) => Some(self.adapters.find(model).ok_or_else(|| {
                 OpenAiError::new(
                     StatusCode::NOT_FOUND,
                     format!("The model `{model}` does not exist."),
@@ -342,14 +347,6 @@ impl SimEngine {
             lora,
             salt,
             session: request.session_id.as_deref().map(Arc::from),
-        })
-    }
-
-    fn lora(&self, name: &str) -> Option<LoraAdapter> {
-        let at = self.config.loras.iter().position(|lora| lora == name)?;
-        Some(LoraAdapter {
-            id: u32::try_from(at + 1).ok()?,
-            name: Arc::from(name),
         })
     }
 

@@ -25,6 +25,8 @@ pub enum HealthSignal {
     LoadScrape,
     /// The event source is detached.
     EventSource,
+    /// The engine does not list the model any more.
+    ModelList,
 }
 
 /// Change of the health of one rank, with its evidence.

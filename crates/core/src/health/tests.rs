@@ -371,6 +371,14 @@ fn health_check_ends_only_ejections_of_dead_workers() {
 
 #[test]
 fn signal_reduces_necessary_failures() {
+    for signal in [HealthSignal::LoadScrape, HealthSignal::ModelList] {
+        let fixture = Fixture::new(3);
+        fixture.health.set_signal(WorkerId(1), signal, true);
+        assert_eq!(
+            fixture.report(1, WorkerOutcome::ServerError),
+            [HealthChange::Suspected]
+        );
+    }
     let fixture = Fixture::new(3);
     let health = &fixture.health;
     health.set_signal(WorkerId(1), HealthSignal::LoadScrape, true);

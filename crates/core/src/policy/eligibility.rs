@@ -193,15 +193,11 @@ pub fn exclusion_reasons<'c>(
     readmit_unhealthy(&mut exclusions);
     if let Some(stored_at) = constraints.stored_at {
         // An overloaded engine may still serve the request. Any other engine cannot.
-        for (member, exclusion) in members.iter().zip(&mut exclusions) {
-            if member.rank == stored_at && *exclusion == Some(ExclusionReason::Overloaded) {
-                *exclusion = None;
-            }
-        }
         exclude_others(
             members,
             &mut exclusions,
             ExclusionReason::StoredElsewhere,
+            &[ExclusionReason::Overloaded],
             |member| member.rank == stored_at,
         );
     }
@@ -210,14 +206,17 @@ pub fn exclusion_reasons<'c>(
             members,
             &mut exclusions,
             ExclusionReason::BoundElsewhere,
+            &[],
             |member| member.rank == bound_rank,
         );
     }
     if let Some(adapter) = &constraints.adapter {
+        // Engines without the adapter answer 404.
         exclude_others(
             members,
             &mut exclusions,
             ExclusionReason::NoAdapter,
+            &[ExclusionReason::Overloaded, ExclusionReason::Unhealthy],
             |member| member.worker.adapters.contains(adapter),
         );
     }
@@ -378,20 +377,28 @@ fn readmit_unhealthy(exclusions: &mut [Option<ExclusionReason<'_>>]) {
     }
 }
 
-/// Excludes all members but the selected ones, if any of those is eligible.
+/// Excludes all members but the selected ones, if any of those is eligible. If none is, the selected
+/// members that are excluded for the first possible of the `tolerated` reasons count as eligible.
 fn exclude_others<'c>(
     members: &[&FleetMember],
     exclusions: &mut [Option<ExclusionReason<'c>>],
     reason: ExclusionReason<'c>,
+    tolerated: &[ExclusionReason<'c>],
     is_selected: impl Fn(&FleetMember) -> bool,
 ) {
-    if members
-        .iter()
-        .zip(exclusions.iter())
-        .any(|(member, exclusion)| exclusion.is_none() && is_selected(member))
-    {
-        for (member, exclusion) in members.iter().zip(exclusions) {
-            *exclusion = exclusion.or_else(|| (!is_selected(member)).then_some(reason));
+    let exists = |sought: &Option<ExclusionReason<'c>>| {
+        let mut all = members.iter().zip(exclusions.iter());
+        all.any(|(member, exclusion)| exclusion == sought && is_selected(member))
+    };
+    let mut states = std::iter::once(None).chain(tolerated.iter().copied().map(Some));
+    let Some(accepted) = states.find(exists) else {
+        return;
+    };
+    for (member, exclusion) in members.iter().zip(exclusions) {
+        if !is_selected(member) {
+            *exclusion = exclusion.or(Some(reason));
+        } else if *exclusion == accepted {
+            *exclusion = None;
         }
     }
 }

@@ -10,6 +10,7 @@ use arc_swap::ArcSwap;
 use dashmap::DashMap;
 use parking_lot::Mutex;
 
+use crate::adapters::SharedAdapters;
 use crate::engine_settings::{CommonSettings, EngineSettings, SettingMismatch};
 use crate::freshness::{EventSourceState, SourceFacts, SourceStatus};
 use crate::worker::{ModelName, WorkerId, WorkerRank};
@@ -24,6 +25,7 @@ pub struct EventSources {
     registered: DashMap<WorkerRank, SharedSource>,
     engine_settings: ArcSwap<EngineSettingsByWorker>,
     common_settings: SharedCommonSettings,
+    adapters: SharedAdapters,
 }
 
 /// Settings on which all engines of a model agree, by model.
@@ -96,6 +98,11 @@ impl EventSources {
     /// Returns the settings common to each model, shared for later changes.
     pub fn common_settings(&self) -> &SharedCommonSettings {
         &self.common_settings
+    }
+
+    /// Returns the adapters of all workers, shared for later changes.
+    pub fn adapters(&self) -> &SharedAdapters {
+        &self.adapters
     }
 
     /// Notifies the source of a rank that a request routed at `routed` has stored blocks there.

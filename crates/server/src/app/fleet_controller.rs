@@ -14,6 +14,7 @@ use tokio::sync::{mpsc, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
+use warmroute_core::adapters::AdapterTable;
 use warmroute_core::engine_settings::{
     CommonSettings, ConfiguredSettings, EngineSettings, SettingMismatch,
 };
@@ -230,6 +231,8 @@ impl FleetController {
             .map(|(model, all)| (model, CommonSettings::common_to(all.into_iter())))
             .collect();
         self.router.sources().set_engine_settings(all, common);
+        let adapters = AdapterTable::of_workers(&workers);
+        self.router.sources().adapters().store(Arc::new(adapters));
         workers
     }
 

@@ -153,7 +153,7 @@ pub(super) fn preprocessor(
         .load()
         .map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(RequestPreprocessor::new(request::PreprocessorParts {
-        models,
+        models: models.with_adapters(router.sources().adapters().clone()),
         message_cache,
         paths: ApiPaths::new(&config.requests.paths),
         clients: config.requests.clients.clone(),

@@ -16,6 +16,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use warmroute_core::engine_settings::EngineSettings;
 use warmroute_core::fleet::Fleet;
+use warmroute_core::health::HealthSignal;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
 use warmroute_engines::engine_client::EngineError;
@@ -26,7 +27,7 @@ use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
 use super::poll_config::PollConfig;
 use crate::config::{Config, EngineDiscoveryConfig};
-use responses::{EngineResponses, base_model};
+use responses::{EngineResponses, ListedModels};
 
 pub use responses::parse_engine_settings;
 
@@ -67,6 +68,8 @@ struct PolledEngine {
     next_query: Option<Instant>,
     /// Time of the last query.
     last_query: Option<Instant>,
+    /// Whether the engine has listed its model.
+    has_listed_model: bool,
 }
 
 type PendingQueries = FuturesUnordered<BoxFuture<'static, (EngineKey, EngineResponses)>>;
@@ -122,6 +125,10 @@ impl EngineSettingsPoller {
                     if let Some(known) = known.get_mut(&key) {
                         let wait = if responses.is_retryable() { REQUERY_DELAY } else { config_rx.borrow().settings.interval.get() };
                         known.next_query = Some(Instant::now() + wait);
+                        if let Ok(models) = &responses.models {
+                            let is_lost = models.lost_model(&mut known.has_listed_model);
+                            self.router.set_signal(key.0, HealthSignal::ModelList, is_lost);
+                        }
                         self.apply_response(key, responses);
                     }
                 }
@@ -195,6 +202,7 @@ impl EngineSettingsPoller {
                 incarnation: incarnation.clone(),
                 next_query: Some(now),
                 last_query: None,
+                has_listed_model: false,
             });
             // An engine that restarts during a query is queried again.
             if known.next_query.is_some() {
@@ -281,7 +289,10 @@ async fn query_engine(
     let responses = EngineResponses {
         caches: count_outcome(&metrics, page.map(|page| page.caches())),
         sources: count_outcome(&metrics, sources),
-        model: count_outcome(&metrics, models.map(|models| base_model(models, &model))),
+        models: count_outcome(
+            &metrics,
+            models.map(|models| ListedModels::new(models, &model)),
+        ),
     };
     (key, responses)
 }

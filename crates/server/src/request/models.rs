@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use warmroute_core::adapters::SharedAdapters;
 use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, MediaTokens, PromptContent};
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_tokens::prompt::{Encoder, PromptTokens};
@@ -35,6 +36,8 @@ pub struct ResolvedModel {
 pub struct ModelRegistry {
     names: HashMap<String, ResolvedModel>,
     models: Vec<Arc<ConfiguredModel>>,
+    /// Adapters of the workers, which need not be configured.
+    adapters: SharedAdapters,
 }
 
 impl ModelRegistry {
@@ -60,11 +63,34 @@ impl ModelRegistry {
         self.models.push(model);
     }
 
+    /// Adds the adapters of the workers. Configured names precede them.
+    #[must_use]
+    pub fn with_adapters(self, adapters: SharedAdapters) -> Self {
+        Self { adapters, ..self }
+    }
+
+    /// Returns whether a worker has loaded an adapter of this name.
+    pub(super) fn is_loaded_adapter(&self, name: &str) -> bool {
+        self.adapters.load().base_model(name).is_some()
+    }
+
+    fn resolve_adapter(&self, name: &str) -> Option<ResolvedModel> {
+        let adapters = self.adapters.load();
+        let base = self.names.get(adapters.base_model(name)?.as_str())?;
+        Some(ResolvedModel {
+            model: base.model.clone(),
+            adapter: Some(name.to_owned()),
+        })
+    }
+
     /// Resolves a requested name. Like engines, it accepts a request without a name if there is
     /// only one model.
     pub fn resolve(&self, name: Option<&str>) -> Option<ResolvedModel> {
         match (name, self.models.as_slice()) {
-            (Some(name), _) => self.names.get(name).cloned(),
+            (Some(name), _) => {
+                let configured = self.names.get(name).cloned();
+                configured.or_else(|| self.resolve_adapter(name))
+            }
             (None, [only]) => Some(ResolvedModel {
                 model: only.clone(),
                 adapter: None,

@@ -136,12 +136,16 @@ impl PartialRequest {
     ) -> Option<ResolvedModel> {
         let resolved = models.resolve(requested.as_deref());
         self.requested_model = requested;
+        // The base model of an adapter may be served without being configured.
+        let is_adapter = |name: &&String| resolved.is_none() && models.is_loaded_adapter(name);
+        let loaded_adapter = self.requested_model.as_ref().filter(is_adapter).cloned();
         self.model = resolved
             .as_ref()
             .map(|resolved| resolved.model.name.clone());
         self.adapter = resolved
             .as_ref()
-            .and_then(|resolved| resolved.adapter.clone());
+            .and_then(|resolved| resolved.adapter.clone())
+            .or(loaded_adapter);
         resolved
     }
 

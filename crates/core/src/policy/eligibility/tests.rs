@@ -296,6 +296,19 @@ fn affinity_and_adapters_never_empty_the_pool() {
         ),
         Ok(vec![(3, 0)])
     );
+    let overloaded = [2, 3].map(|id| (id, WorkerAvailability::Overloaded));
+    assert_eq!(
+        ids(&fleet, &adapter("lora"), &overloaded),
+        Ok(vec![(2, 0), (3, 0)]),
+        "another worker would answer 404"
+    );
+    let ejected = [
+        (2, WorkerAvailability::Unhealthy),
+        (3, WorkerAvailability::Unavailable),
+    ];
+    assert_eq!(ids(&fleet, &adapter("lora"), &ejected), Ok(vec![(2, 0)]));
+    let gone = [2, 3].map(|id| (id, WorkerAvailability::Unavailable));
+    assert_eq!(ids(&fleet, &adapter("lora"), &gone), Ok(vec![(1, 0)]));
     assert_eq!(ids(&fleet, &adapter("other"), &[]).unwrap().len(), 3);
     let both = Constraints {
         adapter: Some("lora".to_owned()),
@@ -550,8 +563,12 @@ proptest! {
             expected = vec![bound];
         }
         let has = |member: &&FleetMember| constraints.adapter.as_ref().is_some_and(|a| member.worker.adapters.contains(a));
+        let holders = |wanted: WorkerAvailability| -> Vec<_> { with_availability(wanted).filter(|member| has(member)).collect() };
+        let fallbacks = [WorkerAvailability::Overloaded, WorkerAvailability::Unhealthy].map(holders);
         if expected.iter().any(has) {
             expected.retain(has);
+        } else if let Some(holders) = fallbacks.into_iter().find(|holders| !holders.is_empty()) {
+            expected = holders;
         }
         prop_assert_eq!(candidates, &expected[..]);
 

@@ -1,12 +1,13 @@
 //! Derives the settings of an engine from its responses.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use warmroute_core::engine_settings::EngineSettings;
 use warmroute_core::worker::{EventSource, ModelName, SocketAttach, WorkerEndpoint};
 use warmroute_engines::engine_client::{
     CacheConfig, EngineError, EngineModel, RankEventSource, cache_settings,
 };
+use warmroute_tokens::openai::MAX_MODEL_NAME_BYTES;
 
 use crate::fleet::discovery::zmq::ZmqEndpoint;
 
@@ -14,7 +15,43 @@ use crate::fleet::discovery::zmq::ZmqEndpoint;
 pub(super) struct EngineResponses {
     pub(super) caches: Result<Vec<CacheConfig>, EngineError>,
     pub(super) sources: Result<Vec<RankEventSource>, EngineError>,
-    pub(super) model: Result<Option<EngineModel>, EngineError>,
+    pub(super) models: Result<ListedModels, EngineError>,
+}
+
+/// Maximum number of adapters of one engine.
+const MAX_ADAPTERS: usize = 4096;
+
+/// Models that an engine lists. The default is an engine without a list.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct ListedModels {
+    /// The base model with the name of the worker's model, or else the first base model.
+    base: Option<EngineModel>,
+    /// Whether the list contains the name of the worker's model.
+    has_model: bool,
+    /// Names of the adapters; `None` without a list.
+    adapters: Option<BTreeSet<String>>,
+}
+
+impl ListedModels {
+    /// Reads the list of an engine that serves this model.
+    pub(super) fn new(models: Vec<EngineModel>, name: &ModelName) -> Self {
+        let adapters = models
+            .iter()
+            .filter(|model| model.parent.is_some() && model.id.len() <= MAX_MODEL_NAME_BYTES)
+            .map(|model| model.id.clone());
+        Self {
+            adapters: Some(adapters.take(MAX_ADAPTERS).collect()),
+            has_model: models.iter().any(|model| model.id == name.as_str()),
+            base: base_model(models, name),
+        }
+    }
+
+    /// Returns whether the engine has listed its model before and does not list it any more.
+    /// Updates `has_listed`, which is initially false.
+    pub(super) fn lost_model(&self, has_listed: &mut bool) -> bool {
+        *has_listed |= self.has_model;
+        *has_listed && self.adapters.is_some() && !self.has_model
+    }
 }
 
 impl EngineResponses {
@@ -23,7 +60,7 @@ impl EngineResponses {
         let errors = [
             self.caches.as_ref().err(),
             self.sources.as_ref().err(),
-            self.model.as_ref().err(),
+            self.models.as_ref().err(),
         ];
         errors.into_iter().flatten().any(EngineError::is_transient)
     }
@@ -47,9 +84,17 @@ impl EngineResponses {
         } else {
             before.event_sources.clone()
         };
-        let (root, max_model_len) = match self.model {
-            Ok(model) => model.map_or((None, None), |model| (model.root, model.max_model_len)),
-            Err(_) => (before.root.clone(), before.max_model_len),
+        let (root, max_model_len, adapters) = match self.models {
+            Ok(ListedModels { base, adapters, .. }) => {
+                let (root, max_model_len) =
+                    base.map_or((None, None), |model| (model.root, model.max_model_len));
+                (root, max_model_len, adapters)
+            }
+            Err(_) => (
+                before.root.clone(),
+                before.max_model_len,
+                before.adapters.clone(),
+            ),
         };
         EngineSettings {
             block_size: cached.block_size,
@@ -58,6 +103,7 @@ impl EngineResponses {
             event_sources,
             root,
             max_model_len,
+            adapters,
         }
     }
 }
@@ -79,7 +125,7 @@ pub fn parse_engine_settings(
 }
 
 /// Returns the base model with this name, or else the first base model.
-pub(super) fn base_model(models: Vec<EngineModel>, name: &ModelName) -> Option<EngineModel> {
+fn base_model(models: Vec<EngineModel>, name: &ModelName) -> Option<EngineModel> {
     let mut base_models = models.into_iter().filter(|model| model.parent.is_none());
     let first = base_models.next()?;
     if first.id == name.as_str() {
@@ -192,11 +238,17 @@ mod tests {
             parent: None,
             max_model_len: Some(4096),
         };
+        let adapter = EngineModel {
+            id: "a".to_owned(),
+            root: None,
+            parent: Some("m".to_owned()),
+            max_model_len: None,
+        };
         let timeout = || EngineError::Timeout;
         let complete = EngineResponses {
             caches: Ok(vec![cache]),
             sources: Ok(vec![source("tcp://*:5557")]),
-            model: Ok(Some(model)),
+            models: Ok(ListedModels::new(vec![model, adapter], &"m".into())),
         };
         assert!(!complete.is_retryable());
         let first = complete.merge(worker, None);
@@ -208,11 +260,12 @@ mod tests {
             (first.root.as_deref(), first.max_model_len),
             (Some("org/m"), Some(4096))
         );
+        assert_eq!(first.adapters, Some(["a".to_owned()].into()));
         for sources in [Err(timeout()), Ok(vec![source("tcp://*:5557")])] {
             let partial = EngineResponses {
                 caches: Err(timeout()),
                 sources,
-                model: Err(timeout()),
+                models: Err(timeout()),
             };
             assert!(partial.is_retryable());
             assert_eq!(partial.merge(worker, Some(&first)), first);
@@ -221,7 +274,7 @@ mod tests {
         let no_events = EngineResponses {
             caches: Err(EngineError::Unreadable("")),
             sources: Ok(Vec::new()),
-            model: Ok(None),
+            models: Ok(ListedModels::default()),
         };
         assert!(!no_events.is_retryable());
         let no_events = no_events.merge(worker, Some(&first));
@@ -229,7 +282,7 @@ mod tests {
             (no_events.total_kv_blocks, no_events.event_sources.len()),
             (Some(90), 0)
         );
-        assert_eq!(no_events.root, None);
+        assert_eq!((no_events.root, no_events.adapters), (None, None));
         // The engine connects, so it is not a source to connect to.
         assert!(parse_engine_settings(worker, &[], &[source("tcp://127.0.0.1:5557")]).is_empty());
     }
@@ -262,6 +315,33 @@ mod tests {
             );
         }
         assert_eq!(base_model(Vec::new(), &"m".into()), None);
+        let listed = ListedModels::new(served(), &"m".into());
+        assert!(listed.has_model);
+        assert_eq!(listed.adapters, Some(["m-lora".to_owned()].into()));
+    }
+
+    #[test]
+    fn model_is_lost_only_after_it_was_listed() {
+        let listed = |id: &str| {
+            let model = EngineModel {
+                id: id.to_owned(),
+                root: None,
+                parent: None,
+                max_model_len: None,
+            };
+            ListedModels::new(vec![model], &"m".into())
+        };
+        let steps = [
+            (listed("other"), false),
+            (listed("m"), false),
+            (ListedModels::default(), false),
+            (listed("other"), true),
+            (listed("m"), false),
+        ];
+        let mut has_listed = false;
+        for (at, (models, is_lost)) in steps.into_iter().enumerate() {
+            assert_eq!(models.lost_model(&mut has_listed), is_lost, "{at}");
+        }
     }
 
     #[test]
