@@ -235,6 +235,13 @@ impl Fleet {
 }
 
 impl FleetDiff {
+    /// Returns the ranks that were removed from one slot and added in another.
+    pub fn moved_ranks(&self) -> BTreeSet<WorkerRank> {
+        let added: BTreeSet<_> = self.added.iter().map(|member| member.rank).collect();
+        let removed = self.removed.iter().map(|member| member.rank);
+        removed.filter(|rank| added.contains(rank)).collect()
+    }
+
     fn update_worker(&mut self, worker: Arc<Worker>) -> Arc<Worker> {
         for rank in worker.ranks.iter() {
             let Some(slot) = self.fleet.slot(WorkerRank {

@@ -12,6 +12,7 @@ pub mod ledger;
 mod prefill_queue;
 mod prompt_tree;
 mod reservation;
+mod rows;
 mod sequences;
 mod table;
 mod timing;

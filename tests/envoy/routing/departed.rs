@@ -1,9 +1,9 @@
-//! Metric series of a worker that left the fleet.
+//! Metric series of a worker that left the fleet, and the load of one that returns.
 
 use serde_json::{Value, json};
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutingBed, SOON, engine, essay, text};
+use crate::routing::bed::{RoutingBed, SOON, engine, essay, stream, text};
 
 const LABELS: &str = include_str!("../../../crates/metrics/src/labels.rs");
 
@@ -128,4 +128,41 @@ async fn departed_worker_leaves_no_metric_series() {
     assert!(left.is_empty(), "{left:#?}");
     let kept = shown(page.text(), &families, 1);
     assert_eq!(kept, of_healthy);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn returning_worker_has_its_running_requests() {
+    let bed = RoutingBed::start(&[engine(1), engine(2)], json!({})).await;
+    for id in [1, 2] {
+        bed.set_first_tokens(id, false).await;
+    }
+    let answer = bed.send_in_background(&stream("Keep it busy.", 4));
+    let mut busy = None;
+    let is_running = until(SOON, async || {
+        for id in [1, 2] {
+            if bed.load(id, "active_requests").await == 1 {
+                busy = Some(id);
+            }
+        }
+        busy.is_some()
+    });
+    assert!(is_running.await, "the request is not booked");
+    let busy = busy.unwrap();
+    let tokens = bed.load(busy, "active_prefill_tokens").await;
+    for _ in 0..2 {
+        let remaining = vec![bed.engine(3 - busy).worker_entry()];
+        bed.stack.write_worker_entries(&json!(remaining)).unwrap();
+        bed.wait_metrics("the worker leaves", |page| page.sum("workers", &[]) == 1.0)
+            .await;
+        bed.stack.write_workers().unwrap();
+        bed.wait_metrics("the worker returns", |page| page.sum("workers", &[]) == 2.0)
+            .await;
+        assert_eq!(bed.load(busy, "active_requests").await, 1);
+        assert_eq!(bed.load(busy, "active_prefill_tokens").await, tokens);
+    }
+    for id in [1, 2] {
+        bed.set_first_tokens(id, true).await;
+    }
+    assert_eq!(answer.await.unwrap().engine(), busy);
+    bed.wait_idle().await;
 }

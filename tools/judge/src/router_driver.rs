@@ -118,10 +118,7 @@ impl RouterDriver {
             self.router.sources().remove(member.rank);
         }
         for member in &change.added {
-            let model = &member.worker.model;
-            self.router
-                .load()
-                .open_slot(member.slot, member.rank, model);
+            self.router.load().join(member);
             self.router.set_block_limits(member);
             let writer = self.router.index().create_writer(member.slot);
             self.writers[worker_number(member.rank.worker)] = Some(writer);
@@ -130,7 +127,7 @@ impl RouterDriver {
         }
         self.router.set_fleet(Arc::new(change.fleet));
         for member in &change.removed {
-            self.router.load().close_slot(member.slot);
+            self.router.load().leave(member);
         }
     }
 

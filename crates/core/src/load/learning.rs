@@ -6,7 +6,7 @@ use super::latency::{
     FirstTokenObservation, ModelId, PrefillObservation, RankSlowdown, StepObservation,
     TransferObservation,
 };
-use super::table::{LoadTable, RankRow, ReservationPart, find_row};
+use super::table::{LoadTable, RankRow, ReservationPart};
 use super::timing::RankTiming;
 use crate::worker::{RankSlot, WorkerRank};
 
@@ -57,7 +57,7 @@ impl LoadTable {
     ) -> Option<FirstTokenObservation> {
         let completed = part.completed_prefill.take()?;
         let booking = &part.booking;
-        let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
+        let row = self.rows.get_mut(booking.slot)?;
         if row.rank != booking.rank {
             return None;
         }
@@ -85,7 +85,7 @@ impl LoadTable {
         model: ModelId,
         slowdown: RankSlowdown,
     ) {
-        let mut rows = self.rows.iter_mut().flatten();
+        let mut rows = self.rows.iter_mut();
         match rows.find(|row| row.rank == rank && row.model == model) {
             Some(row) if row.slowdown.observations() == 0 => {
                 row.slowdown = slowdown;
@@ -99,10 +99,10 @@ impl LoadTable {
     /// Learns from the first token of a part whose prompt was transferred from a prefill worker.
     pub(super) fn learn_transfer(&mut self, part: &ReservationPart, elapsed: Duration) {
         let booking = &part.booking;
-        let Some(row) = part
+        let Some((_, row)) = part
             .share
             .as_ref()
-            .and_then(|share| find_row(&mut self.rows, booking, share))
+            .and_then(|share| self.rows.find(booking, share))
         else {
             return;
         };
@@ -128,7 +128,7 @@ impl LoadTable {
             return;
         };
         let since = share.answer.last_at.replace(now);
-        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+        let Some((_, row)) = self.rows.find(&part.booking, share) else {
             return;
         };
         let context_tokens = row.context_tokens as f64;
@@ -158,7 +158,7 @@ impl LoadTable {
             return;
         };
         let answer = share.answer;
-        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+        let Some((_, row)) = self.rows.find(&part.booking, share) else {
             return;
         };
         let elapsed = answer

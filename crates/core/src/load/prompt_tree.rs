@@ -13,6 +13,7 @@ use hashbrown::HashMap;
 use hashbrown::hash_map::Entry;
 use slab::Slab;
 
+use super::rows::is_departed;
 use super::weight::BlockWeight;
 use crate::block::SequenceHash;
 use crate::worker::RankSlot;
@@ -144,6 +145,16 @@ impl PromptTree {
         change
     }
 
+    /// Moves all holders on a slot to another slot, which has none.
+    pub(super) fn move_slot(&mut self, from: RankSlot, to: RankSlot) {
+        for (_, node) in &mut self.nodes {
+            if let Ok(at) = node.find_holder(from) {
+                node.holders[at].slot = to;
+                node.holders.sort_unstable_by_key(|holder| holder.slot);
+            }
+        }
+    }
+
     /// Removes all holders on a slot.
     pub(super) fn remove_slot(&mut self, slot: RankSlot) {
         let mut empty = Vec::new();
@@ -177,15 +188,17 @@ impl PromptTree {
         let mut held = Vec::new();
         for (id, Reverse(reached)) in path {
             let node = &self.nodes[id];
-            let most = node
+            // Departed ranks come last and are no candidates.
+            let open = node
                 .holders
-                .last()
-                .map_or(0, |holder| holder.slot.index() + 1);
+                .partition_point(|holder| !is_departed(holder.slot));
+            let holders = &node.holders[..open];
+            let most = holders.last().map_or(0, |holder| holder.slot.index() + 1);
             if held.len() < most {
                 held.resize(most, 0);
             }
             let blocks = (reached - node.from) as u32;
-            node.holders
+            holders
                 .iter()
                 .for_each(|holder| held[holder.slot.index()] += blocks);
         }

@@ -9,14 +9,15 @@ use super::latency::{
 };
 use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket, PrefillTimes};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
+use super::rows::RankRows;
 use super::sequences::PromptSequences;
 use super::weight::{BlockWeight, OutputBlocks};
-use crate::worker::{ModelName, RankSlot, WorkerRank};
+use crate::worker::{ModelName, RankSlot, WorkerEndpoint, WorkerRank};
 
 /// Rows of all slots.
 #[derive(Debug, Default)]
 pub(super) struct LoadTable {
-    pub(super) rows: Vec<Option<RankRow>>,
+    pub(super) rows: RankRows,
     /// Learned latency of all models.
     pub(super) latency: LatencyRegistry,
     /// Prompts of the running requests of all rows.
@@ -44,13 +45,13 @@ pub(super) struct RankRow {
     pub(super) slowdown: RankSlowdown,
     /// Unique over all slots and openings. A booking whose generation differs was made in a row
     /// that is gone.
-    generation: u64,
+    pub(super) generation: u64,
 }
 
 /// Load that one booking holds in a row.
 #[derive(Debug)]
 pub(super) struct BookedShare {
-    generation: u64,
+    pub(super) generation: u64,
     prefill: Option<PrefillTicket>,
     /// Ends of the held prompts in the tree.
     leaves: Vec<LeafId>,
@@ -94,14 +95,11 @@ impl ReservationPart {
 
 impl LoadTable {
     pub(super) fn open(&mut self, slot: RankSlot, rank: WorkerRank, model: &ModelName) -> bool {
-        if self.rows.len() <= slot.index() {
-            self.rows.resize_with(slot.index() + 1, || None);
-        }
         let was_open = self.close(slot);
         self.last_generation += 1;
         let model = self.latency.model_id(model);
         let slowdown = self.latency.take_departed_slowdown(rank, model);
-        self.rows[slot.index()] = Some(RankRow {
+        let row = RankRow {
             rank,
             generation: self.last_generation,
             requests: 0,
@@ -111,16 +109,54 @@ impl LoadTable {
             factors: slowdown.factors(),
             slowdown,
             model,
-        });
+        };
+        self.rows.insert(slot, row);
         was_open
     }
 
+    /// Opens a slot for a rank at this address. If the rank has departed from there and has bookings,
+    /// it returns with them.
+    pub(super) fn join(
+        &mut self,
+        slot: RankSlot,
+        rank: WorkerRank,
+        endpoint: WorkerEndpoint,
+        model: &ModelName,
+    ) -> bool {
+        let was_open = self.close(slot);
+        let id = self.latency.model_id(model);
+        let Some(previous) = self.rows.rejoin(slot, rank, endpoint, id) else {
+            return self.open(slot, rank, model) || was_open;
+        };
+        // The row has learned more than the copy of its departure.
+        self.latency.take_departed_slowdown(rank, id);
+        self.prompts.move_slot(previous, slot);
+        was_open
+    }
+
+    /// Closes the slot of a rank that leaves the fleet. Its bookings stay until they end.
+    pub(super) fn depart(&mut self, slot: RankSlot, endpoint: WorkerEndpoint) -> bool {
+        let Some(row) = self.rows.remove(slot) else {
+            return false;
+        };
+        self.store_slowdown(&row);
+        if row.has_bookings() {
+            let departed = self.rows.depart(row, endpoint);
+            self.prompts.move_slot(slot, departed);
+        }
+        true
+    }
+
+    fn store_slowdown(&mut self, row: &RankRow) {
+        self.latency
+            .store_departed_slowdown(row.rank, row.model, row.slowdown);
+    }
+
     pub(super) fn close(&mut self, slot: RankSlot) -> bool {
-        let closed = self.rows.get_mut(slot.index()).and_then(Option::take);
+        let closed = self.rows.remove(slot);
         if let Some(row) = &closed {
-            self.latency
-                .store_departed_slowdown(row.rank, row.model, row.slowdown);
-            if row.requests > 0 {
+            self.store_slowdown(row);
+            if row.has_bookings() {
                 self.prompts.remove_slot(slot);
             }
         }
@@ -178,7 +214,7 @@ impl LoadTable {
             .map(|booking| self.book_share(booking, now))
             .collect();
         self.uncompared_bookings += 1;
-        if self.uncompared_bookings >= self.rows.len() {
+        if self.uncompared_bookings >= self.rows.slots() {
             self.compare_ranks();
         }
         shares
@@ -189,7 +225,7 @@ impl LoadTable {
     fn compare_ranks(&mut self) {
         self.uncompared_bookings = 0;
         let mut by_model: HashMap<ModelId, Vec<&RankSlowdown>> = HashMap::new();
-        for row in self.rows.iter().flatten() {
+        for (_, row) in self.rows.iter() {
             by_model.entry(row.model).or_default().push(&row.slowdown);
         }
         for (model, ranks) in by_model {
@@ -200,7 +236,7 @@ impl LoadTable {
     /// Records requests that were routed by a decision, for the trials of ranks that were slow.
     pub(super) fn on_routed(&mut self, bookings: &[LoadBooking], now: Instant) {
         for booking in bookings {
-            if let Some(Some(row)) = self.rows.get_mut(booking.slot.index()) {
+            if let Some(row) = self.rows.get_mut(booking.slot) {
                 let model = self.latency.model_mut(row.model);
                 model.on_routed(&mut row.slowdown, now);
             }
@@ -208,7 +244,7 @@ impl LoadTable {
     }
 
     fn book_share(&mut self, booking: &LoadBooking, now: Instant) -> Option<BookedShare> {
-        let row = self.rows.get_mut(booking.slot.index())?.as_mut()?;
+        let row = self.rows.get_mut(booking.slot)?;
         let prefill = row.begin_prefill(&self.latency, booking, now);
         if booking.track_prefill {
             row.learn(&mut self.latency, |model, slowdown| {
@@ -227,8 +263,8 @@ impl LoadTable {
     }
 
     pub(super) fn is_active(&self, part: &ReservationPart) -> bool {
-        let held = part.share.as_ref().zip(self.row(part.booking.slot));
-        held.is_some_and(|(share, row)| share.generation == row.generation)
+        let share = part.share.as_ref();
+        share.is_some_and(|share| self.rows.slot_of(&part.booking, share).is_some())
     }
 
     pub(super) fn on_first_token(
@@ -245,8 +281,8 @@ impl LoadTable {
             share.answer.started_at = Some(now);
             share.answer.last_at = Some(now);
         }
-        let row = find_row(&mut self.rows, &part.booking, share);
-        let completed = row.and_then(|row| row.end_prefill(share, cause, now));
+        let row = self.rows.find(&part.booking, share);
+        let completed = row.and_then(|(_, row)| row.end_prefill(share, cause, now));
         part.completed_prefill = completed.or(part.completed_prefill);
         if part.booking.end == BookingEnd::FirstToken {
             self.release(part, now)
@@ -268,7 +304,7 @@ impl LoadTable {
         else {
             return false;
         };
-        let Some(row) = find_row(&mut self.rows, &part.booking, share) else {
+        let Some((slot, row)) = self.rows.find(&part.booking, share) else {
             return false;
         };
         let before = row.blocks();
@@ -276,9 +312,7 @@ impl LoadTable {
         share.outputs.add(count, weight);
         row.weight += share.outputs.weight();
         if let Some(weight) = weight {
-            let change = self
-                .prompts
-                .discount(&share.leaves, part.booking.slot, weight);
+            let change = self.prompts.discount(&share.leaves, slot, weight);
             row.apply_change(change);
         }
         row.blocks() < before
@@ -304,10 +338,7 @@ impl LoadTable {
         };
         let is_freed = self.release_share(&part.booking, &mut share, now);
         if let Some(booking) = to
-            && let Some(row) = self
-                .rows
-                .get_mut(booking.slot.index())
-                .and_then(Option::as_mut)
+            && let Some(row) = self.rows.get_mut(booking.slot)
             && row.rank == booking.rank
         {
             // The ticket of a row that is gone has no meaning in another row.
@@ -329,16 +360,19 @@ impl LoadTable {
         share: &mut BookedShare,
         now: Instant,
     ) -> bool {
-        let Some(row) = find_row(&mut self.rows, booking, share) else {
+        let Some((slot, row)) = self.rows.find(booking, share) else {
             return false;
         };
         row.end_prefill(share, PrefillEndCause::Released, now);
         row.context_tokens -= booking.context_tokens() + share.answer.tokens;
         for leaf in share.leaves.drain(..) {
-            row.apply_change(self.prompts.remove(leaf, booking.slot));
+            row.apply_change(self.prompts.remove(leaf, slot));
         }
         row.weight -= share.outputs.weight();
         row.requests -= 1;
+        if let Some(row) = self.rows.remove_idle(slot) {
+            self.store_slowdown(&row);
+        }
         true
     }
 
@@ -358,24 +392,12 @@ impl LoadTable {
 
     /// Returns the rows of all ranks, in slot order.
     pub(super) fn open_rows(&self) -> impl Iterator<Item = (RankSlot, &RankRow)> {
-        let rows = self.rows.iter().enumerate();
-        rows.filter_map(|(slot, row)| Some((RankSlot(slot as u32), row.as_ref()?)))
+        self.rows.iter()
     }
 
     pub(super) fn row(&self, slot: RankSlot) -> Option<&RankRow> {
-        self.rows.get(slot.index())?.as_ref()
+        self.rows.get(slot)
     }
-}
-
-/// Returns the row that a booking was made in, if it still exists.
-pub(super) fn find_row<'r>(
-    rows: &'r mut [Option<RankRow>],
-    booking: &LoadBooking,
-    share: &BookedShare,
-) -> Option<&'r mut RankRow> {
-    rows.get_mut(booking.slot.index())?
-        .as_mut()
-        .filter(|row| row.generation == share.generation)
 }
 
 impl RankRow {
@@ -387,6 +409,11 @@ impl RankRow {
     ) {
         learn(latency.model_mut(self.model), &mut self.slowdown);
         self.factors = self.slowdown.factors();
+    }
+
+    /// Returns whether requests are booked on the rank.
+    pub(super) fn has_bookings(&self) -> bool {
+        self.requests > 0
     }
 
     fn blocks(&self) -> u64 {

@@ -9,6 +9,7 @@ use crate::block::SequenceHash;
 use crate::worker::{DpRank, RankSlot, WorkerId, WorkerRank};
 
 mod calibration;
+mod departures;
 mod replay;
 
 fn rank(worker: u64) -> WorkerRank {

@@ -12,6 +12,7 @@ use super::engine_load::{EngineLoadSample, EngineLoadTable};
 use super::events::{BookingId, LoadListener, ReservationEvent};
 use super::table::LoadTable;
 use super::view::LoadView;
+use crate::fleet::FleetMember;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
 
 /// Load of all worker ranks.
@@ -43,6 +44,21 @@ impl LoadTracker {
             listener,
             next_id: AtomicU64::new(0),
         })
+    }
+
+    /// Opens the slot of a member that joins the fleet. If the same rank has left before and requests
+    /// run on it at the same address, it returns with their bookings.
+    pub fn join(&self, member: &FleetMember) {
+        let FleetMember { slot, rank, worker } = member;
+        self.engine_loads.open(*slot, *rank);
+        self.change(|table, _| table.join(*slot, *rank, worker.endpoint, &worker.model));
+    }
+
+    /// Closes the slot of a member that has left the fleet. Its bookings stay until they end, and
+    /// return with it.
+    pub fn leave(&self, member: &FleetMember) {
+        self.engine_loads.close(member.slot);
+        self.change(|table, _| table.depart(member.slot, member.worker.endpoint));
     }
 
     /// Opens a slot for a rank that serves a model. If the slot was open, its bookings are discarded.

@@ -76,16 +76,15 @@ fn clocked(
 /// Publishes a fleet, as the fleet controller does.
 fn publish(router: &Router, workers: impl IntoIterator<Item = Worker>) {
     let change = router.fleet().reconcile(workers.into_iter().collect());
-    change.added.iter().for_each(|member| {
-        router
-            .load()
-            .open_slot(member.slot, member.rank, &member.worker.model)
-    });
+    change
+        .added
+        .iter()
+        .for_each(|member| router.load().join(member));
     router.set_fleet(Arc::new(change.fleet));
     change
         .removed
         .iter()
-        .for_each(|member| router.load().close_slot(member.slot));
+        .for_each(|member| router.load().leave(member));
 }
 
 /// Manual clock.

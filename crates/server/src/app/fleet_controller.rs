@@ -241,15 +241,18 @@ impl FleetController {
     async fn apply_fleet(&mut self, desired: Vec<Worker>) {
         let before = self.router.fleet();
         let change = before.reconcile(desired);
+        let moved = change.moved_ranks();
+        let has_moved = |member: &&FleetMember| moved.contains(&member.rank);
+        let load = self.router.load().clone();
         let fleet = Arc::new(change.fleet);
         // Event sources stop first, because a bound socket or a slot can only be reused afterwards.
         for member in &change.removed {
             self.stop_source(member.rank).await;
         }
         for member in &change.added {
-            self.router
-                .load()
-                .open_slot(member.slot, member.rank, &member.worker.model);
+            if !has_moved(&member) {
+                load.join(member);
+            }
             self.router.predictors().open_rank(member);
             self.start_source(member);
         }
@@ -262,13 +265,24 @@ impl FleetController {
                 .publish(before.workers().chain(fleet.workers()));
             self.publisher.wait_applied(receipt).await;
         }
+        // A rank takes its bookings to its new slot when decisions begin to use it.
+        let leaving = change.removed.iter();
+        leaving
+            .filter(has_moved)
+            .for_each(|member| load.leave(member));
+        let joining = change.added.iter();
+        joining
+            .filter(has_moved)
+            .for_each(|member| load.join(member));
         self.router.set_fleet(fleet.clone());
         self.writers.publish_fleet(&fleet);
         // Not waited for: removed endpoints are no longer chosen, so additional ones in Envoy do no
         // harm.
         let _receipt = self.publisher.publish(fleet.workers());
         for member in &change.removed {
-            self.router.load().close_slot(member.slot);
+            if !has_moved(&member) {
+                load.leave(member);
+            }
             self.router.predictors().close_rank(member);
             self.metrics
                 .remove_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
@@ -279,13 +293,12 @@ impl FleetController {
         // Queued requests may have a worker now.
         self.dispatcher.queue().wake();
         if fleet.generation() != before.generation() {
+            let workers = fleet.workers().count();
+            let [added, updated, removed] =
+                [&change.added, &change.updated, &change.removed].map(|list| list_workers(list));
             info!(
                 generation = fleet.generation(),
-                workers = fleet.workers().count(),
-                added = list_workers(&change.added),
-                updated = list_workers(&change.updated),
-                removed = list_workers(&change.removed),
-                "fleet changed"
+                workers, added, updated, removed, "fleet changed"
             );
         }
         self.set_fleet_gauges(&fleet);

@@ -47,9 +47,7 @@ impl OfflineRouter {
         let preprocessor = parts::preprocessor(config, models, deps)?;
         let change = router.fleet().reconcile(workers);
         for member in &change.added {
-            router
-                .load()
-                .open_slot(member.slot, member.rank, &member.worker.model);
+            router.load().join(member);
             router.predictors().open_rank(member);
         }
         router.set_fleet(Arc::new(change.fleet));

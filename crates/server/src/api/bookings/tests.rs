@@ -42,10 +42,7 @@ impl BookingFixture {
         };
         let load = LoadTracker::new(now());
         let change = Fleet::empty().reconcile((0..3).map(worker).collect());
-        change
-            .added
-            .iter()
-            .for_each(|member| load.open_slot(member.slot, member.rank, &member.worker.model));
+        change.added.iter().for_each(|member| load.join(member));
         let router = Router::new(
             PrefixIndex::new(),
             load.clone(),
@@ -157,21 +154,13 @@ fn attempt(request: &str, number: u64) -> RequestAttempt<'_> {
 #[test]
 fn guards_are_dropped_with_their_booking() {
     let fixture = BookingFixture::new();
-    let ends: [(&str, &dyn Fn()); 3] = [
+    let ends: [(&str, &dyn Fn()); 2] = [
         ("freed", &|| {
             assert_eq!(fixture.free(attempt("a", 0)), LedgerChange::Applied)
         }),
         ("expired", &|| {
             fixture.advance(IDLE_TIMEOUT + Duration::from_millis(1));
             assert_eq!(fixture.bookings.expire(), 1);
-        }),
-        ("worker removed", &|| {
-            fixture
-                .router
-                .fleet()
-                .members()
-                .for_each(|member| fixture.router.load().close_slot(member.slot));
-            assert_eq!(fixture.bookings.expire(), 0);
         }),
     ];
     for ((cause, end), number) in ends.into_iter().zip(0..) {
