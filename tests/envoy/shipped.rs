@@ -4,4 +4,5 @@
 pub(crate) mod bursts;
 mod configurations;
 mod probe;
+mod uploads;
 mod xds;

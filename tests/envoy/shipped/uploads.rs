@@ -1,0 +1,93 @@
+//! Large uploads and small requests on Envoy's one connection to warmroute.
+
+use serde_json::json;
+use tokio::io::AsyncWriteExt as _;
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use warmroute_testbed::deployment::MODEL;
+use warmroute_testbed::ports::until;
+
+use crate::shipped::configurations::GATEWAY_API;
+use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast};
+
+const UPLOADS: u64 = 12;
+/// Bytes of each upload. All fit into Envoy's default window of a stream, 16 MiB.
+const UPLOAD_BYTES: usize = 8 << 20;
+/// Maximum part of an upload that Envoy may queue on the connection: the configured window, and the
+/// last piece that it has read, up to 1 MiB.
+const MAX_QUEUED_BYTES: u64 = 2 << 20;
+
+/// Sends all bytes of a request except the last one, and then keeps the connection open.
+async fn upload(port: u16) {
+    let text = "a ".repeat(UPLOAD_BYTES / 2);
+    let body = format!(r#"{{"model":"{MODEL}","prompt":"{text}"}}"#);
+    let head = format!(
+        "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+        body.len()
+    );
+    let mut connection = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
+    connection.write_all(head.as_bytes()).await.unwrap();
+    connection
+        .write_all(&body.as_bytes()[..body.len() - 1])
+        .await
+        .unwrap();
+    std::future::pending::<()>().await;
+}
+
+/// Returns a counter or gauge of Envoy's cluster `ext_proc`, or 0 if it does not exist yet.
+async fn cluster_stat(deployment: &TestDeployment, name: &str) -> u64 {
+    let name = format!("cluster.ext_proc.{name}");
+    let url = deployment
+        .envoy_setup()
+        .admin_url(&format!("/stats?filter=^{name}$"));
+    let response = deployment.http.get(&url).send().await.unwrap();
+    let page = response.text().await.unwrap();
+    let value = page.trim().strip_prefix(&name);
+    value.map_or(0, |value| value.trim_start_matches(": ").parse().unwrap())
+}
+
+/// While warmroute does not read, Envoy must not queue the uploads: everything that it queues is
+/// sent before the small requests that arrive later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_uploads_do_not_delay_small_requests() {
+    let mut deployment = TestDeployment::engines(&[fast(1)]).await;
+    deployment.write_workers().unwrap();
+    let workers = [deployment.engines[0].address];
+    let router_config = GATEWAY_API.warmroute();
+    deployment.start_router(&router_config).await.unwrap();
+    let config = GATEWAY_API.envoy(&deployment, &workers, "30s");
+    // Envoy must keep the connection while warmroute does not read.
+    let pings = "connection_keepalive: {interval: 2s, timeout: 2s}";
+    assert_eq!(config.matches(pings).count(), 1);
+    let config = config.replace(
+        pings,
+        "connection_keepalive: {interval: 300s, timeout: 300s}",
+    );
+    deployment.start_envoy(&config).await.unwrap();
+    assert_eq!(deployment.complete(&essay(0)).await.status, 200);
+
+    let address = deployment.url("");
+    let port = address.rsplit(':').next().unwrap();
+    let port: u16 = port.trim_end_matches('/').parse().unwrap();
+    let router = deployment.router().unwrap();
+    router.freeze();
+    let mut uploads = JoinSet::new();
+    (0..UPLOADS).for_each(|_| drop(uploads.spawn(upload(port))));
+    let mut queued = 0;
+    let blocked = until(PATIENCE, async || {
+        queued = cluster_stat(&deployment, "http2.pending_send_bytes").await;
+        let paused = cluster_stat(&deployment, "upstream_flow_control_backed_up_total").await;
+        paused >= UPLOADS || queued > UPLOADS * MAX_QUEUED_BYTES
+    })
+    .await;
+    router.thaw();
+    assert!(blocked, "Envoy queues {queued} bytes");
+    assert!(
+        queued <= UPLOADS * MAX_QUEUED_BYTES,
+        "Envoy queues {queued} bytes"
+    );
+    let request = json!({"model": MODEL, "prompt": essay(1), "max_tokens": 2});
+    let response = deployment.post("/v1/completions", &request).await;
+    assert_eq!(response.status(), 200);
+    assert_eq!(uploads.len() as u64, UPLOADS, "an upload has failed");
+}
