@@ -19,6 +19,7 @@ use std::{env, fs};
 mod events;
 mod index;
 mod messages;
+mod processes;
 mod replicas;
 #[path = "../support/mod.rs"]
 mod support;

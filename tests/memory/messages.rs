@@ -37,17 +37,17 @@ const CONNECTIONS: u64 = 1024;
 /// Number of blocks in a query to the shared cache.
 const QUERIED: u64 = 1 << 16;
 
-fn meter(process: &WarmrouteProcess) -> MemoryMeter {
+pub(crate) fn meter(process: &WarmrouteProcess) -> MemoryMeter {
     MemoryMeter::start(&process.child.pid().to_string())
 }
 
 /// Exchange that has received no reply yet.
-type PendingExchange = (
+pub(crate) type PendingExchange = (
     UnboundedSender<ProcessingRequest>,
     Streaming<ProcessingResponse>,
 );
 
-async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
+pub(crate) async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
     let (sender, receiver) = unbounded_channel();
     for message in messages {
         sender
@@ -70,7 +70,7 @@ async fn exchange(channel: Channel, messages: Vec<Message>) -> PendingExchange {
 
 /// Returns a completion request with a prompt of tokens. Each token except the first one takes two
 /// bytes in the body.
-fn completion(first: usize, tokens: usize) -> Vec<Message> {
+pub(crate) fn completion(first: usize, tokens: usize) -> Vec<Message> {
     let header = |(key, value): (&str, &str)| HeaderValue {
         key: key.to_owned(),
         raw_value: value.as_bytes().to_vec(),
