@@ -231,14 +231,16 @@ impl ExchangeGuard {
         // A unary response begins when it is complete, and the headers of an event stream precede
         // the computation.
         let is_measured = is_success && observed && self.event_stream;
-        if let Some(observation) = self.end_prefill(is_measured) {
+        // A failed request may stay booked after its end, with its prefill.
+        let is_delivered = is_success && !self.has_short_body;
+        if is_delivered && let Some(observation) = self.end_prefill(is_measured) {
             self.observe_prediction(observation);
         }
         if is_success {
-            self.report_outcome(if self.has_short_body {
-                WorkerOutcome::Empty
-            } else {
+            self.report_outcome(if is_delivered {
                 WorkerOutcome::Delivered
+            } else {
+                WorkerOutcome::Empty
             });
             self.observe_first_token();
         } else {

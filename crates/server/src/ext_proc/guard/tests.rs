@@ -110,6 +110,30 @@ fn prefill_is_booked_until_first_content() {
     assert!(!is_booked() && guard.content == ResponseContent::Delivered);
 }
 
+#[test]
+fn failed_request_stays_booked_with_its_prefill() {
+    for (status, has_short_body, expected) in [
+        (404, false, 1),
+        (500, false, 1),
+        (200, true, 1),
+        (200, false, 0),
+    ] {
+        let router = router_of(vec![
+            worker(1, WorkerRole::Aggregated),
+            worker(2, WorkerRole::Aggregated),
+        ]);
+        let request = RouteRequest::new(Some("m".into()), hashed_prompt());
+        let head = ResponseHead {
+            has_short_body,
+            ..response_head(false, status)
+        };
+        respond(&router, router.route(request).unwrap(), head, false);
+        let loads = router.load().snapshot();
+        let booked = loads.iter().filter(|load| load.active_prefill_tokens > 0);
+        assert_eq!(booked.count(), expected, "{status} {has_short_body}");
+    }
+}
+
 fn worker(id: u64, role: WorkerRole) -> Worker {
     let endpoint = "127.0.0.1:8000".parse().unwrap();
     let block_size = BlockSize::new(4).unwrap();
