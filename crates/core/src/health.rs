@@ -178,6 +178,11 @@ impl HealthTracker {
         self.update(|model| model.on_tick(now))
     }
 
+    /// Records that a rank has completed a response. Its waiting requests are then not overdue.
+    pub fn on_progress(&self, rank: WorkerRank, now: Instant) {
+        self.model.lock().on_progress(rank, now);
+    }
+
     /// Records the result of a health check of an ejected worker. Returns whether an ejection ended,
     /// so that the next request may probe the worker.
     pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool, now: Instant) -> bool {

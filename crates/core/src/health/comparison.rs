@@ -128,7 +128,7 @@ impl HealthModel {
         avoided < pool.members.len() / 2
     }
 
-    /// Counts the overdue requests of a rank as failures, if the rank has delivered nothing since
+    /// Counts the overdue requests of a rank as failures, if the rank has made no progress since
     /// they became due. One of them is enough to avoid the rank.
     pub(super) fn mark_overdue(&mut self, rank: WorkerRank, now: Instant) -> Vec<HealthTransition> {
         let Some(record) = self.ranks.get_mut(&rank) else {
@@ -139,10 +139,10 @@ impl HealthModel {
         if !pool.is_some_and(PoolRecord::is_observed) {
             return Vec::new();
         }
-        let delivered_at = record.delivered_at;
+        let progress_at = record.progress_at;
         let mut overdue = Vec::new();
         for (ticket, waiting) in &mut record.waiting {
-            if waiting.becomes_overdue(delivered_at, now) {
+            if waiting.becomes_overdue(progress_at, now) {
                 overdue.push((*ticket, waiting.has_response));
             }
         }

@@ -119,7 +119,8 @@ impl HealthModel {
             .collect()
     }
 
-    /// Returns the health of all ranks that are not in service or have failed recently.
+    /// Returns the health of all ranks that are not in service, have failed recently, or may be
+    /// failing according to a signal.
     pub(super) fn report(&self, now: Instant) -> Vec<RankHealth> {
         let row = |(rank, record): (&WorkerRank, &RankRecord)| RankHealth {
             rank: *rank,
@@ -132,9 +133,12 @@ impl HealthModel {
                 RankState::InService | RankState::Suspect { .. } => None,
             },
             evidence: record.summary(),
+            signals: record.signals.clone(),
         };
         let is_noted = |(_, record): &(&WorkerRank, &RankRecord)| {
-            record.evidence.is_some() || !matches!(record.state, RankState::InService)
+            record.evidence.is_some()
+                || !record.signals.is_empty()
+                || !matches!(record.state, RankState::InService)
         };
         let mut rows: Vec<_> = self.ranks.iter().filter(is_noted).map(row).collect();
         rows.sort_by_key(|row| row.rank);
@@ -279,6 +283,13 @@ impl HealthModel {
         }
     }
 
+    /// Records that a rank has completed a response.
+    pub(super) fn on_progress(&mut self, rank: WorkerRank, now: Instant) {
+        if let Some(record) = self.ranks.get_mut(&rank) {
+            record.progress_at = Some(now);
+        }
+    }
+
     /// Records the duration of a request that was delivered.
     pub(super) fn on_completed(&mut self, rank: WorkerRank, time: Duration) {
         if let Some(record) = self.ranks.get(&rank)
@@ -327,7 +338,7 @@ impl HealthModel {
         let mut changes = Vec::new();
         if let Some(record) = self.ranks.get_mut(&rank) {
             record.unreachable_in_a_row = 0;
-            record.delivered_at = Some(now);
+            record.progress_at = Some(now);
             let evidence = record.summary();
             let change = match record.state {
                 RankState::InService => None,

@@ -41,8 +41,8 @@ pub(super) struct RankRecord {
     /// Number of failed requests by kind, since the rank joined.
     pub(super) failures: BTreeMap<WorkerOutcome, u64>,
     pub(super) waiting: HashMap<u64, WaitingRequest>,
-    /// Time of the last content.
-    pub(super) delivered_at: Option<Instant>,
+    /// Time of the last first content or completed response.
+    pub(super) progress_at: Option<Instant>,
     pub(super) signals: BTreeSet<HealthSignal>,
 }
 
@@ -91,7 +91,7 @@ impl RankRecord {
             unreachable_in_a_row: 0,
             failures: BTreeMap::new(),
             waiting: HashMap::new(),
-            delivered_at: None,
+            progress_at: None,
             signals: BTreeSet::new(),
         }
     }
@@ -294,10 +294,10 @@ impl WaitingRequest {
         }
     }
 
-    /// Returns whether the request is overdue now and was not before. Its rank delivered last at
-    /// `delivered_at`.
-    pub(super) fn becomes_overdue(&mut self, delivered_at: Option<Instant>, now: Instant) -> bool {
-        let since = delivered_at.map_or(self.sent_at, |at| at.max(self.sent_at));
+    /// Returns whether the request is overdue now and was not before. Its rank made progress last at
+    /// `progress_at`.
+    pub(super) fn becomes_overdue(&mut self, progress_at: Option<Instant>, now: Instant) -> bool {
+        let since = progress_at.map_or(self.sent_at, |at| at.max(self.sent_at));
         let is_overdue = now.saturating_duration_since(since) > self.overdue_after;
         is_overdue && !std::mem::replace(&mut self.is_overdue, true)
     }

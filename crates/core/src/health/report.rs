@@ -1,5 +1,6 @@
 //! Health of a rank and its changes, as logs and pages show them.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use serde::Serialize;
@@ -69,4 +70,6 @@ pub struct RankHealth {
     pub next_probe_seconds: Option<u64>,
     /// Evidence.
     pub evidence: EvidenceSummary,
+    /// Signals that the worker may be failing.
+    pub signals: BTreeSet<HealthSignal>,
 }

@@ -429,6 +429,20 @@ fn delivering_rank_has_no_overdue_request() {
 }
 
 #[test]
+fn rank_that_completes_responses_has_no_overdue_request() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(2);
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    for _ in 0..3 {
+        fixture.now += seconds(3);
+        fixture.health.on_progress(rank(1), fixture.now);
+        assert_eq!(fixture.tick(), []);
+    }
+    fixture.now += seconds(5);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
 fn expected_time_delays_overdue_request() {
     let mut fixture = Fixture::new(2);
     fixture.deliver(1);

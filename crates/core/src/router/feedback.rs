@@ -123,6 +123,12 @@ impl Router {
         changes
     }
 
+    /// Handles the observed end of a response: its worker computes.
+    pub fn on_completed_response(&self, placement: &Placement) {
+        let rank = placement.route.to.rank;
+        self.feedback.health.on_progress(rank, self.load.now());
+    }
+
     /// Handles the end of a request. If it failed before its first token and there is evidence
     /// against its rank, its load stays booked for the expected service time.
     pub fn finish(&self, placement: Placement) {

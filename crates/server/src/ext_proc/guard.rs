@@ -371,6 +371,9 @@ impl ExchangeGuard {
             return;
         };
         if is_success {
+            if self.end == ExchangeEnd::Complete {
+                self.router.on_completed_response(&active.placement);
+            }
             if let Some(output) = self.complete_output() {
                 active.placement.reservation.learn_output(output);
             }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 use warmroute_core::health::HealthSignal;
 use warmroute_core::load::{EngineLoadReport, EngineLoadSample};
 use warmroute_core::worker::{RankRange, RankSlot, WorkerRank};
@@ -101,7 +101,12 @@ impl WorkerScraper {
             }
             Err(error) => {
                 self.failures = self.failures.saturating_add(1);
-                debug!(worker = %self.engine.0, %error, "scrape of engine load failed");
+                let worker = self.engine.0;
+                if is_failing && self.failures == 1 {
+                    warn!(%worker, %error, "scrape of engine load failed");
+                } else {
+                    debug!(%worker, %error, "scrape of engine load failed");
+                }
                 ScrapeOutcome::Failed(self.failures)
             }
         }
