@@ -10,5 +10,6 @@ mod hints;
 mod refusals;
 mod renamed;
 mod stream_lifetimes;
+mod upgrades;
 mod uploads;
 mod worker;

@@ -72,6 +72,11 @@ impl ConnectionManager {
         );
     }
 
+    /// Permits upgrades to WebSocket.
+    pub(crate) fn allow_upgrades(&mut self) {
+        self.0["upgrade_configs"] = json!([{"upgrade_type": "websocket"}]);
+    }
+
     pub(crate) fn buffer(&mut self, bytes: u32) {
         self.0["route_config"]["virtual_hosts"][0]["request_body_buffer_limit"] = json!(bytes);
     }

@@ -97,6 +97,21 @@ impl RequestHead {
             .find(|value| !value.trim().is_empty())
             .or_else(|| values().next())
     }
+
+    /// Returns whether the request opens a tunnel, by `CONNECT` or by an upgrade of the protocol.
+    /// The bytes that follow are frames of that protocol, and the client may wait for the response
+    /// before it sends any.
+    pub fn opens_tunnel(&self) -> bool {
+        let has_upgrade_option = |header: &HeaderValue| {
+            header.key.eq_ignore_ascii_case("connection")
+                && value_text(header)
+                    .split(',')
+                    .any(|option| option.trim().eq_ignore_ascii_case("upgrade"))
+        };
+        self.method == "CONNECT"
+            || (self.get("upgrade").is_some()
+                && self.headers.headers.iter().any(has_upgrade_option))
+    }
 }
 
 impl ClientHeaders for RequestHead {

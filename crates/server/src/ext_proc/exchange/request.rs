@@ -105,11 +105,11 @@ impl RequestSide {
         if head.request_id.is_empty() {
             head.request_id.clone_from(&context.start.request_id);
         }
-        let needs_body = context
+        let api = context
             .options
             .paths
-            .api_of_request(&head.path, |name| head.get(name))
-            .is_some_and(ApiKind::wants_body);
+            .api_of_request(&head.path, |name| head.get(name));
+        let needs_body = api.is_some_and(ApiKind::wants_body) && !head.opens_tunnel();
         let after_headers = match context.modes.request {
             _ if end => BodyAfterHeaders::NoBody,
             BodyMode::None => BodyAfterHeaders::NoBody,

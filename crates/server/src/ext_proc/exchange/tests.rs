@@ -311,6 +311,53 @@ fn body_of_other_path_is_suppressed() {
     assert!(duplex.on_message(body(b"", true)).is_empty());
 }
 
+fn tunnel_headers(method: &str, fields: &[(&str, &str)]) -> ExchangeMessage {
+    let header = |&(name, value): &(&str, &str)| HeaderValue {
+        key: name.into(),
+        value: value.into(),
+        ..HeaderValue::default()
+    };
+    let head = RequestHead {
+        method: method.into(),
+        path: CHAT.into(),
+        headers: Arc::new(HeaderMap {
+            headers: fields.iter().map(header).collect(),
+        }),
+        ..RequestHead::default()
+    };
+    ExchangeMessage::RequestHeaders {
+        head,
+        end_of_stream: false,
+    }
+}
+
+#[test]
+fn upgrade_is_routed_at_its_headers() {
+    let upgrade = [
+        ("connection", "keep-alive"),
+        ("connection", "x, Upgrade"),
+        ("upgrade", "websocket"),
+    ];
+    let cases: [(&str, &[_], bool); 4] = [
+        ("GET", &upgrade, true),
+        ("CONNECT", &[(":protocol", "websocket")], true),
+        ("GET", &upgrade[..2], false),
+        ("POST", &upgrade[2..], false),
+    ];
+    for mode in [
+        BodyMode::Buffered,
+        BodyMode::BufferedPartial,
+        BodyMode::FullDuplex,
+    ] {
+        for (method, fields, is_tunnel) in cases {
+            let mut exchange = exchange(mode, BodyMode::None);
+            let effects = describe(exchange.on_message(tunnel_headers(method, fields)));
+            let is_routed = effects == ["route body not received"];
+            assert_eq!(is_routed, is_tunnel, "{mode:?} {method} {effects:?}");
+        }
+    }
+}
+
 #[test]
 fn exchange_starting_with_body_passes_through() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
