@@ -11,6 +11,7 @@ mod departed;
 mod encrypted;
 mod engine_load;
 mod eviction;
+mod fault_tour;
 mod first_token;
 mod forged;
 mod front_end;

@@ -39,7 +39,8 @@ pub struct EngineConfig {
     pub(crate) disaggregation: DisaggregationArgs,
     /// Faults from the start, as JSON. POST /sim/misbehave accepts the same and changes only the
     /// fields present: `crash` ("next_step", "next_request" or {"after_requests": n}), `hang`,
-    /// `refuse` (a status), `slow_steps` (a factor), `slow_first_token_ms`, `hold_first_tokens`, `cut_stream_after_tokens`,
+    /// `refuse` (a status), `empty_responses`, `refuse_metrics`, `slow_steps` (a factor), `slow_first_token_ms`,
+    /// `hold_first_tokens`, `cut_stream_after_tokens`,
     /// `drop_events` ({"batches": n, "keep_for_replay": bool}). For requests that only prefill:
     /// `refuse_prefills` (a status), `slow_prefill_ms`, `hang_prefills`, `omit_transfer_params`,
     /// `fail_prefills_with_200`, `stop_prefills`.

@@ -18,6 +18,10 @@ pub(crate) struct FaultConfig {
     pub(crate) hang: bool,
     /// Requests are refused with this status.
     pub(crate) refuse: Option<u16>,
+    /// Requests get a response with status 200 and an empty body.
+    pub(crate) empty_responses: bool,
+    /// The metrics page is refused with status 500.
+    pub(crate) refuse_metrics: bool,
     /// Factor on the duration of every step; the engine runs at its normal speed without it.
     pub(crate) slow_steps: Option<f64>,
     /// Delay of every first token.

@@ -161,6 +161,9 @@ pub(crate) async fn generate(
 ) -> Result<Response, OpenAiError> {
     let faults = engine.faults.current();
     apply_request_faults(faults.hang, faults.refuse).await?;
+    if faults.empty_responses {
+        return Ok(StatusCode::OK.into_response());
+    }
     let accepted = AcceptedRequest::read(&engine, &uri, &headers, body).await?;
     engine.faults.count_request();
     if accepted.phase.is_prefill()
@@ -335,7 +338,12 @@ fn check_length(
     Ok(())
 }
 
-async fn metrics_page(State(engine): State<Arc<SimEngine>>) -> impl IntoResponse {
+async fn metrics_page(
+    State(engine): State<Arc<SimEngine>>,
+) -> Result<impl IntoResponse, OpenAiError> {
+    if engine.faults.current().refuse_metrics {
+        return Err(OpenAiError::internal("injected fault: metrics refused"));
+    }
     let samples: Vec<_> = engine.ranks.iter().map(|rank| rank.sample()).collect();
     let content = [(
         header::CONTENT_TYPE,
@@ -347,10 +355,10 @@ async fn metrics_page(State(engine): State<Arc<SimEngine>>) -> impl IntoResponse
         &engine.transfer_counters,
         engine.bootstrap_rooms.waiting(),
     );
-    (
+    Ok((
         content,
         metrics::render(&engine.config.model, &samples) + &sim_metrics,
-    )
+    ))
 }
 
 /// Clears the caches. As in vLLM, the status is 200 even if a busy rank was not reset; the body has

@@ -1,0 +1,351 @@
+//! One fault of each kind in turn, under steady traffic of conversations: the errors that clients
+//! see, and the page, metric and log line that show the fault.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+use serde_json::{Value, json};
+use tokio::task::AbortHandle;
+use warmroute_testbed::ports::until;
+
+use crate::routing::bed::{RoutingBed, SOON, engine, stream};
+
+/// Time for which each fault lasts, at least, and time after it until the next one.
+const FAULT_TIME: Duration = Duration::from_secs(4);
+const REST_TIME: Duration = Duration::from_secs(2);
+
+/// Number of concurrent conversations, and their turns.
+const CONVERSATIONS: usize = 6;
+const TURNS: usize = 6;
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Time for which a client waits for an answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// Requests after a fault that must all succeed.
+const SUCCESSES: usize = 20;
+
+/// The engine with the fault, unless all have it.
+const FAULTY: u64 = 3;
+const ENGINES: [u64; 3] = [1, 2, FAULTY];
+
+enum EngineFault {
+    Killed,
+    Misbehaves(Value),
+    AllMisbehave(Value),
+}
+
+/// Fault, and what shows it.
+struct TourStop {
+    name: &'static str,
+    fault: EngineFault,
+    /// Text in the entry of the engine on the page of the fleet.
+    page: &'static str,
+    /// Metric that increases; none if the name is empty.
+    metric: (&'static str, &'static [(&'static str, &'static str)]),
+    /// Text of a log line.
+    log: &'static str,
+}
+
+/// Returns a fault that is shown by failed requests of a kind.
+fn failing(
+    name: &'static str,
+    fault: EngineFault,
+    kind: &'static [(&'static str, &'static str)],
+) -> TourStop {
+    TourStop {
+        name,
+        fault,
+        page: kind[0].1,
+        metric: ("worker_failed_requests_total", kind),
+        log: "worker ejected",
+    }
+}
+
+fn tour() -> Vec<TourStop> {
+    use EngineFault::{AllMisbehave, Killed, Misbehaves};
+    let refuse = |status: u16| Misbehaves(json!({"refuse": status}));
+    vec![
+        failing("connection refused", Killed, &[("kind", "unreachable")]),
+        failing(
+            "connection reset",
+            Misbehaves(json!({"crash": "next_request"})),
+            &[("kind", "unreachable")],
+        ),
+        failing("500", refuse(500), &[("kind", "server_error")]),
+        failing("404", refuse(404), &[("kind", "rejected")]),
+        failing(
+            "empty 200",
+            Misbehaves(json!({"empty_responses": true})),
+            &[("kind", "empty")],
+        ),
+        failing(
+            "hangs before the response",
+            Misbehaves(json!({"hang": true})),
+            &[("kind", "no_response")],
+        ),
+        failing(
+            "hangs before the content",
+            Misbehaves(json!({"hold_first_tokens": true, "early_stream_events": true})),
+            &[("kind", "no_content")],
+        ),
+        failing("503", refuse(503), &[("kind", "overloaded")]),
+        TourStop {
+            name: "slow",
+            fault: Misbehaves(json!({"slow_steps": 8.0})),
+            page: "",
+            metric: ("", &[]),
+            log: "",
+        },
+        TourStop {
+            name: "KV events stop",
+            fault: Misbehaves(json!({"drop_events": {"batches": 1_000_000}})),
+            page: "\"stale\"",
+            metric: ("kv_event_source_freshness", &[("freshness", "stale")]),
+            log: "KV event source is silent",
+        },
+        TourStop {
+            name: "load scrapes fail",
+            fault: Misbehaves(json!({"refuse_metrics": true})),
+            page: "load_scrape",
+            metric: ("engine_load_scrapes_total", &[("outcome", "status")]),
+            log: "scrape of engine load failed",
+        },
+        // No rank is at fault if all fail, so that the log has no change of state.
+        TourStop {
+            log: "",
+            ..failing(
+                "500 of all engines",
+                AllMisbehave(json!({"refuse": 500})),
+                &[("kind", "server_error")],
+            )
+        },
+    ]
+}
+
+/// Results of all requests, in order of their ends: an error, or none.
+type TrafficResults = Arc<Mutex<Vec<Option<String>>>>;
+
+/// Conversations that run until they are dropped.
+struct ConversationTraffic {
+    results: TrafficResults,
+    tasks: Vec<AbortHandle>,
+}
+
+impl ConversationTraffic {
+    fn start(url: &str) -> Self {
+        let results = TrafficResults::default();
+        let tasks = (0..CONVERSATIONS).map(|number| {
+            let talk = converse(url.to_owned(), number, results.clone());
+            tokio::spawn(talk).abort_handle()
+        });
+        Self {
+            tasks: tasks.collect(),
+            results,
+        }
+    }
+
+    fn count(&self) -> usize {
+        self.results.lock().len()
+    }
+
+    fn errors_since(&self, first: usize) -> BTreeMap<String, usize> {
+        let mut errors = BTreeMap::new();
+        for error in self.results.lock()[first..].iter().flatten() {
+            *errors.entry(error.clone()).or_default() += 1;
+        }
+        errors
+    }
+
+    /// Returns whether the last requests since the one with a number have succeeded.
+    fn has_recovered(&self, first: usize) -> bool {
+        let results = self.results.lock();
+        let recent = results.len().saturating_sub(SUCCESSES);
+        recent >= first && results[recent..].iter().all(Option::is_none)
+    }
+}
+
+impl Drop for ConversationTraffic {
+    fn drop(&mut self) {
+        self.tasks.iter().for_each(AbortHandle::abort);
+    }
+}
+
+async fn converse(url: String, number: usize, results: TrafficResults) {
+    let client = reqwest::Client::builder()
+        .timeout(CLIENT_TIMEOUT)
+        .build()
+        .unwrap();
+    for round in 0.. {
+        let mut body = stream(&format!("{number} {round} {}", "a question ".repeat(40)), 8);
+        for turn in 0..TURNS {
+            let error = ask(&client, &url, &body).await.err();
+            results.lock().push(error);
+            let messages = body["messages"].as_array_mut().unwrap();
+            messages.push(json!({"role": "assistant", "content": "an answer ".repeat(8)}));
+            messages.push(json!({"role": "user", "content": format!("and {turn}?")}));
+            tokio::time::sleep(PAUSE).await;
+        }
+    }
+}
+
+/// Sends a request. Returns the error that the client sees.
+async fn ask(client: &reqwest::Client, url: &str, body: &Value) -> Result<(), String> {
+    let on_error = |error: reqwest::Error| {
+        let name = if error.is_timeout() { "timeout" } else { "cut" };
+        name.to_owned()
+    };
+    let answer = client.post(url).json(body).send().await.map_err(on_error)?;
+    let status = answer.status();
+    if !status.is_success() {
+        return Err(status.as_u16().to_string());
+    }
+    let text = answer.text().await.map_err(on_error)?;
+    let is_complete = text.ends_with("data: [DONE]\n\n");
+    is_complete.then_some(()).ok_or("incomplete".to_owned())
+}
+
+struct FaultTour {
+    bed: RoutingBed,
+    traffic: ConversationTraffic,
+}
+
+impl FaultTour {
+    async fn begin(&mut self, fault: &EngineFault) {
+        match fault {
+            EngineFault::Killed => self.bed.kill(FAULTY),
+            EngineFault::Misbehaves(how) => self.bed.misbehave(FAULTY, how.clone()).await,
+            EngineFault::AllMisbehave(how) => {
+                for id in ENGINES {
+                    self.bed.misbehave(id, how.clone()).await;
+                }
+            }
+        }
+    }
+
+    async fn end(&mut self, fault: &EngineFault) {
+        match fault {
+            EngineFault::Killed => self.bed.restart(FAULTY).await,
+            // A crashed engine does not run any more.
+            EngineFault::Misbehaves(how) if how.get("crash").is_some() => {
+                self.bed.kill(FAULTY);
+                self.bed.restart(FAULTY).await;
+            }
+            EngineFault::Misbehaves(_) | EngineFault::AllMisbehave(_) => {
+                for id in ENGINES {
+                    self.bed.misbehave(id, no_faults()).await;
+                }
+            }
+        }
+    }
+
+    async fn member(&self, id: u64) -> Value {
+        let page = self.bed.stack.debug_page("fleet").await.unwrap();
+        let mut members = page["members"].as_array().unwrap().iter();
+        let is_wanted = |member: &&Value| member["worker"]["id"] == json!(id.to_string());
+        members.find(is_wanted).unwrap().clone()
+    }
+
+    async fn health(&self, id: u64) -> String {
+        let member = self.member(id).await;
+        let health = member["health"]["health"].as_str();
+        health.unwrap_or("healthy").to_owned()
+    }
+
+    async fn metric(&self, stop: &TourStop) -> f64 {
+        let (name, labels) = stop.metric;
+        if name.is_empty() {
+            return 0.0;
+        }
+        self.bed.metrics().await.sum(name, labels)
+    }
+
+    fn log(&self) -> String {
+        std::fs::read_to_string(self.bed.stack.router().unwrap().log()).unwrap()
+    }
+
+    fn log_lines(&self, stop: &TourStop) -> usize {
+        if stop.log.is_empty() {
+            return 0;
+        }
+        let log = self.log();
+        log.lines().filter(|line| line.contains(stop.log)).count()
+    }
+
+    /// Injects a fault and asserts that it is seen and that the traffic recovers.
+    async fn visit(&mut self, stop: &TourStop) {
+        let first = self.traffic.count();
+        let (lines, count) = (self.log_lines(stop), self.metric(stop).await);
+        let start = Instant::now();
+        self.begin(&stop.fault).await;
+        let mut shown: Option<Duration> = None;
+        let seen = until(SOON, async || {
+            let entry = self.member(FAULTY).await.to_string();
+            let is_shown = entry.contains(stop.page)
+                && (stop.metric.0.is_empty() || self.metric(stop).await > count)
+                && (stop.log.is_empty() || self.log_lines(stop) > lines);
+            if is_shown {
+                shown.get_or_insert(start.elapsed());
+            }
+            shown.is_some() && start.elapsed() >= FAULT_TIME
+        });
+        let is_seen = seen.await;
+        let entry = self.member(FAULTY).await;
+        assert!(
+            is_seen,
+            "{}: {entry}\n{}\n{}",
+            stop.name,
+            self.log(),
+            self.bed.metrics().await.text()
+        );
+        let errors = self.traffic.errors_since(first);
+        let requests = self.traffic.count() - first;
+        let health = self.health(FAULTY).await;
+        self.end(&stop.fault).await;
+        let repaired = Instant::now();
+        let after = self.traffic.count();
+        let recovered = until(SOON, async || {
+            self.traffic.has_recovered(after) && self.health(FAULTY).await == "healthy"
+        });
+        assert!(
+            recovered.await,
+            "{}: {:?}",
+            stop.name,
+            self.traffic.errors_since(after)
+        );
+        println!(
+            "| {} | {requests} | {errors:?} | {health} | {:.1} | {} {:?} +{} | {} +{} | {:.1} |",
+            stop.name,
+            shown.unwrap().as_secs_f64(),
+            stop.metric.0,
+            stop.metric.1,
+            self.metric(stop).await - count,
+            stop.log,
+            self.log_lines(stop) - lines,
+            repaired.elapsed().as_secs_f64(),
+        );
+        tokio::time::sleep(REST_TIME).await;
+    }
+}
+
+fn no_faults() -> Value {
+    json!({
+        "refuse": null, "hang": false, "slow_steps": null, "hold_first_tokens": false, "early_stream_events": false,
+        "empty_responses": false, "refuse_metrics": false, "drop_events": null,
+    })
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
+async fn every_fault_is_shown_and_passes() {
+    let bed = RoutingBed::start(&ENGINES.map(engine), json!({})).await;
+    let traffic = ConversationTraffic::start(&bed.stack.url("/v1/chat/completions"));
+    let mut tour = FaultTour { bed, traffic };
+    let has_traffic = until(SOON, async || tour.traffic.has_recovered(0));
+    assert!(has_traffic.await, "{:?}", tour.traffic.errors_since(0));
+    for stop in self::tour() {
+        tour.visit(&stop).await;
+    }
+}
