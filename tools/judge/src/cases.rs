@@ -6,6 +6,7 @@ use crate::gpu_timing::{GpuModel, LLAMA_8B_L40S, QWEN_32B_H100, QWEN_32B_H200};
 use crate::traces::coding_agent::SessionSelection;
 use crate::traces::mooncake::ArrivalSelection;
 use crate::traces::{RecordedTrace, ReplayWorkload, TraceHalf};
+use crate::worker_faults::{FaultPeriod, WorkerFault};
 
 /// Maximum length of prompt and answer, as a share of the KV cache.
 const MAX_REQUEST_SHARE: f64 = 0.6;
@@ -38,15 +39,6 @@ pub(crate) enum FleetSpeed {
     HalfSlow,
 }
 
-/// Loss and return of the first worker, in seconds.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct WorkerOutage {
-    /// Time at which the worker and its cache are lost.
-    pub(crate) start_s: f64,
-    /// Time at which the worker returns with an empty cache.
-    pub(crate) end_s: f64,
-}
-
 /// Delays with which the router receives information from the engines, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ObservationDelay {
@@ -74,8 +66,8 @@ pub(crate) struct JudgeCase {
     pub(crate) prefill_workers: usize,
     /// Speed of the workers.
     pub(crate) speed: FleetSpeed,
-    /// Loss of a worker.
-    pub(crate) outage: Option<WorkerOutage>,
+    /// Fault of the first worker.
+    pub(crate) fault: Option<FaultPeriod>,
     /// Delays between engines and router.
     pub(crate) delay: ObservationDelay,
     /// Requests that arrive earlier are not measured, in seconds.
@@ -98,7 +90,7 @@ const CONVERSATION: JudgeCase = JudgeCase {
     workers: 8,
     prefill_workers: 0,
     speed: FleetSpeed::Uniform,
-    outage: None,
+    fault: None,
     delay: DEFAULT_DELAY,
     warmup_s: 100.0,
     end_s: 400.0,
@@ -145,7 +137,8 @@ const CONVERSATION_CASES: [JudgeCase; 10] = [
     JudgeCase {
         name: "conv-8w-lost",
         load: arrivals(1.0),
-        outage: Some(WorkerOutage {
+        fault: Some(FaultPeriod {
+            fault: WorkerFault::Lost,
             start_s: 200.0,
             end_s: 300.0,
         }),
@@ -201,7 +194,8 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
     JudgeCase {
         name: "agent-8w-lost",
         load: sessions(28),
-        outage: Some(WorkerOutage {
+        fault: Some(FaultPeriod {
+            fault: WorkerFault::Lost,
             start_s: 250.0,
             end_s: 350.0,
         }),
@@ -232,6 +226,24 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
 
 /// Prefix of the names of the cases that compare disaggregated with aggregated fleets.
 const DISAGGREGATED_PREFIX: &str = "pd-";
+/// Prefix of the names of the cases with a faulty worker that stays in the fleet.
+const FAULT_PREFIX: &str = "fault-";
+
+/// Fleets with a faulty worker. They run only if selected by name.
+const FAULTY_CONVERSATION_CASES: [JudgeCase; 3] = [
+    faulty("fault-conv-rejects", REJECTS, &conversations(1.0)),
+    faulty("fault-conv-hangs", WorkerFault::Hangs, &conversations(1.0)),
+    faulty("fault-conv-slow", SLOW, &conversations(1.0)),
+];
+
+const FAULTY_AGENT_CASES: [JudgeCase; 3] = [
+    faulty("fault-agent-rejects", REJECTS, &agents(28)),
+    faulty("fault-agent-hangs", WorkerFault::Hangs, &agents(28)),
+    faulty("fault-agent-slow", SLOW, &agents(28)),
+];
+
+const REJECTS: WorkerFault = WorkerFault::AnswersAtOnce { status: 404 };
+const SLOW: WorkerFault = WorkerFault::Slow { factor: 8.0 };
 
 /// Fleets with as many prefill as decode workers, and aggregated fleets of the same size and load.
 /// They run only if selected by name.
@@ -268,6 +280,24 @@ const fn agents(concurrency: usize) -> JudgeCase {
     JudgeCase {
         load: sessions(concurrency),
         ..CODING_AGENT
+    }
+}
+
+/// Creates a case whose fault begins 100 s after the warm-up.
+const fn faulty(name: &'static str, fault: WorkerFault, case: &JudgeCase) -> JudgeCase {
+    let start_s = case.warmup_s + 100.0;
+    let duration_s = match fault {
+        WorkerFault::Slow { .. } => 30.0,
+        _ => 60.0,
+    };
+    JudgeCase {
+        name,
+        fault: Some(FaultPeriod {
+            fault,
+            start_s,
+            end_s: start_s + duration_s,
+        }),
+        ..*case
     }
 }
 
@@ -319,14 +349,16 @@ impl JudgeCase {
     }
 
     /// Returns whether the case is selected by one of these texts. Without texts, the standard cases
-    /// are. Disaggregated cases are selected only by texts that begin like their names.
+    /// are. Disaggregated and faulty cases are selected only by texts that begin like their names.
     pub(crate) fn is_selected(&self, texts: &[String]) -> bool {
-        let is_standard = !self.name.starts_with(DISAGGREGATED_PREFIX);
+        let prefix = [DISAGGREGATED_PREFIX, FAULT_PREFIX]
+            .into_iter()
+            .find(|prefix| self.name.starts_with(prefix));
         let is_match = |text: &String| {
             self.name.contains(text.as_str())
-                && (is_standard || text.starts_with(DISAGGREGATED_PREFIX))
+                && prefix.is_none_or(|prefix| text.starts_with(prefix))
         };
-        texts.iter().any(is_match) || (texts.is_empty() && is_standard)
+        texts.iter().any(is_match) || (texts.is_empty() && prefix.is_none())
     }
 
     /// Creates the requests of the case. Returns `None` if the trace has another format.
@@ -368,11 +400,21 @@ impl JudgeCase {
 pub(crate) fn cases_for(trace: &RecordedTrace) -> TraceCases {
     match trace {
         RecordedTrace::Mooncake(_) => TraceCases {
-            cases: [&CONVERSATION_CASES[..], &DISAGGREGATED_CONVERSATION_CASES].concat(),
+            cases: [
+                &CONVERSATION_CASES[..],
+                &DISAGGREGATED_CONVERSATION_CASES,
+                &FAULTY_CONVERSATION_CASES,
+            ]
+            .concat(),
             half: TraceHalf::Second,
         },
         RecordedTrace::CodingAgent(_) => TraceCases {
-            cases: [&CODING_AGENT_CASES[..], &DISAGGREGATED_AGENT_CASES].concat(),
+            cases: [
+                &CODING_AGENT_CASES[..],
+                &DISAGGREGATED_AGENT_CASES,
+                &FAULTY_AGENT_CASES,
+            ]
+            .concat(),
             half: TraceHalf::All,
         },
     }
@@ -391,7 +433,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disaggregated_cases_run_only_if_selected() {
+    fn special_cases_run_only_if_selected() {
         let selected = |text: &str| {
             let texts = match text {
                 "" => Vec::new(),
@@ -401,16 +443,19 @@ mod tests {
             let disaggregated = DISAGGREGATED_CONVERSATION_CASES
                 .iter()
                 .chain(&DISAGGREGATED_AGENT_CASES);
+            let faulty = FAULTY_CONVERSATION_CASES.iter().chain(&FAULTY_AGENT_CASES);
             [
                 standard.filter(|case| case.is_selected(&texts)).count(),
                 disaggregated
                     .filter(|case| case.is_selected(&texts))
                     .count(),
+                faulty.filter(|case| case.is_selected(&texts)).count(),
             ]
         };
-        assert_eq!(selected(""), [18, 0]);
-        assert_eq!(selected("conv"), [10, 0]);
-        assert_eq!(selected("pd-"), [0, 16]);
-        assert_eq!(selected("pd-agent-2+2"), [0, 2]);
+        assert_eq!(selected(""), [18, 0, 0]);
+        assert_eq!(selected("conv"), [10, 0, 0]);
+        assert_eq!(selected("pd-"), [0, 16, 0]);
+        assert_eq!(selected("pd-agent-2+2"), [0, 2, 0]);
+        assert_eq!(selected("fault-"), [0, 0, 6]);
     }
 }

@@ -1,5 +1,8 @@
 //! Duration of the forward passes of an engine on a GPU.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use aisimulate_core::engine::TimingModel;
 use anyhow::Result;
 
@@ -64,13 +67,40 @@ pub(crate) const LLAMA_8B_L40S: GpuModel = GpuModel {
     max_batched_tokens: 4096,
 };
 
+/// GPU with long passes, so that a simulation has few of them.
+#[cfg(test)]
+pub(crate) const LONG_PASSES: GpuModel = GpuModel {
+    decode_base: 0.1,
+    ..QWEN_32B_H100
+};
+
 /// Timing of one engine.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct EngineTiming {
     /// GPU of the engine.
     pub(crate) gpu: GpuModel,
-    /// Factor on every duration; 1 is the speed of the GPU.
-    pub(crate) slowdown: f64,
+    /// Factor on every duration.
+    pub(crate) slowdown: EngineSlowdown,
+}
+
+/// Factor on every duration of an engine; 1 is the speed of the GPU. Clones share the factor.
+#[derive(Clone, Debug)]
+pub(crate) struct EngineSlowdown(Arc<AtomicU64>);
+
+impl EngineSlowdown {
+    /// Creates a factor.
+    pub(crate) fn new(factor: f64) -> Self {
+        Self(Arc::new(AtomicU64::new(factor.to_bits())))
+    }
+
+    /// Replaces the factor. It applies to the next pass.
+    pub(crate) fn set(&self, factor: f64) {
+        self.0.store(factor.to_bits(), Ordering::Relaxed);
+    }
+
+    fn get(&self) -> f64 {
+        f64::from_bits(self.0.load(Ordering::Relaxed))
+    }
 }
 
 impl TimingModel for EngineTiming {
@@ -92,7 +122,7 @@ impl TimingModel for EngineTiming {
         let pairs = computed * (mean_prefix as f64 + computed / 2.0);
         let gpu = &self.gpu;
         let per_request = gpu.per_prefill_token * computed + gpu.per_attention_pair * pairs;
-        Ok(self.slowdown * 1e3 * (gpu.prefill_base + batch_size as f64 * per_request))
+        Ok(self.slowdown.get() * 1e3 * (gpu.prefill_base + batch_size as f64 * per_request))
     }
 
     fn predict_decode_ms(
@@ -105,6 +135,6 @@ impl TimingModel for EngineTiming {
         let gpu = &self.gpu;
         let context = gpu.per_context_token * active_kv_tokens as f64;
         let sequences = gpu.per_sequence * batch_size as f64;
-        Ok(self.slowdown * 1e3 * (gpu.decode_base + context + sequences))
+        Ok(self.slowdown.get() * 1e3 * (gpu.decode_base + context + sequences))
     }
 }

@@ -17,6 +17,7 @@ mod simulated_request;
 mod simulation;
 mod traces;
 mod virtual_clock;
+mod worker_faults;
 
 use std::fs;
 use std::path::PathBuf;
@@ -38,7 +39,8 @@ struct JudgeArgs {
     #[arg(long)]
     trace: PathBuf,
     /// Policies to compare. `POLICY+RULE` also allows local prefills by a rule of
-    /// `routing.disaggregation.conditional`, for example `seconds+learned`
+    /// `routing.disaggregation.conditional`, for example `seconds+learned`. `POLICY+no_ejection`
+    /// ignores the outcomes of requests
     #[arg(long, value_delimiter = ',', default_values_t = PolicyName::ALL.map(|name| name.as_str().to_owned()))]
     policies: Vec<String>,
     /// Number of seeds
@@ -48,7 +50,8 @@ struct JudgeArgs {
     #[arg(long)]
     json: Option<PathBuf>,
     /// Runs only cases whose names contain one of these texts; `pd-` selects the fleets with
-    /// prefill and decode workers, and aggregated fleets of the same size
+    /// prefill and decode workers, and aggregated fleets of the same size; `fault-` selects the
+    /// fleets with a faulty worker
     #[arg(long, value_delimiter = ',')]
     cases: Vec<String>,
     /// Part of the trace; by default the second half of requests, or all sessions

@@ -6,6 +6,7 @@ use serde::Serialize;
 
 use crate::cases::JudgeCase;
 use crate::simulated_request::{CompletedRequest, SimulationResult, UnfinishedRequest};
+use crate::worker_faults::FaultMetrics;
 
 /// Limits of a good request: time to first token and time per output token, in seconds.
 const GOOD_TTFT: f64 = 5.0;
@@ -21,6 +22,8 @@ pub(crate) struct RunMetrics {
     pub(crate) ttft_mean: f64,
     /// Median time to first token.
     pub ttft_p50: f64,
+    /// 95th percentile of the time to first token.
+    pub ttft_p95: f64,
     /// 99th percentile of the time to first token.
     pub ttft_p99: f64,
     /// Median time per output token.
@@ -43,6 +46,9 @@ pub(crate) struct RunMetrics {
     pub(crate) unfinished: usize,
     /// Mean CPU time of a decision, in nanoseconds.
     pub(crate) decide_ns: f64,
+    /// Metrics of the fault, in cases with one.
+    #[serde(flatten)]
+    pub(crate) fault: Option<FaultMetrics>,
 }
 
 impl RunMetrics {
@@ -68,6 +74,7 @@ impl RunMetrics {
         Self {
             ttft_mean: ttft.mean(),
             ttft_p50: ttft.quantile(0.5),
+            ttft_p95: ttft.quantile(0.95),
             ttft_p99: ttft.quantile(0.99),
             tpot_p50: tpot.quantile(0.5),
             tpot_p99: tpot.quantile(0.99),
@@ -79,6 +86,9 @@ impl RunMetrics {
             requests: completed.len(),
             unfinished: result.unfinished.len(),
             decide_ns: mean_nanoseconds(result.decisions.total, result.decisions.count),
+            fault: case
+                .fault
+                .map(|period| FaultMetrics::new(period, case.workers, &result.fault_log)),
         }
     }
 }

@@ -1,6 +1,8 @@
-//! Routing policies by name, with an optional rule for local prefills after a `+`.
+//! Routing policies by name, with an optional rule after a `+`: a rule for local prefills, or
+//! `no_ejection`.
 
 use anyhow::{Result, bail};
+use warmroute_core::health::HealthRules;
 use warmroute_core::policy::{
     ConditionalPrefillConfig, ConditionalPrefillPolicy, DisaggregationConfig, PolicyName,
     PolicySettings, Weights,
@@ -18,9 +20,17 @@ const RULES: [(&str, ConditionalPrefillPolicy); 4] = [
     ("learned", ConditionalPrefillPolicy::Learned),
 ];
 
+/// Rule that ignores the outcomes of requests, like routers without feedback.
+const NO_EJECTION: &str = "no_ejection";
+
 /// Returns the router settings of a policy.
 pub(crate) fn router_settings(policy: &str) -> Result<RouterSettings> {
-    let (policy, rule) = match policy.split_once('+') {
+    let mut health = HealthRules::default();
+    let (policy, conditional) = match policy.split_once('+') {
+        Some((policy, NO_EJECTION)) => {
+            health.consecutive_failures = 0;
+            (policy, None)
+        }
         Some((policy, rule)) => (policy, Some(conditional_prefill(rule)?)),
         None => (policy, None),
     };
@@ -31,9 +41,10 @@ pub(crate) fn router_settings(policy: &str) -> Result<RouterSettings> {
     Ok(RouterSettings {
         policy: PolicySettings::named(name, &Weights::default()),
         disaggregation: DisaggregationConfig {
-            conditional: rule,
+            conditional,
             ..DisaggregationConfig::default()
         },
+        health,
         ..RouterSettings::default()
     })
 }
@@ -41,7 +52,7 @@ pub(crate) fn router_settings(policy: &str) -> Result<RouterSettings> {
 fn conditional_prefill(rule: &str) -> Result<ConditionalPrefillConfig> {
     let Some((_, policy)) = RULES.into_iter().find(|(name, _)| *name == rule) else {
         let known = RULES.map(|(name, _)| name).join(", ");
-        bail!("unknown rule `{rule}` of local prefills; known rules: {known}");
+        bail!("unknown rule `{rule}`; known rules: {known}, {NO_EJECTION}");
     };
     Ok(ConditionalPrefillConfig {
         policy,
@@ -64,6 +75,8 @@ mod tests {
         let learned = router_settings("linear+learned").unwrap();
         let rule = learned.disaggregation.conditional.unwrap();
         assert_eq!(rule.policy, ConditionalPrefillPolicy::Learned);
+        let without_ejection = router_settings("linear+no_ejection").unwrap();
+        assert_eq!(without_ejection.health.consecutive_failures, 0);
         let error = router_settings("linear+always").unwrap_err().to_string();
         assert!(error.contains("isl_bounding"), "{error}");
     }

@@ -5,6 +5,7 @@ use std::fmt::Write;
 use serde::Serialize;
 
 use crate::metrics::RunMetrics;
+use crate::worker_faults::FaultMetrics;
 
 /// Result of one policy in one case with one seed.
 #[derive(Clone, Debug, PartialEq, Serialize)]
@@ -41,13 +42,20 @@ enum ColumnSummary {
     Omitted,
 }
 
-const COLUMNS: [MetricColumn; 11] = [
+const COLUMNS: [MetricColumn; 12] = [
     column("TTFT, s", 1.0, 3, |run| run.ttft_mean, ColumnSummary::Ratio),
     column(
         "TTFT p50",
         1.0,
         3,
         |run| run.ttft_p50,
+        ColumnSummary::Omitted,
+    ),
+    column(
+        "TTFT p95",
+        1.0,
+        2,
+        |run| run.ttft_p95,
         ColumnSummary::Omitted,
     ),
     column("TTFT p99", 1.0, 2, |run| run.ttft_p99, ColumnSummary::Ratio),
@@ -97,6 +105,37 @@ const COLUMNS: [MetricColumn; 11] = [
     ),
 ];
 
+/// Columns of the cases with a fault.
+const FAULT_COLUMNS: [MetricColumn; 5] = [
+    fault_column("failed, %", 100.0, |run| {
+        of_fault(run, |fault| fault.failed_share)
+    }),
+    fault_column("share in 5 s, %", 100.0, |run| {
+        of_fault(run, |fault| fault.early_share)
+    }),
+    fault_column("share after 15 s, %", 100.0, |run| {
+        of_fault(run, |fault| fault.late_share)
+    }),
+    fault_column("healthy ejections", 1.0, |run| {
+        of_fault(run, |fault| fault.healthy_ejections as f64)
+    }),
+    fault_column("back after, s", 1.0, |run| {
+        of_fault(run, |fault| fault.return_s)
+    }),
+];
+
+fn of_fault(run: &RunMetrics, value: impl Fn(&FaultMetrics) -> f64) -> f64 {
+    run.fault.as_ref().map_or(f64::NAN, value)
+}
+
+const fn fault_column(
+    heading: &'static str,
+    scale: f64,
+    value: fn(&RunMetrics) -> f64,
+) -> MetricColumn {
+    column(heading, scale, 1, value, ColumnSummary::Omitted)
+}
+
 const fn column(
     heading: &'static str,
     scale: f64,
@@ -125,11 +164,15 @@ impl MetricColumn {
 
 /// Returns the table of one case, with one row per policy.
 pub(crate) fn case_table(rows: &[ResultRow], case: &str) -> String {
-    let headings = COLUMNS.iter().map(|column| column.heading);
+    let mut of_case = rows.iter().filter(|row| row.case == case);
+    let has_fault = of_case.any(|row| row.metrics.fault.is_some());
+    let fault_columns = FAULT_COLUMNS.iter().filter(|_| has_fault);
+    let columns: Vec<_> = COLUMNS.iter().chain(fault_columns).collect();
+    let headings = columns.iter().map(|column| column.heading);
     let mut table = format!("\n### {case}\n");
     write_heading(&mut table, "policy", headings);
     for policy in distinct(rows, |row| &row.policy) {
-        let cells = COLUMNS.iter().map(|column| {
+        let cells = columns.iter().map(|column| {
             let mean = column.mean(rows, case, policy);
             mean.map_or_else(|| "-".into(), |mean| format!("{mean:.*}", column.decimals))
         });
@@ -253,6 +296,7 @@ mod tests {
             metrics: RunMetrics {
                 ttft_mean: 1.0,
                 ttft_p50: 1.0,
+                ttft_p95: 1.0,
                 ttft_p99: 1.0,
                 tpot_p50: 0.02,
                 tpot_p99: 0.02,
@@ -264,6 +308,7 @@ mod tests {
                 requests: 10,
                 unfinished: 0,
                 decide_ns: 5_000.0,
+                fault: None,
             },
         }
     }
@@ -279,8 +324,23 @@ mod tests {
         let line = table.lines().last().unwrap();
         assert_eq!(
             line,
-            "| linear | 1.000 | 1.000 | 1.00 | 20.0 | 20.0 | 11.00 | 1.0 | 60.0 | 60.0 | 50.0 | 5.0 |"
+            "| linear | 1.000 | 1.000 | 1.00 | 1.00 | 20.0 | 20.0 | 11.00 | 1.0 | 60.0 | 60.0 | 50.0 | 5.0 |"
         );
+    }
+
+    #[test]
+    fn case_table_contains_columns_of_fault() {
+        let mut faulty = row("a", "linear", 1, 10.0, 0.5);
+        faulty.metrics.fault = Some(FaultMetrics {
+            failed_share: 0.01,
+            early_share: 0.1,
+            late_share: 0.005,
+            healthy_ejections: 2,
+            return_s: f64::INFINITY,
+        });
+        let table = case_table(&[faulty], "a");
+        let line = table.lines().last().unwrap();
+        assert!(line.ends_with("| 1.0 | 10.0 | 0.5 | 2.0 | inf |"), "{line}");
     }
 
     #[test]

@@ -10,12 +10,13 @@ use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
 use rustix::time::{ClockId, clock_gettime};
 use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, StorageTier};
-
 use warmroute_core::freshness::SourceStatus;
+use warmroute_core::health::{HealthChange, HealthTransition, WorkerOutcome};
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::{CompleteOutput, LoadTracker};
 use warmroute_core::router::{
-    PhaseSelection, Placement, RoutePrompt, RouteRequest, Router, RouterSettings,
+    PhaseSelection, Placement, ResponseOrigin, RoutePrompt, RouteRequest, Router, RouterSettings,
+    WorkerResponse,
 };
 use warmroute_core::worker::{
     BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId, WorkerRole,
@@ -39,6 +40,8 @@ pub(crate) struct RouterDriver {
     writers: Vec<Option<RankWriter>>,
     active: HashMap<RequestNumber, ActivePlacement>,
     decisions: DecisionTime,
+    /// Number of the worker of each ejection.
+    ejected: Vec<usize>,
 }
 
 /// Placement of a running request.
@@ -84,6 +87,7 @@ impl RouterDriver {
             writers: Vec::new(),
             active: HashMap::new(),
             decisions: DecisionTime::default(),
+            ejected: Vec::new(),
         })
     }
 
@@ -200,7 +204,10 @@ impl RouterDriver {
     fn route_request(&self, prompt: &[u32]) -> RouteRequest {
         let hashes = BlockHashes::from_tokens(prompt, self.block_size, &CacheSalt::default());
         let model = Some(ModelName::from(MODEL));
-        RouteRequest::new(model, RoutePrompt::Hashed(vec![hashes]))
+        RouteRequest {
+            is_streamed: true,
+            ..RouteRequest::new(model, RoutePrompt::Hashed(vec![hashes]))
+        }
     }
 
     /// Applies the KV events of a worker. The events of a lost worker are ignored.
@@ -226,6 +233,9 @@ impl RouterDriver {
             active.output_tokens = 1;
             active.placement.reservation.on_first_token();
             self.router.learn_first_token(&mut active.placement);
+            let router = &self.router;
+            let changes = router.report_outcome(&mut active.placement, WorkerOutcome::Delivered);
+            self.note(&changes);
         }
         if output.is_last
             && let Some(mut ended) = self.active.remove(&output.request)
@@ -233,7 +243,58 @@ impl RouterDriver {
             let tokens = Some(ended.output_tokens);
             let output = CompleteOutput::Stream { tokens };
             ended.placement.reservation.learn_output(output);
+            self.router.on_completed_response(&ended.placement);
+            self.router.finish(ended.placement);
         }
+    }
+
+    /// Handles a response without content.
+    pub(crate) fn on_answer(&mut self, request: RequestNumber, status: u16) {
+        let Some(mut active) = self.active.remove(&request) else {
+            return;
+        };
+        let placement = &mut active.placement;
+        let origin = ResponseOrigin::Chosen;
+        let response = WorkerResponse { status, origin };
+        let mut changes = self.router.on_response(placement, response);
+        // Has no effect after a failure.
+        changes.extend(self.router.report_outcome(placement, WorkerOutcome::Empty));
+        self.note(&changes);
+        self.router.finish(active.placement);
+    }
+
+    /// Handles the disconnection of a client before the first token.
+    pub(crate) fn on_disconnect(&mut self, request: RequestNumber) {
+        if let Some(mut active) = self.active.remove(&request) {
+            let placement = &mut active.placement;
+            let changes = self
+                .router
+                .report_outcome(placement, WorkerOutcome::Cancelled);
+            self.note(&changes);
+            self.router.finish(active.placement);
+        }
+    }
+
+    /// Passes the time to the router.
+    pub(crate) fn on_tick(&mut self) {
+        let changes = self.router.on_tick();
+        self.note(&changes);
+    }
+
+    /// Checks the health of the ejected workers.
+    pub(crate) fn check_health(&self, is_healthy: impl Fn(usize) -> bool) {
+        for worker in self.router.ejected_workers() {
+            let is_healthy = is_healthy(worker_number(worker));
+            self.router.on_health_check(worker, is_healthy);
+        }
+    }
+
+    fn note(&mut self, changes: &[HealthTransition]) {
+        let ejections = changes
+            .iter()
+            .filter(|transition| matches!(transition.change, HealthChange::Ejected(_)));
+        self.ejected
+            .extend(ejections.map(|ejection| worker_number(ejection.rank.worker)));
     }
 
     /// Removes a worker from the fleet and interrupts its requests.
@@ -247,6 +308,11 @@ impl RouterDriver {
     /// Adds the removed worker to the fleet again.
     pub(crate) fn restore_workers(&mut self) {
         self.update_fleet(self.workers.clone());
+    }
+
+    /// Returns the worker numbers of all ejections.
+    pub(crate) fn take_ejected(&mut self) -> Vec<usize> {
+        std::mem::take(&mut self.ejected)
     }
 
     /// Returns the number of decisions and their time.

@@ -74,6 +74,8 @@ pub(crate) enum EngineCommand {
     Activate(RequestNumber),
     /// Releases the KV blocks of a prefill, because they were transferred.
     ReleasePrefill(RequestNumber),
+    /// Aborts a request, because its client has disconnected.
+    Abort(RequestNumber),
 }
 
 impl EngineCommand {
@@ -93,6 +95,10 @@ impl EngineCommand {
             },
             EngineCommand::ReleasePrefill(number) => Command::ReleaseSource {
                 handoff_id: number.to_handoff(),
+            },
+            EngineCommand::Abort(number) => Command::CancelRequest {
+                request_id: number.to_uuid(),
+                discard_pending_output: true,
             },
         }
     }

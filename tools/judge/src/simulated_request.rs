@@ -2,6 +2,7 @@
 
 use crate::router_driver::DecisionTime;
 use crate::traces::ReplayedRequest;
+use crate::worker_faults::FaultLog;
 
 /// Completed request. Times are in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -38,6 +39,8 @@ pub(crate) struct SimulationResult {
     pub(crate) unfinished: Vec<UnfinishedRequest>,
     /// Decisions of the router.
     pub(crate) decisions: DecisionTime,
+    /// Observations about a faulty worker.
+    pub(crate) fault_log: FaultLog,
 }
 
 /// Position of a request in its session.

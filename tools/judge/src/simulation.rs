@@ -2,6 +2,7 @@
 //! real one sees: prompts when they arrive, and KV events and tokens after a delay.
 
 mod remote_prefill;
+mod worker_fault;
 
 use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
@@ -10,7 +11,7 @@ use rand::{RngExt, SeedableRng};
 use warmroute_core::router::RouterSettings;
 
 use crate::cases::JudgeCase;
-use crate::gpu_timing::EngineTiming;
+use crate::gpu_timing::{EngineSlowdown, EngineTiming};
 use crate::router_driver::{PromptPlacement, RouterDriver};
 use crate::simulated_engine::{
     CommandEffects, EngineCommand, EngineRequest, FinishedPass, RequestNumber, RequestOutput,
@@ -22,6 +23,7 @@ use crate::simulated_request::{
 };
 use crate::traces::{ReplayWorkload, ReplayedRequest};
 use crate::virtual_clock::{EventTimeline, TimedEvent, VirtualClock};
+use crate::worker_faults::{FaultLog, SentRequest, WorkerFault};
 
 /// Maximum shift of arrivals, which differs between seeds, in milliseconds.
 const ARRIVAL_JITTER_MS: f64 = 500.0;
@@ -56,8 +58,17 @@ enum SimulationEvent {
         to: EngineIncarnation,
         request: RequestNumber,
     },
-    WorkerLost(usize),
-    WorkerRestored(usize),
+    FaultStart,
+    FaultEnd,
+    /// The router receives a response without content.
+    Answer {
+        request: RequestNumber,
+        status: u16,
+    },
+    /// The client disconnects if there is no first token.
+    ClientTimeout(RequestNumber),
+    /// The router handles the passage of time. The number counts the ticks.
+    HealthTick(u64),
 }
 
 /// Engine between two losses of its worker. Events of earlier incarnations are ignored.
@@ -71,6 +82,8 @@ struct EngineIncarnation {
 struct WorkerState {
     /// `None` while the worker is lost.
     engine: Option<SimulatedEngine>,
+    slowdown: EngineSlowdown,
+    fault: Option<WorkerFault>,
     current: EngineIncarnation,
     running: Vec<RequestNumber>,
     /// Time at which the router receives the latest KV events. They arrive in order.
@@ -94,6 +107,7 @@ pub(crate) struct FleetSimulation<'w> {
     driver: RouterDriver,
     rng: StdRng,
     completed: Vec<CompletedRequest>,
+    fault_log: FaultLog,
 }
 
 impl<'w> FleetSimulation<'w> {
@@ -119,9 +133,13 @@ impl<'w> FleetSimulation<'w> {
             driver,
             rng: StdRng::seed_from_u64(seed),
             completed: Vec::new(),
+            fault_log: FaultLog::default(),
         };
         simulation.schedule_workload(workload);
-        simulation.schedule_outage();
+        simulation.schedule_fault();
+        simulation
+            .timeline
+            .push(0.0, SimulationEvent::HealthTick(0));
         Ok(simulation)
     }
 
@@ -143,17 +161,6 @@ impl<'w> FleetSimulation<'w> {
                     self.start_session(start_ms);
                 }
             }
-        }
-    }
-
-    fn schedule_outage(&mut self) {
-        // The first worker is the one that is lost.
-        let worker = 0;
-        if let Some(outage) = self.case.outage {
-            let lost = SimulationEvent::WorkerLost(worker);
-            self.timeline.push(outage.start_s * 1e3, lost);
-            let restored = SimulationEvent::WorkerRestored(worker);
-            self.timeline.push(outage.end_s * 1e3, restored);
         }
     }
 
@@ -200,6 +207,9 @@ impl<'w> FleetSimulation<'w> {
     fn handle(&mut self, event: SimulationEvent, now_ms: f64) -> Result<()> {
         match event {
             SimulationEvent::Arrival(request) => self.place(request, now_ms, now_ms)?,
+            SimulationEvent::PassEnd(engine) if self.is_hung(engine.worker) => {
+                self.postpone_pass_end(engine);
+            }
             SimulationEvent::PassEnd(engine) if self.is_current(engine) => {
                 self.finish_pass(engine.worker, now_ms)?;
                 self.start_pass(engine.worker, now_ms)?;
@@ -216,11 +226,14 @@ impl<'w> FleetSimulation<'w> {
             SimulationEvent::TransferEnd { to, request } if self.is_current(to) => {
                 self.finish_transfer(to.worker, request, now_ms)?;
             }
-            SimulationEvent::WorkerLost(worker) => self.lose_worker(worker, now_ms)?,
-            SimulationEvent::WorkerRestored(worker) => {
-                self.workers[worker].engine = Some(new_engine(self.case, worker)?);
-                self.driver.restore_workers();
+            SimulationEvent::FaultStart => self.start_fault(now_ms)?,
+            SimulationEvent::FaultEnd => self.end_fault(now_ms)?,
+            SimulationEvent::Answer { request, status } => {
+                self.driver.on_answer(request, status);
+                self.fail(request, now_ms);
             }
+            SimulationEvent::ClientTimeout(request) => self.time_out(request, now_ms)?,
+            SimulationEvent::HealthTick(count) => self.check_health(count, now_ms),
             SimulationEvent::PassEnd(_)
             | SimulationEvent::Retry(_)
             | SimulationEvent::KvEvents { .. }
@@ -251,6 +264,13 @@ impl<'w> FleetSimulation<'w> {
                 (worker, EngineCommand::Prefill(request))
             }
         };
+        let time_ms = now_ms;
+        self.fault_log.sent.push(SentRequest { time_ms, worker });
+        if let Some(WorkerFault::AnswersAtOnce { status }) = self.workers[worker].fault {
+            self.schedule_answer(number, status, now_ms);
+            return Ok(());
+        }
+        self.schedule_client_timeout(number, now_ms);
         self.workers[worker].running.push(number);
         self.apply(worker, command, now_ms)?;
         self.start_pass(worker, now_ms)
@@ -310,6 +330,9 @@ impl<'w> FleetSimulation<'w> {
     }
 
     fn start_pass(&mut self, worker: usize, now_ms: f64) -> Result<()> {
+        if self.is_hung(worker) {
+            return Ok(());
+        }
         let state = &mut self.workers[worker];
         let engine = state.current;
         let Some(started) = state
@@ -411,24 +434,9 @@ impl<'w> FleetSimulation<'w> {
         }
     }
 
-    /// Removes a worker. Its requests are placed again and keep their arrival time.
-    fn lose_worker(&mut self, worker: usize, now_ms: f64) -> Result<()> {
-        let state = &mut self.workers[worker];
-        state.engine = None;
-        state.current.incarnation += 1;
-        let interrupted = std::mem::take(&mut state.running);
-        self.driver.remove_worker(worker);
-        for number in interrupted {
-            let progress = self.requests[number.index()].progress.take();
-            if let Some(progress) = progress {
-                self.place(number, progress.arrival_ms, now_ms)?;
-            }
-        }
-        Ok(())
-    }
-
     /// Returns the measured requests.
-    pub(crate) fn into_result(self) -> SimulationResult {
+    pub(crate) fn into_result(mut self) -> SimulationResult {
+        self.fault_log.ejected = self.driver.take_ejected();
         let running = self
             .requests
             .iter()
@@ -444,14 +452,18 @@ impl<'w> FleetSimulation<'w> {
             completed: self.completed,
             unfinished,
             decisions: self.driver.decisions(),
+            fault_log: self.fault_log,
         }
     }
 }
 
 impl WorkerState {
     fn new(case: &JudgeCase, worker: usize) -> Result<Self> {
+        let slowdown = EngineSlowdown::new(case.slowdown(worker));
         Ok(Self {
-            engine: Some(new_engine(case, worker)?),
+            engine: Some(new_engine(case, worker, &slowdown)?),
+            slowdown,
+            fault: None,
             current: EngineIncarnation {
                 worker,
                 incarnation: 0,
@@ -464,10 +476,14 @@ impl WorkerState {
     }
 }
 
-fn new_engine(case: &JudgeCase, worker: usize) -> Result<SimulatedEngine> {
+fn new_engine(
+    case: &JudgeCase,
+    worker: usize,
+    slowdown: &EngineSlowdown,
+) -> Result<SimulatedEngine> {
     let timing = EngineTiming {
         gpu: case.gpu,
-        slowdown: case.slowdown(worker),
+        slowdown: slowdown.clone(),
     };
     SimulatedEngine::new(worker, case.role(worker), timing)
 }

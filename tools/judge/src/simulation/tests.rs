@@ -1,10 +1,13 @@
 use super::*;
-use crate::cases::{CaseLoad, FleetSpeed, ObservationDelay, WorkerOutage};
+use crate::cases::{CaseLoad, FleetSpeed, ObservationDelay};
 use crate::gpu_timing::QWEN_32B_H100;
 use crate::policies::router_settings;
 use crate::traces::{RecordedTrace, TraceHalf};
+use crate::worker_faults::FaultPeriod;
 
-fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
+mod faults;
+
+fn test_case(fault: Option<FaultPeriod>) -> JudgeCase {
     JudgeCase {
         name: "test",
         load: CaseLoad::Arrivals {
@@ -15,7 +18,7 @@ fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
         workers: 3,
         prefill_workers: 0,
         speed: FleetSpeed::Uniform,
-        outage,
+        fault,
         delay: ObservationDelay {
             min_event_ms: 5.0,
             max_event_ms: 50.0,
@@ -28,19 +31,25 @@ fn test_case(outage: Option<WorkerOutage>) -> JudgeCase {
 
 /// Creates conversations of four requests, one request per 100 ms.
 fn test_workload(case: &JudgeCase) -> ReplayWorkload {
-    let lines: String = (0..80)
-        .map(|number| {
-            let conversation = number % 20;
-            let blocks: Vec<usize> = (0..4 + number / 20).map(|at| conversation * 10 + at).collect();
-            format!(
-                "{{\"timestamp\": {}, \"input_length\": {}, \"output_length\": 100, \"hash_ids\": {blocks:?}}}\n",
-                number * 100,
-                blocks.len() * 512 + 10,
-            )
-        })
-        .collect();
+    let lines = (0..80).map(|number| {
+        let conversation = number % 20;
+        let blocks = (0..4 + number / 20).map(|at| conversation * 10 + at);
+        trace_line(number * 100, &blocks.collect::<Vec<_>>(), 100)
+    });
+    workload_of(case, lines)
+}
+
+/// Returns a line of a Mooncake trace. Each block has 512 tokens.
+fn trace_line(time_ms: usize, blocks: &[usize], output_tokens: usize) -> String {
+    format!(
+        "{{\"timestamp\": {time_ms}, \"input_length\": {}, \"output_length\": {output_tokens}, \"hash_ids\": {blocks:?}}}\n",
+        blocks.len() * 512 + 10,
+    )
+}
+
+fn workload_of(case: &JudgeCase, lines: impl Iterator<Item = String>) -> ReplayWorkload {
     let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), lines).unwrap();
+    std::fs::write(file.path(), lines.collect::<String>()).unwrap();
     let trace = RecordedTrace::load(file.path()).unwrap();
     case.workload(&trace, TraceHalf::All, 1).unwrap()
 }
@@ -87,7 +96,8 @@ fn completed_requests_release_their_load() {
 
 #[test]
 fn lost_worker_leaves_no_booking() {
-    let case = test_case(Some(WorkerOutage {
+    let case = test_case(Some(FaultPeriod {
+        fault: WorkerFault::Lost,
         start_s: 5.0,
         end_s: 8.0,
     }));
