@@ -458,21 +458,22 @@ mod tests {
             adapters: Some(set(names)),
             ..EngineSettings::default()
         };
-        let cases: [(EngineSettings, &[&str], &[&str], Option<&str>); 4] = [
-            (EngineSettings::default(), &["a"], &["a"], None),
-            (listed(&["a", "b"]), &[], &["a", "b"], None),
-            (listed(&["a", "b"]), &["a"], &["a", "b"], None),
-            (listed(&["b"]), &["a"], &["a", "b"], Some("b")),
-        ];
-        for (reported, configured, expected, engine) in cases {
+        let merged = |reported: EngineSettings, configured: &[&str]| {
             let mut worker = Worker {
                 adapters: set(configured),
                 ..worker()
             };
             let found = reported.fill_missing(&mut worker, &settings);
-            assert_eq!(worker.adapters, set(expected));
-            let found: Vec<_> = found.iter().map(|found| found.engine.as_str()).collect();
-            assert_eq!(found, Vec::from_iter(engine));
-        }
+            let differing = found.into_iter().map(|found| found.engine);
+            (worker.adapters, differing.collect::<Vec<_>>())
+        };
+        let both = set(&["a", "b"]);
+        assert_eq!(
+            merged(EngineSettings::default(), &["a"]),
+            (set(&["a"]), vec![])
+        );
+        assert_eq!(merged(listed(&["a", "b"]), &[]), (both.clone(), vec![]));
+        assert_eq!(merged(listed(&["a", "b"]), &["a"]), (both.clone(), vec![]));
+        assert_eq!(merged(listed(&["b"]), &["a"]), (both, vec!["b".to_owned()]));
     }
 }

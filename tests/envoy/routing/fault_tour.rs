@@ -275,6 +275,7 @@ impl FaultTour {
     }
 
     /// Injects a fault and asserts that it is seen and that the traffic recovers.
+    #[expect(clippy::print_stdout, reason = "figures of a test")]
     async fn visit(&mut self, stop: &TourStop) {
         let first = self.traffic.count();
         let (lines, count) = (self.log_lines(stop), self.metric(stop).await);

@@ -147,7 +147,7 @@ mod tests {
         // second 15, and again from second 45.
         let sent = (0..60).map(|second| SentRequest {
             time_ms: f64::from(second) * 1e3,
-            worker: usize::from(!(second % 2 == 0 && !(15..45).contains(&second))),
+            worker: usize::from(second % 2 == 1 || (15..45).contains(&second)),
         });
         let log = FaultLog {
             sent: sent.collect(),

@@ -39,11 +39,12 @@ impl LoadTable {
         let mut timing = row.timing(now);
         let model = self.latency.model(row.model);
         // The fields of the trials are in other cache lines, which are usually not read.
-        if timing.prefills == 0 && model.may_try(row.factors) {
-            if let Some(trial) = model.trial_factors(&row.slowdown, now) {
-                timing.prefill_factor = f64::from(trial.prefill);
-                timing.decode_factor = f64::from(trial.decode);
-            }
+        if timing.prefills == 0
+            && model.may_try(row.factors)
+            && let Some(trial) = model.trial_factors(&row.slowdown, now)
+        {
+            timing.prefill_factor = f64::from(trial.prefill);
+            timing.decode_factor = f64::from(trial.decode);
         }
         Some(timing)
     }

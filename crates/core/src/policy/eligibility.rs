@@ -201,15 +201,6 @@ pub fn exclusion_reasons<'c>(
             |member| member.rank == stored_at,
         );
     }
-    if let Some(bound_rank) = constraints.bound_rank {
-        exclude_others(
-            members,
-            &mut exclusions,
-            ExclusionReason::BoundElsewhere,
-            &[],
-            |member| member.rank == bound_rank,
-        );
-    }
     if let Some(adapter) = &constraints.adapter {
         // Engines without the adapter answer 404.
         exclude_others(
@@ -218,6 +209,15 @@ pub fn exclusion_reasons<'c>(
             ExclusionReason::NoAdapter,
             &[ExclusionReason::Overloaded, ExclusionReason::Unhealthy],
             |member| member.worker.adapters.contains(adapter),
+        );
+    }
+    if let Some(bound_rank) = constraints.bound_rank {
+        exclude_others(
+            members,
+            &mut exclusions,
+            ExclusionReason::BoundElsewhere,
+            &[],
+            |member| member.rank == bound_rank,
         );
     }
     exclusions

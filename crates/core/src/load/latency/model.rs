@@ -174,7 +174,7 @@ impl ModelLatency {
 
     /// Continues from another latency model, unless prefills were observed already. Request rates
     /// stay. Returns whether the model was replaced.
-    pub(super) fn restore(&mut self, learned: ModelLatency) -> bool {
+    pub(super) fn restore(&mut self, learned: &ModelLatency) -> bool {
         if self.prefill.0.observed() > 0 {
             return false;
         }
@@ -182,7 +182,7 @@ impl ModelLatency {
             traffic: std::mem::take(&mut self.traffic),
             booked_prefills: self.booked_prefills,
             time_to_first_token: self.time_to_first_token,
-            ..learned
+            ..*learned
         };
         true
     }

@@ -88,7 +88,7 @@ impl LoadTracker {
         let mut restored = 0;
         for ModelLatencySnapshot { model, latency } in valid {
             let id = table.latency.model_id(&model);
-            restored += usize::from(table.latency.model_mut(id).restore(latency));
+            restored += usize::from(table.latency.model_mut(id).restore(&latency));
         }
         for RankSlowdownSnapshot {
             rank,

@@ -245,25 +245,28 @@ fn unhealthy_workers_serve_only_without_healthy_ones() {
     );
 }
 
-#[test]
-fn affinity_and_adapters_never_empty_the_pool() {
+/// Returns a fleet whose second and third worker have loaded the adapter `lora`.
+fn fleet_with_adapter() -> Fleet {
     let with = |id| Worker {
         adapters: strings(["lora"]),
         ..worker(id)
     };
-    let fleet = fleet([worker(1), with(2), with(3)]);
-    let rank = |id| WorkerRank {
-        worker: WorkerId(id),
-        rank: DpRank(0),
-    };
-    let bound = |id| Constraints {
-        bound_rank: Some(rank(id)),
+    fleet([worker(1), with(2), with(3)])
+}
+
+fn bound(id: u64) -> Constraints {
+    Constraints {
+        bound_rank: Some(WorkerRank {
+            worker: WorkerId(id),
+            rank: DpRank(0),
+        }),
         ..Constraints::default()
-    };
-    let adapter = |name: &str| Constraints {
-        adapter: Some(name.to_owned()),
-        ..Constraints::default()
-    };
+    }
+}
+
+#[test]
+fn affinity_never_empties_the_pool() {
+    let fleet = fleet_with_adapter();
     assert_eq!(ids(&fleet, &bound(1), &[]), Ok(vec![(1, 0)]));
     assert_eq!(ids(&fleet, &bound(9), &[]).unwrap().len(), 3);
     assert_eq!(
@@ -271,7 +274,7 @@ fn affinity_and_adapters_never_empty_the_pool() {
         Ok(vec![(2, 0), (3, 0)])
     );
     let stored = |id| Constraints {
-        stored_at: Some(rank(id)),
+        stored_at: bound(id).bound_rank,
         ..bound(3)
     };
     assert_eq!(ids(&fleet, &stored(1), &[]), Ok(vec![(1, 0)]));
@@ -287,6 +290,15 @@ fn affinity_and_adapters_never_empty_the_pool() {
     ] {
         assert_eq!(gone, Ok(vec![(3, 0)]), "the session decides");
     }
+}
+
+#[test]
+fn adapters_never_empty_the_pool() {
+    let fleet = fleet_with_adapter();
+    let adapter = |name: &str| Constraints {
+        adapter: Some(name.to_owned()),
+        ..Constraints::default()
+    };
     assert_eq!(ids(&fleet, &adapter("lora"), &[]), Ok(vec![(2, 0), (3, 0)]));
     assert_eq!(
         ids(
@@ -310,16 +322,19 @@ fn affinity_and_adapters_never_empty_the_pool() {
     let gone = [2, 3].map(|id| (id, WorkerAvailability::Unavailable));
     assert_eq!(ids(&fleet, &adapter("lora"), &gone), Ok(vec![(1, 0)]));
     assert_eq!(ids(&fleet, &adapter("other"), &[]).unwrap().len(), 3);
-    let both = Constraints {
+    let with_lora = |constraints| Constraints {
         adapter: Some("lora".to_owned()),
-        ..pin(1, None)
+        ..constraints
     };
-    assert_eq!(ids(&fleet, &both, &[]), Ok(vec![(1, 0)]));
-    let both = Constraints {
-        adapter: Some("lora".to_owned()),
-        ..bound(1)
-    };
-    assert_eq!(ids(&fleet, &both, &[]), Ok(vec![(1, 0)]));
+    assert_eq!(
+        ids(&fleet, &with_lora(pin(1, None)), &[]),
+        Ok(vec![(1, 0)]),
+        "a pin names the worker"
+    );
+    for (session, expected) in [(1, vec![(2, 0), (3, 0)]), (2, vec![(2, 0)])] {
+        let found = ids(&fleet, &with_lora(bound(session)), &[]);
+        assert_eq!(found, Ok(expected), "session at worker {session}");
+    }
 }
 
 #[test]
@@ -559,9 +574,6 @@ proptest! {
         if let Some(stored) = fitting.iter().copied().filter(may_store).find(|member| Some(member.rank) == constraints.stored_at) {
             expected = vec![stored];
         }
-        if let Some(bound) = expected.iter().copied().find(|member| Some(member.rank) == constraints.bound_rank) {
-            expected = vec![bound];
-        }
         let has = |member: &&FleetMember| constraints.adapter.as_ref().is_some_and(|a| member.worker.adapters.contains(a));
         let holders = |wanted: WorkerAvailability| -> Vec<_> { with_availability(wanted).filter(|member| has(member)).collect() };
         let fallbacks = [WorkerAvailability::Overloaded, WorkerAvailability::Unhealthy].map(holders);
@@ -569,6 +581,9 @@ proptest! {
             expected.retain(has);
         } else if let Some(holders) = fallbacks.into_iter().find(|holders| !holders.is_empty()) {
             expected = holders;
+        }
+        if let Some(bound) = expected.iter().copied().find(|member| Some(member.rank) == constraints.bound_rank) {
+            expected = vec![bound];
         }
         prop_assert_eq!(candidates, &expected[..]);
 

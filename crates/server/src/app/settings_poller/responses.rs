@@ -214,9 +214,17 @@ mod tests {
         );
     }
 
-    #[test]
-    fn failed_response_keeps_previous_settings() {
-        let worker: WorkerEndpoint = "10.0.0.7:8000".parse().unwrap();
+    fn event_source(endpoint: &str) -> RankEventSource {
+        RankEventSource {
+            rank: 0,
+            enabled: true,
+            endpoint: endpoint.to_owned(),
+            replay_endpoint: None,
+            topic: String::new(),
+        }
+    }
+
+    fn complete_responses() -> EngineResponses {
         let cache = CacheConfig {
             engine: "0".to_owned(),
             block_size: Some(16),
@@ -224,13 +232,6 @@ mod tests {
             size_tokens: None,
             prefix_caching: None,
             hash_algorithm: None,
-        };
-        let source = |endpoint: &str| RankEventSource {
-            rank: 0,
-            enabled: true,
-            endpoint: endpoint.to_owned(),
-            replay_endpoint: None,
-            topic: String::new(),
         };
         let model = EngineModel {
             id: "m".to_owned(),
@@ -244,12 +245,18 @@ mod tests {
             parent: Some("m".to_owned()),
             max_model_len: None,
         };
-        let timeout = || EngineError::Timeout;
-        let complete = EngineResponses {
+        EngineResponses {
             caches: Ok(vec![cache]),
-            sources: Ok(vec![source("tcp://*:5557")]),
+            sources: Ok(vec![event_source("tcp://*:5557")]),
             models: Ok(ListedModels::new(vec![model, adapter], &"m".into())),
-        };
+        }
+    }
+
+    #[test]
+    fn failed_response_keeps_previous_settings() {
+        let worker: WorkerEndpoint = "10.0.0.7:8000".parse().unwrap();
+        let timeout = || EngineError::Timeout;
+        let complete = complete_responses();
         assert!(!complete.is_retryable());
         let first = complete.merge(worker, None);
         assert_eq!(
@@ -261,7 +268,7 @@ mod tests {
             (Some("org/m"), Some(4096))
         );
         assert_eq!(first.adapters, Some(["a".to_owned()].into()));
-        for sources in [Err(timeout()), Ok(vec![source("tcp://*:5557")])] {
+        for sources in [Err(timeout()), Ok(vec![event_source("tcp://*:5557")])] {
             let partial = EngineResponses {
                 caches: Err(timeout()),
                 sources,
@@ -284,7 +291,9 @@ mod tests {
         );
         assert_eq!((no_events.root, no_events.adapters), (None, None));
         // The engine connects, so it is not a source to connect to.
-        assert!(parse_engine_settings(worker, &[], &[source("tcp://127.0.0.1:5557")]).is_empty());
+        assert!(
+            parse_engine_settings(worker, &[], &[event_source("tcp://127.0.0.1:5557")]).is_empty()
+        );
     }
 
     #[test]
