@@ -23,7 +23,10 @@ async fn bed(more: Value, envoy: impl Fn(&str) -> String) -> RoutingBed {
 fn full_duplex(shipped: &str) -> String {
     let mut config = patient(shipped);
     for (before, after) in [
-        ("failure_mode_allow: true", "failure_mode_allow: false"),
+        (
+            "failure_mode_allow: true # without",
+            "failure_mode_allow: false # without",
+        ),
         (
             "request_body_mode: BUFFERED",
             "request_body_mode: FULL_DUPLEX_STREAMED",
