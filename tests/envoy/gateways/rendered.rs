@@ -236,7 +236,7 @@ fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
     }
 }
 
-/// Compares with Istio's output for an EnvoyFilter that differs in four fields.
+/// Compares with Istio's output for an EnvoyFilter that differs in six fields.
 #[test]
 fn shipped_envoy_filters_render_as_istio_generates() {
     let mut shipped = ISTIO_BUFFERED.shipped();
@@ -247,6 +247,16 @@ fn shipped_envoy_filters_render_as_istio_generates() {
     generated.ext_proc()["response_attributes"] = attributes.clone();
     assert_eq!(shipped.ext_proc(), generated.ext_proc());
     let picker = ISTIO_BUFFERED.picker;
+    let options = &mut generated.cluster(picker)["typed_extension_protocol_options"];
+    let options = options
+        .as_object_mut()
+        .unwrap()
+        .values_mut()
+        .next()
+        .unwrap();
+    let http2 = &mut options["explicit_http_config"]["http2_protocol_options"];
+    http2["initial_stream_window_size"] = json!(65_536);
+    http2["initial_connection_window_size"] = json!(1_048_576);
     for field in ["typed_extension_protocol_options", "connect_timeout"] {
         assert_eq!(
             shipped.cluster(picker)[field],

@@ -273,19 +273,26 @@ impl RoutingBed {
         );
     }
 
-    /// Waits until no exchange is open. Asserts that no load, queue entry or session request is
-    /// left.
+    /// Waits until no exchange is open and no load is left. A failed request stays booked for the
+    /// time that it would have taken. Asserts that no queue entry or session request is left.
     pub(crate) async fn wait_idle(&self) {
         self.wait_metrics("exchanges are open", |page| {
             page.sum("open_exchanges", &[]) == 0.0
         })
         .await;
-        let load = self.stack.debug_page("load").await.unwrap();
-        for rank in load.as_array().unwrap() {
-            for of in ["active_requests", "active_blocks", "active_prefill_tokens"] {
-                assert_eq!(rank[of], json!(0), "{of} of {rank}");
-            }
-        }
+        let is_unloaded = async || {
+            let load = self.stack.debug_page("load").await.unwrap();
+            load.as_array().unwrap().iter().all(|rank| {
+                ["active_requests", "active_blocks", "active_prefill_tokens"]
+                    .iter()
+                    .all(|of| rank[*of] == json!(0))
+            })
+        };
+        assert!(
+            until(SOON, is_unloaded).await,
+            "{}",
+            self.stack.debug_page("load").await.unwrap()
+        );
         let page = self.metrics().await;
         for family in [
             "queue_requests",
