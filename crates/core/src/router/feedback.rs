@@ -353,8 +353,13 @@ fn health_outcome(route: &Route, status: u16) -> WorkerOutcome {
         WorkerOutcome::ServerError | WorkerOutcome::Rejected if !route.is_inference() => {
             WorkerOutcome::Inconclusive
         }
-        // Another engine may hold the state that the request names.
-        WorkerOutcome::Rejected if route.reason == Some(Reason::EngineSideState) => {
+        // Another engine may hold the state that the request names, or no engine has it any more.
+        WorkerOutcome::Rejected
+            if matches!(
+                route.reason,
+                Some(Reason::EngineSideState | Reason::NotInference)
+            ) =>
+        {
             WorkerOutcome::Inconclusive
         }
         outcome => outcome,

@@ -428,6 +428,7 @@ fn responses_without_computation_do_not_affect_health() {
     let page = false;
     let unknown = true;
     assert_eq!(answers(&[(page, 500); 10]), 0);
+    assert_eq!(answers(&[(unknown, 404); 40]), 0, "a deleted response");
     assert_eq!(
         answers(&[(unknown, 500), (unknown, 500), (page, 200), (unknown, 500)]),
         1,
