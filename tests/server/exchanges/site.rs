@@ -47,6 +47,10 @@ impl ExchangeSite {
         config["listeners"]["admin"] = json!({"address": "127.0.0.1:0"});
         config["workers"]["file"] = json!("workers.yaml");
         config["process"]["drain"] = json!({ "grace_period": "0s" });
+        if config["engines"]["load"].is_null() {
+            // No engines exist. A failed scrape would be evidence against a worker, after a time.
+            config["engines"]["load"] = json!({ "enabled": false });
+        }
         config["workers"]["file_watch"] = json!({ "poll_interval": "1s", "debounce": "10ms" });
         write_workers(dir.path(), &workers);
         let path = dir.path().join("warmroute.yaml");
