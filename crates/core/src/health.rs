@@ -5,11 +5,11 @@
 //! answer readmits it. While all ranks are in service, a check costs one atomic load.
 
 mod comparison;
-mod contact;
 mod evidence;
 mod model;
 mod outcome;
 mod rank;
+mod reachability;
 mod report;
 
 use std::collections::BTreeMap;
@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use self::contact::ContactTable;
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::WorkerOutcome;
+pub use self::reachability::ReachabilityTable;
 pub use self::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
 use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;

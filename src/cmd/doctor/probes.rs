@@ -1,5 +1,6 @@
 //! Requests to Envoy's admin interface, and connections to the listeners of warmroute.
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::time::Duration;
 
@@ -64,6 +65,14 @@ impl EnvoyAdminClient {
     }
 }
 
+/// Returns the address at which a listener of this machine is reachable.
+pub(super) fn reachable_address(mut listener: SocketAddr) -> SocketAddr {
+    if listener.ip().is_unspecified() {
+        listener.set_ip(Ipv4Addr::LOCALHOST.into());
+    }
+    listener
+}
+
 /// Returns the configured ext_proc addresses, and whether each accepts connections.
 pub(super) async fn probe_listeners(
     config: &Config,
@@ -76,10 +85,7 @@ pub(super) async fn probe_listeners(
             .is_ok_and(|socket| socket.is_ok());
         addresses.push((path.display().to_string(), Some(listens)));
     }
-    if let Some(mut address) = config.listeners.ext_proc.address {
-        if address.ip().is_unspecified() {
-            address.set_ip(std::net::Ipv4Addr::LOCALHOST.into());
-        }
+    if let Some(address) = config.listeners.ext_proc.address.map(reachable_address) {
         let listens = tokio::time::timeout(timeout, TcpStream::connect(address))
             .await
             .is_ok_and(|socket| socket.is_ok());

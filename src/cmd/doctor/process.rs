@@ -1,6 +1,5 @@
 //! Reads the admin pages of the running process.
 
-use std::net::Ipv4Addr;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -11,6 +10,7 @@ use warmroute_doctor::process::{
 };
 use warmroute_server::config::Config;
 
+use super::probes::reachable_address;
 use crate::cmd::admin_client::AdminClient;
 
 /// Checks the process at the configured admin address. `listens` tells whether the ext_proc address
@@ -21,10 +21,7 @@ pub(super) async fn check_process(
     timeout: Duration,
     listens: bool,
 ) -> Vec<Finding> {
-    let mut address = config.listeners.admin.address;
-    if address.ip().is_unspecified() {
-        address.set_ip(Ipv4Addr::LOCALHOST.into());
-    }
+    let address = reachable_address(config.listeners.admin.address);
     let connected = tokio::time::timeout(timeout, tokio::net::TcpStream::connect(address)).await;
     if let Ok(Err(error)) = connected {
         let reason = format!("not running: the admin address {address}: {error}");

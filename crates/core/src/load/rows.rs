@@ -69,7 +69,7 @@ impl RankRows {
         self.open[slot.index()] = Some(row);
     }
 
-    /// Removes the row of a slot of the fleet. Its bookings are lost.
+    /// Removes the row of a slot of the fleet.
     pub(super) fn remove(&mut self, slot: RankSlot) -> Option<RankRow> {
         let row = self.open.get_mut(slot.index())?.take()?;
         self.moved.remove(&row.generation);

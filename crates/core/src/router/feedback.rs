@@ -308,17 +308,17 @@ impl Router {
     }
 
     /// Records whether a worker answered a query of this process. Any response is an answer.
-    pub fn record_contact(&self, worker: WorkerId, has_answered: bool) {
+    pub fn record_reachability(&self, worker: WorkerId, has_answered: bool) {
         if self.fleet.load().worker(worker).is_some() {
-            let contacts = &self.feedback.contacts;
-            contacts.record(worker, has_answered, self.load.now());
+            let reachability = &self.feedback.reachability;
+            reachability.record(worker, has_answered, self.load.now());
         }
     }
 
     /// Returns the workers that answer neither requests nor queries, and the time since the first
     /// failure.
     pub fn unreachable_workers(&self) -> BTreeMap<WorkerId, Duration> {
-        self.feedback.contacts.unreachable(self.load.now())
+        self.feedback.reachability.unreachable(self.load.now())
     }
 
     /// Returns the workers with an ejected rank.

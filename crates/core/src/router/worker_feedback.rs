@@ -9,7 +9,7 @@ use super::settings::RouterSettings;
 use crate::block::SequenceHash;
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{
-    ContactTable, HealthPool, HealthTracker, HealthTransition, TrackedRequest, WorkerOutcome,
+    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, TrackedRequest, WorkerOutcome,
 };
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
@@ -20,7 +20,7 @@ pub(super) struct WorkerFeedback {
     pub(super) overload: OverloadTracker,
     pub(super) listener: Arc<dyn RouterListener>,
     pub(super) health: Arc<HealthTracker>,
-    pub(super) contacts: ContactTable,
+    pub(super) reachability: ReachabilityTable,
     engine_loads: Arc<EngineLoadTable>,
 }
 
@@ -30,7 +30,7 @@ impl WorkerFeedback {
             overload: OverloadTracker::new(settings.overload),
             listener: Arc::new(()),
             health: HealthTracker::new(settings.health),
-            contacts: ContactTable::default(),
+            reachability: ReachabilityTable::default(),
             engine_loads,
         }
     }
@@ -39,7 +39,7 @@ impl WorkerFeedback {
     pub(super) fn set_fleet(&self, fleet: &Fleet, now: Instant) {
         self.overload
             .retain(|worker| fleet.worker(worker).is_some());
-        self.contacts
+        self.reachability
             .retain(|worker| fleet.worker(worker).is_some());
         let members = fleet.members().map(|member| {
             let pool = HealthPool {
@@ -94,7 +94,8 @@ impl WorkerFeedback {
         prompt: &[SequenceHash],
         now: Instant,
     ) -> Vec<HealthTransition> {
-        self.contacts.record_outcome(at.rank().worker, outcome, now);
+        self.reachability
+            .record_outcome(at.rank().worker, outcome, now);
         if outcome == WorkerOutcome::Overloaded {
             let worker = at.rank().worker;
             let time = self.overload.mark(worker, now);

@@ -363,7 +363,7 @@ async fn overview_shows_engines_that_do_not_answer() {
     let now = WallTime::from_unix_seconds(1_795_398_189.91);
     assert!(home::render_at(&state, now).contains("<span class=\"state good\">ready</span>"));
     let workers: Vec<_> = router.fleet().workers().map(|worker| worker.id).collect();
-    router.record_contact(workers[0], false);
+    router.record_reachability(workers[0], false);
     let html = home::render_at(&state, now);
     let headline = "<span class=\"state warn\">ready, but 2 of 3 engines answer</span>";
     assert!(html.contains(headline), "{html}");
@@ -372,7 +372,7 @@ async fn overview_shows_engines_that_do_not_answer() {
         "{html}"
     );
     for worker in workers {
-        router.record_contact(worker, false);
+        router.record_reachability(worker, false);
     }
     let html = home::render_at(&state, now);
     let headline = "<span class=\"state bad\">ready, but 0 of 3 engines answer</span>";

@@ -113,7 +113,7 @@ async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
     let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
     let answer = answer.unwrap_or(Err(EngineError::Timeout));
     if let Some(has_answered) = EngineError::has_answered(&answer) {
-        router.record_contact(id, has_answered);
+        router.record_reachability(id, has_answered);
     }
     let Some(is_healthy) = is_healthy(&answer) else {
         return;

@@ -232,7 +232,7 @@ impl EngineSettingsPoller {
     /// Stores the responses of an engine.
     fn apply_response(&self, key: EngineKey, responses: EngineResponses) {
         if let Some(has_answered) = EngineError::has_answered(&responses.caches) {
-            self.router.record_contact(key.0, has_answered);
+            self.router.record_reachability(key.0, has_answered);
         }
         self.reports.send_if_modified(|reports| {
             let settings = responses.merge(key.1, reports.settings.get(&key));

@@ -36,7 +36,8 @@ pub struct Dispatcher {
 }
 
 impl Dispatcher {
-    /// Creates a dispatcher. `stored_responses` is the table of stored responses, and `queue_deadline` is the maximum time in the queue.
+    /// Creates a dispatcher. `stored_responses` is the table of stored responses, and
+    /// `queue_deadline` the maximum time in the queue.
     pub fn new(
         router: Arc<Router>,
         queue: Arc<AdmissionQueue<TimedRouter>>,

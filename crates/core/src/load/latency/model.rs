@@ -187,8 +187,8 @@ impl ModelLatency {
         true
     }
 
-    /// Compares the ranks of the model: the factors of the fastest one, and the limits of what one of them
-    /// teaches the model.
+    /// Compares the ranks of the model. Updates the factors of the fastest one, and the limits of what
+    /// one of them teaches the model.
     pub(crate) fn compare_ranks(&mut self, ranks: &[&RankSlowdown]) {
         self.fastest = FastestFactors::of_ranks(ranks);
         self.limits = LatencyLimits::of_ranks(ranks);

@@ -1,6 +1,6 @@
 //! Recovery of a slow rank. Decisions avoid it, so it gets few requests, and its factors would stay
-//! as they are. One request at a time therefore tries it at the factors of the fastest rank, and a few
-//! fast prefills restore its prefill factor.
+//! as they are. One request at a time therefore tries it at the factors of the fastest rank, and a
+//! few fast prefills restore its prefill factor.
 
 use std::time::{Duration, Instant};
 

@@ -86,7 +86,7 @@ impl WorkerScraper {
         let router = &self.context.router;
         router.set_signal(self.engine.0, HealthSignal::LoadScrape, is_failing);
         if let Some(has_answered) = EngineError::has_answered(&result) {
-            router.record_contact(self.engine.0, has_answered);
+            router.record_reachability(self.engine.0, has_answered);
         }
         match result {
             Ok(counters) if !counters.is_empty() => {

@@ -38,7 +38,7 @@ enum EngineFault {
 }
 
 /// Fault, and what shows it.
-struct TourStop {
+struct InjectedFault {
     name: &'static str,
     fault: EngineFault,
     /// Text in the entry of the engine on the page of the fleet.
@@ -54,8 +54,8 @@ fn failing(
     name: &'static str,
     fault: EngineFault,
     kind: &'static [(&'static str, &'static str)],
-) -> TourStop {
-    TourStop {
+) -> InjectedFault {
+    InjectedFault {
         name,
         fault,
         page: kind[0].1,
@@ -64,7 +64,7 @@ fn failing(
     }
 }
 
-fn tour() -> Vec<TourStop> {
+fn injected_faults() -> Vec<InjectedFault> {
     use EngineFault::{AllMisbehave, Killed, Misbehaves};
     let refuse = |status: u16| Misbehaves(json!({"refuse": status}));
     vec![
@@ -92,21 +92,21 @@ fn tour() -> Vec<TourStop> {
             &[("kind", "no_content")],
         ),
         failing("503", refuse(503), &[("kind", "overloaded")]),
-        TourStop {
+        InjectedFault {
             name: "slow",
             fault: Misbehaves(json!({"slow_steps": 8.0})),
             page: "",
             metric: ("", &[]),
             log: "",
         },
-        TourStop {
-            name: "KV events stop",
+        InjectedFault {
+            name: "KV events injected",
             fault: Misbehaves(json!({"drop_events": {"batches": 1_000_000}})),
             page: "\"stale\"",
             metric: ("kv_event_source_freshness", &[("freshness", "stale")]),
             log: "KV event source is silent",
         },
-        TourStop {
+        InjectedFault {
             name: "load scrapes fail",
             fault: Misbehaves(json!({"refuse_metrics": true})),
             page: "load_scrape",
@@ -114,7 +114,7 @@ fn tour() -> Vec<TourStop> {
             log: "scrape of engine load failed",
         },
         // No rank is at fault if all fail, so that the log has no change of state.
-        TourStop {
+        InjectedFault {
             log: "",
             ..failing(
                 "500 of all engines",
@@ -207,12 +207,12 @@ async fn ask(client: &reqwest::Client, url: &str, body: &Value) -> Result<(), St
     is_complete.then_some(()).ok_or("incomplete".to_owned())
 }
 
-struct FaultTour {
+struct FaultScenario {
     bed: RoutingBed,
     traffic: ConversationTraffic,
 }
 
-impl FaultTour {
+impl FaultScenario {
     async fn begin(&mut self, fault: &EngineFault) {
         match fault {
             EngineFault::Killed => self.bed.kill(FAULTY),
@@ -254,8 +254,8 @@ impl FaultTour {
         health.unwrap_or("healthy").to_owned()
     }
 
-    async fn metric(&self, stop: &TourStop) -> f64 {
-        let (name, labels) = stop.metric;
+    async fn metric(&self, injected: &InjectedFault) -> f64 {
+        let (name, labels) = injected.metric;
         if name.is_empty() {
             return 0.0;
         }
@@ -266,27 +266,29 @@ impl FaultTour {
         std::fs::read_to_string(self.bed.stack.router().unwrap().log()).unwrap()
     }
 
-    fn log_lines(&self, stop: &TourStop) -> usize {
-        if stop.log.is_empty() {
+    fn log_lines(&self, injected: &InjectedFault) -> usize {
+        if injected.log.is_empty() {
             return 0;
         }
         let log = self.log();
-        log.lines().filter(|line| line.contains(stop.log)).count()
+        log.lines()
+            .filter(|line| line.contains(injected.log))
+            .count()
     }
 
     /// Injects a fault and asserts that it is seen and that the traffic recovers.
     #[expect(clippy::print_stdout, reason = "figures of a test")]
-    async fn visit(&mut self, stop: &TourStop) {
+    async fn inject(&mut self, injected: &InjectedFault) {
         let first = self.traffic.count();
-        let (lines, count) = (self.log_lines(stop), self.metric(stop).await);
+        let (lines, count) = (self.log_lines(injected), self.metric(injected).await);
         let start = Instant::now();
-        self.begin(&stop.fault).await;
+        self.begin(&injected.fault).await;
         let mut shown: Option<Duration> = None;
         let seen = until(SOON, async || {
             let entry = self.member(FAULTY).await.to_string();
-            let is_shown = entry.contains(stop.page)
-                && (stop.metric.0.is_empty() || self.metric(stop).await > count)
-                && (stop.log.is_empty() || self.log_lines(stop) > lines);
+            let is_shown = entry.contains(injected.page)
+                && (injected.metric.0.is_empty() || self.metric(injected).await > count)
+                && (injected.log.is_empty() || self.log_lines(injected) > lines);
             if is_shown {
                 shown.get_or_insert(start.elapsed());
             }
@@ -297,14 +299,14 @@ impl FaultTour {
         assert!(
             is_seen,
             "{}: {entry}\n{}\n{}",
-            stop.name,
+            injected.name,
             self.log(),
             self.bed.metrics().await.text()
         );
         let errors = self.traffic.errors_since(first);
         let requests = self.traffic.count() - first;
         let health = self.health(FAULTY).await;
-        self.end(&stop.fault).await;
+        self.end(&injected.fault).await;
         let repaired = Instant::now();
         let after = self.traffic.count();
         let recovered = until(SOON, async || {
@@ -313,18 +315,18 @@ impl FaultTour {
         assert!(
             recovered.await,
             "{}: {:?}",
-            stop.name,
+            injected.name,
             self.traffic.errors_since(after)
         );
         println!(
             "| {} | {requests} | {errors:?} | {health} | {:.1} | {} {:?} +{} | {} +{} | {:.1} |",
-            stop.name,
+            injected.name,
             shown.unwrap().as_secs_f64(),
-            stop.metric.0,
-            stop.metric.1,
-            self.metric(stop).await - count,
-            stop.log,
-            self.log_lines(stop) - lines,
+            injected.metric.0,
+            injected.metric.1,
+            self.metric(injected).await - count,
+            injected.log,
+            self.log_lines(injected) - lines,
             repaired.elapsed().as_secs_f64(),
         );
         tokio::time::sleep(REST_TIME).await;
@@ -343,10 +345,10 @@ fn no_faults() -> Value {
 async fn every_fault_is_shown_and_passes() {
     let bed = RoutingBed::start(&ENGINES.map(engine), json!({})).await;
     let traffic = ConversationTraffic::start(&bed.stack.url("/v1/chat/completions"));
-    let mut tour = FaultTour { bed, traffic };
-    let has_traffic = until(SOON, async || tour.traffic.has_recovered(0));
-    assert!(has_traffic.await, "{:?}", tour.traffic.errors_since(0));
-    for stop in self::tour() {
-        tour.visit(&stop).await;
+    let mut scenario = FaultScenario { bed, traffic };
+    let has_traffic = until(SOON, async || scenario.traffic.has_recovered(0));
+    assert!(has_traffic.await, "{:?}", scenario.traffic.errors_since(0));
+    for fault in injected_faults() {
+        scenario.inject(&fault).await;
     }
 }

@@ -1,5 +1,5 @@
-//! Contacts with the workers: requests through Envoy, and queries of this process. They show which
-//! engines answer at all.
+//! Reachability of the workers: whether they answer requests through Envoy and queries of this
+//! process.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -9,22 +9,22 @@ use parking_lot::Mutex;
 use super::WorkerOutcome;
 use crate::worker::WorkerId;
 
-/// A worker that answered before counts as unreachable if contacts fail for this time.
+/// A worker that answered before counts as unreachable if it does not answer for this time.
 const MIN_FAILING_TIME: Duration = Duration::from_secs(5);
 
-/// Last contacts of each worker.
+/// Last answers and failures of each worker.
 #[derive(Debug, Default)]
-pub struct ContactTable(Mutex<BTreeMap<WorkerId, ContactHistory>>);
+pub struct ReachabilityTable(Mutex<BTreeMap<WorkerId, ReachabilityHistory>>);
 
 #[derive(Clone, Copy, Debug, Default)]
-struct ContactHistory {
+struct ReachabilityHistory {
     answered_at: Option<Instant>,
     /// First failure since the last answer.
     failing_since: Option<Instant>,
     failed_at: Option<Instant>,
 }
 
-impl ContactTable {
+impl ReachabilityTable {
     /// Records whether a worker answered. Any response is an answer.
     pub fn record(&self, worker: WorkerId, has_answered: bool, now: Instant) {
         let mut table = self.0.lock();
@@ -59,7 +59,7 @@ impl ContactTable {
         self.0.lock().retain(|worker, _| is_member(*worker));
     }
 
-    /// Returns the unreachable workers, and the time since the first failed contact.
+    /// Returns the unreachable workers, and the time since the first failure.
     pub fn unreachable(&self, now: Instant) -> BTreeMap<WorkerId, Duration> {
         let table = self.0.lock();
         table
@@ -72,7 +72,7 @@ impl ContactTable {
     }
 }
 
-impl ContactHistory {
+impl ReachabilityHistory {
     fn unreachable_since(self) -> Option<Instant> {
         let since = self.failing_since?;
         let failed_at = self.failed_at?;
@@ -89,13 +89,13 @@ mod tests {
 
     const WORKER: WorkerId = WorkerId(1);
 
-    /// Records contacts at these seconds. Returns the seconds for which the worker is unreachable at
+    /// Records answers and failures at these seconds. Returns the seconds for which the worker is unreachable at
     /// second 100.
-    fn unreachable_seconds(contacts: &[(u64, bool)]) -> Option<u64> {
-        let table = ContactTable::default();
+    fn unreachable_seconds(answers: &[(u64, bool)]) -> Option<u64> {
+        let table = ReachabilityTable::default();
         let start = Instant::now();
         let at = |second| start + Duration::from_secs(second);
-        for (second, has_answered) in contacts {
+        for (second, has_answered) in answers {
             table.record(WORKER, *has_answered, at(*second));
         }
         let unreachable = table.unreachable(at(100));
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn response_of_any_status_is_an_answer() {
-        let table = ContactTable::default();
+        let table = ReachabilityTable::default();
         let now = Instant::now();
         table.record_outcome(WORKER, WorkerOutcome::Unreachable, now);
         assert_eq!(table.unreachable(now).len(), 1);
