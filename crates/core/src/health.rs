@@ -29,6 +29,9 @@ use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;
 use crate::worker::{WorkerId, WorkerRank};
 
+/// Minimum time between two reports of output by one request.
+const OUTPUT_INTERVAL: Duration = Duration::from_millis(250);
+
 /// Ejection rules, in the terms of Envoy's outlier detection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HealthRules {
@@ -110,6 +113,8 @@ pub struct TrackedRequest {
     rank: WorkerRank,
     ticket: u64,
     sent_at: Instant,
+    /// Time of the last report of output.
+    output_at: Option<Instant>,
     outcome: Option<WorkerOutcome>,
 }
 
@@ -152,6 +157,7 @@ impl HealthTracker {
             rank,
             ticket,
             sent_at: now,
+            output_at: None,
             outcome: None,
         })
     }
@@ -179,7 +185,7 @@ impl HealthTracker {
     }
 
     /// Records that a rank has completed a response. Its waiting requests are then not overdue.
-    pub fn on_progress(&self, rank: WorkerRank, now: Instant) {
+    pub fn on_completed_response(&self, rank: WorkerRank, now: Instant) {
         self.model.lock().on_progress(rank, now);
     }
 
@@ -247,6 +253,16 @@ impl TrackedRequest {
     pub fn on_response(&self) {
         let mut model = self.health.model.lock();
         model.on_response(self.rank, self.ticket);
+    }
+
+    /// Records that the rank generated output for this request. The waiting requests of the rank are
+    /// then not overdue. Takes the lock at most once per [`OUTPUT_INTERVAL`].
+    pub fn on_output(&mut self, now: Instant) {
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < OUTPUT_INTERVAL;
+        if !self.output_at.is_some_and(is_recent) {
+            self.output_at = Some(now);
+            self.health.model.lock().on_progress(self.rank, now);
+        }
     }
 
     /// Reports the outcome, once. `prompt` are the sequence hashes of the prompt, if known.

@@ -226,7 +226,7 @@ impl RouterDriver {
             return;
         };
         if output.has_token && active.has_first_token {
-            active.placement.reservation.add_output_tokens(1);
+            self.router.on_output_tokens(&mut active.placement, 1);
             active.output_tokens += 1;
         } else if output.has_token {
             active.has_first_token = true;

@@ -283,7 +283,7 @@ impl HealthModel {
         }
     }
 
-    /// Records that a rank has completed a response.
+    /// Records that a rank has generated output or completed a response.
     pub(super) fn on_progress(&mut self, rank: WorkerRank, now: Instant) {
         if let Some(record) = self.ranks.get_mut(&rank) {
             record.progress_at = Some(now);

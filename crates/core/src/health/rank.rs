@@ -41,7 +41,7 @@ pub(super) struct RankRecord {
     /// Number of failed requests by kind, since the rank joined.
     pub(super) failures: BTreeMap<WorkerOutcome, u64>,
     pub(super) waiting: HashMap<u64, WaitingRequest>,
-    /// Time of the last first content or completed response.
+    /// Time of the last output or completed response.
     pub(super) progress_at: Option<Instant>,
     pub(super) signals: BTreeSet<HealthSignal>,
 }

@@ -435,7 +435,22 @@ fn rank_that_completes_responses_has_no_overdue_request() {
     let _waiting = fixture.start(1, Some(seconds(1)));
     for _ in 0..3 {
         fixture.now += seconds(3);
-        fixture.health.on_progress(rank(1), fixture.now);
+        fixture.health.on_completed_response(rank(1), fixture.now);
+        assert_eq!(fixture.tick(), []);
+    }
+    fixture.now += seconds(5);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
+fn generating_rank_has_no_overdue_request() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(2);
+    let mut generating = fixture.start(1, None);
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    for _ in 0..100 {
+        fixture.now += Duration::from_millis(100);
+        generating.on_output(fixture.now);
         assert_eq!(fixture.tick(), []);
     }
     fixture.now += seconds(5);

@@ -123,10 +123,21 @@ impl Router {
         changes
     }
 
+    /// Handles observed output tokens after the first one: their worker computes.
+    pub fn on_output_tokens(&self, placement: &mut Placement, count: u64) {
+        placement.reservation.add_output_tokens(count);
+        let rank = placement.route.to.rank;
+        let mut tracked = placement.tracked.iter_mut();
+        if let Some(request) = tracked.find(|request| request.rank() == rank) {
+            request.on_output(self.load.now());
+        }
+    }
+
     /// Handles the observed end of a response: its worker computes.
     pub fn on_completed_response(&self, placement: &Placement) {
         let rank = placement.route.to.rank;
-        self.feedback.health.on_progress(rank, self.load.now());
+        let health = &self.feedback.health;
+        health.on_completed_response(rank, self.load.now());
     }
 
     /// Handles the end of a request. If it failed before its first token and there is evidence

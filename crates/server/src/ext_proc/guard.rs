@@ -317,7 +317,7 @@ impl ExchangeGuard {
             && generated > self.output_tokens
         {
             let count = (generated - self.output_tokens).min(chunk_bytes as u64);
-            active.placement.reservation.add_output_tokens(count);
+            self.router.on_output_tokens(&mut active.placement, count);
             self.output_tokens = generated;
         }
     }
