@@ -11,6 +11,7 @@ mod outcome;
 mod rank;
 mod reachability;
 mod report;
+mod waiting;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

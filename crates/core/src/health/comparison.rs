@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use super::model::{HealthModel, OutcomeReport, PoolRecord};
+use super::model::{HealthModel, OutcomeReport};
 use super::outcome::WorkerOutcome;
 use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthPool, HealthTransition};
@@ -136,13 +136,13 @@ impl HealthModel {
         };
         // Without any delivery, the responses may not be observed at all.
         let pool = self.pools.get(&record.pool);
-        if !pool.is_some_and(PoolRecord::is_observed) {
+        let Some(pool) = pool.filter(|pool| pool.is_observed()) else {
             return Vec::new();
-        }
+        };
         let progress_at = record.progress_at;
         let mut overdue = Vec::new();
         for (ticket, waiting) in &mut record.waiting {
-            if waiting.becomes_overdue(progress_at, now) {
+            if waiting.becomes_overdue(progress_at, pool.delay, now) {
                 overdue.push((*ticket, waiting.has_response));
             }
         }

@@ -5,14 +5,15 @@ use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
 use super::outcome::WorkerOutcome;
-use super::rank::{RankRecord, RankState, WaitingRequest};
+use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
+use super::waiting::{DelayFactor, WaitingRequest};
 use super::{HealthRules, WorkerHealth};
 use crate::block::SequenceHash;
 use crate::worker::{WorkerId, WorkerRank};
 
 /// Weight of one request in the mean times of a pool.
-const TIME_SHARE: f64 = 0.1;
+pub(super) const TIME_SHARE: f64 = 0.1;
 
 /// Maximum time for which a failed request stays booked.
 const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
@@ -37,6 +38,7 @@ pub(super) struct PoolRecord {
     pub(super) faulty_prompts: VecDeque<SequenceHash>,
     pub(super) content_time: MeanTime,
     pub(super) service_time: MeanTime,
+    pub(super) delay: DelayFactor,
 }
 
 /// Exponential moving average of a time.
@@ -184,8 +186,9 @@ impl HealthModel {
             ejection.probe = Some(ticket);
         }
         if let Some(expected) = expected {
-            let pool_time = self.pools.get(&record.pool)?.content_time.get();
-            let expected = expected.max(pool_time.unwrap_or_default());
+            let pool = self.pools.get(&record.pool)?;
+            let pool_time = pool.content_time.get().unwrap_or_default();
+            let expected = expected.max(pool_time);
             let waiting = WaitingRequest::new(expected, now);
             record.waiting.insert(ticket, waiting);
         }
@@ -214,9 +217,11 @@ impl HealthModel {
         let waiting = record.waiting.get(&ticket).copied();
         // Without any delivery, the responses may not be observed at all.
         let pool = self.pools.get(&record.pool);
-        let is_observed = pool.is_some_and(PoolRecord::is_observed);
-        let is_late = waiting.is_some_and(|waiting| waiting.is_cancelled_late(now));
-        if report.outcome == WorkerOutcome::Cancelled && !(is_observed && is_late) {
+        let is_late = pool
+            .filter(|pool| pool.is_observed())
+            .zip(waiting)
+            .is_some_and(|(pool, waiting)| waiting.is_cancelled_late(pool.delay, now));
+        if report.outcome == WorkerOutcome::Cancelled && !is_late {
             self.abandon(report.rank, ticket);
             return Vec::new();
         }
@@ -227,6 +232,7 @@ impl HealthModel {
         {
             let elapsed = now.saturating_duration_since(waiting.sent_at);
             pool.content_time.add(elapsed);
+            pool.delay.add(elapsed, waiting.expected);
         }
         if record
             .ejection_mut()

@@ -6,23 +6,12 @@ use std::time::{Duration, Instant};
 use super::evidence::{EvidenceSummary, FailureEvidence};
 use super::outcome::WorkerOutcome;
 use super::report::{HealthChange, HealthPool, HealthSignal};
+use super::waiting::WaitingRequest;
 use super::{HealthRules, WorkerHealth};
 
 /// Maximum number of ejections of one rank that health checks end early before a request succeeds.
 /// The endpoint of a crash-looping engine passes its health check now and then.
 const MAX_EARLY_ENDS: u32 = 3;
-
-/// A request is overdue after this multiple of its expected time to the first content.
-const OVERDUE_FACTOR: f64 = 4.0;
-
-/// Limits of the time after which a request is overdue.
-const MIN_OVERDUE_AFTER: Duration = Duration::from_secs(3);
-const MAX_OVERDUE_AFTER: Duration = Duration::from_secs(600);
-
-/// A cancelled request counts as a failure if it waited for this multiple of its expected time, and
-/// for at least [`MIN_CANCELLED_WAIT`].
-const CANCELLED_FACTOR: f64 = 2.0;
-const MIN_CANCELLED_WAIT: Duration = Duration::from_secs(1);
 
 /// A suspect rank is avoided for this time, unless an outcome of its peers decides earlier.
 const MAX_SUSPECT_TIME: Duration = Duration::from_secs(5);
@@ -70,15 +59,6 @@ pub(super) struct RankEjection {
     pub(super) is_down: bool,
     /// Number of times a health check ended this ejection early.
     pub(super) early_ends: u32,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) struct WaitingRequest {
-    pub(super) sent_at: Instant,
-    pub(super) expected: Duration,
-    pub(super) overdue_after: Duration,
-    pub(super) has_response: bool,
-    pub(super) is_overdue: bool,
 }
 
 impl RankRecord {
@@ -278,34 +258,6 @@ impl RankEjection {
             WorkerOutcome::Overloaded => self.cause == WorkerOutcome::Overloaded,
             _ => outcome.is_failure(),
         }
-    }
-}
-
-impl WaitingRequest {
-    /// Creates a request whose first content is expected after `expected`.
-    pub(super) fn new(expected: Duration, now: Instant) -> Self {
-        let overdue_after = expected.mul_f64(OVERDUE_FACTOR);
-        Self {
-            sent_at: now,
-            expected,
-            overdue_after: overdue_after.clamp(MIN_OVERDUE_AFTER, MAX_OVERDUE_AFTER),
-            has_response: false,
-            is_overdue: false,
-        }
-    }
-
-    /// Returns whether the request is overdue now and was not before. Its rank made progress last at
-    /// `progress_at`.
-    pub(super) fn becomes_overdue(&mut self, progress_at: Option<Instant>, now: Instant) -> bool {
-        let since = progress_at.map_or(self.sent_at, |at| at.max(self.sent_at));
-        let is_overdue = now.saturating_duration_since(since) > self.overdue_after;
-        is_overdue && !std::mem::replace(&mut self.is_overdue, true)
-    }
-
-    pub(super) fn is_cancelled_late(&self, now: Instant) -> bool {
-        let limit = self.expected.mul_f64(CANCELLED_FACTOR);
-        let waited = now.saturating_duration_since(self.sent_at);
-        !self.is_overdue && waited >= limit.max(MIN_CANCELLED_WAIT)
     }
 }
 

@@ -469,6 +469,36 @@ fn expected_time_delays_overdue_request() {
 }
 
 #[test]
+fn unexpected_delays_extend_limit_of_overdue() {
+    let mut fixture = Fixture::new(2);
+    let late = fixture.start(2, Some(seconds(1)));
+    fixture.now += seconds(3);
+    fixture.finish(late, WorkerOutcome::Delivered);
+    // The mean time is 3 s now, and requests take three times the expected time.
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    fixture.now += seconds(36);
+    assert_eq!(fixture.tick(), []);
+    fixture.now += seconds(1);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
+fn fulfilled_expectations_shorten_limit_of_overdue() {
+    let mut fixture = Fixture::new(2);
+    let late = fixture.start(2, Some(seconds(1)));
+    fixture.now += seconds(3);
+    fixture.finish(late, WorkerOutcome::Delivered);
+    for _ in 0..60 {
+        let served = fixture.start(2, Some(seconds(1)));
+        fixture.now += seconds(1);
+        fixture.finish(served, WorkerOutcome::Delivered);
+    }
+    let _waiting = fixture.start(1, Some(seconds(1)));
+    fixture.now += Duration::from_millis(4500);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
 fn unobserved_responses_are_never_overdue() {
     let mut fixture = Fixture::new(2);
     let _waiting = fixture.start(1, Some(seconds(1)));

@@ -41,7 +41,8 @@ impl LoadTable {
         // The fields of the trials are in other cache lines, which are usually not read.
         if timing.prefills == 0
             && model.may_try(row.factors)
-            && let Some(trial) = model.trial_factors(&row.slowdown, now)
+            && let Some(trial) =
+                model.trial_factors(&row.slowdown, timing.context_tokens == 0.0, now)
         {
             timing.prefill_factor = f64::from(trial.prefill);
             timing.decode_factor = f64::from(trial.decode);

@@ -205,9 +205,10 @@ impl ModelLatency {
     pub(crate) fn trial_factors(
         &self,
         slowdown: &RankSlowdown,
+        is_idle: bool,
         now: Instant,
     ) -> Option<SlowdownFactors> {
-        slowdown.trial_factors(self.fastest, self.trial_limit, now)
+        slowdown.trial_factors(self.fastest, self.trial_limit, is_idle, now)
     }
 
     /// Records that a request was routed to a rank.

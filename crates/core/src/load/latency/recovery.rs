@@ -16,10 +16,17 @@ const SLOW_RATIO: f64 = 1.25;
 /// Trials of slow ranks are at most one of this number of requests of a model.
 const REQUESTS_PER_TRIAL: u32 = 4;
 
+/// Minimum time between two trials of ranks that have been slow for long. In a fleet of workers of
+/// different speed, such trials cost time and never show a recovery.
+const LONG_SLOW_INTERVAL: Duration = Duration::from_secs(12);
+
+/// Number of bookings without a fast prefill after which a rank has been slow for long.
+const LONG_SLOW_BOOKINGS: u32 = 8;
+
 /// Time from a booking or a prefill of a slow rank to its next trial. Each booking without a
 /// fast prefill doubles it, up to [`MAX_DOUBLINGS`] times.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-const MAX_DOUBLINGS: u32 = 3;
+const MAX_DOUBLINGS: u32 = 4;
 
 /// The trial of a slow rank uses the factors of the fastest rank times this one, so that it wins
 /// against equal ranks. Other trials have equal factors.
@@ -97,26 +104,44 @@ fn minimum(factors: impl Iterator<Item = f64>) -> f64 {
     factors.reduce(f64::min).unwrap_or(1.0)
 }
 
-/// Limits the share of the trials of slow ranks in the requests of a model.
+/// Limits the trials of the slow ranks of a model.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(crate) struct TrialLimit {
     /// Requests since the last one to a slow rank.
     requests: u32,
+    /// Time of the last trial of a slow rank.
+    tried_at: Option<Instant>,
+}
+
+impl TrialLimit {
+    /// Returns whether a rank with these trials may be tried.
+    fn permits(&self, trials: &RecoveryTrials, now: Instant) -> bool {
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < LONG_SLOW_INTERVAL;
+        let must_wait =
+            trials.slow_bookings >= LONG_SLOW_BOOKINGS && self.tried_at.is_some_and(is_recent);
+        self.requests + 1 >= REQUESTS_PER_TRIAL && !must_wait
+    }
 }
 
 impl RankSlowdown {
     /// Returns the factors with which the next request may try a rank. `None` if the rank is not
-    /// slower than the fastest one, or no trial is due. The rank must have no outstanding prefill.
+    /// slower than the fastest one, or no trial is due. The rank must have no outstanding prefill. A
+    /// rank that is only a little slower is tried while it `is_idle`, without any request.
     #[cold]
     pub(crate) fn trial_factors(
         &self,
         fastest: FastestFactors,
         limit: TrialLimit,
+        is_idle: bool,
         now: Instant,
     ) -> Option<SlowdownFactors> {
         let ratio = fastest.ratio_of(self);
         let is_slow = ratio > SLOW_RATIO;
-        let is_permitted = !is_slow || limit.requests + 1 >= REQUESTS_PER_TRIAL;
+        let is_permitted = if is_slow {
+            limit.permits(&self.trials, now)
+        } else {
+            is_idle
+        };
         if ratio <= TRIED_RATIO || !is_permitted || !self.trials.is_due(now) {
             return None;
         }
@@ -135,8 +160,11 @@ impl RankSlowdown {
         limit: &mut TrialLimit,
         now: Instant,
     ) {
-        self.trials.booked_at = Some(now);
         let ratio = fastest.ratio_of(self);
+        if ratio > SLOW_RATIO && self.trials.is_due(now) {
+            limit.tried_at = Some(now);
+        }
+        self.trials.booked_at = Some(now);
         if ratio > TRIED_RATIO {
             let bookings = &mut self.trials.slow_bookings;
             *bookings = bookings.saturating_add(1);

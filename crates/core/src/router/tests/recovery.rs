@@ -32,6 +32,8 @@ struct VirtualFleet {
     rng: StdRng,
     /// Requests per second.
     rate: f64,
+    /// Number of workers that can be slow, the first ones.
+    slow_workers: usize,
     /// Time at which each engine has computed its queue.
     free_at: Vec<Instant>,
     /// Running requests by the time of their first token.
@@ -49,13 +51,14 @@ impl VirtualFleet {
             clock,
             rng: StdRng::seed_from_u64(seed),
             rate,
+            slow_workers: 1,
             free_at,
             running: BTreeMap::new(),
             requests: 0,
         }
     }
 
-    /// Sends requests for this time, while worker 0 has this factor. Returns the number of requests
+    /// Sends requests for this time, while the slow workers have this factor. Returns the number of requests
     /// of each worker, and the maximum number of requests that worker 0 had at once.
     fn run(&mut self, seconds: f64, factor: f64) -> (Vec<u32>, usize) {
         let end = self.clock.now() + Duration::from_secs_f64(seconds);
@@ -95,7 +98,7 @@ impl VirtualFleet {
         let prompt = request(&[(first..first + PROMPT_BLOCKS).collect()]);
         let placement = self.router.route(prompt).unwrap();
         let at = worker_of(&placement);
-        let factor = if at == 0 { factor } else { 1.0 };
+        let factor = if at < self.slow_workers { factor } else { 1.0 };
         let noise = self.rng.random_range(0.9..1.3);
         let seconds = PREFILL_SECONDS * factor * noise;
         let free_at = &mut self.free_at[at];
@@ -150,6 +153,17 @@ proptest! {
         let mean = f64::from(after.iter().sum::<u32>()) / workers as f64;
         prop_assert!(f64::from(after[0]) > 0.5 * mean, "{after:?}");
     }
+}
+
+#[test]
+fn workers_that_stay_slow_get_few_trials() {
+    let mut fleet = VirtualFleet::new(8, 10.0, 4);
+    fleet.slow_workers = 4;
+    fleet.run(240.0, SLOW_FACTOR);
+    let (counts, _) = fleet.run(120.0, SLOW_FACTOR);
+    let slow = &counts[..4];
+    assert!(slow.iter().sum::<u32>() <= 11, "{counts:?}");
+    assert!(slow.iter().all(|count| *count >= 2), "{counts:?}");
 }
 
 #[test]
