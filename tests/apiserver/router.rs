@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
 use serde_json::{Value, json};
-use warmroute_server::fleet::discovery::fleet_guard::REMOVAL_CONFIRMATION;
+use warmroute_server::fleet::discovery::worker_list_filter::REMOVAL_GRACE_PERIOD;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::ports::{FreePort, until};
 
@@ -344,9 +344,9 @@ impl RouterProcess {
         }
     }
 
-    /// Waits until the removal of all workers is confirmed. Returns the elapsed time.
+    /// Waits until the grace period has expired and all workers are removed. Returns the elapsed time.
     pub(crate) async fn wait_removal(&self) -> anyhow::Result<Duration> {
-        self.wait_fleet_within(REMOVAL_CONFIRMATION + PATIENCE, &[])
+        self.wait_fleet_within(REMOVAL_GRACE_PERIOD + PATIENCE, &[])
             .await
     }
 

@@ -39,7 +39,7 @@ const MAX_RUNNING_CHECKS: usize = 32;
 #[derive(Debug, Default)]
 pub struct ParityStatus {
     tokens_disabled: AtomicBool,
-    differing_end: AtomicUsize,
+    differing_end_tokens: AtomicUsize,
     /// Reason why the slower `tokenizers` library produces warmroute's tokens.
     slow_reason: Mutex<Option<&'static str>>,
     differing_workers: ArcSwap<BTreeSet<WorkerId>>,
@@ -93,8 +93,8 @@ impl ParityStatus {
 
     /// Returns the number of tokens at the end of prompts with a generation prompt that some worker
     /// computes differently. They are not used.
-    pub fn differing_end(&self) -> usize {
-        self.differing_end.load(Ordering::Relaxed)
+    pub fn differing_end_tokens(&self) -> usize {
+        self.differing_end_tokens.load(Ordering::Relaxed)
     }
 
     /// Returns the results of the tests.
@@ -203,8 +203,8 @@ impl ParityStatus {
         change(&mut parity);
         // Under the lock, so that concurrent results take effect in order.
         let now = parity.are_tokens_disabled();
-        self.differing_end
-            .store(parity.differing_end(), Ordering::Relaxed);
+        self.differing_end_tokens
+            .store(parity.differing_end_tokens(), Ordering::Relaxed);
         let differing = parity.differing_workers();
         let is_affected =
             |all: &BTreeSet<WorkerId>| worker.is_some_and(|worker| all.contains(&worker));

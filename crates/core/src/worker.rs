@@ -187,11 +187,11 @@ impl FromStr for WorkerEndpoint {
     }
 }
 
-/// Receiver of the requests at a worker's endpoint.
+/// Whether an endpoint belongs to one worker or is a front end that workers share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[cfg_attr(feature = "schema", derive(schemars::JsonSchema))]
 #[serde(rename_all = "snake_case")]
-pub enum WorkerAccess {
+pub enum EndpointKind {
     /// The worker itself, or a front end of this worker alone.
     #[default]
     Direct,
@@ -200,10 +200,10 @@ pub enum WorkerAccess {
     FrontEnd,
 }
 
-impl WorkerAccess {
+impl EndpointKind {
     /// Returns whether the endpoint belongs to the worker alone.
     pub fn is_direct(&self) -> bool {
-        *self == WorkerAccess::Direct
+        *self == EndpointKind::Direct
     }
 }
 
@@ -365,8 +365,8 @@ pub struct Worker {
     /// Address that Envoy sends requests to.
     pub endpoint: WorkerEndpoint,
     /// Receiver of these requests.
-    #[serde(skip_serializing_if = "WorkerAccess::is_direct")]
-    pub via: WorkerAccess,
+    #[serde(skip_serializing_if = "EndpointKind::is_direct")]
+    pub via: EndpointKind,
     /// Model that it serves.
     pub model: ModelName,
     /// Phases that it serves.
@@ -446,7 +446,7 @@ impl Worker {
             id,
             name: None,
             endpoint,
-            via: WorkerAccess::Direct,
+            via: EndpointKind::Direct,
             model,
             role: WorkerRole::Aggregated,
             block_size,

@@ -126,7 +126,7 @@ pub fn check_open_files(demand: &DescriptorDemand, limit: Option<u64>) -> Findin
     if limit >= needed {
         return at.ok(finding);
     }
-    let fits = demand.fitting_connections(Some(limit));
+    let fits = demand.max_connections_within(Some(limit));
     at.warning(
         format!("{finding}; warmroute reduces max_connections to {fits}"),
         format!(

@@ -40,7 +40,7 @@ const PARITY_WORKERS: [&str; 5] = [
     "untested",
     "agrees",
     "differs",
-    "end_differs",
+    "generation_prompt_differs",
     "cannot_test",
 ];
 const REMOTE_TOKENIZER_REQUESTS: [&str; 10] = [
@@ -213,7 +213,12 @@ impl Metrics {
             (&self.tokens.tokenizer_comparisons, &["agrees", "differs"]),
             (
                 &self.parity.checks,
-                &["agrees", "differs", "end_differs", "cannot_test"],
+                &[
+                    "agrees",
+                    "differs",
+                    "generation_prompt_differs",
+                    "cannot_test",
+                ],
             ),
             (
                 &self.parity.event_checks,

@@ -40,7 +40,7 @@ pub fn process_fix(error: &(dyn Error + 'static)) -> Option<&'static str> {
     match errno(error)? {
         Errno::MFILE => Some(
             "the process has reached its limit of file descriptors; start warmroute with a higher \
-            `ulimit -n` (`LimitNOFILE=` in a unit)",
+            `ulimit -n` (`LimitNOFILE=` in the systemd unit)",
         ),
         Errno::NFILE => Some(
             "the host has reached its limit of open files; raise `fs.file-max`, or stop other \

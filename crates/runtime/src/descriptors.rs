@@ -1,5 +1,5 @@
 //! File descriptors of the process: the limit, the connections that fit into it, and a reserve for
-//! the listeners of probes.
+//! the health and admin listeners.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -37,8 +37,7 @@ pub fn current_limit() -> Option<u64> {
     getrlimit(Resource::Nofile).current
 }
 
-/// Returns the limit after [`raise_limit`] in a process that this one starts, or `None` if there is
-/// none.
+/// Returns the hard limit of the process, or `None` if there is none.
 pub fn hard_limit() -> Option<u64> {
     getrlimit(Resource::Nofile).maximum
 }
@@ -64,7 +63,7 @@ impl DescriptorDemand {
 
     /// Returns the maximum number of connections of each listener that `limit` permits: at most
     /// `max_connections`, and at least 16.
-    pub fn fitting_connections(&self, limit: Option<u64>) -> u64 {
+    pub fn max_connections_within(&self, limit: Option<u64>) -> u64 {
         let Some(limit) = limit else {
             return self.max_connections;
         };
@@ -74,10 +73,12 @@ impl DescriptorDemand {
             .min(self.max_connections)
     }
 
-    /// Returns how to start the process with a sufficient limit.
+    /// Returns the command that raises the limit, for messages.
     pub fn fix(&self) -> String {
         let raised = self.total().next_power_of_two();
-        format!("start warmroute with `ulimit -n {raised}` (`LimitNOFILE={raised}` in a unit)")
+        format!(
+            "start warmroute with `ulimit -n {raised}` (`LimitNOFILE={raised}` in the systemd unit)"
+        )
     }
 
     fn besides_connections(&self) -> u64 {
@@ -85,7 +86,7 @@ impl DescriptorDemand {
     }
 }
 
-/// Open descriptors that are closed when a listener of probes cannot accept a connection. The
+/// Open descriptors that are closed when the health or admin listener cannot accept a connection. The
 /// listener then accepts it with the free descriptor. Clones share one reserve.
 #[derive(Clone, Default)]
 pub struct DescriptorReserve {
@@ -139,13 +140,17 @@ mod tests {
             (Some(256), 16),
         ];
         for (limit, connections) in cases {
-            assert_eq!(DEMAND.fitting_connections(limit), connections, "{limit:?}");
+            assert_eq!(
+                DEMAND.max_connections_within(limit),
+                connections,
+                "{limit:?}"
+            );
         }
         let few = DescriptorDemand {
             max_connections: 3,
             ..DEMAND
         };
-        assert_eq!(few.fitting_connections(Some(256)), 3);
+        assert_eq!(few.max_connections_within(Some(256)), 3);
     }
 
     #[test]

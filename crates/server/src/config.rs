@@ -3,7 +3,7 @@
 //! invalid file is rejected; all errors are reported at once, each with its line and fix.
 
 mod advice;
-mod canary_pins;
+mod canary_headers;
 mod check;
 mod engine_discovery;
 mod engine_load;
@@ -53,7 +53,7 @@ use crate::fleet::xds::config::EnvoyConfig;
 use crate::prefill::PrefillMode;
 
 pub use advice::Advice;
-pub use canary_pins::CanaryPins;
+pub use canary_headers::CanaryHeaders;
 pub use engine_discovery::EngineDiscoveryConfig;
 pub use engine_load::EngineLoadConfig;
 pub use engines::EnginesSection;

@@ -185,13 +185,13 @@ impl CanarySuite {
         is_complete: bool,
     ) -> CanaryVerdict {
         if is_complete {
-            difference.fitting_settings =
-                render_settings::find_fitting_settings(&self.encoder, compared).await;
+            difference.matching_settings =
+                render_settings::find_matching_settings(&self.encoder, compared).await;
         }
         let difference = Box::new(difference);
         let ends = compared.iter().map(ComparedCanary::differing_end);
         match ends.collect::<Option<Vec<_>>>() {
-            Some(ends) if is_complete => CanaryVerdict::EndDiffers {
+            Some(ends) if is_complete => CanaryVerdict::GenerationPromptDiffers {
                 difference,
                 end_tokens: ends.into_iter().max().unwrap_or(0),
             },
@@ -223,7 +223,7 @@ impl CanarySuite {
             engine_token: theirs.get(at).copied(),
             warmroute_text: around(ours),
             engine_text: around(theirs),
-            fitting_settings: None,
+            matching_settings: None,
         })
     }
 }

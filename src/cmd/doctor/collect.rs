@@ -22,7 +22,7 @@ use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 
 use super::progress::{DoctorProgress, OpenPart};
 use configured::{assigned_adapters, has_remote_decoders};
-use warmroute_server::config::{CanaryPins, Config};
+use warmroute_server::config::{CanaryHeaders, Config};
 use warmroute_server::request::ConfiguredModel;
 use warmroute_server::self_test::CanarySuite;
 
@@ -129,7 +129,9 @@ impl FactCollector<'_> {
         if let Some(suite) = self.canary_suite(&facts.worker.model) {
             part.step("comparison of tokens");
             let timeout = self.config.engines.parity_check.timeout.get();
-            let client = self.client.with_headers(self.pins(&facts.worker, None));
+            let client = self
+                .client
+                .with_headers(self.canary_headers(&facts.worker, None));
             facts.parity = suite.compare(&client, engine, timeout).await;
         }
         self.collect_ranks(engine, facts, part).await;
@@ -170,8 +172,8 @@ impl FactCollector<'_> {
     }
 
     /// Returns the routing headers of a canary.
-    pub(super) fn pins(&self, worker: &Worker, rank: Option<DpRank>) -> HeaderMap {
-        CanaryPins::new(self.config).headers(worker, rank, self.workers)
+    pub(super) fn canary_headers(&self, worker: &Worker, rank: Option<DpRank>) -> HeaderMap {
+        CanaryHeaders::new(self.config).headers(worker, rank, self.workers)
     }
 
     async fn collect_ranks(&self, engine: &EngineUrl, facts: &mut WorkerFacts, part: &OpenPart) {

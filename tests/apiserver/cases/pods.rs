@@ -15,7 +15,7 @@ use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
 /// A worker that stays in the fleet, because the last workers of a model are removed only after a
-/// confirmation.
+/// grace period.
 const OTHER: &str = "other 127.0.1.100:8000";
 /// Period in which an unwanted change would become visible.
 const MOMENT: Duration = Duration::from_millis(400);

@@ -83,7 +83,7 @@ pub(super) async fn selector_changes(plane: Arc<TestControlPlane>) -> CaseResult
     router.wait_up(POOL, true, PATIENCE).await?;
     router.wait_fleet(&[A]).await?;
     Ok(format!(
-        "follows after {} and {} ms; no match: fleet kept until confirmed; invalid key: up 0, fleet kept",
+        "follows after {} and {} ms; no match: fleet kept during the grace period; invalid key: up 0, fleet kept",
         first.as_millis(),
         second.as_millis()
     ))
@@ -116,7 +116,7 @@ pub(super) async fn pool_deleted(plane: Arc<TestControlPlane>) -> CaseResult {
     let back = router.wait_fleet(&[A]).await?;
     router.wait_up(POOL, true, PATIENCE).await?;
     Ok(format!(
-        "fleet kept while a finalizer blocks the deletion and until it is confirmed; empty after {} ms; back after {} ms",
+        "fleet kept while a finalizer blocks the deletion and during the grace period; empty after {} ms; back after {} ms",
         gone.as_millis(),
         back.as_millis()
     ))

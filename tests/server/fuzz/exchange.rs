@@ -193,7 +193,7 @@ impl ExchangeRun {
             body_edit: edit,
             mirror_to: copy,
             first_token_with_headers: input.rarely(),
-            is_response_stored: input.rarely(),
+            may_store_response: input.rarely(),
         };
         self.watch
             .on_route(&route_reply, self.whole.as_ref(), &self.exchange);

@@ -138,7 +138,7 @@ const CONVERSATION_CASES: [JudgeCase; 10] = [
         name: "conv-8w-lost",
         load: arrivals(1.0),
         fault: Some(FaultPeriod {
-            fault: WorkerFault::Lost,
+            fault: WorkerFault::Loss,
             start_s: 200.0,
             end_s: 300.0,
         }),
@@ -195,7 +195,7 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
         name: "agent-8w-lost",
         load: sessions(28),
         fault: Some(FaultPeriod {
-            fault: WorkerFault::Lost,
+            fault: WorkerFault::Loss,
             start_s: 250.0,
             end_s: 350.0,
         }),
@@ -232,18 +232,18 @@ const FAULT_PREFIX: &str = "fault-";
 /// Fleets with a faulty worker. They run only if selected by name.
 const FAULTY_CONVERSATION_CASES: [JudgeCase; 3] = [
     faulty("fault-conv-rejects", REJECTS, &conversations(1.0)),
-    faulty("fault-conv-hangs", WorkerFault::Hangs, &conversations(1.0)),
+    faulty("fault-conv-hangs", WorkerFault::Hang, &conversations(1.0)),
     faulty("fault-conv-slow", SLOW, &conversations(1.0)),
 ];
 
 const FAULTY_AGENT_CASES: [JudgeCase; 3] = [
     faulty("fault-agent-rejects", REJECTS, &agents(28)),
-    faulty("fault-agent-hangs", WorkerFault::Hangs, &agents(28)),
+    faulty("fault-agent-hangs", WorkerFault::Hang, &agents(28)),
     faulty("fault-agent-slow", SLOW, &agents(28)),
 ];
 
-const REJECTS: WorkerFault = WorkerFault::AnswersAtOnce { status: 404 };
-const SLOW: WorkerFault = WorkerFault::Slow { factor: 8.0 };
+const REJECTS: WorkerFault = WorkerFault::ImmediateResponse { status: 404 };
+const SLOW: WorkerFault = WorkerFault::Slowdown { factor: 8.0 };
 
 /// Fleets with as many prefill as decode workers, and aggregated fleets of the same size and load.
 /// They run only if selected by name.
@@ -287,7 +287,7 @@ const fn agents(concurrency: usize) -> JudgeCase {
 const fn faulty(name: &'static str, fault: WorkerFault, case: &JudgeCase) -> JudgeCase {
     let start_s = case.warmup_s + 100.0;
     let duration_s = match fault {
-        WorkerFault::Slow { .. } => 30.0,
+        WorkerFault::Slowdown { .. } => 30.0,
         _ => 60.0,
     };
     JudgeCase {

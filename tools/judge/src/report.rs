@@ -119,8 +119,8 @@ const FAULT_COLUMNS: [MetricColumn; 5] = [
     fault_column("healthy ejections", 1.0, |run| {
         of_fault(run, |fault| fault.healthy_ejections as f64)
     }),
-    fault_column("back after, s", 1.0, |run| {
-        of_fault(run, |fault| fault.return_s)
+    fault_column("recovery, s", 1.0, |run| {
+        of_fault(run, |fault| fault.recovery_s)
     }),
 ];
 
@@ -336,7 +336,7 @@ mod tests {
             early_share: 0.1,
             late_share: 0.005,
             healthy_ejections: 2,
-            return_s: f64::INFINITY,
+            recovery_s: f64::INFINITY,
         });
         let table = case_table(&[faulty], "a");
         let line = table.lines().last().unwrap();

@@ -1,8 +1,8 @@
 //! Simulation of a fleet of engines behind a router, in virtual time. The router sees only what a
 //! real one sees: prompts when they arrive, and KV events and tokens after a delay.
 
+mod fault_events;
 mod remote_prefill;
-mod worker_fault;
 
 use aisimulate_core::engine::KvEventData;
 use anyhow::{Context, Result};
@@ -266,7 +266,7 @@ impl<'w> FleetSimulation<'w> {
         };
         let time_ms = now_ms;
         self.fault_log.sent.push(SentRequest { time_ms, worker });
-        if let Some(WorkerFault::AnswersAtOnce { status }) = self.workers[worker].fault {
+        if let Some(WorkerFault::ImmediateResponse { status }) = self.workers[worker].fault {
             self.schedule_answer(number, status, now_ms);
             return Ok(());
         }

@@ -9,24 +9,24 @@ const EARLY_MS: f64 = 5000.0;
 /// Time after the start of a fault from which the worker should receive almost no requests.
 const LATE_MS: f64 = 15_000.0;
 /// Length of the window in which the repaired worker must receive requests again.
-const RETURN_WINDOW_MS: f64 = 5000.0;
+const RECOVERY_WINDOW_MS: f64 = 5000.0;
 /// Part of its fair share that the repaired worker must receive in the window.
-const RETURN_SHARE: f64 = 0.5;
+const RECOVERY_SHARE: f64 = 0.5;
 
 /// Fault of a worker.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum WorkerFault {
     /// The worker leaves the fleet, and returns with an empty cache.
-    Lost,
+    Loss,
     /// The worker answers each new request at once, without content.
-    AnswersAtOnce {
+    ImmediateResponse {
         /// HTTP status of the answers.
         status: u16,
     },
     /// The worker accepts requests and computes nothing.
-    Hangs,
+    Hang,
     /// The worker is slower than its GPU.
-    Slow {
+    Slowdown {
         /// Factor on every duration.
         factor: f64,
     },
@@ -76,7 +76,7 @@ pub(crate) struct FaultMetrics {
     pub(crate) healthy_ejections: usize,
     /// Time from the end of the fault until the worker receives at least half of its fair share
     /// over 5 s, in seconds; infinite if it does not return.
-    pub(crate) return_s: f64,
+    pub(crate) recovery_s: f64,
 }
 
 impl FaultMetrics {
@@ -88,7 +88,7 @@ impl FaultMetrics {
         let failed = failed.filter(|time_ms| (start_ms..end_ms).contains(*time_ms));
         let fair_share = 1.0 / workers as f64;
         let is_back = |time_ms: f64| {
-            log.share(time_ms, time_ms + RETURN_WINDOW_MS) >= RETURN_SHARE * fair_share
+            log.share(time_ms, time_ms + RECOVERY_WINDOW_MS) >= RECOVERY_SHARE * fair_share
         };
         let return_ms = log
             .times_of_faulty_worker()
@@ -102,7 +102,7 @@ impl FaultMetrics {
                 .iter()
                 .filter(|worker| **worker != FAULTY_WORKER)
                 .count(),
-            return_s: return_ms.map_or(f64::INFINITY, |time_ms| (time_ms - end_ms) / 1e3),
+            recovery_s: return_ms.map_or(f64::INFINITY, |time_ms| (time_ms - end_ms) / 1e3),
         }
     }
 }
@@ -139,7 +139,7 @@ mod tests {
     #[test]
     fn shares_and_return_follow_sent_requests() {
         let period = FaultPeriod {
-            fault: WorkerFault::Hangs,
+            fault: WorkerFault::Hang,
             start_s: 10.0,
             end_s: 40.0,
         };
@@ -159,8 +159,8 @@ mod tests {
         assert_eq!(metrics.early_share, 0.6);
         assert_eq!(metrics.late_share, 0.0);
         assert_eq!(metrics.healthy_ejections, 1);
-        assert_eq!(metrics.return_s, 6.0);
+        assert_eq!(metrics.recovery_s, 6.0);
         let empty = FaultMetrics::new(period, 2, &FaultLog::default());
-        assert_eq!(empty.return_s, f64::INFINITY);
+        assert_eq!(empty.recovery_s, f64::INFINITY);
     }
 }

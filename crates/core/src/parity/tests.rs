@@ -25,16 +25,16 @@ fn differs() -> CanaryVerdict {
         engine_token: Some(2),
         warmroute_text: None,
         engine_text: None,
-        fitting_settings: None,
+        matching_settings: None,
     };
     CanaryVerdict::Differs {
         difference: Box::new(difference),
     }
 }
 
-fn end_differs(end_tokens: usize) -> CanaryVerdict {
+fn generation_prompt_differs(end_tokens: usize) -> CanaryVerdict {
     match differs() {
-        CanaryVerdict::Differs { difference } => CanaryVerdict::EndDiffers {
+        CanaryVerdict::Differs { difference } => CanaryVerdict::GenerationPromptDiffers {
             difference,
             end_tokens,
         },
@@ -91,23 +91,23 @@ fn tokens_are_used_while_any_worker_agrees() {
 fn differing_end_keeps_tokens_before_it() {
     let status = ParityStatus::default();
     assert_eq!(
-        status.record_canaries(ONE, end_differs(3)),
+        status.record_canaries(ONE, generation_prompt_differs(3)),
         ParityChange::None
     );
-    status.record_canaries(TWO, end_differs(5));
+    status.record_canaries(TWO, generation_prompt_differs(5));
     assert_eq!(
-        (status.are_tokens_disabled(), status.differing_end()),
+        (status.are_tokens_disabled(), status.differing_end_tokens()),
         (false, 5)
     );
     assert!(status.differing_workers().is_empty());
-    assert_eq!(status.parity().state(), "end_differs");
+    assert_eq!(status.parity().state(), "generation_prompt_differs");
     // Silence does not refute a proven difference.
     status.record_canaries(TWO, silent());
-    assert_eq!(status.differing_end(), 5);
+    assert_eq!(status.differing_end_tokens(), 5);
     status.record_canaries(TWO, agrees());
-    assert_eq!(status.differing_end(), 3);
+    assert_eq!(status.differing_end_tokens(), 3);
     status.clear_canaries();
-    assert_eq!(status.differing_end(), 0);
+    assert_eq!(status.differing_end_tokens(), 0);
 }
 
 #[test]

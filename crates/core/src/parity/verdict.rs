@@ -48,7 +48,7 @@ pub struct TokenDifference {
     pub engine_text: Option<String>,
     /// Settings of the model with which the tokens of all canaries are equal, if they are known.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub fitting_settings: Option<String>,
+    pub matching_settings: Option<String>,
 }
 
 /// Result of the canaries on one worker.
@@ -71,7 +71,7 @@ pub enum CanaryVerdict {
         difference: Box<TokenDifference>,
     },
     /// Only the tokens after the last message differ: those of the generation prompt.
-    EndDiffers {
+    GenerationPromptDiffers {
         /// First difference.
         difference: Box<TokenDifference>,
         /// Tokens at the end of warmroute's prompts that may differ.
@@ -94,7 +94,7 @@ impl CanaryVerdict {
             CanaryVerdict::Untested => "untested",
             CanaryVerdict::Agrees { .. } => "agrees",
             CanaryVerdict::Differs { .. } => "differs",
-            CanaryVerdict::EndDiffers { .. } => "end_differs",
+            CanaryVerdict::GenerationPromptDiffers { .. } => "generation_prompt_differs",
             CanaryVerdict::CannotTest { .. } => "cannot_test",
         }
     }
@@ -141,7 +141,7 @@ impl EventsVerdict {
                         engine_token: None,
                         warmroute_text: None,
                         engine_text: None,
-                        fitting_settings: None,
+                        matching_settings: None,
                     });
                 }
             }
@@ -175,7 +175,9 @@ impl WorkerParity {
     pub fn label(&self) -> &'static str {
         match () {
             () if self.differs() => "differs",
-            () if matches!(self.canaries, CanaryVerdict::EndDiffers { .. }) => "end_differs",
+            () if matches!(self.canaries, CanaryVerdict::GenerationPromptDiffers { .. }) => {
+                "generation_prompt_differs"
+            }
             () if self.agrees() => "agrees",
             () => self.canaries.label(),
         }
@@ -244,9 +246,9 @@ impl ModelParity {
 
     /// Returns the number of tokens at the end of prompts with a generation prompt that some worker
     /// computes differently.
-    pub(super) fn differing_end(&self) -> usize {
+    pub(super) fn differing_end_tokens(&self) -> usize {
         let ends = self.workers.values().map(|known| match known.canaries {
-            CanaryVerdict::EndDiffers { end_tokens, .. } => end_tokens,
+            CanaryVerdict::GenerationPromptDiffers { end_tokens, .. } => end_tokens,
             _ => 0,
         });
         ends.max().unwrap_or(0)
@@ -258,7 +260,7 @@ impl ModelParity {
         match () {
             () if self.are_tokens_disabled() => "differs",
             () if any("differs") => "some_differ",
-            () if any("end_differs") => "end_differs",
+            () if any("generation_prompt_differs") => "generation_prompt_differs",
             () if any("agrees") => "agrees",
             () if any("cannot_test") => "cannot_test",
             () => "untested",
@@ -275,7 +277,7 @@ impl CanaryVerdict {
     fn is_passed(&self) -> bool {
         matches!(
             self,
-            CanaryVerdict::Agrees { .. } | CanaryVerdict::EndDiffers { .. }
+            CanaryVerdict::Agrees { .. } | CanaryVerdict::GenerationPromptDiffers { .. }
         )
     }
 }

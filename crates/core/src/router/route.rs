@@ -9,7 +9,7 @@ use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::index::TierBlocks;
 use crate::policy::{Choice, Constraints, CostTerm, EligibilityError, LocalPrefillReason};
-use crate::worker::{BlockSize, ModelName, WorkerAccess, WorkerEndpoint, WorkerRank};
+use crate::worker::{BlockSize, EndpointKind, ModelName, WorkerEndpoint, WorkerRank};
 
 /// Routing mode, from the most to the least precise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
@@ -49,7 +49,7 @@ pub struct RankEndpoint {
     pub endpoint: WorkerEndpoint,
     /// Receiver of the requests at the endpoint.
     #[serde(skip)]
-    pub via: WorkerAccess,
+    pub via: EndpointKind,
     /// Whether the worker has more than one rank.
     pub several_ranks: bool,
 }
@@ -70,8 +70,8 @@ impl RankEndpoint {
     /// have several addresses, and sends each request to the worker that its headers name.
     pub fn is_served_from(&self, address: WorkerEndpoint) -> bool {
         match self.via {
-            WorkerAccess::Direct => self.endpoint.canonical() == address.canonical(),
-            WorkerAccess::FrontEnd => true,
+            EndpointKind::Direct => self.endpoint.canonical() == address.canonical(),
+            EndpointKind::FrontEnd => true,
         }
     }
 }

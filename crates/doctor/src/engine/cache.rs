@@ -222,7 +222,7 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
             let (message, fix) = describe_difference(difference, model);
             at.error(format!("{message}: no later block is ever found"), fix)
         }
-        CanaryVerdict::EndDiffers { difference, .. } => {
+        CanaryVerdict::GenerationPromptDiffers { difference, .. } => {
             let (message, fix) = describe_difference(difference, model);
             let effect = "prompts are known only up to the generation prompt";
             at.warning(format!("{message}: {effect}"), fix)
@@ -246,7 +246,7 @@ fn describe_difference(difference: &TokenDifference, model: &ModelName) -> (Stri
         token(difference.warmroute_token),
         token(difference.engine_token),
     );
-    let fix = match &difference.fitting_settings {
+    let fix = match &difference.matching_settings {
         Some(settings) => format!(
             "set `{settings}` for the model {model}: with it, the tokens of all canaries \
                     are equal"

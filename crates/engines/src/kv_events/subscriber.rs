@@ -440,7 +440,7 @@ impl SourceListener {
     }
 }
 
-/// Number of frames of a live message that have a meaning.
+/// Number of known frames of a live message.
 const LIVE_FRAMES: usize = 3;
 
 /// Parses a live message: topic, number and payload. Newer engines may add frames. Returns the number

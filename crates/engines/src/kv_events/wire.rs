@@ -28,20 +28,20 @@ pub use event::{
 /// skipped. Trailing bytes are ignored, as in the engines' own subscribers.
 pub fn decode(payload: &[u8]) -> Result<EventBatch, WireError> {
     let mut reader = bounds::BatchReader::new(payload);
-    let elements = reader.array("batch")?;
+    let elements = reader.read_array_length("batch")?;
     if elements < 2 {
         return Err(WireError::Malformed("events"));
     }
-    let timestamp = value::decode(reader.raw()?).ok_or(WireError::Malformed("timestamp"))?;
+    let timestamp = value::decode(reader.read_raw()?).ok_or(WireError::Malformed("timestamp"))?;
     let count = reader.event_count()?;
     let mut events = Vec::with_capacity(count);
     for _ in 0..count {
-        events.push(build::event(&reader.event()?));
+        events.push(build::build_event(&reader.event()?));
     }
     // Engines without data parallelism omit the rank.
     let rank = match elements {
         2 => None,
-        _ => value::decode(reader.raw()?).ok_or(WireError::Malformed("rank"))?,
+        _ => value::decode(reader.read_raw()?).ok_or(WireError::Malformed("rank"))?,
     };
     for _ in 3..elements {
         reader.skip_unknown()?;

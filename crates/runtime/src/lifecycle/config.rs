@@ -33,8 +33,8 @@ pub struct DrainConfig {
     /// health reports `draining` and a successor may start. While a successor on the unix socket
     /// loads, it is extended, up to the timeout. 0s skips it.
     pub grace_period: DurationSetting,
-    /// Maximum time of the shutdown after the grace period: for a successor to load, and for open
-    /// exchanges to end; 0s aborts them at once.
+    /// Maximum time, after the grace period, that a successor has to load and open exchanges have to
+    /// end. 0s aborts exchanges at once.
     pub timeout: DurationSetting,
 }
 

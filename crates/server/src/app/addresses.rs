@@ -62,7 +62,7 @@ pub(super) fn fitting_limits(config: &Config) -> ListenerLimitsConfig {
     // An unreadable workers file is reported by the task that watches it.
     let demand = descriptor_demand(config, &listed_workers(config).unwrap_or_default());
     let limit = descriptors::current_limit();
-    let fitting = demand.fitting_connections(limit);
+    let fitting = demand.max_connections_within(limit);
     if limit.is_some_and(|limit| limit < demand.total()) {
         warn!(
             limit,

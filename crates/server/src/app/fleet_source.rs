@@ -20,7 +20,7 @@ use super::external_discovery::{ExternalDiscovery, ExternalSource, ExternalWatch
 use crate::config::{Config, ModelConfig, WorkerSource};
 use crate::fleet::discovery::config::DiscoveryConfig;
 use crate::fleet::discovery::file::WorkersFile;
-use crate::fleet::discovery::fleet_guard::{FleetGuard, REMOVAL_CONFIRMATION};
+use crate::fleet::discovery::worker_list_filter::{REMOVAL_GRACE_PERIOD, WorkerListFilter};
 use crate::fleet::discovery::{self, WorkerModel};
 use crate::request::SharedClusterRules;
 
@@ -88,7 +88,7 @@ impl FleetSource {
             _ => &[],
         };
         let polls = intervals.iter().map(|name| name.refresh_interval.get() * 2);
-        polls.max().unwrap_or_default().max(REMOVAL_CONFIRMATION)
+        polls.max().unwrap_or_default().max(REMOVAL_GRACE_PERIOD)
     }
 }
 
@@ -99,7 +99,7 @@ pub(super) struct FleetSourceDeps {
     pub(super) cluster_rules: SharedClusterRules,
     pub(super) metrics: Arc<Metrics>,
     /// Outlives a failure of the task, so that the first answer after it is confirmed too.
-    pub(super) guard: Arc<Mutex<FleetGuard>>,
+    pub(super) guard: Arc<Mutex<WorkerListFilter>>,
 }
 
 impl FleetSourceDeps {
@@ -149,7 +149,7 @@ pub(super) async fn follow_fleet_source(
                     guard.update(workers, &models, confirmation, Instant::now())
                 }
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
-                    deps.guard.lock().confirm(Instant::now())
+                    deps.guard.lock().remove_expired(Instant::now())
                 }
             };
             // If the controller is gone, the process is shutting down.
@@ -246,7 +246,7 @@ mod tests {
         source_tx.send_replace(source(&[]));
         assert_eq!(next().await, 2);
         assert_eq!(next().await, 0);
-        assert!(start.elapsed() >= REMOVAL_CONFIRMATION);
+        assert!(start.elapsed() >= REMOVAL_GRACE_PERIOD);
         following.abort();
     }
 }

@@ -25,7 +25,7 @@ use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
 use super::reload::ReloadCandidate;
 use super::self_test_subjects::Subjects;
-use crate::config::{CanaryPins, Config};
+use crate::config::{CanaryHeaders, Config};
 use crate::self_test::CanarySuite;
 use crate::self_test::config::SelfTestConfig;
 
@@ -39,7 +39,7 @@ const MAX_CONCURRENT_TESTS: usize = 4;
 struct SelfTestPlan {
     config: SelfTestConfig,
     engines: EnginesConfig,
-    pins: CanaryPins,
+    canary_headers: CanaryHeaders,
     client: EngineClient,
     subjects: Arc<Subjects>,
 }
@@ -55,7 +55,7 @@ impl SelfTestPlan {
         let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
         same && self.config == other.config
             && self.engines == other.engines
-            && self.pins == other.pins
+            && self.canary_headers == other.canary_headers
             && self.client.is_same(&other.client)
     }
 }
@@ -85,7 +85,7 @@ impl App {
             Arc::new(SelfTestPlan {
                 config: config.engines.parity_check.clone(),
                 engines: config.engines.http.clone(),
-                pins: CanaryPins::new(config),
+                canary_headers: CanaryHeaders::new(config),
                 client,
                 subjects,
             })
@@ -273,7 +273,7 @@ impl SelfTestRunner {
         let name = worker.display_name();
         match verdict {
             CanaryVerdict::Differs { difference }
-            | CanaryVerdict::EndDiffers { difference, .. } => {
+            | CanaryVerdict::GenerationPromptDiffers { difference, .. } => {
                 self.count_mismatch(model);
                 let d = &**difference;
                 warn!(
@@ -287,9 +287,9 @@ impl SelfTestRunner {
                     engine_token = d.engine_token,
                     warmroute_text = d.warmroute_text.as_deref().unwrap_or_default(),
                     engine_text = d.engine_text.as_deref().unwrap_or_default(),
-                    fitting_settings = d.fitting_settings.as_deref(),
-                    differs_only_at_end = matches!(verdict, CanaryVerdict::EndDiffers { .. }),
-                    "engine tokens differ; set the fitting settings of the model, or compare tokenizer and chat template"
+                    matching_settings = d.matching_settings.as_deref(),
+                    only_generation_prompt_differs = matches!(verdict, CanaryVerdict::GenerationPromptDiffers { .. }),
+                    "engine tokens differ; set `matching_settings` for the model, or compare tokenizer and chat template"
                 );
             }
             CanaryVerdict::Agrees { compared, skipped } => {
@@ -392,7 +392,7 @@ impl SelfTestRunner {
             "untested",
             "agrees",
             "differs",
-            "end_differs",
+            "generation_prompt_differs",
             "cannot_test",
         ] {
             let workers = parity
@@ -465,7 +465,7 @@ async fn run_tests(
         let workers = fleet.workers().map(|worker| &**worker);
         let client = plan
             .client
-            .with_headers(plan.pins.headers(&worker, None, workers));
+            .with_headers(plan.canary_headers.headers(&worker, None, workers));
         async move {
             let url: EngineUrl = plan.engines.url(worker.endpoint);
             let subject = plan.subjects.get(&worker.model)?;

@@ -1,6 +1,6 @@
 //! Stored responses. An engine stores responses of the Responses API in its memory. A request that
-//! refers to one must reach the worker rank that produced it. The table of sessions stores the rank
-//! of each response: a response id is a session without requests.
+//! refers to one must reach the worker rank that produced it. A second table of
+//! sessions stores the rank of each response id.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,7 +24,7 @@ pub struct ResponseReference {
     /// Id of the stored response that the request continues, reads or deletes.
     pub id: Option<String>,
     /// Whether the engine may store the response to this request.
-    pub is_stored: bool,
+    pub may_store_response: bool,
     /// Tenant of the client, if `requests.clients.tenant_header` is set. A tenant cannot refer to
     /// the responses of another.
     pub tenant: Option<String>,

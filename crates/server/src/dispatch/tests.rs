@@ -141,7 +141,7 @@ async fn stored_response_outweighs_session() {
     let dispatcher = new_dispatcher(4, None, SessionAffinity::Hard);
     let reference = |id: &str, tenant: Option<&str>| ResponseReference {
         id: Some(id.to_owned()),
-        is_stored: true,
+        may_store_response: true,
         tenant: tenant.map(str::to_owned),
     };
     let first = dispatch(&dispatcher, 0, None).await;

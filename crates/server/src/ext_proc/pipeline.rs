@@ -45,7 +45,7 @@ struct ExpectedResponse {
     /// Whether engines may delay the headers of a stream of this API until the first token.
     delays_headers: bool,
     /// Whether the engine may store the response.
-    is_stored: bool,
+    may_store_response: bool,
 }
 
 /// The request path between Envoy's messages and the router.
@@ -141,7 +141,7 @@ impl RequestPipeline {
             delays_headers: preprocessed
                 .api
                 .is_some_and(ApiKind::may_delay_stream_headers),
-            is_stored: preprocessed.response_reference.is_stored,
+            may_store_response: preprocessed.response_reference.may_store_response,
         };
         match self.dispatch(preprocessed, plan, started, on_wait).await {
             Ok(prefilled) => {
@@ -227,7 +227,7 @@ impl RequestPipeline {
             body_edit: edit,
             mirror_to: prefilled.mirror_to,
             first_token_with_headers,
-            is_response_stored: expected.is_stored,
+            may_store_response: expected.may_store_response,
         };
         RoutingOutcome::Routed {
             reply: Box::new(reply),

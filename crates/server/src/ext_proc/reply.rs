@@ -19,7 +19,7 @@ pub struct RouteReply {
     /// Whether the engine sends the response headers together with the first token.
     pub first_token_with_headers: bool,
     /// Whether the engine may store the response under its id.
-    pub is_response_stored: bool,
+    pub may_store_response: bool,
 }
 
 impl From<RouteTarget> for RouteReply {
@@ -29,7 +29,7 @@ impl From<RouteTarget> for RouteReply {
             body_edit: None,
             mirror_to: None,
             first_token_with_headers: false,
-            is_response_stored: false,
+            may_store_response: false,
         }
     }
 }

@@ -6,12 +6,12 @@
 pub mod config;
 pub mod dns;
 pub mod file;
-pub mod fleet_guard;
 pub mod kubernetes;
 mod labels;
 mod resolve;
 mod source_health;
 pub mod template;
+pub mod worker_list_filter;
 pub mod worker_set;
 pub mod zmq;
 

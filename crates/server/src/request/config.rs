@@ -12,7 +12,7 @@ pub struct ClientsConfig {
     /// Clients may pin workers, set priorities, weights and taints, and query the routing decision,
     /// with headers and `nvext`. Off by default, because any client could choose a worker or
     /// overtake others. With the header profile `dynamo`, `token_data` and `cache_salt` of `nvext`
-    /// count whoever sends them, because they change the prompt or its blocks.
+    /// are accepted from every client, because they change the prompt or its blocks.
     pub trusted: bool,
     /// Header that separates the caches of tenants. The engines must read it as well, as Dynamo's
     /// front ends do.

@@ -329,7 +329,7 @@ impl RequestPreprocessor {
         let source = self.parts.token_sources.get(&model.resolved.model.name);
         source
             .filter(|_| has_generation_prompt)
-            .map_or(0, |source| source.parity.differing_end())
+            .map_or(0, |source| source.parity.differing_end_tokens())
     }
 
     /// Degrades a prompt whose tokens have broken parity.

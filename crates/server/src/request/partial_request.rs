@@ -92,7 +92,7 @@ impl PartialRequest {
     pub(super) fn set_response_reference(&mut self, request: &openai::ApiRequest) {
         self.response_reference = ResponseReference {
             id: request.previous_response_id.clone(),
-            is_stored: request.stores_response,
+            may_store_response: request.stores_response,
             tenant: None,
         };
     }

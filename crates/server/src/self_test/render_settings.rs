@@ -12,7 +12,7 @@ const COMMON_VARIABLES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// Returns the settings of the model with which the tokens of all canaries equal those of the
 /// engine. Settings with few changes are preferred.
-pub(super) async fn find_fitting_settings(
+pub(super) async fn find_matching_settings(
     encoder: &Encoder,
     compared: &[ComparedCanary<'_>],
 ) -> Option<String> {

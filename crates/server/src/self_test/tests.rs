@@ -268,7 +268,7 @@ fn render_options(defaults: &Value, excludes_tools: bool) -> RenderOptions {
 }
 
 #[tokio::test]
-async fn fitting_settings_of_differing_engine_are_found() {
+async fn matching_settings_of_differing_engine_are_found() {
     let none = || render_options(&json!({}), false);
     let no_thinking = || render_options(&json!({"enable_thinking": false}), false);
     let kwargs = r#"default_chat_template_kwargs: {"enable_thinking":false}"#;
@@ -307,7 +307,7 @@ async fn fitting_settings_of_differing_engine_are_found() {
         let (difference, has_same_conversation) = match compare(Engine::Correct, engine, ours).await
         {
             CanaryVerdict::Differs { difference } => (difference, false),
-            CanaryVerdict::EndDiffers {
+            CanaryVerdict::GenerationPromptDiffers {
                 difference,
                 end_tokens,
             } => {
@@ -316,7 +316,7 @@ async fn fitting_settings_of_differing_engine_are_found() {
             }
             verdict => panic!("{verdict:?}"),
         };
-        assert_eq!(difference.fitting_settings, settings);
+        assert_eq!(difference.matching_settings, settings);
         assert_eq!(has_same_conversation, only_ends, "{settings:?}");
     }
 }

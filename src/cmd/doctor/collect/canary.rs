@@ -35,7 +35,7 @@ impl FactCollector<'_> {
         rank: Option<DpRank>,
         mut socket: Option<&mut EventProbe>,
     ) -> (EngineReply<CanaryReply>, Vec<ProbedBatch>) {
-        let client = self.client.with_headers(self.pins(worker, rank));
+        let client = self.client.with_headers(self.canary_headers(worker, rank));
         let mut received = Vec::new();
         let max_attempts = if socket.is_some() { MAX_CANARIES } else { 1 };
         for attempt in 1..=max_attempts {

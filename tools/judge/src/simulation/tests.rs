@@ -97,7 +97,7 @@ fn completed_requests_release_their_load() {
 #[test]
 fn lost_worker_leaves_no_booking() {
     let case = test_case(Some(FaultPeriod {
-        fault: WorkerFault::Lost,
+        fault: WorkerFault::Loss,
         start_s: 5.0,
         end_s: 8.0,
     }));

@@ -7,7 +7,7 @@ use crate::health::{HealthRules, WorkerOutcome};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{DisaggregationConfig, EligibilityError, EndpointSubset, WorkerPin};
 use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
-use crate::worker::{DpRank, EventSource, WorkerAccess};
+use crate::worker::{DpRank, EndpointKind, EventSource};
 
 mod serving;
 

@@ -143,7 +143,7 @@ fn first_differing_token_is_reported_with_text() {
             engine_token: None,
             warmroute_text: Some("b".to_owned()),
             engine_text: Some("c".to_owned()),
-            fitting_settings: None,
+            matching_settings: None,
         };
         facts.parity = CanaryVerdict::Differs {
             difference: Box::new(difference),
@@ -152,7 +152,7 @@ fn first_differing_token_is_reported_with_text() {
 }
 
 #[test]
-fn fitting_settings_are_the_fix() {
+fn matching_settings_are_the_fix() {
     let words = [
         "known only up to the generation prompt",
         "set `exclude_tools_when_tool_choice_none: true` for the model",
@@ -167,9 +167,9 @@ fn fitting_settings_are_the_fix() {
             engine_token: None,
             warmroute_text: None,
             engine_text: None,
-            fitting_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
+            matching_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
         };
-        facts.parity = CanaryVerdict::EndDiffers {
+        facts.parity = CanaryVerdict::GenerationPromptDiffers {
             difference: Box::new(difference),
             end_tokens: 3,
         };

@@ -7,7 +7,7 @@
 //! 24 to 40 bytes.
 
 use super::error::{BatchLimit, WireError};
-use super::fields::{EventField, EventFields, EventType, FieldEncoding, MAX_TAIL};
+use super::fields::{EventEncoding, EventField, EventFields, EventType, MAX_TAIL};
 
 /// Maximum number of events in a batch. Engines publish one event per evicted block.
 const EVENTS: usize = 1 << 17;
@@ -68,7 +68,7 @@ impl<'a> BatchReader<'a> {
     }
 
     /// Reads the head of an array and returns its length.
-    pub(super) fn array(&mut self, name: &'static str) -> Result<usize, WireError> {
+    pub(super) fn read_array_length(&mut self, name: &'static str) -> Result<usize, WireError> {
         match self.reader.value()? {
             ValueHead::Array(elements) => Ok(elements),
             _ => Err(WireError::Malformed(name)),
@@ -76,7 +76,7 @@ impl<'a> BatchReader<'a> {
     }
 
     /// Reads one value without decoding it.
-    pub(super) fn raw(&mut self) -> Result<&'a [u8], WireError> {
+    pub(super) fn read_raw(&mut self) -> Result<&'a [u8], WireError> {
         let start = self.reader.rest;
         self.reader.skip(1)?;
         Ok(self.reader.since(start))
@@ -90,7 +90,7 @@ impl<'a> BatchReader<'a> {
 
     /// Reads the head of the list of events and returns their number.
     pub(super) fn event_count(&mut self) -> Result<usize, WireError> {
-        let events = self.array("events")?;
+        let events = self.read_array_length("events")?;
         if events > EVENTS {
             return Err(WireError::TooLarge(BatchLimit::Events));
         }
@@ -162,7 +162,7 @@ impl<'a> BatchReader<'a> {
         fields: usize,
         event: &mut EventFields<'a>,
     ) -> Result<usize, WireError> {
-        event.encoding = FieldEncoding::Map;
+        event.encoding = EventEncoding::Map;
         let mut lists = 0;
         for _ in 0..fields {
             let name = self.reader.value()?;
@@ -288,7 +288,7 @@ impl<'a> MessagePackReader<'a> {
         Ok(match marker {
             0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 => ValueHead::Scalar,
             0x80..=0x8f => self.map(usize::from(marker & 0x0f))?,
-            0x90..=0x9f => self.array(usize::from(marker & 0x0f))?,
+            0x90..=0x9f => self.read_array_length(usize::from(marker & 0x0f))?,
             0xa0..=0xbf => self.bytes(usize::from(marker & 0x1f))?,
             0xc4 | 0xd9 => self.length::<1>().and_then(|length| self.bytes(length))?,
             0xc5 | 0xda => self.length::<2>().and_then(|length| self.bytes(length))?,
@@ -310,8 +310,12 @@ impl<'a> MessagePackReader<'a> {
             0xcb | 0xcf | 0xd3 => self.scalar(8)?,
             0xd7 => self.scalar(9)?,
             0xd8 => self.scalar(17)?,
-            0xdc => self.length::<2>().and_then(|length| self.array(length))?,
-            0xdd => self.length::<4>().and_then(|length| self.array(length))?,
+            0xdc => self
+                .length::<2>()
+                .and_then(|length| self.read_array_length(length))?,
+            0xdd => self
+                .length::<4>()
+                .and_then(|length| self.read_array_length(length))?,
             0xde => self.length::<2>().and_then(|length| self.map(length))?,
             0xdf => self.length::<4>().and_then(|length| self.map(length))?,
             0xc1 => return Err(WireError::Truncated),
@@ -361,7 +365,7 @@ impl<'a> MessagePackReader<'a> {
 
     /// Returns the head of an array. Every element has at least one byte, so a length beyond the
     /// rest is invalid.
-    fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
+    fn read_array_length(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
         if elements > self.rest.len() {
             Err(WireError::Truncated)
         } else {

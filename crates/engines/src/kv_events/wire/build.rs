@@ -6,21 +6,21 @@ use super::event::{
     BlockOwnership, EngineEvent, EventAdapter, EventOrigin, SkippedEvent, StorageMedium,
     StoredEvent,
 };
-use super::fields::{EventField, EventFields, EventType, FieldEncoding};
+use super::fields::{EventEncoding, EventField, EventFields, EventType};
 use super::value::{self, BlockMedia, CacheNamespace, EnumText, SizedList, WireHash, WireHashes};
 
 /// Maximum length of an unknown event type in logs, in characters.
 const MAX_TYPE_NAME: usize = 40;
 
 /// Builds one event. An event of an unknown type, or with an unreadable field, is skipped.
-pub(super) fn event(raw: &EventFields<'_>) -> EngineEvent {
+pub(super) fn build_event(raw: &EventFields<'_>) -> EngineEvent {
     let name = raw.get(EventField::Type).and_then(value::decode::<&str>);
     let name = name.unwrap_or_default();
     let built = match EventType::of(name.as_bytes()) {
-        Some(EventType::Stored) => stored(raw)
+        Some(EventType::Stored) => build_stored(raw)
             .map(|stored| EngineEvent::Stored(Box::new(stored)))
             .map_err(SkippedEvent::Store),
-        Some(EventType::Removed) => removed(raw).map_err(SkippedEvent::Removal),
+        Some(EventType::Removed) => build_removed(raw).map_err(SkippedEvent::Removal),
         Some(EventType::Cleared) => Ok(EngineEvent::Cleared {
             ownership: raw.text(EventField::Ownership, BlockOwnership::Unknown),
         }),
@@ -32,7 +32,7 @@ pub(super) fn event(raw: &EventFields<'_>) -> EngineEvent {
     built.unwrap_or_else(EngineEvent::Skipped)
 }
 
-fn stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
+fn build_stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
     let (lora_name, namespace_salt) = match raw.read(EventField::LoraName)? {
         None => (None, None),
         Some(CacheNamespace::Lora(name)) => (Some(name), None),
@@ -51,12 +51,12 @@ fn stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
         cache_salt: raw.read(EventField::CacheSalt)?.or(namespace_salt),
         extra_keys: value::per_block(raw.read(EventField::ExtraKeys)?),
         media: media.map(|SizedList(blocks)| value::media_hashes(blocks)),
-        keys_are_pairs: raw.encoding == FieldEncoding::Map,
+        keys_are_pairs: raw.encoding == EventEncoding::Map,
         origin: origin(raw)?,
     })
 }
 
-fn removed(raw: &EventFields<'_>) -> Result<EngineEvent, &'static str> {
+fn build_removed(raw: &EventFields<'_>) -> Result<EngineEvent, &'static str> {
     Ok(EngineEvent::Removed {
         hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
         origin: origin(raw)?,

@@ -3,7 +3,7 @@
 
 use super::value::{self, BlockMedia, SizedList};
 
-/// A field with a meaning.
+/// Known field.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum EventField {
     Type,
@@ -107,12 +107,12 @@ impl EventType {
     }
 }
 
-/// Maximum number of tail elements that have a meaning in any layout.
+/// Maximum number of known tail elements in any layout.
 pub(super) const MAX_TAIL: usize = 8;
 
 /// Encoding of an event.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum FieldEncoding {
+pub(super) enum EventEncoding {
     #[default]
     Array,
     Map,
@@ -121,7 +121,7 @@ pub(super) enum FieldEncoding {
 /// One event with undecoded fields. A missing field is empty.
 #[derive(Debug, Default)]
 pub(super) struct EventFields<'a> {
-    pub(super) encoding: FieldEncoding,
+    pub(super) encoding: EventEncoding,
     fields: [&'a [u8]; NAMES.len()],
 }
 

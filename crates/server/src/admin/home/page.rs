@@ -189,7 +189,7 @@ fn describe_parity(model: &ModelRow, is_loading: bool) -> (&'static str, &'stati
         None if is_loading => ("warn", "the tokenizer is loading"),
         Some("agrees") => ("good", "equal"),
         Some("differs") => ("bad", "different; requests are routed by load"),
-        Some("end_differs") => ("warn", "different after the last message"),
+        Some("generation_prompt_differs") => ("warn", "generation prompt differs"),
         Some("some_differ") => ("warn", "different on some workers"),
         Some("cannot_test") => ("dim", "not comparable"),
         _ => ("dim", "not compared yet"),

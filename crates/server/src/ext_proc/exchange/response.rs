@@ -77,7 +77,7 @@ impl ObservationNeeds {
                 && (options.observe == ObserveMode::Usage
                     || start.is_sampled
                     || options.output_blocks),
-            response_id: is_success && route_reply.is_response_stored,
+            response_id: is_success && route_reply.may_store_response,
         }
     }
 }

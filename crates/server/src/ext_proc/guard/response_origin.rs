@@ -14,15 +14,15 @@ use crate::dispatch::{Dispatcher, log_health_changes};
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
 
-/// Sender of a response.
-enum ResponseSender {
+/// Result of attributing a response to its source.
+enum ResponseAttribution {
     /// A worker, or Envoy for an unreachable worker. The router updates the health of workers.
     Origin(ResponseOrigin),
     /// Envoy, because of a limit or an injected fault. The response contains no information about
     /// the worker.
-    GatewayPolicy,
+    EnvoyPolicy,
     /// Envoy, because the worker did not respond in time.
-    GatewayTimeout,
+    EnvoyTimeout,
     /// An unknown endpoint, which may be another address of the chosen worker.
     UnknownEndpoint,
 }
@@ -40,23 +40,23 @@ impl ExchangeGuard {
             ResponseEncoding::Document
         });
         self.count_response(head.status, head.source.name());
-        match self.response_sender(head.source) {
+        match self.attribute_response(head.source) {
             None => {}
-            Some(ResponseSender::Origin(origin)) => self.on_response_origin(head, origin),
-            Some(ResponseSender::GatewayPolicy) => {
+            Some(ResponseAttribution::Origin(origin)) => self.on_response_origin(head, origin),
+            Some(ResponseAttribution::EnvoyPolicy) => {
                 // Releases the probe, so that another request may probe the worker.
                 if let Some(active) = &mut self.active {
                     active.placement.tracked.clear();
                     active.placement.predictions = RequestPredictions::default();
                 }
             }
-            Some(ResponseSender::GatewayTimeout) => {
+            Some(ResponseAttribution::EnvoyTimeout) => {
                 self.report_outcome(WorkerOutcome::NoResponse);
                 if let Some(active) = &mut self.active {
                     active.placement.predictions = RequestPredictions::default();
                 }
             }
-            Some(ResponseSender::UnknownEndpoint) => {
+            Some(ResponseAttribution::UnknownEndpoint) => {
                 if let Some(active) = &mut self.active {
                     active.placement.tracked.clear();
                     self.router
@@ -76,26 +76,26 @@ impl ExchangeGuard {
     }
 
     /// Returns the sender of a response; `None` for a request that was not dispatched.
-    fn response_sender(&self, source: ResponseSource) -> Option<ResponseSender> {
+    fn attribute_response(&self, source: ResponseSource) -> Option<ResponseAttribution> {
         let route = &self.active.as_ref()?.placement.route;
         let origin = match source {
             ResponseSource::Unknown | ResponseSource::Ambiguous => ResponseOrigin::Chosen,
             ResponseSource::Envoy => ResponseOrigin::Gateway,
-            ResponseSource::EnvoyPolicy => return Some(ResponseSender::GatewayPolicy),
-            ResponseSource::EnvoyTimeout => return Some(ResponseSender::GatewayTimeout),
+            ResponseSource::EnvoyPolicy => return Some(ResponseAttribution::EnvoyPolicy),
+            ResponseSource::EnvoyTimeout => return Some(ResponseAttribution::EnvoyTimeout),
             ResponseSource::Worker(address) => {
                 let served = WorkerEndpoint(address);
                 if route.to.is_served_from(served) {
-                    return Some(ResponseSender::Origin(ResponseOrigin::Chosen));
+                    return Some(ResponseAttribution::Origin(ResponseOrigin::Chosen));
                 }
                 let fleet = self.router.fleet();
                 match fleet.workers().find(|worker| worker.owns(served)) {
                     Some(worker) => ResponseOrigin::Other(worker.id),
-                    None => return Some(ResponseSender::UnknownEndpoint),
+                    None => return Some(ResponseAttribution::UnknownEndpoint),
                 }
             }
         };
-        Some(ResponseSender::Origin(origin))
+        Some(ResponseAttribution::Origin(origin))
     }
 
     fn on_response_origin(&mut self, head: ResponseHead, origin: ResponseOrigin) {

@@ -6,7 +6,7 @@ use std::num::{NonZeroU16, NonZeroU32};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, BootstrapAddress, ModelName, SocketAttach, WorkerAccess, WorkerEndpoint, WorkerId,
+    BlockSize, BootstrapAddress, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId,
     WorkerRole,
 };
 use warmroute_settings::{DurationSetting, Problem};
@@ -26,8 +26,8 @@ pub struct WorkerConfig {
     pub endpoint: WorkerEndpoint,
     /// Receiver of the requests at `endpoint`: `direct`, or `front_end` for a front end that several
     /// workers share, such as Dynamo's. A response then belongs to the worker that the headers name.
-    #[serde(default, skip_serializing_if = "WorkerAccess::is_direct")]
-    pub via: WorkerAccess,
+    #[serde(default, skip_serializing_if = "EndpointKind::is_direct")]
+    pub via: EndpointKind,
     /// Served model; may be omitted if only one model is configured.
     #[serde(default)]
     pub model: Option<ModelName>,

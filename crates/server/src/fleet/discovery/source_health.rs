@@ -69,7 +69,7 @@ impl DiscoverySourceHealth {
             warn!(
                 source = self.label.source.as_str(),
                 reason,
-                "discovery source selects no workers; its workers are removed if this is confirmed"
+                "discovery source selects no workers; its workers are removed after a grace period"
             );
         }
     }

@@ -8,7 +8,7 @@ use std::num::{NonZeroU16, NonZeroU32};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, ModelName, SocketAttach, WorkerAccess, WorkerEndpoint, WorkerId, WorkerRole,
+    BlockSize, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
 };
 
 use super::config::{
@@ -87,8 +87,8 @@ impl TemplateConfig {
             name: None,
             endpoint: self.front_end.unwrap_or(WorkerEndpoint(address)),
             via: match self.front_end {
-                Some(_) => WorkerAccess::FrontEnd,
-                None => WorkerAccess::Direct,
+                Some(_) => EndpointKind::FrontEnd,
+                None => EndpointKind::Direct,
             },
             model: self.model.clone(),
             role: self.role,

@@ -182,9 +182,9 @@ fn differing_generation_prompt_ends_known_prefix() {
         engine_token: None,
         warmroute_text: None,
         engine_text: None,
-        fitting_settings: None,
+        matching_settings: None,
     };
-    let verdict = CanaryVerdict::EndDiffers {
+    let verdict = CanaryVerdict::GenerationPromptDiffers {
         difference: Box::new(difference),
         end_tokens: 3,
     };

@@ -10,7 +10,7 @@ use crate::worker_faults::{FaultMetrics, WorkerFault};
 /// Time between two requests. The capacity of two workers suffices.
 const INTERVAL_MS: usize = 50;
 const FAULT: FaultPeriod = FaultPeriod {
-    fault: WorkerFault::Hangs,
+    fault: WorkerFault::Hang,
     start_s: 10.0,
     end_s: 40.0,
 };
@@ -18,11 +18,11 @@ const END_S: f64 = 75.0;
 
 /// Faults that make a worker useless. The short form uses the first two.
 const FAULTS: [WorkerFault; 5] = [
-    WorkerFault::AnswersAtOnce { status: 404 },
-    WorkerFault::Hangs,
-    WorkerFault::AnswersAtOnce { status: 500 },
-    WorkerFault::AnswersAtOnce { status: 503 },
-    WorkerFault::AnswersAtOnce { status: 200 },
+    WorkerFault::ImmediateResponse { status: 404 },
+    WorkerFault::Hang,
+    WorkerFault::ImmediateResponse { status: 500 },
+    WorkerFault::ImmediateResponse { status: 503 },
+    WorkerFault::ImmediateResponse { status: 200 },
 ];
 
 /// Simulates a fleet whose requests take about a second each.
@@ -59,14 +59,14 @@ fn assert_faulty_worker_loses_traffic(fault: WorkerFault, policy: &str, workers:
         100.0 * metrics.early_share,
         100.0 * metrics.late_share,
         metrics.healthy_ejections,
-        metrics.return_s
+        metrics.recovery_s
     );
     let fair_share = 1.0 / workers as f64;
     let context = format!("{fault:?} {policy} {workers} {metrics:?}");
     assert!(metrics.early_share <= fair_share + 0.02, "{context}");
     assert!(metrics.late_share < 0.02, "{context}");
     assert_eq!(metrics.healthy_ejections, 0, "{context}");
-    assert!(metrics.return_s < 30.0, "{context}");
+    assert!(metrics.recovery_s < 30.0, "{context}");
 }
 
 #[test]
@@ -87,7 +87,7 @@ fn faulty_worker_loses_traffic_in_every_policy() {
 
 #[test]
 fn slow_worker_loses_traffic_without_ejection() {
-    let slow = WorkerFault::Slow { factor: 8.0 };
+    let slow = WorkerFault::Slowdown { factor: 8.0 };
     let metrics = fault_metrics(slow, "seconds", 4);
     assert!(metrics.late_share < 0.1, "{metrics:?}");
     assert_eq!(metrics.healthy_ejections, 0, "{metrics:?}");
@@ -95,7 +95,7 @@ fn slow_worker_loses_traffic_without_ejection() {
 
 #[test]
 fn failing_is_cheap_without_feedback() {
-    let fault = WorkerFault::AnswersAtOnce { status: 404 };
+    let fault = WorkerFault::ImmediateResponse { status: 404 };
     let metrics = fault_metrics(fault, "least_loaded+no_ejection", 4);
     assert!(metrics.late_share > 0.5, "{metrics:?}");
 }

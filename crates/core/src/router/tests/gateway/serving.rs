@@ -272,7 +272,7 @@ fn mismatched_worker_is_booked_without_cached_tokens() {
 /// Returns two workers behind one front end, and a worker with its own endpoint.
 fn fleet_with_front_end() -> [Worker; 3] {
     let behind_front_end = |id| Worker {
-        via: WorkerAccess::FrontEnd,
+        via: EndpointKind::FrontEnd,
         endpoint: endpoint(8),
         ..worker(id)
     };

@@ -60,8 +60,8 @@ fn stored_map(hashes: &[u8], tokens: &[u8], extra_keys: &[u8]) -> Vec<u8> {
 /// Reads a batch without decoding its fields.
 fn check(payload: &[u8]) -> Result<(), WireError> {
     let mut reader = BatchReader::new(payload);
-    reader.array("batch")?;
-    reader.raw()?;
+    reader.read_array_length("batch")?;
+    reader.read_raw()?;
     for _ in 0..reader.event_count()? {
         reader.event()?;
     }

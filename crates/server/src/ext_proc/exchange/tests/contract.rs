@@ -321,7 +321,7 @@ fn response_id_is_read_if_response_is_stored() {
                     exchange.on_message(headers("/v1/responses", false));
                     exchange.on_message(body(b"{}", true));
                     exchange.on_route(RouteReply {
-                        is_response_stored: is_stored,
+                        may_store_response: is_stored,
                         ..to_worker().into()
                     });
                     let begun = describe(exchange.on_message(response(is_stream, false)));

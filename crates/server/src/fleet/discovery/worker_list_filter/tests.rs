@@ -44,14 +44,14 @@ fn ids(workers: &[Worker]) -> Vec<u64> {
 
 /// A guard with a clock, for the models `m` and `n`.
 struct Fixture {
-    guard: FleetGuard,
+    guard: WorkerListFilter,
     start: Instant,
 }
 
 impl Fixture {
     fn new(workers: Vec<Worker>) -> Self {
         let mut fixture = Self {
-            guard: FleetGuard::default(),
+            guard: WorkerListFilter::default(),
             start: Instant::now(),
         };
         let expected = ids(&workers);
@@ -65,10 +65,10 @@ impl Fixture {
         ids(&self.guard.update(workers, &models, CONFIRMATION, now))
     }
 
-    fn confirm(&mut self, seconds: u64) -> Vec<u64> {
+    fn remove_expired(&mut self, seconds: u64) -> Vec<u64> {
         ids(&self
             .guard
-            .confirm(self.start + Duration::from_secs(seconds)))
+            .remove_expired(self.start + Duration::from_secs(seconds)))
     }
 
     fn due_in(&self) -> Option<u64> {
@@ -77,7 +77,7 @@ impl Fixture {
 }
 
 #[test]
-fn empty_list_keeps_workers_until_confirmed() {
+fn empty_list_keeps_workers_during_grace_period() {
     let mut fixture = Fixture::new(vec![decode(1), decode(2)]);
     assert_eq!(fixture.update(vec![], 5), [1, 2]);
     assert_eq!(fixture.due_in(), Some(35));
@@ -87,14 +87,14 @@ fn empty_list_keeps_workers_until_confirmed() {
         "the time does not start again"
     );
     assert_eq!(fixture.due_in(), Some(35));
-    assert_eq!(fixture.confirm(34), [1, 2]);
-    assert_eq!(fixture.confirm(35), [0; 0]);
+    assert_eq!(fixture.remove_expired(34), [1, 2]);
+    assert_eq!(fixture.remove_expired(35), [0; 0]);
     assert_eq!(fixture.due_in(), None);
     assert_eq!(fixture.update(vec![decode(3)], 40), [3]);
 }
 
 #[test]
-fn workers_that_return_end_the_confirmation() {
+fn relisted_workers_end_grace_period() {
     let mut fixture = Fixture::new(vec![decode(1), decode(2)]);
     assert_eq!(fixture.update(vec![], 5), [1, 2]);
     assert_eq!(fixture.update(vec![decode(2)], 6), [2]);
@@ -102,12 +102,12 @@ fn workers_that_return_end_the_confirmation() {
 }
 
 #[test]
-fn each_role_and_model_is_confirmed_alone() {
+fn each_role_and_model_has_grace_period() {
     let other = worker(9, "n", WorkerRole::Decode);
     let mut fixture = Fixture::new(vec![decode(1), prefill(2), prefill(3), other.clone()]);
     assert_eq!(fixture.update(vec![decode(4)], 0), [2, 3, 4, 9]);
     assert_eq!(fixture.update(vec![decode(4), prefill(5)], 1), [4, 5, 9]);
-    assert_eq!(fixture.confirm(30), [4, 5]);
+    assert_eq!(fixture.remove_expired(30), [4, 5]);
     assert_eq!(fixture.update(vec![decode(4)], 31), [4, 5]);
     assert_eq!(
         fixture.update(vec![decode(4), prefill(5), other], 32),

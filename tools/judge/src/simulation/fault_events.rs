@@ -33,12 +33,12 @@ impl FleetSimulation<'_> {
         let worker = &mut self.workers[FAULTY_WORKER];
         worker.fault = fault;
         match fault {
-            Some(WorkerFault::Lost) => self.lose_worker(FAULTY_WORKER, now_ms)?,
-            Some(WorkerFault::Slow { factor }) => {
+            Some(WorkerFault::Loss) => self.lose_worker(FAULTY_WORKER, now_ms)?,
+            Some(WorkerFault::Slowdown { factor }) => {
                 let slowdown = factor * self.case.slowdown(FAULTY_WORKER);
                 worker.slowdown.set(slowdown);
             }
-            Some(WorkerFault::AnswersAtOnce { .. } | WorkerFault::Hangs) | None => {}
+            Some(WorkerFault::ImmediateResponse { .. } | WorkerFault::Hang) | None => {}
         }
         Ok(())
     }
@@ -46,7 +46,7 @@ impl FleetSimulation<'_> {
     pub(super) fn end_fault(&mut self, now_ms: f64) -> Result<()> {
         let worker = &mut self.workers[FAULTY_WORKER];
         worker.slowdown.set(self.case.slowdown(FAULTY_WORKER));
-        if worker.fault.take() == Some(WorkerFault::Lost) {
+        if worker.fault.take() == Some(WorkerFault::Loss) {
             worker.engine = Some(new_engine(self.case, FAULTY_WORKER, &worker.slowdown)?);
             self.driver.restore_workers();
         }
@@ -70,7 +70,7 @@ impl FleetSimulation<'_> {
     }
 
     pub(super) fn is_hung(&self, worker: usize) -> bool {
-        self.workers[worker].fault == Some(WorkerFault::Hangs)
+        self.workers[worker].fault == Some(WorkerFault::Hang)
     }
 
     /// Lets a pass of a hung engine end when the fault does.
@@ -90,7 +90,7 @@ impl FleetSimulation<'_> {
     /// of a lost worker are interrupted, and do not wait.
     pub(super) fn schedule_client_timeout(&mut self, request: RequestNumber, now_ms: f64) {
         let fault = self.case.fault.map(|period| period.fault);
-        if fault.is_some_and(|fault| fault != WorkerFault::Lost) {
+        if fault.is_some_and(|fault| fault != WorkerFault::Loss) {
             let event = SimulationEvent::ClientTimeout(request);
             self.timeline.push(now_ms + CLIENT_TIMEOUT_MS, event);
         }
@@ -133,7 +133,7 @@ impl FleetSimulation<'_> {
         if ticks.is_multiple_of(TICKS_PER_CHECK) {
             let workers = &self.workers;
             let is_healthy = |worker: usize| {
-                let is_hung = workers[worker].fault == Some(WorkerFault::Hangs);
+                let is_hung = workers[worker].fault == Some(WorkerFault::Hang);
                 workers[worker].engine.is_some() && !is_hung
             };
             self.driver.check_health(is_healthy);

@@ -12,14 +12,14 @@ const RANK_HEADER: HeaderName = HeaderName::from_static("x-data-parallel-rank");
 
 /// Routing headers of canaries.
 #[derive(Clone, Debug, PartialEq)]
-pub struct CanaryPins {
+pub struct CanaryHeaders {
     gateway: GatewayConfig,
     /// Whether the headers name both workers of a pair.
     names_pairs: bool,
 }
 
-impl CanaryPins {
-    /// Returns the pins of a configuration.
+impl CanaryHeaders {
+    /// Returns the headers of a configuration.
     pub fn new(config: &Config) -> Self {
         Self {
             gateway: config.gateway.clone(),
@@ -87,8 +87,8 @@ mod tests {
     use super::*;
     use crate::config::WorkerSource;
 
-    /// Returns the pins of each worker in a fleet of two pairs.
-    fn pins(profiles: &[&str], rank: Option<u32>) -> Vec<Vec<(String, String)>> {
+    /// Returns the headers of each worker in a fleet of two pairs.
+    fn headers(profiles: &[&str], rank: Option<u32>) -> Vec<Vec<(String, String)>> {
         let worker = |id: u64, role: &str| json!({"id": id, "endpoint": format!("10.0.0.{id}:80"), "role": role});
         let text = json!({
             "models": [{"name": "m", "prefill": {"mode": "header"}}],
@@ -101,8 +101,8 @@ mod tests {
         let WorkerSource::Fixed(workers) = config.worker_source() else {
             panic!("the workers are not a fixed list")
         };
-        let pins = CanaryPins::new(&config);
-        let of = |worker| pins.headers(worker, rank.map(DpRank), &workers);
+        let canary_headers = CanaryHeaders::new(&config);
+        let of = |worker| canary_headers.headers(worker, rank.map(DpRank), &workers);
         let text = |headers: HeaderMap| {
             let line = |(name, value): (&HeaderName, &HeaderValue)| {
                 (name.to_string(), value.to_str().unwrap().to_owned())
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn canaries_name_both_workers_of_a_pair() {
-        let found = pins(&["dynamo"], None);
+        let found = headers(&["dynamo"], None);
         let named = |at: usize, name: &str| {
             let line = found[at].iter().find(|(known, _)| known == name)?;
             Some(line.1.as_str())
@@ -142,13 +142,13 @@ mod tests {
 
     #[test]
     fn canaries_of_engines_name_no_prefill_worker() {
-        for found in pins(&["worker-id", "llm-d"], None) {
+        for found in headers(&["worker-id", "llm-d"], None) {
             assert!(
                 found.iter().all(|(name, _)| !name.contains("prefill")),
                 "{found:?}"
             );
         }
-        let found = pins(&["worker-id"], Some(0)).pop().unwrap();
+        let found = headers(&["worker-id"], Some(0)).pop().unwrap();
         let expected = owned([
             ("x-worker-instance-id", "5"),
             ("x-dp-rank", "0"),

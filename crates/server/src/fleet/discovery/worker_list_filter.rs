@@ -17,7 +17,7 @@ use warmroute_core::worker::{ModelName, Worker, WorkerEndpoint, WorkerId, Worker
 use super::WorkerModel;
 
 /// Minimum time without workers before the last workers of a model and role are removed.
-pub const REMOVAL_CONFIRMATION: Duration = Duration::from_secs(30);
+pub const REMOVAL_GRACE_PERIOD: Duration = Duration::from_secs(30);
 /// Maximum number of worker ranks of a fleet.
 pub const MAX_RANKS: usize = 8192;
 
@@ -47,7 +47,7 @@ struct RetainedGroup {
 
 /// Applies the rules to the successive worker lists of the configured source.
 #[derive(Debug, Default)]
-pub struct FleetGuard {
+pub struct WorkerListFilter {
     reported: Vec<Worker>,
     retained: Vec<RetainedGroup>,
     /// Workers in use.
@@ -56,16 +56,16 @@ pub struct FleetGuard {
     excess: usize,
 }
 
-impl FleetGuard {
+impl WorkerListFilter {
     /// Accepts a complete list of the source. Returns the workers to use.
     ///
-    /// `confirmation` is the time after which the source has answered again. Workers of a model
+    /// `grace_period` is the time after which the source has answered again. Workers of a model
     /// that is not in `models` are removed at once.
     pub fn update(
         &mut self,
         reported: Vec<Worker>,
         models: &[WorkerModel],
-        confirmation: Duration,
+        grace_period: Duration,
         now: Instant,
     ) -> Vec<Worker> {
         self.reported = reported;
@@ -73,11 +73,11 @@ impl FleetGuard {
         let is_gone = |group: &WorkerGroup| {
             !listed.contains(group) && models.iter().any(|model| model.name == group.model)
         };
-        self.retained.retain(|held| is_gone(&held.group));
+        self.retained.retain(|retained| is_gone(&retained.group));
         let active = self.current.iter().filter(|worker| !worker.draining);
         let groups: HashSet<WorkerGroup> = active.map(WorkerGroup::of).collect();
         for group in groups.into_iter().filter(is_gone) {
-            if self.retained.iter().any(|held| held.group == group) {
+            if self.retained.iter().any(|retained| retained.group == group) {
                 continue;
             }
             let members = self.current.iter().filter(|worker| !worker.draining);
@@ -90,34 +90,34 @@ impl FleetGuard {
                 model = group.model.as_str(),
                 role = group.role.as_str(),
                 workers = workers.len(),
-                seconds = confirmation.as_secs(),
-                "discovery source lists no workers; the current ones stay in use until this is confirmed"
+                seconds = grace_period.as_secs(),
+                "discovery source lists no workers; current workers are kept for a grace period"
             );
             self.retained.push(RetainedGroup {
                 group,
                 workers,
-                until: now + confirmation,
+                until: now + grace_period,
             });
         }
         self.apply()
     }
 
-    /// Returns the time of the next [`Self::confirm`].
+    /// Returns the time of the next [`Self::remove_expired`].
     pub fn next_due(&self) -> Option<Instant> {
-        self.retained.iter().map(|held| held.until).min()
+        self.retained.iter().map(|retained| retained.until).min()
     }
 
-    /// Removes the workers that no list contained for the time of confirmation. Returns the workers
-    /// to use.
-    pub fn confirm(&mut self, now: Instant) -> Vec<Worker> {
-        self.retained.retain(|held| {
-            let is_due = held.until <= now;
+    /// Removes the workers that no list contained during the grace period. Returns the workers to
+    /// use.
+    pub fn remove_expired(&mut self, now: Instant) -> Vec<Worker> {
+        self.retained.retain(|retained| {
+            let is_due = retained.until <= now;
             if is_due {
                 info!(
-                    model = held.group.model.as_str(),
-                    role = held.group.role.as_str(),
-                    workers = held.workers.len(),
-                    "removal of all workers confirmed"
+                    model = retained.group.model.as_str(),
+                    role = retained.group.role.as_str(),
+                    workers = retained.workers.len(),
+                    "grace period expired; workers removed"
                 );
             }
             !is_due
@@ -126,7 +126,7 @@ impl FleetGuard {
     }
 
     fn apply(&mut self) -> Vec<Worker> {
-        let retained = self.retained.iter().flat_map(|held| &held.workers);
+        let retained = self.retained.iter().flat_map(|retained| &retained.workers);
         let mut workers = without_replaced(&self.reported, retained);
         workers.extend(self.reported.iter().cloned());
         self.current = self.limit(workers);
