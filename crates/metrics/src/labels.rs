@@ -276,8 +276,8 @@ pub struct RankFailureLabels {
     pub dp_rank: u32,
     /// `aggregated`, `prefill`, `decode`; `unknown` if the worker has left the fleet.
     pub role: &'static str,
-    /// `unreachable`, `server_error`, `rejected`, `empty`, `no_response`, `no_content`,
-    /// `overloaded`, `cancelled`.
+    /// `unreachable`, `server_error`, `rejected`, `empty`, `no_output`, `no_response`,
+    /// `no_content`, `overloaded`, `cancelled`.
     pub kind: &'static str,
 }
 

@@ -16,6 +16,9 @@ pub enum WorkerOutcome {
     Rejected,
     /// A 2xx status without the content that is due.
     Empty,
+    /// A stream that reports its end and delivers no content. Its engine may have computed it: the
+    /// first token can end the output.
+    NoOutput,
     /// No response headers in the expected time.
     NoResponse,
     /// Response headers, but no content in the expected time.
@@ -30,11 +33,12 @@ pub enum WorkerOutcome {
 
 impl WorkerOutcome {
     /// Outcomes that count as failures, for metrics.
-    pub const FAILURES: [WorkerOutcome; 8] = [
+    pub const FAILURES: [WorkerOutcome; 9] = [
         WorkerOutcome::Unreachable,
         WorkerOutcome::ServerError,
         WorkerOutcome::Rejected,
         WorkerOutcome::Empty,
+        WorkerOutcome::NoOutput,
         WorkerOutcome::NoResponse,
         WorkerOutcome::NoContent,
         WorkerOutcome::Overloaded,
@@ -61,6 +65,7 @@ impl WorkerOutcome {
             WorkerOutcome::ServerError => "server_error",
             WorkerOutcome::Rejected => "rejected",
             WorkerOutcome::Empty => "empty",
+            WorkerOutcome::NoOutput => "no_output",
             WorkerOutcome::NoResponse => "no_response",
             WorkerOutcome::NoContent => "no_content",
             WorkerOutcome::Overloaded => "overloaded",
@@ -82,16 +87,20 @@ impl WorkerOutcome {
             WorkerOutcome::ServerError
                 | WorkerOutcome::Rejected
                 | WorkerOutcome::Empty
+                | WorkerOutcome::NoOutput
                 | WorkerOutcome::Overloaded
         )
     }
 
     /// Returns the weight of the failure, in failures that certainly are the worker's. Clients cause
-    /// most 4xx and cancellations, and overload passes.
+    /// most 4xx and cancellations, some prompts have no output, and overload passes.
     pub(super) fn weight(self) -> f64 {
         match self {
             WorkerOutcome::Delivered | WorkerOutcome::Inconclusive => 0.0,
-            WorkerOutcome::Rejected | WorkerOutcome::Overloaded | WorkerOutcome::Cancelled => 0.5,
+            WorkerOutcome::Rejected
+            | WorkerOutcome::NoOutput
+            | WorkerOutcome::Overloaded
+            | WorkerOutcome::Cancelled => 0.5,
             WorkerOutcome::Unreachable
             | WorkerOutcome::ServerError
             | WorkerOutcome::Empty

@@ -46,6 +46,7 @@ impl ReachabilityTable {
             | WorkerOutcome::ServerError
             | WorkerOutcome::Rejected
             | WorkerOutcome::Empty
+            | WorkerOutcome::NoOutput
             | WorkerOutcome::Overloaded => self.record(worker, true, now),
             WorkerOutcome::NoResponse
             | WorkerOutcome::NoContent

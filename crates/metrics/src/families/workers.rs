@@ -22,8 +22,8 @@ metrics! {
         /// Workers with at least one rank that is ejected because its requests fail
         "ejected_workers" ejected: Gauge = Gauge::default();
         /// Failed requests of a worker rank by kind: unreachable, server_error, rejected (a 4xx),
-        /// empty (a 2xx without content), no_response, no_content (not in the expected time),
-        /// overloaded, cancelled (by the client, after a long wait)
+        /// empty (a 2xx without content), no_output (a stream that reports its end without content),
+        /// no_response, no_content (not in the expected time), overloaded, cancelled (by the client, after a long wait)
         "worker_failed_requests" failed_requests: Family<RankFailureLabels, Counter> = Family::default();
         /// Health of a worker rank that is not healthy: 1 suspect, 2 probe due, 3 probing, 4 ejected
         "worker_health_state" health_state: Family<RankLabels, Gauge> = Family::default();

@@ -258,7 +258,8 @@ impl ExchangeGuard {
             debug!(?missing, "response without content");
             self.report_outcome(match missing {
                 MissingContent::Empty => WorkerOutcome::Empty,
-                MissingContent::OutputEnded => WorkerOutcome::Delivered,
+                MissingContent::OutputEnded => WorkerOutcome::NoOutput,
+                MissingContent::OutputCounted => WorkerOutcome::Delivered,
                 MissingContent::Error => WorkerOutcome::ServerError,
             });
         }

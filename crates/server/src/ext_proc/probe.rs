@@ -186,7 +186,7 @@ mod tests {
 
     #[test]
     fn probe_reports_end_without_content() {
-        let cases: [(&[u8], MissingContent); 4] = [
+        let cases: [(&[u8], MissingContent); 5] = [
             (b"", MissingContent::Empty),
             (b"data: [DONE]\n\n", MissingContent::Empty),
             (
@@ -196,6 +196,10 @@ mod tests {
             (
                 b"data: {\"choices\":[{\"delta\":{},\"finish_reason\":\"stop\"}]}\n\n",
                 MissingContent::OutputEnded,
+            ),
+            (
+                b"data: {\"choices\":[],\"usage\":{\"completion_tokens\":1}}\n\n",
+                MissingContent::OutputCounted,
             ),
         ];
         for (bytes, missing) in cases {

@@ -25,8 +25,10 @@ pub enum MissingContent {
     /// The body is empty or contains no output at all.
     Empty,
     /// The engine has reported the end of its output, for example if its first token ends the
-    /// sequence. The prompt was computed.
+    /// sequence. The prompt may have been computed.
     OutputEnded,
+    /// The engine has reported the number of its output tokens. The prompt was computed.
+    OutputCounted,
     /// The engine has reported an error after the headers.
     Error,
 }
@@ -48,6 +50,7 @@ impl MissingContent {
         match evidence {
             OutputEvidence::None => Some(Self::Empty),
             OutputEvidence::Ended => Some(Self::OutputEnded),
+            OutputEvidence::Counted => Some(Self::OutputCounted),
             OutputEvidence::Error => Some(Self::Error),
             OutputEvidence::Content => None,
         }

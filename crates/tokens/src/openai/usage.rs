@@ -42,8 +42,10 @@ pub enum OutputEvidence {
     /// `response.created`.
     #[default]
     None,
-    /// The engine has reported the end of its output, or output tokens without text.
+    /// The engine has reported the end of its output, without a number of output tokens.
     Ended,
+    /// The engine has reported a number of output tokens, but no text.
+    Counted,
     /// The engine has reported an error.
     Error,
     /// Content: text, reasoning, a refusal, a tool call, audio, token ids or log probabilities.

@@ -87,6 +87,7 @@ fn response_without_output_verifies_no_blocks() {
         (MissingContent::Empty, false),
         (MissingContent::Error, false),
         (MissingContent::OutputEnded, true),
+        (MissingContent::OutputCounted, true),
     ] {
         let (router, _writer) = router_with_event_source();
         let mut guard = guard_of(&router, placement_with_parity(&router));
@@ -95,6 +96,26 @@ fn response_without_output_verifies_no_blocks() {
         guard.on_completed();
         assert_eq!(guard.content, ResponseContent::Missing(missing));
         assert_eq!(has_ready_check(&router), expected, "{missing:?}");
+    }
+}
+
+#[test]
+fn stream_without_output_is_a_failure() {
+    for (missing, expected) in [
+        (MissingContent::Empty, Some(WorkerOutcome::Empty)),
+        (MissingContent::Error, Some(WorkerOutcome::ServerError)),
+        (MissingContent::OutputEnded, Some(WorkerOutcome::NoOutput)),
+        (MissingContent::OutputCounted, None),
+    ] {
+        let router = router();
+        let request = RouteRequest::new(Some("m".into()), hashed_prompt());
+        let mut guard = guard_of(&router, router.route(request).unwrap());
+        guard.on_response_headers(response_head(true, 200));
+        guard.on_content_missing(missing);
+        guard.on_completed();
+        let failed = router.failed_requests();
+        let kinds: Vec<_> = failed.into_iter().map(|(_, kind, _)| kind).collect();
+        assert_eq!(kinds, Vec::from_iter(expected), "{missing:?}");
     }
 }
 

@@ -339,7 +339,7 @@ mod tests {
             ),
             (role.clone() + "data: [DONE]\n\n", OutputEvidence::None),
             (role.clone() + &stop, OutputEvidence::Ended),
-            (role.clone() + one_token, OutputEvidence::Ended),
+            (role.clone() + one_token, OutputEvidence::Counted),
             (delta, OutputEvidence::Ended),
             (typed("message_stop", ""), OutputEvidence::Ended),
             (

@@ -236,7 +236,9 @@ impl ResponseEvent<'_> {
         ParsedEvent {
             counts,
             content,
-            evidence: if is_last || has_output {
+            evidence: if has_output {
+                evidence.max(OutputEvidence::Counted)
+            } else if is_last {
                 evidence.max(OutputEvidence::Ended)
             } else {
                 evidence
