@@ -8,6 +8,7 @@ mod comparison;
 mod evidence;
 mod model;
 mod outcome;
+mod pool;
 mod rank;
 mod reachability;
 mod report;
@@ -15,7 +16,7 @@ mod waiting;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
@@ -100,8 +101,8 @@ impl From<WorkerHealth> for WorkerAvailability {
 /// Health of all ranks.
 #[derive(Debug, Default)]
 pub struct HealthTracker {
-    /// Number of ranks that are not in service, readable without the lock.
-    avoided: AtomicUsize,
+    /// Whether a request may have to avoid a rank, readable without the lock.
+    has_avoided: AtomicBool,
     model: Mutex<HealthModel>,
 }
 
@@ -209,12 +210,18 @@ impl HealthTracker {
         self.model.lock().health(rank, now)
     }
 
-    /// Returns all ranks that are not healthy. Takes no lock if there are none.
-    pub fn unhealthy_ranks(&self, now: Instant) -> BTreeMap<WorkerRank, WorkerHealth> {
+    /// Returns all ranks that are not healthy, and as suspect those on which this prompt failed in
+    /// the last minute. `prompt` are the sequence hashes of its blocks. Takes no lock if there are
+    /// none.
+    pub fn unhealthy_ranks(
+        &self,
+        prompt: &[SequenceHash],
+        now: Instant,
+    ) -> BTreeMap<WorkerRank, WorkerHealth> {
         if self.is_all_healthy() {
             return BTreeMap::new();
         }
-        self.model.lock().avoided_ranks(now)
+        self.model.lock().avoided_ranks(prompt, now)
     }
 
     /// Returns the ranks that are not healthy or have failed recently, with the evidence.
@@ -228,13 +235,13 @@ impl HealthTracker {
     }
 
     fn is_all_healthy(&self) -> bool {
-        self.avoided.load(Ordering::Acquire) == 0
+        !self.has_avoided.load(Ordering::Acquire)
     }
 
     fn update<T>(&self, change: impl FnOnce(&mut HealthModel) -> T) -> T {
         let mut model = self.model.lock();
         let changed = change(&mut model);
-        self.avoided.store(model.avoided(), Ordering::Release);
+        self.has_avoided.store(!model.is_clear(), Ordering::Release);
         changed
     }
 }

@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::evidence::PromptEnd;
 use super::model::{HealthModel, OutcomeReport};
 use super::outcome::WorkerOutcome;
 use super::rank::{RankRecord, RankState};
@@ -13,14 +14,22 @@ use crate::worker::WorkerRank;
 const MAX_FAULTY_PROMPTS: usize = 256;
 
 impl HealthModel {
-    /// Adds an outcome of one rank to the evidence against its peers.
+    /// Adds an outcome of one rank to the history of its pool and to the evidence against its
+    /// peers.
     pub(super) fn compare_peers(
         &mut self,
-        rank: WorkerRank,
+        report: OutcomeReport<'_>,
         pool: &HealthPool,
-        outcome: WorkerOutcome,
         now: Instant,
     ) -> Vec<HealthTransition> {
+        let OutcomeReport {
+            rank,
+            outcome,
+            prompt,
+        } = report;
+        if let Some(pool) = self.pools.get_mut(pool) {
+            pool.history.add(outcome);
+        }
         let Some(group) = self
             .pools
             .get_mut(pool)
@@ -44,7 +53,7 @@ impl HealthModel {
         for peer in &peers {
             let record = ranks.get_mut(peer);
             if let Some(evidence) = record.and_then(|record| record.evidence.as_mut()) {
-                evidence.add_peer_outcome(outcome);
+                evidence.add_peer_outcome(outcome, prompt);
             }
         }
         self.evaluate_all(peers, now)
@@ -54,7 +63,7 @@ impl HealthModel {
         self.pools.get(pool).is_some_and(|pool| {
             pool.faulty_prompts
                 .iter()
-                .any(|faulty| prompt.contains(faulty))
+                .any(|faulty| faulty.is_continued_by(prompt))
         })
     }
 
@@ -66,7 +75,7 @@ impl HealthModel {
         pool: &HealthPool,
         prompt: &[SequenceHash],
     ) -> Vec<WorkerRank> {
-        let (Some(last_block), Some(group)) = (prompt.last(), self.pools.get_mut(pool)) else {
+        let (Some(end), Some(group)) = (PromptEnd::new(prompt), self.pools.get_mut(pool)) else {
             return Vec::new();
         };
         let mut withdrawn = Vec::new();
@@ -78,7 +87,7 @@ impl HealthModel {
             }
         }
         if !withdrawn.is_empty() {
-            group.faulty_prompts.push_back(*last_block);
+            group.faulty_prompts.push_back(end);
             if group.faulty_prompts.len() > MAX_FAULTY_PROMPTS {
                 group.faulty_prompts.pop_front();
             }

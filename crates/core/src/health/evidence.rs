@@ -9,20 +9,21 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::outcome::WorkerOutcome;
+use super::pool::{BASE_SHARE, OutcomeHistory};
 use crate::block::SequenceHash;
 
 /// Share of failed requests of a faulty rank.
 const FAULTY_SHARE: f64 = 0.9;
 
-/// Share of failed requests that is always assumed for healthy ranks.
-const BASE_SHARE: f64 = 0.02;
-
-/// Weight of [`BASE_SHARE`], in outcomes of the peers.
+/// Weight of the assumed share of failed requests, in outcomes of the peers.
 const BASE_WEIGHT: f64 = 4.0;
 
 /// Weight of a failure whose prompt continues one that failed on the rank before. It may be the
 /// fault of that conversation.
 const REPEATED_WEIGHT: f64 = 0.5;
+
+/// Weight of the failures of a prompt that another rank delivered: the prompt is not at fault.
+const PROVEN_WEIGHT: f64 = 1.0;
 
 /// Evidence expires this long after the last failure.
 const LIFETIME: Duration = Duration::from_secs(60);
@@ -34,20 +35,46 @@ const MAX_PROMPTS: usize = 64;
 #[derive(Clone, Debug)]
 pub(super) struct FailureEvidence {
     last_failure: Instant,
+    /// Share of failed requests of healthy ranks, without the outcomes of the peers.
+    base_share: f64,
     /// Weighted failures of the rank.
     failed: f64,
     delivered: f64,
     peers_failed: f64,
     peers_delivered: f64,
     kinds: BTreeMap<WorkerOutcome, u32>,
-    /// Last block of each failed prompt, and the weight of its failures.
     prompts: Vec<FailedPrompt>,
 }
 
+/// Failures of one prompt.
 #[derive(Clone, Copy, Debug)]
 struct FailedPrompt {
-    last_block: SequenceHash,
+    end: PromptEnd,
     weight: f64,
+    /// Whether a delivery by another rank excludes that the prompt is at fault.
+    is_provable: bool,
+}
+
+/// Last block of a prompt, which identifies the prompt and its position in continuations of it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PromptEnd {
+    last_block: SequenceHash,
+    blocks: usize,
+}
+
+impl PromptEnd {
+    /// Returns the end of a prompt; `None` if the prompt has no complete block.
+    pub(super) fn new(prompt: &[SequenceHash]) -> Option<Self> {
+        Some(Self {
+            last_block: *prompt.last()?,
+            blocks: prompt.len(),
+        })
+    }
+
+    /// Returns whether a prompt begins with the prompt of this end.
+    pub(super) fn is_continued_by(self, prompt: &[SequenceHash]) -> bool {
+        prompt.get(self.blocks - 1) == Some(&self.last_block)
+    }
 }
 
 /// Evidence, for logs and pages.
@@ -83,9 +110,10 @@ impl fmt::Display for EvidenceSummary {
 }
 
 impl FailureEvidence {
-    pub(super) fn new(now: Instant) -> Self {
+    pub(super) fn new(history: OutcomeHistory, now: Instant) -> Self {
         Self {
             last_failure: now,
+            base_share: history.base_share(),
             failed: 0.0,
             delivered: 0.0,
             peers_failed: 0.0,
@@ -103,16 +131,19 @@ impl FailureEvidence {
         now: Instant,
     ) {
         let mut weight = outcome.weight();
-        if let Some(last_block) = prompt.last() {
-            let mut prompts = self.prompts.iter();
-            let continued = prompts.position(|failed| prompt.contains(&failed.last_block));
-            if let Some(at) = continued {
+        if let Some(end) = PromptEnd::new(prompt) {
+            let mut prompts = self.prompts.iter_mut();
+            let continued = prompts.find(|failed| failed.end.is_continued_by(prompt));
+            if let Some(failed) = continued {
                 weight *= REPEATED_WEIGHT;
-                self.prompts[at].weight += weight;
-                self.prompts[at].last_block = *last_block;
+                failed.weight += weight;
+                failed.end = end;
             } else if self.prompts.len() < MAX_PROMPTS {
-                let last_block = *last_block;
-                self.prompts.push(FailedPrompt { last_block, weight });
+                self.prompts.push(FailedPrompt {
+                    end,
+                    weight,
+                    is_provable: outcome != WorkerOutcome::Overloaded,
+                });
             }
         }
         self.failed += weight;
@@ -125,7 +156,7 @@ impl FailureEvidence {
     pub(super) fn withdraw_prompt(&mut self, prompt: &[SequenceHash]) -> bool {
         let before = self.failed;
         self.prompts.retain(|failed| {
-            let is_other = !prompt.contains(&failed.last_block);
+            let is_other = !failed.end.is_continued_by(prompt);
             if !is_other {
                 self.failed -= failed.weight;
             }
@@ -138,21 +169,36 @@ impl FailureEvidence {
         self.delivered += 1.0;
     }
 
-    /// Adds an outcome of a peer.
-    pub(super) fn add_peer_outcome(&mut self, outcome: WorkerOutcome) {
-        if outcome == WorkerOutcome::Delivered {
-            self.peers_delivered += 1.0;
-        } else {
+    /// Adds an outcome of a peer. If the peer delivered a prompt that failed on the rank, the
+    /// failures of the prompt get the weight of failures that certainly are the rank's.
+    pub(super) fn add_peer_outcome(&mut self, outcome: WorkerOutcome, prompt: &[SequenceHash]) {
+        if outcome != WorkerOutcome::Delivered {
             self.peers_failed += outcome.weight();
+            return;
+        }
+        self.peers_delivered += 1.0;
+        for failed in &mut self.prompts {
+            if failed.is_provable && failed.end.is_continued_by(prompt) {
+                let added = (PROVEN_WEIGHT - failed.weight).max(0.0);
+                failed.weight += added;
+                self.failed += added;
+            }
         }
     }
 
-    /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure whose
-    /// peers fail nothing, so the result is comparable to a number of failures in a row.
+    /// Returns whether a prompt, or one that it continues, failed on the rank.
+    pub(super) fn has_failed(&self, prompt: &[SequenceHash]) -> bool {
+        let mut prompts = self.prompts.iter();
+        prompts.any(|failed| failed.end.is_continued_by(prompt))
+    }
+
+    /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure in a
+    /// pool without history whose peers fail nothing, so the result is comparable to a number of
+    /// failures in a row.
     pub(super) fn score(&self) -> f64 {
         let outcomes = self.peers_failed + self.peers_delivered + BASE_WEIGHT;
-        let share = (self.peers_failed + BASE_SHARE * BASE_WEIGHT) / outcomes;
-        let share = share.max(BASE_SHARE);
+        let share = (self.peers_failed + self.base_share * BASE_WEIGHT) / outcomes;
+        let share = share.max(self.base_share);
         if share >= FAULTY_SHARE {
             return 0.0;
         }

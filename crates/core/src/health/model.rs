@@ -1,19 +1,17 @@
 //! Health of all worker ranks as a function of the outcomes of their requests and of time.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
 use super::outcome::WorkerOutcome;
+use super::pool::PoolRecord;
 use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
-use super::waiting::{DelayFactor, WaitingRequest};
+use super::waiting::WaitingRequest;
 use super::{HealthRules, WorkerHealth};
 use crate::block::SequenceHash;
 use crate::worker::{WorkerId, WorkerRank};
-
-/// Weight of one request in the mean times of a pool.
-pub(super) const TIME_SHARE: f64 = 0.1;
 
 /// Maximum time for which a failed request stays booked.
 const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
@@ -29,22 +27,6 @@ pub(super) struct HealthModel {
     pub(super) avoided: usize,
 }
 
-#[derive(Debug, Default)]
-pub(super) struct PoolRecord {
-    pub(super) members: BTreeSet<WorkerRank>,
-    /// Members with evidence against them.
-    pub(super) with_evidence: BTreeSet<WorkerRank>,
-    /// Last blocks of prompts that failed on several members.
-    pub(super) faulty_prompts: VecDeque<SequenceHash>,
-    pub(super) content_time: MeanTime,
-    pub(super) service_time: MeanTime,
-    pub(super) delay: DelayFactor,
-}
-
-/// Exponential moving average of a time.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct MeanTime(Option<f64>);
-
 /// Outcome of one request at a rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OutcomeReport<'a> {
@@ -52,25 +34,6 @@ pub(super) struct OutcomeReport<'a> {
     pub(super) outcome: WorkerOutcome,
     /// Sequence hashes of the prompt.
     pub(super) prompt: &'a [SequenceHash],
-}
-
-impl PoolRecord {
-    /// Returns whether a delivery was ever observed in the pool.
-    pub(super) fn is_observed(&self) -> bool {
-        self.content_time.get().is_some()
-    }
-}
-
-impl MeanTime {
-    fn add(&mut self, time: Duration) {
-        let seconds = time.as_secs_f64();
-        let mean = self.0.get_or_insert(seconds);
-        *mean += TIME_SHARE * (seconds - *mean);
-    }
-
-    pub(super) fn get(self) -> Option<Duration> {
-        Duration::try_from_secs_f64(self.0?).ok()
-    }
 }
 
 impl HealthModel {
@@ -101,9 +64,10 @@ impl HealthModel {
         self.update_avoided();
     }
 
-    /// Returns the number of ranks that are not in service.
-    pub(super) fn avoided(&self) -> usize {
-        self.avoided
+    /// Returns whether all ranks are in service, and no prompt avoids one.
+    pub(super) fn is_clear(&self) -> bool {
+        let mut pools = self.pools.values();
+        self.avoided == 0 && pools.all(|pool| pool.with_evidence.is_empty())
     }
 
     pub(super) fn health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
@@ -112,11 +76,16 @@ impl HealthModel {
             .map_or(WorkerHealth::Healthy, |record| record.health(now))
     }
 
-    /// Returns the ranks that are not in service.
-    pub(super) fn avoided_ranks(&self, now: Instant) -> BTreeMap<WorkerRank, WorkerHealth> {
+    /// Returns the ranks that are not in service, or on which this prompt failed. If another rank
+    /// delivers the prompt, it is not at fault.
+    pub(super) fn avoided_ranks(
+        &self,
+        prompt: &[SequenceHash],
+        now: Instant,
+    ) -> BTreeMap<WorkerRank, WorkerHealth> {
         self.ranks
             .iter()
-            .map(|(rank, record)| (*rank, record.health(now)))
+            .map(|(rank, record)| (*rank, record.health_for(prompt, now)))
             .filter(|(_, health)| *health != WorkerHealth::Healthy)
             .collect()
     }
@@ -182,6 +151,9 @@ impl HealthModel {
             return None;
         }
         self.last_ticket = ticket;
+        if let Some(pool) = self.pools.get_mut(&record.pool) {
+            pool.add_request(now);
+        }
         if let Some(ejection) = record.ejection_mut().filter(|_| is_due) {
             ejection.probe = Some(ticket);
         }
@@ -260,6 +232,10 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&report.rank) else {
             return Vec::new();
         };
+        // Envoy repeats a request whose connection failed, so such a probe costs the client nothing.
+        let pool = self.pools.get(&record.pool);
+        let pool = pool.filter(|_| report.outcome != WorkerOutcome::Unreachable);
+        let min_time = pool.map(PoolRecord::min_probe_period).unwrap_or_default();
         record.count(report.outcome);
         let evidence = record.summary();
         let Some(ejection) = record.ejection_mut() else {
@@ -271,7 +247,7 @@ impl HealthModel {
         }
         vec![HealthTransition {
             rank: report.rank,
-            change: ejection.extend(max_time, now),
+            change: ejection.extend(min_time, max_time, now),
             evidence,
         }]
     }
@@ -329,7 +305,7 @@ impl HealthModel {
         let pool = record.pool.clone();
         match report.outcome {
             WorkerOutcome::Inconclusive => Vec::new(),
-            WorkerOutcome::Delivered => self.record_delivery(report.rank, &pool, now),
+            WorkerOutcome::Delivered => self.record_delivery(report, &pool, now),
             _ if self.rules.consecutive_failures == 0 => Vec::new(),
             _ => self.record_failure(report, &pool, now),
         }
@@ -337,11 +313,12 @@ impl HealthModel {
 
     fn record_delivery(
         &mut self,
-        rank: WorkerRank,
+        report: OutcomeReport<'_>,
         pool: &HealthPool,
         now: Instant,
     ) -> Vec<HealthTransition> {
         let mut changes = Vec::new();
+        let rank = report.rank;
         if let Some(record) = self.ranks.get_mut(&rank) {
             record.unreachable_in_a_row = 0;
             record.progress_at = Some(now);
@@ -367,7 +344,7 @@ impl HealthModel {
                 self.update_avoided();
             }
         }
-        changes.extend(self.compare_peers(rank, pool, WorkerOutcome::Delivered, now));
+        changes.extend(self.compare_peers(report, pool, now));
         changes
     }
 
@@ -391,42 +368,43 @@ impl HealthModel {
                 return self.evaluate_all(withdrawn, now);
             }
         }
+        let group = self.pools.get(pool);
+        let history = group.map(|pool| pool.history).unwrap_or_default();
         let Some(record) = self.ranks.get_mut(&rank) else {
             return Vec::new();
         };
         if outcome == WorkerOutcome::Unreachable {
             record.unreachable_in_a_row = record.unreachable_in_a_row.saturating_add(1);
         }
-        if record
-            .evidence
-            .as_ref()
-            .is_some_and(|held| held.is_expired(now))
-        {
-            record.evidence = None;
-        }
+        record.remove_expired_evidence(now);
         record
             .evidence
-            .get_or_insert_with(|| FailureEvidence::new(now))
+            .get_or_insert_with(|| FailureEvidence::new(history, now))
             .add_failure(outcome, prompt, now);
         if let Some(pool) = self.pools.get_mut(pool) {
             pool.with_evidence.insert(rank);
         }
         let mut changes = self.evaluate_all(vec![rank], now);
-        changes.extend(self.compare_peers(rank, pool, outcome, now));
+        changes.extend(self.compare_peers(report, pool, now));
         changes
     }
 
-    /// Handles the passage of time: overdue requests, and suspicions that end. Must be called
-    /// several times per second.
+    /// Handles the passage of time: overdue requests, suspicions that end, and evidence that expires.
+    /// Must be called several times per second.
     pub(super) fn on_tick(&mut self, now: Instant) -> Vec<HealthTransition> {
         let mut changes = Vec::new();
         let ranks: Vec<WorkerRank> = self.ranks.keys().copied().collect();
         for rank in ranks {
             changes.extend(self.mark_overdue(rank, now));
-            if let Some(record) = self.ranks.get(&rank)
-                && matches!(record.state, RankState::Suspect { .. })
-            {
+            let Some(record) = self.ranks.get_mut(&rank) else {
+                continue;
+            };
+            if matches!(record.state, RankState::Suspect { .. }) {
                 changes.extend(self.evaluate(rank, now));
+            } else if record.remove_expired_evidence(now)
+                && let Some(pool) = self.pools.get_mut(&record.pool)
+            {
+                pool.with_evidence.remove(&rank);
             }
         }
         changes

@@ -8,6 +8,7 @@ use super::outcome::WorkerOutcome;
 use super::report::{HealthChange, HealthPool, HealthSignal};
 use super::waiting::WaitingRequest;
 use super::{HealthRules, WorkerHealth};
+use crate::block::SequenceHash;
 
 /// Maximum number of ejections of one rank that health checks end early before a request succeeds.
 /// The endpoint of a crash-looping engine passes its health check now and then.
@@ -84,6 +85,30 @@ impl RankRecord {
             RankState::Ejected(ejection) if ejection.until <= now => WorkerHealth::ProbeDue,
             RankState::Ejected(_) => WorkerHealth::Ejected,
         }
+    }
+
+    /// Returns the health for a request. A rank on which its prompt failed is suspect for it.
+    pub(super) fn health_for(&self, prompt: &[SequenceHash], now: Instant) -> WorkerHealth {
+        let evidence = self.evidence.as_ref();
+        match self.health(now) {
+            WorkerHealth::Healthy if evidence.is_some_and(|held| held.has_failed(prompt)) => {
+                WorkerHealth::Suspect
+            }
+            health => health,
+        }
+    }
+
+    /// Removes the evidence of a rank in service if it has expired. Returns whether it had.
+    pub(super) fn remove_expired_evidence(&mut self, now: Instant) -> bool {
+        let is_expired = matches!(self.state, RankState::InService)
+            && self
+                .evidence
+                .as_ref()
+                .is_some_and(|held| held.is_expired(now));
+        if is_expired {
+            self.evidence = None;
+        }
+        is_expired
     }
 
     pub(super) fn ejection_mut(&mut self) -> Option<&mut RankEjection> {
@@ -211,9 +236,15 @@ impl RankEjection {
         }
     }
 
-    /// Doubles the ejection time after a failed probe.
-    pub(super) fn extend(&mut self, max_time: Duration, now: Instant) -> HealthChange {
-        self.period = self.period.saturating_mul(2).min(max_time);
+    /// Doubles the ejection time after a failed probe, within these limits.
+    pub(super) fn extend(
+        &mut self,
+        min_time: Duration,
+        max_time: Duration,
+        now: Instant,
+    ) -> HealthChange {
+        let doubled = self.period.saturating_mul(2);
+        self.period = doubled.max(min_time).min(max_time);
         self.until = add_saturating(now, self.period);
         HealthChange::EjectionExtended(self.period)
     }

@@ -5,6 +5,7 @@ use super::*;
 use crate::worker::DpRank;
 
 mod fleet;
+mod prompts;
 
 fn seconds(seconds: u64) -> Duration {
     Duration::from_secs(seconds)
@@ -103,7 +104,7 @@ fn unreachable_rank_is_ejected_without_comparison() {
             [HealthChange::Ejected(seconds(1))]
         );
     }
-    assert_eq!(fixture.health.unhealthy_ranks(fixture.now).len(), 2);
+    assert_eq!(fixture.health.unhealthy_ranks(&[], fixture.now).len(), 2);
 }
 
 #[test]
@@ -127,6 +128,7 @@ fn rank_is_ejected_if_only_its_peers_deliver() {
         (WorkerOutcome::ServerError, 3),
         (WorkerOutcome::Empty, 3),
         (WorkerOutcome::Rejected, 6),
+        (WorkerOutcome::NoOutput, 6),
         (WorkerOutcome::Overloaded, 6),
     ];
     for (outcome, failures) in cases {
@@ -167,6 +169,7 @@ fn failures_of_all_ranks_eject_none() {
             continue;
         }
         let fixture = Fixture::new(4);
+        fixture.repeat(1, WorkerOutcome::Delivered, 400);
         for _ in 0..50 {
             for worker in 1..=4 {
                 let changes = fixture.report(worker, outcome);
@@ -175,7 +178,10 @@ fn failures_of_all_ranks_eject_none() {
                 assert!(!changes.iter().any(is_ejection), "{outcome:?} {changes:?}");
             }
         }
-        assert_eq!(fixture.health.unhealthy_ranks(fixture.now), BTreeMap::new());
+        assert_eq!(
+            fixture.health.unhealthy_ranks(&[], fixture.now),
+            BTreeMap::new()
+        );
     }
 }
 
@@ -226,7 +232,7 @@ fn at_most_half_of_ranks_are_ejected_for_answers() {
             }
         }
         assert_eq!(
-            fixture.health.unhealthy_ranks(fixture.now).len(),
+            fixture.health.unhealthy_ranks(&[], fixture.now).len(),
             expected,
             "{workers}"
         );
@@ -234,37 +240,34 @@ fn at_most_half_of_ranks_are_ejected_for_answers() {
 }
 
 #[test]
-fn prompt_that_fails_on_two_ranks_is_at_fault() {
-    let fixture = Fixture::new(3);
-    let fails = |worker| fixture.report_prompt(worker, WorkerOutcome::ServerError, &[1, 2]);
-    fixture.report(3, WorkerOutcome::Delivered);
-    assert_eq!(fails(1), []);
-    for _ in 0..20 {
-        assert_eq!(fails(2), []);
-        assert_eq!(fails(1), []);
-        fixture.report(3, WorkerOutcome::Delivered);
+fn clean_history_reduces_necessary_failures() {
+    let cases = [
+        (WorkerOutcome::ServerError, 2),
+        (WorkerOutcome::Rejected, 4),
+    ];
+    for (outcome, failures) in cases {
+        let fixture = Fixture::new(4);
+        fixture.repeat(2, WorkerOutcome::Delivered, 400);
+        assert_eq!(fixture.report(1, outcome), [], "{outcome:?}");
+        fixture.report(2, WorkerOutcome::Delivered);
+        assert_eq!(fixture.repeat(1, outcome, failures - 2), [], "{outcome:?}");
+        let ejected = HealthChange::Ejected(seconds(1));
+        assert_eq!(fixture.report(1, outcome), [ejected], "{outcome:?}");
     }
-    // A continuation of the same conversation.
-    for _ in 0..20 {
-        assert_eq!(
-            fixture.report_prompt(1, WorkerOutcome::ServerError, &[1, 2, 3]),
-            []
-        );
-    }
-    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
 }
 
 #[test]
-fn prompt_that_fails_elsewhere_readmits_rank() {
-    let fixture = Fixture::new(3);
-    fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]);
+fn failures_of_clients_restore_necessary_failures() {
+    let fixture = Fixture::new(4);
+    fixture.repeat(2, WorkerOutcome::Delivered, 400);
+    fixture.repeat(3, WorkerOutcome::Rejected, 1);
+    for _ in 0..50 {
+        fixture.repeat(3, WorkerOutcome::Rejected, 1);
+        fixture.repeat(3, WorkerOutcome::Delivered, 19);
+    }
+    fixture.report(1, WorkerOutcome::ServerError);
     fixture.report(2, WorkerOutcome::Delivered);
-    (0..4).for_each(|_| _ = fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]));
-    assert_eq!(fixture.health(1), WorkerHealth::Ejected);
-    assert_eq!(
-        fixture.report_prompt(2, WorkerOutcome::ServerError, &[1]),
-        [HealthChange::Readmitted]
-    );
+    assert_eq!(fixture.report(1, WorkerOutcome::ServerError), []);
 }
 
 #[test]
@@ -516,7 +519,9 @@ fn overdue_probe_extends_ejection() {
         .health
         .start(rank(1), Some(seconds(1)), true, fixture.now);
     fixture.now += seconds(5);
-    assert_eq!(fixture.tick(), [HealthChange::EjectionExtended(seconds(2))]);
+    // The maximum: the pool receives a request every two seconds.
+    let extended = HealthChange::EjectionExtended(seconds(20));
+    assert_eq!(fixture.tick(), [extended]);
     drop(probe);
     assert_eq!(fixture.health(1), WorkerHealth::Ejected);
 }

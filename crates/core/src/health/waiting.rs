@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::model::TIME_SHARE;
+use super::pool::TIME_SHARE;
 
 /// A request is overdue after this multiple of its expected time to the first content.
 const OVERDUE_FACTOR: f64 = 4.0;

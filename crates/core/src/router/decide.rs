@@ -13,7 +13,6 @@ use super::predictions::RequestPredictions;
 use super::request::{CompletedPrefill, PhaseSelection, RoutePrompt, RouteRequest};
 use super::route::{Route, RouteError};
 use super::route_builder::RouteBuilder;
-use super::settings::RouterSettings;
 use super::state::Router;
 use crate::block::tracking::random_sequences;
 use crate::fleet::{Fleet, FleetMember};
@@ -214,7 +213,7 @@ impl Router {
         context: &RoutingContext,
     ) -> Result<PhasePools<'f>, DecideError> {
         let settings = &context.settings;
-        let availability = |members: &[&FleetMember]| self.availability(members, settings);
+        let availability = |members: &[&FleetMember]| self.availability(members, context);
         PhasePools::find(fleet, &context.request, settings, availability)
             .map_err(DecideError::NoRoute)
     }
@@ -229,13 +228,15 @@ impl Router {
     pub(super) fn availability(
         &self,
         members: &[&FleetMember],
-        settings: &RouterSettings,
+        context: &RoutingContext,
     ) -> FleetAvailability {
-        if settings.overload.has_load_thresholds() {
+        let feedback = &self.feedback;
+        let request = &context.request;
+        if context.settings.overload.has_load_thresholds() {
             self.load
-                .read(|view| self.feedback.availability(members, view, LatchMode::Update))
+                .read(|view| feedback.availability(members, request, view, LatchMode::Update))
         } else {
-            self.feedback.availability_without_load(self.load.now())
+            feedback.availability_without_load(request, self.load.now())
         }
     }
 

@@ -90,9 +90,9 @@ impl Router {
         members: Vec<&'f FleetMember>,
         threshold: &BusyThreshold,
     ) -> ExplainSnapshot<'f> {
-        let availability = self
-            .feedback
-            .availability(&members, view, LatchMode::Preview);
+        let availability =
+            self.feedback
+                .availability(&members, &context.request, view, LatchMode::Preview);
         let additional = context.blocks.additional(view, true);
         let load = |member: &&FleetMember| {
             Some((

@@ -11,8 +11,7 @@ use super::reason::Reason;
 use super::request::RouteRequest;
 use super::route::{ComputingRank, Mode, PrefillRoute, Route};
 use super::state::Router;
-use super::worker_feedback::OutcomeTarget;
-use crate::block::BlockHashes;
+use super::worker_feedback::{OutcomeTarget, first_prompt};
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
@@ -106,10 +105,7 @@ impl Router {
             outcome => outcome,
         };
         let mut tracked = std::mem::take(&mut placement.tracked);
-        let prompt = placement
-            .prompts
-            .first()
-            .map_or(&[][..], BlockHashes::sequences);
+        let prompt = first_prompt(&placement.prompts);
         let now = self.load.now();
         let changes = tracked
             .iter_mut()
@@ -172,10 +168,7 @@ impl Router {
             Some(request) => OutcomeTarget::Tracked(request),
             None => OutcomeTarget::Rank(rank),
         };
-        let prompt = placement
-            .prompts
-            .first()
-            .map_or(&[][..], BlockHashes::sequences);
+        let prompt = first_prompt(&placement.prompts);
         let now = self.load.now();
         self.feedback.record_outcome(target, outcome, prompt, now)
     }
@@ -268,9 +261,8 @@ impl Router {
     /// Returns whether overload is the only obstacle to serving a request on a rank.
     pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
         let fleet = self.fleet.load();
-        let unhealthy = self.feedback.health.unhealthy_ranks(self.load.now());
         let availability = |_: &[&FleetMember]| FleetAvailability {
-            unhealthy,
+            unhealthy: self.unhealthy_ranks(),
             ..FleetAvailability::default()
         };
         let pools = PhasePools::find(&fleet, request, &self.settings(), availability);
@@ -343,7 +335,7 @@ impl Router {
 
     /// Returns the ranks that are not healthy, with their health.
     pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, WorkerHealth> {
-        self.feedback.health.unhealthy_ranks(self.load.now())
+        self.feedback.health.unhealthy_ranks(&[], self.load.now())
     }
 
     /// Returns the number of failed requests of each rank by kind.

@@ -1,15 +1,18 @@
 //! State of the workers that follows from their responses: overload and health.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
 use super::listener::RouterListener;
 use super::pools::FleetAvailability;
+use super::request::RouteRequest;
 use super::settings::RouterSettings;
-use crate::block::SequenceHash;
+use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{
-    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, TrackedRequest, WorkerOutcome,
+    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, TrackedRequest, WorkerHealth,
+    WorkerOutcome,
 };
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
@@ -57,10 +60,11 @@ impl WorkerFeedback {
         self.health.set_rules(settings.health);
     }
 
-    /// Returns the restricted members at the instant of a load view.
+    /// Returns the members that are restricted for a request, at the instant of a load view.
     pub(super) fn availability(
         &self,
         members: &[&FleetMember],
+        request: &RouteRequest,
         view: &LoadView<'_>,
         latches: LatchMode,
     ) -> FleetAvailability {
@@ -73,16 +77,34 @@ impl WorkerFeedback {
             overloaded: self
                 .overload
                 .overloaded_workers(members, view.now(), latches, occupancy),
-            unhealthy: self.health.unhealthy_ranks(view.now()),
+            unhealthy: self.unhealthy_ranks(request, view.now()),
         }
     }
 
-    /// Returns the restricted members if no threshold on load is set.
-    pub(super) fn availability_without_load(&self, now: Instant) -> FleetAvailability {
+    /// Returns the members that are restricted for a request, if no threshold on load is set.
+    pub(super) fn availability_without_load(
+        &self,
+        request: &RouteRequest,
+        now: Instant,
+    ) -> FleetAvailability {
         FleetAvailability {
             overloaded: self.overload.marked_workers(now),
-            unhealthy: self.health.unhealthy_ranks(now),
+            unhealthy: self.unhealthy_ranks(request, now),
         }
+    }
+
+    /// Returns the ranks that are unhealthy for a request. A rank on which its prompt failed is one
+    /// of them, unless no other rank stores the state that the request refers to.
+    fn unhealthy_ranks(
+        &self,
+        request: &RouteRequest,
+        now: Instant,
+    ) -> BTreeMap<WorkerRank, WorkerHealth> {
+        let prompt = match request.constraints.stored_at {
+            Some(_) => &[],
+            None => first_prompt(request.prompt.blocks()),
+        };
+        self.health.unhealthy_ranks(prompt, now)
     }
 
     /// Records the outcome of a request at a rank. `prompt` are the sequence hashes of its prompt,
@@ -106,6 +128,11 @@ impl WorkerFeedback {
             OutcomeTarget::Rank(rank) => self.health.report(rank, outcome, prompt, now),
         }
     }
+}
+
+/// Returns the sequence hashes of the prompt by which health recognizes a request.
+pub(super) fn first_prompt(prompts: &[BlockHashes]) -> &[SequenceHash] {
+    prompts.first().map_or(&[], BlockHashes::sequences)
 }
 
 /// Request or rank that an outcome belongs to.

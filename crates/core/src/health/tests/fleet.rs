@@ -57,7 +57,7 @@ impl SimulatedFleet {
     }
 
     fn choose(&self) -> u64 {
-        let unhealthy = self.fixture.health.unhealthy_ranks(self.fixture.now);
+        let unhealthy = self.fixture.health.unhealthy_ranks(&[], self.fixture.now);
         let is_ready = |worker: &u64| {
             let health = unhealthy.get(&rank(*worker)).copied();
             let health = health.unwrap_or(WorkerHealth::Healthy);
@@ -193,7 +193,7 @@ fn fleet_that_only_fails_keeps_serving() {
                 fleet
                     .fixture
                     .health
-                    .unhealthy_ranks(fleet.fixture.now)
+                    .unhealthy_ranks(&[], fleet.fixture.now)
                     .len()
                     <= 2
             );

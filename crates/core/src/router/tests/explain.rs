@@ -409,7 +409,7 @@ fn explanation_changes_no_state() {
         let fleet = router.fleet();
         let members: Vec<_> = fleet.members().collect();
         router
-            .availability(&members, &router.settings())
+            .availability(&members, &router.prepare(request(&[vec![9]])))
             .overloaded
             .contains(WorkerId(1))
     };

@@ -28,11 +28,15 @@ fn predicting(policy: EvictionPolicy, workers: impl IntoIterator<Item = Worker>)
     router
 }
 
-fn with_capacity(total_kv_blocks: Option<u64>) -> Worker {
-    let mut worker = Worker {
+fn with_large_blocks(id: u64) -> Worker {
+    Worker {
         block_size: BlockSize::new(16).unwrap(),
-        ..worker(1)
-    };
+        ..worker(id)
+    }
+}
+
+fn with_capacity(total_kv_blocks: Option<u64>) -> Worker {
+    let mut worker = with_large_blocks(1);
     worker.capacity.total_kv_blocks = total_kv_blocks;
     worker
 }
@@ -147,6 +151,21 @@ fn prompt_in_flight_counts_for_concurrent_requests() {
         drop((first, second));
         assert_eq!(cached(&router, tokens(0, 800)), 0);
     }
+}
+
+#[test]
+fn retry_avoids_rank_where_prompt_failed() {
+    let workers = [with_large_blocks(1), with_large_blocks(2)];
+    let router = predicting(EvictionPolicy::Ttl(TTL), workers);
+    let chosen = |request: RouteRequest| router.preview(request).unwrap().to.rank;
+    answer(&router, tokens(0, 800), 200);
+    let warm = chosen(tokens(0, 1600));
+    answer(&router, tokens(0, 1600), 404);
+    assert_ne!(chosen(tokens(0, 1600)), warm);
+    assert_eq!(chosen(tokens(0, 800)), warm, "another prompt");
+    let mut stored = tokens(0, 1600);
+    stored.constraints.stored_at = Some(warm);
+    assert_eq!(chosen(stored), warm, "no other rank can serve it");
 }
 
 proptest! {

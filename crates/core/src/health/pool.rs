@@ -1,0 +1,102 @@
+//! Records of a pool of ranks that are compared with each other.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::time::{Duration, Instant};
+
+use super::evidence::PromptEnd;
+use super::outcome::WorkerOutcome;
+use super::waiting::DelayFactor;
+use crate::worker::WorkerRank;
+
+/// Share of failed requests that is assumed for the healthy ranks of a pool without outcomes, and
+/// the maximum for any pool.
+pub(super) const BASE_SHARE: f64 = 0.02;
+
+/// Minimum of the share that is assumed for healthy ranks.
+const MIN_BASE_SHARE: f64 = 0.002;
+
+/// Weight of one request in the mean times of a pool.
+pub(super) const TIME_SHARE: f64 = 0.1;
+
+/// A failed probe is repeated after this number of requests of the pool at the earliest, so that
+/// probes are at most 2 % of the requests. The maximum ejection time limits it.
+const MIN_PROBE_DISTANCE: u32 = 50;
+
+/// Records of a pool.
+#[derive(Debug, Default)]
+pub(super) struct PoolRecord {
+    pub(super) members: BTreeSet<WorkerRank>,
+    /// Members with evidence against them.
+    pub(super) with_evidence: BTreeSet<WorkerRank>,
+    /// Prompts that failed on several members.
+    pub(super) faulty_prompts: VecDeque<PromptEnd>,
+    pub(super) history: OutcomeHistory,
+    /// Time between two requests.
+    pub(super) interval: MeanTime,
+    pub(super) last_request: Option<Instant>,
+    pub(super) content_time: MeanTime,
+    pub(super) service_time: MeanTime,
+    pub(super) delay: DelayFactor,
+}
+
+/// Outcomes of a pool in its last requests, of which older ones count less.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct OutcomeHistory {
+    failed: f64,
+    delivered: f64,
+}
+
+impl OutcomeHistory {
+    /// Weight of the history after one further outcome.
+    const RETENTION: f64 = 0.997;
+
+    pub(super) fn add(&mut self, outcome: WorkerOutcome) {
+        self.failed = Self::RETENTION * self.failed + outcome.weight();
+        let delivered = f64::from(u8::from(outcome == WorkerOutcome::Delivered));
+        self.delivered = Self::RETENTION * self.delivered + delivered;
+    }
+
+    /// Returns the share of failed requests that is assumed for healthy ranks. Half a failure is
+    /// added, and so many deliveries that the share is [`BASE_SHARE`] without outcomes.
+    pub(super) fn base_share(self) -> f64 {
+        let failed = self.failed + 0.5;
+        let share = failed / (self.failed + self.delivered + 0.5 / BASE_SHARE);
+        share.clamp(MIN_BASE_SHARE, BASE_SHARE)
+    }
+}
+
+/// Exponential moving average of a time.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct MeanTime(Option<f64>);
+
+impl PoolRecord {
+    /// Records that a request is sent to a member.
+    pub(super) fn add_request(&mut self, now: Instant) {
+        if let Some(previous) = self.last_request.replace(now) {
+            self.interval.add(now.saturating_duration_since(previous));
+        }
+    }
+
+    /// Returns the time in which the pool is expected to receive [`MIN_PROBE_DISTANCE`] requests.
+    pub(super) fn min_probe_period(&self) -> Duration {
+        let interval = self.interval.get().unwrap_or_default();
+        interval.saturating_mul(MIN_PROBE_DISTANCE)
+    }
+
+    /// Returns whether a delivery was ever observed in the pool.
+    pub(super) fn is_observed(&self) -> bool {
+        self.content_time.get().is_some()
+    }
+}
+
+impl MeanTime {
+    pub(super) fn add(&mut self, time: Duration) {
+        let seconds = time.as_secs_f64();
+        let mean = self.0.get_or_insert(seconds);
+        *mean += TIME_SHARE * (seconds - *mean);
+    }
+
+    pub(super) fn get(self) -> Option<Duration> {
+        Duration::try_from_secs_f64(self.0?).ok()
+    }
+}
