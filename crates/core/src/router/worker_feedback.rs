@@ -94,15 +94,19 @@ impl WorkerFeedback {
     }
 
     /// Returns the ranks that are unhealthy for a request. A rank on which its prompt failed is one
-    /// of them, unless no other rank stores the state that the request refers to.
+    /// of them, unless the request needs the state of its rank.
     fn unhealthy_ranks(
         &self,
         request: &RouteRequest,
         now: Instant,
     ) -> BTreeMap<WorkerRank, WorkerHealth> {
-        let prompt = match request.constraints.stored_at {
-            Some(_) => &[],
-            None => first_prompt(request.prompt.blocks()),
+        let constraints = &request.constraints;
+        let needs_state = constraints.stored_at.or(constraints.bound_rank).is_some();
+        let prompts = request.prompt.blocks();
+        let prompt = if needs_state {
+            &[]
+        } else {
+            first_prompt(prompts)
         };
         self.health.unhealthy_ranks(prompt, now)
     }

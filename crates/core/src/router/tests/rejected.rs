@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use super::*;
 use crate::block::CacheSalt;
 use crate::fleet::FleetMember;
+use crate::policy::Constraints;
 use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
 
 const TTL: TtlPolicy = TtlPolicy {
@@ -163,9 +164,22 @@ fn retry_avoids_rank_where_prompt_failed() {
     answer(&router, tokens(0, 1600), 404);
     assert_ne!(chosen(tokens(0, 1600)), warm);
     assert_eq!(chosen(tokens(0, 800)), warm, "another prompt");
-    let mut stored = tokens(0, 1600);
-    stored.constraints.stored_at = Some(warm);
-    assert_eq!(chosen(stored), warm, "no other rank can serve it");
+    for constraints in [
+        Constraints {
+            stored_at: Some(warm),
+            ..Constraints::default()
+        },
+        Constraints {
+            bound_rank: Some(warm),
+            ..Constraints::default()
+        },
+    ] {
+        let bound = RouteRequest {
+            constraints,
+            ..tokens(0, 1600)
+        };
+        assert_eq!(chosen(bound), warm, "the request needs its state");
+    }
 }
 
 proptest! {
