@@ -382,8 +382,14 @@ fn compare_cached(
         ..
     } = tested_tokenizer;
     let request = openai::parse(api, body).unwrap();
-    let (cached, reuse) =
-        openai::parse_body_cached(api, None, body, message_cache, Some("tenant")).unwrap();
+    let (cached, reuse) = openai::parse_body_cached(
+        api,
+        None,
+        &body.to_vec().into(),
+        message_cache,
+        Some("tenant"),
+    )
+    .unwrap();
     assert_eq!(cached, request, "{name}");
     let plain = encoder.encode(&request);
     let resumed = encoder.render_cached(&cached, reuse).and_then(|rendered| {
@@ -526,11 +532,10 @@ fn found_prefix_outlives_disabled_cache() {
     let turns = [&question, &answer, &question, &answer, &question];
     let bodies = [3, 5].map(|count| json!({"messages": &turns[..count]}).to_string());
     for (body, is_resumed) in bodies.iter().zip([false, true]) {
-        let body = body.as_bytes();
         let (request, reuse) = openai::parse_body_cached(
             ApiKind::ChatCompletions,
             None,
-            body,
+            &body.clone().into(),
             &message_cache,
             Some("tenant"),
         )

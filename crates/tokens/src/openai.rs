@@ -18,8 +18,10 @@ mod json_scan;
 mod json_stream;
 mod lax;
 mod message_cache;
+mod message_text;
 mod multipart;
 mod nvext;
+mod parsed_message;
 pub mod paths;
 mod plain_messages;
 mod pooling;
@@ -32,6 +34,7 @@ pub mod usage;
 #[cfg(test)]
 mod tests;
 
+use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
 use serde_json::error::Category;
@@ -48,6 +51,7 @@ pub use json::{JsonError, JsonObject, JsonValue};
 pub use json_edit::text_at_path;
 pub(crate) use message_cache::{ChunkMessages, MessagePrefix};
 pub use message_cache::{MessageCache, MessageReuse};
+pub use message_text::MessageText;
 pub use multipart::multipart_boundary;
 pub use nvext::{AgentHints, NvExt, RoutingConstraints, SessionAction, SessionControl};
 pub use paths::ApiPaths;
@@ -299,7 +303,7 @@ pub fn parse_body(
 pub fn parse_body_cached(
     api: ApiKind,
     boundary: Option<&str>,
-    body: &[u8],
+    body: &Bytes,
     cache: &MessageCache,
     tenant: Option<&str>,
 ) -> Result<(ApiRequest, MessageReuse), ParseError> {

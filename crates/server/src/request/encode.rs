@@ -2,9 +2,11 @@
 //! to be quick are encoded on the caller's thread, others on encoder threads behind a bounded queue
 //! with a deadline.
 
+use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use bytes::Bytes;
 use tracing::{debug, warn};
 use warmroute_core::block::{BlockHashes, PromptContent, SequenceHash};
 use warmroute_core::router::{Reason, RoutePrompt};
@@ -169,7 +171,7 @@ impl RequestPreprocessor {
         &self,
         api: ApiKind,
         context: &HeaderContext,
-        body: &[u8],
+        body: &Bytes,
     ) -> Result<ParsedRequest, ParseError> {
         let boundary = context.form_boundary.as_deref();
         match &self.parts.message_cache {
@@ -188,18 +190,19 @@ impl RequestPreprocessor {
         &self,
         api: ApiKind,
         context: &HeaderContext,
-        body: &[u8],
+        body: &Bytes,
     ) -> PartialRequest {
         let mut clock = StageTimer::start(context.deadline);
         let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
         let decoded = match openai::decode_body(body) {
-            Ok(decoded) => decoded,
+            Ok(Cow::Borrowed(decoded)) => body.slice_ref(decoded),
+            Ok(Cow::Owned(decoded)) => decoded.into(),
             Err(error) => {
                 partial.parse_error = Some(error.to_string());
                 return partial;
             }
         };
-        let body: &[u8] = &decoded;
+        let body = &decoded;
         partial.session = self.session_in_body(context, body);
         let mut parsed = match self.parse(api, context, body) {
             Ok(parsed) => parsed,

@@ -2,6 +2,7 @@
 //! the missing text may merge with them. An incomplete block is dropped as well. If the beginning
 //! of the prompt is uncertain, the request is routed by load only.
 
+use bytes::Bytes;
 use tracing::debug;
 use warmroute_core::router::{Reason, RoutePrompt};
 use warmroute_tokens::openai::json_repair::{CutPoint, PathSegment, RepairedJson, repair};
@@ -37,7 +38,7 @@ impl RequestPreprocessor {
         &self,
         api: ApiKind,
         context: &HeaderContext,
-        shown: &[u8],
+        shown: &Bytes,
         truncation: BodyTruncation,
     ) -> PartialRequest {
         let BodyTruncation { length, reason } = truncation;
@@ -45,7 +46,7 @@ impl RequestPreprocessor {
             .unwrap_or(usize::MAX)
             .max(shown.len());
         let mut partial = PartialRequest::without_body(api, whole, reason);
-        let shown = openai::without_byte_order_mark(shown);
+        let shown = &shown.slice_ref(openai::without_byte_order_mark(shown));
         let requested = openai::read_model_from_prefix(shown);
         if requested.is_some() {
             partial.set_model(requested, &self.parts.models);

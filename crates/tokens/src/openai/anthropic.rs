@@ -231,7 +231,7 @@ impl FoldedMessages {
         }
         self.messages.extend(tool_results);
         let content = match (plain_text, parts) {
-            (Some(text), _) => Some(MessageContent::Text(text)),
+            (Some(text), _) => Some(MessageContent::Text(text.into())),
             (None, parts) if parts.is_empty() => None,
             (None, parts) => Some(content_of_parts(parts)),
         };
@@ -283,7 +283,7 @@ fn content_of_parts(parts: Vec<ContentPart>) -> MessageContent {
                     ..
                 }),
             ],
-        ) if kind == "text" => MessageContent::Text(text),
+        ) if kind == "text" => MessageContent::Text(text.into()),
         Ok([part]) => MessageContent::Parts(vec![part]),
         Err(parts) => MessageContent::Parts(parts),
     }

@@ -5,6 +5,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
@@ -13,6 +14,7 @@ use serde_json::value::RawValue;
 use super::content_part::{ContentPart, MediaItem};
 use super::json::{self, JsonObject, JsonValue};
 use super::message_cache::{MessageCache, MessageReuse};
+use super::message_text::MessageText;
 use super::plain_messages::{self, PlainMessages};
 use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide, lax};
 
@@ -95,7 +97,7 @@ pub struct ChatMessage {
 #[derive(Clone, Debug, PartialEq)]
 pub enum MessageContent {
     /// Plain text.
-    Text(String),
+    Text(MessageText),
     /// A list of parts.
     Parts(Vec<ContentPart>),
 }
@@ -118,11 +120,11 @@ impl<'de> Visitor<'de> for MessageContentVisitor {
     }
 
     fn visit_str<E>(self, text: &str) -> Result<MessageContent, E> {
-        Ok(MessageContent::Text(text.to_owned()))
+        Ok(MessageContent::Text(text.to_owned().into()))
     }
 
     fn visit_string<E>(self, text: String) -> Result<MessageContent, E> {
-        Ok(MessageContent::Text(text))
+        Ok(MessageContent::Text(text.into()))
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, parts: A) -> Result<MessageContent, A::Error> {
@@ -171,7 +173,7 @@ impl ChatMessage {
     pub(super) fn with_text(role: &str, text: String) -> Self {
         Self {
             role: role.to_owned(),
-            content: Some(MessageContent::Text(text)),
+            content: Some(MessageContent::Text(text.into())),
             ..Self::default()
         }
     }
@@ -276,7 +278,7 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
 /// Parses a body, and reuses cached messages of earlier bodies. Returns `None` if the cache is not
 /// usable for the body, or if the body is invalid.
 pub(super) fn parse_cached(
-    body: &[u8],
+    body: &Bytes,
     cache: &MessageCache,
     tenant: Option<&str>,
 ) -> Option<(ApiRequest, MessageReuse)> {

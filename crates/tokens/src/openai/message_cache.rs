@@ -5,19 +5,19 @@
 //! The list of messages is divided into chunks of equal length. The messages that end in a chunk
 //! are cached under a hash of the list up to the end of the chunk. The bytes of a list up to the
 //! end of a message determine that message and its position, so a cached message equals a newly
-//! parsed one.
+//! parsed one. The cache stores the positions of plain texts, which the body of each turn repeats.
 
 use std::sync::Arc;
 
-use super::ChatMessage;
-use super::json_scan;
+use bytes::Bytes;
+
+use super::message_text::MessageText;
+use super::parsed_message::ParsedMessage;
+use super::{ChatMessage, json_scan};
 use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
 
 /// Length of a chunk in bytes.
 pub(super) const CHUNK_BYTES: usize = 4 << 10;
-
-/// Maximum memory of a JSON value in a message, without its text: a field of an object of its own.
-const VALUE_BYTES: usize = 448;
 
 /// Messages that end in one chunk of a list.
 #[derive(Debug)]
@@ -25,17 +25,6 @@ pub(crate) struct ChunkMessages {
     messages: Box<[ParsedMessage]>,
     /// Upper bound on the number of JSON values that begin in the chunk.
     value_count: usize,
-}
-
-/// A message and its position in a list.
-#[derive(Clone, Debug)]
-pub(super) struct ParsedMessage {
-    pub(super) message: Arc<ChatMessage>,
-    /// Position directly after the message, in bytes from the beginning of the list. White space
-    /// is excluded, so that the bytes up to the end of a chunk determine its messages.
-    pub(super) end: usize,
-    /// Estimated memory of the message in bytes.
-    memory_bytes: usize,
 }
 
 /// Leading messages of a conversation.
@@ -59,20 +48,15 @@ pub struct MessageReuse {
 pub(super) struct CachedMessages {
     /// Hashes of the list up to the end of each chunk.
     keys: Vec<u128>,
-    /// Number of cached chunks.
-    chunk_count: usize,
-    pub(super) messages: Vec<Arc<ChatMessage>>,
-    /// Position after the last cached message, in bytes from the beginning of the list.
-    pub(super) end: usize,
-    /// Upper bound on the number of JSON values in the cached chunks.
-    pub(super) value_count: usize,
+    /// Cached chunks.
+    chunks: Vec<Arc<ChunkMessages>>,
 }
 
 /// The messages of a body, of which the first may have been cached.
-pub(super) struct BodyMessages<'b> {
+pub(super) struct BodyMessages {
     cached: CachedMessages,
     /// The list of messages.
-    list: &'b [u8],
+    list: Bytes,
     /// Messages after the cached ones.
     new_messages: Vec<ParsedMessage>,
 }
@@ -93,18 +77,19 @@ impl ChunkMessages {
     }
 }
 
-impl ParsedMessage {
-    /// Creates a message of `length` bytes that ends at `end`. `value_count` is the number of its
-    /// JSON values, or 0 if it has only a role and a text.
-    pub(super) fn new(message: ChatMessage, end: usize, length: usize, value_count: usize) -> Self {
-        Self {
-            message: Arc::new(message),
-            end,
-            memory_bytes: size_of::<ChatMessage>()
-                + size_of::<Self>()
-                + length
-                + value_count * VALUE_BYTES,
-        }
+impl CachedMessages {
+    fn messages(&self) -> impl DoubleEndedIterator<Item = &ParsedMessage> {
+        self.chunks.iter().flat_map(|chunk| &chunk.messages)
+    }
+
+    /// Returns the position after the last cached message, in bytes from the beginning of the list.
+    pub(super) fn end(&self) -> usize {
+        self.messages().next_back().map_or(0, |parsed| parsed.end)
+    }
+
+    /// Returns an upper bound on the number of JSON values in the cached chunks.
+    pub(super) fn value_count(&self) -> usize {
+        self.chunks.iter().map(|chunk| chunk.value_count).sum()
     }
 }
 
@@ -133,30 +118,25 @@ impl MessageCache {
             key
         });
         let keys: Vec<u128> = chunks.collect();
-        let found = self
+        let chunks = self
             .prompt_cache
             .find_leading(&keys, CachedPiece::chunk_messages);
-        let messages = || found.iter().flat_map(|chunk| &chunk.messages);
-        CachedMessages {
-            chunk_count: found.len(),
-            messages: messages().map(|parsed| parsed.message.clone()).collect(),
-            end: messages().last().map_or(0, |parsed| parsed.end),
-            value_count: found.iter().map(|chunk| chunk.value_count).sum(),
-            keys,
-        }
+        CachedMessages { keys, chunks }
     }
 
     /// Stores the new messages of a valid body. `rest` is the body with an empty list of messages.
     /// Returns the prefixes found and stored.
-    pub(super) fn store(&self, body: &BodyMessages<'_>, rest: &str) -> MessageReuse {
+    pub(super) fn store(&self, body: &BodyMessages, rest: &str) -> MessageReuse {
         let BodyMessages {
             cached,
             list,
             new_messages,
         } = body;
+        let cached_chunks = cached.chunks.len();
+        let cached_count = cached.messages().count();
         let mut remaining = &new_messages[..];
         let chunks = list.chunks_exact(CHUNK_BYTES).enumerate();
-        let pieces = chunks.skip(cached.chunk_count).map(|(at, chunk)| {
+        let pieces = chunks.skip(cached_chunks).map(|(at, chunk)| {
             let chunk_end = (at + 1) * CHUNK_BYTES;
             let count = remaining.partition_point(|parsed| parsed.end <= chunk_end);
             let (messages, later) = remaining.split_at(count);
@@ -168,10 +148,10 @@ impl MessageCache {
             (cached.keys[at], CachedPiece::Messages(Arc::new(messages)))
         });
         let pieces: Vec<_> = pieces.collect();
-        let stored_chunks = cached.chunk_count + pieces.len();
-        let stored_count = cached.messages.len() + new_messages.len() - remaining.len();
+        let stored_chunks = cached_chunks + pieces.len();
+        let stored_count = cached_count + new_messages.len() - remaining.len();
         self.prompt_cache
-            .store(&cached.keys[..cached.chunk_count], pieces);
+            .store(&cached.keys[..cached_chunks], pieces);
         let prefix = |chunk_count: usize, message_count: usize| {
             let key = cached.keys.get(chunk_count.checked_sub(1)?)?;
             (message_count > 0).then(|| MessagePrefix {
@@ -180,16 +160,16 @@ impl MessageCache {
             })
         };
         MessageReuse {
-            found: prefix(cached.chunk_count, cached.messages.len()),
+            found: prefix(cached_chunks, cached_count),
             stored: prefix(stored_chunks, stored_count),
         }
     }
 }
 
-impl<'b> BodyMessages<'b> {
+impl BodyMessages {
     pub(super) fn new(
         cached: CachedMessages,
-        list: &'b [u8],
+        list: Bytes,
         new_messages: Vec<ParsedMessage>,
     ) -> Self {
         Self {
@@ -201,12 +181,11 @@ impl<'b> BodyMessages<'b> {
 
     /// Returns all messages.
     pub(super) fn messages(&self) -> Vec<Arc<ChatMessage>> {
-        let new_messages = self.new_messages.iter().map(|parsed| &parsed.message);
+        let text_at = |range| MessageText::from_quoted(self.list.slice(range));
         self.cached
-            .messages
-            .iter()
-            .chain(new_messages)
-            .cloned()
+            .messages()
+            .chain(&self.new_messages)
+            .map(|parsed| parsed.message(text_at))
             .collect()
     }
 }

@@ -1,17 +1,21 @@
-//! Fast reader for the messages of a conversation. Most messages have only a role and a text. These
-//! texts are nearly the whole body. A vectorized search finds the escapes of these texts. All other
-//! messages, and the rest of the body, are left to `serde_json`.
+//! Fast reader for the messages of a conversation. Most messages have only a role, a text and
+//! perhaps the id of a tool call. These texts are nearly the whole body. A vectorized search finds
+//! their escapes. All other messages, and the rest of the body, are left to `serde_json`.
 //!
 //! The reader accepts only what `serde_json` accepts, with the same result. For all other bodies it
 //! returns `None`, so they have the errors of `serde_json`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use memchr::{memchr2_iter, memmem};
+use bytes::Bytes;
+use memchr::memmem;
 use serde::Deserialize;
 
-use super::chat::{ChatMessage, MessageContent};
-use super::message_cache::{BodyMessages, CHUNK_BYTES, MessageCache, ParsedMessage};
+use super::chat::ChatMessage;
+use super::message_cache::{BodyMessages, CHUNK_BYTES, MessageCache};
+use super::message_text::{end_of_valid_string, unescape};
+use super::parsed_message::{ParsedMessage, PlainMessage};
 use super::{MAX_JSON_VALUES, json_scan};
 
 /// Minimum length of a body. For shorter ones, `serde_json` alone is fast enough.
@@ -44,21 +48,23 @@ pub(super) fn read(text: &str) -> Option<PlainMessages> {
     let mut reader = MessageReader::new(&text[start..], 0);
     reader.consume(b'[')?;
     reader.messages()?;
-    let messages = reader.parsed.into_iter().map(|parsed| parsed.message);
+    let list = &text[start..];
+    let text_at = |range| unescape(&list[range]).unwrap_or_default().into();
+    let messages = reader.parsed.iter().map(|parsed| parsed.message(text_at));
     Some(PlainMessages {
         messages: messages.collect(),
-        rest: [&text[..start], "[]", &text[start + reader.at..]].concat(),
+        rest: [&text[..start], "[]", &list[reader.at..]].concat(),
     })
 }
 
 /// Reads the messages of a body, and reuses cached messages of earlier bodies. Returns them with the
 /// rest of the body. A body with a cache salt does not use the cache, so that the parse time does
 /// not reveal requests of other tenants.
-pub(super) fn read_cached<'b>(
-    body: &'b [u8],
+pub(super) fn read_cached(
+    body: &Bytes,
     cache: &MessageCache,
     tenant: Option<&str>,
-) -> Option<(BodyMessages<'b>, String)> {
+) -> Option<(BodyMessages, String)> {
     if body.len() < MIN_CACHED_BYTES
         || !cache.is_enabled()
         || memmem::find(body, SALT_KEY_END).is_some()
@@ -68,17 +74,18 @@ pub(super) fn read_cached<'b>(
     let start = messages_start(body)?;
     let (head, list) = body.split_at(start);
     let cached = cache.find(list, tenant);
-    let unread = &list[cached.end..];
+    let cached_end = cached.end();
+    let unread = &list[cached_end..];
     let unread_values = json_scan::count_separators(head) + json_scan::count_separators(unread);
     if [head, unread].into_iter().any(has_control_characters)
-        || cached.value_count + unread_values >= MAX_JSON_VALUES
+        || cached.value_count() + unread_values >= MAX_JSON_VALUES
     {
         return None;
     }
     let head = std::str::from_utf8(head).ok()?;
     let unread = std::str::from_utf8(unread).ok()?;
-    let mut reader = MessageReader::new(unread, cached.end);
-    if cached.messages.is_empty() {
+    let mut reader = MessageReader::new(unread, cached_end);
+    if cached_end == 0 {
         reader.consume(b'[')?;
         reader.messages()?;
     } else {
@@ -86,7 +93,7 @@ pub(super) fn read_cached<'b>(
     }
     let MessageReader { at, parsed, .. } = reader;
     let rest = [head, "[]", &unread[at..]].concat();
-    let list = &list[..cached.end + at];
+    let list = body.slice(start..start + cached_end + at);
     Some((BodyMessages::new(cached, list, parsed), rest))
 }
 
@@ -135,8 +142,6 @@ struct MessageReader<'t> {
     /// Number of bytes of the list before the text.
     offset: usize,
     parsed: Vec<ParsedMessage>,
-    /// Buffer for the string that is being read.
-    unescaped: String,
 }
 
 impl<'t> MessageReader<'t> {
@@ -146,7 +151,6 @@ impl<'t> MessageReader<'t> {
             at: json_scan::skip_space(text.as_bytes(), 0),
             offset,
             parsed: Vec::new(),
-            unescaped: String::new(),
         }
     }
 
@@ -199,19 +203,19 @@ impl<'t> MessageReader<'t> {
         let [message] = nested.messages;
         let value_count = json_scan::count_values(text.as_bytes());
         let end = self.offset + end;
-        Some(ParsedMessage::new(message, end, text.len(), value_count))
+        Some(ParsedMessage::other(message, end, text.len(), value_count))
     }
 
-    /// Reads a message with a role and a text, and the white space after it.
+    /// Reads a message that consists of certain strings, and the white space after it.
     fn plain_message(&mut self) -> Option<ParsedMessage> {
-        let start = self.at;
-        let mut role = None;
-        let mut content = None;
+        let text = self.text;
+        let [mut role, mut content, mut tool_call_id] = [None, None, None];
         self.consume(b'{')?;
         loop {
-            let field = match self.string()?.as_str() {
-                "role" => &mut role,
-                "content" => &mut content,
+            let field = match text.get(self.string()?)? {
+                r#""role""# => &mut role,
+                r#""content""# => &mut content,
+                r#""tool_call_id""# => &mut tool_call_id,
                 _ => return None,
             };
             // `serde_json` rejects repeated fields.
@@ -226,62 +230,22 @@ impl<'t> MessageReader<'t> {
         }
         let end = self.at + 1;
         self.consume(b'}')?;
-        let message = ChatMessage {
-            role: role?,
-            content: content.map(MessageContent::Text),
-            ..ChatMessage::default()
+        let unescaped = |range: Range<usize>| unescape(text.get(range)?);
+        let message = PlainMessage {
+            role: unescaped(role?)?.into(),
+            content: content.map(|range| self.offset + range.start..self.offset + range.end),
+            tool_call_id: tool_call_id.and_then(unescaped).map(Into::into),
         };
-        let length = end - start;
-        Some(ParsedMessage::new(message, self.offset + end, length, 0))
+        Some(ParsedMessage::plain(message, self.offset + end))
     }
 
-    /// Reads a string and the white space after it.
-    fn string(&mut self) -> Option<String> {
+    /// Reads a string and the white space after it. Returns its range with the quotes.
+    fn string(&mut self) -> Option<Range<usize>> {
         let start = self.at;
-        let quoted = self.text.get(start..)?;
-        let text = quoted.strip_prefix('"')?;
-        let bytes = text.as_bytes();
-        self.unescaped.clear();
-        let mut from = 0;
-        for found in memchr2_iter(b'"', b'\\', bytes) {
-            // The character after a backslash was handled with it.
-            if found < from {
-                continue;
-            }
-            self.unescaped.push_str(text.get(from..found)?);
-            if bytes[found] == b'"' {
-                self.at = json_scan::skip_space(self.text.as_bytes(), start + found + 2);
-                return Some(self.unescaped.clone());
-            }
-            let Some(char) = simple_escape(*bytes.get(found + 1)?) else {
-                return self.escaped_string(start);
-            };
-            self.unescaped.push(char);
-            from = found + 2;
-        }
-        None
+        let end = end_of_valid_string(self.text.as_bytes(), start)?;
+        self.at = json_scan::skip_space(self.text.as_bytes(), end);
+        Some(start..end)
     }
-
-    /// Reads a string that may contain code points in hexadecimal.
-    fn escaped_string(&mut self, start: usize) -> Option<String> {
-        let bytes = self.text.as_bytes();
-        let end = json_scan::end_of_text(bytes, start)?;
-        self.at = json_scan::skip_space(bytes, end);
-        serde_json::from_str(self.text.get(start..end)?).ok()
-    }
-}
-
-/// Returns the character of an escape with one letter.
-fn simple_escape(letter: u8) -> Option<char> {
-    Some(match letter {
-        b'n' => '\n',
-        b'"' | b'\\' | b'/' => char::from(letter),
-        b't' => '\t',
-        b'r' => '\r',
-        b'b' => '\u{8}',
-        b'f' => '\u{c}',
-        _ => return None,
-    })
 }
 
 #[cfg(test)]
@@ -319,7 +283,7 @@ mod tests {
     ];
 
     /// Messages of all forms, valid and invalid.
-    const MESSAGES: [&str; 18] = [
+    const MESSAGES: [&str; 19] = [
         r#"{"role":"user"}"#,
         r#"{"content":"x"}"#,
         r#"{"role":"user","content":null}"#,
@@ -329,6 +293,7 @@ mod tests {
         r#"{"role":"user","content":[{"type":"text","text":"x"}]}"#,
         r#"{"role":"assistant","tool_calls":[{"id":"1","type":"function","function":{"name":"f","arguments":"{\"a\": 1}"}}]}"#,
         r#"{"role":"tool","tool_call_id":"1","content":"x"}"#,
+        r#"{"tool_call_id":"\u00e9","role":"tool"}"#,
         r#"{"role":1,"content":"x"}"#,
         r#"{"role":"user","content":"x",}"#,
         r#"{"r\u006fle":"user","content":"x"}"#,

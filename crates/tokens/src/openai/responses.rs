@@ -303,7 +303,7 @@ impl ResponsesInput {
                     .last_assistant_message()
                     .filter(|message| message.content.is_none())
                 {
-                    Some(message) => message.content = Some(MessageContent::Text(text)),
+                    Some(message) => message.content = Some(MessageContent::Text(text.into())),
                     None => self
                         .messages
                         .push(ChatMessage::with_text("assistant", text)),
@@ -435,7 +435,7 @@ impl ResponsesItem {
 /// Returns the text of an assistant message. The engine uses only the first part.
 fn text_of_first_part(content: MessageContent) -> Option<String> {
     match content {
-        MessageContent::Text(text) => Some(text),
+        MessageContent::Text(text) => Some(text.into_string()),
         MessageContent::Parts(parts) => {
             Some(text_of_part(parts.first()?, &["output_text", "input_text"])?.to_owned())
         }

@@ -13,7 +13,7 @@ use super::content_format::ContentFormat;
 use super::media_renderer::MediaRenderer;
 use super::python::{self, PythonDict};
 use crate::openai::{
-    ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent, PartMeaning,
+    ChatMessage, ContentPart, JsonValue, MediaModality, MessageContent, MessageText, PartMeaning,
 };
 pub(super) use tools::template_tools;
 use tools::tool_call;
@@ -48,6 +48,8 @@ impl<'m> TemplateMessage<'m> {
 pub(super) enum TemplateContent<'m> {
     /// One string.
     Text(Cow<'m, str>),
+    /// The text of a message, which is unescaped when the template reads it.
+    Message(&'m MessageText),
     /// A list of parts.
     Parts(Vec<TemplatePart<'m>>),
 }
@@ -83,6 +85,7 @@ impl<'m> TemplateContent<'m> {
     pub(super) fn text_bytes(&self) -> usize {
         match self {
             Self::Text(text) => text.len(),
+            Self::Message(text) => text.len(),
             Self::Parts(parts) => parts
                 .iter()
                 .map(|part| part.text().map_or(0, str::len))
@@ -92,8 +95,12 @@ impl<'m> TemplateContent<'m> {
 
     /// Returns the text that `continue_final_message` continues.
     pub(super) fn last_text(&mut self) -> Option<&mut String> {
+        if let Self::Message(text) = self {
+            *self = Self::Text(Cow::Borrowed(text));
+        }
         match self {
             Self::Text(text) => Some(text.to_mut()),
+            Self::Message(_) => None,
             Self::Parts(parts) => parts
                 .iter_mut()
                 .rev()
@@ -252,21 +259,19 @@ fn template_message<'m>(
 /// Converts content that is one string. Templates that take parts receive it as a single part.
 fn content_of_text<'m>(
     message: &ChatMessage,
-    text: &'m str,
+    text: &'m MessageText,
     format: ContentFormat,
 ) -> TemplateContent<'m> {
-    let text = if message.role == "system" {
-        strip_billing_header(text)
-    } else {
-        Some(text)
-    };
-    match format {
-        ContentFormat::Parts if message.role != "tool" => {
-            TemplateContent::from_texts(text.map(Cow::Borrowed))
+    let is_list = format == ContentFormat::Parts && message.role != "tool";
+    let is_system = message.role == "system";
+    match (is_list, is_system) {
+        (false, false) => TemplateContent::Message(text),
+        (false, true) => {
+            let text = strip_billing_header(text).unwrap_or_default();
+            TemplateContent::Text(Cow::Borrowed(text))
         }
-        ContentFormat::Parts | ContentFormat::Text => {
-            TemplateContent::Text(Cow::Borrowed(text.unwrap_or_default()))
-        }
+        (true, false) => TemplateContent::from_texts([Cow::Borrowed(&**text)]),
+        (true, true) => TemplateContent::from_texts(strip_billing_header(text).map(Cow::Borrowed)),
     }
 }
 
@@ -461,6 +466,7 @@ pub(super) fn merge_developer_messages(
         .into_iter()
         .map(|turn| match turn.content {
             TemplateContent::Text(text) => text,
+            TemplateContent::Message(text) => Cow::Borrowed(&**text),
             TemplateContent::Parts(parts) => Cow::Owned(
                 parts
                     .into_iter()
@@ -483,6 +489,7 @@ pub(super) fn into_value(turns: Vec<TemplateMessage<'_>>) -> Value {
 fn message_value(turn: TemplateMessage<'_>) -> Value {
     let content = match turn.content {
         TemplateContent::Text(text) => Value::from(&*text),
+        TemplateContent::Message(text) => Value::from(&**text),
         TemplateContent::Parts(parts) => {
             python::list(parts.into_iter().map(TemplatePart::into_value).collect())
         }

@@ -96,10 +96,10 @@ fn merge_system_messages(messages: &[Arc<ChatMessage>]) -> Vec<Arc<ChatMessage>>
     let texts = systems
         .into_iter()
         .filter_map(|system| match &system.content {
-            Some(MessageContent::Text(text)) => Some(text.as_str()),
+            Some(MessageContent::Text(text)) => Some(&**text),
             _ => None,
         });
-    let content = Some(MessageContent::Text(texts.collect()));
+    let content = Some(MessageContent::Text(texts.collect::<String>().into()));
     let first = ChatMessage {
         role: "system".to_owned(),
         content,

@@ -51,7 +51,7 @@ pub(super) fn render_known_prefix<T>(
 fn with_following_messages(chat: &ChatPrompt) -> ChatPrompt {
     let message_of = |role: &str| ChatMessage {
         role: role.to_owned(),
-        content: Some(MessageContent::Text(UNKNOWN_TEXT.to_owned())),
+        content: Some(MessageContent::Text(UNKNOWN_TEXT.to_owned().into())),
         ..ChatMessage::default()
     };
     let new_message = |role: &str| Arc::new(message_of(role));
@@ -108,7 +108,7 @@ fn with_additions(chat: &ChatPrompt, format: ContentFormat) -> ChatPrompt {
             parts.push(placeholder_image())
         }
         (content @ Some(MessageContent::Parts(_)), ContentFormat::Text) => {
-            *content = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned()))
+            *content = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned().into()))
         }
         (Some(MessageContent::Text(_)) | None, _) => {}
     }
@@ -144,12 +144,14 @@ fn with_rewritten_content(chat: &ChatPrompt) -> ChatPrompt {
     };
     let answer = format!("{END_OF_REASONING}{UNKNOWN_TEXT}");
     match &mut last.content {
-        Some(MessageContent::Text(text)) if chat.continue_final_message => text.push_str(&answer),
+        Some(MessageContent::Text(text)) if chat.continue_final_message => {
+            *text = [text, answer.as_str()].concat().into()
+        }
         Some(MessageContent::Parts(parts)) if chat.continue_final_message => {
             parts.push(ContentPart::Bare(answer))
         }
         Some(_) => {}
-        nothing => *nothing = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned())),
+        nothing => *nothing = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned().into())),
     }
     let call = last.tool_calls.as_mut().and_then(|calls| calls.last_mut());
     let function = call.and_then(|call| call.get_mut("function"));
@@ -176,7 +178,7 @@ fn placeholder_image() -> ContentPart {
 fn with_unknown_last_message(chat: &ChatPrompt) -> ChatPrompt {
     let mut chat = chat.clone();
     if let Some(last) = chat.messages.last_mut().map(Arc::make_mut) {
-        last.content = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned()));
+        last.content = Some(MessageContent::Text(UNKNOWN_TEXT.to_owned().into()));
     }
     chat
 }

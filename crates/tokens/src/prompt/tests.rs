@@ -1,3 +1,4 @@
+mod cached_conversations;
 mod render_options;
 
 use serde::Deserialize;

@@ -14,7 +14,16 @@ fn message_cache(limit: usize) -> MessageCache {
 }
 
 fn parse_with(cache: &MessageCache, body: &[u8]) -> Result<ApiRequest, ParseError> {
-    parse_body_cached(API, None, body, cache, None).map(|(request, _)| request)
+    let body = Bytes::copy_from_slice(body);
+    parse_body_cached(API, None, &body, cache, None).map(|(request, _)| request)
+}
+
+/// Parses a valid body, and returns the number of its messages that were cached.
+fn count_cached(cache: &MessageCache, body: &str, tenant: Option<&str>) -> usize {
+    let bytes = Bytes::copy_from_slice(body.as_bytes());
+    let (request, reuse) = parse_body_cached(API, None, &bytes, cache, tenant).unwrap();
+    assert_eq!(request, parse(API, body.as_bytes()).unwrap());
+    reuse.found.map_or(0, |prefix| prefix.message_count)
 }
 
 fn text_message(role: &str, length: usize) -> String {
@@ -36,14 +45,6 @@ fn messages_of(request: &ApiRequest) -> &[Arc<ChatMessage>] {
     }
 }
 
-/// Returns the number of leading messages that two requests share in memory.
-fn count_shared_messages(one: &ApiRequest, other: &ApiRequest) -> usize {
-    let pairs = messages_of(one).iter().zip(messages_of(other));
-    pairs
-        .take_while(|(one, other)| Arc::ptr_eq(one, other))
-        .count()
-}
-
 fn conversation() -> Vec<String> {
     let turn = |at: usize| text_message(["user", "assistant"][at % 2], 700 + 900 * at);
     (0..12).map(turn).collect()
@@ -53,16 +54,13 @@ fn conversation() -> Vec<String> {
 fn next_turn_reuses_parsed_messages() {
     let cache = message_cache(64 << 20);
     let mut messages = conversation();
-    let first = parse_with(&cache, body_of(&messages).as_bytes()).unwrap();
+    assert_eq!(count_cached(&cache, &body_of(&messages), None), 0);
     messages.push(text_message("user", 100));
-    let body = body_of(&messages);
-    let second = parse_with(&cache, body.as_bytes()).unwrap();
-    assert_eq!(second, parse(API, body.as_bytes()).unwrap());
     // The last chunk of the first turn was not complete.
-    assert_eq!(count_shared_messages(&first, &second), 11);
+    assert_eq!(count_cached(&cache, &body_of(&messages), None), 11);
     messages[5] = messages[5].replacen("line", "edited", 1);
-    let edited = parse_with(&cache, body_of(&messages).as_bytes()).unwrap();
-    assert!((1..=5).contains(&count_shared_messages(&first, &edited)));
+    let cached = count_cached(&cache, &body_of(&messages), None);
+    assert!((1..=5).contains(&cached));
 }
 
 #[test]
@@ -72,34 +70,24 @@ fn messages_with_tool_calls_are_reused() {
     let part = r#"{"role":"user","content":[{"type":"text","text":"x"}]}"#;
     let mut messages = vec![call.to_owned(), part.to_owned()];
     messages.extend(conversation());
-    let first = parse_with(&cache, body_of(&messages).as_bytes()).unwrap();
-    let second = parse_with(&cache, body_of(&messages).as_bytes()).unwrap();
-    assert_eq!(first, second);
-    assert_eq!(count_shared_messages(&first, &second), 13);
+    let cached = [(); 2].map(|()| count_cached(&cache, &body_of(&messages), None));
+    assert_eq!(cached, [0, 13]);
 }
 
 #[test]
 fn tenants_share_no_messages() {
     let cache = message_cache(64 << 20);
     let body = body_of(&conversation());
-    let parse_in = |tenant| {
-        parse_body_cached(API, None, body.as_bytes(), &cache, Some(tenant))
-            .unwrap()
-            .0
-    };
-    let [one, other, repeated] = ["a", "b", "a"].map(parse_in);
-    assert_eq!(one, other);
-    assert_eq!(count_shared_messages(&one, &other), 0);
-    assert_eq!(count_shared_messages(&one, &repeated), 11);
+    let cached = ["a", "b", "a"].map(|tenant| count_cached(&cache, &body, Some(tenant)));
+    assert_eq!(cached, [0, 0, 11]);
 }
 
 #[test]
 fn bodies_with_salt_are_not_cached() {
     let cache = message_cache(64 << 20);
     let body = body_of(&conversation()).replace("\"stream\":true", "\"cache_salt\":\"s\"");
-    let [one, other] = [(); 2].map(|()| parse_with(&cache, body.as_bytes()).unwrap());
-    assert_eq!(one, other);
-    assert_eq!(count_shared_messages(&one, &other), 0);
+    let cached = [(); 2].map(|()| count_cached(&cache, &body, None));
+    assert_eq!(cached, [0, 0]);
     assert_eq!(cache.prompt_cache.bytes(), 0);
 }
 
@@ -109,8 +97,20 @@ fn text_may_contain_name_of_salt() {
     let mut messages = conversation();
     messages[0] = messages[0].replacen("line", r#"\"cache_salt\""#, 1);
     let body = body_of(&messages);
-    let [one, other] = [(); 2].map(|()| parse_with(&cache, body.as_bytes()).unwrap());
-    assert_eq!(count_shared_messages(&one, &other), 11);
+    let cached = [(); 2].map(|()| count_cached(&cache, &body, None));
+    assert_eq!(cached, [0, 11]);
+}
+
+#[test]
+fn cached_texts_take_little_memory() {
+    let cache = message_cache(64 << 20);
+    let tool = r#"{"role":"tool","tool_call_id":"call_1","content":"x"}"#;
+    let mut messages = conversation();
+    messages.extend(vec![tool.replace('x', &"word ".repeat(2_000)); 10]);
+    let body = body_of(&messages);
+    count_cached(&cache, &body, None);
+    let bytes = cache.prompt_cache.bytes();
+    assert!(bytes * 8 < body.len(), "{bytes} of {}", body.len());
 }
 
 #[test]
@@ -144,7 +144,8 @@ fn white_space_at_chunk_end_loses_no_message() {
     for order in [[0, 1], [1, 0]] {
         let cache = message_cache(64 << 20);
         // Both bodies are read before one of them is stored.
-        let read = order.map(|at| plain_messages::read_cached(bodies[at].as_bytes(), &cache, None));
+        let read =
+            order.map(|at| plain_messages::read_cached(&bodies[at].clone().into(), &cache, None));
         for (messages, rest) in read.iter().flatten() {
             cache.store(messages, rest);
         }

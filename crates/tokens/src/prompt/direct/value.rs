@@ -249,6 +249,7 @@ pub(super) fn message_field<'a>(
         "role" => TemplateValue::Text(turn.role),
         "content" => match &turn.content {
             TemplateContent::Text(text) => TemplateValue::Text(text),
+            TemplateContent::Message(text) => TemplateValue::Text(text),
             TemplateContent::Parts(parts) => TemplateValue::Parts(parts),
         },
         _ => {

@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::openai::{self, ApiKind};
 use crate::prompt::{Config, Encoder, ModelTraits, RenderOptions};
 
-fn root() -> PathBuf {
+pub(super) fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
