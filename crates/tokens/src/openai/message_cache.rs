@@ -6,6 +6,7 @@
 //! are cached under a hash of the list up to the end of the chunk. The bytes of a list up to the
 //! end of a message determine that message and its position, so a cached message equals a newly
 //! parsed one. The cache stores the positions of plain texts, which the body of each turn repeats.
+//! Only system messages are stored with their texts.
 
 use std::sync::Arc;
 

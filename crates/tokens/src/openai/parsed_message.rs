@@ -36,6 +36,21 @@ pub(super) struct PlainMessage {
     pub(super) tool_call_id: Option<Arc<str>>,
 }
 
+impl PlainMessage {
+    /// Returns the message. `text_at` returns the text at its position.
+    pub(super) fn to_message(
+        &self,
+        text_at: impl FnOnce(Range<usize>) -> MessageText,
+    ) -> ChatMessage {
+        ChatMessage {
+            role: self.role.as_ref().into(),
+            content: self.content.clone().map(text_at).map(MessageContent::Text),
+            tool_call_id: self.tool_call_id.as_deref().map(Into::into),
+            ..ChatMessage::default()
+        }
+    }
+}
+
 impl ParsedMessage {
     /// Creates a message that ends at `end`.
     pub(super) fn plain(message: PlainMessage, end: usize) -> Self {
@@ -73,12 +88,7 @@ impl ParsedMessage {
         text_at: impl Fn(Range<usize>) -> MessageText,
     ) -> Arc<ChatMessage> {
         match &self.form {
-            MessageForm::Plain(plain) => Arc::new(ChatMessage {
-                role: plain.role.as_ref().into(),
-                content: plain.content.clone().map(text_at).map(MessageContent::Text),
-                tool_call_id: plain.tool_call_id.as_deref().map(Into::into),
-                ..ChatMessage::default()
-            }),
+            MessageForm::Plain(message) => Arc::new(message.to_message(text_at)),
             MessageForm::Other(message) => message.clone(),
         }
     }

@@ -208,7 +208,7 @@ impl<'t> MessageReader<'t> {
 
     /// Reads a message that consists of certain strings, and the white space after it.
     fn plain_message(&mut self) -> Option<ParsedMessage> {
-        let text = self.text;
+        let (text, start) = (self.text, self.at);
         let [mut role, mut content, mut tool_call_id] = [None, None, None];
         self.consume(b'{')?;
         loop {
@@ -231,12 +231,22 @@ impl<'t> MessageReader<'t> {
         let end = self.at + 1;
         self.consume(b'}')?;
         let unescaped = |range: Range<usize>| unescape(text.get(range)?);
-        let message = PlainMessage {
+        let mut message = PlainMessage {
             role: unescaped(role?)?.into(),
-            content: content.map(|range| self.offset + range.start..self.offset + range.end),
+            content,
             tool_call_id: tool_call_id.and_then(unescaped).map(Into::into),
         };
-        Some(ParsedMessage::plain(message, self.offset + end))
+        let length = end - start;
+        let end = self.offset + end;
+        // Templates read the system message again in each turn, and conversations share it.
+        if &*message.role == "system" {
+            let text_at = |range| unescaped(range).unwrap_or_default().into();
+            let message = message.to_message(text_at);
+            return Some(ParsedMessage::other(message, end, length, 0));
+        }
+        let shifted = |range: Range<usize>| self.offset + range.start..self.offset + range.end;
+        message.content = message.content.map(shifted);
+        Some(ParsedMessage::plain(message, end))
     }
 
     /// Reads a string and the white space after it. Returns its range with the quotes.

@@ -262,16 +262,16 @@ fn content_of_text<'m>(
     text: &'m MessageText,
     format: ContentFormat,
 ) -> TemplateContent<'m> {
-    let is_list = format == ContentFormat::Parts && message.role != "tool";
-    let is_system = message.role == "system";
-    match (is_list, is_system) {
-        (false, false) => TemplateContent::Message(text),
-        (false, true) => {
-            let text = strip_billing_header(text).unwrap_or_default();
-            TemplateContent::Text(Cow::Borrowed(text))
-        }
-        (true, false) => TemplateContent::from_texts([Cow::Borrowed(&**text)]),
-        (true, true) => TemplateContent::from_texts(strip_billing_header(text).map(Cow::Borrowed)),
+    let text = if message.role == "system" {
+        strip_billing_header(text)
+    } else if format == ContentFormat::Text || message.role == "tool" {
+        return TemplateContent::Message(text);
+    } else {
+        Some(&**text)
+    };
+    match format {
+        ContentFormat::Parts => TemplateContent::from_texts(text.map(Cow::Borrowed)),
+        ContentFormat::Text => TemplateContent::Text(Cow::Borrowed(text.unwrap_or_default())),
     }
 }
 

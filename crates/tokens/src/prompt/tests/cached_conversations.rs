@@ -47,7 +47,7 @@ fn only_new_texts_are_unescaped() {
         let api = ApiKind::ChatCompletions;
         let (request, reuse) =
             openai::parse_body_cached(api, None, &body, &message_cache, None).unwrap();
-        assert!(!unescaped(&request).contains(&true), "before the rendering");
+        assert_eq!(unescaped(&request)[1..], vec![false; count - 1]);
         let rendered = encoder.render_cached(&request, reuse).unwrap();
         encoder
             .tokenize_bounded(&rendered, None, &TokenBudget::UNLIMITED)
@@ -55,7 +55,7 @@ fn only_new_texts_are_unescaped() {
         unescaped(&request)
     };
     assert_eq!(encode(4), [true; 4]);
-    // The template reads the system message before its loop. The last chunk of the first turn was
-    // not complete, so the message that ends in it is read again.
+    // The system message is cached with its text. The last chunk of the first turn was not complete,
+    // so the message that ends in it is read again.
     assert_eq!(encode(6), [true, false, false, true, true, true]);
 }
