@@ -1,8 +1,14 @@
 //! Properties of a gateway besides its messages: the authority of its calls selects the pool, and
 //! response headers identify the source of a 503.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
 use envoy_types::pb::envoy::service::ext_proc::v3::external_processor_client::ExternalProcessorClient;
-use envoy_types::pb::envoy::service::ext_proc::v3::{ProcessingRequest, ProcessingResponse};
+use envoy_types::pb::envoy::service::ext_proc::v3::processing_request::Request;
+use envoy_types::pb::envoy::service::ext_proc::v3::{
+    HttpBody, ProcessingRequest, ProcessingResponse,
+};
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -164,4 +170,64 @@ async fn unmarked_503_ejects_no_worker() {
     }
     assert!(out().await > 0, "Envoy reaches no worker");
     site.stop().await;
+}
+
+/// Number of streams in full duplex whose replies Envoy does not read.
+const UNREAD_STREAMS: usize = 20;
+
+/// Size of a piece of their bodies, in bytes.
+const PIECE: usize = 64 << 10;
+
+/// Maximum number of other exchanges until the uploads have stopped.
+const MAX_EXCHANGES: usize = 500;
+
+/// Starts an exchange with an endless body, and counts the pieces that were sent.
+async fn start_endless_upload(
+    mut gateway: ExternalProcessorClient<Channel>,
+    sent: Arc<AtomicUsize>,
+) -> Streaming<ProcessingResponse> {
+    let headers = json!({":method": "POST", ":path": "/v1/completions"});
+    let first = wire::request(&json!({
+        "request_headers": {"headers": headers},
+        "protocol_config": {"request_body_mode": "FULL_DUPLEX_STREAMED"},
+    }));
+    let piece = ProcessingRequest {
+        request: Some(Request::RequestBody(HttpBody {
+            body: vec![b' '; PIECE],
+            ..HttpBody::default()
+        })),
+        ..ProcessingRequest::default()
+    };
+    let pieces = std::iter::repeat_with(move || {
+        sent.fetch_add(1, Ordering::Relaxed);
+        piece.clone()
+    });
+    let messages = tokio_stream::iter(std::iter::once(first).chain(pieces));
+    gateway.process(messages).await.unwrap().into_inner()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn unread_replies_do_not_stop_other_streams() {
+    let mut written = configuration(&workers(&["a"]));
+    written["requests"]["limits"]["max_body_size"] = json!("64KiB");
+    let site = ExchangeSite::start(&written).await;
+    let window = PIECE as u32;
+    let gateway = site.gateway_with_windows(window, 64 << 20).await;
+    let sent = Arc::new(AtomicUsize::new(0));
+    let mut unread = Vec::new();
+    for _ in 0..UNREAD_STREAMS {
+        unread.push(start_endless_upload(gateway.clone(), sent.clone()).await);
+    }
+    // The uploads have stopped if no piece was sent during several other exchanges.
+    let mut idle_exchanges = 0;
+    let mut other = Vec::new();
+    while idle_exchanges < 10 {
+        let before = sent.load(Ordering::Relaxed);
+        other.push(GatewayExchange::start(gateway.clone()).await);
+        let after = sent.load(Ordering::Relaxed);
+        let is_idle = after == before && after >= UNREAD_STREAMS;
+        idle_exchanges = if is_idle { idle_exchanges + 1 } else { 0 };
+        assert!(other.len() < MAX_EXCHANGES, "{after} pieces were sent");
+    }
+    // The process cannot be stopped in order, because the uploads do not end.
 }

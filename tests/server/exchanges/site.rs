@@ -103,6 +103,17 @@ impl ExchangeSite {
         ExternalProcessorClient::new(endpoint.connect().await.unwrap())
     }
 
+    /// Returns a gateway client on a connection with these receive windows, in bytes.
+    pub(crate) async fn gateway_with_windows(
+        &self,
+        stream: u32,
+        connection: u32,
+    ) -> ExternalProcessorClient<Channel> {
+        let endpoint = self.endpoint.clone().initial_stream_window_size(stream);
+        let endpoint = endpoint.initial_connection_window_size(connection);
+        ExternalProcessorClient::new(endpoint.connect().await.unwrap())
+    }
+
     /// Replaces the list of workers, and waits until the new list is in use.
     pub(crate) async fn workers(&self, workers: &[Value]) {
         write_workers(self.dir.path(), &Value::from(workers));

@@ -33,7 +33,10 @@ use super::unix_socket::{self, SocketFile, SocketIdentity};
 use crate::admin::config::AdminConfig;
 use crate::admin::token::{self, AdminToken};
 use crate::api::ApiConfig;
-use crate::ext_proc::config::{HTTP2_FRAME_BYTES, ListenConfig, ListenerLimitsConfig};
+use crate::ext_proc::config::{
+    HTTP2_CONNECTION_WINDOW, HTTP2_FRAME_BYTES, HTTP2_STREAM_WINDOW, ListenConfig,
+    ListenerLimitsConfig,
+};
 
 /// Time after which a keepalive ping is sent on a silent connection.
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(30);
@@ -168,6 +171,8 @@ impl GrpcListener {
             .http2_max_header_list_size(self.header_list)
             .max_concurrent_streams(self.streams)
             .max_frame_size(Some(HTTP2_FRAME_BYTES))
+            .initial_stream_window_size(HTTP2_STREAM_WINDOW)
+            .initial_connection_window_size(HTTP2_CONNECTION_WINDOW)
             .http2_max_pending_accept_reset_streams(Some(self.resets.pending))
             .http2_max_local_error_reset_streams(Some(self.resets.local_errors));
         match self.socket {

@@ -31,6 +31,14 @@ const MAX_HEADER_LIST: ByteSize = ByteSize::mib(16);
 /// dozens of frames, each of which is read and processed separately.
 pub const HTTP2_FRAME_BYTES: u32 = 256 << 10;
 
+/// HTTP/2 receive window of a stream, in bytes.
+pub const HTTP2_STREAM_WINDOW: u32 = 128 << 10;
+
+/// HTTP/2 receive window of a connection, in bytes. An exchange stops reading while Envoy does not
+/// accept its replies, and the unread part of its body stays in this window. The window has room for
+/// many such streams, so that they do not stop the other streams of the connection.
+pub const HTTP2_CONNECTION_WINDOW: u32 = 32 << 20;
+
 /// The `listeners.ext_proc:` section: the ext_proc gRPC server with gRPC health, on TCP, on a unix
 /// socket, or both.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
