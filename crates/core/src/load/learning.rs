@@ -215,7 +215,7 @@ impl RankRow {
             prefill_tokens: self.prefills.tokens() as f64,
             prefill_pairs: self.prefills.pairs(),
             prefill_elapsed: self.prefills.elapsed(now).as_secs_f64(),
-            overdue: self.prefills.overdue(now).as_secs_f64(),
+            delay: self.prefills.delay(now).as_secs_f64(),
             ..idle
         }
     }

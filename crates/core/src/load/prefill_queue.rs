@@ -7,10 +7,11 @@ use std::time::{Duration, Instant};
 
 use super::booking::LoadBooking;
 
-/// A request is overdue after this multiple of the expected time to its first content, plus
-/// [`OVERDUE_MARGIN`].
-const OVERDUE_FACTOR: u32 = 2;
-const OVERDUE_MARGIN: Duration = Duration::from_secs(1);
+/// A prefill is delayed after this multiple of the expected time to its first content, plus
+/// [`DELAYED_MARGIN`]. The delay is a cost, so that decisions avoid the rank early. Only a much longer
+/// wait is evidence of a failure: the request is then overdue, see [`crate::health`].
+const DELAYED_FACTOR: u32 = 2;
+const DELAYED_MARGIN: Duration = Duration::from_secs(1);
 
 /// Prefills in order of arrival. `tokens` comes first because every decision reads it for every
 /// rank.
@@ -23,8 +24,8 @@ pub(super) struct PrefillQueue {
     pairs: f64,
     /// Earliest time at which the engine can have started the oldest entry.
     oldest_since: Option<Instant>,
-    /// Time from which the oldest entry is overdue, unless the engine completes another one.
-    overdue_since: Option<Instant>,
+    /// Time from which the oldest entry is delayed, unless the engine completes another one.
+    delayed_since: Option<Instant>,
     /// Entries in order of arrival. Ended ones stay until they are at the front, or more than half of
     /// all: removing each at once would move all later ones.
     entries: VecDeque<PrefillEntry>,
@@ -51,7 +52,7 @@ struct PrefillEntry {
     tokens: u64,
     pairs: f64,
     booked_at: Instant,
-    overdue_at: Option<Instant>,
+    delayed_at: Option<Instant>,
     /// Estimated duration.
     time: Option<Duration>,
     /// Predicted time to first token, in seconds.
@@ -115,10 +116,10 @@ impl PrefillQueue {
             tokens,
             pairs,
             booked_at: now,
-            overdue_at: booking.content_time.and_then(|time| {
+            delayed_at: booking.content_time.and_then(|time| {
                 let limit = time
-                    .saturating_mul(OVERDUE_FACTOR)
-                    .saturating_add(OVERDUE_MARGIN);
+                    .saturating_mul(DELAYED_FACTOR)
+                    .saturating_add(DELAYED_MARGIN);
                 now.checked_add(limit)
             }),
             time,
@@ -200,9 +201,9 @@ impl PrefillQueue {
     fn update_oldest(&mut self) {
         let oldest = self.entries.front();
         self.oldest_since = oldest.map(|entry| self.start_of(entry));
-        self.overdue_since = oldest
-            .and_then(|entry| entry.overdue_at)
-            .map(|overdue| self.completed_at.map_or(overdue, |at| at.max(overdue)));
+        self.delayed_since = oldest
+            .and_then(|entry| entry.delayed_at)
+            .map(|delayed| self.completed_at.map_or(delayed, |at| at.max(delayed)));
     }
 
     /// Returns the number of prefills.
@@ -239,10 +240,10 @@ impl PrefillQueue {
             .map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
-    /// Returns the time for which the oldest prefill is overdue, while the engine completed no other.
+    /// Returns the delay of the oldest prefill, while the engine completed no other.
     #[inline]
-    pub(super) fn overdue(&self, now: Instant) -> Duration {
-        self.overdue_since
+    pub(super) fn delay(&self, now: Instant) -> Duration {
+        self.delayed_since
             .map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
     }
 
@@ -252,13 +253,13 @@ impl PrefillQueue {
     }
 
     /// Returns the tokens still to be computed. They do not decrease while the oldest prefill is
-    /// overdue.
+    /// delayed.
     #[inline]
     pub(super) fn remaining(&self, now: Instant) -> u64 {
         if self.tokens == 0 {
             return 0;
         }
-        if !self.overdue(now).is_zero() {
+        if !self.delay(now).is_zero() {
             return self.tokens;
         }
         let Some((anchor, since)) = self.entries.front().zip(self.anchor_since) else {

@@ -173,21 +173,21 @@ impl LoadTable {
         let row = self.row(slot).filter(|row| row.rank == rank)?;
         let mut load = row.load(now);
         if load.active_prefill_tokens > 0 {
-            let overdue = self.overdue_tokens(row, now);
-            load.active_prefill_tokens = load.active_prefill_tokens.saturating_add(overdue);
+            let delayed = self.delayed_tokens(row, now);
+            load.active_prefill_tokens = load.active_prefill_tokens.saturating_add(delayed);
         }
         Some(load)
     }
 
     /// Returns the tokens that the rank would have computed in the time for which its oldest request
-    /// is overdue.
-    fn overdue_tokens(&self, row: &RankRow, now: Instant) -> u64 {
-        let overdue = row.prefills.overdue(now).as_secs_f64();
-        if overdue == 0.0 {
+    /// is delayed.
+    fn delayed_tokens(&self, row: &RankRow, now: Instant) -> u64 {
+        let delay = row.prefills.delay(now).as_secs_f64();
+        if delay == 0.0 {
             return 0;
         }
         let model = self.latency.model(row.model);
-        let tokens = overdue / model.prefill_seconds(PrefillWork::new(1.0, 0.0)).max(1e-9);
+        let tokens = delay / model.prefill_seconds(PrefillWork::new(1.0, 0.0)).max(1e-9);
         tokens as u64
     }
 

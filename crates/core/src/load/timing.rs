@@ -15,8 +15,8 @@ pub struct RankTiming {
     pub prefill_pairs: f64,
     /// Seconds since the engine can have started the oldest of them.
     pub prefill_elapsed: f64,
-    /// Seconds for which the oldest of them is overdue, while the rank delivered nothing.
-    pub overdue: f64,
+    /// Seconds by which the oldest of them is delayed, while the rank delivered nothing.
+    pub delay: f64,
     /// Prompt and answer tokens of all running requests.
     pub context_tokens: f64,
     /// Factor on the prefill time of the model.
@@ -33,7 +33,7 @@ impl Default for RankTiming {
             prefill_tokens: 0.0,
             prefill_pairs: 0.0,
             prefill_elapsed: 0.0,
-            overdue: 0.0,
+            delay: 0.0,
             context_tokens: 0.0,
             prefill_factor: slowdown.prefill_factor,
             decode_factor: slowdown.decode_factor,

@@ -117,8 +117,8 @@ impl LatencyCoefficients {
     }
 
     /// Returns the seconds of prefill that are booked on a rank and not done. The engine has computed
-    /// at most the oldest of them, which counts as an average one. An overdue rank is assumed to need
-    /// as long again as it is overdue.
+    /// at most the oldest of them, which counts as an average one. A delayed rank is assumed to need
+    /// its delay once more.
     #[inline(always)]
     pub(crate) fn queue_seconds(&self, timing: &RankTiming) -> f64 {
         if timing.prefills == 0 {
@@ -130,7 +130,7 @@ impl LatencyCoefficients {
                 pairs: timing.prefill_pairs,
             });
         let oldest = booked / f64::from(timing.prefills);
-        (booked - oldest.min(timing.prefill_elapsed)).max(0.0) + timing.overdue
+        (booked - oldest.min(timing.prefill_elapsed)).max(0.0) + timing.delay
     }
 
     /// Returns the seconds of a decode step with this many tokens in the context of all requests.

@@ -102,7 +102,7 @@ fn timings() -> impl Strategy<Value = RankTiming> {
             prefill_tokens: tokens as f64,
             prefill_pairs: pairs as f64,
             prefill_elapsed: (tokens % 1000) as f64 / 10.0,
-            overdue: (pairs % 7) as f64,
+            delay: (pairs % 7) as f64,
             context_tokens: context as f64,
             prefill_factor,
             decode_factor,

@@ -232,19 +232,19 @@ fn late_request_of_working_engine_costs_nothing() {
         .nth(worker_of(&late))
         .cloned()
         .unwrap();
-    let overdue = |fleet: &VirtualFleet| {
+    let delay = |fleet: &VirtualFleet| {
         let timing = fleet
             .router
             .load()
             .read(|view| view.timing(member.slot, member.rank));
-        timing.unwrap().overdue
+        timing.unwrap().delay
     };
-    assert!(overdue(&fleet) > 5.0);
+    assert!(delay(&fleet) > 5.0);
     let mut other = request(&[(100..140).collect()]);
     other.constraints.allowed = Some([member.rank.worker].into());
     let mut other = fleet.router.route(other).unwrap();
     other.reservation.on_first_token();
-    assert_eq!(overdue(&fleet), 0.0);
+    assert_eq!(delay(&fleet), 0.0);
     late.reservation.on_first_token();
-    assert_eq!(overdue(&fleet), 0.0);
+    assert_eq!(delay(&fleet), 0.0);
 }
