@@ -15,7 +15,6 @@ mod handshake;
 mod listener;
 mod listener_certificate;
 mod listener_context;
-mod log_limit;
 mod reloadable_files;
 
 pub use certificate::{TlsError, host_name};
@@ -29,5 +28,4 @@ pub use exposure::ListenerExposure;
 pub use listener::{LimitedListener, PeerAddress};
 pub use listener_certificate::{ListenerCertificate, ListenerProtocol};
 pub use listener_context::{ListenerLimits, ListenerProfile};
-pub use log_limit::LogLimit;
 pub use reloadable_files::{FileBacked, ReloadableFiles};

@@ -18,7 +18,6 @@ use super::connection_table::{
 };
 use super::handshake::HandshakeError;
 use super::listener_certificate::{ListenerCertificate, ListenerProtocol};
-use super::log_limit::LogLimit;
 use crate::causes::process_fix;
 use crate::descriptors::DescriptorReserve;
 use warmroute_metrics::{
@@ -71,7 +70,6 @@ pub(super) struct ListenerContext {
     closed: Notify,
     started: Instant,
     open: Gauge,
-    log: LogLimit,
     metrics: Arc<Metrics>,
 }
 
@@ -100,7 +98,6 @@ impl ListenerContext {
             closed: Notify::new(),
             started: Instant::now(),
             open,
-            log: LogLimit::default(),
             metrics,
         }
     }
@@ -110,8 +107,7 @@ impl ListenerContext {
         match self.table.lock().admit(peer.map(|peer| peer.ip()), now) {
             Ok(admitted) => {
                 if admitted.has_evicted {
-                    self.warn_limited(
-                        "evicted",
+                    self.warn_of_limit(
                         peer,
                         "too many connections; the one idle for longest was closed",
                         "",
@@ -141,8 +137,7 @@ impl ListenerContext {
                         listener: self.name(),
                     })
                     .inc();
-                self.warn_limited(
-                    "refused",
+                self.warn_of_limit(
                     peer,
                     text,
                     "see `listeners.limits.max_connections` and `listeners.limits.max_connections_per_peer`",
@@ -156,10 +151,8 @@ impl ListenerContext {
     /// connections and returns when accept may succeed.
     pub(super) async fn on_accept_error(&self, error: &io::Error) {
         self.table.lock().evict_idlest(EVICTED_AT_ONCE, self.now());
-        if self.log.admit("accept", self.now()).is_some() {
-            let fix = process_fix(error);
-            warn!(listener = self.name(), %error, fix, "listener cannot accept connections");
-        }
+        let fix = process_fix(error);
+        warn!(listener = self.name(), %error, fix, "listener cannot accept connections");
         if !(self.profile.serves_probes && self.profile.reserve.release()) {
             // The pause ends early when a connection has been closed.
             _ = timeout(ACCEPT_PAUSE, self.closed.notified()).await;
@@ -216,10 +209,10 @@ impl ListenerContext {
             .inc();
         if !failure.is_notable() {
             debug!(listener = self.name(), peer = peer.map(tracing::field::display), %error, "TLS handshake not finished");
-        } else if let Some(suppressed) = self.log.admit(reason, self.now()) {
+        } else {
             let peer = peer.map(tracing::field::display);
             let hint = failure.hint();
-            warn!(listener = self.name(), peer, reason, %error, hint, suppressed, "TLS handshake failed");
+            warn!(listener = self.name(), peer, reason, %error, hint, "TLS handshake failed");
         }
     }
 
@@ -238,30 +231,20 @@ impl ListenerContext {
                 reason,
             })
             .inc();
-        if let Some(suppressed) = self.log.admit(reason, self.now()) {
-            let peer = peer.map(tracing::field::display);
-            warn!(
-                listener = self.name(),
-                peer, scope, reason, suppressed, "HTTP/2 error sent to the client"
-            );
-        }
+        let peer = peer.map(tracing::field::display);
+        warn!(
+            listener = self.name(),
+            peer, scope, reason, "HTTP/2 error sent to the client"
+        );
     }
 
-    fn warn_limited(
-        &self,
-        cause: &'static str,
-        peer: Option<SocketAddr>,
-        text: &'static str,
-        hint: &'static str,
-    ) {
-        if let Some(suppressed) = self.log.admit(cause, self.now()) {
-            let peer = peer.map(tracing::field::display);
-            let max_connections = self.profile.limits.connections.total;
-            warn!(
-                listener = self.name(),
-                peer, max_connections, hint, suppressed, "{text}"
-            );
-        }
+    fn warn_of_limit(&self, peer: Option<SocketAddr>, text: &'static str, hint: &'static str) {
+        let peer = peer.map(tracing::field::display);
+        let max_connections = self.profile.limits.connections.total;
+        warn!(
+            listener = self.name(),
+            peer, max_connections, hint, "{text}"
+        );
     }
 }
 

@@ -6,7 +6,6 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll};
-use std::time::Instant;
 
 use axum::extract::{Request, State};
 use axum::middleware::{self, Next};
@@ -18,7 +17,6 @@ use tonic::Status;
 use tonic::service::Routes;
 use tracing::warn;
 use warmroute_metrics::{ListenerLabel, Metrics};
-use warmroute_runtime::tls::LogLimit;
 
 /// Maximum number of open streams of each listener. Clones share the number, which a configuration
 /// reload changes.
@@ -45,8 +43,6 @@ pub(super) struct StreamLimit {
     max: MaxStreams,
     open: Arc<AtomicUsize>,
     refused: Counter,
-    log: LogLimit,
-    started: Instant,
 }
 
 impl StreamLimit {
@@ -59,8 +55,6 @@ impl StreamLimit {
                 .listeners
                 .streams_refused
                 .get_or_create_owned(&ListenerLabel { listener }),
-            log: LogLimit::default(),
-            started: Instant::now(),
         }
     }
 
@@ -79,15 +73,12 @@ impl StreamLimit {
             return Some(stream);
         }
         self.refused.inc();
-        if let Some(suppressed) = self.log.admit("streams", self.started.elapsed()) {
-            warn!(
-                listener = self.listener,
-                max_streams,
-                suppressed,
-                hint = "see `listeners.limits.max_streams`",
-                "too many open streams; stream refused"
-            );
-        }
+        warn!(
+            listener = self.listener,
+            max_streams,
+            hint = "see `listeners.limits.max_streams`",
+            "too many open streams; stream refused"
+        );
         None
     }
 }
