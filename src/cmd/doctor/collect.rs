@@ -8,7 +8,7 @@ mod rank;
 #[cfg(test)]
 mod tests;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
@@ -21,7 +21,7 @@ use warmroute_doctor::engine::is_reachable;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 
 use super::progress::{DoctorProgress, OpenPart};
-use configured::{assigned_adapters, has_remote_decoders};
+use configured::has_remote_decoders;
 use warmroute_server::config::{CanaryHeaders, Config};
 use warmroute_server::request::ConfiguredModel;
 use warmroute_server::self_test::CanarySuite;
@@ -54,7 +54,6 @@ impl FactCollector<'_> {
         let facts = stream::iter(workers).map(async |worker| WorkerFacts {
             origin: self.worker_origin(worker, workers),
             has_remote_decoders: has_remote_decoders(worker, workers),
-            assigned_adapters: assigned_adapters(&worker.model, workers),
             ..self.collect_worker(worker).await
         });
         facts.buffered(MAX_CONCURRENT).collect().await
@@ -100,7 +99,7 @@ impl FactCollector<'_> {
                 .unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.model_adapters(&worker.model),
-            assigned_adapters: BTreeSet::new(),
+            has_discovery: self.config.engines.discovery.enabled,
             image_model: self.image_model(&worker.model),
             needs_capacity: self.needs_capacity(),
             health: Err(EngineError::Timeout),

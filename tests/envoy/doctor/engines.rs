@@ -144,8 +144,8 @@ fn engine_faults() -> Vec<EngineFault> {
         fault(
             "an adapter that is not configured",
             EnginePlan::with(&["--lora", "sql"]),
-            &[("warning", "engine.adapters")],
-            &["write `adapters: [sql]` for the model qwen2.5 and for worker 1"],
+            &[],
+            &[],
         ),
         fault(
             "no responses",

@@ -114,6 +114,7 @@ async fn generated_configurations_have_only_true_findings() {
         (Warning, "envoy.keepalive"),
     ];
     let istio = [
+        (Warning, "envoy.stream_window"),
         (Note, "envoy.client_headers"),
         (Note, "envoy.failure_mode"),
         (Note, "envoy.full_duplex"),
@@ -135,6 +136,7 @@ async fn generated_configurations_have_only_true_findings() {
                 (Note, "envoy.full_duplex"),
                 (Note, "envoy.keepalive"),
                 (Note, "envoy.retry"),
+                (Note, "envoy.stream_window"),
             ],
         ),
         (

@@ -1,7 +1,6 @@
 //! Facts about one worker: the engine's status pages, its response to a canary, and the messages on
 //! its event sockets.
 
-use std::collections::BTreeSet;
 use std::time::{Duration, SystemTime};
 
 use warmroute_core::block::BlockWindows;
@@ -43,9 +42,8 @@ pub struct WorkerFacts {
     pub windows: BlockWindows,
     /// Configured adapter names of the model.
     pub adapters: Vec<ModelName>,
-    /// Adapters that the configuration assigns to at least one worker of the model. Other workers
-    /// get no requests for them.
-    pub assigned_adapters: BTreeSet<String>,
+    /// Whether the lists of models of the engines are read.
+    pub has_discovery: bool,
     /// Model name in the cache keys of images. `None` without image support, or if engines report
     /// the name.
     pub image_model: Option<String>,

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, SystemTime};
 
+use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::{EngineError, EngineModel};
 use warmroute_settings::DurationSetting;
 
@@ -157,42 +158,34 @@ fn check_images(facts: &WorkerFacts) -> Option<Finding> {
     })
 }
 
+/// Checks the adapters. Requests for an adapter go only to workers that list it or are configured
+/// with it.
 fn check_adapters(facts: &WorkerFacts) -> Vec<Finding> {
     let Ok(models) = &facts.models else {
         return Vec::new();
     };
     let served = served_adapters(models);
-    let absent: Vec<&str> = facts
-        .worker
-        .adapters
-        .iter()
-        .map(String::as_str)
-        .filter(|name| !models.iter().any(|model| model.id == *name))
+    let is_listed = |name: &&str| models.iter().any(|model| model.id == *name);
+    let of_worker = || facts.worker.adapters.iter().map(String::as_str);
+    let of_model = || facts.adapters.iter().map(ModelName::as_str);
+    let absent: Vec<&str> = of_worker().filter(|name| !is_listed(name)).collect();
+    let elsewhere: Vec<&str> = of_model()
+        .filter(|name| !is_listed(name) && !absent.contains(name))
         .collect();
-    // Without an assignment to workers, each worker of the model gets requests for the adapter.
-    let listed = |name: &str| {
-        let is_eligible =
-            facts.worker.adapters.contains(name) || !facts.assigned_adapters.contains(name);
-        is_eligible && is_model_adapter(facts, name)
+    let is_unknown = |name: &&str| {
+        !facts.has_discovery && !of_worker().chain(of_model()).any(|known| known == *name)
     };
-    let unlisted: Vec<&str> = served
-        .iter()
-        .copied()
-        .filter(|name| !listed(name))
-        .collect();
+    let unlisted: Vec<&str> = served.iter().copied().filter(is_unknown).collect();
     let findings: Vec<Finding> = absent_adapters(facts, &absent)
         .into_iter()
         .chain(unlisted_adapters(facts, &unlisted))
+        .chain(adapters_elsewhere(facts, &elsewhere))
         .collect();
-    if findings.is_empty() && !(served.is_empty() && facts.worker.adapters.is_empty()) {
+    if findings.is_empty() && !served.is_empty() {
         let at = FindingBuilder::new("engine.adapters", facts.subject());
         return vec![at.ok(served.join(", "))];
     }
     findings
-}
-
-fn is_model_adapter(facts: &WorkerFacts, name: &str) -> bool {
-    facts.adapters.iter().any(|one| one.as_str() == name)
 }
 
 /// Returns the names of the adapters among the served models.
@@ -232,18 +225,26 @@ fn unlisted_adapters(facts: &WorkerFacts, unlisted: &[&str]) -> Option<Finding> 
     }
     let names = unlisted.join(", ");
     let at = FindingBuilder::new("engine.adapters", facts.subject());
-    let of_model = if unlisted.iter().all(|name| is_model_adapter(facts, name)) {
-        String::new()
-    } else {
-        format!("the model {} and for ", facts.worker.model)
-    };
     Some(at.warning(
         format!("it serves {names}, which the configuration does not list for this worker"),
         format!(
-            "write `adapters: [{names}]` for {of_model}{}",
+            "write `adapters: [{names}]` for the model {} and for {}, or enable \
+            `engines.discovery`",
+            facts.worker.model,
             facts.config_section()
         ),
     ))
+}
+
+fn adapters_elsewhere(facts: &WorkerFacts, names: &[&str]) -> Option<Finding> {
+    if names.is_empty() {
+        return None;
+    }
+    let at = FindingBuilder::new("engine.adapters", facts.subject());
+    Some(at.note(format!(
+        "it does not list {}: requests for them go only to workers that do",
+        names.join(", ")
+    )))
 }
 
 fn check_clock(facts: &WorkerFacts) -> Option<Finding> {

@@ -108,7 +108,7 @@ fn healthy_worker() -> WorkerFacts {
         has_discovered_sources: false,
         windows: BlockWindows::Plain,
         adapters: Vec::new(),
-        assigned_adapters: Default::default(),
+        has_discovery: true,
         image_model: None,
         needs_capacity: false,
         health: Ok(()),

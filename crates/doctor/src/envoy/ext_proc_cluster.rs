@@ -6,6 +6,7 @@ use warmroute_http2_filter::service_of_authority;
 use warmroute_settings::DurationSetting;
 
 use super::dump::{ConfigDump, EnvoyAddress};
+use super::filter::is_full_duplex;
 use super::fixes::EnvoySetting;
 use super::schema::{BreakerThreshold, EnvoyCluster, EnvoyGrpc, GrpcService};
 use super::site::FilterSite;
@@ -14,6 +15,10 @@ use crate::finding::{Finding, FindingBuilder, FindingLevel};
 
 /// Envoy's default circuit breaker threshold.
 const DEFAULT_BREAKER_LIMIT: u64 = 1024;
+/// Envoy's default HTTP/2 window of a stream, in bytes.
+const DEFAULT_STREAM_WINDOW: u64 = 16 << 20;
+/// Maximum recommended HTTP/2 window of a stream in full-duplex mode, in bytes.
+const MAX_STREAM_WINDOW: u64 = 1 << 20;
 /// Envoy's default connect timeout.
 const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum recommended connect timeout. With a longer one, requests to a replica on an unreachable
@@ -172,6 +177,11 @@ fn check_cluster(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Vec<Finding> 
         FindingBuilder::new("envoy.keepalive", subject()),
         cluster,
     ));
+    findings.extend(check_stream_window(
+        site,
+        FindingBuilder::new("envoy.stream_window", subject()),
+        cluster,
+    ));
     findings.extend(check_connect_timeout(
         site,
         FindingBuilder::new("envoy.connect_timeout", subject()),
@@ -217,6 +227,31 @@ fn check_keepalive(site: &FilterSite<'_>, at: FindingBuilder, cluster: &EnvoyClu
             &EnvoySetting::PickerKeepalive(cluster),
         ),
     }
+}
+
+/// Checks the HTTP/2 window of streams in full-duplex mode. Envoy queues that much of each body on the
+/// connection, before the messages of other requests.
+fn check_stream_window(
+    site: &FilterSite<'_>,
+    at: FindingBuilder,
+    cluster: &EnvoyCluster,
+) -> Option<Finding> {
+    let options = cluster.http2_options()?;
+    if !site.callers_of(&cluster.name).any(is_full_duplex) {
+        return None;
+    }
+    let window = &options["initial_stream_window_size"];
+    let window = window.as_u64().unwrap_or(DEFAULT_STREAM_WINDOW);
+    let message = format!("initial_stream_window_size: {window}");
+    if window <= MAX_STREAM_WINDOW {
+        return Some(at.ok(message));
+    }
+    Some(site.report(
+        at,
+        FindingLevel::Warning,
+        format!("{message}; large uploads delay small requests by seconds"),
+        &EnvoySetting::PickerWindow(cluster),
+    ))
 }
 
 /// Checks the connect timeout of TCP connections. Unix sockets connect at once.

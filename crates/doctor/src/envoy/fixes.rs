@@ -30,6 +30,8 @@ pub(super) enum EnvoySetting<'a> {
     PickerLimits(&'a EnvoyCluster),
     /// HTTP/2 pings on the connections to warmroute.
     PickerKeepalive(&'a EnvoyCluster),
+    /// HTTP/2 windows of the connections to warmroute.
+    PickerWindow(&'a EnvoyCluster),
     /// Connect timeout of the connections to warmroute.
     PickerConnectTimeout(&'a EnvoyCluster),
     /// TLS to warmroute.

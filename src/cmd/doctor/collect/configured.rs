@@ -1,7 +1,5 @@
 //! Facts from the configuration of a worker.
 
-use std::collections::BTreeSet;
-
 use warmroute_core::engine_settings::ConfiguredSettings;
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
@@ -110,12 +108,4 @@ pub(super) fn has_remote_decoders(prefill: &Worker, workers: &[Worker]) -> bool 
         .iter()
         .filter(is_decoder)
         .any(|other| other.endpoint.0.ip() != prefill.endpoint.0.ip())
-}
-
-/// Returns the adapters that the configuration assigns to at least one worker of a model.
-pub(super) fn assigned_adapters(model: &ModelName, workers: &[Worker]) -> BTreeSet<String> {
-    let of_model = workers.iter().filter(|worker| worker.model == *model);
-    of_model
-        .flat_map(|worker| worker.adapters.iter().cloned())
-        .collect()
 }

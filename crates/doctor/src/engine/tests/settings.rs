@@ -207,7 +207,7 @@ fn image_model_mismatch_is_an_error() {
 }
 
 #[test]
-fn adapter_of_model_needs_no_list_per_worker() {
+fn adapters_of_other_workers_are_a_note() {
     let serves_adapter = |facts: &mut WorkerFacts| {
         let Ok(models) = &mut facts.models else {
             panic!("no models")
@@ -219,18 +219,19 @@ fn adapter_of_model_needs_no_list_per_worker() {
             ..base
         });
     };
-    let unlisted = problems(serves_adapter);
-    assert_eq!(unlisted.len(), 1, "{unlisted:?}");
-    let of_model = problems(|facts| {
+    let discovered = problems(serves_adapter);
+    assert!(discovered.is_empty(), "{discovered:?}");
+    let undiscovered = problems(|facts| {
         serves_adapter(facts);
-        facts.adapters = vec!["sql".into()];
+        facts.has_discovery = false;
     });
-    assert!(of_model.is_empty(), "{of_model:?}");
-    // Another worker is assigned the adapter, so this one gets no requests for it.
-    let of_other_worker = problems(|facts| {
-        serves_adapter(facts);
-        facts.adapters = vec!["sql".into()];
-        facts.assigned_adapters = ["sql".to_owned()].into();
-    });
-    assert_eq!(of_other_worker.len(), 1, "{of_other_worker:?}");
+    assert_eq!(undiscovered.len(), 1, "{undiscovered:?}");
+    let mut facts = healthy_worker();
+    serves_adapter(&mut facts);
+    facts.adapters = vec!["sql".into(), "law".into()];
+    let mut elsewhere = check_worker(&facts);
+    elsewhere.retain(|finding| finding.check == "engine.adapters");
+    assert_eq!(elsewhere.len(), 1, "{elsewhere:?}");
+    assert_eq!(elsewhere[0].level, FindingLevel::Note, "{elsewhere:?}");
+    assert!(elsewhere[0].message.contains("law"), "{elsewhere:?}");
 }

@@ -35,6 +35,10 @@ impl FilterSite<'_> {
                 policy,
                 "http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}",
             )),
+            EnvoySetting::PickerWindow(_) => Some(backend_settings(
+                policy,
+                "http2: {initialStreamWindowSize: 64Ki, initialConnectionWindowSize: 1Mi}",
+            )),
             EnvoySetting::PickerConnectTimeout(_) => Some(backend_settings(
                 policy,
                 "timeout: {tcp: {connectTimeout: 1s}}",
@@ -72,6 +76,7 @@ impl FilterSite<'_> {
                 cluster.name
             )),
             EnvoySetting::PickerKeepalive(_)
+            | EnvoySetting::PickerWindow(_)
             | EnvoySetting::PickerConnectTimeout(_)
             | EnvoySetting::PickerTls(_)
             | EnvoySetting::PickerPlaintext(_)

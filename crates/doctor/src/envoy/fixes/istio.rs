@@ -33,6 +33,14 @@ impl FilterSite<'_> {
                     cluster.name
                 ),
             ),
+            EnvoySetting::PickerWindow(cluster) => envoy_filter(
+                "CLUSTER",
+                &format!(
+                    "`initial_stream_window_size: 65536, initial_connection_window_size: 1048576` \
+                    in the `http2_protocol_options` of `{}`",
+                    cluster.name
+                ),
+            ),
             EnvoySetting::Retry(_, envoy) | EnvoySetting::BodyLimit(_, envoy) => {
                 route_filter(routes, envoy)
             }

@@ -21,6 +21,11 @@ impl FilterSite<'_> {
                 {{interval: 2s, timeout: 2s}}`",
                 cluster.name
             ),
+            EnvoySetting::PickerWindow(cluster) => format!(
+                "in the `http2_protocol_options` of cluster `{}` write \
+                `initial_stream_window_size: 65536, initial_connection_window_size: 1048576`",
+                cluster.name
+            ),
             EnvoySetting::PickerConnectTimeout(cluster) => {
                 format!("in cluster `{}` write `connect_timeout: 1s`", cluster.name)
             }
