@@ -5,6 +5,7 @@
 //! answer readmits it. While all ranks are in service, a check costs one atomic load.
 
 mod comparison;
+mod delivery;
 mod evidence;
 mod model;
 mod outcome;
@@ -22,6 +23,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
+pub use self::delivery::{DeliveryTransition, FailingPool, FailureCounts};
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::WorkerOutcome;
@@ -184,6 +186,25 @@ impl HealthTracker {
     /// Detects overdue requests. Must be called several times per second.
     pub fn on_tick(&self, now: Instant) -> Vec<HealthTransition> {
         self.update(|model| model.on_tick(now))
+    }
+
+    /// Updates of which pools no rank delivers. `unreachable` are the workers that answer neither
+    /// requests nor queries. Returns the changes since the last call.
+    pub fn update_deliveries(
+        &self,
+        unreachable: &BTreeMap<WorkerId, Duration>,
+        now: Instant,
+    ) -> Vec<DeliveryTransition> {
+        self.model.lock().update_deliveries(unreachable, now)
+    }
+
+    /// Returns the pools of which no rank delivers.
+    pub fn failing_pools(
+        &self,
+        unreachable: &BTreeMap<WorkerId, Duration>,
+        now: Instant,
+    ) -> Vec<FailingPool> {
+        self.model.lock().failing_pools(unreachable, now)
     }
 
     /// Records that a rank has completed a response. Its waiting requests are then not overdue.

@@ -28,7 +28,8 @@ pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
 pub(crate) use latency::PrefillWork;
 pub use latency::{
     CalibrationReport, FirstTokenObservation, LatencyCoefficients, LatencyEstimate,
-    LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSlowdown,
+    LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSlowdown, RankSpeed,
+    SlowPhase, SlowRank, SpeedChange, SpeedTransition,
 };
 pub use learning::CompleteOutput;
 pub use reservation::Reservation;

@@ -36,7 +36,7 @@ pub use context::RoutingContext;
 pub use event_sources::{EngineSettingsByWorker, EventSources, SharedCommonSettings, SharedSource};
 pub use explain::{PhaseExplanation, RouteExplanation, WorkerExplanation};
 pub use external::{ExternalBooking, ExternalRouteOptions, WorkerEstimate};
-pub use feedback::{ResponseOrigin, WorkerResponse};
+pub use feedback::{ResponseOrigin, TickChanges, WorkerResponse};
 pub use listener::RouterListener;
 pub use phase_decider::InFlightEstimates;
 pub use placement::Placement;

@@ -16,11 +16,11 @@ pub struct RunningProcess {
     pub pending_keys: Vec<String>,
     /// Number of worker ranks.
     pub ranks: usize,
-    /// Ranks that are not healthy.
+    /// Ranks that are not healthy, or slow.
     pub unhealthy: Vec<ReportedHealth>,
 }
 
-/// Health of a worker rank that is not healthy.
+/// Health of a worker rank that is not healthy, or slow.
 #[derive(Clone, Debug)]
 pub struct ReportedHealth {
     /// Worker, rank and name.
@@ -69,7 +69,7 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
     if process.unhealthy.is_empty() {
         let at = FindingBuilder::new("warmroute.health", "warmroute");
         return vec![at.ok(format!(
-            "no rank of {} is suspect, ejected or unreachable",
+            "no rank of {} is suspect, ejected, slow or unreachable",
             process.ranks
         ))];
     }
@@ -81,15 +81,18 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
         );
         let fix = match rank.health.as_str() {
             "unreachable" => "start the engine, or remove the worker",
+            "slow" => {
+                "compare the clock, the temperature and the other processes of its GPU with those of \
+                 another worker; a worker on slower hardware needs no change"
+            }
             _ => {
                 "look for these failures in the log of the engine; warmroute sends single requests \
                  to the rank and uses it again when they are answered"
             }
         };
-        if rank.health == "suspect" {
-            at.warning(message, fix)
-        } else {
-            at.error(message, fix)
+        match rank.health.as_str() {
+            "suspect" | "slow" => at.warning(message, fix),
+            _ => at.error(message, fix),
         }
     };
     process.unhealthy.iter().map(finding).collect()
@@ -177,7 +180,9 @@ mod tests {
         };
         let process = RunningProcess {
             ranks: 3,
-            unhealthy: ["suspect", "ejected", "unreachable"].map(rank).to_vec(),
+            unhealthy: ["suspect", "slow", "ejected", "unreachable"]
+                .map(rank)
+                .to_vec(),
             ..RunningProcess::default()
         };
         let levels: Vec<_> = check_process_health(&process)
@@ -185,7 +190,7 @@ mod tests {
             .map(|one| one.level)
             .collect();
         use FindingLevel::{Error, Warning};
-        assert_eq!(levels, [Warning, Error, Error]);
+        assert_eq!(levels, [Warning, Warning, Error, Error]);
         assert_eq!(
             check_process_health(&RunningProcess::default())[0].level,
             FindingLevel::Ok

@@ -15,7 +15,7 @@ mod timed_router;
 
 pub use active_request::ActiveRequest;
 pub use dispatcher::{DispatchError, Dispatcher};
-pub use health_log::log_health_changes;
+pub use health_log::{log_health_changes, log_tick_changes};
 pub use session::{RequestSession, SessionAffinity, SessionRouting};
 pub use stored_responses::{RESPONSE_RULES, ResponseReference};
 pub use timed_router::{RoutingTimes, TimedRouter};

@@ -69,7 +69,7 @@ async fn read_process(config: &Config, address: &str) -> anyhow::Result<RunningP
     })
 }
 
-/// Returns the health of a member of the fleet, unless it is healthy and answers.
+/// Returns the health of a member of the fleet, unless it is healthy and answers in the usual time.
 fn reported_health(member: &Value) -> Option<ReportedHealth> {
     let worker = member["rank"]["worker"].as_str().unwrap_or_default();
     let rank = format!("worker {worker} rank {}", member["rank"]["rank"]);
@@ -82,9 +82,20 @@ fn reported_health(member: &Value) -> Option<ReportedHealth> {
             evidence: format!("no answer from {endpoint}"),
         });
     }
-    let health = member["health"]["health"].as_str()?;
+    let health = member["health"]["health"].as_str().unwrap_or("healthy");
     if health == "healthy" {
-        return None;
+        let slow = &member["slow"];
+        return Some(ReportedHealth {
+            rank,
+            health: "slow".to_owned(),
+            age_seconds: slow["age_seconds"].as_u64()?,
+            evidence: format!(
+                "{} factor {:.1}, median of the model {:.1}",
+                slow["phase"].as_str()?,
+                slow["factor"].as_f64()?,
+                slow["median"].as_f64()?
+            ),
+        });
     }
     let evidence = &member["health"]["evidence"];
     let failures = evidence["failures"].as_object();
@@ -110,6 +121,18 @@ mod tests {
     use serde_json::json;
 
     use super::*;
+
+    #[test]
+    fn slow_rank_is_reported_with_its_factor() {
+        let found = reported_health(&json!({
+            "rank": {"worker": "1", "rank": 0},
+            "health": null,
+            "slow": {"phase": "decode", "factor": 7.96, "median": 1.0, "age_seconds": 12},
+        }));
+        let found = found.unwrap();
+        assert_eq!((found.health.as_str(), found.age_seconds), ("slow", 12));
+        assert_eq!(found.evidence, "decode factor 8.0, median of the model 1.0");
+    }
 
     #[test]
     fn unreachable_rank_is_reported_without_failures() {

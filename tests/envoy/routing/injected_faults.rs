@@ -10,7 +10,9 @@ use serde_json::{Value, json};
 use tokio::task::AbortHandle;
 use warmroute_testbed::ports::until;
 
-use crate::routing::bed::{RoutingBed, SOON, engine, stream};
+use warmroute_testbed::deployment::EngineSpec;
+
+use crate::routing::bed::{RoutingBed, SOON, stream};
 
 /// Time for which each fault lasts, at least, and time after it until the next one.
 const FAULT_TIME: Duration = Duration::from_secs(4);
@@ -43,10 +45,14 @@ struct InjectedFault {
     fault: EngineFault,
     /// Text in the entry of the engine on the page of the fleet.
     page: &'static str,
+    /// Text on the overview.
+    overview: &'static str,
     /// Metric that increases; none if the name is empty.
     metric: (&'static str, &'static [(&'static str, &'static str)]),
     /// Text of a log line.
     log: &'static str,
+    /// Text of a log line after the repair.
+    repair_log: &'static str,
 }
 
 /// Returns a fault that is shown by failed requests of a kind.
@@ -59,8 +65,10 @@ fn failing(
         name,
         fault,
         page: kind[0].1,
+        overview: "ejected for",
         metric: ("worker_failed_requests_total", kind),
         log: "worker ejected",
+        repair_log: "worker readmitted",
     }
 }
 
@@ -95,27 +103,35 @@ fn injected_faults() -> Vec<InjectedFault> {
         InjectedFault {
             name: "slow",
             fault: Misbehaves(json!({"slow_steps": 8.0})),
-            page: "",
+            page: "\"slow\":{",
+            overview: "slow for",
             metric: ("", &[]),
-            log: "",
+            log: "worker is slow",
+            repair_log: "worker is no longer slow",
         },
         InjectedFault {
             name: "KV events injected",
             fault: Misbehaves(json!({"drop_events": {"batches": 1_000_000}})),
             page: "\"stale\"",
+            overview: "stale",
             metric: ("kv_event_source_freshness", &[("freshness", "stale")]),
             log: "KV event source is silent",
+            repair_log: "KV event source freshness changed",
         },
         InjectedFault {
             name: "load scrapes fail",
             fault: Misbehaves(json!({"refuse_metrics": true})),
             page: "load_scrape",
+            overview: "",
             metric: ("engine_load_scrapes_total", &[("outcome", "status")]),
             log: "scrape of engine load failed",
+            repair_log: "",
         },
-        // No rank is at fault if all fail, so that the log has no change of state.
+        // No rank is at fault if all fail.
         InjectedFault {
-            log: "",
+            overview: "no worker of",
+            log: "no worker of the model delivers answers",
+            repair_log: "workers of the model deliver answers again",
             ..failing(
                 "500 of all engines",
                 AllMisbehave(json!({"refuse": 500})),
@@ -179,7 +195,10 @@ async fn converse(url: String, number: usize, results: TrafficResults) {
         .build()
         .unwrap();
     for round in 0.. {
-        let mut body = stream(&format!("{number} {round} {}", "a question ".repeat(40)), 8);
+        let mut body = stream(
+            &format!("{number} {round} {}", "a question ".repeat(400)),
+            8,
+        );
         for turn in 0..TURNS {
             let error = ask(&client, &url, &body).await.err();
             results.lock().push(error);
@@ -205,6 +224,12 @@ async fn ask(client: &reqwest::Client, url: &str, body: &Value) -> Result<(), St
     let text = answer.text().await.map_err(on_error)?;
     let is_complete = text.ends_with("data: [DONE]\n\n");
     is_complete.then_some(()).ok_or("incomplete".to_owned())
+}
+
+/// Number of log lines, and value of a metric, before a fault.
+struct LogAndMetric {
+    lines: usize,
+    metric: f64,
 }
 
 struct FaultScenario {
@@ -266,30 +291,38 @@ impl FaultScenario {
         std::fs::read_to_string(self.bed.stack.router().unwrap().log()).unwrap()
     }
 
-    fn log_lines(&self, injected: &InjectedFault) -> usize {
-        if injected.log.is_empty() {
-            return 0;
-        }
+    fn log_lines(&self, text: &str) -> usize {
         let log = self.log();
-        log.lines()
-            .filter(|line| line.contains(injected.log))
-            .count()
+        log.lines().filter(|line| line.contains(text)).count()
+    }
+
+    async fn overview(&self) -> String {
+        let page = self.bed.http.get(self.bed.stack.admin_url("/")).send();
+        let page = page.await;
+        page.unwrap().text().await.unwrap()
+    }
+
+    async fn is_shown(&self, injected: &InjectedFault, before: &LogAndMetric) -> bool {
+        let entry = self.member(FAULTY).await.to_string();
+        entry.contains(injected.page)
+            && self.overview().await.contains(injected.overview)
+            && (injected.metric.0.is_empty() || self.metric(injected).await > before.metric)
+            && self.log_lines(injected.log) > before.lines
     }
 
     /// Injects a fault and asserts that it is seen and that the traffic recovers.
     #[expect(clippy::print_stdout, reason = "figures of a test")]
     async fn inject(&mut self, injected: &InjectedFault) {
         let first = self.traffic.count();
-        let (lines, count) = (self.log_lines(injected), self.metric(injected).await);
+        let before = LogAndMetric {
+            lines: self.log_lines(injected.log),
+            metric: self.metric(injected).await,
+        };
         let start = Instant::now();
         self.begin(&injected.fault).await;
         let mut shown: Option<Duration> = None;
         let seen = until(SOON, async || {
-            let entry = self.member(FAULTY).await.to_string();
-            let is_shown = entry.contains(injected.page)
-                && (injected.metric.0.is_empty() || self.metric(injected).await > count)
-                && (injected.log.is_empty() || self.log_lines(injected) > lines);
-            if is_shown {
+            if shown.is_none() && self.is_shown(injected, &before).await {
                 shown.get_or_insert(start.elapsed());
             }
             shown.is_some() && start.elapsed() >= FAULT_TIME
@@ -306,17 +339,23 @@ impl FaultScenario {
         let errors = self.traffic.errors_since(first);
         let requests = self.traffic.count() - first;
         let health = self.health(FAULTY).await;
+        let repair_lines = self.log_lines(injected.repair_log);
         self.end(&injected.fault).await;
         let repaired = Instant::now();
         let after = self.traffic.count();
         let recovered = until(SOON, async || {
-            self.traffic.has_recovered(after) && self.health(FAULTY).await == "healthy"
+            let is_logged = injected.repair_log.is_empty()
+                || self.log_lines(injected.repair_log) > repair_lines;
+            is_logged && self.traffic.has_recovered(after) && self.health(FAULTY).await == "healthy"
         });
         assert!(
             recovered.await,
-            "{}: {:?}",
+            "{}: {:?} {}\n{}\n{:#}",
             injected.name,
-            self.traffic.errors_since(after)
+            self.traffic.errors_since(after),
+            self.member(FAULTY).await,
+            self.log(),
+            self.bed.stack.debug_page("calibration").await.unwrap()
         );
         println!(
             "| {} | {requests} | {errors:?} | {health} | {:.1} | {} {:?} +{} | {} +{} | {:.1} |",
@@ -324,9 +363,9 @@ impl FaultScenario {
             shown.unwrap().as_secs_f64(),
             injected.metric.0,
             injected.metric.1,
-            self.metric(injected).await - count,
+            self.metric(injected).await - before.metric,
             injected.log,
-            self.log_lines(injected) - lines,
+            self.log_lines(injected.log) - before.lines,
             repaired.elapsed().as_secs_f64(),
         );
         tokio::time::sleep(REST_TIME).await;
@@ -343,7 +382,7 @@ fn no_faults() -> Value {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn every_fault_is_shown_and_passes() {
-    let bed = RoutingBed::start(&ENGINES.map(engine), json!({})).await;
+    let bed = RoutingBed::start(&ENGINES.map(EngineSpec::new), json!({})).await;
     let traffic = ConversationTraffic::start(&bed.stack.url("/v1/chat/completions"));
     let mut scenario = FaultScenario { bed, traffic };
     let has_traffic = until(SOON, async || scenario.traffic.has_recovered(0));

@@ -278,7 +278,7 @@ impl RouterDriver {
     /// Passes the time to the router.
     pub(crate) fn on_tick(&mut self) {
         let changes = self.router.on_tick();
-        self.note(&changes);
+        self.note(&changes.health);
     }
 
     /// Checks the health of the ejected workers.

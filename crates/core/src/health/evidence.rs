@@ -2,12 +2,12 @@
 //! probability ratio test (Wald 1945) compares two hypotheses: the rank fails [`FAULTY_SHARE`] of
 //! its requests, or it fails the share that its peers fail in the same time.
 
-use std::collections::BTreeMap;
 use std::fmt;
 use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
+use super::delivery::FailureCounts;
 use super::outcome::WorkerOutcome;
 use super::pool::{BASE_SHARE, OutcomeHistory};
 use crate::block::SequenceHash;
@@ -42,7 +42,7 @@ pub(super) struct FailureEvidence {
     delivered: f64,
     peers_failed: f64,
     peers_delivered: f64,
-    kinds: BTreeMap<WorkerOutcome, u32>,
+    kinds: FailureCounts,
     prompts: Vec<FailedPrompt>,
 }
 
@@ -81,30 +81,19 @@ impl PromptEnd {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct EvidenceSummary {
     /// Number of failures of the rank by kind.
-    pub failures: BTreeMap<WorkerOutcome, u32>,
+    pub failures: FailureCounts,
     /// Requests that its peers delivered in the same time.
     pub peers_delivered: u32,
     /// Requests that its peers failed in the same time.
     pub peers_failed: u32,
 }
 
-impl EvidenceSummary {
-    /// Returns the most frequent failure.
-    pub fn cause(&self) -> Option<WorkerOutcome> {
-        let by_count = |(_, count): &(&WorkerOutcome, &u32)| **count;
-        Some(*self.failures.iter().max_by_key(by_count)?.0)
-    }
-}
-
 impl fmt::Display for EvidenceSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (kind, count) in &self.failures {
-            write!(f, "{}={count} ", kind.as_str())?;
-        }
         write!(
             f,
-            "peers_delivered={} peers_failed={}",
-            self.peers_delivered, self.peers_failed
+            "{} peers_delivered={} peers_failed={}",
+            self.failures, self.peers_delivered, self.peers_failed
         )
     }
 }
@@ -118,7 +107,7 @@ impl FailureEvidence {
             delivered: 0.0,
             peers_failed: 0.0,
             peers_delivered: 0.0,
-            kinds: BTreeMap::new(),
+            kinds: FailureCounts::default(),
             prompts: Vec::new(),
         }
     }
@@ -148,7 +137,7 @@ impl FailureEvidence {
         }
         self.failed += weight;
         self.last_failure = now;
-        *self.kinds.entry(outcome).or_default() += 1;
+        self.kinds.add(outcome);
     }
 
     /// Removes the failures of a prompt, because it failed on another rank, too. Returns whether

@@ -229,6 +229,7 @@ impl HealthModel {
             return self.record(report, now);
         }
         let max_time = self.rules.max_ejection_time;
+        self.count(report.rank, report.outcome, now);
         let Some(record) = self.ranks.get_mut(&report.rank) else {
             return Vec::new();
         };
@@ -236,7 +237,6 @@ impl HealthModel {
         let pool = self.pools.get(&record.pool);
         let pool = pool.filter(|_| report.outcome != WorkerOutcome::Unreachable);
         let min_time = pool.map(PoolRecord::min_probe_period).unwrap_or_default();
-        record.count(report.outcome);
         let evidence = record.summary();
         let Some(ejection) = record.ejection_mut() else {
             return Vec::new();
@@ -298,10 +298,10 @@ impl HealthModel {
         report: OutcomeReport<'_>,
         now: Instant,
     ) -> Vec<HealthTransition> {
-        let Some(record) = self.ranks.get_mut(&report.rank) else {
+        self.count(report.rank, report.outcome, now);
+        let Some(record) = self.ranks.get(&report.rank) else {
             return Vec::new();
         };
-        record.count(report.outcome);
         let pool = record.pool.clone();
         match report.outcome {
             WorkerOutcome::Inconclusive => Vec::new(),

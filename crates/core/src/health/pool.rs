@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
 
+use super::delivery::DeliveryGap;
 use super::evidence::PromptEnd;
 use super::outcome::WorkerOutcome;
 use super::waiting::DelayFactor;
@@ -37,6 +38,10 @@ pub(super) struct PoolRecord {
     pub(super) content_time: MeanTime,
     pub(super) service_time: MeanTime,
     pub(super) delay: DelayFactor,
+    /// Failures since the last delivery, if there are any.
+    pub(super) gap: Option<DeliveryGap>,
+    /// Time since which no rank delivers.
+    pub(super) failing_since: Option<Instant>,
 }
 
 /// Outcomes of a pool in its last requests, of which older ones count less.

@@ -136,13 +136,6 @@ impl RankRecord {
         evidence.map(FailureEvidence::summary).unwrap_or_default()
     }
 
-    /// Counts a failed request.
-    pub(super) fn count(&mut self, outcome: WorkerOutcome) {
-        if outcome.is_failure() {
-            *self.failures.entry(outcome).or_default() += 1;
-        }
-    }
-
     /// Enters a state. Returns the evidence so far.
     pub(super) fn enter(&mut self, state: RankState, now: Instant) -> EvidenceSummary {
         self.state = state;
@@ -168,7 +161,7 @@ impl RankRecord {
         let evidence = self.evidence.as_ref()?;
         let score = evidence.score();
         let is_proven = score >= limit && may_avoid;
-        let cause = evidence.summary().cause()?;
+        let cause = evidence.summary().failures.most_frequent()?;
         let ejected = |cause, threshold| StateTransition {
             state: RankState::Ejected(RankEjection::new(cause, threshold, period, now)),
             change: HealthChange::Ejected(period),

@@ -18,6 +18,13 @@ pub struct HealthPool {
     pub is_prefill: bool,
 }
 
+impl HealthPool {
+    /// Returns the name of the phase in logs and on pages.
+    pub fn phase(&self) -> &'static str {
+        if self.is_prefill { "prefill" } else { "decode" }
+    }
+}
+
 /// Signal other than requests that a worker may be failing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]

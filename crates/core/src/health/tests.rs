@@ -4,6 +4,7 @@ use warmroute_property_tests::property_config;
 use super::*;
 use crate::worker::DpRank;
 
+mod delivery;
 mod fleet;
 mod prompts;
 
@@ -144,7 +145,7 @@ fn rank_is_ejected_if_only_its_peers_deliver() {
         let report = fixture.health.health_report(fixture.now);
         assert_eq!(
             report[0].evidence.failures,
-            [(outcome, failures as u32)].into()
+            FailureCounts::from([(outcome, failures as u32)])
         );
         assert_eq!(report[0].evidence.peers_delivered, 1);
     }

@@ -15,9 +15,10 @@ use super::worker_feedback::{OutcomeTarget, first_prompt};
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
-    HealthSignal, HealthTransition, RankHealth, TrackedRequest, WorkerHealth, WorkerOutcome,
+    DeliveryTransition, FailingPool, HealthSignal, HealthTransition, RankHealth, TrackedRequest,
+    WorkerHealth, WorkerOutcome,
 };
-use crate::load::FirstTokenObservation;
+use crate::load::{FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
 
 /// Response to a request.
@@ -27,6 +28,17 @@ pub struct WorkerResponse {
     pub status: u16,
     /// Sender of the response.
     pub origin: ResponseOrigin,
+}
+
+/// Changes that the passage of time has revealed, for the log.
+#[derive(Clone, Debug)]
+pub struct TickChanges {
+    /// Health of ranks.
+    pub health: Vec<HealthTransition>,
+    /// Models of which no rank delivers.
+    pub deliveries: Vec<DeliveryTransition>,
+    /// Slow ranks.
+    pub speeds: Vec<SpeedTransition>,
 }
 
 /// Sender of a response.
@@ -150,11 +162,17 @@ impl Router {
     }
 
     /// Handles the passage of time: overdue requests and held reservations. Must be called several
-    /// times per second. Returns the health transitions, for the log.
-    pub fn on_tick(&self) -> Vec<HealthTransition> {
+    /// times per second.
+    pub fn on_tick(&self) -> TickChanges {
         let now = self.load.now();
         self.held.release_expired(now);
-        self.feedback.health.on_tick(now)
+        let health = self.feedback.health.on_tick(now);
+        let unreachable = self.unreachable_workers();
+        TickChanges {
+            health,
+            deliveries: self.feedback.health.update_deliveries(&unreachable, now),
+            speeds: self.load.update_speeds(),
+        }
     }
 
     fn record_for_rank(
@@ -322,6 +340,13 @@ impl Router {
     /// failure.
     pub fn unreachable_workers(&self) -> BTreeMap<WorkerId, Duration> {
         self.feedback.reachability.unreachable(self.load.now())
+    }
+
+    /// Returns the pools of which no rank delivers.
+    pub fn failing_pools(&self) -> Vec<FailingPool> {
+        let unreachable = self.unreachable_workers();
+        let health = &self.feedback.health;
+        health.failing_pools(&unreachable, self.load.now())
     }
 
     /// Returns the workers with an ejected rank.

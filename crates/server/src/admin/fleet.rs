@@ -19,6 +19,7 @@ fn fleet_json(router: &Router) -> Value {
     let mut page = json!(*fleet);
     let health_report = router.health_report();
     let unreachable = router.unreachable_workers();
+    let slow = router.load().slow_ranks();
     let members = page["members"]
         .as_array_mut()
         .map(Vec::as_mut_slice)
@@ -32,6 +33,8 @@ fn fleet_json(router: &Router) -> Value {
         entry["source"] = source;
         let health = health_report.iter().find(|row| row.rank == member.rank);
         entry["health"] = json!(health);
+        let slow = slow.iter().find(|slow| slow.rank == member.rank);
+        entry["slow"] = json!(slow);
         let unreachable = unreachable.get(&member.rank.worker);
         entry["unreachable_seconds"] = json!(unreachable.map(Duration::as_secs));
         if let Some((settings, mismatches)) = router.sources().engine_settings(member.rank.worker) {

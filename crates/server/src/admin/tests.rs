@@ -356,6 +356,26 @@ async fn long_worker_table_is_cut_with_problems_first() {
 }
 
 #[tokio::test]
+async fn overview_shows_model_without_deliveries() {
+    let dispatcher = dispatcher(HOSTILE).await;
+    let state = test_state(&dispatcher);
+    let router = dispatcher.router();
+    let rank = router.fleet().members().next().map(|member| member.rank);
+    for _ in 0..3 {
+        router.report_status(rank.as_slice(), &mut [], 500);
+    }
+    let now = WallTime::from_unix_seconds(1_795_398_189.91);
+    let headline = "<span class=\"state bad\">ready, but no worker of \
+        &lt;script&gt;alert(1)&lt;/script&gt; delivers answers</span>";
+    let shown = tokio::time::timeout(std::time::Duration::from_secs(60), async {
+        while !home::render_at(&state, now).contains(headline) {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    });
+    shown.await.expect("the headline");
+}
+
+#[tokio::test]
 async fn overview_shows_engines_that_do_not_answer() {
     let dispatcher = dispatcher(HOSTILE).await;
     let state = test_state(&dispatcher);

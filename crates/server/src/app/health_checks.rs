@@ -16,7 +16,7 @@ use warmroute_runtime::lifecycle::supervise;
 use super::App;
 use super::reload::ReloadCandidate;
 use crate::config::Config;
-use crate::dispatch::log_health_changes;
+use crate::dispatch::log_tick_changes;
 
 /// Interval at which overdue requests are detected.
 const TICK_INTERVAL: Duration = Duration::from_millis(250);
@@ -70,13 +70,13 @@ impl App {
     }
 }
 
-/// Passes the time to the health model, which detects overdue requests.
+/// Passes the time to the router, which detects overdue requests and slow ranks.
 async fn watch_health(router: &Router) {
     let mut ticks = tokio::time::interval(TICK_INTERVAL);
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         ticks.tick().await;
-        log_health_changes(router, router.on_tick());
+        log_tick_changes(router, router.on_tick());
     }
 }
 

@@ -1,9 +1,50 @@
-//! Log lines about the health of worker ranks.
+//! Log lines about the health and the speed of worker ranks.
 
 use tracing::{info, warn};
-use warmroute_core::health::{HealthChange, HealthTransition};
-use warmroute_core::router::Router;
+use warmroute_core::health::{DeliveryTransition, FailingPool, HealthChange, HealthTransition};
+use warmroute_core::load::{SpeedChange, SpeedTransition};
+use warmroute_core::router::{Router, TickChanges};
 use warmroute_settings::DurationSetting;
+
+/// Logs the changes that the passage of time has revealed.
+pub fn log_tick_changes(router: &Router, changes: TickChanges) {
+    log_health_changes(router, changes.health);
+    changes.deliveries.iter().for_each(log_delivery_change);
+    for SpeedTransition {
+        rank,
+        change,
+        speed,
+    } in changes.speeds
+    {
+        let name = router.fleet().display_name(rank.worker);
+        let phase = speed.phase.as_str();
+        let [factor, median] = [speed.factor, speed.median].map(|factor| format!("{factor:.2}"));
+        match change {
+            SpeedChange::Slowed => {
+                warn!(worker = %rank, name, phase, factor, median, "worker is slow; it gets fewer requests")
+            }
+            SpeedChange::Recovered => {
+                info!(worker = %rank, name, phase, factor, median, "worker is no longer slow")
+            }
+        }
+    }
+}
+
+fn log_delivery_change(change: &DeliveryTransition) {
+    match change {
+        DeliveryTransition::Stopped(FailingPool {
+            pool,
+            ranks,
+            unreachable,
+            failures,
+        }) => {
+            warn!(model = %pool.model, phase = pool.phase(), ranks, unreachable, %failures, "no worker of the model delivers answers")
+        }
+        DeliveryTransition::Resumed(pool, elapsed) => {
+            info!(model = %pool.model, phase = pool.phase(), seconds = elapsed.as_secs(), "workers of the model deliver answers again")
+        }
+    }
+}
 
 /// Logs changes of the health of ranks, with the evidence.
 pub fn log_health_changes(router: &Router, transitions: Vec<HealthTransition>) {

@@ -6,9 +6,10 @@ use serde::{Serialize, Serializer};
 
 use super::coefficients::LatencyCoefficients;
 use super::model::LatencyEstimate;
+use super::slow_rank::{SlowRank, SpeedTransition};
 use super::slowdown::RankSlowdown;
 use super::totals::PredictionTotals;
-use crate::load::table::LoadTable;
+use crate::load::table::{LoadTable, RankRow};
 use crate::load::tracker::LoadTracker;
 use crate::worker::{ModelName, RankSlot, WorkerRank};
 
@@ -75,7 +76,44 @@ impl LoadTracker {
     }
 }
 
+impl LoadTracker {
+    /// Updates which ranks are slow. Returns the changes since the last call.
+    pub fn update_speeds(&self) -> Vec<SpeedTransition> {
+        self.table.lock().update_speeds(self.now())
+    }
+
+    /// Returns the slow ranks, as of the last update.
+    pub fn slow_ranks(&self) -> Vec<SlowRank> {
+        self.table.lock().slow_ranks(self.now())
+    }
+}
+
 impl LoadTable {
+    fn update_speeds(&mut self, now: Instant) -> Vec<SpeedTransition> {
+        let Self { rows, latency, .. } = self;
+        let transition = |row: &mut RankRow| {
+            let model = latency.model(row.model);
+            let (speed, change) = model.update_speed(&mut row.slowdown, now)?;
+            Some(SpeedTransition {
+                rank: row.rank,
+                change,
+                speed,
+            })
+        };
+        rows.iter_mut().filter_map(transition).collect()
+    }
+
+    fn slow_ranks(&self, now: Instant) -> Vec<SlowRank> {
+        let slow_rank = |(_, row): (RankSlot, &RankRow)| {
+            Some(SlowRank {
+                rank: row.rank,
+                speed: self.latency.model(row.model).speed_of(&row.slowdown, now),
+                age_seconds: row.slowdown.slow_age(now)?.as_secs(),
+            })
+        };
+        self.open_rows().filter_map(slow_rank).collect()
+    }
+
     /// Returns the learned slowdown of each rank.
     pub(super) fn rank_calibrations(&self, now: Instant) -> impl Iterator<Item = RankCalibration> {
         self.open_rows().map(move |(slot, row)| RankCalibration {

@@ -10,6 +10,7 @@ use super::coefficients::{
 };
 use super::limits::LatencyLimits;
 use super::recovery::{FastestFactors, TrialLimit};
+use super::slow_rank::{MedianFactors, RankSpeed, SpeedChange};
 use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
@@ -116,6 +117,8 @@ pub(crate) struct ModelLatency {
     #[serde(skip)]
     fastest: FastestFactors,
     #[serde(skip)]
+    median: MedianFactors,
+    #[serde(skip)]
     trial_limit: TrialLimit,
     #[serde(skip)]
     limits: LatencyLimits,
@@ -149,6 +152,7 @@ impl Default for ModelLatency {
             output_tokens: PRIOR_OUTPUT_TOKENS,
             transfer: TransferTime::default(),
             fastest: FastestFactors::default(),
+            median: MedianFactors::default(),
             trial_limit: TrialLimit::default(),
             limits: LatencyLimits::default(),
             traffic: TrafficRate::default(),
@@ -187,10 +191,11 @@ impl ModelLatency {
         true
     }
 
-    /// Compares the ranks of the model. Updates the factors of the fastest one, and the limits of what
-    /// one of them teaches the model.
+    /// Compares the ranks of the model. Updates the factors of the fastest one, the medians, and the
+    /// limits of what one of them teaches the model.
     pub(crate) fn compare_ranks(&mut self, ranks: &[&RankSlowdown]) {
         self.fastest = FastestFactors::of_ranks(ranks);
+        self.median = MedianFactors::of_ranks(ranks);
         self.limits = LatencyLimits::of_ranks(ranks);
     }
 
@@ -214,6 +219,23 @@ impl ModelLatency {
     /// Records that a request was routed to a rank.
     pub(crate) fn on_routed(&mut self, slowdown: &mut RankSlowdown, now: Instant) {
         slowdown.on_routed(self.fastest, &mut self.trial_limit, now);
+    }
+
+    /// Compares the speed of a rank with that of the model.
+    pub(crate) fn speed_of(&self, slowdown: &RankSlowdown, now: Instant) -> RankSpeed {
+        let traffic = self.traffic.snapshot(now);
+        self.median
+            .compare(slowdown, traffic.mean_prefill_seconds())
+    }
+
+    /// Updates whether a rank is slow. Returns its speed and the change.
+    pub(crate) fn update_speed(
+        &self,
+        slowdown: &mut RankSlowdown,
+        now: Instant,
+    ) -> Option<(RankSpeed, SpeedChange)> {
+        let speed = self.speed_of(slowdown, now);
+        Some((speed, slowdown.update_speed(speed, now)?))
     }
 
     fn transfer_token(&self) -> f64 {

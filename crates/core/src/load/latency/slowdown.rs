@@ -51,6 +51,12 @@ pub struct RankSlowdown {
     /// Observations of decode steps in a row that were discarded as stalls.
     #[serde(skip)]
     pub(super) stalled_steps: u32,
+    /// Time since which the rank counts as slow.
+    #[serde(skip)]
+    pub(super) slow_since: Option<Instant>,
+    /// Time since which the factors meet the condition for a change of that.
+    #[serde(skip)]
+    pub(super) changing_since: Option<Instant>,
     /// Time of the last observation.
     #[serde(skip)]
     observed_at: Option<Instant>,
@@ -105,6 +111,8 @@ impl Default for RankSlowdown {
             decode_observations: 0,
             time_to_first_token: PredictionTotals::default(),
             stalled_steps: 0,
+            slow_since: None,
+            changing_since: None,
             observed_at: None,
             own: RankLatency::default(),
             trials: RecoveryTrials::default(),

@@ -25,6 +25,17 @@ pub(super) struct TrafficSnapshot {
     pub(super) prefill_seconds: f64,
 }
 
+impl TrafficSnapshot {
+    /// Returns the mean time of a prefill, in seconds.
+    pub(super) fn mean_prefill_seconds(self) -> f64 {
+        if self.requests > 0.0 {
+            self.prefill_seconds / self.requests
+        } else {
+            0.0
+        }
+    }
+}
+
 impl TrafficRate {
     /// Records a request whose prefill takes `prefill_seconds`.
     pub(super) fn add(&mut self, prefill_seconds: f64, now: Instant) {

@@ -196,3 +196,73 @@ fn calibration_page_names_units_of_coefficients() {
         assert_eq!(page["models"][0][key], seconds, "{key}");
     }
 }
+
+/// Returns the changes of speed while an update follows each second.
+fn changes_in(clocked: &ClockedTracker, seconds: u32) -> Vec<(u64, SpeedChange)> {
+    let mut changes = Vec::new();
+    for _ in 0..=seconds {
+        let transitions = clocked.tracker.update_speeds().into_iter();
+        changes.extend(transitions.map(|one| (one.rank.worker.0, one.change)));
+        clocked.advance(1.0);
+    }
+    changes
+}
+
+#[test]
+fn slow_rank_is_reported_once_until_it_recovers() {
+    let clocked = ClockedTracker::new();
+    let serve = |slow: f64, prompts: u64| {
+        for _ in 0..prompts {
+            clocked.complete(&mut clocked.book(0, 1_000), 1.0);
+            clocked.complete(&mut clocked.book(1, 1_000), slow);
+        }
+    };
+    serve(1.0, 50);
+    assert_eq!(changes_in(&clocked, 9), []);
+    serve(8.0, 50);
+    assert_eq!(changes_in(&clocked, 1), [], "not for long enough");
+    assert_eq!(changes_in(&clocked, 9), [(1, SpeedChange::Slowed)]);
+    let slow = clocked.tracker.slow_ranks();
+    let [
+        SlowRank {
+            speed, age_seconds, ..
+        },
+    ] = slow[..]
+    else {
+        panic!("{slow:?}")
+    };
+    assert_eq!((speed.phase, age_seconds), (SlowPhase::Prefill, 12));
+    assert!(speed.factor > 4.0 && speed.median < 1.5, "{speed:?}");
+    serve(1.0, 100);
+    assert_eq!(changes_in(&clocked, 9), [(1, SpeedChange::Recovered)]);
+    assert_eq!(clocked.tracker.slow_ranks(), []);
+}
+
+#[test]
+fn factor_of_very_short_prefills_is_not_reported() {
+    let clocked = ClockedTracker::new();
+    let serve = |slow: f64| {
+        for _ in 0..100 {
+            clocked.complete(&mut clocked.book(0, 10), 0.001);
+            clocked.complete(&mut clocked.book(1, 10), slow);
+        }
+    };
+    serve(0.001);
+    serve(0.008);
+    assert_eq!(changes_in(&clocked, 9), []);
+}
+
+#[test]
+fn varying_speed_is_not_reported() {
+    let clocked = ClockedTracker::new();
+    for number in 0..2_000_u64 {
+        let tokens = 500 + 137 * (number % 20);
+        for slot in 0..2 {
+            // From half to twice the time.
+            let noise = 2.0_f64.powf((number * 7 + u64::from(slot) * 3) as f64 % 11.0 / 5.0 - 1.0);
+            let seconds = TOKEN_SECONDS * tokens as f64 * noise;
+            clocked.complete(&mut clocked.book(slot, tokens), seconds);
+        }
+        assert_eq!(clocked.tracker.update_speeds(), []);
+    }
+}

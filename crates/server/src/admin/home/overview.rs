@@ -4,7 +4,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use warmroute_core::fleet::FleetMember;
 use warmroute_core::freshness::{IndexFreshness, SourceStatus};
-use warmroute_core::health::WorkerHealth;
+use warmroute_core::health::{FailingPool, WorkerHealth};
+use warmroute_core::load::RankSpeed;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::{RankSlot, WorkerId, WorkerRank};
@@ -26,6 +27,8 @@ pub(super) struct ProcessOverview {
     pub(super) workers: usize,
     /// Number of workers whose engine does not answer.
     pub(super) unreachable: usize,
+    /// Models of which no worker delivers.
+    pub(super) failing: Vec<FailingPool>,
     pub(super) ranks: usize,
     pub(super) active_requests: u64,
     /// Number of ranks with an event source, and number of those whose source is exact.
@@ -109,6 +112,7 @@ impl ProcessOverview {
             models: model_rows(&process, router),
             workers: fleet.workers().count(),
             unreachable: router.unreachable_workers().len(),
+            failing: router.failing_pools(),
             ranks: rows.len(),
             active_requests: rows.iter().map(|row| row.active_requests).sum(),
             event_sources,
@@ -207,6 +211,19 @@ fn worker_states(router: &Router, now: WallTime) -> HashMap<WorkerId, Vec<String
             let state = format!("{} for {} s", row.health.as_str(), row.age_seconds);
             add(row.rank.worker, state);
         }
+    }
+    for slow in router.load().slow_ranks() {
+        let RankSpeed {
+            phase,
+            factor,
+            median,
+        } = slow.speed;
+        let state = format!(
+            "slow for {} s: {} factor {factor:.1}, median {median:.1}",
+            slow.age_seconds,
+            phase.as_str()
+        );
+        add(slow.rank.worker, state);
     }
     for (worker, remaining) in router.overload_marks() {
         let seconds = remaining.as_secs_f64().ceil();

@@ -41,8 +41,8 @@ fn write_page(html: &mut String, overview: &ProcessOverview) -> fmt::Result {
     )
 }
 
-/// Returns the readiness of the process, with its style. A process can be ready while no engine
-/// answers.
+/// Returns the readiness of the process in HTML, with its style. A process can be ready while no
+/// engine answers.
 fn readiness(overview: &ProcessOverview) -> (String, &'static str) {
     if overview.is_draining {
         return ("draining".to_owned(), "warn");
@@ -51,7 +51,17 @@ fn readiness(overview: &ProcessOverview) -> (String, &'static str) {
         return ("not ready".to_owned(), "bad");
     }
     if overview.unreachable == 0 {
-        return ("ready".to_owned(), "good");
+        let Some(failing) = overview.failing.first() else {
+            return ("ready".to_owned(), "good");
+        };
+        let kind = if failing.pool.is_prefill {
+            "prefill worker"
+        } else {
+            "worker"
+        };
+        let model = EscapedText(&failing.pool.model);
+        let text = format!("ready, but no {kind} of {model} delivers answers");
+        return (text, "bad");
     }
     let workers = overview.workers;
     let answering = workers.saturating_sub(overview.unreachable);

@@ -1,0 +1,184 @@
+//! Slow ranks, as logs and pages show them. A rank is slow if one of its learned factors exceeds the
+//! median of its model by far. Decisions do not use this state: they use the factors themselves.
+
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::slowdown::RankSlowdown;
+use crate::worker::WorkerRank;
+
+/// A rank becomes slow if its factor exceeds this multiple of the median.
+const SLOW_RATIO: f64 = 2.0;
+
+/// The prefill factor counts only if a prefill of average length takes this many seconds longer than
+/// with the median. The factors of very short prefills depend on other work of the machine.
+const MIN_EXCESS: f64 = 0.02;
+
+/// The speed of a rank changes if its factor meets the condition for this time.
+const MIN_CHANGE_TIME: Duration = Duration::from_secs(3);
+
+/// A slow rank is no longer slow if its factor is below this multiple of the median. The distance to
+/// [`SLOW_RATIO`] is larger than the noise of the factors.
+const RECOVERED_RATIO: f64 = 1.4;
+
+/// Phase of a request whose time a factor describes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SlowPhase {
+    /// Prefill.
+    Prefill,
+    /// Decode steps.
+    Decode,
+}
+
+impl SlowPhase {
+    /// Returns the name in logs and on pages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            SlowPhase::Prefill => "prefill",
+            SlowPhase::Decode => "decode",
+        }
+    }
+}
+
+/// Comparison of a rank with the other ranks of its model, in the phase in which it is slowest.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct RankSpeed {
+    /// Phase.
+    pub phase: SlowPhase,
+    /// Factor of the rank on the time of the latency model.
+    pub factor: f64,
+    /// Median of the factors of all ranks of the model. Of two ranks, that of the faster one.
+    pub median: f64,
+}
+
+/// Slow rank, for pages.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct SlowRank {
+    /// Rank.
+    #[serde(skip)]
+    pub rank: WorkerRank,
+    /// Comparison with its model.
+    #[serde(flatten)]
+    pub speed: RankSpeed,
+    /// Seconds since the rank became slow.
+    pub age_seconds: u64,
+}
+
+/// Change of the speed of one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SpeedTransition {
+    /// Rank.
+    pub rank: WorkerRank,
+    /// Change.
+    pub change: SpeedChange,
+    /// Comparison with its model.
+    pub speed: RankSpeed,
+}
+
+/// Direction of a change of speed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SpeedChange {
+    /// The rank became slow.
+    Slowed,
+    /// The rank is no longer slow.
+    Recovered,
+}
+
+/// Medians of the factors of the ranks of a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct MedianFactors {
+    prefill: f64,
+    decode: f64,
+}
+
+impl Default for MedianFactors {
+    fn default() -> Self {
+        Self {
+            prefill: 1.0,
+            decode: 1.0,
+        }
+    }
+}
+
+impl MedianFactors {
+    /// Returns the medians of the ranks with observations.
+    pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
+        let ranks = || ranks.iter();
+        let prefills = ranks().filter(|slowdown| slowdown.prefill_observations > 0);
+        let steps = ranks().filter(|slowdown| slowdown.decode_observations > 0);
+        Self {
+            prefill: median(prefills.map(|slowdown| slowdown.prefill_factor)),
+            decode: median(steps.map(|slowdown| slowdown.decode_factor)),
+        }
+    }
+
+    /// Compares a rank with the medians. `prefill_seconds` is the mean time of a prefill.
+    pub(super) fn compare(self, slowdown: &RankSlowdown, prefill_seconds: f64) -> RankSpeed {
+        let prefill = RankSpeed {
+            phase: SlowPhase::Prefill,
+            factor: slowdown.prefill_factor,
+            median: self.prefill,
+        };
+        let decode = RankSpeed {
+            phase: SlowPhase::Decode,
+            factor: slowdown.decode_factor,
+            median: self.decode,
+        };
+        let excess = (prefill.factor - prefill.median) * prefill_seconds;
+        if excess >= MIN_EXCESS && prefill.ratio() > decode.ratio() {
+            prefill
+        } else {
+            decode
+        }
+    }
+}
+
+/// Returns the lower median, or 1 without values.
+fn median(factors: impl Iterator<Item = f64>) -> f64 {
+    let mut factors: Vec<f64> = factors.collect();
+    let Some(last) = factors.len().checked_sub(1) else {
+        return 1.0;
+    };
+    let (_, median, _) = factors.select_nth_unstable_by(last / 2, f64::total_cmp);
+    *median
+}
+
+impl RankSpeed {
+    fn ratio(self) -> f64 {
+        self.factor / self.median
+    }
+}
+
+impl RankSlowdown {
+    /// Returns the time since the rank became slow; `None` if it is not slow.
+    pub(super) fn slow_age(&self, now: Instant) -> Option<Duration> {
+        let since = self.slow_since?;
+        Some(now.saturating_duration_since(since))
+    }
+
+    /// Updates since when the rank is slow. Returns the change.
+    pub(super) fn update_speed(&mut self, speed: RankSpeed, now: Instant) -> Option<SpeedChange> {
+        let changes = match self.slow_since {
+            None => speed.ratio() > SLOW_RATIO,
+            Some(_) => speed.ratio() < RECOVERED_RATIO,
+        };
+        if !changes {
+            self.changing_since = None;
+            return None;
+        }
+        let since = *self.changing_since.get_or_insert(now);
+        if now.saturating_duration_since(since) < MIN_CHANGE_TIME {
+            return None;
+        }
+        self.changing_since = None;
+        match self.slow_since.take() {
+            None => {
+                self.slow_since = Some(since);
+                Some(SpeedChange::Slowed)
+            }
+            Some(_) => Some(SpeedChange::Recovered),
+        }
+    }
+}
