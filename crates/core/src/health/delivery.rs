@@ -8,7 +8,6 @@ use serde::Serialize;
 
 use super::model::HealthModel;
 use super::outcome::WorkerOutcome;
-use super::rank::RankState;
 use super::report::HealthPool;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -165,17 +164,14 @@ impl HealthModel {
         now: Instant,
     ) -> Vec<FailingPool> {
         let is_unreachable = |rank: &&WorkerRank| unreachable.contains_key(&rank.worker);
-        let is_avoided = |rank: &WorkerRank| {
-            let record = self.ranks.get(rank);
-            record.is_some_and(|record| !matches!(record.state, RankState::InService))
-        };
         let pools = self.pools.iter().filter_map(|(name, pool)| {
             let members = &pool.members;
             let silent = members.iter().filter(is_unreachable).count();
             let gap = pool.gap.as_ref();
             let has_failed = |gap: &DeliveryGap| {
-                let fails =
-                    |rank| gap.ranks.contains(rank) || is_avoided(rank) || is_unreachable(&rank);
+                let fails = |rank| {
+                    gap.ranks.contains(rank) || self.avoided.contains(rank) || is_unreachable(&rank)
+                };
                 gap.is_long(now)
                     && (gap.ranks.len() >= MAX_FAILED_RANKS || members.iter().all(fails))
             };

@@ -1,6 +1,6 @@
 //! Health of all worker ranks as a function of the outcomes of their requests and of time.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
@@ -23,8 +23,8 @@ pub(super) struct HealthModel {
     pub(super) ranks: HashMap<WorkerRank, RankRecord>,
     pub(super) pools: HashMap<HealthPool, PoolRecord>,
     pub(super) last_ticket: u64,
-    /// Number of ranks that are suspect or ejected.
-    pub(super) avoided: usize,
+    /// Ranks that are suspect or ejected.
+    pub(super) avoided: BTreeSet<WorkerRank>,
 }
 
 /// Outcome of one request at a rank.
@@ -67,7 +67,7 @@ impl HealthModel {
     /// Returns whether all ranks are in service, and no prompt avoids one.
     pub(super) fn is_clear(&self) -> bool {
         let mut pools = self.pools.values();
-        self.avoided == 0 && pools.all(|pool| pool.with_evidence.is_empty())
+        self.avoided.is_empty() && pools.all(|pool| pool.with_evidence.is_empty())
     }
 
     pub(super) fn health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
@@ -83,9 +83,12 @@ impl HealthModel {
         prompt: &[SequenceHash],
         now: Instant,
     ) -> BTreeMap<WorkerRank, WorkerHealth> {
-        self.ranks
+        let pools = self.pools.values();
+        let with_evidence = pools.flat_map(|pool| &pool.with_evidence);
+        self.avoided
             .iter()
-            .map(|(rank, record)| (*rank, record.health_for(prompt, now)))
+            .chain(with_evidence)
+            .filter_map(|rank| Some((*rank, self.ranks.get(rank)?.health_for(prompt, now))))
             .filter(|(_, health)| *health != WorkerHealth::Healthy)
             .collect()
     }
@@ -444,7 +447,10 @@ impl HealthModel {
     }
 
     pub(super) fn update_avoided(&mut self) {
-        let is_avoided = |record: &&RankRecord| !matches!(record.state, RankState::InService);
-        self.avoided = self.ranks.values().filter(is_avoided).count();
+        let ranks = self.ranks.iter();
+        self.avoided = ranks
+            .filter(|(_, record)| !matches!(record.state, RankState::InService))
+            .map(|(rank, _)| *rank)
+            .collect();
     }
 }
