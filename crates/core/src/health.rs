@@ -145,17 +145,17 @@ impl HealthTracker {
         self.update(|model| model.set_members(members, now));
     }
 
-    /// Registers a request that is sent to a rank. `expected` is the expected time to its first
-    /// content; without it, the request cannot become overdue. If `must_probe`, returns `None`
+    /// Registers a request that is sent to a rank. `estimate` is the estimated time to its
+    /// first content; without it, the request cannot become overdue. If `must_probe`, returns `None`
     /// unless the probe of the rank is due. Only one probe per rank exists at a time.
     pub fn start(
         self: &Arc<Self>,
         rank: WorkerRank,
-        expected: Option<Duration>,
+        estimate: Option<Duration>,
         must_probe: bool,
         now: Instant,
     ) -> Option<TrackedRequest> {
-        let ticket = self.model.lock().start(rank, expected, must_probe, now)?;
+        let ticket = self.model.lock().start(rank, estimate, must_probe, now)?;
         Some(TrackedRequest {
             health: self.clone(),
             rank,

@@ -145,13 +145,14 @@ impl HealthModel {
         };
         // Without any delivery, the responses may not be observed at all.
         let pool = self.pools.get(&record.pool);
-        let Some(pool) = pool.filter(|pool| pool.is_observed()) else {
+        let times = pool.map(|pool| pool.content_times);
+        let Some(times) = times.filter(|times| times.is_observed()) else {
             return Vec::new();
         };
         let progress_at = record.progress_at;
         let mut overdue = Vec::new();
         for (ticket, waiting) in &mut record.waiting {
-            if waiting.becomes_overdue(progress_at, pool.delay, now) {
+            if waiting.becomes_overdue(progress_at, times, now) {
                 overdue.push((*ticket, waiting.has_response));
             }
         }

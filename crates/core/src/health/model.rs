@@ -135,13 +135,13 @@ impl HealthModel {
         self.ranks.iter().flat_map(of_rank).collect()
     }
 
-    /// Registers a request that is sent to a rank. `expected` is the expected time to its first
+    /// Registers a request that is sent to a rank. `estimate` is the estimated time to its first
     /// content, if known. Returns its ticket. If `must_probe`, returns `None` unless the probe of
     /// the rank is due.
     pub(super) fn start(
         &mut self,
         rank: WorkerRank,
-        expected: Option<Duration>,
+        estimate: Option<Duration>,
         must_probe: bool,
         now: Instant,
     ) -> Option<u64> {
@@ -160,11 +160,8 @@ impl HealthModel {
         if let Some(ejection) = record.ejection_mut().filter(|_| is_due) {
             ejection.probe = Some(ticket);
         }
-        if let Some(expected) = expected {
-            let pool = self.pools.get(&record.pool)?;
-            let pool_time = pool.content_time.get().unwrap_or_default();
-            let expected = expected.max(pool_time);
-            let waiting = WaitingRequest::new(expected, now);
+        if let Some(estimate) = estimate {
+            let waiting = WaitingRequest::new(estimate, now);
             record.waiting.insert(ticket, waiting);
         }
         Some(ticket)
@@ -193,9 +190,10 @@ impl HealthModel {
         // Without any delivery, the responses may not be observed at all.
         let pool = self.pools.get(&record.pool);
         let is_late = pool
-            .filter(|pool| pool.is_observed())
+            .map(|pool| pool.content_times)
+            .filter(|times| times.is_observed())
             .zip(waiting)
-            .is_some_and(|(pool, waiting)| waiting.is_cancelled_late(pool.delay, now));
+            .is_some_and(|(times, waiting)| waiting.is_cancelled_late(times, now));
         if report.outcome == WorkerOutcome::Cancelled && !is_late {
             self.abandon(report.rank, ticket);
             return Vec::new();
@@ -206,8 +204,7 @@ impl HealthModel {
             && let Some(pool) = self.pools.get_mut(&record.pool)
         {
             let elapsed = now.saturating_duration_since(waiting.sent_at);
-            pool.content_time.add(elapsed);
-            pool.delay.add(elapsed, waiting.expected);
+            pool.content_times.add(elapsed, waiting.estimate);
         }
         if record
             .ejection_mut()

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::delivery::DeliveryGap;
 use super::evidence::PromptEnd;
 use super::outcome::WorkerOutcome;
-use super::waiting::DelayFactor;
+use super::waiting::ContentTimes;
 use crate::worker::WorkerRank;
 
 /// Share of failed requests that is assumed for the healthy ranks of a pool without outcomes, and
@@ -17,7 +17,7 @@ pub(super) const BASE_SHARE: f64 = 0.02;
 const MIN_BASE_SHARE: f64 = 0.002;
 
 /// Weight of one request in the mean times of a pool.
-pub(super) const TIME_SHARE: f64 = 0.1;
+const TIME_SHARE: f64 = 0.1;
 
 /// A failed probe is repeated after this number of requests of the pool at the earliest, so that
 /// probes are at most 2 % of the requests. The maximum ejection time limits it.
@@ -35,9 +35,8 @@ pub(super) struct PoolRecord {
     /// Time between two requests.
     pub(super) interval: MeanTime,
     pub(super) last_request: Option<Instant>,
-    pub(super) content_time: MeanTime,
+    pub(super) content_times: ContentTimes,
     pub(super) service_time: MeanTime,
-    pub(super) delay: DelayFactor,
     /// Failures since the last delivery, if there are any.
     pub(super) gap: Option<DeliveryGap>,
     /// Time since which no rank delivers.
@@ -86,11 +85,6 @@ impl PoolRecord {
     pub(super) fn min_probe_period(&self) -> Duration {
         let interval = self.interval.get().unwrap_or_default();
         interval.saturating_mul(MIN_PROBE_DISTANCE)
-    }
-
-    /// Returns whether a delivery was ever observed in the pool.
-    pub(super) fn is_observed(&self) -> bool {
-        self.content_time.get().is_some()
     }
 }
 

@@ -478,28 +478,39 @@ fn unexpected_delays_extend_limit_of_overdue() {
     let late = fixture.start(2, Some(seconds(1)));
     fixture.now += seconds(3);
     fixture.finish(late, WorkerOutcome::Delivered);
-    // The mean time is 3 s now, and requests take three times the expected time.
+    // Four times three seconds.
     let _waiting = fixture.start(1, Some(seconds(1)));
-    fixture.now += seconds(36);
+    fixture.now += seconds(12);
     assert_eq!(fixture.tick(), []);
     fixture.now += seconds(1);
     assert_eq!(fixture.tick(), [HealthChange::Suspected]);
 }
 
 #[test]
-fn fulfilled_expectations_shorten_limit_of_overdue() {
+fn overestimated_time_is_corrected() {
     let mut fixture = Fixture::new(2);
-    let late = fixture.start(2, Some(seconds(1)));
-    fixture.now += seconds(3);
-    fixture.finish(late, WorkerOutcome::Delivered);
-    for _ in 0..60 {
-        let served = fixture.start(2, Some(seconds(1)));
-        fixture.now += seconds(1);
-        fixture.finish(served, WorkerOutcome::Delivered);
-    }
-    let _waiting = fixture.start(1, Some(seconds(1)));
-    fixture.now += Duration::from_millis(4500);
+    let fast = fixture.start(2, Some(seconds(20)));
+    fixture.now += Duration::from_millis(50);
+    fixture.finish(fast, WorkerOutcome::Delivered);
+    // Four times a tenth of 20 s.
+    let _waiting = fixture.start(1, Some(seconds(20)));
+    fixture.now += seconds(8);
+    assert_eq!(fixture.tick(), []);
+    fixture.now += seconds(1);
     assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+}
+
+#[test]
+fn one_fast_request_keeps_correct_estimates() {
+    let mut fixture = Fixture::new(2);
+    for time in [seconds(20), seconds(1), seconds(2)] {
+        let request = fixture.start(2, Some(seconds(20)));
+        fixture.now += time;
+        fixture.finish(request, WorkerOutcome::Delivered);
+    }
+    let _waiting = fixture.start(1, Some(seconds(20)));
+    fixture.now += seconds(70);
+    assert_eq!(fixture.tick(), []);
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::pool::TIME_SHARE;
+use super::pool::MeanTime;
 
 /// A request is overdue after this multiple of its expected time to the first content.
 const OVERDUE_FACTOR: f64 = 4.0;
@@ -16,33 +16,40 @@ const MAX_OVERDUE_AFTER: Duration = Duration::from_secs(600);
 const CANCELLED_FACTOR: f64 = 2.0;
 const MIN_CANCELLED_WAIT: Duration = Duration::from_secs(1);
 
-/// Maximum of a [`DelayFactor`].
-const MAX_DELAY: f64 = 4.0;
+/// Times that are shorter say nothing about the quality of estimates.
+const MIN_COMPARED: Duration = Duration::from_millis(750);
 
-/// Shorter expected times count as this time in a [`DelayFactor`].
-const MIN_EXPECTED: Duration = Duration::from_millis(750);
+/// Limits of the ratio of observed to estimated times.
+const MIN_RATIO: f64 = 0.1;
+const MAX_RATIO: f64 = 4.0;
+
+/// The recent maximum of the ratio decays by this factor with each delivery.
+const RATIO_RETENTION: f64 = 0.97;
 
 /// Request without content so far.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WaitingRequest {
     pub(super) sent_at: Instant,
-    pub(super) expected: Duration,
+    /// Time to the first content, as the latency model estimates it.
+    pub(super) estimate: Duration,
     pub(super) has_response: bool,
     pub(super) is_overdue: bool,
 }
 
-/// Recent maximum of the ratio of observed to expected times to the first content of a pool, at
-/// least 1. It extends the limits: as long as the latency model has learned little, expected times
-/// may be far too short.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct DelayFactor(f64);
+/// Times to the first content of the requests that a pool delivered.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct ContentTimes {
+    mean: MeanTime,
+    /// Recent maximum of the ratio of observed to estimated times. The latency model may have learned
+    /// little so far, and it learns nothing from responses that are one document.
+    ratio: Option<f64>,
+}
 
 impl WaitingRequest {
-    /// Creates a request whose first content is expected after `expected`.
-    pub(super) fn new(expected: Duration, now: Instant) -> Self {
+    pub(super) fn new(estimate: Duration, now: Instant) -> Self {
         Self {
             sent_at: now,
-            expected,
+            estimate,
             has_response: false,
             is_overdue: false,
         }
@@ -53,40 +60,49 @@ impl WaitingRequest {
     pub(super) fn becomes_overdue(
         &mut self,
         progress_at: Option<Instant>,
-        delay: DelayFactor,
+        times: ContentTimes,
         now: Instant,
     ) -> bool {
         let since = progress_at.map_or(self.sent_at, |at| at.max(self.sent_at));
-        let limit = delay.extend(self.expected, OVERDUE_FACTOR, MIN_OVERDUE_AFTER);
+        let limit = times.limit(self.estimate, OVERDUE_FACTOR, MIN_OVERDUE_AFTER);
         let is_overdue = now.saturating_duration_since(since) > limit;
         is_overdue && !std::mem::replace(&mut self.is_overdue, true)
     }
 
-    pub(super) fn is_cancelled_late(&self, delay: DelayFactor, now: Instant) -> bool {
-        let limit = delay.extend(self.expected, CANCELLED_FACTOR, MIN_CANCELLED_WAIT);
+    pub(super) fn is_cancelled_late(&self, times: ContentTimes, now: Instant) -> bool {
+        let limit = times.limit(self.estimate, CANCELLED_FACTOR, MIN_CANCELLED_WAIT);
         let waited = now.saturating_duration_since(self.sent_at);
         !self.is_overdue && waited >= limit
     }
 }
 
-impl Default for DelayFactor {
-    fn default() -> Self {
-        Self(1.0)
-    }
-}
-
-impl DelayFactor {
+impl ContentTimes {
     /// Adds a request that was delivered.
-    pub(super) fn add(&mut self, observed: Duration, expected: Duration) {
-        let ratio = observed.as_secs_f64() / expected.max(MIN_EXPECTED).as_secs_f64();
-        let ratio = ratio.clamp(1.0, MAX_DELAY);
-        let mean = self.0 + TIME_SHARE * (ratio - self.0);
-        self.0 = ratio.max(mean);
+    pub(super) fn add(&mut self, observed: Duration, estimate: Duration) {
+        self.mean.add(observed);
+        if observed.max(estimate) >= MIN_COMPARED {
+            let ratio = observed.as_secs_f64() / estimate.max(MIN_COMPARED).as_secs_f64();
+            let recent = self.ratio.map_or(ratio, |recent| RATIO_RETENTION * recent);
+            self.ratio = Some(recent.max(ratio).clamp(MIN_RATIO, MAX_RATIO));
+        }
     }
 
-    /// Returns `factor` times an expected time, but at least `min`, for a pool with these delays.
-    fn extend(self, expected: Duration, factor: f64, min: Duration) -> Duration {
-        let limit = expected.min(MAX_OVERDUE_AFTER).mul_f64(factor).max(min);
-        limit.mul_f64(self.0).min(MAX_OVERDUE_AFTER)
+    /// Returns whether a delivery was observed.
+    pub(super) fn is_observed(self) -> bool {
+        self.mean.get().is_some()
+    }
+
+    /// Returns the expected time to the first content of a request with this estimate.
+    fn expected(self, estimate: Duration) -> Duration {
+        let corrected = estimate
+            .min(MAX_OVERDUE_AFTER)
+            .mul_f64(self.ratio.unwrap_or(1.0));
+        corrected.max(self.mean.get().unwrap_or_default())
+    }
+
+    /// Returns `factor` times the expected time, but at least `min`.
+    fn limit(self, estimate: Duration, factor: f64, min: Duration) -> Duration {
+        let limit = self.expected(estimate).mul_f64(factor);
+        limit.clamp(min, MAX_OVERDUE_AFTER)
     }
 }
