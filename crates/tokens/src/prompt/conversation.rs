@@ -70,15 +70,11 @@ enum TemplatePartKind<'m> {
 impl<'m> TemplateContent<'m> {
     /// Creates a list of text parts.
     pub(super) fn from_texts(texts: impl IntoIterator<Item = Cow<'m, str>>) -> Self {
-        Self::Parts(
-            texts
-                .into_iter()
-                .map(|text| TemplatePart {
-                    kind: TemplatePartKind::Text(text),
-                    unknown_keys: Vec::new(),
-                })
-                .collect(),
-        )
+        let parts = texts.into_iter().map(|text| TemplatePart {
+            kind: TemplatePartKind::Text(text),
+            unknown_keys: Vec::new(),
+        });
+        Self::Parts(parts.collect())
     }
 
     /// Returns the number of bytes of all texts.
