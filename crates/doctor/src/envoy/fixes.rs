@@ -22,6 +22,10 @@ pub(super) use filter_field::{
 /// Port of warmroute in the example manifests.
 const DEFAULT_PORT: u16 = 9002;
 
+/// HTTP/2 options for pings, and for a small part of each body on the connection.
+const KEEPALIVE: &str = "connection_keepalive: {interval: 2s, timeout: 2s}";
+const WINDOWS: &str = "initial_stream_window_size: 65536, initial_connection_window_size: 1048576";
+
 /// A setting of Envoy.
 pub(super) enum EnvoySetting<'a> {
     /// A field of the ext_proc filter.

@@ -15,7 +15,7 @@ impl Fixture {
         let changes = self.health.update_deliveries(&unreachable, self.now);
         let describe = |change| match change {
             DeliveryTransition::Stopped(pool) => {
-                assert_eq!(failing, [pool.clone()]);
+                assert_eq!(failing.as_slice(), std::slice::from_ref(&pool));
                 format!("{} of {}", pool.failures, pool.ranks)
             }
             DeliveryTransition::Resumed(..) => {

@@ -1,7 +1,7 @@
 //! Fixes in the resources of Istio.
 
 use super::filter_field::FieldScope;
-use super::{EnvoySetting, early_removal};
+use super::{EnvoySetting, KEEPALIVE, WINDOWS, early_removal};
 use crate::envoy::control_plane::istio_host;
 use crate::envoy::filter::format_seconds;
 use crate::envoy::schema::EnvoyCluster;
@@ -25,22 +25,8 @@ impl FilterSite<'_> {
                     field.envoy, self.main.name
                 ),
             ),
-            EnvoySetting::PickerKeepalive(cluster) => envoy_filter(
-                "CLUSTER",
-                &format!(
-                    "`connection_keepalive: {{interval: 2s, timeout: 2s}}` in the \
-                    `http2_protocol_options` of `{}`",
-                    cluster.name
-                ),
-            ),
-            EnvoySetting::PickerWindow(cluster) => envoy_filter(
-                "CLUSTER",
-                &format!(
-                    "`initial_stream_window_size: 65536, initial_connection_window_size: 1048576` \
-                    in the `http2_protocol_options` of `{}`",
-                    cluster.name
-                ),
-            ),
+            EnvoySetting::PickerKeepalive(cluster) => http2_options(cluster, KEEPALIVE),
+            EnvoySetting::PickerWindow(cluster) => http2_options(cluster, WINDOWS),
             EnvoySetting::Retry(_, envoy) | EnvoySetting::BodyLimit(_, envoy) => {
                 route_filter(routes, envoy)
             }
@@ -93,6 +79,15 @@ impl FilterSite<'_> {
 /// Formats a fix in an EnvoyFilter that applies to `kind`.
 fn envoy_filter(kind: &str, text: &str) -> String {
     format!("in an EnvoyFilter with `applyTo: {kind}` write {text}")
+}
+
+/// Formats a fix in the HTTP/2 options of a cluster.
+fn http2_options(cluster: &EnvoyCluster, options: &str) -> String {
+    let text = format!(
+        "`{options}` in the `http2_protocol_options` of `{}`",
+        cluster.name
+    );
+    envoy_filter("CLUSTER", &text)
 }
 
 /// Formats a fix in an EnvoyFilter that applies to the named routes.

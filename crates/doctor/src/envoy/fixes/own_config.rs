@@ -1,8 +1,9 @@
 //! Fixes in Envoy's own configuration.
 
 use super::filter_field::RESPONSE_ATTRIBUTES;
-use super::{EnvoySetting, early_removal};
+use super::{EnvoySetting, KEEPALIVE, WINDOWS, early_removal};
 use crate::envoy::filter::format_seconds;
+use crate::envoy::schema::EnvoyCluster;
 use crate::envoy::site::FilterSite;
 
 impl FilterSite<'_> {
@@ -16,16 +17,8 @@ impl FilterSite<'_> {
                  max_requests: 100000}}]}}`",
                 cluster.name
             ),
-            EnvoySetting::PickerKeepalive(cluster) => format!(
-                "in the `http2_protocol_options` of cluster `{}` write `connection_keepalive: \
-                {{interval: 2s, timeout: 2s}}`",
-                cluster.name
-            ),
-            EnvoySetting::PickerWindow(cluster) => format!(
-                "in the `http2_protocol_options` of cluster `{}` write \
-                `initial_stream_window_size: 65536, initial_connection_window_size: 1048576`",
-                cluster.name
-            ),
+            EnvoySetting::PickerKeepalive(cluster) => http2_options(cluster, KEEPALIVE),
+            EnvoySetting::PickerWindow(cluster) => http2_options(cluster, WINDOWS),
             EnvoySetting::PickerConnectTimeout(cluster) => {
                 format!("in cluster `{}` write `connect_timeout: 1s`", cluster.name)
             }
@@ -71,4 +64,11 @@ impl FilterSite<'_> {
             EnvoySetting::RouteTimeout(title) => format!("write `timeout: 0s` in the {title}"),
         }
     }
+}
+
+fn http2_options(cluster: &EnvoyCluster, options: &str) -> String {
+    format!(
+        "in the `http2_protocol_options` of cluster `{}` write `{options}`",
+        cluster.name
+    )
 }
