@@ -26,9 +26,11 @@ use serde::Serialize;
 pub use self::delivery::{DeliveryTransition, FailingPool, FailureCounts};
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
-pub use self::outcome::WorkerOutcome;
+pub use self::outcome::RequestOutcome;
 pub use self::reachability::ReachabilityTable;
-pub use self::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
+pub use self::report::{
+    HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealthReport,
+};
 use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;
 use crate::worker::{WorkerId, WorkerRank};
@@ -79,7 +81,7 @@ impl WorkerHealth {
         match self {
             WorkerHealth::Healthy => "healthy",
             WorkerHealth::Suspect => "suspect",
-            WorkerHealth::ProbeDue => "probe due",
+            WorkerHealth::ProbeDue => "probe_due",
             WorkerHealth::Probing => "probing",
             WorkerHealth::Ejected => "ejected",
         }
@@ -119,7 +121,7 @@ pub struct TrackedRequest {
     sent_at: Instant,
     /// Time of the last report of output.
     output_at: Option<Instant>,
-    outcome: Option<WorkerOutcome>,
+    outcome: Option<RequestOutcome>,
 }
 
 impl HealthTracker {
@@ -171,7 +173,7 @@ impl HealthTracker {
     pub fn report(
         &self,
         rank: WorkerRank,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
         prompt: &[SequenceHash],
         now: Instant,
     ) -> Vec<HealthTransition> {
@@ -218,7 +220,8 @@ impl HealthTracker {
         self.update(|model| model.on_health_check(worker, is_healthy, now))
     }
 
-    /// Records whether a signal indicates a failing worker. One failure then ejects its ranks.
+    /// Records whether a signal indicates a failing worker. While a signal is
+    /// set, one failed request suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         self.model.lock().set_signal(worker, signal, is_failing);
     }
@@ -246,12 +249,12 @@ impl HealthTracker {
     }
 
     /// Returns the ranks that are not healthy or have failed recently, with the evidence.
-    pub fn health_report(&self, now: Instant) -> Vec<RankHealth> {
+    pub fn health_report(&self, now: Instant) -> Vec<RankHealthReport> {
         self.model.lock().report(now)
     }
 
     /// Returns the number of failed requests of each rank by kind, since the rank joined.
-    pub fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+    pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
         self.model.lock().failed_requests()
     }
 
@@ -297,7 +300,7 @@ impl TrackedRequest {
     /// Reports the outcome, once. `prompt` are the sequence hashes of the prompt, if known.
     pub fn report(
         &mut self,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
         prompt: &[SequenceHash],
         now: Instant,
     ) -> Vec<HealthTransition> {
@@ -319,11 +322,11 @@ impl TrackedRequest {
         let elapsed = now.saturating_duration_since(self.sent_at);
         let mut model = self.health.model.lock();
         match self.outcome? {
-            WorkerOutcome::Delivered => {
-                model.on_completed(self.rank, elapsed);
+            RequestOutcome::Delivered => {
+                model.record_service_time(self.rank, elapsed);
                 None
             }
-            outcome if outcome.is_answer() => {
+            outcome if outcome.is_application_failure() => {
                 let hold_time = model.hold_time(self.rank)?;
                 hold_time.checked_sub(elapsed)
             }

@@ -5,7 +5,7 @@ use super::finding::{Finding, FindingBuilder};
 /// Number of differing keys that a message names.
 const MAX_NAMED_KEYS: usize = 5;
 
-/// What the admin pages of a running process report.
+/// State of a running process, read from its admin pages.
 #[derive(Clone, Debug, Default)]
 pub struct RunningProcess {
     /// Configuration file of the process; `None` if it has none.
@@ -47,7 +47,7 @@ pub fn check_process_config(file: &str, process: &RunningProcess) -> Finding {
     }
     match &process.file {
         Some(running) if running != file => at.error(
-            format!("the running process has another file, {running}; these keys differ: {named}"),
+            format!("the running process uses another configuration file, {running}; these keys differ: {named}"),
             format!(
                 "stop the process that uses {running}, or check its file: `warmroute doctor {running}`"
             ),
@@ -87,7 +87,7 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
             }
             _ => {
                 "look for these failures in the log of the engine; warmroute sends single requests \
-                 to the rank and uses it again when they are answered"
+                 to the rank and uses it again after one is delivered"
             }
         };
         match rank.health.as_str() {
@@ -98,7 +98,7 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
     process.unhealthy.iter().map(finding).collect()
 }
 
-/// Returns the finding for a process whose admin pages cannot be read. `listens` tells whether the
+/// Returns the finding for a process whose admin pages cannot be read. `listens` states whether the
 /// ext_proc address accepts connections, and `is_refused` whether the admin address refuses them.
 pub fn unreadable_process(reason: String, listens: bool, is_refused: bool) -> Finding {
     let at = FindingBuilder::new("warmroute.config", "warmroute");
@@ -140,7 +140,7 @@ mod tests {
             (
                 process("/other", &["models"], &[]),
                 FindingLevel::Error,
-                "another file, /other",
+                "another configuration file, /other",
             ),
             (
                 process("/own", &["queue.timeout"], &["queue.timeout"]),

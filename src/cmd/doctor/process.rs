@@ -13,7 +13,7 @@ use warmroute_server::config::Config;
 use super::probes::reachable_address;
 use crate::cmd::admin_client::AdminClient;
 
-/// Checks the process at the configured admin address. `listens` tells whether the ext_proc address
+/// Checks the process at the configured admin address. `listens` states whether the ext_proc address
 /// accepts connections.
 pub(super) async fn check_process(
     config: &Config,

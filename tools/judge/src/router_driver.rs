@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 use rustix::time::{ClockId, clock_gettime};
 use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, StorageTier};
 use warmroute_core::freshness::SourceStatus;
-use warmroute_core::health::{HealthChange, HealthTransition, WorkerOutcome};
+use warmroute_core::health::{HealthChange, HealthTransition, RequestOutcome};
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
 use warmroute_core::load::{CompleteOutput, LoadTracker};
 use warmroute_core::router::{
@@ -234,7 +234,7 @@ impl RouterDriver {
             active.placement.reservation.on_first_token();
             self.router.learn_first_token(&mut active.placement);
             let router = &self.router;
-            let changes = router.report_outcome(&mut active.placement, WorkerOutcome::Delivered);
+            let changes = router.report_outcome(&mut active.placement, RequestOutcome::Delivered);
             self.note(&changes);
         }
         if output.is_last
@@ -258,7 +258,7 @@ impl RouterDriver {
         let response = WorkerResponse { status, origin };
         let mut changes = self.router.on_response(placement, response);
         // Has no effect after a failure.
-        changes.extend(self.router.report_outcome(placement, WorkerOutcome::Empty));
+        changes.extend(self.router.report_outcome(placement, RequestOutcome::Empty));
         self.note(&changes);
         self.router.finish(active.placement);
     }
@@ -269,7 +269,7 @@ impl RouterDriver {
             let placement = &mut active.placement;
             let changes = self
                 .router
-                .report_outcome(placement, WorkerOutcome::Cancelled);
+                .report_outcome(placement, RequestOutcome::Cancelled);
             self.note(&changes);
             self.router.finish(active.placement);
         }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::evidence::PromptEnd;
 use super::model::{HealthModel, OutcomeReport};
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthPool, HealthTransition};
 use crate::block::SequenceHash;
@@ -131,7 +131,7 @@ impl HealthModel {
         let is_avoided = |rank: &&WorkerRank| {
             self.ranks
                 .get(*rank)
-                .is_some_and(RankRecord::is_avoided_for_answers)
+                .is_some_and(RankRecord::is_avoided_for_application_failures)
         };
         let avoided = pool.members.iter().filter(is_avoided).count();
         avoided < pool.members.len() / 2
@@ -152,16 +152,16 @@ impl HealthModel {
         let progress_at = record.progress_at;
         let mut overdue = Vec::new();
         for (ticket, waiting) in &mut record.waiting {
-            if waiting.becomes_overdue(progress_at, times, now) {
+            if waiting.mark_if_overdue(progress_at, times, now) {
                 overdue.push((*ticket, waiting.has_response));
             }
         }
         let mut changes = Vec::new();
         for (ticket, has_response) in overdue {
             let outcome = if has_response {
-                WorkerOutcome::NoContent
+                RequestOutcome::NoContent
             } else {
-                WorkerOutcome::NoResponse
+                RequestOutcome::NoResponse
             };
             let report = OutcomeReport {
                 rank,

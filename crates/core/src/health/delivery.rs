@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::model::HealthModel;
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::report::HealthPool;
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -23,17 +23,17 @@ const MAX_FAILED_RANKS: usize = 8;
 /// Number of failures by kind.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 #[serde(transparent)]
-pub struct FailureCounts(BTreeMap<WorkerOutcome, u32>);
+pub struct FailureCounts(BTreeMap<RequestOutcome, u32>);
 
 impl FailureCounts {
     /// Counts a failure.
-    pub(super) fn add(&mut self, outcome: WorkerOutcome) {
+    pub(super) fn add(&mut self, outcome: RequestOutcome) {
         *self.0.entry(outcome).or_default() += 1;
     }
 
     /// Returns the most frequent failure.
-    pub fn most_frequent(&self) -> Option<WorkerOutcome> {
-        let by_count = |(_, count): &(&WorkerOutcome, &u32)| **count;
+    pub fn most_frequent(&self) -> Option<RequestOutcome> {
+        let by_count = |(_, count): &(&RequestOutcome, &u32)| **count;
         Some(*self.0.iter().max_by_key(by_count)?.0)
     }
 
@@ -45,8 +45,8 @@ impl FailureCounts {
     }
 }
 
-impl From<[(WorkerOutcome, u32); 1]> for FailureCounts {
-    fn from(counts: [(WorkerOutcome, u32); 1]) -> Self {
+impl From<[(RequestOutcome, u32); 1]> for FailureCounts {
+    fn from(counts: [(RequestOutcome, u32); 1]) -> Self {
         Self(counts.into())
     }
 }
@@ -78,7 +78,7 @@ impl DeliveryGap {
         }
     }
 
-    pub(super) fn add(&mut self, rank: WorkerRank, outcome: WorkerOutcome) {
+    pub(super) fn add(&mut self, rank: WorkerRank, outcome: RequestOutcome) {
         self.failures.add(outcome);
         self.ranks.insert(rank);
     }
@@ -113,14 +113,14 @@ pub enum DeliveryTransition {
 
 impl HealthModel {
     /// Counts the outcome of a request at a rank.
-    pub(super) fn count(&mut self, rank: WorkerRank, outcome: WorkerOutcome, now: Instant) {
+    pub(super) fn count(&mut self, rank: WorkerRank, outcome: RequestOutcome, now: Instant) {
         let Some(record) = self.ranks.get_mut(&rank) else {
             return;
         };
         let Some(pool) = self.pools.get_mut(&record.pool) else {
             return;
         };
-        if outcome == WorkerOutcome::Delivered {
+        if outcome == RequestOutcome::Delivered {
             pool.gap = None;
         } else if outcome.is_failure() {
             *record.failures.entry(outcome).or_default() += 1;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::delivery::FailureCounts;
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::pool::{BASE_SHARE, OutcomeHistory};
 use crate::block::SequenceHash;
 
@@ -115,7 +115,7 @@ impl FailureEvidence {
     /// Adds a failure of the rank. `prompt` are the sequence hashes of its blocks.
     pub(super) fn add_failure(
         &mut self,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
         prompt: &[SequenceHash],
         now: Instant,
     ) {
@@ -131,7 +131,7 @@ impl FailureEvidence {
                 self.prompts.push(FailedPrompt {
                     end,
                     weight,
-                    is_provable: outcome != WorkerOutcome::Overloaded,
+                    is_provable: outcome != RequestOutcome::Overloaded,
                 });
             }
         }
@@ -160,8 +160,8 @@ impl FailureEvidence {
 
     /// Adds an outcome of a peer. If the peer delivered a prompt that failed on the rank, the
     /// failures of the prompt get the weight of failures that certainly are the rank's.
-    pub(super) fn add_peer_outcome(&mut self, outcome: WorkerOutcome, prompt: &[SequenceHash]) {
-        if outcome != WorkerOutcome::Delivered {
+    pub(super) fn add_peer_outcome(&mut self, outcome: RequestOutcome, prompt: &[SequenceHash]) {
+        if outcome != RequestOutcome::Delivered {
             self.peers_failed += outcome.weight();
             return;
         }

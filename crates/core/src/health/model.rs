@@ -4,10 +4,10 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::pool::PoolRecord;
 use super::rank::{RankRecord, RankState};
-use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealth};
+use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealthReport};
 use super::waiting::WaitingRequest;
 use super::{HealthRules, WorkerHealth};
 use crate::block::SequenceHash;
@@ -31,7 +31,7 @@ pub(super) struct HealthModel {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OutcomeReport<'a> {
     pub(super) rank: WorkerRank,
-    pub(super) outcome: WorkerOutcome,
+    pub(super) outcome: RequestOutcome,
     /// Sequence hashes of the prompt.
     pub(super) prompt: &'a [SequenceHash],
 }
@@ -95,8 +95,8 @@ impl HealthModel {
 
     /// Returns the health of all ranks that are not in service, have failed recently, or may be
     /// failing according to a signal.
-    pub(super) fn report(&self, now: Instant) -> Vec<RankHealth> {
-        let row = |(rank, record): (&WorkerRank, &RankRecord)| RankHealth {
+    pub(super) fn report(&self, now: Instant) -> Vec<RankHealthReport> {
+        let row = |(rank, record): (&WorkerRank, &RankRecord)| RankHealthReport {
             rank: *rank,
             health: record.health(now),
             age_seconds: now.saturating_duration_since(record.since).as_secs(),
@@ -120,7 +120,7 @@ impl HealthModel {
     }
 
     /// Returns the number of failed requests of each rank by kind.
-    pub(super) fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+    pub(super) fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
         let of_rank = |(rank, record): (&WorkerRank, &RankRecord)| {
             let rank = *rank;
             let counts: Vec<_> = record
@@ -194,12 +194,12 @@ impl HealthModel {
             .filter(|times| times.is_observed())
             .zip(waiting)
             .is_some_and(|(times, waiting)| waiting.is_cancelled_late(times, now));
-        if report.outcome == WorkerOutcome::Cancelled && !is_late {
+        if report.outcome == RequestOutcome::Cancelled && !is_late {
             self.abandon(report.rank, ticket);
             return Vec::new();
         }
         record.waiting.remove(&ticket);
-        if report.outcome == WorkerOutcome::Delivered
+        if report.outcome == RequestOutcome::Delivered
             && let Some(waiting) = waiting
             && let Some(pool) = self.pools.get_mut(&record.pool)
         {
@@ -214,7 +214,7 @@ impl HealthModel {
         }
         // The failure of an overdue request was counted when it became overdue.
         let is_overdue = waiting.is_some_and(|waiting| waiting.is_overdue);
-        if is_overdue && report.outcome != WorkerOutcome::Delivered {
+        if is_overdue && report.outcome != RequestOutcome::Delivered {
             return Vec::new();
         }
         self.record(report, now)
@@ -225,7 +225,7 @@ impl HealthModel {
         report: OutcomeReport<'_>,
         now: Instant,
     ) -> Vec<HealthTransition> {
-        if report.outcome == WorkerOutcome::Delivered {
+        if report.outcome == RequestOutcome::Delivered {
             return self.record(report, now);
         }
         let max_time = self.rules.max_ejection_time;
@@ -235,7 +235,7 @@ impl HealthModel {
         };
         // Envoy repeats a request whose connection failed, so such a probe costs the client nothing.
         let pool = self.pools.get(&record.pool);
-        let pool = pool.filter(|_| report.outcome != WorkerOutcome::Unreachable);
+        let pool = pool.filter(|_| report.outcome != RequestOutcome::Unreachable);
         let min_time = pool.map(PoolRecord::min_probe_period).unwrap_or_default();
         let evidence = record.summary();
         let Some(ejection) = record.ejection_mut() else {
@@ -273,7 +273,7 @@ impl HealthModel {
     }
 
     /// Records the duration of a request that was delivered.
-    pub(super) fn on_completed(&mut self, rank: WorkerRank, time: Duration) {
+    pub(super) fn record_service_time(&mut self, rank: WorkerRank, time: Duration) {
         if let Some(record) = self.ranks.get(&rank)
             && let Some(pool) = self.pools.get_mut(&record.pool)
         {
@@ -304,8 +304,8 @@ impl HealthModel {
         };
         let pool = record.pool.clone();
         match report.outcome {
-            WorkerOutcome::Inconclusive => Vec::new(),
-            WorkerOutcome::Delivered => self.record_delivery(report, &pool, now),
+            RequestOutcome::Inconclusive => Vec::new(),
+            RequestOutcome::Delivered => self.record_delivery(report, &pool, now),
             _ if self.rules.consecutive_failures == 0 => Vec::new(),
             _ => self.record_failure(report, &pool, now),
         }
@@ -359,7 +359,7 @@ impl HealthModel {
             outcome,
             prompt,
         } = report;
-        if outcome.is_answer() && outcome != WorkerOutcome::Overloaded {
+        if outcome.is_application_failure() && outcome != RequestOutcome::Overloaded {
             if self.is_faulty_prompt(pool, prompt) {
                 return Vec::new();
             }
@@ -373,7 +373,7 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&rank) else {
             return Vec::new();
         };
-        if outcome == WorkerOutcome::Unreachable {
+        if outcome == RequestOutcome::Unreachable {
             record.unreachable_in_a_row = record.unreachable_in_a_row.saturating_add(1);
         }
         record.remove_expired_evidence(now);

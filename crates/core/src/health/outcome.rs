@@ -5,7 +5,7 @@ use serde::Serialize;
 /// Outcome of a request at one worker rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum WorkerOutcome {
+pub enum RequestOutcome {
     /// Content of the answer reached Envoy.
     Delivered,
     /// No connection, or one that was reset before the response.
@@ -31,64 +31,67 @@ pub enum WorkerOutcome {
     Inconclusive,
 }
 
-impl WorkerOutcome {
+impl RequestOutcome {
     /// Outcomes that count as failures, for metrics.
-    pub const FAILURES: [WorkerOutcome; 9] = [
-        WorkerOutcome::Unreachable,
-        WorkerOutcome::ServerError,
-        WorkerOutcome::Rejected,
-        WorkerOutcome::Empty,
-        WorkerOutcome::NoOutput,
-        WorkerOutcome::NoResponse,
-        WorkerOutcome::NoContent,
-        WorkerOutcome::Overloaded,
-        WorkerOutcome::Cancelled,
+    pub const FAILURES: [RequestOutcome; 9] = [
+        RequestOutcome::Unreachable,
+        RequestOutcome::ServerError,
+        RequestOutcome::Rejected,
+        RequestOutcome::Empty,
+        RequestOutcome::NoOutput,
+        RequestOutcome::NoResponse,
+        RequestOutcome::NoContent,
+        RequestOutcome::Overloaded,
+        RequestOutcome::Cancelled,
     ];
 
     /// Classifies a status that the worker sent. A 503 that Envoy generated for a failed connection
-    /// is [`WorkerOutcome::Unreachable`] instead.
+    /// is [`RequestOutcome::Unreachable`] instead.
     pub fn from_status(status: u16) -> Self {
         match status {
-            429 | 503 | 529 => WorkerOutcome::Overloaded,
-            500.. => WorkerOutcome::ServerError,
-            400..500 => WorkerOutcome::Rejected,
-            200..300 => WorkerOutcome::Delivered,
-            _ => WorkerOutcome::Inconclusive,
+            429 | 503 | 529 => RequestOutcome::Overloaded,
+            500.. => RequestOutcome::ServerError,
+            400..500 => RequestOutcome::Rejected,
+            200..300 => RequestOutcome::Delivered,
+            _ => RequestOutcome::Inconclusive,
         }
     }
 
     /// Returns the name in metrics and logs.
     pub fn as_str(self) -> &'static str {
         match self {
-            WorkerOutcome::Delivered => "delivered",
-            WorkerOutcome::Unreachable => "unreachable",
-            WorkerOutcome::ServerError => "server_error",
-            WorkerOutcome::Rejected => "rejected",
-            WorkerOutcome::Empty => "empty",
-            WorkerOutcome::NoOutput => "no_output",
-            WorkerOutcome::NoResponse => "no_response",
-            WorkerOutcome::NoContent => "no_content",
-            WorkerOutcome::Overloaded => "overloaded",
-            WorkerOutcome::Cancelled => "cancelled",
-            WorkerOutcome::Inconclusive => "inconclusive",
+            RequestOutcome::Delivered => "delivered",
+            RequestOutcome::Unreachable => "unreachable",
+            RequestOutcome::ServerError => "server_error",
+            RequestOutcome::Rejected => "rejected",
+            RequestOutcome::Empty => "empty",
+            RequestOutcome::NoOutput => "no_output",
+            RequestOutcome::NoResponse => "no_response",
+            RequestOutcome::NoContent => "no_content",
+            RequestOutcome::Overloaded => "overloaded",
+            RequestOutcome::Cancelled => "cancelled",
+            RequestOutcome::Inconclusive => "inconclusive",
         }
     }
 
     /// Returns whether the outcome is a failure that the worker may have caused.
     pub fn is_failure(self) -> bool {
-        !matches!(self, WorkerOutcome::Delivered | WorkerOutcome::Inconclusive)
+        !matches!(
+            self,
+            RequestOutcome::Delivered | RequestOutcome::Inconclusive
+        )
     }
 
     /// Returns whether the failure is an answer of the application, so the endpoint is reachable
     /// and the request itself may be the cause.
-    pub(super) fn is_answer(self) -> bool {
+    pub(super) fn is_application_failure(self) -> bool {
         matches!(
             self,
-            WorkerOutcome::ServerError
-                | WorkerOutcome::Rejected
-                | WorkerOutcome::Empty
-                | WorkerOutcome::NoOutput
-                | WorkerOutcome::Overloaded
+            RequestOutcome::ServerError
+                | RequestOutcome::Rejected
+                | RequestOutcome::Empty
+                | RequestOutcome::NoOutput
+                | RequestOutcome::Overloaded
         )
     }
 
@@ -96,16 +99,16 @@ impl WorkerOutcome {
     /// most 4xx and cancellations, some prompts have no output, and overload passes.
     pub(super) fn weight(self) -> f64 {
         match self {
-            WorkerOutcome::Delivered | WorkerOutcome::Inconclusive => 0.0,
-            WorkerOutcome::Rejected
-            | WorkerOutcome::NoOutput
-            | WorkerOutcome::Overloaded
-            | WorkerOutcome::Cancelled => 0.5,
-            WorkerOutcome::Unreachable
-            | WorkerOutcome::ServerError
-            | WorkerOutcome::Empty
-            | WorkerOutcome::NoResponse
-            | WorkerOutcome::NoContent => 1.0,
+            RequestOutcome::Delivered | RequestOutcome::Inconclusive => 0.0,
+            RequestOutcome::Rejected
+            | RequestOutcome::NoOutput
+            | RequestOutcome::Overloaded
+            | RequestOutcome::Cancelled => 0.5,
+            RequestOutcome::Unreachable
+            | RequestOutcome::ServerError
+            | RequestOutcome::Empty
+            | RequestOutcome::NoResponse
+            | RequestOutcome::NoContent => 1.0,
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::delivery::DeliveryGap;
 use super::evidence::PromptEnd;
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::waiting::ContentTimes;
 use crate::worker::WorkerRank;
 
@@ -54,9 +54,9 @@ impl OutcomeHistory {
     /// Weight of the history after one further outcome.
     const RETENTION: f64 = 0.997;
 
-    pub(super) fn add(&mut self, outcome: WorkerOutcome) {
+    pub(super) fn add(&mut self, outcome: RequestOutcome) {
         self.failed = Self::RETENTION * self.failed + outcome.weight();
-        let delivered = f64::from(u8::from(outcome == WorkerOutcome::Delivered));
+        let delivered = f64::from(u8::from(outcome == RequestOutcome::Delivered));
         self.delivered = Self::RETENTION * self.delivered + delivered;
     }
 

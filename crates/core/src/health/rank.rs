@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::time::{Duration, Instant};
 
 use super::evidence::{EvidenceSummary, FailureEvidence};
-use super::outcome::WorkerOutcome;
+use super::outcome::RequestOutcome;
 use super::report::{HealthChange, HealthPool, HealthSignal};
 use super::waiting::WaitingRequest;
 use super::{HealthRules, WorkerHealth};
@@ -29,7 +29,7 @@ pub(super) struct RankRecord {
     pub(super) evidence: Option<FailureEvidence>,
     pub(super) unreachable_in_a_row: u32,
     /// Number of failed requests by kind, since the rank joined.
-    pub(super) failures: BTreeMap<WorkerOutcome, u64>,
+    pub(super) failures: BTreeMap<RequestOutcome, u64>,
     pub(super) waiting: HashMap<u64, WaitingRequest>,
     /// Time of the last output or completed response.
     pub(super) progress_at: Option<Instant>,
@@ -49,7 +49,7 @@ pub(super) enum RankState {
 
 #[derive(Debug)]
 pub(super) struct RankEjection {
-    pub(super) cause: WorkerOutcome,
+    pub(super) cause: RequestOutcome,
     /// The rank returns if the score falls below this value, because its peers fail as well.
     pub(super) threshold: f64,
     pub(super) until: Instant,
@@ -119,11 +119,11 @@ impl RankRecord {
     }
 
     /// Returns whether the rank is avoided for another reason than its connections.
-    pub(super) fn is_avoided_for_answers(&self) -> bool {
+    pub(super) fn is_avoided_for_application_failures(&self) -> bool {
         match &self.state {
             RankState::InService => false,
             RankState::Suspect { .. } => true,
-            RankState::Ejected(ejection) => ejection.cause != WorkerOutcome::Unreachable,
+            RankState::Ejected(ejection) => ejection.cause != RequestOutcome::Unreachable,
         }
     }
 
@@ -172,7 +172,7 @@ impl RankRecord {
         };
         match &self.state {
             RankState::InService if f64::from(self.unreachable_in_a_row) >= limit => {
-                Some(ejected(WorkerOutcome::Unreachable, 0.0))
+                Some(ejected(RequestOutcome::Unreachable, 0.0))
             }
             RankState::InService if is_proven && evidence.have_peers_delivered() => {
                 Some(ejected(cause, WITHDRAWAL_SHARE * limit))
@@ -217,7 +217,7 @@ impl RankState {
 }
 
 impl RankEjection {
-    fn new(cause: WorkerOutcome, threshold: f64, period: Duration, now: Instant) -> Self {
+    fn new(cause: RequestOutcome, threshold: f64, period: Duration, now: Instant) -> Self {
         Self {
             cause,
             threshold,
@@ -250,7 +250,7 @@ impl RankEjection {
         now: Instant,
     ) -> bool {
         let is_restarted = is_healthy && self.is_down && self.early_ends < MAX_EARLY_ENDS;
-        let has_ended = is_restarted && self.is_ended_by_health_check();
+        let has_ended = is_restarted && self.can_health_check_end();
         if has_ended {
             self.until = self.until.min(now);
             if self.early_ends == 0 {
@@ -264,22 +264,24 @@ impl RankEjection {
 
     /// Returns whether a health check can end the ejection: the worker was down, so that a passed
     /// check shows a restart.
-    pub(super) fn is_ended_by_health_check(&self) -> bool {
+    pub(super) fn can_health_check_end(&self) -> bool {
         matches!(
             self.cause,
-            WorkerOutcome::Unreachable | WorkerOutcome::ServerError
+            RequestOutcome::Unreachable | RequestOutcome::ServerError
         )
     }
 
     /// Returns whether the outcome of a probe confirms the ejection. A rejected request or reported
     /// overload shows that the worker is alive.
-    pub(super) fn is_confirmed_by(&self, outcome: WorkerOutcome) -> bool {
+    pub(super) fn is_confirmed_by(&self, outcome: RequestOutcome) -> bool {
         match outcome {
-            WorkerOutcome::Rejected => !matches!(
+            RequestOutcome::Rejected => !matches!(
                 self.cause,
-                WorkerOutcome::Unreachable | WorkerOutcome::NoResponse | WorkerOutcome::NoContent
+                RequestOutcome::Unreachable
+                    | RequestOutcome::NoResponse
+                    | RequestOutcome::NoContent
             ),
-            WorkerOutcome::Overloaded => self.cause == WorkerOutcome::Overloaded,
+            RequestOutcome::Overloaded => self.cause == RequestOutcome::Overloaded,
             _ => outcome.is_failure(),
         }
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use super::WorkerOutcome;
+use super::RequestOutcome;
 use crate::worker::WorkerId;
 
 /// A worker that answered before counts as unreachable if it does not answer for this time.
@@ -39,19 +39,19 @@ impl ReachabilityTable {
     }
 
     /// Records the outcome of a request.
-    pub fn record_outcome(&self, worker: WorkerId, outcome: WorkerOutcome, now: Instant) {
+    pub fn record_outcome(&self, worker: WorkerId, outcome: RequestOutcome, now: Instant) {
         match outcome {
-            WorkerOutcome::Unreachable => self.record(worker, false, now),
-            WorkerOutcome::Delivered
-            | WorkerOutcome::ServerError
-            | WorkerOutcome::Rejected
-            | WorkerOutcome::Empty
-            | WorkerOutcome::NoOutput
-            | WorkerOutcome::Overloaded => self.record(worker, true, now),
-            WorkerOutcome::NoResponse
-            | WorkerOutcome::NoContent
-            | WorkerOutcome::Cancelled
-            | WorkerOutcome::Inconclusive => {}
+            RequestOutcome::Unreachable => self.record(worker, false, now),
+            RequestOutcome::Delivered
+            | RequestOutcome::ServerError
+            | RequestOutcome::Rejected
+            | RequestOutcome::Empty
+            | RequestOutcome::NoOutput
+            | RequestOutcome::Overloaded => self.record(worker, true, now),
+            RequestOutcome::NoResponse
+            | RequestOutcome::NoContent
+            | RequestOutcome::Cancelled
+            | RequestOutcome::Inconclusive => {}
         }
     }
 
@@ -123,13 +123,13 @@ mod tests {
     fn response_of_any_status_is_an_answer() {
         let table = ReachabilityTable::default();
         let now = Instant::now();
-        table.record_outcome(WORKER, WorkerOutcome::Unreachable, now);
+        table.record_outcome(WORKER, RequestOutcome::Unreachable, now);
         assert_eq!(table.unreachable(now).len(), 1);
-        table.record_outcome(WORKER, WorkerOutcome::Cancelled, now);
+        table.record_outcome(WORKER, RequestOutcome::Cancelled, now);
         assert_eq!(table.unreachable(now).len(), 1);
-        table.record_outcome(WORKER, WorkerOutcome::ServerError, now);
+        table.record_outcome(WORKER, RequestOutcome::ServerError, now);
         assert_eq!(table.unreachable(now).len(), 0);
-        table.record_outcome(WORKER, WorkerOutcome::Unreachable, now);
+        table.record_outcome(WORKER, RequestOutcome::Unreachable, now);
         table.retain(|_| false);
         assert_eq!(table.unreachable(now).len(), 0);
     }

@@ -65,7 +65,7 @@ pub enum HealthChange {
 
 /// Health of one rank, for pages.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct RankHealth {
+pub struct RankHealthReport {
     /// Rank.
     #[serde(skip)]
     pub rank: WorkerRank,

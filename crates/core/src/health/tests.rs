@@ -38,21 +38,21 @@ impl Fixture {
         Self { health, now }
     }
 
-    fn report(&self, worker: u64, outcome: WorkerOutcome) -> Vec<HealthChange> {
+    fn report(&self, worker: u64, outcome: RequestOutcome) -> Vec<HealthChange> {
         self.report_prompt(worker, outcome, &[])
     }
 
     fn report_prompt(
         &self,
         worker: u64,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
         prompt: &[u64],
     ) -> Vec<HealthChange> {
         let prompt: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
         changes(self.health.report(rank(worker), outcome, &prompt, self.now))
     }
 
-    fn repeat(&self, worker: u64, outcome: WorkerOutcome, count: usize) -> Vec<HealthChange> {
+    fn repeat(&self, worker: u64, outcome: RequestOutcome, count: usize) -> Vec<HealthChange> {
         (0..count)
             .flat_map(|_| self.report(worker, outcome))
             .collect()
@@ -72,7 +72,7 @@ impl Fixture {
         self.health.start(rank(worker), None, true, self.now)
     }
 
-    fn finish(&self, mut request: TrackedRequest, outcome: WorkerOutcome) -> Vec<HealthChange> {
+    fn finish(&self, mut request: TrackedRequest, outcome: RequestOutcome) -> Vec<HealthChange> {
         changes(request.report(outcome, &[], self.now))
     }
 
@@ -84,7 +84,7 @@ impl Fixture {
     fn deliver(&mut self, worker: u64) {
         let request = self.start(worker, Some(seconds(1)));
         self.now += seconds(1);
-        self.finish(request, WorkerOutcome::Delivered);
+        self.finish(request, RequestOutcome::Delivered);
     }
 }
 
@@ -99,9 +99,9 @@ fn changes(transitions: Vec<HealthTransition>) -> Vec<HealthChange> {
 fn unreachable_rank_is_ejected_without_comparison() {
     let fixture = Fixture::new(2);
     for worker in [1, 2] {
-        assert_eq!(fixture.repeat(worker, WorkerOutcome::Unreachable, 2), []);
+        assert_eq!(fixture.repeat(worker, RequestOutcome::Unreachable, 2), []);
         assert_eq!(
-            fixture.report(worker, WorkerOutcome::Unreachable),
+            fixture.report(worker, RequestOutcome::Unreachable),
             [HealthChange::Ejected(seconds(1))]
         );
     }
@@ -112,11 +112,11 @@ fn unreachable_rank_is_ejected_without_comparison() {
 fn delivery_resets_unreachable_requests() {
     let fixture = Fixture::new(1);
     for outcome in [
-        WorkerOutcome::Unreachable,
-        WorkerOutcome::Unreachable,
-        WorkerOutcome::Delivered,
-        WorkerOutcome::Unreachable,
-        WorkerOutcome::Unreachable,
+        RequestOutcome::Unreachable,
+        RequestOutcome::Unreachable,
+        RequestOutcome::Delivered,
+        RequestOutcome::Unreachable,
+        RequestOutcome::Unreachable,
     ] {
         assert_eq!(fixture.report(1, outcome), []);
     }
@@ -126,16 +126,16 @@ fn delivery_resets_unreachable_requests() {
 #[test]
 fn rank_is_ejected_if_only_its_peers_deliver() {
     let cases = [
-        (WorkerOutcome::ServerError, 3),
-        (WorkerOutcome::Empty, 3),
-        (WorkerOutcome::Rejected, 6),
-        (WorkerOutcome::NoOutput, 6),
-        (WorkerOutcome::Overloaded, 6),
+        (RequestOutcome::ServerError, 3),
+        (RequestOutcome::Empty, 3),
+        (RequestOutcome::Rejected, 6),
+        (RequestOutcome::NoOutput, 6),
+        (RequestOutcome::Overloaded, 6),
     ];
     for (outcome, failures) in cases {
         let fixture = Fixture::new(4);
         assert_eq!(fixture.report(1, outcome), [], "{outcome:?}");
-        fixture.report(2, WorkerOutcome::Delivered);
+        fixture.report(2, RequestOutcome::Delivered);
         assert_eq!(fixture.repeat(1, outcome, failures - 2), [], "{outcome:?}");
         assert_eq!(
             fixture.report(1, outcome),
@@ -156,21 +156,21 @@ fn rank_that_fails_often_is_ejected() {
     let fixture = Fixture::new(4);
     let mut ejected = 0;
     for _ in 0..20 {
-        ejected += fixture.report(1, WorkerOutcome::ServerError).len();
-        fixture.report(1, WorkerOutcome::Delivered);
-        fixture.repeat(2, WorkerOutcome::Delivered, 3);
+        ejected += fixture.report(1, RequestOutcome::ServerError).len();
+        fixture.report(1, RequestOutcome::Delivered);
+        fixture.repeat(2, RequestOutcome::Delivered, 3);
     }
     assert!(ejected > 0);
 }
 
 #[test]
 fn failures_of_all_ranks_eject_none() {
-    for outcome in WorkerOutcome::FAILURES {
-        if outcome == WorkerOutcome::Unreachable {
+    for outcome in RequestOutcome::FAILURES {
+        if outcome == RequestOutcome::Unreachable {
             continue;
         }
         let fixture = Fixture::new(4);
-        fixture.repeat(1, WorkerOutcome::Delivered, 400);
+        fixture.repeat(1, RequestOutcome::Delivered, 400);
         for _ in 0..50 {
             for worker in 1..=4 {
                 let changes = fixture.report(worker, outcome);
@@ -189,14 +189,14 @@ fn failures_of_all_ranks_eject_none() {
 #[test]
 fn suspect_is_ejected_when_a_peer_delivers() {
     let fixture = Fixture::new(3);
-    fixture.repeat(1, WorkerOutcome::ServerError, 2);
+    fixture.repeat(1, RequestOutcome::ServerError, 2);
     assert_eq!(
-        fixture.report(1, WorkerOutcome::ServerError),
+        fixture.report(1, RequestOutcome::ServerError),
         [HealthChange::Suspected]
     );
     assert_eq!(fixture.health(1), WorkerHealth::Suspect);
     assert_eq!(
-        fixture.report(2, WorkerOutcome::Delivered),
+        fixture.report(2, RequestOutcome::Delivered),
         [HealthChange::Ejected(seconds(1))]
     );
 }
@@ -204,9 +204,9 @@ fn suspect_is_ejected_when_a_peer_delivers() {
 #[test]
 fn suspicion_is_withdrawn_when_a_peer_fails() {
     let fixture = Fixture::new(3);
-    fixture.repeat(1, WorkerOutcome::ServerError, 3);
+    fixture.repeat(1, RequestOutcome::ServerError, 3);
     assert_eq!(
-        fixture.report(2, WorkerOutcome::ServerError),
+        fixture.report(2, RequestOutcome::ServerError),
         [HealthChange::Cleared]
     );
     assert_eq!(fixture.health(1), WorkerHealth::Healthy);
@@ -215,7 +215,7 @@ fn suspicion_is_withdrawn_when_a_peer_fails() {
 #[test]
 fn suspicion_ends_without_outcomes_of_peers() {
     let mut fixture = Fixture::new(3);
-    fixture.repeat(1, WorkerOutcome::ServerError, 3);
+    fixture.repeat(1, RequestOutcome::ServerError, 3);
     fixture.now += seconds(4);
     assert_eq!(fixture.tick(), []);
     fixture.now += seconds(1);
@@ -228,8 +228,8 @@ fn at_most_half_of_ranks_are_ejected_for_answers() {
         let fixture = Fixture::new(workers);
         for _ in 0..20 {
             for worker in 1..workers {
-                fixture.report(worker, WorkerOutcome::ServerError);
-                fixture.repeat(workers, WorkerOutcome::Delivered, 20);
+                fixture.report(worker, RequestOutcome::ServerError);
+                fixture.repeat(workers, RequestOutcome::Delivered, 20);
             }
         }
         assert_eq!(
@@ -243,14 +243,14 @@ fn at_most_half_of_ranks_are_ejected_for_answers() {
 #[test]
 fn clean_history_reduces_necessary_failures() {
     let cases = [
-        (WorkerOutcome::ServerError, 2),
-        (WorkerOutcome::Rejected, 4),
+        (RequestOutcome::ServerError, 2),
+        (RequestOutcome::Rejected, 4),
     ];
     for (outcome, failures) in cases {
         let fixture = Fixture::new(4);
-        fixture.repeat(2, WorkerOutcome::Delivered, 400);
+        fixture.repeat(2, RequestOutcome::Delivered, 400);
         assert_eq!(fixture.report(1, outcome), [], "{outcome:?}");
-        fixture.report(2, WorkerOutcome::Delivered);
+        fixture.report(2, RequestOutcome::Delivered);
         assert_eq!(fixture.repeat(1, outcome, failures - 2), [], "{outcome:?}");
         let ejected = HealthChange::Ejected(seconds(1));
         assert_eq!(fixture.report(1, outcome), [ejected], "{outcome:?}");
@@ -260,28 +260,28 @@ fn clean_history_reduces_necessary_failures() {
 #[test]
 fn failures_of_clients_restore_necessary_failures() {
     let fixture = Fixture::new(4);
-    fixture.repeat(2, WorkerOutcome::Delivered, 400);
-    fixture.repeat(3, WorkerOutcome::Rejected, 1);
+    fixture.repeat(2, RequestOutcome::Delivered, 400);
+    fixture.repeat(3, RequestOutcome::Rejected, 1);
     for _ in 0..50 {
-        fixture.repeat(3, WorkerOutcome::Rejected, 1);
-        fixture.repeat(3, WorkerOutcome::Delivered, 19);
+        fixture.repeat(3, RequestOutcome::Rejected, 1);
+        fixture.repeat(3, RequestOutcome::Delivered, 19);
     }
-    fixture.report(1, WorkerOutcome::ServerError);
-    fixture.report(2, WorkerOutcome::Delivered);
-    assert_eq!(fixture.report(1, WorkerOutcome::ServerError), []);
+    fixture.report(1, RequestOutcome::ServerError);
+    fixture.report(2, RequestOutcome::Delivered);
+    assert_eq!(fixture.report(1, RequestOutcome::ServerError), []);
 }
 
 #[test]
 fn failed_probes_double_ejection_time_to_limit() {
     let mut fixture = Fixture::new(1);
-    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.repeat(1, RequestOutcome::Unreachable, 3);
     for period in [2, 4, 8, 16, 20, 20] {
         fixture.now += seconds(20);
         let probe = fixture.probe(1).unwrap();
         assert_eq!(fixture.health(1), WorkerHealth::Probing);
         assert!(fixture.probe(1).is_none());
         assert_eq!(
-            fixture.finish(probe, WorkerOutcome::Unreachable),
+            fixture.finish(probe, RequestOutcome::Unreachable),
             [HealthChange::EjectionExtended(seconds(period))]
         );
         assert_eq!(fixture.health(1), WorkerHealth::Ejected);
@@ -289,20 +289,20 @@ fn failed_probes_double_ejection_time_to_limit() {
     fixture.now += seconds(20);
     let probe = fixture.probe(1).unwrap();
     assert_eq!(
-        fixture.finish(probe, WorkerOutcome::Delivered),
+        fixture.finish(probe, RequestOutcome::Delivered),
         [HealthChange::Readmitted]
     );
     assert!(fixture.health.is_all_healthy());
 }
 
 #[test]
-fn inconclusive_probe_is_returned() {
+fn inconclusive_probe_becomes_due_again() {
     let mut fixture = Fixture::new(1);
-    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.repeat(1, RequestOutcome::Unreachable, 3);
     assert!(fixture.probe(1).is_none());
     fixture.now += seconds(1);
     drop(fixture.probe(1).unwrap());
-    for outcome in [WorkerOutcome::Overloaded, WorkerOutcome::Rejected] {
+    for outcome in [RequestOutcome::Overloaded, RequestOutcome::Rejected] {
         let probe = fixture.probe(1).unwrap();
         assert_eq!(fixture.finish(probe, outcome), []);
         assert_eq!(fixture.health(1), WorkerHealth::ProbeDue);
@@ -312,13 +312,13 @@ fn inconclusive_probe_is_returned() {
 #[test]
 fn rejection_fails_probe_of_rejecting_rank() {
     let mut fixture = Fixture::new(2);
-    fixture.report(1, WorkerOutcome::Rejected);
-    fixture.report(2, WorkerOutcome::Delivered);
-    fixture.repeat(1, WorkerOutcome::Rejected, 5);
+    fixture.report(1, RequestOutcome::Rejected);
+    fixture.report(2, RequestOutcome::Delivered);
+    fixture.repeat(1, RequestOutcome::Rejected, 5);
     fixture.now += seconds(1);
     let probe = fixture.probe(1).unwrap();
     assert_eq!(
-        fixture.finish(probe, WorkerOutcome::Rejected),
+        fixture.finish(probe, RequestOutcome::Rejected),
         [HealthChange::EjectionExtended(seconds(2))]
     );
 }
@@ -326,7 +326,7 @@ fn rejection_fails_probe_of_rejecting_rank() {
 #[test]
 fn probe_of_removed_rank_does_not_affect_successor() {
     let mut fixture = Fixture::new(1);
-    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.repeat(1, RequestOutcome::Unreachable, 3);
     fixture.now += seconds(1);
     let probe = fixture.probe(1).unwrap();
     fixture.health.set_members(std::iter::empty(), fixture.now);
@@ -339,7 +339,7 @@ fn probe_of_removed_rank_does_not_affect_successor() {
     fixture
         .health
         .set_members([member].into_iter(), fixture.now);
-    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.repeat(1, RequestOutcome::Unreachable, 3);
     fixture.now += seconds(1);
     let second = fixture.probe(1).unwrap();
     drop(probe);
@@ -351,15 +351,15 @@ fn probe_of_removed_rank_does_not_affect_successor() {
 #[test]
 fn health_check_ends_only_ejections_of_dead_workers() {
     let cases = [
-        (WorkerOutcome::Unreachable, 3, true),
-        (WorkerOutcome::ServerError, 3, true),
-        (WorkerOutcome::Rejected, 6, false),
-        (WorkerOutcome::NoResponse, 3, false),
+        (RequestOutcome::Unreachable, 3, true),
+        (RequestOutcome::ServerError, 3, true),
+        (RequestOutcome::Rejected, 6, false),
+        (RequestOutcome::NoResponse, 3, false),
     ];
     for (outcome, failures, expected) in cases {
         let fixture = Fixture::new(2);
         fixture.report(1, outcome);
-        fixture.report(2, WorkerOutcome::Delivered);
+        fixture.report(2, RequestOutcome::Delivered);
         fixture.repeat(1, outcome, failures - 1);
         assert_eq!(fixture.health(1), WorkerHealth::Ejected, "{outcome:?}");
         let check = |is_healthy| {
@@ -379,7 +379,7 @@ fn signal_reduces_necessary_failures() {
         let fixture = Fixture::new(3);
         fixture.health.set_signal(WorkerId(1), signal, true);
         assert_eq!(
-            fixture.report(1, WorkerOutcome::ServerError),
+            fixture.report(1, RequestOutcome::ServerError),
             [HealthChange::Suspected]
         );
     }
@@ -387,13 +387,13 @@ fn signal_reduces_necessary_failures() {
     let health = &fixture.health;
     health.set_signal(WorkerId(1), HealthSignal::LoadScrape, true);
     assert_eq!(
-        fixture.report(1, WorkerOutcome::ServerError),
+        fixture.report(1, RequestOutcome::ServerError),
         [HealthChange::Suspected]
     );
     health.set_signal(WorkerId(2), HealthSignal::EventSource, true);
     health.set_signal(WorkerId(2), HealthSignal::EventSource, false);
     assert_eq!(
-        fixture.report(2, WorkerOutcome::Rejected),
+        fixture.report(2, RequestOutcome::Rejected),
         [HealthChange::Cleared]
     );
     assert_eq!(fixture.health(2), WorkerHealth::Healthy);
@@ -410,12 +410,12 @@ fn overdue_request_makes_rank_suspect() {
     assert_eq!(fixture.tick(), [HealthChange::Suspected]);
     assert_eq!(fixture.tick(), []);
     assert_eq!(
-        fixture.report(2, WorkerOutcome::Delivered),
+        fixture.report(2, RequestOutcome::Delivered),
         [HealthChange::Ejected(seconds(1))]
     );
     // The answer arrives late.
     assert_eq!(
-        fixture.finish(waiting, WorkerOutcome::Delivered),
+        fixture.finish(waiting, RequestOutcome::Delivered),
         [HealthChange::Readmitted]
     );
 }
@@ -428,7 +428,7 @@ fn delivering_rank_has_no_overdue_request() {
     for _ in 0..10 {
         fixture.now += seconds(3);
         assert_eq!(fixture.tick(), []);
-        fixture.report(1, WorkerOutcome::Delivered);
+        fixture.report(1, RequestOutcome::Delivered);
     }
 }
 
@@ -477,7 +477,7 @@ fn unexpected_delays_extend_limit_of_overdue() {
     let mut fixture = Fixture::new(2);
     let late = fixture.start(2, Some(seconds(1)));
     fixture.now += seconds(3);
-    fixture.finish(late, WorkerOutcome::Delivered);
+    fixture.finish(late, RequestOutcome::Delivered);
     // Four times three seconds.
     let _waiting = fixture.start(1, Some(seconds(1)));
     fixture.now += seconds(12);
@@ -491,7 +491,7 @@ fn overestimated_time_is_corrected() {
     let mut fixture = Fixture::new(2);
     let fast = fixture.start(2, Some(seconds(20)));
     fixture.now += Duration::from_millis(50);
-    fixture.finish(fast, WorkerOutcome::Delivered);
+    fixture.finish(fast, RequestOutcome::Delivered);
     // Four times a tenth of 20 s.
     let _waiting = fixture.start(1, Some(seconds(20)));
     fixture.now += seconds(8);
@@ -506,7 +506,7 @@ fn one_fast_request_keeps_correct_estimates() {
     for time in [seconds(20), seconds(1), seconds(2)] {
         let request = fixture.start(2, Some(seconds(20)));
         fixture.now += time;
-        fixture.finish(request, WorkerOutcome::Delivered);
+        fixture.finish(request, RequestOutcome::Delivered);
     }
     let _waiting = fixture.start(1, Some(seconds(20)));
     fixture.now += seconds(70);
@@ -525,7 +525,7 @@ fn unobserved_responses_are_never_overdue() {
 fn overdue_probe_extends_ejection() {
     let mut fixture = Fixture::new(2);
     fixture.deliver(2);
-    fixture.repeat(1, WorkerOutcome::Unreachable, 3);
+    fixture.repeat(1, RequestOutcome::Unreachable, 3);
     fixture.now += seconds(1);
     let probe = fixture
         .health
@@ -547,7 +547,7 @@ fn only_late_cancellations_count() {
         for _ in 0..count {
             let request = fixture.start(1, Some(seconds(1)));
             fixture.now += seconds(wait);
-            seen.extend(fixture.finish(request, WorkerOutcome::Cancelled));
+            seen.extend(fixture.finish(request, RequestOutcome::Cancelled));
         }
         let expected: &[HealthChange] = if wait == 1 {
             &[]
@@ -564,15 +564,15 @@ fn failed_request_is_held_for_service_time_of_peers() {
     let slow = fixture.start(2, Some(seconds(1)));
     let failed = fixture.start(1, Some(seconds(1)));
     let mut failed = failed;
-    failed.report(WorkerOutcome::Rejected, &[], fixture.now);
+    failed.report(RequestOutcome::Rejected, &[], fixture.now);
     assert_eq!(failed.on_end(fixture.now), Some(seconds(10)), "the limit");
     fixture.now += seconds(2);
     let mut slow = slow;
-    slow.report(WorkerOutcome::Delivered, &[], fixture.now);
+    slow.report(RequestOutcome::Delivered, &[], fixture.now);
     fixture.now += seconds(2);
     assert_eq!(slow.on_end(fixture.now), None);
     let mut failed = fixture.start(1, Some(seconds(1)));
-    failed.report(WorkerOutcome::Rejected, &[], fixture.now);
+    failed.report(RequestOutcome::Rejected, &[], fixture.now);
     assert_eq!(failed.on_end(fixture.now), Some(seconds(4)));
 }
 
@@ -583,8 +583,8 @@ fn disabled_rules_eject_nothing() {
         consecutive_failures: 0,
         ..HealthRules::default()
     });
-    for outcome in WorkerOutcome::FAILURES {
-        fixture.report(2, WorkerOutcome::Delivered);
+    for outcome in RequestOutcome::FAILURES {
+        fixture.report(2, RequestOutcome::Delivered);
         assert_eq!(fixture.repeat(1, outcome, 20), []);
     }
 }

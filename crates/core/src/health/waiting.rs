@@ -57,7 +57,7 @@ impl WaitingRequest {
 
     /// Returns whether the request is overdue now and was not before. Its rank made progress last at
     /// `progress_at`.
-    pub(super) fn becomes_overdue(
+    pub(super) fn mark_if_overdue(
         &mut self,
         progress_at: Option<Instant>,
         times: ContentTimes,

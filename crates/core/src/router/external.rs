@@ -10,7 +10,7 @@ use super::state::Router;
 use super::worker_feedback::OutcomeTarget;
 use crate::block::tracking::random_sequences;
 use crate::fleet::FleetMember;
-use crate::health::{HealthTransition, TrackedRequest, WorkerOutcome};
+use crate::health::{HealthTransition, RequestOutcome, TrackedRequest};
 use crate::index::TierBlocks;
 use crate::load::{ActiveLoad, AdditionalBlocks, BookingEnd, LoadBooking, PromptSequences};
 use crate::policy::{Candidate, Cost, PolicyInput, PolicySettings, costs, taint_preference};
@@ -216,7 +216,7 @@ impl Router {
         status: u16,
     ) -> Vec<HealthTransition> {
         let now = self.load.now();
-        let outcome = WorkerOutcome::from_status(status);
+        let outcome = RequestOutcome::from_status(status);
         let record = |rank: &WorkerRank| {
             let request = tracked.iter_mut().find(|request| request.rank() == *rank);
             let target = request.map_or(OutcomeTarget::Rank(*rank), OutcomeTarget::Tracked);

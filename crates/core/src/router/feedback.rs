@@ -15,8 +15,8 @@ use super::worker_feedback::{OutcomeTarget, first_prompt};
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
-    DeliveryTransition, FailingPool, HealthSignal, HealthTransition, RankHealth, TrackedRequest,
-    WorkerHealth, WorkerOutcome,
+    DeliveryTransition, FailingPool, HealthSignal, HealthTransition, RankHealthReport,
+    RequestOutcome, TrackedRequest, WorkerHealth,
 };
 use crate::load::{FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
@@ -78,7 +78,7 @@ impl Router {
         let mut changes = match response.origin {
             ResponseOrigin::Chosen => Vec::new(),
             ResponseOrigin::Other(_) | ResponseOrigin::Gateway => {
-                self.record_for_rank(placement, placement.chosen, WorkerOutcome::Unreachable)
+                self.record_for_rank(placement, placement.chosen, RequestOutcome::Unreachable)
             }
         };
         if let ResponseOrigin::Other(worker) = response.origin
@@ -90,7 +90,7 @@ impl Router {
         match (response.origin, outcome) {
             (ResponseOrigin::Gateway, _) => {}
             // The headers of a stream precede the computation.
-            (_, WorkerOutcome::Delivered) => {
+            (_, RequestOutcome::Delivered) => {
                 placement
                     .tracked
                     .iter()
@@ -107,12 +107,14 @@ impl Router {
     pub fn report_outcome(
         &self,
         placement: &mut Placement,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
     ) -> Vec<HealthTransition> {
         let outcome = match outcome {
             // A response without computation proves neither health nor failure.
-            WorkerOutcome::Delivered | WorkerOutcome::Empty if !placement.route.is_inference() => {
-                WorkerOutcome::Inconclusive
+            RequestOutcome::Delivered | RequestOutcome::Empty
+                if !placement.route.is_inference() =>
+            {
+                RequestOutcome::Inconclusive
             }
             outcome => outcome,
         };
@@ -131,7 +133,7 @@ impl Router {
         changes
     }
 
-    /// Handles observed output tokens after the first one: their worker computes.
+    /// Records output tokens after the first one as progress of their rank.
     pub fn on_output_tokens(&self, placement: &mut Placement, count: u64) {
         placement.reservation.add_output_tokens(count);
         let rank = placement.route.to.rank;
@@ -141,7 +143,7 @@ impl Router {
         }
     }
 
-    /// Handles the observed end of a response: its worker computes.
+    /// Records the observed end of a response as progress of its rank.
     pub fn on_completed_response(&self, placement: &Placement) {
         let rank = placement.route.to.rank;
         let health = &self.feedback.health;
@@ -179,7 +181,7 @@ impl Router {
         &self,
         placement: &mut Placement,
         rank: WorkerRank,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
     ) -> Vec<HealthTransition> {
         let mut tracked = placement.tracked.iter_mut();
         let target = match tracked.find(|request| request.rank() == rank) {
@@ -228,12 +230,12 @@ impl Router {
     pub fn on_prefill_response(
         &self,
         placement: &mut Placement,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
     ) -> Vec<HealthTransition> {
         let Some(rank) = placement.route.prefill().map(|prefill| prefill.to.rank) else {
             return Vec::new();
         };
-        if outcome.is_failure() && outcome != WorkerOutcome::Overloaded {
+        if outcome.is_failure() && outcome != RequestOutcome::Overloaded {
             let prediction = placement.predictions.prefilling.take();
             prediction
                 .into_iter()
@@ -322,7 +324,8 @@ impl Router {
             .on_health_check(worker, is_healthy, self.load.now())
     }
 
-    /// Records whether a signal indicates a failing worker. One failure then ejects its ranks.
+    /// Records whether a signal indicates a failing worker. While a signal is
+    /// set, one failed request suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let health = &self.feedback.health;
         health.set_signal(worker, signal, is_failing);
@@ -364,31 +367,31 @@ impl Router {
     }
 
     /// Returns the number of failed requests of each rank by kind.
-    pub fn failed_requests(&self) -> Vec<(WorkerRank, WorkerOutcome, u64)> {
+    pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
         self.feedback.health.failed_requests()
     }
 
     /// Returns the ranks that are not healthy or have failed recently, with the evidence.
-    pub fn health_report(&self) -> Vec<RankHealth> {
+    pub fn health_report(&self) -> Vec<RankHealthReport> {
         self.feedback.health.health_report(self.load.now())
     }
 }
 
-/// Returns what a status shows about the health of the worker that sent it.
-fn health_outcome(route: &Route, status: u16) -> WorkerOutcome {
-    match WorkerOutcome::from_status(status) {
+/// Returns the outcome that a status indicates for the worker that sent it.
+fn health_outcome(route: &Route, status: u16) -> RequestOutcome {
+    match RequestOutcome::from_status(status) {
         // A response without computation proves neither health nor failure.
-        WorkerOutcome::ServerError | WorkerOutcome::Rejected if !route.is_inference() => {
-            WorkerOutcome::Inconclusive
+        RequestOutcome::ServerError | RequestOutcome::Rejected if !route.is_inference() => {
+            RequestOutcome::Inconclusive
         }
         // Another engine may hold the state that the request names, or no engine has it any more.
-        WorkerOutcome::Rejected
+        RequestOutcome::Rejected
             if matches!(
                 route.reason,
                 Some(Reason::EngineSideState | Reason::NotInference)
             ) =>
         {
-            WorkerOutcome::Inconclusive
+            RequestOutcome::Inconclusive
         }
         outcome => outcome,
     }

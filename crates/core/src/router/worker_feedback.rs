@@ -11,8 +11,8 @@ use super::settings::RouterSettings;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{
-    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, TrackedRequest, WorkerHealth,
-    WorkerOutcome,
+    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, RequestOutcome, TrackedRequest,
+    WorkerHealth,
 };
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
@@ -116,13 +116,13 @@ impl WorkerFeedback {
     pub(super) fn record_outcome(
         &self,
         at: OutcomeTarget<'_>,
-        outcome: WorkerOutcome,
+        outcome: RequestOutcome,
         prompt: &[SequenceHash],
         now: Instant,
     ) -> Vec<HealthTransition> {
         self.reachability
             .record_outcome(at.rank().worker, outcome, now);
-        if outcome == WorkerOutcome::Overloaded {
+        if outcome == RequestOutcome::Overloaded {
             let worker = at.rank().worker;
             let time = self.overload.mark(worker, now);
             self.listener.on_overloaded(worker, time);

@@ -25,7 +25,7 @@ metrics! {
         /// empty (a 2xx without content), no_output (a stream that reports its end without content),
         /// no_response, no_content (not in the expected time), overloaded, cancelled (by the client, after a long wait)
         "worker_failed_requests" failed_requests: Family<RankFailureLabels, Counter> = Family::default();
-        /// Health of a worker rank that is not healthy: 1 suspect, 2 probe due, 3 probing, 4 ejected
+        /// Health of a worker rank that is not healthy: 1 suspect, 2 probe_due, 3 probing, 4 ejected
         "worker_health_state" health_state: Family<RankLabels, Gauge> = Family::default();
         /// Generation of the fleet; increases with every change
         "fleet_generation" fleet_generation: Gauge = Gauge::default();

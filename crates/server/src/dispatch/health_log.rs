@@ -21,10 +21,10 @@ pub fn log_tick_changes(router: &Router, changes: TickChanges) {
         let [factor, median] = [speed.factor, speed.median].map(|factor| format!("{factor:.2}"));
         match change {
             SpeedChange::Slowed => {
-                warn!(worker = %rank, name, phase, factor, median, "worker is slow; it gets fewer requests")
+                warn!(rank = %rank, name, phase, factor, median, "worker is slow; it gets fewer requests")
             }
             SpeedChange::Recovered => {
-                info!(worker = %rank, name, phase, factor, median, "worker is no longer slow")
+                info!(rank = %rank, name, phase, factor, median, "worker is no longer slow")
             }
         }
     }
@@ -57,19 +57,19 @@ pub fn log_health_changes(router: &Router, transitions: Vec<HealthTransition>) {
         let name = router.fleet().display_name(rank.worker);
         match change {
             HealthChange::Suspected => {
-                warn!(worker = %rank, name, %evidence, "worker suspect; avoided until others respond")
+                warn!(rank = %rank, name, %evidence, "worker suspect; avoided until others respond")
             }
             HealthChange::Cleared => {
-                info!(worker = %rank, name, %evidence, "worker no longer suspect")
+                info!(rank = %rank, name, %evidence, "worker no longer suspect")
             }
             HealthChange::Ejected(period) => {
-                warn!(worker = %rank, name, %evidence, period = %DurationSetting(period), "worker ejected")
+                warn!(rank = %rank, name, %evidence, period = %DurationSetting(period), "worker ejected")
             }
             HealthChange::EjectionExtended(period) => {
-                info!(worker = %rank, name, %evidence, period = %DurationSetting(period), "worker ejection extended")
+                info!(rank = %rank, name, %evidence, period = %DurationSetting(period), "worker ejection extended")
             }
             HealthChange::Readmitted => {
-                info!(worker = %rank, name, %evidence, "worker readmitted")
+                info!(rank = %rank, name, %evidence, "worker readmitted")
             }
         }
     }

@@ -12,7 +12,7 @@ use tracing::debug;
 
 use cache_report::CacheReportSource;
 use warmroute_core::block::BlockHashes;
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::load::{CompleteOutput, FirstTokenObservation};
 use warmroute_core::router::{Mode, Router};
 use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
@@ -238,9 +238,9 @@ impl ExchangeGuard {
         }
         if is_success {
             self.report_outcome(if is_delivered {
-                WorkerOutcome::Delivered
+                RequestOutcome::Delivered
             } else {
-                WorkerOutcome::Empty
+                RequestOutcome::Empty
             });
             self.observe_first_token();
         } else {
@@ -257,10 +257,10 @@ impl ExchangeGuard {
         if (200..300).contains(&self.status) {
             debug!(?missing, "response without content");
             self.report_outcome(match missing {
-                MissingContent::Empty => WorkerOutcome::Empty,
-                MissingContent::OutputEnded => WorkerOutcome::NoOutput,
-                MissingContent::OutputCounted => WorkerOutcome::Delivered,
-                MissingContent::Error => WorkerOutcome::ServerError,
+                MissingContent::Empty => RequestOutcome::Empty,
+                MissingContent::OutputEnded => RequestOutcome::NoOutput,
+                MissingContent::OutputCounted => RequestOutcome::Delivered,
+                MissingContent::Error => RequestOutcome::ServerError,
             });
         }
     }
@@ -366,7 +366,7 @@ impl ExchangeGuard {
         };
         let is_success = has_begun && (200..300).contains(&self.status);
         if matches!(self.end, ExchangeEnd::Abandoned | ExchangeEnd::Closed) {
-            self.report_outcome(WorkerOutcome::Cancelled);
+            self.report_outcome(RequestOutcome::Cancelled);
         }
         let Some(mut active) = self.active.take() else {
             return;
@@ -385,7 +385,7 @@ impl ExchangeGuard {
     }
 
     /// Reports the outcome of the request to the health of its ranks, unless one was reported.
-    fn report_outcome(&mut self, outcome: WorkerOutcome) {
+    fn report_outcome(&mut self, outcome: RequestOutcome) {
         if let Some(active) = &mut self.active {
             let changes = self.router.report_outcome(&mut active.placement, outcome);
             log_health_changes(&self.router, changes);

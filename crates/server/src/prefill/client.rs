@@ -21,7 +21,7 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinError, JoinHandle};
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::engine_client::{EngineClient, EngineError, ForwardedRequest};
@@ -78,18 +78,18 @@ impl PrefillError {
 
     /// Returns the outcome for the health of the worker; `None` if the error does not depend on the
     /// worker. `is_active` returns whether the worker has completed other calls in the meantime.
-    pub fn health_outcome(&self, is_active: impl FnOnce() -> bool) -> Option<WorkerOutcome> {
+    pub fn health_outcome(&self, is_active: impl FnOnce() -> bool) -> Option<RequestOutcome> {
         match self {
             PrefillError::Rejected(_) | PrefillError::NotOffered(_) => {
-                Some(WorkerOutcome::Rejected)
+                Some(RequestOutcome::Rejected)
             }
-            PrefillError::Busy(_) => Some(WorkerOutcome::Overloaded),
+            PrefillError::Busy(_) => Some(RequestOutcome::Overloaded),
             PrefillError::Failed(EngineError::Timeout) if is_active() => {
-                Some(WorkerOutcome::Overloaded)
+                Some(RequestOutcome::Overloaded)
             }
-            PrefillError::Failed(EngineError::Timeout) => Some(WorkerOutcome::NoResponse),
-            PrefillError::Failed(EngineError::Status { .. }) => Some(WorkerOutcome::ServerError),
-            PrefillError::Failed(_) => Some(WorkerOutcome::Unreachable),
+            PrefillError::Failed(EngineError::Timeout) => Some(RequestOutcome::NoResponse),
+            PrefillError::Failed(EngineError::Status { .. }) => Some(RequestOutcome::ServerError),
+            PrefillError::Failed(_) => Some(RequestOutcome::Unreachable),
             PrefillError::LimitReached | PrefillError::Unusable(_) => None,
         }
     }

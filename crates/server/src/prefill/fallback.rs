@@ -8,7 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use reqwest::header::{HeaderMap, HeaderName, HeaderValue};
 use tracing::debug;
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::policy::LocalPrefillReason;
 use warmroute_core::router::{PhaseSelection, RankEndpoint, RouteError, RouteRequest, Router};
 use warmroute_core::worker::{WorkerEndpoint, WorkerId};
@@ -226,7 +226,7 @@ impl SequentialPrefill {
                            since| {
             let outcome = answer.as_ref().map_or_else(
                 |failure| failure.health_outcome(|| client.completed_since(worker, since)),
-                |_| Some(WorkerOutcome::Delivered),
+                |_| Some(RequestOutcome::Delivered),
             );
             if let Ok(response) = answer {
                 router.confirm_prefill(&mut active.placement);
@@ -293,7 +293,7 @@ impl SequentialPrefill {
 pub(super) fn record_prefill_outcome(
     router: &Router,
     active: &mut ActiveRequest,
-    outcome: WorkerOutcome,
+    outcome: RequestOutcome,
 ) {
     let changes = router.on_prefill_response(&mut active.placement, outcome);
     log_health_changes(router, changes);

@@ -12,7 +12,7 @@ use reqwest::header::HeaderValue;
 use tokio::runtime::Handle;
 use tokio::time::{Instant, sleep_until};
 use tracing::debug;
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::router::{Route, RouteRequest, Router};
 use warmroute_core::worker::{WorkerEndpoint, WorkerId};
 
@@ -273,7 +273,7 @@ impl MirroredPrefill {
     /// Handles the timeout of the first token: aborts the request at the decode worker.
     pub fn on_timeout(&self, router: &Router, active: &mut ActiveRequest) {
         if self.is_worker_unresponsive() {
-            record_prefill_outcome(router, active, WorkerOutcome::NoResponse);
+            record_prefill_outcome(router, active, RequestOutcome::NoResponse);
         }
         self.send_abort(active.placement.route.to.endpoint);
     }

@@ -11,7 +11,7 @@ use reqwest::header::HeaderMap;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 use tracing::debug;
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::router::{
     PhaseSelection, Placement, ResponseOrigin, RouteError, RouteRequest, WorkerResponse,
 };
@@ -256,7 +256,7 @@ async fn failed_prefill_worker(
         accepts_connections(prefill.endpoint)
     );
     if !is_prefill_alive {
-        record_prefill_outcome(dispatcher.router(), active, WorkerOutcome::Unreachable);
+        record_prefill_outcome(dispatcher.router(), active, RequestOutcome::Unreachable);
     }
     (is_decode_alive || !is_prefill_alive).then_some(prefill.rank.worker)
 }

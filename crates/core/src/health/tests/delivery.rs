@@ -32,12 +32,12 @@ fn failures_of_all_ranks_are_reported_once() {
     let mut fixture = Fixture::new(3);
     fixture.deliver(1);
     for worker in [1, 2, 3, 1, 2] {
-        fixture.report(worker, WorkerOutcome::ServerError);
+        fixture.report(worker, RequestOutcome::ServerError);
     }
     assert_eq!(fixture.delivery_changes(), [""; 0]);
     fixture.now += seconds(2);
     assert_eq!(fixture.delivery_changes(), ["server_error=5 of 3"]);
-    fixture.report(3, WorkerOutcome::Empty);
+    fixture.report(3, RequestOutcome::Empty);
     fixture.now += seconds(100);
     assert_eq!(fixture.delivery_changes(), [""; 0]);
     fixture.deliver(2);
@@ -48,8 +48,8 @@ fn failures_of_all_ranks_are_reported_once() {
 #[test]
 fn model_with_an_untried_rank_is_not_failing() {
     let mut fixture = Fixture::new(3);
-    fixture.repeat(1, WorkerOutcome::ServerError, 9);
-    fixture.repeat(2, WorkerOutcome::ServerError, 9);
+    fixture.repeat(1, RequestOutcome::ServerError, 9);
+    fixture.repeat(2, RequestOutcome::ServerError, 9);
     fixture.now += seconds(60);
     assert_eq!(fixture.delivery_changes(), [""; 0]);
     assert_eq!(
@@ -61,10 +61,10 @@ fn model_with_an_untried_rank_is_not_failing() {
 #[test]
 fn rejected_requests_need_twice_the_number() {
     let mut fixture = Fixture::new(1);
-    fixture.repeat(1, WorkerOutcome::Rejected, 5);
+    fixture.repeat(1, RequestOutcome::Rejected, 5);
     fixture.now += seconds(60);
     assert_eq!(fixture.delivery_changes(), [""; 0]);
-    fixture.report(1, WorkerOutcome::Rejected);
+    fixture.report(1, RequestOutcome::Rejected);
     assert_eq!(fixture.delivery_changes(), ["rejected=6 of 1"]);
 }
 

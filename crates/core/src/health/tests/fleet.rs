@@ -13,7 +13,7 @@ const STEP: Duration = Duration::from_millis(50);
 enum RankBehavior {
     Delivers,
     /// Answers at once with this outcome.
-    Fails(WorkerOutcome),
+    Fails(RequestOutcome),
     Hangs,
 }
 
@@ -22,7 +22,7 @@ struct SentRequest {
     tracked: TrackedRequest,
     worker: u64,
     ends_at: Option<Instant>,
-    outcome: WorkerOutcome,
+    outcome: RequestOutcome,
 }
 
 struct SimulatedFleet {
@@ -87,9 +87,9 @@ impl SimulatedFleet {
             .health
             .start(rank(worker), expected, must_probe, fixture.now);
         let (outcome, ends_at) = match self.behaviors[worker as usize - 1] {
-            RankBehavior::Hangs => (WorkerOutcome::Cancelled, None),
-            _ if is_client_fault => (WorkerOutcome::Rejected, Some(fixture.now)),
-            RankBehavior::Delivers => (WorkerOutcome::Delivered, Some(fixture.now + SERVICE_TIME)),
+            RankBehavior::Hangs => (RequestOutcome::Cancelled, None),
+            _ if is_client_fault => (RequestOutcome::Rejected, Some(fixture.now)),
+            RankBehavior::Delivers => (RequestOutcome::Delivered, Some(fixture.now + SERVICE_TIME)),
             RankBehavior::Fails(outcome) => (outcome, Some(fixture.now)),
         };
         self.sent.push((worker, fixture.now));
@@ -146,11 +146,11 @@ impl SimulatedFleet {
 #[test]
 fn failing_rank_gets_less_than_fair_share() {
     let kinds = [
-        RankBehavior::Fails(WorkerOutcome::Rejected),
-        RankBehavior::Fails(WorkerOutcome::ServerError),
-        RankBehavior::Fails(WorkerOutcome::Overloaded),
-        RankBehavior::Fails(WorkerOutcome::Empty),
-        RankBehavior::Fails(WorkerOutcome::Unreachable),
+        RankBehavior::Fails(RequestOutcome::Rejected),
+        RankBehavior::Fails(RequestOutcome::ServerError),
+        RankBehavior::Fails(RequestOutcome::Overloaded),
+        RankBehavior::Fails(RequestOutcome::Empty),
+        RankBehavior::Fails(RequestOutcome::Unreachable),
         RankBehavior::Hangs,
     ];
     for workers in [2, 4, 16] {
@@ -182,13 +182,13 @@ fn failing_rank_gets_less_than_fair_share() {
 
 #[test]
 fn fleet_that_only_fails_keeps_serving() {
-    for outcome in WorkerOutcome::FAILURES {
+    for outcome in RequestOutcome::FAILURES {
         let mut fleet = SimulatedFleet::new(vec![RankBehavior::Fails(outcome); 4]);
         fleet.run(seconds(20));
         let start = fleet.fixture.now;
         fleet.run(seconds(20));
         assert!(fleet.sent.iter().any(|(_, at)| *at >= start));
-        if outcome != WorkerOutcome::Unreachable {
+        if outcome != RequestOutcome::Unreachable {
             assert!(
                 fleet
                     .fixture
@@ -203,8 +203,8 @@ fn fleet_that_only_fails_keeps_serving() {
 
 fn any_behavior() -> impl Strategy<Value = RankBehavior> {
     // Only clients cancel.
-    let mut failures = WorkerOutcome::FAILURES.to_vec();
-    failures.retain(|outcome| *outcome != WorkerOutcome::Cancelled);
+    let mut failures = RequestOutcome::FAILURES.to_vec();
+    failures.retain(|outcome| *outcome != RequestOutcome::Cancelled);
     let failures = proptest::sample::select(failures);
     prop_oneof![
         Just(RankBehavior::Delivers),

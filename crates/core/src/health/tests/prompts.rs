@@ -14,18 +14,18 @@ impl Fixture {
 #[test]
 fn prompt_that_fails_on_two_ranks_is_at_fault() {
     let fixture = Fixture::new(3);
-    let fails = |worker| fixture.report_prompt(worker, WorkerOutcome::ServerError, &[1, 2]);
-    fixture.report(3, WorkerOutcome::Delivered);
+    let fails = |worker| fixture.report_prompt(worker, RequestOutcome::ServerError, &[1, 2]);
+    fixture.report(3, RequestOutcome::Delivered);
     assert_eq!(fails(1), []);
     for _ in 0..20 {
         assert_eq!(fails(2), []);
         assert_eq!(fails(1), []);
-        fixture.report(3, WorkerOutcome::Delivered);
+        fixture.report(3, RequestOutcome::Delivered);
     }
     // A continuation of the same conversation.
     for _ in 0..20 {
         assert_eq!(
-            fixture.report_prompt(1, WorkerOutcome::ServerError, &[1, 2, 3]),
+            fixture.report_prompt(1, RequestOutcome::ServerError, &[1, 2, 3]),
             []
         );
     }
@@ -35,19 +35,19 @@ fn prompt_that_fails_on_two_ranks_is_at_fault() {
 #[test]
 fn prompt_that_fails_elsewhere_readmits_rank() {
     let fixture = Fixture::new(3);
-    fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]);
-    fixture.report(2, WorkerOutcome::Delivered);
-    (0..4).for_each(|_| _ = fixture.report_prompt(1, WorkerOutcome::ServerError, &[1]));
+    fixture.report_prompt(1, RequestOutcome::ServerError, &[1]);
+    fixture.report(2, RequestOutcome::Delivered);
+    (0..4).for_each(|_| _ = fixture.report_prompt(1, RequestOutcome::ServerError, &[1]));
     assert_eq!(fixture.health(1), WorkerHealth::Ejected);
     assert_eq!(
-        fixture.report_prompt(2, WorkerOutcome::ServerError, &[1]),
+        fixture.report_prompt(2, RequestOutcome::ServerError, &[1]),
         [HealthChange::Readmitted]
     );
 }
 
 #[test]
 fn failed_prompt_avoids_its_rank() {
-    for outcome in WorkerOutcome::FAILURES {
+    for outcome in RequestOutcome::FAILURES {
         let fixture = Fixture::new(3);
         fixture.report_prompt(1, outcome, &[1, 2]);
         let suspect = [(rank(1), WorkerHealth::Suspect)];
@@ -63,18 +63,18 @@ fn failed_prompt_avoids_its_rank() {
 #[test]
 fn prompt_that_fails_on_two_ranks_avoids_none() {
     let fixture = Fixture::new(3);
-    fixture.report_prompt(1, WorkerOutcome::Rejected, &[1, 2]);
-    fixture.report_prompt(2, WorkerOutcome::Rejected, &[1, 2]);
+    fixture.report_prompt(1, RequestOutcome::Rejected, &[1, 2]);
+    fixture.report_prompt(2, RequestOutcome::Rejected, &[1, 2]);
     assert_eq!(fixture.avoided(&[1, 2]), []);
 }
 
 #[test]
 fn failed_prompt_returns_after_deliveries_or_a_minute() {
     let mut fixture = Fixture::new(3);
-    fixture.report_prompt(1, WorkerOutcome::Rejected, &[1]);
-    fixture.repeat(1, WorkerOutcome::Delivered, 2);
+    fixture.report_prompt(1, RequestOutcome::Rejected, &[1]);
+    fixture.repeat(1, RequestOutcome::Delivered, 2);
     assert_eq!(fixture.avoided(&[1]), []);
-    fixture.report_prompt(1, WorkerOutcome::Rejected, &[1]);
+    fixture.report_prompt(1, RequestOutcome::Rejected, &[1]);
     fixture.now += seconds(61);
     assert_eq!(fixture.tick(), []);
     assert_eq!(fixture.avoided(&[1]), []);
@@ -87,9 +87,9 @@ fn delivery_by_peer_proves_rejection() {
     let mut changes = Vec::new();
     for prompt in 1..=3 {
         assert_eq!(changes, []);
-        fixture.report_prompt(1, WorkerOutcome::Rejected, &[prompt]);
+        fixture.report_prompt(1, RequestOutcome::Rejected, &[prompt]);
         // The failed request, repeated by the client on another rank.
-        changes = fixture.report_prompt(2, WorkerOutcome::Delivered, &[prompt]);
+        changes = fixture.report_prompt(2, RequestOutcome::Delivered, &[prompt]);
     }
     assert_eq!(changes, [HealthChange::Ejected(seconds(1))]);
 }
@@ -98,8 +98,8 @@ fn delivery_by_peer_proves_rejection() {
 fn delivery_by_peer_does_not_prove_overload() {
     let fixture = Fixture::new(3);
     for prompt in 1..=5 {
-        fixture.report_prompt(1, WorkerOutcome::Overloaded, &[prompt]);
-        let changes = fixture.report_prompt(2, WorkerOutcome::Delivered, &[prompt]);
+        fixture.report_prompt(1, RequestOutcome::Overloaded, &[prompt]);
+        let changes = fixture.report_prompt(2, RequestOutcome::Delivered, &[prompt]);
         assert_eq!(changes, []);
     }
 }

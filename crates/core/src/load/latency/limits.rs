@@ -1,4 +1,4 @@
-//! Limits of the values that one rank can teach a model. Each rank also learns the values from its
+//! Limits of the influence of one rank on the learned values of its model. Each rank also learns the values from its
 //! own observations alone. With three ranks or more, the values of a model stay near the median of
 //! its ranks, which no single rank can move beyond the values of the others.
 

@@ -192,7 +192,7 @@ impl ModelLatency {
     }
 
     /// Compares the ranks of the model. Updates the factors of the fastest one, the medians, and the
-    /// limits of what one of them teaches the model.
+    /// limits of the influence of one of them on the model.
     pub(crate) fn compare_ranks(&mut self, ranks: &[&RankSlowdown]) {
         self.fastest = FastestFactors::of_ranks(ranks);
         self.median = MedianFactors::of_ranks(ranks);

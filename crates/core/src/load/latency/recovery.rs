@@ -8,7 +8,7 @@ use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
 
 /// A rank is tried if one of its factors exceeds that of the fastest rank by this ratio. At light
 /// load, even a small difference decides.
-const TRIED_RATIO: f64 = 1.05;
+const MIN_TRIAL_RATIO: f64 = 1.05;
 
 /// Above this ratio, a rank is slow: trying it costs time, but showing its recovery is worth it.
 const SLOW_RATIO: f64 = 1.25;
@@ -26,7 +26,7 @@ const LONG_SLOW_BOOKINGS: u32 = 8;
 /// Time from a booking or a prefill of a slow rank to its next trial. Each booking without a
 /// fast prefill doubles it, up to [`MAX_DOUBLINGS`] times.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
-const MAX_DOUBLINGS: u32 = 4;
+const MAX_DOUBLINGS: u32 = 3;
 
 /// The trial of a slow rank uses the factors of the fastest rank times this one, so that it wins
 /// against equal ranks. Other trials have equal factors.
@@ -35,9 +35,9 @@ const TRIAL_PREFERENCE: f64 = 0.9;
 /// Number of fast prefills in a row that restore the prefill factor.
 const RECOVERY_PREFILLS: u32 = 3;
 
-/// Fast prefills count only at this distance. An engine may complete two prefills in one step, so
-/// that the second one seems to take no time.
-const MIN_DISTANCE: Duration = Duration::from_millis(500);
+/// Minimum interval between fast prefills that count. An engine may complete two prefills in one
+/// step, so that the second one seems to take no time.
+const MIN_PREFILL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Factors of the fastest observed rank of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -88,7 +88,7 @@ impl FastestFactors {
     /// Returns whether decisions prefer the fastest rank to one with these factors.
     #[inline]
     pub(super) fn are_below(self, factors: SlowdownFactors) -> bool {
-        let fastest = SlowdownFactors::new(self.prefill, TRIED_RATIO * self.decode);
+        let fastest = SlowdownFactors::new(self.prefill, MIN_TRIAL_RATIO * self.decode);
         factors.prefill > fastest.prefill || factors.decode > fastest.decode
     }
 
@@ -142,7 +142,7 @@ impl RankSlowdown {
         } else {
             is_idle
         };
-        if ratio <= TRIED_RATIO || !is_permitted || !self.trials.is_due(now) {
+        if ratio <= MIN_TRIAL_RATIO || !is_permitted || !self.trials.is_due(now) {
             return None;
         }
         let preference = if is_slow { TRIAL_PREFERENCE } else { 1.0 };
@@ -165,7 +165,7 @@ impl RankSlowdown {
             limit.tried_at = Some(now);
         }
         self.trials.booked_at = Some(now);
-        if ratio > TRIED_RATIO {
+        if ratio > MIN_TRIAL_RATIO {
             let bookings = &mut self.trials.slow_bookings;
             *bookings = bookings.saturating_add(1);
         } else {
@@ -190,7 +190,7 @@ impl RecoveryTrials {
 
     /// Records a prefill of a rank with this factor. Returns whether the rank has recovered: its last
     /// prefills were closer to the factor of the fastest rank than to its own.
-    pub(super) fn has_recovered(
+    pub(super) fn record_prefill(
         &mut self,
         times: TimeSums,
         factor: f64,
@@ -198,14 +198,14 @@ impl RecoveryTrials {
         now: Instant,
     ) -> bool {
         let last = self.prefill_at.replace(now);
-        let is_slower = factor > TRIED_RATIO * fastest;
+        let is_slower = factor > MIN_TRIAL_RATIO * fastest;
         let is_fast = times.observed < times.expected * (factor * fastest).sqrt();
         if !(is_slower && is_fast) {
             self.fast_prefills = 0;
             return false;
         }
         self.slow_bookings = 0;
-        if last.is_none_or(|last| now.saturating_duration_since(last) >= MIN_DISTANCE) {
+        if last.is_none_or(|last| now.saturating_duration_since(last) >= MIN_PREFILL_INTERVAL) {
             self.fast_prefills += 1;
         }
         let has_recovered = self.fast_prefills >= RECOVERY_PREFILLS;

@@ -234,7 +234,7 @@ impl RankSlowdown {
         let factor = self.prefill_factor;
         if self
             .trials
-            .has_recovered(times, factor, fastest.prefill, now)
+            .record_prefill(times, factor, fastest.prefill, now)
         {
             self.prefill_estimate = FactorEstimate::restored(fastest.prefill);
         } else {

@@ -4,7 +4,7 @@
 use super::*;
 use crate::block::{EngineHash, StorageTier};
 use crate::freshness::SourceStatus;
-use crate::health::{WorkerHealth, WorkerOutcome};
+use crate::health::{RequestOutcome, WorkerHealth};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{
     ConditionalPrefillConfig, DisaggregationConfig, EndpointSubset, LocalPrefillReason,
@@ -70,7 +70,7 @@ fn eject(router: &Router, id: u64) {
         router
             .feedback
             .health
-            .report(rank, WorkerOutcome::Unreachable, &[], router.load().now());
+            .report(rank, RequestOutcome::Unreachable, &[], router.load().now());
     }
 }
 

@@ -3,7 +3,7 @@
 use super::*;
 use crate::block::StorageTier;
 use crate::freshness::SourceStatus;
-use crate::health::{HealthRules, WorkerOutcome};
+use crate::health::{HealthRules, RequestOutcome};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{DisaggregationConfig, EligibilityError, EndpointSubset, WorkerPin};
 use crate::predict::{EvictionPolicy, Predictor, TtlPolicy};
@@ -418,7 +418,7 @@ fn responses_without_computation_do_not_affect_health() {
             let response = WorkerResponse { status, origin };
             let changes = router.on_response(&mut placement, response).len();
             if status == 200 {
-                router.report_outcome(&mut placement, WorkerOutcome::Delivered);
+                router.report_outcome(&mut placement, RequestOutcome::Delivered);
             }
             changes
         };

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::health::{HealthRules, WorkerOutcome};
+use crate::health::{HealthRules, RequestOutcome};
 use crate::load::{EngineLoadReport, EngineLoadSample};
 use crate::policy::{EligibilityError, OverloadThresholds};
 use crate::worker::DpRank;
@@ -190,7 +190,7 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
         [WorkerId(1)],
         "headers are no content"
     );
-    router.report_outcome(&mut probe, WorkerOutcome::Delivered);
+    router.report_outcome(&mut probe, RequestOutcome::Delivered);
     assert_eq!(router.ejected_workers(), []);
     drop(probe);
     assert_eq!(ids(&router, 50), [1, 2]);

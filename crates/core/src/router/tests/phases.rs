@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::block::{EngineHash, StorageTier};
-use crate::health::WorkerOutcome;
+use crate::health::RequestOutcome;
 use crate::index::{KvEvent, StoredBlock};
 use crate::policy::{
     ConditionalPrefillConfig, Constraints, DisaggregationConfig, LocalPrefillReason, WorkerPin,
@@ -398,7 +398,7 @@ fn failing_prefill_worker_alone_is_ejected() {
         let origin = ResponseOrigin::Chosen;
         router.on_response(&mut placement, WorkerResponse { status, origin });
         if status == 200 {
-            router.report_outcome(&mut placement, WorkerOutcome::Delivered);
+            router.report_outcome(&mut placement, RequestOutcome::Delivered);
         }
         failed += u32::from(status == 500);
         total += 1;

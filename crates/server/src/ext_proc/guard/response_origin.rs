@@ -1,7 +1,7 @@
 //! Attribution of a response: reports its status to the router, and moves the load to the worker
 //! that sent it.
 
-use warmroute_core::health::WorkerOutcome;
+use warmroute_core::health::RequestOutcome;
 use warmroute_core::router::{
     RelocationOutcome, RequestPredictions, ResponseOrigin, WorkerResponse,
 };
@@ -51,7 +51,7 @@ impl ExchangeGuard {
                 }
             }
             Some(ResponseAttribution::EnvoyTimeout) => {
-                self.report_outcome(WorkerOutcome::NoResponse);
+                self.report_outcome(RequestOutcome::NoResponse);
                 if let Some(active) = &mut self.active {
                     active.placement.predictions = RequestPredictions::default();
                 }

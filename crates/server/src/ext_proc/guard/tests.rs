@@ -102,9 +102,9 @@ fn response_without_output_verifies_no_blocks() {
 #[test]
 fn stream_without_output_is_a_failure() {
     for (missing, expected) in [
-        (MissingContent::Empty, Some(WorkerOutcome::Empty)),
-        (MissingContent::Error, Some(WorkerOutcome::ServerError)),
-        (MissingContent::OutputEnded, Some(WorkerOutcome::NoOutput)),
+        (MissingContent::Empty, Some(RequestOutcome::Empty)),
+        (MissingContent::Error, Some(RequestOutcome::ServerError)),
+        (MissingContent::OutputEnded, Some(RequestOutcome::NoOutput)),
         (MissingContent::OutputCounted, None),
     ] {
         let router = router();

@@ -1,4 +1,4 @@
-//! Limits of what the observations of one rank teach its model.
+//! Limits of the influence of one rank on its model.
 
 use super::*;
 use crate::load::latency::limits::{MAX_MEDIAN_RATIO, MAX_PRIOR_RATIO};
