@@ -194,9 +194,8 @@ impl RequestPreprocessor {
     ) -> PartialRequest {
         let mut clock = StageTimer::start(context.deadline);
         let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
-        let decoded = match openai::decode_body(body) {
-            Ok(Cow::Borrowed(decoded)) => body.slice_ref(decoded),
-            Ok(Cow::Owned(decoded)) => decoded.into(),
+        let decoded = match decode_utf8(body) {
+            Ok(decoded) => decoded,
             Err(error) => {
                 partial.parse_error = Some(error.to_string());
                 return partial;
@@ -328,6 +327,14 @@ impl RequestPreprocessor {
             self.parts.tracking_hash.sequences(content, hashes, scope),
         ])
     }
+}
+
+/// Converts a body to UTF-8 without a byte order mark. Only bodies in other encodings are copied.
+fn decode_utf8(body: &Bytes) -> Result<Bytes, ParseError> {
+    openai::decode_body(body).map(|decoded| match decoded {
+        Cow::Borrowed(decoded) => body.slice_ref(decoded),
+        Cow::Owned(decoded) => decoded.into(),
+    })
 }
 
 /// Returns the bytes of text in a prompt that is not tokenized, and the reason.
