@@ -151,7 +151,11 @@ fn apply_manifest_settings(page: &mut Value) {
         json!("warmroute.inference.svc.cluster.local");
     picker["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"] = json!({
         "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
-        "explicit_http_config": {"http2_protocol_options": {"connection_keepalive": {"interval": "2s", "timeout": "2s"}}},
+        "explicit_http_config": {"http2_protocol_options": {
+            "connection_keepalive": {"interval": "2s", "timeout": "2s"},
+            "initial_stream_window_size": 65536,
+            "initial_connection_window_size": 1048576,
+        }},
     });
 }
 
@@ -188,6 +192,7 @@ fn generated_configurations_have_only_valid_findings() {
         (Warning, "envoy.keepalive"),
     ];
     let istio = [
+        (Warning, "envoy.stream_window"),
         (Note, "envoy.client_headers"),
         (Note, "envoy.failure_mode"),
         (Note, "envoy.full_duplex"),
@@ -209,6 +214,7 @@ fn generated_configurations_have_only_valid_findings() {
                 (Note, "envoy.full_duplex"),
                 (Note, "envoy.keepalive"),
                 (Note, "envoy.retry"),
+                (Note, "envoy.stream_window"),
             ],
         ),
         (

@@ -151,7 +151,7 @@ proptest! {
         prop_assert!(factors[0] <= 1.25 * others, "{factors:?}");
         let (after, _) = fleet.run(60.0 * workers as f64 / rate, 1.0);
         let mean = f64::from(after.iter().sum::<u32>()) / workers as f64;
-        prop_assert!(f64::from(after[0]) > 0.5 * mean, "{after:?}");
+        prop_assert!(f64::from(after[0]) > 0.25 * mean, "{after:?}");
     }
 }
 
