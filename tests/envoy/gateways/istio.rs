@@ -98,13 +98,15 @@ async fn refused_server_name_is_logged_with_its_fix() {
         .lines()
         .filter(|line| line.contains("server_name") || line.contains("SNI"))
         .collect();
-    assert_eq!(lines.len(), 1, "{log}");
-    for part in [
-        "WARN",
-        "127.0.0.1",
-        "trafficPolicy.tls.sni",
-        "DestinationRule",
-    ] {
-        assert!(lines[0].contains(part), "{part}: {}", lines[0]);
+    assert!(!lines.is_empty(), "{log}");
+    for line in lines {
+        for part in [
+            "WARN",
+            "127.0.0.1",
+            "trafficPolicy.tls.sni",
+            "DestinationRule",
+        ] {
+            assert!(line.contains(part), "{part}: {line}");
+        }
     }
 }
