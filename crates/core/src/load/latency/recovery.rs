@@ -23,6 +23,10 @@ const LONG_SLOW_INTERVAL: Duration = Duration::from_secs(12);
 /// Number of bookings without a fast prefill after which a rank has been slow for long.
 const LONG_SLOW_BOOKINGS: u32 = 8;
 
+/// Time from a booking of a rank that has been slow for long to its next trial. It exceeds
+/// [`LONG_SLOW_INTERVAL`], so that another rank is tried meanwhile.
+const LONG_SLOW_PAUSE: Duration = Duration::from_secs(16);
+
 /// Time from a booking or a prefill of a slow rank to its next trial. Each booking without a
 /// fast prefill doubles it, up to [`MAX_DOUBLINGS`] times.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
@@ -142,7 +146,7 @@ impl RankSlowdown {
         } else {
             is_idle
         };
-        if ratio <= MIN_TRIAL_RATIO || !is_permitted || !self.trials.is_due(now) {
+        if ratio <= MIN_TRIAL_RATIO || !is_permitted || !self.trials.is_due(is_slow, now) {
             return None;
         }
         let preference = if is_slow { TRIAL_PREFERENCE } else { 1.0 };
@@ -161,7 +165,7 @@ impl RankSlowdown {
         now: Instant,
     ) {
         let ratio = fastest.ratio_of(self);
-        if ratio > SLOW_RATIO && self.trials.is_due(now) {
+        if ratio > SLOW_RATIO && self.trials.is_due(true, now) {
             limit.tried_at = Some(now);
         }
         self.trials.booked_at = Some(now);
@@ -180,11 +184,15 @@ impl RankSlowdown {
 }
 
 impl RecoveryTrials {
-    fn is_due(&self, now: Instant) -> bool {
+    fn is_due(&self, is_slow: bool, now: Instant) -> bool {
         let Some(last) = self.booked_at.max(self.prefill_at) else {
             return true;
         };
-        let interval = MIN_INTERVAL * (1 << self.slow_bookings.min(MAX_DOUBLINGS));
+        let interval = if is_slow && self.slow_bookings >= LONG_SLOW_BOOKINGS {
+            LONG_SLOW_PAUSE
+        } else {
+            MIN_INTERVAL * (1 << self.slow_bookings.min(MAX_DOUBLINGS))
+        };
         now.saturating_duration_since(last) >= interval
     }
 

@@ -163,7 +163,7 @@ fn workers_that_stay_slow_get_few_trials() {
     let (counts, _) = fleet.run(120.0, SLOW_FACTOR);
     let slow = &counts[..4];
     assert!(slow.iter().sum::<u32>() <= 11, "{counts:?}");
-    assert!(slow.iter().all(|count| *count >= 2), "{counts:?}");
+    assert!(slow.iter().all(|count| *count >= 1), "{counts:?}");
 }
 
 #[test]
