@@ -175,10 +175,11 @@ impl FailureEvidence {
         }
     }
 
-    /// Returns whether a prompt, or one that it continues, failed on the rank.
+    /// Returns whether a prompt, or one that it continues, failed on the rank for another reason than
+    /// overload.
     pub(super) fn has_failed(&self, prompt: &[SequenceHash]) -> bool {
         let mut prompts = self.prompts.iter();
-        prompts.any(|failed| failed.end.is_continued_by(prompt))
+        prompts.any(|failed| failed.is_provable && failed.end.is_continued_by(prompt))
     }
 
     /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure in a
