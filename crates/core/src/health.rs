@@ -2,7 +2,8 @@
 //! sends a request to the named host regardless of its health, so warmroute must not choose a rank
 //! that fails. A rank is at fault if it fails where the other ranks of its model deliver. It becomes
 //! suspect, then ejected. After the ejection time, one request at a time probes it, and a delivered
-//! answer readmits it. While all ranks are in service, a check costs one atomic load.
+//! answer readmits it. While no rank is avoided and none has failed recently, a check costs one
+//! atomic load.
 
 mod comparison;
 mod delivery;
@@ -220,8 +221,8 @@ impl HealthTracker {
         self.update(|model| model.on_health_check(worker, is_healthy, now))
     }
 
-    /// Records whether a signal indicates a failing worker. While a signal is
-    /// set, one failed request suffices to eject a rank.
+    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
+    /// suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         self.model.lock().set_signal(worker, signal, is_failing);
     }
@@ -235,8 +236,8 @@ impl HealthTracker {
     }
 
     /// Returns all ranks that are not healthy, and as suspect those on which this prompt failed in
-    /// the last minute. `prompt` are the sequence hashes of its blocks. Takes no lock if there are
-    /// none.
+    /// the last minute. `prompt` are the sequence hashes of its blocks. Takes no lock if no rank is
+    /// avoided and none has failed recently.
     pub fn unhealthy_ranks(
         &self,
         prompt: &[SequenceHash],

@@ -90,7 +90,7 @@ impl FaultMetrics {
         let is_back = |time_ms: f64| {
             log.share(time_ms, time_ms + RECOVERY_WINDOW_MS) >= RECOVERY_SHARE * fair_share
         };
-        let return_ms = log
+        let recovered_ms = log
             .times_of_faulty_worker()
             .find(|time_ms| *time_ms >= end_ms && is_back(*time_ms));
         Self {
@@ -102,7 +102,7 @@ impl FaultMetrics {
                 .iter()
                 .filter(|worker| **worker != FAULTY_WORKER)
                 .count(),
-            recovery_s: return_ms.map_or(f64::INFINITY, |time_ms| (time_ms - end_ms) / 1e3),
+            recovery_s: recovered_ms.map_or(f64::INFINITY, |time_ms| (time_ms - end_ms) / 1e3),
         }
     }
 }

@@ -45,6 +45,7 @@ impl FailureCounts {
     }
 }
 
+#[cfg(test)]
 impl From<[(RequestOutcome, u32); 1]> for FailureCounts {
     fn from(counts: [(RequestOutcome, u32); 1]) -> Self {
         Self(counts.into())

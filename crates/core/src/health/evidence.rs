@@ -51,8 +51,8 @@ pub(super) struct FailureEvidence {
 struct FailedPrompt {
     end: PromptEnd,
     weight: f64,
-    /// Whether a delivery by another rank excludes that the prompt is at fault.
-    is_provable: bool,
+    /// Whether the rank reported overload, which passes and says nothing about the prompt.
+    is_overload: bool,
 }
 
 /// Last block of a prompt, which identifies the prompt and its position in continuations of it.
@@ -131,7 +131,7 @@ impl FailureEvidence {
                 self.prompts.push(FailedPrompt {
                     end,
                     weight,
-                    is_provable: outcome != RequestOutcome::Overloaded,
+                    is_overload: outcome == RequestOutcome::Overloaded,
                 });
             }
         }
@@ -167,7 +167,7 @@ impl FailureEvidence {
         }
         self.peers_delivered += 1.0;
         for failed in &mut self.prompts {
-            if failed.is_provable && failed.end.is_continued_by(prompt) {
+            if !failed.is_overload && failed.end.is_continued_by(prompt) {
                 let added = (PROVEN_WEIGHT - failed.weight).max(0.0);
                 failed.weight += added;
                 self.failed += added;
@@ -179,7 +179,7 @@ impl FailureEvidence {
     /// overload.
     pub(super) fn has_failed(&self, prompt: &[SequenceHash]) -> bool {
         let mut prompts = self.prompts.iter();
-        prompts.any(|failed| failed.is_provable && failed.end.is_continued_by(prompt))
+        prompts.any(|failed| !failed.is_overload && failed.end.is_continued_by(prompt))
     }
 
     /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure in a

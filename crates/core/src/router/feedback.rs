@@ -324,8 +324,8 @@ impl Router {
             .on_health_check(worker, is_healthy, self.load.now())
     }
 
-    /// Records whether a signal indicates a failing worker. While a signal is
-    /// set, one failed request suffices to eject a rank.
+    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
+    /// suffices to eject a rank.
     pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
         let health = &self.feedback.health;
         health.set_signal(worker, signal, is_failing);

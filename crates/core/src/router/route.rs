@@ -47,7 +47,7 @@ pub struct RankEndpoint {
     pub rank: WorkerRank,
     /// Endpoint of the worker.
     pub endpoint: WorkerEndpoint,
-    /// Receiver of the requests at the endpoint.
+    /// Whether the endpoint belongs to the worker alone.
     #[serde(skip)]
     pub via: EndpointKind,
     /// Whether the worker has more than one rank.

@@ -202,7 +202,7 @@ impl App {
             discovery: self.discovery.clone(),
             cluster_rules: self.reloader.cluster.clone(),
             metrics: metrics.clone(),
-            guard: Arc::default(),
+            list_filter: Arc::default(),
         };
         let stop = self.stop.clone();
         self.background.spawn(async move {

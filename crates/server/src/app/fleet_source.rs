@@ -80,9 +80,9 @@ impl From<&Config> for FleetSource {
 }
 
 impl FleetSource {
-    /// Returns the time without workers that confirms their removal: at least two further queries
+    /// Returns the time without workers after which they are removed: at least two further queries
     /// of a source that is polled.
-    fn removal_confirmation(&self) -> Duration {
+    fn removal_grace_period(&self) -> Duration {
         let intervals = match &self.source {
             WorkerSource::Dns(names) => &names[..],
             _ => &[],
@@ -98,8 +98,8 @@ pub(super) struct FleetSourceDeps {
     pub(super) discovery: Arc<dyn ExternalDiscovery>,
     pub(super) cluster_rules: SharedClusterRules,
     pub(super) metrics: Arc<Metrics>,
-    /// Outlives a failure of the task, so that the first answer after it is confirmed too.
-    pub(super) guard: Arc<Mutex<WorkerListFilter>>,
+    /// Outlives a failure of the task, so that the grace period also applies to the first answer after it.
+    pub(super) list_filter: Arc<Mutex<WorkerListFilter>>,
 }
 
 impl FleetSourceDeps {
@@ -133,11 +133,11 @@ pub(super) async fn follow_fleet_source(
             configured,
             ..
         } = now.clone();
-        let confirmation = now.removal_confirmation();
+        let grace_period = now.removal_grace_period();
         let (reported_tx, mut reported_rx) = mpsc::unbounded_channel();
         let mut running = pin!(run_source(now, reported_tx, &deps));
         loop {
-            let due = deps.guard.lock().next_due();
+            let due = deps.list_filter.lock().next_due();
             let workers = tokio::select! {
                 never = &mut running => match never? {},
                 changed = source.changed() => {
@@ -145,11 +145,11 @@ pub(super) async fn follow_fleet_source(
                     break;
                 }
                 Some(workers) = reported_rx.recv() => {
-                    let mut guard = deps.guard.lock();
-                    guard.update(workers, &models, confirmation, Instant::now())
+                    let mut list_filter = deps.list_filter.lock();
+                    list_filter.update(workers, &models, grace_period, Instant::now())
                 }
                 () = sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {
-                    deps.guard.lock().remove_expired(Instant::now())
+                    deps.list_filter.lock().remove_expired(Instant::now())
                 }
             };
             // If the controller is gone, the process is shutting down.
@@ -237,7 +237,7 @@ mod tests {
             discovery: Arc::new(NoExternalDiscovery),
             cluster_rules: SharedClusterRules::default(),
             metrics: Arc::new(Metrics::new()),
-            guard: Arc::default(),
+            list_filter: Arc::default(),
         };
         let following = tokio::spawn(follow_fleet_source(source_rx, desired_tx, deps));
         let mut next = async || desired.recv().await.unwrap().workers.len();

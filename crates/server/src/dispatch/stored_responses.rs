@@ -1,6 +1,6 @@
 //! Stored responses. An engine stores responses of the Responses API in its memory. A request that
-//! refers to one must reach the worker rank that produced it. A second table of
-//! sessions stores the rank of each response id.
+//! refers to one must reach the worker rank that produced it. A second table of sessions stores the
+//! rank of each response id.
 
 use std::sync::Arc;
 use std::time::Duration;

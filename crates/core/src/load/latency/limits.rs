@@ -1,6 +1,6 @@
-//! Limits of the influence of one rank on the learned values of its model. Each rank also learns the values from its
-//! own observations alone. With three ranks or more, the values of a model stay near the median of
-//! its ranks, which no single rank can move beyond the values of the others.
+//! Limits of the influence of one rank on the learned values of its model. Each rank also learns the
+//! values from its own observations alone. With three ranks or more, the values of a model stay near
+//! the median of its ranks, which no single rank can move beyond the values of the others.
 
 use super::coefficients::{DecodeFit, LatencyCoefficients, PRIOR, PrefillFit};
 use super::model::PRIOR_OUTPUT_TOKENS;

@@ -288,7 +288,7 @@ impl<'a> MessagePackReader<'a> {
         Ok(match marker {
             0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 => ValueHead::Scalar,
             0x80..=0x8f => self.map(usize::from(marker & 0x0f))?,
-            0x90..=0x9f => self.read_array_length(usize::from(marker & 0x0f))?,
+            0x90..=0x9f => self.array(usize::from(marker & 0x0f))?,
             0xa0..=0xbf => self.bytes(usize::from(marker & 0x1f))?,
             0xc4 | 0xd9 => self.length::<1>().and_then(|length| self.bytes(length))?,
             0xc5 | 0xda => self.length::<2>().and_then(|length| self.bytes(length))?,
@@ -310,12 +310,8 @@ impl<'a> MessagePackReader<'a> {
             0xcb | 0xcf | 0xd3 => self.scalar(8)?,
             0xd7 => self.scalar(9)?,
             0xd8 => self.scalar(17)?,
-            0xdc => self
-                .length::<2>()
-                .and_then(|length| self.read_array_length(length))?,
-            0xdd => self
-                .length::<4>()
-                .and_then(|length| self.read_array_length(length))?,
+            0xdc => self.length::<2>().and_then(|length| self.array(length))?,
+            0xdd => self.length::<4>().and_then(|length| self.array(length))?,
             0xde => self.length::<2>().and_then(|length| self.map(length))?,
             0xdf => self.length::<4>().and_then(|length| self.map(length))?,
             0xc1 => return Err(WireError::Truncated),
@@ -365,7 +361,7 @@ impl<'a> MessagePackReader<'a> {
 
     /// Returns the head of an array. Every element has at least one byte, so a length beyond the
     /// rest is invalid.
-    fn read_array_length(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
+    fn array(&self, elements: usize) -> Result<ValueHead<'a>, WireError> {
         if elements > self.rest.len() {
             Err(WireError::Truncated)
         } else {
