@@ -16,6 +16,9 @@ use crate::worker::{WorkerId, WorkerRank};
 /// Maximum time for which a failed request stays booked.
 const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
 
+/// The same before the first request of a pool has completed.
+const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
+
 /// Health of all ranks.
 #[derive(Debug, Default)]
 pub(super) struct HealthModel {
@@ -288,7 +291,7 @@ impl HealthModel {
         let record = self.ranks.get(&rank)?;
         let pool = self.pools.get(&record.pool)?;
         let has_evidence = pool.members.len() > 1 && record.score() > 0.0;
-        let service_time = pool.service_time.get().unwrap_or(MAX_HOLD_TIME);
+        let service_time = pool.service_time.get().unwrap_or(INITIAL_HOLD_TIME);
         has_evidence.then(|| service_time.min(MAX_HOLD_TIME))
     }
 

@@ -20,15 +20,15 @@ const REQUESTS_PER_TRIAL: u32 = 4;
 /// different speed, such trials cost time and never show a recovery.
 const LONG_SLOW_INTERVAL: Duration = Duration::from_secs(12);
 
-/// Number of bookings without a fast prefill after which a rank has been slow for long.
+/// Number of bookings after which a rank that has not recovered has been slow for long.
 const LONG_SLOW_BOOKINGS: u32 = 8;
 
 /// Time from a booking of a rank that has been slow for long to its next trial. It exceeds
 /// [`LONG_SLOW_INTERVAL`], so that another rank is tried meanwhile.
 const LONG_SLOW_PAUSE: Duration = Duration::from_secs(16);
 
-/// Time from a booking or a prefill of a slow rank to its next trial. Each booking without a
-/// fast prefill doubles it, up to [`MAX_DOUBLINGS`] times.
+/// Time from a booking or a prefill of a slow rank to its next trial. Each booking doubles it, up to
+/// [`MAX_DOUBLINGS`] times, unless the last prefill was fast.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_DOUBLINGS: u32 = 3;
 
@@ -53,7 +53,7 @@ pub(crate) struct FastestFactors {
 /// Trials of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct RecoveryTrials {
-    /// Bookings since the last fast prefill.
+    /// Bookings since the rank became slow.
     slow_bookings: u32,
     /// Fast prefills in a row.
     fast_prefills: u32,
@@ -121,8 +121,7 @@ impl TrialLimit {
     /// Returns whether a rank with these trials may be tried.
     fn permits(&self, trials: &RecoveryTrials, now: Instant) -> bool {
         let is_recent = |at: Instant| now.saturating_duration_since(at) < LONG_SLOW_INTERVAL;
-        let must_wait =
-            trials.slow_bookings >= LONG_SLOW_BOOKINGS && self.tried_at.is_some_and(is_recent);
+        let must_wait = trials.is_long_slow() && self.tried_at.is_some_and(is_recent);
         self.requests + 1 >= REQUESTS_PER_TRIAL && !must_wait
     }
 }
@@ -184,11 +183,29 @@ impl RankSlowdown {
 }
 
 impl RecoveryTrials {
-    fn is_due(&self, is_slow: bool, now: Instant) -> bool {
+    /// Creates the trials of a rank that has been slow for long.
+    #[cfg(test)]
+    pub(super) fn slow_for_long() -> Self {
+        Self {
+            slow_bookings: LONG_SLOW_BOOKINGS,
+            ..Self::default()
+        }
+    }
+
+    /// Returns whether the rank has been slow for long. One fast prefill may be noise, but it shows
+    /// that the next trial is worth its cost.
+    fn is_long_slow(&self) -> bool {
+        self.slow_bookings >= LONG_SLOW_BOOKINGS && self.fast_prefills == 0
+    }
+
+    /// Returns whether the time since the last booking or prefill permits a trial.
+    pub(super) fn is_due(&self, is_slow: bool, now: Instant) -> bool {
         let Some(last) = self.booked_at.max(self.prefill_at) else {
             return true;
         };
-        let interval = if is_slow && self.slow_bookings >= LONG_SLOW_BOOKINGS {
+        let interval = if self.fast_prefills > 0 {
+            MIN_INTERVAL
+        } else if is_slow && self.is_long_slow() {
             LONG_SLOW_PAUSE
         } else {
             MIN_INTERVAL * (1 << self.slow_bookings.min(MAX_DOUBLINGS))
@@ -212,13 +229,13 @@ impl RecoveryTrials {
             self.fast_prefills = 0;
             return false;
         }
-        self.slow_bookings = 0;
         if last.is_none_or(|last| now.saturating_duration_since(last) >= MIN_PREFILL_INTERVAL) {
             self.fast_prefills += 1;
         }
         let has_recovered = self.fast_prefills >= RECOVERY_PREFILLS;
         if has_recovered {
             self.fast_prefills = 0;
+            self.slow_bookings = 0;
         }
         has_recovered
     }

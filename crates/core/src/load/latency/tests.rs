@@ -8,6 +8,7 @@ use warmroute_property_tests::property_config;
 use super::*;
 
 mod limits;
+mod recovery;
 
 const PREFILL_TOKEN: f64 = 48.8e-6;
 const PREFILL_PAIR: f64 = 1.7e-9;
