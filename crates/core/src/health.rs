@@ -10,7 +10,7 @@ mod delivery;
 mod evidence;
 mod model;
 mod outcome;
-mod pool;
+mod peer_group;
 mod rank;
 mod reachability;
 mod report;
@@ -24,14 +24,12 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use self::delivery::{DeliveryTransition, FailingPool, FailureCounts};
+pub use self::delivery::{DeliveryTransition, FailingGroup, FailureCounts};
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::RequestOutcome;
 pub use self::reachability::ReachabilityTable;
-pub use self::report::{
-    HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealthReport,
-};
+pub use self::report::{HealthChange, HealthSignal, HealthTransition, PeerGroup, RankHealthReport};
 use crate::block::SequenceHash;
 use crate::policy::WorkerAvailability;
 use crate::worker::{WorkerId, WorkerRank};
@@ -63,7 +61,7 @@ impl Default for HealthRules {
 /// Health of one rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum WorkerHealth {
+pub enum HealthState {
     /// Accepts requests.
     Healthy,
     /// Avoided until the other ranks of the model show whether they deliver.
@@ -76,27 +74,27 @@ pub enum WorkerHealth {
     Ejected,
 }
 
-impl WorkerHealth {
+impl HealthState {
     /// Returns the name in pages and logs.
     pub fn as_str(self) -> &'static str {
         match self {
-            WorkerHealth::Healthy => "healthy",
-            WorkerHealth::Suspect => "suspect",
-            WorkerHealth::ProbeDue => "probe_due",
-            WorkerHealth::Probing => "probing",
-            WorkerHealth::Ejected => "ejected",
+            HealthState::Healthy => "healthy",
+            HealthState::Suspect => "suspect",
+            HealthState::ProbeDue => "probe_due",
+            HealthState::Probing => "probing",
+            HealthState::Ejected => "ejected",
         }
     }
 }
 
-impl From<WorkerHealth> for WorkerAvailability {
+impl From<HealthState> for WorkerAvailability {
     /// Converts the health. A rank whose probe is due is a candidate like any other. The request
     /// that chooses it must claim the probe. If another request claimed it first, the decision is
     /// repeated.
-    fn from(health: WorkerHealth) -> Self {
+    fn from(health: HealthState) -> Self {
         match health {
-            WorkerHealth::Healthy | WorkerHealth::ProbeDue => WorkerAvailability::Ready,
-            WorkerHealth::Suspect | WorkerHealth::Probing | WorkerHealth::Ejected => {
+            HealthState::Healthy | HealthState::ProbeDue => WorkerAvailability::Ready,
+            HealthState::Suspect | HealthState::Probing | HealthState::Ejected => {
                 WorkerAvailability::Unhealthy
             }
         }
@@ -142,7 +140,7 @@ impl HealthTracker {
     /// effect.
     pub fn set_members(
         &self,
-        members: impl Iterator<Item = (WorkerRank, HealthPool)>,
+        members: impl Iterator<Item = (WorkerRank, PeerGroup)>,
         now: Instant,
     ) {
         self.update(|model| model.set_members(members, now));
@@ -191,7 +189,7 @@ impl HealthTracker {
         self.update(|model| model.on_tick(now))
     }
 
-    /// Updates of which pools no rank delivers. `unreachable` are the workers that answer neither
+    /// Updates of which groups no rank delivers. `unreachable` are the workers that answer neither
     /// requests nor queries. Returns the changes since the last call.
     pub fn update_deliveries(
         &self,
@@ -201,13 +199,13 @@ impl HealthTracker {
         self.model.lock().update_deliveries(unreachable, now)
     }
 
-    /// Returns the pools of which no rank delivers.
-    pub fn failing_pools(
+    /// Returns the groups of which no rank delivers.
+    pub fn failing_groups(
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
-    ) -> Vec<FailingPool> {
-        self.model.lock().failing_pools(unreachable, now)
+    ) -> Vec<FailingGroup> {
+        self.model.lock().failing_groups(unreachable, now)
     }
 
     /// Records that a rank has completed a response. Its waiting requests are then not overdue.
@@ -228,9 +226,9 @@ impl HealthTracker {
     }
 
     /// Returns the health of a rank.
-    pub fn rank_health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
+    pub fn rank_health(&self, rank: WorkerRank, now: Instant) -> HealthState {
         if self.is_all_healthy() {
-            return WorkerHealth::Healthy;
+            return HealthState::Healthy;
         }
         self.model.lock().health(rank, now)
     }
@@ -242,7 +240,7 @@ impl HealthTracker {
         &self,
         prompt: &[SequenceHash],
         now: Instant,
-    ) -> BTreeMap<WorkerRank, WorkerHealth> {
+    ) -> BTreeMap<WorkerRank, HealthState> {
         if self.is_all_healthy() {
             return BTreeMap::new();
         }

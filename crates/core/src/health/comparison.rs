@@ -1,4 +1,4 @@
-//! Comparison of a rank with its peers, the other ranks of its pool.
+//! Comparison of a rank with its peers, the other ranks of its group.
 
 use std::time::Instant;
 
@@ -6,20 +6,20 @@ use super::evidence::PromptEnd;
 use super::model::{HealthModel, OutcomeReport};
 use super::outcome::RequestOutcome;
 use super::rank::{RankRecord, RankState};
-use super::report::{HealthChange, HealthPool, HealthTransition};
+use super::report::{HealthChange, HealthTransition, PeerGroup};
 use crate::block::SequenceHash;
 use crate::worker::WorkerRank;
 
-/// Maximum number of remembered prompts per pool that fail on several ranks.
+/// Maximum number of remembered prompts per group that fail on several ranks.
 const MAX_FAULTY_PROMPTS: usize = 256;
 
 impl HealthModel {
-    /// Adds an outcome of one rank to the history of its pool and to the evidence against its
+    /// Adds an outcome of one rank to the history of its group and to the evidence against its
     /// peers.
-    pub(super) fn compare_peers(
+    pub(super) fn update_peers(
         &mut self,
         report: OutcomeReport<'_>,
-        pool: &HealthPool,
+        group: &PeerGroup,
         now: Instant,
     ) -> Vec<HealthTransition> {
         let OutcomeReport {
@@ -27,13 +27,13 @@ impl HealthModel {
             outcome,
             prompt,
         } = report;
-        if let Some(pool) = self.pools.get_mut(pool) {
-            pool.history.add(outcome);
+        if let Some(group) = self.groups.get_mut(group) {
+            group.history.add(outcome);
         }
         let Some(group) = self
-            .pools
-            .get_mut(pool)
-            .filter(|pool| !pool.with_evidence.is_empty())
+            .groups
+            .get_mut(group)
+            .filter(|group| !group.with_evidence.is_empty())
         else {
             return Vec::new();
         };
@@ -59,9 +59,10 @@ impl HealthModel {
         self.evaluate_all(peers, now)
     }
 
-    pub(super) fn is_faulty_prompt(&self, pool: &HealthPool, prompt: &[SequenceHash]) -> bool {
-        self.pools.get(pool).is_some_and(|pool| {
-            pool.faulty_prompts
+    pub(super) fn is_faulty_prompt(&self, group: &PeerGroup, prompt: &[SequenceHash]) -> bool {
+        self.groups.get(group).is_some_and(|group| {
+            group
+                .faulty_prompts
                 .iter()
                 .any(|faulty| faulty.is_continued_by(prompt))
         })
@@ -72,10 +73,10 @@ impl HealthModel {
     pub(super) fn withdraw_prompt(
         &mut self,
         rank: WorkerRank,
-        pool: &HealthPool,
+        group: &PeerGroup,
         prompt: &[SequenceHash],
     ) -> Vec<WorkerRank> {
-        let (Some(end), Some(group)) = (PromptEnd::new(prompt), self.pools.get_mut(pool)) else {
+        let (Some(end), Some(group)) = (PromptEnd::new(prompt), self.groups.get_mut(group)) else {
             return Vec::new();
         };
         let mut withdrawn = Vec::new();
@@ -119,12 +120,12 @@ impl HealthModel {
         })
     }
 
-    /// Returns whether another rank may be avoided for its answers: at most half of a pool.
+    /// Returns whether another rank may be avoided for its answers: at most half of a group.
     pub(super) fn may_avoid_another(&self, rank: WorkerRank) -> bool {
-        let Some(pool) = self
+        let Some(group) = self
             .ranks
             .get(&rank)
-            .and_then(|record| self.pools.get(&record.pool))
+            .and_then(|record| self.groups.get(&record.group))
         else {
             return false;
         };
@@ -133,8 +134,8 @@ impl HealthModel {
                 .get(*rank)
                 .is_some_and(RankRecord::is_avoided_for_application_failures)
         };
-        let avoided = pool.members.iter().filter(is_avoided).count();
-        avoided < pool.members.len() / 2
+        let avoided = group.members.iter().filter(is_avoided).count();
+        avoided < group.members.len() / 2
     }
 
     /// Counts the overdue requests of a rank as failures, if the rank has made no progress since
@@ -144,8 +145,8 @@ impl HealthModel {
             return Vec::new();
         };
         // Without any delivery, the responses may not be observed at all.
-        let pool = self.pools.get(&record.pool);
-        let times = pool.map(|pool| pool.content_times);
+        let group = self.groups.get(&record.group);
+        let times = group.map(|group| group.content_times);
         let Some(times) = times.filter(|times| times.is_observed()) else {
             return Vec::new();
         };

@@ -8,16 +8,16 @@ use serde::Serialize;
 
 use super::model::HealthModel;
 use super::outcome::RequestOutcome;
-use super::report::HealthPool;
+use super::report::PeerGroup;
 use crate::worker::{WorkerId, WorkerRank};
 
-/// Weighted number of failures in a row, on all ranks, after which a pool delivers nothing.
+/// Weighted number of failures in a row, on all ranks, after which a group delivers nothing.
 const MIN_FAILURES: f64 = 3.0;
 
 /// Minimum time without a delivery, since the first of these failures.
 const MIN_FAILING_TIME: Duration = Duration::from_secs(2);
 
-/// If this number of ranks has failed in a row, the other ranks of a large pool count as failing.
+/// If this number of ranks has failed in a row, the other ranks of a large group count as failing.
 const MAX_FAILED_RANKS: usize = 8;
 
 /// Number of failures by kind.
@@ -62,7 +62,7 @@ impl fmt::Display for FailureCounts {
     }
 }
 
-/// Failures of a pool since its last delivery.
+/// Failures of a group since its last delivery.
 #[derive(Debug)]
 pub(super) struct DeliveryGap {
     since: Instant,
@@ -90,11 +90,11 @@ impl DeliveryGap {
     }
 }
 
-/// Pool of which no rank delivers.
+/// Group of which no rank delivers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct FailingPool {
+pub struct FailingGroup {
     /// Model and phase.
-    pub pool: HealthPool,
+    pub group: PeerGroup,
     /// Number of its ranks.
     pub ranks: usize,
     /// Number of ranks that answer neither requests nor queries.
@@ -103,13 +103,13 @@ pub struct FailingPool {
     pub failures: FailureCounts,
 }
 
-/// Change of the deliveries of a pool.
+/// Change of the deliveries of a group.
 #[derive(Clone, Debug, PartialEq)]
 pub enum DeliveryTransition {
-    /// No rank of the pool delivers.
-    Stopped(FailingPool),
-    /// The pool delivers again, after this time.
-    Resumed(HealthPool, Duration),
+    /// No rank of the group delivers.
+    Stopped(FailingGroup),
+    /// The group delivers again, after this time.
+    Resumed(PeerGroup, Duration),
 }
 
 impl HealthModel {
@@ -118,36 +118,37 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&rank) else {
             return;
         };
-        let Some(pool) = self.pools.get_mut(&record.pool) else {
+        let Some(group) = self.groups.get_mut(&record.group) else {
             return;
         };
         if outcome == RequestOutcome::Delivered {
-            pool.gap = None;
+            group.gap = None;
         } else if outcome.is_failure() {
             *record.failures.entry(outcome).or_default() += 1;
-            pool.gap
+            group
+                .gap
                 .get_or_insert_with(|| DeliveryGap::new(now))
                 .add(rank, outcome);
         }
     }
 
-    /// Updates which pools deliver. Returns the changes since the last call.
+    /// Updates which groups deliver. Returns the changes since the last call.
     pub(super) fn update_deliveries(
         &mut self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
     ) -> Vec<DeliveryTransition> {
-        let failing = self.failing_pools(unreachable, now);
+        let failing = self.failing_groups(unreachable, now);
         let mut changes = Vec::new();
-        for (name, pool) in &mut self.pools {
-            let found = failing.iter().find(|failing| failing.pool == *name);
-            match (pool.failing_since, found) {
+        for (name, group) in &mut self.groups {
+            let found = failing.iter().find(|failing| failing.group == *name);
+            match (group.failing_since, found) {
                 (None, Some(found)) => {
-                    pool.failing_since = Some(now);
+                    group.failing_since = Some(now);
                     changes.push(DeliveryTransition::Stopped(found.clone()));
                 }
                 (Some(since), None) => {
-                    pool.failing_since = None;
+                    group.failing_since = None;
                     let elapsed = now.saturating_duration_since(since);
                     changes.push(DeliveryTransition::Resumed(name.clone(), elapsed));
                 }
@@ -157,18 +158,18 @@ impl HealthModel {
         changes
     }
 
-    /// Returns the pools of which no rank delivers. A pool that failed requests stays failing until
+    /// Returns the groups of which no rank delivers. A group that failed requests stays failing until
     /// one is delivered. `unreachable` are the workers that answer neither requests nor queries.
-    pub(super) fn failing_pools(
+    pub(super) fn failing_groups(
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
-    ) -> Vec<FailingPool> {
+    ) -> Vec<FailingGroup> {
         let is_unreachable = |rank: &&WorkerRank| unreachable.contains_key(&rank.worker);
-        let pools = self.pools.iter().filter_map(|(name, pool)| {
-            let members = &pool.members;
+        let groups = self.groups.iter().filter_map(|(name, group)| {
+            let members = &group.members;
             let silent = members.iter().filter(is_unreachable).count();
-            let gap = pool.gap.as_ref();
+            let gap = group.gap.as_ref();
             let has_failed = |gap: &DeliveryGap| {
                 let fails = |rank| {
                     gap.ranks.contains(rank) || self.avoided.contains(rank) || is_unreachable(&rank)
@@ -176,15 +177,15 @@ impl HealthModel {
                 gap.is_long(now)
                     && (gap.ranks.len() >= MAX_FAILED_RANKS || members.iter().all(fails))
             };
-            let was_failing = gap.is_some() && pool.failing_since.is_some();
+            let was_failing = gap.is_some() && group.failing_since.is_some();
             let is_failing = silent == members.len() || was_failing || gap.is_some_and(has_failed);
-            is_failing.then(|| FailingPool {
-                pool: name.clone(),
+            is_failing.then(|| FailingGroup {
+                group: name.clone(),
                 ranks: members.len(),
                 unreachable: silent,
                 failures: gap.map(|gap| gap.failures.clone()).unwrap_or_default(),
             })
         });
-        pools.collect()
+        groups.collect()
     }
 }

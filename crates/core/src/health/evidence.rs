@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use super::delivery::FailureCounts;
 use super::outcome::RequestOutcome;
-use super::pool::{BASE_SHARE, OutcomeHistory};
+use super::peer_group::{BASE_SHARE, OutcomeHistory};
 use crate::block::SequenceHash;
 
 /// Share of failed requests of a faulty rank.
@@ -183,7 +183,7 @@ impl FailureEvidence {
     }
 
     /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure in a
-    /// pool without history whose peers fail nothing, so the result is comparable to a number of
+    /// group without history whose peers fail nothing, so the result is comparable to a number of
     /// failures in a row.
     pub(super) fn score(&self) -> f64 {
         let outcomes = self.peers_failed + self.peers_delivered + BASE_WEIGHT;

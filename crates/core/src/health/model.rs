@@ -5,18 +5,18 @@ use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
 use super::outcome::RequestOutcome;
-use super::pool::PoolRecord;
+use super::peer_group::GroupRecord;
 use super::rank::{RankRecord, RankState};
-use super::report::{HealthChange, HealthPool, HealthSignal, HealthTransition, RankHealthReport};
+use super::report::{HealthChange, HealthSignal, HealthTransition, PeerGroup, RankHealthReport};
 use super::waiting::WaitingRequest;
-use super::{HealthRules, WorkerHealth};
+use super::{HealthRules, HealthState};
 use crate::block::SequenceHash;
 use crate::worker::{WorkerId, WorkerRank};
 
 /// Maximum time for which a failed request stays booked.
 const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
 
-/// The same before the first request of a pool has completed.
+/// The same before the first request of a group has completed.
 const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
 
 /// Health of all ranks.
@@ -24,7 +24,7 @@ const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
 pub(super) struct HealthModel {
     pub(super) rules: HealthRules,
     pub(super) ranks: HashMap<WorkerRank, RankRecord>,
-    pub(super) pools: HashMap<HealthPool, PoolRecord>,
+    pub(super) groups: HashMap<PeerGroup, GroupRecord>,
     pub(super) last_ticket: u64,
     /// Ranks that are suspect or ejected.
     pub(super) avoided: BTreeSet<WorkerRank>,
@@ -43,40 +43,40 @@ impl HealthModel {
     /// Replaces the set of ranks. Records of remaining ranks are kept.
     pub(super) fn set_members(
         &mut self,
-        members: impl Iterator<Item = (WorkerRank, HealthPool)>,
+        members: impl Iterator<Item = (WorkerRank, PeerGroup)>,
         now: Instant,
     ) {
         let mut previous = std::mem::take(&mut self.ranks);
-        self.pools.values_mut().for_each(|pool| {
-            pool.members.clear();
-            pool.with_evidence.clear();
+        self.groups.values_mut().for_each(|group| {
+            group.members.clear();
+            group.with_evidence.clear();
         });
-        for (rank, pool) in members {
+        for (rank, group) in members {
             let record = previous
                 .remove(&rank)
-                .filter(|record| record.pool == pool)
-                .unwrap_or_else(|| RankRecord::new(pool.clone(), now));
-            let group = self.pools.entry(pool).or_default();
+                .filter(|record| record.group == group)
+                .unwrap_or_else(|| RankRecord::new(group.clone(), now));
+            let group = self.groups.entry(group).or_default();
             group.members.insert(rank);
             if record.evidence.is_some() {
                 group.with_evidence.insert(rank);
             }
             self.ranks.insert(rank, record);
         }
-        self.pools.retain(|_, pool| !pool.members.is_empty());
+        self.groups.retain(|_, group| !group.members.is_empty());
         self.update_avoided();
     }
 
     /// Returns whether all ranks are in service, and no prompt avoids one.
     pub(super) fn is_clear(&self) -> bool {
-        let mut pools = self.pools.values();
-        self.avoided.is_empty() && pools.all(|pool| pool.with_evidence.is_empty())
+        let mut groups = self.groups.values();
+        self.avoided.is_empty() && groups.all(|group| group.with_evidence.is_empty())
     }
 
-    pub(super) fn health(&self, rank: WorkerRank, now: Instant) -> WorkerHealth {
+    pub(super) fn health(&self, rank: WorkerRank, now: Instant) -> HealthState {
         self.ranks
             .get(&rank)
-            .map_or(WorkerHealth::Healthy, |record| record.health(now))
+            .map_or(HealthState::Healthy, |record| record.health(now))
     }
 
     /// Returns the ranks that are not in service, or on which this prompt failed. If another rank
@@ -85,14 +85,14 @@ impl HealthModel {
         &self,
         prompt: &[SequenceHash],
         now: Instant,
-    ) -> BTreeMap<WorkerRank, WorkerHealth> {
-        let pools = self.pools.values();
-        let with_evidence = pools.flat_map(|pool| &pool.with_evidence);
+    ) -> BTreeMap<WorkerRank, HealthState> {
+        let groups = self.groups.values();
+        let with_evidence = groups.flat_map(|group| &group.with_evidence);
         self.avoided
             .iter()
             .chain(with_evidence)
             .filter_map(|rank| Some((*rank, self.ranks.get(rank)?.health_for(prompt, now))))
-            .filter(|(_, health)| *health != WorkerHealth::Healthy)
+            .filter(|(_, health)| *health != HealthState::Healthy)
             .collect()
     }
 
@@ -152,13 +152,13 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&rank) else {
             return (!must_probe).then_some(ticket);
         };
-        let is_due = record.health(now) == WorkerHealth::ProbeDue;
+        let is_due = record.health(now) == HealthState::ProbeDue;
         if must_probe && !is_due {
             return None;
         }
         self.last_ticket = ticket;
-        if let Some(pool) = self.pools.get_mut(&record.pool) {
-            pool.add_request(now);
+        if let Some(group) = self.groups.get_mut(&record.group) {
+            group.add_request(now);
         }
         if let Some(ejection) = record.ejection_mut().filter(|_| is_due) {
             ejection.probe = Some(ticket);
@@ -191,9 +191,9 @@ impl HealthModel {
         };
         let waiting = record.waiting.get(&ticket).copied();
         // Without any delivery, the responses may not be observed at all.
-        let pool = self.pools.get(&record.pool);
-        let is_late = pool
-            .map(|pool| pool.content_times)
+        let group = self.groups.get(&record.group);
+        let is_late = group
+            .map(|group| group.content_times)
             .filter(|times| times.is_observed())
             .zip(waiting)
             .is_some_and(|(times, waiting)| waiting.is_cancelled_late(times, now));
@@ -204,10 +204,10 @@ impl HealthModel {
         record.waiting.remove(&ticket);
         if report.outcome == RequestOutcome::Delivered
             && let Some(waiting) = waiting
-            && let Some(pool) = self.pools.get_mut(&record.pool)
+            && let Some(group) = self.groups.get_mut(&record.group)
         {
             let elapsed = now.saturating_duration_since(waiting.sent_at);
-            pool.content_times.add(elapsed, waiting.estimate);
+            group.content_times.add(elapsed, waiting.estimate);
         }
         if record
             .ejection_mut()
@@ -237,9 +237,9 @@ impl HealthModel {
             return Vec::new();
         };
         // Envoy repeats a request whose connection failed, so such a probe costs the client nothing.
-        let pool = self.pools.get(&record.pool);
-        let pool = pool.filter(|_| report.outcome != RequestOutcome::Unreachable);
-        let min_time = pool.map(PoolRecord::min_probe_period).unwrap_or_default();
+        let group = self.groups.get(&record.group);
+        let group = group.filter(|_| report.outcome != RequestOutcome::Unreachable);
+        let min_time = group.map(GroupRecord::min_probe_period).unwrap_or_default();
         let evidence = record.summary();
         let Some(ejection) = record.ejection_mut() else {
             return Vec::new();
@@ -278,9 +278,9 @@ impl HealthModel {
     /// Records the duration of a request that was delivered.
     pub(super) fn record_service_time(&mut self, rank: WorkerRank, time: Duration) {
         if let Some(record) = self.ranks.get(&rank)
-            && let Some(pool) = self.pools.get_mut(&record.pool)
+            && let Some(group) = self.groups.get_mut(&record.group)
         {
-            pool.service_time.add(time);
+            group.service_time.add(time);
         }
     }
 
@@ -289,9 +289,9 @@ impl HealthModel {
     /// evidence distinguishes the rank from its peers.
     pub(super) fn hold_time(&self, rank: WorkerRank) -> Option<Duration> {
         let record = self.ranks.get(&rank)?;
-        let pool = self.pools.get(&record.pool)?;
-        let has_evidence = pool.members.len() > 1 && record.score() > 0.0;
-        let service_time = pool.service_time.get().unwrap_or(INITIAL_HOLD_TIME);
+        let group = self.groups.get(&record.group)?;
+        let has_evidence = group.members.len() > 1 && record.score() > 0.0;
+        let service_time = group.service_time.get().unwrap_or(INITIAL_HOLD_TIME);
         has_evidence.then(|| service_time.min(MAX_HOLD_TIME))
     }
 
@@ -305,19 +305,19 @@ impl HealthModel {
         let Some(record) = self.ranks.get(&report.rank) else {
             return Vec::new();
         };
-        let pool = record.pool.clone();
+        let group = record.group.clone();
         match report.outcome {
             RequestOutcome::Inconclusive => Vec::new(),
-            RequestOutcome::Delivered => self.record_delivery(report, &pool, now),
+            RequestOutcome::Delivered => self.record_delivery(report, &group, now),
             _ if self.rules.consecutive_failures == 0 => Vec::new(),
-            _ => self.record_failure(report, &pool, now),
+            _ => self.record_failure(report, &group, now),
         }
     }
 
     fn record_delivery(
         &mut self,
         report: OutcomeReport<'_>,
-        pool: &HealthPool,
+        group: &PeerGroup,
         now: Instant,
     ) -> Vec<HealthTransition> {
         let mut changes = Vec::new();
@@ -347,14 +347,14 @@ impl HealthModel {
                 self.update_avoided();
             }
         }
-        changes.extend(self.compare_peers(report, pool, now));
+        changes.extend(self.update_peers(report, group, now));
         changes
     }
 
     fn record_failure(
         &mut self,
         report: OutcomeReport<'_>,
-        pool: &HealthPool,
+        group: &PeerGroup,
         now: Instant,
     ) -> Vec<HealthTransition> {
         let OutcomeReport {
@@ -363,16 +363,16 @@ impl HealthModel {
             prompt,
         } = report;
         if outcome.is_application_failure() && outcome != RequestOutcome::Overloaded {
-            if self.is_faulty_prompt(pool, prompt) {
+            if self.is_faulty_prompt(group, prompt) {
                 return Vec::new();
             }
-            let withdrawn = self.withdraw_prompt(rank, pool, prompt);
+            let withdrawn = self.withdraw_prompt(rank, group, prompt);
             if !withdrawn.is_empty() {
                 return self.evaluate_all(withdrawn, now);
             }
         }
-        let group = self.pools.get(pool);
-        let history = group.map(|pool| pool.history).unwrap_or_default();
+        let record = self.groups.get(group);
+        let history = record.map(|record| record.history).unwrap_or_default();
         let Some(record) = self.ranks.get_mut(&rank) else {
             return Vec::new();
         };
@@ -384,11 +384,11 @@ impl HealthModel {
             .evidence
             .get_or_insert_with(|| FailureEvidence::new(history, now))
             .add_failure(outcome, prompt, now);
-        if let Some(pool) = self.pools.get_mut(pool) {
-            pool.with_evidence.insert(rank);
+        if let Some(group) = self.groups.get_mut(group) {
+            group.with_evidence.insert(rank);
         }
         let mut changes = self.evaluate_all(vec![rank], now);
-        changes.extend(self.compare_peers(report, pool, now));
+        changes.extend(self.update_peers(report, group, now));
         changes
     }
 
@@ -405,9 +405,9 @@ impl HealthModel {
             if matches!(record.state, RankState::Suspect { .. }) {
                 changes.extend(self.evaluate(rank, now));
             } else if record.remove_expired_evidence(now)
-                && let Some(pool) = self.pools.get_mut(&record.pool)
+                && let Some(group) = self.groups.get_mut(&record.group)
             {
-                pool.with_evidence.remove(&rank);
+                group.with_evidence.remove(&rank);
             }
         }
         changes

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::evidence::{EvidenceSummary, FailureEvidence};
 use super::outcome::RequestOutcome;
-use super::report::{HealthChange, HealthPool, HealthSignal};
+use super::report::{HealthChange, HealthSignal, PeerGroup};
 use super::waiting::WaitingRequest;
-use super::{HealthRules, WorkerHealth};
+use super::{HealthRules, HealthState};
 use crate::block::SequenceHash;
 
 /// Maximum number of ejections of one rank that health checks end early before a request succeeds.
@@ -22,7 +22,7 @@ const WITHDRAWAL_SHARE: f64 = 0.75;
 
 #[derive(Debug)]
 pub(super) struct RankRecord {
-    pub(super) pool: HealthPool,
+    pub(super) group: PeerGroup,
     pub(super) state: RankState,
     /// Time of the last change of `state`.
     pub(super) since: Instant,
@@ -63,9 +63,9 @@ pub(super) struct RankEjection {
 }
 
 impl RankRecord {
-    pub(super) fn new(pool: HealthPool, now: Instant) -> Self {
+    pub(super) fn new(group: PeerGroup, now: Instant) -> Self {
         Self {
-            pool,
+            group,
             state: RankState::InService,
             since: now,
             evidence: None,
@@ -77,22 +77,22 @@ impl RankRecord {
         }
     }
 
-    pub(super) fn health(&self, now: Instant) -> WorkerHealth {
+    pub(super) fn health(&self, now: Instant) -> HealthState {
         match &self.state {
-            RankState::InService => WorkerHealth::Healthy,
-            RankState::Suspect { .. } => WorkerHealth::Suspect,
-            RankState::Ejected(ejection) if ejection.probe.is_some() => WorkerHealth::Probing,
-            RankState::Ejected(ejection) if ejection.until <= now => WorkerHealth::ProbeDue,
-            RankState::Ejected(_) => WorkerHealth::Ejected,
+            RankState::InService => HealthState::Healthy,
+            RankState::Suspect { .. } => HealthState::Suspect,
+            RankState::Ejected(ejection) if ejection.probe.is_some() => HealthState::Probing,
+            RankState::Ejected(ejection) if ejection.until <= now => HealthState::ProbeDue,
+            RankState::Ejected(_) => HealthState::Ejected,
         }
     }
 
     /// Returns the health for a request. A rank on which its prompt failed is suspect for it.
-    pub(super) fn health_for(&self, prompt: &[SequenceHash], now: Instant) -> WorkerHealth {
+    pub(super) fn health_for(&self, prompt: &[SequenceHash], now: Instant) -> HealthState {
         let evidence = self.evidence.as_ref();
         match self.health(now) {
-            WorkerHealth::Healthy if evidence.is_some_and(|held| held.has_failed(prompt)) => {
-                WorkerHealth::Suspect
+            HealthState::Healthy if evidence.is_some_and(|held| held.has_failed(prompt)) => {
+                HealthState::Suspect
             }
             health => health,
         }

@@ -5,20 +5,20 @@ use std::time::Duration;
 
 use serde::Serialize;
 
-use super::WorkerHealth;
+use super::HealthState;
 use super::evidence::EvidenceSummary;
 use crate::worker::{ModelName, WorkerRank};
 
 /// Ranks that are compared with each other: they serve the same model and run the same phase.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct HealthPool {
+pub struct PeerGroup {
     /// Model of the ranks.
     pub model: ModelName,
     /// Whether the ranks only run prefills.
     pub is_prefill: bool,
 }
 
-impl HealthPool {
+impl PeerGroup {
     /// Returns the name of the phase in logs and on pages.
     pub fn phase(&self) -> &'static str {
         if self.is_prefill { "prefill" } else { "decode" }
@@ -70,7 +70,7 @@ pub struct RankHealthReport {
     #[serde(skip)]
     pub rank: WorkerRank,
     /// Health.
-    pub health: WorkerHealth,
+    pub health: HealthState,
     /// Seconds since the health changed.
     pub age_seconds: u64,
     /// Seconds until the next probe is due.

@@ -29,11 +29,11 @@ impl Fixture {
     fn new(workers: u64) -> Self {
         let health = HealthTracker::new(HealthRules::default());
         let now = Instant::now();
-        let pool = HealthPool {
+        let group = PeerGroup {
             model: "m".into(),
             is_prefill: false,
         };
-        let members = (1..=workers).map(|worker| (rank(worker), pool.clone()));
+        let members = (1..=workers).map(|worker| (rank(worker), group.clone()));
         health.set_members(members, now);
         Self { health, now }
     }
@@ -58,7 +58,7 @@ impl Fixture {
             .collect()
     }
 
-    fn health(&self, worker: u64) -> WorkerHealth {
+    fn health(&self, worker: u64) -> HealthState {
         self.health.rank_health(rank(worker), self.now)
     }
 
@@ -80,7 +80,7 @@ impl Fixture {
         changes(self.health.on_tick(self.now))
     }
 
-    /// Delivers a request of one second on a rank, so that its pool knows the time.
+    /// Delivers a request of one second on a rank, so that its group knows the time.
     fn deliver(&mut self, worker: u64) {
         let request = self.start(worker, Some(seconds(1)));
         self.now += seconds(1);
@@ -120,7 +120,7 @@ fn delivery_resets_unreachable_requests() {
     ] {
         assert_eq!(fixture.report(1, outcome), []);
     }
-    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+    assert_eq!(fixture.health(1), HealthState::Healthy);
 }
 
 #[test]
@@ -194,7 +194,7 @@ fn suspect_is_ejected_when_a_peer_delivers() {
         fixture.report(1, RequestOutcome::ServerError),
         [HealthChange::Suspected]
     );
-    assert_eq!(fixture.health(1), WorkerHealth::Suspect);
+    assert_eq!(fixture.health(1), HealthState::Suspect);
     assert_eq!(
         fixture.report(2, RequestOutcome::Delivered),
         [HealthChange::Ejected(seconds(1))]
@@ -209,7 +209,7 @@ fn suspicion_is_withdrawn_when_a_peer_fails() {
         fixture.report(2, RequestOutcome::ServerError),
         [HealthChange::Cleared]
     );
-    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+    assert_eq!(fixture.health(1), HealthState::Healthy);
 }
 
 #[test]
@@ -278,13 +278,13 @@ fn failed_probes_double_ejection_time_to_limit() {
     for period in [2, 4, 8, 16, 20, 20] {
         fixture.now += seconds(20);
         let probe = fixture.probe(1).unwrap();
-        assert_eq!(fixture.health(1), WorkerHealth::Probing);
+        assert_eq!(fixture.health(1), HealthState::Probing);
         assert!(fixture.probe(1).is_none());
         assert_eq!(
             fixture.finish(probe, RequestOutcome::Unreachable),
             [HealthChange::EjectionExtended(seconds(period))]
         );
-        assert_eq!(fixture.health(1), WorkerHealth::Ejected);
+        assert_eq!(fixture.health(1), HealthState::Ejected);
     }
     fixture.now += seconds(20);
     let probe = fixture.probe(1).unwrap();
@@ -305,7 +305,7 @@ fn inconclusive_probe_becomes_due_again() {
     for outcome in [RequestOutcome::Overloaded, RequestOutcome::Rejected] {
         let probe = fixture.probe(1).unwrap();
         assert_eq!(fixture.finish(probe, outcome), []);
-        assert_eq!(fixture.health(1), WorkerHealth::ProbeDue);
+        assert_eq!(fixture.health(1), HealthState::ProbeDue);
     }
 }
 
@@ -331,11 +331,11 @@ fn probe_of_removed_rank_does_not_affect_successor() {
     let probe = fixture.probe(1).unwrap();
     fixture.health.set_members(std::iter::empty(), fixture.now);
     assert!(fixture.health.is_all_healthy());
-    let pool = HealthPool {
+    let group = PeerGroup {
         model: "m".into(),
         is_prefill: false,
     };
-    let member = (rank(1), pool);
+    let member = (rank(1), group);
     fixture
         .health
         .set_members([member].into_iter(), fixture.now);
@@ -343,9 +343,9 @@ fn probe_of_removed_rank_does_not_affect_successor() {
     fixture.now += seconds(1);
     let second = fixture.probe(1).unwrap();
     drop(probe);
-    assert_eq!(fixture.health(1), WorkerHealth::Probing);
+    assert_eq!(fixture.health(1), HealthState::Probing);
     drop(second);
-    assert_eq!(fixture.health(1), WorkerHealth::ProbeDue);
+    assert_eq!(fixture.health(1), HealthState::ProbeDue);
 }
 
 #[test]
@@ -361,7 +361,7 @@ fn health_check_ends_only_ejections_of_dead_workers() {
         fixture.report(1, outcome);
         fixture.report(2, RequestOutcome::Delivered);
         fixture.repeat(1, outcome, failures - 1);
-        assert_eq!(fixture.health(1), WorkerHealth::Ejected, "{outcome:?}");
+        assert_eq!(fixture.health(1), HealthState::Ejected, "{outcome:?}");
         let check = |is_healthy| {
             let health = &fixture.health;
             health.on_health_check(WorkerId(1), is_healthy, fixture.now)
@@ -396,7 +396,7 @@ fn signal_reduces_necessary_failures() {
         fixture.report(2, RequestOutcome::Rejected),
         [HealthChange::Cleared]
     );
-    assert_eq!(fixture.health(2), WorkerHealth::Healthy);
+    assert_eq!(fixture.health(2), HealthState::Healthy);
 }
 
 #[test]
@@ -531,11 +531,11 @@ fn overdue_probe_extends_ejection() {
         .health
         .start(rank(1), Some(seconds(1)), true, fixture.now);
     fixture.now += seconds(5);
-    // The maximum: the pool receives a request every two seconds.
+    // The maximum: the group receives a request every two seconds.
     let extended = HealthChange::EjectionExtended(seconds(20));
     assert_eq!(fixture.tick(), [extended]);
     drop(probe);
-    assert_eq!(fixture.health(1), WorkerHealth::Ejected);
+    assert_eq!(fixture.health(1), HealthState::Ejected);
 }
 
 #[test]

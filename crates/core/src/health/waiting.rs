@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use super::pool::MeanTime;
+use super::peer_group::MeanTime;
 
 /// A request is overdue after this multiple of its expected time to the first content.
 const OVERDUE_FACTOR: f64 = 4.0;
@@ -36,7 +36,7 @@ pub(super) struct WaitingRequest {
     pub(super) is_overdue: bool,
 }
 
-/// Times to the first content of the requests that a pool delivered.
+/// Times to the first content of the requests that a group delivered.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct ContentTimes {
     mean: MeanTime,

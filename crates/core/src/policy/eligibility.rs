@@ -38,7 +38,7 @@ pub struct Constraints {
     pub bound_rank: Option<WorkerRank>,
     /// Rank whose engine stores the state that the request refers to, such as an earlier response.
     /// While the engine is reachable, all others are excluded, because they would reject the request.
-    pub stored_at: Option<WorkerRank>,
+    pub storing_rank: Option<WorkerRank>,
     /// LoRA adapter of the request. Workers that have loaded it exclude the others.
     pub adapter: Option<String>,
 }
@@ -155,7 +155,7 @@ pub fn eligible_members<'a>(
     availability: impl Fn(&FleetMember) -> WorkerAvailability,
 ) -> Result<Vec<&'a FleetMember>, EligibilityError> {
     // Usually there are no demands and no exclusions, and then nothing has to be compared.
-    let is_narrowed = constraints.stored_at.is_some()
+    let is_narrowed = constraints.storing_rank.is_some()
         || constraints.bound_rank.is_some()
         || constraints.adapter.is_some()
         || members.is_empty();
@@ -191,14 +191,14 @@ pub fn exclusion_reasons<'c>(
         .map(|member| constraints.exclusion_of(member, &availability))
         .collect();
     readmit_unhealthy(&mut exclusions);
-    if let Some(stored_at) = constraints.stored_at {
+    if let Some(storing_rank) = constraints.storing_rank {
         // An overloaded engine may still serve the request. Any other engine cannot.
         exclude_others(
             members,
             &mut exclusions,
             ExclusionReason::StoredElsewhere,
             &[ExclusionReason::Overloaded],
-            |member| member.rank == stored_at,
+            |member| member.rank == storing_rank,
         );
     }
     if let Some(adapter) = &constraints.adapter {
@@ -283,7 +283,7 @@ impl Constraints {
             && self.required_taints.is_empty()
             && self.pool.is_none()
             && self.endpoints.is_none()
-            && self.stored_at.is_none()
+            && self.storing_rank.is_none()
             && self.bound_rank.is_none()
             && self.adapter.is_none()
     }

@@ -15,8 +15,8 @@ use super::worker_feedback::{OutcomeTarget, first_prompt};
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
-    DeliveryTransition, FailingPool, HealthSignal, HealthTransition, RankHealthReport,
-    RequestOutcome, TrackedRequest, WorkerHealth,
+    DeliveryTransition, FailingGroup, HealthSignal, HealthState, HealthTransition,
+    RankHealthReport, RequestOutcome, TrackedRequest,
 };
 use crate::load::{FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
@@ -345,24 +345,24 @@ impl Router {
         self.feedback.reachability.unreachable(self.load.now())
     }
 
-    /// Returns the pools of which no rank delivers.
-    pub fn failing_pools(&self) -> Vec<FailingPool> {
+    /// Returns the peer groups of which no rank delivers.
+    pub fn failing_groups(&self) -> Vec<FailingGroup> {
         let unreachable = self.unreachable_workers();
         let health = &self.feedback.health;
-        health.failing_pools(&unreachable, self.load.now())
+        health.failing_groups(&unreachable, self.load.now())
     }
 
     /// Returns the workers with an ejected rank.
     pub fn ejected_workers(&self) -> Vec<WorkerId> {
         let mut ranks = self.unhealthy_ranks();
-        ranks.retain(|_, health| *health != WorkerHealth::Suspect);
+        ranks.retain(|_, health| *health != HealthState::Suspect);
         let mut workers: Vec<_> = ranks.into_keys().map(|rank| rank.worker).collect();
         workers.dedup();
         workers
     }
 
     /// Returns the ranks that are not healthy, with their health.
-    pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, WorkerHealth> {
+    pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, HealthState> {
         self.feedback.health.unhealthy_ranks(&[], self.load.now())
     }
 

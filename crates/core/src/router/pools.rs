@@ -9,7 +9,7 @@ use super::request::{DecodeCapability, PhaseSelection, RouteRequest};
 use super::route::RouteError;
 use super::settings::{OverloadAction, RouterSettings};
 use crate::fleet::{Fleet, FleetMember, WorkerKinds};
-use crate::health::WorkerHealth;
+use crate::health::HealthState;
 use crate::policy::{
     Constraints, EligibilityError, ExclusionReason, OverloadedWorkers, WorkerAvailability,
     eligible_members, exclusion_reasons,
@@ -20,7 +20,7 @@ use crate::worker::{ModelName, WorkerId, WorkerRank, WorkerRole};
 #[derive(Clone, Debug, Default)]
 pub(super) struct FleetAvailability {
     pub(super) overloaded: OverloadedWorkers,
-    pub(super) unhealthy: BTreeMap<WorkerRank, WorkerHealth>,
+    pub(super) unhealthy: BTreeMap<WorkerRank, HealthState>,
 }
 
 impl FleetAvailability {

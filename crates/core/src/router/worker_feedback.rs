@@ -11,8 +11,8 @@ use super::settings::RouterSettings;
 use crate::block::{BlockHashes, SequenceHash};
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::{
-    HealthPool, HealthTracker, HealthTransition, ReachabilityTable, RequestOutcome, TrackedRequest,
-    WorkerHealth,
+    HealthState, HealthTracker, HealthTransition, PeerGroup, ReachabilityTable, RequestOutcome,
+    TrackedRequest,
 };
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
@@ -45,11 +45,11 @@ impl WorkerFeedback {
         self.reachability
             .retain(|worker| fleet.worker(worker).is_some());
         let members = fleet.members().map(|member| {
-            let pool = HealthPool {
+            let group = PeerGroup {
                 model: member.worker.model.clone(),
                 is_prefill: member.worker.role == WorkerRole::Prefill,
             };
-            (member.rank, pool)
+            (member.rank, group)
         });
         self.health.set_members(members, now);
     }
@@ -99,9 +99,12 @@ impl WorkerFeedback {
         &self,
         request: &RouteRequest,
         now: Instant,
-    ) -> BTreeMap<WorkerRank, WorkerHealth> {
+    ) -> BTreeMap<WorkerRank, HealthState> {
         let constraints = &request.constraints;
-        let needs_state = constraints.stored_at.or(constraints.bound_rank).is_some();
+        let needs_state = constraints
+            .storing_rank
+            .or(constraints.bound_rank)
+            .is_some();
         let prompts = request.prompt.blocks();
         let prompt = if needs_state {
             &[]

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::dump::ConfigDump;
 use super::expected::ExpectedEnvoy;
-use super::ext_proc_cluster::FullBreakerEffect;
+use super::ext_proc_cluster::OverflowEffect;
 use super::site::FilterSite;
 use crate::finding::{Finding, FindingBuilder};
 
@@ -18,7 +18,7 @@ const OVERFLOWS: [&str; 2] = [
     "upstream_rq_active_overflow",
     "upstream_rq_pending_overflow",
 ];
-/// Gauges of a cluster that are 1 while a circuit breaker is full.
+/// Gauges of a cluster that are 1 while a circuit breaker is open.
 const OPEN_BREAKERS: [&str; 2] = [
     "circuit_breakers.default.rq_open",
     "circuit_breakers.default.rq_pending_open",
@@ -121,9 +121,9 @@ fn check_cluster(
     let effect = if site.callers_of(cluster).next().is_none() {
         "answered with 503, or dropped if they are mirrored"
     } else {
-        match FullBreakerEffect::of_cluster(site, cluster) {
-            FullBreakerEffect::Unrouted => "served without warmroute",
-            FullBreakerEffect::Rejected => "answered with 500",
+        match OverflowEffect::of_cluster(site, cluster) {
+            OverflowEffect::Unrouted => "served without warmroute",
+            OverflowEffect::Rejected => "answered with 500",
         }
     };
     let since_start = format!(

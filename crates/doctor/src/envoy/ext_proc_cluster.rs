@@ -170,7 +170,7 @@ fn check_cluster(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Vec<Finding> 
         cluster,
     )];
     findings.extend(check_tls(site, cluster));
-    let traffic = ClusterTraffic::Exchanges(FullBreakerEffect::of_cluster(site, &cluster.name));
+    let traffic = ClusterTraffic::Exchanges(OverflowEffect::of_cluster(site, &cluster.name));
     findings.push(check_breakers(site, cluster, traffic));
     findings.push(check_keepalive(
         site,
@@ -316,17 +316,17 @@ fn check_single_address(
     }
 }
 
-/// Treatment of a request whose ext_proc stream a full circuit breaker refuses. Envoy refuses it
+/// Treatment of a request whose ext_proc stream an open circuit breaker refuses. Envoy refuses it
 /// before it sends a part of the body, so `failure_mode_allow` applies in every body mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum FullBreakerEffect {
+pub(super) enum OverflowEffect {
     /// Served without warmroute.
     Unrouted,
     /// Answered with status 500.
     Rejected,
 }
 
-impl FullBreakerEffect {
+impl OverflowEffect {
     /// Returns the effect for the requests of all filters that call a cluster.
     pub(super) fn of_cluster(site: &FilterSite<'_>, cluster: &str) -> Self {
         let rejects = site
@@ -344,7 +344,7 @@ impl FullBreakerEffect {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClusterTraffic {
     /// One ext_proc stream per request in flight.
-    Exchanges(FullBreakerEffect),
+    Exchanges(OverflowEffect),
     /// Client requests.
     Requests,
     /// Mirrored requests. Envoy does not report when they end.
@@ -427,7 +427,7 @@ fn low_limit_effect(
     traffic: ClusterTraffic,
     limits_requests: bool,
 ) -> (FindingLevel, &'static str) {
-    use FullBreakerEffect::{Rejected, Unrouted};
+    use OverflowEffect::{Rejected, Unrouted};
     match traffic {
         ClusterTraffic::Exchanges(Rejected) if limits_requests => {
             (FindingLevel::Error, "further requests in flight get 500")

@@ -289,7 +289,7 @@ async fn explain_request(admin: &AdminState, request: Request) -> Result<Respons
     let mut preprocessed = preprocessor
         .preprocess_for_pool(pool, &path, &|name| query.header(name), &body)
         .await;
-    preprocessed.route_request.constraints.stored_at = admin
+    preprocessed.route_request.constraints.storing_rank = admin
         .dispatcher
         .find_stored(&preprocessed.response_reference);
     let mut explanation = admin

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 use prometheus_client::metrics::family::Family;
 use warmroute_core::block::StorageTier;
 use warmroute_core::fleet::Fleet;
-use warmroute_core::health::WorkerHealth;
+use warmroute_core::health::HealthState;
 use warmroute_core::load::ModelCalibration;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
@@ -50,11 +50,11 @@ fn refresh_health(metrics: &Metrics, router: &Router) {
     metrics.health_state.clear();
     for (rank, health) in router.unhealthy_ranks() {
         let state = match health {
-            WorkerHealth::Healthy => continue,
-            WorkerHealth::Suspect => 1,
-            WorkerHealth::ProbeDue => 2,
-            WorkerHealth::Probing => 3,
-            WorkerHealth::Ejected => 4,
+            HealthState::Healthy => continue,
+            HealthState::Suspect => 1,
+            HealthState::ProbeDue => 2,
+            HealthState::Probing => 3,
+            HealthState::Ejected => 4,
         };
         let labels = rank_labels(router, rank);
         metrics.health_state.get_or_create(&labels).set(state);

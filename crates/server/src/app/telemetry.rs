@@ -1,6 +1,6 @@
 //! Logging to standard error, so that standard output contains only the output of commands.
 
-mod burst_limit;
+mod log_rate_filter;
 
 use std::any::Any;
 use std::borrow::Cow;
@@ -14,13 +14,13 @@ use tracing_subscriber::reload::{self, Handle};
 use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer as _, Registry, fmt};
 
-use self::burst_limit::BurstLimit;
+use self::log_rate_filter::LogRateFilter;
 use crate::config::{LogConfig, LogFormat, LogLevel};
 
 /// Changes the log filter at run time, and reports omitted lines.
 pub struct LogControl {
     filter: Handle<EnvFilter, Registry>,
-    bursts: BurstLimit,
+    rate_filter: LogRateFilter,
 }
 
 impl LogControl {
@@ -32,7 +32,7 @@ impl LogControl {
 
     /// Logs how many lines are omitted, because too many were of one kind. Runs until dropped.
     pub async fn report_omitted_lines(&self) -> Infallible {
-        self.bursts.report_omitted().await
+        self.rate_filter.report_omitted().await
     }
 }
 
@@ -78,7 +78,7 @@ pub fn log_invalid_directives() {
 /// Starts logging. An existing subscriber stays in place.
 pub fn init(config: &LogConfig) -> LogControl {
     let (filter, handle) = reload::Layer::new(env_filter(config.level));
-    let bursts = BurstLimit::default();
+    let rate_filter = LogRateFilter::default();
     let lines = fmt::layer()
         .with_writer(|| EventWriter(io::stderr()))
         .with_ansi(io::stderr().is_terminal())
@@ -91,11 +91,11 @@ pub fn init(config: &LogConfig) -> LogControl {
     };
     let subscriber = tracing_subscriber::registry().with(filter);
     let _started = subscriber
-        .with(lines.with_filter(bursts.clone()))
+        .with(lines.with_filter(rate_filter.clone()))
         .try_init();
     LogControl {
         filter: handle,
-        bursts,
+        rate_filter,
     }
 }
 

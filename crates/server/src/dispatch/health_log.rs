@@ -1,7 +1,7 @@
 //! Log lines about the health and the speed of worker ranks.
 
 use tracing::{info, warn};
-use warmroute_core::health::{DeliveryTransition, FailingPool, HealthChange, HealthTransition};
+use warmroute_core::health::{DeliveryTransition, FailingGroup, HealthChange, HealthTransition};
 use warmroute_core::load::{SpeedChange, SpeedTransition};
 use warmroute_core::router::{Router, TickChanges};
 use warmroute_settings::DurationSetting;
@@ -32,16 +32,16 @@ pub fn log_tick_changes(router: &Router, changes: TickChanges) {
 
 fn log_delivery_change(change: &DeliveryTransition) {
     match change {
-        DeliveryTransition::Stopped(FailingPool {
-            pool,
+        DeliveryTransition::Stopped(FailingGroup {
+            group,
             ranks,
             unreachable,
             failures,
         }) => {
-            warn!(model = %pool.model, phase = pool.phase(), ranks, unreachable, %failures, "no worker of the model delivers answers")
+            warn!(model = %group.model, phase = group.phase(), ranks, unreachable, %failures, "no worker of the model delivers answers")
         }
-        DeliveryTransition::Resumed(pool, elapsed) => {
-            info!(model = %pool.model, phase = pool.phase(), seconds = elapsed.as_secs(), "workers of the model deliver answers again")
+        DeliveryTransition::Resumed(group, elapsed) => {
+            info!(model = %group.model, phase = group.phase(), seconds = elapsed.as_secs(), "workers of the model deliver answers again")
         }
     }
 }

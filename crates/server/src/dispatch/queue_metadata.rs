@@ -29,7 +29,10 @@ fn queue_lane(request: &RouteRequest) -> QueueLane {
             rank: pin.rank?,
         })
     });
-    if let Some(rank) = pinned.or(constraints.stored_at).or(constraints.bound_rank) {
+    if let Some(rank) = pinned
+        .or(constraints.storing_rank)
+        .or(constraints.bound_rank)
+    {
         return QueueLane::Pinned(rank);
     }
     let mut hasher = DefaultHasher::new();

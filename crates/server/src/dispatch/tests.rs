@@ -164,7 +164,7 @@ async fn stored_response_outweighs_session() {
     for at in 1..8 {
         let session = session(&at.to_string());
         let mut request = request(at);
-        request.constraints.stored_at = dispatcher.find_stored(&reference("r", None));
+        request.constraints.storing_rank = dispatcher.find_stored(&reference("r", None));
         let next = dispatcher.dispatch(request, Some(&session), |_| ()).await;
         assert_eq!(next.unwrap().placement.route.to.rank, rank);
         let bound = dispatch(&dispatcher, at, Some(&session)).await;

@@ -171,7 +171,7 @@ impl RequestPipeline {
         constraints.endpoints = self
             .conformance_subset(head)
             .or_else(|| inbound.subset.clone());
-        constraints.stored_at = self
+        constraints.storing_rank = self
             .dispatcher
             .find_stored(&preprocessed.response_reference);
         preprocessed

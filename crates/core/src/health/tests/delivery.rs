@@ -3,7 +3,7 @@
 use super::*;
 
 impl Fixture {
-    /// Returns what changed: the failures of a pool that stopped, or `resumed`.
+    /// Returns what changed: the failures of a group that stopped, or `resumed`.
     fn delivery_changes(&self) -> Vec<String> {
         self.delivery_changes_without(&[])
     }
@@ -11,12 +11,12 @@ impl Fixture {
     fn delivery_changes_without(&self, unreachable: &[u64]) -> Vec<String> {
         let unreachable = unreachable.iter().map(|id| (WorkerId(*id), seconds(9)));
         let unreachable = unreachable.collect();
-        let failing = self.health.failing_pools(&unreachable, self.now);
+        let failing = self.health.failing_groups(&unreachable, self.now);
         let changes = self.health.update_deliveries(&unreachable, self.now);
         let describe = |change| match change {
-            DeliveryTransition::Stopped(pool) => {
-                assert_eq!(failing.as_slice(), std::slice::from_ref(&pool));
-                format!("{} of {}", pool.failures, pool.ranks)
+            DeliveryTransition::Stopped(group) => {
+                assert_eq!(failing.as_slice(), std::slice::from_ref(&group));
+                format!("{} of {}", group.failures, group.ranks)
             }
             DeliveryTransition::Resumed(..) => {
                 assert_eq!(failing, []);

@@ -60,7 +60,7 @@ impl SimulatedFleet {
         let unhealthy = self.fixture.health.unhealthy_ranks(&[], self.fixture.now);
         let is_ready = |worker: &u64| {
             let health = unhealthy.get(&rank(*worker)).copied();
-            let health = health.unwrap_or(WorkerHealth::Healthy);
+            let health = health.unwrap_or(HealthState::Healthy);
             WorkerAvailability::from(health) == WorkerAvailability::Ready
         };
         let workers = 1..=self.behaviors.len() as u64;
@@ -81,7 +81,7 @@ impl SimulatedFleet {
     fn send(&mut self, is_client_fault: bool) {
         let worker = self.choose();
         let fixture = &self.fixture;
-        let must_probe = fixture.health(worker) == WorkerHealth::ProbeDue;
+        let must_probe = fixture.health(worker) == HealthState::ProbeDue;
         let expected = Some(SERVICE_TIME);
         let tracked = fixture
             .health
@@ -175,7 +175,7 @@ fn failing_rank_gets_less_than_fair_share() {
                 request.ends_at.get_or_insert(fleet.fixture.now);
             }
             fleet.run(seconds(30));
-            assert_eq!(fleet.fixture.health(1), WorkerHealth::Healthy, "{kind:?}");
+            assert_eq!(fleet.fixture.health(1), HealthState::Healthy, "{kind:?}");
         }
     }
 }

@@ -4,7 +4,7 @@ use super::*;
 
 impl Fixture {
     /// Returns the ranks that a request with this prompt avoids.
-    fn avoided(&self, prompt: &[u64]) -> Vec<(WorkerRank, WorkerHealth)> {
+    fn avoided(&self, prompt: &[u64]) -> Vec<(WorkerRank, HealthState)> {
         let prompt: Vec<_> = prompt.iter().copied().map(SequenceHash).collect();
         let avoided = self.health.unhealthy_ranks(&prompt, self.now);
         avoided.into_iter().collect()
@@ -29,7 +29,7 @@ fn prompt_that_fails_on_two_ranks_is_at_fault() {
             []
         );
     }
-    assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+    assert_eq!(fixture.health(1), HealthState::Healthy);
 }
 
 #[test]
@@ -38,7 +38,7 @@ fn prompt_that_fails_elsewhere_readmits_rank() {
     fixture.report_prompt(1, RequestOutcome::ServerError, &[1]);
     fixture.report(2, RequestOutcome::Delivered);
     (0..4).for_each(|_| _ = fixture.report_prompt(1, RequestOutcome::ServerError, &[1]));
-    assert_eq!(fixture.health(1), WorkerHealth::Ejected);
+    assert_eq!(fixture.health(1), HealthState::Ejected);
     assert_eq!(
         fixture.report_prompt(2, RequestOutcome::ServerError, &[1]),
         [HealthChange::Readmitted]
@@ -52,13 +52,13 @@ fn failed_prompt_avoids_its_rank() {
     for outcome in failures.filter(|outcome| *outcome != RequestOutcome::Overloaded) {
         let fixture = Fixture::new(3);
         fixture.report_prompt(1, outcome, &[1, 2]);
-        let suspect = [(rank(1), WorkerHealth::Suspect)];
+        let suspect = [(rank(1), HealthState::Suspect)];
         assert_eq!(fixture.avoided(&[1, 2]), suspect, "{outcome:?}");
         assert_eq!(fixture.avoided(&[1, 2, 3]), suspect, "{outcome:?}");
         for other in [&[1][..], &[1, 3], &[2], &[]] {
             assert_eq!(fixture.avoided(other), [], "{outcome:?} {other:?}");
         }
-        assert_eq!(fixture.health(1), WorkerHealth::Healthy);
+        assert_eq!(fixture.health(1), HealthState::Healthy);
     }
 }
 

@@ -274,7 +274,7 @@ fn affinity_never_empties_the_pool() {
         Ok(vec![(2, 0), (3, 0)])
     );
     let stored = |id| Constraints {
-        stored_at: bound(id).bound_rank,
+        storing_rank: bound(id).bound_rank,
         ..bound(3)
     };
     assert_eq!(ids(&fleet, &stored(1), &[]), Ok(vec![(1, 0)]));
@@ -513,7 +513,7 @@ fn any_constraints() -> impl Strategy<Value = Constraints> {
                     required_taints,
                     preferred_taints: BTreeMap::new(),
                     bound_rank: exclusive.map(rank),
-                    stored_at: stored.map(rank),
+                    storing_rank: stored.map(rank),
                     adapter,
                 }
             },
@@ -571,7 +571,7 @@ proptest! {
         let may_store = |member: &&FleetMember| {
             expected.contains(member) || availability(member) == WorkerAvailability::Overloaded
         };
-        if let Some(stored) = fitting.iter().copied().filter(may_store).find(|member| Some(member.rank) == constraints.stored_at) {
+        if let Some(stored) = fitting.iter().copied().filter(may_store).find(|member| Some(member.rank) == constraints.storing_rank) {
             expected = vec![stored];
         }
         let has = |member: &&FleetMember| constraints.adapter.as_ref().is_some_and(|a| member.worker.adapters.contains(a));

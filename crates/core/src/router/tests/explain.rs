@@ -4,7 +4,7 @@
 use super::*;
 use crate::block::{EngineHash, StorageTier};
 use crate::freshness::SourceStatus;
-use crate::health::{RequestOutcome, WorkerHealth};
+use crate::health::{HealthState, RequestOutcome};
 use crate::index::{KvEvent, RankWriter, StoredBlock};
 use crate::policy::{
     ConditionalPrefillConfig, DisaggregationConfig, EndpointSubset, LocalPrefillReason,
@@ -391,7 +391,7 @@ fn explanation_changes_no_state() {
     let health = |router: &Router| router.unhealthy_ranks().into_values().collect::<Vec<_>>();
     assert_eq!(
         health(&router),
-        [WorkerHealth::Probing],
+        [HealthState::Probing],
         "the probe was still available"
     );
     let held = router.explain(request(&[vec![1, 2]]));

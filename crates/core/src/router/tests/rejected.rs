@@ -166,7 +166,7 @@ fn retry_avoids_rank_where_prompt_failed() {
     assert_eq!(chosen(tokens(0, 800)), warm, "another prompt");
     for constraints in [
         Constraints {
-            stored_at: Some(warm),
+            storing_rank: Some(warm),
             ..Constraints::default()
         },
         Constraints {

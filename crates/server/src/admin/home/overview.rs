@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use warmroute_core::fleet::FleetMember;
 use warmroute_core::freshness::{IndexFreshness, SourceStatus};
-use warmroute_core::health::{FailingPool, WorkerHealth};
+use warmroute_core::health::{FailingGroup, HealthState};
 use warmroute_core::load::RankSpeed;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
@@ -28,7 +28,7 @@ pub(super) struct ProcessOverview {
     /// Number of workers whose engine does not answer.
     pub(super) unreachable: usize,
     /// Models of which no worker delivers.
-    pub(super) failing: Vec<FailingPool>,
+    pub(super) failing: Vec<FailingGroup>,
     pub(super) ranks: usize,
     pub(super) active_requests: u64,
     /// Number of ranks with an event source, and number of those whose source is exact.
@@ -112,7 +112,7 @@ impl ProcessOverview {
             models: model_rows(&process, router),
             workers: fleet.workers().count(),
             unreachable: router.unreachable_workers().len(),
-            failing: router.failing_pools(),
+            failing: router.failing_groups(),
             ranks: rows.len(),
             active_requests: rows.iter().map(|row| row.active_requests).sum(),
             event_sources,
@@ -207,7 +207,7 @@ fn worker_states(router: &Router, now: WallTime) -> HashMap<WorkerId, Vec<String
         add(worker, format!("unreachable since {}", since.time_of_day()));
     }
     for row in router.health_report() {
-        if row.health != WorkerHealth::Healthy {
+        if row.health != HealthState::Healthy {
             let state = format!("{} for {} s", row.health.as_str(), row.age_seconds);
             add(row.rank.worker, state);
         }

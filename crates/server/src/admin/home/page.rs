@@ -54,12 +54,12 @@ fn readiness(overview: &ProcessOverview) -> (String, &'static str) {
         let Some(failing) = overview.failing.first() else {
             return ("ready".to_owned(), "good");
         };
-        let kind = if failing.pool.is_prefill {
+        let kind = if failing.group.is_prefill {
             "prefill worker"
         } else {
             "worker"
         };
-        let model = EscapedText(&failing.pool.model);
+        let model = EscapedText(&failing.group.model);
         let text = format!("ready, but no {kind} of {model} delivers answers");
         return (text, "bad");
     }

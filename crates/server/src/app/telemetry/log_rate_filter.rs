@@ -24,9 +24,9 @@ const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 /// Log filter that admits a limited number of lines from each place in the code. Levels below
 /// `info` are not limited.
 #[derive(Clone, Default)]
-pub(super) struct BurstLimit(Arc<Mutex<LineWindows<Identifier>>>);
+pub(super) struct LogRateFilter(Arc<Mutex<LineWindows<Identifier>>>);
 
-impl BurstLimit {
+impl LogRateFilter {
     /// Logs the number of omitted lines of each window that ended.
     pub(super) async fn report_omitted(&self) -> Infallible {
         loop {
@@ -44,7 +44,7 @@ impl BurstLimit {
     }
 }
 
-impl<S: Subscriber> Filter<S> for BurstLimit {
+impl<S: Subscriber> Filter<S> for LogRateFilter {
     fn enabled(&self, _metadata: &Metadata<'_>, _context: &Context<'_, S>) -> bool {
         true
     }
@@ -171,7 +171,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let log = file.reopen().unwrap();
         let lines = fmt::layer().with_writer(move || log.try_clone().unwrap());
-        let limit = BurstLimit::default();
+        let limit = LogRateFilter::default();
         let subscriber = registry().with(lines.with_filter(limit.clone()));
         tracing::subscriber::with_default(subscriber, || {
             for worker in 0..100 {

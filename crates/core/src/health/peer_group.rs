@@ -1,4 +1,4 @@
-//! Records of a pool of ranks that are compared with each other.
+//! Records of a group of ranks that are compared with each other.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};
@@ -9,23 +9,23 @@ use super::outcome::RequestOutcome;
 use super::waiting::ContentTimes;
 use crate::worker::WorkerRank;
 
-/// Share of failed requests that is assumed for the healthy ranks of a pool without outcomes, and
-/// the maximum for any pool.
+/// Share of failed requests that is assumed for the healthy ranks of a group without outcomes, and
+/// the maximum for any group.
 pub(super) const BASE_SHARE: f64 = 0.02;
 
 /// Minimum of the share that is assumed for healthy ranks.
 const MIN_BASE_SHARE: f64 = 0.002;
 
-/// Weight of one request in the mean times of a pool.
+/// Weight of one request in the mean times of a group.
 const TIME_SHARE: f64 = 0.1;
 
-/// A failed probe is repeated after this number of requests of the pool at the earliest, so that
+/// A failed probe is repeated after this number of requests of the group at the earliest, so that
 /// probes are at most 2 % of the requests. The maximum ejection time limits it.
 const MIN_PROBE_DISTANCE: u32 = 50;
 
-/// Records of a pool.
+/// Records of a group.
 #[derive(Debug, Default)]
-pub(super) struct PoolRecord {
+pub(super) struct GroupRecord {
     pub(super) members: BTreeSet<WorkerRank>,
     /// Members with evidence against them.
     pub(super) with_evidence: BTreeSet<WorkerRank>,
@@ -43,7 +43,7 @@ pub(super) struct PoolRecord {
     pub(super) failing_since: Option<Instant>,
 }
 
-/// Outcomes of a pool in its last requests, of which older ones count less.
+/// Outcomes of a group in its last requests, of which older ones count less.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct OutcomeHistory {
     failed: f64,
@@ -73,7 +73,7 @@ impl OutcomeHistory {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MeanTime(Option<f64>);
 
-impl PoolRecord {
+impl GroupRecord {
     /// Records that a request is sent to a member.
     pub(super) fn add_request(&mut self, now: Instant) {
         if let Some(previous) = self.last_request.replace(now) {
@@ -81,7 +81,7 @@ impl PoolRecord {
         }
     }
 
-    /// Returns the time in which the pool is expected to receive [`MIN_PROBE_DISTANCE`] requests.
+    /// Returns the time in which the group is expected to receive [`MIN_PROBE_DISTANCE`] requests.
     pub(super) fn min_probe_period(&self) -> Duration {
         let interval = self.interval.get().unwrap_or_default();
         interval.saturating_mul(MIN_PROBE_DISTANCE)
