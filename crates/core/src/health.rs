@@ -68,6 +68,10 @@ pub enum HealthState {
     Suspect,
     /// The ejection is over, and one request may probe the rank.
     ProbeDue,
+    /// The probe has been due for some seconds. The next request probes the rank, although it is not
+    /// the best one for it.
+    #[serde(rename = "probe_due")]
+    ProbeOverdue,
     /// One request probes the rank.
     Probing,
     /// Ejected.
@@ -80,10 +84,15 @@ impl HealthState {
         match self {
             HealthState::Healthy => "healthy",
             HealthState::Suspect => "suspect",
-            HealthState::ProbeDue => "probe_due",
+            HealthState::ProbeDue | HealthState::ProbeOverdue => "probe_due",
             HealthState::Probing => "probing",
             HealthState::Ejected => "ejected",
         }
+    }
+
+    /// Returns whether the next request to the rank is its probe.
+    pub fn is_probe_due(self) -> bool {
+        matches!(self, HealthState::ProbeDue | HealthState::ProbeOverdue)
     }
 }
 
@@ -93,7 +102,9 @@ impl From<HealthState> for WorkerAvailability {
     /// repeated.
     fn from(health: HealthState) -> Self {
         match health {
-            HealthState::Healthy | HealthState::ProbeDue => WorkerAvailability::Ready,
+            HealthState::Healthy | HealthState::ProbeDue | HealthState::ProbeOverdue => {
+                WorkerAvailability::Ready
+            }
             HealthState::Suspect | HealthState::Probing | HealthState::Ejected => {
                 WorkerAvailability::Unhealthy
             }

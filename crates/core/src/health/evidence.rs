@@ -53,6 +53,8 @@ struct FailedPrompt {
     weight: f64,
     /// Whether the rank reported overload, which passes and says nothing about the prompt.
     is_overload: bool,
+    /// Time of the last failure.
+    failed_at: Instant,
 }
 
 /// Last block of a prompt, which identifies the prompt and its position in continuations of it.
@@ -127,17 +129,37 @@ impl FailureEvidence {
                 weight *= REPEATED_WEIGHT;
                 failed.weight += weight;
                 failed.end = end;
-            } else if self.prompts.len() < MAX_PROMPTS {
-                self.prompts.push(FailedPrompt {
+                failed.failed_at = now;
+            } else {
+                self.remember_prompt(FailedPrompt {
                     end,
                     weight,
                     is_overload: outcome == RequestOutcome::Overloaded,
+                    failed_at: now,
                 });
             }
         }
         self.failed += weight;
         self.last_failure = now;
         self.kinds.add(outcome);
+    }
+
+    /// Adds the prompt of an overdue request that has ended. Its failure was added before.
+    pub(super) fn add_overdue_prompt(&mut self, prompt: &[SequenceHash], now: Instant) {
+        if let Some(end) = PromptEnd::new(prompt) {
+            self.remember_prompt(FailedPrompt {
+                end,
+                weight: RequestOutcome::NoContent.weight(),
+                is_overload: false,
+                failed_at: now,
+            });
+        }
+    }
+
+    fn remember_prompt(&mut self, prompt: FailedPrompt) {
+        if self.prompts.len() < MAX_PROMPTS {
+            self.prompts.push(prompt);
+        }
     }
 
     /// Removes the failures of a prompt, because it failed on another rank, too. Returns whether
@@ -175,11 +197,14 @@ impl FailureEvidence {
         }
     }
 
-    /// Returns whether a prompt, or one that it continues, failed on the rank for another reason than
-    /// overload.
-    pub(super) fn has_failed(&self, prompt: &[SequenceHash]) -> bool {
-        let mut prompts = self.prompts.iter();
-        prompts.any(|failed| !failed.is_overload && failed.end.is_continued_by(prompt))
+    /// Returns the time at which a prompt, or one that it continues, failed on the rank last for
+    /// another reason than overload.
+    pub(super) fn failure_of(&self, prompt: &[SequenceHash]) -> Option<Instant> {
+        let prompts = self.prompts.iter();
+        prompts
+            .filter(|failed| !failed.is_overload && failed.end.is_continued_by(prompt))
+            .map(|failed| failed.failed_at)
+            .max()
     }
 
     /// Returns the log-likelihood ratio of the hypotheses. The unit is that of one failure in a

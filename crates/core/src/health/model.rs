@@ -152,7 +152,7 @@ impl HealthModel {
         let Some(record) = self.ranks.get_mut(&rank) else {
             return (!must_probe).then_some(ticket);
         };
-        let is_due = record.health(now) == HealthState::ProbeDue;
+        let is_due = record.health(now).is_probe_due();
         if must_probe && !is_due {
             return None;
         }
@@ -197,7 +197,8 @@ impl HealthModel {
             .filter(|times| times.is_observed())
             .zip(waiting)
             .is_some_and(|(times, waiting)| waiting.is_cancelled_late(times, now));
-        if report.outcome == RequestOutcome::Cancelled && !is_late {
+        let is_overdue = waiting.is_some_and(|waiting| waiting.is_overdue);
+        if report.outcome == RequestOutcome::Cancelled && !is_late && !is_overdue {
             self.abandon(report.rank, ticket);
             return Vec::new();
         }
@@ -216,8 +217,11 @@ impl HealthModel {
             return self.finish_probe(report, now);
         }
         // The failure of an overdue request was counted when it became overdue.
-        let is_overdue = waiting.is_some_and(|waiting| waiting.is_overdue);
         if is_overdue && report.outcome != RequestOutcome::Delivered {
+            let record = self.ranks.get_mut(&report.rank);
+            if let Some(evidence) = record.and_then(|record| record.evidence.as_mut()) {
+                evidence.add_overdue_prompt(report.prompt, now);
+            }
             return Vec::new();
         }
         self.record(report, now)

@@ -17,6 +17,13 @@ const MAX_EARLY_ENDS: u32 = 3;
 /// A suspect rank is avoided for this time, unless an outcome of its peers decides earlier.
 const MAX_SUSPECT_TIME: Duration = Duration::from_secs(5);
 
+/// After this time without a request for which an ejected rank is the best one, any request is its
+/// probe, unless the last health check failed.
+const MAX_PROBE_DELAY: Duration = Duration::from_secs(5);
+
+/// Time after a failure in which a request with the same prompt is assumed to be its retry.
+const RETRY_TIME: Duration = Duration::from_secs(10);
+
 /// Share of the score at the suspicion below which the suspicion is withdrawn.
 const WITHDRAWAL_SHARE: f64 = 0.75;
 
@@ -81,20 +88,25 @@ impl RankRecord {
         match &self.state {
             RankState::InService => HealthState::Healthy,
             RankState::Suspect { .. } => HealthState::Suspect,
-            RankState::Ejected(ejection) if ejection.probe.is_some() => HealthState::Probing,
-            RankState::Ejected(ejection) if ejection.until <= now => HealthState::ProbeDue,
-            RankState::Ejected(_) => HealthState::Ejected,
+            RankState::Ejected(ejection) => ejection.health(now),
         }
     }
 
-    /// Returns the health for a request. A rank on which its prompt failed is suspect for it.
+    /// Returns the health for a request. A rank on which its prompt failed is suspect for it, and a
+    /// retry of that prompt is not the next probe.
     pub(super) fn health_for(&self, prompt: &[SequenceHash], now: Instant) -> HealthState {
+        let health = self.health(now);
         let evidence = self.evidence.as_ref();
-        match self.health(now) {
-            HealthState::Healthy if evidence.is_some_and(|held| held.has_failed(prompt)) => {
-                HealthState::Suspect
+        let Some(failed_at) = evidence.and_then(|held| held.failure_of(prompt)) else {
+            return health;
+        };
+        let may_be_retry = now.saturating_duration_since(failed_at) < RETRY_TIME;
+        match health {
+            HealthState::Healthy => HealthState::Suspect,
+            HealthState::ProbeDue | HealthState::ProbeOverdue if may_be_retry => {
+                HealthState::Ejected
             }
-            health => health,
+            _ => health,
         }
     }
 
@@ -226,6 +238,17 @@ impl RankEjection {
             probe: None,
             is_down: false,
             early_ends: 0,
+        }
+    }
+
+    fn health(&self, now: Instant) -> HealthState {
+        if self.probe.is_some() {
+            return HealthState::Probing;
+        }
+        match now.checked_duration_since(self.until) {
+            None => HealthState::Ejected,
+            Some(delay) if delay >= MAX_PROBE_DELAY && !self.is_down => HealthState::ProbeOverdue,
+            Some(_) => HealthState::ProbeDue,
         }
     }
 

@@ -296,6 +296,32 @@ fn failed_probes_double_ejection_time_to_limit() {
 }
 
 #[test]
+fn due_probe_becomes_overdue_unless_worker_is_down() {
+    let mut fixture = Fixture::new(2);
+    fixture.report(1, RequestOutcome::ServerError);
+    fixture.report(2, RequestOutcome::Delivered);
+    fixture.repeat(1, RequestOutcome::ServerError, 4);
+    for (after, health) in [
+        (1, HealthState::ProbeDue),
+        (4, HealthState::ProbeDue),
+        (1, HealthState::ProbeOverdue),
+    ] {
+        fixture.now += seconds(after);
+        assert_eq!(fixture.health(1), health);
+    }
+    fixture
+        .health
+        .on_health_check(WorkerId(1), false, fixture.now);
+    assert_eq!(fixture.health(1), HealthState::ProbeDue);
+    fixture.now += seconds(5);
+    let probe = fixture.probe(1).unwrap();
+    assert_eq!(
+        fixture.finish(probe, RequestOutcome::Delivered),
+        [HealthChange::Readmitted]
+    );
+}
+
+#[test]
 fn inconclusive_probe_becomes_due_again() {
     let mut fixture = Fixture::new(1);
     fixture.repeat(1, RequestOutcome::Unreachable, 3);

@@ -16,7 +16,7 @@ use super::route_builder::RouteBuilder;
 use super::state::Router;
 use crate::block::tracking::random_sequences;
 use crate::fleet::{Fleet, FleetMember};
-use crate::health::{HealthState, TrackedRequest};
+use crate::health::TrackedRequest;
 use crate::policy::LatchMode;
 use crate::queue::{BusyThreshold, PlaceOutcome};
 
@@ -251,7 +251,7 @@ impl Router {
     ) -> Result<Vec<TrackedRequest>, DecideError> {
         let track = |member: &FleetMember| {
             let health = pools.availability.unhealthy.get(&member.rank);
-            let must_probe = health == Some(&HealthState::ProbeDue);
+            let must_probe = health.is_some_and(|health| health.is_probe_due());
             self.feedback
                 .health
                 .start(member.rank, expected, must_probe, now)

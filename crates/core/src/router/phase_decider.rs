@@ -283,6 +283,17 @@ impl<'f> PhaseDecider<'_, 'f> {
         !set.members.is_empty() && set.members.iter().zip(&set.candidates).all(is_busy)
     }
 
+    /// Narrows the candidates to one whose probe is overdue, if there is one.
+    fn narrowed_to_probe(&self, mut set: CandidateSet<'f>) -> CandidateSet<'f> {
+        let availability = &self.pools.availability;
+        let mut members = set.members.iter();
+        if let Some(at) = members.position(|member| availability.is_probe_overdue(member)) {
+            set.members = vec![set.members[at]];
+            set.candidates = vec![set.candidates.swap_remove(at)];
+        }
+        set
+    }
+
     fn choose(
         &self,
         set: CandidateSet<'f>,
@@ -296,7 +307,7 @@ impl<'f> PhaseDecider<'_, 'f> {
             members,
             mut candidates,
             cached,
-        } = set;
+        } = self.narrowed_to_probe(set);
         let input = self.policy_input(&pool, phase, estimate);
         let estimate = self.in_flight_estimate(&pool, phase);
         let in_flight = estimate.map_or(0, |estimate| {

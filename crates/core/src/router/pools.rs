@@ -41,6 +41,11 @@ impl FleetAvailability {
         self.unhealthy.is_empty() && self.overloaded.workers().is_empty()
     }
 
+    /// Returns whether the probe of a member is overdue.
+    pub(super) fn is_probe_overdue(&self, member: &FleetMember) -> bool {
+        self.unhealthy.get(&member.rank) == Some(&HealthState::ProbeOverdue)
+    }
+
     /// Returns whether a member is healthy, accepts requests and is not overloaded.
     pub(super) fn is_unrestricted(&self, member: &FleetMember) -> bool {
         !self.unhealthy.contains_key(&member.rank)

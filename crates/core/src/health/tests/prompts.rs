@@ -63,6 +63,29 @@ fn failed_prompt_avoids_its_rank() {
 }
 
 #[test]
+fn retry_of_hung_request_avoids_its_rank() {
+    let mut fixture = Fixture::new(2);
+    fixture.deliver(2);
+    let mut hung = fixture.start(1, Some(seconds(1)));
+    fixture.now += seconds(5);
+    assert_eq!(fixture.tick(), [HealthChange::Suspected]);
+    fixture.report(2, RequestOutcome::Delivered);
+    assert_eq!(fixture.health(1), HealthState::Ejected);
+    fixture.now += seconds(2);
+    assert_eq!(fixture.health(1), HealthState::ProbeDue);
+
+    let prompt: Vec<_> = [1, 2].map(SequenceHash).into();
+    hung.report(RequestOutcome::Cancelled, &prompt, fixture.now);
+    assert_eq!(fixture.avoided(&[1, 2]), [(rank(1), HealthState::Ejected)]);
+    assert_eq!(fixture.avoided(&[3]), [(rank(1), HealthState::ProbeDue)]);
+    fixture.now += seconds(10);
+    assert_eq!(
+        fixture.avoided(&[1, 2]),
+        [(rank(1), HealthState::ProbeOverdue)]
+    );
+}
+
+#[test]
 fn prompt_that_fails_on_two_ranks_avoids_none() {
     let fixture = Fixture::new(3);
     fixture.report_prompt(1, RequestOutcome::Rejected, &[1, 2]);

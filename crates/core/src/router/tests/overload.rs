@@ -196,6 +196,23 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
     assert_eq!(ids(&router, 50), [1, 2]);
 }
 
+/// Worker 1 is never the best one, because worker 2 has less load.
+#[test]
+fn overdue_probe_takes_next_request() {
+    let clock = Clock::default();
+    let router = clocked([worker(1), worker(2)], RouterSettings::default(), &clock);
+    let _busy: Vec<_> = (0..20).map(|_| booked_at(&router, 1)).collect();
+    for _ in 0..3 {
+        router.on_response(&mut booked_at(&router, 1), DEAD);
+    }
+    clock.advance(Duration::from_secs(5));
+    assert_eq!(ids(&router, 20), [2]);
+    clock.advance(Duration::from_secs(1));
+    let probe = router.route(request(&[vec![1]])).unwrap();
+    assert_eq!(probe.route.to.rank.worker, WorkerId(1));
+    assert_eq!(ids(&router, 20), [2], "one request probes it");
+}
+
 /// Routes and books requests until the worker is chosen.
 fn route_until_chosen(router: &Router, worker: WorkerId) -> Placement {
     let mut held = Vec::new();
