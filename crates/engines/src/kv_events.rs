@@ -14,6 +14,7 @@ mod resize;
 mod sequencer;
 mod source;
 mod source_monitor;
+mod source_outage;
 mod subscriber;
 pub mod wire;
 

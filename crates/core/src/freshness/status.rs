@@ -63,7 +63,7 @@ pub enum StaleReason {
     NoSource,
     /// Not connected yet.
     Connecting,
-    /// The engine is replaying missed events.
+    /// The engine is replaying missed events, or has not answered the replay request yet.
     Replaying,
     /// The connection was lost.
     Detached,

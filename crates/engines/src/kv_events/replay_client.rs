@@ -40,7 +40,12 @@ impl ReplayClient {
         }
     }
 
-    fn back_off(&mut self) {
+    /// Ends a pause in requests.
+    pub(super) fn end_pause(&mut self) {
+        self.paused_until = None;
+    }
+
+    pub(super) fn back_off(&mut self) {
         self.paused_until = Some(Instant::now() + self.next_pause);
         self.next_pause = (self.next_pause * 2).min(LONGEST_PAUSE);
     }

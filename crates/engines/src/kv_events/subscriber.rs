@@ -1,8 +1,10 @@
 //! Subscribes to one worker rank's event source for the lifetime of the process. After a lost
 //! connection, it pauses and opens a new socket. A replay follows every connection, because only a
-//! later batch number reveals a missed batch, and an idle engine sends none. During a replay, live
-//! messages wait in the bounded queues of the kernel and of the publisher. If these queues
-//! overflow, the sequence numbers show a gap.
+//! later batch number reveals a missed batch, and an idle engine sends none. While the engine does
+//! not answer, it is unknown whether batches are missing. The replay is requested again at
+//! intervals and before the next live batch. During a replay, live messages wait in the bounded
+//! queues of the kernel and of the publisher. If these queues overflow, the sequence numbers show a
+//! gap.
 
 use std::collections::HashSet;
 use std::convert::Infallible;
@@ -23,6 +25,7 @@ use super::replay_client::{FIRST_PAUSE as UNANSWERED, ReplayClient};
 use super::sequencer::ReplayError;
 use super::source::{RankSink, SourceSpec, SourceState};
 use super::source_monitor::SourceMonitor;
+use super::source_outage::{OutageReport, SourceOutage};
 use warmroute_core::freshness::SourceLink;
 use warmroute_core::worker::{EventSource, SocketAttach, WorkerRank};
 use warmroute_metrics::{Metrics, ReasonLabel};
@@ -48,6 +51,11 @@ enum ReplayCheck {
 }
 
 impl ReplayCheck {
+    /// Returns the check after a replay that the engine did not answer.
+    fn after_unanswered() -> Self {
+        ReplayCheck::AfterSubscribe(Instant::now() + UNANSWERED + SUBSCRIPTION_DELAY)
+    }
+
     fn at(self) -> Instant {
         match self {
             ReplayCheck::AfterSubscribe(at) | ReplayCheck::Idle(at) => at,
@@ -110,6 +118,7 @@ pub async fn run(
         check: None,
         refused_at: None,
         is_connected: false,
+        is_unanswered: false,
     };
     let mut backoff = ReconnectBackoff::new(PAUSE.0, PAUSE.1);
     let mut outage = SourceOutage::default();
@@ -123,48 +132,6 @@ pub async fn run(
         }
         listener.log_outage(outage.record(was_connected, &error), &error);
         sleep(backoff.next_pause(rand::random())).await;
-    }
-}
-
-/// Decides how the end of a session is logged, so that each outage is logged once.
-#[derive(Default)]
-struct SourceOutage {
-    /// Whether the loss of the last connection was logged.
-    is_loss_logged: bool,
-    /// Last logged error of a failed connection attempt.
-    last_error: String,
-}
-
-/// Log line for the end of a session.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum OutageReport {
-    /// The connection was lost.
-    Lost,
-    /// No connection was established, and the error is new.
-    Unreachable,
-    /// The outage or its cause was logged before.
-    Repeated,
-}
-
-impl SourceOutage {
-    fn record(&mut self, was_connected: bool, error: &DetachError) -> OutageReport {
-        if was_connected {
-            // The silence that led to the request was logged.
-            let is_requested = matches!(error, DetachError::ReconnectRequested);
-            self.is_loss_logged = !is_requested;
-            self.last_error.clear();
-            return if is_requested {
-                OutageReport::Repeated
-            } else {
-                OutageReport::Lost
-            };
-        }
-        let error = error.to_string();
-        if self.is_loss_logged || error == self.last_error {
-            return OutageReport::Repeated;
-        }
-        self.last_error = error;
-        OutageReport::Unreachable
     }
 }
 
@@ -223,6 +190,9 @@ struct SourceListener {
     refused_at: Option<Instant>,
     /// Whether the session is or was connected to a publisher.
     is_connected: bool,
+    /// Whether the engine has not answered the replay since the last connection. Batches may be
+    /// missing.
+    is_unanswered: bool,
 }
 
 impl SourceListener {
@@ -353,41 +323,68 @@ impl SourceListener {
             .inc();
     }
 
-    /// Replays the batches that were missed before the connection.
+    /// Replays the batches that were missed before a new connection. A pause in requests ends,
+    /// because the engine accepted the connection.
     async fn recover_missed(&mut self) {
+        self.replay.iter_mut().for_each(ReplayClient::end_pause);
+        self.replay_missed().await;
+    }
+
+    /// Replays the batches that were missed before the connection. Records a loss if the engine
+    /// answers, but does not have them.
+    async fn replay_missed(&mut self) {
         let has_resumed = self.applier.finish_resume();
-        match self.catch_up().await {
+        let outcome = self.catch_up().await;
+        let is_fresh = self.applier.sequencer().is_fresh();
+        let was_unanswered = std::mem::take(&mut self.is_unanswered);
+        match outcome {
             Some(Ok(())) => {}
             // The next batch number shows whether a batch is missing.
             None if has_resumed => {}
             // The index has no blocks of this rank that could be stale, and an engine without
             // history has nothing to replay.
-            Some(Err(ReplayError::Empty)) | None if self.applier.sequencer().is_fresh() => {}
-            missed => {
-                let reason = missed
-                    .and_then(Result::err)
-                    .map_or("no replay endpoint", ReplayError::as_str);
-                tracing::warn!(rank = %self.publisher.rank, name = self.publisher.worker_name, reason, "KV events before the connection are unknown");
-                if !self.applier.sequencer().is_fresh() {
-                    self.applier.update(BatchApplier::record_loss);
+            Some(Err(ReplayError::Empty)) | None if is_fresh => {}
+            Some(Err(ReplayError::EndedBeforeTarget)) if !is_fresh => {
+                self.is_unanswered = true;
+                if !was_unanswered {
+                    tracing::info!(rank = %self.publisher.rank, name = self.publisher.worker_name, "KV event replay unanswered; trying again");
                 }
+                self.check = Some(ReplayCheck::after_unanswered());
+                return;
             }
+            missed => self.record_missed(missed.and_then(Result::err)),
         }
+        self.publisher.publish(SourceState::Live);
         self.check = self
             .replay
             .is_some()
             .then(|| ReplayCheck::AfterSubscribe(Instant::now() + SUBSCRIPTION_DELAY));
     }
 
+    /// Records that batches before the connection may be missing.
+    fn record_missed(&mut self, error: Option<ReplayError>) {
+        let reason = error.map_or("no replay endpoint", ReplayError::as_str);
+        tracing::warn!(rank = %self.publisher.rank, name = self.publisher.worker_name, reason, "KV events before the connection are unknown");
+        if !self.applier.sequencer().is_fresh() {
+            self.applier.update(BatchApplier::record_loss);
+        }
+    }
+
+    /// Repeats the replay that the engine has not answered. The engine publishes, so it can answer
+    /// now. If it does not, the missed batches are lost.
+    async fn resolve_unanswered(&mut self) {
+        self.recover_missed().await;
+        if std::mem::take(&mut self.is_unanswered) {
+            self.record_missed(Some(ReplayError::EndedBeforeTarget));
+            self.publisher.publish(SourceState::Live);
+        }
+    }
+
     /// Replays the batches that the engine still holds. Returns `None` without a replay endpoint.
     async fn catch_up(&mut self) -> Option<Result<(), ReplayError>> {
-        let mut outcome = None;
-        if let Some(engine) = &mut self.replay {
-            self.publisher.publish(SourceState::Replaying);
-            outcome = Some(replay::catch_up(engine, &mut self.applier).await);
-        }
-        self.publisher.publish(SourceState::Live);
-        outcome
+        let engine = self.replay.as_mut()?;
+        self.publisher.publish(SourceState::Replaying);
+        Some(replay::catch_up(engine, &mut self.applier).await)
     }
 
     /// Applies one live message.
@@ -400,6 +397,9 @@ impl SourceListener {
                     .update(|batches| batches.record_malformed(error));
             }
         };
+        if self.is_unanswered {
+            self.resolve_unanswered().await;
+        }
         if self.replay.is_some() {
             self.check = Some(ReplayCheck::Idle(Instant::now() + IDLE_CHECK_INTERVAL));
         }
@@ -416,19 +416,22 @@ impl SourceListener {
         }
         self.applier
             .update(|batches| batches.apply_after_replay(gap, payload));
+        self.publisher.publish(SourceState::Live);
     }
 
     /// Queries the replay endpoint for batches that should have arrived.
     async fn check(&mut self) -> Result<(), DetachError> {
+        if self.is_unanswered {
+            self.replay_missed().await;
+            return Ok(());
+        }
         let (Some(engine), Some(check)) = (&mut self.replay, self.check) else {
             return Ok(());
         };
         let known = self.applier.sequencer().next_seq();
         let outcome = replay::catch_up(engine, &mut self.applier).await;
         self.check = Some(match outcome {
-            Err(ReplayError::EndedBeforeTarget) => {
-                ReplayCheck::AfterSubscribe(Instant::now() + UNANSWERED + SUBSCRIPTION_DELAY)
-            }
+            Err(ReplayError::EndedBeforeTarget) => ReplayCheck::after_unanswered(),
             _ => ReplayCheck::Idle(Instant::now() + IDLE_CHECK_INTERVAL),
         });
         match check {
@@ -470,12 +473,15 @@ pub(super) async fn open_socket(
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use bytes::Bytes;
     use warmroute_zmtp::ExceededLimit;
     use zeromq::{RouterSocket, Socket as _, SocketRecv as _, SocketSend as _};
 
     use super::*;
     use crate::kv_events::{MediaTokens, SharedResync};
+    use warmroute_core::freshness::{IndexFreshness, StaleReason};
     use warmroute_core::index::{ApplyOutcome, ReconcileReport};
     use warmroute_core::worker::{BlockSize, DpRank, WorkerId};
 
@@ -505,10 +511,15 @@ mod tests {
             resync,
             max_message,
         };
+        let has_lost = Arc::new(AtomicBool::new(false));
+        let lost = has_lost.clone();
         let sink = RankSink {
             apply: Box::new(|_| ApplyOutcome::Ok),
-            record_loss: Box::new(|| 0),
-            reconcile: Box::new(ReconcileReport::default),
+            record_loss: Box::new(move || u32::from(!lost.swap(true, Ordering::Relaxed))),
+            reconcile: Box::new(move || ReconcileReport {
+                has_unreported: has_lost.load(Ordering::Relaxed),
+                ..ReconcileReport::default()
+            }),
             position: Default::default(),
         };
         let monitor = SourceMonitor::default();
@@ -529,7 +540,68 @@ mod tests {
             check: None,
             refused_at: None,
             is_connected: false,
+            is_unanswered: false,
         }
+    }
+
+    /// Sends a live batch without events to a listener.
+    async fn deliver(listener: &mut SourceListener, seq: u64) {
+        let batch = [b"topic".as_slice(), &seq.to_be_bytes(), &[0x92, 0x01, 0x90]];
+        listener
+            .handle_message(&batch.map(Bytes::copy_from_slice))
+            .await;
+    }
+
+    /// Returns a listener that applied one batch and reconnected to an engine that hangs.
+    async fn unanswered_listener() -> SourceListener {
+        let mut listener = listener("tcp://127.0.0.1:1");
+        deliver(&mut listener, 0).await;
+        listener.recover_missed().await;
+        assert_eq!(
+            listener.publisher.monitor.status().reason,
+            Some(StaleReason::Replaying)
+        );
+        listener
+    }
+
+    #[tokio::test]
+    async fn replay_after_engine_hang_restores_exact_source() {
+        let (endpoint, server) = engine().await;
+        for is_publishing in [true, false] {
+            let mut listener = unanswered_listener().await;
+            listener.replay = Some(ReplayClient::new(&endpoint, SocketConfig::default()));
+            if is_publishing {
+                deliver(&mut listener, 1).await;
+            } else {
+                assert!(listener.check().await.is_ok());
+            }
+            assert_eq!(listener.applier.sequencer().next_seq(), 2);
+            let status = listener.publisher.monitor.status();
+            assert_eq!(status.freshness, IndexFreshness::Exact, "{is_publishing}");
+        }
+        server.abort();
+    }
+
+    #[tokio::test]
+    async fn publishing_engine_without_replay_loses_missed_batches() {
+        let mut listener = unanswered_listener().await;
+        assert!(listener.check().await.is_ok());
+        let status = listener.publisher.monitor.status();
+        assert_eq!(status.reason, Some(StaleReason::Replaying), "still unknown");
+        deliver(&mut listener, 1).await;
+        let status = listener.publisher.monitor.status();
+        assert_eq!(status.reason, Some(StaleReason::UnreportedBlocks));
+    }
+
+    #[tokio::test]
+    async fn new_connection_ends_pause_of_replays() {
+        let (endpoint, server) = engine().await;
+        let mut listener = listener(&endpoint);
+        listener.replay.as_mut().unwrap().back_off();
+        deliver(&mut listener, 0).await;
+        listener.recover_missed().await;
+        assert_eq!(listener.applier.sequencer().next_seq(), 2);
+        server.abort();
     }
 
     /// Starts an engine that holds two batches.
@@ -554,29 +626,6 @@ mod tests {
             }
         });
         (endpoint, server)
-    }
-
-    #[test]
-    fn each_outage_is_logged_once() {
-        let refused = || DetachError::Socket(ZmtpError::ConnectTimeout(PAUSE.1));
-        let mut outage = SourceOutage::default();
-        let reports = [
-            (false, refused(), OutageReport::Unreachable),
-            (false, refused(), OutageReport::Repeated),
-            (false, DetachError::SocketClosed, OutageReport::Unreachable),
-            (true, DetachError::SocketClosed, OutageReport::Lost),
-            (false, refused(), OutageReport::Repeated),
-            (
-                true,
-                DetachError::ReconnectRequested,
-                OutageReport::Repeated,
-            ),
-            (false, refused(), OutageReport::Unreachable),
-            (true, DetachError::SocketClosed, OutageReport::Lost),
-        ];
-        for (was_connected, error, report) in reports {
-            assert_eq!(outage.record(was_connected, &error), report, "{error}");
-        }
     }
 
     #[tokio::test]
@@ -629,14 +678,7 @@ mod tests {
             ])
             .await;
         assert!(matches!(listener.check, Some(ReplayCheck::AfterSubscribe(still)) if still == at));
-        let batch = [
-            b"topic".as_slice(),
-            &0_u64.to_be_bytes(),
-            &[0x92, 0x01, 0x90],
-        ];
-        listener
-            .handle_message(&batch.map(Bytes::copy_from_slice))
-            .await;
+        deliver(&mut listener, 0).await;
         assert!(matches!(listener.check, Some(ReplayCheck::Idle(_))));
     }
 

@@ -81,6 +81,8 @@ struct Engine {
     losses: Vec<bool>,
     sent: usize,
     is_silent: bool,
+    /// Whether the last replay after a connection was not answered.
+    is_unanswered: bool,
     replies: VecDeque<ReplayReply>,
 }
 
@@ -140,6 +142,9 @@ impl ReplaySource for Engine {
 }
 
 async fn deliver(engine: &mut Engine, applier: &mut EventApplier, seq: u64, payload: &Bytes) {
+    if engine.is_unanswered {
+        attach(engine, applier).await;
+    }
     if let Some(gap) = applier.update(|batches| batches.apply_live(seq, payload)) {
         let _ = catch_up(engine, applier).await;
         applier.update(|batches| batches.apply_after_replay(gap, payload));
@@ -147,7 +152,10 @@ async fn deliver(engine: &mut Engine, applier: &mut EventApplier, seq: u64, payl
 }
 
 async fn attach(engine: &mut Engine, applier: &mut EventApplier) {
-    if catch_up(engine, applier).await.is_err() && !applier.sequencer().is_fresh() {
+    let outcome = catch_up(engine, applier).await;
+    let is_fresh = applier.sequencer().is_fresh();
+    engine.is_unanswered = !is_fresh && outcome == Err(ReplayError::EndedBeforeTarget);
+    if outcome.is_err() && !is_fresh && !engine.is_unanswered {
         applier.update(BatchApplier::record_loss);
     }
 }
@@ -218,6 +226,7 @@ fn run_history(steps: Vec<Step>, holds: usize, losses: Vec<bool>) -> (Held, Hash
         losses,
         sent: 0,
         is_silent: false,
+        is_unanswered: false,
         replies: VecDeque::new(),
     };
     let runtime = tokio::runtime::Builder::new_current_thread()
