@@ -204,6 +204,13 @@ pub struct TokenizationOptions {
     pub tokenizer_side: TruncationSide,
 }
 
+impl TokenizationOptions {
+    /// Returns the side that truncation removes.
+    pub fn removed_side(&self) -> TruncationSide {
+        self.truncation_side.unwrap_or(self.tokenizer_side)
+    }
+}
+
 /// The side of a prompt that truncation removes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]

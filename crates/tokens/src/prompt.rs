@@ -360,7 +360,7 @@ impl Encoder {
         let limit = truncation_limit(rendered.tokenization)?;
         let tokenizer_side = rendered.tokenization.tokenizer_side;
         let named_side = rendered.tokenization.truncation_side;
-        let side = named_side.unwrap_or(tokenizer_side);
+        let side = rendered.tokenization.removed_side();
         match &rendered.prompts {
             PromptSource::Tokens(lists) => Ok(lists
                 .iter()

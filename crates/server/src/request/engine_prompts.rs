@@ -321,15 +321,25 @@ impl RequestPreprocessor {
     }
 
     /// Returns the number of tokens at the end of a prompt that some engine computes differently.
+    /// If truncation removes the beginning, these are all tokens, because the number of removed
+    /// tokens depends on the end.
     pub(super) fn differing_end(&self, model: &SaltedModel, request: &openai::ApiRequest) -> usize {
         let has_generation_prompt = matches!(
             &request.prompt,
             openai::PromptInput::Chat(chat) if chat.add_generation_prompt && !chat.is_partial
         );
         let source = self.parts.token_sources.get(&model.resolved.model.name);
-        source
+        let end = source
             .filter(|_| has_generation_prompt)
-            .map_or(0, |source| source.parity.differing_end_tokens())
+            .map_or(0, |source| source.parity.differing_end_tokens());
+        let tokenization = &request.tokenization;
+        let removes_beginning = tokenization.truncate_prompt_tokens.is_some()
+            && tokenization.removed_side() == openai::TruncationSide::Left;
+        if end > 0 && removes_beginning {
+            usize::MAX
+        } else {
+            end
+        }
     }
 
     /// Degrades a prompt whose tokens have broken parity.

@@ -55,13 +55,12 @@ impl Encoder {
     ) -> Result<Vec<BoundedTokens>, EncodeError> {
         let tokenization = rendered.tokenization;
         let limit = truncation_limit(tokenization)?;
-        let named_side = tokenization.truncation_side.filter(|_| limit.is_some());
-        let side = named_side.unwrap_or(tokenization.tokenizer_side);
+        let side = tokenization.removed_side();
         let truncation = PromptTruncation {
             add_special_tokens: rendered.add_special_tokens,
             max_tokens: limit,
             side,
-            includes_special_tokens: named_side.is_some(),
+            includes_special_tokens: limit.is_some() && tokenization.truncation_side.is_some(),
         };
         match &rendered.prompts {
             PromptSource::Tokens(lists) => Ok(lists

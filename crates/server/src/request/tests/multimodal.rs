@@ -157,21 +157,8 @@ fn multimodal_prompts_are_no_parity_evidence() {
     assert_eq!(degraded.prompt.reason(), Some(Reason::ParityMismatch));
 }
 
-#[test]
-fn differing_generation_prompt_ends_known_prefix() {
-    let preprocessor = vision_preprocessor();
-    let preprocess = |path: &str, body: &str| {
-        preprocessor
-            .preprocess_blocking(None, path, &|_| None, body.as_bytes())
-            .route_request
-            .prompt
-    };
-    let chat = "/v1/chat/completions";
-    let shown = image_conversation(&png_data_url(2), "what is it?");
-    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
-    let open = text.replace("}]}", r#"}], "add_generation_prompt": false}"#);
-    let bodies = [shown.as_str(), text];
-    let whole = bodies.map(|body| preprocess(chat, body));
+/// Records that the generation prompt of an engine, the last three tokens, differs.
+fn record_differing_end(preprocessor: &RequestPreprocessor) {
     let (_, parity) = preprocessor.parity_statuses().next().unwrap();
     let difference = TokenDifference {
         compared: ComparedItem::Length,
@@ -189,6 +176,62 @@ fn differing_generation_prompt_ends_known_prefix() {
         end_tokens: 3,
     };
     parity.record_canaries(warmroute_core::worker::WorkerId(1), verdict);
+}
+
+#[test]
+fn left_truncation_with_differing_end_hides_prompt() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |truncation: serde_json::Value| {
+        let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}], "truncate_prompt_tokens": 12});
+        body.as_object_mut()
+            .unwrap()
+            .extend(truncation.as_object().unwrap().clone());
+        preprocessor
+            .preprocess_blocking(
+                None,
+                "/v1/chat/completions",
+                &|_| None,
+                body.to_string().as_bytes(),
+            )
+            .route_request
+            .prompt
+    };
+    let left = [json!({}), json!({"truncation_side": "left"})];
+    for truncation in &left {
+        let prompt = preprocess(truncation.clone());
+        assert!(matches!(prompt, RoutePrompt::Hashed(_)), "{prompt:?}");
+    }
+    record_differing_end(&preprocessor);
+    for truncation in left {
+        let prompt = preprocess(truncation);
+        let RoutePrompt::Estimated { tokens, reason } = prompt else {
+            panic!("{prompt:?}")
+        };
+        assert_eq!((tokens, reason), (12, Reason::ParityMismatch));
+    }
+    let prompt = preprocess(json!({"truncation_side": "right"}));
+    let RoutePrompt::Truncated { known, .. } = prompt else {
+        panic!("{prompt:?}")
+    };
+    assert_eq!(known.len(), 2);
+}
+
+#[test]
+fn differing_generation_prompt_ends_known_prefix() {
+    let preprocessor = vision_preprocessor();
+    let preprocess = |path: &str, body: &str| {
+        preprocessor
+            .preprocess_blocking(None, path, &|_| None, body.as_bytes())
+            .route_request
+            .prompt
+    };
+    let chat = "/v1/chat/completions";
+    let shown = image_conversation(&png_data_url(2), "what is it?");
+    let text = r#"{"model": "m", "messages": [{"role": "user", "content": "one two three four five six seven"}]}"#;
+    let open = text.replace("}]}", r#"}], "add_generation_prompt": false}"#);
+    let bodies = [shown.as_str(), text];
+    let whole = bodies.map(|body| preprocess(chat, body));
+    record_differing_end(&preprocessor);
     for (body, whole) in bodies.into_iter().zip(whole) {
         let RoutePrompt::Truncated {
             known,
