@@ -19,6 +19,7 @@ mod incarnation;
 mod listeners;
 mod load_poller;
 mod offline;
+mod parity_log;
 mod parts;
 mod poll_config;
 mod reload;

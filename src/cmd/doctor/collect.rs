@@ -16,7 +16,9 @@ use futures_util::{StreamExt as _, stream};
 use reqwest::header::HeaderMap;
 use warmroute_core::parity::CanaryVerdict;
 use warmroute_core::worker::{DpRank, ModelName, Worker, WorkerRole};
-use warmroute_doctor::engine::facts::{OverdueStep, WorkerFacts, WorkerOrigin};
+use warmroute_doctor::engine::facts::{
+    OverdueStep, WorkerFacts, WorkerOrigin, record_agreeing_workers,
+};
 use warmroute_doctor::engine::is_reachable;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
 
@@ -56,7 +58,9 @@ impl FactCollector<'_> {
             has_remote_decoders: has_remote_decoders(worker, workers),
             ..self.collect_worker(worker).await
         });
-        facts.buffered(MAX_CONCURRENT).collect().await
+        let mut facts: Vec<_> = facts.buffered(MAX_CONCURRENT).collect().await;
+        record_agreeing_workers(&mut facts);
+        facts
     }
 
     async fn collect_worker(&self, worker: &Worker) -> WorkerFacts {
@@ -108,6 +112,7 @@ impl FactCollector<'_> {
             metrics: Err(EngineError::Timeout),
             publishers: Err(EngineError::Timeout),
             parity: CanaryVerdict::Untested,
+            has_agreeing_worker: false,
             bootstrap: None,
             kv_handoff: None,
             has_remote_decoders: false,

@@ -244,6 +244,12 @@ impl ModelParity {
             && !self.workers.values().any(WorkerParity::agrees)
     }
 
+    /// Returns true if all tokens of some worker agree.
+    pub fn has_agreeing_worker(&self) -> bool {
+        let mut verdicts = self.workers.values().map(|known| &known.canaries);
+        verdicts.any(|verdict| matches!(verdict, CanaryVerdict::Agrees { .. }))
+    }
+
     /// Returns the number of tokens at the end of prompts with a generation prompt that some worker
     /// computes differently.
     pub(super) fn differing_end_tokens(&self) -> usize {

@@ -4,7 +4,6 @@
 use std::collections::BTreeSet;
 
 use warmroute_core::parity::{CanaryVerdict, TokenDifference};
-use warmroute_core::worker::ModelName;
 use warmroute_engines::engine_client::{CacheConfig, EngineError, cache_settings};
 
 use super::facts::{WorkerFacts, WorkerOrigin, describe_error};
@@ -219,11 +218,11 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
             at.ok(format!("tokens agree for {compared} canaries{but}"))
         }
         CanaryVerdict::Differs { difference } => {
-            let (message, fix) = describe_difference(difference, model);
+            let (message, fix) = describe_difference(difference, facts);
             at.error(format!("{message}: no later block is ever found"), fix)
         }
         CanaryVerdict::GenerationPromptDiffers { difference, .. } => {
-            let (message, fix) = describe_difference(difference, model);
+            let (message, fix) = describe_difference(difference, facts);
             let effect = "prompts are known only up to the generation prompt";
             at.warning(format!("{message}: {effect}"), fix)
         }
@@ -231,7 +230,8 @@ fn check_tokens(facts: &WorkerFacts) -> Finding {
 }
 
 /// Returns the message about a token difference, and its fix.
-fn describe_difference(difference: &TokenDifference, model: &ModelName) -> (String, String) {
+fn describe_difference(difference: &TokenDifference, facts: &WorkerFacts) -> (String, String) {
+    let model = &facts.worker.model;
     let token = |token: Option<u32>| token.map_or("nothing".to_owned(), |token| token.to_string());
     let texts = match (&difference.warmroute_text, &difference.engine_text) {
         (Some(ours), Some(theirs)) => {
@@ -247,6 +247,10 @@ fn describe_difference(difference: &TokenDifference, model: &ModelName) -> (Stri
         token(difference.engine_token),
     );
     let fix = match &difference.matching_settings {
+        _ if facts.has_agreeing_worker => format!(
+            "start all workers of the model {model} with the same options: the tokens of another \
+                    worker agree"
+        ),
         Some(settings) => format!(
             "set `{settings}` for the model {model}: with it, the tokens of all canaries \
                     are equal"

@@ -1,6 +1,7 @@
 //! Facts about one worker: the engine's status pages, its response to a canary, and the messages on
 //! its event sockets.
 
+use std::collections::HashSet;
 use std::time::{Duration, SystemTime};
 
 use warmroute_core::block::BlockWindows;
@@ -61,6 +62,8 @@ pub struct WorkerFacts {
     pub publishers: EngineReply<Vec<RankEventSource>>,
     /// Comparison of the engine's tokens with those of warmroute.
     pub parity: CanaryVerdict,
+    /// Whether the tokens of some worker of the model agree with those of warmroute.
+    pub has_agreeing_worker: bool,
     /// Result of a connection to the bootstrap address; `None` if the worker needs none.
     pub bootstrap: Option<BootstrapReachability>,
     /// Response to a canary with KV handoff; `None` if none was sent.
@@ -71,6 +74,18 @@ pub struct WorkerFacts {
     pub ranks: Vec<RankFacts>,
     /// The step that was running at the deadline; `None` if all steps were complete.
     pub overdue_step: Option<OverdueStep>,
+}
+
+/// Records for every worker whether the tokens of some worker of its model agree.
+pub fn record_agreeing_workers(all: &mut [WorkerFacts]) {
+    let agreeing: HashSet<ModelName> = all
+        .iter()
+        .filter(|facts| matches!(facts.parity, CanaryVerdict::Agrees { .. }))
+        .map(|facts| facts.worker.model.clone())
+        .collect();
+    for facts in all {
+        facts.has_agreeing_worker = agreeing.contains(&facts.worker.model);
+    }
 }
 
 /// Step that was running when the checks of a worker timed out.

@@ -125,6 +125,7 @@ fn healthy_worker() -> WorkerFacts {
             compared: 8,
             skipped: Default::default(),
         },
+        has_agreeing_worker: false,
         bootstrap: None,
         kv_handoff: None,
         has_remote_decoders: false,

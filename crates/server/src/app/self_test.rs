@@ -23,6 +23,7 @@ use warmroute_runtime::lifecycle::supervise;
 
 use super::App;
 use super::incarnation::{self, Incarnation, REQUERY_DELAY};
+use super::parity_log;
 use super::reload::ReloadCandidate;
 use super::self_test_subjects::Subjects;
 use crate::config::{CanaryHeaders, Config};
@@ -236,7 +237,9 @@ impl SelfTestRunner {
     }
 
     /// Stores test results, and logs changes.
-    fn apply_results(&mut self, tested: Vec<SelfTestResult>) {
+    fn apply_results(&mut self, mut tested: Vec<SelfTestResult>) {
+        // The log of a difference depends on the workers that agree.
+        tested.sort_by_key(|tested| !matches!(tested.verdict, CanaryVerdict::Agrees { .. }));
         for SelfTestResult { worker, verdict } in tested {
             let Some(status) = self.router.parity().model_status(&worker.model) else {
                 continue;
@@ -261,60 +264,15 @@ impl SelfTestRunner {
             }
             let change = status.record_canaries(worker.id, verdict.clone());
             if before != verdict {
-                self.report(&worker, &before, &verdict);
+                let has_agreeing_worker = status.parity().has_agreeing_worker();
+                parity_log::log_verdict(&worker, &before, &verdict, has_agreeing_worker);
+                if let CanaryVerdict::Differs { .. }
+                | CanaryVerdict::GenerationPromptDiffers { .. } = verdict
+                {
+                    self.count_mismatch(&worker.model);
+                }
             }
             self.log_change(&worker.model, Some(worker.id), change, "canaries");
-        }
-    }
-
-    fn report(&self, worker: &Worker, before: &CanaryVerdict, verdict: &CanaryVerdict) {
-        let model = &worker.model;
-        let id = worker.id;
-        let name = worker.display_name();
-        match verdict {
-            CanaryVerdict::Differs { difference }
-            | CanaryVerdict::GenerationPromptDiffers { difference, .. } => {
-                self.count_mismatch(model);
-                let d = &**difference;
-                warn!(
-                    %model,
-                    worker = %id,
-                    name,
-                    canary = d.canary.as_deref().unwrap_or_default(),
-                    position = d.position,
-                    block = d.block,
-                    warmroute_token = d.warmroute_token,
-                    engine_token = d.engine_token,
-                    warmroute_text = d.warmroute_text.as_deref().unwrap_or_default(),
-                    engine_text = d.engine_text.as_deref().unwrap_or_default(),
-                    matching_settings = d.matching_settings.as_deref(),
-                    only_generation_prompt_differs = matches!(verdict, CanaryVerdict::GenerationPromptDiffers { .. }),
-                    "engine tokens differ; set `matching_settings` for the model, or compare tokenizer and chat template"
-                );
-            }
-            CanaryVerdict::Agrees { compared, skipped } => {
-                let skipped = skipped
-                    .keys()
-                    .map(String::as_str)
-                    .collect::<Vec<_>>()
-                    .join(" ");
-                let skipped = (!skipped.is_empty()).then_some(skipped);
-                info!(%model, worker = %id, name, compared, skipped, "engine tokens match");
-            }
-            // Logged once, because a starting worker is queried often.
-            CanaryVerdict::CannotTest { .. } | CanaryVerdict::Untested
-                if matches!(before, CanaryVerdict::CannotTest { .. }) => {}
-            CanaryVerdict::CannotTest {
-                reason,
-                is_transient: true,
-            } => {
-                let endpoint = worker.endpoint;
-                warn!(%model, worker = %id, name, %endpoint, reason, "engine does not answer; its tokens cannot be compared");
-            }
-            CanaryVerdict::CannotTest { reason, .. } => {
-                info!(%model, worker = %id, name, reason, "engine tokens cannot be compared");
-            }
-            CanaryVerdict::Untested => {}
         }
     }
 

@@ -4,7 +4,7 @@ use tracing::{info, warn};
 use warmroute_core::health::{DeliveryTransition, FailingGroup, HealthChange, HealthTransition};
 use warmroute_core::load::{SpeedChange, SpeedTransition};
 use warmroute_core::router::{Router, TickChanges};
-use warmroute_settings::DurationSetting;
+use warmroute_settings::format_elapsed;
 
 /// Logs the changes that the passage of time has revealed.
 pub fn log_tick_changes(router: &Router, changes: TickChanges) {
@@ -63,14 +63,60 @@ pub fn log_health_changes(router: &Router, transitions: Vec<HealthTransition>) {
                 info!(rank = %rank, name, %evidence, "worker no longer suspect")
             }
             HealthChange::Ejected(period) => {
-                warn!(rank = %rank, name, %evidence, period = %DurationSetting(period), "worker ejected")
+                warn!(rank = %rank, name, %evidence, period = format_elapsed(period), "worker ejected")
             }
             HealthChange::EjectionExtended(period) => {
-                info!(rank = %rank, name, %evidence, period = %DurationSetting(period), "worker ejection extended")
+                info!(rank = %rank, name, %evidence, period = format_elapsed(period), "worker ejection extended")
             }
             HealthChange::Readmitted => {
                 info!(rank = %rank, name, %evidence, "worker readmitted")
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::{Duration, Instant};
+
+    use warmroute_core::index::PrefixIndex;
+    use warmroute_core::load::LoadTracker;
+    use warmroute_core::router::RouterSettings;
+    use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
+
+    use super::*;
+
+    #[test]
+    fn ejection_periods_are_logged_in_seconds() {
+        let router = Router::new(
+            PrefixIndex::new(),
+            LoadTracker::new(Instant::now),
+            RouterSettings::default(),
+            1,
+        );
+        let rank = WorkerRank {
+            worker: WorkerId(1),
+            rank: DpRank(0),
+        };
+        let period = Duration::from_nanos(15_771_143_600);
+        let transition = |change| HealthTransition {
+            rank,
+            change,
+            evidence: Default::default(),
+        };
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let log = file.reopen().unwrap();
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(move || log.try_clone().unwrap())
+            .finish();
+        tracing::subscriber::with_default(subscriber, || {
+            let changes = [
+                HealthChange::Ejected(period),
+                HealthChange::EjectionExtended(period),
+            ];
+            log_health_changes(&router, changes.map(transition).to_vec());
+        });
+        let log = std::fs::read_to_string(file.path()).unwrap();
+        assert_eq!(log.matches("15.8s").count(), 2, "{log}");
     }
 }

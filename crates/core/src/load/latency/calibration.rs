@@ -107,7 +107,7 @@ impl LoadTable {
         let slow_rank = |(_, row): (RankSlot, &RankRow)| {
             Some(SlowRank {
                 rank: row.rank,
-                speed: self.latency.model(row.model).speed_of(&row.slowdown, now),
+                speed: self.latency.model(row.model).slow_speed(&row.slowdown)?,
                 age_seconds: row.slowdown.slow_age(now)?.as_secs(),
             })
         };

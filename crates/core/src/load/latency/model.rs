@@ -221,21 +221,24 @@ impl ModelLatency {
         slowdown.on_routed(self.fastest, &mut self.trial_limit, now);
     }
 
-    /// Compares the speed of a rank with that of the model.
-    pub(crate) fn speed_of(&self, slowdown: &RankSlowdown, now: Instant) -> RankSpeed {
-        let traffic = self.traffic.snapshot(now);
-        self.median
-            .compare(slowdown, traffic.mean_prefill_seconds())
+    /// Compares the speed of a slow rank with that of the model.
+    pub(crate) fn slow_speed(&self, slowdown: &RankSlowdown) -> Option<RankSpeed> {
+        self.median.compare_slow(slowdown)
     }
 
-    /// Updates whether a rank is slow. Returns its speed and the change.
+    /// Updates whether a rank is slow. Returns its speed, in the slow phase, and the change.
     pub(crate) fn update_speed(
         &self,
         slowdown: &mut RankSlowdown,
         now: Instant,
     ) -> Option<(RankSpeed, SpeedChange)> {
-        let speed = self.speed_of(slowdown, now);
-        Some((speed, slowdown.update_speed(speed, now)?))
+        let traffic = self.traffic.snapshot(now);
+        let speed = self
+            .median
+            .compare(slowdown, traffic.mean_prefill_seconds());
+        let was_slow = self.slow_speed(slowdown);
+        let change = slowdown.update_speed(speed, now)?;
+        Some((was_slow.unwrap_or(speed), change))
     }
 
     fn transfer_token(&self) -> f64 {

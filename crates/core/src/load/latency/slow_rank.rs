@@ -86,6 +86,14 @@ pub enum SpeedChange {
     Recovered,
 }
 
+/// Time in which a rank counts as slow.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct SlowPeriod {
+    since: Instant,
+    /// Phase in which the rank was last slow.
+    phase: SlowPhase,
+}
+
 /// Medians of the factors of the ranks of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MedianFactors {
@@ -116,22 +124,31 @@ impl MedianFactors {
 
     /// Compares a rank with the medians. `prefill_seconds` is the mean time of a prefill.
     pub(super) fn compare(self, slowdown: &RankSlowdown, prefill_seconds: f64) -> RankSpeed {
-        let prefill = RankSpeed {
-            phase: SlowPhase::Prefill,
-            factor: slowdown.prefill_factor,
-            median: self.prefill,
-        };
-        let decode = RankSpeed {
-            phase: SlowPhase::Decode,
-            factor: slowdown.decode_factor,
-            median: self.decode,
-        };
+        let prefill = self.compare_phase(slowdown, SlowPhase::Prefill);
+        let decode = self.compare_phase(slowdown, SlowPhase::Decode);
         let excess = (prefill.factor - prefill.median) * prefill_seconds;
         if excess >= MIN_EXCESS && prefill.ratio() > decode.ratio() {
             prefill
         } else {
             decode
         }
+    }
+
+    fn compare_phase(self, slowdown: &RankSlowdown, phase: SlowPhase) -> RankSpeed {
+        let (factor, median) = match phase {
+            SlowPhase::Prefill => (slowdown.prefill_factor, self.prefill),
+            SlowPhase::Decode => (slowdown.decode_factor, self.decode),
+        };
+        RankSpeed {
+            phase,
+            factor,
+            median,
+        }
+    }
+
+    /// Compares a slow rank with the medians, in the phase in which it was last slow.
+    pub(super) fn compare_slow(self, slowdown: &RankSlowdown) -> Option<RankSpeed> {
+        Some(self.compare_phase(slowdown, slowdown.slow?.phase))
     }
 }
 
@@ -154,18 +171,20 @@ impl RankSpeed {
 impl RankSlowdown {
     /// Returns the time since the rank became slow; `None` if it is not slow.
     pub(super) fn slow_age(&self, now: Instant) -> Option<Duration> {
-        let since = self.slow_since?;
-        Some(now.saturating_duration_since(since))
+        Some(now.saturating_duration_since(self.slow?.since))
     }
 
-    /// Updates since when the rank is slow. Returns the change.
+    /// Updates since when and in which phase the rank is slow. Returns the change.
     pub(super) fn update_speed(&mut self, speed: RankSpeed, now: Instant) -> Option<SpeedChange> {
-        let changes = match self.slow_since {
+        let changes = match self.slow {
             None => speed.ratio() > SLOW_RATIO,
             Some(_) => speed.ratio() < RECOVERED_RATIO,
         };
         if !changes {
             self.changing_since = None;
+            if let Some(slow) = &mut self.slow {
+                slow.phase = speed.phase;
+            }
             return None;
         }
         let since = *self.changing_since.get_or_insert(now);
@@ -173,9 +192,12 @@ impl RankSlowdown {
             return None;
         }
         self.changing_since = None;
-        match self.slow_since.take() {
+        match self.slow.take() {
             None => {
-                self.slow_since = Some(since);
+                self.slow = Some(SlowPeriod {
+                    since,
+                    phase: speed.phase,
+                });
                 Some(SpeedChange::Slowed)
             }
             Some(_) => Some(SpeedChange::Recovered),

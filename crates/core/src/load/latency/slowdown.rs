@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::change::ChangeDetector;
 use super::limits::RankLatency;
 use super::recovery::{FastestFactors, RecoveryTrials};
+use super::slow_rank::SlowPeriod;
 use super::totals::PredictionTotals;
 
 /// Factors of a rank stay in this range.
@@ -51,9 +52,9 @@ pub struct RankSlowdown {
     /// Observations of decode steps in a row that were discarded as stalls.
     #[serde(skip)]
     pub(super) stalled_steps: u32,
-    /// Time since which the rank counts as slow.
+    /// Present while the rank counts as slow.
     #[serde(skip)]
-    pub(super) slow_since: Option<Instant>,
+    pub(super) slow: Option<SlowPeriod>,
     /// Time since which the factors meet the condition for a change of that.
     #[serde(skip)]
     pub(super) changing_since: Option<Instant>,
@@ -111,7 +112,7 @@ impl Default for RankSlowdown {
             decode_observations: 0,
             time_to_first_token: PredictionTotals::default(),
             stalled_steps: 0,
-            slow_since: None,
+            slow: None,
             changing_since: None,
             observed_at: None,
             own: RankLatency::default(),

@@ -198,11 +198,11 @@ fn calibration_page_names_units_of_coefficients() {
 }
 
 /// Returns the changes of speed while an update follows each second.
-fn changes_in(clocked: &ClockedTracker, seconds: u32) -> Vec<(u64, SpeedChange)> {
+fn changes_in(clocked: &ClockedTracker, seconds: u32) -> Vec<(u64, SpeedChange, SlowPhase)> {
     let mut changes = Vec::new();
     for _ in 0..=seconds {
         let transitions = clocked.tracker.update_speeds().into_iter();
-        changes.extend(transitions.map(|one| (one.rank.worker.0, one.change)));
+        changes.extend(transitions.map(|one| (one.rank.worker.0, one.change, one.speed.phase)));
         clocked.advance(1.0);
     }
     changes
@@ -221,7 +221,10 @@ fn slow_rank_is_reported_once_until_it_recovers() {
     assert_eq!(changes_in(&clocked, 9), []);
     serve(8.0, 50);
     assert_eq!(changes_in(&clocked, 1), [], "not for long enough");
-    assert_eq!(changes_in(&clocked, 9), [(1, SpeedChange::Slowed)]);
+    assert_eq!(
+        changes_in(&clocked, 9),
+        [(1, SpeedChange::Slowed, SlowPhase::Prefill)]
+    );
     let slow = clocked.tracker.slow_ranks();
     let [
         SlowRank {
@@ -233,8 +236,11 @@ fn slow_rank_is_reported_once_until_it_recovers() {
     };
     assert_eq!((speed.phase, age_seconds), (SlowPhase::Prefill, 12));
     assert!(speed.factor > 4.0 && speed.median < 1.5, "{speed:?}");
-    serve(1.0, 100);
-    assert_eq!(changes_in(&clocked, 9), [(1, SpeedChange::Recovered)]);
+    serve(0.9, 100);
+    assert_eq!(
+        changes_in(&clocked, 9),
+        [(1, SpeedChange::Recovered, SlowPhase::Prefill)]
+    );
     assert_eq!(clocked.tracker.slow_ranks(), []);
 }
 

@@ -151,27 +151,56 @@ fn first_differing_token_is_reported_with_text() {
     });
 }
 
+/// Sets a difference in the generation prompt, with settings for which it disappears.
+fn set_resolvable_difference(facts: &mut WorkerFacts) {
+    let difference = TokenDifference {
+        compared: ComparedItem::Length,
+        canary: Some("tools".to_owned()),
+        position: 17,
+        block: 1,
+        warmroute_token: Some(4),
+        engine_token: None,
+        warmroute_text: None,
+        engine_text: None,
+        matching_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
+    };
+    facts.parity = CanaryVerdict::GenerationPromptDiffers {
+        difference: Box::new(difference),
+        end_tokens: 3,
+    };
+}
+
 #[test]
 fn matching_settings_are_the_fix() {
     let words = [
         "known only up to the generation prompt",
         "set `exclude_tools_when_tool_choice_none: true` for the model",
     ];
+    assert_problem(
+        FindingLevel::Warning,
+        "engine.tokenizer",
+        &words,
+        set_resolvable_difference,
+    );
+}
+
+#[test]
+fn workers_with_different_tokens_need_same_options() {
+    let words = ["start all workers of the model m with the same options"];
     assert_problem(FindingLevel::Warning, "engine.tokenizer", &words, |facts| {
-        let difference = TokenDifference {
-            compared: ComparedItem::Length,
-            canary: Some("tools".to_owned()),
-            position: 17,
-            block: 1,
-            warmroute_token: Some(4),
-            engine_token: None,
-            warmroute_text: None,
-            engine_text: None,
-            matching_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
-        };
-        facts.parity = CanaryVerdict::GenerationPromptDiffers {
-            difference: Box::new(difference),
-            end_tokens: 3,
-        };
+        set_resolvable_difference(facts);
+        let mut all = [facts.clone(), healthy_worker()];
+        record_agreeing_workers(&mut all);
+        *facts = all[0].clone();
     });
+}
+
+#[test]
+fn agreement_counts_only_for_the_same_model() {
+    let mut all = [healthy_worker(), healthy_worker()];
+    set_resolvable_difference(&mut all[0]);
+    all[1].worker.model = "other".into();
+    record_agreeing_workers(&mut all);
+    let has_agreeing_worker = all.map(|facts| facts.has_agreeing_worker);
+    assert_eq!(has_agreeing_worker, [false, true]);
 }
