@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 use serde::Serialize;
 
-pub use self::delivery::{DeliveryTransition, FailingGroup, FailureCounts};
+pub use self::delivery::{DeliveryTransition, FailingPeerGroup, FailureCounts};
 pub use self::evidence::EvidenceSummary;
 use self::model::{HealthModel, OutcomeReport};
 pub use self::outcome::RequestOutcome;
@@ -68,10 +68,10 @@ pub enum HealthState {
     Suspect,
     /// The ejection is over, and one request may probe the rank.
     ProbeDue,
-    /// The probe has been due for some seconds. The next request probes the rank, although it is not
-    /// the best one for it.
+    /// The probe has been due for five seconds. The next request that may use the rank probes it, even
+    /// if another rank costs less.
     #[serde(rename = "probe_due")]
-    ProbeOverdue,
+    ProbeForced,
     /// One request probes the rank.
     Probing,
     /// Ejected.
@@ -84,7 +84,7 @@ impl HealthState {
         match self {
             HealthState::Healthy => "healthy",
             HealthState::Suspect => "suspect",
-            HealthState::ProbeDue | HealthState::ProbeOverdue => "probe_due",
+            HealthState::ProbeDue | HealthState::ProbeForced => "probe_due",
             HealthState::Probing => "probing",
             HealthState::Ejected => "ejected",
         }
@@ -92,17 +92,17 @@ impl HealthState {
 
     /// Returns whether the next request to the rank is its probe.
     pub fn is_probe_due(self) -> bool {
-        matches!(self, HealthState::ProbeDue | HealthState::ProbeOverdue)
+        matches!(self, HealthState::ProbeDue | HealthState::ProbeForced)
     }
 }
 
 impl From<HealthState> for WorkerAvailability {
-    /// Converts the health. A rank whose probe is due is a candidate like any other. The request
-    /// that chooses it must claim the probe. If another request claimed it first, the decision is
+    /// Converts the health. A rank whose probe is due is ready. The request that chooses it
+    /// must claim the probe. If another request claimed it first, the decision is
     /// repeated.
     fn from(health: HealthState) -> Self {
         match health {
-            HealthState::Healthy | HealthState::ProbeDue | HealthState::ProbeOverdue => {
+            HealthState::Healthy | HealthState::ProbeDue | HealthState::ProbeForced => {
                 WorkerAvailability::Ready
             }
             HealthState::Suspect | HealthState::Probing | HealthState::Ejected => {
@@ -215,7 +215,7 @@ impl HealthTracker {
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
-    ) -> Vec<FailingGroup> {
+    ) -> Vec<FailingPeerGroup> {
         self.model.lock().failing_groups(unreachable, now)
     }
 
@@ -244,8 +244,8 @@ impl HealthTracker {
         self.model.lock().health(rank, now)
     }
 
-    /// Returns all ranks that are not healthy, and as suspect those on which this prompt failed in
-    /// the last minute. `prompt` are the sequence hashes of its blocks. Takes no lock if no rank is
+    /// Returns all ranks that are not healthy for a request. A healthy rank on which this prompt
+    /// failed in the last minute is suspect for it. `prompt` are the sequence hashes of its blocks. Takes no lock if no rank is
     /// avoided and none has failed recently.
     pub fn unhealthy_ranks(
         &self,

@@ -16,7 +16,7 @@ const MAX_FAULTY_PROMPTS: usize = 256;
 impl HealthModel {
     /// Adds an outcome of one rank to the history of its group and to the evidence against its
     /// peers.
-    pub(super) fn update_peers(
+    pub(super) fn apply_peer_outcome(
         &mut self,
         report: OutcomeReport<'_>,
         group: &PeerGroup,

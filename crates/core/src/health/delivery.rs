@@ -92,7 +92,7 @@ impl DeliveryGap {
 
 /// Group of which no rank delivers.
 #[derive(Clone, Debug, PartialEq)]
-pub struct FailingGroup {
+pub struct FailingPeerGroup {
     /// Model and phase.
     pub group: PeerGroup,
     /// Number of its ranks.
@@ -107,7 +107,7 @@ pub struct FailingGroup {
 #[derive(Clone, Debug, PartialEq)]
 pub enum DeliveryTransition {
     /// No rank of the group delivers.
-    Stopped(FailingGroup),
+    Stopped(FailingPeerGroup),
     /// The group delivers again, after this time.
     Resumed(PeerGroup, Duration),
 }
@@ -164,7 +164,7 @@ impl HealthModel {
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
         now: Instant,
-    ) -> Vec<FailingGroup> {
+    ) -> Vec<FailingPeerGroup> {
         let is_unreachable = |rank: &&WorkerRank| unreachable.contains_key(&rank.worker);
         let groups = self.groups.iter().filter_map(|(name, group)| {
             let members = &group.members;
@@ -179,7 +179,7 @@ impl HealthModel {
             };
             let was_failing = gap.is_some() && group.failing_since.is_some();
             let is_failing = silent == members.len() || was_failing || gap.is_some_and(has_failed);
-            is_failing.then(|| FailingGroup {
+            is_failing.then(|| FailingPeerGroup {
                 group: name.clone(),
                 ranks: members.len(),
                 unreachable: silent,

@@ -131,7 +131,7 @@ impl FailureEvidence {
                 failed.end = end;
                 failed.failed_at = now;
             } else {
-                self.remember_prompt(FailedPrompt {
+                self.store_failed_prompt(FailedPrompt {
                     end,
                     weight,
                     is_overload: outcome == RequestOutcome::Overloaded,
@@ -144,10 +144,11 @@ impl FailureEvidence {
         self.kinds.add(outcome);
     }
 
-    /// Adds the prompt of an overdue request that has ended. Its failure was added before.
+    /// Adds the prompt of an overdue request that has ended. Its failure was counted when
+    /// the request became overdue.
     pub(super) fn add_overdue_prompt(&mut self, prompt: &[SequenceHash], now: Instant) {
         if let Some(end) = PromptEnd::new(prompt) {
-            self.remember_prompt(FailedPrompt {
+            self.store_failed_prompt(FailedPrompt {
                 end,
                 weight: RequestOutcome::NoContent.weight(),
                 is_overload: false,
@@ -156,7 +157,8 @@ impl FailureEvidence {
         }
     }
 
-    fn remember_prompt(&mut self, prompt: FailedPrompt) {
+    /// Stores a failed prompt, unless [`MAX_PROMPTS`] are stored.
+    fn store_failed_prompt(&mut self, prompt: FailedPrompt) {
         if self.prompts.len() < MAX_PROMPTS {
             self.prompts.push(prompt);
         }
@@ -197,9 +199,9 @@ impl FailureEvidence {
         }
     }
 
-    /// Returns the time at which a prompt, or one that it continues, failed on the rank last for
-    /// another reason than overload.
-    pub(super) fn failure_of(&self, prompt: &[SequenceHash]) -> Option<Instant> {
+    /// Returns when a prompt, or one that it continues, last failed on the rank. Overload does not
+    /// count.
+    pub(super) fn last_failure_time(&self, prompt: &[SequenceHash]) -> Option<Instant> {
         let prompts = self.prompts.iter();
         prompts
             .filter(|failed| !failed.is_overload && failed.end.is_continued_by(prompt))

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::evidence::FailureEvidence;
 use super::outcome::RequestOutcome;
-use super::peer_group::GroupRecord;
+use super::peer_group::PeerGroupRecord;
 use super::rank::{RankRecord, RankState};
 use super::report::{HealthChange, HealthSignal, HealthTransition, PeerGroup, RankHealthReport};
 use super::waiting::WaitingRequest;
@@ -16,7 +16,7 @@ use crate::worker::{WorkerId, WorkerRank};
 /// Maximum time for which a failed request stays booked.
 const MAX_HOLD_TIME: Duration = Duration::from_secs(10);
 
-/// The same before the first request of a group has completed.
+/// Hold time of a failed request until the group has completed its first request.
 const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
 
 /// Health of all ranks.
@@ -24,7 +24,7 @@ const INITIAL_HOLD_TIME: Duration = Duration::from_secs(3);
 pub(super) struct HealthModel {
     pub(super) rules: HealthRules,
     pub(super) ranks: HashMap<WorkerRank, RankRecord>,
-    pub(super) groups: HashMap<PeerGroup, GroupRecord>,
+    pub(super) groups: HashMap<PeerGroup, PeerGroupRecord>,
     pub(super) last_ticket: u64,
     /// Ranks that are suspect or ejected.
     pub(super) avoided: BTreeSet<WorkerRank>,
@@ -243,7 +243,9 @@ impl HealthModel {
         // Envoy repeats a request whose connection failed, so such a probe costs the client nothing.
         let group = self.groups.get(&record.group);
         let group = group.filter(|_| report.outcome != RequestOutcome::Unreachable);
-        let min_time = group.map(GroupRecord::min_probe_period).unwrap_or_default();
+        let min_time = group
+            .map(PeerGroupRecord::min_probe_period)
+            .unwrap_or_default();
         let evidence = record.summary();
         let Some(ejection) = record.ejection_mut() else {
             return Vec::new();
@@ -351,7 +353,7 @@ impl HealthModel {
                 self.update_avoided();
             }
         }
-        changes.extend(self.update_peers(report, group, now));
+        changes.extend(self.apply_peer_outcome(report, group, now));
         changes
     }
 
@@ -375,8 +377,8 @@ impl HealthModel {
                 return self.evaluate_all(withdrawn, now);
             }
         }
-        let record = self.groups.get(group);
-        let history = record.map(|record| record.history).unwrap_or_default();
+        let group_record = self.groups.get(group);
+        let history = group_record.map(|group| group.history).unwrap_or_default();
         let Some(record) = self.ranks.get_mut(&rank) else {
             return Vec::new();
         };
@@ -392,7 +394,7 @@ impl HealthModel {
             group.with_evidence.insert(rank);
         }
         let mut changes = self.evaluate_all(vec![rank], now);
-        changes.extend(self.update_peers(report, group, now));
+        changes.extend(self.apply_peer_outcome(report, group, now));
         changes
     }
 

@@ -23,9 +23,9 @@ const TIME_SHARE: f64 = 0.1;
 /// probes are at most 2 % of the requests. The maximum ejection time limits it.
 const MIN_PROBE_DISTANCE: u32 = 50;
 
-/// Records of a group.
+/// Members, outcomes and mean times of a peer group.
 #[derive(Debug, Default)]
-pub(super) struct GroupRecord {
+pub(super) struct PeerGroupRecord {
     pub(super) members: BTreeSet<WorkerRank>,
     /// Members with evidence against them.
     pub(super) with_evidence: BTreeSet<WorkerRank>,
@@ -73,7 +73,7 @@ impl OutcomeHistory {
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct MeanTime(Option<f64>);
 
-impl GroupRecord {
+impl PeerGroupRecord {
     /// Records that a request is sent to a member.
     pub(super) fn add_request(&mut self, now: Instant) {
         if let Some(previous) = self.last_request.replace(now) {

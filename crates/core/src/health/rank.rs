@@ -17,12 +17,12 @@ const MAX_EARLY_ENDS: u32 = 3;
 /// A suspect rank is avoided for this time, unless an outcome of its peers decides earlier.
 const MAX_SUSPECT_TIME: Duration = Duration::from_secs(5);
 
-/// After this time without a request for which an ejected rank is the best one, any request is its
-/// probe, unless the last health check failed.
+/// A probe that has been due for this time is forced onto the next request, unless the last health
+/// check failed.
 const MAX_PROBE_DELAY: Duration = Duration::from_secs(5);
 
-/// Time after a failure in which a request with the same prompt is assumed to be its retry.
-const RETRY_TIME: Duration = Duration::from_secs(10);
+/// A request that repeats or continues a failed prompt within this time may be a retry.
+const RETRY_WINDOW: Duration = Duration::from_secs(10);
 
 /// Share of the score at the suspicion below which the suspicion is withdrawn.
 const WITHDRAWAL_SHARE: f64 = 0.75;
@@ -92,18 +92,18 @@ impl RankRecord {
         }
     }
 
-    /// Returns the health for a request. A rank on which its prompt failed is suspect for it, and a
-    /// retry of that prompt is not the next probe.
+    /// Returns the health for a request. If its prompt failed on a healthy rank, the rank is suspect
+    /// for it. If a probe is due and the request may be a retry, the rank is ejected for it.
     pub(super) fn health_for(&self, prompt: &[SequenceHash], now: Instant) -> HealthState {
         let health = self.health(now);
         let evidence = self.evidence.as_ref();
-        let Some(failed_at) = evidence.and_then(|held| held.failure_of(prompt)) else {
+        let Some(failed_at) = evidence.and_then(|held| held.last_failure_time(prompt)) else {
             return health;
         };
-        let may_be_retry = now.saturating_duration_since(failed_at) < RETRY_TIME;
+        let may_be_retry = now.saturating_duration_since(failed_at) < RETRY_WINDOW;
         match health {
             HealthState::Healthy => HealthState::Suspect,
-            HealthState::ProbeDue | HealthState::ProbeOverdue if may_be_retry => {
+            HealthState::ProbeDue | HealthState::ProbeForced if may_be_retry => {
                 HealthState::Ejected
             }
             _ => health,
@@ -247,7 +247,7 @@ impl RankEjection {
         }
         match now.checked_duration_since(self.until) {
             None => HealthState::Ejected,
-            Some(delay) if delay >= MAX_PROBE_DELAY && !self.is_down => HealthState::ProbeOverdue,
+            Some(delay) if delay >= MAX_PROBE_DELAY && !self.is_down => HealthState::ProbeForced,
             Some(_) => HealthState::ProbeDue,
         }
     }

@@ -9,7 +9,7 @@ use super::HealthState;
 use super::evidence::EvidenceSummary;
 use crate::worker::{ModelName, WorkerRank};
 
-/// Ranks that are compared with each other: they serve the same model and run the same phase.
+/// Key of a peer group: the ranks of one model and phase, whose outcomes are compared.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PeerGroup {
     /// Model of the ranks.

@@ -296,7 +296,7 @@ fn failed_probes_double_ejection_time_to_limit() {
 }
 
 #[test]
-fn due_probe_becomes_overdue_unless_worker_is_down() {
+fn due_probe_is_forced_unless_worker_is_down() {
     let mut fixture = Fixture::new(2);
     fixture.report(1, RequestOutcome::ServerError);
     fixture.report(2, RequestOutcome::Delivered);
@@ -304,7 +304,7 @@ fn due_probe_becomes_overdue_unless_worker_is_down() {
     for (after, health) in [
         (1, HealthState::ProbeDue),
         (4, HealthState::ProbeDue),
-        (1, HealthState::ProbeOverdue),
+        (1, HealthState::ProbeForced),
     ] {
         fixture.now += seconds(after);
         assert_eq!(fixture.health(1), health);

@@ -15,7 +15,7 @@ use super::worker_feedback::{OutcomeTarget, first_prompt};
 use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
 use crate::health::{
-    DeliveryTransition, FailingGroup, HealthSignal, HealthState, HealthTransition,
+    DeliveryTransition, FailingPeerGroup, HealthSignal, HealthState, HealthTransition,
     RankHealthReport, RequestOutcome, TrackedRequest,
 };
 use crate::load::{FirstTokenObservation, SpeedTransition};
@@ -345,8 +345,8 @@ impl Router {
         self.feedback.reachability.unreachable(self.load.now())
     }
 
-    /// Returns the peer groups of which no rank delivers.
-    pub fn failing_groups(&self) -> Vec<FailingGroup> {
+    /// Returns the peer groups in which no rank delivers.
+    pub fn failing_groups(&self) -> Vec<FailingPeerGroup> {
         let unreachable = self.unreachable_workers();
         let health = &self.feedback.health;
         health.failing_groups(&unreachable, self.load.now())

@@ -283,11 +283,11 @@ impl<'f> PhaseDecider<'_, 'f> {
         !set.members.is_empty() && set.members.iter().zip(&set.candidates).all(is_busy)
     }
 
-    /// Narrows the candidates to one whose probe is overdue, if there is one.
-    fn narrowed_to_probe(&self, mut set: CandidateSet<'f>) -> CandidateSet<'f> {
+    /// Restricts the candidates to one whose probe is forced, if there is one.
+    fn restrict_to_forced_probe(&self, mut set: CandidateSet<'f>) -> CandidateSet<'f> {
         let availability = &self.pools.availability;
         let mut members = set.members.iter();
-        if let Some(at) = members.position(|member| availability.is_probe_overdue(member)) {
+        if let Some(at) = members.position(|member| availability.is_probe_forced(member)) {
             set.members = vec![set.members[at]];
             set.candidates = vec![set.candidates.swap_remove(at)];
         }
@@ -307,7 +307,7 @@ impl<'f> PhaseDecider<'_, 'f> {
             members,
             mut candidates,
             cached,
-        } = self.narrowed_to_probe(set);
+        } = self.restrict_to_forced_probe(set);
         let input = self.policy_input(&pool, phase, estimate);
         let estimate = self.in_flight_estimate(&pool, phase);
         let in_flight = estimate.map_or(0, |estimate| {

@@ -41,9 +41,9 @@ impl FleetAvailability {
         self.unhealthy.is_empty() && self.overloaded.workers().is_empty()
     }
 
-    /// Returns whether the probe of a member is overdue.
-    pub(super) fn is_probe_overdue(&self, member: &FleetMember) -> bool {
-        self.unhealthy.get(&member.rank) == Some(&HealthState::ProbeOverdue)
+    /// Returns whether the next request must probe a member.
+    pub(super) fn is_probe_forced(&self, member: &FleetMember) -> bool {
+        self.unhealthy.get(&member.rank) == Some(&HealthState::ProbeForced)
     }
 
     /// Returns whether a member is healthy, accepts requests and is not overloaded.

@@ -52,7 +52,7 @@ fn refresh_health(metrics: &Metrics, router: &Router) {
         let state = match health {
             HealthState::Healthy => continue,
             HealthState::Suspect => 1,
-            HealthState::ProbeDue | HealthState::ProbeOverdue => 2,
+            HealthState::ProbeDue | HealthState::ProbeForced => 2,
             HealthState::Probing => 3,
             HealthState::Ejected => 4,
         };

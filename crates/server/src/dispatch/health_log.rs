@@ -1,7 +1,9 @@
 //! Log lines about the health and the speed of worker ranks.
 
 use tracing::{info, warn};
-use warmroute_core::health::{DeliveryTransition, FailingGroup, HealthChange, HealthTransition};
+use warmroute_core::health::{
+    DeliveryTransition, FailingPeerGroup, HealthChange, HealthTransition,
+};
 use warmroute_core::load::{SpeedChange, SpeedTransition};
 use warmroute_core::router::{Router, TickChanges};
 use warmroute_settings::format_elapsed;
@@ -32,7 +34,7 @@ pub fn log_tick_changes(router: &Router, changes: TickChanges) {
 
 fn log_delivery_change(change: &DeliveryTransition) {
     match change {
-        DeliveryTransition::Stopped(FailingGroup {
+        DeliveryTransition::Stopped(FailingPeerGroup {
             group,
             ranks,
             unreachable,

@@ -81,7 +81,7 @@ fn retry_of_hung_request_avoids_its_rank() {
     fixture.now += seconds(10);
     assert_eq!(
         fixture.avoided(&[1, 2]),
-        [(rank(1), HealthState::ProbeOverdue)]
+        [(rank(1), HealthState::ProbeForced)]
     );
 }
 

@@ -53,7 +53,7 @@ pub(crate) struct FastestFactors {
 /// Trials of one rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct RecoveryTrials {
-    /// Bookings since the rank became slow.
+    /// Bookings since the rank became slower than the fastest one, or since its last recovery.
     slow_bookings: u32,
     /// Fast prefills in a row.
     fast_prefills: u32,
@@ -121,7 +121,7 @@ impl TrialLimit {
     /// Returns whether a rank with these trials may be tried.
     fn permits(&self, trials: &RecoveryTrials, now: Instant) -> bool {
         let is_recent = |at: Instant| now.saturating_duration_since(at) < LONG_SLOW_INTERVAL;
-        let must_wait = trials.is_long_slow() && self.tried_at.is_some_and(is_recent);
+        let must_wait = trials.needs_long_pause() && self.tried_at.is_some_and(is_recent);
         self.requests + 1 >= REQUESTS_PER_TRIAL && !must_wait
     }
 }
@@ -192,9 +192,9 @@ impl RecoveryTrials {
         }
     }
 
-    /// Returns whether the rank has been slow for long. One fast prefill may be noise, but it shows
-    /// that the next trial is worth its cost.
-    fn is_long_slow(&self) -> bool {
+    /// Returns whether the long pause between trials applies: the rank has been slow for long, and its
+    /// last prefill was slow. A fast prefill may be noise, but it justifies one early trial.
+    fn needs_long_pause(&self) -> bool {
         self.slow_bookings >= LONG_SLOW_BOOKINGS && self.fast_prefills == 0
     }
 
@@ -205,7 +205,7 @@ impl RecoveryTrials {
         };
         let interval = if self.fast_prefills > 0 {
             MIN_INTERVAL
-        } else if is_slow && self.is_long_slow() {
+        } else if is_slow && self.needs_long_pause() {
             LONG_SLOW_PAUSE
         } else {
             MIN_INTERVAL * (1 << self.slow_bookings.min(MAX_DOUBLINGS))

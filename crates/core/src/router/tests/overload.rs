@@ -198,7 +198,7 @@ fn failing_worker_is_ejected_probed_and_readmitted() {
 
 /// Worker 1 is never the best one, because worker 2 has less load.
 #[test]
-fn overdue_probe_takes_next_request() {
+fn forced_probe_uses_next_request() {
     let clock = Clock::default();
     let router = clocked([worker(1), worker(2)], RouterSettings::default(), &clock);
     let _busy: Vec<_> = (0..20).map(|_| booked_at(&router, 1)).collect();

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use warmroute_core::fleet::FleetMember;
 use warmroute_core::freshness::{IndexFreshness, SourceStatus};
-use warmroute_core::health::{FailingGroup, HealthState};
+use warmroute_core::health::{FailingPeerGroup, HealthState};
 use warmroute_core::load::RankSpeed;
 use warmroute_core::router::Router;
 use warmroute_core::wall_time::WallTime;
@@ -28,7 +28,7 @@ pub(super) struct ProcessOverview {
     /// Number of workers whose engine does not answer.
     pub(super) unreachable: usize,
     /// Models of which no worker delivers.
-    pub(super) failing: Vec<FailingGroup>,
+    pub(super) failing: Vec<FailingPeerGroup>,
     pub(super) ranks: usize,
     pub(super) active_requests: u64,
     /// Number of ranks with an event source, and number of those whose source is exact.

@@ -30,7 +30,7 @@ fn single_fast_prefill_allows_one_early_trial() {
 }
 
 #[test]
-fn three_fast_prefills_end_recovery() {
+fn three_fast_prefills_show_recovery() {
     let start = Instant::now();
     let mut trials = RecoveryTrials::slow_for_long();
     let prefills = (1..=3).map(|seconds| {
