@@ -191,17 +191,21 @@ pub fn exclusion_reasons<'c>(
         .map(|member| constraints.exclusion_of(member, &availability))
         .collect();
     readmit_unhealthy(&mut exclusions);
-    if let Some(storing_rank) = constraints.storing_rank {
+    let is_storing = |member: &FleetMember| Some(member.rank) == constraints.storing_rank;
+    if constraints.storing_rank.is_some() {
         // An overloaded engine may still serve the request. Any other engine cannot.
         exclude_others(
             members,
             &mut exclusions,
             ExclusionReason::StoredElsewhere,
             &[ExclusionReason::Overloaded],
-            |member| member.rank == storing_rank,
+            is_storing,
         );
     }
-    if let Some(adapter) = &constraints.adapter {
+    let mut eligible = members.iter().zip(&exclusions);
+    let serves_stored =
+        eligible.any(|(member, exclusion)| exclusion.is_none() && is_storing(member));
+    if let Some(adapter) = constraints.adapter.as_ref().filter(|_| !serves_stored) {
         // Engines without the adapter answer 404.
         exclude_others(
             members,
