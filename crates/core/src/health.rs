@@ -97,9 +97,8 @@ impl HealthState {
 }
 
 impl From<HealthState> for WorkerAvailability {
-    /// Converts the health. A rank whose probe is due is ready. The request that chooses it
-    /// must claim the probe. If another request claimed it first, the decision is
-    /// repeated.
+    /// Converts the health. A rank whose probe is due is ready. The request that chooses it must
+    /// claim the probe. If another request claimed it first, the decision is repeated.
     fn from(health: HealthState) -> Self {
         match health {
             HealthState::Healthy | HealthState::ProbeDue | HealthState::ProbeForced => {
@@ -200,7 +199,7 @@ impl HealthTracker {
         self.update(|model| model.on_tick(now))
     }
 
-    /// Updates of which groups no rank delivers. `unreachable` are the workers that answer neither
+    /// Updates the set of peer groups in which no rank delivers. `unreachable` are the workers that answer neither
     /// requests nor queries. Returns the changes since the last call.
     pub fn update_deliveries(
         &self,
@@ -210,7 +209,7 @@ impl HealthTracker {
         self.model.lock().update_deliveries(unreachable, now)
     }
 
-    /// Returns the groups of which no rank delivers.
+    /// Returns the peer groups in which no rank delivers.
     pub fn failing_groups(
         &self,
         unreachable: &BTreeMap<WorkerId, Duration>,
@@ -245,8 +244,8 @@ impl HealthTracker {
     }
 
     /// Returns all ranks that are not healthy for a request. A healthy rank on which this prompt
-    /// failed in the last minute is suspect for it. `prompt` are the sequence hashes of its blocks. Takes no lock if no rank is
-    /// avoided and none has failed recently.
+    /// failed in the last minute is suspect for it. `prompt` are the sequence hashes of its blocks.
+    /// Takes no lock if no rank is avoided and none has failed recently.
     pub fn unhealthy_ranks(
         &self,
         prompt: &[SequenceHash],

@@ -1,4 +1,4 @@
-//! Comparison of a rank with its peers, the other ranks of its group.
+//! Comparison of a rank with its peers, the other ranks of its peer group.
 
 use std::time::Instant;
 
@@ -27,24 +27,21 @@ impl HealthModel {
             outcome,
             prompt,
         } = report;
-        if let Some(group) = self.groups.get_mut(group) {
-            group.history.add(outcome);
-        }
-        let Some(group) = self
-            .groups
-            .get_mut(group)
-            .filter(|group| !group.with_evidence.is_empty())
-        else {
+        let Some(group_record) = self.groups.get_mut(group) else {
             return Vec::new();
         };
+        group_record.history.add(outcome);
+        if group_record.with_evidence.is_empty() {
+            return Vec::new();
+        }
         let ranks = &mut self.ranks;
-        group.with_evidence.retain(|with_evidence| {
+        group_record.with_evidence.retain(|with_evidence| {
             let evidence = ranks
                 .get(with_evidence)
                 .and_then(|record| record.evidence.as_ref());
             evidence.is_some()
         });
-        let peers: Vec<WorkerRank> = group
+        let peers: Vec<WorkerRank> = group_record
             .with_evidence
             .iter()
             .copied()

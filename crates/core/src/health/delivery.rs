@@ -140,17 +140,17 @@ impl HealthModel {
     ) -> Vec<DeliveryTransition> {
         let failing = self.failing_groups(unreachable, now);
         let mut changes = Vec::new();
-        for (name, group) in &mut self.groups {
-            let found = failing.iter().find(|failing| failing.group == *name);
-            match (group.failing_since, found) {
+        for (group, group_record) in &mut self.groups {
+            let found = failing.iter().find(|failing| failing.group == *group);
+            match (group_record.failing_since, found) {
                 (None, Some(found)) => {
-                    group.failing_since = Some(now);
+                    group_record.failing_since = Some(now);
                     changes.push(DeliveryTransition::Stopped(found.clone()));
                 }
                 (Some(since), None) => {
-                    group.failing_since = None;
+                    group_record.failing_since = None;
                     let elapsed = now.saturating_duration_since(since);
-                    changes.push(DeliveryTransition::Resumed(name.clone(), elapsed));
+                    changes.push(DeliveryTransition::Resumed(group.clone(), elapsed));
                 }
                 _ => {}
             }
@@ -158,7 +158,7 @@ impl HealthModel {
         changes
     }
 
-    /// Returns the groups of which no rank delivers. A group that failed requests stays failing until
+    /// Returns the groups in which no rank delivers. A group that failed requests stays failing until
     /// one is delivered. `unreachable` are the workers that answer neither requests nor queries.
     pub(super) fn failing_groups(
         &self,
@@ -166,10 +166,10 @@ impl HealthModel {
         now: Instant,
     ) -> Vec<FailingPeerGroup> {
         let is_unreachable = |rank: &&WorkerRank| unreachable.contains_key(&rank.worker);
-        let groups = self.groups.iter().filter_map(|(name, group)| {
-            let members = &group.members;
+        let groups = self.groups.iter().filter_map(|(group, group_record)| {
+            let members = &group_record.members;
             let silent = members.iter().filter(is_unreachable).count();
-            let gap = group.gap.as_ref();
+            let gap = group_record.gap.as_ref();
             let has_failed = |gap: &DeliveryGap| {
                 let fails = |rank| {
                     gap.ranks.contains(rank) || self.avoided.contains(rank) || is_unreachable(&rank)
@@ -177,10 +177,10 @@ impl HealthModel {
                 gap.is_long(now)
                     && (gap.ranks.len() >= MAX_FAILED_RANKS || members.iter().all(fails))
             };
-            let was_failing = gap.is_some() && group.failing_since.is_some();
+            let was_failing = gap.is_some() && group_record.failing_since.is_some();
             let is_failing = silent == members.len() || was_failing || gap.is_some_and(has_failed);
             is_failing.then(|| FailingPeerGroup {
-                group: name.clone(),
+                group: group.clone(),
                 ranks: members.len(),
                 unreachable: silent,
                 failures: gap.map(|gap| gap.failures.clone()).unwrap_or_default(),

@@ -1,4 +1,4 @@
-//! Records of a group of ranks that are compared with each other.
+//! Members, outcomes and mean times of a peer group.
 
 use std::collections::{BTreeSet, VecDeque};
 use std::time::{Duration, Instant};

@@ -72,7 +72,7 @@ impl WaitingRequest {
     pub(super) fn is_cancelled_late(&self, times: ContentTimes, now: Instant) -> bool {
         let limit = times.limit(self.estimate, CANCELLED_FACTOR, MIN_CANCELLED_WAIT);
         let waited = now.saturating_duration_since(self.sent_at);
-        !self.is_overdue && waited >= limit
+        waited >= limit
     }
 }
 

@@ -1,7 +1,7 @@
 //! Log lines about the comparison of the tokens of engines.
 
 use tracing::{info, warn};
-use warmroute_core::parity::{CanaryVerdict, TokenDifference};
+use warmroute_core::parity::CanaryVerdict;
 use warmroute_core::worker::Worker;
 
 /// Logs a new verdict about a worker. `has_agreeing_worker` is true if the tokens of some worker of
@@ -31,7 +31,7 @@ pub(super) fn log_verdict(
                 engine_text = d.engine_text.as_deref().unwrap_or_default(),
                 matching_settings = d.matching_settings.as_deref(),
                 only_generation_prompt_differs = matches!(verdict, CanaryVerdict::GenerationPromptDiffers { .. }),
-                fix = suggest_fix(d, has_agreeing_worker),
+                fix = suggest_fix(d.matching_settings.as_deref(), has_agreeing_worker),
                 "engine tokens differ"
             );
         }
@@ -62,8 +62,8 @@ pub(super) fn log_verdict(
 }
 
 /// Returns the fix of a difference. Settings of the model apply to all of its workers.
-fn suggest_fix(difference: &TokenDifference, has_agreeing_worker: bool) -> &'static str {
-    match &difference.matching_settings {
+fn suggest_fix(matching_settings: Option<&str>, has_agreeing_worker: bool) -> &'static str {
+    match matching_settings {
         _ if has_agreeing_worker => "start all workers of the model with the same options",
         Some(_) => "set `matching_settings` for the model",
         None => "compare tokenizer and chat template",
@@ -72,23 +72,10 @@ fn suggest_fix(difference: &TokenDifference, has_agreeing_worker: bool) -> &'sta
 
 #[cfg(test)]
 mod tests {
-    use warmroute_core::parity::ComparedItem;
-
     use super::*;
 
     #[test]
     fn fix_of_difference_fits_the_model() {
-        let difference = |matching_settings: Option<&str>| TokenDifference {
-            compared: ComparedItem::Tokens,
-            canary: None,
-            position: 0,
-            block: 0,
-            warmroute_token: None,
-            engine_token: None,
-            warmroute_text: None,
-            engine_text: None,
-            matching_settings: matching_settings.map(str::to_owned),
-        };
         let matching = Some("exclude_tools_when_tool_choice_none: true");
         for (settings, has_agreeing_worker, words) in [
             (None, false, "compare tokenizer"),
@@ -96,7 +83,7 @@ mod tests {
             (matching, true, "same options"),
             (None, true, "same options"),
         ] {
-            let fix = suggest_fix(&difference(settings), has_agreeing_worker);
+            let fix = suggest_fix(settings, has_agreeing_worker);
             assert!(fix.contains(words), "{fix}");
         }
     }

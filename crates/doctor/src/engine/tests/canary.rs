@@ -127,6 +127,20 @@ fn canary_reuse_is_compared_with_expectation() {
     );
 }
 
+fn differing_token() -> TokenDifference {
+    TokenDifference {
+        compared: ComparedItem::Length,
+        canary: Some("tools".to_owned()),
+        position: 17,
+        block: 1,
+        warmroute_token: Some(4),
+        engine_token: None,
+        warmroute_text: None,
+        engine_text: None,
+        matching_settings: None,
+    }
+}
+
 #[test]
 fn first_differing_token_is_reported_with_text() {
     let words = [
@@ -135,15 +149,9 @@ fn first_differing_token_is_reported_with_text() {
     ];
     assert_problem(FindingLevel::Error, "engine.tokenizer", &words, |facts| {
         let difference = TokenDifference {
-            compared: ComparedItem::Length,
-            canary: Some("tools".to_owned()),
-            position: 17,
-            block: 1,
-            warmroute_token: Some(4),
-            engine_token: None,
             warmroute_text: Some("b".to_owned()),
             engine_text: Some("c".to_owned()),
-            matching_settings: None,
+            ..differing_token()
         };
         facts.parity = CanaryVerdict::Differs {
             difference: Box::new(difference),
@@ -154,15 +162,8 @@ fn first_differing_token_is_reported_with_text() {
 /// Sets a difference in the generation prompt, with settings for which it disappears.
 fn set_resolvable_difference(facts: &mut WorkerFacts) {
     let difference = TokenDifference {
-        compared: ComparedItem::Length,
-        canary: Some("tools".to_owned()),
-        position: 17,
-        block: 1,
-        warmroute_token: Some(4),
-        engine_token: None,
-        warmroute_text: None,
-        engine_text: None,
         matching_settings: Some("exclude_tools_when_tool_choice_none: true".to_owned()),
+        ..differing_token()
     };
     facts.parity = CanaryVerdict::GenerationPromptDiffers {
         difference: Box::new(difference),
