@@ -25,12 +25,12 @@ pub use engine_load::{
     EngineLoadReport, EngineLoadSample, EngineLoadTable, EngineLoadView, RankEngineLoad,
 };
 pub use events::{BookingId, LoadListener, ReservationEvent, ReservationState};
-pub(crate) use latency::PrefillWork;
 pub use latency::{
     CalibrationReport, FirstTokenObservation, LatencyCoefficients, LatencyEstimate,
     LatencySnapshot, ModelCalibration, PredictionTotals, RankCalibration, RankSlowdown, RankSpeed,
     SlowPhase, SlowRank, SpeedChange, SpeedTransition,
 };
+pub(crate) use latency::{DecodeBatch, PrefillWork};
 pub use learning::CompleteOutput;
 pub use reservation::Reservation;
 pub use sequences::PromptSequences;

@@ -309,7 +309,8 @@ pub struct ResponseLabels {
 pub struct ModelCoefficientLabels {
     /// Model name.
     pub model: LabelText,
-    /// `prefill_token`, `prefill_pair`, `decode_step`, `decode_context_token`, `transfer_token`.
+    /// `prefill_base`, `prefill_token`, `prefill_pair`, `decode_step`, `decode_request`,
+    /// `decode_context_token`, `transfer_token`.
     pub coefficient: &'static str,
 }
 

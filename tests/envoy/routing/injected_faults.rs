@@ -128,7 +128,8 @@ fn tolerated_faults() -> Vec<InjectedFault> {
             overview: "stale",
             metric: ("kv_event_source_freshness", &[("freshness", "stale")]),
             log: "KV event source is silent",
-            repair_log: "KV event source freshness changed",
+            // The index stays stale until all blocks from before the loss are evicted or reported again.
+            repair_log: "KV event batches lost",
         },
         InjectedFault {
             name: "load scrapes fail",

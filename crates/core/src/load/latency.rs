@@ -1,6 +1,6 @@
 //! Learned latency of the engines: the time of a prefill and of a decode step, the length of
-//! answers, and the rate of requests. Each served model has one latency model with four
-//! coefficients. Each worker rank has two factors relative to it, one for prefill and one for
+//! answers, and the rate of requests. Each served model has one latency model with three
+//! coefficients for a prefill and three for a decode step. Each worker rank has two factors relative to it, one for prefill and one for
 //! decode. Separate fits per rank would be too noisy: the policy would prefer the rank with the
 //! most favourable error.
 
@@ -21,7 +21,7 @@ mod transfer;
 
 pub use calibration::{CalibrationReport, ModelCalibration, RankCalibration};
 pub use coefficients::LatencyCoefficients;
-pub(crate) use coefficients::PrefillWork;
+pub(crate) use coefficients::{DecodeBatch, PrefillWork};
 pub use model::LatencyEstimate;
 pub(crate) use model::{ModelLatency, PrefillObservation, StepObservation, TransferObservation};
 pub(crate) use registry::{LatencyRegistry, ModelId};

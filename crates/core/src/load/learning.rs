@@ -1,10 +1,11 @@
 //! Observations of running requests, from which the latency models learn.
 
+use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use super::latency::{
-    FirstTokenObservation, ModelId, PrefillObservation, RankSlowdown, StepObservation,
-    TransferObservation,
+    DecodeBatch, FirstTokenObservation, LatencyRegistry, ModelId, ModelLatency, PrefillObservation,
+    RankSlowdown, StepObservation, TransferObservation,
 };
 use super::table::{LoadTable, RankRow, ReservationPart};
 use super::timing::RankTiming;
@@ -26,6 +27,23 @@ pub enum CompleteOutput {
 }
 
 impl LoadTable {
+    /// Normalizes and compares the factors of the ranks of each model. Done once for as many bookings as there are rows, so the
+    /// cost per booking is that of one row.
+    pub(super) fn compare_ranks(&mut self) {
+        self.uncompared_bookings = 0;
+        let mut by_model: HashMap<ModelId, Vec<&mut RankSlowdown>> = HashMap::new();
+        for row in self.rows.iter_mut() {
+            let ranks = by_model.entry(row.model).or_default();
+            ranks.push(&mut row.slowdown);
+        }
+        for (model, mut ranks) in by_model {
+            self.latency.model_mut(model).compare_ranks(&mut ranks);
+        }
+        for row in self.rows.iter_mut() {
+            row.update_factors(&self.latency);
+        }
+    }
+
     /// Returns the booked work of a rank, for a decision. If the rank is slower than others and a
     /// trial is due, its factors are those of the fastest rank.
     #[inline(always)]
@@ -91,7 +109,7 @@ impl LoadTable {
         match rows.find(|row| row.rank == rank && row.model == model) {
             Some(row) if row.slowdown.observations() == 0 => {
                 row.slowdown = slowdown;
-                row.factors = slowdown.factors();
+                row.update_factors(&self.latency);
             }
             Some(_) => {}
             None => self.latency.store_departed_slowdown(rank, model, slowdown),
@@ -110,7 +128,7 @@ impl LoadTable {
         };
         let observation = TransferObservation {
             tokens: booking.uncached_tokens() as f64,
-            context_tokens: row.context_tokens as f64,
+            batch: row.decode_batch(),
             elapsed,
         };
         row.learn(&mut self.latency, |model, slowdown| {
@@ -133,12 +151,12 @@ impl LoadTable {
         let Some((_, row)) = self.rows.find(&part.booking, share) else {
             return;
         };
-        let context_tokens = row.context_tokens as f64;
+        let batch = row.decode_batch();
         share.answer.tokens += count;
         row.context_tokens += count;
         if let Some(since) = since.filter(|since| row.prefills.is_idle_since(*since)) {
             let observation = StepObservation {
-                context_tokens,
+                batch,
                 steps: count,
                 elapsed: now.saturating_duration_since(since),
                 at: now,
@@ -166,7 +184,7 @@ impl LoadTable {
         let elapsed = answer
             .started_at
             .map(|started_at| now.saturating_duration_since(started_at));
-        let context_tokens = row.context_tokens as f64;
+        let batch = row.decode_batch();
         row.learn(&mut self.latency, |model, slowdown| match output {
             CompleteOutput::Unary { tokens } => model.observe_output(tokens as f64, slowdown),
             CompleteOutput::Stream {
@@ -177,7 +195,7 @@ impl LoadTable {
                 // of other requests.
                 if let Some(elapsed) = elapsed.filter(|_| answer.tokens == 0) {
                     let observation = StepObservation {
-                        context_tokens,
+                        batch,
                         steps: tokens.saturating_sub(1),
                         elapsed,
                         at: now,
@@ -189,7 +207,7 @@ impl LoadTable {
             // expected step time replaces the length.
             CompleteOutput::Stream { tokens: None } => {
                 if let Some(elapsed) = elapsed {
-                    model.observe_duration(elapsed, context_tokens, slowdown);
+                    model.observe_duration(elapsed, batch, slowdown);
                 }
             }
         });
@@ -197,6 +215,30 @@ impl LoadTable {
 }
 
 impl RankRow {
+    /// Learns with the latency model of the rank.
+    pub(super) fn learn(
+        &mut self,
+        latency: &mut LatencyRegistry,
+        learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
+    ) {
+        learn(latency.model_mut(self.model), &mut self.slowdown);
+        self.update_factors(latency);
+    }
+
+    /// Updates the factors that decisions use.
+    pub(super) fn update_factors(&mut self, latency: &LatencyRegistry) {
+        let model = latency.model(self.model);
+        self.factors = model.decision_factors(&self.slowdown);
+    }
+
+    /// Returns the size of a decode step with all requests of the rank.
+    fn decode_batch(&self) -> DecodeBatch {
+        DecodeBatch {
+            requests: f64::from(self.requests),
+            context_tokens: self.context_tokens as f64,
+        }
+    }
+
     /// Returns the booked work of the rank.
     #[inline(always)]
     pub(super) fn timing(&self, now: Instant) -> RankTiming {

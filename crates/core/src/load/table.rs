@@ -1,12 +1,9 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::collections::HashMap;
 use std::time::Instant;
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
-use super::latency::{
-    LatencyRegistry, ModelId, ModelLatency, PrefillWork, RankSlowdown, SlowdownFactors,
-};
+use super::latency::{LatencyRegistry, ModelId, RankSlowdown, SlowdownFactors};
 use super::prefill_queue::{PrefillEndCause, PrefillQueue, PrefillTicket, PrefillTimes};
 use super::prompt_tree::{LeafId, PromptTree, WeightChange};
 use super::rows::RankRows;
@@ -24,7 +21,7 @@ pub(super) struct LoadTable {
     prompts: PromptTree,
     last_generation: u64,
     /// Number of bookings since the ranks were last compared.
-    uncompared_bookings: usize,
+    pub(super) uncompared_bookings: usize,
 }
 
 /// One open slot. The fields that every decision reads come first and share a cache line, because
@@ -33,7 +30,7 @@ pub(super) struct LoadTable {
 #[repr(C, align(64))]
 pub(super) struct RankRow {
     pub(super) rank: WorkerRank,
-    requests: u32,
+    pub(super) requests: u32,
     pub(super) model: ModelId,
     /// Weight of all prompt and output blocks.
     weight: u64,
@@ -106,7 +103,7 @@ impl LoadTable {
             prefills: PrefillQueue::default(),
             weight: 0,
             context_tokens: 0,
-            factors: slowdown.factors(),
+            factors: self.latency.model(model).decision_factors(&slowdown),
             slowdown,
             model,
         };
@@ -187,8 +184,7 @@ impl LoadTable {
             return 0;
         }
         let model = self.latency.model(row.model);
-        let tokens = delay / model.prefill_seconds(PrefillWork::new(1.0, 0.0)).max(1e-9);
-        tokens as u64
+        (delay / model.prefill_token_seconds()) as u64
     }
 
     /// Returns, per slot, the number of these blocks that it holds. Slots beyond the end hold none.
@@ -218,19 +214,6 @@ impl LoadTable {
             self.compare_ranks();
         }
         shares
-    }
-
-    /// Compares the ranks of each model. Done once for as many bookings as there are rows, so the
-    /// cost per booking is that of one row.
-    fn compare_ranks(&mut self) {
-        self.uncompared_bookings = 0;
-        let mut by_model: HashMap<ModelId, Vec<&RankSlowdown>> = HashMap::new();
-        for (_, row) in self.rows.iter() {
-            by_model.entry(row.model).or_default().push(&row.slowdown);
-        }
-        for (model, ranks) in by_model {
-            self.latency.model_mut(model).compare_ranks(&ranks);
-        }
     }
 
     /// Records requests that were routed by a decision, for the trials of ranks that were slow.
@@ -401,16 +384,6 @@ impl LoadTable {
 }
 
 impl RankRow {
-    /// Learns with the latency model of the rank.
-    pub(super) fn learn(
-        &mut self,
-        latency: &mut LatencyRegistry,
-        learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
-    ) {
-        learn(latency.model_mut(self.model), &mut self.slowdown);
-        self.factors = self.slowdown.factors();
-    }
-
     /// Returns whether requests are booked on the rank.
     pub(super) fn has_bookings(&self) -> bool {
         self.requests > 0

@@ -1,15 +1,15 @@
 //! Policy `seconds`: the time that a choice costs all requests, in seconds. The terms are the time
 //! to the first token and the decode time of this request, the delay of the requests that run on
-//! the rank, and the delay of those that will arrive before its prefill backlog is done. Quantities
-//! are counted or learned. The only setting of its own weighs the time to the first token against
-//! other time.
+//! the rank, the delay of those that will arrive before its prefill backlog is done, and the prefill
+//! that later requests repeat because their blocks were evicted. Quantities are counted or learned.
+//! The only setting of its own weighs the time to the first token against other time.
 
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
 use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
 use super::weights::Weights;
-use crate::load::{LatencyCoefficients, PrefillWork};
+use crate::load::{DecodeBatch, LatencyCoefficients, PrefillWork};
 use crate::worker::WorkerRole;
 
 /// Maximum share of the fleet's time that prefill is assumed to take. The delay of later requests
@@ -20,6 +20,11 @@ const MAX_PREFILL_UTILIZATION: f64 = 0.9;
 /// the decode steps that the engine runs between its chunks, in which they advance. Measured with
 /// the judge: 0.7 costs 1 % of TPOT, and 1 costs 0.4 points of goodput on conversations.
 const DELAY_SHARE: f64 = 0.9;
+
+/// Weight of the term `eviction`: seconds of later prefill per second of this one. In a full cache, each
+/// new block evicts another one, and some of these are computed again. Measured with the judge: with 0,
+/// the mean time to the first token of coding agents is 5 % longer, and 2 gains nothing.
+const EVICTION_WEIGHT: f64 = 1.0;
 
 /// Settings of the policy.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -53,12 +58,13 @@ impl SecondsSettings {
 }
 
 /// Terms of the policy `seconds`. The cost is `first_token + decode + running_delay +
-/// arrival_delay`.
+/// arrival_delay + eviction`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct SecondsTerms {
     /// Prompt tokens that are not computed again.
     pub cached_tokens: f64,
-    /// Prefill that is booked on the rank and not done, in seconds.
+    /// Prefill that is booked on the rank and not done, without fixed parts, plus the overdue time of
+    /// its oldest request, in seconds.
     pub queue: f64,
     /// Prefill of this request, in seconds.
     pub prefill: f64,
@@ -72,12 +78,15 @@ pub struct SecondsTerms {
     pub running_delay: f64,
     /// Delay of the requests that arrive before the prefill backlog is done, in seconds.
     pub arrival_delay: f64,
+    /// Prefill of later requests whose cached blocks this request evicts, in seconds. They may run on
+    /// any rank, so no factor applies.
+    pub eviction: f64,
 }
 
 impl TermSum for SecondsTerms {
     #[inline(always)]
     fn sum(&self) -> f64 {
-        self.first_token + self.decode + self.running_delay + self.arrival_delay
+        self.first_token + self.decode + self.running_delay + self.arrival_delay + self.eviction
     }
 
     fn summands(&self) -> Vec<CostTerm> {
@@ -86,6 +95,7 @@ impl TermSum for SecondsTerms {
             CostTerm::new("decode", self.decode),
             CostTerm::new("running_delay", self.running_delay),
             CostTerm::new("arrival_delay", self.arrival_delay),
+            CostTerm::new("eviction", self.eviction),
         ]
     }
 
@@ -133,7 +143,10 @@ pub(super) struct SecondsModel<'a> {
 /// Prefill of a request on a rank with the factor 1.
 struct PrefillPrice {
     cached_tokens: f64,
+    /// Time of the prefill, without the wait in the queue.
     seconds: f64,
+    /// Time for which the prefill occupies the engine.
+    compute_seconds: f64,
 }
 
 impl<'a> SecondsModel<'a> {
@@ -180,6 +193,7 @@ impl<'a> SecondsModel<'a> {
             return PrefillPrice {
                 cached_tokens: self.prompt_tokens,
                 seconds: 0.0,
+                compute_seconds: 0.0,
             };
         }
         let device = candidate.device_blocks() * self.block_size;
@@ -196,6 +210,7 @@ impl<'a> SecondsModel<'a> {
         PrefillPrice {
             cached_tokens,
             seconds: self.latency.prefill_seconds(work) + loading,
+            compute_seconds: self.latency.compute_seconds(work) + loading,
         }
     }
 
@@ -243,15 +258,23 @@ impl CostModel for SecondsModel<'_> {
         let PrefillPrice {
             cached_tokens,
             seconds,
+            compute_seconds,
         } = self.prefill(candidate);
         let prefill = timing.prefill_factor * seconds;
-        let context_token = timing.decode_factor * latency.decode_context_token;
-        // On average, a running request decodes during half of this answer. Each of these steps
-        // also reads the context of this request.
-        let decode_delay = 0.5 * output * context_token * self.prompt_tokens;
-        let decode = output
-            * (timing.decode_factor * latency.decode_step
-                + context_token * (timing.context_tokens + self.prompt_tokens));
+        let compute = timing.prefill_factor * compute_seconds;
+        let own = DecodeBatch {
+            requests: 1.0,
+            context_tokens: self.prompt_tokens,
+        };
+        let joined = DecodeBatch {
+            requests: requests + 1.0,
+            context_tokens: timing.context_tokens + self.prompt_tokens,
+        };
+        let steps = output * timing.decode_factor;
+        // On average, a running request decodes during half of this answer. Each of these steps is
+        // longer by the times of this request and of the tokens in its context.
+        let decode_delay = 0.5 * steps * (latency.step_seconds(own) - latency.decode_step);
+        let decode = steps * latency.step_seconds(joined);
         let mut terms = SecondsTerms {
             cached_tokens,
             ..SecondsTerms::default()
@@ -260,14 +283,15 @@ impl CostModel for SecondsModel<'_> {
             terms.queue = latency.queue_seconds(timing);
             terms.prefill = prefill;
             terms.first_token = self.first_token_weight * (terms.queue + prefill);
-            terms.arrival_delay = prefill * self.arrival_weight * (terms.queue + prefill);
+            terms.arrival_delay = compute * self.arrival_weight * (terms.queue + compute);
+            terms.eviction = EVICTION_WEIGHT * compute_seconds;
         }
         match self.phase {
             PricedPhase::Both => {
                 terms.decode = decode;
-                terms.running_delay = requests * (DELAY_SHARE * prefill + decode_delay);
+                terms.running_delay = requests * (DELAY_SHARE * compute + decode_delay);
             }
-            PricedPhase::Prefill => terms.running_delay = f64::from(timing.prefills) * prefill,
+            PricedPhase::Prefill => terms.running_delay = f64::from(timing.prefills) * compute,
             PricedPhase::Decode => {
                 terms.transfer = self.transfer_seconds(candidate);
                 terms.first_token = self.first_token_weight * terms.transfer;

@@ -141,9 +141,11 @@ fn refresh_latency(metrics: &Metrics, router: &Router) {
 fn refresh_model_latency(metrics: &LatencyMetrics, model: &ModelCalibration) {
     let estimate = &model.estimate;
     let coefficients = [
+        ("prefill_base", estimate.coefficients.prefill_base),
         ("prefill_token", estimate.coefficients.prefill_token),
         ("prefill_pair", estimate.coefficients.prefill_pair),
         ("decode_step", estimate.coefficients.decode_step),
+        ("decode_request", estimate.coefficients.decode_request),
         (
             "decode_context_token",
             estimate.coefficients.decode_context_token,

@@ -133,21 +133,27 @@ pub(super) fn serialize_with_units<S: Serializer>(
 ) -> Result<S::Ok, S::Error> {
     #[derive(Serialize)]
     struct CoefficientSeconds {
+        prefill_base_seconds: f64,
         prefill_token_seconds: f64,
         prefill_pair_seconds: f64,
         decode_step_seconds: f64,
+        decode_request_seconds: f64,
         decode_context_token_seconds: f64,
     }
     let LatencyCoefficients {
+        prefill_base,
         prefill_token,
         prefill_pair,
         decode_step,
+        decode_request,
         decode_context_token,
     } = *coefficients;
     CoefficientSeconds {
+        prefill_base_seconds: prefill_base,
         prefill_token_seconds: prefill_token,
         prefill_pair_seconds: prefill_pair,
         decode_step_seconds: decode_step,
+        decode_request_seconds: decode_request,
         decode_context_token_seconds: decode_context_token,
     }
     .serialize(serializer)

@@ -57,6 +57,13 @@ impl ChangeDetector {
         }
     }
 
+    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the expected
+    /// times of the model by it.
+    pub(super) fn normalize(&mut self, mean: f64) {
+        self.factor /= mean;
+        self.candidate_sums.observed /= mean;
+    }
+
     /// Adds an observation of a rank whose estimated factor is `factor`. Returns the observations
     /// since the change as soon as the change counts as detected.
     pub(super) fn add(&mut self, sums: TimeSums, factor: f64) -> Option<TimeSums> {

@@ -2,38 +2,46 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::fit::{CoefficientFit, FitCoefficients, FitRules, FitSample};
+use super::fit::{CoefficientFit, FitRules, FitVector};
 use crate::load::timing::RankTiming;
 
 /// Units that bring the inputs of the fits to the order of 1.
 const PREFILL_TOKENS: f64 = 1e3;
 const PREFILL_PAIRS: f64 = 3e7;
+const DECODE_REQUESTS: f64 = 10.0;
 const CONTEXT_TOKENS: f64 = 1e5;
 
 pub(super) const PREFILL_RULES: FitRules = FitRules {
     retention: 0.995,
     prior_weight: 2.0,
-    prior: FitCoefficients {
-        first: PRIOR.prefill_token * PREFILL_TOKENS,
-        second: PRIOR.prefill_pair * PREFILL_PAIRS,
-    },
+    prior: [
+        PRIOR.prefill_base,
+        PRIOR.prefill_token * PREFILL_TOKENS,
+        PRIOR.prefill_pair * PREFILL_PAIRS,
+    ],
 };
 
 pub(super) const DECODE_RULES: FitRules = FitRules {
     retention: 0.999,
     prior_weight: 5.0,
-    prior: FitCoefficients {
-        first: PRIOR.decode_step,
-        second: PRIOR.decode_context_token * CONTEXT_TOKENS,
-    },
+    prior: [
+        PRIOR.decode_step,
+        PRIOR.decode_request * DECODE_REQUESTS,
+        PRIOR.decode_context_token * CONTEXT_TOKENS,
+    ],
 };
 
-/// Coefficients before any observation. For a token behind 33,000 others, attention costs as much as
-/// the rest, which holds within a factor of 2 for dense models of 8 to 70 billion parameters.
+/// Coefficients before any observation. A token costs 100 us, as with a model of 8 billion parameters on
+/// an L40S GPU. For a token behind 33,000 others, attention costs as much as the rest, which holds within
+/// a factor of 2 for dense models of 8 to 70 billion parameters. A step of 20 ms reads the weights of
+/// such a model once. The fixed part of a prefill is half of a step. A request costs 30 us per step for
+/// sampling and scheduling.
 pub(super) const PRIOR: LatencyCoefficients = LatencyCoefficients {
+    prefill_base: 10e-3,
     prefill_token: 100e-6,
     prefill_pair: 3e-9,
     decode_step: 20e-3,
+    decode_request: 30e-6,
     decode_context_token: 100e-9,
 };
 
@@ -44,12 +52,17 @@ pub(super) const PREFILL_MARGIN: f64 = 0.05;
 /// Seconds that each unit of work takes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LatencyCoefficients {
+    /// Prefill, fixed part: HTTP, scheduling, and the rest of the step that is running. It delays no
+    /// other request of the engine.
+    pub prefill_base: f64,
     /// Prefill, per uncached token.
     pub prefill_token: f64,
     /// Prefill, per pair of an uncached token and a token before it (attention).
     pub prefill_pair: f64,
     /// Decode step, fixed part.
     pub decode_step: f64,
+    /// Decode step, per running request.
+    pub decode_request: f64,
     /// Decode step, per token in the context of all running requests.
     pub decode_context_token: f64,
 }
@@ -61,12 +74,21 @@ pub(crate) struct PrefillWork {
     pub(crate) pairs: f64,
 }
 
-/// Fit of the two prefill coefficients.
+/// Size of a decode step. Requests that wait for their prefill count as well.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct DecodeBatch {
+    /// Number of requests.
+    pub(crate) requests: f64,
+    /// Tokens in the contexts of these requests.
+    pub(crate) context_tokens: f64,
+}
+
+/// Fit of the prefill coefficients.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(super) struct PrefillFit(pub(super) CoefficientFit);
 
-/// Fit of the two coefficients of a decode step.
+/// Fit of the coefficients of a decode step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(super) struct DecodeFit(pub(super) CoefficientFit);
@@ -76,43 +98,90 @@ impl PrefillFit {
     /// relative, so a long prompt does not outweigh many short ones.
     pub(super) fn add(&mut self, work: PrefillWork, seconds: f64, expected: f64) {
         let weight = 1.0 / (expected + PREFILL_MARGIN);
-        let sample = FitSample {
-            first: weight * work.tokens / PREFILL_TOKENS,
-            second: weight * work.pairs / PREFILL_PAIRS,
-            value: weight * seconds,
-        };
-        self.0.add(sample, &PREFILL_RULES);
+        let inputs = [
+            1.0,
+            work.tokens / PREFILL_TOKENS,
+            work.pairs / PREFILL_PAIRS,
+        ];
+        let inputs = inputs.map(|input| weight * input);
+        self.0.add(inputs, weight * seconds, &PREFILL_RULES);
     }
 
-    /// Returns the seconds per token and per pair.
-    pub(super) fn solve(&self) -> (f64, f64) {
-        let solved = self.0.solve(&PREFILL_RULES);
-        (solved.first / PREFILL_TOKENS, solved.second / PREFILL_PAIRS)
+    /// Returns the seconds per prefill, per token and per pair.
+    pub(super) fn solve(&self) -> FitVector {
+        let [base, token, pair] = self.0.solve(&PREFILL_RULES);
+        [base, token / PREFILL_TOKENS, pair / PREFILL_PAIRS]
     }
 }
 
 impl DecodeFit {
     /// Adds a decode step that took `seconds`.
-    pub(super) fn add(&mut self, context_tokens: f64, seconds: f64) {
-        let sample = FitSample {
-            first: 1.0,
-            second: context_tokens / CONTEXT_TOKENS,
-            value: seconds,
-        };
-        self.0.add(sample, &DECODE_RULES);
+    pub(super) fn add(&mut self, batch: DecodeBatch, seconds: f64) {
+        let inputs = [
+            1.0,
+            batch.requests / DECODE_REQUESTS,
+            batch.context_tokens / CONTEXT_TOKENS,
+        ];
+        self.0.add(inputs, seconds, &DECODE_RULES);
     }
 
-    /// Returns the seconds per step and per token in the context.
-    pub(super) fn solve(&self) -> (f64, f64) {
-        let solved = self.0.solve(&DECODE_RULES);
-        (solved.first, solved.second / CONTEXT_TOKENS)
+    /// Returns the seconds per step, per running request and per token in the context.
+    pub(super) fn solve(&self) -> FitVector {
+        let [base, request, context_token] = self.0.solve(&DECODE_RULES);
+        [
+            base,
+            request / DECODE_REQUESTS,
+            context_token / CONTEXT_TOKENS,
+        ]
     }
 }
 
 impl LatencyCoefficients {
+    /// Creates coefficients from those of prefills and of decode steps, in the order of the fields.
+    pub(super) fn new(prefill: FitVector, decode: FitVector) -> Self {
+        let [prefill_base, prefill_token, prefill_pair] = prefill;
+        let [decode_step, decode_request, decode_context_token] = decode;
+        Self {
+            prefill_base,
+            prefill_token,
+            prefill_pair,
+            decode_step,
+            decode_request,
+            decode_context_token,
+        }
+    }
+
+    /// Returns the seconds per prefill, per token and per pair.
+    pub(super) fn prefill(&self) -> FitVector {
+        [self.prefill_base, self.prefill_token, self.prefill_pair]
+    }
+
+    /// Returns the seconds per step, per request and per token in the context.
+    pub(super) fn decode(&self) -> FitVector {
+        [
+            self.decode_step,
+            self.decode_request,
+            self.decode_context_token,
+        ]
+    }
+
+    /// Multiplies the coefficients of prefills and those of decode steps by one factor each.
+    pub(super) fn scaled(&self, prefill: f64, decode: f64) -> Self {
+        Self::new(
+            self.prefill().map(|seconds| seconds * prefill),
+            self.decode().map(|seconds| seconds * decode),
+        )
+    }
+
     /// Returns the seconds of a prefill.
     #[inline]
     pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
+        self.prefill_base + self.compute_seconds(work)
+    }
+
+    /// Returns the seconds for which a prefill occupies the engine: those without the fixed part.
+    #[inline]
+    pub(crate) fn compute_seconds(&self, work: PrefillWork) -> f64 {
         self.prefill_token * work.tokens + self.prefill_pair * work.pairs
     }
 
@@ -125,7 +194,7 @@ impl LatencyCoefficients {
             return 0.0;
         }
         let booked = timing.prefill_factor
-            * self.prefill_seconds(PrefillWork {
+            * self.compute_seconds(PrefillWork {
                 tokens: timing.prefill_tokens,
                 pairs: timing.prefill_pairs,
             });
@@ -133,10 +202,12 @@ impl LatencyCoefficients {
         (booked - oldest.min(timing.prefill_elapsed)).max(0.0) + timing.delay
     }
 
-    /// Returns the seconds of a decode step with this many tokens in the context of all requests.
+    /// Returns the seconds of a decode step.
     #[inline]
-    pub(crate) fn step_seconds(&self, context_tokens: f64) -> f64 {
-        self.decode_step + self.decode_context_token * context_tokens
+    pub(crate) fn step_seconds(&self, batch: DecodeBatch) -> f64 {
+        self.decode_step
+            + self.decode_request * batch.requests
+            + self.decode_context_token * batch.context_tokens
     }
 }
 

@@ -3,6 +3,7 @@
 //! the median of its ranks, which no single rank can move beyond the values of the others.
 
 use super::coefficients::{DecodeFit, LatencyCoefficients, PRIOR, PrefillFit};
+use super::fit::FitVector;
 use super::model::PRIOR_OUTPUT_TOKENS;
 use super::slowdown::RankSlowdown;
 use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
@@ -39,10 +40,8 @@ pub(super) struct RankLatency {
 /// Limits of all values of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct LatencyLimits {
-    prefill_token: ValueLimits,
-    prefill_pair: ValueLimits,
-    decode_step: ValueLimits,
-    decode_context_token: ValueLimits,
+    prefill: [ValueLimits; 3],
+    decode: [ValueLimits; 3],
     output_tokens: ValueLimits,
     transfer_token: ValueLimits,
 }
@@ -91,6 +90,14 @@ impl ValueLimits {
     }
 }
 
+/// Returns the limits of three coefficients, around the medians of the ranks or around the prior.
+fn limits_of(values: &[FitVector], prior: FitVector) -> [ValueLimits; 3] {
+    [0, 1, 2].map(|index| {
+        let medians = values.iter().map(|values| values[index]);
+        ValueLimits::around(medians, prior[index])
+    })
+}
+
 impl Default for LatencyLimits {
     fn default() -> Self {
         Self::of_ranks(&[])
@@ -111,16 +118,9 @@ impl LatencyLimits {
             .collect();
         let answers = own().filter(|own| own.answers >= MIN_ANSWERS);
         let transfers = own().filter(|own| own.transfers >= MIN_TRANSFERS);
-        let first = |solved: &(f64, f64)| solved.0;
-        let second = |solved: &(f64, f64)| solved.1;
         Self {
-            prefill_token: ValueLimits::around(prefills.iter().map(first), PRIOR.prefill_token),
-            prefill_pair: ValueLimits::around(prefills.iter().map(second), PRIOR.prefill_pair),
-            decode_step: ValueLimits::around(steps.iter().map(first), PRIOR.decode_step),
-            decode_context_token: ValueLimits::around(
-                steps.iter().map(second),
-                PRIOR.decode_context_token,
-            ),
+            prefill: limits_of(&prefills, PRIOR.prefill()),
+            decode: limits_of(&steps, PRIOR.decode()),
             output_tokens: ValueLimits::around(
                 answers.map(|own| own.output_tokens),
                 PRIOR_OUTPUT_TOKENS,
@@ -134,14 +134,13 @@ impl LatencyLimits {
 
     /// Limits the coefficients.
     pub(super) fn clamp(&self, coefficients: LatencyCoefficients) -> LatencyCoefficients {
-        LatencyCoefficients {
-            prefill_token: self.prefill_token.clamp(coefficients.prefill_token),
-            prefill_pair: self.prefill_pair.clamp(coefficients.prefill_pair),
-            decode_step: self.decode_step.clamp(coefficients.decode_step),
-            decode_context_token: self
-                .decode_context_token
-                .clamp(coefficients.decode_context_token),
-        }
+        let clamp = |limits: [ValueLimits; 3], values: FitVector| {
+            [0, 1, 2].map(|index| limits[index].clamp(values[index]))
+        };
+        LatencyCoefficients::new(
+            clamp(self.prefill, coefficients.prefill()),
+            clamp(self.decode, coefficients.decode()),
+        )
     }
 
     /// Limits the mean length of an answer.

@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use super::calibration;
 use super::coefficients::{
-    DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
+    DecodeBatch, DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
 };
 use super::limits::LatencyLimits;
 use super::recovery::{FastestFactors, TrialLimit};
 use super::slow_rank::{MedianFactors, RankSpeed, SpeedChange};
-use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
+use super::slowdown::{MeanFactors, RankSlowdown, SlowdownFactors, TimeSums};
 use super::totals::{FirstTokenObservation, PredictionTotals};
 use super::traffic::TrafficRate;
 use super::transfer::{PRIOR_TRANSFER_TOKEN, TransferTime};
@@ -25,14 +25,14 @@ const OUTPUT_SHARE: f64 = 0.02;
 /// Number of prefills before outliers are limited and factors are learned.
 const MIN_PREFILLS: u64 = 10;
 
-/// A prefill or KV transfer counts for at most this multiple of its expected time plus
+/// A prefill or KV transfer counts for at most this multiple of its expected time at factor 1 plus
 /// [`PREFILL_MARGIN`]. A longer one waited for memory, was preempted, or stalled.
 const MAX_PREFILL_RATIO: f64 = 3.0;
 
 /// Number of step observations before outliers are discarded and factors are learned.
 const MIN_STEPS: u64 = 50;
 
-/// A step counts for at most this multiple of its expected time. Longer ones are discarded as
+/// A step counts for at most this multiple of the expected time of its rank. Longer ones are discarded as
 /// stalls, unless [`MAX_STALLED_STEPS`] observations in a row are that long.
 const MAX_STEP_RATIO: f64 = 4.0;
 const MAX_STALLED_STEPS: u32 = 64;
@@ -68,8 +68,8 @@ pub(crate) struct PrefillObservation {
 /// prefills of other requests.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct StepObservation {
-    /// Tokens in the context of all running requests of the rank, when the observation is made.
-    pub(crate) context_tokens: f64,
+    /// Requests of the rank, when the observation is made.
+    pub(crate) batch: DecodeBatch,
     pub(crate) steps: u64,
     pub(crate) elapsed: Duration,
     /// Time of the last token.
@@ -81,8 +81,8 @@ pub(crate) struct StepObservation {
 pub(crate) struct TransferObservation {
     /// Prompt tokens that the decode worker did not have cached.
     pub(crate) tokens: f64,
-    /// Tokens in the context of all running requests of the rank.
-    pub(crate) context_tokens: f64,
+    /// Requests of the rank.
+    pub(crate) batch: DecodeBatch,
     /// Time from the booking of the decode to its first token.
     pub(crate) elapsed: Duration,
 }
@@ -191,12 +191,37 @@ impl ModelLatency {
         true
     }
 
-    /// Compares the ranks of the model. Updates the factors of the fastest one, the medians, and the
-    /// limits of the influence of one of them on the model.
-    pub(crate) fn compare_ranks(&mut self, ranks: &[&RankSlowdown]) {
-        self.fastest = FastestFactors::of_ranks(ranks);
-        self.median = MedianFactors::of_ranks(ranks);
-        self.limits = LatencyLimits::of_ranks(ranks);
+    /// Normalizes the factors of the ranks. Then updates the factors of the fastest one, the medians, and
+    /// the limits of the influence of one rank on the model.
+    pub(crate) fn compare_ranks(&mut self, ranks: &mut [&mut RankSlowdown]) {
+        self.normalize_factors(ranks);
+        let ranks = as_shared(ranks);
+        self.median = MedianFactors::of_ranks(&ranks);
+        self.fastest = FastestFactors::of_ranks(&ranks, self.median);
+        self.limits = LatencyLimits::of_ranks(&ranks);
+    }
+
+    /// Divides the factors of the ranks by their geometric mean, and multiplies the times of the model
+    /// by it. Only the products of factors and times are observed, so both could drift otherwise. A
+    /// rank with few observations is assumed to be as fast as the median.
+    fn normalize_factors(&mut self, ranks: &mut [&mut RankSlowdown]) {
+        let median = MedianFactors::of_ranks(&as_shared(ranks));
+        for slowdown in ranks.iter_mut() {
+            slowdown.set_prior(median);
+        }
+        let mean = MeanFactors::of_ranks(&as_shared(ranks));
+        for slowdown in ranks {
+            slowdown.normalize(mean);
+        }
+        self.prefill.0.scale_values(mean.prefill);
+        self.decode.0.scale_values(mean.decode);
+        let scaled = self.coefficients.scaled(mean.prefill, mean.decode);
+        self.coefficients = self.limits.clamp(scaled);
+    }
+
+    /// Returns the factors that decisions use.
+    pub(crate) fn decision_factors(&self, slowdown: &RankSlowdown) -> SlowdownFactors {
+        slowdown.factors(self.median)
     }
 
     /// Returns whether [`Self::trial_factors`] may have a result for a rank with these factors.
@@ -232,10 +257,10 @@ impl ModelLatency {
         slowdown: &mut RankSlowdown,
         now: Instant,
     ) -> Option<(RankSpeed, SpeedChange)> {
-        let traffic = self.traffic.snapshot(now);
+        let compute = self.traffic.snapshot(now).mean_prefill_seconds();
         let speed = self
             .median
-            .compare(slowdown, traffic.mean_prefill_seconds());
+            .compare(slowdown, self.coefficients.prefill_base + compute);
         let was_slow = self.slow_speed(slowdown);
         let change = slowdown.update_speed(speed, now)?;
         Some((was_slow.unwrap_or(speed), change))
@@ -263,25 +288,18 @@ impl ModelLatency {
     /// Returns whether all numbers are in their ranges. The model of another process may be invalid.
     pub(super) fn is_valid(&self) -> bool {
         let coefficients = &self.coefficients;
-        let seconds = [
-            coefficients.prefill_token,
-            coefficients.prefill_pair,
-            coefficients.decode_step,
-            coefficients.decode_context_token,
-            self.transfer.token_seconds(),
-        ];
+        let seconds = [coefficients.prefill(), coefficients.decode()].into_iter();
+        let mut seconds = seconds.flatten().chain([self.transfer.token_seconds()]);
         self.prefill.0.is_valid(MAX_SUM)
             && self.decode.0.is_valid(MAX_SUM)
             && (1.0..=MAX_SUM).contains(&self.transfer.tokens)
             && (0.0..=MAX_OUTPUT_TOKENS).contains(&self.output_tokens)
-            && seconds
-                .iter()
-                .all(|seconds| (0.0..=MAX_WORK_SECONDS).contains(seconds))
+            && seconds.all(|seconds| (0.0..=MAX_WORK_SECONDS).contains(&seconds))
     }
 
-    /// Returns the seconds of a prefill on a rank with the factor 1.
-    pub(crate) fn prefill_seconds(&self, work: PrefillWork) -> f64 {
-        self.coefficients.prefill_seconds(work)
+    /// Returns the seconds of a prefill per token, without attention.
+    pub(crate) fn prefill_token_seconds(&self) -> f64 {
+        self.coefficients.prefill_token
     }
 
     /// Returns the estimated time of a prefill on a rank, or `None` before enough prefills were
@@ -315,7 +333,7 @@ impl ModelLatency {
     /// Records a booked request.
     pub(crate) fn on_booked(&mut self, work: PrefillWork, slowdown: &RankSlowdown, now: Instant) {
         self.booked_prefills += 1;
-        let seconds = slowdown.prefill_factor * self.coefficients.prefill_seconds(work);
+        let seconds = slowdown.prefill_factor * self.coefficients.compute_seconds(work);
         self.traffic.add(seconds, now);
     }
 
@@ -332,19 +350,15 @@ impl ModelLatency {
         let expected = self.coefficients.prefill_seconds(work).max(1e-6);
         let mut observed = elapsed.as_secs_f64();
         if self.prefill.0.observed() >= MIN_PREFILLS {
-            observed = observed
-                .min(MAX_PREFILL_RATIO * expected * slowdown.prefill_factor + PREFILL_MARGIN);
+            observed = observed.min(MAX_PREFILL_RATIO * expected + PREFILL_MARGIN);
             slowdown.add_prefill(TimeSums { observed, expected }, self.fastest, at);
         }
         slowdown.own.prefill.add(work, observed, expected);
         let normalized = observed / slowdown.prefill_factor;
         self.prefill.add(work, normalized, expected);
-        let (prefill_token, prefill_pair) = self.prefill.solve();
-        self.coefficients = self.limits.clamp(LatencyCoefficients {
-            prefill_token,
-            prefill_pair,
-            ..self.coefficients
-        });
+        let decode = self.coefficients.decode();
+        let solved = LatencyCoefficients::new(self.prefill.solve(), decode);
+        self.coefficients = self.limits.clamp(solved);
     }
 
     /// Learns from decode steps.
@@ -354,7 +368,7 @@ impl ModelLatency {
         slowdown: &mut RankSlowdown,
     ) {
         let StepObservation {
-            context_tokens,
+            batch,
             steps,
             elapsed,
             at,
@@ -366,7 +380,7 @@ impl ModelLatency {
         if observed < MIN_STEP_SECONDS {
             return;
         }
-        let expected = self.coefficients.step_seconds(context_tokens).max(1e-6);
+        let expected = self.coefficients.step_seconds(batch).max(1e-6);
         if self.decode.0.observed() > MIN_STEPS {
             let limit = MAX_STEP_RATIO * expected * slowdown.decode_factor;
             if observed > limit && slowdown.stalled_steps < MAX_STALLED_STEPS {
@@ -377,19 +391,16 @@ impl ModelLatency {
                 slowdown.stalled_steps = 0;
             }
             observed = observed.min(limit);
-            slowdown.add_step(TimeSums { observed, expected }, at);
+            slowdown.add_step(TimeSums { observed, expected }, self.fastest, at);
         }
-        slowdown.own.decode.add(context_tokens, observed);
+        slowdown.own.decode.add(batch, observed);
         let normalized = observed / slowdown.decode_factor;
-        self.decode.add(context_tokens, normalized);
+        self.decode.add(batch, normalized);
         let count = self.decode.0.observed();
         if count <= ALWAYS_SOLVED_STEPS || count.is_multiple_of(SOLVE_INTERVAL) {
-            let (decode_step, decode_context_token) = self.decode.solve();
-            self.coefficients = self.limits.clamp(LatencyCoefficients {
-                decode_step,
-                decode_context_token,
-                ..self.coefficients
-            });
+            let prefill = self.coefficients.prefill();
+            let solved = LatencyCoefficients::new(prefill, self.decode.solve());
+            self.coefficients = self.limits.clamp(solved);
         }
     }
 
@@ -402,13 +413,13 @@ impl ModelLatency {
     ) {
         let TransferObservation {
             tokens,
-            context_tokens,
+            batch,
             elapsed,
         } = observation;
         if elapsed > MAX_OBSERVED || tokens <= 0.0 {
             return;
         }
-        let step = slowdown.decode_factor * self.coefficients.step_seconds(context_tokens);
+        let step = slowdown.decode_factor * self.coefficients.step_seconds(batch);
         let expected = self.transfer_token() * tokens;
         let observed = (elapsed.as_secs_f64() - 1.5 * step).max(0.0);
         let limit = MAX_PREFILL_RATIO * expected + PREFILL_MARGIN;
@@ -421,12 +432,11 @@ impl ModelLatency {
     pub(crate) fn observe_duration(
         &mut self,
         elapsed: Duration,
-        context_tokens: f64,
+        batch: DecodeBatch,
         slowdown: &mut RankSlowdown,
     ) {
         if elapsed <= MAX_OBSERVED {
-            let step =
-                slowdown.decode_factor * self.coefficients.step_seconds(context_tokens).max(1e-6);
+            let step = slowdown.decode_factor * self.coefficients.step_seconds(batch).max(1e-6);
             self.observe_output(1.0 + elapsed.as_secs_f64() / step, slowdown);
         }
     }
@@ -438,4 +448,9 @@ impl ModelLatency {
         let mean = self.output_tokens + (tokens - self.output_tokens) * OUTPUT_SHARE;
         self.output_tokens = self.limits.clamp_output(mean);
     }
+}
+
+/// Returns shared references to the slowdowns.
+fn as_shared<'a>(ranks: &'a [&mut RankSlowdown]) -> Vec<&'a RankSlowdown> {
+    ranks.iter().map(|slowdown| &**slowdown).collect()
 }

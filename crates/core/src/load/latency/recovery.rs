@@ -1,9 +1,10 @@
 //! Recovery of a slow rank. Decisions avoid it, so it gets few requests, and its factors would stay
-//! as they are. One request at a time therefore tries it at the factors of the fastest rank, and a
-//! few fast prefills restore its prefill factor.
+//! as they are. One prefill at a time therefore tries it at the factors of the fastest rank, and a
+//! few fast prefills or decode steps restore the factor.
 
 use std::time::{Duration, Instant};
 
+use super::slow_rank::MedianFactors;
 use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
 
 /// A rank is tried if one of its factors exceeds that of the fastest rank by this ratio. At light
@@ -28,7 +29,7 @@ const LONG_SLOW_BOOKINGS: u32 = 8;
 const LONG_SLOW_PAUSE: Duration = Duration::from_secs(16);
 
 /// Time from a booking or a prefill of a slow rank to its next trial. Each booking doubles it, up to
-/// [`MAX_DOUBLINGS`] times, unless the last prefill was fast.
+/// [`MAX_DOUBLINGS`] times, unless the last observations were fast.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_DOUBLINGS: u32 = 3;
 
@@ -36,18 +37,29 @@ const MAX_DOUBLINGS: u32 = 3;
 /// against equal ranks. Other trials have equal factors.
 const TRIAL_PREFERENCE: f64 = 0.9;
 
-/// Number of fast prefills in a row that restore the prefill factor.
-const RECOVERY_PREFILLS: u32 = 3;
+/// Sum of ratings that restores a factor: two fast observations, or more that are less clear.
+const RECOVERY_RATING: f64 = 2.0;
 
-/// Minimum interval between fast prefills that count. An engine may complete two prefills in one
-/// step, so that the second one seems to take no time.
-const MIN_PREFILL_INTERVAL: Duration = Duration::from_millis(500);
+/// Sum of ratings that permits an early trial of a rank that has been slow for long.
+const EARLY_TRIAL_RATING: f64 = 0.5;
+
+/// Minimum interval between ratings. All times of an interval are added up: an engine may complete two prefills in one step, so that the second one seems to take no time.
+const MIN_RATING_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Factors of the fastest observed rank of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct FastestFactors {
     pub(super) prefill: f64,
     pub(super) decode: f64,
+    /// Medians of the observed ranks, for the tolerance of factors.
+    median: MedianFactors,
+}
+
+/// Factor of a rank in one phase, and that of the fastest rank.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FactorRange {
+    pub(super) own: f64,
+    pub(super) fastest: f64,
 }
 
 /// Trials of one rank.
@@ -55,10 +67,20 @@ pub(crate) struct FastestFactors {
 pub(super) struct RecoveryTrials {
     /// Bookings since the rank became slower than the fastest one, or since its last recovery.
     slow_bookings: u32,
-    /// Fast prefills in a row.
-    fast_prefills: u32,
     booked_at: Option<Instant>,
     prefill_at: Option<Instant>,
+    prefill: RecoveryEvidence,
+    decode: RecoveryEvidence,
+}
+
+/// Evidence that a rank runs one phase as fast as the fastest rank.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+struct RecoveryEvidence {
+    /// Sum of the ratings, each from -1 to 1. It is at least 0.
+    sum: f64,
+    /// Observed and expected times since the last rating.
+    times: TimeSums,
+    rated_at: Option<Instant>,
 }
 
 impl Default for FastestFactors {
@@ -66,13 +88,14 @@ impl Default for FastestFactors {
         Self {
             prefill: 1.0,
             decode: 1.0,
+            median: MedianFactors::default(),
         }
     }
 }
 
 impl FastestFactors {
     /// Returns the factors of a model with these ranks.
-    pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
+    pub(super) fn of_ranks(ranks: &[&RankSlowdown], median: MedianFactors) -> Self {
         let observed = |observations: fn(&RankSlowdown) -> u64| {
             let ranks = ranks.iter().copied();
             ranks.filter(move |slowdown| observations(slowdown) > 0)
@@ -86,13 +109,14 @@ impl FastestFactors {
                 observed(|slowdown| slowdown.decode_observations)
                     .map(|slowdown| slowdown.decode_factor),
             ),
+            median,
         }
     }
 
     /// Returns whether decisions prefer the fastest rank to one with these factors.
     #[inline]
     pub(super) fn are_below(self, factors: SlowdownFactors) -> bool {
-        let fastest = SlowdownFactors::new(self.prefill, MIN_TRIAL_RATIO * self.decode);
+        let fastest = SlowdownFactors::new(self.prefill, self.decode, self.median);
         factors.prefill > fastest.prefill || factors.decode > fastest.decode
     }
 
@@ -153,6 +177,7 @@ impl RankSlowdown {
         Some(SlowdownFactors::new(
             lower(self.prefill_factor, fastest.prefill),
             lower(self.decode_factor, fastest.decode),
+            fastest.median,
         ))
     }
 
@@ -192,10 +217,15 @@ impl RecoveryTrials {
         }
     }
 
+    /// Returns whether the last observations of one phase were fast.
+    fn has_evidence(&self) -> bool {
+        self.prefill.sum.max(self.decode.sum) >= EARLY_TRIAL_RATING
+    }
+
     /// Returns whether the long pause between trials applies: the rank has been slow for long, and its
-    /// last prefill was slow. A fast prefill may be noise, but it justifies one early trial.
+    /// last observations were slow. Fast observations may be noise, but they justify an early trial.
     fn needs_long_pause(&self) -> bool {
-        self.slow_bookings >= LONG_SLOW_BOOKINGS && self.fast_prefills == 0
+        self.slow_bookings >= LONG_SLOW_BOOKINGS && !self.has_evidence()
     }
 
     /// Returns whether the time since the last booking or prefill permits a trial.
@@ -203,7 +233,7 @@ impl RecoveryTrials {
         let Some(last) = self.booked_at.max(self.prefill_at) else {
             return true;
         };
-        let interval = if self.fast_prefills > 0 {
+        let interval = if self.has_evidence() {
             MIN_INTERVAL
         } else if is_slow && self.needs_long_pause() {
             LONG_SLOW_PAUSE
@@ -213,30 +243,68 @@ impl RecoveryTrials {
         now.saturating_duration_since(last) >= interval
     }
 
-    /// Records a prefill of a rank with this factor. Returns whether the rank has recovered: its last
-    /// prefills were closer to the factor of the fastest rank than to its own.
+    /// Records a prefill. Returns whether the prefills of the rank have recovered.
     pub(super) fn record_prefill(
         &mut self,
         times: TimeSums,
-        factor: f64,
-        fastest: f64,
+        range: FactorRange,
         now: Instant,
     ) -> bool {
-        let last = self.prefill_at.replace(now);
-        let is_slower = factor > MIN_TRIAL_RATIO * fastest;
-        let is_fast = times.observed < times.expected * (factor * fastest).sqrt();
-        if !(is_slower && is_fast) {
-            self.fast_prefills = 0;
-            return false;
-        }
-        if last.is_none_or(|last| now.saturating_duration_since(last) >= MIN_PREFILL_INTERVAL) {
-            self.fast_prefills += 1;
-        }
-        let has_recovered = self.fast_prefills >= RECOVERY_PREFILLS;
+        self.prefill_at = Some(now);
+        let has_recovered = self.prefill.add(times, range, now);
         if has_recovered {
-            self.fast_prefills = 0;
             self.slow_bookings = 0;
         }
         has_recovered
+    }
+
+    /// Records decode steps with their mean time. Returns whether the decode steps of the rank have
+    /// recovered.
+    pub(super) fn record_steps(
+        &mut self,
+        times: TimeSums,
+        range: FactorRange,
+        now: Instant,
+    ) -> bool {
+        let has_recovered = self.decode.add(times, range, now);
+        if has_recovered {
+            self.slow_bookings = 0;
+        }
+        has_recovered
+    }
+}
+
+impl RecoveryEvidence {
+    /// Adds observed and expected times. Returns whether the evidence suffices.
+    fn add(&mut self, times: TimeSums, range: FactorRange, now: Instant) -> bool {
+        if range.own <= MIN_TRIAL_RATIO * range.fastest {
+            *self = Self::default();
+            return false;
+        }
+        self.times.add(times);
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < MIN_RATING_INTERVAL;
+        if self.rated_at.is_some_and(is_recent) {
+            return false;
+        }
+        self.rated_at = Some(now);
+        let times = std::mem::take(&mut self.times);
+        self.sum = (self.sum + range.rating(times)).max(0.0);
+        let suffices = self.sum >= RECOVERY_RATING;
+        if suffices {
+            *self = Self::default();
+        }
+        suffices
+    }
+}
+
+impl FactorRange {
+    /// Returns `1 - 2 ln(ratio / fastest) / ln(own / fastest)`, limited to -1 to 1, for the ratio of the
+    /// observed to the expected time. `own` counts as at least [`SLOW_RATIO`] times `fastest`, because
+    /// smaller differences are below the noise.
+    fn rating(self, times: TimeSums) -> f64 {
+        let ratio = (times.observed / times.expected).max(f64::MIN_POSITIVE);
+        let slow = self.own.max(SLOW_RATIO * self.fastest);
+        let position = (ratio / self.fastest).ln() / (slow / self.fastest).ln();
+        (1.0 - 2.0 * position).clamp(-1.0, 1.0)
     }
 }

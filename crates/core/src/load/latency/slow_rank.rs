@@ -97,8 +97,8 @@ pub(super) struct SlowPeriod {
 /// Medians of the factors of the ranks of a model.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct MedianFactors {
-    prefill: f64,
-    decode: f64,
+    pub(super) prefill: f64,
+    pub(super) decode: f64,
 }
 
 impl Default for MedianFactors {

@@ -6,15 +6,15 @@ use serde::{Deserialize, Serialize};
 
 use super::change::ChangeDetector;
 use super::limits::RankLatency;
-use super::recovery::{FastestFactors, RecoveryTrials};
-use super::slow_rank::SlowPeriod;
+use super::recovery::{FactorRange, FastestFactors, RecoveryTrials};
+use super::slow_rank::{MedianFactors, SlowPeriod};
 use super::totals::PredictionTotals;
 
 /// Factors of a rank stay in this range.
 const MIN_FACTOR: f64 = 0.1;
 const MAX_FACTOR: f64 = 10.0;
 
-/// Weight of the prior factor 1, in observations. A short prefill counts for less than one.
+/// Weight of the prior factor, the median, in observations. A short prefill counts for less than one.
 const PRIOR_WEIGHT: f64 = 20.0;
 
 /// Weight of the observations since a detected change. They replace all earlier ones.
@@ -32,8 +32,9 @@ const SHORT_PREFILL: f64 = 0.2;
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
-/// Prefill factors that differ from 1 by at most this count as 1. Ranks of the same speed have equal
-/// costs then, so that ties distribute the requests.
+/// Factors that differ from the median by at most this share of it count as the median, and others are
+/// moved toward it by that much. Ranks of the same speed have equal costs then, so that ties distribute
+/// the requests.
 const FACTOR_TOLERANCE: f64 = 0.05;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
@@ -79,6 +80,13 @@ pub(crate) struct SlowdownFactors {
     pub(crate) decode: f32,
 }
 
+/// Geometric means of the factors of the observed ranks of a model.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct MeanFactors {
+    pub(super) prefill: f64,
+    pub(super) decode: f64,
+}
+
 /// Weighted sums of observed and expected times. Their ratio stays correct when one engine step
 /// completes two prefills, which a mean of ratios would not.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -98,6 +106,8 @@ struct ObservationWeights {
 /// factor changes.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct FactorEstimate {
+    /// Factor of a rank without observations.
+    prior: f64,
     sums: TimeSums,
     slower: ChangeDetector,
     faster: ChangeDetector,
@@ -126,6 +136,7 @@ impl Default for RankSlowdown {
 impl Default for FactorEstimate {
     fn default() -> Self {
         Self {
+            prior: 1.0,
             sums: TimeSums::default(),
             slower: ChangeDetector::slower(),
             faster: ChangeDetector::faster(),
@@ -148,26 +159,49 @@ impl TimeSums {
 }
 
 impl SlowdownFactors {
-    pub(super) fn new(prefill: f64, decode: f64) -> Self {
+    pub(super) fn new(prefill: f64, decode: f64, median: MedianFactors) -> Self {
         Self {
-            prefill: with_tolerance(prefill),
-            decode: decode as f32,
+            prefill: with_tolerance(prefill, median.prefill),
+            decode: with_tolerance(decode, median.decode),
         }
     }
 }
 
-/// Reduces the difference of a prefill factor from 1 by the tolerance. There is no jump, so a small
-/// change of a factor changes costs by little.
-fn with_tolerance(factor: f64) -> f32 {
-    (factor - (factor - 1.0).clamp(-FACTOR_TOLERANCE, FACTOR_TOLERANCE)) as f32
+/// Reduces the difference of a factor from the median by the tolerance. There is no jump, so a
+/// small change of a factor changes costs by little.
+fn with_tolerance(factor: f64, median: f64) -> f32 {
+    let tolerance = FACTOR_TOLERANCE * median;
+    (factor - (factor - median).clamp(-tolerance, tolerance)) as f32
+}
+
+impl MeanFactors {
+    /// Returns the means of the ranks with observations.
+    pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
+        let ranks = || ranks.iter();
+        let prefills = ranks().filter(|slowdown| slowdown.prefill_observations > 0);
+        let steps = ranks().filter(|slowdown| slowdown.decode_observations > 0);
+        Self {
+            prefill: geometric_mean(prefills.map(|slowdown| slowdown.prefill_factor)),
+            decode: geometric_mean(steps.map(|slowdown| slowdown.decode_factor)),
+        }
+    }
+}
+
+/// Returns the geometric mean, or 1 without values.
+fn geometric_mean(factors: impl Iterator<Item = f64>) -> f64 {
+    let (count, sum) = factors.fold((0.0_f64, 0.0), |(count, sum), factor| {
+        (count + 1.0, sum + factor.ln())
+    });
+    (sum / count.max(1.0)).exp()
 }
 
 impl FactorEstimate {
-    /// Creates the estimate of a factor that was learned before.
-    fn restored(factor: f64) -> Self {
+    /// Returns an estimate of this factor, which counts for [`CHANGED_WEIGHT`] observations.
+    fn with_factor(&self, factor: f64) -> Self {
         Self {
+            prior: self.prior,
             sums: TimeSums {
-                observed: factor * (CHANGED_WEIGHT + PRIOR_WEIGHT) - PRIOR_WEIGHT,
+                observed: factor * (CHANGED_WEIGHT + PRIOR_WEIGHT) - PRIOR_WEIGHT * self.prior,
                 expected: CHANGED_WEIGHT,
             },
             ..Self::default()
@@ -175,8 +209,18 @@ impl FactorEstimate {
     }
 
     fn factor(&self) -> f64 {
-        let factor = (self.sums.observed + PRIOR_WEIGHT) / (self.sums.expected + PRIOR_WEIGHT);
+        let observed = self.sums.observed + PRIOR_WEIGHT * self.prior;
+        let factor = observed / (self.sums.expected + PRIOR_WEIGHT);
         factor.clamp(MIN_FACTOR, MAX_FACTOR)
+    }
+
+    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the expected
+    /// times of the model by it.
+    fn normalize(&mut self, mean: f64) {
+        self.prior /= mean;
+        self.sums.observed /= mean;
+        self.slower.normalize(mean);
+        self.faster.normalize(mean);
     }
 
     /// Adds an observation with its weights in the average and in the detection of changes.
@@ -189,6 +233,7 @@ impl FactorEstimate {
         let changed = self.faster.add(evidence, factor).or(changed);
         if let Some(since) = changed {
             *self = Self {
+                prior: self.prior,
                 sums: since.scaled(CHANGED_WEIGHT / since.expected),
                 ..Self::default()
             };
@@ -204,8 +249,8 @@ impl RankSlowdown {
         (is_valid(self.prefill_factor) && is_valid(self.decode_factor)).then(|| Self {
             prefill_factor: self.prefill_factor,
             decode_factor: self.decode_factor,
-            prefill_estimate: FactorEstimate::restored(self.prefill_factor),
-            decode_estimate: FactorEstimate::restored(self.decode_factor),
+            prefill_estimate: FactorEstimate::default().with_factor(self.prefill_factor),
+            decode_estimate: FactorEstimate::default().with_factor(self.decode_factor),
             ..Self::default()
         })
     }
@@ -215,9 +260,28 @@ impl RankSlowdown {
         self.prefill_observations + self.decode_observations
     }
 
-    /// Returns the factors for decisions on an active rank.
-    pub(crate) fn factors(&self) -> SlowdownFactors {
-        SlowdownFactors::new(self.prefill_factor, self.decode_factor)
+    /// Returns the factors that decisions use.
+    pub(super) fn factors(&self, median: MedianFactors) -> SlowdownFactors {
+        SlowdownFactors::new(self.prefill_factor, self.decode_factor, median)
+    }
+
+    /// Sets the prior of the factors.
+    pub(super) fn set_prior(&mut self, prior: MedianFactors) {
+        self.prefill_estimate.prior = prior.prefill;
+        self.decode_estimate.prior = prior.decode;
+        self.update_factors();
+    }
+
+    /// Divides the factors by the means.
+    pub(super) fn normalize(&mut self, mean: MeanFactors) {
+        self.prefill_estimate.normalize(mean.prefill);
+        self.decode_estimate.normalize(mean.decode);
+        self.update_factors();
+    }
+
+    fn update_factors(&mut self) {
+        self.prefill_factor = self.prefill_estimate.factor();
+        self.decode_factor = self.decode_estimate.factor();
     }
 
     /// Returns the time since the last observation.
@@ -232,28 +296,36 @@ impl RankSlowdown {
             average: 1.0 / (times.expected + SHORT_PREFILL),
             change: 1.0 / (times.expected + SHORT_CHANGED_PREFILL),
         };
-        let factor = self.prefill_factor;
-        if self
-            .trials
-            .record_prefill(times, factor, fastest.prefill, now)
-        {
-            self.prefill_estimate = FactorEstimate::restored(fastest.prefill);
+        let range = FactorRange {
+            own: self.prefill_factor,
+            fastest: fastest.prefill,
+        };
+        if self.trials.record_prefill(times, range, now) {
+            self.prefill_estimate = self.prefill_estimate.with_factor(fastest.prefill);
         } else {
             self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
         }
-        self.prefill_factor = self.prefill_estimate.factor();
+        self.update_factors();
         self.prefill_observations += 1;
         self.observed_at = Some(now);
     }
 
     /// Records decode steps with their mean observed and expected time.
-    pub(super) fn add_step(&mut self, times: TimeSums, now: Instant) {
+    pub(super) fn add_step(&mut self, times: TimeSums, fastest: FastestFactors, now: Instant) {
         let weights = ObservationWeights {
             average: 1.0 / times.expected,
             change: 1.0 / times.expected,
         };
-        self.decode_estimate.add(times, weights, DECODE_RETENTION);
-        self.decode_factor = self.decode_estimate.factor();
+        let range = FactorRange {
+            own: self.decode_factor,
+            fastest: fastest.decode,
+        };
+        if self.trials.record_steps(times, range, now) {
+            self.decode_estimate = self.decode_estimate.with_factor(fastest.decode);
+        } else {
+            self.decode_estimate.add(times, weights, DECODE_RETENTION);
+        }
+        self.update_factors();
         self.decode_observations += 1;
         self.observed_at = Some(now);
     }

@@ -7,12 +7,14 @@ use warmroute_property_tests::property_config;
 
 use super::*;
 
+mod equal_ranks;
 mod limits;
 mod recovery;
 
 const PREFILL_TOKEN: f64 = 48.8e-6;
 const PREFILL_PAIR: f64 = 1.7e-9;
 const STEP: f64 = 13e-3;
+const REQUEST: f64 = 20e-6;
 const CONTEXT_TOKEN: f64 = 60e-9;
 
 /// Draws an exponential delay in seconds.
@@ -25,6 +27,23 @@ fn draw_work(rng: &mut StdRng) -> PrefillWork {
     let cached = rng.random_range(0.0..40_000.0_f64);
     let tokens = 10.0_f64.powf(rng.random_range(2.0..4.5));
     PrefillWork::new(cached + tokens, cached)
+}
+
+fn draw_batch(rng: &mut StdRng) -> DecodeBatch {
+    let requests = rng.random_range(1..64_u32);
+    DecodeBatch {
+        requests: requests.into(),
+        context_tokens: f64::from(requests) * rng.random_range(500.0..4_000.0),
+    }
+}
+
+fn true_step_seconds(batch: DecodeBatch) -> f64 {
+    STEP + REQUEST * batch.requests + CONTEXT_TOKEN * batch.context_tokens
+}
+
+/// Compares the ranks, as the load table does from time to time.
+fn compare(model: &mut ModelLatency, slowdowns: &mut [RankSlowdown]) {
+    model.compare_ranks(&mut slowdowns.iter_mut().collect::<Vec<_>>());
 }
 
 fn true_seconds(work: PrefillWork) -> f64 {
@@ -72,10 +91,10 @@ fn decode_coefficients_are_recovered_from_noisy_steps() {
     let mut model = ModelLatency::default();
     let mut slowdown = RankSlowdown::default();
     for _ in 0..200 {
-        let context_tokens = rng.random_range(1_000.0..250_000.0);
-        let seconds = STEP + CONTEXT_TOKEN * context_tokens + noise(&mut rng, 0.3e-3);
+        let batch = draw_batch(&mut rng);
+        let seconds = true_step_seconds(batch) + noise(&mut rng, 0.3e-3);
         let observation = StepObservation {
-            context_tokens,
+            batch,
             steps: 1,
             elapsed: Duration::from_secs_f64(seconds),
             at: Instant::now(),
@@ -83,10 +102,13 @@ fn decode_coefficients_are_recovered_from_noisy_steps() {
         model.observe_steps(observation, &mut slowdown);
     }
     let learned = coefficients(&model);
-    for context_tokens in [1_000.0, 100_000.0, 200_000.0] {
-        let expected = STEP + CONTEXT_TOKEN * context_tokens + 0.3e-3;
-        let found = learned.step_seconds(context_tokens);
-        assert_near(found, expected, 0.05, "step");
+    for requests in [1.0, 16.0, 64.0] {
+        let batch = DecodeBatch {
+            requests,
+            context_tokens: 2_000.0 * requests,
+        };
+        let expected = true_step_seconds(batch) + 0.3e-3;
+        assert_near(learned.step_seconds(batch), expected, 0.05, "step");
     }
 }
 
@@ -199,7 +221,10 @@ fn lasting_decode_slowdown_is_learned() {
             let rank = number % 2;
             let factor = if rank == 1 { slowdown } else { 1.0 };
             let observation = StepObservation {
-                context_tokens: 10_000.0,
+                batch: DecodeBatch {
+                    requests: 4.0,
+                    context_tokens: 10_000.0,
+                },
                 steps: 4,
                 elapsed: Duration::from_secs_f64(0.08 * factor),
                 at: Instant::now(),
@@ -302,19 +327,19 @@ proptest! {
         }
         for (context, steps, nanos) in steps {
             let elapsed = Duration::from_nanos(nanos);
-            let context_tokens = f64::from(context);
+            let batch = DecodeBatch { requests: 1.0, context_tokens: f64::from(context) };
             let at = Instant::now();
-            model.observe_steps(StepObservation { context_tokens, steps, elapsed, at }, &mut slowdown);
-            model.observe_duration(elapsed, context_tokens, &mut slowdown);
+            model.observe_steps(StepObservation { batch, steps, elapsed, at }, &mut slowdown);
+            model.observe_duration(elapsed, batch, &mut slowdown);
+            compare(&mut model, std::slice::from_mut(&mut slowdown));
         }
         outputs.iter().for_each(|tokens| model.observe_output(f64::from(*tokens), &mut slowdown));
         let estimate = model.estimate(Instant::now());
         let found = estimate.coefficients;
+        let coefficients = [found.prefill(), found.decode()].concat();
+        prop_assert!(coefficients.iter().all(|seconds| *seconds > 0.0), "{:?}", found);
+        prop_assert!(coefficients.iter().all(|seconds| seconds.is_finite()), "{:?}", found);
         let numbers = [
-            found.prefill_token,
-            found.prefill_pair,
-            found.decode_step,
-            found.decode_context_token,
             estimate.output_tokens,
             estimate.request_rate,
             estimate.prefill_rate,
@@ -322,7 +347,5 @@ proptest! {
             slowdown.decode_factor,
         ];
         prop_assert!(numbers.iter().all(|number| number.is_finite() && *number >= 0.0), "{:?}", numbers);
-        prop_assert!(found.prefill_token + found.prefill_pair > 0.0);
-        prop_assert!(found.decode_step + found.decode_context_token > 0.0);
     }
 }

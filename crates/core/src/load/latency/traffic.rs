@@ -21,12 +21,12 @@ pub(super) struct TrafficRate {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct TrafficSnapshot {
     pub(super) requests: f64,
-    /// Seconds of prefill per second.
+    /// Seconds of prefill per second, without the fixed part.
     pub(super) prefill_seconds: f64,
 }
 
 impl TrafficSnapshot {
-    /// Returns the mean time of a prefill, in seconds.
+    /// Returns the mean time of a prefill without its fixed part, in seconds.
     pub(super) fn mean_prefill_seconds(self) -> f64 {
         if self.requests > 0.0 {
             self.prefill_seconds / self.requests

@@ -115,9 +115,11 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
     let coefficients =
         (seconds(), seconds(), seconds(), seconds()).prop_map(|(token, pair, step, context)| {
             LatencyCoefficients {
+                prefill_base: step,
                 prefill_token: token,
                 prefill_pair: pair * 1e-4,
                 decode_step: step,
+                decode_request: context * 1e-2,
                 decode_context_token: context * 1e-3,
             }
         });

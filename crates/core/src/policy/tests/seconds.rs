@@ -91,9 +91,11 @@ fn slower_fleet_scales_all_terms() {
     let before = terms_of(&input, &candidate);
     let mut slow = input.clone();
     let coefficients = &mut slow.estimate.coefficients;
+    coefficients.prefill_base *= 2.0;
     coefficients.prefill_token *= 2.0;
     coefficients.prefill_pair *= 2.0;
     coefficients.decode_step *= 2.0;
+    coefficients.decode_request *= 2.0;
     coefficients.decode_context_token *= 2.0;
     candidate.timing.prefill_elapsed *= 2.0;
     let after = terms_of(&slow, &candidate);
@@ -102,6 +104,7 @@ fn slower_fleet_scales_all_terms() {
     assert_eq!(after.first_token, 2.0 * before.first_token);
     assert_eq!(after.decode, 2.0 * before.decode);
     assert_eq!(after.running_delay, 2.0 * before.running_delay);
+    assert_eq!(after.eviction, 2.0 * before.eviction);
     // At the same request rate, twice as many requests arrive during the backlog.
     assert_eq!(after.arrival_delay, 4.0 * before.arrival_delay);
     assert!(
@@ -123,7 +126,8 @@ fn phases_price_only_their_own_work() {
     input.role = WorkerRole::Prefill;
     let prefill = terms_of(&input, &rank(facts));
     assert_eq!(prefill.decode, 0.0);
-    assert_eq!(prefill.running_delay, 2.0 * prefill.prefill);
+    let compute = prefill.prefill - input.estimate.coefficients.prefill_base;
+    assert!((prefill.running_delay - 2.0 * compute).abs() < 1e-12);
     input.role = WorkerRole::Decode;
     input.track_prefill = false;
     let decode = terms_of(&input, &rank(facts));

@@ -211,11 +211,13 @@ fn format_latency(latency: &LatencyEstimate, ranks: usize) -> String {
     let coefficients = &latency.coefficients;
     let busy = 100.0 * latency.prefill_rate / ranks.max(1) as f64;
     format!(
-        "learned: prefill {:.1} us per token and {:.2} ns per pair, decode step {:.2} ms and \
-         {:.1} ns per token, answers of {:.0} tokens; {:.1} requests/s, prefill {busy:.0} % busy",
+        "learned: prefill {:.1} ms + {:.1} us per token + {:.2} ns per pair, decode step {:.2} ms + \
+         {:.1} us per request + {:.1} ns per token, answers of {:.0} tokens; {:.1} requests/s, prefill {busy:.0} % busy",
+        coefficients.prefill_base * 1e3,
         coefficients.prefill_token * 1e6,
         coefficients.prefill_pair * 1e9,
         coefficients.decode_step * 1e3,
+        coefficients.decode_request * 1e6,
         coefficients.decode_context_token * 1e9,
         latency.output_tokens,
         latency.request_rate,

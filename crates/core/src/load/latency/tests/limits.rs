@@ -43,15 +43,18 @@ fn learn_hostile(model: &mut ModelLatency, slowdown: &mut RankSlowdown, answer: 
     let at = Instant::now();
     let elapsed = answer.prefill;
     model.observe_prefill(PrefillObservation { work, elapsed, at }, slowdown);
-    let context_tokens = f64::from(answer.prompt_tokens);
+    let batch = DecodeBatch {
+        requests: 1.0,
+        context_tokens: f64::from(answer.prompt_tokens),
+    };
     let transfer = TransferObservation {
-        tokens: context_tokens,
-        context_tokens,
+        tokens: batch.context_tokens,
+        batch,
         elapsed,
     };
     model.observe_transfer(transfer, slowdown);
     let steps = StepObservation {
-        context_tokens,
+        batch,
         steps: 1,
         elapsed: answer.step,
         at,
@@ -66,18 +69,18 @@ fn learn_equal(model: &mut ModelLatency, slowdowns: &mut [RankSlowdown], rng: &m
         for slowdown in slowdowns.iter_mut() {
             let work = draw_work(rng);
             observe(model, slowdown, work, true_seconds(work) + noise(rng, 3e-3));
-            let context_tokens = rng.random_range(1_000.0..250_000.0);
+            let batch = draw_batch(rng);
             let steps = StepObservation {
-                context_tokens,
+                batch,
                 steps: 1,
-                elapsed: Duration::from_secs_f64(STEP + CONTEXT_TOKEN * context_tokens),
+                elapsed: Duration::from_secs_f64(true_step_seconds(batch)),
                 at: Instant::now(),
             };
             model.observe_steps(steps, slowdown);
             model.observe_output(noise(rng, 250.0), slowdown);
             let transfer = TransferObservation {
                 tokens: 20_000.0,
-                context_tokens,
+                batch,
                 elapsed: Duration::from_secs_f64(0.15),
             };
             model.observe_transfer(transfer, slowdown);
@@ -86,18 +89,16 @@ fn learn_equal(model: &mut ModelLatency, slowdowns: &mut [RankSlowdown], rng: &m
     }
 }
 
-fn compare(model: &mut ModelLatency, slowdowns: &[RankSlowdown]) {
-    model.compare_ranks(&slowdowns.iter().collect::<Vec<_>>());
-}
-
 /// Returns all values that a model learned.
-fn values(model: &ModelLatency) -> [f64; 6] {
+fn values(model: &ModelLatency) -> [f64; 8] {
     let estimate = model.estimate(Instant::now());
     let coefficients = estimate.coefficients;
     [
+        coefficients.prefill_base,
         coefficients.prefill_token,
         coefficients.prefill_pair,
         coefficients.decode_step,
+        coefficients.decode_request,
         coefficients.decode_context_token,
         estimate.output_tokens,
         estimate.transfer_token,
@@ -121,7 +122,7 @@ proptest! {
         for (number, answer) in answers.iter().enumerate() {
             learn_hostile(&mut model, &mut slowdowns[0], *answer);
             if number % COMPARISON_INTERVAL == 0 {
-                compare(&mut model, &slowdowns);
+                compare(&mut model, &mut slowdowns);
             }
         }
         let after = values(&model);

@@ -1,6 +1,6 @@
 //! Trials of a rank that stays slow.
 
-use super::super::recovery::RecoveryTrials;
+use super::super::recovery::{FactorRange, RecoveryTrials};
 use super::super::slowdown::TimeSums;
 use super::*;
 
@@ -12,7 +12,11 @@ fn prefill(trials: &mut RecoveryTrials, ratio: f64, now: Instant) -> bool {
         observed: ratio,
         expected: 1.0,
     };
-    trials.record_prefill(times, FACTOR, 1.0, now)
+    let range = FactorRange {
+        own: FACTOR,
+        fastest: 1.0,
+    };
+    trials.record_prefill(times, range, now)
 }
 
 #[test]
@@ -30,12 +34,23 @@ fn single_fast_prefill_allows_one_early_trial() {
 }
 
 #[test]
-fn three_fast_prefills_show_recovery() {
+fn two_fast_prefills_show_recovery() {
     let start = Instant::now();
     let mut trials = RecoveryTrials::slow_for_long();
-    let prefills = (1..=3).map(|seconds| {
+    assert!(!prefill(&mut trials, 1.0, start));
+    let soon = start + Duration::from_millis(100);
+    assert!(!prefill(&mut trials, 1.0, soon), "of the same step");
+    assert!(prefill(&mut trials, 1.0, start + Duration::from_secs(1)));
+}
+
+#[test]
+fn uncertain_prefills_show_recovery_later() {
+    let start = Instant::now();
+    let mut trials = RecoveryTrials::slow_for_long();
+    let ratio = 1.25;
+    let mut recovered = (1..=6).map(|seconds| {
         let now = start + Duration::from_secs(seconds);
-        prefill(&mut trials, 1.0, now)
+        prefill(&mut trials, ratio, now)
     });
-    assert_eq!(prefills.collect::<Vec<_>>(), [false, false, true]);
+    assert_eq!(recovered.position(|recovered| recovered), Some(5));
 }

@@ -237,9 +237,11 @@ fn prediction_names_the_worker_that_computes_the_prompt() {
 fn learned_latency_is_one_line_per_phase() {
     let latency = LatencyEstimate {
         coefficients: LatencyCoefficients {
+            prefill_base: 9e-3,
             prefill_token: 48.8e-6,
             prefill_pair: 1.7e-9,
             decode_step: 13e-3,
+            decode_request: 20e-6,
             decode_context_token: 60e-9,
         },
         output_tokens: 343.0,
@@ -259,8 +261,8 @@ fn learned_latency_is_one_line_per_phase() {
         });
     }
     let table = render(&explanation(vec![phase]));
-    let expected = "learned: prefill 48.8 us per token and 1.70 ns per pair, decode step 13.00 ms \
-        and 60.0 ns per token, answers of 343 tokens; 6.8 requests/s, prefill 41 % busy";
+    let expected = "learned: prefill 9.0 ms + 48.8 us per token + 1.70 ns per pair, decode step \
+        13.00 ms + 20.0 us per request + 60.0 ns per token, answers of 343 tokens; 6.8 requests/s, prefill 41 % busy";
     assert!(table.lines().any(|line| line == expected), "{table}");
     let row = table
         .lines()
