@@ -1,8 +1,8 @@
 //! Learned latency of the engines: the time of a prefill and of a decode step, the length of
 //! answers, and the rate of requests. Each served model has one latency model with three
-//! coefficients for a prefill and three for a decode step. Each worker rank has two factors relative to it, one for prefill and one for
-//! decode. Separate fits per rank would be too noisy: the policy would prefer the rank with the
-//! most favourable error.
+//! coefficients for a prefill and three for a decode step. Each worker rank has two factors relative
+//! to it, one for prefill and one for decode. Separate fits per rank would be too noisy: the policy
+//! would prefer the rank with the most favourable error.
 
 mod calibration;
 mod change;

@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use super::slow_rank::MedianFactors;
-use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums};
+use super::slowdown::{RankSlowdown, SlowdownFactors, TimeSums, decode_factors, prefill_factors};
 
 /// A rank is tried if one of its factors exceeds that of the fastest rank by this ratio. At light
 /// load, even a small difference decides.
@@ -43,7 +43,8 @@ const RECOVERY_RATING: f64 = 2.0;
 /// Sum of ratings that permits an early trial of a rank that has been slow for long.
 const EARLY_TRIAL_RATING: f64 = 0.5;
 
-/// Minimum interval between ratings. All times of an interval are added up: an engine may complete two prefills in one step, so that the second one seems to take no time.
+/// Minimum interval between ratings. All times of an interval are added up: an engine may complete
+/// two prefills in one step, so that the second one seems to take no time.
 const MIN_RATING_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Factors of the fastest observed rank of a model.
@@ -96,19 +97,9 @@ impl Default for FastestFactors {
 impl FastestFactors {
     /// Returns the factors of a model with these ranks.
     pub(super) fn of_ranks(ranks: &[&RankSlowdown], median: MedianFactors) -> Self {
-        let observed = |observations: fn(&RankSlowdown) -> u64| {
-            let ranks = ranks.iter().copied();
-            ranks.filter(move |slowdown| observations(slowdown) > 0)
-        };
         Self {
-            prefill: minimum(
-                observed(|slowdown| slowdown.prefill_observations)
-                    .map(|slowdown| slowdown.prefill_factor),
-            ),
-            decode: minimum(
-                observed(|slowdown| slowdown.decode_observations)
-                    .map(|slowdown| slowdown.decode_factor),
-            ),
+            prefill: minimum(prefill_factors(ranks)),
+            decode: minimum(decode_factors(ranks)),
             median,
         }
     }
@@ -252,10 +243,7 @@ impl RecoveryTrials {
     ) -> bool {
         self.prefill_at = Some(now);
         let has_recovered = self.prefill.add(times, range, now);
-        if has_recovered {
-            self.slow_bookings = 0;
-        }
-        has_recovered
+        self.on_rated(has_recovered)
     }
 
     /// Records decode steps with their mean time. Returns whether the decode steps of the rank have
@@ -267,6 +255,11 @@ impl RecoveryTrials {
         now: Instant,
     ) -> bool {
         let has_recovered = self.decode.add(times, range, now);
+        self.on_rated(has_recovered)
+    }
+
+    /// Counts the bookings of the slow rank anew after a recovery. Returns whether there was one.
+    fn on_rated(&mut self, has_recovered: bool) -> bool {
         if has_recovered {
             self.slow_bookings = 0;
         }

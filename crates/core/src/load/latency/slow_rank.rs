@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use serde::Serialize;
 
-use super::slowdown::RankSlowdown;
+use super::slowdown::{RankSlowdown, decode_factors, prefill_factors};
 use crate::worker::WorkerRank;
 
 /// A rank becomes slow if its factor exceeds this multiple of the median.
@@ -113,12 +113,9 @@ impl Default for MedianFactors {
 impl MedianFactors {
     /// Returns the medians of the ranks with observations.
     pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
-        let ranks = || ranks.iter();
-        let prefills = ranks().filter(|slowdown| slowdown.prefill_observations > 0);
-        let steps = ranks().filter(|slowdown| slowdown.decode_observations > 0);
         Self {
-            prefill: median(prefills.map(|slowdown| slowdown.prefill_factor)),
-            decode: median(steps.map(|slowdown| slowdown.decode_factor)),
+            prefill: median(prefill_factors(ranks)),
+            decode: median(decode_factors(ranks)),
         }
     }
 

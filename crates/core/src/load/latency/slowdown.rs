@@ -177,14 +177,27 @@ fn with_tolerance(factor: f64, median: f64) -> f32 {
 impl MeanFactors {
     /// Returns the means of the ranks with observations.
     pub(super) fn of_ranks(ranks: &[&RankSlowdown]) -> Self {
-        let ranks = || ranks.iter();
-        let prefills = ranks().filter(|slowdown| slowdown.prefill_observations > 0);
-        let steps = ranks().filter(|slowdown| slowdown.decode_observations > 0);
         Self {
-            prefill: geometric_mean(prefills.map(|slowdown| slowdown.prefill_factor)),
-            decode: geometric_mean(steps.map(|slowdown| slowdown.decode_factor)),
+            prefill: geometric_mean(prefill_factors(ranks)),
+            decode: geometric_mean(decode_factors(ranks)),
         }
     }
+}
+
+/// Returns the prefill factors of the ranks with observed prefills.
+pub(super) fn prefill_factors(ranks: &[&RankSlowdown]) -> impl Iterator<Item = f64> {
+    let observed = ranks
+        .iter()
+        .filter(|slowdown| slowdown.prefill_observations > 0);
+    observed.map(|slowdown| slowdown.prefill_factor)
+}
+
+/// Returns the decode factors of the ranks with observed decode steps.
+pub(super) fn decode_factors(ranks: &[&RankSlowdown]) -> impl Iterator<Item = f64> {
+    let observed = ranks
+        .iter()
+        .filter(|slowdown| slowdown.decode_observations > 0);
+    observed.map(|slowdown| slowdown.decode_factor)
 }
 
 /// Returns the geometric mean, or 1 without values.
