@@ -136,7 +136,8 @@ pub(super) struct SecondsModel<'a> {
     /// Engines always compute the last token.
     max_cached_tokens: f64,
     output_tokens: f64,
-    /// Requests that arrive at one rank per second, over the idle share of its time.
+    /// Requests per second at a rank with the prefill factor 1, divided by 1 minus the mean prefill
+    /// utilization of the ranks.
     arrival_weight: f64,
 }
 
@@ -283,7 +284,11 @@ impl CostModel for SecondsModel<'_> {
             terms.queue = latency.queue_seconds(timing);
             terms.prefill = prefill;
             terms.first_token = self.first_token_weight * (terms.queue + prefill);
-            terms.arrival_delay = compute * self.arrival_weight * (terms.queue + compute);
+            // The delay of each later request is proportional to the prefill factor, and the request
+            // rate of the rank is assumed to be inversely proportional to it. The two cancel, so only
+            // the backlog has the factor.
+            let delay_rate = compute_seconds * self.arrival_weight;
+            terms.arrival_delay = delay_rate * (terms.queue + compute);
             terms.eviction = EVICTION_WEIGHT * compute_seconds;
         }
         match self.phase {

@@ -114,6 +114,26 @@ fn slower_fleet_scales_all_terms() {
 }
 
 #[test]
+fn arrival_delay_is_proportional_to_prefill_factor() {
+    let input = seconds_input(8_000);
+    let mut candidate = rank(CandidateParams {
+        requests: 3,
+        prefills: 2,
+        prefill_tokens: 5_000.0,
+        context_tokens: 40_000.0,
+        cached_blocks: 100,
+    });
+    let before = terms_of(&input, &candidate);
+    candidate.timing.prefill_factor *= 2.0;
+    let after = terms_of(&input, &candidate);
+    assert_eq!(after.first_token, 2.0 * before.first_token);
+    // Each request is delayed twice as long and half as many arrive per second, but the backlog
+    // lasts twice as long.
+    assert_eq!(after.arrival_delay, 2.0 * before.arrival_delay);
+    assert!(before.arrival_delay > 0.0, "{before:?}");
+}
+
+#[test]
 fn phases_price_only_their_own_work() {
     let facts = CandidateParams {
         requests: 4,
