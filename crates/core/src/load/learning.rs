@@ -27,8 +27,8 @@ pub enum CompleteOutput {
 }
 
 impl LoadTable {
-    /// Normalizes and compares the factors of the ranks of each model. Done once for as many bookings as there are rows, so the
-    /// cost per booking is that of one row.
+    /// Normalizes and compares the factors of the ranks of each model. Done once for as many bookings
+    /// as there are rows, so the cost per booking is that of one row.
     pub(super) fn compare_ranks(&mut self) {
         self.uncompared_bookings = 0;
         let mut by_model: HashMap<ModelId, Vec<&mut RankSlowdown>> = HashMap::new();

@@ -21,9 +21,9 @@ const MAX_PREFILL_UTILIZATION: f64 = 0.9;
 /// the judge: 0.7 costs 1 % of TPOT, and 1 costs 0.4 points of goodput on conversations.
 const DELAY_SHARE: f64 = 0.9;
 
-/// Weight of the term `eviction`: seconds of later prefill per second of this one. In a full cache, each
-/// new block evicts another one, and some of these are computed again. Measured with the judge: with 0,
-/// the mean time to the first token of coding agents is 5 % longer, and 2 gains nothing.
+/// Weight of the term `eviction`: seconds of later prefill per second of this one. In a full cache,
+/// each new block evicts another one, and some of these are computed again. Measured with the judge:
+/// with 0, the mean time to the first token of coding agents is 5 % longer, and 2 gains nothing.
 const EVICTION_WEIGHT: f64 = 1.0;
 
 /// Settings of the policy.
@@ -63,8 +63,8 @@ impl SecondsSettings {
 pub struct SecondsTerms {
     /// Prompt tokens that are not computed again.
     pub cached_tokens: f64,
-    /// Prefill that is booked on the rank and not done, without fixed parts, plus the overdue time of
-    /// its oldest request, in seconds.
+    /// Prefill that is booked on the rank and not done, without fixed parts, plus the overdue time
+    /// of its oldest request, in seconds.
     pub queue: f64,
     /// Prefill of this request, in seconds.
     pub prefill: f64,

@@ -57,8 +57,8 @@ impl ChangeDetector {
         }
     }
 
-    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the expected
-    /// times of the model by it.
+    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the
+    /// expected times of the model by it.
     pub(super) fn normalize(&mut self, mean: f64) {
         self.factor /= mean;
         self.candidate_sums.observed /= mean;

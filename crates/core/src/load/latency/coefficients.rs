@@ -31,11 +31,11 @@ pub(super) const DECODE_RULES: FitRules = FitRules {
     ],
 };
 
-/// Coefficients before any observation. A token costs 100 us, as with a model of 8 billion parameters on
-/// an L40S GPU. For a token behind 33,000 others, attention costs as much as the rest, which holds within
-/// a factor of 2 for dense models of 8 to 70 billion parameters. A step of 20 ms reads the weights of
-/// such a model once. The fixed part of a prefill is half of a step. A request costs 30 us per step for
-/// sampling and scheduling.
+/// Coefficients before any observation. A token costs 100 us, as with a model of 8 billion
+/// parameters on an L40S GPU. For a token behind 33,000 others, attention costs as much as the rest,
+/// which holds within a factor of 2 for dense models of 8 to 70 billion parameters. A step of 20 ms
+/// reads the weights of such a model once. The fixed part of a prefill is half of a step. A request
+/// costs 30 us per step for sampling and scheduling.
 pub(super) const PRIOR: LatencyCoefficients = LatencyCoefficients {
     prefill_base: 10e-3,
     prefill_token: 100e-6,

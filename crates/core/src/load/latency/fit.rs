@@ -16,17 +16,17 @@ pub(super) struct FitRules {
     pub(super) prior: FitVector,
 }
 
-/// Lower bound of a coefficient, as a share of its scaled prior. Without it, some work would seem to cost
-/// nothing.
+/// Lower bound of a coefficient, as a share of its scaled prior. Without it, some work would seem to
+/// cost nothing.
 const MIN_PRIOR_SHARE: f64 = 0.02;
 
 /// Keeps the equations solvable before the first observation. Also the minimum scale of the prior.
 const REGULARIZATION: f64 = 1e-12;
 
-/// Sums of a least-squares fit. The prior is a ridge term around the prior coefficients, in units of the
-/// mean squares of the inputs. Engines differ in speed by orders of magnitude, but less in the ratios of
-/// the coefficients. The prior coefficients are therefore scaled to the observed values: if inputs always
-/// occur in the same ratio, the fit divides the time between them as the prior does.
+/// Sums of a least-squares fit. The prior is a ridge term around the prior coefficients, in units of
+/// the mean squares of the inputs. Engines differ in speed by orders of magnitude, but less in the
+/// ratios of the coefficients. The prior coefficients are therefore scaled to the observed values: if
+/// inputs always occur in the same ratio, the fit divides the time between them as the prior does.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct CoefficientFit {
     /// Weighted sums of the products of two inputs.
@@ -70,8 +70,8 @@ impl CoefficientFit {
         self.values = self.values.map(|value| value * factor);
     }
 
-    /// Solves the normal equations. A coefficient below its bound is fixed at the bound, and the others
-    /// are solved again.
+    /// Solves the normal equations. A coefficient below its bound is fixed at the bound, and the
+    /// others are solved again.
     pub(super) fn solve(&self, rules: &FitRules) -> FitVector {
         let scale = self.prior_scale(rules);
         let prior = rules.prior.map(|coefficient| coefficient * scale);

@@ -32,8 +32,8 @@ const MAX_PREFILL_RATIO: f64 = 3.0;
 /// Number of step observations before outliers are discarded and factors are learned.
 const MIN_STEPS: u64 = 50;
 
-/// A step counts for at most this multiple of the expected time of its rank. Longer ones are discarded as
-/// stalls, unless [`MAX_STALLED_STEPS`] observations in a row are that long.
+/// A step counts for at most this multiple of the expected time of its rank. Longer ones are
+/// discarded as stalls, unless [`MAX_STALLED_STEPS`] observations in a row are that long.
 const MAX_STEP_RATIO: f64 = 4.0;
 const MAX_STALLED_STEPS: u32 = 64;
 
@@ -191,8 +191,8 @@ impl ModelLatency {
         true
     }
 
-    /// Normalizes the factors of the ranks. Then updates the factors of the fastest one, the medians, and
-    /// the limits of the influence of one rank on the model.
+    /// Normalizes the factors of the ranks. Then updates the medians, the factors of the fastest rank,
+    /// and the limits of the influence of one rank on the model.
     pub(crate) fn compare_ranks(&mut self, ranks: &mut [&mut RankSlowdown]) {
         self.normalize_factors(ranks);
         let ranks = as_shared(ranks);

@@ -32,9 +32,9 @@ const SHORT_PREFILL: f64 = 0.2;
 /// noise than the average.
 const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
-/// Factors that differ from the median by at most this share of it count as the median, and others are
-/// moved toward it by that much. Ranks of the same speed have equal costs then, so that ties distribute
-/// the requests.
+/// Factors that differ from the median by at most this share of it count as the median, and others
+/// are moved toward it by that much. Ranks of the same speed have equal costs then, so that ties
+/// distribute the requests.
 const FACTOR_TOLERANCE: f64 = 0.05;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
@@ -227,8 +227,8 @@ impl FactorEstimate {
         factor.clamp(MIN_FACTOR, MAX_FACTOR)
     }
 
-    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the expected
-    /// times of the model by it.
+    /// Divides the factor and the observed times by a mean of factors. The caller multiplies the
+    /// expected times of the model by it.
     fn normalize(&mut self, mean: f64) {
         self.prior /= mean;
         self.sums.observed /= mean;

@@ -77,16 +77,21 @@ fn facts() -> impl Strategy<Value = CandidateParams> {
         )
 }
 
-#[test]
-fn slower_fleet_scales_all_terms() {
-    let input = seconds_input(8_000);
-    let mut candidate = rank(CandidateParams {
+/// Returns a rank with running requests, booked prefills and a part of the prompt.
+fn busy_rank() -> Candidate {
+    rank(CandidateParams {
         requests: 3,
         prefills: 2,
         prefill_tokens: 5_000.0,
         context_tokens: 40_000.0,
         cached_blocks: 100,
-    });
+    })
+}
+
+#[test]
+fn slower_fleet_scales_all_terms() {
+    let input = seconds_input(8_000);
+    let mut candidate = busy_rank();
     candidate.timing.prefill_elapsed = 0.1;
     let before = terms_of(&input, &candidate);
     let mut slow = input.clone();
@@ -116,13 +121,7 @@ fn slower_fleet_scales_all_terms() {
 #[test]
 fn arrival_delay_is_proportional_to_prefill_factor() {
     let input = seconds_input(8_000);
-    let mut candidate = rank(CandidateParams {
-        requests: 3,
-        prefills: 2,
-        prefill_tokens: 5_000.0,
-        context_tokens: 40_000.0,
-        cached_blocks: 100,
-    });
+    let mut candidate = busy_rank();
     let before = terms_of(&input, &candidate);
     candidate.timing.prefill_factor *= 2.0;
     let after = terms_of(&input, &candidate);
