@@ -78,6 +78,9 @@ impl WarmrouteProcess {
             "workers": {"list": [{"id": 1, "endpoint": "10.0.0.1:8000"}]},
             "process": {"drain": {"grace_period": "0s"}},
             "index": {"approximate": {"policy": "off"}},
+            // The default observes a random sample of responses completely. Tests need the same
+            // observation for all.
+            "gateway": {"observe": "first_token"},
         });
         merge_config(&mut config, more);
         let path = dir.path().join("warmroute.yaml");

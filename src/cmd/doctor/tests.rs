@@ -18,6 +18,8 @@ use warmroute_doctor::finding::{Finding, FindingLevel};
 use super::inputs::expected_envoy;
 use warmroute_server::config::{Config, WorkerSource};
 
+const HTTP_PROTOCOL_OPTIONS: &str = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
+
 /// Returns the recorded configuration dump of a shipped file.
 fn page(name: &str) -> Value {
     let file = Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -139,7 +141,7 @@ fn virtual_host(page: &mut Value) -> &mut Value {
 
 /// Returns the HTTP options of cluster `workers`.
 fn http_options(page: &mut Value) -> &mut Value {
-    &mut cluster(page, "workers")["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]
+    &mut cluster(page, "workers")["typed_extension_protocol_options"][HTTP_PROTOCOL_OPTIONS]
 }
 
 /// Removes a key of an object and returns its value.

@@ -115,6 +115,7 @@ async fn generated_configurations_have_only_true_findings() {
     ];
     let istio = [
         (Warning, "envoy.stream_window"),
+        (Warning, "envoy.worker_idle_timeout"),
         (Note, "envoy.client_headers"),
         (Note, "envoy.failure_mode"),
         (Note, "envoy.full_duplex"),
@@ -125,13 +126,20 @@ async fn generated_configurations_have_only_true_findings() {
             "istio-as-generated",
             [&[(Error, "envoy.server_name")], &frozen[..], &istio].concat(),
         ),
-        ("istio-buffered", vec![(Note, "envoy.client_headers")]),
+        (
+            "istio-buffered",
+            vec![
+                (Warning, "envoy.worker_idle_timeout"),
+                (Note, "envoy.client_headers"),
+            ],
+        ),
         (
             "envoy-ai-gateway",
             vec![
                 (Error, "envoy.circuit_breakers"),
                 (Warning, "envoy.circuit_breakers"),
                 (Warning, "envoy.suppressed_headers"),
+                (Warning, "envoy.worker_idle_timeout"),
                 (Note, "envoy.connect_timeout"),
                 (Note, "envoy.full_duplex"),
                 (Note, "envoy.keepalive"),
@@ -146,6 +154,7 @@ async fn generated_configurations_have_only_true_findings() {
                 (Warning, "envoy.connect_timeout"),
                 (Warning, "envoy.keepalive"),
                 (Warning, "envoy.retry"),
+                (Warning, "envoy.worker_idle_timeout"),
                 (Note, "envoy.full_duplex"),
             ],
         ),

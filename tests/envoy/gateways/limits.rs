@@ -153,7 +153,12 @@ async fn doctor_finds_no_fault_in_shipped_manifests() {
         found.retain(|(level, check)| {
             check.starts_with("envoy.") && (level == "error" || level == "warning")
         });
-        assert_eq!(found, [], "{}", gateway.file);
+        // The manifests for Istio have no DestinationRule for the workers.
+        let expected: Vec<_> = (gateway.picker == ISTIO_AS_GENERATED.picker)
+            .then(|| ("warning".to_owned(), "envoy.worker_idle_timeout".to_owned()))
+            .into_iter()
+            .collect();
+        assert_eq!(found, expected, "{}", gateway.file);
     }
 }
 

@@ -33,7 +33,9 @@ impl GatewayFixture {
                     &spec["extProc"][0]["backendSettings"],
                 ),
                 "BackendTrafficPolicy" => {
-                    cluster_settings(config.cluster(self.workers), spec);
+                    let workers = config.cluster(self.workers);
+                    cluster_settings(workers, spec);
+                    worker_idle_timeout(workers, &spec["timeout"]["http"]);
                     config
                         .routes()
                         .for_each(|route| retry(&mut route["route"], &spec["retry"]));
@@ -196,6 +198,16 @@ fn cluster_settings(cluster: &mut Value, settings: &Value) {
             "grpc_health_check": {"service_name": check["grpc"]["service"]},
         }]);
     }
+}
+
+/// Sets the idle timeout of the connections to HTTP/1 workers.
+fn worker_idle_timeout(cluster: &mut Value, timeouts: &Value) {
+    let options = "envoy.extensions.upstreams.http.v3.HttpProtocolOptions";
+    cluster["typed_extension_protocol_options"][options] = json!({
+        "@type": format!("type.googleapis.com/{options}"),
+        "common_http_protocol_options": {"idle_timeout": timeouts["connectionIdleTimeout"]},
+        "explicit_http_config": {"http_protocol_options": {}},
+    });
 }
 
 fn retry(route: &mut Value, settings: &Value) {

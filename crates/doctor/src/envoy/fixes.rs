@@ -46,6 +46,8 @@ pub(super) enum EnvoySetting<'a> {
     ServerName(&'a EnvoyCluster),
     /// Circuit breakers of the cluster of the workers.
     WorkerLimits(&'a EnvoyCluster),
+    /// Idle timeout of the connections to the workers.
+    WorkerIdleTimeout(&'a EnvoyCluster),
     /// Retries of requests to unreachable workers, with the fix in Envoy's configuration.
     Retry(&'a EnvoyCluster, String),
     /// The `x-envoy-*` headers of responses.

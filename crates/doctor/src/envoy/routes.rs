@@ -12,7 +12,7 @@ use super::filter::is_buffered;
 use super::fixes::EnvoySetting;
 use super::host_selection::{HostSelection, host_selection, routed_clusters, selection_headers};
 use super::retry::{has_remote_prefill, late_conditions};
-use super::schema::{RetryPolicy, has_type};
+use super::schema::{EnvoyCluster, RetryPolicy, has_type};
 use super::site::{ActiveRoute, FilterSite};
 use crate::finding::{Finding, FindingBuilder, FindingLevel};
 
@@ -20,6 +20,10 @@ use crate::finding::{Finding, FindingBuilder, FindingLevel};
 const DEFAULT_BUFFER: u64 = 1 << 20;
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(15);
 const DEFAULT_IDLE_TIMEOUT: Duration = Duration::from_secs(300);
+/// Envoy's default idle timeout of upstream connections.
+const DEFAULT_CONNECTION_IDLE_TIMEOUT: Duration = Duration::from_secs(3600);
+/// Time after which vLLM closes an idle connection (`VLLM_HTTP_TIMEOUT_KEEP_ALIVE`).
+const VLLM_KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// Returns the findings about the routes.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
@@ -41,6 +45,7 @@ pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     }
     for (cluster, _) in routed_clusters(site) {
         findings.push(check_breakers(site, cluster, ClusterTraffic::Requests));
+        findings.push(check_worker_idle_timeout(site, cluster));
     }
     findings
 }
@@ -286,6 +291,32 @@ fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
             .unwrap_or_default(),
         )
     })
+}
+
+/// Checks that Envoy closes idle connections before the worker does. Otherwise a request can be sent
+/// on a connection that the worker is closing. Zero disables the timeout.
+fn check_worker_idle_timeout(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Finding {
+    let at = FindingBuilder::new(
+        "envoy.worker_idle_timeout",
+        format!("cluster {}", cluster.name),
+    );
+    let given = cluster.idle_timeout();
+    let timeout = given.unwrap_or(DEFAULT_CONNECTION_IDLE_TIMEOUT);
+    let source = if given.is_some() { "" } else { ", the default" };
+    let message = format!("idle_timeout: {}{source}", DurationSetting(timeout));
+    if !timeout.is_zero() && timeout < VLLM_KEEP_ALIVE {
+        return at.ok(message);
+    }
+    site.report(
+        at,
+        FindingLevel::Warning,
+        format!(
+            "{message}; vLLM closes idle connections after {}, and a request sent at that moment \
+            gets 503",
+            DurationSetting(VLLM_KEEP_ALIVE)
+        ),
+        &EnvoySetting::WorkerIdleTimeout(cluster),
+    )
 }
 
 /// Checks that clients cannot set routing headers. warmroute removes them from the requests that it

@@ -8,7 +8,7 @@ use std::path::Path;
 use serde_json::{Value, json};
 use warmroute_doctor::finding::{Finding, FindingLevel};
 
-use super::{cluster, findings, items, print, remove};
+use super::{HTTP_PROTOCOL_OPTIONS, cluster, findings, items, print, remove};
 use FindingLevel::{Error, Note, Skipped, Warning};
 
 const ISTIO: &str = "istio";
@@ -20,6 +20,8 @@ const AI_GATEWAY: &str = "envoy-ai-gateway";
 const ENVOY_GATEWAY: &str = "envoy-gateway";
 
 const PICKER: &str = "outbound|9002||warmroute.inference.svc.cluster.local";
+
+const ISTIO_WORKERS: &str = "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local";
 
 const AI_PICKER: &str = "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc";
 
@@ -143,19 +145,24 @@ fn overrides(page: &mut Value) -> &mut Value {
     &mut route(page)["typed_per_filter_config"]["envoy.filters.http.ext_proc"]["overrides"]
 }
 
-/// Applies the settings of the manifests: a server name, a connect timeout, and pings.
+/// Applies the settings of the manifests: a server name, a connect timeout, and pings. The idle
+/// timeout of the workers is from the guide.
 fn apply_manifest_settings(page: &mut Value) {
     let picker = cluster(page, PICKER);
     picker["connect_timeout"] = json!("1s");
     picker["transport_socket"]["typed_config"]["sni"] =
         json!("warmroute.inference.svc.cluster.local");
-    picker["typed_extension_protocol_options"]["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"] = json!({
-        "@type": "type.googleapis.com/envoy.extensions.upstreams.http.v3.HttpProtocolOptions",
+    picker["typed_extension_protocol_options"][HTTP_PROTOCOL_OPTIONS] = json!({
+        "@type": format!("type.googleapis.com/{HTTP_PROTOCOL_OPTIONS}"),
         "explicit_http_config": {"http2_protocol_options": {
             "connection_keepalive": {"interval": "2s", "timeout": "2s"},
             "initial_stream_window_size": 65536,
             "initial_connection_window_size": 1048576,
         }},
+    });
+    cluster(page, ISTIO_WORKERS)["typed_extension_protocol_options"][HTTP_PROTOCOL_OPTIONS] = json!({
+        "@type": format!("type.googleapis.com/{HTTP_PROTOCOL_OPTIONS}"),
+        "common_http_protocol_options": {"idle_timeout": "4s"},
     });
 }
 
@@ -193,6 +200,7 @@ fn generated_configurations_have_only_valid_findings() {
     ];
     let istio = [
         (Warning, "envoy.stream_window"),
+        (Warning, "envoy.worker_idle_timeout"),
         (Note, "envoy.client_headers"),
         (Note, "envoy.failure_mode"),
         (Note, "envoy.full_duplex"),
@@ -203,13 +211,20 @@ fn generated_configurations_have_only_valid_findings() {
             "istio-as-generated",
             [&[(Error, "envoy.server_name")], &stall_findings[..], &istio].concat(),
         ),
-        (ISTIO_BUFFERED, vec![(Note, "envoy.client_headers")]),
+        (
+            ISTIO_BUFFERED,
+            vec![
+                (Warning, "envoy.worker_idle_timeout"),
+                (Note, "envoy.client_headers"),
+            ],
+        ),
         (
             AI_GATEWAY,
             vec![
                 (Error, "envoy.circuit_breakers"),
                 (Warning, "envoy.circuit_breakers"),
                 (Warning, "envoy.suppressed_headers"),
+                (Warning, "envoy.worker_idle_timeout"),
                 (Note, "envoy.connect_timeout"),
                 (Note, "envoy.full_duplex"),
                 (Note, "envoy.keepalive"),
@@ -224,6 +239,7 @@ fn generated_configurations_have_only_valid_findings() {
                 (Warning, "envoy.connect_timeout"),
                 (Warning, "envoy.keepalive"),
                 (Warning, "envoy.retry"),
+                (Warning, "envoy.worker_idle_timeout"),
                 (Note, "envoy.full_duplex"),
             ],
         ),
@@ -303,8 +319,7 @@ fn suppressed_headers_need_client_traffic_policy() {
 fn attributes_of_route_override_do_not_count() {
     // Envoy 1.40 sends no attributes that only the overrides of a route list.
     let found = found_after(ISTIO_BUFFERED, |page, _| {
-        let target = "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local";
-        let policy = &mut cluster(page, target)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+        let policy = &mut cluster(page, ISTIO_WORKERS)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
         drop(remove(&mut policy["typed_config"], "selected_host_key"));
     });
     let finding = finding_of(&found, "envoy.response_attributes");
@@ -321,8 +336,7 @@ fn attributes_of_route_override_do_not_count() {
         "{text}"
     );
     let found = found_after(ISTIO, |page, _| {
-        let target = "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local";
-        let policy = &mut cluster(page, target)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
+        let policy = &mut cluster(page, ISTIO_WORKERS)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
         drop(remove(&mut policy["typed_config"], "selected_host_key"));
         manager(page)["http_filters"][0]["typed_config"]["response_attributes"] =
             json!(["upstream.address", "response.flags"]);

@@ -30,6 +30,87 @@ fn shipped_configurations_have_no_problems() {
     }
 }
 
+#[test]
+fn shipped_files_close_idle_worker_connections() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = std::fs::read_dir(root.join("envoy")).unwrap();
+    let files = files
+        .map(|entry| entry.unwrap().path())
+        .filter(|file| {
+            let name = file.file_name().unwrap().to_str().unwrap();
+            name.ends_with(".yaml") && !name.ends_with(".warmroute.yaml")
+        })
+        .chain(
+            ["deploy/envoy/envoy.yaml", "deploy/chart/files/envoy.yaml"]
+                .map(|file| root.join(file)),
+        );
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        let bootstrap: Value = serde_saphyr::from_str(&text).unwrap();
+        let clusters = bootstrap["static_resources"]["clusters"]
+            .as_array()
+            .unwrap();
+        // The clusters of warmroute speak HTTP/2, and `admin` is Envoy itself.
+        let idle_timeouts: Vec<_> = clusters
+            .iter()
+            .filter(|cluster| cluster["name"] != "admin")
+            .map(|cluster| &cluster["typed_extension_protocol_options"][HTTP_PROTOCOL_OPTIONS])
+            .filter(|options| {
+                !options["explicit_http_config"]["http2_protocol_options"].is_object()
+            })
+            .map(|options| options["common_http_protocol_options"]["idle_timeout"].as_str())
+            .collect();
+        let name = file.display();
+        assert!(!idle_timeouts.is_empty(), "{name}");
+        assert!(
+            idle_timeouts.iter().all(|timeout| *timeout == Some("4s")),
+            "{name}: {idle_timeouts:?}"
+        );
+    }
+}
+
+#[test]
+fn worker_idle_timeout_must_be_below_keep_alive() {
+    let idle_timeout = |timeout: Value| {
+        let (found, fixes) = inject_fault("standalone", |page, _| {
+            http_options(page)["common_http_protocol_options"]["idle_timeout"] = timeout;
+        });
+        if !found.is_empty() {
+            assert_eq!(
+                found,
+                [(FindingLevel::Warning, "envoy.worker_idle_timeout")]
+            );
+            assert!(
+                fixes.contains("`common_http_protocol_options: {idle_timeout: 4s}`"),
+                "{fixes}"
+            );
+        }
+        found.is_empty()
+    };
+    assert!(idle_timeout(json!("4.900s")));
+    for timeout in [json!("5s"), json!("0s"), json!("3600s"), Value::Null] {
+        assert!(!idle_timeout(timeout.clone()), "{timeout}");
+    }
+    let (found, _) = inject_fault("standalone", |page, _| {
+        *http_options(page) = json!({
+            "@type": format!("type.googleapis.com/{HTTP_PROTOCOL_OPTIONS}"),
+            "common_http_protocol_options": {"idle_timeout": "8s"},
+            "explicit_http_config": {"http2_protocol_options": {}},
+        });
+    });
+    assert_eq!(
+        found,
+        [(FindingLevel::Warning, "envoy.worker_idle_timeout")]
+    );
+    // The field of older configurations.
+    let (found, _) = inject_fault("standalone", |page, _| {
+        let workers = cluster(page, "workers");
+        remove(workers, "typed_extension_protocol_options");
+        workers["common_http_protocol_options"] = json!({"idle_timeout": "4s"});
+    });
+    assert_eq!(found, []);
+}
+
 /// Converts a dump to the form that a control plane causes: all resources are dynamic, with RDS and
 /// ECDS.
 fn as_dynamic(mut page: Value) -> Value {
@@ -184,7 +265,7 @@ fn auto_sni_with_invalid_dns_name_fails() {
             "sni": "picker.ns.svc",
         }});
         let options = &mut cluster["typed_extension_protocol_options"];
-        options["envoy.extensions.upstreams.http.v3.HttpProtocolOptions"]["upstream_http_protocol_options"] =
+        options[HTTP_PROTOCOL_OPTIONS]["upstream_http_protocol_options"] =
             json!({"auto_sni": is_automatic});
     };
     let (found, fixes) = inject_fault("standalone", |page, _| use_istio_cluster(page, true));

@@ -19,6 +19,17 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
         "in cluster `workers` write `circuit_breakers",
     ),
     standalone(
+        "default idle timeout of the workers",
+        |configs| {
+            ConfigPair::without(
+                configs.cluster("workers"),
+                "typed_extension_protocol_options",
+            )
+        },
+        &[(Warning, "envoy.worker_idle_timeout")],
+        "`common_http_protocol_options: {idle_timeout: 4s}`",
+    ),
+    standalone(
         "HTTP/1 to warmroute",
         |configs| {
             ConfigPair::without(

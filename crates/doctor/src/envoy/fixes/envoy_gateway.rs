@@ -148,6 +148,9 @@ fn traffic_policy_fix(setting: &EnvoySetting<'_>) -> Option<String> {
         EnvoySetting::WorkerLimits(cluster) => {
             policy(cluster, &format!("circuitBreaker: {BREAKER_LIMITS}"))
         }
+        EnvoySetting::WorkerIdleTimeout(cluster) => {
+            policy(cluster, "timeout: {http: {connectionIdleTimeout: 4s}}")
+        }
         EnvoySetting::Retry(cluster, _) => policy(
             cluster,
             "retry: {numRetries: 5, retryOn: {triggers: [connect-failure, refused-stream, \

@@ -136,6 +136,9 @@ fn destination_rule(setting: &EnvoySetting<'_>) -> Option<String> {
             "{connectionPool: {tcp: {maxConnections: 100000}, http: {http1MaxPendingRequests: \
             100000, http2MaxRequests: 100000}}}",
         ),
+        EnvoySetting::WorkerIdleTimeout(cluster) => {
+            rule(cluster, "{connectionPool: {http: {idleTimeout: 4s}}}")
+        }
         _ => None,
     }
 }

@@ -17,6 +17,11 @@ impl FilterSite<'_> {
                  max_requests: 100000}}]}}`",
                 cluster.name
             ),
+            EnvoySetting::WorkerIdleTimeout(cluster) => format!(
+                "in the HttpProtocolOptions of cluster `{}` write `common_http_protocol_options: \
+                {{idle_timeout: 4s}}`, as in cluster `workers` of envoy/standalone.yaml",
+                cluster.name
+            ),
             EnvoySetting::PickerKeepalive(cluster) => http2_options(cluster, KEEPALIVE),
             EnvoySetting::PickerWindow(cluster) => http2_options(cluster, WINDOWS),
             EnvoySetting::PickerConnectTimeout(cluster) => {

@@ -1,6 +1,7 @@
 //! Clusters and their load balancing.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::Deserialize;
 use serde_json::Value;
@@ -26,6 +27,7 @@ pub struct EnvoyCluster {
     pub(crate) transport_socket: Option<TypedExtension>,
     pub(crate) transport_socket_matches: Vec<SocketMatch>,
     pub(crate) http2_protocol_options: Option<Value>,
+    pub(crate) common_http_protocol_options: Value,
     pub(crate) typed_extension_protocol_options: BTreeMap<String, Value>,
 }
 
@@ -44,6 +46,18 @@ impl EnvoyCluster {
         self.typed_extension_protocol_options
             .values()
             .find(|options| has_type(options, "HttpProtocolOptions"))
+    }
+
+    /// Returns the configured idle timeout of the connections; `None` for Envoy's default.
+    pub(crate) fn idle_timeout(&self) -> Option<Duration> {
+        let common =
+            self.http_options().map_or(
+                &self.common_http_protocol_options,
+                |options| &options["common_http_protocol_options"],
+            );
+        ProtoDuration::deserialize(&common["idle_timeout"])
+            .ok()
+            .map(|given| given.0)
     }
 
     /// Returns the HTTP/2 options; `None` if the cluster does not use HTTP/2.

@@ -127,6 +127,36 @@ fn request_limits_name_control_plane_fields() {
 }
 
 #[test]
+fn worker_idle_timeout_names_control_plane_fields() {
+    for (name, resource, field) in [
+        (
+            ENVOY_GATEWAY,
+            "BackendTrafficPolicy for the HTTPRoute `inference/qwen`",
+            "`timeout: {http: {connectionIdleTimeout: 4s}}`",
+        ),
+        (
+            AI_GATEWAY,
+            "BackendTrafficPolicy for the HTTPRoute `inference/qwen`",
+            "`timeout: {http: {connectionIdleTimeout: 4s}}`",
+        ),
+        (
+            ISTIO,
+            "DestinationRule of the host `vllm-qwen-ip-b7595ee7.inference.svc.cluster.local`",
+            "`trafficPolicy: {connectionPool: {http: {idleTimeout: 4s}}}`",
+        ),
+    ] {
+        let found = found_after(name, |_, _| {});
+        let text = fix(&found, "envoy.worker_idle_timeout");
+        assert!(text.contains(resource), "{name}: {text}");
+        assert!(text.contains(field), "{name}: {text}");
+        assert_eq!(
+            finding_of(&found, "envoy.worker_idle_timeout").level,
+            Warning
+        );
+    }
+}
+
+#[test]
 fn runtime_keys_raise_limits_of_generated_cluster() {
     let key = format!("circuit_breakers.{AI_PICKER}.default.max_requests");
     let pending = format!("circuit_breakers.{AI_PICKER}.default.max_pending_requests");
