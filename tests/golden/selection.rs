@@ -295,6 +295,8 @@ impl SelectionCase {
             overlap: case.overlap_of(dp_rank),
             running_blocks: 0,
             timing: RankTiming::default(),
+            free_blocks: 0,
+            total_blocks: None,
             load: load.map_or(ActiveLoad::default(), |load| ActiveLoad {
                 active_blocks: load.active_decode_blocks,
                 active_prefill_tokens: load.active_prefill_tokens,

@@ -182,6 +182,8 @@ fn candidate(rank_inputs: &RankInputs) -> Candidate {
         freshness_credit: 1.0,
         running_blocks: 0,
         load,
+        free_blocks: 0,
+        total_blocks: None,
         timing: RankTiming::default(),
         additional_blocks: additional,
         taint_preference: 0.0,

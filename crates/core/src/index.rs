@@ -8,6 +8,7 @@
 //! run of blocks each lie in one shard. A reader therefore sees every event completely or not at
 //! all, and waits for at most one event.
 
+mod aging_bloom_filter;
 mod arena;
 mod cache_groups;
 mod checkpoints;
@@ -36,10 +37,11 @@ mod watch;
 mod watched_prefixes;
 mod writer;
 
+pub(crate) use aging_bloom_filter::AgingBloomFilter;
 pub use event::{ApplyOutcome, GroupNeed, KvEvent, StoredBlock};
 pub use limits::BlockLimits;
 pub use overlaps::{Overlaps, TierBlocks};
-pub use owner_table::HybridSlots;
+pub use owner_table::{DeviceBlockCounts, HybridSlots};
 pub(crate) use path_writer::{InsertedPath, PathEnd, PathWriter};
 pub use position::{EventPosition, ReaderGroup, ReaderState};
 pub use prefix_index::PrefixIndex;

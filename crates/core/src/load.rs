@@ -31,7 +31,7 @@ pub use latency::{
     SlowPhase, SlowRank, SpeedChange, SpeedTransition,
 };
 pub(crate) use latency::{DecodeBatch, PrefillWork};
-pub use learning::CompleteOutput;
+pub use learning::{CachedTokenSource, CompleteOutput};
 pub use reservation::Reservation;
 pub use sequences::PromptSequences;
 pub use timing::RankTiming;

@@ -206,6 +206,13 @@ impl Predictor {
         }
     }
 
+    /// Returns the number of prompt blocks and generated blocks predicted for a slot.
+    pub fn used_blocks(&self, slot: RankSlot) -> u64 {
+        let ranks = self.ranks.read();
+        let rank = ranks.get(slot.index()).and_then(Option::as_ref);
+        rank.map_or(0, |rank| rank.confirmed.used_blocks())
+    }
+
     /// Removes expired blocks. To be called about every [`TtlPolicy::STEP`].
     pub fn expire(&self) {
         let ranks: Vec<PredictedRank> = self.ranks.read().iter().flatten().cloned().collect();

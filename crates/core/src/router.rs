@@ -22,6 +22,7 @@ mod pools;
 mod predictions;
 mod ranking;
 mod reason;
+mod recomputation;
 mod remote;
 mod remote_query;
 mod request;

@@ -81,6 +81,9 @@ pub struct ApiRequest {
     pub previous_response_id: Option<String>,
     /// True if the engine may store the response under its id.
     pub stores_response: bool,
+    /// True if a parameter of vLLM requests log probabilities of prompt tokens. vLLM then computes
+    /// the whole prompt. Not detected in SGLang's own API.
+    pub returns_prompt_logprobs: bool,
 }
 
 impl ApiRequest {
@@ -95,6 +98,7 @@ impl ApiRequest {
             nvext: None,
             previous_response_id: None,
             stores_response: false,
+            returns_prompt_logprobs: false,
         }
     }
 

@@ -139,6 +139,7 @@ fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
             "no event source without discovery",
             planted(bed, |config| {
                 set_worker(config, "kv_events", Value::Null);
+                set_worker(config, "total_kv_blocks", json!(8192));
                 config["engines"]["discovery"] = json!({"enabled": false});
             }),
             &[("warning", "events.configured")],
@@ -184,6 +185,7 @@ fn event_faults<'a>(bed: &DoctorBed, nowhere: &str) -> Vec<ConfigFault<'a>> {
             "no replay endpoint without discovery",
             planted(bed, |config| {
                 set_events(config, "replay_endpoint", Value::Null);
+                set_worker(config, "total_kv_blocks", json!(8192));
                 config["engines"]["discovery"] = json!({"enabled": false});
             }),
             &[("warning", "events.replay")],

@@ -338,6 +338,9 @@ impl LocalDeployment {
             "workers": {"file": "workers.yaml"},
             // Examples and tests skip the grace period unless they set one.
             "process": {"drain": {"grace_period": "0s"}},
+            // The default observes a random sample of responses completely. Tests need the same
+            // observation for all.
+            "gateway": {"observe": "first_token"},
             "envoy": {"endpoints_file": self.envoy_setup().endpoint_file()},
         });
         crate::merge_config(&mut config, overrides);

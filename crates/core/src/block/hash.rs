@@ -49,14 +49,14 @@ impl SequenceHash {
     }
 }
 
-/// Division of the tokens of a request into blocks.
+/// Tokens that the hash of each block covers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BlockWindows {
-    /// Adjacent blocks.
+    /// The tokens of the block.
     #[default]
     Plain,
-    /// EAGLE speculative decoding keys blocks by bigrams: each window has one token more, which is
-    /// also the first one of the next window.
+    /// The tokens of the block and the next token: bigrams of SGLang with EAGLE, or lookahead tokens
+    /// of vLLM 0.33 and later.
     Eagle,
 }
 

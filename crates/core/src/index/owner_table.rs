@@ -23,9 +23,24 @@ use crate::worker::RankSlot;
 #[derive(Debug, Default)]
 pub(super) struct OwnerTable {
     map: Arc<OwnerMap>,
-    /// Indexed by slot.
-    states: Vec<Option<Arc<SharedRankState>>>,
+    states: Arc<RankStates>,
     free: Vec<OwnerId>,
+}
+
+/// Shared states of the ranks, indexed by slot.
+type RankStates = Vec<Option<Arc<SharedRankState>>>;
+
+/// Current number of device blocks of each slot. The writers update it.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceBlockCounts(Arc<RankStates>);
+
+impl DeviceBlockCounts {
+    /// Returns the device blocks of a slot; 0 if it has no writer.
+    #[inline]
+    pub fn get(&self, slot: RankSlot) -> u64 {
+        let state = self.0.get(slot.index()).and_then(Option::as_ref);
+        state.map_or(0, |state| state.block_count(StorageTier::Device))
+    }
 }
 
 /// Mapping between owner ids and slots. A query result keeps the mapping of its query, which costs
@@ -113,10 +128,11 @@ impl OwnerTable {
             map.vacate(before);
         }
         map.assign(slot, owner);
-        if self.states.len() <= slot.index() {
-            self.states.resize(slot.index() + 1, None);
+        let states = Arc::make_mut(&mut self.states);
+        if states.len() <= slot.index() {
+            states.resize(slot.index() + 1, None);
         }
-        self.states[slot.index()] = Some(shared);
+        states[slot.index()] = Some(shared);
         owner
     }
 
@@ -152,7 +168,7 @@ impl OwnerTable {
         let map = Arc::make_mut(&mut self.map);
         if let Some(slot) = map.vacate(owner) {
             map.by_slot[slot.index()] = None;
-            self.states[slot.index()] = None;
+            Arc::make_mut(&mut self.states)[slot.index()] = None;
         }
     }
 
@@ -162,6 +178,10 @@ impl OwnerTable {
         if self.map.slot(owner).is_some() {
             Arc::make_mut(&mut self.map).set_rules(owner, rules);
         }
+    }
+
+    pub(super) fn device_block_counts(&self) -> DeviceBlockCounts {
+        DeviceBlockCounts(self.states.clone())
     }
 
     pub(super) fn owner_map(&self) -> &Arc<OwnerMap> {
@@ -265,7 +285,11 @@ impl SharedRankState {
     pub(super) fn remaining(&self, tier: StorageTier) -> u64 {
         self.limits()
             .for_tier(tier)
-            .saturating_sub(self.blocks[tier as usize].load(Ordering::Relaxed))
+            .saturating_sub(self.block_count(tier))
+    }
+
+    fn block_count(&self, tier: StorageTier) -> u64 {
+        self.blocks[tier as usize].load(Ordering::Relaxed)
     }
 
     pub(super) fn record_over_limit(&self, blocks: u64) {
@@ -311,12 +335,11 @@ impl SharedRankState {
     }
 
     fn counts(&self) -> BlockCounts {
-        let blocks = |tier: StorageTier| self.blocks[tier as usize].load(Ordering::Relaxed);
         BlockCounts {
-            device: blocks(StorageTier::Device),
-            host: blocks(StorageTier::HostPinned),
-            disk: blocks(StorageTier::Disk),
-            external: blocks(StorageTier::External),
+            device: self.block_count(StorageTier::Device),
+            host: self.block_count(StorageTier::HostPinned),
+            disk: self.block_count(StorageTier::Disk),
+            external: self.block_count(StorageTier::External),
             copies: self.copies.load(Ordering::Relaxed),
             waiting: self.waiting.load(Ordering::Relaxed),
         }

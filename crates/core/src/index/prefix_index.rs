@@ -11,7 +11,7 @@ use super::ids::{BlockLocation, OwnerId};
 use super::layers::BlockLayer;
 use super::limits::BlockLimits;
 use super::overlaps::Overlaps;
-use super::owner_table::{HybridSlots, OwnerTable};
+use super::owner_table::{DeviceBlockCounts, HybridSlots, OwnerTable};
 use super::stats::{EventCursor, IndexStats};
 use super::trie::BlockTrie;
 use crate::block::{BlockHashes, LocalHash, StorageTier};
@@ -69,6 +69,11 @@ impl PrefixIndex {
             into.limit_to_reusable(trie.matching_runs(hashes.locals()), map, max_blocks);
         }
         into.set_owner_map(map);
+    }
+
+    /// Returns the device blocks of each slot.
+    pub fn device_block_counts(&self) -> DeviceBlockCounts {
+        self.owners.read().device_block_counts()
     }
 
     /// Returns the slots whose cache currently has several groups.

@@ -6,9 +6,7 @@
 
 use std::collections::VecDeque;
 
-use prefetch_index::prefetch_index;
-
-use super::children::mix;
+use super::aging_bloom_filter::AgingBloomFilter;
 use super::ids::{BlockLocation, PREFETCH_DISTANCE};
 use super::sizes::FILTER_HALF_CAPACITY;
 use crate::block::EngineHash;
@@ -67,74 +65,42 @@ impl ReinsertionLog {
     }
 }
 
-/// Bits per half: eight per hash, of which three are set. The rate of false positives is about 5 %.
-const HALF_BITS: usize = FILTER_HALF_CAPACITY * 8;
-const BITS_PER_KEY: u32 = 3;
-/// Words of one half per cache line. Both halves share the line, so a lookup costs one cache miss.
-const WORDS_PER_LINE: usize = 4;
-
-/// Bloom filter of the engine hashes that were evicted recently. It consists of two halves. When
-/// the current half is full, the older one is cleared and becomes the current one.
-#[derive(Debug, Default)]
+/// Engine hashes that were evicted recently.
+#[derive(Debug)]
 pub(super) struct EvictionFilter {
-    /// Bits of both halves. Empty until the first eviction.
-    lines: Vec<FilterLine>,
-    /// Index of the half that receives new hashes.
-    current_half: usize,
-    /// Number of hashes in the current half.
-    count: usize,
+    recent: AgingBloomFilter,
     /// Store event at which the current half was started.
     half_start: u64,
-    /// Whether the other half contains anything.
     has_older_half: bool,
 }
 
-/// Bits of some hashes, in both halves.
-#[derive(Clone, Copy, Debug, Default)]
-#[repr(align(64))]
-struct FilterLine([[u64; WORDS_PER_LINE]; 2]);
+impl Default for EvictionFilter {
+    fn default() -> Self {
+        Self {
+            recent: AgingBloomFilter::new(FILTER_HALF_CAPACITY),
+            half_start: 0,
+            has_older_half: false,
+        }
+    }
+}
 
 impl EvictionFilter {
     /// Adds a hash that was evicted after a store event. If the older half is cleared, returns the
     /// store event up to which nothing is known now.
     pub(super) fn insert(&mut self, hash: EngineHash, number: u64) -> Option<u64> {
-        let mut unknown_until = None;
-        if self.count == FILTER_HALF_CAPACITY {
-            // Plus one: a request with the same number may have been sent before the hashes that
-            // were cleared.
-            unknown_until = self.has_older_half.then_some(self.half_start + 1);
-            self.current_half = 1 - self.current_half;
-            self.has_older_half = true;
-            self.lines
-                .iter_mut()
-                .for_each(|line| line.0[self.current_half] = [0; WORDS_PER_LINE]);
-            self.count = 0;
-            self.half_start = number;
+        if !self.recent.insert(hash.0) {
+            return None;
         }
-        if self.lines.is_empty() {
-            self.lines
-                .resize(HALF_BITS / (64 * WORDS_PER_LINE), FilterLine::default());
-        }
-        let (line, set) = bit_positions(hash);
-        let half = &mut self.lines[line].0[self.current_half];
-        half.iter_mut()
-            .zip(set)
-            .for_each(|(word, set)| *word |= set);
-        self.count += 1;
+        // Plus one: a request with the same number may have been sent before the hashes that were
+        // cleared.
+        let unknown_until = self.has_older_half.then_some(self.half_start + 1);
+        self.has_older_half = true;
+        self.half_start = number;
         unknown_until
     }
 
     pub(super) fn contains(&self, hash: EngineHash) -> bool {
-        let (line, set) = bit_positions(hash);
-        let in_half = |half: &[u64; WORDS_PER_LINE]| {
-            half.iter()
-                .zip(set)
-                .fold(0, |missing, (word, set)| missing | (set & !word))
-                == 0
-        };
-        self.lines
-            .get(line)
-            .is_some_and(|line| line.0.iter().any(in_half))
+        self.recent.contains(hash.0)
     }
 
     /// Returns the index of the first hash that was evicted recently.
@@ -142,7 +108,7 @@ impl EvictionFilter {
         &self,
         hashes: impl ExactSizeIterator<Item = EngineHash> + Clone,
     ) -> Option<usize> {
-        if self.lines.is_empty() {
+        if self.recent.is_empty() {
             return None;
         }
         let mut later = hashes.clone();
@@ -161,22 +127,8 @@ impl EvictionFilter {
 
     /// Prefetches the cache line of a hash.
     pub(super) fn prefetch(&self, hash: EngineHash) {
-        prefetch_index(&self.lines, line_index(mix(hash.0)));
+        self.recent.prefetch(hash.0);
     }
-}
-
-/// Returns the line of a hash and its bits in that line.
-fn bit_positions(hash: EngineHash) -> (usize, [u64; WORDS_PER_LINE]) {
-    let mixed = mix(hash.0);
-    let mut set = [0; WORDS_PER_LINE];
-    for bit in (0..BITS_PER_KEY).map(|at| (mixed >> (8 * at)) as usize % (64 * WORDS_PER_LINE)) {
-        set[bit / 64] |= 1 << (bit % 64);
-    }
-    (line_index(mixed), set)
-}
-
-fn line_index(mixed: u64) -> usize {
-    (mixed >> 40) as usize % (HALF_BITS / (64 * WORDS_PER_LINE))
 }
 
 #[cfg(test)]

@@ -99,6 +99,17 @@ impl LoadBooking {
         PrefillWork::new(cached + tokens, cached)
     }
 
+    /// Returns the work of computing the cached tokens.
+    pub(super) fn cached_work(&self) -> PrefillWork {
+        PrefillWork::new(self.cached_tokens.min(MAX_PREFILL_TOKENS) as f64, 0.0)
+    }
+
+    /// Returns the work of computing the prompt after this number of cached tokens.
+    pub(super) fn prefill_work_after(&self, cached: u64) -> PrefillWork {
+        let cached = cached.min(MAX_PREFILL_TOKENS) as f64;
+        PrefillWork::new(self.context_tokens() as f64, cached)
+    }
+
     /// Returns the prompt tokens in the context of the rank.
     pub(super) fn context_tokens(&self) -> u64 {
         self.prompt_tokens.min(MAX_PREFILL_TOKENS)

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
+use super::booking::LoadBooking;
 use super::latency::{
     DecodeBatch, FirstTokenObservation, LatencyRegistry, ModelId, ModelLatency, PrefillObservation,
     RankSlowdown, StepObservation, TransferObservation,
@@ -10,6 +11,15 @@ use super::latency::{
 use super::table::{LoadTable, RankRow, ReservationPart};
 use super::timing::RankTiming;
 use crate::worker::{RankSlot, WorkerRank};
+
+/// Source of the number of cached tokens of a booking.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CachedTokenSource {
+    /// From exact events, or 0 because no rank is expected to have a part of the prompt.
+    Known,
+    /// From a predicted cache. The engine may report another number.
+    Predicted,
+}
 
 /// Complete answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,33 +78,70 @@ impl LoadTable {
         Some(timing)
     }
 
-    /// Learns from the completed prefill of a part, once. Returns the predicted and observed times
-    /// to first token.
+    /// Records the completed prefill of a part, once. Learns from it if the number of cached tokens
+    /// is known. Returns the predicted and observed times to first token.
     pub(super) fn learn_prefill(
         &mut self,
         part: &mut ReservationPart,
+        cached: CachedTokenSource,
         now: Instant,
     ) -> Option<FirstTokenObservation> {
         let completed = part.completed_prefill.take()?;
-        let booking = &part.booking;
-        let row = self.rows.get_mut(booking.slot)?;
-        if row.rank != booking.rank {
-            return None;
-        }
+        let mut first_token = FirstTokenObservation {
+            predicted: completed.first_token_seconds,
+            observed: completed.since_booking.as_secs_f64(),
+            predicted_saving: 0.0,
+        };
         let prefill = PrefillObservation {
-            work: booking.prefill_work(),
+            work: part.booking.prefill_work(),
             elapsed: completed.elapsed,
             at: now,
         };
-        let first_token = FirstTokenObservation {
-            predicted: completed.first_token_seconds,
-            observed: completed.since_booking.as_secs_f64(),
-        };
-        row.learn(&mut self.latency, |model, slowdown| {
+        let cached_work = part.booking.cached_work();
+        self.update_latency(&part.booking, |model, slowdown| {
+            // If the rank has other requests, a late first token can have other causes.
+            if completed.was_idle {
+                first_token.predicted_saving = model.prefill_compute_seconds(cached_work, slowdown);
+            }
             model.observe_first_token(first_token, slowdown);
+            match cached {
+                CachedTokenSource::Known => model.observe_prefill(prefill, slowdown),
+                CachedTokenSource::Predicted => part.pending_prefill = Some(completed.elapsed),
+            }
+        })?;
+        Some(first_token)
+    }
+
+    /// Learns from a prefill with a predicted number of cached tokens, once. `cached` is the number
+    /// that the engine reports.
+    pub(super) fn apply_reported_cached_tokens(
+        &mut self,
+        part: &mut ReservationPart,
+        cached: u64,
+        now: Instant,
+    ) {
+        let Some(elapsed) = part.pending_prefill.take() else {
+            return;
+        };
+        let prefill = PrefillObservation {
+            work: part.booking.prefill_work_after(cached),
+            elapsed,
+            at: now,
+        };
+        self.update_latency(&part.booking, |model, slowdown| {
             model.observe_prefill(prefill, slowdown);
         });
-        Some(first_token)
+    }
+
+    /// Updates the latency model of the rank of a booking. Returns `None` if the rank has left the
+    /// fleet.
+    fn update_latency(
+        &mut self,
+        booking: &LoadBooking,
+        learn: impl FnOnce(&mut ModelLatency, &mut RankSlowdown),
+    ) -> Option<()> {
+        let row = self.rows.get_mut(booking.slot)?;
+        (row.rank == booking.rank).then(|| row.learn(&mut self.latency, learn))
     }
 
     /// Sets the slowdown of a rank that has no observations yet, or keeps it for a rank that joins

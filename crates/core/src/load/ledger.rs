@@ -8,6 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::learning::CachedTokenSource;
 use super::{LoadBooking, LoadTracker, Reservation};
 use crate::worker::WorkerRank;
 
@@ -258,7 +259,7 @@ impl<B: BookingAttachment> BookingLedger<B> {
             return LedgerChange::Unchanged;
         };
         let is_applied = reservation.on_first_token();
-        reservation.learn_prefill();
+        reservation.learn_prefill(CachedTokenSource::Known);
         if is_applied && !reservation.is_active() && self.rules.max_ended > 0 {
             // The attempt was a prefill alone, which ends with the first token.
             self.end_booking(attempt.request);

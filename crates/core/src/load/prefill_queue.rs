@@ -57,6 +57,8 @@ struct PrefillEntry {
     time: Option<Duration>,
     /// Predicted time to first token, in seconds.
     first_token_seconds: f64,
+    /// Whether the rank had no other request at the booking.
+    was_idle: bool,
 }
 
 /// Times of a prefill that ended.
@@ -68,6 +70,8 @@ pub(super) struct PrefillTimes {
     pub(super) since_booking: Duration,
     /// Predicted time to first token, in seconds.
     pub(super) first_token_seconds: f64,
+    /// Whether the rank had no other request at the booking.
+    pub(super) was_idle: bool,
 }
 
 /// Cause of the end of a prefill.
@@ -87,11 +91,13 @@ pub(super) struct PrefillTicket(u64);
 
 impl PrefillQueue {
     /// Adds the prefill of a booking, whose first token is predicted after `first_token_seconds`.
-    /// Returns `None` if there are no tokens to compute.
+    /// `was_idle` is true if the rank has no other request. Returns `None` if there are no tokens to
+    /// compute.
     pub(super) fn begin(
         &mut self,
         booking: &LoadBooking,
         first_token_seconds: f64,
+        was_idle: bool,
         now: Instant,
     ) -> Option<PrefillTicket> {
         let tokens = booking.prefill_tokens();
@@ -124,6 +130,7 @@ impl PrefillQueue {
             }),
             time,
             first_token_seconds,
+            was_idle,
         });
         self.update_oldest();
         Some(ticket)
@@ -146,6 +153,7 @@ impl PrefillQueue {
             elapsed,
             since_booking: now.saturating_duration_since(entry.booked_at),
             first_token_seconds: entry.first_token_seconds,
+            was_idle: entry.was_idle,
         };
         if std::mem::replace(&mut entry.has_ended, true) {
             return None;
@@ -312,8 +320,8 @@ mod tests {
         let start = Instant::now();
         let at = |seconds| start + Duration::from_secs(seconds);
         let mut queue = PrefillQueue::default();
-        let first = queue.begin(&booking, 0.0, start).unwrap();
-        let second = queue.begin(&booking, 0.0, start).unwrap();
+        let first = queue.begin(&booking, 0.0, true, start).unwrap();
+        let second = queue.begin(&booking, 0.0, true, start).unwrap();
         queue.end(first, cause, at(2)).unwrap();
         let completed = queue.end(second, PrefillEndCause::FirstToken, at(3));
         completed.unwrap().elapsed.as_secs_f64()

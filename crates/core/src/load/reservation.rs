@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::booking::LoadBooking;
 use super::events::{BookingId, ReservationEvent, ReservationState};
 use super::latency::FirstTokenObservation;
-use super::learning::CompleteOutput;
+use super::learning::{CachedTokenSource, CompleteOutput};
 use super::prefill_queue::PrefillEndCause;
 use super::table::{BookedShare, LoadTable, ReservationPart};
 use super::tracker::LoadTracker;
@@ -169,16 +169,28 @@ impl Reservation {
         changed
     }
 
-    /// Learns from the prefill that ended with the first token. Called only if the chosen worker
-    /// answered and the number of cached tokens is known. Returns the predicted and observed times
-    /// to first token, once.
-    pub fn learn_prefill(&mut self) -> Option<FirstTokenObservation> {
+    /// Records the prefill that ended with the first token. Called only if the chosen worker
+    /// answered. Learns from it if the number of cached tokens is known, otherwise when the
+    /// engine reports it. Returns the predicted and observed times to first token, once.
+    pub fn learn_prefill(&mut self, cached: CachedTokenSource) -> Option<FirstTokenObservation> {
         let mut table = self.tracker.table.lock();
         let now = self.tracker.now();
         let parts = self.parts.iter_mut();
         parts
-            .map(|part| table.learn_prefill(part, now))
+            .map(|part| table.learn_prefill(part, cached, now))
             .fold(None, Option::or)
+    }
+
+    /// Learns from a prefill with a predicted number of cached tokens. `cached` is the number that
+    /// the engine reports.
+    pub(crate) fn apply_reported_cached_tokens(&mut self, cached: u64) {
+        let parts = &mut self.parts;
+        self.tracker.change(|table, now| {
+            for part in parts.iter_mut() {
+                table.apply_reported_cached_tokens(part, cached, now);
+            }
+            false
+        });
     }
 
     /// Learns from the first token after a KV transfer, which arrived `elapsed` after the booking.

@@ -1,6 +1,6 @@
 //! The load table: one row per slot. Functions that change it return whether load decreased.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::booking::{ActiveLoad, BookingEnd, LoadBooking, RankLoad};
 use super::latency::{LatencyRegistry, ModelId, RankSlowdown, SlowdownFactors};
@@ -76,8 +76,10 @@ pub(super) struct AnswerProgress {
 pub(super) struct ReservationPart {
     pub(super) booking: LoadBooking,
     pub(super) share: Option<BookedShare>,
-    /// Completed prefill, until the latency model has learned from it.
+    /// Completed prefill, until the first token is recorded.
     pub(super) completed_prefill: Option<PrefillTimes>,
+    /// Time of the prefill, until the engine reports the number of cached tokens.
+    pub(super) pending_prefill: Option<Duration>,
 }
 
 impl ReservationPart {
@@ -86,6 +88,7 @@ impl ReservationPart {
             booking,
             share,
             completed_prefill: None,
+            pending_prefill: None,
         }
     }
 }
@@ -414,7 +417,8 @@ impl RankRow {
         let model = latency.model(self.model);
         let first_token_seconds =
             model.first_token_seconds(booking.prefill_work(), &self.timing(now));
-        self.prefills.begin(booking, first_token_seconds, now)
+        self.prefills
+            .begin(booking, first_token_seconds, self.requests == 0, now)
     }
 
     /// Books a share that was released from another row, and whose prefill has begun in this one.

@@ -29,6 +29,8 @@ pub struct PolicyInput {
     pub output_tokens: f64,
     /// Number of ranks that compute prefills of the model. `None`: the candidates.
     pub prefill_ranks: Option<usize>,
+    /// Share of evicted prompt tokens that are computed again, estimated for the model.
+    pub recomputed_share: f64,
 }
 
 impl PolicyInput {
@@ -46,6 +48,7 @@ impl PolicyInput {
             estimate,
             output_tokens: estimate.output_tokens,
             prefill_ranks: None,
+            recomputed_share: 0.0,
         }
     }
 
@@ -114,6 +117,10 @@ pub struct Candidate {
     pub load: ActiveLoad,
     /// Booked work, if the policy uses it.
     pub timing: RankTiming,
+    /// KV blocks of the rank. `None` if unknown, or not used by the policy.
+    pub total_blocks: Option<u64>,
+    /// Blocks that can be filled without an eviction. 0 if unknown, or not used by the policy.
+    pub free_blocks: u64,
     /// Prompt blocks that the rank does not hold for running requests yet.
     pub additional_blocks: u64,
     /// Sum of the weights of the preferred taints that the worker has.

@@ -117,6 +117,8 @@ mod tests {
             running_blocks: 0,
             load,
             timing: RankTiming::default(),
+            total_blocks: None,
+            free_blocks: 0,
             additional_blocks: 0,
             taint_preference: 0.0,
         }

@@ -16,6 +16,8 @@ fn candidate() -> Candidate {
         running_blocks: 0,
         load: ActiveLoad::default(),
         timing: RankTiming::default(),
+        total_blocks: None,
+        free_blocks: 0,
         additional_blocks: 4,
         taint_preference: 0.0,
     }

@@ -1,25 +1,32 @@
 //! Confirmed blocks of one rank, with their eviction policy, and the leases of running requests.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
 use super::policy::EffectivePolicy;
-use super::predicted_tree::{self, PredictedTree, PromptUse, RunId, UseStamp};
+use super::predicted_tree::{self, EarlierUse, PredictedTree, PromptUse, RunId, UseStamp};
 use super::rules::PredictorRules;
 use super::stats::RankPrediction;
-use crate::block::BlockHashes;
+use crate::block::{BlockHashes, LocalHash};
 use crate::index::PathWriter;
 use crate::worker::{RankSlot, WorkerRank};
 
-/// Blocks to expire before another thread gets the lock.
-const EXPIRY_BATCH: u64 = 1024;
+/// Blocks to evict before another thread gets the lock.
+const EVICTION_BATCH: u64 = 1024;
+
+/// One report evicts at most the capacity divided by this number. Cached tokens can also be missing
+/// for other reasons.
+const CORRECTION_DIVISOR: u64 = 8;
 
 /// Confirmed blocks of one rank.
 pub(super) struct ConfirmedBlocks {
     rank: WorkerRank,
     policy: EffectivePolicy,
     rules: Arc<PredictorRules>,
+    /// Number of prompt blocks and generated blocks.
+    used: AtomicU64,
     /// `None` after the slot was closed.
     state: Mutex<Option<ConfirmedState>>,
 }
@@ -64,6 +71,7 @@ impl ConfirmedBlocks {
             rank,
             policy,
             rules,
+            used: AtomicU64::new(0),
             state: Mutex::new(Some(state)),
         }
     }
@@ -115,14 +123,61 @@ impl ConfirmedBlocks {
         let predicted_tree::RecordedPath { tail, added } =
             state.tree.record(&blocks[..recordable], known, used);
         state.refused += (blocks.len() - known - added) as u64;
-        state.make_room(self.policy.max_blocks());
+        self.make_room(state);
         let held = used.lease.then_some(LeaseHold { tail, generated: 0 });
         PredictionLease::of(LeaseRecord {
             rank: self.clone(),
             stamp: used.stamp,
             known,
+            earlier: Vec::new(),
             held,
         })
+    }
+
+    /// Returns the last uses of the leading blocks of a prompt. Runs within the
+    /// first `in_flight` blocks count as held, because prompts in flight share them. Empty on ranks
+    /// with a time to live.
+    pub(super) fn earlier_uses(&self, blocks: &[LocalHash], in_flight: usize) -> Vec<EarlierUse> {
+        let state = self.state.lock();
+        let Some(state) = state.as_ref().filter(|_| self.policy.has_leases()) else {
+            return Vec::new();
+        };
+        let known = state.tree.known_blocks(blocks);
+        let mut earlier = state.tree.earlier_uses(blocks, known);
+        let mut start = 0;
+        for used in &mut earlier {
+            used.is_held |= start < in_flight;
+            start = used.end;
+        }
+        earlier
+    }
+
+    /// Evicts blocks whose last use is not later than that of the first missing run. The engine
+    /// evicts in the order of last use.
+    fn evict_unused_since(&self, first_missing: EarlierUse) {
+        let mut remaining = self.policy.max_blocks() / CORRECTION_DIVISOR;
+        let mut guard = self.state.lock();
+        while let Some(state) = guard.as_mut().filter(|_| remaining > 0) {
+            let batch = remaining.min(EVICTION_BATCH);
+            let evicted = state.evict_unused_since(first_missing.stamp, batch);
+            self.make_room(state);
+            if evicted < batch {
+                break;
+            }
+            remaining -= evicted;
+            MutexGuard::bump(&mut guard);
+        }
+    }
+
+    /// Evicts blocks above the limit that no request holds, and publishes the number of blocks.
+    fn make_room(&self, state: &mut ConfirmedState) {
+        state.make_room(self.policy.max_blocks());
+        self.used.store(state.used(), Ordering::Relaxed);
+    }
+
+    /// Returns the number of prompt blocks and generated blocks.
+    pub(super) fn used_blocks(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
     }
 
     /// Removes the blocks that were recorded with this use and are not used otherwise.
@@ -152,13 +207,13 @@ impl ConfirmedBlocks {
             state.tree.evict(run, blocks);
         }
         // Blocks above the limit may have been held until now.
-        state.make_room(self.policy.max_blocks());
+        self.make_room(state);
     }
 
     pub(super) fn grow(&self, blocks: u64) {
         if let Some(state) = self.state.lock().as_mut() {
             state.growing += blocks;
-            state.make_room(self.policy.max_blocks());
+            self.make_room(state);
         }
     }
 
@@ -168,7 +223,7 @@ impl ConfirmedBlocks {
         let stamp = state.stamp(&self.rules);
         state.growing -= generated;
         state.tree.release(tail, generated, stamp);
-        state.make_room(self.policy.max_blocks());
+        self.make_room(state);
     }
 
     pub(super) fn expire(&self) {
@@ -176,6 +231,9 @@ impl ConfirmedBlocks {
         let mut state = self.state.lock();
         while state.as_mut().is_some_and(|state| state.expire(now)) {
             MutexGuard::bump(&mut state);
+        }
+        if let Some(state) = state.as_mut() {
+            self.make_room(state);
         }
     }
 
@@ -208,7 +266,7 @@ impl ConfirmedState {
 
     /// Removes some expired blocks. Returns whether there may be more.
     fn expire(&mut self, now: u64) -> bool {
-        let mut remaining = EXPIRY_BATCH;
+        let mut remaining = EVICTION_BATCH;
         while remaining > 0 {
             let due = self
                 .tree
@@ -220,6 +278,19 @@ impl ConfirmedState {
             remaining -= evicted_blocks;
         }
         true
+    }
+
+    /// Evicts up to `max_blocks` blocks that were not used after this use. Returns their number.
+    fn evict_unused_since(&mut self, stamp: UseStamp, max_blocks: u64) -> u64 {
+        let mut remaining = max_blocks;
+        while remaining > 0 {
+            let oldest = self.tree.oldest().filter(|(used, _)| *used <= stamp);
+            let Some((_, end)) = oldest else { break };
+            let evicted = self.tree.evict(end, remaining);
+            self.evicted += evicted;
+            remaining -= evicted;
+        }
+        max_blocks - remaining
     }
 
     fn used(&self) -> u64 {
@@ -259,6 +330,9 @@ struct LeaseRecord {
     stamp: UseStamp,
     /// Number of leading blocks that existed before.
     known: usize,
+    /// Last uses of the blocks that existed when the prompt was sent. Empty on ranks with a time to
+    /// live.
+    earlier: Vec<EarlierUse>,
     /// Blocks that the request holds.
     held: Option<LeaseHold>,
 }
@@ -296,6 +370,33 @@ impl PredictionLease {
         }
     }
 
+    /// Sets the last uses of the leading blocks before the prompt was sent.
+    pub(super) fn with_earlier_uses(mut self, earlier: Vec<EarlierUse>) -> Self {
+        if let Some(record) = &mut self.recorded {
+            record.earlier = earlier;
+        }
+        self
+    }
+
+    /// Evicts blocks that the engine must have evicted, because it had fewer leading blocks of the
+    /// prompt cached than predicted when it was sent. Differences below `min_missing` blocks
+    /// are ignored: they can come from larger engine blocks or a recomputed last block. Runs that
+    /// other requests hold are ignored, because they may not have been computed yet. Has no effect on
+    /// ranks with a time to live.
+    pub fn correct_cached_blocks(&mut self, cached: usize, min_missing: usize) {
+        let Some(LeaseRecord { rank, earlier, .. }) = &mut self.recorded else {
+            return;
+        };
+        let earlier = std::mem::take(earlier);
+        let predicted = earlier.last().map_or(0, |used| used.end);
+        let first_missing = earlier.iter().find(|used| used.end > cached);
+        if let Some(first_missing) = first_missing.filter(|used| !used.is_held)
+            && predicted.saturating_sub(cached) >= min_missing
+        {
+            rank.evict_unused_since(*first_missing);
+        }
+    }
+
     /// Removes the blocks that were added for the request and not used since, because the request
     /// was sent elsewhere. Returns the number of generated blocks.
     pub fn revoke(mut self, prompt: &BlockHashes) -> u64 {
@@ -304,6 +405,7 @@ impl PredictionLease {
             stamp,
             known,
             held,
+            ..
         }) = self.recorded.take()
         else {
             return 0;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 
 use super::confirmed::{ConfirmedBlocks, PredictionLease};
-use super::predicted_tree::{PredictedTree, PromptUse, RunId, UseStamp};
+use super::predicted_tree::{EarlierUse, PredictedTree, PromptUse, RunId, UseStamp};
 use super::rules::PredictorRules;
 use crate::block::BlockHashes;
 use crate::index::PathWriter;
@@ -45,6 +45,8 @@ pub struct InFlightPrompt {
     /// Confirmed blocks of the rank. `None` if the slot belongs to another rank by now, or if the
     /// prompt exceeds the limit.
     confirmed: Option<Arc<ConfirmedBlocks>>,
+    /// Last uses of the blocks that the rank was predicted to have when the prompt was sent.
+    earlier: Vec<EarlierUse>,
 }
 
 impl std::fmt::Debug for InFlightPrompts {
@@ -89,11 +91,13 @@ impl InFlightPrompts {
         }
         let known = state.tree.known_blocks(blocks);
         let new = (blocks.len() - known) as u64;
+        let earlier = confirmed.earlier_uses(blocks, known);
         if state.tree.blocks() + new > self.max_blocks {
             state.refused_blocks += new;
             return InFlightPrompt {
                 hold: None,
                 confirmed: Some(confirmed),
+                earlier,
             };
         }
         state.uses += 1;
@@ -108,6 +112,7 @@ impl InFlightPrompts {
         InFlightPrompt {
             hold: Some((self.clone(), stamp)),
             confirmed: Some(confirmed),
+            earlier,
         }
     }
 
@@ -164,6 +169,7 @@ impl InFlightPrompt {
         Self {
             hold: None,
             confirmed: None,
+            earlier: Vec::new(),
         }
     }
 
@@ -174,7 +180,7 @@ impl InFlightPrompt {
         let Some(rank) = self.confirmed.take() else {
             return PredictionLease::none();
         };
-        match &self.hold {
+        let lease = match &self.hold {
             Some((prompts, stamp)) if prompts.rules.beside_events => {
                 let is_expired = stamp.expiry_step <= prompts.rules.current_step();
                 if is_expired {
@@ -184,7 +190,8 @@ impl InFlightPrompt {
                 }
             }
             _ => rank.record(prompt),
-        }
+        };
+        lease.with_earlier_uses(std::mem::take(&mut self.earlier))
     }
 }
 

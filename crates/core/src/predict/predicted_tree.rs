@@ -39,6 +39,19 @@ pub(super) struct RecordedPath {
     pub(super) added: usize,
 }
 
+/// Maximum number of runs of a prompt whose last use is kept while its request runs.
+const MAX_EARLIER_USES: usize = 64;
+
+/// Last use of one run of leading blocks, before the current request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct EarlierUse {
+    /// Number of leading blocks up to the end of the run.
+    pub(super) end: usize,
+    pub(super) stamp: UseStamp,
+    /// Whether a running request held the run.
+    pub(super) is_held: bool,
+}
+
 /// Consecutive blocks.
 #[derive(Debug)]
 struct PromptRun {
@@ -128,6 +141,28 @@ impl PredictedTree {
     /// Counts the leading blocks of a prompt that are in the tree.
     pub(super) fn known_blocks(&self, prompt: &[LocalHash]) -> usize {
         self.paths.known_blocks(prompt)
+    }
+
+    /// Returns the last use of the first runs of the `known` leading blocks of a prompt. Later runs
+    /// were used earlier or at the same time.
+    pub(super) fn earlier_uses(&self, prompt: &[LocalHash], known: usize) -> Vec<EarlierUse> {
+        let mut uses = Vec::new();
+        let mut last = None;
+        let mut end = 0;
+        while let Some(found) = self.child(last, &prompt[end.min(known)..known]) {
+            if uses.len() == MAX_EARLIER_USES {
+                break;
+            }
+            let run = self.run(found);
+            last = Some(found);
+            end += run.blocks as usize;
+            uses.push(EarlierUse {
+                end: end.min(known),
+                stamp: run.stamp,
+                is_held: run.leases > 0,
+            });
+        }
+        uses
     }
 
     /// Records a use of a prompt whose first `known` blocks are in the tree, and adds the others.

@@ -76,6 +76,15 @@ impl TestBed {
         self.predictor.record(slot, rank_of(slot), &prompt(path))
     }
 
+    /// Sends a prompt, which the engine accepts.
+    fn send(&self, slot: RankSlot, path: &[u8]) -> PredictionLease {
+        let prompt = prompt(path);
+        let sent = self
+            .predictor
+            .record_in_flight(slot, rank_of(slot), &prompt);
+        sent.confirm(&prompt)
+    }
+
     fn overlap(&mut self, slot: RankSlot, path: &[u8]) -> usize {
         self.predictor.overlaps(&prompt(path), &mut self.overlaps);
         let found = self.overlaps.get(slot);
@@ -183,6 +192,46 @@ fn lru_evicts_longest_released_and_keeps_held_blocks() {
         "time has no effect on this policy"
     );
     drop(fourth);
+}
+
+#[test]
+fn reported_cached_blocks_evict_older_predictions() {
+    let mut test_bed = TestBed::new(lru(None));
+    test_bed.predictor.open(A, rank_of(A), Some(64));
+    for path in [&[1, 2, 3][..], &[4, 5, 6], &[7, 8, 9]] {
+        drop(test_bed.send(A, path));
+    }
+    let mut held = test_bed.send(A, &[4, 5, 6, 10]);
+    let mut concurrent = test_bed.send(A, &[4, 5, 6, 11]);
+    concurrent.correct_cached_blocks(0, 2);
+    assert_eq!(
+        test_bed.overlap(A, &[1, 2, 3]),
+        3,
+        "a request held [4, 5, 6]"
+    );
+    held.correct_cached_blocks(2, 2);
+    assert_eq!(test_bed.overlap(A, &[1, 2, 3]), 3, "the last matched block");
+    drop((held, concurrent));
+    let mut evicted = test_bed.send(A, &[7, 8, 9, 12]);
+    evicted.correct_cached_blocks(0, 2);
+    let left = [&[1, 2, 3][..], &[4, 5, 6, 10], &[7, 8, 9, 12]];
+    let left = left.map(|path| test_bed.overlap(A, path));
+    assert_eq!(left, [0, 4, 4], "only [1, 2, 3] was used earlier");
+}
+
+#[test]
+fn report_of_concurrent_request_corrects_nothing() {
+    let mut test_bed = TestBed::new(lru(None));
+    test_bed.predictor.open(A, rank_of(A), Some(64));
+    drop(test_bed.send(A, &[1, 2, 3]));
+    let long = prompt(&[4, 5, 6]);
+    let sent = [(); 2].map(|()| test_bed.predictor.record_in_flight(A, rank_of(A), &long));
+    // Both responses arrive when the prompt was computed twice.
+    for sent in sent {
+        let mut lease = sent.confirm(&long);
+        lease.correct_cached_blocks(0, 2);
+    }
+    assert_eq!(test_bed.overlap(A, &[1, 2, 3]), 3);
 }
 
 #[test]

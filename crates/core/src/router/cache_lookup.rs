@@ -11,7 +11,9 @@ use super::predictions::PredictorSet;
 use super::remote::{OverlapSource, RemoteOverlaps, RemoteRank, RemoteRanks};
 use crate::block::BlockHashes;
 use crate::fleet::{Fleet, FleetMember};
-use crate::index::{HybridSlots, Overlaps, PrefixIndex};
+use crate::index::{DeviceBlockCounts, HybridSlots, Overlaps, PrefixIndex};
+use crate::load::ActiveLoad;
+use crate::predict::Predictor;
 
 /// Everything that is known about the caches of the workers.
 pub(super) struct CacheLookup {
@@ -23,6 +25,45 @@ pub(super) struct CacheLookup {
     pub(super) buffers: OverlapBufferPool,
     /// Status of the event sources, as published to clients of this index.
     rank_status_cache: RankStatusCache,
+}
+
+/// Cached blocks of each rank: reported, or predicted for ranks without events.
+pub(super) struct CachedBlockCounts<'a> {
+    reported: DeviceBlockCounts,
+    predicted: Option<&'a Predictor>,
+}
+
+/// KV blocks of a rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct RankBlocks {
+    /// All blocks. `None` if their number is unknown.
+    pub(super) total: Option<u64>,
+    /// Blocks that are neither cached nor needed by outstanding prefills; 0 if the total is unknown.
+    pub(super) free: u64,
+}
+
+impl CachedBlockCounts<'_> {
+    /// Returns the blocks of a rank, or the default if the policy does not need them.
+    #[inline]
+    pub(super) fn of_rank(
+        &self,
+        member: &FleetMember,
+        load: ActiveLoad,
+        is_needed: bool,
+    ) -> RankBlocks {
+        let total = member.worker.capacity.total_kv_blocks.filter(|_| is_needed);
+        let Some(blocks) = total else {
+            return RankBlocks::default();
+        };
+        let slot = member.slot;
+        let predicted = self.predicted.map_or(0, |it| it.used_blocks(slot));
+        let cached = self.reported.get(slot).max(predicted);
+        let block = member.worker.block_size.tokens() as u64;
+        RankBlocks {
+            total,
+            free: blocks.saturating_sub(cached + load.active_prefill_tokens / block),
+        }
+    }
 }
 
 /// Published status of all ranks, reused until something changes.
@@ -46,6 +87,14 @@ impl CacheLookup {
             sources: EventSources::default(),
             buffers: OverlapBufferPool::default(),
             rank_status_cache: RankStatusCache::default(),
+        }
+    }
+
+    /// Returns the cached blocks of each rank.
+    pub(super) fn cached_block_counts(&self) -> CachedBlockCounts<'_> {
+        CachedBlockCounts {
+            reported: self.index.device_block_counts(),
+            predicted: self.predictors.without_events.as_deref(),
         }
     }
 

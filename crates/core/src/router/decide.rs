@@ -17,6 +17,7 @@ use super::state::Router;
 use crate::block::tracking::random_sequences;
 use crate::fleet::{Fleet, FleetMember};
 use crate::health::TrackedRequest;
+use crate::index::Overlaps;
 use crate::policy::LatchMode;
 use crate::queue::{BusyThreshold, PlaceOutcome};
 
@@ -43,9 +44,10 @@ impl Router {
             generation: 0,
             overlaps: Vec::new(),
             blocks: PromptBlocks::from_request(&request),
-            assume_kv_reuse: overrides
-                .assume_kv_reuse
-                .unwrap_or(settings.tracking.assume_kv_reuse),
+            assume_kv_reuse: request.reads_prefix_cache
+                && overrides
+                    .assume_kv_reuse
+                    .unwrap_or(settings.tracking.assume_kv_reuse),
             track_prefill: overrides
                 .track_prefill_tokens
                 .unwrap_or(settings.tracking.prefill_tokens),
@@ -75,7 +77,11 @@ impl Router {
             } else {
                 hashes.tokens()
             };
-            let table = self.lookup.find_overlaps(index, hashes, remote, &fleet);
+            let table = if context.request.reads_prefix_cache {
+                self.lookup.find_overlaps(index, hashes, remote, &fleet)
+            } else {
+                Overlaps::new()
+            };
             context.overlaps.push(PromptOverlaps {
                 tokens,
                 ..PromptOverlaps::new(table, hashes)
@@ -132,6 +138,8 @@ impl Router {
             threshold,
             in_flight: Some(&self.in_flight_estimates.load()),
             engine_loads: &self.load.engine_loads().view(self.load.now()),
+            cached_blocks: &self.lookup.cached_block_counts(),
+            recomputed_share: self.recomputed_share(pools),
         };
         let mut decided = None;
         let reservation = self.load.book_with(|view| {
@@ -153,23 +161,50 @@ impl Router {
         })?;
         // `book_with` succeeds only after a decision.
         let (plan, tracked) = decided.ok_or(DecideError::Busy)?;
+        let route = self
+            .route_builder(context)
+            .build(&plan, &pools.availability);
+        self.record_recomputation(context, &plan, &route);
         Ok(Placement {
             chosen: plan.decode.member().rank,
             placed_at: self.load.now(),
             mismatched_workers: context.mismatched_workers.clone(),
             predicted_members: self.predicted_members(&plan),
-            route: self
-                .route_builder(context)
-                .build(&plan, &pools.availability),
+            route,
             reservation,
             tracked,
             parity_check: None,
             prompts: Vec::new(),
             remote_overlaps: context.request.remote_overlaps.clone(),
             predictions: RequestPredictions::default(),
+            reads_prefix_cache: context.request.reads_prefix_cache,
             has_completed_prefill: matches!(context.request.phases, PhaseSelection::Decode(_)),
             unknown_endpoint: None,
         })
+    }
+
+    /// Adds the prompt to the estimate of recomputed tokens. Skips requests that only decode, that
+    /// read no cache, or that have several prompts.
+    fn record_recomputation(&self, context: &RoutingContext, plan: &PhasePlan<'_>, route: &Route) {
+        if let RoutePrompt::Hashed(prompts) = &context.request.prompt
+            && let [prompt] = prompts.as_slice()
+            && context.track_prefill
+            && context.request.reads_prefix_cache
+            && !matches!(context.request.phases, PhaseSelection::Decode(_))
+        {
+            let prefill = plan.prefill.as_ref().unwrap_or(&plan.decode);
+            let block = prompt.block_size().tokens() as u64;
+            let free = prefill.candidates[prefill.choice.index].free_blocks;
+            let model = &prefill.member().worker.model;
+            let computing = route.computed_by();
+            let kept = computing
+                .cached_tokens
+                .saturating_add(free.saturating_mul(block));
+            let evicted = (prompt.tokens() as u64).saturating_sub(kept);
+            // Tokens that another rank has cached were not evicted there.
+            let cached = computing.best_cached_tokens;
+            self.recomputation.record(model, prompt, cached, evicted);
+        }
     }
 
     /// Chooses without booking.
@@ -186,6 +221,8 @@ impl Router {
             threshold: &BusyThreshold::default(),
             in_flight: None,
             engine_loads: &self.load.engine_loads().view(self.load.now()),
+            cached_blocks: &self.lookup.cached_block_counts(),
+            recomputed_share: self.recomputed_share(&pools),
         };
         let plan = self
             .load

@@ -110,6 +110,7 @@ impl Router {
             availability.clone(),
         );
         let engine_loads = self.load.engine_loads().view(view.now());
+        let cached_blocks = self.lookup.cached_block_counts();
         let decide = |threshold: &BusyThreshold| {
             let pools = pools
                 .as_ref()
@@ -121,6 +122,8 @@ impl Router {
                 threshold,
                 in_flight: None,
                 engine_loads: &engine_loads,
+                cached_blocks: &cached_blocks,
+                recomputed_share: self.recomputed_share(pools),
             };
             decider.decide(view, &mut self.rng.lock().clone())
         };

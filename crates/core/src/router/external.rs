@@ -83,6 +83,7 @@ impl Router {
         let input = PolicyInput {
             output_tokens: context.request.output_tokens(&estimate),
             estimate,
+            recomputed_share: self.recomputation.recomputed_share(model),
             ..input
         };
         let candidates = self.estimate_candidates(&context, &members, &policy);
@@ -105,6 +106,7 @@ impl Router {
         let tracks_blocks = context.settings.tracking.active_blocks;
         let needs_timing = policy.routing.needs_timing();
         let engine_loads = self.load.engine_loads().view(self.load.now());
+        let cached_blocks = self.lookup.cached_block_counts();
         self.load.read(|view| {
             let additional = if tracks_blocks {
                 context.blocks.additional(view, context.assume_kv_reuse)
@@ -114,6 +116,7 @@ impl Router {
             let candidate = |member: &&FleetMember| {
                 let (overlap, freshness_credit) = context.overlap_and_credit(member);
                 let load = view.load(member.slot, member.rank).unwrap_or_default();
+                let cache = cached_blocks.of_rank(member, load, needs_timing);
                 Candidate {
                     overlap,
                     freshness_credit,
@@ -127,6 +130,8 @@ impl Router {
                         .timing(member.slot, member.rank)
                         .filter(|_| needs_timing)
                         .unwrap_or_default(),
+                    total_blocks: cache.total,
+                    free_blocks: cache.free,
                     additional_blocks: additional.for_slot(member.slot),
                     taint_preference: taint_preference(
                         &context.request.constraints,

@@ -18,8 +18,11 @@ use crate::health::{
     DeliveryTransition, FailingPeerGroup, HealthSignal, HealthState, HealthTransition,
     RankHealthReport, RequestOutcome, TrackedRequest,
 };
-use crate::load::{FirstTokenObservation, SpeedTransition};
+use crate::load::{CachedTokenSource, FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
+
+/// A prompt counts as uncached if no rank is expected to have more than this part of it.
+const UNCACHED_DIVISOR: u64 = 8;
 
 /// Response to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -150,10 +153,16 @@ impl Router {
         health.on_completed_response(rank, self.load.now());
     }
 
-    /// Handles the end of a request. If it failed before its first token and there is evidence
-    /// against its rank, its load stays booked for the expected service time.
-    pub fn finish(&self, placement: Placement) {
+    /// Handles the end of a request. If it ended before its first token, its prompt is not predicted
+    /// as cached. If there is also evidence against its rank, its load stays booked for the expected
+    /// service time.
+    pub fn finish(&self, mut placement: Placement) {
         let now = self.load.now();
+        if !placement.reservation.has_first_token()
+            && let Some(prediction) = placement.predictions.answering.take()
+        {
+            prediction.revoke(&placement.prompts);
+        }
         let on_end = |request: &TrackedRequest| request.on_end(now);
         let hold_time = placement.tracked.iter().filter_map(on_end).max();
         if let Some(until) = hold_time.and_then(|time| now.checked_add(time))
@@ -260,7 +269,9 @@ impl Router {
                 && matches!(prefill.mode, Mode::Exact | Mode::Partial)
         };
         if placement.route.prefill().is_some_and(is_known) {
-            placement.reservation.learn_prefill();
+            placement
+                .reservation
+                .learn_prefill(CachedTokenSource::Known);
         }
     }
 
@@ -296,9 +307,11 @@ impl Router {
     }
 
     /// Learns from the first token of a request. After a local prefill, returns the predicted and
-    /// observed times to first token. After a sequential prefill, learns the KV transfer time and
-    /// returns `None`. Nothing is learned if Envoy tried another worker first, because the time
-    /// then includes that attempt.
+    /// observed times to first token. A prefill is learned if the number of cached tokens is known:
+    /// from exact events, or because no rank is expected to have a large part of the prompt. Otherwise it
+    /// is learned by [`Self::apply_reported_cached_tokens`], and a late first token corrects the predicted
+    /// cache. After a sequential prefill, learns the KV transfer time and returns `None`. Nothing is
+    /// learned if Envoy tried another worker first, because the time then includes that attempt.
     pub fn learn_first_token(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
         if placement.route.to.rank != placement.chosen {
             return None;
@@ -313,7 +326,29 @@ impl Router {
         if placement.route.prefill().is_some() {
             return None;
         }
-        placement.reservation.learn_prefill()
+        let route = &placement.route;
+        let cached_tokens = route.computed_by().best_cached_tokens;
+        let is_uncached = cached_tokens * UNCACHED_DIVISOR <= route.prompt_tokens;
+        let cached = if route.mode == Mode::Exact || is_uncached {
+            CachedTokenSource::Known
+        } else {
+            CachedTokenSource::Predicted
+        };
+        let first_token = placement.reservation.learn_prefill(cached)?;
+        if cached == CachedTokenSource::Predicted && first_token.contradicts_cache() {
+            placement.predictions.correct_cached_tokens(0);
+        }
+        Some(first_token)
+    }
+
+    /// Applies the number of cached tokens that the engine reports. Learns from a prefill for which
+    /// the number was predicted, and corrects the predicted cache of the rank. Has no effect on a
+    /// prefill that was already learned.
+    pub fn apply_reported_cached_tokens(&self, placement: &mut Placement, cached: u64) {
+        placement.reservation.apply_reported_cached_tokens(cached);
+        if placement.reads_prefix_cache {
+            placement.predictions.correct_cached_tokens(cached);
+        }
     }
 
     /// Records the result of a health check of an ejected worker. Returns whether the next request

@@ -7,6 +7,7 @@ use std::sync::Arc;
 
 use rand::Rng;
 
+use super::cache_lookup::CachedBlockCounts;
 use super::context::RoutingContext;
 use super::phase_plan::{BookedPhases, CachedTokenStats, DecideError, PhaseChoice, PhasePlan};
 use super::pools::{CandidatePool, PhasePools};
@@ -39,6 +40,9 @@ pub(super) struct PhaseDecider<'a, 'f> {
     pub(super) in_flight: Option<&'a InFlightEstimates>,
     /// Load that the engines report.
     pub(super) engine_loads: &'a EngineLoadView,
+    pub(super) cached_blocks: &'a CachedBlockCounts<'a>,
+    /// Share of evicted prompt tokens that are computed again, estimated for the model.
+    pub(super) recomputed_share: f64,
 }
 
 /// Phases that one choice covers.
@@ -242,12 +246,15 @@ impl<'f> PhaseDecider<'_, 'f> {
             } else {
                 RankTiming::default()
             };
+            let cache = self.cached_blocks.of_rank(member, load, needs_timing);
             candidates.push(Candidate {
                 overlap,
                 freshness_credit,
                 running_blocks: additional.held_by(member.slot),
                 load,
                 timing,
+                total_blocks: cache.total,
+                free_blocks: cache.free,
                 additional_blocks: additional.for_slot(member.slot),
                 taint_preference: taint_preference(&pool.constraints, &member.worker),
             });
@@ -368,6 +375,7 @@ impl<'f> PhaseDecider<'_, 'f> {
             output_tokens: request.output_tokens(&estimate),
             estimate,
             prefill_ranks: self.prefill_ranks(),
+            recomputed_share: self.recomputed_share,
             ..PolicyInput::new(request.prompt.tokens(), block_size)
         }
     }

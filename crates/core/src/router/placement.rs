@@ -42,6 +42,8 @@ pub struct Placement {
     pub(super) mismatched_workers: Arc<BTreeSet<WorkerId>>,
     /// Whether the prefill was complete before the placement.
     pub(super) has_completed_prefill: bool,
+    /// Whether the engine reads the prefix cache for this request.
+    pub(super) reads_prefix_cache: bool,
     /// Endpoint that served the request, if it belongs to no known worker.
     pub(super) unknown_endpoint: Option<WorkerEndpoint>,
 }

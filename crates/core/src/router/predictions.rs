@@ -12,6 +12,10 @@ use crate::index::Overlaps;
 use crate::predict::{EffectivePolicy, InFlightPrompt, PredictionLease, Predictor, RankPrediction};
 use crate::worker::{BlockSize, WorkerRank};
 
+/// Minimum difference between predicted and reported cached tokens that corrects a prediction.
+/// Smaller ones can come from larger engine blocks or a recomputed last block.
+const MIN_MISSING_TOKENS: u64 = 512;
+
 /// Configured predictors.
 #[derive(Clone, Default)]
 pub struct PredictorSet {
@@ -173,6 +177,18 @@ impl PromptPrediction {
         }
     }
 
+    /// Corrects the predicted cache by the number of cached tokens that the engine had. For several
+    /// prompts, engines report only their sum.
+    pub(super) fn correct_cached_tokens(&mut self, cached: u64) {
+        if let PredictionPhase::Confirmed(leases) = &mut self.phase
+            && let [lease] = leases.as_mut_slice()
+        {
+            let block = self.member.worker.block_size.tokens() as u64;
+            let min_missing = (MIN_MISSING_TOKENS / block).max(2);
+            lease.correct_cached_blocks((cached / block) as usize, min_missing as usize);
+        }
+    }
+
     /// Removes the blocks that were recorded for this request alone. Returns the number of output
     /// blocks.
     pub(super) fn revoke(self, prompts: &[BlockHashes]) -> u64 {
@@ -197,6 +213,16 @@ pub struct RequestPredictions {
 }
 
 impl RequestPredictions {
+    /// Corrects the predicted cache of the rank that computed the prompt. `cached` is the number of
+    /// tokens that it had cached.
+    pub(super) fn correct_cached_tokens(&mut self, cached: u64) {
+        if self.prefilling.is_none()
+            && let Some(prediction) = &mut self.answering
+        {
+            prediction.correct_cached_tokens(cached);
+        }
+    }
+
     /// Records one more output block on the rank that generates it.
     pub fn add_output_block(&mut self) {
         self.answering

@@ -117,6 +117,9 @@ pub struct RouteRequest {
     pub max_output_tokens: Option<u64>,
     /// Whether the answer is known to be a stream, whose first content precedes its end.
     pub is_streamed: bool,
+    /// Whether the engine may find the prompt cached. If not, it computes the whole prompt, and only
+    /// stores its blocks.
+    pub reads_prefix_cache: bool,
     /// Priority in the queue.
     pub priority: RequestPriority,
     /// Phases to decide.
@@ -245,6 +248,7 @@ impl RouteRequest {
             expected_output_tokens: None,
             max_output_tokens: None,
             is_streamed: false,
+            reads_prefix_cache: true,
             priority: RequestPriority::default(),
             phases: PhaseSelection::default(),
             decode_capability: DecodeCapability::default(),

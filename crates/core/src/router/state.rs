@@ -13,6 +13,7 @@ use super::held::HeldReservations;
 use super::listener::RouterListener;
 use super::phase_decider::InFlightEstimates;
 use super::predictions::PredictorSet;
+use super::recomputation::RecomputationEstimator;
 use super::settings::RouterSettings;
 use super::worker_feedback::WorkerFeedback;
 use crate::fleet::{Fleet, FleetMember};
@@ -30,6 +31,7 @@ pub struct Router {
     pub(super) load: Arc<LoadTracker>,
     pub(super) feedback: WorkerFeedback,
     pub(super) held: HeldReservations,
+    pub(super) recomputation: RecomputationEstimator,
     pub(super) parity: Arc<ParityRegistry>,
     pub(super) in_flight_estimates: ArcSwap<InFlightEstimates>,
     pub(super) settings: ArcSwap<RouterSettings>,
@@ -49,6 +51,7 @@ impl Router {
             lookup: CacheLookup::new(index),
             feedback: WorkerFeedback::new(&settings, load.engine_loads().clone()),
             held: HeldReservations::default(),
+            recomputation: RecomputationEstimator::default(),
             load,
             parity: Arc::default(),
             in_flight_estimates: ArcSwap::default(),

@@ -7,6 +7,7 @@ use proptest::collection::vec;
 use proptest::prelude::*;
 use warmroute_property_tests::property_config;
 
+mod evictions;
 mod explain;
 mod external;
 mod freshness;

@@ -57,7 +57,7 @@ fn check_usage(facts: &WorkerFacts, rank: &RankFacts, canary: &CanaryReply) -> V
     let details = FindingBuilder::new("engine.prompt_tokens_details", facts.subject());
     let Some(cached) = canary.cached else {
         return vec![details.warning(
-            "usage.prompt_tokens_details has no cached tokens: predictions cannot be audited",
+            "usage.prompt_tokens_details has no cached tokens: predictions cannot be audited or corrected",
             "start the engine with `--enable-prompt-tokens-details`",
         )];
     };

@@ -70,7 +70,7 @@ pub(super) const HINT_ENVOYS: &str = "set `envoy.xds.address` in warmroute.yaml"
 pub(super) const HINT_CLUSTER: &str = "set `workers.kubernetes.pools` in warmroute.yaml";
 pub(super) const HINT_REPLICAS: &str = "set `replicas.nats.servers` in warmroute.yaml";
 pub(super) const HINT_REMOTE_INDEX: &str = "set `index.remote.servers` in warmroute.yaml";
-const HINT_AUDIT: &str = "set `gateway.observe: usage` in warmroute.yaml";
+const HINT_AUDIT: &str = "set `gateway.observe: sampled(0.05)` or `usage` in warmroute.yaml";
 const HINT_PARITY: &str = "set `engines.parity_check.enabled: true` in warmroute.yaml";
 
 /// All pages, in the order of the list.

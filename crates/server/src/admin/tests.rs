@@ -153,7 +153,7 @@ async fn every_listed_page_is_served() {
     let expected = [
         (
             "/debug/audit",
-            "set `gateway.observe: usage` in warmroute.yaml",
+            "set `gateway.observe: sampled(0.05)` or `usage` in warmroute.yaml",
         ),
         ("/debug/envoys", "set `envoy.xds.address` in warmroute.yaml"),
         (

@@ -16,7 +16,7 @@ pub struct ApproximateConfig {
     /// Lifetime of a block after its last use in a prompt. With `lru` it applies only to ranks with
     /// an unknown number of KV blocks.
     pub ttl: DurationSetting,
-    /// With `ttl`: maximum number of blocks of one rank.
+    /// Maximum number of blocks of a rank whose predictions expire by `ttl` or `ttl_with_events`.
     pub max_blocks_per_rank: u64,
     /// With `lru`: number of KV blocks of a rank for which it is unknown.
     pub default_kv_blocks: Option<u64>,
@@ -32,9 +32,9 @@ pub enum ApproximatePolicy {
     /// Nothing is predicted.
     Off,
     /// Blocks are evicted when their lifetime ends.
-    #[default]
     Ttl,
     /// The least recently used blocks are evicted when the rank is full.
+    #[default]
     Lru,
 }
 
@@ -126,14 +126,17 @@ mod tests {
     }
 
     #[test]
-    fn defaults_predict_two_minutes_without_events() {
+    fn predictions_follow_capacity_by_default() {
         let config = read("{}");
         assert_eq!(config, ApproximateConfig::default());
-        let ttl = TtlPolicy {
-            ttl: Duration::from_secs(120),
-            max_blocks_per_rank: 1 << 20,
+        let policy = EvictionPolicy::Lru {
+            default_blocks: None,
+            fallback: TtlPolicy {
+                ttl: Duration::from_secs(120),
+                max_blocks_per_rank: 1 << 20,
+            },
         };
-        assert_eq!(config.without_events(), Some(EvictionPolicy::Ttl(ttl)));
+        assert_eq!(config.without_events(), Some(policy));
         assert_eq!(config.beside_events(), None);
         assert!(config.problems().is_empty());
     }
@@ -172,7 +175,7 @@ mod tests {
             ("ttl: 0s", "ttl"),
             ("max_blocks_per_rank: 0", "max_blocks_per_rank"),
             ("policy: lru\ndefault_kv_blocks: 0", "default_kv_blocks"),
-            ("default_kv_blocks: 10", "default_kv_blocks"),
+            ("policy: ttl\ndefault_kv_blocks: 10", "default_kv_blocks"),
             ("ttl_with_events: 0s", "ttl_with_events"),
         ];
         for (text, key) in cases {

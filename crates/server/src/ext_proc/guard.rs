@@ -284,7 +284,8 @@ impl ExchangeGuard {
             return None;
         }
         placement.reservation.on_first_token();
-        // Prefill times are learned only from prompts whose uncached part is known.
+        // Latency is learned only if all tokens of the prompt are known. The number of cached tokens
+        // may still be a prediction.
         let route = &placement.route;
         let is_known =
             matches!(route.mode, Mode::Exact | Mode::Approximate) && route.reason.is_none();
@@ -374,6 +375,10 @@ impl ExchangeGuard {
         if is_success {
             if self.end == ExchangeEnd::Complete {
                 self.router.on_completed_response(&active.placement);
+            }
+            if let Some(cached) = self.usage.usage().and_then(|usage| usage.cached_tokens) {
+                self.router
+                    .apply_reported_cached_tokens(&mut active.placement, cached);
             }
             if let Some(output) = self.complete_output() {
                 active.placement.reservation.learn_output(output);

@@ -214,7 +214,7 @@ impl RequestPreprocessor {
         };
         partial.stage_times.push(("parse", clock.lap()));
         let request = &mut parsed.request;
-        partial.set_output_limits(request);
+        partial.apply_options(request);
         if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
             // The size of an image is unrelated to its tokens, and far exceeds that of the text.
             let tokens = estimate_tokens(text_bytes);

@@ -40,6 +40,8 @@ pub(super) struct PartialRequest {
     pub(super) max_output_tokens: Option<u64>,
     /// Whether the client requests a stream.
     pub(super) is_streamed: bool,
+    /// Whether the engine may find the prompt cached.
+    pub(super) reads_prefix_cache: bool,
     /// Stored responses that the request refers to or creates.
     pub(super) response_reference: ResponseReference,
     /// The parse error.
@@ -75,17 +77,20 @@ impl PartialRequest {
             session: None,
             max_output_tokens: None,
             is_streamed: false,
+            reads_prefix_cache: true,
             response_reference: ResponseReference::default(),
             parse_error: None,
             stage_times: times,
         }
     }
 
-    /// Sets the properties of the answer that the request determines.
-    pub(super) fn set_output_limits(&mut self, request: &openai::ApiRequest) {
+    /// Sets the properties of the request that do not depend on the prompt. As in vLLM, a request for
+    /// log probabilities of the prompt does not read the prefix cache. This is assumed of all engines.
+    pub(super) fn apply_options(&mut self, request: &openai::ApiRequest) {
         self.set_response_reference(request);
         self.max_output_tokens = request.max_output_tokens;
         self.is_streamed = request.stream;
+        self.reads_prefix_cache = !request.returns_prompt_logprobs;
     }
 
     /// Sets the stored response that the request continues, and whether its response is stored.

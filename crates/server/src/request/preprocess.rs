@@ -143,6 +143,7 @@ impl RequestPreprocessor {
         request.parity = partial.parity_expectation;
         request.max_output_tokens = partial.max_output_tokens;
         request.is_streamed = partial.is_streamed;
+        request.reads_prefix_cache = partial.reads_prefix_cache;
         let control = partial
             .extension
             .as_ref()

@@ -250,6 +250,18 @@ struct ChatBody<'a> {
     nvext: Option<&'a RawValue>,
     #[serde(default)]
     truncation_side: Option<TruncationSide>,
+    #[serde(default)]
+    prompt_logprobs: Option<IgnoredAny>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    echo: Option<bool>,
+    #[serde(default = "default_top_logprobs")]
+    top_logprobs: Option<IgnoredAny>,
+}
+
+/// An absent `top_logprobs` is 0 in vLLM, not null. With `echo`, 0 also requests log probabilities of
+/// the prompt.
+fn default_top_logprobs() -> Option<IgnoredAny> {
+    Some(IgnoredAny)
 }
 
 /// KV transfer parameters that another engine may send with a request.
@@ -358,6 +370,8 @@ fn parse_body(
             ..TokenizationOptions::default()
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
+        returns_prompt_logprobs: body.prompt_logprobs.is_some()
+            || body.echo == Some(true) && body.top_logprobs.is_some(),
         ..ApiRequest::with_prompt(body.model, prompt)
     })
 }

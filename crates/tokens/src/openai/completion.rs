@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 
-use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions};
+use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, lax};
 
 /// Maximum number of prompts per request.
 const MAX_PROMPTS: usize = 1024;
@@ -41,6 +41,12 @@ struct CompletionBody<'a> {
     nvext: Option<&'a RawValue>,
     #[serde(default)]
     truncation_side: Option<super::TruncationSide>,
+    #[serde(default)]
+    prompt_logprobs: Option<IgnoredAny>,
+    #[serde(default, deserialize_with = "lax::flag")]
+    echo: Option<bool>,
+    #[serde(default)]
+    logprobs: Option<IgnoredAny>,
 }
 
 pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
@@ -64,6 +70,8 @@ pub(super) fn parse(text: &str) -> Result<ApiRequest, ParseError> {
             ..TokenizationOptions::default()
         },
         nvext: body.nvext.map(|raw| raw.get().into()),
+        returns_prompt_logprobs: body.prompt_logprobs.is_some()
+            || body.echo == Some(true) && body.logprobs.is_some(),
         ..ApiRequest::with_prompt(body.model, prompt)
     })
 }

@@ -76,17 +76,18 @@ struct GenerateContentPart {
 }
 
 /// Sampling parameters of a request.
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 struct SamplingParams {
     #[serde(default, alias = "max_new_tokens", deserialize_with = "lax::integer")]
     max_tokens: Option<u64>,
+    #[serde(default)]
+    prompt_logprobs: Option<IgnoredAny>,
 }
 
-/// Returns the maximum output length. A list of sampling parameters, one for each prompt, has none.
-fn max_output_tokens(sampling: Option<&RawValue>) -> Option<u64> {
-    serde_json::from_str::<SamplingParams>(sampling?.get())
-        .ok()?
-        .max_tokens
+/// Reads the sampling parameters. A list, with one entry per prompt, is ignored.
+fn sampling_params(raw: Option<&RawValue>) -> SamplingParams {
+    raw.and_then(|raw| serde_json::from_str(raw.get()).ok())
+        .unwrap_or_default()
 }
 
 pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
@@ -119,7 +120,7 @@ pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
     }
     Ok(ApiRequest {
         stream: body.stream.unwrap_or(false),
-        max_output_tokens: max_output_tokens(body.sampling_params),
+        max_output_tokens: sampling_params(body.sampling_params).max_tokens,
         nvext: body.nvext.map(|raw| raw.get().into()),
         ..ApiRequest::with_prompt(model, prompt)
     })
@@ -143,10 +144,12 @@ pub(super) fn parse_vllm(text: &str) -> Result<ApiRequest, ParseError> {
             reason: UnknownPromptReason::BuiltByEngine,
         })
     };
+    let sampling = sampling_params(body.sampling_params);
     Ok(ApiRequest {
         stream: body.stream.unwrap_or(false),
         cache_salt: body.cache_salt,
-        max_output_tokens: max_output_tokens(body.sampling_params),
+        max_output_tokens: sampling.max_tokens,
+        returns_prompt_logprobs: sampling.prompt_logprobs.is_some(),
         nvext: body.nvext.map(|raw| raw.get().into()),
         ..ApiRequest::with_prompt(body.model, prompt)
     })

@@ -312,6 +312,20 @@ impl ModelLatency {
         Duration::try_from_secs_f64(seconds.min(MAX_OBSERVED.as_secs_f64())).ok()
     }
 
+    /// Returns the seconds for which this prefill occupies the engine of a rank, or 0 before enough
+    /// prefills were observed.
+    pub(crate) fn prefill_compute_seconds(
+        &self,
+        work: PrefillWork,
+        slowdown: &RankSlowdown,
+    ) -> f64 {
+        if self.prefill.0.observed() < MIN_PREFILLS {
+            return 0.0;
+        }
+        let factor = f64::from(self.decision_factors(slowdown).prefill);
+        factor * self.coefficients.compute_seconds(work)
+    }
+
     /// Returns the predicted time to the first token of a request that is about to be booked, in
     /// seconds.
     pub(crate) fn first_token_seconds(&self, work: PrefillWork, timing: &RankTiming) -> f64 {

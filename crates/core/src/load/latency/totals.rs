@@ -9,9 +9,27 @@ pub struct FirstTokenObservation {
     pub predicted: f64,
     /// Time from the booking to the first token.
     pub observed: f64,
+    /// Prefill time that the cached tokens were predicted to save; 0 if it is unknown, or if the rank
+    /// had other requests.
+    pub predicted_saving: f64,
 }
 
+/// Minimum observed time that contradicts a predicted cache, as a multiple of the predicted time.
+const LATE_RATIO: f64 = 4.0;
+/// Minimum delay that contradicts it, as a share of the predicted saving.
+const LATE_SHARE: f64 = 0.5;
+/// Smaller savings are not distinguished from the delays of a busy engine, in seconds.
+const MIN_SAVING: f64 = 0.1;
+
 impl FirstTokenObservation {
+    /// Returns whether the first token was so late that the prompt was probably not cached.
+    pub(crate) fn contradicts_cache(&self) -> bool {
+        let late = self.observed - self.predicted;
+        self.predicted_saving >= MIN_SAVING
+            && self.observed >= LATE_RATIO * self.predicted
+            && late >= LATE_SHARE * self.predicted_saving
+    }
+
     /// Returns the observed time divided by the predicted one; `None` if nothing had to be computed.
     pub fn ratio(&self) -> Option<f64> {
         (self.predicted > 0.0).then(|| self.observed / self.predicted)
@@ -36,6 +54,7 @@ impl PredictionTotals {
         let FirstTokenObservation {
             predicted,
             observed,
+            ..
         } = observation;
         self.requests += 1;
         self.predicted_seconds += predicted;

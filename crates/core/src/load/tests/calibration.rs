@@ -39,7 +39,7 @@ impl ClockedTracker {
     ) -> Option<FirstTokenObservation> {
         self.advance(seconds);
         reservation.on_first_token();
-        reservation.learn_prefill()
+        reservation.learn_prefill(CachedTokenSource::Known)
     }
 
     /// Serves prompts on both ranks. The second rank takes twice as long.
@@ -84,9 +84,13 @@ fn prediction_includes_outstanding_prefills() {
 fn prefill_is_learned_once() {
     let clocked = ClockedTracker::new();
     let mut reservation = clocked.book(0, 1_000);
-    assert_eq!(reservation.learn_prefill(), None, "before the first token");
+    assert_eq!(
+        reservation.learn_prefill(CachedTokenSource::Known),
+        None,
+        "before the first token"
+    );
     assert!(clocked.complete(&mut reservation, 1.0).is_some());
-    assert_eq!(reservation.learn_prefill(), None);
+    assert_eq!(reservation.learn_prefill(CachedTokenSource::Known), None);
     let report = clocked.tracker.calibration();
     assert_eq!(report.models[0].prefill_observations, 1);
     let totals = report.ranks[0].slowdown.time_to_first_token;

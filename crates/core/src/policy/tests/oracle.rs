@@ -84,6 +84,8 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
                 additional_blocks,
                 running_blocks,
                 timing,
+                total_blocks: None,
+                free_blocks: 0,
                 taint_preference: preference,
                 freshness_credit,
             }

@@ -133,6 +133,38 @@ fn arrival_delay_is_proportional_to_prefill_factor() {
 }
 
 #[test]
+fn missing_kv_blocks_delay_the_first_token() {
+    let input = seconds_input(1_600);
+    let mut candidate = rank(CandidateParams {
+        requests: 4,
+        prefills: 0,
+        prefill_tokens: 0.0,
+        context_tokens: 6_400.0,
+        cached_blocks: 0,
+    });
+    candidate.load.active_blocks = 400;
+    candidate.additional_blocks = 100;
+    let answer = 0.5 * input.output_tokens / 16.0;
+    let wait = |total| {
+        let candidate = Candidate {
+            total_blocks: Some(total),
+            ..candidate.clone()
+        };
+        terms_of(&input, &candidate)
+    };
+    let enough = wait(500 + answer.ceil() as u64);
+    assert_eq!(enough.kv_wait, 0.0);
+    // One of four requests, or all of them, must end first.
+    let one = wait(450 + answer as u64);
+    let all = wait(100);
+    assert_eq!(one.kv_wait, one.decode / 5.0);
+    assert_eq!(all.kv_wait, 4.0 * one.kv_wait);
+    let later = one.first_token - enough.first_token;
+    let weight = SecondsSettings::default().first_token_weight;
+    assert!((later - weight * one.kv_wait).abs() < 1e-9, "{later}");
+}
+
+#[test]
 fn phases_price_only_their_own_work() {
     let facts = CandidateParams {
         requests: 4,
@@ -156,7 +188,8 @@ fn phases_price_only_their_own_work() {
     );
     let transferred = (4_000.0 - 160.0) * input.estimate.transfer_token;
     assert_eq!(decode.transfer, transferred);
-    assert_eq!(decode.first_token, 3.0 * transferred);
+    let weight = SecondsSettings::default().first_token_weight;
+    assert_eq!(decode.first_token, weight * transferred);
     assert!(
         decode.decode > 0.0 && decode.running_delay > 0.0,
         "{decode:?}"

@@ -71,6 +71,21 @@ fn holds(router: &Router, id: u64, blocks: u64) -> RankWriter {
 }
 
 #[test]
+fn request_without_cache_reads_gets_no_credit() {
+    let router = router_of([at(1)], RouterSettings::default());
+    let _cached = holds(&router, 1, 3);
+    let cached = |reads_prefix_cache| {
+        let request = RouteRequest {
+            reads_prefix_cache,
+            ..request(&[vec![1, 2, 3]])
+        };
+        let placement = router.route(request).unwrap();
+        placement.route.computed_by().cached_tokens
+    };
+    assert_eq!([cached(true), cached(false)], [12, 0]);
+}
+
+#[test]
 fn subset_without_candidates_is_rejected() {
     let other_model = || Worker {
         model: "other".into(),

@@ -65,6 +65,35 @@ fn serve_one_by_one(
     counts
 }
 
+/// Returns the workers of 64 requests that arrive within 64 ms. They have a new shared prefix,
+/// which is nine tenths of each prompt and takes two seconds.
+fn workers_of_burst(router: &Router, clock: &Clock) -> BTreeSet<WorkerId> {
+    let placements: Vec<_> = (0..64)
+        .map(|number| {
+            clock.advance(Duration::from_millis(1));
+            let own = (number + 1) * 10_000..(number + 1) * 10_000 + 200;
+            router
+                .route(request(&[(0..1_800).chain(own).collect()]))
+                .unwrap()
+        })
+        .collect();
+    placements.iter().map(chosen).collect()
+}
+
+#[test]
+fn burst_with_new_shared_prefix_uses_most_idle_workers() {
+    let clock = Clock::default();
+    let router = clocked((0..8).map(worker), settings(PolicyName::Seconds), &clock);
+    for number in 0..30 {
+        let mut placement = router.route(cold_prompt(number)).unwrap();
+        clock.advance(Duration::from_millis(560));
+        placement.reservation.on_first_token();
+        router.learn_first_token(&mut placement);
+    }
+    let used = workers_of_burst(&router, &clock);
+    assert!(used.len() >= 7, "{used:?}");
+}
+
 #[test]
 fn slow_worker_is_avoided_after_thirty_requests() {
     let clock = Clock::default();

@@ -19,7 +19,7 @@ pub fn render(totals: &AuditTotals, price: Option<f64>) -> String {
     }
     if totals.models.is_empty() {
         text += "No responses were audited yet. The audit needs the usage of responses: set \
-        `gateway.observe: usage` or `gateway.observe: sampled(p)`.\n";
+        `gateway.observe: usage` or `sampled(..)`.\n";
     }
     if totals.waiting > 0 {
         _ = writeln!(text, "{} further responses are pending.", totals.waiting);

@@ -110,13 +110,12 @@ impl GatewayConfig {
 
 /// `gateway.observe:`: observation of responses. Each observed piece of a response costs Envoy and
 /// warmroute some microseconds.
-#[derive(Clone, Copy, Debug, Default, PartialEq, JsonSchema)]
+#[derive(Clone, Copy, Debug, PartialEq, JsonSchema)]
 #[schemars(rename_all = "snake_case")]
 pub enum ObserveMode {
     /// Nothing. A prefill is assumed to end with the response headers.
     Off,
     /// The time of the first token.
-    #[default]
     FirstToken,
     /// The whole body, for the token counts of the engine.
     Usage,
@@ -124,6 +123,16 @@ pub enum ObserveMode {
     /// `sampled(SHARE)`.
     #[schemars(with = "String", untagged, extend("pattern" = r"^sampled\([0-9.e+-]+\)$"))]
     Sampled(f64),
+}
+
+/// Share of the responses whose whole body is observed by default, for the audit and the learned
+/// latency.
+const DEFAULT_SAMPLED_SHARE: f64 = 0.05;
+
+impl Default for ObserveMode {
+    fn default() -> Self {
+        Self::Sampled(DEFAULT_SAMPLED_SHARE)
+    }
 }
 
 impl ObserveMode {

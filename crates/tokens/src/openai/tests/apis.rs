@@ -576,3 +576,39 @@ fn ignored_items_are_not_stored() {
         unknown_prompt(0, UnknownPromptReason::BuiltByEngine)
     );
 }
+
+#[test]
+fn prompt_logprobs_of_each_api_are_detected() {
+    let chat = |more: &str| {
+        let body = format!(r#"{{"messages": [{{"role": "user", "content": "a"}}]{more}}}"#);
+        parse(ApiKind::ChatCompletions, body.as_bytes()).unwrap()
+    };
+    let text = |more: &str| {
+        let body = format!(r#"{{"prompt": "a"{more}}}"#);
+        parse(ApiKind::Completions, body.as_bytes()).unwrap()
+    };
+    let generate = |sampling: &str| {
+        let body = format!(r#"{{"token_ids": [1], "sampling_params": {sampling}}}"#);
+        parse(ApiKind::VllmGenerate, body.as_bytes()).unwrap()
+    };
+    let with = [
+        chat(r#", "prompt_logprobs": 0"#),
+        chat(r#", "echo": true"#),
+        text(r#", "prompt_logprobs": 1"#),
+        text(r#", "echo": true, "logprobs": 0"#),
+        generate(r#"{"prompt_logprobs": 1}"#),
+    ];
+    let without = [
+        chat(r#", "prompt_logprobs": null, "top_logprobs": 3, "logprobs": true"#),
+        chat(r#", "echo": true, "top_logprobs": null"#),
+        text(r#", "echo": true"#),
+        text(r#", "logprobs": 1"#),
+        generate(r#"{"prompt_logprobs": null}"#),
+    ];
+    assert!(with.iter().all(|request| request.returns_prompt_logprobs));
+    assert!(
+        without
+            .iter()
+            .all(|request| !request.returns_prompt_logprobs)
+    );
+}

@@ -430,3 +430,34 @@ fn remote_prefill_stays_on_its_worker() {
         [(0, 0, 0), (0, 0, 0), (3, 0, 1)]
     );
 }
+
+/// Routes a request and answers it. Returns the number of observed prefills before and after the
+/// engine reports that it had this number of tokens cached.
+fn learned_prefills(router: &Router, cached: u64) -> (u64, u64) {
+    let observed = || router.load().calibration().models[0].prefill_observations;
+    let mut booked = router.route(request_within(&[1])).unwrap();
+    router.resolve_predictions(&mut booked, 200);
+    booked.reservation.on_first_token();
+    assert_ne!(router.learn_first_token(&mut booked), None);
+    let before = observed();
+    router.apply_reported_cached_tokens(&mut booked, cached);
+    router.apply_reported_cached_tokens(&mut booked, cached);
+    router.on_completed_response(&booked);
+    router.finish(booked);
+    (before, observed())
+}
+
+#[test]
+fn prefill_of_predicted_cache_is_learned_after_report() {
+    let router = predicted([at(1)]);
+    assert_eq!(
+        learned_prefills(&router, 0),
+        (1, 1),
+        "no worker has the prompt"
+    );
+    assert_eq!(
+        learned_prefills(&router, 4),
+        (1, 2),
+        "one has it, as predicted"
+    );
+}
