@@ -2,7 +2,10 @@
 
 use warmroute_core::worker::WorkerRole;
 
-use crate::gpu_timing::{GpuModel, LLAMA_8B_L40S, QWEN_32B_H100, QWEN_32B_H200};
+use crate::gpu_timing::{
+    GpuModel, LLAMA_8B_L40S, QWEN_32B_H100, QWEN_32B_H100_SLOW_PASSES, QWEN_32B_H100_SMALL_CACHE,
+    QWEN_32B_H200, QWEN_32B_H200_SMALL_CACHE,
+};
 use crate::traces::coding_agent::SessionSelection;
 use crate::traces::mooncake::ArrivalSelection;
 use crate::traces::{RecordedTrace, ReplayWorkload, TraceHalf};
@@ -39,6 +42,15 @@ pub(crate) enum FleetSpeed {
     HalfSlow,
 }
 
+/// Source from which the router knows the caches of the engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CacheSource {
+    /// KV events.
+    Events,
+    /// Predictions by the number of KV blocks, corrected by the cached tokens of the responses.
+    Predictions,
+}
+
 /// Delays with which the router receives information from the engines, in milliseconds.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct ObservationDelay {
@@ -66,6 +78,8 @@ pub(crate) struct JudgeCase {
     pub(crate) prefill_workers: usize,
     /// Speed of the workers.
     pub(crate) speed: FleetSpeed,
+    /// Source of the knowledge about caches.
+    pub(crate) cache_source: CacheSource,
     /// Fault of the first worker.
     pub(crate) fault: Option<FaultPeriod>,
     /// Delays between engines and router.
@@ -90,6 +104,7 @@ const CONVERSATION: JudgeCase = JudgeCase {
     workers: 8,
     prefill_workers: 0,
     speed: FleetSpeed::Uniform,
+    cache_source: CacheSource::Events,
     fault: None,
     delay: DEFAULT_DELAY,
     warmup_s: 100.0,
@@ -105,7 +120,7 @@ const CODING_AGENT: JudgeCase = JudgeCase {
     ..CONVERSATION
 };
 
-const CONVERSATION_CASES: [JudgeCase; 10] = [
+const CONVERSATION_CASES: [JudgeCase; 14] = [
     JudgeCase {
         name: "conv-8w-loaded",
         ..CONVERSATION
@@ -168,9 +183,33 @@ const CONVERSATION_CASES: [JudgeCase; 10] = [
         end_s: 120.0,
         ..CONVERSATION
     },
+    JudgeCase {
+        name: "conv-8w-slow-passes",
+        load: arrivals(0.6),
+        gpu: QWEN_32B_H100_SLOW_PASSES,
+        ..CONVERSATION
+    },
+    JudgeCase {
+        name: "conv-8w-small-cache",
+        load: arrivals(0.5),
+        gpu: QWEN_32B_H100_SMALL_CACHE,
+        ..CONVERSATION
+    },
+    JudgeCase {
+        name: "conv-8w-predicted",
+        cache_source: CacheSource::Predictions,
+        ..CONVERSATION
+    },
+    JudgeCase {
+        name: "conv-8w-predicted-small-cache",
+        load: arrivals(0.5),
+        gpu: QWEN_32B_H100_SMALL_CACHE,
+        cache_source: CacheSource::Predictions,
+        ..CONVERSATION
+    },
 ];
 
-const CODING_AGENT_CASES: [JudgeCase; 8] = [
+const CODING_AGENT_CASES: [JudgeCase; 11] = [
     JudgeCase {
         name: "agent-8w-loaded",
         ..CODING_AGENT
@@ -220,6 +259,24 @@ const CODING_AGENT_CASES: [JudgeCase; 8] = [
             max_event_ms: 50.0,
             mean_token_ms: 20.0,
         },
+        ..CODING_AGENT
+    },
+    JudgeCase {
+        name: "agent-8w-small-cache",
+        load: sessions(20),
+        gpu: QWEN_32B_H200_SMALL_CACHE,
+        ..CODING_AGENT
+    },
+    JudgeCase {
+        name: "agent-8w-predicted",
+        cache_source: CacheSource::Predictions,
+        ..CODING_AGENT
+    },
+    JudgeCase {
+        name: "agent-8w-predicted-small-cache",
+        load: sessions(20),
+        gpu: QWEN_32B_H200_SMALL_CACHE,
+        cache_source: CacheSource::Predictions,
         ..CODING_AGENT
     },
 ];
@@ -452,8 +509,8 @@ mod tests {
                 faulty.filter(|case| case.is_selected(&texts)).count(),
             ]
         };
-        assert_eq!(selected(""), [18, 0, 0]);
-        assert_eq!(selected("conv"), [10, 0, 0]);
+        assert_eq!(selected(""), [25, 0, 0]);
+        assert_eq!(selected("conv"), [14, 0, 0]);
         assert_eq!(selected("pd-"), [0, 16, 0]);
         assert_eq!(selected("pd-agent-2+2"), [0, 2, 0]);
         assert_eq!(selected("fault-"), [0, 0, 6]);

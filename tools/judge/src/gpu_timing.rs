@@ -53,6 +53,25 @@ pub(crate) const QWEN_32B_H200: GpuModel = GpuModel {
     ..QWEN_32B_H100
 };
 
+/// Qwen3-32B on two H100 that keep about five prompts of the conversations cached.
+pub(crate) const QWEN_32B_H100_SMALL_CACHE: GpuModel = GpuModel {
+    kv_tokens: 96_000,
+    ..QWEN_32B_H100
+};
+
+/// Qwen3-32B on two H200 that keep about five prompts of the coding agents cached.
+pub(crate) const QWEN_32B_H200_SMALL_CACHE: GpuModel = GpuModel {
+    kv_tokens: 300_000,
+    ..QWEN_32B_H200
+};
+
+/// Qwen3-32B on two H100 with a large fixed time per pass.
+pub(crate) const QWEN_32B_H100_SLOW_PASSES: GpuModel = GpuModel {
+    prefill_base: 60e-3,
+    decode_base: 30e-3,
+    ..QWEN_32B_H100
+};
+
 /// Llama-3.1-8B on one L40S: 16 GFLOP per token at 160 TFLOP/s. Decoding reads 16 GB of weights and
 /// 131 kB of KV per token, at 75 % of 864 GB/s. A KV transfer uses 80 % of 100 Gbit/s.
 pub(crate) const LLAMA_8B_L40S: GpuModel = GpuModel {

@@ -44,6 +44,8 @@ pub(crate) struct RunMetrics {
     pub(crate) requests: usize,
     /// Requests that were running at the end.
     pub(crate) unfinished: usize,
+    /// Observed divided by predicted time to first token, over all requests of the router.
+    pub(crate) prediction_ratio: f64,
     /// Mean CPU time of a decision, in nanoseconds.
     pub(crate) decide_ns: f64,
     /// Metrics of the fault, in cases with one.
@@ -85,6 +87,8 @@ impl RunMetrics {
             hit_rate: cached as f64 / input.max(1) as f64,
             requests: completed.len(),
             unfinished: result.unfinished.len(),
+            prediction_ratio: result.predictions.observed_seconds
+                / result.predictions.predicted_seconds.max(f64::MIN_POSITIVE),
             decide_ns: mean_nanoseconds(result.decisions.total, result.decisions.count),
             fault: case
                 .fault

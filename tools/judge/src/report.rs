@@ -42,7 +42,7 @@ enum ColumnSummary {
     Omitted,
 }
 
-const COLUMNS: [MetricColumn; 12] = [
+const COLUMNS: [MetricColumn; 13] = [
     column("TTFT, s", 1.0, 3, |run| run.ttft_mean, ColumnSummary::Ratio),
     column(
         "TTFT p50",
@@ -94,6 +94,13 @@ const COLUMNS: [MetricColumn; 12] = [
         100.0,
         1,
         |run| run.hit_rate,
+        ColumnSummary::Omitted,
+    ),
+    column(
+        "observed / predicted TTFT",
+        1.0,
+        2,
+        |run| run.prediction_ratio,
         ColumnSummary::Omitted,
     ),
     column(
@@ -305,6 +312,7 @@ mod tests {
                 goodput,
                 goodput_scaled: goodput,
                 hit_rate: 0.5,
+                prediction_ratio: 1.0,
                 requests: 10,
                 unfinished: 0,
                 decide_ns: 5_000.0,
@@ -324,7 +332,7 @@ mod tests {
         let line = table.lines().last().unwrap();
         assert_eq!(
             line,
-            "| linear | 1.000 | 1.000 | 1.00 | 1.00 | 20.0 | 20.0 | 11.00 | 1.0 | 60.0 | 60.0 | 50.0 | 5.0 |"
+            "| linear | 1.000 | 1.000 | 1.00 | 1.00 | 20.0 | 20.0 | 11.00 | 1.0 | 60.0 | 60.0 | 50.0 | 1.00 | 5.0 |"
         );
     }
 

@@ -13,22 +13,31 @@ use warmroute_core::block::{BlockHashes, CacheSalt, EngineHash, LocalHash, Stora
 use warmroute_core::freshness::SourceStatus;
 use warmroute_core::health::{HealthChange, HealthTransition, RequestOutcome};
 use warmroute_core::index::{KvEvent, PrefixIndex, RankWriter, StoredBlock};
-use warmroute_core::load::{CompleteOutput, LoadTracker};
+use warmroute_core::load::{CompleteOutput, LoadTracker, PredictionTotals};
+use warmroute_core::predict::{EvictionPolicy, Predictor, TtlPolicy};
 use warmroute_core::router::{
-    PhaseSelection, Placement, ResponseOrigin, RoutePrompt, RouteRequest, Router, RouterSettings,
-    WorkerResponse,
+    PhaseSelection, Placement, PredictorSet, ResponseOrigin, RoutePrompt, RouteRequest, Router,
+    RouterSettings, WorkerResponse,
 };
 use warmroute_core::worker::{
     BlockSize, ModelName, Worker, WorkerCapacity, WorkerEndpoint, WorkerId, WorkerRole,
 };
 
-use crate::cases::JudgeCase;
+use crate::cases::{CacheSource, JudgeCase};
 use crate::simulated_engine::{RequestNumber, RequestOutput};
 use crate::traces::BLOCK_TOKENS;
 use crate::virtual_clock::VirtualClock;
 
 const MODEL: &str = "simulated";
 const PORT: u16 = 8000;
+/// Policy of predicted caches. The number of KV blocks is known, so the time to live has no effect.
+const PREDICTION_POLICY: EvictionPolicy = EvictionPolicy::Lru {
+    default_blocks: None,
+    fallback: TtlPolicy {
+        ttl: Duration::from_secs(120),
+        max_blocks_per_rank: 1 << 20,
+    },
+};
 
 /// Router, its fleet, and the placements of the running requests.
 pub(crate) struct RouterDriver {
@@ -39,6 +48,7 @@ pub(crate) struct RouterDriver {
     /// Writers of the index, by worker number. A lost worker has none.
     writers: Vec<Option<RankWriter>>,
     active: HashMap<RequestNumber, ActivePlacement>,
+    cache_source: CacheSource,
     decisions: DecisionTime,
     /// Number of the worker of each ejection.
     ejected: Vec<usize>,
@@ -50,6 +60,8 @@ struct ActivePlacement {
     worker: usize,
     has_first_token: bool,
     output_tokens: u64,
+    /// Prompt tokens that the engine had cached, once it has reported them.
+    cached_tokens: Option<usize>,
 }
 
 /// Placement of the prompt: on the worker that also decodes, or on a prefill worker.
@@ -78,10 +90,24 @@ pub(crate) struct DecisionTime {
 
 impl RouterDriver {
     /// Creates a router without workers.
-    pub(crate) fn new(settings: RouterSettings, clock: VirtualClock, seed: u64) -> Result<Self> {
-        let load = LoadTracker::new(move || clock.now());
+    pub(crate) fn new(
+        settings: RouterSettings,
+        cache_source: CacheSource,
+        clock: VirtualClock,
+        seed: u64,
+    ) -> Result<Self> {
+        let load_clock = clock.clone();
+        let load = LoadTracker::new(move || load_clock.now());
+        let mut router = Router::new(PrefixIndex::new(), load, settings, seed);
+        if cache_source == CacheSource::Predictions {
+            router = router.with_predictors(PredictorSet {
+                without_events: Some(Predictor::new(PREDICTION_POLICY, move || clock.now())),
+                ..PredictorSet::default()
+            });
+        }
         Ok(Self {
-            router: Router::new(PrefixIndex::new(), load, settings, seed),
+            router,
+            cache_source,
             block_size: BlockSize::new(BLOCK_TOKENS as u32).context("invalid block size")?,
             workers: Vec::new(),
             writers: Vec::new(),
@@ -120,14 +146,18 @@ impl RouterDriver {
         for member in &change.removed {
             self.writers[worker_number(member.rank.worker)] = None;
             self.router.sources().remove(member.rank);
+            self.router.predictors().close_rank(member);
         }
         for member in &change.added {
             self.router.load().join(member);
             self.router.set_block_limits(member);
-            let writer = self.router.index().create_writer(member.slot);
-            self.writers[worker_number(member.rank.worker)] = Some(writer);
-            self.router
-                .set_source_status(member.rank, SourceStatus::EXACT);
+            self.router.predictors().open_rank(member);
+            if self.cache_source == CacheSource::Events {
+                let writer = self.router.index().create_writer(member.slot);
+                self.writers[worker_number(member.rank.worker)] = Some(writer);
+                self.router
+                    .set_source_status(member.rank, SourceStatus::EXACT);
+            }
         }
         self.router.set_fleet(Arc::new(change.fleet));
         for member in &change.removed {
@@ -186,12 +216,15 @@ impl RouterDriver {
         Ok(placement)
     }
 
-    fn insert(&mut self, request: RequestNumber, placement: Placement, worker: usize) {
+    /// Stores the placement of a request. The engine accepts it at once.
+    fn insert(&mut self, request: RequestNumber, mut placement: Placement, worker: usize) {
+        self.router.confirm_predictions(&mut placement);
         let placement = ActivePlacement {
             placement,
             worker,
             has_first_token: false,
             output_tokens: 0,
+            cached_tokens: None,
         };
         self.active.insert(request, placement);
     }
@@ -225,9 +258,13 @@ impl RouterDriver {
         let Some(active) = self.active.get_mut(&output.request) else {
             return;
         };
+        active.cached_tokens = active.cached_tokens.or(output.cached_tokens);
         if output.has_token && active.has_first_token {
             self.router.on_output_tokens(&mut active.placement, 1);
             active.output_tokens += 1;
+            if active.output_tokens % BLOCK_TOKENS as u64 == 0 {
+                active.placement.add_output_block();
+            }
         } else if output.has_token {
             active.has_first_token = true;
             active.output_tokens = 1;
@@ -243,6 +280,11 @@ impl RouterDriver {
             let tokens = Some(ended.output_tokens);
             let output = CompleteOutput::Stream { tokens };
             ended.placement.reservation.learn_output(output);
+            if let Some(cached) = ended.cached_tokens {
+                let placement = &mut ended.placement;
+                self.router
+                    .apply_reported_cached_tokens(placement, cached as u64);
+            }
             self.router.on_completed_response(&ended.placement);
             self.router.finish(ended.placement);
         }
@@ -313,6 +355,13 @@ impl RouterDriver {
     /// Returns the worker numbers of all ejections.
     pub(crate) fn take_ejected(&mut self) -> Vec<usize> {
         std::mem::take(&mut self.ejected)
+    }
+
+    /// Returns the predicted and observed times to first token.
+    pub(crate) fn predictions(&self) -> PredictionTotals {
+        let calibration = self.router.load().calibration();
+        let model = calibration.models.first();
+        model.map_or_else(PredictionTotals::default, |it| it.time_to_first_token)
     }
 
     /// Returns the number of decisions and their time.

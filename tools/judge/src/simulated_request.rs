@@ -1,5 +1,7 @@
 //! Requests of a simulation: their progress, and the measured times.
 
+use warmroute_core::load::PredictionTotals;
+
 use crate::router_driver::DecisionTime;
 use crate::traces::ReplayedRequest;
 use crate::worker_faults::FaultLog;
@@ -39,6 +41,8 @@ pub(crate) struct SimulationResult {
     pub(crate) unfinished: Vec<UnfinishedRequest>,
     /// Decisions of the router.
     pub(crate) decisions: DecisionTime,
+    /// Predicted and observed times to first token.
+    pub(crate) predictions: PredictionTotals,
     /// Observations about a faulty worker.
     pub(crate) fault_log: FaultLog,
 }

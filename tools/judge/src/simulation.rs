@@ -119,7 +119,12 @@ impl<'w> FleetSimulation<'w> {
         seed: u64,
     ) -> Result<Self> {
         let clock = VirtualClock::new();
-        let mut driver = RouterDriver::new(settings, clock.clone(), seed ^ ROUTER_SEED_MASK)?;
+        let mut driver = RouterDriver::new(
+            settings,
+            case.cache_source,
+            clock.clone(),
+            seed ^ ROUTER_SEED_MASK,
+        )?;
         driver.add_workers(case);
         let workers = (0..case.workers).map(|worker| WorkerState::new(case, worker));
         let mut simulation = Self {
@@ -452,6 +457,7 @@ impl<'w> FleetSimulation<'w> {
             completed: self.completed,
             unfinished,
             decisions: self.driver.decisions(),
+            predictions: self.driver.predictions(),
             fault_log: self.fault_log,
         }
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::cases::{CaseLoad, FleetSpeed, ObservationDelay};
+use crate::cases::{CacheSource, CaseLoad, FleetSpeed, ObservationDelay};
 use crate::gpu_timing::QWEN_32B_H100;
 use crate::policies::router_settings;
 use crate::traces::{RecordedTrace, TraceHalf};
@@ -18,6 +18,7 @@ fn test_case(fault: Option<FaultPeriod>) -> JudgeCase {
         workers: 3,
         prefill_workers: 0,
         speed: FleetSpeed::Uniform,
+        cache_source: CacheSource::Events,
         fault,
         delay: ObservationDelay {
             min_event_ms: 5.0,
