@@ -24,6 +24,7 @@ mod prefill_report;
 mod queue;
 mod sessions;
 mod sources;
+mod speculative_decoding;
 mod stored_responses;
 mod storm;
 mod tokenizer;

@@ -12,6 +12,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use crate::block::BlockWindows;
 use crate::wall_time::WallTime;
 use crate::worker::BlockSize;
 pub use rules::{FreshnessRules, ResyncMode};
@@ -24,6 +25,7 @@ impl Default for SourceStatus {
             freshness: IndexFreshness::Absent,
             reason: Some(StaleReason::NoSource),
             engine_block_size: None,
+            windows: None,
         }
     }
 }
@@ -115,6 +117,7 @@ pub struct EventSourceState {
     /// a batch, or after `OWN_IN_A_ROW` own ones.
     since_foreign: Option<u32>,
     engine_block_size: Option<BlockSize>,
+    windows: Option<BlockWindows>,
     silence: SilenceDetector,
     last_batch: Option<Instant>,
     facts: SourceFacts,
@@ -178,6 +181,7 @@ impl EventSourceState {
             freshness,
             reason,
             engine_block_size: self.engine_block_size,
+            windows: self.windows,
         }
     }
 
@@ -295,6 +299,11 @@ impl EventSourceState {
     pub fn set_block_size(&mut self, engine: BlockSize) {
         self.engine_block_size = Some(engine);
         self.unusable_reason = None;
+    }
+
+    /// Sets the tokens that the hash of each block covers in the events.
+    pub fn set_windows(&mut self, windows: BlockWindows) {
+        self.windows = Some(windows);
     }
 
     /// Records whether a batch belongs to the expected rank. If two ranks publish to one address,

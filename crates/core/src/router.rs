@@ -13,6 +13,7 @@ mod explain;
 mod external;
 mod feedback;
 mod held;
+mod last_block;
 mod listener;
 mod parity_checks;
 mod phase_decider;
@@ -34,10 +35,13 @@ mod state;
 mod worker_feedback;
 
 pub use context::RoutingContext;
-pub use event_sources::{EngineSettingsByWorker, EventSources, SharedCommonSettings, SharedSource};
+pub use event_sources::{
+    EngineSettingsByWorker, EventSources, SharedCommonSettings, SharedSource, SharedWindows,
+};
 pub use explain::{PhaseExplanation, RouteExplanation, WorkerExplanation};
 pub use external::{ExternalBooking, ExternalRouteOptions, WorkerEstimate};
 pub use feedback::{ResponseOrigin, TickChanges, WorkerResponse};
+pub use last_block::{LastBlockEvidence, LastBlockReuse};
 pub use listener::RouterListener;
 pub use phase_decider::InFlightEstimates;
 pub use placement::Placement;

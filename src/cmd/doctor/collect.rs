@@ -96,11 +96,6 @@ impl FactCollector<'_> {
             origin: WorkerOrigin::Listed,
             configured: self.configured_cache(worker),
             has_discovered_sources: false,
-            windows: self
-                .models
-                .get(&worker.model)
-                .map(|model| model.windows)
-                .unwrap_or_default(),
             worker: worker.clone(),
             adapters: self.model_adapters(&worker.model),
             has_discovery: self.config.engines.discovery.enabled,

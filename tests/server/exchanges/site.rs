@@ -51,6 +51,11 @@ impl ExchangeSite {
             // No engines exist. A failed scrape would be evidence against a worker, after a time.
             config["engines"]["load"] = json!({ "enabled": false });
         }
+        if config["gateway"]["observe"].is_null() {
+            // The default observes a random sample of responses completely. Transcripts need the same
+            // replies every time.
+            config["gateway"]["observe"] = json!("first_token");
+        }
         config["workers"]["file_watch"] = json!({ "poll_interval": "1s", "debounce": "10ms" });
         write_workers(dir.path(), &workers);
         let path = dir.path().join("warmroute.yaml");

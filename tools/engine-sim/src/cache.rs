@@ -15,6 +15,33 @@ type BlockId = usize;
 /// The engine's own hash of a block; opaque to routers.
 pub(crate) type EngineHash = u64;
 
+/// Effect of speculative decoding on the prefix cache.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum SpeculativeDecoding {
+    /// None.
+    #[default]
+    None,
+    /// The last matched block of each prompt is computed again: EAGLE and MTP in vLLM up to 0.32.
+    DropLastBlock,
+    /// The key of a block includes the next token: EAGLE and MTP in vLLM 0.33 and later.
+    Lookahead,
+}
+
+/// Size of blocks in tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct BlockLayout {
+    pub(crate) size: usize,
+    /// Number of tokens after a block that its key includes.
+    pub(crate) lookahead: usize,
+}
+
+impl BlockLayout {
+    /// Returns the number of blocks with a key among this many tokens.
+    fn complete_blocks(self, tokens: usize) -> usize {
+        tokens.saturating_sub(self.lookahead) / self.size
+    }
+}
+
 /// Keys that distinguish blocks with equal tokens. The adapter applies to every block, the cache
 /// salt only to the first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -48,6 +75,8 @@ pub(crate) struct StoredBlocks {
     pub(crate) hashes: Vec<EngineHash>,
     pub(crate) parent: Option<EngineHash>,
     pub(crate) tokens: Vec<u32>,
+    /// Tokens after each block that its key includes. Empty if there are none.
+    pub(crate) lookahead: Vec<Vec<u32>>,
     pub(crate) extra_keys: Vec<Option<Vec<Arc<str>>>>,
     pub(crate) lora: Option<LoraAdapter>,
     pub(crate) session: Option<Arc<str>>,
@@ -73,6 +102,9 @@ pub(crate) struct TokenSequence {
     hashes: Vec<EngineHash>,
     blocks: Vec<BlockId>,
     computed: usize,
+    /// Number of leading blocks that are cached.
+    stored: usize,
+    reads_prefix_cache: bool,
 }
 
 impl TokenSequence {
@@ -83,6 +115,16 @@ impl TokenSequence {
             hashes: Vec::new(),
             blocks: Vec::new(),
             computed: 0,
+            stored: 0,
+            reads_prefix_cache: true,
+        }
+    }
+
+    /// Sets whether the sequence may reuse cached blocks.
+    pub(crate) fn with_cache_reading(self, reads_prefix_cache: bool) -> Self {
+        Self {
+            reads_prefix_cache,
+            ..self
         }
     }
 
@@ -113,9 +155,10 @@ impl TokenSequence {
         self.computed
     }
 
-    fn extend_hashes(&mut self, block_size: usize) {
-        for position in self.hashes.len()..self.tokens.len() / block_size {
-            let tokens = &self.tokens[position * block_size..(position + 1) * block_size];
+    fn extend_hashes(&mut self, layout: BlockLayout) {
+        let BlockLayout { size, lookahead } = layout;
+        for position in self.hashes.len()..layout.complete_blocks(self.tokens.len()) {
+            let tokens = &self.tokens[position * size..(position + 1) * size + lookahead];
             let parent = self.hashes.last().copied();
             self.hashes.push(block_hash(
                 parent,
@@ -159,7 +202,10 @@ impl BlockContent {
     /// Returns the contents of a prompt's blocks once all of it is computed.
     pub(crate) fn of_prompt(tokens: &[u32], keys: &BlockKeys, block_size: usize) -> Vec<Self> {
         let mut sequence = TokenSequence::new(tokens.to_vec(), keys.clone());
-        sequence.extend_hashes(block_size);
+        sequence.extend_hashes(BlockLayout {
+            size: block_size,
+            lookahead: 0,
+        });
         let mut blocks = vec![Self::default(); tokens.len().div_ceil(block_size)];
         for (at, block) in blocks.iter_mut().enumerate() {
             block.set_content(&sequence, at, block_size, tokens.len());
@@ -212,6 +258,7 @@ struct PhysicalBlock {
 #[derive(Debug)]
 pub(crate) struct BlockCache {
     block_size: usize,
+    speculative_decoding: SpeculativeDecoding,
     blocks: Vec<PhysicalBlock>,
     /// Free blocks by position; the first is reused next.
     free: BTreeMap<i64, BlockId>,
@@ -229,6 +276,7 @@ impl BlockCache {
     pub(crate) fn new(block_size: usize, num_blocks: usize) -> Self {
         let mut cache = Self {
             block_size,
+            speculative_decoding: SpeculativeDecoding::None,
             blocks: (0..num_blocks).map(|_| PhysicalBlock::default()).collect(),
             free: BTreeMap::new(),
             cached: HashMap::new(),
@@ -252,6 +300,23 @@ impl BlockCache {
         }
     }
 
+    pub(crate) fn with_speculative_decoding(
+        self,
+        speculative_decoding: SpeculativeDecoding,
+    ) -> Self {
+        Self {
+            speculative_decoding,
+            ..self
+        }
+    }
+
+    fn layout(&self) -> BlockLayout {
+        BlockLayout {
+            size: self.block_size,
+            lookahead: usize::from(self.speculative_decoding == SpeculativeDecoding::Lookahead),
+        }
+    }
+
     pub(crate) fn prefix_caching(&self) -> bool {
         self.prefix_caching
     }
@@ -263,15 +328,21 @@ impl BlockCache {
     /// Returns the longest cached prefix of `sequence` that leaves at least one token to compute.
     /// The logits of the last token are needed even if all keys are cached.
     pub(crate) fn lookup(&self, sequence: &mut TokenSequence) -> PrefixHit {
-        sequence.extend_hashes(self.block_size);
-        let most = sequence.len().saturating_sub(1) / self.block_size;
-        PrefixHit(
-            sequence.hashes[..most]
-                .iter()
-                .map_while(|hash| self.cached.get(hash))
-                .map(|copies| copies[0])
-                .collect(),
-        )
+        sequence.extend_hashes(self.layout());
+        let most = if sequence.reads_prefix_cache {
+            sequence.len().saturating_sub(1) / self.block_size
+        } else {
+            0
+        };
+        let mut found: Vec<BlockId> = sequence.hashes[..most]
+            .iter()
+            .map_while(|hash| self.cached.get(hash))
+            .map(|copies| copies[0])
+            .collect();
+        if self.speculative_decoding == SpeculativeDecoding::DropLastBlock {
+            found.pop();
+        }
+        PrefixHit(found)
     }
 
     /// Returns the number of tokens covered by `hit`.
@@ -321,17 +392,15 @@ impl BlockCache {
         }
         sequence.blocks.extend_from_slice(&hit.0);
         sequence.computed = self.hit_tokens(hit);
+        sequence.stored = hit.0.len();
         self.allocate(sequence, sequence.computed + new_tokens)
     }
 
     /// Marks all allocated blocks of a sequence as received from another engine. As in vLLM, the
     /// last token is computed again, because its logits are needed.
     pub(crate) fn receive(&mut self, sequence: &mut TokenSequence) {
-        let full = sequence.computed / self.block_size..sequence.len() / self.block_size;
         self.write(sequence, sequence.computed..sequence.len());
-        if !full.is_empty() {
-            self.store(sequence, full);
-        }
+        self.store(sequence, sequence.len());
         sequence.computed = sequence.len() - 1;
     }
 
@@ -346,17 +415,14 @@ impl BlockCache {
         let computed = sequence.computed + new_tokens;
         debug_assert!(computed <= sequence.len(), "only known tokens are computed");
         self.allocate(sequence, computed)?;
-        let full = sequence.computed / self.block_size..computed / self.block_size;
         self.write(sequence, sequence.computed..computed);
         sequence.computed = computed;
-        if !full.is_empty() {
-            self.store(sequence, full);
-        }
+        self.store(sequence, computed);
         Ok(())
     }
 
     fn write(&mut self, sequence: &mut TokenSequence, tokens: std::ops::Range<usize>) {
-        sequence.extend_hashes(self.block_size);
+        sequence.extend_hashes(self.layout());
         for at in tokens.start / self.block_size..tokens.end.div_ceil(self.block_size) {
             let content = &mut self.blocks[sequence.blocks[at]].content;
             content.set_content(sequence, at, self.block_size, tokens.end);
@@ -396,6 +462,7 @@ impl BlockCache {
     /// head. A partially filled block cannot be reused, so it is evicted before all others.
     pub(crate) fn release(&mut self, sequence: &mut TokenSequence) {
         sequence.computed = 0;
+        sequence.stored = 0;
         for id in std::mem::take(&mut sequence.blocks).into_iter().rev() {
             let block = &mut self.blocks[id];
             block.refs -= 1;
@@ -479,11 +546,16 @@ impl BlockCache {
         self.events.push(CacheEvent::Removed(hash));
     }
 
-    fn store(&mut self, sequence: &mut TokenSequence, full: std::ops::Range<usize>) {
+    /// Caches the blocks among the first `computed` tokens that are complete and not cached yet.
+    fn store(&mut self, sequence: &mut TokenSequence, computed: usize) {
         if !self.prefix_caching {
             return;
         }
-        sequence.extend_hashes(self.block_size);
+        let layout = self.layout();
+        sequence.extend_hashes(layout);
+        let complete = (computed / layout.size).min(layout.complete_blocks(sequence.len()));
+        let full = sequence.stored..complete.max(sequence.stored);
+        sequence.stored = full.end;
         // A completely received block is already cached when its last token is computed again.
         let known = full
             .clone()
@@ -507,6 +579,12 @@ impl BlockCache {
                 .checked_sub(1)
                 .map(|position| sequence.hashes[position]),
             tokens: sequence.tokens[tokens].to_vec(),
+            lookahead: full
+                .clone()
+                .filter(|_| layout.lookahead > 0)
+                .map(|position| (position + 1) * layout.size)
+                .map(|next| sequence.tokens[next..next + layout.lookahead].to_vec())
+                .collect(),
             extra_keys: full
                 .map(|position| sequence.keys.of_block(position))
                 .collect(),

@@ -67,7 +67,8 @@ pub(crate) fn start(
             .answer(prompt, at % n, validated.answer_len);
         let task = SequenceTask {
             index: at,
-            sequence: TokenSequence::new(prompt.clone(), validated.keys.clone()),
+            sequence: TokenSequence::new(prompt.clone(), validated.keys.clone())
+                .with_cache_reading(validated.request.reads_prefix_cache()),
             answer,
         };
         let (tokens, leased) = start_choice(engine, rank(at), validated, task);

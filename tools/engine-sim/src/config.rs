@@ -5,6 +5,7 @@
 use anyhow::{Context as _, ensure};
 use clap::{Args, Parser};
 
+use super::cache::SpeculativeDecoding;
 use super::disaggregation::DisaggregationArgs;
 use super::faults::FaultConfig;
 use super::publisher::{AttachMode, PublisherSockets};
@@ -91,6 +92,9 @@ pub(crate) struct ApiArgs {
     /// Compute every prompt without reuse.
     #[arg(long)]
     pub(crate) no_prefix_caching: bool,
+    /// Use the prefix cache as vLLM does with EAGLE or MTP speculative decoding.
+    #[arg(long, value_enum, default_value = "none")]
+    pub(crate) speculative_decoding: SpeculativeDecoding,
     /// Do not report cached prompt tokens in `usage`: vLLM without
     /// `--enable-prompt-tokens-details`.
     #[arg(long)]

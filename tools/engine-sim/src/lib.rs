@@ -132,7 +132,8 @@ impl SimEngine {
         let mut ranks = Vec::new();
         for number in capacity.dp_start..capacity.dp_start + capacity.dp_size {
             let publisher = KvEventPublisher::open(config.events.sockets(number)?).await?;
-            let cache = BlockCache::new(capacity.block_size, capacity.num_blocks);
+            let cache = BlockCache::new(capacity.block_size, capacity.num_blocks)
+                .with_speculative_decoding(config.api.speculative_decoding);
             let cache = if config.api.no_prefix_caching {
                 cache.disable_prefix_cache()
             } else {

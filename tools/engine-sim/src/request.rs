@@ -1,6 +1,7 @@
 //! Request fields that control the engine, apart from the prompt.
 
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 /// Parameters of a generation request.
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -16,6 +17,10 @@ pub(crate) struct GenerationRequest {
     pub(crate) cache_salt: Option<String>,
     pub(crate) session_id: Option<String>,
     return_token_ids: Option<bool>,
+    prompt_logprobs: Option<IgnoredAny>,
+    echo: Option<bool>,
+    logprobs: Option<IgnoredAny>,
+    messages: Option<IgnoredAny>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize)]
@@ -62,6 +67,15 @@ impl GenerationRequest {
             .unwrap_or(DEFAULT_MAX_TOKENS)
     }
 
+    /// Returns whether the prompt may be found in the cache. As in vLLM, log probabilities of
+    /// prompt tokens require that all of them are computed. With `echo`, a chat has them always,
+    /// and a completion if it has log probabilities at all.
+    pub(crate) fn reads_prefix_cache(&self) -> bool {
+        let is_echoed = self.echo.unwrap_or_default();
+        let has_echoed_logprobs = self.messages.or(self.logprobs).is_some();
+        self.prompt_logprobs.is_none() && !(is_echoed && has_echoed_logprobs)
+    }
+
     pub(crate) fn choices(&self) -> usize {
         self.n.unwrap_or(1)
     }
@@ -97,6 +111,28 @@ mod tests {
         )
         .unwrap();
         assert_eq!(request.max_tokens(), 3);
+    }
+
+    #[test]
+    fn prompt_logprobs_bypass_the_cache() {
+        let reads_prefix_cache = |body: &str| {
+            let request = GenerationRequest::read(body.as_bytes()).unwrap();
+            request.reads_prefix_cache()
+        };
+        for body in [
+            r#"{"prompt": "a", "prompt_logprobs": 0}"#,
+            r#"{"prompt": "a", "echo": true, "logprobs": 1}"#,
+            r#"{"messages": [], "echo": true}"#,
+        ] {
+            assert!(!reads_prefix_cache(body), "{body}");
+        }
+        for body in [
+            r#"{"prompt": "a", "echo": true}"#,
+            r#"{"prompt": "a", "logprobs": 1}"#,
+            r#"{"messages": [], "echo": false, "logprobs": true}"#,
+        ] {
+            assert!(reads_prefix_cache(body), "{body}");
+        }
     }
 
     #[test]

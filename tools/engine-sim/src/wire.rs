@@ -36,6 +36,8 @@ enum MapEvent<'a> {
         kv_cache_spec_kind: &'static str,
         #[serde(skip_serializing_if = "Option::is_none")]
         session_id: Option<&'a str>,
+        #[serde(skip_serializing_if = "<[_]>::is_empty")]
+        lookahead_token_ids: &'a [Vec<u32>],
     },
     BlockRemoved {
         block_hashes: [u64; 1],
@@ -60,6 +62,7 @@ impl<'a> MapEvent<'a> {
                 group_idx: 0,
                 kv_cache_spec_kind: "full_attention",
                 session_id: stored.session.as_deref(),
+                lookahead_token_ids: &stored.lookahead,
             },
             CacheEvent::Removed(hash) => Self::BlockRemoved {
                 block_hashes: [*hash],
@@ -137,6 +140,7 @@ mod tests {
             hashes: vec![u64::MAX, 7],
             parent: Some(3),
             tokens: vec![1, 2, 3, 151_000],
+            lookahead: Vec::new(),
             extra_keys: vec![Some(vec![Arc::from("lora-x"), Arc::from("tenant")]), None],
             lora: Some(LoraAdapter {
                 id: 1,
@@ -200,6 +204,7 @@ mod tests {
             hashes: vec![15_055_828_968_291_616_402],
             parent: None,
             tokens: vec![1000],
+            lookahead: Vec::new(),
             extra_keys: vec![None],
             lora: None,
             session: None,

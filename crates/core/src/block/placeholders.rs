@@ -90,7 +90,7 @@ fn prompt_local_hashes(
     block_size: BlockSize,
     media: MediaTokens,
 ) -> Vec<LocalHash> {
-    let mut objects = object_hashes_by_block(content.tokens.len(), block_size, content.objects);
+    let mut objects = object_hashes_by_block(content, block_size);
     let padded = match content.windows {
         BlockWindows::Plain if !objects.is_empty() => {
             substitute_pads(content.tokens, &mut objects, block_size, media)
@@ -101,14 +101,15 @@ fn prompt_local_hashes(
     local_hashes(tokens, block_size, content.salt, content.windows, &objects)
 }
 
-/// Returns the objects that overlap each block, in their order. As in engines, an object with
-/// several ranges in a block is listed several times.
-fn object_hashes_by_block(
-    tokens: usize,
-    block_size: BlockSize,
-    objects: &[PromptObject],
-) -> Vec<Vec<u64>> {
-    let mut places: Vec<_> = objects
+/// Returns the objects that overlap the window of each block, in their order. As in engines, an
+/// object with several ranges in a block is listed several times.
+fn object_hashes_by_block(content: &PromptContent<'_>, block_size: BlockSize) -> Vec<Vec<u64>> {
+    let lookahead = match content.windows {
+        BlockWindows::Plain => 0,
+        BlockWindows::Eagle => 1,
+    };
+    let mut places: Vec<_> = content
+        .objects
         .iter()
         .flat_map(|object| {
             object
@@ -123,10 +124,11 @@ fn object_hashes_by_block(
     }
     places.sort_by_key(|(range, _)| range.start);
     let size = block_size.tokens();
-    let mut blocks = vec![Vec::new(); tokens.div_ceil(size)];
+    let mut blocks = vec![Vec::new(); content.tokens.len().div_ceil(size)];
     for (range, object) in places {
+        let start = range.start.saturating_sub(lookahead) / size;
         let end = range.end.div_ceil(size).min(blocks.len());
-        for block in blocks.get_mut(range.start / size..end).unwrap_or_default() {
+        for block in blocks.get_mut(start..end).unwrap_or_default() {
             block.push(object.0);
         }
     }

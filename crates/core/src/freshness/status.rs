@@ -2,6 +2,7 @@
 
 use serde::Serialize;
 
+use crate::block::BlockWindows;
 use crate::worker::BlockSize;
 
 /// Extent to which the index matches the cache of a rank.
@@ -109,6 +110,9 @@ pub struct SourceStatus {
     /// Tokens per engine block, if events contained it. The engine reuses only whole blocks of its
     /// own.
     pub engine_block_size: Option<BlockSize>,
+    /// Tokens that the hash of each block covers, if events contained it.
+    #[serde(skip)]
+    pub windows: Option<BlockWindows>,
 }
 
 impl SourceStatus {
@@ -117,6 +121,7 @@ impl SourceStatus {
         freshness: IndexFreshness::Exact,
         reason: None,
         engine_block_size: None,
+        windows: None,
     };
 
     /// Creates a status without a block size.
@@ -125,6 +130,7 @@ impl SourceStatus {
             freshness,
             reason,
             engine_block_size: None,
+            windows: None,
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Position of the index in the event stream of a rank.
 
-use crate::block::StorageTier;
+use crate::block::{BlockWindows, StorageTier};
 
 /// Newest batch of events in the index, and the state needed to continue after it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,6 +31,8 @@ pub struct ReaderState {
     /// Latest tokens per engine block on the device. Unlike `block_sizes`, it survives a cleared
     /// cache.
     pub engine_block_size: Option<u32>,
+    /// Tokens that the hash of each block covers in the last store on the device.
+    pub windows: Option<BlockWindows>,
     /// Whether valid stores were dropped.
     pub has_dropped_stores: bool,
 }

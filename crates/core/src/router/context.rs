@@ -63,6 +63,8 @@ pub struct RoutingContext {
     pub(super) freshness: Arc<FreshnessTable>,
     /// Workers whose tokens differ from warmroute's; empty if the tokens came from the engine.
     pub(super) mismatched_workers: Arc<BTreeSet<WorkerId>>,
+    /// Workers that compute the last matched block of each prompt again.
+    pub(super) recomputing_workers: Arc<BTreeSet<WorkerId>>,
     pub(super) buffers: OverlapBufferPool,
 }
 
@@ -92,6 +94,8 @@ pub(super) struct TokenCounting {
     pub(super) engine_block_size: Option<BlockSize>,
     /// Whether the last token, which the engine always computes, is excluded.
     pub(super) excludes_last_token: bool,
+    /// Whether the engine computes the last matched block again.
+    pub(super) recomputes_last_block: bool,
 }
 
 /// Returns whether a slot holds any block of the prompts. Most slots hold none and need no further
@@ -119,12 +123,13 @@ pub(super) fn cached_tokens(
             .unwrap_or(prompt.block_size)
             .tokens();
         let held = prompt.table.get(slot).total() as usize * prompt.block_size.tokens();
-        let max = if counting.excludes_last_token {
+        let max = if counting.excludes_last_token || counting.recomputes_last_block {
             prompt.tokens.saturating_sub(1)
         } else {
             usize::MAX
         };
-        (held.min(max) / block_size * block_size) as u64
+        let dropped = usize::from(counting.recomputes_last_block);
+        ((held.min(max) / block_size).saturating_sub(dropped) * block_size) as u64
     };
     prompts.iter().map(in_prompt).sum()
 }
@@ -160,6 +165,11 @@ impl RoutingContext {
         }
         let whole_blocks = |prompt: &PromptOverlaps| {
             let held = prompt.table.get(member.slot);
+            if self.recomputes_last_block(member) {
+                let prompts = std::slice::from_ref(prompt);
+                let reused = cached_tokens(prompts, member.slot, self.counting(member, true));
+                return held.limit_to((reused / prompt.block_size.tokens() as u64) as u32);
+            }
             match self.blocks_per_engine_block(member, prompt.block_size) {
                 Some(count) if held.total() > 0 => held.limit_to(held.total() / count * count),
                 _ => held,
@@ -247,7 +257,12 @@ impl RoutingContext {
         TokenCounting {
             engine_block_size: self.source_status(member).engine_block_size,
             excludes_last_token: as_reported,
+            recomputes_last_block: self.recomputes_last_block(member),
         }
+    }
+
+    fn recomputes_last_block(&self, member: &FleetMember) -> bool {
+        self.recomputing_workers.contains(&member.rank.worker)
     }
 
     /// Returns the prompt tokens that an engine could find cached at best: whole blocks without the

@@ -54,6 +54,7 @@ impl Router {
             settings,
             freshness: self.lookup.sources.table(),
             mismatched_workers: Arc::default(),
+            recomputing_workers: Arc::default(),
             buffers: self.lookup.buffers.clone(),
             request,
         };
@@ -70,6 +71,7 @@ impl Router {
         let remote = &context.request.remote_overlaps;
         context.freshness = self.lookup.freshness_table(remote);
         context.mismatched_workers = self.mismatched_workers(&context.request);
+        context.recomputing_workers = self.feedback.last_blocks.recomputing_workers();
         for (index, hashes) in prompt.blocks().iter().enumerate() {
             // A truncated prompt continues, so its last known token is not the last of the prompt.
             let tokens = if let RoutePrompt::Truncated { .. } = prompt {
@@ -201,7 +203,7 @@ impl Router {
                 .cached_tokens
                 .saturating_add(free.saturating_mul(block));
             let evicted = (prompt.tokens() as u64).saturating_sub(kept);
-            // Tokens that another rank has cached were not evicted there.
+            // Tokens that are still cached on another rank do not count as recomputed.
             let cached = computing.best_cached_tokens;
             self.recomputation.record(model, prompt, cached, evicted);
         }

@@ -2,6 +2,7 @@
 //! them, so they are kept in a table that is replaced as a whole. One decision uses one table from
 //! its lookup to its explanation.
 
+use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,7 +12,9 @@ use dashmap::DashMap;
 use parking_lot::Mutex;
 
 use crate::adapters::SharedAdapters;
+use crate::block::BlockWindows;
 use crate::engine_settings::{CommonSettings, EngineSettings, SettingMismatch};
+use crate::fleet::Fleet;
 use crate::freshness::{EventSourceState, SourceFacts, SourceStatus};
 use crate::worker::{ModelName, WorkerId, WorkerRank};
 
@@ -26,7 +29,11 @@ pub struct EventSources {
     engine_settings: ArcSwap<EngineSettingsByWorker>,
     common_settings: SharedCommonSettings,
     adapters: SharedAdapters,
+    windows: SharedWindows,
 }
+
+/// Tokens that the hash of each block covers by most engines of each model, as their events show it.
+pub type SharedWindows = Arc<ArcSwap<BTreeMap<ModelName, BlockWindows>>>;
 
 /// Settings on which all engines of a model agree, by model.
 pub type SharedCommonSettings = Arc<ArcSwap<HashMap<ModelName, CommonSettings>>>;
@@ -103,6 +110,38 @@ impl EventSources {
     /// Returns the adapters of all workers, shared for later changes.
     pub fn adapters(&self) -> &SharedAdapters {
         &self.adapters
+    }
+
+    /// Returns the learned tokens that the hash of each block covers by model, shared for later changes.
+    pub fn windows(&self) -> &SharedWindows {
+        &self.windows
+    }
+
+    /// Determines again which tokens block hashes cover, by most engines of each model. A model is
+    /// absent if no events show it, or if both counts are equal.
+    pub(super) fn update_windows(&self, fleet: &ArcSwap<Fleet>) {
+        self.windows.rcu(|_| {
+            let fleet = fleet.load();
+            let table = self.table.load();
+            let mut counts: BTreeMap<ModelName, (usize, usize)> = BTreeMap::new();
+            for member in fleet.members() {
+                let (plain, eagle) = counts.entry(member.worker.model.clone()).or_default();
+                match table.status(member.rank).windows {
+                    Some(BlockWindows::Plain) => *plain += 1,
+                    Some(BlockWindows::Eagle) => *eagle += 1,
+                    None => {}
+                }
+            }
+            let most_frequent = counts.into_iter().filter_map(|(model, (plain, eagle))| {
+                let windows = match plain.cmp(&eagle) {
+                    Ordering::Greater => BlockWindows::Plain,
+                    Ordering::Less => BlockWindows::Eagle,
+                    Ordering::Equal => return None,
+                };
+                Some((model, windows))
+            });
+            most_frequent.collect::<BTreeMap<_, _>>()
+        });
     }
 
     /// Notifies the source of a rank that a request routed at `routed` has stored blocks there.

@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
+use super::last_block::{LastBlockEvidence, LastBlockReuse};
 use super::placement::Placement;
 use super::pools::{FleetAvailability, PhasePools};
 use super::predictions::RequestPredictions;
@@ -21,7 +22,8 @@ use crate::health::{
 use crate::load::{CachedTokenSource, FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
 
-/// A prompt counts as uncached if no rank is expected to have more than this part of it.
+/// A prompt counts as uncached if no rank is expected to have more than its length divided by this
+/// number cached.
 const UNCACHED_DIVISOR: u64 = 8;
 
 /// Response to a request.
@@ -153,8 +155,8 @@ impl Router {
         health.on_completed_response(rank, self.load.now());
     }
 
-    /// Handles the end of a request. If it ended before its first token, its prompt is not predicted
-    /// as cached. If there is also evidence against its rank, its load stays booked for the expected
+    /// Handles the end of a request. If it ended before its first token, its predicted blocks are
+    /// removed. If there is also evidence against its rank, its load stays booked for the expected
     /// service time.
     pub fn finish(&self, mut placement: Placement) {
         let now = self.load.now();
@@ -308,8 +310,8 @@ impl Router {
 
     /// Learns from the first token of a request. After a local prefill, returns the predicted and
     /// observed times to first token. A prefill is learned if the number of cached tokens is known:
-    /// from exact events, or because no rank is expected to have a large part of the prompt. Otherwise it
-    /// is learned by [`Self::apply_reported_cached_tokens`], and a late first token corrects the predicted
+    /// from exact events, or because no rank is expected to have more than an eighth of the prompt.
+    /// Otherwise it is learned by [`Self::apply_reported_cached_tokens`], and a late first token corrects the predicted
     /// cache. After a sequential prefill, learns the KV transfer time and returns `None`. Nothing is
     /// learned if Envoy tried another worker first, because the time then includes that attempt.
     pub fn learn_first_token(&self, placement: &mut Placement) -> Option<FirstTokenObservation> {
@@ -349,6 +351,22 @@ impl Router {
         if placement.reads_prefix_cache {
             placement.predictions.correct_cached_tokens(cached);
         }
+    }
+
+    /// Records which part of a matched prefix a worker reused. Returns the states before and after
+    /// it.
+    pub fn record_last_block(
+        &self,
+        worker: WorkerId,
+        evidence: LastBlockEvidence,
+    ) -> (LastBlockReuse, LastBlockReuse) {
+        self.feedback.last_blocks.record(worker, evidence)
+    }
+
+    /// Returns whether a worker computes the last matched block of each prompt again.
+    pub fn recomputes_last_block(&self, worker: WorkerId) -> bool {
+        let dropping = self.feedback.last_blocks.recomputing_workers();
+        dropping.contains(&worker)
     }
 
     /// Records the result of a health check of an ejected worker. Returns whether the next request

@@ -77,9 +77,11 @@ impl Router {
         let named = to.several_ranks.then_some(to.rank.rank);
         let estimates_prefills = self.settings().tracking.prefill_decay;
         let freshness = self.lookup.freshness_table(&remote);
+        let recomputing_workers = self.feedback.last_blocks.recomputing_workers();
         let counting = |member: &FleetMember| TokenCounting {
             engine_block_size: freshness.status(member.rank).engine_block_size,
             excludes_last_token: false,
+            recomputes_last_block: recomputing_workers.contains(&member.rank.worker),
         };
         let mismatched_workers = placement.mismatched_workers.clone();
         let mut found = None;

@@ -83,6 +83,7 @@ impl Router {
     pub fn set_fleet(&self, fleet: Arc<Fleet>) {
         self.feedback.set_fleet(&fleet, self.load.now());
         self.fleet.store(fleet);
+        self.lookup.sources.update_windows(&self.fleet);
     }
 
     /// Returns the prefix index.
@@ -126,7 +127,11 @@ impl Router {
     pub fn set_source_status(&self, rank: WorkerRank, status: SourceStatus) {
         let is_detached = status.reason == Some(StaleReason::Detached);
         self.set_signal(rank.worker, HealthSignal::EventSource, is_detached);
+        let before = self.source_status(rank).windows;
         self.lookup.sources.set(rank, status);
+        if before != status.windows {
+            self.lookup.sources.update_windows(&self.fleet);
+        }
     }
 
     /// Returns the role of a worker rank, or `None` if its worker has left the fleet.

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Instant;
 
+use super::last_block::LastBlockTable;
 use super::listener::RouterListener;
 use super::pools::FleetAvailability;
 use super::request::RouteRequest;
@@ -24,6 +25,7 @@ pub(super) struct WorkerFeedback {
     pub(super) listener: Arc<dyn RouterListener>,
     pub(super) health: Arc<HealthTracker>,
     pub(super) reachability: ReachabilityTable,
+    pub(super) last_blocks: LastBlockTable,
     engine_loads: Arc<EngineLoadTable>,
 }
 
@@ -34,6 +36,7 @@ impl WorkerFeedback {
             listener: Arc::new(()),
             health: HealthTracker::new(settings.health),
             reachability: ReachabilityTable::default(),
+            last_blocks: LastBlockTable::default(),
             engine_loads,
         }
     }
@@ -43,6 +46,8 @@ impl WorkerFeedback {
         self.overload
             .retain(|worker| fleet.worker(worker).is_some());
         self.reachability
+            .retain(|worker| fleet.worker(worker).is_some());
+        self.last_blocks
             .retain(|worker| fleet.worker(worker).is_some());
         let members = fleet.members().map(|member| {
             let group = PeerGroup {

@@ -4,7 +4,6 @@
 use std::collections::HashSet;
 use std::time::{Duration, SystemTime};
 
-use warmroute_core::block::BlockWindows;
 use warmroute_core::parity::CanaryVerdict;
 use warmroute_core::worker::{BlockSize, DpRank, EventSource, ModelName, SocketAttach, Worker};
 use warmroute_engines::engine_client::{EngineError, EngineModel, MetricsPage, RankEventSource};
@@ -39,8 +38,6 @@ pub struct WorkerFacts {
     pub configured: ConfiguredCache,
     /// Whether the event sources were reported by the engine and not configured.
     pub has_discovered_sources: bool,
-    /// Windows of tokens that form blocks.
-    pub windows: BlockWindows,
     /// Configured adapter names of the model.
     pub adapters: Vec<ModelName>,
     /// Whether the lists of models of the engines are read.

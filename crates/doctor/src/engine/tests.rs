@@ -6,7 +6,6 @@ mod settings;
 
 use std::time::{Duration, SystemTime};
 
-use warmroute_core::block::BlockWindows;
 use warmroute_core::parity::{CanaryVerdict, ComparedItem, TokenDifference};
 use warmroute_core::worker::{
     BlockSize, DpRank, EventSource, SocketAttach, Worker, WorkerEndpoint, WorkerId,
@@ -106,7 +105,6 @@ fn healthy_worker() -> WorkerFacts {
         },
         worker,
         has_discovered_sources: false,
-        windows: BlockWindows::Plain,
         adapters: Vec::new(),
         has_discovery: true,
         image_model: None,

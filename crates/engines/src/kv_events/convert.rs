@@ -22,7 +22,7 @@ use super::wire::{
     AttentionKind, BlockOwnership, EngineEvent, EventAdapter, EventOrigin, ExtraKey, SkippedEvent,
     StorageLocality, StorageMedium, StoredEvent,
 };
-use warmroute_core::block::{CacheSalt, EngineHash, StorageTier};
+use warmroute_core::block::{BlockWindows, CacheSalt, EngineHash, StorageTier};
 use warmroute_core::index::{
     ApplyOutcome, GroupNeed, KvEvent, PurgedBlocks, ReaderState, SaltTable,
 };
@@ -63,6 +63,8 @@ pub struct EventNormalizer {
     /// Shared with readers that copy it while no event is being converted.
     salts: Arc<Mutex<SaltTable>>,
     resizer: BlockResizer,
+    /// Windows of the last store on the device.
+    windows: Option<BlockWindows>,
 }
 
 impl EventNormalizer {
@@ -74,6 +76,7 @@ impl EventNormalizer {
             groups: CacheGroups::default(),
             salts: Arc::default(),
             resizer,
+            windows: None,
         }
     }
 
@@ -88,6 +91,7 @@ impl EventNormalizer {
     pub(super) fn resume_from(mut self, state: &ReaderState) -> Self {
         self.groups = CacheGroups::import(state);
         self.resizer.resume(state.block_sizes);
+        self.windows = state.windows;
         self
     }
 
@@ -96,6 +100,7 @@ impl EventNormalizer {
     pub fn reader_state(&self) -> Option<ReaderState> {
         let mut state = ReaderState {
             block_sizes: self.resizer.tier_sizes()?,
+            windows: self.windows,
             ..ReaderState::default()
         };
         self.groups.export(&mut state);
@@ -131,6 +136,11 @@ impl EventNormalizer {
     /// Returns the engine's tokens per block on the device, if known.
     pub fn engine_block_size(&self) -> Option<BlockSize> {
         self.resizer.device_block_size()
+    }
+
+    /// Returns the tokens that the hash of each block covers in the events, if known.
+    pub(super) fn windows(&self) -> Option<BlockWindows> {
+        self.windows
     }
 
     #[cfg(test)]
@@ -294,6 +304,9 @@ impl EventNormalizer {
             objects: multimodal_objects(stored),
             tier,
         };
+        if tier == StorageTier::Device && !run.tokens.is_empty() {
+            self.windows = Some(run.windows());
+        }
         Ok(match fit {
             SizeRatio::Same => ConvertedEvent::Event(self.resizer.split(run, NonZeroU32::MIN)),
             SizeRatio::Split(parts) => ConvertedEvent::Event(self.resizer.split(run, parts)),

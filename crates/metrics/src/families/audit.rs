@@ -23,8 +23,9 @@ metrics! {
         "audit_tokens" tokens: Family<ModelTokensLabels, Counter> = Family::default();
         /// Prompt tokens that the engine had not cached, by model and cause: block_alignment;
         /// not_cached (no worker had cached them); load_balancing (another worker was chosen for
-        /// its load); evicted (the events of the worker report the eviction); stale_index (the
-        /// events do not explain the difference); unknown (evicted or stale_index: too many events
+        /// its load); evicted (the events of the worker report the eviction); dropped_block (the
+        /// engine recomputes the last matched block, and warmroute had not learned it yet);
+        /// stale_index (the events do not explain the difference); unknown (evicted or stale_index: too many events
         /// have arrived since, or a remote server keeps the index); token_mismatch (the engine
         /// computes other tokens); served_elsewhere (another worker served the request);
         /// approximate (the cache was predicted without events); load_only (the request was routed

@@ -153,7 +153,9 @@ pub(super) fn preprocessor(
         .load()
         .map_err(|problem| anyhow::anyhow!("{}", problem.text))?;
     Ok(RequestPreprocessor::new(request::PreprocessorParts {
-        models: models.with_adapters(router.sources().adapters().clone()),
+        models: models
+            .with_adapters(router.sources().adapters().clone())
+            .with_windows(router.sources().windows().clone()),
         message_cache,
         paths: ApiPaths::new(&config.requests.paths),
         clients: config.requests.clients.clone(),

@@ -297,8 +297,9 @@ impl App {
     fn served_index(&self, parts: &api::ApiDependencies, settings: &ApiConfig) -> IndexService {
         let preprocessor = parts.preprocessor.clone();
         let find_model = move |name: Option<&str>| {
-            let model = preprocessor.load().resolve_model(name)?.model;
-            let hashing = model.hash_fingerprint();
+            let resolved = preprocessor.load().resolve_model(name)?;
+            let hashing = resolved.hash_fingerprint();
+            let model = resolved.model;
             Some(IndexedModel {
                 name: model.name.clone(),
                 block_size: model.block_size,

@@ -55,7 +55,9 @@ pub struct ModelConfig {
     /// Names of the model's LoRA adapters, as in requests and in the events of its engines.
     #[serde(default)]
     pub adapters: Vec<ModelName>,
-    /// True if the engines key blocks by pairs of tokens, as EAGLE speculative decoding does.
+    /// True if the hash of each block also covers the next token: SGLang with EAGLE, vLLM 0.33 and
+    /// later with EAGLE or MTP. Used until KV events show it. Needed only without KV events or with a
+    /// remote index.
     #[serde(default)]
     pub eagle: bool,
     /// Placeholder token of an image. Required to match images in KV events.

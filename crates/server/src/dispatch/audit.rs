@@ -12,6 +12,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
+use tracing::info;
 
 pub use attribution::{
     AuditEntry, EventEvidence, HitForecast, MissCause, MissEvidence, ReportedUsage, attribute_miss,
@@ -20,7 +21,7 @@ pub use totals::{AuditTotals, ModelTotals, share};
 
 use warmroute_core::block::BlockHashes;
 use warmroute_core::index::{Overlaps, PrefixIndex};
-use warmroute_core::router::{Mode, Route, Router};
+use warmroute_core::router::{LastBlockEvidence, LastBlockReuse, Mode, Route, Router};
 use warmroute_core::worker::{BlockSize, ModelName, RankSlot};
 use warmroute_metrics::{
     CauseLabels, Metrics, ModelLabel, ModelOutcomeLabels, ModelRoleLabels, ModelTokensLabels,
@@ -154,6 +155,38 @@ impl AuditedResponse {
         rest as u64 * self.prompts.len() as u64
     }
 
+    /// Returns the part of the matched prefix that the engine reused, if the report proves it. A
+    /// report without cached tokens proves nothing: the request may read no cache.
+    fn match_evidence(&self, events: EventEvidence) -> Option<LastBlockEvidence> {
+        let forecast = &self.forecast;
+        let ReportedUsage {
+            prompt_tokens,
+            cached_tokens,
+        } = self.usage;
+        let is_comparable = forecast.mode == Mode::Exact
+            && prompt_tokens == forecast.prompt_tokens
+            && forecast.captured_tokens > 0
+            && cached_tokens > 0
+            && self.prompts.len() == 1
+            && !self.served_elsewhere
+            && self.rounding_tokens() == 0;
+        let block = self
+            .engine_block_size
+            .unwrap_or(forecast.block_size)
+            .tokens() as u64;
+        let matched = forecast.captured_tokens + u64::from(forecast.recomputes_last_block) * block;
+        match cached_tokens {
+            _ if !is_comparable => None,
+            _ if cached_tokens == matched => Some(LastBlockEvidence::Reused),
+            _ if cached_tokens.saturating_add(block) == matched
+                && events != EventEvidence::Present =>
+            {
+                Some(LastBlockEvidence::Recomputed)
+            }
+            _ => None,
+        }
+    }
+
     /// Returns whether the events of the chosen rank explain the report. Blocks that were missing
     /// have been computed and stored again, so they are held now in any case. The function
     /// therefore checks whether they were evicted in between.
@@ -204,7 +237,10 @@ impl CacheAudit {
         let rank = route.computed_by().rank;
         let slot = self.router.fleet().slot(rank);
         let cursor = slot.and_then(|slot| self.router.index().event_cursor(slot));
-        HitForecast::from_route(route, self.router.role_of(rank), cursor)
+        HitForecast {
+            recomputes_last_block: self.router.recomputes_last_block(rank.worker),
+            ..HitForecast::from_route(route, self.router.role_of(rank), cursor)
+        }
     }
 
     /// Counts the cached tokens that the worker reported.
@@ -307,10 +343,39 @@ impl CacheAudit {
             events,
             served_elsewhere: response.served_elsewhere,
             rounding_tokens: response.rounding_tokens(),
+            is_last_block_difference: self.learn_last_block(response, events),
         };
         let entry = attribute_miss(&response.forecast, response.usage, evidence);
         self.update_metrics(&entry);
         self.totals.lock().model_mut(&entry.model).add(&entry);
+    }
+
+    /// Learns whether the engine recomputes the last matched block. Returns whether this alone
+    /// explains the difference to the forecast.
+    fn learn_last_block(&self, response: &AuditedResponse, events: EventEvidence) -> bool {
+        let Some(evidence) = response.match_evidence(events) else {
+            return false;
+        };
+        let HitForecast { rank, model, .. } = &response.forecast;
+        let worker = rank.worker;
+        let (before, after) = self.router.record_last_block(worker, evidence);
+        match (before, after) {
+            (LastBlockReuse::Reused { .. }, LastBlockReuse::Recomputed) => info!(
+                %model,
+                %worker,
+                "engine recomputes the last matched block of each prompt; predictions exclude it"
+            ),
+            (LastBlockReuse::Recomputed, LastBlockReuse::Reused { .. }) => {
+                info!(%model, %worker, "engine reuses the last matched block of each prompt; predictions include it");
+            }
+            _ => {}
+        }
+        match evidence {
+            LastBlockEvidence::Reused => response.forecast.recomputes_last_block,
+            LastBlockEvidence::Recomputed => {
+                !response.forecast.recomputes_last_block && after.is_likely_recomputed()
+            }
+        }
     }
 
     fn update_metrics(&self, entry: &AuditEntry) {

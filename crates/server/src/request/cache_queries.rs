@@ -3,19 +3,10 @@
 
 use std::time::{Duration, Instant};
 
-use warmroute_core::block::fingerprint::hash_fingerprint;
 use warmroute_core::router::{RemoteOverlaps, RoutePrompt, RouteRequest, SharedBlocks};
 
-use super::models::ConfiguredModel;
 use super::preprocessor::RequestPreprocessor;
 use crate::cluster::remote_index::{OverlapQuery, RemoteIndexClient};
-
-impl ConfiguredModel {
-    /// Returns the fingerprint of the block hashing, computed from a fixed prompt.
-    pub fn hash_fingerprint(&self) -> u64 {
-        hash_fingerprint(self.block_size, self.windows, self.media)
-    }
-}
 
 impl RequestPreprocessor {
     /// Returns whether the workers share a cache.
@@ -65,7 +56,7 @@ impl RequestPreprocessor {
         let Some(resolved) = self.resolve_model(model.map(|model| model.as_str())) else {
             return RemoteOverlaps::NotQueried;
         };
-        let hashing = resolved.model.hash_fingerprint();
+        let hashing = resolved.hash_fingerprint();
         client
             .query(OverlapQuery {
                 model,

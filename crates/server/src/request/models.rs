@@ -4,7 +4,9 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use warmroute_core::adapters::SharedAdapters;
+use warmroute_core::block::fingerprint::hash_fingerprint;
 use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, MediaTokens, PromptContent};
+use warmroute_core::router::SharedWindows;
 use warmroute_core::worker::{BlockSize, ModelName};
 use warmroute_tokens::prompt::{Encoder, PromptTokens};
 
@@ -14,7 +16,7 @@ pub struct ConfiguredModel {
     pub name: ModelName,
     /// Tokens per block of its workers.
     pub block_size: BlockSize,
-    /// Window rules by which its engines hash prompts.
+    /// Configured tokens that the hash of each block covers, used until the events of its engines show it.
     pub windows: BlockWindows,
     /// Placeholder tokens for media in the events of its engines.
     pub media: MediaTokens,
@@ -29,6 +31,23 @@ pub struct ResolvedModel {
     pub model: Arc<ConfiguredModel>,
     /// The LoRA adapter, if the name is that of an adapter.
     pub adapter: Option<String>,
+    /// Tokens that the hash of each block covers by its engines.
+    pub windows: BlockWindows,
+}
+
+impl ResolvedModel {
+    fn new(model: Arc<ConfiguredModel>, adapter: Option<String>) -> Self {
+        Self {
+            windows: model.windows,
+            model,
+            adapter,
+        }
+    }
+
+    /// Returns the fingerprint of the block hashing, computed from a fixed prompt.
+    pub fn hash_fingerprint(&self) -> u64 {
+        hash_fingerprint(self.model.block_size, self.windows, self.model.media)
+    }
 }
 
 /// The configured models.
@@ -38,6 +57,8 @@ pub struct ModelRegistry {
     models: Vec<Arc<ConfiguredModel>>,
     /// Adapters of the workers, which need not be configured.
     adapters: SharedAdapters,
+    /// Learned tokens that the hash of each block covers.
+    windows: SharedWindows,
 }
 
 impl ModelRegistry {
@@ -45,19 +66,14 @@ impl ModelRegistry {
     pub fn add(&mut self, model: ConfiguredModel, aliases: &[ModelName], adapters: &[ModelName]) {
         let model = Arc::new(model);
         for adapter in adapters {
-            let resolved = ResolvedModel {
-                model: model.clone(),
-                adapter: Some(adapter.as_str().to_owned()),
-            };
-            self.names.insert(adapter.as_str().to_owned(), resolved);
+            let name = adapter.as_str().to_owned();
+            let resolved = ResolvedModel::new(model.clone(), Some(name.clone()));
+            self.names.insert(name, resolved);
         }
         for name in aliases.iter().chain([&model.name]) {
             self.names.insert(
                 name.as_str().to_owned(),
-                ResolvedModel {
-                    model: model.clone(),
-                    adapter: None,
-                },
+                ResolvedModel::new(model.clone(), None),
             );
         }
         self.models.push(model);
@@ -69,6 +85,13 @@ impl ModelRegistry {
         Self { adapters, ..self }
     }
 
+    /// Adds the tokens that the hash of each block covers that the events show. It precedes the configured
+    /// one.
+    #[must_use]
+    pub fn with_windows(self, windows: SharedWindows) -> Self {
+        Self { windows, ..self }
+    }
+
     /// Returns whether a worker has loaded an adapter of this name.
     pub(super) fn is_loaded_adapter(&self, name: &str) -> bool {
         self.adapters.load().base_model(name).is_some()
@@ -77,26 +100,27 @@ impl ModelRegistry {
     fn resolve_adapter(&self, name: &str) -> Option<ResolvedModel> {
         let adapters = self.adapters.load();
         let base = self.names.get(adapters.base_model(name)?.as_str())?;
-        Some(ResolvedModel {
-            model: base.model.clone(),
-            adapter: Some(name.to_owned()),
-        })
+        Some(ResolvedModel::new(
+            base.model.clone(),
+            Some(name.to_owned()),
+        ))
     }
 
     /// Resolves a requested name. Like engines, it accepts a request without a name if there is
     /// only one model.
     pub fn resolve(&self, name: Option<&str>) -> Option<ResolvedModel> {
-        match (name, self.models.as_slice()) {
+        let mut resolved = match (name, self.models.as_slice()) {
             (Some(name), _) => {
                 let configured = self.names.get(name).cloned();
-                configured.or_else(|| self.resolve_adapter(name))
+                configured.or_else(|| self.resolve_adapter(name))?
             }
-            (None, [only]) => Some(ResolvedModel {
-                model: only.clone(),
-                adapter: None,
-            }),
-            (None, _) => None,
+            (None, [only]) => ResolvedModel::new(only.clone(), None),
+            (None, _) => return None,
+        };
+        if let Some(windows) = self.windows.load().get(&resolved.model.name) {
+            resolved.windows = *windows;
         }
+        Some(resolved)
     }
 }
 
@@ -124,12 +148,12 @@ impl SaltedModel {
     /// Returns the block hashes of one prompt, continued from those of a cached prompt.
     pub(super) fn resumed_block_hashes(&self, tokens: &PromptTokens) -> BlockHashes {
         let model = &self.resolved.model;
-        tokens.block_hashes(&self.salt, model.block_size, model.windows)
+        tokens.block_hashes(&self.salt, model.block_size, self.resolved.windows)
     }
 
     pub(super) fn content<'a>(&'a self, tokens: &'a [u32]) -> PromptContent<'a> {
         PromptContent {
-            windows: self.resolved.model.windows,
+            windows: self.resolved.windows,
             ..PromptContent::text(tokens, &self.salt)
         }
     }

@@ -59,7 +59,7 @@ impl RequestPreprocessor {
         } = &multimodal;
         let objects = multimodal.objects();
         let content = PromptContent {
-            windows: resolved.model.windows,
+            windows: resolved.windows,
             objects: &objects,
             ..PromptContent::text(tokens, salt)
         };

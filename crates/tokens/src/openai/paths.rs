@@ -56,8 +56,8 @@ paths! {
     count_tokens: CountTokens = ["messages/count_tokens"];
     /// OpenAI conversations.
     conversations: Conversations = ["conversations"];
-    /// vLLM scores.
-    score: Score = ["score"];
+    /// vLLM scores and decisions, whose prompts the engine builds.
+    score: Score = ["score", "v1/decisions", "v1/systemone"];
     /// Rerank, as defined by Jina and Cohere.
     rerank: Rerank = ["rerank"];
     /// Text to tokens.

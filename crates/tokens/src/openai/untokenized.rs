@@ -13,13 +13,14 @@ use super::{ApiRequest, ParseError};
 pub(super) const BYTES_PER_TOKEN: usize = 4;
 
 /// Fields with text in these APIs.
-const TEXT_FIELDS: [&str; 10] = [
+const TEXT_FIELDS: [&str; 11] = [
     "input",
     "prompt",
     "query",
     "queries",
     "documents",
     "items",
+    "state",
     "text_1",
     "text_2",
     "data_1",

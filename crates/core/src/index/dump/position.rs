@@ -2,6 +2,7 @@
 
 use super::format::DumpError;
 use super::frame::{FrameRow, decode_rows};
+use crate::block::BlockWindows;
 use crate::index::position::{EventPosition, ReaderGroup, ReaderState};
 
 /// Length of the fixed part: sequence number, digest, reader digest, main group, block sizes,
@@ -27,7 +28,12 @@ pub(super) fn encode(position: &EventPosition) -> Vec<u8> {
         .chain(reader_state.block_sizes)
         .chain([reader_state.engine_block_size]);
     rest.for_each(|number| number.unwrap_or(NONE).encode(&mut bytes));
-    bytes.push(u8::from(reader_state.has_dropped_stores) | u8::from(*is_live) << 1);
+    let windows = match reader_state.windows {
+        None => 0,
+        Some(BlockWindows::Plain) => 0b0100,
+        Some(BlockWindows::Eagle) => 0b1100,
+    };
+    bytes.push(u8::from(reader_state.has_dropped_stores) | u8::from(*is_live) << 1 | windows);
     reader_state
         .groups
         .iter()
@@ -53,6 +59,11 @@ pub(super) fn decode(bytes: &[u8]) -> Result<EventPosition, DumpError> {
         groups: Vec::new(),
         block_sizes: sizes,
         engine_block_size: engine,
+        windows: is_set(2).then_some(if is_set(3) {
+            BlockWindows::Eagle
+        } else {
+            BlockWindows::Plain
+        }),
         has_dropped_stores: is_set(0),
     };
     decode_rows(groups, &mut reader_state.groups)?;

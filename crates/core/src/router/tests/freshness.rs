@@ -6,7 +6,7 @@ use crate::freshness::{
     EventSourceState, FreshnessRules, IndexFreshness, SourceLink, SourceStatus, StaleReason,
 };
 use crate::index::{KvEvent, RankWriter, StoredBlock};
-use crate::worker::DpRank;
+use crate::worker::{DpRank, ModelName};
 
 pub(super) fn rank(id: u64) -> WorkerRank {
     WorkerRank {
@@ -35,6 +35,25 @@ pub(super) fn holds(router: &Router, id: u64, count: u64) -> RankWriter {
 
 fn stale() -> SourceStatus {
     SourceStatus::new(IndexFreshness::Stale, Some(StaleReason::LostBatches))
+}
+
+#[test]
+fn windows_follow_most_engines() {
+    use crate::block::BlockWindows::{self, Eagle, Plain};
+    let router = router_of([1, 2, 3].map(worker), RouterSettings::default());
+    let learn = |id, windows: BlockWindows| {
+        let status = SourceStatus {
+            windows: Some(windows),
+            ..SourceStatus::EXACT
+        };
+        router.set_source_status(rank(id), status);
+        let learned = router.sources().windows().load();
+        learned.get(&ModelName::from("m")).copied()
+    };
+    assert_eq!(learn(1, Plain), Some(Plain));
+    assert_eq!(learn(2, Eagle), None, "one each");
+    assert_eq!(learn(3, Eagle), Some(Eagle));
+    assert_eq!(learn(2, Plain), Some(Plain), "another engine");
 }
 
 #[test]

@@ -86,6 +86,27 @@ fn request_without_cache_reads_gets_no_credit() {
 }
 
 #[test]
+fn dropped_last_block_gets_no_credit() {
+    let router = router_of([at(1)], RouterSettings::default());
+    let _cached = holds(&router, 1, 3);
+    let figures = || {
+        let route = router.route(request(&[vec![1, 2, 3]])).unwrap().route;
+        (
+            route.predicted_cached_tokens,
+            route.best_cached_tokens,
+            route.overlap.total(),
+        )
+    };
+    let (predicted, best, held) = figures();
+    for _ in 0..2 {
+        router.record_last_block(WorkerId(1), LastBlockEvidence::Recomputed);
+    }
+    assert_eq!(figures(), (predicted - 4, best - 4, held - 1));
+    router.record_last_block(WorkerId(1), LastBlockEvidence::Reused);
+    assert_eq!(figures(), (predicted, best, held));
+}
+
+#[test]
 fn subset_without_candidates_is_rejected() {
     let other_model = || Worker {
         model: "other".into(),

@@ -53,13 +53,7 @@ fn canary_events_with_other_hashes_are_reported() {
         ids: ours[..97].to_vec(),
         bigrams: true,
     };
-    let words = ["token pairs", "write `eagle: true` for the model m"];
-    assert_problem(
-        FindingLevel::Error,
-        "events.hashes",
-        &words,
-        with_message(message(bigrams, "kv@a", None)),
-    );
+    assert_eq!(problems(with_message(message(bigrams, "kv@a", None))), []);
     let salted = StoredEvent {
         cache_salt: Some("s".to_owned()),
         ..stored(&ours[..96], 32)
@@ -111,9 +105,11 @@ fn canary_reuse_is_compared_with_expectation() {
     assert_problem(
         FindingLevel::Warning,
         "canary.reused",
-        &["found 64 cached; 96 expected"],
-        cached(64),
+        &["found 32 cached; 96 expected"],
+        cached(32),
     );
+    // Speculative decoding drops the last block.
+    assert_eq!(problems(cached(64)), []);
     assert_problem(
         FindingLevel::Error,
         "canary.counted",

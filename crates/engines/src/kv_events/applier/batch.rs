@@ -246,7 +246,10 @@ impl BatchApplier {
         self.monitor.update(|source| {
             engine
                 .into_iter()
-                .for_each(|engine| source.set_block_size(engine))
+                .for_each(|engine| source.set_block_size(engine));
+            if let Some(windows) = from.reader_state.windows {
+                source.set_windows(windows);
+            }
         });
         self.reconcile();
     }
@@ -433,6 +436,7 @@ impl BatchApplier {
             BatchOrigin::Replayed(number) => (number, None),
         };
         let engine = self.normalizer.engine_block_size();
+        let windows = self.normalizer.windows();
         self.monitor.update(|source| {
             source.record_batch(ReceivedBatch {
                 at: Instant::now(),
@@ -442,6 +446,9 @@ impl BatchApplier {
             });
             if let Some(engine) = engine {
                 source.set_block_size(engine);
+            }
+            if let Some(windows) = windows {
+                source.set_windows(windows);
             }
             source.record_batch_rank(true);
         });

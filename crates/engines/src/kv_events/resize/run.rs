@@ -23,7 +23,7 @@ pub(in crate::kv_events) struct StoredRun<'a> {
 }
 
 impl<'a> StoredRun<'a> {
-    pub(super) fn windows(&self) -> BlockWindows {
+    pub(in crate::kv_events) fn windows(&self) -> BlockWindows {
         if self.bigrams {
             BlockWindows::Eagle
         } else {

@@ -38,7 +38,7 @@ pub(super) struct BatchReader<'a> {
 enum FieldContent {
     Hashes,
     Tokens,
-    /// Extra keys or multimodal objects: one list per block.
+    /// Extra keys, multimodal objects or lookahead tokens: one list per block.
     Keys,
     Other,
 }
@@ -48,7 +48,7 @@ impl From<EventField> for FieldContent {
         match field {
             EventField::Hashes => FieldContent::Hashes,
             EventField::Tokens => FieldContent::Tokens,
-            EventField::ExtraKeys | EventField::Media => FieldContent::Keys,
+            EventField::ExtraKeys | EventField::Media | EventField::Lookahead => FieldContent::Keys,
             _ => FieldContent::Other,
         }
     }

@@ -3,8 +3,8 @@
 use serde::Deserialize;
 
 use super::event::{
-    BlockOwnership, EngineEvent, EventAdapter, EventOrigin, SkippedEvent, StorageMedium,
-    StoredEvent,
+    BlockOwnership, EngineEvent, EventAdapter, EventOrigin, EventTokens, SkippedEvent,
+    StorageMedium, StoredEvent,
 };
 use super::fields::{EventEncoding, EventField, EventFields, EventType};
 use super::value::{self, BlockMedia, CacheNamespace, EnumText, SizedList, WireHash, WireHashes};
@@ -45,7 +45,10 @@ fn build_stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
     Ok(StoredEvent {
         hashes: raw.require::<WireHashes>(EventField::Hashes)?.0,
         parent: raw.read(EventField::Parent)?.map(|WireHash(parent)| parent),
-        tokens: raw.require(EventField::Tokens)?,
+        tokens: add_lookahead(
+            raw.require(EventField::Tokens)?,
+            raw.read(EventField::Lookahead)?,
+        ),
         block_size: raw.require(EventField::BlockSize)?,
         adapter: adapter(lora_name, raw.get(EventField::LoraId)),
         cache_salt: raw.read(EventField::CacheSalt)?.or(namespace_salt),
@@ -54,6 +57,23 @@ fn build_stored(raw: &EventFields<'_>) -> Result<StoredEvent, &'static str> {
         keys_are_pairs: raw.encoding == EventEncoding::Map,
         origin: origin(raw)?,
     })
+}
+
+/// Adds the token after the last block, if block hashes cover the next token. The tokens after the
+/// other blocks are known: each is the first one of the next block. Further lookahead tokens are
+/// not used.
+fn add_lookahead(
+    mut tokens: EventTokens,
+    lookahead: Option<SizedList<Option<SizedList<u32>>>>,
+) -> EventTokens {
+    let last = lookahead.and_then(|SizedList(mut blocks)| blocks.pop().flatten());
+    if let Some(next) = last.and_then(|SizedList(next)| next.first().copied())
+        && !tokens.bigrams
+    {
+        tokens.ids.push(next);
+        tokens.bigrams = true;
+    }
+    tokens
 }
 
 fn build_removed(raw: &EventFields<'_>) -> Result<EngineEvent, &'static str> {

@@ -114,7 +114,8 @@ pub struct EventTokens {
     /// Token ids. With bigrams, the first token of each one, followed by the second token of the
     /// last one.
     pub ids: Vec<u32>,
-    /// Set for bigrams (EAGLE speculative decoding).
+    /// Set if the key of each block covers the next token: bigrams of SGLang, or the lookahead of
+    /// vLLM (EAGLE speculative decoding).
     pub bigrams: bool,
 }
 

@@ -24,10 +24,12 @@ pub(super) enum EventField {
     Ownership,
     /// SGLang's session, which does not identify blocks.
     Session,
+    /// Tokens after each block that its hash covers (vLLM with EAGLE or MTP).
+    Lookahead,
 }
 
 /// Names of the fields in the map encoding, in the order of [`EventField`].
-const NAMES: [(EventField, &str); 17] = [
+const NAMES: [(EventField, &str); 18] = [
     (EventField::Type, "type"),
     (EventField::Hashes, "block_hashes"),
     (EventField::Parent, "parent_block_hash"),
@@ -45,6 +47,7 @@ const NAMES: [(EventField, &str); 17] = [
     (EventField::Locality, "locality"),
     (EventField::Ownership, "ownership"),
     (EventField::Session, "session_id"),
+    (EventField::Lookahead, "lookahead_token_ids"),
 ];
 
 impl EventField {

@@ -104,6 +104,36 @@ fn map_fields_are_unordered_and_unknown_are_skipped() {
 }
 
 #[test]
+fn lookahead_extends_the_last_block() {
+    let tokens = |lookahead: Value| {
+        let event = json!({
+            "type": "BlockStored", "block_hashes": [5, 6], "token_ids": [1, 2, 3, 4], "block_size": 2,
+            "lookahead_token_ids": lookahead,
+        });
+        let batch = decode(&pack(&json!([1.5, [event], null]))).unwrap();
+        assert_eq!(batch.unknown_fields, 0);
+        stored(&batch.events[0]).tokens.clone()
+    };
+    let plain = EventTokens {
+        ids: vec![1, 2, 3, 4],
+        bigrams: false,
+    };
+    let extended = EventTokens {
+        ids: vec![1, 2, 3, 4, 9],
+        bigrams: true,
+    };
+    assert_eq!(tokens(json!([[3], [9]])), extended);
+    assert_eq!(
+        tokens(json!([[3, 4], [9, 8]])),
+        extended,
+        "two draft modules"
+    );
+    for absent in [json!(null), json!([]), json!([null, null]), json!([[], []])] {
+        assert_eq!(tokens(absent), plain);
+    }
+}
+
+#[test]
 fn array_tail_is_read_by_position_or_type() {
     let full = EventOrigin {
         group: Some(2),

@@ -151,6 +151,7 @@ fn source_status(number: u8) -> SourceStatus {
         freshness,
         reason,
         engine_block_size,
+        windows: None,
     }
 }
 

@@ -196,6 +196,7 @@ pub(super) fn decode_ranks(message: &pb::Ranks) -> Result<RemoteRanks, IndexMess
             freshness: decode_freshness(message.freshness)?,
             reason: decode_reason(message.reason)?,
             engine_block_size: NonZeroU32::new(message.engine_block_size).map(BlockSize),
+            windows: None,
         };
         let rank = WorkerRank {
             worker: WorkerId(message.worker_id),

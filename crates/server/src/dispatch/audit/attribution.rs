@@ -35,6 +35,8 @@ pub struct HitForecast {
     pub chance_tokens: u64,
     /// Tokens per block.
     pub block_size: BlockSize,
+    /// Whether the last matched block is not counted, because the engine computes it again.
+    pub recomputes_last_block: bool,
 }
 
 impl HitForecast {
@@ -59,6 +61,7 @@ impl HitForecast {
             captured_tokens: computed_by.cached_tokens,
             chance_tokens: computed_by.chance_cached_tokens,
             block_size: route.block_size,
+            recomputes_last_block: false,
         }
     }
 }
@@ -82,6 +85,8 @@ pub struct MissEvidence {
     /// Tokens that the engine may find beyond the predicted whole blocks, because its blocks are
     /// smaller.
     pub rounding_tokens: u64,
+    /// Whether forecast and report differ only in the last matched block.
+    pub is_last_block_difference: bool,
 }
 
 /// Evidence in the KV events, ordered so that the maximum over several prompts counts.
@@ -122,6 +127,9 @@ pub enum MissCause {
     StoredMeanwhile,
     /// The engine has smaller blocks, so it reused a part of a block of warmroute.
     BlockRounding,
+    /// The engine began or stopped to recompute the last matched block, and this was not learned
+    /// yet.
+    DroppedBlock,
     /// The index was wrong.
     StaleIndex,
     /// Either evicted or a stale index: too many events have arrived since to decide.
@@ -141,13 +149,14 @@ const _: () = assert!(MissCause::ALL.len() == MissCause::LoadOnly as usize + 1);
 
 impl MissCause {
     /// All causes.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::BlockAlignment,
         Self::NotCached,
         Self::LoadBalancing,
         Self::Evicted,
         Self::StoredMeanwhile,
         Self::BlockRounding,
+        Self::DroppedBlock,
         Self::StaleIndex,
         Self::Unknown,
         Self::TokenMismatch,
@@ -165,6 +174,7 @@ impl MissCause {
             MissCause::Evicted => "evicted",
             MissCause::StoredMeanwhile => "stored_meanwhile",
             MissCause::BlockRounding => "block_rounding",
+            MissCause::DroppedBlock => "dropped_block",
             MissCause::StaleIndex => "stale_index",
             MissCause::Unknown => "unknown",
             MissCause::TokenMismatch => "token_mismatch",
@@ -183,6 +193,7 @@ impl MissCause {
             MissCause::Evicted => "evicted before the prefill",
             MissCause::StoredMeanwhile => "stored before the prefill",
             MissCause::BlockRounding => "the engine's blocks are smaller than `block_size`",
+            MissCause::DroppedBlock => "the engine recomputes the last matched block",
             MissCause::StaleIndex => "the index was out of date",
             MissCause::Unknown => "too many later events to decide",
             MissCause::TokenMismatch => "the engine's tokens differ",
@@ -332,6 +343,7 @@ fn prediction_error(
         0 => return None,
         _ if forecast.mode != Mode::Exact => MissCause::Approximate,
         1.. if difference as u64 <= evidence.rounding_tokens => MissCause::BlockRounding,
+        _ if evidence.is_last_block_difference => MissCause::DroppedBlock,
         _ if evidence.events == EventEvidence::Unknown => MissCause::Unknown,
         _ if evidence.events == EventEvidence::Absent => MissCause::StaleIndex,
         ..0 => MissCause::Evicted,

@@ -78,6 +78,7 @@ fn response(audit: &CacheAudit, captured: u64, cached: u64) -> AuditedResponse {
         captured_tokens: captured,
         chance_tokens: 0,
         block_size: SIZE,
+        recomputes_last_block: audit.router.recomputes_last_block(RANK.worker),
     };
     AuditedResponse::new(
         forecast,
@@ -203,7 +204,7 @@ fn only_events_of_prompt_blocks_explain_a_difference() {
     use MissCause::{Evicted, StaleIndex, StoredMeanwhile};
     type Case = (&'static str, u64, u64, Vec<KvEvent>, MissCause);
     let cases: [Case; 7] = [
-        ("only other blocks", 32, 16, with_others(&[]), StaleIndex),
+        ("only other blocks", 32, 0, with_others(&[]), StaleIndex),
         (
             "stored again without eviction",
             32,
@@ -276,7 +277,7 @@ fn stores_of_busy_rank_are_no_eviction_evidence() {
         let (audit, mut writer, _) = audit();
         writer.apply(&stored(1, 2));
         let start = Instant::now();
-        audit.record_response(response(&audit, 32, 16), start);
+        audit.record_response(response(&audit, 32, 0), start);
         (100..100 + stores).for_each(|name| _ = writer.apply(&store(name)));
         (100..100 + removals).for_each(|name| _ = writer.apply(&removed(name, name)));
         audit.resolve_due(start + EVENT_GRACE);
@@ -294,7 +295,7 @@ fn events_before_the_request_explain_nothing() {
     let (audit, mut writer, _) = audit();
     writer.apply(&stored(1, 2));
     let start = Instant::now();
-    audit.record_response(response(&audit, 32, 16), start);
+    audit.record_response(response(&audit, 32, 0), start);
     audit.resolve_due(start + EVENT_GRACE);
     assert_eq!(audit.totals().models["m"].errors[&MissCause::StaleIndex], 1);
 }
@@ -399,6 +400,33 @@ fn evicted_blocks_of_concurrent_request_explain_surplus() {
         audit.totals().models["m"].errors,
         [(MissCause::StoredMeanwhile, 1)].into()
     );
+}
+
+#[test]
+fn dropped_last_block_is_learned_from_responses() {
+    use MissCause::{DroppedBlock, StaleIndex};
+    let (audit, mut writer, _) = audit();
+    writer.apply(&stored(1, 4));
+    let mut now = Instant::now();
+    let mut respond = |captured: u64, cached: u64| {
+        audit.record_response(response(&audit, captured, cached), now);
+        now += EVENT_GRACE;
+        audit.resolve_due(now);
+        let errors = audit.totals().models["m"].errors.clone();
+        (audit.router.recomputes_last_block(RANK.worker), errors)
+    };
+    // A response without cached tokens may belong to a request that reads no cache.
+    assert_eq!(respond(16, 0), (false, [(StaleIndex, 1)].into()));
+    let dropped = |count| [(StaleIndex, 1), (DroppedBlock, count)].into();
+    assert_eq!(respond(64, 48), (false, dropped(1)));
+    assert_eq!(respond(64, 48), (true, dropped(2)));
+    assert_eq!(respond(48, 48), (true, dropped(2)));
+    // Another engine reuses all blocks.
+    assert_eq!(respond(48, 64), (false, dropped(3)));
+    // After that, a single difference is more likely an error of the index.
+    let (drops, errors) = respond(64, 48);
+    assert!(!drops);
+    assert_eq!(errors, [(StaleIndex, 2), (DroppedBlock, 3)].into());
 }
 
 #[test]

@@ -38,6 +38,8 @@ fn path_suffix_selects_api() {
         ("/v1/responses", Some(ApiKind::Responses)),
         ("/v1/responses/resp_1", None),
         ("/v1/score", Some(ApiKind::Score)),
+        ("/v1/decisions", Some(ApiKind::Score)),
+        ("/v1/systemone", Some(ApiKind::Score)),
         ("/rerank", Some(ApiKind::Rerank)),
         ("/v2/rerank", Some(ApiKind::Rerank)),
         ("/tokenize", Some(ApiKind::Tokenize)),

@@ -131,6 +131,7 @@ fn every_enum_value_round_trips() {
                 freshness,
                 reason,
                 engine_block_size,
+                windows: None,
             },
             has_cache_groups: index % 2 == 0,
         }

@@ -19,6 +19,7 @@ fn forecast(available: u64, captured: u64) -> HitForecast {
         captured_tokens: captured,
         chance_tokens: captured / 2,
         block_size: BlockSize::new(16).unwrap(),
+        recomputes_last_block: false,
     }
 }
 
@@ -26,6 +27,7 @@ const NO_EVIDENCE: MissEvidence = MissEvidence {
     events: EventEvidence::Absent,
     served_elsewhere: false,
     rounding_tokens: 0,
+    is_last_block_difference: false,
 };
 
 /// Returns the usage of a prompt of 100 tokens.
