@@ -21,22 +21,22 @@ pub(crate) enum SpeculativeDecoding {
     /// None.
     #[default]
     None,
-    /// The last matched block of each prompt is computed again: EAGLE and MTP in vLLM up to 0.32.
+    /// The engine recomputes the last matched block of each prompt: EAGLE and MTP in vLLM up to 0.32.
     DropLastBlock,
-    /// The key of a block includes the next token: EAGLE and MTP in vLLM 0.33 and later.
+    /// The hash of a block also covers the next token: EAGLE and MTP in vLLM 0.33 and later.
     Lookahead,
 }
 
-/// Size of blocks in tokens.
+/// Block size in tokens, and the tokens that a block hash covers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct BlockLayout {
     pub(crate) size: usize,
-    /// Number of tokens after a block that its key includes.
+    /// Number of tokens after a block that its hash covers.
     pub(crate) lookahead: usize,
 }
 
 impl BlockLayout {
-    /// Returns the number of blocks with a key among this many tokens.
+    /// Returns the number of blocks of this many tokens whose hash can be computed.
     fn complete_blocks(self, tokens: usize) -> usize {
         tokens.saturating_sub(self.lookahead) / self.size
     }
@@ -75,7 +75,7 @@ pub(crate) struct StoredBlocks {
     pub(crate) hashes: Vec<EngineHash>,
     pub(crate) parent: Option<EngineHash>,
     pub(crate) tokens: Vec<u32>,
-    /// Tokens after each block that its key includes. Empty if there are none.
+    /// Tokens after each block that its hash covers. Empty if there are none.
     pub(crate) lookahead: Vec<Vec<u32>>,
     pub(crate) extra_keys: Vec<Option<Vec<Arc<str>>>>,
     pub(crate) lora: Option<LoraAdapter>,

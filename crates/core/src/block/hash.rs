@@ -61,6 +61,15 @@ pub enum BlockWindows {
 }
 
 impl BlockWindows {
+    /// Returns the windows of block hashes that also cover the next token, or do not.
+    pub fn new(covers_next_token: bool) -> Self {
+        if covers_next_token {
+            Self::Eagle
+        } else {
+            Self::Plain
+        }
+    }
+
     /// Returns the number of complete blocks of this many tokens.
     pub fn blocks(self, tokens: usize, block_size: BlockSize) -> usize {
         match self {

@@ -134,9 +134,8 @@ impl ConfirmedBlocks {
         })
     }
 
-    /// Returns the last uses of the leading blocks of a prompt. Runs within the
-    /// first `in_flight` blocks count as held, because prompts in flight share them. Empty on ranks
-    /// with a time to live.
+    /// Returns the last uses of the leading blocks of a prompt. Runs within the first `in_flight`
+    /// blocks count as held, because prompts in flight share them. Empty on ranks with a time to live.
     pub(super) fn earlier_uses(&self, blocks: &[LocalHash], in_flight: usize) -> Vec<EarlierUse> {
         let state = self.state.lock();
         let Some(state) = state.as_ref().filter(|_| self.policy.has_leases()) else {

@@ -239,11 +239,7 @@ fn check_event_hashes(
     let tokens = canary.tokens.as_ref()?;
     let salt = CacheSalt::default();
     let content = PromptContent {
-        windows: if stored.tokens.bigrams {
-            BlockWindows::Eagle
-        } else {
-            BlockWindows::Plain
-        },
+        windows: BlockWindows::new(stored.tokens.bigrams),
         ..PromptContent::text(tokens, &salt)
     };
     let ours = BlockHashes::from_content(&content, facts.worker.block_size);

@@ -103,11 +103,7 @@ impl EncoderRegistry {
             if self.is_new_lack(&model.name, lacks_tokenizer) {
                 warn!(model = %model.name, "no tokenizer configured; requests of this model are routed by load only");
             }
-            let windows = if model.eagle {
-                BlockWindows::Eagle
-            } else {
-                BlockWindows::Plain
-            };
+            let windows = BlockWindows::new(model.eagle);
             let encoder = found.as_ref().map(|(_, encoder)| encoder.clone());
             loaded.by_model.extend(
                 encoder

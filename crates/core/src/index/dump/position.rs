@@ -59,11 +59,7 @@ pub(super) fn decode(bytes: &[u8]) -> Result<EventPosition, DumpError> {
         groups: Vec::new(),
         block_sizes: sizes,
         engine_block_size: engine,
-        windows: is_set(2).then_some(if is_set(3) {
-            BlockWindows::Eagle
-        } else {
-            BlockWindows::Plain
-        }),
+        windows: is_set(2).then_some(BlockWindows::new(is_set(3))),
         has_dropped_stores: is_set(0),
     };
     decode_rows(groups, &mut reader_state.groups)?;

@@ -152,8 +152,18 @@ fn two_small_workers(clock: &Clock, source: SessionCacheSource) -> (Router, [Eng
     (router, caches)
 }
 
-/// Returns the share of cached blocks in the second half of the turns, and the worker of the last turn of
-/// each session.
+/// Completes a request for this number of blocks, of which the engine found some cached.
+fn complete(router: &Router, clock: &Clock, mut placement: Placement, blocks: u64, found: u64) {
+    router.resolve_predictions(&mut placement, 200);
+    clock.advance(Duration::from_millis(20 + (blocks - found)));
+    placement.reservation.on_first_token();
+    router.learn_first_token(&mut placement);
+    router.apply_reported_cached_tokens(&mut placement, found * 4);
+    router.finish(placement);
+}
+
+/// Returns the share of cached blocks in the second half of the turns, and the worker of the last turn
+/// of each session.
 fn serve_sessions(source: SessionCacheSource, first_turn: FirstTurnPlacement) -> (f64, Vec<u64>) {
     let clock = Clock::default();
     let (router, mut caches) = two_small_workers(&clock, source);
@@ -167,15 +177,10 @@ fn serve_sessions(source: SessionCacheSource, first_turn: FirstTurnPlacement) ->
             if turn == 0 && first_turn == FirstTurnPlacement::ThreeOnFirst {
                 request.constraints.allowed = Some([WorkerId(session / 3)].into());
             }
-            let mut placement = router.route(request).unwrap();
+            let placement = router.route(request).unwrap();
             let WorkerId(worker) = placement.route.to.rank.worker;
-            router.resolve_predictions(&mut placement, 200);
             let found = caches[worker as usize].serve(session, blocks);
-            clock.advance(Duration::from_millis(20 + (blocks - found)));
-            placement.reservation.on_first_token();
-            router.learn_first_token(&mut placement);
-            router.apply_reported_cached_tokens(&mut placement, found * 4);
-            router.finish(placement);
+            complete(&router, &clock, placement, blocks, found);
             workers[session as usize] = worker;
             if turn >= TURNS / 2 {
                 cached += found;
@@ -247,14 +252,10 @@ fn free_blocks_decide_between_almost_equal_costs() {
         for session in 0..2 {
             let blocks = SESSION_BLOCKS;
             let prompt = (0..blocks).map(|at| block(session, at)).collect();
-            let mut placement = router.route(request(&[prompt])).unwrap();
+            let placement = router.route(request(&[prompt])).unwrap();
             let WorkerId(worker) = placement.route.to.rank.worker;
-            router.resolve_predictions(&mut placement, 200);
             let found = caches[worker as usize].serve(session, blocks);
-            clock.advance(Duration::from_millis(20 + (blocks - found)));
-            placement.reservation.on_first_token();
-            router.learn_first_token(&mut placement);
-            router.finish(placement);
+            complete(&router, &clock, placement, blocks, found);
             requests[worker as usize] += 1;
         }
         assert_eq!(requests, [1, 1], "{source:?}");

@@ -24,11 +24,7 @@ pub(in crate::kv_events) struct StoredRun<'a> {
 
 impl<'a> StoredRun<'a> {
     pub(in crate::kv_events) fn windows(&self) -> BlockWindows {
-        if self.bigrams {
-            BlockWindows::Eagle
-        } else {
-            BlockWindows::Plain
-        }
+        BlockWindows::new(self.bigrams)
     }
 
     /// Returns the tokens of the blocks, with placeholder tokens replaced by pad tokens. Objects
