@@ -296,6 +296,7 @@ impl SelectionCase {
             running_blocks: 0,
             timing: RankTiming::default(),
             free_blocks: 0,
+            eviction_value: 1.0,
             total_blocks: None,
             load: load.map_or(ActiveLoad::default(), |load| ActiveLoad {
                 active_blocks: load.active_decode_blocks,

@@ -183,6 +183,7 @@ fn candidate(rank_inputs: &RankInputs) -> Candidate {
         running_blocks: 0,
         load,
         free_blocks: 0,
+        eviction_value: 1.0,
         total_blocks: None,
         timing: RankTiming::default(),
         additional_blocks: additional,

@@ -11,6 +11,7 @@
 //! own index, so a request that the engine rejects neither leaves blocks nor evicts any.
 
 mod confirmed;
+mod eviction_age;
 mod in_flight;
 mod policy;
 mod predicted_tree;
@@ -28,11 +29,13 @@ use crate::worker::{RankSlot, WorkerRank};
 
 use confirmed::ConfirmedBlocks;
 pub use confirmed::PredictionLease;
+pub use eviction_age::EvictionAge;
+use eviction_age::MeanEvictionAge;
 pub use in_flight::InFlightPrompt;
 use in_flight::InFlightPrompts;
 pub use policy::{EffectivePolicy, EvictionPolicy, TtlPolicy};
 use rules::PredictorRules;
-pub use stats::{PredictStats, RankPrediction};
+pub use stats::{PredictStats, PredictedUsage, RankPrediction};
 
 /// Predicted caches of all ranks.
 pub struct Predictor {
@@ -78,6 +81,7 @@ impl Predictor {
             beside_events: false,
             start: clock(),
             clock: Box::new(clock),
+            eviction_age: MeanEvictionAge::default(),
         })
     }
 
@@ -93,6 +97,7 @@ impl Predictor {
             beside_events: true,
             start: clock(),
             clock: Box::new(clock),
+            eviction_age: MeanEvictionAge::default(),
         })
     }
 
@@ -206,11 +211,16 @@ impl Predictor {
         }
     }
 
-    /// Returns the number of prompt blocks and generated blocks predicted for a slot.
-    pub fn used_blocks(&self, slot: RankSlot) -> u64 {
+    /// Returns the mean age of recently evicted blocks.
+    pub fn eviction_age(&self) -> EvictionAge {
+        self.rules.eviction_age()
+    }
+
+    /// Returns how the blocks of a slot are used. Without a rank, no blocks are used.
+    pub fn usage(&self, slot: RankSlot, age: EvictionAge) -> PredictedUsage {
         let ranks = self.ranks.read();
         let rank = ranks.get(slot.index()).and_then(Option::as_ref);
-        rank.map_or(0, |rank| rank.confirmed.used_blocks())
+        rank.map_or(PredictedUsage::NONE, |rank| rank.confirmed.usage(age))
     }
 
     /// Removes expired blocks. To be called about every [`TtlPolicy::STEP`].

@@ -121,6 +121,8 @@ pub struct Candidate {
     pub total_blocks: Option<u64>,
     /// Blocks that can be filled without an eviction. 0 if unknown, or not used by the policy.
     pub free_blocks: u64,
+    /// Value of the blocks that the rank evicts next, relative to those of other ranks; at most 1.
+    pub eviction_value: f64,
     /// Prompt blocks that the rank does not hold for running requests yet.
     pub additional_blocks: u64,
     /// Sum of the weights of the preferred taints that the worker has.

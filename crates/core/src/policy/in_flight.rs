@@ -119,6 +119,7 @@ mod tests {
             timing: RankTiming::default(),
             total_blocks: None,
             free_blocks: 0,
+            eviction_value: 1.0,
             additional_blocks: 0,
             taint_preference: 0.0,
         }

@@ -252,9 +252,13 @@ impl<'a> SecondsModel<'a> {
         };
         let free = candidate.free_blocks as f64;
         let new = self.prompt_tokens / self.block_size - candidate.device_blocks();
-        let evicting = if new > free { 1.0 - free / new } else { 0.0 };
+        let evicting = if new > free {
+            candidate.eviction_value * (1.0 - free / new)
+        } else {
+            0.0
+        };
         let used = 1.0 - free / (total as f64).max(1.0);
-        evicting + USED_BLOCK_WEIGHT * (used - evicting)
+        (1.0 - USED_BLOCK_WEIGHT) * evicting + USED_BLOCK_WEIGHT * used
     }
 
     /// Returns the seconds of the KV transfer. Blocks that the rank has cached are not transferred.

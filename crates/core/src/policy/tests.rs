@@ -18,6 +18,7 @@ fn candidate() -> Candidate {
         timing: RankTiming::default(),
         total_blocks: None,
         free_blocks: 0,
+        eviction_value: 1.0,
         additional_blocks: 4,
         taint_preference: 0.0,
     }

@@ -5,10 +5,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use parking_lot::{Mutex, MutexGuard};
 
+use super::eviction_age::EvictionAge;
 use super::policy::EffectivePolicy;
 use super::predicted_tree::{self, EarlierUse, PredictedTree, PromptUse, RunId, UseStamp};
 use super::rules::PredictorRules;
-use super::stats::RankPrediction;
+use super::stats::{PredictedUsage, RankPrediction};
 use crate::block::{BlockHashes, LocalHash};
 use crate::index::PathWriter;
 use crate::worker::{RankSlot, WorkerRank};
@@ -27,6 +28,8 @@ pub(super) struct ConfirmedBlocks {
     rules: Arc<PredictorRules>,
     /// Number of prompt blocks and generated blocks.
     used: AtomicU64,
+    /// Expiry step of the least recently used block that can be evicted, `u64::MAX` without one.
+    oldest: AtomicU64,
     /// `None` after the slot was closed.
     state: Mutex<Option<ConfirmedState>>,
 }
@@ -72,6 +75,7 @@ impl ConfirmedBlocks {
             policy,
             rules,
             used: AtomicU64::new(0),
+            oldest: AtomicU64::new(u64::MAX),
             state: Mutex::new(Some(state)),
         }
     }
@@ -168,15 +172,20 @@ impl ConfirmedBlocks {
         }
     }
 
-    /// Evicts blocks above the limit that no request holds, and publishes the number of blocks.
+    /// Evicts blocks above the limit that no request holds, and publishes the use of the blocks.
     fn make_room(&self, state: &mut ConfirmedState) {
-        state.make_room(self.policy.max_blocks());
+        state.make_room(self.policy.max_blocks(), &self.rules);
         self.used.store(state.used(), Ordering::Relaxed);
+        let oldest = state.tree.oldest();
+        let oldest = oldest.map_or(u64::MAX, |(stamp, _)| stamp.expiry_step);
+        self.oldest.store(oldest, Ordering::Relaxed);
     }
 
-    /// Returns the number of prompt blocks and generated blocks.
-    pub(super) fn used_blocks(&self) -> u64 {
-        self.used.load(Ordering::Relaxed)
+    pub(super) fn usage(&self, age: EvictionAge) -> PredictedUsage {
+        PredictedUsage {
+            used_blocks: self.used.load(Ordering::Relaxed),
+            eviction_value: age.relative_value(self.oldest.load(Ordering::Relaxed)),
+        }
     }
 
     /// Removes the blocks that were recorded with this use and are not used otherwise.
@@ -302,13 +311,17 @@ impl ConfirmedState {
     }
 
     /// Evicts blocks above the limit that no request holds.
-    fn make_room(&mut self, limit: u64) {
+    fn make_room(&mut self, limit: u64, rules: &PredictorRules) {
+        let now = rules.expiry_step();
         loop {
             let used = self.used();
-            let Some((_, oldest)) = self.tree.oldest().filter(|_| used > limit) else {
+            let Some((stamp, oldest)) = self.tree.oldest().filter(|_| used > limit) else {
                 break;
             };
-            self.evicted += self.tree.evict(oldest, used - limit);
+            let evicted = self.tree.evict(oldest, used - limit);
+            self.evicted += evicted;
+            let unused = now.saturating_sub(stamp.expiry_step);
+            rules.eviction_age.record(evicted, unused);
         }
     }
 }

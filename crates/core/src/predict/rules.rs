@@ -2,6 +2,7 @@
 
 use std::time::Instant;
 
+use super::eviction_age::{EvictionAge, MeanEvictionAge};
 use super::policy::{EvictionPolicy, TtlPolicy};
 
 /// Clock and policy shared by all ranks.
@@ -11,9 +12,16 @@ pub(super) struct PredictorRules {
     pub(super) beside_events: bool,
     pub(super) start: Instant,
     pub(super) clock: Box<dyn Fn() -> Instant + Send + Sync>,
+    /// Age of the blocks that the ranks evicted.
+    pub(super) eviction_age: MeanEvictionAge,
 }
 
 impl PredictorRules {
+    /// Returns the mean age of recently evicted blocks.
+    pub(super) fn eviction_age(&self) -> EvictionAge {
+        self.eviction_age.at(self.expiry_step())
+    }
+
     /// Returns the number of complete time steps since the start.
     pub(super) fn current_step(&self) -> u64 {
         let passed = (self.clock)().saturating_duration_since(self.start);

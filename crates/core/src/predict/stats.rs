@@ -1,9 +1,27 @@
-//! Size of predicted caches.
+//! Size and use of predicted caches.
 
 use serde::Serialize;
 
 use super::policy::EffectivePolicy;
 use crate::worker::{RankSlot, WorkerRank};
+
+/// Use of the blocks of one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct PredictedUsage {
+    /// Prompt blocks and generated blocks.
+    pub used_blocks: u64,
+    /// Value of the blocks that the rank evicts next, relative to recently evicted blocks of all
+    /// ranks; at most 1.
+    pub eviction_value: f64,
+}
+
+impl PredictedUsage {
+    /// No blocks.
+    pub const NONE: Self = Self {
+        used_blocks: 0,
+        eviction_value: 1.0,
+    };
+}
 
 /// Size of a predictor.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]

@@ -146,6 +146,29 @@ fn size_limit_evicts_least_recent_tails_first() {
 }
 
 #[test]
+fn eviction_value_falls_with_age_of_oldest_blocks() {
+    let bed = TestBed::new(lru(Some(4)));
+    bed.predictor.open(A, rank_of(A), None);
+    bed.predictor.open(B, rank_of(B), None);
+    let value = |slot| {
+        let age = bed.predictor.eviction_age();
+        bed.predictor.usage(slot, age).eviction_value
+    };
+    drop(bed.record(B, &[9]));
+    bed.wait(10_000);
+    assert_eq!(value(B), 1.0, "nothing was evicted yet");
+    for block in 0..8 {
+        drop(bed.record(A, &[block]));
+        bed.wait(500);
+    }
+    assert_eq!(value(A), 1.0);
+    // Evicted after 2 s, and unused for 14 s: less than blocks of twice the mean age.
+    assert!((value(B) - 4.0 / 14.0).abs() < 0.01, "{}", value(B));
+    drop(bed.record(B, &[9]));
+    assert_eq!(value(B), 1.0);
+}
+
+#[test]
 fn lru_evicts_longest_released_and_keeps_held_blocks() {
     let mut test_bed = TestBed::new(lru(None));
     assert_eq!(

@@ -13,7 +13,7 @@ use crate::block::BlockHashes;
 use crate::fleet::{Fleet, FleetMember};
 use crate::index::{DeviceBlockCounts, HybridSlots, Overlaps, PrefixIndex};
 use crate::load::ActiveLoad;
-use crate::predict::Predictor;
+use crate::predict::{EvictionAge, PredictedUsage, Predictor};
 
 /// Everything that is known about the caches of the workers.
 pub(super) struct CacheLookup {
@@ -30,20 +30,30 @@ pub(super) struct CacheLookup {
 /// Cached blocks of each rank: reported, or predicted for ranks without events.
 pub(super) struct CachedBlockCounts<'a> {
     reported: DeviceBlockCounts,
-    predicted: Option<&'a Predictor>,
+    predicted: Option<(&'a Predictor, EvictionAge)>,
 }
 
 /// KV blocks of a rank.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 pub(super) struct RankBlocks {
     /// All blocks. `None` if their number is unknown.
     pub(super) total: Option<u64>,
     /// Blocks that are neither cached nor needed by outstanding prefills; 0 if the total is unknown.
     pub(super) free: u64,
+    /// Value of the blocks that are evicted next, relative to those of other ranks.
+    pub(super) eviction_value: f64,
+}
+
+impl RankBlocks {
+    const UNKNOWN: Self = Self {
+        total: None,
+        free: 0,
+        eviction_value: 1.0,
+    };
 }
 
 impl CachedBlockCounts<'_> {
-    /// Returns the blocks of a rank, or the default if the policy does not need them.
+    /// Returns the blocks of a rank, or that they are unknown if the policy does not need them.
     #[inline]
     pub(super) fn of_rank(
         &self,
@@ -53,15 +63,19 @@ impl CachedBlockCounts<'_> {
     ) -> RankBlocks {
         let total = member.worker.capacity.total_kv_blocks.filter(|_| is_needed);
         let Some(blocks) = total else {
-            return RankBlocks::default();
+            return RankBlocks::UNKNOWN;
         };
         let slot = member.slot;
-        let predicted = self.predicted.map_or(0, |it| it.used_blocks(slot));
-        let cached = self.reported.get(slot).max(predicted);
+        let predicted = match self.predicted {
+            Some((predictor, age)) => predictor.usage(slot, age),
+            None => PredictedUsage::NONE,
+        };
+        let cached = self.reported.get(slot).max(predicted.used_blocks);
         let block = member.worker.block_size.tokens() as u64;
         RankBlocks {
             total,
             free: blocks.saturating_sub(cached + load.active_prefill_tokens / block),
+            eviction_value: predicted.eviction_value,
         }
     }
 }
@@ -92,9 +106,10 @@ impl CacheLookup {
 
     /// Returns the cached blocks of each rank.
     pub(super) fn cached_block_counts(&self) -> CachedBlockCounts<'_> {
+        let predictor = self.predictors.without_events.as_deref();
         CachedBlockCounts {
             reported: self.index.device_block_counts(),
-            predicted: self.predictors.without_events.as_deref(),
+            predicted: predictor.map(|it| (it, it.eviction_age())),
         }
     }
 

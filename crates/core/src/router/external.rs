@@ -132,6 +132,7 @@ impl Router {
                         .unwrap_or_default(),
                     total_blocks: cache.total,
                     free_blocks: cache.free,
+                    eviction_value: cache.eviction_value,
                     additional_blocks: additional.for_slot(member.slot),
                     taint_preference: taint_preference(
                         &context.request.constraints,

@@ -255,6 +255,7 @@ impl<'f> PhaseDecider<'_, 'f> {
                 timing,
                 total_blocks: cache.total,
                 free_blocks: cache.free,
+                eviction_value: cache.eviction_value,
                 additional_blocks: additional.for_slot(member.slot),
                 taint_preference: taint_preference(&pool.constraints, &member.worker),
             });

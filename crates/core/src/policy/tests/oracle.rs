@@ -86,6 +86,7 @@ fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
                 timing,
                 total_blocks: None,
                 free_blocks: 0,
+                eviction_value: 1.0,
                 taint_preference: preference,
                 freshness_credit,
             }

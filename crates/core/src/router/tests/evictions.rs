@@ -30,6 +30,8 @@ enum FirstTurnPlacement {
     Chosen,
     /// The first worker serves three sessions, which do not fit.
     ThreeOnFirst,
+    /// The same, after the second worker lost a full cache that was last used long ago.
+    ThreeOnFirstSecondStale,
 }
 
 /// Cache of one engine, which evicts the least recently used blocks.
@@ -162,11 +164,28 @@ fn complete(router: &Router, clock: &Clock, mut placement: Placement, blocks: u6
     router.finish(placement);
 }
 
+/// Fills the predicted cache of the second worker with blocks of other prompts, which are not used
+/// for some time. The engine does not have them any more.
+fn fill_second_cache(router: &Router, clock: &Clock) {
+    const PROMPT_BLOCKS: u64 = 50;
+    for session in 0..CAPACITY / PROMPT_BLOCKS {
+        let prompt = (0..PROMPT_BLOCKS).map(|at| block(100 + session, at));
+        let mut request = request(&[prompt.collect()]);
+        request.constraints.allowed = Some([WorkerId(1)].into());
+        let placement = router.route(request).unwrap();
+        complete(router, clock, placement, PROMPT_BLOCKS, 0);
+    }
+    clock.advance(Duration::from_secs(60));
+}
+
 /// Returns the share of cached blocks in the second half of the turns, and the worker of the last turn
 /// of each session.
 fn serve_sessions(source: SessionCacheSource, first_turn: FirstTurnPlacement) -> (f64, Vec<u64>) {
     let clock = Clock::default();
     let (router, mut caches) = two_small_workers(&clock, source);
+    if first_turn == FirstTurnPlacement::ThreeOnFirstSecondStale {
+        fill_second_cache(&router, &clock);
+    }
     let (mut cached, mut total) = (0, 0);
     let mut workers = vec![0; SESSIONS as usize];
     for turn in 0..TURNS {
@@ -174,7 +193,7 @@ fn serve_sessions(source: SessionCacheSource, first_turn: FirstTurnPlacement) ->
             let blocks = SESSION_BLOCKS + turn * BLOCKS_PER_TURN;
             let prompt = (0..blocks).map(|at| block(session, at)).collect();
             let mut request = request(&[prompt]);
-            if turn == 0 && first_turn == FirstTurnPlacement::ThreeOnFirst {
+            if turn == 0 && first_turn != FirstTurnPlacement::Chosen {
                 request.constraints.allowed = Some([WorkerId(session / 3)].into());
             }
             let placement = router.route(request).unwrap();
@@ -199,6 +218,7 @@ fn sessions_spread_evenly_when_one_cache_is_full() {
         (Events, ThreeOnFirst),
         (Predictions, Chosen),
         (Predictions, ThreeOnFirst),
+        (Predictions, ThreeOnFirstSecondStale),
     ] {
         let (share, workers) = serve_sessions(source, first_turn);
         let on_first = workers.iter().filter(|worker| **worker == 0).count();
