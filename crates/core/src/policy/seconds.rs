@@ -243,8 +243,9 @@ impl<'a> SecondsModel<'a> {
         answer_seconds * ending / (requests + 1.0)
     }
 
-    /// Returns the weighted mean of two shares: new blocks of the prompt that evict others, and used
-    /// blocks of the rank. The second lets free blocks decide between almost equal costs.
+    /// Returns the weighted mean of two shares: new blocks of the prompt that evict others, times the
+    /// value of those, and used blocks of the rank. The second lets free blocks decide between almost
+    /// equal costs.
     #[inline(always)]
     fn evicting_share(&self, candidate: &Candidate) -> f64 {
         let Some(total) = candidate.total_blocks else {
