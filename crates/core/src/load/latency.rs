@@ -10,6 +10,7 @@ mod coefficients;
 mod fit;
 mod limits;
 mod model;
+mod recent;
 mod recovery;
 mod registry;
 mod slow_rank;

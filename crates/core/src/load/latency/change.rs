@@ -14,8 +14,8 @@ const FASTER_RATIO: f64 = 0.7;
 const MAX_RATIO: f64 = 3.0;
 
 /// Sums of evidence above which a change counts as detected. A rank of half the speed exceeds the
-/// first one after about ten long prefills, a rank of twice the speed the second one after about
-/// forty. In the simulator `judge`, unchanged ranks exceed neither.
+/// first one after about ten long prefills. A rank of twice the speed exceeds the second one later,
+/// and the only rank in use never exceeds it.
 const SLOWER_EVIDENCE: f64 = 5.0;
 const FASTER_EVIDENCE: f64 = 8.0;
 

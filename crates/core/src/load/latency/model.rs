@@ -9,6 +9,7 @@ use super::coefficients::{
     DecodeBatch, DecodeFit, LatencyCoefficients, PREFILL_MARGIN, PRIOR, PrefillFit, PrefillWork,
 };
 use super::limits::LatencyLimits;
+use super::recent::RecentTimes;
 use super::recovery::{FastestFactors, TrialLimit};
 use super::slow_rank::{MedianFactors, RankSpeed, SpeedChange};
 use super::slowdown::{MeanFactors, RankSlowdown, SlowdownFactors, TimeSums};
@@ -115,6 +116,10 @@ pub(crate) struct ModelLatency {
     output_tokens: f64,
     transfer: TransferTime,
     #[serde(skip)]
+    recent_prefills: RecentTimes,
+    #[serde(skip)]
+    recent_steps: RecentTimes,
+    #[serde(skip)]
     fastest: FastestFactors,
     #[serde(skip)]
     median: MedianFactors,
@@ -151,6 +156,8 @@ impl Default for ModelLatency {
             coefficients: PRIOR,
             output_tokens: PRIOR_OUTPUT_TOKENS,
             transfer: TransferTime::default(),
+            recent_prefills: RecentTimes::default(),
+            recent_steps: RecentTimes::default(),
             fastest: FastestFactors::default(),
             median: MedianFactors::default(),
             trial_limit: TrialLimit::default(),
@@ -183,6 +190,7 @@ impl ModelLatency {
             return false;
         }
         *self = Self {
+            recent_steps: self.recent_steps,
             traffic: std::mem::take(&mut self.traffic),
             booked_prefills: self.booked_prefills,
             time_to_first_token: self.time_to_first_token,
@@ -365,7 +373,12 @@ impl ModelLatency {
         let mut observed = elapsed.as_secs_f64();
         if self.prefill.0.observed() >= MIN_PREFILLS {
             observed = observed.min(MAX_PREFILL_RATIO * expected + PREFILL_MARGIN);
-            slowdown.add_prefill(TimeSums { observed, expected }, self.fastest, at);
+            slowdown.add_prefill(
+                TimeSums { observed, expected },
+                self.fastest,
+                &mut self.recent_prefills,
+                at,
+            );
         }
         slowdown.own.prefill.add(work, observed, expected);
         let normalized = observed / slowdown.prefill_factor;
@@ -405,7 +418,12 @@ impl ModelLatency {
                 slowdown.stalled_steps = 0;
             }
             observed = observed.min(limit);
-            slowdown.add_step(TimeSums { observed, expected }, self.fastest, at);
+            slowdown.add_step(
+                TimeSums { observed, expected },
+                self.fastest,
+                &mut self.recent_steps,
+                at,
+            );
         }
         slowdown.own.decode.add(batch, observed);
         let normalized = observed / slowdown.decode_factor;

@@ -295,7 +295,7 @@ impl FactorRange {
     /// observed to the expected time. `own` counts as at least [`SLOW_RATIO`] times `fastest`, because
     /// smaller differences are below the noise.
     fn rating(self, times: TimeSums) -> f64 {
-        let ratio = (times.observed / times.expected).max(f64::MIN_POSITIVE);
+        let ratio = times.ratio().max(f64::MIN_POSITIVE);
         let slow = self.own.max(SLOW_RATIO * self.fastest);
         let position = (ratio / self.fastest).ln() / (slow / self.fastest).ln();
         (1.0 - 2.0 * position).clamp(-1.0, 1.0)

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::change::ChangeDetector;
 use super::limits::RankLatency;
+use super::recent::RecentTimes;
 use super::recovery::{FactorRange, FastestFactors, RecoveryTrials};
 use super::slow_rank::{MedianFactors, SlowPeriod};
 use super::totals::PredictionTotals;
@@ -34,8 +35,15 @@ const SHORT_CHANGED_PREFILL: f64 = 0.02;
 
 /// Factors that differ from the median by at most this share of it count as the median, and others
 /// are moved toward it by that much. Ranks of the same speed have equal costs then, so that ties
-/// distribute the requests.
-const FACTOR_TOLERANCE: f64 = 0.05;
+/// distribute the requests. The tolerance is larger if the factor is uncertain.
+const MIN_TOLERANCE: f64 = 0.05;
+
+/// Tolerance of a factor in standard errors. Three are about two standard errors of the difference
+/// between two factors.
+const TOLERATED_ERRORS: f64 = 3.0;
+
+/// Maximum tolerance of a factor, as a share of the median.
+const MAX_TOLERANCE: f64 = 0.2;
 
 /// Slowdown of one worker rank relative to the latency model: above 1, the rank is slower.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -102,6 +110,15 @@ struct ObservationWeights {
     change: f64,
 }
 
+/// Observation from which a factor is learned.
+#[derive(Clone, Copy, Debug)]
+struct FactorObservation {
+    times: TimeSums,
+    weights: ObservationWeights,
+    /// Ratio of observed to predicted times that all ranks are assumed to have now.
+    common_ratio: f64,
+}
+
 /// Estimate of a factor: a slow average, which starts again from the last observations when the
 /// factor changes.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -109,6 +126,10 @@ struct FactorEstimate {
     /// Factor of a rank without observations.
     prior: f64,
     sums: TimeSums,
+    recent: RecentTimes,
+    /// Sum of the squared differences between observed and predicted times, with the weights of
+    /// `sums`.
+    squared_errors: f64,
     slower: ChangeDetector,
     faster: ChangeDetector,
 }
@@ -138,6 +159,8 @@ impl Default for FactorEstimate {
         Self {
             prior: 1.0,
             sums: TimeSums::default(),
+            recent: RecentTimes::default(),
+            squared_errors: 0.0,
             slower: ChangeDetector::slower(),
             faster: ChangeDetector::faster(),
         }
@@ -150,10 +173,23 @@ impl TimeSums {
         self.expected += sums.expected;
     }
 
-    fn scaled(self, factor: f64) -> Self {
+    pub(super) fn scaled(self, factor: f64) -> Self {
         Self {
             observed: self.observed * factor,
             expected: self.expected * factor,
+        }
+    }
+
+    /// Returns the ratio of the observed to the expected times.
+    pub(super) fn ratio(self) -> f64 {
+        self.observed / self.expected.max(f64::MIN_POSITIVE)
+    }
+
+    /// Returns the times with the observed ones divided by a ratio.
+    fn relative_to(self, ratio: f64) -> Self {
+        Self {
+            observed: self.observed / ratio,
+            ..self
         }
     }
 }
@@ -161,16 +197,17 @@ impl TimeSums {
 impl SlowdownFactors {
     pub(super) fn new(prefill: f64, decode: f64, median: MedianFactors) -> Self {
         Self {
-            prefill: with_tolerance(prefill, median.prefill),
-            decode: with_tolerance(decode, median.decode),
+            prefill: with_tolerance(prefill, median.prefill, 0.0),
+            decode: with_tolerance(decode, median.decode, 0.0),
         }
     }
 }
 
 /// Reduces the difference of a factor from the median by the tolerance. There is no jump, so a
 /// small change of a factor changes costs by little.
-fn with_tolerance(factor: f64, median: f64) -> f32 {
-    let tolerance = FACTOR_TOLERANCE * median;
+fn with_tolerance(factor: f64, median: f64, standard_error: f64) -> f32 {
+    let share = TOLERATED_ERRORS * standard_error / median;
+    let tolerance = share.clamp(MIN_TOLERANCE, MAX_TOLERANCE) * median;
     (factor - (factor - median).clamp(-tolerance, tolerance)) as f32
 }
 
@@ -211,12 +248,20 @@ fn geometric_mean(factors: impl Iterator<Item = f64>) -> f64 {
 impl FactorEstimate {
     /// Returns an estimate of this factor, which counts for [`CHANGED_WEIGHT`] observations.
     fn with_factor(&self, factor: f64) -> Self {
+        self.restarted(TimeSums {
+            observed: factor * (CHANGED_WEIGHT + PRIOR_WEIGHT) - PRIOR_WEIGHT * self.prior,
+            expected: CHANGED_WEIGHT,
+        })
+    }
+
+    /// Returns an estimate that starts again from these sums, with the same standard error.
+    fn restarted(&self, sums: TimeSums) -> Self {
+        let error = self.standard_error() * (sums.expected + PRIOR_WEIGHT);
         Self {
             prior: self.prior,
-            sums: TimeSums {
-                observed: factor * (CHANGED_WEIGHT + PRIOR_WEIGHT) - PRIOR_WEIGHT * self.prior,
-                expected: CHANGED_WEIGHT,
-            },
+            sums,
+            squared_errors: error * error,
+            recent: self.recent,
             ..Self::default()
         }
     }
@@ -227,30 +272,82 @@ impl FactorEstimate {
         factor.clamp(MIN_FACTOR, MAX_FACTOR)
     }
 
+    /// Returns the standard error of the factor; 0 without observations.
+    fn standard_error(&self) -> f64 {
+        self.squared_errors.sqrt() / (self.sums.expected + PRIOR_WEIGHT)
+    }
+
     /// Divides the factor and the observed times by a mean of factors. The caller multiplies the
     /// expected times of the model by it.
     fn normalize(&mut self, mean: f64) {
         self.prior /= mean;
         self.sums.observed /= mean;
+        self.squared_errors /= mean * mean;
         self.slower.normalize(mean);
         self.faster.normalize(mean);
     }
 
-    /// Adds an observation with its weights in the average and in the detection of changes.
-    fn add(&mut self, times: TimeSums, weights: ObservationWeights, retention: f64) {
-        let factor = self.factor();
-        self.sums = self.sums.scaled(retention);
-        self.sums.add(times.scaled(weights.average));
-        let evidence = times.scaled(weights.change);
-        let changed = self.slower.add(evidence, factor);
-        let changed = self.faster.add(evidence, factor).or(changed);
-        if let Some(since) = changed {
-            *self = Self {
-                prior: self.prior,
-                sums: since.scaled(CHANGED_WEIGHT / since.expected),
-                ..Self::default()
-            };
+    /// Sets the factor after a recovery.
+    fn set_factor(&mut self, factor: f64, model_recent: &mut RecentTimes) {
+        self.recent.remove_from(model_recent);
+        *self = self.with_factor(factor);
+    }
+
+    /// Computes the common ratio for an observation, then adds the observation to the recent ones.
+    fn record_recent(
+        &mut self,
+        times: TimeSums,
+        weights: ObservationWeights,
+        model_recent: &mut RecentTimes,
+    ) -> FactorObservation {
+        let common_ratio = self.recent.common_ratio(model_recent);
+        let relative = times.relative_to(self.factor());
+        self.recent
+            .add(relative.scaled(weights.average), model_recent);
+        FactorObservation {
+            times,
+            weights,
+            common_ratio,
         }
+    }
+
+    /// Adds an observation to the average and to the detection of changes.
+    fn add(
+        &mut self,
+        observation: FactorObservation,
+        retention: f64,
+        model_recent: &mut RecentTimes,
+    ) {
+        let FactorObservation {
+            times,
+            weights,
+            common_ratio,
+        } = observation;
+        let factor = self.factor();
+        let compared = observation.compared().scaled(weights.average);
+        let error = compared.observed - factor * compared.expected;
+        self.squared_errors = retention * retention * self.squared_errors + error * error;
+        self.sums = self.sums.scaled(retention);
+        self.sums.add(compared);
+        // The times of other ranks can explain a change of this rank, but cannot be evidence for one.
+        // They are uncertain, so an observation counts for less if all ranks are faster than predicted.
+        let evidence = times.scaled(weights.change);
+        let slower = evidence.relative_to(common_ratio.max(1.0));
+        let speedup = common_ratio.min(1.0);
+        let faster = evidence.relative_to(speedup).scaled(speedup);
+        let changed = self.slower.add(slower, factor);
+        let changed = self.faster.add(faster, factor).or(changed);
+        if let Some(since) = changed {
+            self.recent.remove_from(model_recent);
+            *self = self.restarted(since.scaled(CHANGED_WEIGHT / since.expected));
+        }
+    }
+}
+
+impl FactorObservation {
+    /// Returns the observed times, and those expected of a rank with the factor 1 now.
+    fn compared(&self) -> TimeSums {
+        self.times.relative_to(self.common_ratio)
     }
 }
 
@@ -275,7 +372,12 @@ impl RankSlowdown {
 
     /// Returns the factors that decisions use.
     pub(super) fn factors(&self, median: MedianFactors) -> SlowdownFactors {
-        SlowdownFactors::new(self.prefill_factor, self.decode_factor, median)
+        let prefill_error = self.prefill_estimate.standard_error();
+        let decode_error = self.decode_estimate.standard_error();
+        SlowdownFactors {
+            prefill: with_tolerance(self.prefill_factor, median.prefill, prefill_error),
+            decode: with_tolerance(self.decode_factor, median.decode, decode_error),
+        }
     }
 
     /// Sets the prior of the factors.
@@ -304,7 +406,13 @@ impl RankSlowdown {
     }
 
     /// Records a prefill with its observed and expected times.
-    pub(super) fn add_prefill(&mut self, times: TimeSums, fastest: FastestFactors, now: Instant) {
+    pub(super) fn add_prefill(
+        &mut self,
+        times: TimeSums,
+        fastest: FastestFactors,
+        model_recent: &mut RecentTimes,
+        now: Instant,
+    ) {
         let weights = ObservationWeights {
             average: 1.0 / (times.expected + SHORT_PREFILL),
             change: 1.0 / (times.expected + SHORT_CHANGED_PREFILL),
@@ -313,10 +421,18 @@ impl RankSlowdown {
             own: self.prefill_factor,
             fastest: fastest.prefill,
         };
-        if self.trials.record_prefill(times, range, now) {
-            self.prefill_estimate = self.prefill_estimate.with_factor(fastest.prefill);
+        let observation = self
+            .prefill_estimate
+            .record_recent(times, weights, model_recent);
+        if self
+            .trials
+            .record_prefill(observation.compared(), range, now)
+        {
+            self.prefill_estimate
+                .set_factor(fastest.prefill, model_recent);
         } else {
-            self.prefill_estimate.add(times, weights, PREFILL_RETENTION);
+            self.prefill_estimate
+                .add(observation, PREFILL_RETENTION, model_recent);
         }
         self.update_factors();
         self.prefill_observations += 1;
@@ -324,7 +440,13 @@ impl RankSlowdown {
     }
 
     /// Records decode steps with their mean observed and expected time.
-    pub(super) fn add_step(&mut self, times: TimeSums, fastest: FastestFactors, now: Instant) {
+    pub(super) fn add_step(
+        &mut self,
+        times: TimeSums,
+        fastest: FastestFactors,
+        model_recent: &mut RecentTimes,
+        now: Instant,
+    ) {
         let weights = ObservationWeights {
             average: 1.0 / times.expected,
             change: 1.0 / times.expected,
@@ -333,10 +455,15 @@ impl RankSlowdown {
             own: self.decode_factor,
             fastest: fastest.decode,
         };
-        if self.trials.record_steps(times, range, now) {
-            self.decode_estimate = self.decode_estimate.with_factor(fastest.decode);
+        let observation = self
+            .decode_estimate
+            .record_recent(times, weights, model_recent);
+        if self.trials.record_steps(observation.compared(), range, now) {
+            self.decode_estimate
+                .set_factor(fastest.decode, model_recent);
         } else {
-            self.decode_estimate.add(times, weights, DECODE_RETENTION);
+            self.decode_estimate
+                .add(observation, DECODE_RETENTION, model_recent);
         }
         self.update_factors();
         self.decode_observations += 1;

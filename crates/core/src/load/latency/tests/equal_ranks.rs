@@ -79,3 +79,48 @@ fn equal_ranks_have_factors_near_one() {
         }
     }
 }
+
+/// Returns the rank with the lower factor in decisions, or a random one if they are equal.
+fn prefer_faster(model: &ModelLatency, slowdowns: &[RankSlowdown; 2], rng: &mut StdRng) -> usize {
+    let factors = slowdowns
+        .each_ref()
+        .map(|slowdown| model.decision_factors(slowdown));
+    let [first, second] = factors.map(|factors| factors.prefill);
+    if first == second {
+        rng.random_range(0..2)
+    } else {
+        usize::from(second < first)
+    }
+}
+
+/// Both ranks become three times as fast. One of ten prefills waits for other work of the machine.
+#[test]
+fn equal_ranks_stay_equal_when_both_become_faster() {
+    for seed in 0..20 {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let mut model = ModelLatency::default();
+        let mut slowdowns = [RankSlowdown::default(); 2];
+        for number in 0..600 {
+            let is_slow = number < 300;
+            let rank = if is_slow {
+                number % 2
+            } else {
+                prefer_faster(&model, &slowdowns, &mut rng)
+            };
+            let work = PrefillWork::new(rng.random_range(100.0..3_000.0), 0.0);
+            let is_delayed = rng.random_bool(0.1);
+            let delay = if is_delayed {
+                rng.random_range(0.2..1.5)
+            } else {
+                0.0
+            };
+            let factor = if is_slow { 3.0 } else { 1.0 };
+            let compute = factor * (0.012 + true_seconds(work)) * rng.random_range(0.8..1.4);
+            observe(&mut model, &mut slowdowns[rank], work, compute + delay);
+            compare(&mut model, &mut slowdowns);
+        }
+        let factors = slowdowns.map(|slowdown| slowdown.prefill_factor);
+        let are_near = factors.iter().all(|factor| (0.85..1.18).contains(factor));
+        assert!(are_near, "seed {seed}: {factors:?}");
+    }
+}
