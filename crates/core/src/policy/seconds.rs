@@ -224,8 +224,8 @@ impl<'a> SecondsModel<'a> {
     }
 
     /// Returns the time until running requests have released the blocks that the prompt and half of
-    /// the answer need. The ends of the running requests are assumed to be uniformly distributed over
-    /// the duration of an answer.
+    /// the answer need. Answers are assumed to have exponentially distributed durations, so a running
+    /// request takes the mean duration on average, however long it has run already.
     #[inline(always)]
     fn kv_wait(&self, candidate: &Candidate, answer_seconds: f64) -> f64 {
         let active = candidate.load.active_blocks as f64;
@@ -240,7 +240,9 @@ impl<'a> SecondsModel<'a> {
         }
         let requests = candidate.load.active_requests.max(1) as f64;
         let ending = (missing * requests / active).min(requests).ceil();
-        answer_seconds * ending / (requests + 1.0)
+        // Approximates `1 / n + 1 / (n - 1) + ..`, the mean times between the ends of `n` requests.
+        let answers = ((requests + 0.5) / (requests - ending + 0.5)).ln();
+        answer_seconds * answers
     }
 
     /// Returns the weighted mean of two shares: new blocks of the prompt that evict others, times the

@@ -157,11 +157,31 @@ fn missing_kv_blocks_delay_the_first_token() {
     // One of four requests, or all of them, must end first.
     let one = wait(450 + answer as u64);
     let all = wait(100);
-    assert_eq!(one.kv_wait, one.decode / 5.0);
-    assert_eq!(all.kv_wait, 4.0 * one.kv_wait);
+    let one_answers = one.kv_wait / one.decode;
+    let all_answers = all.kv_wait / all.decode;
+    assert!((one_answers * 4.0 - 1.0).abs() < 0.1, "{one_answers}");
+    let exact = 1.0 / 4.0 + 1.0 / 3.0 + 1.0 / 2.0 + 1.0;
+    assert!((all_answers / exact - 1.0).abs() < 0.1, "{all_answers}");
     let later = one.first_token - enough.first_token;
     let weight = SecondsSettings::default().first_token_weight;
     assert!((later - weight * one.kv_wait).abs() < 1e-9, "{later}");
+}
+
+#[test]
+fn single_running_request_holds_blocks_for_mean_answer() {
+    let mut candidate = rank(CandidateParams {
+        requests: 1,
+        prefills: 0,
+        prefill_tokens: 0.0,
+        context_tokens: 6_400.0,
+        cached_blocks: 0,
+    });
+    candidate.load.active_blocks = 400;
+    candidate.additional_blocks = 100;
+    candidate.total_blocks = Some(450);
+    let terms = terms_of(&seconds_input(1_600), &candidate);
+    let answers = terms.kv_wait / terms.decode;
+    assert!((answers - 1.0).abs() < 0.1, "{answers}");
 }
 
 #[test]
