@@ -1,4 +1,6 @@
 //! Binary of warmroute. Its implementation is in the library.
+//!
+//! Decision 0007.
 
 use std::process::ExitCode;
 

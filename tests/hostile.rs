@@ -5,7 +5,6 @@
 
 use std::fs;
 
-use warmroute_property_tests::is_long_form;
 use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 use warmroute_tokens::openai::{ApiKind, PromptInput, parse};
 
@@ -36,11 +35,9 @@ fn largest_parsed(before: &str, piece: &str, after: &str) -> Vec<u8> {
     format!("{before}{pieces}{after}{}", " ".repeat(1 << 18)).into_bytes()
 }
 
-/// Builds a body of 8 MiB, or of 32 MiB in the long form: `before`, repetitions of `piece`, and
-/// `after`.
+/// Builds a body of 32 MiB: `before`, repetitions of `piece`, and `after`.
 fn body(before: &str, piece: &str, after: &str) -> Vec<u8> {
-    let size = if is_long_form() { 32 * MIB } else { 8 * MIB };
-    let pieces = vec![piece; size / (piece.len() + 1)].join(",");
+    let pieces = vec![piece; 32 * MIB / (piece.len() + 1)].join(",");
     format!("{before}{pieces}{after}").into_bytes()
 }
 
@@ -137,6 +134,7 @@ fn other_bodies() -> Vec<HostileBody> {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn memory_use_stays_proportional_to_bodies() {
     bodies_use_proportional_memory();
     parsed_requests_use_little_memory();
@@ -250,10 +248,9 @@ fn response_scanners_use_little_memory() {
             "\"\\\"",
         ] {
             let chunk = piece.repeat(MIB / piece.len());
-            let chunks = if is_long_form() { 48 } else { 24 };
             let took = peak(|| {
                 let mut scanner = UsageScanner::new(kind);
-                (0..chunks).for_each(|_| scanner.push(chunk.as_bytes()));
+                (0..48).for_each(|_| scanner.push(chunk.as_bytes()));
                 scanner.finish();
             });
             assert!(took < 16 * MIB, "{kind:?} of {piece:?}: {} MiB", took / MIB);

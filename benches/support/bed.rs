@@ -20,8 +20,8 @@ use warmroute_server::request::{
     RequestPreprocessor,
 };
 use warmroute_server::tracking_hash::TrackingHash;
+use warmroute_tokens::openai::ApiPaths;
 use warmroute_tokens::openai::MessageCache;
-use warmroute_tokens::openai::paths::{ApiPaths, ApiPathsConfig};
 use warmroute_tokens::prompt::{Encoder, PromptCache};
 
 use warmroute_testbed::comparison::measure_cpu;
@@ -72,7 +72,7 @@ impl DecisionPipeline {
         let preprocessor = RequestPreprocessor::new(PreprocessorParts {
             models,
             message_cache: Some(Arc::new(MessageCache::new(message_cache))),
-            paths: ApiPaths::new(&ApiPathsConfig::default()),
+            paths: ApiPaths::default(),
             clients: ClientsConfig::default(),
             nvext: Default::default(),
             pool_routes: Default::default(),

@@ -2,27 +2,18 @@
 
 #[path = "../../tests/server/fuzz/bodies.rs"]
 mod bodies;
-#[path = "../../tests/server/fuzz/exchange.rs"]
-mod exchange;
 #[path = "../../tests/server/fuzz/input.rs"]
 mod input;
 #[path = "../../tests/server/fuzz/requests.rs"]
 mod requests;
 #[path = "../../tests/server/fuzz/responses.rs"]
 mod responses;
-#[path = "../../tests/server/fuzz/watch.rs"]
-mod watch;
 #[path = "../../crates/zmtp/tests/fuzz/target.rs"]
 mod zmtp;
 
 /// Fuzzes parsing and editing of request bodies.
 pub fn bodies(input: &[u8]) {
     bodies::bodies(input);
-}
-
-/// Fuzzes one exchange, message by message.
-pub fn exchange(input: &[u8]) {
-    exchange::exchange(input);
 }
 
 /// Fuzzes complete requests.

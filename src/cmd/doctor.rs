@@ -17,7 +17,7 @@ use anyhow::Context as _;
 use serde_json::json;
 use warmroute_core::worker::Worker;
 use warmroute_doctor::envoy::counters::check_counters;
-use warmroute_doctor::finding::{Finding, FindingBuilder, exit_code};
+use warmroute_doctor::finding::{CheckVerdict, Finding, error, exit_code, ok, skipped};
 use warmroute_doctor::{engine, envoy, host, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_runtime::descriptors;
@@ -99,7 +99,7 @@ async fn run_checks(
     let running = async {
         let timeout = args.timeout.into();
         let listeners = probes::probe_listeners(config, timeout).await;
-        let listens = listeners.iter().any(|(_, listens)| *listens == Some(true));
+        let listens = listeners.iter().any(|(_, listens)| *listens);
         let process =
             process::check_process(config, &file.display().to_string(), timeout, listens).await;
         (host::check_listeners(&listeners), process)
@@ -166,36 +166,32 @@ async fn check_envoy(
     workers: &[Worker],
     progress: &DoctorProgress,
 ) -> Vec<Finding> {
-    let at = FindingBuilder::new("envoy.admin", "Envoy");
-    let configured = || {
-        config
-            .envoy
-            .as_ref()
-            .and_then(|envoy| envoy.admin_url.clone())
-    };
-    let Some(url) = args.envoy_admin.clone().or_else(configured) else {
+    let about = |verdict: CheckVerdict| verdict.about("envoy.admin", "Envoy");
+    let configured = config.envoy.as_ref();
+    let configured = configured.and_then(|envoy| envoy.admin_url.as_ref());
+    let Some(url) = args.envoy_admin.as_ref().or(configured) else {
         let reason = "no admin address: set --envoy-admin or `envoy: {admin_url: ..}`";
-        return vec![at.skipped(reason)];
+        return vec![about(skipped(reason))];
     };
     let _part = progress.open(format!("Envoy at {url}"), "/config_dump");
     let state = async {
-        let client =
-            EnvoyAdminClient::new(&url, args.envoy_ca_file.as_deref(), args.timeout.into())?;
+        let ca_file = args.envoy_ca_file.as_deref();
+        let client = EnvoyAdminClient::new(url, ca_file, args.timeout.into())?;
         client.fetch_state().await
     };
     match state.await {
         Ok((dump, samples)) => {
             let version = dump.version.as_deref().unwrap_or("of an unknown version");
             let expected = inputs::expected_envoy(config, workers);
-            let mut findings = vec![at.ok(format!("{url} is an Envoy {version}"))];
+            let mut findings = vec![about(ok(format!("{url} is an Envoy {version}")))];
             findings.extend(envoy::check_envoy(&dump, &expected));
             findings.extend(check_counters(&dump, &expected, &samples));
             findings
         }
-        Err(problem) => vec![at.error(
+        Err(problem) => vec![about(error(
             problem,
             "start Envoy with an `admin` address, and pass it with --envoy-admin \
             http://127.0.0.1:9900",
-        )],
+        ))],
     }
 }

@@ -123,8 +123,8 @@ const PINNED: u64 = 6_231_458_367_655_430;
 #[test]
 fn discovered_worker_follows_template() {
     let names = [name(
-        "{name: e, port: 8000, worker: {model: m, data_parallel_size: 2, kv_events: {port: 5557, replay_port: 5657, topic: kv}, \
-         total_kv_blocks: 7, bootstrap_port: 8999}}",
+        "{name: e, port: 8000, worker: {model: m, data_parallel: {size: 2}, kv_events: {port: 5557, replay_port: 5657, topic: kv}, \
+         total_kv_blocks: 7, bootstrap: {port: 8999}}}",
     )];
     let mut answers = DnsAnswers::default();
     answers.insert(DnsQuery::Aaaa("e".into()), addresses(&["2001:db8::1"]));

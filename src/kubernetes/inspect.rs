@@ -51,13 +51,7 @@ pub async fn inspect(
     deadline: Duration,
 ) -> ClusterReport {
     let client = ApiClient::with_deadline(config, deadline);
-    let read = join_all(
-        config
-            .pools
-            .iter()
-            .map(|pool| inspect_pool(&client, config, pool)),
-    )
-    .await;
+    let read = join_all(config.pools.iter().map(|pool| inspect_pool(&client, pool))).await;
     let mut report = ClusterReport::default();
     let mut all = Vec::new();
     for (pool, workers) in read {
@@ -68,11 +62,7 @@ pub async fn inspect(
     report
 }
 
-async fn inspect_pool(
-    client: &ApiClient,
-    config: &KubernetesConfig,
-    pool: &PodsConfig,
-) -> (PoolReport, Vec<WorkerConfig>) {
+async fn inspect_pool(client: &ApiClient, pool: &PodsConfig) -> (PoolReport, Vec<WorkerConfig>) {
     let (pods, rights) = tokio::join!(read_pods(client, pool), missing_rights(client, pool));
     let mut report = PoolReport {
         title: pool.title(),
@@ -84,9 +74,7 @@ async fn inspect_pool(
     }
     let workers = match pods {
         Ok((membership, mut pods)) => {
-            let (workers, problems) = pods
-                .workers(&membership, pool, &config.labels)
-                .unwrap_or_default();
+            let (workers, problems) = pods.workers(&membership, pool).unwrap_or_default();
             report.pods = pods.len();
             report.unready = pods.unready();
             report.unusable = problems;

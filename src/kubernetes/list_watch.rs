@@ -1,5 +1,7 @@
 //! State machine for the list and watch of one kind of object. Determines the next request and its
 //! time. Pure: clock and jitter are arguments.
+//!
+//! Decision 0052.
 
 use std::time::Duration;
 

@@ -3,6 +3,8 @@
 //! A kind may not be installed, or the Role may not allow it. warmroute then works without it and
 //! probes again after `resync_interval`. While objects cannot be read, the last received ones stay
 //! in use.
+//!
+//! Decision 0014.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::convert::Infallible;

@@ -7,7 +7,7 @@ use std::num::NonZeroU16;
 
 use warmroute_core::worker::{WorkerId, WorkerRole, pool_taint};
 use warmroute_server::fleet::discovery::config::WorkerConfig;
-use warmroute_server::fleet::discovery::kubernetes::{LabelsConfig, WorkerIdSource};
+use warmroute_server::fleet::discovery::kubernetes::WorkerIdSource;
 use warmroute_server::fleet::discovery::template::TemplateConfig;
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -24,11 +24,22 @@ pub(super) struct PoolWorkerSpec<'a> {
     /// Ports in rank order.
     pub(super) ports: &'a [NonZeroU16],
     pub(super) template: &'a TemplateConfig,
-    pub(super) labels: &'a LabelsConfig,
     /// Display name of the pool.
     pub(super) pool: &'a str,
     pub(super) ids: WorkerIdSource,
 }
+
+/// Label with the role: `prefill`, `decode`, `both`.
+const ROLE: &str = "llm-d.ai/role";
+
+/// Label with the engine, which becomes the taint `engine=..`.
+const ENGINE: &str = "llm-d.ai/engine-type";
+
+/// Label with the worker id; several ids, one per port, are separated by dots.
+const WORKER_ID: &str = "warmroute.dev/worker-id";
+
+/// Annotation with the active ports.
+const ACTIVE_PORTS: &str = "llm-d.ai/active-ports";
 
 /// Older name of the active-ports annotation, which llm-d also reads.
 const OLD_ACTIVE_PORTS: &str = "inference.networking.k8s.io/active-ports";
@@ -155,16 +166,14 @@ fn workers_of_pod(
     spec: &PoolWorkerSpec<'_>,
 ) -> Result<Vec<WorkerConfig>, String> {
     let label = |name: &str| pod.metadata.labels.as_ref()?.get(name).map(String::as_str);
-    let role = label(&spec.labels.role).map(parse_role).transpose()?;
-    let ids = match label(&spec.labels.worker_id) {
+    let role = label(ROLE).map(parse_role).transpose()?;
+    let ids = match label(WORKER_ID) {
         Some(ids) => parse_worker_ids(ids, spec.ports.len())?,
         None => derive_worker_ids(uid, pod, spec)?,
     };
     let annotations = pod.metadata.annotations.as_ref();
-    let active = annotations.and_then(|all| {
-        all.get(&spec.labels.active_ports)
-            .or_else(|| all.get(OLD_ACTIVE_PORTS))
-    });
+    let active =
+        annotations.and_then(|all| all.get(ACTIVE_PORTS).or_else(|| all.get(OLD_ACTIVE_PORTS)));
     let active = active.map(|list| parse_ports(list)).transpose()?;
     let mut workers = Vec::new();
     for (rank, port) in (0u32..).zip(spec.ports) {
@@ -183,7 +192,7 @@ fn workers_of_pod(
         worker.taints.insert(pool_taint(spec.pool));
         worker
             .taints
-            .extend(label(&spec.labels.engine).map(|engine| format!("engine={engine}")));
+            .extend(label(ENGINE).map(|engine| format!("engine={engine}")));
         let topology = TOPOLOGY_LABELS
             .into_iter()
             .filter_map(|(name, domain)| Some((domain, label(name)?)));

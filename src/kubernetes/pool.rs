@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashSet};
 use std::num::NonZeroU16;
 
 use warmroute_server::fleet::discovery::config::WorkerConfig;
-use warmroute_server::fleet::discovery::kubernetes::{LabelsConfig, PodsConfig, label_selector};
+use warmroute_server::fleet::discovery::kubernetes::{PodsConfig, label_selector};
 
 use super::objects::{InferencePool, Pod};
 use super::pods::{self, PoolWorkerSpec};
@@ -83,7 +83,6 @@ impl PoolPods {
         &mut self,
         membership: &PoolMembership,
         pool: &PodsConfig,
-        labels: &LabelsConfig,
     ) -> Option<(Vec<WorkerConfig>, Vec<String>)> {
         if !self.store.is_listed() {
             return None;
@@ -93,7 +92,6 @@ impl PoolPods {
             pool: &title,
             ports: &membership.ports,
             template: &pool.worker,
-            labels,
             ids: pool.instance_ids,
         };
         let (workers, mut problems) =

@@ -37,7 +37,7 @@ pub async fn watch(
     let client = ApiClient::new(&config);
     let (workers_tx, mut workers_rx) = mpsc::unbounded_channel();
     let pools = config.pools.iter().enumerate().map(|(at, pool)| {
-        let watch = PoolWatch::new(&config, pool, &client, &metrics);
+        let watch = PoolWatch::new(pool, &client, &metrics);
         let workers_tx = workers_tx.clone();
         watch.run(move |workers| _ = workers_tx.send((at, workers)))
     });
@@ -95,7 +95,6 @@ enum PoolProblem {
 
 /// State of the list and watch of one pool.
 struct PoolWatch<'a> {
-    config: &'a KubernetesConfig,
     pool: &'a PodsConfig,
     client: &'a ApiClient,
     /// `None` if the pool is configured by a selector.
@@ -113,12 +112,7 @@ struct PoolWatch<'a> {
 }
 
 impl<'a> PoolWatch<'a> {
-    fn new(
-        config: &'a KubernetesConfig,
-        pool: &'a PodsConfig,
-        client: &'a ApiClient,
-        metrics: &Arc<Metrics>,
-    ) -> Self {
+    fn new(pool: &'a PodsConfig, client: &'a ApiClient, metrics: &Arc<Metrics>) -> Self {
         let query = |name: &String| ObjectQuery {
             resource: objects::inference_pools(),
             namespace: pool.namespace.clone(),
@@ -126,7 +120,6 @@ impl<'a> PoolWatch<'a> {
             fields: Some(format!("metadata.name={name}")),
         };
         let mut watch = Self {
-            config,
             pool,
             client,
             pools: pool
@@ -278,9 +271,7 @@ impl<'a> PoolWatch<'a> {
 
     fn workers(&mut self) -> Option<Vec<WorkerConfig>> {
         let membership = self.membership.clone().unwrap_or_default();
-        let (workers, unusable) =
-            self.pool_pods
-                .workers(&membership, self.pool, &self.config.labels)?;
+        let (workers, unusable) = self.pool_pods.workers(&membership, self.pool)?;
         warn_about_new(&mut self.unusable, unusable);
         Some(workers)
     }

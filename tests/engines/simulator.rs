@@ -1,18 +1,15 @@
 //! The engine simulator as a process with real HTTP and ZeroMQ sockets. Its responses, events and
 //! state must agree, because benchmarks depend on them.
 
-mod faults;
 mod formats;
 
 use std::collections::BTreeMap;
 use std::process::Stdio;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bytes::Bytes;
 use clap::Parser as _;
-use futures_util::StreamExt as _;
 use reqwest::{Response, StatusCode};
-use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 use tokio::io::{AsyncBufReadExt as _, BufReader};
 use tokio::net::TcpListener;
@@ -25,8 +22,8 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running engine. It exits with the test, because its standard input closes.
 struct SimulatorProcess {
-    child: Child,
-    stdin: Option<ChildStdin>,
+    _child: Child,
+    _stdin: Option<ChildStdin>,
     address: String,
     sources: Vec<Value>,
     http: reqwest::Client,
@@ -61,8 +58,8 @@ impl SimulatorProcess {
         let address = ready["listening"].as_str().unwrap().to_owned();
         let sources = ready["kv_event_sources"].as_array().unwrap().clone();
         Self {
-            stdin: child.stdin.take(),
-            child,
+            _stdin: child.stdin.take(),
+            _child: child,
             address,
             sources,
             http: warmroute_runtime::tls::http_client_builder()
@@ -135,19 +132,6 @@ impl SimulatorProcess {
         );
     }
 
-    /// Waits until the state of rank 0 meets a condition.
-    async fn eventually(&self, what: &str, condition: impl Fn(&Value) -> bool) {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            let state = self.state(0).await;
-            if condition(&state) {
-                return;
-            }
-            assert!(Instant::now() < deadline, "{what}: {state}");
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    }
-
     /// Fetches all batches from sequence number `start` onwards from the replay socket of a rank.
     async fn replay(&self, rank: usize, start: u64) -> Vec<EventBatch> {
         let mut socket = DealerSocket::new();
@@ -182,6 +166,7 @@ impl SimulatorProcess {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn engine_runs_inside_another_program() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -324,6 +309,7 @@ async fn traffic(engine: &SimulatorProcess) {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn live_events_replay_and_state_agree() {
     for encoding in ["map", "array"] {
         let flags = [
@@ -389,6 +375,7 @@ async fn live_events_replay_and_state_agree() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn engine_connects_to_listening_subscriber() {
     let mut live = SubSocket::new();
     let endpoint = live.bind("tcp://127.0.0.1:0").await.unwrap().to_string();
@@ -413,6 +400,7 @@ async fn engine_connects_to_listening_subscriber() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ranks_have_separate_caches_sockets_and_sequences() {
     let engine = SimulatorProcess::with_events(&["--dp-size", "2", "--dp-start", "2"]).await;
     let ask = async |rank: &'static str| {
@@ -463,6 +451,7 @@ async fn ranks_have_separate_caches_sockets_and_sequences() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn turns_hit_all_blocks_of_previous_turn() {
     let engine = SimulatorProcess::start(&[]).await;
     let shape = WorkloadShape {

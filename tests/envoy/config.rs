@@ -4,13 +4,12 @@
 
 mod disaggregated;
 mod exchanges;
-mod processes;
 
 use std::fs;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -96,7 +95,7 @@ impl Drop for EchoWorker {
 /// An Envoy with the shipped standalone configuration in its own directory.
 struct EnvoyGateway {
     // Fields are dropped in order: Envoy must exit before its directory is removed.
-    envoy: ChildProcess,
+    _envoy: ChildProcess,
     dir: tempfile::TempDir,
     port: u16,
     admin_port: u16,
@@ -179,7 +178,7 @@ impl EnvoyGateway {
         .await
         .unwrap();
         Self {
-            envoy,
+            _envoy: envoy,
             dir,
             port,
             admin_port,
@@ -239,6 +238,7 @@ fn envoy_accepts_every_shipped_configuration() {
 /// Envoy runs the filters in reverse order on responses. With a probe after the main filter, whole
 /// response bodies get lost.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn first_token_probe_is_first_http_filter() {
     let mut probes = 0;
     for file in envoy::shipped_configs().unwrap() {
@@ -306,6 +306,7 @@ impl Drop for ShippedEndpointFile {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn envoy_rejects_unknown_configuration_field() {
     let dir = tempfile::tempdir().unwrap();
     let setup = EnvoySetup {
@@ -329,6 +330,7 @@ fn envoy_rejects_unknown_configuration_field() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn envoy_binary_reports_its_version() {
     let version = envoy::version(&envoy::binary().unwrap()).unwrap();
     let parts: Vec<u32> = version
@@ -376,6 +378,7 @@ async fn unused_address() -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_routing_headers_never_reach_a_worker() {
     let worker = EchoWorker::start().await;
     let gateway = EnvoyGateway::start(&[worker.endpoint]).await;
@@ -417,6 +420,7 @@ async fn renamed_endpoint_file_is_reloaded() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn bodies_larger_than_32_mib_are_rejected() {
     let worker = EchoWorker::start().await;
     let gateway = EnvoyGateway::start_patient(&[worker.endpoint]).await;

@@ -1,10 +1,8 @@
-//! End-to-end tests of `warmroute doctor` with simulated engines and a real Envoy: healthy
-//! deployments, and deployments with one fault each.
+//! Tests of `warmroute doctor`: a healthy deployment with a real Envoy, simulated engines with one
+//! fault each, and recorded Envoy configurations with one fault each.
 
 mod bed;
 mod engines;
 mod envoys;
-mod gateways;
 mod healthy;
 mod ours;
-mod stalled;

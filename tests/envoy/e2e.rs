@@ -5,7 +5,6 @@
 mod admin;
 mod bodies;
 mod echo;
-mod engines;
 mod fleet;
 mod routing;
 mod strict;

@@ -5,8 +5,6 @@
 mod bed;
 mod cancels;
 mod drain;
-mod engines;
 mod garbage;
 mod load;
 mod rolling;
-mod router;

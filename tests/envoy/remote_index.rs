@@ -11,10 +11,9 @@ use crate::support::another::SecondRouter;
 use crate::support::deployment::{
     ChatAnswer, PATIENCE, TestDeployment, essay, fast, with_response_headers,
 };
-use crate::support::long_tests::long_or_short;
 
-/// Number of compared requests in the long and the short form.
-const REQUESTS: [usize; 2] = [800, 250];
+/// Number of compared requests.
+const REQUESTS: usize = 800;
 /// Number of different prompts.
 const PROMPTS: usize = 200;
 /// Number of requests during each failure.
@@ -29,8 +28,7 @@ async fn complete(deployment: &TestDeployment, topic: usize) -> ChatAnswer {
 async fn hit_rate(deployment: &TestDeployment, from: usize) -> f64 {
     let mut prompt = 0.0;
     let mut cached = 0.0;
-    let [long, short] = REQUESTS;
-    for nth in 0..long_or_short(long, short) {
+    for nth in 0..REQUESTS {
         let answer = complete(deployment, from + nth * 7).await;
         answer.assert_exact();
         let usage = &answer.documents()[0]["usage"];
@@ -94,6 +92,7 @@ fn serving(port: u16) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn remote_index_client_matches_server_and_survives_failures() {
     let mut deployment = TestDeployment::engines(&[1, 2, 3, 4].map(fast)).await;
     deployment.write_workers().unwrap();
@@ -111,7 +110,7 @@ async fn remote_index_client_matches_server_and_survives_failures() {
 
     let servers = ports.map(|port| format!("http://127.0.0.1:{port}"));
     let query = json!({
-        "index": {"remote": {"servers": servers, "timeout": "5s", "hedge_delay": "20ms"}},
+        "index": {"remote": {"servers": servers, "timeout": "5s"}},
         "routing": {"policy": "linear_tuned"},
     });
     let client = SecondRouter::start(&deployment, "client", &query).await;

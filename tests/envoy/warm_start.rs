@@ -12,10 +12,9 @@ use crate::support::another::SecondRouter;
 use crate::support::deployment::{
     PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
 };
-use crate::support::long_tests::long_or_short;
 
-/// Number of compared requests in the long and the short form.
-const REQUESTS: [usize; 2] = [1_000, 300];
+/// Number of compared requests.
+const REQUESTS: usize = 1_000;
 /// Number of different prompts.
 const PROMPTS: usize = 200;
 
@@ -105,13 +104,12 @@ async fn deployment() -> (TestDeployment, String) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn new_replica_starts_with_index_of_peer() {
-    let [long, short] = REQUESTS;
-    let requests = long_or_short(long, short);
     let (mut deployment, api) = deployment().await;
     let learned = stream_requests(&deployment, 12).await;
-    hit_rate(&deployment, 0, requests).await;
-    let of_peer = hit_rate(&deployment, 3, requests).await;
+    hit_rate(&deployment, 0, REQUESTS).await;
+    let of_peer = hit_rate(&deployment, 3, REQUESTS).await;
     deployment.settle().await;
 
     // One process has a cold start, for comparison. The other copies the index while requests
@@ -133,7 +131,7 @@ async fn new_replica_starts_with_index_of_peer() {
     // Envoy switches to the new process.
     let envoy = new.envoy_config(&deployment);
     deployment.start_envoy(&envoy).await.unwrap();
-    let of_new = hit_rate(&deployment, 5, requests).await;
+    let of_new = hit_rate(&deployment, 5, REQUESTS).await;
     println!(
         "hit rate of the peer {of_peer:.4}, of the new process {of_new:.4}: ratio {:.4}",
         of_new / of_peer
@@ -160,6 +158,7 @@ fn stop_router(deployment: &TestDeployment) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restart_resumes_from_snapshot_unless_engine_changed() {
     let mut deployment = TestDeployment::engines(&engines_with_short_replay()).await;
     deployment.write_workers().unwrap();
@@ -223,6 +222,7 @@ async fn restart_resumes_from_snapshot_unless_engine_changed() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unreachable_peer_means_cold_start_or_wait() {
     let (deployment, api) = deployment().await;
     hit_rate(&deployment, 0, 100).await;

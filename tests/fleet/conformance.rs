@@ -32,6 +32,7 @@ async fn start_backends(addresses: [Ipv4Addr; 3], ports: [u16; 2]) -> Vec<Confor
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn conformance_flags_alone_serve_the_pool() {
     let server = ApiServer::start().await;
     let picker = EndpointPicker::start(&server, &[]);
@@ -140,6 +141,7 @@ async fn assert_subsets_are_followed(gateway: &ConformanceGateway, endpoints: &[
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ext_proc_serves_self_signed_h2_by_default() {
     let server = ApiServer::start().await;
     server.put("inferencepools", pool(&[80]));
@@ -171,6 +173,7 @@ async fn ext_proc_serves_self_signed_h2_by_default() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn shutdown_fails_probes_and_ends_within_grace() {
     let server = ApiServer::start().await;
     server.put("inferencepools", pool(&[80]));

@@ -11,14 +11,13 @@ use tempfile::TempDir;
 use tokio::sync::watch;
 use warmroute::dns::{self, worker_id};
 use warmroute_core::worker::{BlockSize, Worker};
-use warmroute_metrics::Metrics;
+use warmroute_metrics::{Metrics, SourceLabel};
 use warmroute_server::fleet::discovery::WorkerModel;
 use warmroute_server::fleet::discovery::dns::DnsConfig;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::DNSMASQ;
 use warmroute_testbed::ports::{FreePort, ReadyCheck, until, wait_ready};
 
-use crate::source_health::wait_source_up;
 use crate::support::deployment::{PATIENCE, TestDeployment, essay, fast, with_response_headers};
 
 /// DNS server for names below `test.`.
@@ -139,7 +138,12 @@ impl DnsFollower {
 
     /// Waits until the health metric of a source has a value.
     async fn up_is(&self, source: &str, up: i64) {
-        wait_source_up(&self.metrics, source, up).await;
+        let label = SourceLabel {
+            source: source.into(),
+        };
+        let gauge = self.metrics.workers.discovery_up.get_or_create(&label);
+        let is_up = async || gauge.get() == up;
+        assert!(until(PATIENCE, is_up).await, "{source} is not {up}");
     }
 }
 
@@ -152,6 +156,7 @@ fn named(text: &str, names: &DnsServer) -> DnsConfig {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dns_failure_keeps_last_addresses() {
     let mut names = DnsServer::start(&[
         "host-record=e.test,10.0.0.1",
@@ -178,6 +183,7 @@ async fn dns_failure_keeps_last_addresses() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn failed_dns_name_does_not_affect_others() {
     let records = [
         "srv-host=_http._tcp.e.test,a.test,8001",
@@ -212,6 +218,7 @@ async fn failed_dns_name_does_not_affect_others() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dns_discovered_engines_receive_requests() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     let service = |at: usize| {

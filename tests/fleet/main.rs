@@ -7,6 +7,5 @@ mod conformance;
 mod dns;
 mod kubernetes;
 mod manifests;
-mod source_health;
 #[path = "../support/mod.rs"]
 mod support;

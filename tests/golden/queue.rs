@@ -102,7 +102,6 @@ struct WrittenClass {
     cache_bucket: Option<String>,
     queue_policy: Option<QueuePolicy>,
     quantum: u64,
-    prefill_busy_threshold: Option<u64>,
     prefill_busy_threshold_frac: Option<f64>,
     request_queue_limit_per_worker: Option<u64>,
     raw_isl_token_queue_limit_per_worker: Option<u64>,
@@ -125,6 +124,8 @@ impl QueueProfile {
             Self::Classes { yaml } => {
                 let written: QueueFile = serde_saphyr::from_str(&yaml).unwrap();
                 QueueConfig {
+                    prefill_busy_threshold_frac: written.policy_classes[0]
+                        .prefill_busy_threshold_frac,
                     default_family: Some(written.default_policy_family),
                     uncached_buckets: written.uncached_isl_buckets,
                     classes: written
@@ -147,8 +148,6 @@ impl WrittenClass {
             bucket: self.cache_bucket,
             policy: self.queue_policy,
             quantum: self.quantum,
-            prefill_busy_threshold: self.prefill_busy_threshold,
-            prefill_busy_threshold_frac: self.prefill_busy_threshold_frac,
             max_requests_per_worker: self.request_queue_limit_per_worker,
             max_prompt_tokens_per_worker: self.raw_isl_token_queue_limit_per_worker,
             max_cached_tokens_per_worker: self.cached_token_queue_limit_per_worker,

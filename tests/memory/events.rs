@@ -73,6 +73,7 @@ fn blocks_with_salts() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn bytes_of_salts() {
     measure("events::bytes_of_salts", 2, || {
         let mut normalizer = normalizer(1);

@@ -8,7 +8,7 @@ use warmroute_core::index::{
 };
 use warmroute_core::worker::RankSlot;
 
-use crate::{measure, mix, setting};
+use crate::{measure, mix};
 
 /// Default of `index.max_blocks_per_tier`.
 const BLOCKS: u64 = 1 << 20;
@@ -56,9 +56,10 @@ fn store_until_full(writer: &mut RankWriter, from: u64, prompt: u64, tier: Stora
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn blocks_in_long_prompts() {
     measure("index::blocks_in_long_prompts", 80, || {
-        let most = setting(BLOCKS);
+        let most = BLOCKS;
         let (index, mut writer) = limited(most);
         // Not a divisor of the limit, so that the last prompt is truncated.
         store_until_full(&mut writer, 0, 513, StorageTier::Device);
@@ -68,9 +69,10 @@ fn blocks_in_long_prompts() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn blocks_in_short_prompts() {
     measure("index::blocks_in_short_prompts", 512, || {
-        let most = setting(BLOCKS);
+        let most = BLOCKS;
         let (index, mut writer) = limited(most);
         store_until_full(&mut writer, 0, 1, StorageTier::Device);
         assert_eq!(
@@ -86,7 +88,7 @@ fn blocks_in_short_prompts() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn hashes_with_copies_after_gap() {
     measure("index::hashes_with_copies_after_gap", 768, || {
-        let most = setting(BLOCKS);
+        let most = BLOCKS;
         let (index, mut writer) = limited(most);
         writer.apply(&KvEvent::Stored {
             parent: None,
@@ -127,9 +129,10 @@ fn hashes_with_copies_after_gap() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn hashes_of_one_block() {
     measure("index::hashes_of_one_block", 64, || {
-        let most = setting(BLOCKS);
+        let most = BLOCKS;
         let (index, mut writer) = limited(most);
         for name in 0..3 * most {
             let blocks = vec![StoredBlock {
@@ -149,9 +152,10 @@ fn hashes_of_one_block() {
 
 /// Stores the maximum number of group entries, each with an additional copy, after a gap.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn shares_of_cache_groups() {
     measure("index::shares_of_cache_groups", 320, || {
-        let most = setting(BLOCKS);
+        let most = BLOCKS;
         let (index, mut writer) = limited(most);
         let need = GroupNeed::Trailing {
             blocks: 2,
@@ -179,6 +183,7 @@ fn shares_of_cache_groups() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn orphan_blocks() {
     measure("index::orphan_blocks", 256, || {
         let (index, mut writer) = limited(BLOCKS);

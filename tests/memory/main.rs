@@ -2,8 +2,7 @@
 //! limit, measures the growth of the resident memory, and compares it with the documented bound.
 //! Each row of the table is measured in its own process, so that rows do not affect each other.
 //!
-//! `cargo test --test memory -- --nocapture` prints the table. `WARMROUTE_LONG_TESTS=1` uses the
-//! default limits instead of an eighth of them.
+//! `WARMROUTE_LONG_TESTS=1 cargo test --test memory -- --nocapture` prints the table.
 
 #![expect(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![expect(clippy::print_stdout, reason = "the tests print a table")]
@@ -152,12 +151,6 @@ pub(crate) fn measure_after<P, T>(
         measured.unwrap_or_default(),
         started.elapsed().as_secs_f64()
     );
-}
-
-/// Returns the value of a configurable limit: the default in long tests, and an eighth of it
-/// otherwise.
-pub(crate) fn setting(default: u64) -> u64 {
-    support::long_tests::long_or_short(default, default / 8)
 }
 
 /// Spreads a number over all bits.

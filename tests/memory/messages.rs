@@ -135,6 +135,7 @@ async fn tokens_of_waiting_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn connections_of_a_listener() {
     let limits = json!({"max_connections": CONNECTIONS, "max_connections_per_peer": CONNECTIONS, "handshake_timeout": "600s"});
     let process = WarmrouteProcess::start(json!({"listeners": {"limits": limits}}), &[]).await;
@@ -223,6 +224,7 @@ impl XdsStream {
 
 /// Counts the names that streams request, the names in responses, and the names on `/debug/envoys`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn names_of_xds_streams() {
     const STREAMS: usize = 16;
     let process = WarmrouteProcess::start(json!({"envoy": {"xds": {}}}), &[]).await;

@@ -6,9 +6,9 @@ use serde_json::{Value, json};
 use tonic::transport::Channel;
 use warmroute_testbed::ports::until;
 
+use crate::MemoryBound;
 use crate::messages::{PendingExchange, completion, exchange, meter};
 use crate::support::process::WarmrouteProcess;
-use crate::{MemoryBound, setting};
 
 /// Default of `listeners.limits.max_streams`.
 const STREAMS: u64 = 1 << 16;
@@ -55,8 +55,9 @@ async fn open_streams(
 
 /// Opens the maximum number of streams, each with the headers of a request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn streams_of_a_listener() {
-    let entries = setting(STREAMS);
+    let entries = STREAMS;
     let process = start(entries).await;
     let meter = meter(&process);
     let _streams = open_streams(&process, entries, 1).await;
@@ -71,8 +72,9 @@ async fn streams_of_a_listener() {
 
 /// Opens the maximum number of streams, each with a request that was routed and has no response.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn exchanges_in_flight() {
-    let entries = setting(STREAMS);
+    let entries = STREAMS;
     let process = start(entries).await;
     let meter = meter(&process);
     let mut streams = open_streams(&process, entries, 2).await;
@@ -102,6 +104,7 @@ fn workers(count: u64) -> Value {
 /// Grows a fleet to the maximum number of ranks. Their load is polled without a response. Includes the
 /// page `/metrics` of this fleet.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ranks_of_a_fleet() {
     let process = WarmrouteProcess::start(json!({}), &[]).await;
     let meter = meter(&process);

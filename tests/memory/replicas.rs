@@ -136,6 +136,7 @@ fn batches_pending_snapshots() {
 /// Receives reservations without block hashes, in messages of 30 bytes, from eight peers. Four
 /// peers suffice to reach the limit of all peers.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn reserved_blocks_of_all_peers() {
     let prompt = field(3, &[2 << 3, 0xff, 0xff, 0xff, 0x7f]);
     let booking = field(2, &[&[1 << 3, 1][..], &prompt].concat());
@@ -157,6 +158,7 @@ fn reserved_blocks_of_all_peers() {
 
 /// Receives reservations of one block from one peer.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn reservations_of_short_prompts() {
     measure("replicas::reservations_of_short_prompts", 1024, || {
         let mut peers = PeersFixture::new();

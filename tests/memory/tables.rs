@@ -17,13 +17,13 @@ use warmroute_metrics::Metrics;
 use warmroute_tokens::openai::{self, ApiKind};
 use warmroute_tokens::prompt::{Config, Encoder, PromptCache};
 
-use crate::{MIB, measure, measure_after, mix, setting};
+use crate::{MIB, measure, measure_after, mix};
 
 /// Default of `index.approximate.max_blocks_per_rank`.
 const PREDICTED: u64 = 1 << 20;
-/// Default of `listeners.api.max_booked_blocks`.
+/// Maximum number of blocks of all bookings of API clients.
 const BOOKED_BLOCKS: u64 = 1 << 25;
-/// Default of `listeners.api.max_bookings`.
+/// Maximum number of bookings of API clients.
 const BOOKINGS: u64 = 1 << 20;
 
 const RANK: WorkerRank = WorkerRank {
@@ -51,7 +51,7 @@ fn prompt(number: u64, blocks: u64) -> BlockHashes {
 
 /// Records the maximum number of confirmed blocks of a rank, in prompts of `blocks` blocks.
 fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
-    let limit = setting(PREDICTED);
+    let limit = PREDICTED;
     let predictor = predictor(limit);
     (0..limit / blocks + 10)
         .for_each(|number| drop(predictor.record(RankSlot(0), RANK, &prompt(number, blocks))));
@@ -62,7 +62,7 @@ fn confirmed(blocks: u64) -> (u64, Arc<Predictor>) {
 
 /// Like [`confirmed`], for prompts in flight.
 fn in_flight(blocks: u64) -> (u64, impl Sized) {
-    let limit = setting(PREDICTED);
+    let limit = PREDICTED;
     let predictor = predictor(limit);
     let send = |number| predictor.record_in_flight(RankSlot(0), RANK, &prompt(number, blocks));
     let prompts: Vec<_> = (0..limit / blocks + 10).map(send).collect();
@@ -75,6 +75,7 @@ fn in_flight(blocks: u64) -> (u64, impl Sized) {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn predicted_blocks_of_long_prompts() {
     measure("tables::predicted_blocks_of_long_prompts", 40, || {
         confirmed(512)
@@ -82,6 +83,7 @@ fn predicted_blocks_of_long_prompts() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn predicted_blocks_of_short_prompts() {
     measure("tables::predicted_blocks_of_short_prompts", 896, || {
         confirmed(1)
@@ -89,6 +91,7 @@ fn predicted_blocks_of_short_prompts() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn blocks_of_long_prompts_in_flight() {
     measure("tables::blocks_of_long_prompts_in_flight", 40, || {
         in_flight(512)
@@ -96,6 +99,7 @@ fn blocks_of_long_prompts_in_flight() {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn blocks_of_short_prompts_in_flight() {
     measure("tables::blocks_of_short_prompts_in_flight", 896, || {
         in_flight(1)
@@ -104,6 +108,7 @@ fn blocks_of_short_prompts_in_flight() {
 
 /// Opens idle sessions with the longest ids, each of another tenant.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn idle_sessions() {
     measure("tables::idle_sessions", 2560, || {
         let rules = SessionRules::default();
@@ -205,6 +210,7 @@ fn book(ledger: &mut BookingLedger, number: u64, blocks: u64) -> Result<(), Ledg
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn booked_blocks() {
     measure("tables::booked_blocks", 32, || {
         // A thirty-second of the default suffices, because all blocks take the same memory.
@@ -225,7 +231,7 @@ fn booked_blocks() {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn bookings_of_short_prompts() {
     measure("tables::bookings_of_short_prompts", 2048, || {
-        let limit = setting(BOOKINGS);
+        let limit = BOOKINGS;
         let mut ledger = ledger(limit, BOOKED_BLOCKS);
         (0..limit).for_each(|number| book(&mut ledger, number, 1).unwrap());
         assert_eq!(
@@ -256,7 +262,7 @@ fn fast_encoder() -> Encoder {
 fn prompt_cache() {
     measure_after("tables::prompt_cache", 1, fast_encoder, |encoder| {
         // Default of `requests.limits.prompt_cache_size`.
-        let limit = setting(256 * MIB);
+        let limit = 256 * MIB;
         let metrics = Arc::new(Metrics::new());
         let cache = PromptCache::new(limit as usize, metrics.clone());
         let (encoder, resumes) = encoder.with_prompt_cache(cache.clone());

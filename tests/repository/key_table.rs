@@ -1,13 +1,16 @@
-//! Table of the keys of a settings file with their types, defaults and descriptions, from the schema.
+//! Tables of the keys of a settings file with their types, defaults and descriptions, from the
+//! schema.
 
 use serde_json::Value;
 
-/// Returns the table as Markdown.
-pub(crate) fn key_table(schema: &str) -> String {
+const TABLE_HEAD: &str = "| key | type | default | description |\n|---|---|---|---|\n";
+
+/// Returns one section with a table per top-level key, as Markdown.
+pub(crate) fn key_tables(schema: &str) -> String {
     let schema: Value = serde_json::from_str(schema).unwrap();
-    let mut table = "| key | type | default | description |\n|---|---|---|---|\n".to_owned();
-    write_keys(&schema, &schema, "", &mut table);
-    table
+    let mut tables = String::new();
+    write_keys(&schema, &schema, "", &mut tables);
+    tables
 }
 
 /// Writes the rows of the keys of a section.
@@ -19,6 +22,9 @@ fn write_keys(section: &Value, schema: &Value, path: &str, table: &mut String) {
         .as_array()
         .map_or(&[][..], Vec::as_slice);
     for (key, property) in keys {
+        if path.is_empty() {
+            table.push_str(&format!("\n## {key}\n{TABLE_HEAD}"));
+        }
         let path = format!("{path}{key}");
         let inner = without_null(property, schema);
         let is_required = required.iter().any(|name| name == key);

@@ -180,7 +180,7 @@ fn valid_workers_files_match_schema() {
 fn structural_errors_do_not_match_schema() {
     let schema = SettingsSchema::compile(&config_schema());
     let mut rejected = 0;
-    for file in files(&root().join("tests/data/config/broken"), ".yaml") {
+    for file in files(&root().join("tests/data/config/mistakes"), ".yaml") {
         let Ok(yaml) = fs::read_to_string(&file) else {
             continue;
         };

@@ -1,4 +1,4 @@
-//! Configuration files: errors of broken files, the example, the `check` command, and a workers
+//! Configuration files: the example, the `check` command, and a workers
 //! file that changes on a real file system.
 
 mod check;
@@ -18,13 +18,12 @@ use warmroute_core::worker::{BlockSize, DpRank, SocketAttach, WorkerRole};
 use warmroute_engines::engine_sessions::config::{EngineSessionsConfig, SessionEngineKind};
 use warmroute_engines::shared_cache::SharedCacheConfig;
 use warmroute_metrics::{Metrics, OutcomeLabel};
+use warmroute_runtime::lifecycle::file_watcher::FileWatchTiming;
 use warmroute_server::cluster::remote_index::config::RemoteIndexConfig;
 use warmroute_server::config::{Config, SessionsConfig, WorkerSource};
 use warmroute_server::fleet::discovery::WorkerModel;
-use warmroute_server::fleet::discovery::config::DiscoveryConfig;
 use warmroute_server::fleet::discovery::file::{self, WorkersFile};
 use warmroute_server::request::engine_tokens::config::EngineTokensConfig;
-use warmroute_settings::DurationSetting;
 
 const ROOT: &str = env!("CARGO_MANIFEST_DIR");
 /// Timeout of waits, far longer than any of them takes.
@@ -48,16 +47,6 @@ fn yaml_files(directory: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Returns one line per error, without the machine-specific part of the paths.
-fn error_lines(path: &Path) -> String {
-    let errors = Config::load(path).expect_err(&format!("{} is accepted", path.display()));
-    let data = format!("{}/", data("broken").display());
-    errors
-        .iter()
-        .map(|error| error.to_string().replace(&data, "").replace(ROOT, "$ROOT") + "\n")
-        .collect()
-}
-
 /// Compares a text with the expected one, which is in the `.txt` file beside `path`.
 #[expect(
     clippy::disallowed_methods,
@@ -75,13 +64,6 @@ fn assert_expected_text(path: &Path, found: &str) {
         "{}; UPDATE_GOLDEN=1 rewrites the expectation",
         path.display()
     );
-}
-
-#[test]
-fn broken_files_are_rejected_with_line_numbers() {
-    for path in yaml_files(&data("broken")) {
-        assert_expected_text(&path, &error_lines(&path));
-    }
 }
 
 #[test]

@@ -14,7 +14,7 @@ use envoy_types::pb::envoy::service::ext_proc::v3 as proto;
 use proto::external_processor_client::ExternalProcessorClient;
 use proto::processing_request::Request as Message;
 use serde_json::json;
-use tokio::sync::{Notify, mpsc};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::sync::CancellationToken;

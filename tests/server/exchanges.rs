@@ -6,7 +6,6 @@
 //! intended differences from the reference. `rows.json` names the test of every row.
 
 mod compare;
-mod damage;
 mod gateway;
 mod play;
 mod protocol;

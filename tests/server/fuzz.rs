@@ -13,11 +13,9 @@ use rand::rngs::SmallRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 mod bodies;
-mod exchange;
 mod input;
 mod requests;
 mod responses;
-mod watch;
 
 /// Random seeds of every run. A further seed is random.
 const SEEDS: [u64; 2] = [1, 0x5eed];
@@ -129,17 +127,12 @@ fn random_input(corpus: &[Vec<u8>], random: &mut SmallRng) -> Vec<u8> {
 }
 
 #[test]
-fn exchange_invariants_hold_for_any_input() {
-    run("exchange", exchange::exchange);
-}
-
-#[test]
 fn responses_are_read_independent_of_chunks() {
     run("responses", responses::responses);
 }
 
 #[test]
-fn bodies_survive_parsing_repair_and_edits() {
+fn bodies_survive_parsing_and_edits() {
     run("bodies", bodies::bodies);
 }
 

@@ -12,9 +12,9 @@ use warmroute_server::api::pb;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::NATS;
 use warmroute_testbed::merge_config;
-use warmroute_testbed::ports::FreePort;
+use warmroute_testbed::ports::{FreePort, until};
 
-use crate::api::site::{ApiSite, attempt, book, book_unshared, worker};
+use crate::api::site::{ApiSite, PATIENCE, attempt, book, book_unshared, worker};
 use crate::engine_sessions::engine::{EngineBehaviour, SessionEngine, close, open};
 use crate::support::process::WarmrouteProcess;
 
@@ -52,6 +52,11 @@ impl NatsServer {
             .args(["--addr", "127.0.0.1", "--port", &self.port.to_string()])
             .args(&self.args);
         self.server = Some(ChildProcess::spawn("nats-server", &command, self.dir.path()).unwrap());
+    }
+
+    fn log(&self) -> String {
+        let server = self.server.as_ref().unwrap();
+        std::fs::read_to_string(server.log()).unwrap()
     }
 
     pub(crate) fn kill(&mut self) {
@@ -404,7 +409,12 @@ async fn replica_is_ready_without_nats_and_joins_later() {
         .await;
     // The password file is read again after a rejected login.
     nats.start();
-    tokio::time::sleep(std::time::Duration::from_millis(300)).await;
+    assert!(
+        until(PATIENCE, async || nats
+            .log()
+            .contains("authentication error"))
+        .await
+    );
     a.until(
         "still alone",
         |page| page["connected"] == false,

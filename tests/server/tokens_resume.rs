@@ -36,13 +36,11 @@ use warmroute_tokens::prompt::{
     Config, Encoder, LoadError, ModelTraits, PromptCache, RenderedPrompt, TokenBudget,
 };
 
-use crate::support::long_tests::long_or_short;
-
 /// Number of threads that share one tokenizer and one cache.
 const THREADS: u64 = 2;
 
-/// Duration for each tokenizer, in the long and the short form.
-const DURATION: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(2)];
+/// Duration for each tokenizer.
+const DURATION: Duration = Duration::from_secs(if cfg!(long_tests) { 10 } else { 2 });
 
 /// Fixed seed of every run. The other seeds are random.
 const SEED: u64 = 20_261_121;
@@ -434,8 +432,6 @@ fn compare_with_cache(name: &str, directory: &Path, ours: bool) {
     let wanted = std::env::var("WARMROUTE_FUZZ_CONVERSATIONS")
         .ok()
         .map(|count| count.parse::<usize>().unwrap());
-    let [long, short] = DURATION;
-    let share = long_or_short(long, short);
     let figures = RunFigures::default();
     let started = Instant::now();
     let new: u64 = rand::random();
@@ -445,7 +441,7 @@ fn compare_with_cache(name: &str, directory: &Path, ours: bool) {
     );
     let continues = || match wanted {
         Some(count) => figures.conversations.load(Ordering::Relaxed) < count,
-        None => started.elapsed() < share,
+        None => started.elapsed() < DURATION,
     };
     std::thread::scope(|scope| {
         for thread in 0..THREADS {

@@ -247,22 +247,6 @@ impl ApiServer {
         cluster.dead = cluster.watches;
     }
 
-    pub(crate) fn forbid_watch(&self, kind: &str, forbidden: bool) {
-        let mut cluster = self.cluster.lock();
-        if forbidden {
-            cluster.unwatched.insert(kind.to_owned())
-        } else {
-            cluster.unwatched.remove(kind)
-        };
-    }
-
-    /// Responds to every request with this status and `Retry-After`, and ends all watches. `None`
-    /// ends the outage.
-    pub(crate) fn fail_with(&self, outage: Option<(u16, u64)>) {
-        self.cluster.lock().outage = outage;
-        self.changed.send_replace(0);
-    }
-
     /// Stops responding to existing watches and new requests. They stay without a response, even
     /// after [`thaw`](Self::thaw).
     pub(crate) fn freeze(&self) {
@@ -273,17 +257,6 @@ impl ApiServer {
     /// Responds to new requests again.
     pub(crate) fn thaw(&self) {
         self.cluster.lock().is_frozen = false;
-    }
-
-    /// Accepts only this token.
-    pub(crate) fn set_token(&self, token: &str) {
-        self.cluster.lock().token = token.to_owned();
-    }
-
-    /// Uses a new certificate from the next [`resume`](Self::resume) on.
-    pub(crate) fn replace_certificate(&mut self) {
-        let names = ["127.0.0.1".to_owned(), "localhost".to_owned()];
-        self.certificate = rcgen::generate_simple_self_signed(names).unwrap();
     }
 
     pub(crate) fn authority(&self) -> String {

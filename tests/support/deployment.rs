@@ -210,8 +210,6 @@ pub(crate) fn with_response_headers(more: Value) -> Value {
     let mut config = json!({
         "gateway": {"response_headers": {"worker": true, "prediction": true}},
         "requests": {"limits": {"decision_timeout": "30s"}},
-        // With this interval, only a file notification can apply a change in time.
-        "workers": {"file_watch": {"poll_interval": "1h"}},
         "process": {"readiness": {"event_sources_timeout": "60s"}, "log": {"level": "info"}},
     });
     merge_config(&mut config, &more);

@@ -6,7 +6,6 @@ pub(crate) mod another;
 pub(crate) mod api_server;
 pub(crate) mod clients;
 pub(crate) mod deployment;
-pub(crate) mod long_tests;
 pub(crate) mod manifest_set;
 pub(crate) mod openmetrics;
 pub(crate) mod pki;

@@ -14,7 +14,7 @@ use flate2::read::GzDecoder;
 use serde::Deserialize;
 use serde_json::Value;
 use warmroute_tokens::openai::{self, ApiKind, ChatPrompt, MediaSource, PromptInput};
-use warmroute_tokens::prompt::media::{EngineModelName, MediaItemRule, TokenCountRule};
+use warmroute_tokens::prompt::media::{EngineModelName, ImageRule};
 use warmroute_tokens::prompt::{
     Config, Encoder, MediaConfig, ModelTraits, MultimodalPrompt, TokenBudget,
 };
@@ -498,14 +498,12 @@ fn media_rules<'de, D: serde::Deserializer<'de>>(
     };
     let kinds = media.as_object_mut().into_iter().flatten();
     for rule in kinds.filter_map(|(_, value)| value.as_object_mut()) {
-        for (key, setting) in [
-            ("rule", "token_count"),
-            ("preprocessor", "preprocessor_config"),
-            ("tokens", "tokens_per_item"),
-        ] {
-            if let Some(value) = rule.shift_remove(key) {
-                rule.insert(setting.to_owned(), value);
-            }
+        rule.shift_remove("rule");
+        if let Some(file) = rule.shift_remove("preprocessor") {
+            rule.insert("preprocessor_config".to_owned(), file);
+        }
+        if let Some(tokens) = rule.shift_remove("tokens") {
+            rule.insert("tokens_per_item".to_owned(), tokens);
         }
     }
     serde_json::from_value(media).map_err(serde::de::Error::custom)
@@ -675,16 +673,11 @@ fn media_beside(config: &Config) -> Option<MediaConfig> {
     let counts = json["image_processor_type"]
         .as_str()
         .is_some_and(|kind| kind.starts_with("Qwen2VLImageProcessor"));
-    let image = MediaItemRule {
+    let image = ImageRule {
         token: "<|image_pad|>".to_owned(),
         placeholder: Some("<|vision_start|><|image_pad|><|vision_end|>".to_owned()),
-        token_count: TokenCountRule::Qwen2Vl,
         tokens_per_item: None,
         preprocessor_config: Some(preprocessor),
-        patch_size: None,
-        merge_size: None,
-        min_pixels: None,
-        max_pixels: None,
     };
     counts.then(|| MediaConfig {
         image: Some(image),

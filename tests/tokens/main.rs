@@ -15,7 +15,7 @@ use std::sync::LazyLock;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use warmroute_tokens::openai::{self, ApiKind};
-use warmroute_tokens::prompt::media::{EngineModelName, MediaItemRule};
+use warmroute_tokens::prompt::media::{EngineModelName, ImageRule};
 use warmroute_tokens::prompt::{
     Config, EncodeError, Encoder, EngineKind, LoadError, MediaConfig, ModelTraits,
     MultimodalPrompt, TokenBudget, TokenExactness, TransformersVersion,

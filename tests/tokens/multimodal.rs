@@ -63,10 +63,8 @@ fn prompt_ends_before_first_unknown_image() {
 /// Returns the encoder of a vision model whose images have five tokens.
 fn vision_encoder() -> Encoder {
     let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tokens/qwen2-vl");
-    let image: MediaItemRule = serde_json::from_value(
-        json!({"token": "<|image_pad|>", "token_count": "fixed", "tokens_per_item": 5}),
-    )
-    .unwrap();
+    let image: ImageRule =
+        serde_json::from_value(json!({"token": "<|image_pad|>", "tokens_per_item": 5})).unwrap();
     let traits = ModelTraits {
         media: Some(MediaConfig {
             image: Some(image),

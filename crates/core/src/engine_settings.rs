@@ -2,6 +2,8 @@
 //! If both exist and differ, the configured value wins, because it was set on purpose, and the
 //! mismatch is reported with both values. Only the engine's block size overrides the configured
 //! one: events are converted to the index's block size on arrival.
+//!
+//! Decision 0037.
 
 use std::collections::{BTreeMap, BTreeSet};
 

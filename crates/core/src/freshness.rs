@@ -3,6 +3,8 @@
 //! An outdated index is worse than none, and is not visible from outside. Every event source
 //! therefore has a status that follows from its history, and statistics for operators. The code is
 //! pure: callers report what happened and when.
+//!
+//! Decision 0031.
 
 mod rules;
 mod silence;

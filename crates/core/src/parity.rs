@@ -11,6 +11,8 @@
 //!
 //! If only the generation prompt of a worker differs, its tokens agree up to there. All prompts of
 //! the model are then known only up to there.
+//!
+//! Decision 0026.
 
 mod check;
 mod verdict;

@@ -48,59 +48,95 @@ pub struct Finding {
     pub fix: Option<String>,
 }
 
-/// Check of one subject whose result is not yet known.
-#[derive(Clone, Debug)]
-pub struct FindingBuilder {
-    check: &'static str,
-    subject: String,
+/// Result of a check, without the name of the check and its subject.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CheckVerdict {
+    level: FindingLevel,
+    message: String,
+    fix: Option<String>,
 }
 
-impl FindingBuilder {
-    /// Starts the check `check` of `subject`.
-    pub fn new(check: &'static str, subject: impl Into<String>) -> Self {
+impl CheckVerdict {
+    fn new(level: FindingLevel, message: impl Into<String>) -> Self {
         Self {
-            check,
-            subject: subject.into(),
+            level,
+            message: message.into(),
+            fix: None,
         }
     }
 
-    /// Returns a finding that the check passed.
-    pub fn ok(self, message: impl Into<String>) -> Finding {
-        self.build(FindingLevel::Ok, message, None)
+    pub(crate) fn with_fix(self, fix: impl Into<String>) -> Self {
+        let fix = Some(fix.into());
+        Self { fix, ..self }
     }
 
-    /// Returns a finding that the check could not run.
-    pub fn skipped(self, why: impl Into<String>) -> Finding {
-        self.build(FindingLevel::Skipped, why, None)
-    }
-
-    /// Returns a note about a limitation that no setting removes.
-    pub fn note(self, message: impl Into<String>) -> Finding {
-        self.build(FindingLevel::Note, message, None)
-    }
-
-    /// Returns a warning: the deployment works, but worse than it could.
-    pub fn warning(self, message: impl Into<String>, fix: impl Into<String>) -> Finding {
-        self.build(FindingLevel::Warning, message, Some(fix.into()))
-    }
-
-    /// Returns an error: the check failed.
-    pub fn error(self, message: impl Into<String>, fix: impl Into<String>) -> Finding {
-        self.build(FindingLevel::Error, message, Some(fix.into()))
-    }
-
-    fn build(
-        self,
-        level: FindingLevel,
-        message: impl Into<String>,
-        fix: Option<String>,
-    ) -> Finding {
+    /// Returns the finding of the check `check` about `subject`.
+    pub fn about(self, check: &'static str, subject: impl Into<String>) -> Finding {
         Finding {
-            level,
-            check: self.check,
-            subject: self.subject,
-            message: message.into(),
-            fix,
+            level: self.level,
+            check,
+            subject: subject.into(),
+            message: self.message,
+            fix: self.fix,
+        }
+    }
+}
+
+/// The check passed.
+pub fn ok(message: impl Into<String>) -> CheckVerdict {
+    CheckVerdict::new(FindingLevel::Ok, message)
+}
+
+/// The check could not run.
+pub fn skipped(why: impl Into<String>) -> CheckVerdict {
+    CheckVerdict::new(FindingLevel::Skipped, why)
+}
+
+/// A limitation that no setting removes.
+pub fn note(message: impl Into<String>) -> CheckVerdict {
+    CheckVerdict::new(FindingLevel::Note, message)
+}
+
+/// The deployment works, but worse than it could.
+pub fn warning(message: impl Into<String>, fix: impl Into<String>) -> CheckVerdict {
+    CheckVerdict::new(FindingLevel::Warning, message).with_fix(fix)
+}
+
+/// The check failed.
+pub fn error(message: impl Into<String>, fix: impl Into<String>) -> CheckVerdict {
+    CheckVerdict::new(FindingLevel::Error, message).with_fix(fix)
+}
+
+/// Facts about one subject.
+pub(crate) trait CheckFacts {
+    /// Returns the subject of the findings.
+    fn subject(&self) -> String;
+}
+
+/// Row of a table of checks.
+pub(crate) struct CheckRow<F> {
+    id: &'static str,
+    judge: fn(&F) -> Option<CheckVerdict>,
+}
+
+/// Returns the row of a check, which returns `None` if it does not apply.
+pub(crate) fn row<F>(id: &'static str, judge: fn(&F) -> Option<CheckVerdict>) -> CheckRow<F> {
+    CheckRow { id, judge }
+}
+
+/// Returns the findings of a table of checks about one subject.
+pub(crate) fn run_checks<F: CheckFacts>(facts: &F, rows: &[CheckRow<F>]) -> Vec<Finding> {
+    let verdicts = rows.iter().map(|row| (row.id, (row.judge)(facts)));
+    verdicts
+        .filter_map(|(id, verdict)| Some(verdict?.about(id, facts.subject())))
+        .collect()
+}
+
+/// Adds the findings that are not in the list yet.
+pub(crate) fn add_new(findings: &mut Vec<Finding>, found: impl IntoIterator<Item = Finding>) {
+    for finding in found {
+        if !findings.contains(&finding) {
+            findings.push(finding);
         }
     }
 }

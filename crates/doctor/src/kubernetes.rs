@@ -2,7 +2,11 @@
 
 use std::fmt;
 
-use super::finding::{Finding, FindingBuilder};
+use warmroute_settings::format_count;
+
+use super::finding::{
+    CheckFacts, CheckVerdict, Finding, error, ok, row, run_checks, skipped, warning,
+};
 
 /// Maximum number of pods that one finding names.
 const MAX_NAMES: usize = 5;
@@ -82,58 +86,57 @@ impl fmt::Display for PoolFailure {
     }
 }
 
+impl CheckFacts for PoolReport {
+    fn subject(&self) -> String {
+        format!("pool {}", self.title)
+    }
+}
+
 /// Returns the findings about all pools, and about conflicts between their workers.
 pub fn check_pools(pools: &[PoolReport], conflicts: &[String]) -> Vec<Finding> {
-    let of_pools = pools.iter().flat_map(check_pool);
     let conflicts = conflicts.iter().map(|conflict| {
-        FindingBuilder::new("kubernetes.pods", "all pools").warning(
+        let verdict = warning(
             format!("not used: {conflict}"),
             "give each pod an address, a port and an id of its own, and let each pod be selected \
             by one pool only",
-        )
+        );
+        verdict.about("kubernetes.pods", "all pools")
     });
-    of_pools.chain(conflicts).collect()
+    pools.iter().flat_map(check_pool).chain(conflicts).collect()
 }
 
 fn check_pool(pool: &PoolReport) -> Vec<Finding> {
-    let mut findings = vec![check_pods(pool)];
-    findings.extend(check_unready(pool));
+    let rows = [
+        row("kubernetes.pool", check_pods),
+        row("kubernetes.pods", check_unready),
+    ];
+    let mut findings = run_checks(pool, &rows);
     findings.extend(pool.unusable.iter().map(|reason| {
-        pool_check("kubernetes.pods", pool).warning(
-            format!("not used: {reason}"),
-            "correct the label, the annotation or the status that is named",
-        )
+        let fix = "correct the label, the annotation or the status that is named";
+        let verdict = warning(format!("not used: {reason}"), fix);
+        verdict.about("kubernetes.pods", pool.subject())
     }));
-    findings.push(check_rights(pool));
+    findings.push(judge_rights(pool).about("kubernetes.rights", pool.subject()));
     findings
 }
 
-fn pool_check(check: &'static str, pool: &PoolReport) -> FindingBuilder {
-    FindingBuilder::new(check, format!("pool {}", pool.title))
-}
-
-fn check_pods(pool: &PoolReport) -> Finding {
-    let at = pool_check("kubernetes.pool", pool);
+fn check_pods(pool: &PoolReport) -> Option<CheckVerdict> {
     if let Some(failure) = &pool.failure {
-        return at.error(failure.to_string(), failure_fix(pool, failure));
+        return Some(error(failure.to_string(), failure_fix(pool, failure)));
     }
-    let PoolReport { pods, workers, .. } = pool;
-    match (pods, workers) {
-        (0, _) => at.error(
+    let pods = format_count(pool.pods, "pod");
+    Some(match (pool.pods, pool.workers) {
+        (0, _) => error(
             "no pod has the labels of its selector",
             "compare the selector with the labels of the pods (`kubectl get pods --show-labels`), \
             and the namespace",
         ),
-        (_, 0) => at.error(
-            format!("none of its {} can be a worker", count_noun(*pods, "pod")),
+        (_, 0) => error(
+            format!("none of its {pods} can be a worker"),
             "see the findings about its pods, and `kubectl describe pods`",
         ),
-        _ => at.ok(format!(
-            "{}, {}",
-            count_noun(*pods, "pod"),
-            count_noun(*workers, "worker")
-        )),
-    }
+        (_, workers) => ok(format!("{pods}, {}", format_count(workers, "worker"))),
+    })
 }
 
 fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
@@ -182,78 +185,66 @@ fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
     fix.to_owned()
 }
 
-fn check_unready(pool: &PoolReport) -> Option<Finding> {
-    if pool.unready.is_empty() {
-        return None;
+fn check_unready(pool: &PoolReport) -> Option<CheckVerdict> {
+    let (first, _) = pool.unready.first()?;
+    let count = pool.unready.len();
+    let shown = pool.unready.iter().take(MAX_NAMES);
+    let mut named: Vec<String> = shown
+        .map(|(pod, reason)| format!("{pod}: {reason}"))
+        .collect();
+    if count > MAX_NAMES {
+        named.push(format!("and {} more", count - MAX_NAMES));
     }
-    let named = pool
-        .unready
-        .iter()
-        .take(MAX_NAMES)
-        .map(|(pod, reason)| format!("{pod}: {reason}"));
-    let mut named: Vec<String> = named.collect();
-    if pool.unready.len() > MAX_NAMES {
-        named.push(format!("and {} more", pool.unready.len() - MAX_NAMES));
-    }
-    let message = format!(
-        "{} of {} not ready: {}",
-        pool.unready.len(),
-        count_noun(pool.pods, "pod"),
-        named.join("; ")
-    );
-    let (pod, _) = pool.unready.first()?;
-    let (namespace, name) = pod.split_once('/').unwrap_or(("", pod));
-    let fix =
-        format!("see why: `kubectl -n {namespace} describe pod {name}`, and the log of its engine");
-    Some(pool_check("kubernetes.pods", pool).warning(message, fix))
+    let (namespace, name) = first.split_once('/').unwrap_or(("", first));
+    Some(warning(
+        format!(
+            "{count} of {} not ready: {}",
+            format_count(pool.pods, "pod"),
+            named.join("; ")
+        ),
+        format!("see why: `kubectl -n {namespace} describe pod {name}`, and the log of its engine"),
+    ))
 }
 
-fn check_rights(pool: &PoolReport) -> Finding {
-    let at = pool_check("kubernetes.rights", pool);
-    if let Some(error) = &pool.rights_error {
-        return at.skipped(format!(
-            "the API server does not say what the ServiceAccount may do: {error}"
+fn judge_rights(pool: &PoolReport) -> CheckVerdict {
+    if let Some(reason) = &pool.rights_error {
+        return skipped(format!(
+            "the API server does not say what the ServiceAccount may do: {reason}"
         ));
     }
-    let named = |right: &MissingRight| match right.group {
-        "" => format!("{} {}", right.verb, right.resource),
-        group => format!("{} {}.{group}", right.verb, right.resource),
-    };
-    let missing: Vec<String> = pool.missing_rights.iter().map(named).collect();
-    if missing.is_empty() {
-        return at.ok("the ServiceAccount may list and watch what it needs");
+    let rights = &pool.missing_rights;
+    if rights.is_empty() {
+        return ok("the ServiceAccount may list and watch what it needs");
     }
-    at.error(
+    let named = rights.iter().map(|right| {
+        let separator = if right.group.is_empty() { "" } else { "." };
+        format!(
+            "{} {}{separator}{}",
+            right.verb, right.resource, right.group
+        )
+    });
+    let named: Vec<String> = named.collect();
+    error(
         format!(
             "the ServiceAccount may not {}: changes are seen late or not at all",
-            missing.join(", ")
+            named.join(", ")
         ),
-        format!(
-            "add to the rules of its Role: {}",
-            role_rules(&pool.missing_rights)
-        ),
+        format!("add to the rules of its Role: {}", role_rules(rights)),
     )
 }
 
 /// Formats the missing rules of a Role.
 fn role_rules(missing: &[MissingRight]) -> String {
-    let mut resources: Vec<(&str, &str)> = missing
-        .iter()
-        .map(|right| (right.group, right.resource))
-        .collect();
-    resources.dedup();
-    let rule = |(group, resource): &(&str, &str)| {
-        let verbs = missing
-            .iter()
-            .filter(|right| (right.group, right.resource) == (*group, *resource));
-        let verbs = verbs.map(|right| right.verb).collect::<Vec<_>>().join(", ");
-        format!("`{{apiGroups: [\"{group}\"], resources: [{resource}], verbs: [{verbs}]}}`")
-    };
-    resources.iter().map(rule).collect::<Vec<_>>().join(" and ")
-}
-
-fn count_noun(number: usize, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+    let kind = |right: &MissingRight| (right.group, right.resource);
+    let rules = missing
+        .chunk_by(|right, next| kind(right) == kind(next))
+        .map(|rights| {
+            let (group, resource) = kind(&rights[0]);
+            let verbs: Vec<&str> = rights.iter().map(|right| right.verb).collect();
+            let verbs = verbs.join(", ");
+            format!("`{{apiGroups: [\"{group}\"], resources: [{resource}], verbs: [{verbs}]}}`")
+        });
+    rules.collect::<Vec<_>>().join(" and ")
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Checks of the running process: its configuration and the health of its workers.
 
-use super::finding::{Finding, FindingBuilder};
+use super::finding::{CheckVerdict, Finding, error, ok, skipped, warning};
 
 /// Number of differing keys that a message names.
 const MAX_NAMED_KEYS: usize = 5;
@@ -35,31 +35,37 @@ pub struct ReportedHealth {
 
 /// Checks the configuration of the running process against the absolute path of a file.
 pub fn check_process_config(file: &str, process: &RunningProcess) -> Finding {
-    let at = FindingBuilder::new("warmroute.config", "warmroute");
+    judge_keys(file, process).about("warmroute.config", "warmroute")
+}
+
+fn judge_keys(file: &str, process: &RunningProcess) -> CheckVerdict {
     let keys = &process.differing_keys;
     if keys.is_empty() {
-        return at.ok("the running process has the configuration of the file");
+        return ok("the running process has the configuration of the file");
     }
-    let named = keys.iter().take(MAX_NAMED_KEYS).map(String::as_str);
-    let mut named = named.collect::<Vec<_>>().join(", ");
+    let mut named = keys[..keys.len().min(MAX_NAMED_KEYS)].join(", ");
     if keys.len() > MAX_NAMED_KEYS {
         named = format!("{named} and {} more", keys.len() - MAX_NAMED_KEYS);
     }
     match &process.file {
-        Some(running) if running != file => at.error(
-            format!("the running process uses another configuration file, {running}; these keys differ: {named}"),
+        Some(running) if running != file => error(
             format!(
-                "stop the process that uses {running}, or check its file: `warmroute doctor {running}`"
+                "the running process uses another configuration file, {running}; these keys \
+                differ: {named}"
+            ),
+            format!(
+                "stop the process that uses {running}, or check its file: `warmroute doctor \
+                {running}`"
             ),
         ),
-        _ if *keys == process.pending_keys => at.warning(
+        _ if *keys == process.pending_keys => warning(
             format!("the running process applies these keys after a restart: {named}"),
             "restart the process",
         ),
-        _ => at.warning(
+        _ => warning(
             format!("the running process has other values for these keys: {named}"),
             "reload the file with SIGHUP, and look for an error in /debug/config; flags of `serve` \
-             replace values of the file",
+            replace values of the file",
         ),
     }
 }
@@ -67,33 +73,34 @@ pub fn check_process_config(file: &str, process: &RunningProcess) -> Finding {
 /// Checks the health of the worker ranks.
 pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
     if process.unhealthy.is_empty() {
-        let at = FindingBuilder::new("warmroute.health", "warmroute");
-        return vec![at.ok(format!(
-            "no rank of {} is suspect, ejected, slow or unreachable",
-            process.ranks
-        ))];
+        let ranks = process.ranks;
+        let verdict = ok(format!(
+            "no rank of {ranks} is suspect, ejected, slow or unreachable"
+        ));
+        return vec![verdict.about("warmroute.health", "warmroute")];
     }
     let finding = |rank: &ReportedHealth| {
-        let at = FindingBuilder::new("warmroute.health", rank.rank.as_str());
+        let health = rank.health.as_str();
         let message = format!(
-            "{} for {} s; evidence: {}",
-            rank.health, rank.age_seconds, rank.evidence
+            "{health} for {} s; evidence: {}",
+            rank.age_seconds, rank.evidence
         );
-        let fix = match rank.health.as_str() {
+        let fix = match health {
             "unreachable" => "start the engine, or remove the worker",
             "slow" => {
-                "compare the clock, the temperature and the other processes of its GPU with those of \
-                 another worker; a worker on slower hardware needs no change"
+                "compare the clock, the temperature and the other processes of its GPU with those \
+                of another worker; a worker on slower hardware needs no change"
             }
             _ => {
                 "look for these failures in the log of the engine; warmroute sends single requests \
-                 to the rank and uses it again after one is delivered"
+                to the rank and uses it again after one is delivered"
             }
         };
-        match rank.health.as_str() {
-            "suspect" | "slow" => at.warning(message, fix),
-            _ => at.error(message, fix),
-        }
+        let verdict = match health {
+            "suspect" | "slow" => warning(message, fix),
+            _ => error(message, fix),
+        };
+        verdict.about("warmroute.health", rank.rank.as_str())
     };
     process.unhealthy.iter().map(finding).collect()
 }
@@ -101,17 +108,18 @@ pub fn check_process_health(process: &RunningProcess) -> Vec<Finding> {
 /// Returns the finding for a process whose admin pages cannot be read. `listens` states whether the
 /// ext_proc address accepts connections, and `is_refused` whether the admin address refuses them.
 pub fn unreadable_process(reason: String, listens: bool, is_refused: bool) -> Finding {
-    let at = FindingBuilder::new("warmroute.config", "warmroute");
-    if listens && is_refused {
-        return at.error(
+    let verdict = if listens && is_refused {
+        error(
             format!(
                 "the ext_proc address accepts connections, but the admin address does not \
-                 ({reason}): another process listens there"
+                ({reason}): another process listens there"
             ),
             "find the process with `ss -ltxp`, and stop it; then start warmroute with this file",
-        );
-    }
-    at.skipped(reason)
+        )
+    } else {
+        skipped(reason)
+    };
+    verdict.about("warmroute.config", "warmroute")
 }
 
 #[cfg(test)]

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::fmt::Write as _;
 
 use anstyle::{AnsiColor, Style};
+use warmroute_settings::format_count;
 
 use super::finding::{Finding, FindingLevel};
 
@@ -163,44 +164,26 @@ fn folded_message(equal: &[&Finding], section: &[&Finding]) -> String {
 
 /// Returns a line with the number of findings per level.
 fn summary_line(findings: &[Finding]) -> String {
-    let count = |level: FindingLevel| {
-        findings
+    use FindingLevel::{Error, Note, Ok, Skipped, Warning};
+    let parts = [Error, Warning, Note, Skipped, Ok].map(|level| {
+        let count = findings
             .iter()
             .filter(|finding| finding.level == level)
-            .count()
-    };
-    let several =
-        |count: usize, name: &str| format!("{count} {name}{}", if count == 1 { "" } else { "s" });
-    let counts = [
-        (
-            FindingLevel::Error,
-            several(count(FindingLevel::Error), "error"),
-        ),
-        (
-            FindingLevel::Warning,
-            several(count(FindingLevel::Warning), "warning"),
-        ),
-        (
-            FindingLevel::Note,
-            several(count(FindingLevel::Note), "note"),
-        ),
-        (
-            FindingLevel::Skipped,
-            format!("{} skipped", count(FindingLevel::Skipped)),
-        ),
-        (FindingLevel::Ok, format!("{} ok", count(FindingLevel::Ok))),
-    ];
-    let parts = counts
-        .into_iter()
-        .filter(|(level, _)| count(*level) > 0)
-        .map(|(_, text)| text);
-    parts.collect::<Vec<_>>().join(", ")
+            .count();
+        let text = match level {
+            Skipped | Ok => format!("{count} {}", level.as_str()),
+            Error | Warning | Note => format_count(count, level.as_str()),
+        };
+        (count > 0).then_some(text)
+    });
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    parts.join(", ")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::finding::FindingBuilder;
+    use crate::finding::{CheckVerdict, error, ok, warning};
 
     /// Renders without colours.
     fn plain(findings: &[Finding], verbose: bool) -> String {
@@ -210,10 +193,10 @@ mod tests {
     #[test]
     fn problems_come_first_in_their_section() {
         let findings = [
-            FindingBuilder::new("envoy.filter", "Envoy").ok("it is installed"),
-            FindingBuilder::new("engine.reachable", "worker 1").ok("127.0.0.1:8000 answers"),
-            FindingBuilder::new("engine.model", "worker 12").warning("seen", "write this"),
-            FindingBuilder::new("config.read", "w.yaml").error("broken", "write that"),
+            ok("it is installed").about("envoy.filter", "Envoy"),
+            ok("127.0.0.1:8000 answers").about("engine.reachable", "worker 1"),
+            warning("seen", "write this").about("engine.model", "worker 12"),
+            error("broken", "write that").about("config.read", "w.yaml"),
         ];
         let expected = "\
 configuration
@@ -237,15 +220,15 @@ Envoy
 
     #[test]
     fn equal_results_share_a_line() {
-        let of = |worker: &str| FindingBuilder::new("engine.model", worker);
+        let of = |worker: &str, verdict: CheckVerdict| verdict.about("engine.model", worker);
         let findings = [
-            of("worker 1").ok("serves m"),
-            of("worker 2").error("refused", "start it"),
-            of("worker 3").ok("serves m"),
-            of("worker 4").error("refused", "start it"),
-            of("worker 5").error("refused", "start another"),
-            FindingBuilder::new("engine.clock", "worker 1").ok("1 ms"),
-            FindingBuilder::new("engine.clock", "worker 3").ok("2 ms"),
+            of("worker 1", ok("serves m")),
+            of("worker 2", error("refused", "start it")),
+            of("worker 3", ok("serves m")),
+            of("worker 4", error("refused", "start it")),
+            of("worker 5", error("refused", "start another")),
+            ok("1 ms").about("engine.clock", "worker 1"),
+            ok("2 ms").about("engine.clock", "worker 3"),
         ];
         let expected = "\
 engines
@@ -268,7 +251,7 @@ engines
 
     #[test]
     fn every_section_has_a_heading() {
-        let findings = [FindingBuilder::new("envoy.filter", "Envoy").ok("fine")];
+        let findings = [ok("fine").about("envoy.filter", "Envoy")];
         assert_eq!(
             plain(&findings, false),
             "Envoy\n  ok       envoy.filter  Envoy: fine\n\n1 ok\n"

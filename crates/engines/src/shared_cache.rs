@@ -27,6 +27,7 @@ use warmroute_core::block::BlockHashes;
 
 pub use config::SharedCacheConfig;
 pub use http::HttpSharedCache;
+use http::MAX_RESPONSE;
 
 /// A query for one prompt.
 #[derive(Clone, Copy, Debug)]
@@ -68,8 +69,8 @@ pub enum SharedCacheError {
     #[error("status {0}")]
     Status(u16),
     /// The response exceeds the limit.
-    #[error("the response is longer than {0} bytes")]
-    TooLong(usize),
+    #[error("the response is longer than {MAX_RESPONSE} bytes")]
+    TooLong,
     /// The response is malformed.
     #[error("the response is invalid: {0}")]
     Invalid(String),
@@ -84,7 +85,7 @@ impl SharedCacheError {
             SharedCacheError::Timeout => "timeout",
             SharedCacheError::Connection(_) => "connection",
             SharedCacheError::Status(_) => "status",
-            SharedCacheError::TooLong(_) => "too_long",
+            SharedCacheError::TooLong => "too_long",
             SharedCacheError::Invalid(_) => "invalid",
         }
     }

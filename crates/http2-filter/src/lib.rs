@@ -14,6 +14,8 @@
 //!
 //! The filter also counts open streams. It reports the RST_STREAM and GOAWAY frames that `h2` sends
 //! because of errors, because `h2` does not report them to its caller.
+//!
+//! Decision 0054.
 
 mod activity;
 mod authority;

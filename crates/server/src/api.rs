@@ -34,7 +34,7 @@ pub mod pb {
     tonic::include_proto!("warmroute.v1");
 }
 
-pub use config::ApiConfig;
+pub use config::{ApiConfig, MAX_PROMPT_BLOCKS};
 pub use error::ApiError;
 pub use events::InvalidEventError;
 pub use index_dump::DumpStream;
@@ -44,7 +44,6 @@ use crate::dispatch::Dispatcher;
 use crate::request::RequestPreprocessor;
 use bookings::{BookOutcome, BookingSummary, BookingTable};
 use pb::router_server::{Router, RouterServer};
-use request::QueryOptions;
 
 /// Maximum number of fleet watchers. Each receives the whole fleet after every change.
 const MAX_WATCHERS: usize = 256;
@@ -60,7 +59,6 @@ struct ApiState {
     metrics: Arc<Metrics>,
     bookings: BookingTable,
     idle_timeout: Duration,
-    query_options: QueryOptions,
     dumps: Arc<Semaphore>,
     copies: Arc<Semaphore>,
     watchers: Arc<Semaphore>,
@@ -101,10 +99,6 @@ impl ApiService {
             metrics.clone(),
         );
         let idle_timeout = config.booking_timeout.get();
-        let query_options = QueryOptions {
-            max_blocks: config.max_prompt_blocks as usize,
-            query_shared_cache: true,
-        };
         let semaphore = |permits| Arc::new(Semaphore::new(permits));
         Self(Arc::new(ApiState {
             preprocessor,
@@ -113,7 +107,6 @@ impl ApiService {
             metrics,
             bookings,
             idle_timeout,
-            query_options,
             dumps: semaphore(index_dump::MAX_DUMPS),
             copies: semaphore(index_dump::MAX_DUMPS),
             watchers: semaphore(MAX_WATCHERS),
@@ -165,7 +158,6 @@ impl ApiService {
             preprocessor,
             dispatcher,
             bookings,
-            query_options: options,
             ..
         } = &*self.0;
         let attempt = message
@@ -174,8 +166,7 @@ impl ApiService {
             .map(|book| request::parse_attempt(Some(book)))
             .transpose()?;
         let session = message.session.map(request::parse_session).transpose()?;
-        let query =
-            request::parse_query(&preprocessor.load_full(), message.query, *options).await?;
+        let query = request::parse_query(&preprocessor.load_full(), message.query, true).await?;
         let mut request = query.request;
         if let Some(hints) = message.hints {
             request::apply_hints(&mut request, hints)?;
@@ -228,21 +219,13 @@ impl ApiService {
             preprocessor,
             dispatcher,
             bookings,
-            query_options: options,
             ..
         } = &*self.0;
         let attempt = request::parse_attempt(message.attempt.as_ref())?;
         let rank = request::parse_rank(message.worker)?;
-        let mut request = request::parse_query(
-            &preprocessor.load_full(),
-            message.query,
-            QueryOptions {
-                query_shared_cache: false,
-                ..*options
-            },
-        )
-        .await?
-        .request;
+        let mut request = request::parse_query(&preprocessor.load_full(), message.query, false)
+            .await?
+            .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;
         let options = ExternalRouteOptions {
             has_remote_prefill: !message.prefills.unwrap_or(true),
@@ -326,18 +309,15 @@ impl ApiService {
         message: pb::OverlapScoresRequest,
     ) -> Result<pb::OverlapScoresResponse, ApiError> {
         let preprocessor = self.0.preprocessor.load_full();
-        let options = QueryOptions {
-            query_shared_cache: message.include_shared.unwrap_or(true),
-            ..self.0.query_options
-        };
-        let mut request = request::parse_query(&preprocessor, message.query, options)
+        let query_shared_cache = message.include_shared.unwrap_or(true);
+        let mut request = request::parse_query(&preprocessor, message.query, query_shared_cache)
             .await?
             .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;
-        if !options.query_shared_cache {
+        if !query_shared_cache {
             request.shared = SharedBlocks::NotQueried;
         }
-        let shared_cache = options.query_shared_cache.then(|| {
+        let shared_cache = query_shared_cache.then(|| {
             response::shared_cache_to_proto(&request.shared, preprocessor.has_shared_cache())
         });
         let blocks = request.prompt.blocks();
@@ -370,13 +350,10 @@ impl ApiService {
                 ranks: loads.iter().map(response::load_to_proto).collect(),
             });
         }
-        let mut request = request::parse_query(
-            &self.0.preprocessor.load_full(),
-            message.query,
-            self.0.query_options,
-        )
-        .await?
-        .request;
+        let mut request =
+            request::parse_query(&self.0.preprocessor.load_full(), message.query, true)
+                .await?
+                .request;
         request::apply_overrides(&mut request, message.overrides.as_ref())?;
         let ranks = router
             .estimate_all(request)?

@@ -29,7 +29,6 @@ mod sessions;
 mod shared_cache;
 mod token_requests;
 mod tokenized;
-mod truncated_body;
 
 pub use body::RequestBody;
 pub use cluster_rules::{ClusterRules, SharedClusterRules};

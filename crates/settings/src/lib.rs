@@ -1,6 +1,8 @@
 //! Reader of settings files in YAML: the configuration file and the workers file. Every value has
 //! its position, so an error found after parsing (two workers with the same id, a port that
 //! overflows) points at the text to fix. The reader collects all errors of a file.
+//!
+//! Decision 0053.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]

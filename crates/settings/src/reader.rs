@@ -378,7 +378,7 @@ impl<'de> Deserializer<'de> for ValueReader<'_> {
                 let name = written.unwrap_or(name);
                 visitor.visit_enum(IntoDeserializer::<SettingsError>::into_deserializer(name))
             }
-            _ => Err(de::Error::invalid_type(self.unexpected(), &"a name")),
+            _ => Err(de::Error::invalid_type(self.unexpected(), &visitor)),
         };
         result.map_err(|error| self.locate(error))
     }

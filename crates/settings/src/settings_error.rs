@@ -52,7 +52,7 @@ impl SettingsError {
         match &self.kind {
             SettingsErrorKind::Unknown {
                 key, meant: None, ..
-            } => self.hint_for_root_key(key).is_none(),
+            } => self.hint_for_key(key).is_none(),
             _ => false,
         }
     }
@@ -80,33 +80,69 @@ impl SettingsError {
             SettingsErrorKind::Missing(key) => {
                 format!("the required key `{key}` is missing in {name}")
             }
-            SettingsErrorKind::Unknown {
-                key,
-                meant: Some(meant),
-                ..
-            } => format!("unknown key `{key}`; did you mean `{meant}`?"),
-            SettingsErrorKind::Unknown {
-                key,
-                known,
-                meant: None,
-            } => match self.hint_for_root_key(key) {
-                Some(hint) => format!("unknown key `{key}`; {hint}"),
-                None if lists_keys => {
-                    let known = known.join(", ");
-                    format!("unknown key `{key}` in {name}; known keys: {known}")
+            SettingsErrorKind::Unknown { key, known, meant } => {
+                match (self.hint_for_key(key), meant) {
+                    (Some(hint), _) => format!("unknown key `{key}`; {hint}"),
+                    (None, Some(meant)) => format!("unknown key `{key}`; did you mean `{meant}`?"),
+                    (None, None) if lists_keys => {
+                        format!(
+                            "unknown key `{key}` in {name}; known keys: {}",
+                            known.join(", ")
+                        )
+                    }
+                    (None, None) => format!("unknown key `{key}` in {name}"),
                 }
-                None => format!("unknown key `{key}` in {name}"),
-            },
+            }
+            SettingsErrorKind::WrongType(text)
+                if &*self.name == "headers" && text.starts_with("must be an API") =>
+            {
+                format!("{name} {text}; `path_headers` lists headers")
+            }
             SettingsErrorKind::WrongType(text) => format!("{name} {text}"),
             SettingsErrorKind::Rejected(text) => format!("{name}: {text}"),
         }
     }
 
-    /// Returns a hint for a frequent mistake in the keys of the file's root.
-    fn hint_for_root_key(&self, key: &str) -> Option<&'static str> {
-        match key {
-            _ if !self.name.is_empty() => None,
-            "metrics" => Some("`listeners.admin` serves the metrics at /metrics"),
+    /// Returns a hint for a removed key, or for a frequent mistake.
+    fn hint_for_key(&self, key: &str) -> Option<&'static str> {
+        let section = self.name.split('[').next().unwrap_or_default();
+        match (section, key) {
+            ("", "metrics") => Some("`listeners.admin` serves the metrics at /metrics"),
+            ("workers", "file_watch")
+            | ("reload", "poll_interval" | "debounce")
+            | ("remote_tokenizer", "hedge_delay" | "max_consecutive_failures" | "cooldown")
+            | ("load", "max_scrapes_per_second" | "timeout")
+            | ("parity_check", "event_delay")
+            | ("api", "max_bookings" | "max_prompt_blocks" | "max_booked_blocks")
+            | ("sessions", "max_id_length")
+            | ("replicas", "batch_interval")
+            | ("shared_cache", "max_response_size" | "max_concurrency")
+            | ("remote", "hedge_delay" | "max_concurrency")
+            | ("kubernetes", "labels")
+            | ("warm_start", "max_snapshot_age")
+            | ("outlier_detection", "base_ejection_time" | "max_ejection_time") => {
+                Some("it was removed, and its default applies")
+            }
+            ("classes", "prefill_busy_threshold" | "prefill_busy_threshold_frac") => {
+                Some("it was removed, and that of the queue applies")
+            }
+            ("" | "list" | "worker", "block_size") => {
+                Some("it was removed, and that of the model applies")
+            }
+            ("limits", "max_concurrent_streams") => {
+                Some("it was removed; `max_streams` limits the streams of all connections")
+            }
+            ("header_names", "data_parallel_rank") => {
+                Some("it was removed; `dp_rank` names the header of the rank")
+            }
+            ("worker", "data_parallel_size") => Some("write `data_parallel: {size: ..}`"),
+            ("worker", "bootstrap_port") => Some("write `bootstrap: {port: ..}`"),
+            ("image", "patch_size" | "merge_size" | "min_pixels" | "max_pixels") => {
+                Some("it was removed; `preprocessor_config` names the file that has it")
+            }
+            ("image" | "audio" | "video", "token_count") => {
+                Some("it was removed; write `tokens_per_item`, or `preprocessor_config` for images")
+            }
             _ => None,
         }
     }
@@ -197,6 +233,7 @@ fn describe_expected(expected: &str) -> String {
         "a sequence" => "a list".to_owned(),
         nonzero if nonzero.starts_with("a nonzero ") => "a whole number from 1".to_owned(),
         composite if composite.starts_with("struct ") => "a map of keys".to_owned(),
+        name if name.starts_with("enum ") => "a name".to_owned(),
         other => other.to_owned(),
     }
 }

@@ -13,7 +13,6 @@ mod content_part;
 mod generate;
 mod json;
 pub mod json_edit;
-pub mod json_repair;
 mod json_scan;
 mod json_stream;
 mod lax;
@@ -42,7 +41,8 @@ use serde_json::value::RawValue;
 use thiserror::Error;
 
 pub use api::{ApiKind, ApiWorkload};
-pub use body_encoding::{decode_body, without_byte_order_mark};
+pub use body_encoding::decode_body;
+use body_encoding::without_byte_order_mark;
 pub use chat::{ChatMessage, ChatPrompt, MessageContent};
 pub use content_part::{
     ContentPart, MediaItem, MediaModality, MediaSource, PartExtras, PartMeaning, TypedPart,
@@ -275,23 +275,21 @@ pub fn read_model(body: &[u8]) -> Option<String> {
     text_at_path(&decode_body(body).ok()?, "model")
 }
 
-/// Maximum number of bytes of a body that are scanned for the model name alone.
-const MAX_MODEL_SCAN_BYTES: usize = 1 << 20;
+/// Maximum number of bytes of a body that are searched for single fields.
+const MAX_SEARCHED_BYTES: usize = 1 << 20;
 
 /// Maximum length of a model name in bytes; longer names only waste memory.
 pub const MAX_MODEL_NAME_BYTES: usize = 1024;
 
+/// Returns the beginning of a body, for a quick search for single fields.
+pub fn searched_prefix(body: &[u8]) -> &[u8] {
+    let body = without_byte_order_mark(body);
+    &body[..body.len().min(MAX_SEARCHED_BYTES)]
+}
+
 /// Reads the model name from the beginning of a body. A truncated name is ignored.
 pub fn read_model_from_prefix(body: &[u8]) -> Option<String> {
-    let body = without_byte_order_mark(body);
-    let repaired = json_repair::repair(&body[..body.len().min(MAX_MODEL_SCAN_BYTES)])?;
-    let in_name = repaired.cut == json_repair::CutPoint::InText(vec!["model".into()]);
-    let repaired = if in_name {
-        repaired.drop_innermost()?
-    } else {
-        repaired
-    };
-    read_model(&repaired.json)
+    text_at_path(searched_prefix(body), "model")
 }
 
 /// Parses a JSON body, or a multipart form if the API accepts forms and `boundary` is set.

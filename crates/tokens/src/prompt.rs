@@ -20,7 +20,6 @@ mod media_renderer;
 mod model_files;
 mod multimodal;
 mod number;
-mod partial_chat;
 mod pieces;
 mod printable;
 mod python;

@@ -9,6 +9,8 @@
 //! A SUB connection holds at most two messages and a read buffer. One message is being received or
 //! waits for the consumer, and the other one is in the queue. The buffer of a large message grows
 //! by doubling. During a reallocation, the old and the new buffer exist at the same time.
+//!
+//! Decision 0051.
 
 mod backoff;
 mod command;

@@ -59,7 +59,7 @@ app.kubernetes.io/component: {{ index . 2 }}
 {{- $config := include "warmroute.config" . | fromYaml -}}
 {{- range list
   "listeners.ext_proc" "listeners.admin" "listeners.api" "process.pool" "listeners.limits.max_connections"
-  "listeners.limits.handshake_timeout" "listeners.limits.max_header_list_size" "listeners.limits.max_concurrent_streams"
+  "listeners.limits.handshake_timeout" "listeners.limits.max_header_list_size"
   "routing.block_hash" "engines.kv_events" "routing.load.prefill_decay" "queue" "sessions" "replicas" "index.warm_start"
   "index.serve" "index.remote" "index.approximate" "process.readiness" "envoy" "process.log.format" }}
 {{- $value := $config -}}

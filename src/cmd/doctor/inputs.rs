@@ -5,10 +5,9 @@ use std::time::Duration;
 
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_doctor::envoy::expected::{ExpectedEnvoy, XdsServer};
-use warmroute_doctor::finding::{Finding, FindingBuilder};
+use warmroute_doctor::finding::{Finding, warning};
 use warmroute_doctor::host::{ConfigSummary, FleetOrigin, TokenizerState};
 use warmroute_http2_filter::service_of_authority;
-use warmroute_tokens::openai::paths::ApiPaths;
 use warmroute_tokens::prompt::Encoder;
 
 use warmroute_server::config::{Advice, Config, SessionsConfig};
@@ -35,7 +34,7 @@ const PIN_HEADERS: [&str; 9] = [
 
 /// Returns the finding for a warning about the configuration.
 pub(super) fn advice_finding(advice: Advice) -> Finding {
-    FindingBuilder::new("config.advice", advice.subject).warning(advice.finding, advice.fix)
+    warning(advice.finding, advice.fix).about("config.advice", advice.subject)
 }
 
 /// Returns the summary of a configuration file and its workers.
@@ -88,7 +87,7 @@ pub fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
         longest_wait: longest_wait(config),
         prefill_retry_wait: longest_call(config).map(|longest| longest + RETRY_MARGIN),
         mirror_clusters: mirror_clusters(config),
-        paths: ApiPaths::new(&config.requests.paths),
+        paths: config.requests.api_paths(),
         fail_closed: config.gateway.failure.mode == FailureMode::FailClosed,
         clear_route_cache: config.gateway.clear_route_cache,
         fallbacks: config.gateway.fallback_endpoints,
@@ -158,17 +157,7 @@ fn longest_call(config: &Config) -> Option<Duration> {
 /// Returns the longest timeout extension that a request may need, if any request waits.
 fn longest_wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
-    let has_threshold =
-        |tokens: Option<u64>, share: Option<f64>| tokens.is_some() || share.is_some();
-    let is_queued = has_threshold(
-        queue.prefill_busy_threshold,
-        queue.prefill_busy_threshold_frac,
-    ) || queue.classes.iter().any(|class| {
-        has_threshold(
-            class.prefill_busy_threshold,
-            class.prefill_busy_threshold_frac,
-        )
-    });
+    let is_queued = !queue.busy_threshold().is_unset();
     let queue_wait = is_queued.then(|| queue.timeout.get());
     let open_timeout = |sessions: &SessionsConfig| {
         sessions

@@ -74,22 +74,16 @@ pub(super) fn reachable_address(mut listener: SocketAddr) -> SocketAddr {
 }
 
 /// Returns the configured ext_proc addresses, and whether each accepts connections.
-pub(super) async fn probe_listeners(
-    config: &Config,
-    timeout: Duration,
-) -> Vec<(String, Option<bool>)> {
+pub(super) async fn probe_listeners(config: &Config, timeout: Duration) -> Vec<(String, bool)> {
+    let ext_proc = &config.listeners.ext_proc;
     let mut addresses = Vec::new();
-    if let Some(path) = &config.listeners.ext_proc.unix_socket {
-        let listens = tokio::time::timeout(timeout, UnixStream::connect(path))
-            .await
-            .is_ok_and(|socket| socket.is_ok());
-        addresses.push((path.display().to_string(), Some(listens)));
+    if let Some(path) = &ext_proc.unix_socket {
+        let connected = tokio::time::timeout(timeout, UnixStream::connect(path)).await;
+        addresses.push((path.display().to_string(), matches!(connected, Ok(Ok(_)))));
     }
-    if let Some(address) = config.listeners.ext_proc.address.map(reachable_address) {
-        let listens = tokio::time::timeout(timeout, TcpStream::connect(address))
-            .await
-            .is_ok_and(|socket| socket.is_ok());
-        addresses.push((address.to_string(), Some(listens)));
+    if let Some(address) = ext_proc.address.map(reachable_address) {
+        let connected = tokio::time::timeout(timeout, TcpStream::connect(address)).await;
+        addresses.push((address.to_string(), matches!(connected, Ok(Ok(_)))));
     }
     addresses
 }

@@ -43,11 +43,9 @@ fn workers_with_ids(
         topology: [("zone".to_owned(), "of the template".to_owned())].into(),
         ..Default::default()
     };
-    let labels = LabelsConfig::default();
     let spec = PoolWorkerSpec {
         ports: &ports,
         template: &template,
-        labels: &labels,
         pool: "inference/p",
         ids,
     };

@@ -17,7 +17,7 @@ fn names(pods: &mut PoolPods) -> Option<Vec<String>> {
     let config: PodsConfig =
         serde_saphyr::from_str("{selector: {app: vllm}, ports: [8000]}").unwrap();
     let membership = PoolMembership::from_config(&config).unwrap();
-    let (workers, _) = pods.workers(&membership, &config, &LabelsConfig::default())?;
+    let (workers, _) = pods.workers(&membership, &config)?;
     Some(
         workers
             .into_iter()

@@ -44,8 +44,8 @@ pub(crate) fn all() -> Vec<TestCase> {
     ]);
     all.extend(cases![
         Shared, pods: readiness_changes, deletion_with_grace, deletion_without_grace, address_changes,
-        two_pods_with_one_address, address_of_ending_pod, labels_change, phases, container_restart, ipv6_addresses, roles,
-        active_ports, worker_ids, dynamo_ids, rapid_readiness, special_addresses, unreadable_address, topology_labels
+        two_pods_with_one_address, address_of_ending_pod, labels_change, container_restart, ipv6_addresses,
+        rapid_readiness, unreadable_address
     ]);
     all.extend(cases![Shared, pools: ports_change, event_ports, selector_changes, pool_deleted]);
     all.extend(cases![

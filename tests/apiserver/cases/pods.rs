@@ -9,8 +9,8 @@ use warmroute_testbed::ports::until;
 
 use crate::control_plane::TestControlPlane;
 use crate::namespace::TestNamespace;
-use crate::objects::{POOL, engine_labels, pod, running};
-use crate::router::{PATIENCE, RouterProcess, pod_name};
+use crate::objects::{POOL, running};
+use crate::router::{PATIENCE, RouterProcess};
 use crate::runner::CaseResult;
 
 const A: &str = "a 127.0.1.1:8000";
@@ -80,19 +80,6 @@ impl PodFixture {
     async fn set_label(&self, name: &str, label: &str, value: &Value) -> anyhow::Result<()> {
         self.namespace
             .change_pod(name, &json!({"metadata": {"labels": {label: value}}}))
-            .await
-    }
-
-    /// Returns the role of each worker with the name of its pod.
-    async fn roles(&self) -> anyhow::Result<Vec<String>> {
-        self.router
-            .fleet_by(|worker| {
-                format!(
-                    "{} {}",
-                    pod_name(worker),
-                    worker["role"].as_str().unwrap_or("-")
-                )
-            })
             .await
     }
 }
@@ -195,30 +182,6 @@ pub(super) async fn labels_change(plane: Arc<TestControlPlane>) -> CaseResult {
     Ok(format!("removed; listed; {}", times.show()?))
 }
 
-pub(super) async fn phases(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start_with_other(&plane).await?;
-    let mut times = ReactionTimes::default();
-    for phase in ["Failed", "Succeeded", "Unknown", "Pending"] {
-        site.namespace
-            .set_status("a", &json!({"status": {"phase": phase}}))
-            .await?;
-        times.add(
-            site.router
-                .wait_fleet(&[OTHER])
-                .await
-                .with_context(|| phase)?,
-        );
-        site.namespace
-            .set_status("a", &json!({"status": {"phase": "Running"}}))
-            .await?;
-        times.add(site.router.wait_fleet(&[A, OTHER]).await?);
-    }
-    Ok(format!(
-        "Failed, Succeeded, Unknown, Pending: removed although Ready; Running: listed; {}",
-        times.show()?
-    ))
-}
-
 pub(super) async fn container_restart(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     let mut times = ReactionTimes::default();
@@ -259,104 +222,6 @@ pub(super) async fn ipv6_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
     ))
 }
 
-pub(super) async fn roles(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start_with_other(&plane).await?;
-    let mut times = ReactionTimes::default();
-    let known = [
-        ("prefill", "prefill"),
-        ("decode", "decode"),
-        ("both", "aggregated"),
-        ("prefill-decode", "aggregated"),
-        ("prefill", "prefill"),
-        ("encode-prefill-decode", "aggregated"),
-    ];
-    for (label, role) in known {
-        site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
-        let began = std::time::Instant::now();
-        let expected = [format!("a {role}"), "other aggregated".to_owned()];
-        let found = until(PATIENCE, async || {
-            site.roles().await.is_ok_and(|roles| roles == expected)
-        });
-        ensure!(found.await, "{label}: {:?}", site.roles().await);
-        times.add(began.elapsed());
-    }
-    for label in ["encode", "Decode"] {
-        site.set_label("a", "llm-d.ai/role", &json!(label)).await?;
-        times.add(site.router.wait_fleet(&[OTHER]).await?);
-        site.router.wait_log(&format!("`{label}`")).await?;
-    }
-    ensure!(
-        site.router
-            .log()
-            .contains(&format!("{}/a", site.namespace.name)),
-        "the log does not name the pod"
-    );
-    site.set_label("a", "llm-d.ai/role", &Value::Null).await?;
-    times.add(site.router.wait_fleet(&[A, OTHER]).await?);
-    Ok(format!(
-        "prefill, decode, both, prefill-decode, encode-prefill-decode: accepted; encode, `Decode`: no worker, named in the log; {}",
-        times.show()?
-    ))
-}
-
-pub(super) async fn active_ports(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start_with(&plane, &[8000, 8001, 8002]).await?;
-    let mut times = ReactionTimes::default();
-    let annotate = async |name: &str, value: &Value| {
-        site.namespace
-            .change_pod("a", &json!({"metadata": {"annotations": {name: value}}}))
-            .await
-    };
-    annotate("llm-d.ai/active-ports", &json!("8000,8002")).await?;
-    times.add(site.router.wait_fleet(&[A, "a 127.0.1.1:8002"]).await?);
-    annotate("llm-d.ai/active-ports", &json!("8000,x")).await?;
-    site.router.wait_log("8000,x").await?;
-    annotate("llm-d.ai/active-ports", &Value::Null).await?;
-    annotate("inference.networking.k8s.io/active-ports", &json!("8001")).await?;
-    times.add(site.router.wait_fleet(&["a 127.0.1.1:8001"]).await?);
-    annotate("inference.networking.k8s.io/active-ports", &Value::Null).await?;
-    times.add(
-        site.router
-            .wait_fleet(&[A, "a 127.0.1.1:8001", "a 127.0.1.1:8002"])
-            .await?,
-    );
-    Ok(format!(
-        "the ports follow both annotations; an invalid one is named in the log; {}",
-        times.show()?
-    ))
-}
-
-pub(super) async fn worker_ids(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start_with_other(&plane).await?;
-    for (label, id) in [
-        ("7", "7"),
-        ("007", "7"),
-        ("18446744073709551615", "18446744073709551615"),
-    ] {
-        site.set_label("a", "warmroute.dev/worker-id", &json!(label))
-            .await?;
-        let ids = async || {
-            site.router
-                .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"]))
-                .await
-        };
-        let found = until(PATIENCE, async || {
-            ids().await.is_ok_and(|ids| ids[0] == format!("a {id:?}"))
-        });
-        ensure!(found.await, "{label}: {:?}", ids().await);
-    }
-    for label in ["18446744073709551616", "x", ""] {
-        site.set_label("a", "warmroute.dev/worker-id", &json!(label))
-            .await?;
-        site.router
-            .wait_fleet(&[OTHER])
-            .await
-            .with_context(|| label)?;
-        site.router.wait_log(&format!("`{label}`")).await?;
-    }
-    Ok("7, 007, 2^64-1: accepted; 2^64, x, empty: rejected with a reason".to_owned())
-}
-
 pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult {
     let site = PodFixture::start(&plane).await?;
     for turn in 0..50 {
@@ -372,54 +237,6 @@ pub(super) async fn rapid_readiness(plane: Arc<TestControlPlane>) -> CaseResult 
         "the last of 50 changes takes effect after {} ms",
         took.as_millis()
     ))
-}
-
-pub(super) async fn special_addresses(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
-    site.namespace.create_pod("b", "::ffff:127.0.1.7").await?;
-    site.router.wait_fleet(&[A, "b 127.0.1.7:8000"]).await?;
-    site.namespace.create_pod("c", "0.0.0.0").await?;
-    site.router.wait_log("0.0.0.0").await?;
-    site.router
-        .keeps_fleet(MOMENT, &[A, "b 127.0.1.7:8000"])
-        .await?;
-    Ok("IPv4-mapped IPv6 becomes IPv4; 0.0.0.0 is rejected with a reason".to_owned())
-}
-
-/// The API server copies the zone and region labels of a node to a pod when the pod is bound.
-pub(super) async fn topology_labels(plane: Arc<TestControlPlane>) -> CaseResult {
-    let site = PodFixture::start(&plane).await?;
-    let node = format!("node-of-{}", site.namespace.name);
-    let labels = json!({"topology.kubernetes.io/zone": "zone-1", "topology.kubernetes.io/region": "region-1"});
-    plane
-        .admin
-        .create(
-            "/api/v1/nodes",
-            &json!({"metadata": {"name": node, "labels": labels}}),
-        )
-        .await?;
-    let mut unbound = pod("b", &engine_labels());
-    unbound["spec"]
-        .as_object_mut()
-        .context("spec")?
-        .remove("nodeName");
-    site.namespace.create_object("v1", "pods", &unbound).await?;
-    let binding = json!({"metadata": {"name": "b"}, "target": {"kind": "Node", "name": node}});
-    site.namespace
-        .create_object("v1", "pods/b/binding", &binding)
-        .await?;
-    site.set_ready("b", "127.0.1.2", true).await?;
-    site.router.wait_fleet(&[A, "b 127.0.1.2:8000"]).await?;
-    let topologies = site
-        .router
-        .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["topology"]))
-        .await?;
-    let expected = format!(r#"b {{"node":"{node}","region":"region-1","zone":"zone-1"}}"#);
-    ensure!(
-        topologies.contains(&expected),
-        "{topologies:?}, not {expected}"
-    );
-    Ok("zone and region of the node are in the worker's topology".to_owned())
 }
 
 /// The API server accepts IPv4 addresses with leading zeros, which Rust does not parse.
@@ -485,30 +302,4 @@ pub(super) async fn address_of_ending_pod(plane: Arc<TestControlPlane>) -> CaseR
         "the new pod takes over at once in 6 of 6 turns; {}",
         times.show()?
     ))
-}
-
-/// With `instance_ids: dynamo`, worker ids derive from pod names as in Dynamo.
-pub(super) async fn dynamo_ids(plane: Arc<TestControlPlane>) -> CaseResult {
-    let namespace = TestNamespace::create(&plane).await?;
-    namespace.create_pool(&[8000]).await?;
-    namespace.create_pod("vllm-worker-0", "127.0.1.1").await?;
-    let labels = json!({"app": POOL, "warmroute.dev/worker-id": "7"});
-    namespace
-        .create_pod_with("labelled", "127.0.1.2", &labels)
-        .await?;
-    let entry = json!({"name": POOL, "instance_ids": "dynamo", "worker": {"model": "qwen2.5"}});
-    let router = namespace
-        .start_router_with(json!({"workers": {"kubernetes": {"pools": [entry]}}}))
-        .await?;
-    router
-        .wait_fleet(&["vllm-worker-0 127.0.1.1:8000", "labelled 127.0.1.2:8000"])
-        .await?;
-    let ids = router
-        .fleet_by(|worker| format!("{} {}", pod_name(worker), worker["id"]))
-        .await?;
-    ensure!(
-        ids == [r#"labelled "7""#, r#"vllm-worker-0 "3637812819037538""#],
-        "{ids:?}"
-    );
-    Ok("the id that Dynamo derives from the pod name; a label takes precedence".to_owned())
 }

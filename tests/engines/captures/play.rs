@@ -21,7 +21,7 @@ use warmroute_server::request::{
 };
 use warmroute_server::tracking_hash::TrackingHash;
 use warmroute_tokens::openai::ApiPaths;
-use warmroute_tokens::prompt::media::{MediaItemRule, TokenCountRule};
+use warmroute_tokens::prompt::media::ImageRule;
 use warmroute_tokens::prompt::{Config, Encoder, MediaConfig, ModelTraits};
 
 #[derive(Deserialize)]
@@ -57,16 +57,11 @@ const IMAGE: u32 = 151_655;
 fn encoder(vision: bool) -> Arc<Encoder> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let config = vision.then(|| root.join(VISION).join("tokenizer_config.json"));
-    let image = MediaItemRule {
+    let image = ImageRule {
         token: "<|image_pad|>".to_owned(),
         placeholder: None,
-        token_count: TokenCountRule::Qwen2Vl,
         tokens_per_item: None,
         preprocessor_config: Some(root.join(VISION).join("preprocessor_config.json")),
-        patch_size: None,
-        merge_size: None,
-        min_pixels: None,
-        max_pixels: None,
     };
     // Path of the model in the captured engine.
     let media = MediaConfig {

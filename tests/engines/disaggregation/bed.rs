@@ -14,10 +14,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A running engine. It exits with the test, because its standard input closes.
 pub(crate) struct DisaggregatedEngine {
-    pub(crate) child: Child,
+    _child: Child,
     _stdin: Option<ChildStdin>,
     address: String,
-    pub(crate) bootstrap: Option<String>,
     pub(crate) replay: Option<String>,
     http: reqwest::Client,
 }
@@ -53,10 +52,9 @@ impl DisaggregatedEngine {
         let text = |value: &Value| value.as_str().map(str::to_owned);
         Self {
             address: text(&ready["listening"]).unwrap(),
-            bootstrap: text(&ready["bootstrap"]),
             replay: text(&ready["kv_event_sources"][0]["replay_endpoint"]),
             _stdin: child.stdin.take(),
-            child,
+            _child: child,
             http: warmroute_runtime::tls::http_client_builder()
                 .build()
                 .unwrap(),
@@ -174,10 +172,6 @@ impl DisaggregatedEngine {
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-    }
-
-    pub(crate) async fn misbehave(&self, patch: Value) {
-        assert_eq!(self.post("/sim/misbehave", &patch).await.0, StatusCode::OK);
     }
 }
 

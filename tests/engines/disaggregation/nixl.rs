@@ -1,13 +1,10 @@
 //! vLLM's protocol: the prefill engine leases its blocks, and the decode engine fetches them.
 
-mod faults;
-
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use reqwest::StatusCode;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use zeromq::{DealerSocket, Socket as _, SocketRecv as _, SocketSend as _, ZmqMessage};
 
 use crate::disaggregation::bed::{
@@ -52,6 +49,7 @@ async fn wait_idle(engine: &DisaggregatedEngine) {
 const PROMPT_TOKENS: &str = r#"vllm:prompt_tokens_by_source_total{engine="0",model_name="sim""#;
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn transferred_prompt_responds_like_local_one() {
     let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
     let ask = ids(100..200, 12);
@@ -117,6 +115,7 @@ async fn transferred_prompt_responds_like_local_one() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn decode_engine_streams_chats_with_unknown_fields() {
     let (prefiller, decoder) = pair().await;
     let ask = json!({"messages": [{"role": "user", "content": "Count to ten. ".repeat(20)}], "max_tokens": 6});
@@ -147,6 +146,7 @@ async fn decode_engine_streams_chats_with_unknown_fields() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fetched_blocks_are_published_as_stored() {
     let prefiller = engine(&[]).await;
     let any = "tcp://127.0.0.1:0";
@@ -184,6 +184,7 @@ async fn fetched_blocks_are_published_as_stored() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn params_of_other_request_are_detected() {
     let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
     let prompts = [ids(0..70, 4), ids(100..170, 4)];
@@ -216,6 +217,7 @@ async fn params_of_other_request_are_detected() {
 /// A mismatch is detected for a prompt that only shares its beginning, for other block ids with the
 /// right request id, and for another cache salt.
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn params_of_similar_request_are_detected() {
     let ((prefiller, decoder), alone) = tokio::join!(pair(), engine(&[]));
     let ask = ids(200..270, 4);
@@ -275,6 +277,7 @@ async fn params_of_similar_request_are_detected() {
 
 /// vLLM reads the blocks with the given ids without checking that they still belong to the request.
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn expired_lease_reads_overwritten_blocks() {
     let prefiller = engine(&["--kv-lease", "1500ms", "--num-blocks", "8"]).await;
     let (decoder, late, alone) = tokio::join!(engine(&[]), engine(&[]), engine(&[]));
@@ -332,6 +335,7 @@ async fn expired_lease_reads_overwritten_blocks() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn lease_is_renewed_while_decode_waits() {
     let lease = ["--kv-lease", "600ms"];
     let prefiller = engine(&lease).await;
@@ -362,6 +366,7 @@ async fn lease_is_renewed_while_decode_waits() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn cancelled_prefill_leaks_only_after_start() {
     // A step takes 3 s, and one prompt runs at a time.
     let slow = [
@@ -397,6 +402,7 @@ async fn cancelled_prefill_leaks_only_after_start() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_leaving_before_fetch_releases_lease() {
     let prefiller = engine(&[]).await;
     let decoder = std::sync::Arc::new(engine(&["--num-blocks", "8", "--step-us", "1000000"]).await);
@@ -422,6 +428,7 @@ async fn client_leaving_before_fetch_releases_lease() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fetched_blocks_need_no_prefill_time() {
     // A token takes 0.4 ms, so 1,500 tokens take 600 ms.
     let pace = [

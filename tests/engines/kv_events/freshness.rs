@@ -3,6 +3,7 @@
 use super::*;
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn gap_without_replay_endpoint_makes_rank_stale() {
     for attach in [SocketAttach::Connect, SocketAttach::Bind] {
         let site = EventSite::new(attach, false);
@@ -22,6 +23,7 @@ async fn gap_without_replay_endpoint_makes_rank_stale() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn index_freshness_follows_the_source() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let subscriber = site.subscribe();
@@ -56,6 +58,7 @@ async fn index_freshness_follows_the_source() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn lost_batches_are_stale_until_confirmed_or_evicted() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, vec![]).await;
@@ -118,6 +121,7 @@ async fn lost_batches_are_stale_until_confirmed_or_evicted() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn lost_batches_clear_the_rank_if_configured() {
     let site = EventSite::new(SocketAttach::Connect, false);
     let mut engine = EventEngine::start(&site, vec![]).await;

@@ -3,6 +3,7 @@
 use super::*;
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn repeated_prompt_hits_cache_and_names_engine() {
     let engine = SimulatorProcess::start(&[]).await;
     let ask = json!({"model": "sim", "max_tokens": 4, "return_token_ids": true, "messages": [
@@ -57,6 +58,7 @@ fn stream_chunks(stream: &str) -> Vec<Value> {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn stream_matches_document_and_ends_with_usage() {
     let engine = SimulatorProcess::start(&[]).await;
     let mut ask = json!({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5});
@@ -111,6 +113,7 @@ async fn stream_matches_document_and_ends_with_usage() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn completions_accept_all_valid_prompt_formats() {
     let engine = SimulatorProcess::start(&["--num-blocks", "8", "--lora", "lora-x"]).await;
     let both = engine
@@ -155,6 +158,7 @@ async fn completions_accept_all_valid_prompt_formats() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn token_endpoints_match_vllm_formats() {
     let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
     let chat = json!({"model": "m", "max_tokens": 1, "cache_salt": "s", "return_token_ids": true,
@@ -207,6 +211,7 @@ async fn post_json(engine: &SimulatorProcess, path: &str, body: Value) -> Value 
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn event_sources_match_vllm_format() {
     let engine = SimulatorProcess::with_events(&["--model", "m"]).await;
     let sources: Value = serde_json::from_str(&engine.get("/kv_event_sources").await).unwrap();
@@ -222,6 +227,7 @@ async fn event_sources_match_vllm_format() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disabled_features_are_missing() {
     let off = [
         "--no-prefix-caching",
@@ -300,6 +306,7 @@ fn types(events: &[Value]) -> Vec<&str> {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn responses_stream_has_event_order_of_vllm() {
     let engine = SimulatorProcess::start(&[]).await;
     let mut ask = json!({"model": "sim", "max_output_tokens": 2, "instructions": "Weigh every word. ".repeat(40),
@@ -353,6 +360,7 @@ async fn responses_stream_has_event_order_of_vllm() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn messages_stream_has_event_order_of_vllm() {
     let engine = SimulatorProcess::start(&[]).await;
     let mut ask = json!({"model": "sim", "max_tokens": 2, "system": "Be brief.",

@@ -6,6 +6,7 @@ const DISAGGREGATED: [&str; 2] = ["disaggregated-call", "disaggregated-mirror"];
 
 /// Other paths of an engine would let a client read or abort the requests of other clients.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disaggregated_envoy_allows_only_listed_paths() {
     for file in DISAGGREGATED {
         let decode = EchoWorker::start().await;
@@ -62,6 +63,7 @@ async fn disaggregated_envoy_allows_only_listed_paths() {
 /// A vLLM decode worker can compute the prompt itself. An SGLang decode worker responds with 400 to
 /// a request without a bootstrap room.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
     let decode = EchoWorker::start().await;
     let prefill = EchoWorker::start().await;
@@ -109,6 +111,7 @@ async fn disaggregated_envoy_without_warmroute_uses_capable_decode_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn retry_reaches_ext_proc_and_another_worker() {
     for file in DISAGGREGATED {
         let decode = EchoWorker::start().await;
@@ -146,6 +149,7 @@ async fn retry_reaches_ext_proc_and_another_worker() {
 
 /// Another request may have overwritten the KV blocks of the first attempt.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn retry_without_ext_proc_reaches_no_worker() {
     let decode = EchoWorker::start().await;
     let prefill = EchoWorker::start().await;

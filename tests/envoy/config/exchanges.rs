@@ -177,6 +177,7 @@ impl ExternalProcessor for OneEndpoint {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn endpoint_in_metadata_gets_every_request() {
     let workers = [
         EchoWorker::start().await,
@@ -227,6 +228,7 @@ async fn start_rejecting() -> SocketAddr {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn response_head_identifies_its_source() {
     let worker = EchoWorker::start().await;
     let closing = start_closing().await;
@@ -286,6 +288,7 @@ async fn response_head_identifies_its_source() {
 /// The end of an exchange releases the booked load of its worker. It must follow the end of the
 /// response or the disconnect of the client.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn exchange_ends_with_response_or_client() {
     const WITH_BODY: &[&str] = &["request headers", "request body", "response headers", "end"];
     const WITHOUT: &[&str] = &["request headers", "response headers", "end"];

@@ -236,6 +236,7 @@ fn rank_faults() -> Vec<EngineFault> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn engine_faults_are_found_with_fixes() {
     let faults: Vec<EngineFault> = [
         event_faults(),
@@ -260,6 +261,7 @@ async fn engine_faults_are_found_with_fixes() {
 
 /// With `--no-canary`, the doctor sends no completion and reports no canary checks.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn no_canary_sends_no_completion() {
     let bed = DoctorBed::start(EnginePlan::with(&["--no-prompt-tokens-details"])).await;
     let examined = bed.examine(&bed.config(), &["--no-canary"]).await;

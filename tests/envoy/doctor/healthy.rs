@@ -52,6 +52,7 @@ async fn healthy_deployment_has_no_problems() {
 
 /// The doctor checks the limit of open files of its own process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn low_open_file_limit_is_found() {
     let bed = DoctorBed::start(EnginePlan::default()).await;
     let file = write(bed.dir.path(), &bed.config());
@@ -76,6 +77,7 @@ async fn low_open_file_limit_is_found() {
 
 /// The doctor cannot bind an event socket that warmroute has bound. It skips the check.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn socket_of_running_warmroute_is_skipped() {
     let bed = DoctorBed::start(EnginePlan {
         connects: true,

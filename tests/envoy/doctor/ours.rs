@@ -240,6 +240,7 @@ fn fleet_faults(bed: &DoctorBed) -> Vec<ConfigFault<'_>> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn configuration_faults_are_found_with_fixes() {
     let bed = &DoctorBed::start(EnginePlan::default()).await;
     let free = FreePort::find().unwrap();
@@ -272,6 +273,7 @@ async fn configuration_faults_are_found_with_fixes() {
 
 /// An invalid file causes the same errors as for every command.
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn invalid_configuration_ends_the_command() {
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("warmroute.yaml");

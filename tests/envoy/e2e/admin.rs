@@ -50,6 +50,7 @@ async fn health(deployment: &TestDeployment, service: &str) -> ServingStatus {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn readiness_lists_pending_steps() {
     let mut deployment = TestDeployment::engines(&[fast(5)]).await;
     deployment.engines[0].kill9();
@@ -319,6 +320,7 @@ async fn check_formats(deployment: &TestDeployment) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn metric_families_are_present_before_the_first_request() {
     let deployment = TestDeployment::start(&[fast(1)]).await;
     let page = deployment.metrics().await;
@@ -509,46 +511,7 @@ fn check_state(page: &OpenMetricsPage) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rank_load_shows_only_while_request_runs() {
-    let deployment = TestDeployment::start(&[fast(u64::MAX)]).await;
-    let hang = deployment
-        .http
-        .post(deployment.engines[0].url("/sim/misbehave"))
-        .json(&json!({"hang": true}));
-    assert_eq!(hang.send().await.unwrap().status(), StatusCode::OK);
-    let url = deployment.url("/v1/chat/completions");
-    let client = deployment.http.clone();
-    let page_request = tokio::spawn(async move {
-        client
-            .post(url)
-            .json(&chat(&essay(1)))
-            .send()
-            .await
-            .map(drop)
-    });
-
-    let worker = [("worker_id", "18446744073709551615"), ("dp_rank", "0")];
-    deployment
-        .metrics_show("the request is booked", |page| {
-            page.sum("worker_active_requests", &worker) == 1.0
-                && page.sum("worker_active_decode_blocks", &worker) > 5.0
-                && page.sum("worker_active_prefill_tokens", &worker) > 100.0
-                && page.sum("open_exchanges", &[]) == 1.0
-        })
-        .await;
-    // The client disconnects.
-    page_request.abort();
-    deployment
-        .metrics_show("nothing is booked", |page| {
-            page.sum("worker_active_requests", &worker) == 0.0
-                && page.sum("worker_active_decode_blocks", &worker) == 0.0
-                && page.sum("worker_active_prefill_tokens", &worker) == 0.0
-                && page.sum("exchanges_total", &[("outcome", "cancelled")]) == 1.0
-        })
-        .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn every_log_level_runs_and_exits() {
     let mut deployment = TestDeployment::engines(&[]).await;
     deployment.write_worker_entries(&json!([])).unwrap();

@@ -175,11 +175,13 @@ async fn bodies_arrive_unchanged_as_shipped() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn bodies_arrive_unchanged_in_full_duplex() {
     bodies_arrive(EchoBodyMode::FullDuplex).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn full_duplex_retains_content_length_if_configured() {
     bodies_arrive(EchoBodyMode::FullDuplexWithLength).await;
 }

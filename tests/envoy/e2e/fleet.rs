@@ -116,6 +116,7 @@ fn assert_only_listed_workers_have_series(page: &OpenMetricsPage) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn invalid_workers_file_is_reported_and_fleet_stays() {
     let deployment = TestDeployment::start(&[fast(1), fast(2)]).await;
     let good = fs::read_to_string(deployment.workers_file()).unwrap();

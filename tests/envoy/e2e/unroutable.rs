@@ -130,6 +130,7 @@ async fn unusable_requests_are_load_only_as_shipped() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unusable_requests_are_load_only_in_full_duplex() {
     assert_requests_reach_an_engine(EchoBodyMode::FullDuplex).await;
 }
@@ -149,6 +150,7 @@ fn without_early_mutation(config: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_cannot_choose_worker() {
     let echoes = [EchoEngine::start(1).await, EchoEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
@@ -216,6 +218,7 @@ async fn assert_forged_headers_ignored(deployment: &TestDeployment, wanted: &Ech
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_selects_without_fleet() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2)]).await;
     deployment.write_worker_entries(&json!([])).unwrap();

@@ -40,8 +40,6 @@ pub(crate) struct FaultAnswer {
     pub(crate) engine: u64,
     /// Routing mode, or `None` if Envoy selected the worker.
     pub(crate) mode: Option<String>,
-    pub(crate) predicted: Option<u64>,
-    pub(crate) delivered: u64,
 }
 
 impl FaultBed {
@@ -77,6 +75,10 @@ impl FaultBed {
                 );
                 config = config.replace(&format!("{setting}1s"), &format!("{setting}30s"));
             }
+            // Envoy ends all exchanges if a busy machine answers its pings late.
+            let pings = "connection_keepalive: {interval: 2s, timeout: ";
+            assert!(config.contains(&format!("{pings}2s")));
+            config = config.replace(&format!("{pings}2s"), &format!("{pings}30s"));
         }
         stack.start_envoy(&config).await.unwrap();
         let http = warmroute_runtime::tls::http_client_builder()
@@ -90,12 +92,6 @@ impl FaultBed {
         };
         bed.wait_routable().await;
         bed
-    }
-
-    /// Starts warmroute again with the same configuration.
-    pub(crate) async fn restart_router(&mut self) {
-        let more = self.more.clone();
-        self.stack.start_router(&more).await.unwrap();
     }
 
     /// Waits until warmroute routes requests exactly.
@@ -287,11 +283,6 @@ pub(crate) async fn finish(response: Response, request: &Value) -> FaultAnswer {
     FaultAnswer {
         engine: header("x-engine-id").unwrap().parse().unwrap(),
         mode: header("x-warmroute-mode"),
-        predicted: header("x-warmroute-predicted-cached-tokens")
-            .map(|tokens| tokens.parse().unwrap()),
-        delivered: usage["prompt_tokens_details"]["cached_tokens"]
-            .as_u64()
-            .unwrap_or(0),
     }
 }
 

@@ -11,6 +11,7 @@ use crate::faults::bed::{FaultBed, TimeoutLength, chat, stream};
 use crate::faults::load::{connect, raw};
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_during_upload_leaves_no_exchange() {
     let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
     let mut clients = Vec::new();
@@ -35,6 +36,7 @@ async fn disconnect_during_upload_leaves_no_exchange() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_of_held_request_leaves_no_booking() {
     let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
     bed.stack.router().unwrap().freeze();
@@ -48,6 +50,7 @@ async fn disconnect_of_held_request_leaves_no_booking() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_during_tokenization_leaves_no_booking() {
     let bed = FaultBed::start(1, &[], TimeoutLength::Long).await;
     let long = "A long prompt takes its time. ".repeat(40_000);
@@ -61,6 +64,7 @@ async fn disconnect_during_tokenization_leaves_no_booking() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_before_first_token_frees_worker() {
     let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
     for engine in 0..2 {
@@ -75,6 +79,7 @@ async fn disconnect_before_first_token_frees_worker() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_during_stream_frees_worker() {
     let bed = FaultBed::start(2, &["--step-us", "50000"], TimeoutLength::Long).await;
     let begun = join_all((0..8).map(async |at| {
@@ -93,6 +98,7 @@ async fn disconnect_during_stream_frees_worker() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnects_at_random_times_leave_no_booking() {
     let bed = FaultBed::start(2, &["--step-us", "10000"], TimeoutLength::Long).await;
     let one = async |at: usize| {

@@ -55,6 +55,7 @@ async fn exits_well(bed: &FaultBed) -> Instant {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
     let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, json!({})).await;
     let streams = begin(&bed, 4, 150).await;
@@ -91,6 +92,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_deadline_leaves_streams_to_envoy() {
     let more = json!({"process": {"drain": {"grace_period": "0s", "timeout": "500ms"}}});
     let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, more).await;

@@ -77,6 +77,7 @@ async fn fifteen_hundred_concurrent_streams_leave_no_booking() {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn stream_frees_prefill_first_and_blocks_last() {
     let bed = FaultBed::start(1, &["--step-us", "40000"], TimeoutLength::Long).await;
     bed.misbehave(0, &json!({"slow_first_token_ms": 3000}))
@@ -123,6 +124,7 @@ async fn notified_engine(content_type: &'static str) -> (std::net::SocketAddr, A
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unary_prefill_ends_with_response_headers() {
     for (content_type, prefill_is_over) in
         [("application/json", true), ("text/event-stream", false)]
@@ -170,6 +172,7 @@ pub(crate) async fn connect(bed: &FaultBed) -> TcpStream {
 }
 
 #[tokio::test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn slow_peers_delay_no_others_and_free_bookings() {
     let bed = FaultBed::start(2, &[], TimeoutLength::Long).await;
     // Both clients pause midway until all other requests are served.

@@ -96,6 +96,7 @@ pub(crate) async fn chats_are_routed(gateway: GatewayFixture, config: GeneratedC
 macro_rules! generated {
     ($($name:ident: $gateway:expr),+) => {$(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
         async fn $name() {
             chats_are_routed($gateway, $gateway.generated()).await;
         }

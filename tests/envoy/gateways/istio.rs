@@ -34,11 +34,13 @@ async fn istio_routes_chats_in_plaintext() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_routes_chats_over_tls() {
     chats_are_routed(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped()).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_buffered_routes_chats_as_shipped() {
     chats_are_routed(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped()).await;
 }
@@ -46,6 +48,7 @@ async fn istio_buffered_routes_chats_as_shipped() {
 /// For a rule with a filter of type CORS, Istio generates no call to warmroute. The EnvoyFilter of
 /// the buffered variant adds the call.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_cors_rule_is_routed_only_when_buffered() {
     for (gateway, mode) in [(ISTIO_AS_GENERATED, ""), (ISTIO_BUFFERED, "exact")] {
         let mut config = ISTIO_AS_GENERATED.generated();
@@ -63,6 +66,7 @@ async fn istio_cors_rule_is_routed_only_when_buffered() {
 
 /// The EnvoyFilter limits bodies to 32 MiB.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_buffered_passes_bodies_of_32_mib() {
     let workers = [BurstEngine::start(1).await];
     let mut bed = GatewayTestbed::workers(ISTIO_BUFFERED, &workers).await;
@@ -78,6 +82,7 @@ async fn istio_buffered_passes_bodies_of_32_mib() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn refused_server_name_is_logged_with_its_fix() {
     let mut deployment = GatewayTestbed::engines(ISTIO_AS_GENERATED, &[fast(1)]).await;
     deployment.start(ISTIO_AS_GENERATED.generated()).await;

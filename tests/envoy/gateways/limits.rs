@@ -138,6 +138,7 @@ async fn findings(gateway: GatewayFixture) -> Vec<(String, String)> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn doctor_finds_no_fault_in_shipped_manifests() {
     for gateway in [
         ISTIO_AS_GENERATED,
@@ -187,11 +188,13 @@ async fn overloaded_engines_stay(gateway: GatewayFixture) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn overloaded_engines_stay_behind_envoy_ai_gateway() {
     overloaded_engines_stay(ENVOY_AI_GATEWAY).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn overloaded_engines_stay_behind_envoy_gateway() {
     overloaded_engines_stay(ENVOY_GATEWAY).await;
 }
@@ -244,26 +247,31 @@ async fn failed_after_worker_kill(gateway: GatewayFixture) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_retries_at_another_worker() {
     assert_eq!(failed_after_worker_kill(ISTIO_AS_GENERATED).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_with_authority_retries_at_another_worker() {
     assert_eq!(failed_after_worker_kill(ISTIO).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_buffered_retries_at_another_worker() {
     assert_eq!(failed_after_worker_kill(ISTIO_BUFFERED).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_gateway_retries_at_another_worker() {
     assert_eq!(failed_after_worker_kill(ENVOY_GATEWAY).await, 0);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_ai_gateway_fails_until_worker_is_excluded() {
     let failed = failed_after_worker_kill(ENVOY_AI_GATEWAY).await;
     assert!((1..=8).contains(&failed), "{failed} failed");
@@ -285,6 +293,7 @@ async fn status_with_fallbacks(gateway: GatewayFixture) -> u16 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn only_envoy_ai_gateway_rejects_endpoint_lists() {
     assert_eq!(status_with_fallbacks(ISTIO_AS_GENERATED).await, 200);
     assert_eq!(status_with_fallbacks(ENVOY_GATEWAY).await, 200);

@@ -1,5 +1,5 @@
 //! Responses to clients while warmroute is killed, frozen, or has no ready endpoint. The
-//! expectations are those of the table in `deploy/README.md`.
+//! expectations are those of the table in `docs/gateways/availability.md`.
 
 use std::time::{Duration, Instant};
 
@@ -215,17 +215,20 @@ async fn assert_outages(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_fails_open_as_documented() {
     assert_outages(ISTIO_AS_GENERATED, ISTIO_AS_GENERATED.shipped(), FAIL_OPEN).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_with_authority_fails_open_as_documented() {
     assert_outages(ISTIO, ISTIO.shipped(), FAIL_OPEN).await;
 }
 
 /// The pool has `failureMode: FailClose`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_fails_closed_as_documented() {
     let mut config = ISTIO_AS_GENERATED.shipped();
     let filter = "/typed_per_filter_config/envoy.filters.http.ext_proc/overrides";
@@ -236,16 +239,19 @@ async fn istio_fails_closed_as_documented() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_buffered_serves_every_request_without_warmroute() {
     assert_outages(ISTIO_BUFFERED, ISTIO_BUFFERED.shipped(), BUFFERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_ai_gateway_fails_as_documented() {
     assert_outages(ENVOY_AI_GATEWAY, ENVOY_AI_GATEWAY.shipped(), AI_GATEWAY).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_gateway_fails_as_documented() {
     assert_outages(ENVOY_GATEWAY, ENVOY_GATEWAY.shipped(), FAIL_CLOSE).await;
 }

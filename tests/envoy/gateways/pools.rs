@@ -138,26 +138,31 @@ async fn assert_pools_are_separate(gateway: GatewayFixture) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_confines_requests_to_their_pool() {
     assert_pools_are_separate(ISTIO_AS_GENERATED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_with_authority_confines_requests_to_their_pool() {
     assert_pools_are_separate(ISTIO).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn istio_buffered_confines_requests_to_their_pool() {
     assert_pools_are_separate(ISTIO_BUFFERED).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_ai_gateway_confines_requests_to_their_pool() {
     assert_pools_are_separate(ENVOY_AI_GATEWAY).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_gateway_confines_requests_to_their_pool() {
     assert_pools_are_separate(ENVOY_GATEWAY).await;
 }

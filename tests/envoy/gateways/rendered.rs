@@ -250,6 +250,7 @@ fn bootstrap(config: &mut GeneratedConfig, spec: &Value) {
 
 /// Compares with Istio's output for an EnvoyFilter that differs in six fields.
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn shipped_envoy_filters_render_as_istio_generates() {
     let mut shipped = ISTIO_BUFFERED.shipped();
     let mut generated = ISTIO_BUFFERED.generated();

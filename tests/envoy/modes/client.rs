@@ -13,7 +13,6 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::mpsc;
-use tokio::task::JoinHandle;
 
 use crate::routing::bed::SOON;
 
@@ -74,126 +73,35 @@ impl UploadResponse {
     }
 }
 
-/// A request in steps: chunks of a body, then trailers, then the response.
-pub(crate) trait UploadSteps: Sized {
-    /// HTTP version for failure messages.
-    const VERSION: &str;
-    /// Envoy counter that increases when Envoy has read the trailers.
-    const COUNTER: &str;
-    async fn begin(port: u16) -> Self;
-    async fn chunk(&mut self, bytes: &[u8]);
-    async fn trailers(&mut self);
-    /// Returns the amount by which the sent messages increase the counter.
-    fn counts(&self) -> u64;
-    async fn answer(self) -> UploadResponse;
-}
-
 /// HTTP/1.1 client with its own connection.
 pub(crate) struct Http1Client {
     pub(crate) stream: TcpStream,
-    written: u64,
 }
 
 impl Http1Client {
     /// Connects and sends the request head.
     pub(crate) async fn begin(port: u16, headers: &str) -> Self {
         let stream = TcpStream::connect(("127.0.0.1", port)).await.unwrap();
-        let mut client = Self { stream, written: 0 };
+        let mut client = Self { stream };
         let head = format!(
             "POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n\
              connection: close\r\n{headers}\r\n"
         );
-        client.write(head.as_bytes()).await;
+        client.stream.write_all(head.as_bytes()).await.unwrap();
         client
-    }
-
-    async fn write(&mut self, bytes: &[u8]) {
-        self.stream.write_all(bytes).await.unwrap();
-        self.written += bytes.len() as u64;
     }
 
     /// Sends one chunk of a chunked body.
     pub(crate) async fn chunk(&mut self, bytes: &[u8]) {
-        self.write(&[format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat())
-            .await;
+        let framed = [format!("{:x}\r\n", bytes.len()).as_bytes(), bytes, b"\r\n"].concat();
+        self.stream.write_all(&framed).await.unwrap();
     }
 
     /// Ends a chunked body and reads the response.
     pub(crate) async fn end(mut self) -> UploadResponse {
         self.stream.write_all(b"0\r\n\r\n").await.unwrap();
-        self.answer().await
-    }
-}
-
-impl UploadSteps for Http1Client {
-    const VERSION: &str = "HTTP/1.1";
-    const COUNTER: &str = "http.ingress.downstream_cx_rx_bytes_total";
-
-    async fn begin(port: u16) -> Self {
-        Self::begin(port, "transfer-encoding: chunked\r\ntrailer: x-checked\r\n").await
-    }
-
-    async fn chunk(&mut self, bytes: &[u8]) {
-        self.chunk(bytes).await;
-    }
-
-    async fn trailers(&mut self) {
-        self.write(b"0\r\nx-checked: yes\r\n\r\n").await;
-    }
-
-    fn counts(&self) -> u64 {
-        self.written
-    }
-
-    async fn answer(self) -> UploadResponse {
         let (mut reading, _writing) = self.stream.into_split();
         read(&mut reading, Vec::new()).await
-    }
-}
-
-/// HTTP/2 client with its own connection.
-pub(crate) struct Http2Client {
-    frames: mpsc::Sender<Frame<Bytes>>,
-    trailers: u64,
-    answer: JoinHandle<UploadResponse>,
-}
-
-impl UploadSteps for Http2Client {
-    const VERSION: &str = "HTTP/2";
-    const COUNTER: &str = "http2.trailers";
-
-    async fn begin(port: u16) -> Self {
-        let (frames, pieces) = mpsc::channel(16);
-        let body = reqwest::Body::wrap(BodyPieces {
-            frames: pieces,
-            length: None,
-        });
-        Self {
-            frames,
-            trailers: 0,
-            answer: tokio::spawn(post2(port, false, body)),
-        }
-    }
-
-    async fn chunk(&mut self, bytes: &[u8]) {
-        self.frames
-            .send(Frame::data(Bytes::copy_from_slice(bytes)))
-            .await
-            .unwrap();
-    }
-
-    async fn trailers(&mut self) {
-        self.frames.send(Frame::trailers(checked())).await.unwrap();
-        self.trailers += 1;
-    }
-
-    fn counts(&self) -> u64 {
-        self.trailers
-    }
-
-    async fn answer(self) -> UploadResponse {
-        drop(self.frames);
-        self.answer.await.unwrap()
     }
 }
 

@@ -262,6 +262,7 @@ async fn hold_tokens(gateway: &ModeGateway, hold: bool) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn kill_during_requests() {
     let mut gateway = gateway().await;
     gateway.stack.router().unwrap().freeze();
@@ -314,6 +315,7 @@ async fn kill_between_request_and_response() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn kill_during_streams_and_downtime() {
     let mut gateway = gateway().await;
     let body = stream("middle", 12);
@@ -339,6 +341,7 @@ async fn kill_during_streams_and_downtime() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn frozen_process() {
     let gateway = gateway().await;
     gateway.stack.router().unwrap().freeze();

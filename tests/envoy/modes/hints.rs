@@ -98,6 +98,7 @@ fn hints(workers: [String; 3]) -> [(Value, Vec<u64>); 11] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dead_worker_falls_back_and_booking_moves() {
     let more = json!({
         "gateway": {"fallback_endpoints": 2},
@@ -148,6 +149,7 @@ async fn dead_worker_falls_back_and_booking_moves() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn ipv6_workers_are_routed_exactly() {
     let workers = [
         RecordingWorker::at("[::1]:0").await,

@@ -71,6 +71,7 @@ async fn strict_settings_reject_with_status_and_code() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn fail_closed_returns_error_without_workers() {
     let more = json!({
         "gateway": {"failure": {"mode": "fail_closed"}},

@@ -121,6 +121,7 @@ async fn load_is_booked_until_stream_ends() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn worker_failure_releases_load() {
     let changes: Vec<ManagerChange> = vec![
         Box::new(|_| {}),

@@ -1,8 +1,6 @@
 //! Worker that accepts any body and returns the received request with the model in the body.
 
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use axum::Json;
 use axum::Router;
@@ -10,7 +8,6 @@ use axum::body::{Body, Bytes};
 use axum::extract::Request;
 use axum::http::HeaderName;
 use axum::response::{IntoResponse, Response};
-use futures_util::StreamExt as _;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use tokio::task::AbortHandle;
@@ -26,7 +23,6 @@ pub(crate) const PIECES: &str = "x-answer-in-pieces-of";
 pub(crate) struct RecordingWorker {
     pub(crate) address: SocketAddr,
     /// Number of received body bytes.
-    arrived: Arc<AtomicUsize>,
     task: AbortHandle,
 }
 
@@ -38,21 +34,10 @@ impl RecordingWorker {
     pub(crate) async fn at(address: &str) -> Self {
         let listener = TcpListener::bind(address).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let arrived = Arc::new(AtomicUsize::new(0));
-        let counted = arrived.clone();
-        let app = Router::new().fallback(move |request| answer(address, counted.clone(), request));
+        let app = Router::new().fallback(move |request| answer(address, request));
         let task =
             tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }).abort_handle();
-        Self {
-            address,
-            arrived,
-            task,
-        }
-    }
-
-    /// Returns the number of received body bytes of all requests.
-    pub(crate) fn arrived(&self) -> usize {
-        self.arrived.load(Ordering::SeqCst)
+        Self { address, task }
     }
 
     /// Returns an engine that publishes KV events for this worker, so that requests are routed
@@ -68,21 +53,15 @@ impl Drop for RecordingWorker {
     }
 }
 
-async fn answer(address: SocketAddr, arrived: Arc<AtomicUsize>, request: Request) -> Response {
+async fn answer(address: SocketAddr, request: Request) -> Response {
     let (head, body) = request.into_parts();
     let text = |(name, value): (&HeaderName, &axum::http::HeaderValue)| {
         json!([name.as_str(), value.to_str().unwrap()])
     };
     let headers: Vec<Value> = head.headers.iter().map(text).collect();
-    let mut pieces = body.into_data_stream();
-    let mut body = Vec::new();
-    while let Some(piece) = pieces.next().await {
-        let Ok(piece) = piece else {
-            return axum::http::StatusCode::BAD_REQUEST.into_response();
-        };
-        body.extend_from_slice(&piece);
-        arrived.fetch_add(piece.len(), Ordering::SeqCst);
-    }
+    let Ok(body) = axum::body::to_bytes(body, usize::MAX).await else {
+        return axum::http::StatusCode::BAD_REQUEST.into_response();
+    };
     let parsed: Value = serde_json::from_slice(&body).unwrap_or_default();
     let received = json!({
         "id": "answer-1", "object": "chat.completion", "model": parsed["model"], "method": head.method.as_str(),

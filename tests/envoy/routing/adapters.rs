@@ -50,6 +50,7 @@ async fn change(bed: &RoutingBed, id: u64, action: &str, adapter: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn adapter_requests_reach_engines_that_list_it() {
     let specs = [
         engine(1).with(&["--lora", "first", "--lora", "both"]),

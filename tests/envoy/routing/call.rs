@@ -129,6 +129,7 @@ pub(crate) async fn phases(bed: &RoutingBed, of: &str) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn failed_prefill_is_retried_then_computed_locally() {
     let engines = pools(&[&NIXL[..], &["--kv-lease", "1s"]].concat());
     let bed = start(&engines, call_config(json!({"timeout": "2s"}), json!({}))).await;
@@ -193,6 +194,7 @@ async fn failed_prefill_is_retried_then_computed_locally() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn enforced_remote_prefill_failure_rejects_request() {
     let bed = start(
         &pools(&NIXL),
@@ -212,6 +214,7 @@ async fn enforced_remote_prefill_failure_rejects_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn each_phase_is_booked_on_its_worker() {
     let hasty = |shipped: &str| {
         crate::routing::bed::patient(shipped)
@@ -266,6 +269,7 @@ async fn each_phase_is_booked_on_its_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prefill_continues_and_counts_after_cancellation() {
     let args = [&NIXL[..], &["--kv-lease", "2s"]].concat();
     let bed = start(&pools(&args), call_config(json!({}), json!({}))).await;
@@ -314,6 +318,7 @@ async fn prefill_continues_and_counts_after_cancellation() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn client_cannot_forge_transfer_params() {
     let bed = start(&pools(&NIXL), call_config(json!({}), json!({}))).await;
     // A prefill engine holds the blocks of another request.
@@ -365,6 +370,7 @@ async fn client_cannot_forge_transfer_params() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn tensorrt_llm_handoff_uses_its_own_fields() {
     let bed = start(
         &pools(&["--disaggregation", "trtllm"]),
@@ -394,6 +400,7 @@ async fn tensorrt_llm_handoff_uses_its_own_fields() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn small_prefill_stays_on_decode_worker() {
     let conditional = json!({
         "routing": {"disaggregation": {"conditional": {"uncached_tokens": 64}}},
@@ -417,6 +424,7 @@ async fn small_prefill_stays_on_decode_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn waiting_request_survives_a_stalled_warmroute() {
     let bed = start(&pools(&NIXL), call_config(json!({}), json!({}))).await;
     for id in PREFILL {

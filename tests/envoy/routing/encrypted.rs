@@ -55,6 +55,7 @@ async fn serves_exactly(bed: &RoutingBed) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_without_verification_is_served() {
     let port = FreePort::find().unwrap().release();
     let more = json!({
@@ -71,6 +72,7 @@ async fn envoy_without_verification_is_served() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_with_client_certificate_is_served() {
     let port = FreePort::find().unwrap().release();
     let dir = tempfile::tempdir().unwrap();

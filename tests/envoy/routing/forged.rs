@@ -180,26 +180,31 @@ async fn without_prefill_workers(envoy: EnvoyTemplate) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_removes_forged_target_of_copy() {
     with_prefill_workers(with_anywhere).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn warmroute_alone_ignores_forged_target() {
     with_prefill_workers(without_header_removal).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_removes_forged_request_for_a_copy() {
     without_prefill_workers(with_anywhere).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn warmroute_alone_ignores_forged_copy() {
     without_prefill_workers(without_header_removal).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn envoy_alone_protects_without_warmroute() {
     let envoys: [(ConfigPatch, u16, bool); 3] = [
         (without_header_removal, 503, false),

@@ -37,6 +37,7 @@ fn worker_of(answer: &RoutedAnswer) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn responses_belong_to_the_pinned_worker() {
     let bed = bed().await;
     bed.set_first_tokens(1, false).await;
@@ -64,6 +65,7 @@ async fn responses_belong_to_the_pinned_worker() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn front_end_serves_without_warmroute() {
     let mut bed = bed().await;
     worker_of(&bed.ask(&chat("with a pin")).await);
@@ -82,6 +84,7 @@ async fn front_end_serves_without_warmroute() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn missing_prefill_worker_leaves_choice_to_front_end() {
     let pair = [engine_for("prefill", 1), engine_for("decode", 2)];
     let more = json!({"gateway": {"header_profiles": ["worker-id", "dynamo"]}});

@@ -71,6 +71,7 @@ async fn storm(bed: &RoutingBed) -> f64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn concurrent_calls_lose_or_mix_no_request() {
     let bed = call::start(
         &call::pools(&call::NIXL),
@@ -88,6 +89,7 @@ async fn concurrent_calls_lose_or_mix_no_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn concurrent_mirrors_lose_or_mix_no_request() {
     let bed = mirror::start("20", json!({})).await;
     let count = storm(&bed).await;

@@ -1,6 +1,5 @@
 //! Workers that fail, are overloaded, or recover.
 
-use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
@@ -28,20 +27,12 @@ async fn missed(bed: &RoutingBed, id: u64) -> u64 {
 }
 
 /// Duration of the first ejection.
-const FIRST_EJECTION: Duration = Duration::from_secs(2);
+const FIRST_EJECTION: Duration = Duration::from_secs(1);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dead_worker_is_ejected_probed_and_readmitted() {
-    let more = json!({
-        "routing": {
-            "outlier_detection": {
-                "consecutive_failures": 3,
-                "base_ejection_time": "2s",
-                "max_ejection_time": "60s",
-            },
-        },
-    });
-    let mut bed = RoutingBed::start(&[engine(1), engine(2)], more).await;
+    let mut bed = RoutingBed::start(&[engine(1), engine(2)], json!({})).await;
     assert_eq!(ejected(&bed).await, 0.0);
     bed.kill(2);
     // Requests are sequential, until the worker has failed often enough.
@@ -124,6 +115,7 @@ async fn assert_one_request_probes(bed: &RoutingBed, since: Instant) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn overloaded_worker_gets_no_requests_for_a_second() {
     for status in [429_u16, 503] {
         let bed = RoutingBed::start(&[engine(1), engine(2)], json!({})).await;
@@ -177,70 +169,18 @@ async fn overloaded_worker_gets_no_requests_for_a_second() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn three_dead_workers_lose_no_request() {
-    let mut bed = RoutingBed::start(
-        &[1, 2, 3, 4].map(engine),
-        json!({"routing": {"outlier_detection": {
-            "base_ejection_time": "30s",
-            "max_ejection_time": "30s",
-        }}}),
-    )
-    .await;
-    let answers = many(&bed, 40, "before").await;
-    let mut served = BTreeMap::new();
-    for answer in answers {
-        *served.entry(answer.engine()).or_insert(0) += 1;
-    }
-    assert_eq!(served.len(), 4, "{served:?}");
-    bed.wait_idle().await;
-    for id in [1, 2, 3] {
-        bed.kill(id);
-    }
-    let mut round = 0;
-    let ejections = until(SOON, async || {
-        round += 1;
-        let answers = many(&bed, 8, &format!("{round} meanwhile")).await;
-        assert!(
-            answers.iter().all(|answer| answer.engine() == 4),
-            "{answers:?}"
-        );
-        ejected(&bed).await == 3.0
-    });
-    assert!(ejections.await, "{}", bed.metrics().await.text());
-    // All dead workers are ejected, so no request needs a retry.
-    for answer in many(&bed, 40, "after").await {
-        assert_eq!((answer.chosen(), answer.engine()), (4, 4), "{answer:?}");
-        assert_eq!(
-            answer.header("x-received-envoy-attempt-count"),
-            "1",
-            "{answer:?}"
-        );
-    }
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn restarted_worker_is_used_again_within_seconds() {
-    let rules = json!({
-        "routing": {
-            "outlier_detection": {
-                "consecutive_failures": 1,
-                "base_ejection_time": "1h",
-                "max_ejection_time": "1h",
-            },
-        },
-    });
+    let rules = json!({"routing": {"outlier_detection": {"consecutive_failures": 1}}});
     let mut bed = RoutingBed::start(&[engine(1), engine(2)], rules).await;
     bed.kill(2);
     let mut turn = 0;
     let ejection = until(SOON, async || {
         turn += 1;
         bed.ask(&text(&format!("{turn} before"))).await;
-        ejected(&bed).await == 1.0
+        // Each failed probe doubles the ejection time, from one second.
+        missed(&bed, 2).await > 4 && ejected(&bed).await == 1.0
     });
     assert!(ejection.await, "{}", bed.metrics().await.text());
-    // Long enough for a health check to fail.
-    tokio::time::sleep(Duration::from_secs(2)).await;
     bed.restart(2).await;
     let restarted = Instant::now();
     let used = until(SOON, async || {
@@ -252,10 +192,10 @@ async fn restarted_worker_is_used_again_within_seconds() {
         "the worker receives no request for {:?}",
         restarted.elapsed()
     );
-    // Without the health check, the ejection would last an hour. A busy machine may take some
+    // Without the health check, the ejection would last 16 seconds. A busy machine may take some
     // seconds.
     assert!(
-        restarted.elapsed() < Duration::from_secs(20),
+        restarted.elapsed() < Duration::from_secs(10),
         "{:?}",
         restarted.elapsed()
     );
@@ -323,16 +263,6 @@ async fn assert_failing_engine_loses_traffic(policy: &str, fault: Value) {
         "{policy} {fault}: {}",
         bed.metrics().await.text()
     );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engine_that_refuses_requests_loses_traffic() {
-    assert_failing_engine_loses_traffic("seconds", json!({"refuse": 404})).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn engine_that_hangs_loses_traffic() {
-    assert_failing_engine_loses_traffic("seconds", json!({"hang": true})).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

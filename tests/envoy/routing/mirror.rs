@@ -146,6 +146,7 @@ async fn both_workers_receive_the_request_and_connect() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prompts_use_adjacent_rooms_and_n_is_rejected() {
     let bed = start("20", json!({})).await;
     let mut several = text(&essay(1));
@@ -165,6 +166,7 @@ async fn prompts_use_adjacent_rooms_and_n_is_rejected() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn cancelled_request_aborts_its_prefill() {
     let bed = start("0.005", json!({})).await;
     let sending = bed.send_in_background(&stream(&essay(1), 50));
@@ -195,6 +197,7 @@ async fn cancelled_request_aborts_its_prefill() {
 const MARGIN: Duration = Duration::from_secs(4);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn hanging_prefill_fails_at_the_deadline() {
     let deadline = Duration::from_secs(3);
     let bed = start("20", json!({"timeout": "3s"})).await;
@@ -237,6 +240,7 @@ async fn hanging_prefill_fails_at_the_deadline() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn rejected_prefill_fails_by_the_deadline() {
     let bed = start("20", json!({"timeout": "3s"})).await;
     for id in PREFILL {
@@ -294,6 +298,7 @@ fn other(pair: [u64; 2], than: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dead_decode_worker_is_replaced_with_new_room() {
     let mut bed = start("0.2", json!({})).await;
     for body in [chat(&essay(1)), stream(&essay(2), 4)] {
@@ -333,6 +338,7 @@ async fn dead_decode_worker_is_replaced_with_new_room() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dead_prefill_worker_is_replaced() {
     let mut bed = start("0.2", json!({})).await;
     for body in [chat(&essay(1)), stream(&essay(2), 4)] {
@@ -372,6 +378,7 @@ async fn dead_prefill_worker_is_replaced() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unstreamed_response_may_outlast_prefill_timeout() {
     let bed = start_with(["20", "1"], &json!({"timeout": "2s"}), patient).await;
     let mut long = text(&essay(1));
@@ -400,6 +407,7 @@ async fn unstreamed_response_may_outlast_prefill_timeout() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restarted_workers_get_new_connections() {
     let mut bed = start("20", json!({})).await;
     for round in 0..4 {

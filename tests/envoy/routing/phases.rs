@@ -1,8 +1,6 @@
 //! Prefill and decode on different workers.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::{Value, json};
 use warmroute_testbed::deployment::{EngineProcess, EngineSpec};
@@ -107,6 +105,7 @@ async fn decode_request_names_both_workers() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prefill_is_booked_until_the_first_token() {
     // Slow enough to observe the load during the decode phase.
     let specs = [
@@ -158,69 +157,8 @@ async fn prefill_is_booked_until_the_first_token() {
     bed.wait_idle().await;
 }
 
-/// Clients that send requests continuously until `end`. Every request must succeed.
-struct ClientTraffic {
-    stop: Arc<AtomicBool>,
-    clients: Vec<tokio::task::JoinHandle<usize>>,
-}
-
-impl ClientTraffic {
-    fn start(bed: &RoutingBed) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let client = |name: usize| {
-            let stop = stop.clone();
-            let http = bed.http.clone();
-            let url = bed.stack.url("/v1/chat/completions");
-            tokio::spawn(async move {
-                let mut answered = 0;
-                while !stop.load(Ordering::Relaxed) {
-                    let request = http
-                        .post(&url)
-                        .json(&chat(&format!("client {name}, turn {answered}")));
-                    let answer = RoutedAnswer::of(request).await;
-                    assert!(DECODE.contains(&answer.engine()), "{answer:?}");
-                    answered += 1;
-                }
-                answered
-            })
-        };
-        Self {
-            clients: (0..3).map(client).collect(),
-            stop,
-        }
-    }
-
-    async fn end(self) {
-        self.stop.store(true, Ordering::Relaxed);
-        for client in self.clients {
-            assert!(client.await.unwrap() > 0);
-        }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn missing_prefill_workers_fall_back_to_aggregated() {
-    let bed = RoutingBed::start(&pools(), json!({})).await;
-    let traffic = ClientTraffic::start(&bed);
-    for round in 0..2 {
-        let answer = bed.ask(&chat(&essay(10 * round))).await;
-        assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
-        list_workers(&bed, |id| DECODE.contains(&id)).await;
-        let answer = bed.ask(&chat(&essay(10 * round + 1))).await;
-        assert_eq!(prefill_of(&bed, &answer), None, "{answer:?}");
-        list_workers(&bed, |_| true).await;
-    }
-    let answer = bed.ask(&chat(&essay(30))).await;
-    assert!(prefill_of(&bed, &answer).is_some(), "{answer:?}");
-    // One prefill worker suffices.
-    list_workers(&bed, |id| id != 11).await;
-    let answer = bed.ask(&chat(&essay(31))).await;
-    assert_eq!(prefill_of(&bed, &answer), Some(12), "{answer:?}");
-    traffic.end().await;
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn enforced_remote_prefill_rejects_without_workers() {
     let bed = RoutingBed::start(
         &pools(),
@@ -255,48 +193,4 @@ async fn enforced_remote_prefill_rejects_without_workers() {
         "{}",
         page.text()
     );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn short_or_cached_prompt_stays_on_decode_worker() {
-    let rule = json!({"policy": "isl_bounding", "uncached_tokens": 200, "uncached_share": 0.7});
-    let bed = RoutingBed::start(
-        &pools(),
-        json!({"routing": {"disaggregation": {"conditional": rule}}}),
-    )
-    .await;
-    let ask = async |question: &str| {
-        bed.settle().await;
-        let answer = bed.ask(&chat(question)).await;
-        (prefill_of(&bed, &answer).is_some(), answer.engine())
-    };
-    let (remote, decoder) = ask(&essay(1)).await;
-    assert!(remote, "long and uncached prompt");
-    assert_eq!(
-        ask(&essay(1)).await,
-        (false, decoder),
-        "the whole prompt is cached"
-    );
-    assert_eq!(
-        ask(&format!("{} And now?", essay(1))).await,
-        (false, decoder),
-        "most of the prompt is cached"
-    );
-    assert!(ask(&essay(2)).await.0, "another long and uncached prompt");
-    // Both decode workers have cached the start of the chat template, which is more than a third of
-    // this prompt.
-    for id in DECODE {
-        bed.warm(id, &chat("What?")).await;
-    }
-    assert!(!ask("Well?").await.0, "short prompt");
-    bed.wait_idle().await;
-    let page = bed.metrics().await;
-    for (phases, count) in [("remote_prefill", 2.0), ("short_prompt", 3.0)] {
-        assert_eq!(
-            page.sum("phase_plans_total", &[("plan", phases)]),
-            count,
-            "{phases}:\n{}",
-            page.text()
-        );
-    }
 }

@@ -27,7 +27,6 @@ async fn bed() -> RoutingBed {
             json!({}),
             json!({
                 "gateway": {"observe": "usage"},
-                "engines": {"parity_check": {"event_delay": "300ms"}},
             }),
         ),
     )
@@ -43,6 +42,7 @@ async fn confirmed(bed: &RoutingBed, worker: u64) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn called_prefill_is_audited_by_its_response() {
     let bed = bed().await;
     let prompt = text(&essay(1));
@@ -94,79 +94,7 @@ async fn called_prefill_is_audited_by_its_response() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn evictions_of_prefill_worker_are_audited() {
-    let bed = bed().await;
-    let prompt = text(&essay(2));
-    bed.ask(&prompt).await.engine();
-    bed.settle().await;
-    // The engine evicts at once, and publishes the event with its next step.
-    let reset = bed
-        .http
-        .post(bed.engine(PREFILL).url("/reset_prefix_cache"))
-        .send()
-        .await
-        .unwrap();
-    assert!(reset.status().is_success());
-    bed.ask(&prompt).await.engine();
-    let sums = sums(&bed, 2).await;
-    assert_eq!(
-        (&sums["errors"], &sums["fewer"]),
-        (&json!({"evicted": 1}), &json!(1)),
-        "{sums:#}"
-    );
-    assert_eq!(
-        sums["missed_tokens"]["evicted"], sums["captured_tokens"],
-        "{sums:#}"
-    );
-    assert_eq!(
-        bed.stack.debug_page("parity").await.unwrap()[0]["tokens_disabled"],
-        false
-    );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn decode_worker_is_not_judged_for_the_prefill() {
-    let directory = tempfile::tempdir().unwrap();
-    let template = directory.path().join("other.jinja");
-    std::fs::write(
-        &template,
-        "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}",
-    )
-    .unwrap();
-    // Both engines use another template, and no canary detects it. Only the prefill worker computes
-    // the prompt.
-    let other = [
-        "--no-tokenize",
-        "--no-render",
-        "--chat-template",
-        template.to_str().unwrap(),
-    ];
-    let config = json!({
-        "gateway": {"observe": "usage"},
-        "engines": {"parity_check": {"event_delay": "300ms"}},
-    });
-    let bed = start(
-        &pools().map(|spec| spec.with(&other)),
-        call_config(json!({}), config),
-    )
-    .await;
-    let mut topic = 0;
-    let found = until(SOON, async || {
-        topic += 1;
-        bed.ask(&crate::routing::bed::chat(&essay(topic)))
-            .await
-            .engine();
-        bed.stack.debug_page("parity").await.unwrap()[0]["tokens_disabled"] == true
-    });
-    let found = found.await;
-    let parity = bed.stack.debug_page("parity").await.unwrap();
-    assert!(found, "{parity:#}");
-    let events = |worker: u64| &parity[0]["workers"][worker.to_string()]["events"];
-    assert!(!events(PREFILL)["differs"].is_null(), "{parity:#}");
-    assert!(events(DECODE)["differs"].is_null(), "{parity:#}");
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prefill_that_envoy_mirrors_is_audited_as_undecided() {
     let bed = mirror::start_observed().await;
     for topic in 0..4 {

@@ -53,6 +53,7 @@ async fn release(bed: &RoutingBed, holder: JoinHandle<RoutedAnswer>) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn queued_request_outlasts_envoy_message_timeout() {
     let (bed, holder) = busy(&json!({})).await;
     let waiters = [
@@ -163,85 +164,7 @@ async fn full_queue_rejects_with_retry_after() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn cancelled_queued_request_leaves_nothing_behind() {
-    let (bed, holder) = busy(&json!({})).await;
-    let leaves = waiting(&bed, "leaves", 1.0).await;
-    let stays = waiting(&bed, "stays", 2.0).await;
-    leaves.abort();
-    bed.wait_metrics("the client has disconnected", |page| {
-        page.sum("queue_requests", &[]) == 1.0
-            && page.sum("queue_outcomes_total", &[("outcome", "cancelled")]) == 1.0
-            && page.sum("open_exchanges", &[]) == 2.0
-    })
-    .await;
-    assert_eq!(bed.load(1, "active_requests").await, 1);
-    release(&bed, holder).await;
-    assert_eq!(stays.await.unwrap().engine(), 1);
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queue_timeout_rejects_with_retry_after() {
-    let (bed, holder) = busy(&json!({"timeout": "2s"})).await;
-    let sent_at = Instant::now();
-    let refused = waiting(&bed, "in vain", 1.0).await.await.unwrap();
-    assert!(
-        sent_at.elapsed() >= Duration::from_secs(2),
-        "{:?}",
-        sent_at.elapsed()
-    );
-    let (code, message) = refused.error(429);
-    assert_eq!(
-        (code.as_str(), refused.retry_after()),
-        ("queue_timeout", 1),
-        "{message}"
-    );
-    let page = bed.metrics().await;
-    assert_eq!(
-        page.sum("queue_outcomes_total", &[("outcome", "timeout")]),
-        1.0,
-        "{}",
-        page.text()
-    );
-    assert_eq!(
-        page.sum("degradations_total", &[("reason", "queue_timeout")]),
-        1.0,
-        "{}",
-        page.text()
-    );
-    release(&bed, holder).await;
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queued_request_is_served_during_shutdown() {
-    let (bed, holder) = busy(&json!({})).await;
-    let waiter = waiting(&bed, "waits", 1.0).await;
-    let router = bed.stack.router().unwrap();
-    router.terminate();
-    let draining = async || {
-        let response = bed
-            .http
-            .get(bed.stack.admin_url("/readyz"))
-            .send()
-            .await
-            .unwrap();
-        response.text().await.unwrap().contains("draining")
-    };
-    assert!(until(SOON, draining).await);
-    assert!(!waiter.is_finished());
-    release(&bed, holder).await;
-    let answer = waiter.await.unwrap();
-    assert_eq!((answer.engine(), answer.mode()), (1, "exact"), "{answer:?}");
-    assert!(
-        until(SOON, async || !router.is_running()).await,
-        "{}",
-        router.log_tail()
-    );
-    assert!(router.wait_exit(Instant::now()).unwrap().success());
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn queued_request_falls_back_to_envoy_after_crash() {
     let (mut bed, holder) = busy(&json!({})).await;
     let waiters = [
@@ -256,28 +179,6 @@ async fn queued_request_falls_back_to_envoy_after_crash() {
     }
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn rejected_overload_has_retry_after() {
-    let more = json!({
-        "routing": {"overload": {"prefill_tokens_threshold": 10, "when_all": "reject"}},
-    });
-    let bed = RoutingBed::start(&[engine(1)], more).await;
-    bed.set_first_tokens(1, false).await;
-    let holder = bed.send_in_background(&stream("one that keeps the worker busy", 4));
-    bed.wait_load(1, "active_prefill_tokens", |tokens| tokens > 10)
-        .await;
-    let refused = bed.ask(&chat("another")).await;
-    let (code, message) = refused.error(429);
-    assert_eq!(
-        (code.as_str(), refused.retry_after()),
-        ("overloaded", 1),
-        "{message}"
-    );
-    release(&bed, holder).await;
-    bed.wait_idle().await;
-    assert_eq!(bed.ask(&chat("another")).await.engine(), 1);
-}
-
 /// Returns the shipped configuration with full-duplex request bodies, as in gateways that support
 /// only this mode.
 fn full_duplex(shipped: &str) -> String {
@@ -290,6 +191,7 @@ fn full_duplex(shipped: &str) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn full_duplex_requests_are_queued_and_rejected() {
     let class =
         json!({"name": "all", "family": "f", "bucket": "any", "max_requests_per_worker": 1});

@@ -80,6 +80,7 @@ fn predicted(answer: &RoutedAnswer) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn blocks_of_another_size_are_converted() {
     for of in [8, 32] {
         let bed = bed_with_blocks(of, &[engine(1), engine(2)]).await;
@@ -143,141 +144,7 @@ async fn blocks_of_another_size_are_converted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn incompatible_block_size_routes_load_only() {
-    let bed = bed_with_blocks(24, &[engine(1)]).await;
-    let question = chat(&essay(1));
-    bed.ask(&question).await;
-    assert_status(&bed, 1, "absent", json!("block_size_mismatch")).await;
-    assert_eq!(source(&bed, 1).await["engine_block_size"], json!(16));
-    let answer = bed.ask(&question).await;
-    assert_eq!(
-        (answer.mode(), answer.engine()),
-        ("load_only", 1),
-        "{answer:?}"
-    );
-    bed.wait_metrics("why", |page| {
-        page.sum("degradations_total", &[("reason", "block_size_mismatch")]) >= 1.0
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn lost_batches_reduce_credit_until_engine_restart() {
-    let mut bed = RoutingBed::start(
-        &[without_replay(1)],
-        json!({
-            "index": {"freshness": {"stale_credit": 0.25}},
-            "routing": {"policy": "linear_tuned"},
-        }),
-    )
-    .await;
-    let question = chat(&essay(1));
-    let before = source(&bed, 1).await;
-    bed.ask(&question).await;
-    wait_for_batch(&bed, 1, &before).await;
-    assert_status(&bed, 1, "exact", Value::Null).await;
-    let full = explained(&bed, &question).await;
-    assert_eq!(full["cost"]["freshness_credit"], json!(1.0), "{full}");
-    assert!(full["overlap"]["device"].as_u64().unwrap() > 10, "{full}");
-
-    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
-        .await;
-    bed.ask(&chat(&essay(2))).await;
-    let before = source(&bed, 1).await;
-    bed.ask(&chat(&essay(3))).await;
-    wait_for_batch(&bed, 1, &before).await;
-    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
-    let facts = source(&bed, 1).await;
-    assert_eq!(
-        (&facts["lost_batches"], &facts["gaps"]),
-        (&json!(1), &json!(1)),
-        "{facts}"
-    );
-    assert!(facts["stale_blocks"].as_u64().unwrap() > 10, "{facts}");
-    let less = explained(&bed, &question).await;
-    assert_eq!(
-        (
-            &less["cost"]["freshness_credit"],
-            &less["source"]["freshness"]
-        ),
-        (&json!(0.25), &json!("stale")),
-        "{less}"
-    );
-    let credit = |explanation: &Value| explanation["cost"]["device_credit"].as_f64().unwrap();
-    assert_eq!(credit(&less), credit(&full) / 4.0);
-    assert_eq!(
-        bed.ask(&question).await.mode(),
-        "exact",
-        "the index still affects the choice"
-    );
-
-    bed.kill(1);
-    assert_status(&bed, 1, "stale", json!("detached")).await;
-    bed.restart(1).await;
-    // The source is connected again, and the batches in between are lost.
-    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
-    let mut topic = 10;
-    let restarted = async || {
-        // Each prompt is new, because the engine publishes no events for cached blocks.
-        topic += 1;
-        bed.ask(&chat(&essay(topic))).await;
-        source(&bed, 1).await["freshness"] == "exact"
-    };
-    assert!(until(SOON, restarted).await, "{}", source(&bed, 1).await);
-    assert_eq!(source(&bed, 1).await["restarts"], json!(1));
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reload_changes_handling_of_lost_events() {
-    let bed = RoutingBed::start(&[without_replay(1)], json!({})).await;
-    let before = source(&bed, 1).await;
-    bed.ask(&chat(&essay(1))).await;
-    wait_for_batch(&bed, 1, &before).await;
-    bed.settle().await;
-    let file = bed.stack.run_dir.join("warmroute.yaml");
-    let mut config: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
-    config["index"]["freshness"] = json!({"on_lost_events": "clear"});
-    std::fs::write(&file, config.to_string()).unwrap();
-    let applied = async || {
-        bed.stack.debug_page("config").await.unwrap()["config"]["index"]["freshness"]["on_lost_events"]
-            == "clear"
-    };
-    assert!(until(SOON, applied).await);
-    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
-        .await;
-    bed.ask(&chat(&essay(2))).await;
-    let before = source(&bed, 1).await;
-    bed.ask(&chat(&essay(3))).await;
-    wait_for_batch(&bed, 1, &before).await;
-    let lost = async || source(&bed, 1).await["lost_batches"] == json!(1);
-    assert!(until(SOON, lost).await, "{}", source(&bed, 1).await);
-    assert_eq!(
-        source(&bed, 1).await["stale_blocks"],
-        json!(0),
-        "the blocks are removed"
-    );
-}
-
-/// Returns the explanation of the only worker.
-async fn explained(bed: &RoutingBed, question: &Value) -> Value {
-    let page = bed.stack.admin_url("/debug/explain");
-    let response = bed
-        .http
-        .post(page)
-        .json(&json!({"body": question}))
-        .send()
-        .await
-        .unwrap();
-    assert!(
-        response.status().is_success(),
-        "{}",
-        response.text().await.unwrap()
-    );
-    let explanation: Value = response.json().await.unwrap();
-    explanation["phases"][0]["workers"][0].clone()
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn silent_source_is_detected_by_responses() {
     let silence = json!({
         "index": {"freshness": {"stale_after": {"requests": 3, "duration": "1s"}}},
@@ -306,43 +173,7 @@ async fn silent_source_is_detected_by_responses() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn blocks_reused_after_loss_are_confirmed() {
-    let bed = RoutingBed::start(
-        &[without_replay(1)],
-        json!({
-            "gateway": {"observe": "usage"},
-            "routing": {"policy": "linear_tuned"},
-        }),
-    )
-    .await;
-    let question = chat(&essay(1));
-    let before = source(&bed, 1).await;
-    bed.ask(&question).await;
-    wait_for_batch(&bed, 1, &before).await;
-    let full = explained(&bed, &question).await;
-    bed.misbehave(1, json!({"drop_events": {"batches": 1}}))
-        .await;
-    bed.ask(&chat(&essay(2))).await;
-    bed.ask(&chat(&essay(3))).await;
-    assert_status(&bed, 1, "stale", json!("lost_batches")).await;
-    let batches = source(&bed, 1).await["batches"].clone();
-    // The whole prompt is cached, so the engine publishes no event.
-    let again = bed.ask(&question).await;
-    assert_eq!(predicted(&again), cached(&again), "{again:?}");
-    assert_status(&bed, 1, "incomplete", json!("unreported_blocks")).await;
-    assert_eq!(source(&bed, 1).await["batches"], batches);
-    let explanation = explained(&bed, &question).await;
-    assert_eq!(
-        (
-            &explanation["cost"]["freshness_credit"],
-            &explanation["overlap"]
-        ),
-        (&json!(1.0), &full["overlap"]),
-        "{explanation}"
-    );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn unconfigured_settings_are_discovered_from_engine() {
     let described = engine(1).with_worker_fields(json!({"total_kv_blocks": 77}));
     let bed = RoutingBed::start(

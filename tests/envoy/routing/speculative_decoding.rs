@@ -41,6 +41,7 @@ async fn wait_for_right_prediction(bed: &RoutingBed, body: &Value) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn dropped_last_block_is_learned_and_forgotten() {
     let mut bed = start("drop-last-block").await;
     let body = text(&essay(1));
@@ -72,6 +73,7 @@ async fn dropped_last_block_is_learned_and_forgotten() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn prompts_that_diverge_after_a_block_are_exact() {
     let bed = start("lookahead").await;
     let blocks = |count: usize| (count * BLOCK_SIZE) as u64;
@@ -99,6 +101,7 @@ async fn prompts_that_diverge_after_a_block_are_exact() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn requests_without_cache_reads_are_exact() {
     let bed = start("none").await;
     let with = |mut body: Value, more: Value| {

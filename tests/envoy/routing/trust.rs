@@ -33,160 +33,7 @@ fn with_nvext(question: &str, nvext: &Value) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trusted_pins_override_cached_blocks() {
-    let bed = bed(&[engine(1), engine(2)], true).await;
-    for (pinned, warm) in [(1_u64, 2_u64), (2, 1)] {
-        let question = essay(pinned as usize);
-        bed.warm(warm, &chat(&question)).await;
-        let id = pinned.to_string();
-        let other = warm.to_string();
-        let cases: [(SentHeaders<'_>, Value); 7] = [
-            (&[("x-worker-instance-id", &id)], json!({})),
-            (&[("X-Dynamo-Worker-Instance-Id", &id)], json!({})),
-            (
-                &[
-                    ("x-dynamo-worker-instance-id", &id),
-                    ("x-worker-instance-id", &other),
-                ],
-                json!({}),
-            ),
-            (
-                &[("x-worker-instance-id", &id), ("x-dp-rank", "0")],
-                json!({"backend_instance_id": warm}),
-            ),
-            (
-                &[
-                    ("x-worker-instance-id", &id),
-                    ("x-data-parallel-rank", "4294967295"),
-                ],
-                json!({}),
-            ),
-            (&[], json!({"backend_instance_id": pinned})),
-            (
-                &[],
-                json!({"decode_worker_id": pinned, "dp_rank": 0, "unknown": true}),
-            ),
-        ];
-        for (headers, nvext) in cases {
-            let answer = ask(&bed, headers, &with_nvext(&question, &nvext)).await;
-            assert_eq!(
-                (answer.chosen(), answer.engine()),
-                (pinned, pinned),
-                "{headers:?} {nvext}: {answer:?}"
-            );
-            assert_eq!(
-                answer.header("x-received-worker-instance-id"),
-                id,
-                "{headers:?} {nvext}"
-            );
-        }
-    }
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn impossible_pin_is_a_client_error() {
-    let bed = bed(&[engine(1), engine(2)], true).await;
-    let cases: [(SentHeaders<'_>, Value, &str); 5] = [
-        (
-            &[("x-worker-instance-id", "9223372036854775809")],
-            json!({}),
-            "9223372036854775809",
-        ),
-        (&[("x-dynamo-worker-instance-id", "77")], json!({}), "77"),
-        (&[], json!({"backend_instance_id": 78}), "78"),
-        (
-            &[("x-worker-instance-id", "1"), ("x-dp-rank", "5")],
-            json!({}),
-            "5",
-        ),
-        (
-            &[],
-            json!({"annotations": ["query_instance_id:"], "decode_worker_id": 79}),
-            "79",
-        ),
-    ];
-    for (headers, nvext, named) in cases {
-        let refused = ask(&bed, headers, &with_nvext("Hello", &nvext)).await;
-        let (code, message) = refused.error(400);
-        assert_eq!(
-            (code.as_str(), refused.header("retry-after")),
-            ("invalid_worker", ""),
-            "{message}"
-        );
-        assert_eq!(refused.json()["error"]["type"], "invalid_request_error");
-        assert!(message.contains(named), "{message}");
-        assert_eq!(
-            refused.header("x-engine-id"),
-            "",
-            "no engine received the request: {refused:?}"
-        );
-    }
-    // An invalid id is ignored.
-    let answer = ask(&bed, &[("x-worker-instance-id", "first")], &chat("Hello")).await;
-    assert_eq!(answer.mode(), "exact", "{answer:?}");
-    bed.wait_idle().await;
-    assert_eq!(
-        bed.metrics()
-            .await
-            .sum("degradations_total", &[("reason", "invalid_pin")]),
-        5.0
-    );
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trusted_clients_pin_each_phase() {
-    let specs = [
-        engine_for("prefill", 11),
-        engine_for("prefill", 12),
-        engine_for("decode", 21),
-        engine_for("decode", 22),
-    ];
-    let bed = bed(&specs, true).await;
-    for (prefill, decode) in [(11, 21), (11, 22), (12, 21), (12, 22)] {
-        let p = prefill.to_string();
-        let d = decode.to_string();
-        let cases: [(SentHeaders<'_>, Value); 3] = [
-            (
-                &[("x-prefill-instance-id", &p), ("x-worker-instance-id", &d)],
-                json!({}),
-            ),
-            (
-                &[
-                    ("x-dynamo-prefill-instance-id", &p),
-                    ("x-dynamo-prefill-dp-rank", "0"),
-                ],
-                json!({"decode_worker_id": decode}),
-            ),
-            (
-                &[],
-                json!({"prefill_worker_id": prefill, "decode_worker_id": decode}),
-            ),
-        ];
-        for (headers, nvext) in cases {
-            let answer = ask(&bed, headers, &with_nvext("Hello", &nvext)).await;
-            assert_eq!(
-                (answer.chosen(), answer.engine()),
-                (decode, decode),
-                "{headers:?} {nvext}: {answer:?}"
-            );
-            assert_eq!(
-                answer.header("x-received-prefill-instance-id"),
-                p,
-                "{headers:?} {nvext}: {answer:?}"
-            );
-        }
-    }
-    let refused = ask(&bed, &[("x-prefill-instance-id", "21")], &chat("Hello")).await;
-    let (code, message) = refused.error(400);
-    assert!(
-        code == "invalid_worker" && message.contains("21"),
-        "a decode worker does no prefill: {message}"
-    );
-    bed.wait_idle().await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn query_returns_the_choice_without_booking() {
     let bed = bed(&[engine(1), engine(2)], true).await;
     let question = essay(1);
@@ -252,6 +99,7 @@ async fn query_returns_the_choice_without_booking() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn query_names_the_workers_of_both_phases() {
     let bed = bed(&[engine_for("prefill", 11), engine_for("decode", 21)], true).await;
     let query = with_nvext("Hello", &json!({"annotations": ["query_instance_id:"]}));
@@ -262,6 +110,7 @@ async fn query_names_the_workers_of_both_phases() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn untrusted_hints_have_no_effect() {
     let bed = bed(&[engine(1), engine(2)], false).await;
     let nvext = json!({
@@ -296,29 +145,4 @@ async fn untrusted_hints_have_no_effect() {
     }
     assert_eq!(served.len(), 2, "the pins have no effect");
     assert_eq!(bed.metrics().await.sum("degradations_total", &[]), 0.0);
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn trusted_constraints_are_met_or_rejected() {
-    let specs = [
-        engine(1),
-        engine(2).with_worker_fields(json!({"taints": ["large"]})),
-    ];
-    let bed = bed(&specs, true).await;
-    let demanding = |turn: usize, taint: &str| {
-        let mut body = text(&format!("{turn} demands"));
-        body["nvext"] = json!({"routing_constraints": {"required_taints": [taint]}});
-        body
-    };
-    for turn in 0..8 {
-        assert_eq!(bed.ask(&demanding(turn, "large")).await.engine(), 2);
-    }
-    let refused = bed.ask(&demanding(9, "huge")).await;
-    let (code, message) = refused.error(503);
-    assert_eq!(
-        (code.as_str(), refused.retry_after()),
-        ("no_eligible_worker", 1),
-        "{message}"
-    );
-    bed.wait_idle().await;
 }

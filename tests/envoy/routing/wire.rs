@@ -266,6 +266,7 @@ fn compare(received: (&ReceivedRequest, &ReceivedRequest), captured: (&WireStep,
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn both_engines_receive_the_captured_requests() {
     let wire = WireLog::start(None).await;
     for (to_prefill, to_decode) in steps([0, 3]).iter().zip(&steps([1, 4])) {
@@ -290,6 +291,7 @@ async fn both_engines_receive_the_captured_requests() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn concurrent_requests_receive_their_own_handoff() {
     let wire = WireLog::start(Some(2)).await;
     let to_prefill = steps([0, 3]);

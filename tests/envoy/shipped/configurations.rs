@@ -134,6 +134,7 @@ impl ConfigurationCase {
 }
 
 #[test]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 fn shipped_files_are_all_tested() {
     let shipped = envoy::shipped_configs().unwrap();
     let shipped: BTreeSet<_> = shipped
@@ -158,14 +159,6 @@ fn shipped_files_are_all_tested() {
             .iter()
             .all(|name| envoy::warmroute_settings(name).unwrap().is_some())
     );
-}
-
-#[test]
-fn documented_minimal_configuration_is_the_shipped_one() {
-    let root = env!("CARGO_MANIFEST_DIR");
-    let read = |file: &str| std::fs::read_to_string(format!("{root}/{file}")).unwrap();
-    let page = read("docs/gateways/own-envoy.md");
-    assert!(page.contains(&read("envoy/minimal.yaml")));
 }
 
 fn question(number: usize) -> Value {
@@ -500,16 +493,19 @@ macro_rules! ways {
     ($($name:ident: $way:expr),+) => {$(
         mod $name {
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
             async fn requests_reach_their_chosen_workers() {
                 super::assert_exact_routing($way).await;
             }
 
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
             async fn requests_without_warmroute_behave_as_documented() {
                 super::assert_behavior_without_warmroute($way).await;
             }
 
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
             async fn requests_without_eligible_worker_behave_as_documented() {
                 super::assert_status_without_workers($way).await;
             }
@@ -585,12 +581,14 @@ async fn assert_bookings_follow(way: ConfigurationCase, change: impl FnOnce(Stri
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn booking_moves_to_serving_worker() {
     assert_bookings_follow(STANDALONE, |shipped| shipped).await;
     assert_bookings_follow(GATEWAY_API, |shipped| shipped).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn booking_moves_by_endpoint_metadata_alone() {
     let without_attributes = |shipped: String| {
         let attributes = "response_attributes: [upstream.address, response.flags]";
@@ -604,6 +602,7 @@ async fn booking_moves_by_endpoint_metadata_alone() {
 /// Data-parallel ranks share an address. Envoy selects the address by worker id, and a header names
 /// the rank.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn subset_reaches_every_rank_of_an_address() {
     let mut spec = fast(u64::MAX).with(&["--dp-size", "2"]);
     // The second rank uses the next port after the event port. It is free if there is no replay
@@ -634,6 +633,7 @@ async fn subset_reaches_every_rank_of_an_address() {
 
 /// Another program that writes the endpoint file may give a host several ids.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn subset_finds_host_by_each_id() {
     let [shared, other] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
@@ -687,6 +687,7 @@ async fn subset_finds_host_by_each_id() {
 
 /// The gateway restricts the endpoints in request metadata, which clients cannot set.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn gateway_subset_hint_is_followed_or_gets_503() {
     let mut deployment = GATEWAY_API.engines().await;
     let wanted = deployment.engines[2].address;

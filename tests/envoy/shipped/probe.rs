@@ -129,6 +129,7 @@ async fn exact(requests: impl Iterator<Item = RequestBuilder>, expected: &str) -
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn bursts_arrive_unchanged_and_first_tokens_are_detected() {
     let bed = ProbeBed::start(patient_probe).await;
     let mut sent = 0;
@@ -186,6 +187,7 @@ async fn bursts_arrive_unchanged_and_first_tokens_are_detected() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn tokens_are_undelayed_and_first_ends_prefill() {
     let bed = ProbeBed::start(patient_probe).await;
     let mut response = bed.paced(20).send().await.unwrap();
@@ -217,6 +219,7 @@ async fn tokens_are_undelayed_and_first_ends_prefill() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn disconnect_frees_worker_before_and_after_first_token() {
     let bed = ProbeBed::start(patient_probe).await;
     for events in [0, 1, 5] {
@@ -237,6 +240,7 @@ async fn disconnect_frees_worker_before_and_after_first_token() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn responses_are_whole_across_warmroute_restart() {
     let mut bed = ProbeBed::start(str::to_owned).await;
     let mut open = Vec::new();
@@ -296,6 +300,7 @@ async fn responses_are_whole_across_warmroute_restart() {
 /// Keepalive pings of the connection detect a frozen server. Until then, chunks in close succession
 /// are delayed, because each chunk restarts the timeout of the probe.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn frozen_warmroute_delays_responses_by_seconds_at_most() {
     let bed = ProbeBed::start(str::to_owned).await;
     let mut response = bed.paced(2_000).send().await.unwrap();
@@ -327,6 +332,7 @@ async fn frozen_warmroute_delays_responses_by_seconds_at_most() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn local_replies_pass_the_probe() {
     let mut bed = ProbeBed::start(patient_probe).await;
     let strict = json!({"gateway": {"failure": {"strict_models": true, "mode": "fail_open"}}});

@@ -49,6 +49,7 @@ async fn cluster_stat(deployment: &TestDeployment, name: &str) -> u64 {
 /// While warmroute does not read, Envoy must not queue the uploads: everything that it queues is
 /// sent before the small requests that arrive later.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn large_uploads_do_not_delay_small_requests() {
     let mut deployment = TestDeployment::engines(&[fast(1)]).await;
     deployment.write_workers().unwrap();

@@ -196,21 +196,25 @@ async fn assert_envoy_is_listed(deployment: &TestDeployment, kind: &str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn sotw_eds_follows_workers() {
     assert_envoy_follows("GRPC", false).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn sotw_ads_follows_workers() {
     assert_envoy_follows("GRPC", true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn delta_eds_follows_workers() {
     assert_envoy_follows("DELTA_GRPC", false).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn delta_ads_follows_workers() {
     assert_envoy_follows("DELTA_GRPC", true).await;
 }
@@ -259,6 +263,7 @@ fn config_with_xds_port(deployment: &TestDeployment, port: u16) -> String {
 /// A new worker is chosen only after all Envoys have acknowledged it, so no Envoy receives a
 /// request for an unknown worker.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn new_worker_is_chosen_after_all_envoys_acknowledge() {
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3)]).await;
     let all: Vec<Value> = deployment
@@ -325,6 +330,7 @@ async fn new_worker_is_chosen_after_all_envoys_acknowledge() {
 
 /// Envoy keeps its endpoints while warmroute is down, and receives changes after the restart.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn restart_of_either_side_loses_no_worker() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
@@ -374,6 +380,7 @@ async fn restart_of_either_side_loses_no_worker() {
 
 /// One Envoy has a cluster for each role, and a cluster that warmroute does not know.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn clusters_have_their_configured_workers() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;
@@ -422,6 +429,7 @@ async fn clusters_have_their_configured_workers() {
 
 /// A client rejects a valid update, requests an unknown type, and disconnects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn rejecting_client_is_shown_and_blocks_nothing() {
     let [one, two] = [BurstEngine::start(1).await, BurstEngine::start(2).await];
     let mut deployment = TestDeployment::engines(&[]).await;

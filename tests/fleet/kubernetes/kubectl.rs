@@ -7,6 +7,7 @@ use super::{pod, pool};
 use crate::support::api_server::{ApiServer, TOKEN};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn kubectl_reads_the_same_objects() {
     let server = ApiServer::start().await;
     let labels = json!({"app": "vllm"});

@@ -105,6 +105,7 @@ impl RuleFollower {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn rewrites_are_ordered_by_object_age() {
     let server = ApiServer::start().await;
     let equal = json!([{"modelRewrite": "b"}, {"modelRewrite": "c", "weight": 0}]);
@@ -287,6 +288,7 @@ fn completion(topic: usize, model: Option<&str>) -> Value {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn pool_is_selected_by_host_path_or_header() {
     let mut site = RequestSite::start(&[fast(1), fast(2)], json!({})).await;
     let mut topic = 0;
@@ -387,6 +389,7 @@ async fn assert_pools_are_explained(site: &RequestSite) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn model_rewrites_apply_to_requests_of_their_pool() {
     let site = RequestSite::start(&[fast(1), fast(2)], json!({})).await;
     site.cluster_shows("forbidden").await;
@@ -449,6 +452,7 @@ async fn model_rewrites_apply_to_requests_of_their_pool() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn sheddable_request_is_rejected_while_pool_is_overloaded() {
     let slow = |id| EngineSpec::new(id).with(&["--speed", "1"]);
     let site = RequestSite::start(

@@ -5,8 +5,8 @@ mod hints;
 use std::collections::HashMap;
 
 use tonic::{Code, Status};
-use warmroute_server::api::pb;
 use warmroute_server::api::pb::prompt_query::Prompt;
+use warmroute_server::api::{MAX_PROMPT_BLOCKS, pb};
 
 use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
 
@@ -289,12 +289,14 @@ async fn updates_require_a_booking_and_valid_values() {
 
 #[tokio::test]
 async fn block_limit_and_unknown_model_are_reported() {
-    let site = ApiSite::start(
-        "listeners: {api: {address: '127.0.0.1:0', max_prompt_blocks: 2}}\n",
-        &[worker(1, "")],
-    )
-    .await;
-    for query in [tokens(12), blocks(3, 0, 12), blocks(3, 3, 12)] {
+    let site = ApiSite::start("", &[worker(1, "")]).await;
+    let count = MAX_PROMPT_BLOCKS + 1;
+    let length = 4 * count as u64;
+    for query in [
+        tokens(4 * count as u32),
+        blocks(count, 0, length),
+        blocks(count, count, length),
+    ] {
         let call_request = pb::RouteRequest {
             query: Some(query),
             ..book("r", 0, 9)
@@ -347,22 +349,7 @@ async fn booking_on_another_model_is_rejected() {
 }
 
 #[tokio::test]
-async fn excess_bookings_are_rejected_with_retry_after() {
-    let limited = ApiSite::start(
-        "listeners: {api: {address: '127.0.0.1:0', max_bookings: 1}}\n",
-        &[worker(1, "")],
-    )
-    .await;
-    limited.route(book("a", 0, 9)).await.unwrap();
-    let full = limited.route(book("b", 0, 9)).await.unwrap_err();
-    assert_eq!(full.code(), Code::ResourceExhausted);
-    assert_eq!(full.metadata().get("retry-after").unwrap(), "1");
-    assert_eq!(
-        limited.load().await.2,
-        1,
-        "the rejected request leaves no load"
-    );
-
+async fn queue_timeout_is_rejected_with_retry_after() {
     let short_timeout = ApiSite::start(
         "queue: {prefill_busy_threshold: 1, timeout: 50ms}\n",
         &[worker(1, "")],

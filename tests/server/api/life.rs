@@ -3,6 +3,7 @@
 use std::process::Command;
 use std::time::Duration;
 
+use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
 use warmroute_server::api::pb;
@@ -92,7 +93,7 @@ fn assert_booked(answer: &pb::RouteResponse) {
 /// Asserts the load on the admin page, and the potential load for a request that shares four
 /// blocks.
 async fn assert_loads_are_reported(site: &ApiSite, chosen: u64) {
-    let page: serde_json::Value = serde_json::from_str(&site.page("debug/load").await).unwrap();
+    let page: Value = serde_json::from_str(&site.page("debug/load").await).unwrap();
     let id = chosen.to_string();
     let row = page
         .as_array()
@@ -377,7 +378,7 @@ async fn session_stays_bound_while_booked() {
             "the session stays although other workers are idle"
         );
     }
-    let running = |page: &serde_json::Value| {
+    let running = |page: &Value| {
         page.as_str()
             .unwrap()
             .contains("warmroute_session_requests 6\n")
@@ -387,7 +388,7 @@ async fn session_stays_bound_while_booked() {
     for id in 0..6 {
         assert!(site.free(&id.to_string(), 0).await);
     }
-    let none = |page: &serde_json::Value| {
+    let none = |page: &Value| {
         page.as_str()
             .unwrap()
             .contains("warmroute_session_requests 0\n")
@@ -438,6 +439,13 @@ fn library_matches_the_grpc_service() {
     );
 }
 
+/// Waits until a fleet of this many workers is published.
+async fn wait_for_workers(site: &ApiSite, workers: usize) {
+    let line = format!("warmroute_workers {workers}\n");
+    let is_published = |page: &Value| page.as_str().is_some_and(|page| page.contains(&line));
+    site.until("a fleet", is_published, "metrics").await;
+}
+
 #[tokio::test]
 async fn enforced_prefill_gates_readiness() {
     let site = ApiSite::begin(
@@ -445,16 +453,10 @@ async fn enforced_prefill_gates_readiness() {
         &[worker(1, ", role: decode")],
     )
     .await;
-    site.until(
-        "a fleet",
-        |page| {
-            page.as_str()
-                .is_some_and(|page| page.contains("warmroute_workers 1\n"))
-        },
-        "metrics",
-    )
-    .await;
-    tokio::time::sleep(std::time::Duration::from_millis(200)).await;
+    wait_for_workers(&site, 1).await;
+    // The readiness of a set of workers is decided before the next set is published.
+    site.set_workers(&[worker(1, ", role: decode"), worker(3, ", role: decode")]);
+    wait_for_workers(&site, 2).await;
     site.until("waiting", |page| page["ready"] == false, "readyz")
         .await;
     assert!(site.page("readyz").await.contains("prefill workers"));

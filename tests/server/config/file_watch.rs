@@ -16,11 +16,11 @@ impl Drop for WatchedFile {
     }
 }
 
-const NEVER: DurationSetting = DurationSetting::seconds(3600);
+const NEVER: Duration = Duration::from_secs(3600);
 
 impl WatchedFile {
     /// Watches `workers.yaml`, which `create_files` must create in the directory.
-    fn start(poll: DurationSetting, create_files: impl FnOnce(&Path)) -> Self {
+    fn start(poll: Duration, create_files: impl FnOnce(&Path)) -> Self {
         let directory = tempfile::tempdir().unwrap();
         create_files(directory.path());
         let (report, fleet) = watch::channel(Vec::new());
@@ -33,9 +33,9 @@ impl WatchedFile {
         let watched = WorkersFile {
             path: directory.path().join("workers.yaml"),
             models: vec![model],
-            settings: DiscoveryConfig {
-                poll_interval: poll,
-                debounce: DurationSetting::millis(10),
+            timing: FileWatchTiming {
+                poll,
+                debounce: Duration::from_millis(10),
             },
         };
         let watch_future = file::watch(watched, Arc::clone(&metrics), move |workers| {
@@ -162,7 +162,7 @@ async fn change_without_notification_is_found_by_polling() {
     let other_directory = tempfile::tempdir().unwrap();
     let target = other_directory.path().join("list.yaml");
     fs::write(&target, list(&[1])).unwrap();
-    let mut watched = WatchedFile::start(DurationSetting::millis(20), |directory| {
+    let mut watched = WatchedFile::start(Duration::from_millis(20), |directory| {
         symlink(&target, directory.join("workers.yaml")).unwrap()
     });
     watched.wait_fleet(&[1]).await;

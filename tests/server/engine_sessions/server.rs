@@ -16,6 +16,8 @@ struct SessionStack {
     client: ExternalProcessorClient<Channel>,
     stop: CancellationToken,
     running: JoinHandle<anyhow::Result<()>>,
+    /// Number of requests that extended their message timeout because they wait.
+    waiting: watch::Sender<usize>,
 }
 
 impl SessionStack {
@@ -40,6 +42,7 @@ impl SessionStack {
             client,
             stop,
             running,
+            waiting: watch::Sender::new(0),
         }
     }
 
@@ -68,6 +71,7 @@ impl SessionStack {
             ..proto::ProcessingRequest::default()
         };
         let mut client = self.client.clone();
+        let waiting = self.waiting.clone();
         tokio::spawn(async move {
             // The stream stays open, as Envoy keeps it while the request runs.
             let (sender, receiver) = mpsc::channel(2);
@@ -83,7 +87,10 @@ impl SessionStack {
             while replies < 2 {
                 let answer = answers.message().await.unwrap().unwrap();
                 // A reply without a response only extends the message timeout.
-                replies += usize::from(answer.response.is_some());
+                match answer.response {
+                    Some(_) => replies += 1,
+                    None => waiting.send_modify(|count| *count += 1),
+                }
             }
             drop(sender);
             while answers.message().await.unwrap().is_some() {}
@@ -121,9 +128,11 @@ async fn requests_wait_until_session_is_open() {
     let first = stack.send(&[("x-session-id", "s")], BODY);
     engine.received_calls(1).await;
     let second = stack.send(&[("x-session-id", "s")], BODY);
+    let mut waiting = stack.waiting.subscribe();
+    let both = waiting.wait_for(|count| *count == 2);
+    assert!(tokio::time::timeout(DEADLINE, both).await.is_ok());
     // A request without a session does not wait.
     stack.send(&[], BODY).await.unwrap();
-    tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(
         !first.is_finished() && !second.is_finished(),
         "sent before the session was open"

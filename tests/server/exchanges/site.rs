@@ -56,7 +56,6 @@ impl ExchangeSite {
             // replies every time.
             config["gateway"]["observe"] = json!("first_token");
         }
-        config["workers"]["file_watch"] = json!({ "poll_interval": "1s", "debounce": "10ms" });
         write_workers(dir.path(), &workers);
         let path = dir.path().join("warmroute.yaml");
         // JSON is valid YAML.

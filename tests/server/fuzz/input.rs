@@ -10,11 +10,6 @@ impl<'a> Input<'a> {
         Self(bytes)
     }
 
-    /// Returns true if no bytes remain.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-
     /// Returns the next byte.
     pub(crate) fn byte(&mut self) -> u8 {
         let Some((first, rest)) = self.0.split_first() else {

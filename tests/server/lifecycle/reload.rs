@@ -202,13 +202,7 @@ async fn tokenizers_reload_only_after_file_change() {
 
 #[tokio::test]
 async fn file_change_triggers_reload_and_log_level() {
-    let process = WarmrouteProcess::start(
-        json!({
-            "process": {"reload": {"poll_interval": "10m", "debounce": "20ms"}},
-        }),
-        &[],
-    )
-    .await;
+    let process = WarmrouteProcess::start(json!({}), &[]).await;
     process.reconfigure(&json!({"process": {"log": {"level": "debug"}}}));
     process.wait_metric("config_generation", 2.0).await;
     let _steered = steered(&process, "m").await;

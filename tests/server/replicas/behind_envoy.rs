@@ -18,10 +18,9 @@ use crate::replicas::NatsServer;
 use crate::support::deployment::{
     PATIENCE, TestDeployment, essay, fast, programs, with_response_headers,
 };
-use crate::support::long_tests::long_or_short;
 
-/// Total number of requests in the long and the short form.
-const REQUESTS: [usize; 2] = [20_000, 3_000];
+/// Total number of requests.
+const REQUESTS: usize = 20_000;
 /// Number of clients, each with one request at a time.
 const CLIENTS: usize = 24;
 /// Duration of the NATS outage.
@@ -157,6 +156,7 @@ async fn client(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn requests_survive_replica_kill_start_and_nats_outage() {
     let mut nats = NatsServer::started();
     let mut deployment = TestDeployment::engines(&[fast(1), fast(2), fast(3), fast(4)]).await;
@@ -170,10 +170,8 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
     let config = envoy_config(&deployment);
     deployment.start_envoy(&config).await.unwrap();
 
-    let [long, short] = REQUESTS;
-    let requests = long_or_short(long, short);
     let answers = Arc::new(ReplicaAnswers {
-        requests,
+        requests: REQUESTS,
         ..ReplicaAnswers::default()
     });
     let began = std::time::Instant::now();
@@ -184,7 +182,7 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
         })
         .collect();
     let reached = async |part: usize| {
-        let wanted = requests * part / 10;
+        let wanted = REQUESTS * part / 10;
         until(PATIENCE * 10, async || {
             answers.sent.load(Ordering::Relaxed) >= wanted
         })
@@ -204,13 +202,13 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
     let took = began.elapsed();
     let routed = answers.routed.load(Ordering::Relaxed);
     println!(
-        "{requests} requests in {took:?}, {routed} routed; by worker {:?}",
+        "{REQUESTS} requests in {took:?}, {routed} routed; by worker {:?}",
         answers.by_worker.lock()
     );
     assert_eq!(answers.failed.lock()[..], [""; 0]);
     assert!(
-        routed * 100 >= requests * 95,
-        "only {routed} of {requests} were routed"
+        routed * 100 >= REQUESTS * 95,
+        "only {routed} of {REQUESTS} were routed"
     );
 
     let pages = [deployment.admin_url(""), second.url(""), third.url("")];
@@ -218,7 +216,7 @@ async fn requests_survive_replica_kill_start_and_nats_outage() {
         wait_no_bookings(&deployment.http, of).await;
         let part = routed_by(&deployment.http, of).await;
         println!("{of}: {part} routed");
-        assert!(part > requests as f64 / 10.0, "{of} routed {part}");
+        assert!(part > REQUESTS as f64 / 10.0, "{of} routed {part}");
     }
 }
 

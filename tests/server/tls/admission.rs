@@ -338,10 +338,10 @@ async fn full_listener_replaces_idle_connections_only() {
 }
 
 #[tokio::test]
-async fn call_headers_and_connection_streams_are_bounded() {
+async fn call_headers_are_bounded() {
     let more = json!({
         "listeners": {
-            "limits": {"max_header_list_size": "4KiB", "max_concurrent_streams": 2},
+            "limits": {"max_header_list_size": "4KiB"},
             "ext_proc": {"address": "127.0.0.1:0"},
         },
     });
@@ -360,27 +360,6 @@ async fn call_headers_and_connection_streams_are_bounded() {
     };
     assert!(call(3000).await.is_ok());
     assert!(call(5000).await.is_err());
-    // A watch never ends by itself. A third one waits until one of the first two ends.
-    let watch = || {
-        let mut client = tonic_health::pb::health_client::HealthClient::new(channel.clone());
-        async move {
-            client
-                .watch(tonic_health::pb::HealthCheckRequest::default())
-                .await
-        }
-    };
-    let first = watch().await.unwrap();
-    let second = watch().await.unwrap();
-    let mut third = Box::pin(watch());
-    assert!(
-        timeout(std::time::Duration::from_millis(200), &mut third)
-            .await
-            .is_err(),
-        "the third watch waits"
-    );
-    drop(first);
-    assert!(timeout(PATIENCE, third).await.unwrap().is_ok());
-    drop(second);
     site.stop().await;
 }
 

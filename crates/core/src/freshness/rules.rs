@@ -1,4 +1,6 @@
 //! Effect of freshness on decisions.
+//!
+//! Decision 0030, Decision 0032.
 
 use std::time::Duration;
 

@@ -2,6 +2,8 @@
 //!
 //! One answered request without an event proves nothing: the engine may already hold the blocks,
 //! for example from another request a moment before. Several requests and some time are required.
+//!
+//! Decision 0035.
 
 use std::time::Instant;
 

@@ -5,6 +5,8 @@
 //! sequence hashes, and computing them would slow down writers. A query has those of its prompt,
 //! and records one at every checkpoint it has compared. The next query, for the next turn of a chat
 //! or the same system prompt, starts there.
+//!
+//! Decision 0021.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};

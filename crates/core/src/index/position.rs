@@ -1,4 +1,6 @@
 //! Position of the index in the event stream of a rank.
+//!
+//! Decision 0016.
 
 use crate::block::{BlockWindows, StorageTier};
 

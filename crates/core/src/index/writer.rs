@@ -4,6 +4,8 @@
 //! cache a block several times and reports each copy. The block is removed with its last copy. An
 //! engine may also use several hashes for one block, which then stays until the last hash is
 //! removed. The tries are updated only for the first and the last one.
+//!
+//! Decision 0038.
 
 mod clear;
 mod copy_epochs;

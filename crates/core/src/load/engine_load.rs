@@ -3,6 +3,8 @@
 //! lost in a restart.
 //!
 //! Reports are recorded about once a second under a mutex. Decisions read atomics.
+//!
+//! Decision 0049.
 
 mod booking_drift;
 

@@ -1,6 +1,8 @@
 //! Overloaded workers: by thresholds on their load, or because they answered with an overload
 //! status. All thresholds are off by default and then cost nothing. A worker is overloaded only if
 //! all its ranks are, because each rank is a candidate of its own.
+//!
+//! Decision 0039.
 
 use std::collections::{BTreeMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};

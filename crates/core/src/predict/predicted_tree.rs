@@ -5,6 +5,8 @@
 //! a run stores its length and its end there, so its cost does not depend on its length. A run is
 //! found by its parent and its first block. Only runs without children and holders can be evicted,
 //! and these are sorted by last use.
+//!
+//! Decision 0022.
 
 use std::collections::{BTreeSet, HashMap};
 

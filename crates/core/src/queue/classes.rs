@@ -10,7 +10,7 @@ use super::order::QueuePolicy;
 /// reached.
 const UNKNOWN_BATCH_TOKENS: u64 = 10_000_000;
 
-/// Threshold above which a worker is busy for a class. Without values, no worker is ever busy.
+/// Threshold above which a worker is busy. Without values, no worker is ever busy.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct BusyThreshold {
     /// Maximum outstanding prefill tokens.
@@ -107,8 +107,6 @@ pub struct QueueClass {
     pub policy: QueuePolicy,
     /// Tokens that the class may place per round, relative to the other classes.
     pub quantum: u64,
-    /// Threshold above which a worker is busy for the class.
-    pub busy_threshold: BusyThreshold,
     /// Queue limits.
     pub limits: QueueLimits,
 }

@@ -1,6 +1,8 @@
 //! The queue as a pure data structure, without clock and workers: the caller passes arrival times
 //! and attempts each placement. Deficit round robin shares capacity between classes. Within a class
 //! the queue policy applies. A request that cannot be placed blocks only its own lane.
+//!
+//! Decision 0046.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -24,17 +24,18 @@ pub use explanation::{PhaseExplanation, RouteExplanation, WorkerExplanation};
 impl Router {
     /// Explains how a request would be routed now, ignoring the queue.
     pub fn explain(&self, request: RouteRequest) -> RouteExplanation {
-        self.explain_prepared(self.prepare(request), None)
+        self.explain_at(&mut self.prepare(request), &BusyThreshold::default())
     }
 
-    /// Explains how a prepared request would be routed now, and whether it would be queued in its
-    /// class.
+    /// Explains how a prepared request would be routed now, and whether it would be queued. A
+    /// request without a class is never queued.
     pub fn explain_prepared(
         &self,
         mut context: RoutingContext,
         class: Option<&QueueClass>,
+        threshold: BusyThreshold,
     ) -> RouteExplanation {
-        let threshold = class.map(|class| class.busy_threshold).unwrap_or_default();
+        let threshold = class.map(|_| threshold).unwrap_or_default();
         let explanation = self.explain_at(&mut context, &threshold);
         RouteExplanation {
             class: class.map(|class| class.name.clone()),

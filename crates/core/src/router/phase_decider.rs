@@ -1,6 +1,8 @@
 //! Decides the prefill and the decode phase: prefill first, then decode under the demands of the
 //! prefill worker, unless the decode worker should run both. Runs under the load lock, so it only
 //! computes and compares costs.
+//!
+//! Decision 0045.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -1,6 +1,8 @@
 //! Remote index: the reply of an index server replaces the local index, and its statuses replace
 //! the local table of event sources. The decision is the one that the server would have made.
 //! Without a reply, the predictors are used.
+//!
+//! Decision 0017.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,4 +1,6 @@
 //! Use of a remote index, and queries of remote routers to the local one.
+//!
+//! Decision 0020.
 
 use super::remote::RemoteAnswer;
 use super::state::Router;

@@ -15,7 +15,7 @@ use crate::worker::{ModelName, Worker, WorkerId, WorkerRank};
 pub enum RoutePrompt {
     /// Block hashes; several prompts if the request has several.
     Hashed(Vec<BlockHashes>),
-    /// First blocks of one prompt, of which only the start of the body was received.
+    /// First blocks of one prompt, whose rest is unknown.
     Truncated {
         /// Leading blocks of the prompt.
         known: BlockHashes,

@@ -1,4 +1,6 @@
 //! Limits of the session store.
+//!
+//! Decision 0040.
 
 use std::ops::RangeInclusive;
 use std::time::Duration;

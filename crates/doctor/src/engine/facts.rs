@@ -165,24 +165,29 @@ pub struct CanaryReply {
 
 impl WorkerFacts {
     /// Returns the short name of the worker.
-    pub fn subject(&self) -> String {
+    pub(crate) fn title(&self) -> String {
         match &self.origin {
             WorkerOrigin::Listed => format!("worker {}", self.worker.id),
             WorkerOrigin::Pod { pod, .. } => format!("pod {pod}"),
         }
     }
 
+    /// Returns whether a pool describes the worker.
+    pub(crate) fn is_pod(&self) -> bool {
+        matches!(self.origin, WorkerOrigin::Pod { .. })
+    }
+
     /// Returns the short name of one of its ranks.
-    pub fn rank_subject(&self, rank: DpRank) -> String {
+    pub(crate) fn rank_title(&self, rank: DpRank) -> String {
         match (&self.origin, self.worker.ranks.size.get()) {
-            (_, 1) => self.subject(),
+            (_, 1) => self.title(),
             (WorkerOrigin::Listed, _) => format!("worker {}/{rank}", self.worker.id),
             (WorkerOrigin::Pod { pod, .. }, _) => format!("pod {pod} rank {rank}"),
         }
     }
 
     /// Returns the name of the configuration section that a fix changes.
-    pub fn config_section(&self) -> String {
+    pub(crate) fn config_section(&self) -> String {
         match &self.origin {
             WorkerOrigin::Listed => format!("worker {}", self.worker.id),
             WorkerOrigin::Pod { pod, pool } => {
@@ -192,7 +197,7 @@ impl WorkerFacts {
     }
 
     /// Returns the `kv_events` setting for an endpoint. Pods are configured with ports only.
-    pub fn kv_events_setting(&self, key: &str, endpoint: &str) -> String {
+    pub(crate) fn kv_events_setting(&self, key: &str, endpoint: &str) -> String {
         let port = endpoint.rsplit(':').next().unwrap_or("5557");
         match (&self.origin, key) {
             (WorkerOrigin::Listed, _) => format!("{key}: \"{endpoint}\""),
@@ -203,7 +208,7 @@ impl WorkerFacts {
 }
 
 /// Describes the error of a request.
-pub fn describe_error(error: &EngineError) -> String {
+pub(super) fn describe_error(error: &EngineError) -> String {
     match error {
         EngineError::Status {
             status,

@@ -1,70 +1,42 @@
 //! The control plane that generated Envoy's configuration. Its users cannot edit that
 //! configuration, so a fix names a field of a resource.
 
-use std::fmt;
-
 use super::dump::ConfigDump;
-use super::schema::EnvoyCluster;
 
 /// Prefix of cluster names in Istio.
 const ISTIO_PREFIX: &str = "outbound|";
 /// Prefix of the names of clusters that Envoy AI Gateway generates for endpoint pickers.
 const AI_GATEWAY_PREFIX: &str = "envoy.clusters.endpointpicker_";
-/// Prefixes of cluster names in Envoy Gateway.
-const ENVOY_GATEWAY_PREFIXES: [&str; 4] = [
-    "httproute/",
-    "grpcroute/",
-    "envoyextensionpolicy/",
-    "securitypolicy/",
-];
+/// Prefix of the names of clusters that Envoy Gateway generates for endpoint pickers.
+const POLICY_PREFIX: &str = "envoyextensionpolicy/";
+/// Prefixes of other cluster names in Envoy Gateway.
+const ENVOY_GATEWAY_PREFIXES: [&str; 3] = ["httproute/", "grpcroute/", "securitypolicy/"];
 
 /// A control plane, with the names of the resources that a fix may mention.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ControlPlane {
-    /// Istio.
-    Istio {
-        /// Names of the routes that use the filter.
-        routes: Vec<String>,
-    },
+    /// Istio, with the names of the routes that use the filter.
+    Istio(Vec<String>),
     /// Envoy Gateway alone.
     EnvoyGateway {
         /// The Gateway of the listener.
-        gateway: ResourceName,
+        gateway: String,
         /// The EnvoyExtensionPolicy that refers to warmroute.
-        policy: ResourceName,
+        policy: String,
     },
-    /// Envoy Gateway with Envoy AI Gateway.
-    EnvoyAiGateway {
-        /// The Gateway of the listener.
-        gateway: ResourceName,
-    },
+    /// Envoy Gateway with Envoy AI Gateway, and the Gateway of the listener.
+    EnvoyAiGateway(String),
     /// No control plane, or an unknown one.
     Other,
 }
 
-/// Namespace and name of a resource; empty if a generated name does not contain them.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct ResourceName(String);
-
-impl ResourceName {
-    /// Returns the two segments of a name that follow `skip` segments.
-    fn segments(name: &str, skip: usize) -> Self {
-        let found: Vec<&str> = name.split('/').skip(skip).take(2).collect();
-        Self(if found.len() == 2 {
-            found.join("/")
-        } else {
-            String::new()
-        })
-    }
-}
-
-impl fmt::Display for ResourceName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.0.is_empty() {
-            Ok(())
-        } else {
-            write!(f, " `{}`", self.0)
-        }
+/// Returns namespace and name of a resource, the two segments of a name that follow `skip`
+/// segments, as the end of a phrase. It is empty if a generated name does not contain them.
+pub(super) fn resource_name(name: &str, skip: usize) -> String {
+    let found: Vec<&str> = name.split('/').skip(skip).take(2).collect();
+    match found[..] {
+        [namespace, name] => format!(" `{namespace}/{name}`"),
+        _ => String::new(),
     }
 }
 
@@ -85,44 +57,36 @@ impl ControlPlane {
     /// Detects the control plane.
     pub(super) fn detect(dump: &ConfigDump, names: &GeneratedNames<'_>) -> Self {
         let any = |prefix: &str| {
-            names
-                .pickers
-                .iter()
-                .chain(&names.targets)
-                .any(|name| name.starts_with(prefix))
+            let mut clusters = names.pickers.iter().chain(&names.targets);
+            clusters.any(|name| name.starts_with(prefix))
         };
         // Listeners are named namespace/gateway/listener.
-        let gateway = ResourceName::segments(names.listener, 0);
+        let gateway = resource_name(names.listener, 0);
         if any(AI_GATEWAY_PREFIX) {
-            return Self::EnvoyAiGateway { gateway };
+            return Self::EnvoyAiGateway(gateway);
         }
-        if ENVOY_GATEWAY_PREFIXES.iter().any(|prefix| any(prefix)) {
-            let policy = names
-                .pickers
-                .iter()
-                .find(|name| name.starts_with(ENVOY_GATEWAY_PREFIXES[2]));
-            let policy = policy
-                .map(|name| ResourceName::segments(name, 1))
-                .unwrap_or_default();
+        if any(POLICY_PREFIX) || ENVOY_GATEWAY_PREFIXES.into_iter().any(any) {
+            let mut pickers = names.pickers.iter();
+            let policy = pickers.find(|name| name.starts_with(POLICY_PREFIX));
+            let policy = policy.map_or(String::new(), |name| resource_name(name, 1));
             return Self::EnvoyGateway { gateway, policy };
         }
         if any(ISTIO_PREFIX) || dump.is_istio_proxy {
-            let mut routes: Vec<String> =
-                names.routes.iter().map(|name| (*name).to_owned()).collect();
-            routes.retain(|name| !name.is_empty());
+            let named = names.routes.iter().filter(|name| !name.is_empty());
+            let mut routes: Vec<String> = named.map(|&name| name.to_owned()).collect();
             routes.dedup();
-            return Self::Istio { routes };
+            return Self::Istio(routes);
         }
         Self::Other
     }
-}
 
-/// Returns the HTTPRoute of an Envoy Gateway cluster.
-pub(super) fn http_route(cluster: &EnvoyCluster) -> ResourceName {
-    ResourceName::segments(&cluster.name, 1)
-}
-
-/// Returns the host of an Istio cluster, whose name is `outbound|port|subset|host`.
-pub(super) fn istio_host(cluster: &EnvoyCluster) -> &str {
-    cluster.name.rsplit('|').next().unwrap_or(&cluster.name)
+    /// Returns the name of the product.
+    pub(super) fn name(&self) -> &'static str {
+        match self {
+            Self::Istio(_) => "Istio",
+            Self::EnvoyGateway { .. } => "Envoy Gateway",
+            Self::EnvoyAiGateway(_) => "Envoy AI Gateway",
+            Self::Other => "Envoy",
+        }
+    }
 }

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use super::dump::ConfigDump;
 use super::expected::ExpectedEnvoy;
-use super::ext_proc_cluster::OverflowEffect;
+use super::ext_proc_cluster::rejects_overflow;
 use super::site::FilterSite;
-use crate::finding::{Finding, FindingBuilder};
+use crate::finding::{CheckFacts as _, CheckVerdict, Finding, add_new, error, note, ok};
 
 /// Regular expression of the counters, for the parameter `filter` of Envoy's page `/stats`.
 pub const COUNTER_FILTER: &str = r"(upstream_rq_(active|pending)_overflow|default\.rq_(pending_)?open|failure_mode_allowed|http\..*\.downstream_rq_total|^server\.uptime)$";
@@ -38,32 +38,15 @@ impl EnvoyCounters {
         Self(values.collect())
     }
 
+    fn value(&self, name: &str) -> u64 {
+        self.0.get(name).copied().unwrap_or_default()
+    }
+
     fn of_cluster(&self, cluster: &str, names: &[&str]) -> u64 {
-        let value = |name| self.0.get(&format!("cluster.{cluster}.{name}"));
-        names.iter().filter_map(value).sum()
-    }
-
-    /// Returns the requests of a connection manager.
-    fn requests(&self, stat_prefix: &str) -> u64 {
-        let name = format!("http.{stat_prefix}.downstream_rq_total");
-        self.0.get(&name).copied().unwrap_or_default()
-    }
-
-    /// Returns the time since the start of Envoy, when its counters were 0.
-    fn uptime(&self) -> Option<Duration> {
-        self.0
-            .get("server.uptime")
-            .copied()
-            .map(Duration::from_secs)
-    }
-
-    /// Returns the requests that were served although their stream failed, for the filter with a
-    /// prefix of statistics.
-    fn allowed_failures(&self, stat_prefix: &str, filter_prefix: &str) -> u64 {
-        let separator = if filter_prefix.is_empty() { "" } else { "." };
-        let name =
-            format!("http.{stat_prefix}.ext_proc.{filter_prefix}{separator}failure_mode_allowed");
-        self.0.get(&name).copied().unwrap_or_default()
+        let values = names
+            .iter()
+            .map(|name| self.value(&format!("cluster.{cluster}.{name}")));
+        values.sum()
     }
 }
 
@@ -92,78 +75,87 @@ pub fn check_counters(
 ) -> Vec<Finding> {
     let mut findings: Vec<Finding> = Vec::new();
     for site in &FilterSite::find_all(dump, expected) {
-        let of_clusters = dump
-            .clusters
-            .keys()
-            .filter_map(|cluster| check_cluster(site, cluster, samples));
-        let of_listener = check_bypass(site, samples);
-        for finding in of_clusters.chain([of_listener]) {
-            if !findings.contains(&finding) {
-                findings.push(finding);
-            }
-        }
+        let of_clusters = dump.clusters().filter_map(|cluster| {
+            let verdict = judge_overflow(site, cluster.name(), samples)?;
+            Some(verdict.about("envoy.overflow", format!("cluster {}", cluster.name())))
+        });
+        add_new(&mut findings, of_clusters);
+        let bypass = judge_bypass(site, samples);
+        add_new(
+            &mut findings,
+            [bypass.about("envoy.bypass", site.subject())],
+        );
     }
     findings
 }
 
-/// Checks the refused requests of a cluster; `None` if no request was refused.
-fn check_cluster(
+/// Judges the refused requests of a cluster; `None` if no request was refused.
+fn judge_overflow(
     site: &FilterSite<'_>,
     cluster: &str,
     samples: &CounterSamples,
-) -> Option<Finding> {
+) -> Option<CheckVerdict> {
     let (growth, total) = samples.count(|sample| sample.of_cluster(cluster, &OVERFLOWS));
     let is_full = samples.last.of_cluster(cluster, &OPEN_BREAKERS) > 0;
     if total == 0 && !is_full {
         return None;
     }
-    let at = FindingBuilder::new("envoy.overflow", format!("cluster {cluster}"));
     let effect = if site.callers_of(cluster).next().is_none() {
         "answered with 503, or dropped if they are mirrored"
+    } else if rejects_overflow(site, cluster) {
+        "answered with 500"
     } else {
-        match OverflowEffect::of_cluster(site, cluster) {
-            OverflowEffect::Unrouted => "served without warmroute",
-            OverflowEffect::Rejected => "answered with 500",
-        }
+        "served without warmroute"
     };
     let since_start = format!(
         "since its start Envoy refused {total} because of a circuit breaker; they were {effect}"
     );
     if growth == 0 && !is_full {
-        return Some(at.note(format!("requests are not refused now; {since_start}")));
+        return Some(note(format!("requests are not refused now; {since_start}")));
     }
-    Some(at.error(
+    Some(error(
         format!("requests are refused now; {since_start}"),
         format!("raise the thresholds under `circuit_breakers` of cluster `{cluster}` to 100000"),
     ))
 }
 
-/// Checks the requests that a connection manager served although their stream to warmroute failed.
-fn check_bypass(site: &FilterSite<'_>, samples: &CounterSamples) -> Finding {
-    let prefix = &site.listener.hcm.stat_prefix;
-    let filter_prefix = &site.main.config.stat_prefix;
-    let (growth, total) = samples.count(|sample| sample.allowed_failures(prefix, filter_prefix));
-    let at = site.listener_check("envoy.bypass");
+/// Judges the requests that a connection manager served although their stream to warmroute failed.
+fn judge_bypass(site: &FilterSite<'_>, samples: &CounterSamples) -> CheckVerdict {
+    let prefix = site.listener.manager().text("stat_prefix");
+    let filter = site.main.config.node().text("stat_prefix");
+    let separator = if filter.is_empty() { "" } else { "." };
+    let allowed = format!("http.{prefix}.ext_proc.{filter}{separator}failure_mode_allowed");
+    let (growth, total) = samples.count(|sample| sample.value(&allowed));
     if total == 0 {
-        return at.ok("no request bypassed warmroute");
+        return ok("no request bypassed warmroute");
     }
-    let requests = samples.last.requests(prefix);
+    let requests = samples
+        .last
+        .value(&format!("http.{prefix}.downstream_rq_total"));
     let share = if requests > 0 {
         let percent = 100.0 * total as f64 / requests as f64;
         format!(" of {requests} requests ({percent:.1} %)")
     } else {
         String::new()
     };
-    let start = samples.last.uptime().map_or_else(String::new, |uptime| {
-        format!(" {} ago", humantime::format_duration(uptime))
-    });
+    // Counters are 0 when Envoy starts.
+    let start = samples
+        .last
+        .0
+        .get("server.uptime")
+        .map_or(String::new(), |seconds| {
+            format!(
+                " {} ago",
+                humantime::format_duration(Duration::from_secs(*seconds))
+            )
+        });
     let since_start = format!(
         "since its start{start} Envoy served {total}{share} after a failure of their ext_proc stream"
     );
     if growth == 0 {
-        return at.note(format!("no request bypasses warmroute now; {since_start}"));
+        return note(format!("no request bypasses warmroute now; {since_start}"));
     }
-    at.error(
+    error(
         format!("requests bypass warmroute now; {since_start}"),
         "see whether `envoy.overflow` or `envoy.message_timeout` has a finding, and whether \
         warmroute runs; docs/troubleshooting.md has the steps under \"Requests bypass warmroute\"",

@@ -1,14 +1,12 @@
-//! The parts of Envoy's configuration that warmroute depends on, from the admin page
-//! `/config_dump`. Envoy writes protobuf JSON: default values are omitted, 64-bit numbers are
-//! strings, and durations are seconds with an `s`. Unknown fields are ignored.
+//! The admin page `/config_dump` of Envoy.
 
 use std::collections::BTreeMap;
 use std::net::{IpAddr, SocketAddr};
 
-use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::schema::{EnvoyCluster, HttpConnectionManager, ListenerConfig, RouteConfig, has_type};
+use super::cluster::EnvoyCluster;
+use super::config_node::ConfigNode;
 
 /// Configuration of one Envoy.
 #[derive(Clone, Debug, Default)]
@@ -16,37 +14,48 @@ pub struct ConfigDump {
     /// Reported version.
     pub version: Option<String>,
     /// HTTP connection managers with their listeners and routes.
-    pub listeners: Vec<HttpListener>,
-    /// Clusters by name.
-    pub clusters: BTreeMap<String, EnvoyCluster>,
+    pub(super) listeners: Vec<HttpListener>,
+    clusters: BTreeMap<String, Value>,
     /// Endpoints by EDS service name.
-    pub endpoints: BTreeMap<String, Vec<ClusterHost>>,
+    endpoints: BTreeMap<String, Vec<ClusterHost>>,
     /// Numeric keys of the static runtime layers.
-    pub runtime: BTreeMap<String, u64>,
+    pub(super) runtime: BTreeMap<String, u64>,
     /// Whether the node identifies itself as an Istio proxy.
-    pub is_istio_proxy: bool,
+    pub(super) is_istio_proxy: bool,
 }
 
 /// One endpoint of a cluster.
 #[derive(Clone, Debug, PartialEq)]
-pub struct ClusterHost {
-    /// Address.
-    pub address: EnvoyAddress,
+pub(super) struct ClusterHost {
+    pub(super) address: EnvoyAddress,
     /// Metadata in `envoy.transport_socket_match`, which selects the transport socket.
-    pub socket_metadata: Value,
+    pub(super) socket_metadata: Value,
 }
 
 /// An HTTP connection manager with its listener.
 #[derive(Clone, Debug)]
-pub struct HttpListener {
-    /// Name of the listener.
-    pub name: String,
+pub(super) struct HttpListener {
+    pub(super) name: String,
     /// Buffer limit of a connection in bytes, if set.
-    pub connection_buffer: Option<u64>,
-    /// Connection manager.
-    pub hcm: HttpConnectionManager,
-    /// Routes; `None` if Envoy has not received them.
-    pub routes: Option<RouteConfig>,
+    pub(super) connection_buffer: Option<u64>,
+    manager: Value,
+    routes: Option<Value>,
+}
+
+impl HttpListener {
+    pub(super) fn manager(&self) -> ConfigNode<'_> {
+        ConfigNode(&self.manager)
+    }
+
+    /// Returns the routes; `None` if Envoy has not received them.
+    pub(super) fn routes(&self) -> Option<ConfigNode<'_>> {
+        self.routes.as_ref().map(ConfigNode)
+    }
+
+    /// Returns the HTTP filters, each with its name.
+    pub(super) fn filters(&self) -> impl Iterator<Item = ConfigNode<'_>> {
+        self.manager().items("http_filters")
+    }
 }
 
 /// Address of an endpoint.
@@ -61,22 +70,20 @@ pub enum EnvoyAddress {
 impl EnvoyAddress {
     /// Returns the socket address, unless the host is a name.
     pub fn numeric(&self) -> Option<SocketAddr> {
-        match self {
-            EnvoyAddress::Socket(host, port) => Some(SocketAddr::new(
-                host.parse::<IpAddr>().ok()?.to_canonical(),
-                *port,
-            )),
-            EnvoyAddress::Pipe(_) => None,
-        }
+        let Self::Socket(host, port) = self else {
+            return None;
+        };
+        let ip: IpAddr = host.parse().ok()?;
+        Some(SocketAddr::new(ip.to_canonical(), *port))
     }
 }
 
 impl std::fmt::Display for EnvoyAddress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            EnvoyAddress::Socket(host, port) if host.contains(':') => write!(f, "[{host}]:{port}"),
-            EnvoyAddress::Socket(host, port) => write!(f, "{host}:{port}"),
-            EnvoyAddress::Pipe(path) => f.write_str(path),
+            Self::Socket(host, port) if host.contains(':') => write!(f, "[{host}]:{port}"),
+            Self::Socket(host, port) => write!(f, "{host}:{port}"),
+            Self::Pipe(path) => f.write_str(path),
         }
     }
 }
@@ -86,132 +93,91 @@ impl ConfigDump {
     pub fn parse(page: &str) -> Result<Self, String> {
         let page: Value =
             serde_json::from_str(page).map_err(|error| format!("it is not JSON ({error})"))?;
-        let sections = page["configs"].as_array().ok_or("it has no `configs`")?;
-        let sections = DumpSections(sections);
+        if !page["configs"].is_array() {
+            return Err("it has no `configs`".to_owned());
+        }
+        let page = ConfigNode(&page);
+        let bootstrap = items(page, "BootstrapConfigDump", &["bootstrap"]).next();
+        let bootstrap = bootstrap.unwrap_or(ConfigNode(&Value::Null));
         let mut dump = Self {
-            version: read_version(&page),
+            version: read_version(bootstrap),
+            is_istio_proxy: bootstrap.at("node.metadata.ISTIO_VERSION").0.is_string(),
             ..Self::default()
         };
-        for found in sections.items(
-            "ClustersConfigDump",
-            &["static_clusters", "dynamic_active_clusters"],
-        ) {
-            let cluster: EnvoyCluster = parse_part(&found["cluster"], "a cluster")?;
-            dump.clusters.insert(cluster.name.clone(), cluster);
+        // Later layers override earlier ones.
+        for layer in bootstrap.items("layered_runtime.layers") {
+            flatten_layer(layer.at("static_layer").0, "", &mut dump.runtime);
         }
-        if let Some(bootstrap) = sections.bootstrap_config() {
-            dump.runtime = read_runtime(bootstrap);
-            dump.is_istio_proxy = bootstrap["node"]["metadata"]["ISTIO_VERSION"].is_string();
+        let lists = ["static_clusters", "dynamic_active_clusters"];
+        for found in items(page, "ClustersConfigDump", &lists) {
+            let (name, cluster) = read_part(found.at("cluster"), "a cluster")?;
+            dump.clusters.insert(name, cluster);
         }
-        let mut routes = BTreeMap::new();
-        for found in sections.items(
-            "RoutesConfigDump",
-            &["static_route_configs", "dynamic_route_configs"],
-        ) {
-            let config: RouteConfig = parse_part(&found["route_config"], "a route configuration")?;
-            routes.insert(config.name.clone(), config);
+        let lists = ["static_endpoint_configs", "dynamic_endpoint_configs"];
+        for found in items(page, "EndpointsConfigDump", &lists) {
+            let assignment = found.at("endpoint_config");
+            let name = assignment.text("cluster_name").to_owned();
+            let hosts = dump.endpoints.entry(name).or_default();
+            hosts.extend(read_hosts(assignment));
         }
-        for found in sections.items(
-            "EndpointsConfigDump",
-            &["static_endpoint_configs", "dynamic_endpoint_configs"],
-        ) {
-            let (name, endpoints) = read_endpoints(&found["endpoint_config"]);
-            dump.endpoints.entry(name).or_default().extend(endpoints);
-        }
-        let extensions = sections.items("EcdsConfigDump", &["ecds_filters"]);
-        let extensions: Vec<&Value> = extensions.map(|found| &found["ecds_filter"]).collect();
-        for found in sections.items(
-            "ListenersConfigDump",
-            &["static_listeners", "dynamic_listeners"],
-        ) {
-            let listener = found
-                .get("listener")
-                .unwrap_or(&found["active_state"]["listener"]);
-            // A listener that is still warming has no active state and serves no requests.
-            if !listener.is_null() {
-                dump.listeners.extend(read_listeners(
-                    &parse_part(listener, "a listener")?,
-                    &routes,
-                    &extensions,
-                )?);
-            }
-        }
+        dump.listeners = read_listeners(page)?;
         Ok(dump)
     }
 
-    /// Returns the endpoint addresses of a cluster, from EDS or else from the cluster itself.
-    pub fn cluster_addresses(&self, cluster: &EnvoyCluster) -> Option<Vec<EnvoyAddress>> {
-        Some(
-            self.cluster_hosts(cluster)?
-                .into_iter()
-                .map(|host| host.address)
-                .collect(),
-        )
+    /// Returns a cluster.
+    pub(super) fn cluster<'d>(&'d self, name: &str) -> Option<EnvoyCluster<'d>> {
+        let cluster = ConfigNode(self.clusters.get(name)?);
+        Some(EnvoyCluster::new(self, cluster))
     }
 
-    /// Returns the endpoints of a cluster with their transport socket metadata.
-    pub fn cluster_hosts(&self, cluster: &EnvoyCluster) -> Option<Vec<ClusterHost>> {
-        let from_eds = self
-            .endpoints
-            .get(cluster.eds_service_name())
-            .or_else(|| self.endpoints.get(&cluster.name));
+    /// Returns all clusters by name.
+    pub(super) fn clusters(&self) -> impl Iterator<Item = EnvoyCluster<'_>> {
+        let clusters = self.clusters.values();
+        clusters.map(|cluster| EnvoyCluster::new(self, ConfigNode(cluster)))
+    }
+
+    /// Returns the endpoints of a cluster, from EDS or else from the cluster itself.
+    pub(super) fn hosts(&self, cluster: EnvoyCluster<'_>) -> Option<Vec<ClusterHost>> {
+        let by_service = self.endpoints.get(cluster.eds_service_name());
+        let from_eds = by_service.or_else(|| self.endpoints.get(cluster.name()));
         from_eds.cloned().or_else(|| {
-            let assignment = cluster.load_assignment.as_ref()?;
-            Some(read_endpoints(assignment).1)
+            let assignment = cluster.node.at("load_assignment").present()?;
+            Some(read_hosts(assignment))
         })
     }
 }
 
-/// Sections of the page.
-struct DumpSections<'p>(&'p [Value]);
-
-impl<'p> DumpSections<'p> {
-    fn items(
-        &self,
-        kind: &'static str,
-        lists: &'static [&'static str],
-    ) -> impl Iterator<Item = &'p Value> + use<'p> {
-        let of_kind = self.0.iter().filter(move |section| has_type(section, kind));
-        of_kind.flat_map(move |section| {
-            lists
-                .iter()
-                .filter_map(|list| section[list].as_array())
-                .flatten()
+/// Returns the items of lists in the sections of one kind. An item may also be a single object.
+fn items<'p>(
+    page: ConfigNode<'p>,
+    kind: &'static str,
+    lists: &'p [&'static str],
+) -> impl Iterator<Item = ConfigNode<'p>> {
+    let sections = page.items("configs");
+    let sections = sections.filter(move |section| section.has_type(kind));
+    sections.flat_map(move |section| {
+        lists.iter().flat_map(move |list| {
+            let single = section.at(list).present();
+            let single = single.filter(|node| node.0.is_object());
+            section.items(list).chain(single)
         })
-    }
-
-    fn bootstrap_config(&self) -> Option<&'p Value> {
-        let section = self
-            .0
-            .iter()
-            .find(|section| has_type(section, "BootstrapConfigDump"))?;
-        Some(&section["bootstrap"])
-    }
+    })
 }
 
-/// Returns the numeric keys of the static layers. Later layers override earlier ones; nested keys
-/// are joined by dots.
-fn read_runtime(bootstrap: &Value) -> BTreeMap<String, u64> {
-    let mut found = BTreeMap::new();
-    for layer in bootstrap["layered_runtime"]["layers"]
-        .as_array()
-        .into_iter()
-        .flatten()
-    {
-        flatten_layer(&layer["static_layer"], "", &mut found);
+/// Returns the name and the content of a part of the page.
+fn read_part(node: ConfigNode<'_>, kind: &str) -> Result<(String, Value), String> {
+    if !node.0.is_object() {
+        return Err(format!("{kind} in it cannot be parsed"));
     }
-    found
+    Ok((node.text("name").to_owned(), node.0.clone()))
 }
 
+/// Adds the numeric keys of a runtime layer. Nested keys are joined by dots.
 fn flatten_layer(value: &Value, path: &str, found: &mut BTreeMap<String, u64>) {
     if let Some(fields) = value.as_object() {
         for (name, value) in fields {
-            let path = if path.is_empty() {
-                name.clone()
-            } else {
-                format!("{path}.{name}")
-            };
-            flatten_layer(value, &path, found);
+            let separator = if path.is_empty() { "" } else { "." };
+            flatten_layer(value, &format!("{path}{separator}{name}"), found);
         }
     } else if let Some(number) = parse_integer(value) {
         found.insert(path.to_owned(), number);
@@ -220,101 +186,95 @@ fn flatten_layer(value: &Value, path: &str, found: &mut BTreeMap<String, u64>) {
 
 /// Parses a number of a protobuf `Value`, which may be a float or a string.
 fn parse_integer(value: &Value) -> Option<u64> {
-    let text = |text: &str| text.parse().ok();
-    let float = value
-        .as_f64()
-        .filter(|number| *number >= 0.0 && number.fract() == 0.0);
-    value
-        .as_u64()
-        .or(float.map(|number| number as u64))
-        .or_else(|| value.as_str().and_then(text))
+    let float = value.as_f64();
+    let float = float.filter(|number| *number >= 0.0 && number.fract() == 0.0);
+    let number = value.as_u64().or(float.map(|number| number as u64));
+    number.or_else(|| value.as_str()?.parse().ok())
 }
 
-fn read_version(page: &Value) -> Option<String> {
-    let bootstrap = DumpSections(page["configs"].as_array()?).bootstrap_config()?;
-    let version = &bootstrap["node"]["user_agent_build_version"]["version"];
-    let number = |key: &str| version[key].as_u64().unwrap_or_default();
-    version.is_object().then(|| {
-        format!(
-            "{}.{}.{}",
-            number("major_number"),
-            number("minor_number"),
-            number("patch")
-        )
+fn read_version(bootstrap: ConfigNode<'_>) -> Option<String> {
+    let version = bootstrap.at("node.user_agent_build_version.version");
+    let number = |key| version.number(key).unwrap_or_default();
+    version.0.is_object().then(|| {
+        let parts = ["major_number", "minor_number", "patch"].map(number);
+        parts.map(|part| part.to_string()).join(".")
     })
 }
 
-/// Parses one part of the page.
-pub fn parse_part<T: DeserializeOwned>(value: &Value, name: &str) -> Result<T, String> {
-    T::deserialize(value).map_err(|error| format!("{name} in it cannot be parsed ({error})"))
-}
-
-fn read_listeners(
-    listener: &ListenerConfig,
-    routes: &BTreeMap<String, RouteConfig>,
-    extensions: &[&Value],
-) -> Result<Vec<HttpListener>, String> {
-    let chains = listener
-        .filter_chains
-        .iter()
-        .chain(&listener.default_filter_chain);
-    let managers = chains
-        .flat_map(|chain| &chain.filters)
-        .map(|filter| &filter.typed_config);
-    let mut servers = Vec::new();
-    for config in managers.filter(|config| has_type(config, "HttpConnectionManager")) {
-        let mut hcm: HttpConnectionManager = parse_part(config, "a connection manager")?;
-        for filter in &mut hcm.http_filters {
-            // A filter configuration from ECDS is in a separate section.
-            let found = extensions
-                .iter()
-                .find(|found| filter.typed_config.is_null() && found["name"] == filter.name);
-            if let Some(found) = found {
-                filter.typed_config = found["typed_config"].clone();
-            }
-        }
-        let named = hcm
-            .rds
-            .as_ref()
-            .and_then(|rds| routes.get(&rds.route_config_name));
-        servers.push(HttpListener {
-            name: listener.name.clone(),
-            connection_buffer: listener.per_connection_buffer_limit_bytes,
-            routes: hcm.route_config.clone().or_else(|| named.cloned()),
-            hcm,
-        });
+fn read_listeners(page: ConfigNode<'_>) -> Result<Vec<HttpListener>, String> {
+    let mut routes = BTreeMap::new();
+    let lists = ["static_route_configs", "dynamic_route_configs"];
+    for found in items(page, "RoutesConfigDump", &lists) {
+        let (name, config) = read_part(found.at("route_config"), "a route configuration")?;
+        routes.insert(name, config);
     }
-    Ok(servers)
+    let extensions: Vec<ConfigNode<'_>> = items(page, "EcdsConfigDump", &["ecds_filters"])
+        .map(|found| found.at("ecds_filter"))
+        .collect();
+    let mut listeners = Vec::new();
+    for found in items(
+        page,
+        "ListenersConfigDump",
+        &["static_listeners", "dynamic_listeners"],
+    ) {
+        let listener = found.at("listener").present();
+        let listener = listener.or(found.at("active_state.listener").present());
+        // A listener that is still warming has no active state and serves no requests.
+        let Some(listener) = listener else {
+            continue;
+        };
+        let (name, _) = read_part(listener, "a listener")?;
+        let chains = listener.items("filter_chains");
+        let chains = chains.chain([listener.at("default_filter_chain")]);
+        let configs = chains.flat_map(|chain| chain.items("filters"));
+        let configs = configs.map(|filter| filter.at("typed_config"));
+        for manager in configs.filter(|config| config.has_type("HttpConnectionManager")) {
+            let by_rds = routes.get(manager.text("rds.route_config_name"));
+            let own = manager.at("route_config").present();
+            listeners.push(HttpListener {
+                name: name.clone(),
+                connection_buffer: listener.number("per_connection_buffer_limit_bytes"),
+                manager: with_extensions(manager.0.clone(), &extensions),
+                routes: own.map(|routes| routes.0).or(by_rds).cloned(),
+            });
+        }
+    }
+    Ok(listeners)
 }
 
-fn read_endpoints(assignment: &Value) -> (String, Vec<ClusterHost>) {
-    let lists = assignment["endpoints"].as_array().into_iter().flatten();
-    let hosts = lists.flat_map(|list| list["lb_endpoints"].as_array().into_iter().flatten());
-    let hosts = hosts.filter_map(|host| {
-        let socket_metadata =
-            host["metadata"]["filter_metadata"]["envoy.transport_socket_match"].clone();
-        Some(ClusterHost {
-            address: read_address(&host["endpoint"]["address"])?,
-            socket_metadata,
+/// Adds the configurations of filters from ECDS, which are in a separate section.
+fn with_extensions(mut manager: Value, extensions: &[ConfigNode<'_>]) -> Value {
+    let filters = manager["http_filters"].as_array_mut();
+    for filter in filters.into_iter().flatten() {
+        let found = extensions
+            .iter()
+            .find(|found| filter["typed_config"].is_null() && found.0["name"] == filter["name"]);
+        if let Some(found) = found {
+            filter["typed_config"] = found.0["typed_config"].clone();
+        }
+    }
+    manager
+}
+
+fn read_hosts(assignment: ConfigNode<'_>) -> Vec<ClusterHost> {
+    let hosts = assignment.items("endpoints");
+    let hosts = hosts.flat_map(|list| list.items("lb_endpoints"));
+    hosts
+        .filter_map(|host| {
+            let metadata = host.at("metadata.filter_metadata");
+            Some(ClusterHost {
+                address: read_address(host.at("endpoint.address"))?,
+                socket_metadata: metadata.field("envoy.transport_socket_match").0.clone(),
+            })
         })
-    });
-    (
-        assignment["cluster_name"]
-            .as_str()
-            .unwrap_or_default()
-            .to_owned(),
-        hosts.collect(),
-    )
+        .collect()
 }
 
-fn read_address(address: &Value) -> Option<EnvoyAddress> {
-    if let Some(path) = address["pipe"]["path"].as_str() {
+fn read_address(address: ConfigNode<'_>) -> Option<EnvoyAddress> {
+    if let Some(path) = address.given_text("pipe.path") {
         return Some(EnvoyAddress::Pipe(path.to_owned()));
     }
-    let socket = &address["socket_address"];
-    let port = u16::try_from(socket["port_value"].as_u64()?).ok()?;
-    Some(EnvoyAddress::Socket(
-        socket["address"].as_str()?.to_owned(),
-        port,
-    ))
+    let host = address.given_text("socket_address.address")?;
+    let port = address.number("socket_address.port_value")?;
+    Some(EnvoyAddress::Socket(host.to_owned(), port.try_into().ok()?))
 }

@@ -99,31 +99,20 @@ impl ExpectedEnvoy {
     /// Formats the listen addresses, and one of them as an Envoy endpoint.
     pub fn listen_text(&self) -> (String, String) {
         let pipe = self.unix.as_ref().map(|path| {
-            (
-                path.display().to_string(),
-                format!("address: {{pipe: {{path: {}}}}}", path.display()),
-            )
+            let path = path.display().to_string();
+            let endpoint = format!("address: {{pipe: {{path: {path}}}}}");
+            (path, endpoint)
         });
-        let socket = self.tcp.map(|at| {
-            let text = format!(
-                "address: {{socket_address: {{address: {}, port_value: {}}}}}",
-                at.ip(),
-                at.port()
-            );
-            (at.to_string(), text)
+        let socket = self.tcp.map(|tcp| {
+            let ip = tcp.ip();
+            let port = tcp.port();
+            let endpoint =
+                format!("address: {{socket_address: {{address: {ip}, port_value: {port}}}}}");
+            (tcp.to_string(), endpoint)
         });
-        let all: Vec<_> = [pipe, socket].into_iter().flatten().collect();
-        let addresses = all
-            .iter()
-            .map(|(addresses, _)| addresses.as_str())
-            .collect::<Vec<_>>()
-            .join(" and ");
-        (
-            addresses,
-            all.into_iter()
-                .next()
-                .map(|(_, text)| text)
-                .unwrap_or_default(),
-        )
+        let all = [pipe, socket].into_iter().flatten();
+        let (addresses, endpoints): (Vec<String>, Vec<String>) = all.unzip();
+        let endpoint = endpoints.into_iter().next();
+        (addresses.join(" and "), endpoint.unwrap_or_default())
     }
 }

@@ -2,16 +2,20 @@
 
 use std::time::Duration;
 
+use serde_json::Value;
 use warmroute_http2_filter::service_of_authority;
 use warmroute_settings::DurationSetting;
 
-use super::dump::{ConfigDump, EnvoyAddress};
-use super::filter::is_full_duplex;
-use super::fixes::EnvoySetting;
-use super::schema::{BreakerThreshold, EnvoyCluster, EnvoyGrpc, GrpcService};
-use super::site::FilterSite;
-use super::transport::{check_server_name, check_tls};
-use crate::finding::{Finding, FindingBuilder, FindingLevel};
+use super::cluster::EnvoyCluster;
+use super::config_node::{ConfigNode, list};
+use super::dump::EnvoyAddress;
+use super::ext_proc_filter::{FilterConfig, service_addresses, service_cluster};
+use super::fixes::settings;
+use super::site::{ClusterFacts, FilterSite};
+use crate::finding::{
+    CheckFacts, CheckVerdict, Finding, FindingLevel, error, ok, row, run_checks, warning,
+};
+use FindingLevel::{Error, Warning};
 
 /// Envoy's default circuit breaker threshold.
 const DEFAULT_BREAKER_LIMIT: u64 = 1024;
@@ -25,432 +29,436 @@ const DEFAULT_CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 /// machine are delayed.
 const MAX_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// A gRPC server that the main filter calls.
+struct ServiceFacts<'s, 'd> {
+    site: &'s FilterSite<'d>,
+    service: ConfigNode<'s>,
+}
+
+impl CheckFacts for ServiceFacts<'_, '_> {
+    fn subject(&self) -> String {
+        format!(
+            "cluster {}",
+            service_cluster(self.service).unwrap_or_default()
+        )
+    }
+}
+
+impl<'d> ServiceFacts<'_, 'd> {
+    fn cluster(&self) -> Option<EnvoyCluster<'d>> {
+        self.site.dump.cluster(service_cluster(self.service)?)
+    }
+
+    /// Returns the `:authority` of its calls. Without a configured authority, Envoy sends the
+    /// cluster name.
+    fn authority(&self) -> Option<&str> {
+        let grpc = self.service.at("envoy_grpc").present()?;
+        Some(match grpc.text("authority") {
+            "" => grpc.text("cluster_name"),
+            authority => authority,
+        })
+    }
+}
+
 /// Returns the findings about the clusters of both filters.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
-    let mut services: Vec<&GrpcService> = Vec::new();
+    let mut services: Vec<ConfigNode<'_>> = Vec::new();
     for service in site
         .variants()
         .into_iter()
-        .filter_map(|filter| filter.grpc_service.as_ref())
+        .filter_map(FilterConfig::service)
     {
         if !services.contains(&service) {
             services.push(service);
         }
     }
-    let mut findings: Vec<Finding> = services
+    let servers = services
         .iter()
-        .filter_map(|service| check_address(site, service))
-        .collect();
-    let of_probe = site
-        .probe
-        .as_ref()
-        .and_then(|probe| Some((probe.name.as_str(), probe.cluster()?)));
+        .map(|&service| ServiceFacts { site, service });
+    let servers: Vec<ServiceFacts<'_, '_>> = servers.collect();
+    let mut findings: Vec<Finding> = servers.iter().filter_map(check_address).collect();
+    let of_probe = site.probe.iter();
+    let of_probe = of_probe.filter_map(|probe| Some((&probe.name, probe.config.cluster()?)));
     let of_main = services
         .iter()
-        .filter_map(|service| Some((site.main.name.as_str(), service.cluster()?)));
+        .filter_map(|service| Some((&site.main.name, service_cluster(*service)?)));
     let mut visited: Vec<&str> = Vec::new();
     for (filter, name) in of_main.chain(of_probe) {
-        if visited.contains(&name) {
-            continue;
-        }
-        visited.push(name);
-        match site.dump.clusters.get(name) {
-            Some(cluster) => findings.extend(check_cluster(site, cluster)),
-            None => findings.push(missing_cluster(filter, name)),
+        if !visited.contains(&name) {
+            visited.push(name);
+            findings.extend(check_cluster(site, filter, name));
         }
     }
-    for service in services
-        .iter()
-        .filter_map(|service| service.envoy_grpc.as_ref())
-    {
-        let cluster = site.dump.clusters.get(&service.cluster_name);
-        findings.extend(cluster.and_then(|cluster| check_server_name(site, cluster, service)));
-        findings.extend(check_pool_authority(site, service));
-    }
+    let rows = [
+        row("envoy.server_name", check_server_name),
+        row("envoy.pool_authority", check_pool_authority),
+    ];
+    findings.extend(servers.iter().flat_map(|server| run_checks(server, &rows)));
     findings
 }
 
+fn check_cluster(site: &FilterSite<'_>, filter: &str, name: &str) -> Vec<Finding> {
+    let Some(cluster) = site.dump.cluster(name) else {
+        let missing = error(
+            format!(
+                "the filter {filter} calls the cluster {name}, which is not configured in Envoy"
+            ),
+            format!("add the cluster `{name}`, as cluster `ext_proc` in envoy/standalone.yaml"),
+        );
+        return vec![missing.about("envoy.ext_proc_cluster", format!("cluster {name}"))];
+    };
+    let rows = [
+        row("envoy.http2", check_http2),
+        row("envoy.tls", check_tls),
+        row("envoy.circuit_breakers", check_exchange_limits),
+        row("envoy.keepalive", check_keepalive),
+        row("envoy.stream_window", check_stream_window),
+        row("envoy.connect_timeout", check_connect_timeout),
+        row("envoy.dns", check_single_address),
+    ];
+    run_checks(&ClusterFacts::new(site, cluster), &rows)
+}
+
 /// Checks the pool that the authority of a call selects.
-fn check_pool_authority(site: &FilterSite<'_>, service: &EnvoyGrpc) -> Option<Finding> {
-    let pools = &site.expected.authority_pools;
-    if pools.is_empty() {
-        return None;
-    }
-    let authority = service.sent_authority();
-    let at = FindingBuilder::new(
-        "envoy.pool_authority",
-        format!("cluster {}", service.cluster_name),
-    );
-    let Some(pool) = pools.get(&service_of_authority(authority)) else {
-        return Some(at.warning(
+fn check_pool_authority(at: &ServiceFacts<'_, '_>) -> Option<CheckVerdict> {
+    let pools = Some(&at.site.expected.authority_pools).filter(|pools| !pools.is_empty())?;
+    let authority = at.authority()?;
+    Some(match pools.get(&service_of_authority(authority)) {
+        Some(pool) => ok(format!(
+            "its authority `{authority}` selects the pool `{pool}`"
+        )),
+        None => warning(
             format!(
                 "its calls have the authority `{authority}`, which has no pool in \
-                `routing.pool_routes.authorities`: their requests may be routed to \
-                 workers of every pool"
+                `routing.pool_routes.authorities`: their requests may be routed to workers of \
+                every pool"
             ),
-            "write `routing: {pool_routes: {authorities: {<service>.<namespace>: <pool>}}}` in the configuration \
-            of warmroute, with the Service of this \
-             cluster",
-        ));
-    };
-    Some(at.ok(format!(
-        "its authority `{authority}` selects the pool `{pool}`"
-    )))
+            "write `routing: {pool_routes: {authorities: {<service>.<namespace>: <pool>}}}` in \
+            the configuration of warmroute, with the Service of this cluster",
+        ),
+    })
 }
 
-fn missing_cluster(filter: &str, name: &str) -> Finding {
-    FindingBuilder::new("envoy.ext_proc_cluster", format!("cluster {name}")).error(
-        format!("the filter {filter} calls the cluster {name}, which is not configured in Envoy"),
-        format!("add the cluster `{name}`, as cluster `ext_proc` in envoy/standalone.yaml"),
-    )
-}
-
-fn check_address(site: &FilterSite<'_>, service: &GrpcService) -> Option<Finding> {
-    if service
-        .cluster()
-        .is_some_and(|name| !site.dump.clusters.contains_key(name))
-    {
+fn check_address(at: &ServiceFacts<'_, '_>) -> Option<Finding> {
+    let site = at.site;
+    let name = service_cluster(at.service);
+    let cluster = at.cluster();
+    if name.is_some() && cluster.is_none() {
         return None;
     }
-    let addresses = service.addresses(site.dump);
-    let at = site.filter_check("envoy.address", &site.main);
+    let addresses = service_addresses(at.service, site.dump);
+    let called = list(&addresses);
     let (listen, text) = site.expected.listen_text();
-    let called = addresses
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(", ");
+    let subject = format!("{}, filter {}", site.subject(), site.main.name);
+    let about = |verdict: CheckVerdict| Some(verdict.about("envoy.address", subject));
     if addresses
         .iter()
         .any(|address| site.expected.is_ours(address))
     {
-        return Some(at.ok(format!("it calls {called}, where warmroute listens")));
+        return about(ok(format!("it calls {called}, where warmroute listens")));
     }
-    let fix = match service.cluster() {
-        Some(cluster) => format!("in the endpoints of cluster `{cluster}` write `{text}`"),
-        None => format!(
-            "in the `grpc_service` of the filter `{}` write the address {listen}",
-            site.main.name
-        ),
+    let ours = match addresses.first() {
+        Some(EnvoyAddress::Socket(host, port)) => format!("address: '{host}:{port}'"),
+        Some(EnvoyAddress::Pipe(path)) => format!("unix_socket: {path}"),
+        None => String::new(),
     };
-    let ours = addresses.first().map(|address| match address {
-        EnvoyAddress::Socket(host, port) => format!("address: '{host}:{port}'"),
-        EnvoyAddress::Pipe(path) => format!("unix_socket: {path}"),
-    });
-    let ours = ours
-        .map(|ours| {
-            format!(", or in the configuration of warmroute `listeners: {{ext_proc: {{{ours}}}}}`")
-        })
-        .unwrap_or_default();
+    let ours = if ours.is_empty() {
+        ours
+    } else {
+        format!(", or in the configuration of warmroute `listeners: {{ext_proc: {{{ours}}}}}`")
+    };
     let message = if addresses.is_empty() {
         format!("Envoy has no address of warmroute, which listens at {listen}")
     } else {
         format!("the filter calls {called}, and warmroute listens at {listen}")
     };
-    let own = format!("{fix}{ours}");
-    let cluster = service
-        .cluster()
-        .and_then(|name| site.dump.clusters.get(name));
-    Some(match cluster {
-        Some(cluster) => site.report(
-            at,
-            FindingLevel::Error,
+    about(match cluster {
+        Some(cluster) => {
+            let name = cluster.name();
+            let own = format!("in the endpoints of cluster `{name}` write `{text}`{ours}");
+            let setting = settings::PICKER_ADDRESS.of(cluster).with("own", own);
+            site.report(Error, message, setting)
+        }
+        None => error(
             message,
-            &EnvoySetting::PickerAddress(cluster, own),
+            format!(
+                "in the `grpc_service` of the filter `{}` write the address {listen}{ours}",
+                site.main.name
+            ),
         ),
-        None => at.error(message, own),
     })
 }
 
-fn check_cluster(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Vec<Finding> {
-    let subject = || format!("cluster {}", cluster.name);
-    let mut findings = vec![check_http2(
-        site,
-        FindingBuilder::new("envoy.http2", subject()),
-        cluster,
-    )];
-    findings.extend(check_tls(site, cluster));
-    let traffic = ClusterTraffic::Exchanges(OverflowEffect::of_cluster(site, &cluster.name));
-    findings.push(check_breakers(site, cluster, traffic));
-    findings.push(check_keepalive(
-        site,
-        FindingBuilder::new("envoy.keepalive", subject()),
-        cluster,
-    ));
-    findings.extend(check_stream_window(
-        site,
-        FindingBuilder::new("envoy.stream_window", subject()),
-        cluster,
-    ));
-    findings.extend(check_connect_timeout(
-        site,
-        FindingBuilder::new("envoy.connect_timeout", subject()),
-        cluster,
-    ));
-    findings.extend(check_single_address(
-        site,
-        FindingBuilder::new("envoy.dns", subject()),
-        cluster,
-    ));
-    findings
-}
-
-fn check_http2(site: &FilterSite<'_>, at: FindingBuilder, cluster: &EnvoyCluster) -> Finding {
-    if cluster.http2_options().is_some() {
-        return at.ok("HTTP/2");
+fn check_http2(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.cluster.http2_options().is_some() {
+        return Some(ok("HTTP/2"));
     }
-    let own = format!(
-        "in cluster `{}` write `typed_extension_protocol_options` as in cluster `ext_proc` of \
-        envoy/standalone.yaml",
-        cluster.name
-    );
     let message = "it speaks HTTP/1, and gRPC is HTTP/2: every exchange fails";
-    site.report(
-        at,
-        FindingLevel::Error,
-        message,
-        &EnvoySetting::PickerHttp2(cluster, own),
-    )
+    let setting = settings::PICKER_HTTP2.of(at.cluster);
+    Some(at.site.report(Error, message, setting))
 }
 
-fn check_keepalive(site: &FilterSite<'_>, at: FindingBuilder, cluster: &EnvoyCluster) -> Finding {
-    let interval = cluster
-        .http2_options()
-        .and_then(|options| options["connection_keepalive"]["interval"].as_str());
-    match interval {
-        Some(interval) => at.ok(format!("connection_keepalive: {interval}")),
-        None => site.report(
-            at,
-            FindingLevel::Warning,
+fn check_keepalive(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let options = at.cluster.http2_options();
+    let interval = options.and_then(|options| options.given_text("connection_keepalive.interval"));
+    Some(match interval {
+        Some(interval) => ok(format!("connection_keepalive: {interval}")),
+        None => at.site.report(
+            Warning,
             "no connection_keepalive: requests hang while warmroute is frozen; after the loss of \
             its node they hang until the connection times out",
-            &EnvoySetting::PickerKeepalive(cluster),
+            settings::PICKER_KEEPALIVE.of(at.cluster),
         ),
-    }
+    })
 }
 
 /// Checks the HTTP/2 window of streams in full-duplex mode. Envoy queues that much of each body on the
 /// connection, before the messages of other requests.
-fn check_stream_window(
-    site: &FilterSite<'_>,
-    at: FindingBuilder,
-    cluster: &EnvoyCluster,
-) -> Option<Finding> {
-    let options = cluster.http2_options()?;
-    if !site.callers_of(&cluster.name).any(is_full_duplex) {
-        return None;
-    }
-    let window = &options["initial_stream_window_size"];
-    let window = window.as_u64().unwrap_or(DEFAULT_STREAM_WINDOW);
+fn check_stream_window(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let options = at.cluster.http2_options()?;
+    let mut callers = at.site.callers_of(at.cluster.name());
+    callers.find(|filter| filter.is_full_duplex())?;
+    let window = options.number("initial_stream_window_size");
+    let window = window.unwrap_or(DEFAULT_STREAM_WINDOW);
     let message = format!("initial_stream_window_size: {window}");
     if window <= MAX_STREAM_WINDOW {
-        return Some(at.ok(message));
+        return Some(ok(message));
     }
-    Some(site.report(
-        at,
-        FindingLevel::Warning,
-        format!("{message}; large uploads delay small requests by seconds"),
-        &EnvoySetting::PickerWindow(cluster),
-    ))
+    let message = format!("{message}; large uploads delay small requests by seconds");
+    let setting = settings::PICKER_WINDOW.of(at.cluster);
+    Some(at.site.report(Warning, message, setting))
 }
 
 /// Checks the connect timeout of TCP connections. Unix sockets connect at once.
-fn check_connect_timeout(
-    site: &FilterSite<'_>,
-    at: FindingBuilder,
-    cluster: &EnvoyCluster,
-) -> Option<Finding> {
-    let addresses = site.dump.cluster_addresses(cluster).unwrap_or_default();
-    if !addresses
-        .iter()
-        .any(|address| matches!(address, EnvoyAddress::Socket(..)))
-    {
-        return None;
-    }
-    let given = cluster
-        .connect_timeout
-        .map_or(DEFAULT_CONNECT_TIMEOUT, |given| given.0);
+fn check_connect_timeout(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let addresses = at.cluster.addresses()?;
+    let mut sockets = addresses.iter();
+    sockets.find(|address| matches!(address, EnvoyAddress::Socket(..)))?;
+    let given = at.cluster.node.duration("connect_timeout");
+    let given = given.unwrap_or(DEFAULT_CONNECT_TIMEOUT);
     let message = format!("connect_timeout: {}", DurationSetting(given));
     if given <= MAX_CONNECT_TIMEOUT {
-        return Some(at.ok(message));
+        return Some(ok(message));
     }
     let message = format!(
         "{message}; a request waits this long for a replica of warmroute on an unreachable machine"
     );
-    Some(site.report(
-        at,
-        FindingLevel::Warning,
-        message,
-        &EnvoySetting::PickerConnectTimeout(cluster),
-    ))
+    let setting = settings::PICKER_CONNECT_TIMEOUT.of(at.cluster);
+    Some(at.site.report(Warning, message, setting))
 }
 
 /// Checks for a DNS name with a single address although replicas are configured. It is probably the
 /// virtual IP of a Service, and HTTP/2 connections through it stay with one replica.
-fn check_single_address(
-    site: &FilterSite<'_>,
-    at: FindingBuilder,
-    cluster: &EnvoyCluster,
-) -> Option<Finding> {
-    let addresses = site.dump.cluster_addresses(cluster).unwrap_or_default();
-    if !cluster.kind.ends_with("_DNS") || !site.expected.replicas {
+fn check_single_address(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let kind = at.cluster.kind();
+    if !kind.ends_with("_DNS") || !at.site.expected.replicas {
         return None;
     }
-    let fix = "write `clusterIP: None` in the Service of warmroute, so that its name resolves to \
-    the address of every replica";
-    match addresses.as_slice() {
-        [one] if one.numeric().is_some() => Some(at.warning(
+    match &at.cluster.addresses()?[..] {
+        [one] if one.numeric().is_some() => Some(warning(
             format!(
                 "its name resolves to {one} alone, and `replicas` is set: unless only one replica \
-                runs, this is the address of a Service, \
-                 and every connection stays with one replica"
+                runs, this is the address of a Service, and every connection stays with one \
+                replica"
             ),
-            fix,
+            "write `clusterIP: None` in the Service of warmroute, so that its name resolves to \
+            the address of every replica",
         )),
-        [_] if cluster.kind == "LOGICAL_DNS" => Some(at.warning(
+        [_] if kind == "LOGICAL_DNS" => Some(warning(
             "LOGICAL_DNS connects to one address, and `replicas` is set",
-            "write \
-            `type: STRICT_DNS`",
+            "write `type: STRICT_DNS`",
         )),
         _ => None,
     }
 }
 
-/// Treatment of a request whose ext_proc stream an open circuit breaker refuses. Envoy refuses it
-/// before it sends a part of the body, so `failure_mode_allow` applies in every body mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum OverflowEffect {
-    /// Served without warmroute.
-    Unrouted,
-    /// Answered with status 500.
-    Rejected,
-}
-
-impl OverflowEffect {
-    /// Returns the effect for the requests of all filters that call a cluster.
-    pub(super) fn of_cluster(site: &FilterSite<'_>, cluster: &str) -> Self {
-        let rejects = site
-            .callers_of(cluster)
-            .any(|filter| !filter.failure_mode_allow);
-        if rejects {
-            Self::Rejected
-        } else {
-            Self::Unrouted
-        }
-    }
-}
-
-/// Kind of traffic that the circuit breakers of a cluster limit.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum ClusterTraffic {
-    /// One ext_proc stream per request in flight.
-    Exchanges(OverflowEffect),
-    /// Client requests.
-    Requests,
-    /// Mirrored requests. Envoy does not report when they end.
-    Copies,
-}
-
-/// Returns a threshold of a cluster. A runtime key overrides the configuration.
-fn breaker_limit(
-    dump: &ConfigDump,
-    cluster: &EnvoyCluster,
-    name: &str,
-    configured: Option<u64>,
-) -> Option<u64> {
-    dump.runtime
-        .get(&format!("circuit_breakers.{}.default.{name}", cluster.name))
-        .copied()
-        .or(configured)
-}
-
-/// Checks the circuit breakers. With the defaults, requests are rejected long before the cluster is
-/// overloaded.
-pub(super) fn check_breakers(
-    site: &FilterSite<'_>,
-    cluster: &EnvoyCluster,
-    traffic: ClusterTraffic,
-) -> Finding {
-    let at = FindingBuilder::new(
-        "envoy.circuit_breakers",
-        format!("cluster {}", cluster.name),
-    );
-    let all = breaker_limits(site.dump, cluster);
-    let matters =
-        |name: &str| !matches!(traffic, ClusterTraffic::Exchanges(_)) || name != "max_connections";
-    let low: Vec<_> = all
-        .into_iter()
-        .filter(|(name, given)| {
-            matters(name) && given.unwrap_or(DEFAULT_BREAKER_LIMIT) <= DEFAULT_BREAKER_LIMIT
-        })
-        .map(|(name, given)| match given {
-            Some(given) => format!("{name}: {given}"),
-            None => format!("{name}: {DEFAULT_BREAKER_LIMIT}, the default"),
-        })
-        .collect();
-    if low.is_empty() {
-        return at.ok(all
-            .map(|(name, given)| format!("{name}: {}", given.unwrap_or(DEFAULT_BREAKER_LIMIT)))
-            .join(", "));
-    }
-    let limits_requests = low.iter().any(|one| one.starts_with("max_requests"));
-    let (level, effect) = low_limit_effect(traffic, limits_requests);
-    let setting = match traffic {
-        ClusterTraffic::Exchanges(_) => EnvoySetting::PickerLimits(cluster),
-        ClusterTraffic::Copies | ClusterTraffic::Requests => EnvoySetting::WorkerLimits(cluster),
+/// Returns the transport sockets of the TCP endpoints of a cluster; null for plaintext.
+fn transport_sockets(cluster: EnvoyCluster<'_>) -> Vec<ConfigNode<'_>> {
+    let matches = |candidate: &ConfigNode<'_>, metadata: &Value| {
+        let criteria = candidate.at("match").0.as_object().into_iter().flatten();
+        let mut criteria = criteria.map(|(key, value)| metadata.get(key) == Some(value));
+        criteria.all(|is_equal| is_equal)
     };
-    site.report(at, level, format!("{}; {effect}", low.join(", ")), &setting)
+    let hosts = cluster.hosts().unwrap_or_default().into_iter();
+    let by_tcp = hosts.filter(|host| matches!(host.address, EnvoyAddress::Socket(..)));
+    by_tcp
+        .map(|host| {
+            let mut candidates = cluster.node.items("transport_socket_matches");
+            let found = candidates.find(|one| matches(one, &host.socket_metadata));
+            found.unwrap_or(cluster.node).at("transport_socket")
+        })
+        .collect()
 }
 
-/// Returns the effective limits of the default priority; `None` for Envoy's default.
-fn breaker_limits(dump: &ConfigDump, cluster: &EnvoyCluster) -> [(&'static str, Option<u64>); 3] {
-    let is_default_priority =
-        |threshold: &&BreakerThreshold| matches!(threshold.priority.as_str(), "" | "DEFAULT");
-    let given = cluster
-        .circuit_breakers
-        .thresholds
+/// Returns whether a transport socket is TLS, or wraps TLS.
+fn is_tls(socket: ConfigNode<'_>) -> bool {
+    let inner = socket.at("typed_config.transport_socket").present();
+    socket.text("name").ends_with("tls")
+        || socket.at("typed_config").has_type("UpstreamTlsContext")
+        || inner.is_some_and(is_tls)
+}
+
+/// Returns whether a transport socket is TLS to warmroute itself. The sidecar of warmroute
+/// terminates mutual TLS of Istio, so warmroute gets plaintext.
+fn is_encrypted(socket: ConfigNode<'_>) -> bool {
+    let protocols = "typed_config.common_tls_context.alpn_protocols";
+    is_tls(socket) && !socket.contains(protocols, "istio")
+}
+
+/// Checks that Envoy and warmroute agree on TLS.
+fn check_tls(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let sockets = transport_sockets(at.cluster);
+    let encrypted = sockets
         .iter()
-        .find(is_default_priority)
-        .cloned()
-        .unwrap_or_default();
-    let effective =
-        |name: &'static str, configured| (name, breaker_limit(dump, cluster, name, configured));
-    [
-        effective("max_connections", given.max_connections),
-        effective("max_pending_requests", given.max_pending_requests),
-        effective("max_requests", given.max_requests),
-    ]
+        .filter(|socket| is_encrypted(**socket))
+        .count();
+    if sockets.is_empty() {
+        // For unix sockets, or a name without an address yet, the socket of the cluster applies.
+        let has_unix = at.cluster.addresses().is_some_and(|list| !list.is_empty());
+        let is_tls = has_unix && is_tls(at.cluster.node.at("transport_socket"));
+        return is_tls.then(|| tls_to_plaintext(at));
+    }
+    match (encrypted, at.site.expected.tls) {
+        (0, false) => None,
+        (_, false) => Some(tls_to_plaintext(at)),
+        (encrypted, true) if encrypted == sockets.len() => Some(ok("TLS on both sides")),
+        (_, true) => Some(at.site.report(
+            Error,
+            "Envoy connects in plaintext, and `listeners.ext_proc.tls` is set: no exchange \
+            succeeds",
+            settings::PICKER_TLS.of(at.cluster),
+        )),
+    }
 }
 
-/// Returns the effect of a low limit. `limits_requests` is true if the limit of requests is low.
-fn low_limit_effect(
-    traffic: ClusterTraffic,
-    limits_requests: bool,
-) -> (FindingLevel, &'static str) {
-    use OverflowEffect::{Rejected, Unrouted};
-    match traffic {
-        ClusterTraffic::Exchanges(Rejected) if limits_requests => {
-            (FindingLevel::Error, "further requests in flight get 500")
-        }
-        ClusterTraffic::Exchanges(Unrouted) if limits_requests => (
-            FindingLevel::Error,
+fn tls_to_plaintext(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
+    let fix = at.site.fix(settings::PICKER_PLAINTEXT.of(at.cluster));
+    let ours = "write `tls: {self_signed: true}`, or a certificate, under `listeners: {ext_proc: \
+        ..}` in the configuration of warmroute";
+    error(
+        "Envoy connects with TLS, and warmroute listens in plaintext there: no exchange succeeds",
+        fix.map_or(ours.to_owned(), |fix| format!("{ours}; or {fix}")),
+    )
+}
+
+/// Checks the server name. With `auto_sni`, Envoy sends the `:authority` as server name and ignores
+/// `sni`. The authority is the cluster name unless the filter sets one.
+fn check_server_name(at: &ServiceFacts<'_, '_>) -> Option<CheckVerdict> {
+    let cluster = at.cluster()?;
+    let mut sockets = transport_sockets(cluster);
+    sockets.push(cluster.node.at("transport_socket"));
+    sockets.into_iter().find(|socket| is_encrypted(*socket))?;
+    let options = cluster.http_options()?;
+    let authority = at.authority()?;
+    let host = authority
+        .rsplit_once(':')
+        .map_or(authority, |(host, _)| host);
+    let is_valid = rustls::pki_types::ServerName::try_from(host).is_ok();
+    if is_valid || !options.flag("upstream_http_protocol_options.auto_sni") {
+        return None;
+    }
+    let message = format!(
+        "it sends the server name (SNI) `{host}`, which is not a DNS name: warmroute refuses \
+        every handshake"
+    );
+    Some(
+        at.site
+            .report(Error, message, settings::SERVER_NAME.of(cluster)),
+    )
+}
+
+/// Returns whether Envoy answers a request with status 500 if a circuit breaker of a called cluster
+/// refuses its stream. Otherwise Envoy serves it without warmroute. Envoy refuses the stream before
+/// it sends a part of the body, so `failure_mode_allow` applies in every body mode.
+pub(super) fn rejects_overflow(site: &FilterSite<'_>, cluster: &str) -> bool {
+    let mut callers = site.callers_of(cluster);
+    callers.any(|filter| !filter.allows_failure())
+}
+
+/// Checks the circuit breakers for the streams to warmroute, one per request in flight.
+fn check_exchange_limits(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let limits = BreakerLimits::read(at, &["max_pending_requests", "max_requests"]);
+    let rejects = rejects_overflow(at.site, at.cluster.name());
+    let (level, effect) = match (limits.low.contains("max_requests"), rejects) {
+        (true, true) => (Error, "further requests in flight get 500"),
+        (true, false) => (
+            Error,
             "further requests in flight are served without warmroute, so they are not routed",
         ),
-        ClusterTraffic::Exchanges(Rejected) => (
-            FindingLevel::Warning,
+        (false, true) => (
+            Warning,
             "in a burst, further requests get 500 until Envoy is connected",
         ),
-        ClusterTraffic::Exchanges(Unrouted) => (
-            FindingLevel::Warning,
+        (false, false) => (
+            Warning,
             "in a burst, further requests are not routed until Envoy is connected",
         ),
-        ClusterTraffic::Copies => (
-            FindingLevel::Error,
-            "Envoy drops further mirrored requests without an error",
-        ),
-        ClusterTraffic::Requests => (
-            FindingLevel::Warning,
-            "further requests get 503 although the workers have capacity",
-        ),
+    };
+    Some(limits.judge(effect, |message| {
+        at.site
+            .report(level, message, settings::PICKER_LIMITS.of(at.cluster))
+    }))
+}
+
+/// Checks the circuit breakers for the requests of clients.
+pub(super) fn check_request_limits(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let effect = "further requests get 503 although the workers have capacity";
+    Some(check_worker_limits(at, Warning, effect))
+}
+
+/// Checks the circuit breakers for mirrored requests. Envoy does not report when they end.
+pub(super) fn check_mirror_limits(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let effect = "Envoy drops further mirrored requests without an error";
+    Some(check_worker_limits(at, Error, effect))
+}
+
+fn check_worker_limits(
+    at: &ClusterFacts<'_, '_>,
+    level: FindingLevel,
+    effect: &str,
+) -> CheckVerdict {
+    let limits = BreakerLimits::read(at, &BREAKER_LIMITS);
+    limits.judge(effect, |message| {
+        at.site
+            .report(level, message, settings::WORKER_LIMITS.of(at.cluster))
+    })
+}
+
+const BREAKER_LIMITS: [&str; 3] = ["max_connections", "max_pending_requests", "max_requests"];
+
+/// Circuit breaker limits of a cluster. With the defaults, requests are rejected long before the
+/// cluster is overloaded.
+struct BreakerLimits {
+    /// All limits.
+    all: String,
+    /// Those that are too low.
+    low: String,
+}
+
+impl BreakerLimits {
+    /// Reads the limits. Those in `relevant` may be too low.
+    fn read(at: &ClusterFacts<'_, '_>, relevant: &[&str]) -> Self {
+        let mut low = Vec::new();
+        let all = BREAKER_LIMITS.map(|name| {
+            let given = at.cluster.breaker_limit(name);
+            let limit = given.unwrap_or(DEFAULT_BREAKER_LIMIT);
+            let source = if given.is_some() { "" } else { ", the default" };
+            if relevant.contains(&name) && limit <= DEFAULT_BREAKER_LIMIT {
+                low.push(format!("{name}: {limit}{source}"));
+            }
+            format!("{name}: {limit}")
+        });
+        let all = list(&all);
+        let low = list(&low);
+        Self { all, low }
+    }
+
+    /// Judges the limits. `report` returns the verdict about those that are too low.
+    fn judge(&self, effect: &str, report: impl FnOnce(String) -> CheckVerdict) -> CheckVerdict {
+        if self.low.is_empty() {
+            ok(self.all.as_str())
+        } else {
+            report(format!("{}; {effect}", self.low))
+        }
     }
 }

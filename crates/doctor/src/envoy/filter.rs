@@ -7,11 +7,13 @@ use warmroute_core::envoy_names::{LB_NAMESPACE, SERVED_KEY};
 use warmroute_settings::DurationSetting;
 
 use super::control_plane::ControlPlane;
-use super::fixes::{self, EnvoySetting, FilterField};
-use super::host_selection::{HostSelection, host_selection, ours, routed_clusters};
-use super::schema::{ExternalProcessor, body_mode, has_type, shows_headers, shows_trailers};
-use super::site::FilterSite;
-use crate::finding::{Finding, FindingLevel};
+use super::ext_proc_filter::{BUFFERED, FULL_DUPLEX};
+use super::fixes::settings;
+use super::site::{FilterFacts, FilterSite};
+use crate::finding::{
+    CheckVerdict, Finding, FindingLevel, error, note, ok, row, run_checks, warning,
+};
+use FindingLevel::{Error, Warning};
 
 /// Envoy's default `message_timeout`.
 const DEFAULT_MESSAGE_TIMEOUT: Duration = Duration::from_millis(200);
@@ -19,304 +21,233 @@ const DEFAULT_MESSAGE_TIMEOUT: Duration = Duration::from_millis(200);
 /// Attributes that identify the upstream host.
 const UPSTREAM_ATTRIBUTES: [&str; 2] = ["upstream.address", "response.flags"];
 
-const BUFFERED: &str = "BUFFERED";
-const FULL_DUPLEX: &str = "FULL_DUPLEX_STREAMED";
-
 /// Returns the findings about the filter, for each variant of its configuration on the routes.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = Vec::new();
-    for filter in site.variants() {
-        let checks = [
-            check_observability(site, filter),
-            check_request_headers(site, filter),
-            Some(check_request_body(site, filter)),
-            check_full_duplex(site, filter),
-            Some(check_response_headers(site, filter)),
-            check_response_body(site, filter),
-            Some(check_response_trailers(site, filter)),
-            Some(check_failure_mode(site, filter)),
-            check_message_timeout(site, filter),
-            check_max_message_timeout(site, filter),
-            check_mode_override(site, filter),
-            Some(check_attributes(site, filter)),
-        ];
-        for finding in checks.into_iter().flatten() {
-            if !findings.contains(&finding) {
-                findings.push(finding);
-            }
-        }
+    let rows = [
+        row("envoy.observability", check_observability),
+        row("envoy.request_headers", check_request_headers),
+        row("envoy.request_body", check_request_body),
+        row("envoy.full_duplex", check_full_duplex),
+        row("envoy.response_headers", check_response_headers),
+        row("envoy.response_body", check_response_body),
+        row("envoy.response_trailers", check_response_trailers),
+        row("envoy.failure_mode", check_failure_mode),
+        row("envoy.message_timeout", check_message_timeout),
+        row("envoy.max_message_timeout", check_max_message_timeout),
+        row("envoy.mode_override", check_mode_override),
+        row("envoy.suppressed_headers", check_suppressed_headers),
+        row("envoy.response_attributes", check_attributes),
+    ];
+    let variants = site.variants().into_iter();
+    variants
+        .flat_map(|filter| run_checks(&FilterFacts { site, filter }, &rows))
+        .collect()
+}
+
+fn check_observability(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let message = "observability_mode: true: Envoy ignores the replies of warmroute";
+    let is_set = at.filter.node().flag("observability_mode");
+    is_set.then(|| at.site.report(Error, message, &settings::OBSERVABILITY))
+}
+
+fn check_request_headers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.filter.sends_headers("request_header_mode") {
+        return None;
     }
-    findings
+    let message = "request_header_mode: SKIP: warmroute gets neither path nor headers, and routes \
+        no request";
+    Some(at.site.report(Error, message, &settings::REQUEST_HEADERS))
 }
 
-/// Returns whether request bodies are streamed in full duplex.
-pub(super) fn is_full_duplex(filter: &ExternalProcessor) -> bool {
-    filter.processing_mode.request_body_mode == FULL_DUPLEX
-}
-
-/// Returns whether Envoy buffers request bodies.
-pub(super) fn is_buffered(filter: &ExternalProcessor) -> bool {
-    filter
-        .processing_mode
-        .request_body_mode
-        .starts_with(BUFFERED)
-}
-
-fn check_observability(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    filter.observability_mode.then(|| {
-        site.report(
-            site.listener_check("envoy.observability"),
-            FindingLevel::Error,
-            "observability_mode: true: Envoy ignores the replies of warmroute",
-            &EnvoySetting::Filter(fixes::OBSERVABILITY),
-        )
-    })
-}
-
-fn check_request_headers(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    let mode = &filter.processing_mode.request_header_mode;
-    (!shows_headers(mode)).then(|| {
-        site.report(
-            site.listener_check("envoy.request_headers"),
-            FindingLevel::Error,
-            format!(
-                "request_header_mode: {mode}: warmroute gets neither path nor headers, and \
-            routes no request"
-            ),
-            &EnvoySetting::Filter(fixes::REQUEST_HEADERS),
-        )
-    })
-}
-
-fn check_request_body(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
-    let mode = body_mode(&filter.processing_mode.request_body_mode);
-    let message = match mode {
-        BUFFERED | FULL_DUPLEX => {
-            return site
-                .listener_check("envoy.request_body")
-                .ok(format!("request_body_mode: {mode}"));
-        }
+fn check_request_body(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let mode = at.filter.mode("request_body_mode");
+    let effect = match mode {
+        BUFFERED | FULL_DUPLEX => return Some(ok(format!("request_body_mode: {mode}"))),
         "NONE" => "warmroute gets no prompt, so every request is routed by load only",
         "STREAMED" => {
             "a part of the body is forwarded before the worker is chosen: the choice comes too late"
         }
         _ => "warmroute gets only the beginning of long bodies",
     };
-    let at = site.listener_check("envoy.request_body");
-    site.report(
-        at,
-        FindingLevel::Error,
-        format!("request_body_mode: {mode}: {message}"),
-        &EnvoySetting::Filter(fixes::REQUEST_BODY),
-    )
+    let message = format!("request_body_mode: {mode}: {effect}");
+    Some(at.site.report(Error, message, &settings::REQUEST_BODY))
 }
 
 /// Checks the requirements of full-duplex mode.
-fn check_full_duplex(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    if !is_full_duplex(filter) {
+fn check_full_duplex(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if !at.filter.is_full_duplex() {
         return None;
     }
-    let at = site.listener_check("envoy.full_duplex");
-    if !shows_trailers(&filter.processing_mode.request_trailer_mode) {
-        return Some(site.report(
-            at,
-            FindingLevel::Error,
-            "request_body_mode: FULL_DUPLEX_STREAMED without request trailers: a body followed by \
-            trailers never ends for warmroute",
-            &EnvoySetting::Filter(fixes::REQUEST_TRAILERS),
-        ));
+    if !at.filter.sends_trailers("request_trailer_mode") {
+        let message = "request_body_mode: FULL_DUPLEX_STREAMED without request trailers: a body \
+            followed by trailers never ends for warmroute";
+        return Some(at.site.report(Error, message, &settings::REQUEST_TRAILERS));
     }
     let message =
         "allow_content_length_header: false: workers get every body in chunks, without its length";
-    Some(match (filter.allow_content_length_header, &site.plane) {
-        (true, _) => at.ok("trailers are sent and content-length is preserved"),
-        (false, ControlPlane::Other) => site.report(
-            at,
-            FindingLevel::Warning,
-            message,
-            &EnvoySetting::Filter(fixes::CONTENT_LENGTH),
-        ),
+    Some(if at.filter.node().flag("allow_content_length_header") {
+        ok("trailers are sent and content-length is preserved")
+    } else if at.site.plane == ControlPlane::Other {
+        at.site.report(Warning, message, &settings::CONTENT_LENGTH)
+    } else {
         // Engines accept chunked bodies, so patching a generated configuration is not worthwhile.
-        (false, _) => at.note(message),
+        note(message)
     })
 }
 
-fn check_response_headers(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
-    let mode = &filter.processing_mode.response_header_mode;
-    if shows_headers(mode) {
-        return site
-            .listener_check("envoy.response_headers")
-            .ok("response_header_mode: SEND");
+fn check_response_headers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.filter.sends_headers("response_header_mode") {
+        return Some(ok("response_header_mode: SEND"));
     }
-    site.report(
-        site.listener_check("envoy.response_headers"),
-        FindingLevel::Warning,
-        format!(
-            "response_header_mode: {mode}: warmroute detects neither worker failures nor the end \
-            of a prefill, and responses lack the routing headers"
-        ),
-        &EnvoySetting::Filter(fixes::RESPONSE_HEADERS),
+    let message = "response_header_mode: SKIP: warmroute detects neither worker failures nor the \
+        end of a prefill, and responses lack the routing headers";
+    Some(
+        at.site
+            .report(Warning, message, &settings::RESPONSE_HEADERS),
     )
 }
 
-fn check_response_body(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    let at = site.listener_check("envoy.response_body");
-    let mode = body_mode(&filter.processing_mode.response_body_mode);
-    match mode {
-        "NONE" | FULL_DUPLEX => Some(at.ok(format!("response_body_mode: {mode}"))),
-        "STREAMED" => Some(
-            at.warning(
-                "response_body_mode: STREAMED: every token passes warmroute and costs some \
-            microseconds; warmroute requests bodies only when it needs them",
-                [fixes::RESPONSE_BODY, fixes::MODE_OVERRIDE]
-                    .map(|field| site.fix(&EnvoySetting::Filter(field)).unwrap_or_default())
-                    .join("; and "),
-            ),
-        ),
-        _ => Some(site.report(
-            at,
-            FindingLevel::Error,
-            format!(
-                "response_body_mode: {mode}: Envoy buffers whole responses, including event \
-            streams"
-            ),
-            &EnvoySetting::Filter(fixes::RESPONSE_BODY),
-        )),
-    }
+fn check_response_body(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let mode = at.filter.mode("response_body_mode");
+    let message = format!("response_body_mode: {mode}");
+    Some(match mode {
+        "NONE" | FULL_DUPLEX => ok(message),
+        "STREAMED" => {
+            let fixes = [&settings::RESPONSE_BODY, &settings::MODE_OVERRIDE];
+            let fixes = fixes.map(|setting| at.site.fix(setting).unwrap_or_default());
+            let message = format!(
+                "{message}: every token passes warmroute and costs some microseconds; warmroute \
+                requests bodies only when it needs them"
+            );
+            warning(message, fixes.join("; and "))
+        }
+        _ => {
+            let message =
+                format!("{message}: Envoy buffers whole responses, including event streams");
+            at.site.report(Error, message, &settings::RESPONSE_BODY)
+        }
+    })
 }
 
-fn check_response_trailers(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
-    let at = site.listener_check("envoy.response_trailers");
-    if shows_trailers(&filter.processing_mode.response_trailer_mode) {
-        return at.ok("response_trailer_mode: SEND");
+fn check_response_trailers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.filter.sends_trailers("response_trailer_mode") {
+        return Some(ok("response_trailer_mode: SEND"));
     }
-    site.report(
-        at,
-        FindingLevel::Error,
-        "response_trailer_mode: SKIP: Envoy closes the stream when a response begins, so its load \
-        is released too early, and disconnected clients are not detected",
-        &EnvoySetting::Filter(fixes::RESPONSE_TRAILERS),
-    )
+    let message = "response_trailer_mode: SKIP: Envoy closes the stream when a response begins, \
+        so its load is released too early, and disconnected clients are not detected";
+    Some(at.site.report(Error, message, &settings::RESPONSE_TRAILERS))
 }
 
-fn check_failure_mode(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
-    let at = site.listener_check("envoy.failure_mode");
-    let allow = filter.failure_mode_allow;
-    let ours = if site.expected.fail_closed {
+fn check_failure_mode(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let allow = at.filter.allows_failure();
+    let is_closed = at.site.expected.fail_closed;
+    let ours = if is_closed {
         "fail_closed"
     } else {
         "fail_open"
     };
     let message = format!("failure_mode_allow: {allow}, gateway.failure.mode: {ours}");
-    match (allow, site.expected.fail_closed, is_full_duplex(filter)) {
-        (_, false, true) => at.warning(
+    Some(match (allow, is_closed, at.filter.is_full_duplex()) {
+        (_, false, true) => warning(
             format!(
                 "{message}; in full duplex clients get 500 while warmroute is unavailable, \
-            regardless of this setting"
+                regardless of this setting"
             ),
-            "write `gateway: {failure: {mode: fail_closed}}` in the configuration of warmroute, or set \
-            BUFFERED bodies and \
-             `failure_mode_allow: true` in the filter, to serve requests without warmroute",
+            "write `gateway: {failure: {mode: fail_closed}}` in the configuration of warmroute, \
+            or set BUFFERED bodies and `failure_mode_allow: true` in the filter, to serve \
+            requests without warmroute",
         ),
         // Envoy applies the setting only if the stream to warmroute fails before a part of the body
         // is sent. While an endpoint is listed, this is not the case.
-        (true, true, true) => at.note(format!(
+        (true, true, true) => note(format!(
             "{message}; in full duplex Envoy serves requests without warmroute only if it has no \
             endpoint of warmroute. If it has one, most requests get 500 while warmroute is down. \
-            While warmroute is frozen, requests wait until keepalive pings close the connection, or \
-            without a limit if there are no pings. With buffered bodies, Envoy serves requests in \
-            both cases"
+            While warmroute is frozen, requests wait until keepalive pings close the connection, \
+            or without a limit if there are no pings. With buffered bodies, Envoy serves requests \
+            in both cases"
         )),
         (false, false, false) => {
-            let fix = site.fix(&EnvoySetting::Filter(fixes::FAILURE_MODE));
-            let ours = "`gateway: {failure: {mode: fail_closed}}` in the configuration of warmroute, if \
-            requests should fail without it";
-            at.warning(
+            let ours = "`gateway: {failure: {mode: fail_closed}}` in the configuration of \
+                warmroute, if requests should fail without it";
+            let fix = at.site.fix(&settings::FAILURE_MODE);
+            warning(
                 format!(
-                    "{message}; without warmroute every request gets 500, and open responses \
-                are cut"
+                    "{message}; without warmroute every request gets 500, and open responses are \
+                    cut"
                 ),
                 fix.map_or(format!("write {ours}"), |fix| format!("{fix}; or {ours}")),
             )
         }
-        _ => at.ok(message),
-    }
+        _ => ok(message),
+    })
 }
 
-fn check_message_timeout(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    if is_full_duplex(filter) {
+fn check_message_timeout(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.filter.is_full_duplex() {
         return None;
     }
-    let at = site.listener_check("envoy.message_timeout");
-    let given = filter
-        .message_timeout
-        .map_or(DEFAULT_MESSAGE_TIMEOUT, |given| given.0);
-    let needed = site.expected.exchange_deadline;
+    let given = at.filter.node().duration("message_timeout");
+    let given = given.unwrap_or(DEFAULT_MESSAGE_TIMEOUT);
+    let needed = at.site.expected.exchange_deadline;
     let message = format!(
         "message_timeout: {}, requests.limits.decision_timeout: {}",
         DurationSetting(given),
         DurationSetting(needed)
     );
-    Some(if given > needed {
-        at.ok(message)
-    } else {
-        let ours = format!(
-            "in the configuration of warmroute a `requests.limits.decision_timeout` below {}",
-            DurationSetting(given)
-        );
-        let length = needed + Duration::from_millis(200);
-        let fix = site.fix(&EnvoySetting::Filter(FilterField::message_timeout(length)));
-        at.error(
-            format!(
-                "{message}; Envoy forwards long prompts unrouted before warmroute falls back to \
+    if given > needed {
+        return Some(ok(message));
+    }
+    let ours = format!(
+        "in the configuration of warmroute a `requests.limits.decision_timeout` below {}",
+        DurationSetting(given)
+    );
+    let length = needed + Duration::from_millis(200);
+    let fix = at.site.fix(settings::MESSAGE_TIMEOUT.lasting(length));
+    Some(error(
+        format!(
+            "{message}; Envoy forwards long prompts unrouted before warmroute falls back to \
             load-only routing"
-            ),
-            fix.map_or(ours.clone(), |fix| format!("{fix}, or {ours}")),
-        )
-    })
+        ),
+        fix.map_or(ours.clone(), |fix| format!("{fix}, or {ours}")),
+    ))
 }
 
-fn check_max_message_timeout(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    let needed = site
-        .expected
-        .longest_wait
-        .filter(|_| !is_full_duplex(filter))?;
-    let at = site.listener_check("envoy.max_message_timeout");
-    let given = filter
-        .max_message_timeout
-        .map(|given| given.0)
-        .filter(|given| !given.is_zero());
-    let message = given.map_or("none".to_owned(), |given| {
-        DurationSetting(given).to_string()
-    });
+fn check_max_message_timeout(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let needed = at.site.expected.longest_wait;
+    let needed = needed.filter(|_| !at.filter.is_full_duplex())?;
+    let given = at.filter.node().duration("max_message_timeout");
     let message = format!(
-        "max_message_timeout: {message}, the longest wait with its margin: {}",
+        "max_message_timeout: {}, the longest wait with its margin: {}",
+        format_timeout(given),
         DurationSetting(needed)
     );
-    if given.is_some_and(|given| given >= needed) {
-        return Some(at.ok(message));
+    if given.is_some_and(|given| !given.is_zero() && given >= needed) {
+        return Some(ok(message));
     }
     let message = format!(
         "{message}; requests that wait in the queue, for a session or for a prefill are forwarded \
         unrouted"
     );
-    Some(site.report(
-        at,
-        FindingLevel::Error,
-        message,
-        &EnvoySetting::Filter(FilterField::max_message_timeout(needed)),
-    ))
+    let setting = settings::MAX_MESSAGE_TIMEOUT.lasting(needed);
+    Some(at.site.report(Error, message, setting))
 }
 
-fn check_mode_override(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Option<Finding> {
-    if is_full_duplex(filter) {
+/// Formats a timeout that Envoy ignores if it is zero.
+pub(super) fn format_timeout(timeout: Option<Duration>) -> String {
+    let timeout = timeout.filter(|timeout| !timeout.is_zero());
+    timeout.map_or("none".to_owned(), |timeout| {
+        DurationSetting(timeout).to_string()
+    })
+}
+
+fn check_mode_override(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    if at.filter.is_full_duplex() {
         return None;
     }
-    let at = site.listener_check("envoy.mode_override");
-    if filter.allow_mode_override {
-        return Some(at.ok("allow_mode_override: true"));
+    if at.filter.node().flag("allow_mode_override") {
+        return Some(ok("allow_mode_override: true"));
     }
-    let lost = match site.probe {
+    let lost = match at.site.probe {
         Some(_) => "bodies that warmroute does not need are buffered and sent anyway",
         None => {
             "warmroute cannot request the bodies of event streams, so a prefill counts as \
@@ -324,104 +255,76 @@ fn check_mode_override(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Opt
         }
     };
     let message = format!("allow_mode_override: false: {lost}");
-    Some(site.report(
-        at,
-        FindingLevel::Warning,
-        message,
-        &EnvoySetting::Filter(fixes::MODE_OVERRIDE),
-    ))
+    Some(at.site.report(Warning, message, &settings::MODE_OVERRIDE))
+}
+
+/// Describes the attributes that a response lacks; `None` if it has all.
+fn missing_attributes(at: &FilterFacts<'_, '_>) -> Option<String> {
+    let mut missing = UPSTREAM_ATTRIBUTES.to_vec();
+    missing.retain(|name| !at.filter.node().contains("response_attributes", name));
+    let mut ignored = at.filter.ignored_attributes.iter();
+    let ignored = if ignored.any(|name| missing.contains(&name.as_str())) {
+        " (Envoy ignores those in the `overrides` of a route)"
+    } else {
+        ""
+    };
+    (!missing.is_empty()).then(|| {
+        format!(
+            "response_attributes has no {}{ignored}",
+            missing.join(" and no ")
+        )
+    })
+}
+
+/// Checks that Envoy's headers identify the source of a response that lacks attributes.
+fn check_suppressed_headers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let missing = missing_attributes(at).filter(|_| suppresses_headers(at.site))?;
+    let message = format!(
+        "{missing}, and `suppress_envoy_headers` removes x-envoy-upstream-service-time: warmroute \
+        cannot tell the 503 of an overloaded worker from Envoy's 503 for an unreachable one"
+    );
+    Some(at.site.report(Warning, message, &settings::ENVOY_HEADERS))
 }
 
 /// Checks that a response identifies its source, a worker or Envoy, by attributes or by Envoy's
 /// headers.
-fn check_attributes(site: &FilterSite<'_>, filter: &ExternalProcessor) -> Finding {
-    let at = site.listener_check("envoy.response_attributes");
-    let missing: Vec<&str> = UPSTREAM_ATTRIBUTES
-        .into_iter()
-        .filter(|name| !filter.response_attributes.iter().any(|one| one == name))
-        .collect();
-    if missing.is_empty() {
-        return at.ok(format!(
-            "response_attributes: [{}]",
-            UPSTREAM_ATTRIBUTES.join(", ")
-        ));
-    }
-    let ignored = filter
-        .ignored_attributes
-        .iter()
-        .any(|name| missing.contains(&name.as_str()));
-    let message = format!(
-        "response_attributes has no {}{}",
-        missing.join(" and no "),
-        if ignored {
-            " (Envoy ignores those in the `overrides` of a route)"
-        } else {
-            ""
-        }
-    );
+fn check_attributes(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let site = at.site;
+    let Some(missing) = missing_attributes(at) else {
+        let names = UPSTREAM_ATTRIBUTES.join(", ");
+        return Some(ok(format!("response_attributes: [{names}]")));
+    };
     if suppresses_headers(site) {
-        return site.report(
-            site.listener_check("envoy.suppressed_headers"),
-            FindingLevel::Warning,
-            format!(
-                "{message}, and `suppress_envoy_headers` removes x-envoy-upstream-service-time: \
-                warmroute cannot tell the 503 of an overloaded \
-                 worker from Envoy's 503 for an unreachable one"
-            ),
-            &EnvoySetting::EnvoyHeaders,
-        );
+        return None;
     }
-    if site.plane != ControlPlane::Other
-        && (!has_retries(site) || reports_served_endpoint(site, filter))
-    {
-        return at.ok(format!(
-            "{message}; Envoy's headers and metadata identify the source of a response"
-        ));
+    let mut active = site.active.iter();
+    let has_retries = active.any(|active| active.retry_policy().is_some());
+    if site.plane != ControlPlane::Other && (!has_retries || reports_served_endpoint(at)) {
+        return Some(ok(format!(
+            "{missing}; Envoy's headers and metadata identify the source of a response"
+        )));
     }
     let message = format!(
-        "{message}: after a retry the failed worker is not detected, and a 503 of Envoy counts as \
+        "{missing}: after a retry the failed worker is not detected, and a 503 of Envoy counts as \
         the response of an overloaded worker"
     );
-    site.report(
-        at,
-        FindingLevel::Warning,
-        message,
-        &EnvoySetting::Filter(fixes::RESPONSE_ATTRIBUTES),
-    )
+    Some(site.report(Warning, message, &settings::RESPONSE_ATTRIBUTES))
 }
 
 fn suppresses_headers(site: &FilterSite<'_>) -> bool {
-    let filters = site
+    let mut configs = site
         .listener
-        .hcm
-        .http_filters
-        .iter()
-        .map(|filter| &filter.typed_config);
-    filters
-        .filter(|config| has_type(config, "Router"))
-        .any(|config| config["suppress_envoy_headers"] == true)
-}
-
-fn has_retries(site: &FilterSite<'_>) -> bool {
-    site.active
-        .iter()
-        .any(|active| active.retry_policy().is_some())
+        .filters()
+        .map(|filter| filter.at("typed_config"));
+    configs.any(|config| config.has_type("Router") && config.flag("suppress_envoy_headers"))
 }
 
 /// Returns whether every worker cluster reports the endpoint that served a request.
-fn reports_served_endpoint(site: &FilterSite<'_>, filter: &ExternalProcessor) -> bool {
-    let reported = |selection: HostSelection| matches!(selection, HostSelection::Override(policy) if policy.selected_host_key == Some(ours(SERVED_KEY)));
-    let forwarded = filter
-        .metadata_options
-        .forwarding_namespaces
-        .contains(LB_NAMESPACE);
-    forwarded
-        && routed_clusters(site)
-            .into_iter()
-            .all(|(cluster, _)| reported(host_selection(cluster)))
-}
-
-/// Formats a duration as in Envoy's YAML.
-pub(super) fn format_seconds(length: Duration) -> String {
-    format!("{}s", length.as_secs_f64())
+fn reports_served_endpoint(at: &FilterFacts<'_, '_>) -> bool {
+    let clusters = at.site.routed_clusters();
+    let mut policies = clusters
+        .iter()
+        .map(|routed| routed.cluster.override_policy());
+    at.filter.forwards(LB_NAMESPACE)
+        && policies.all(|policy| policy.is_some_and(|policy| policy.writes_metadata(SERVED_KEY)))
 }

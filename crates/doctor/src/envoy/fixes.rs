@@ -1,135 +1,172 @@
-//! Settings that findings refer to, and the field of a control plane's resource that changes each
-//! of them.
+//! Fixes in Envoy's own configuration and in the resources of control planes.
 
-mod envoy_gateway;
-mod filter_field;
-mod istio;
-mod own_config;
+pub(super) mod settings;
 
 use std::time::Duration;
 
-use super::control_plane::ControlPlane;
-use super::schema::EnvoyCluster;
+use super::cluster::EnvoyCluster;
+use super::config_node::list;
+use super::control_plane::{ControlPlane, resource_name};
 use super::site::FilterSite;
-use crate::finding::{Finding, FindingBuilder, FindingLevel};
-
-pub(super) use filter_field::{
-    CONTENT_LENGTH, FAILURE_MODE, FilterField, MODE_OVERRIDE, OBSERVABILITY, REQUEST_BODY,
-    REQUEST_HEADERS, REQUEST_TRAILERS, RESPONSE_ATTRIBUTES, RESPONSE_BODY, RESPONSE_HEADERS,
-    RESPONSE_TRAILERS,
-};
+use crate::finding::{CheckVerdict, FindingLevel, error, note, warning};
 
 /// Port of warmroute in the example manifests.
 const DEFAULT_PORT: u16 = 9002;
 
-/// HTTP/2 options for pings, and for a small part of each body on the connection.
-const KEEPALIVE: &str = "connection_keepalive: {interval: 2s, timeout: 2s}";
-const WINDOWS: &str = "initial_stream_window_size: 65536, initial_connection_window_size: 1048576";
+/// A setting of Envoy: its fix in Envoy's own configuration, and the fixes in the resources of
+/// control planes that have a field for it. Names in braces are replaced by places and by values of
+/// [`SettingFix`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct EnvoySetting {
+    pub(super) envoy: &'static str,
+    pub(super) istio: &'static str,
+    pub(super) envoy_gateway: Option<&'static str>,
+    pub(super) ai_gateway: Option<&'static str>,
+}
 
-/// A setting of Envoy.
-pub(super) enum EnvoySetting<'a> {
-    /// A field of the ext_proc filter.
-    Filter(FilterField<'a>),
-    /// Circuit breakers of the cluster of warmroute.
-    PickerLimits(&'a EnvoyCluster),
-    /// HTTP/2 pings on the connections to warmroute.
-    PickerKeepalive(&'a EnvoyCluster),
-    /// HTTP/2 windows of the connections to warmroute.
-    PickerWindow(&'a EnvoyCluster),
-    /// Connect timeout of the connections to warmroute.
-    PickerConnectTimeout(&'a EnvoyCluster),
-    /// TLS to warmroute.
-    PickerTls(&'a EnvoyCluster),
-    /// No TLS to warmroute.
-    PickerPlaintext(&'a EnvoyCluster),
-    /// The server name (SNI) of the connections to warmroute.
-    ServerName(&'a EnvoyCluster),
-    /// Circuit breakers of the cluster of the workers.
-    WorkerLimits(&'a EnvoyCluster),
-    /// Idle timeout of the connections to the workers.
-    WorkerIdleTimeout(&'a EnvoyCluster),
-    /// Retries of requests to unreachable workers, with the fix in Envoy's configuration.
-    Retry(&'a EnvoyCluster, String),
-    /// The `x-envoy-*` headers of responses.
-    EnvoyHeaders,
-    /// Request headers that Envoy removes early.
-    ClientHeaders(&'a [&'a str]),
-    /// Maximum size of a buffered body, with the fix in Envoy's configuration.
-    BodyLimit(u64, String),
-    /// The idle timeout of streams.
-    IdleTimeout(Duration),
-    /// HTTP/2 to warmroute, with the fix in Envoy's configuration.
-    PickerHttp2(&'a EnvoyCluster, String),
-    /// Address of warmroute, with the fix in Envoy's configuration.
-    PickerAddress(&'a EnvoyCluster, String),
-    /// Endpoints of the workers, with the fix in Envoy's configuration.
-    WorkerEndpoints(String),
-    /// Selection of the worker by the endpoint from warmroute, with the fix in Envoy's
-    /// configuration.
-    EndpointOverride(&'a EnvoyCluster, String),
-    /// Timeout of the named route.
-    RouteTimeout(String),
+impl EnvoySetting {
+    /// Returns the fix with the names of a cluster.
+    pub(super) fn of(&'static self, cluster: EnvoyCluster<'_>) -> SettingFix {
+        let name = cluster.name();
+        // Clusters of Istio are named `outbound|port|subset|host`.
+        let host = name.rsplit('|').next().unwrap_or(name);
+        SettingFix::from(self)
+            .with("cluster", name)
+            .with("host", host)
+            .with("http_route", resource_name(name, 1))
+    }
+
+    /// Returns the fix with a value.
+    pub(super) fn with(&'static self, name: &'static str, value: impl Into<String>) -> SettingFix {
+        SettingFix::from(self).with(name, value)
+    }
+
+    /// Returns the fix with a duration, in the forms that the fields need.
+    pub(super) fn lasting(&'static self, length: Duration) -> SettingFix {
+        self.with("length", format_seconds(length))
+            .with("seconds", format!("{}s", length.as_secs()))
+            .with("milliseconds", format!("{}ms", length.as_millis()))
+    }
+}
+
+/// A setting with the values of its fixes.
+#[derive(Clone, Debug)]
+pub(super) struct SettingFix {
+    setting: &'static EnvoySetting,
+    values: Vec<(&'static str, String)>,
+}
+
+impl From<&'static EnvoySetting> for SettingFix {
+    fn from(setting: &'static EnvoySetting) -> Self {
+        let values = Vec::new();
+        Self { setting, values }
+    }
+}
+
+impl SettingFix {
+    /// Adds a value.
+    pub(super) fn with(mut self, name: &'static str, value: impl Into<String>) -> Self {
+        self.values.push((name, value.into()));
+        self
+    }
 }
 
 impl FilterSite<'_> {
     /// Returns the text of a fix; `None` if the control plane has no field for the setting.
-    pub(super) fn fix(&self, setting: &EnvoySetting<'_>) -> Option<String> {
-        match &self.plane {
-            ControlPlane::Istio { routes } => Some(self.istio_fix(routes, setting)),
-            ControlPlane::EnvoyGateway { policy, .. } => self.envoy_gateway_fix(policy, setting),
-            ControlPlane::EnvoyAiGateway { .. } => self.ai_gateway_fix(setting),
-            ControlPlane::Other => Some(self.envoy_fix(setting)),
-        }
+    pub(super) fn fix(&self, fix: impl Into<SettingFix>) -> Option<String> {
+        let fix = fix.into();
+        let setting = fix.setting;
+        let template = match &self.plane {
+            ControlPlane::Istio(_) => Some(setting.istio),
+            ControlPlane::EnvoyGateway { .. } => setting.envoy_gateway,
+            ControlPlane::EnvoyAiGateway(_) => setting.ai_gateway,
+            ControlPlane::Other => Some(setting.envoy),
+        };
+        template.map(|template| self.render(template, &fix.values))
     }
 
-    /// Returns a finding with its fix. A warning without a fix becomes a note about a limit of the
+    /// Returns a verdict with its fix. A warning without a fix becomes a note about a limit of the
     /// control plane.
     pub(super) fn report(
         &self,
-        at: FindingBuilder,
         level: FindingLevel,
         message: impl Into<String>,
-        setting: &EnvoySetting<'_>,
-    ) -> Finding {
+        fix: impl Into<SettingFix>,
+    ) -> CheckVerdict {
+        let fix = fix.into();
         let message = message.into();
-        match (self.fix(setting), level) {
-            (Some(fix), FindingLevel::Error) => at.error(message, fix),
-            (Some(fix), _) => at.warning(message, fix),
-            (None, FindingLevel::Error) => at.error(
-                message,
-                format!(
-                    "{} has no field for it; in Envoy's own configuration: {}",
-                    self.plane_name(),
-                    self.envoy_fix(setting)
-                ),
-            ),
-            (None, _) => at.note(format!(
-                "{message}; {} has no field for it",
-                self.plane_name()
-            )),
+        let plane = self.plane.name();
+        match (self.fix(fix.clone()), level) {
+            (Some(fix), FindingLevel::Error) => error(message, fix),
+            (Some(fix), _) => warning(message, fix),
+            (None, FindingLevel::Error) => {
+                let own = self.render(fix.setting.envoy, &fix.values);
+                let fix =
+                    format!("{plane} has no field for it; in Envoy's own configuration: {own}");
+                error(message, fix)
+            }
+            (None, _) => note(format!("{message}; {plane} has no field for it")),
         }
     }
 
-    fn picker_port(&self) -> u16 {
-        self.expected.tcp.map_or(DEFAULT_PORT, |tcp| tcp.port())
+    /// Returns a fix in the main filter.
+    pub(super) fn in_main_filter(&self, text: &str) -> String {
+        self.render(&format!("{{Filter}} {text}"), &[])
     }
 
-    fn plane_name(&self) -> &'static str {
-        match self.plane {
-            ControlPlane::Istio { .. } => "Istio",
-            ControlPlane::EnvoyGateway { .. } => "Envoy Gateway",
-            ControlPlane::EnvoyAiGateway { .. } => "Envoy AI Gateway",
-            ControlPlane::Other => "Envoy",
-        }
+    /// Writes a fix into the sentence of its place, and replaces the names in braces.
+    fn render(&self, fix: &str, values: &[(&'static str, String)]) -> String {
+        let mut places = settings::PLACES.iter();
+        let placed = places.find_map(|(place, sentence)| {
+            let text = fix.strip_prefix(place)?;
+            Some(sentence.replace("{text}", text))
+        });
+        let (routes, gateway, policy) = match &self.plane {
+            ControlPlane::Istio(routes) => (describe_routes(routes), "", ""),
+            ControlPlane::EnvoyGateway { gateway, policy } => {
+                (String::new(), gateway.as_str(), policy.as_str())
+            }
+            ControlPlane::EnvoyAiGateway(gateway) => (String::new(), gateway.as_str(), ""),
+            ControlPlane::Other => (String::new(), "", ""),
+        };
+        let port = self.expected.tcp.map_or(DEFAULT_PORT, |tcp| tcp.port());
+        let names = [
+            ("filter", self.main.name.clone()),
+            ("listener", self.listener.name.clone()),
+            ("routes", routes),
+            ("gateway", gateway.to_owned()),
+            ("policy", policy.to_owned()),
+            ("port", port.to_string()),
+        ];
+        let values = names.iter().chain(values);
+        let fix = placed.unwrap_or(fix.to_owned());
+        values.fold(fix, |text, (name, value)| {
+            text.replace(&format!("{{{name}}}"), value)
+        })
     }
 }
 
-/// Formats the entries that remove request headers early.
-fn early_removal(names: &[&str]) -> String {
-    let lines = names
+/// Returns the end of the phrase that names the routes of an EnvoyFilter.
+fn describe_routes(routes: &[String]) -> String {
+    match routes {
+        [] => "`".to_owned(),
+        [one] => format!("` that names the route `{one}`"),
+        several => format!("` that names the routes `{}`", several.join("`, `")),
+    }
+}
+
+/// Returns the fix that removes request headers early.
+pub(super) fn client_headers_fix(names: &[&str]) -> SettingFix {
+    let removals: Vec<String> = names
         .iter()
         .map(|name| format!("- remove: {name}"))
-        .collect::<Vec<_>>()
-        .join("; ");
-    format!("under `early_header_mutation_extensions` as in envoy/standalone.yaml, write {lines}")
+        .collect();
+    settings::CLIENT_HEADERS
+        .with("removals", removals.join("; "))
+        .with("names", list(names))
+}
+
+/// Formats a duration as in Envoy's YAML.
+pub(super) fn format_seconds(length: Duration) -> String {
+    format!("{}s", length.as_secs_f64())
 }

@@ -3,50 +3,63 @@
 use std::time::Duration;
 
 use warmroute_core::envoy_names::{FILTER_ROLE, PROBE_FILTER, PROBED_FILTER, WARMROUTE_NAMESPACE};
+use warmroute_settings::DurationSetting;
 
-use super::schema::{ProcessingMode, body_mode};
-use super::site::{ExtProcFilter, FilterSite};
-use crate::finding::{Finding, FindingBuilder};
+use super::config_node::list;
+use super::ext_proc_filter::ExtProcFilter;
+use super::site::FilterSite;
+use crate::finding::{CheckFacts, CheckVerdict, Finding, error, ok, row, run_checks, warning};
 
 /// Maximum timeout. If warmroute is frozen, every chunk of a response is delayed by the timeout.
 const MAX_PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
+/// The probe with its site.
+struct ProbeFacts<'s, 'd> {
+    site: &'s FilterSite<'d>,
+    probe: &'s ExtProcFilter,
+}
+
+impl CheckFacts for ProbeFacts<'_, '_> {
+    fn subject(&self) -> String {
+        format!("{}, filter {}", self.site.subject(), self.probe.name)
+    }
+}
+
+impl ProbeFacts<'_, '_> {
+    fn write_in(&self, filter: &ExtProcFilter, text: &str) -> String {
+        let listener = &self.site.listener.name;
+        format!(
+            "in the filter `{}` of listener `{listener}` write {text}",
+            filter.name
+        )
+    }
+}
+
 /// Returns the findings about the probe.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
     let Some(probe) = &site.probe else {
-        return check_missing_probe(site).into_iter().collect();
+        return run_checks(site, &[row("envoy.probe", check_missing_probe)]);
     };
-    let checks = [
-        check_order(site, probe),
-        check_metadata(site, probe),
-        check_modes(site, probe),
-        check_isolation(site, probe),
-        check_namespaces(site, probe),
+    let rows = [
+        row("envoy.probe_order", check_order),
+        row("envoy.probe", check_metadata),
+        row("envoy.probe", check_modes),
+        row("envoy.probe", check_isolation),
+        row("envoy.probe", check_namespaces),
+        row("envoy.probe", check_address),
     ];
-    checks
-        .into_iter()
-        .flatten()
-        .chain(check_address(site, probe))
-        .collect()
-}
-
-fn probe_check(site: &FilterSite<'_>, probe: &ExtProcFilter) -> FindingBuilder {
-    site.filter_check("envoy.probe", probe)
-}
-
-fn in_probe_filter(site: &FilterSite<'_>, probe: &ExtProcFilter, text: &str) -> String {
-    format!(
-        "in the filter `{}` of listener `{}` write {text}",
-        probe.name, site.listener.name
-    )
+    run_checks(&ProbeFacts { site, probe }, &rows)
 }
 
 /// Reports a main filter that announces a probe that does not exist. First tokens are then not
 /// detected.
-fn check_missing_probe(site: &FilterSite<'_>) -> Option<Finding> {
-    (site.main.declared_kind() == Some(PROBED_FILTER)).then(|| {
-        site.listener_check("envoy.probe").warning(
-            format!("{FILTER_ROLE}: {PROBED_FILTER}, but there is no probe: first tokens are not detected"),
+fn check_missing_probe(site: &FilterSite<'_>) -> Option<CheckVerdict> {
+    (site.main.declared_role() == Some(PROBED_FILTER)).then(|| {
+        warning(
+            format!(
+                "{FILTER_ROLE}: {PROBED_FILTER}, but there is no probe: first tokens are not \
+                detected"
+            ),
             format!(
                 "remove {FILTER_ROLE} from the `initial_metadata` of the filter `{}`, or add the \
                 filter `first_token_probe` of envoy/standalone.yaml before it",
@@ -56,72 +69,61 @@ fn check_missing_probe(site: &FilterSite<'_>) -> Option<Finding> {
     })
 }
 
-fn check_order(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let at = site.filter_check("envoy.probe_order", probe);
-    Some(if probe.index < site.main.index {
-        at.ok(format!("it is before {}", site.main.name))
-    } else {
-        at.error(
-            format!(
-                "it is after {}: whole responses get lost, silently and with status 200",
-                site.main.name
-            ),
-            format!(
-                "in the `http_filters` of listener `{}` move `{}` before `{}`",
-                site.listener.name, probe.name, site.main.name
-            ),
-        )
-    })
-}
-
-fn check_metadata(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let missing = |filter: &ExtProcFilter, role: &str| {
-        (filter.declared_kind() != Some(role)).then(|| (filter.name.clone(), role.to_owned()))
-    };
-    let (name, role) =
-        missing(probe, PROBE_FILTER).or_else(|| missing(&site.main, PROBED_FILTER))?;
-    Some(probe_check(site, probe).warning(
+fn check_order(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let main = &at.site.main;
+    let main_name = &main.name;
+    if at.probe.index < main.index {
+        return Some(ok(format!("it is before {main_name}")));
+    }
+    Some(error(
+        format!("it is after {main_name}: whole responses get lost, silently and with status 200"),
         format!(
-            "the filter {name} does not announce its role `{role}`: first tokens are detected \
-        twice, or not at all"
-        ),
-        format!(
-            "in its `grpc_service` write `initial_metadata: [{{key: {FILTER_ROLE}, value: {role}}}]`"
+            "in the `http_filters` of listener `{}` move `{}` before `{main_name}`",
+            at.site.listener.name, at.probe.name
         ),
     ))
 }
 
-fn check_modes(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let ProcessingMode {
-        response_body_mode,
-        request_body_mode,
-        ..
-    } = &probe.config.processing_mode;
-    let response = body_mode(response_body_mode);
-    let request = body_mode(request_body_mode);
+fn check_metadata(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let roles = [(at.probe, PROBE_FILTER), (&at.site.main, PROBED_FILTER)];
+    let mut roles = roles.into_iter();
+    let (filter, role) = roles.find(|(filter, role)| filter.declared_role() != Some(role))?;
+    Some(warning(
+        format!(
+            "the filter {} does not announce its role `{role}`: first tokens are detected twice, \
+            or not at all",
+            filter.name
+        ),
+        format!(
+            "in its `grpc_service` write `initial_metadata: [{{key: {FILTER_ROLE}, value: \
+            {role}}}]`"
+        ),
+    ))
+}
+
+fn check_modes(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let request = at.probe.config.mode("request_body_mode");
+    let response = at.probe.config.mode("response_body_mode");
     if (response, request) == ("STREAMED", "NONE") {
         return None;
     }
-    Some(probe_check(site, probe).error(
+    let fix =
+        "`request_body_mode: NONE` and `response_body_mode: STREAMED` under `processing_mode`";
+    Some(error(
         format!(
             "request_body_mode: {request}, response_body_mode: {response}: it needs streamed \
-        response bodies and nothing else"
+            response bodies and nothing else"
         ),
-        in_probe_filter(
-            site,
-            probe,
-            "`request_body_mode: NONE` and `response_body_mode: STREAMED` under `processing_mode`",
-        ),
+        at.write_in(at.probe, fix),
     ))
 }
 
 /// Checks that responses neither depend on the probe nor are changed by it.
-fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let config = &probe.config;
-    let timeout = config
-        .message_timeout
-        .map_or(Duration::from_millis(200), |given| given.0);
-    let (message, fix) = if !config.failure_mode_allow {
+fn check_isolation(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let config = at.probe.config.node();
+    let timeout = config.duration("message_timeout");
+    let timeout = timeout.unwrap_or(Duration::from_millis(200));
+    let (message, fix) = if !at.probe.config.allows_failure() {
         (
             "failure_mode_allow: false: responses are cut off without warmroute".to_owned(),
             "`failure_mode_allow: true`",
@@ -129,84 +131,58 @@ fn check_isolation(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Findi
     } else if timeout > MAX_PROBE_TIMEOUT {
         let message = format!(
             "message_timeout: {}: a frozen warmroute delays responses by this time",
-            warmroute_settings::DurationSetting(timeout)
+            DurationSetting(timeout)
         );
         (message, "`message_timeout: 0.3s`")
-    } else if !config.allow_content_length_header {
-        let message = "allow_content_length_header: false: unary responses lose their \
-            content-length"
-            .to_owned();
-        (message, "`allow_content_length_header: true`")
+    } else if !config.flag("allow_content_length_header") {
+        let message =
+            "allow_content_length_header: false: unary responses lose their content-length";
+        (message.to_owned(), "`allow_content_length_header: true`")
     } else {
-        return Some(probe_check(site, probe).ok(
-            "it receives each response up to its first content, and responses do not depend on \
-                it",
+        return Some(ok(
+            "it receives each response up to its first content, and responses do not depend on it",
         ));
     };
-    Some(probe_check(site, probe).warning(message, in_probe_filter(site, probe, fix)))
+    Some(warning(message, at.write_in(at.probe, fix)))
 }
 
 /// Checks the metadata namespaces. The metadata passes the id of the exchange from one filter to
 /// the other.
-fn check_namespaces(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let main = site.variants().iter().all(|filter| {
-        filter
-            .metadata_options
-            .receiving_namespaces
-            .contains(WARMROUTE_NAMESPACE)
-    });
-    let (filter, key) = if !main {
-        (&site.main, "receiving_namespaces")
-    } else if !probe
-        .config
-        .metadata_options
-        .forwarding_namespaces
-        .contains(WARMROUTE_NAMESPACE)
-    {
-        (probe, "forwarding_namespaces")
+fn check_namespaces(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let mut variants = at.site.variants().into_iter();
+    let (filter, key) = if !variants.all(|filter| filter.receives(WARMROUTE_NAMESPACE)) {
+        (&at.site.main, "receiving_namespaces")
+    } else if !at.probe.config.forwards(WARMROUTE_NAMESPACE) {
+        (at.probe, "forwarding_namespaces")
     } else {
         return None;
     };
-    Some(probe_check(site, probe).warning(
+    let fix =
+        format!("`{WARMROUTE_NAMESPACE}` into `{key}: {{untyped: [..]}}` under `metadata_options`");
+    Some(warning(
         format!(
-            "the {key} of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot assign first tokens to \
-        exchanges",
+            "the {key} of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot assign first tokens \
+            to exchanges",
             filter.name
         ),
-        in_probe_filter(
-            site,
-            filter,
-            &format!("`{WARMROUTE_NAMESPACE}` into `{key}: {{untyped: [..]}}` under `metadata_options`"),
-        ),
+        at.write_in(filter, &fix),
     ))
 }
 
-fn check_address(site: &FilterSite<'_>, probe: &ExtProcFilter) -> Option<Finding> {
-    let addresses = probe.addresses(site.dump);
-    if addresses
-        .iter()
-        .any(|address| site.expected.is_ours(address))
-    {
+fn check_address(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
+    let expected = at.site.expected;
+    let addresses = at.probe.addresses(at.site.dump);
+    if addresses.iter().any(|address| expected.is_ours(address)) {
         return None;
     }
-    let addresses = addresses
-        .iter()
-        .map(ToString::to_string)
-        .collect::<Vec<_>>()
-        .join(", ");
-    let (listen, text) = site.expected.listen_text();
-    Some(probe_check(site, probe).error(
-        format!(
-            "it calls {}, and warmroute listens at {listen}",
-            if addresses.is_empty() {
-                "no server"
-            } else {
-                &addresses
-            }
-        ),
-        format!(
-            "in the endpoints of cluster `{}` write `{text}`",
-            probe.cluster().unwrap_or("first_token_probe")
-        ),
+    let called = match addresses.is_empty() {
+        true => "no server".to_owned(),
+        false => list(&addresses),
+    };
+    let (listen, text) = expected.listen_text();
+    let cluster = at.probe.config.cluster().unwrap_or("first_token_probe");
+    Some(error(
+        format!("it calls {called}, and warmroute listens at {listen}"),
+        format!("in the endpoints of cluster `{cluster}` write `{text}`"),
     ))
 }

@@ -2,42 +2,32 @@
 //! bootstrap, such a retry must pass through warmroute again. By then, the transferred blocks may
 //! belong to another request, and the bootstrap room is closed.
 
-use serde_json::Value;
 use warmroute_core::envoy_names::{RETRY_FILTER, WARMROUTE_NAMESPACE};
 use warmroute_settings::DurationSetting;
 use warmroute_tokens::openai::ApiKind;
 
-use super::dump::parse_part;
-use super::filter::{format_seconds, is_buffered};
-use super::host_selection::routed_clusters;
-use super::schema::{
-    EnvoyCluster, ExternalProcessor, RetryPolicy, TypedExtension, body_mode, has_type,
-    shows_headers,
-};
-use super::site::{ActiveRoute, ExtProcFilter, FilterSite};
-use crate::finding::{Finding, FindingBuilder};
+use super::cluster::EnvoyCluster;
+use super::config_node::ConfigNode;
+use super::ext_proc_filter::{BUFFERED, ExtProcFilter};
+use super::filter::format_timeout;
+use super::fixes::format_seconds;
+use super::site::{ActiveRoute, ClusterFacts, FilterSite};
+use crate::finding::{CheckFacts, CheckVerdict, Finding, error, ok};
 
 /// Retry conditions that may apply after a worker has started a request. The prompt is then
 /// computed twice.
-const LATE_CONDITIONS: [&str; 5] = [
-    "5xx",
-    "gateway-error",
-    "reset",
-    "retriable-status-codes",
-    "retriable-4xx",
-];
+const LATE_CONDITIONS: [&str; 4] = ["5xx", "gateway-error", "reset", "retriable-4xx"];
 const ATTEMPT_COUNT: &str = "x-envoy-attempt-count";
 const UPSTREAM_ADDRESS: &str = "upstream.address";
 
 /// Returns the conditions of a policy under which a worker may have started.
-pub(super) fn late_conditions(policy: &RetryPolicy) -> Vec<&str> {
-    let given = policy.retry_on.split(',').map(str::trim);
-    given
-        .filter(|on| {
-            LATE_CONDITIONS.contains(on)
-                && (*on != LATE_CONDITIONS[3] || !policy.retriable_status_codes.is_empty())
-        })
-        .collect()
+pub(super) fn late_conditions(policy: ConfigNode<'_>) -> Vec<&str> {
+    let has_codes = policy.items("retriable_status_codes").next().is_some();
+    let mut conditions: Vec<&str> = policy.text("retry_on").split(',').map(str::trim).collect();
+    conditions.retain(|on| {
+        LATE_CONDITIONS.contains(on) || (*on == "retriable-status-codes" && has_codes)
+    });
+    conditions
 }
 
 /// Returns whether prompts on this route may be prefilled by another worker, sequentially or
@@ -52,83 +42,88 @@ pub(super) fn has_remote_prefill(site: &FilterSite<'_>, active: &ActiveRoute<'_>
     };
     let carries =
         site.expected.prefill_retry_wait.is_some() || !site.expected.mirror_clusters.is_empty();
-    carries
-        && active
-            .routes()
-            .any(|route| route.matches.path.as_deref().is_none_or(divided))
+    let mut paths = active.routes().map(|route| route.given_text("match.path"));
+    carries && paths.any(|path| path.is_none_or(divided))
 }
 
 /// Returns the findings about the upstream filter; empty if no retry needs it.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
-    let mut findings = Vec::new();
-    for (cluster, actives) in routed_clusters(site) {
-        let needs = |active: &&ActiveRoute<'_>| {
-            has_remote_prefill(site, active)
-                && active
-                    .retry_policy()
-                    .is_some_and(|policy| !late_conditions(policy).is_empty())
-        };
-        let needed: Vec<&ActiveRoute<'_>> = actives.into_iter().filter(needs).collect();
-        if let Some(first) = needed.first() {
-            let at =
-                || FindingBuilder::new("envoy.retry_filter", format!("cluster {}", cluster.name));
-            findings.extend(match find_retry_filter(cluster) {
-                Some(filter) => check_filter(site, cluster, &needed, &filter),
-                None => vec![missing_filter(site, at(), cluster, first)],
-            });
-        }
+    let mut clusters = site.routed_clusters();
+    for routed in &mut clusters {
+        routed.actives.retain(|active| {
+            let policy = active
+                .retry_policy()
+                .filter(|_| has_remote_prefill(site, active));
+            policy.is_some_and(|policy| !late_conditions(policy).is_empty())
+        });
     }
-    findings
+    let needed = clusters
+        .into_iter()
+        .filter(|routed| !routed.actives.is_empty());
+    needed.flat_map(|at| check_cluster(&at)).collect()
+}
+
+fn check_cluster(at: &ClusterFacts<'_, '_>) -> Vec<Finding> {
+    let Some(upstream) = UpstreamFilter::find(at.cluster) else {
+        return vec![judge_missing_filter(at).about("envoy.retry_filter", at.subject())];
+    };
+    let subject = format!("{}, filter {}", at.subject(), upstream.filter.name);
+    let mut verdicts = Vec::new();
+    RetryProblems {
+        at,
+        upstream: &upstream,
+        verdicts: &mut verdicts,
+    }
+    .find();
+    if verdicts.is_empty() {
+        verdicts.push(ok("every retry is sent to warmroute"));
+    }
+    let verdicts = verdicts.into_iter();
+    verdicts
+        .map(|verdict| verdict.about("envoy.retry_filter", subject.as_str()))
+        .collect()
 }
 
 /// Upstream ext_proc filter of a cluster, with the settings around it.
-struct UpstreamFilter {
+struct UpstreamFilter<'d> {
     filter: ExtProcFilter,
     /// Matcher that selects the attempts that the filter processes; `None` for all.
-    matcher: Option<Value>,
+    matcher: Option<ConfigNode<'d>>,
     /// Last filter of the list.
-    last: TypedExtension,
+    last: ConfigNode<'d>,
 }
 
-fn find_retry_filter(cluster: &EnvoyCluster) -> Option<UpstreamFilter> {
-    let list = cluster.http_options()?["http_filters"].as_array()?;
-    let list: Vec<TypedExtension> = list
-        .iter()
-        .filter_map(|one| parse_part(one, "a filter").ok())
-        .collect();
-    let last = list.last()?.clone();
-    list.iter().enumerate().find_map(|(at, one)| {
-        let wrapped = has_type(&one.typed_config, "ExtensionWithMatcher");
-        let config = if wrapped {
-            &one.typed_config["extension_config"]["typed_config"]
-        } else {
-            &one.typed_config
-        };
-        let read: Option<ExternalProcessor> = has_type(config, "ExternalProcessor")
-            .then(|| parse_part(config, "a filter").ok())
-            .flatten();
-        let filter = ExtProcFilter::new(one.name.clone(), at, read.filter(|_| !one.disabled)?);
-        let tree = ["xds_matcher", "matcher"]
-            .into_iter()
-            .map(|key| &one.typed_config[key])
-            .find(|tree| tree.is_object());
-        let matcher = wrapped.then(|| tree.cloned().unwrap_or_default());
-        (filter.declared_kind() == Some(RETRY_FILTER)).then(|| UpstreamFilter {
-            filter,
-            matcher,
-            last: last.clone(),
+impl<'d> UpstreamFilter<'d> {
+    fn find(cluster: EnvoyCluster<'d>) -> Option<Self> {
+        let options = cluster.http_options()?;
+        let last = options.items("http_filters").last()?;
+        let mut filters = options.items("http_filters").enumerate();
+        filters.find_map(|(index, one)| {
+            let mut config = one.at("typed_config");
+            let mut matcher = None;
+            if config.has_type("ExtensionWithMatcher") {
+                let given = config.at("xds_matcher").present();
+                matcher = Some(given.unwrap_or(config.at("matcher")));
+                config = config.at("extension_config.typed_config");
+            }
+            let filter = ExtProcFilter::read(index, one, config)?;
+            let is_found = !filter.is_disabled && filter.declared_role() == Some(RETRY_FILTER);
+            is_found.then_some(Self {
+                filter,
+                matcher,
+                last,
+            })
         })
-    })
+    }
 }
 
-fn missing_filter(
-    site: &FilterSite<'_>,
-    at: FindingBuilder,
-    cluster: &EnvoyCluster,
-    active: &ActiveRoute<'_>,
-) -> Finding {
-    let policy = active.retry_policy().cloned().unwrap_or_default();
-    let (follows, name, file) = if site.expected.prefill_retry_wait.is_some() {
+fn judge_missing_filter(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
+    let first = at.actives[0];
+    let conditions = first
+        .retry_policy()
+        .map(late_conditions)
+        .unwrap_or_default();
+    let (effect, filter, mode) = if at.site.expected.prefill_retry_wait.is_some() {
         (
             "the next decode worker reads the blocks of the first attempt, which may belong to \
             another request by then",
@@ -142,235 +137,179 @@ fn missing_filter(
             "mirror",
         )
     };
-    at.error(
-        format!("a request is retried after {}, and no upstream filter sends these retries to \
-        warmroute: {follows}", late_conditions(&policy).join(" or ")),
+    error(
         format!(
-            "in cluster `{}` write the `http_filters` with the filter `{name}` of \
-            envoy/disaggregated-{file}.yaml, or in the \
-             `retry_policy` of the {} `retry_on: connect-failure,refused-stream,reset-before-request`",
-            cluster.name,
-            active.title()
+            "a request is retried after {}, and no upstream filter sends these retries to \
+            warmroute: {effect}",
+            conditions.join(" or ")
+        ),
+        format!(
+            "in cluster `{}` write the `http_filters` with the filter `{filter}` of \
+            envoy/disaggregated-{mode}.yaml, or in the `retry_policy` of the {} `retry_on: \
+            connect-failure,refused-stream,reset-before-request`",
+            at.cluster.name(),
+            first.title()
         ),
     )
 }
 
-/// A problem of the upstream filter and its fix.
-struct FilterProblem {
-    message: String,
-    fix: String,
+/// Search for problems of an upstream filter.
+struct RetryProblems<'p, 's, 'd> {
+    at: &'p ClusterFacts<'s, 'd>,
+    upstream: &'p UpstreamFilter<'d>,
+    verdicts: &'p mut Vec<CheckVerdict>,
 }
 
-fn check_filter(
-    site: &FilterSite<'_>,
-    cluster: &EnvoyCluster,
-    actives: &[&ActiveRoute<'_>],
-    upstream: &UpstreamFilter,
-) -> Vec<Finding> {
-    let at = || {
-        FindingBuilder::new(
-            "envoy.retry_filter",
-            format!("cluster {}, filter {}", cluster.name, upstream.filter.name),
-        )
-    };
-    let write = |text: &str| {
-        format!(
-            "in the filter `{}` of cluster `{}` write {text}",
-            upstream.filter.name, cluster.name
-        )
-    };
-    let mut problems = request_problems(site, &upstream.filter, &write);
-    problems.extend(metadata_problems(site, &upstream.filter, &write));
-    if !has_type(&upstream.last.typed_config, "UpstreamCodec") {
-        problems.push(FilterProblem {
-            message: format!(
-                "the last filter is {}: Envoy forwards nothing without the codec",
-                upstream.last.name
-            ),
-            fix: format!(
-                "in the `http_filters` of cluster `{}` move `envoy.filters.http.upstream_codec` \
-                 to the end",
-                cluster.name
-            ),
-        });
+impl RetryProblems<'_, '_, '_> {
+    fn find(&mut self) {
+        self.check_requests();
+        self.check_metadata();
+        let last = self.upstream.last;
+        if !last.at("typed_config").has_type("UpstreamCodec") {
+            let name = self.at.cluster.name();
+            let fix = format!(
+                "in the `http_filters` of cluster `{name}` move `envoy.filters.http.upstream_codec` \
+                to the end"
+            );
+            let last = last.text("name");
+            let message =
+                format!("the last filter is {last}: Envoy forwards nothing without the codec");
+            self.verdicts.push(error(message, fix));
+        }
+        if let Some(matcher) = self.upstream.matcher {
+            self.verdicts
+                .extend(check_matcher(matcher, &self.at.actives));
+        }
+        self.check_handoff();
     }
-    problems.extend(
-        upstream
-            .matcher
-            .iter()
-            .filter_map(|matcher| check_matcher(matcher, actives)),
-    );
-    if let Some(needed) = site.expected.prefill_retry_wait {
-        problems.extend(check_handoff(&upstream.filter.config, needed, &write));
-    }
-    if problems.is_empty() {
-        return vec![at().ok("every retry is sent to warmroute")];
-    }
-    problems
-        .into_iter()
-        .map(|problem| at().error(problem.message, problem.fix))
-        .collect()
-}
 
-/// Returns the problems of the called server and of the processed requests.
-fn request_problems(
-    site: &FilterSite<'_>,
-    filter: &ExtProcFilter,
-    write: &impl Fn(&str) -> String,
-) -> Vec<FilterProblem> {
-    let mut problems = Vec::new();
-    let addresses = filter.addresses(site.dump);
-    if !addresses
-        .iter()
-        .any(|address| site.expected.is_ours(address))
-    {
-        problems.push(FilterProblem {
-            message: format!(
-                "it does not call warmroute, which listens at {}",
-                site.expected.listen_text().0
-            ),
-            fix: write("the `grpc_service` of the main filter, with its own `initial_metadata`"),
-        });
+    /// Adds a problem whose fix is in the filter.
+    fn add(&mut self, message: String, text: &str) {
+        let filter = &self.upstream.filter.name;
+        let cluster = self.at.cluster.name();
+        let fix = format!("in the filter `{filter}` of cluster `{cluster}` write {text}");
+        self.verdicts.push(error(message, fix));
     }
-    let modes = &filter.config.processing_mode;
-    let body = body_mode(&modes.request_body_mode);
-    if !shows_headers(&modes.request_header_mode) || body != "BUFFERED" {
-        problems.push(FilterProblem {
-            message: format!("request_body_mode: {body}: the body of a retry cannot be replaced"),
-            fix: write(
+
+    /// Checks the called server and the processed requests.
+    fn check_requests(&mut self) {
+        let filter = &self.upstream.filter;
+        let expected = self.at.site.expected;
+        let addresses = filter.addresses(self.at.site.dump);
+        if !addresses.iter().any(|address| expected.is_ours(address)) {
+            let listen = expected.listen_text().0;
+            self.add(
+                format!("it does not call warmroute, which listens at {listen}"),
+                "the `grpc_service` of the main filter, with its own `initial_metadata`",
+            );
+        }
+        let body = filter.config.mode("request_body_mode");
+        if !filter.config.sends_headers("request_header_mode") || body != BUFFERED {
+            self.add(
+                format!("request_body_mode: {body}: the body of a retry cannot be replaced"),
                 "`request_header_mode: SEND` and `request_body_mode: BUFFERED` under \
-                 `processing_mode`",
-            ),
-        });
+                `processing_mode`",
+            );
+        }
     }
-    problems
-}
 
-/// Returns the problems of the attributes and metadata that identify a retry.
-fn metadata_problems(
-    site: &FilterSite<'_>,
-    filter: &ExtProcFilter,
-    write: &impl Fn(&str) -> String,
-) -> Vec<FilterProblem> {
-    let mut problems = Vec::new();
-    let config = &filter.config;
-    if !config
-        .request_attributes
-        .iter()
-        .any(|name| name == UPSTREAM_ADDRESS)
-    {
-        problems.push(FilterProblem {
-            message: format!(
-                "request_attributes has no {UPSTREAM_ADDRESS}: warmroute does not know the worker \
-                 of a retry, and leaves it unchanged"
-            ),
-            fix: write(&format!("`request_attributes: [{UPSTREAM_ADDRESS}]`")),
-        });
-    }
-    if !config
-        .metadata_options
-        .forwarding_namespaces
-        .contains(WARMROUTE_NAMESPACE)
-    {
-        problems.push(FilterProblem {
-            message: format!(
-                "forwarding_namespaces has no {WARMROUTE_NAMESPACE}: warmroute cannot assign a retry to its \
-                 request, and leaves it unchanged"
-            ),
-            fix: write(&format!(
-                "`metadata_options: {{forwarding_namespaces: {{untyped: [{WARMROUTE_NAMESPACE}]}}}}`"
-            )),
-        });
-    }
-    let receives = |filter: &&ExternalProcessor| {
-        filter
-            .metadata_options
-            .receiving_namespaces
-            .contains(WARMROUTE_NAMESPACE)
-    };
-    if !site.variants().iter().all(receives) {
-        problems.push(FilterProblem {
-            message: format!(
-                "the receiving_namespaces of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot assign a retry \
-                 to its request",
+    /// Checks the attributes and metadata that identify a retry.
+    fn check_metadata(&mut self) {
+        let config = &self.upstream.filter.config;
+        if !config
+            .node()
+            .contains("request_attributes", UPSTREAM_ADDRESS)
+        {
+            self.add(
+                format!(
+                    "request_attributes has no {UPSTREAM_ADDRESS}: warmroute does not know the \
+                    worker of a retry, and leaves it unchanged"
+                ),
+                &format!("`request_attributes: [{UPSTREAM_ADDRESS}]`"),
+            );
+        }
+        if !config.forwards(WARMROUTE_NAMESPACE) {
+            self.add(
+                format!(
+                    "forwarding_namespaces has no {WARMROUTE_NAMESPACE}: warmroute cannot assign \
+                    a retry to its request, and leaves it unchanged"
+                ),
+                &format!(
+                    "`metadata_options: {{forwarding_namespaces: {{untyped: \
+                    [{WARMROUTE_NAMESPACE}]}}}}`"
+                ),
+            );
+        }
+        let site = self.at.site;
+        let mut variants = site.variants().into_iter();
+        if !variants.all(|filter| filter.receives(WARMROUTE_NAMESPACE)) {
+            let message = format!(
+                "the receiving_namespaces of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot \
+                assign a retry to its request",
                 site.main.name
-            ),
-            fix: site.in_main_filter(&format!(
-                "`{WARMROUTE_NAMESPACE}` into `receiving_namespaces: {{untyped: [..]}}` under `metadata_options`"
-            )),
-        });
+            );
+            let fix = site.in_main_filter(&format!(
+                "`{WARMROUTE_NAMESPACE}` into `receiving_namespaces: {{untyped: [..]}}` under \
+                `metadata_options`"
+            ));
+            self.verdicts.push(error(message, fix));
+        }
     }
-    problems
+
+    /// Checks the requirements of a KV handoff. There must be time for another prefill, and the
+    /// filter must not fail open with stale blocks.
+    fn check_handoff(&mut self) {
+        let Some(needed) = self.at.site.expected.prefill_retry_wait else {
+            return;
+        };
+        let config = &self.upstream.filter.config;
+        let given = config.node().duration("max_message_timeout");
+        if config.is_buffered() && given.unwrap_or_default() < needed {
+            self.add(
+                format!(
+                    "max_message_timeout: {}, all attempts of a prefill with their margin: {}",
+                    format_timeout(given),
+                    DurationSetting(needed)
+                ),
+                &format!("`max_message_timeout: {}`", format_seconds(needed)),
+            );
+        }
+        if config.allows_failure() {
+            self.add(
+                "failure_mode_allow: true: if warmroute is unavailable or late, the next decode \
+                worker reads the blocks of the first attempt, which may belong to another request \
+                by then"
+                    .to_owned(),
+                "`failure_mode_allow: false`",
+            );
+        }
+    }
 }
 
 /// Checks the matcher. If a retry is mistaken for the first attempt, it is skipped. If a first
 /// attempt is mistaken for a retry, it is prefilled twice.
-fn check_matcher(matcher: &Value, actives: &[&ActiveRoute<'_>]) -> Option<FilterProblem> {
-    let tree = &matcher["matcher_tree"];
-    let by = tree["input"]["typed_config"]["header_name"]
-        .as_str()
-        .unwrap_or("another input");
-    let first = &tree["exact_match_map"]["map"]["1"]["action"]["typed_config"];
-    if !by.eq_ignore_ascii_case(ATTEMPT_COUNT) || !has_type(first, "SkipFilter") {
-        return Some(FilterProblem {
-            message: format!(
-                "it is matched by {by}, but must skip only the first attempt by {ATTEMPT_COUNT}"
+fn check_matcher(matcher: ConfigNode<'_>, actives: &[&ActiveRoute<'_>]) -> Option<CheckVerdict> {
+    let tree = matcher.at("matcher_tree");
+    let header = tree.given_text("input.typed_config.header_name");
+    let header = header.unwrap_or("another input");
+    let first = tree.at("exact_match_map.map.1.action.typed_config");
+    if !header.eq_ignore_ascii_case(ATTEMPT_COUNT) || !first.has_type("SkipFilter") {
+        return Some(error(
+            format!(
+                "it is matched by {header}, but must skip only the first attempt by \
+                {ATTEMPT_COUNT}"
             ),
-            fix: "write its `xds_matcher` as in envoy/disaggregated-call.yaml, or remove it to \
-                  process every attempt"
-                .to_owned(),
-        });
+            "write its `xds_matcher` as in envoy/disaggregated-call.yaml, or remove it to process \
+            every attempt",
+        ));
     }
-    let silent = actives
-        .iter()
-        .find(|active| !active.host.include_request_attempt_count)?;
-    Some(FilterProblem {
-        message: format!(
-            "the virtual host {} does not count attempts, so the first is mistaken for a retry",
-            silent.host.name
+    let mut hosts = actives.iter().map(|active| active.host);
+    let silent = hosts.find(|host| !host.flag("include_request_attempt_count"))?;
+    let name = silent.text("name");
+    Some(error(
+        format!(
+            "the virtual host {name} does not count attempts, so the first is mistaken for a retry"
         ),
-        fix: format!(
-            "in the virtual host `{}` write `include_request_attempt_count: true`",
-            silent.host.name
-        ),
-    })
-}
-
-/// Checks the requirements of a KV handoff. There must be time for another prefill, and the filter
-/// must not fail open with stale blocks.
-fn check_handoff(
-    config: &ExternalProcessor,
-    needed: std::time::Duration,
-    write: &impl Fn(&str) -> String,
-) -> Vec<FilterProblem> {
-    let mut problems = Vec::new();
-    let given = config
-        .max_message_timeout
-        .map(|given| given.0)
-        .filter(|given| !given.is_zero());
-    if given.is_none_or(|given| given < needed) && is_buffered(config) {
-        let text = given.map_or("none".to_owned(), |given| {
-            DurationSetting(given).to_string()
-        });
-        problems.push(FilterProblem {
-            message: format!(
-                "max_message_timeout: {text}, all attempts of a prefill with their margin: {}",
-                DurationSetting(needed)
-            ),
-            fix: write(&format!(
-                "`max_message_timeout: {}`",
-                format_seconds(needed)
-            )),
-        });
-    }
-    if config.failure_mode_allow {
-        problems.push(FilterProblem {
-            message: "failure_mode_allow: true: if warmroute is unavailable or late, the next \
-                      decode worker reads the blocks of the first attempt, which may belong to \
-                      another request by then"
-                .to_owned(),
-            fix: write("`failure_mode_allow: false`"),
-        });
-    }
-    problems
+        format!("in the virtual host `{name}` write `include_request_attempt_count: true`"),
+    ))
 }

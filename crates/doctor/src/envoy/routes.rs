@@ -1,20 +1,21 @@
 //! Checks of the inference routes: body limits, timeouts, retries, and routing headers of clients.
 
+use std::cmp::Ordering;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use serde_json::Value;
 use warmroute_settings::{ByteSize, DurationSetting};
 
+use super::cluster::{EnvoyCluster, HostSelection};
 use super::control_plane::ControlPlane;
-use super::ext_proc_cluster::{ClusterTraffic, check_breakers};
-use super::filter::is_buffered;
-use super::fixes::EnvoySetting;
-use super::host_selection::{HostSelection, host_selection, routed_clusters, selection_headers};
+use super::ext_proc_cluster::check_request_limits;
+use super::fixes::{client_headers_fix, settings};
 use super::retry::{has_remote_prefill, late_conditions};
-use super::schema::{EnvoyCluster, RetryPolicy, has_type};
-use super::site::{ActiveRoute, FilterSite};
-use crate::finding::{Finding, FindingBuilder, FindingLevel};
+use super::site::{ActiveRoute, ClusterFacts, FilterSite, RouteFacts};
+use crate::finding::{
+    CheckVerdict, Finding, FindingLevel, error, note, ok, row, run_checks, warning,
+};
+use FindingLevel::Warning;
 
 /// Envoy's default for buffered bodies, in bytes.
 const DEFAULT_BUFFER: u64 = 1 << 20;
@@ -27,72 +28,64 @@ const VLLM_KEEP_ALIVE: Duration = Duration::from_secs(5);
 
 /// Returns the findings about the routes.
 pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
-    let mut findings: Vec<Finding> = check_client_headers(site)
-        .into_iter()
-        .chain(check_idle_timeout(site))
-        .collect();
+    let site_rows = [
+        row("envoy.client_headers", check_client_headers),
+        row("envoy.idle_timeout", check_idle_timeout),
+    ];
+    let route_rows = [
+        row("envoy.body_limit", check_body_limit),
+        row("envoy.route_timeout", check_timeout),
+        row("envoy.retry", check_retry),
+    ];
+    let cluster_rows = [
+        row("envoy.circuit_breakers", check_request_limits),
+        row("envoy.worker_idle_timeout", check_worker_idle_timeout),
+    ];
+    let mut findings = run_checks(site, &site_rows);
     for active in &site.active {
-        let checks = [
-            check_body_limit(site, active),
-            Some(check_timeout(site, active)),
-            check_retry(site, active),
-        ];
-        for finding in checks.into_iter().flatten() {
-            if !findings.contains(&finding) {
-                findings.push(finding);
-            }
-        }
+        findings.extend(run_checks(&RouteFacts { site, active }, &route_rows));
     }
-    for (cluster, _) in routed_clusters(site) {
-        findings.push(check_breakers(site, cluster, ClusterTraffic::Requests));
-        findings.push(check_worker_idle_timeout(site, cluster));
+    for cluster in site.routed_clusters() {
+        findings.extend(run_checks(&cluster, &cluster_rows));
     }
     findings
 }
 
 /// Compares the body limits. If Envoy's limit is larger, longer bodies are forwarded unrouted. If
 /// it is smaller, Envoy rejects requests.
-fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<Finding> {
-    if !is_buffered(&active.filter) {
+fn check_body_limit(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
+    if !at.active.filter.is_buffered() {
         return None;
     }
-    let at = site.route_check("envoy.body_limit", active);
-    let (limit, name) = buffer_limit(site, active);
+    let (limit, name) = buffer_limit(at);
+    let ours = at.site.expected.body_limit;
     let message = format!(
         "{} ({name}), requests.limits.max_body_size: {}",
         ByteSize(limit),
-        ByteSize(site.expected.body_limit)
+        ByteSize(ours)
     );
-    let own = format!(
-        "in the virtual host `{}` write `request_body_buffer_limit: {}`",
-        active.host.name, site.expected.body_limit
-    );
-    let ours = format!(
-        "in the configuration of warmroute `requests: {{limits: {{max_body_size: {}}}}}`",
+    let setting = settings::BODY_LIMIT.with("limit", ours.to_string());
+    let setting = setting.with("host", at.active.host.text("name"));
+    let fix = at.site.fix(setting).unwrap_or_default();
+    let fix_or_limit = format!(
+        "{fix}, or in the configuration of warmroute `requests: {{limits: {{max_body_size: {}}}}}`",
         ByteSize(limit)
     );
-    let fix = site
-        .fix(&EnvoySetting::BodyLimit(site.expected.body_limit, own))
-        .unwrap_or_default();
-    let fix_or_limit = format!("{fix}, or {ours}");
-    Some(match limit.cmp(&site.expected.body_limit) {
-        std::cmp::Ordering::Equal => at.ok(message),
+    Some(match limit.cmp(&ours) {
+        Ordering::Equal => ok(message),
         // The connection buffers of Envoy Gateway are too small even for average prompts.
-        std::cmp::Ordering::Less if limit < DEFAULT_BUFFER => at.error(
+        Ordering::Less if limit < DEFAULT_BUFFER => error(
             format!(
-                "{message}; longer bodies get 413, and prompts of a few thousand tokens \
-            exceed the limit"
+                "{message}; longer bodies get 413, and prompts of a few thousand tokens exceed \
+                the limit"
             ),
             fix,
         ),
-        std::cmp::Ordering::Less => at.warning(
-            format!(
-                "{message}; longer bodies get 413, although warmroute accepts \
-            them"
-            ),
+        Ordering::Less => warning(
+            format!("{message}; longer bodies get 413, although warmroute accepts them"),
             fix_or_limit,
         ),
-        std::cmp::Ordering::Greater => at.error(
+        Ordering::Greater => error(
             format!("{message}; bodies between the two limits are forwarded unrouted"),
             fix_or_limit,
         ),
@@ -100,352 +93,234 @@ fn check_body_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<F
 }
 
 /// Returns the limit of a buffered body on a route, and the name of the setting.
-fn buffer_limit(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> (u64, &'static str) {
-    let route = active.route;
-    let host = active.host;
-    let limits = [
-        (
-            route.request_body_buffer_limit,
-            "request_body_buffer_limit of the route",
-        ),
-        (
-            host.request_body_buffer_limit,
-            "request_body_buffer_limit of the virtual host",
-        ),
-        (
-            route.per_request_buffer_limit_bytes,
-            "per_request_buffer_limit_bytes of the route",
-        ),
-        (
-            host.per_request_buffer_limit_bytes,
-            "per_request_buffer_limit_bytes of the virtual host",
-        ),
-        (
-            site.listener.connection_buffer,
-            "per_connection_buffer_limit_bytes of the listener",
-        ),
+fn buffer_limit(at: &RouteFacts<'_, '_>) -> (u64, String) {
+    let keys = [
+        "request_body_buffer_limit",
+        "per_request_buffer_limit_bytes",
     ];
-    limits
-        .into_iter()
-        .find_map(|(limit, name)| Some((limit?, name)))
-        .unwrap_or((DEFAULT_BUFFER, "the default"))
-}
-
-fn check_timeout(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Finding {
-    let at = site.route_check("envoy.route_timeout", active);
-    let fix = site
-        .fix(&EnvoySetting::RouteTimeout(active.title()))
-        .unwrap_or_default();
-    match active.action.timeout.map(|given| given.0) {
-        Some(Duration::ZERO) => at.ok("no timeout for responses"),
-        Some(given) => at.warning(
-            format!(
-                "timeout: {}; longer responses are cut off",
-                DurationSetting(given)
-            ),
-            fix,
-        ),
-        None => at.error(
-            format!(
-                "timeout: {}, the default; longer responses are cut off",
-                DurationSetting(DEFAULT_TIMEOUT)
-            ),
-            fix,
-        ),
-    }
-}
-
-fn check_retry(site: &FilterSite<'_>, active: &ActiveRoute<'_>) -> Option<Finding> {
-    let at = site.route_check("envoy.retry", active);
-    let to: Vec<HostSelection> = active
-        .action
-        .clusters()
-        .filter_map(|name| site.dump.clusters.get(name))
-        .map(host_selection)
-        .collect();
-    let several = to
+    let levels = [(at.active.route, "route"), (at.active.host, "virtual host")];
+    let settings = keys
         .iter()
-        .any(|selection| matches!(selection, HostSelection::Override(_)));
-    let Some(policy) = active.retry_policy() else {
-        let by_address = to
-            .iter()
-            .any(|selection| matches!(selection, HostSelection::OriginalDst(_)));
-        let is_needed = several || (by_address && site.plane != ControlPlane::Other);
+        .flat_map(|key| levels.map(|(node, level)| (key, node, level)));
+    let mut limits = settings.filter_map(|(key, node, level)| {
+        Some((node.number(key)?, format!("{key} of the {level}")))
+    });
+    let of_listener = at.site.listener.connection_buffer.map(|limit| {
+        let name = "per_connection_buffer_limit_bytes of the listener";
+        (limit, name.to_owned())
+    });
+    let limit = limits.next().or(of_listener);
+    limit.unwrap_or((DEFAULT_BUFFER, "the default".to_owned()))
+}
+
+fn check_timeout(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
+    let setting = settings::ROUTE_TIMEOUT.with("route", at.active.title());
+    let fix = at.site.fix(setting).unwrap_or_default();
+    Some(match at.active.route.duration("route.timeout") {
+        Some(Duration::ZERO) => ok("no timeout for responses"),
+        Some(given) => {
+            let given = DurationSetting(given);
+            warning(
+                format!("timeout: {given}; longer responses are cut off"),
+                fix,
+            )
+        }
+        None => {
+            let given = DurationSetting(DEFAULT_TIMEOUT);
+            error(
+                format!("timeout: {given}, the default; longer responses are cut off"),
+                fix,
+            )
+        }
+    })
+}
+
+fn check_retry(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
+    let clusters = at.active.clusters(at.site.dump);
+    let selections: Vec<HostSelection<'_>> = clusters.map(EnvoyCluster::host_selection).collect();
+    let mut found = selections.iter();
+    let overrides = found.any(|selection| matches!(selection, HostSelection::Override(_)));
+    let Some(policy) = at.active.retry_policy() else {
+        let mut found = selections.iter();
+        let by_address = found.any(|selection| matches!(selection, HostSelection::OriginalDst(_)));
+        let is_needed = overrides || (by_address && at.site.plane != ControlPlane::Other);
         return if is_needed {
-            missing_retry_policy(site, active, at)
+            missing_retry_policy(at)
         } else {
             None
         };
     };
-    let RetryPolicy {
-        retry_on,
-        retry_host_predicate,
-        ..
-    } = policy;
+    let retry_on = policy.text("retry_on");
     let late = late_conditions(policy);
     // With disaggregated prefill, such retries are intended, because either worker may fail. The
     // retry filter is checked separately.
-    if !late.is_empty() && !has_remote_prefill(site, active) {
-        return Some(at.warning(
-            format!(
-                "retry_on: {retry_on}: after {} a prompt that a worker has already started is \
-                computed again",
-                late.join(" and ")
-            ),
-            retry_fix(
-                site,
-                active,
-                "`retry_on: connect-failure,refused-stream,reset-before-request`",
-            ),
-        ));
+    if !late.is_empty() && !has_remote_prefill(at.site, at.active) {
+        let message = format!(
+            "retry_on: {retry_on}: after {} a prompt that a worker has already started is computed \
+            again",
+            late.join(" and ")
+        );
+        let fix = "`retry_on: connect-failure,refused-stream,reset-before-request`";
+        return Some(warning(message, retry_fix(at, fix)));
     }
-    let avoids_previous_hosts = retry_host_predicate
-        .iter()
-        .any(|predicate| predicate.name.contains("previous_hosts"));
-    Some(if avoids_previous_hosts || !several {
-        at.ok(format!("retry_on: {retry_on}"))
-    } else {
-        at.warning(
-            "no previous_hosts predicate: a retry may go to the same dead worker",
-            retry_fix(
-                site,
-                active,
-                "the `retry_host_predicate` and the `host_selection_retry_max_attempts` of \
-                envoy/standalone.yaml",
-            ),
-        )
-    })
+    let mut predicates = policy.items("retry_host_predicate");
+    if !overrides || predicates.any(|one| one.text("name").contains("previous_hosts")) {
+        return Some(ok(format!("retry_on: {retry_on}")));
+    }
+    let fix = "the `retry_host_predicate` and the `host_selection_retry_max_attempts` of \
+        envoy/standalone.yaml";
+    let message = "no previous_hosts predicate: a retry may go to the same dead worker";
+    Some(warning(message, retry_fix(at, fix)))
 }
 
-fn missing_retry_policy(
-    site: &FilterSite<'_>,
-    active: &ActiveRoute<'_>,
-    at: FindingBuilder,
-) -> Option<Finding> {
-    let cluster = active
-        .action
-        .clusters()
-        .find_map(|name| site.dump.clusters.get(name))?;
-    let fix = format!(
+fn missing_retry_policy(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
+    let cluster = at.active.clusters(at.site.dump).next()?;
+    let own = format!(
         "write the `retry_policy` of envoy/standalone.yaml in the {}",
-        active.title()
+        at.active.title()
     );
-    Some(site.report(
-        at,
-        FindingLevel::Warning,
-        "no retry_policy: requests to a dead worker get 503 until warmroute excludes it",
-        &EnvoySetting::Retry(cluster, fix),
-    ))
+    let message = "no retry_policy: requests to a dead worker get 503 until warmroute excludes it";
+    let setting = settings::RETRY.of(cluster).with("own", own);
+    Some(at.site.report(Warning, message, setting))
 }
 
-fn retry_fix(site: &FilterSite<'_>, active: &ActiveRoute<'_>, text: &str) -> String {
+fn retry_fix(at: &RouteFacts<'_, '_>, text: &str) -> String {
     let own = format!(
         "in the `retry_policy` of the {} write {text}",
-        active.title()
+        at.active.title()
     );
-    let cluster = active
-        .action
-        .clusters()
-        .find_map(|name| site.dump.clusters.get(name));
-    cluster
-        .and_then(|cluster| site.fix(&EnvoySetting::Retry(cluster, own.clone())))
+    let cluster = at.active.clusters(at.site.dump).next();
+    let setting = cluster.map(|cluster| settings::RETRY.of(cluster).with("own", own.as_str()));
+    setting
+        .and_then(|setting| at.site.fix(setting))
         .unwrap_or(own)
 }
 
 /// Checks the idle timeout. A queued request transfers no data, so the timeout must exceed the
 /// longest wait.
-fn check_idle_timeout(site: &FilterSite<'_>) -> Option<Finding> {
-    let at = site.listener_check("envoy.idle_timeout");
-    let of_all = site
-        .listener
-        .hcm
-        .stream_idle_timeout
-        .map_or(DEFAULT_IDLE_TIMEOUT, |given| given.0);
+fn check_idle_timeout(site: &FilterSite<'_>) -> Option<CheckVerdict> {
+    let of_all = site.listener.manager().duration("stream_idle_timeout");
+    let of_all = of_all.unwrap_or(DEFAULT_IDLE_TIMEOUT);
     // A route may override it, and zero disables it.
-    let of_routes = site
-        .active
-        .iter()
-        .map(|active| active.action.idle_timeout.map_or(of_all, |given| given.0));
-    let given =
-        of_routes
-            .filter(|given| !given.is_zero())
-            .min()
-            .unwrap_or(if site.active.is_empty() {
-                of_all
-            } else {
-                Duration::ZERO
-            });
-    let needed = site.expected.longest_wait.unwrap_or_default();
-    Some(if given.is_zero() || given > needed {
-        at.ok(format!("stream_idle_timeout: {}", DurationSetting(given)))
+    let routes = site.active.iter().map(|active| active.route);
+    let of_routes = routes.map(|route| route.duration("route.idle_timeout").unwrap_or(of_all));
+    let shortest = of_routes.filter(|given| !given.is_zero()).min();
+    let unused = if site.active.is_empty() {
+        of_all
     } else {
-        at.error(
-            format!(
-                "stream_idle_timeout: {}, the longest wait: {}; waiting requests are ended",
-                DurationSetting(given),
-                DurationSetting(needed)
-            ),
-            site.fix(&EnvoySetting::IdleTimeout(
-                needed + Duration::from_secs(600),
-            ))
-            .unwrap_or_default(),
-        )
-    })
+        Duration::ZERO
+    };
+    let given = shortest.unwrap_or(unused);
+    let needed = site.expected.longest_wait.unwrap_or_default();
+    let message = format!("stream_idle_timeout: {}", DurationSetting(given));
+    if given.is_zero() || given > needed {
+        return Some(ok(message));
+    }
+    let setting = settings::IDLE_TIMEOUT.lasting(needed + Duration::from_secs(600));
+    Some(error(
+        format!(
+            "{message}, the longest wait: {}; waiting requests are ended",
+            DurationSetting(needed)
+        ),
+        site.fix(setting).unwrap_or_default(),
+    ))
 }
 
 /// Checks that Envoy closes idle connections before the worker does. Otherwise a request can be sent
 /// on a connection that the worker is closing. Zero disables the timeout.
-fn check_worker_idle_timeout(site: &FilterSite<'_>, cluster: &EnvoyCluster) -> Finding {
-    let at = FindingBuilder::new(
-        "envoy.worker_idle_timeout",
-        format!("cluster {}", cluster.name),
-    );
-    let given = cluster.idle_timeout();
+fn check_worker_idle_timeout(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
+    let given = at.cluster.idle_timeout();
     let timeout = given.unwrap_or(DEFAULT_CONNECTION_IDLE_TIMEOUT);
     let source = if given.is_some() { "" } else { ", the default" };
     let message = format!("idle_timeout: {}{source}", DurationSetting(timeout));
     if !timeout.is_zero() && timeout < VLLM_KEEP_ALIVE {
-        return at.ok(message);
+        return Some(ok(message));
     }
-    site.report(
-        at,
-        FindingLevel::Warning,
-        format!(
-            "{message}; vLLM closes idle connections after {}, and a request sent at that moment \
-            gets 503",
-            DurationSetting(VLLM_KEEP_ALIVE)
-        ),
-        &EnvoySetting::WorkerIdleTimeout(cluster),
-    )
+    let message = format!(
+        "{message}; vLLM closes idle connections after {}, and a request sent at that moment gets \
+        503",
+        DurationSetting(VLLM_KEEP_ALIVE)
+    );
+    let setting = settings::WORKER_IDLE_TIMEOUT.of(at.cluster);
+    Some(at.site.report(Warning, message, setting))
 }
 
 /// Checks that clients cannot set routing headers. warmroute removes them from the requests that it
 /// receives. If a header selects the worker while warmroute is bypassed, Envoy must remove the
 /// header.
-fn check_client_headers(site: &FilterSite<'_>) -> Option<Finding> {
-    let at = site.listener_check("envoy.client_headers");
-    let stripped = removed_headers(site);
-    let missing: Vec<&str> = site
-        .expected
-        .reserved_headers
-        .iter()
-        .map(String::as_str)
-        .filter(|name| !stripped.contains(*name))
-        .collect();
-    if missing.is_empty() {
-        return Some(at.ok(format!(
-            "Envoy removes all {} routing headers of clients",
-            site.expected.reserved_headers.len()
+fn check_client_headers(site: &FilterSite<'_>) -> Option<CheckVerdict> {
+    let removed = removed_headers(site);
+    let reserved = site.expected.reserved_headers.iter().map(String::as_str);
+    let missing: Vec<&str> = reserved.filter(|name| !removed.contains(*name)).collect();
+    let Some(first) = missing.first() else {
+        let count = site.expected.reserved_headers.len();
+        return Some(ok(format!(
+            "Envoy removes all {count} routing headers of clients"
         )));
-    }
-    let fix = site
-        .fix(&EnvoySetting::ClientHeaders(&missing))
-        .unwrap_or_default();
-    let decide = routing_headers(site);
-    let dangerous: Vec<&str> = missing
-        .iter()
-        .copied()
-        .filter(|name| decide.contains(*name))
-        .collect();
-    if !dangerous.is_empty() {
-        return Some(at.error(
-            format!(
-                "Envoy accepts {} from clients: a client can choose its worker while warmroute is \
-                 unavailable",
-                dangerous.join(", ")
-            ),
-            fix,
-        ));
-    }
-    if site.plane == ControlPlane::Other {
-        return Some(at.warning(
-            format!(
-                "Envoy accepts {} from clients: they reach the workers while warmroute is \
-                 unavailable",
-                missing.join(", ")
-            ),
-            fix,
-        ));
-    }
-    Some(unremoved_headers(site, at, &missing))
-}
-
-/// Reports headers that a generated configuration does not remove early. Such a configuration
-/// selects the worker by metadata, or by a header that it removes later.
-fn unremoved_headers(site: &FilterSite<'_>, at: FindingBuilder, missing: &[&str]) -> Finding {
-    let fails_open = site
-        .variants()
-        .iter()
-        .any(|filter| filter.failure_mode_allow);
-    if fails_open {
-        at.note(format!(
-            "Envoy accepts {} routing headers from clients, such as {}: they select no worker, but \
-             without warmroute they reach the workers",
-            missing.len(),
-            missing[0]
+    };
+    let selecting = routing_headers(site);
+    let mut dangerous = missing.clone();
+    dangerous.retain(|name| selecting.contains(*name));
+    let fix = site.fix(client_headers_fix(&missing)).unwrap_or_default();
+    let count = missing.len();
+    let variants = site.variants();
+    Some(if !dangerous.is_empty() {
+        let message = format!(
+            "Envoy accepts {} from clients: a client can choose its worker while warmroute is \
+            unavailable",
+            dangerous.join(", ")
+        );
+        error(message, fix)
+    } else if site.plane == ControlPlane::Other {
+        let message = format!(
+            "Envoy accepts {} from clients: they reach the workers while warmroute is unavailable",
+            missing.join(", ")
+        );
+        warning(message, fix)
+    // A generated configuration selects the worker by metadata, or by a header that it removes
+    // later.
+    } else if variants.iter().any(|filter| filter.allows_failure()) {
+        note(format!(
+            "Envoy accepts {count} routing headers from clients, such as {first}: they select no \
+            worker, but without warmroute they reach the workers"
         ))
     } else {
-        at.ok(format!(
-            "warmroute removes {} routing headers of clients, and no request passes without it",
-            missing.len()
+        ok(format!(
+            "warmroute removes {count} routing headers of clients, and no request passes without it"
         ))
-    }
+    })
 }
 
 /// Returns the headers that are removed before the filter or a route reads them.
 fn removed_headers(site: &FilterSite<'_>) -> BTreeSet<String> {
-    let early = site
-        .listener
-        .hcm
-        .early_header_mutation_extensions
-        .iter()
-        .map(|extension| &extension.typed_config["mutations"]);
-    let before = site
-        .listener
-        .hcm
-        .http_filters
-        .iter()
-        .take(site.main.index)
-        .map(|filter| &filter.typed_config);
-    let before = before
-        .filter(|config| has_type(config, "HeaderMutation"))
-        .map(|config| &config["mutations"]["request_mutations"]);
-    let removed = |mutations: &Value| {
-        let list = mutations.as_array().into_iter().flatten();
-        list.filter_map(|mutation| mutation["remove"].as_str())
-            .map(str::to_ascii_lowercase)
-            .collect::<Vec<_>>()
-    };
-    early.chain(before).flat_map(removed).collect()
+    let manager = site.listener.manager();
+    let early = manager.items("early_header_mutation_extensions");
+    let early = early.flat_map(|extension| extension.items("typed_config.mutations"));
+    let before = site.listener.filters().take(site.main.index);
+    let before = before.map(|filter| filter.at("typed_config"));
+    let before = before.filter(|config| config.has_type("HeaderMutation"));
+    let before = before.flat_map(|config| config.items("mutations.request_mutations"));
+    let mutations = early.chain(before);
+    let removed = mutations.filter_map(|mutation| mutation.given_text("remove"));
+    removed.map(str::to_ascii_lowercase).collect()
 }
 
 /// Returns the headers by which Envoy selects a host or a route.
 fn routing_headers(site: &FilterSite<'_>) -> BTreeSet<String> {
-    let by_cluster = routed_clusters(site)
-        .into_iter()
-        .flat_map(|(cluster, _)| selection_headers(&host_selection(cluster)));
-    let by_route = site.active.iter().flat_map(|active| {
-        let matched = active
-            .route
-            .matches
-            .headers
-            .iter()
-            .map(|header| header.name.clone());
-        matched.chain(active.action.cluster_header.clone())
-    });
-    let rules = site
-        .listener
-        .hcm
-        .http_filters
-        .iter()
-        .filter_map(|filter| filter.typed_config["request_rules"].as_array());
-    let by_rule = rules
-        .flatten()
-        .filter_map(|rule| rule["header"].as_str())
-        .map(str::to_owned);
-    by_cluster
-        .chain(by_route)
-        .chain(by_rule)
-        .map(|name| name.to_ascii_lowercase())
-        .collect()
+    let mut headers = BTreeSet::new();
+    for routed in site.routed_clusters() {
+        match routed.cluster.host_selection() {
+            HostSelection::Override(policy) => {
+                headers.extend(policy.headers().map(str::to_ascii_lowercase));
+            }
+            HostSelection::OriginalDst(header) => _ = headers.insert(header),
+            HostSelection::Subset(_) | HostSelection::ClusterPolicy => {}
+        }
+    }
+    let by_route = site.active.iter().flat_map(ActiveRoute::matched_headers);
+    let filters = site.listener.filters();
+    let rules = filters.flat_map(|filter| filter.items("typed_config.request_rules"));
+    let by_rule = rules.filter_map(|rule| rule.given_text("header"));
+    headers.extend(by_route.chain(by_rule).map(str::to_ascii_lowercase));
+    headers
 }

@@ -1,6 +1,8 @@
 //! Applies the events of one worker rank to the index. The index and the position in the event
 //! stream change together. A reader with a copy of both can therefore resume right after the copied
 //! state. The code is synchronous, so that a batch is applied as a whole.
+//!
+//! Decision 0034.
 
 mod batch;
 mod index_events;

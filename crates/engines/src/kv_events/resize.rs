@@ -4,6 +4,8 @@
 //! blocks with derived hashes, which needs no state. A smaller engine block is a part of an index
 //! block. The index block is held if all its parts are held, which needs the state in
 //! [`partial_blocks`].
+//!
+//! Decision 0036.
 
 mod partial_blocks;
 mod run;

@@ -4,6 +4,8 @@
 //! the newest live number. A live number that does not exceed the newest one indicates a restart. A
 //! restarted engine may already have passed the known numbers. Every replay therefore includes the
 //! last applied batch, which must be unchanged.
+//!
+//! Decision 0033.
 
 use xxhash_rust::xxh3::xxh3_64;
 

@@ -4,7 +4,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{ByteSize, DurationSetting, Problem};
+use warmroute_settings::{DurationSetting, Problem};
 
 /// Section `shared_cache:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -15,24 +15,10 @@ pub struct SharedCacheConfig {
     /// Maximum time that a request waits for a lookup.
     #[serde(default = "timeout")]
     pub timeout: DurationSetting,
-    /// Maximum number of concurrent lookups. Further requests are routed without one.
-    #[serde(default = "max_concurrency")]
-    pub max_concurrency: u32,
-    /// Maximum size of a response.
-    #[serde(default = "max_response_size")]
-    pub max_response_size: ByteSize,
 }
 
 fn timeout() -> DurationSetting {
     DurationSetting::millis(20)
-}
-
-fn max_concurrency() -> u32 {
-    64
-}
-
-fn max_response_size() -> ByteSize {
-    ByteSize::kib(64)
 }
 
 impl SharedCacheConfig {
@@ -41,8 +27,6 @@ impl SharedCacheConfig {
         Self {
             url: url.into(),
             timeout: timeout(),
-            max_concurrency: max_concurrency(),
-            max_response_size: max_response_size(),
         }
     }
 
@@ -61,16 +45,6 @@ impl SharedCacheConfig {
             problems.push(Problem::of(
                 "timeout",
                 "every request would time out after 0s; the default is 20ms",
-            ));
-        }
-        if self.max_concurrency == 0 {
-            let text = "no lookup would ever be made; the default is 64, and without this section no lookup is made";
-            problems.push(Problem::of("max_concurrency", text));
-        }
-        if self.max_response_size.0 == 0 {
-            problems.push(Problem::of(
-                "max_response_size",
-                "no answer fits a limit of 0; the default is 64KiB",
             ));
         }
         problems

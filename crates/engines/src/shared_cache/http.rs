@@ -21,14 +21,19 @@ use super::{
 /// points, so the timeout cannot interrupt it.
 const MAX_BLOCKS: usize = 1 << 16;
 
+/// Maximum size of a response in bytes.
+pub(super) const MAX_RESPONSE: usize = 64 << 10;
+
+/// Maximum number of concurrent lookups. Further requests are routed without one.
+pub(super) const MAX_CONCURRENCY: usize = 64;
+
 /// HTTP client of a shared cache.
 #[derive(Debug)]
 pub struct HttpSharedCache {
     client: Client,
     url: Url,
     timeout: Duration,
-    max_response: usize,
-    permits: Semaphore,
+    pub(super) permits: Semaphore,
 }
 
 #[derive(Serialize)]
@@ -63,13 +68,12 @@ impl HttpSharedCache {
         let builder = warmroute_runtime::tls::http_client_builder()
             .redirect(Policy::none())
             .tcp_nodelay(true);
-        let pool = builder.pool_max_idle_per_host(config.max_concurrency as usize);
+        let pool = builder.pool_max_idle_per_host(MAX_CONCURRENCY);
         Ok(Self {
             client: pool.build().map_err(|problem| client(&problem))?,
             url,
             timeout: config.timeout.get(),
-            max_response: config.max_response_size.bytes(),
-            permits: Semaphore::new((config.max_concurrency as usize).min(Semaphore::MAX_PERMITS)),
+            permits: Semaphore::new(MAX_CONCURRENCY),
         })
     }
 
@@ -103,8 +107,8 @@ impl HttpSharedCache {
     async fn read_body(&self, mut response: Response) -> Result<Vec<u8>, SharedCacheError> {
         let mut body = Vec::new();
         while let Some(chunk) = response.chunk().await.map_err(connection_error)? {
-            if body.len() + chunk.len() > self.max_response {
-                return Err(SharedCacheError::TooLong(self.max_response));
+            if body.len() + chunk.len() > MAX_RESPONSE {
+                return Err(SharedCacheError::TooLong);
             }
             body.extend_from_slice(&chunk);
         }

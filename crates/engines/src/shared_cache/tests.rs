@@ -17,10 +17,11 @@ use tokio::net::TcpListener;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
+use super::http::MAX_CONCURRENCY;
 use super::*;
 use warmroute_core::block::{CacheSalt, LocalHash};
 use warmroute_core::worker::BlockSize;
-use warmroute_settings::{ByteSize, DurationSetting};
+use warmroute_settings::DurationSetting;
 
 /// Behavior of the server.
 #[derive(Clone)]
@@ -243,27 +244,14 @@ async fn slow_server_times_out() {
 #[tokio::test]
 async fn oversized_answer_is_not_read_completely() {
     let server = Server::start(Behaviour::Flood).await;
-    let config = SharedCacheConfig {
-        max_response_size: ByteSize::kib(4),
-        ..server.config()
-    };
-    let problem = query(&config, &prompt(8)).await.unwrap_err();
-    assert!(
-        matches!(problem, SharedCacheError::TooLong(4096)),
-        "{problem}"
-    );
-    let body = r#"{"ranges": [[0, 1]]}"#;
-    let server = Server::responding(StatusCode::OK, body).await;
-    for (limit, fits) in [(body.len(), true), (body.len() - 1, false)] {
-        let config = SharedCacheConfig {
-            max_response_size: ByteSize(limit as u64),
-            ..server.config()
-        };
-        assert_eq!(
-            query(&config, &prompt(8)).await.is_ok(),
-            fits,
-            "a limit of {limit}"
-        );
+    let problem = query(&server.config(), &prompt(8)).await.unwrap_err();
+    assert!(matches!(problem, SharedCacheError::TooLong), "{problem}");
+    for (length, fits) in [(MAX_RESPONSE, true), (MAX_RESPONSE + 1, false)] {
+        let ranges = r#"{"ranges": [[0, 1]]}"#;
+        let body = ranges.to_owned() + &" ".repeat(length - ranges.len());
+        let server = Server::responding(StatusCode::OK, body).await;
+        let answer = query(&server.config(), &prompt(8)).await;
+        assert_eq!(answer.is_ok(), fits, "{length} bytes");
     }
 }
 
@@ -285,11 +273,8 @@ async fn unreachable_server_is_an_error() {
 async fn lookups_beyond_the_limit_are_busy() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let config = SharedCacheConfig {
-        max_concurrency: 1,
-        ..server.config()
-    };
-    let cache = Arc::new(HttpSharedCache::new(&config).unwrap());
+    let cache = Arc::new(HttpSharedCache::new(&server.config()).unwrap());
+    cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let first = tokio::spawn({
         let cache = cache.clone();
         async move {
@@ -330,11 +315,8 @@ async fn lookups_beyond_the_limit_are_busy() {
 async fn cancelled_lookup_releases_its_permit() {
     let gate = Arc::new(Notify::new());
     let server = Server::start(Behaviour::Gate(gate.clone())).await;
-    let config = SharedCacheConfig {
-        max_concurrency: 1,
-        ..server.config()
-    };
-    let cache = HttpSharedCache::new(&config).unwrap();
+    let cache = HttpSharedCache::new(&server.config()).unwrap();
+    cache.permits.forget_permits(MAX_CONCURRENCY - 1);
     let prompt = prompt(2);
     let is_cancelled = tokio::select! {
         _ = cache.query(SharedCacheQuery { model: "m", prompt: &prompt }) => false,
@@ -404,23 +386,9 @@ fn invalid_settings_are_reported() {
         (
             SharedCacheConfig {
                 timeout: DurationSetting::millis(0),
-                ..good.clone()
-            },
-            "timeout",
-        ),
-        (
-            SharedCacheConfig {
-                max_concurrency: 0,
-                ..good.clone()
-            },
-            "max_concurrency",
-        ),
-        (
-            SharedCacheConfig {
-                max_response_size: ByteSize(0),
                 ..good
             },
-            "max_response_size",
+            "timeout",
         ),
     ];
     for (config, key) in cases {

@@ -3,7 +3,7 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use warmroute_settings::{DurationSetting, Problem};
+use warmroute_settings::DurationSetting;
 
 /// `readiness:`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -54,29 +54,10 @@ impl Default for DrainConfig {
 pub struct ReloadConfig {
     /// Whether the file is reloaded when it changes.
     pub watch: bool,
-    /// Poll interval, in case a file notification is lost.
-    pub poll_interval: DurationSetting,
-    /// Time without changes before the file is read, so that a write in several parts is read once.
-    pub debounce: DurationSetting,
 }
 
 impl Default for ReloadConfig {
     fn default() -> Self {
-        Self {
-            watch: true,
-            poll_interval: DurationSetting::seconds(5),
-            debounce: DurationSetting::millis(100),
-        }
-    }
-}
-
-impl ReloadConfig {
-    /// Returns semantic errors.
-    pub fn problems(&self) -> Vec<Problem> {
-        let zero = self.poll_interval.get().is_zero();
-        let text = "an interval of 0s would poll without pause; the default is 5s";
-        zero.then(|| Problem::of("poll_interval", text))
-            .into_iter()
-            .collect()
+        Self { watch: true }
     }
 }

@@ -28,6 +28,12 @@ pub struct FileWatchTiming {
     pub debounce: Duration,
 }
 
+/// Timing of the watch of settings files.
+pub const SETTINGS_WATCH: FileWatchTiming = FileWatchTiming {
+    poll: Duration::from_secs(5),
+    debounce: Duration::from_millis(100),
+};
+
 /// Watcher of files. Changes after its creation are not missed.
 pub struct FileWatcher {
     notify: Arc<Notify>,

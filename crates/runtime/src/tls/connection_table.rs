@@ -1,4 +1,6 @@
 //! Open connections of one listener. When a limit is reached, idle connections are evicted.
+//!
+//! Decision 0055.
 
 use std::net::IpAddr;
 use std::sync::Arc;

@@ -268,7 +268,7 @@ mod tests {
     #[test]
     fn instructions_name_existing_keys() {
         let reference =
-            std::fs::read_to_string(format!("{}/docs/configuration.md", crate::REPOSITORY))
+            std::fs::read_to_string(format!("{}/examples/warmroute.yaml", crate::REPOSITORY))
                 .unwrap();
         for hint in PAGES
             .iter()

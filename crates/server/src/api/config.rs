@@ -10,6 +10,9 @@ use warmroute_core::load::ledger::LedgerRules;
 use warmroute_runtime::tls::{ListenerExposure, TlsConfig};
 use warmroute_settings::{ADDRESS_PATTERN, DurationSetting, Problem};
 
+/// Maximum number of blocks of one prompt. Each block causes several lookups.
+pub const MAX_PROMPT_BLOCKS: usize = 1 << 17;
+
 /// The `listeners.api:` section: the router as a gRPC service. Every client that reaches it can
 /// book load and pin requests, and clients are not authenticated. The service is off unless the
 /// section exists.
@@ -26,12 +29,6 @@ pub struct ApiConfig {
     pub unprotected: bool,
     /// Time without calls after which a booking expires.
     pub booking_timeout: DurationSetting,
-    /// Maximum number of bookings.
-    pub max_bookings: u32,
-    /// Maximum number of blocks of one prompt.
-    pub max_prompt_blocks: u32,
-    /// Maximum number of blocks of all bookings together.
-    pub max_booked_blocks: u32,
 }
 
 impl Default for ApiConfig {
@@ -41,9 +38,6 @@ impl Default for ApiConfig {
             tls: None,
             unprotected: false,
             booking_timeout: DurationSetting::seconds(300),
-            max_bookings: 1 << 20,
-            max_prompt_blocks: 1 << 17,
-            max_booked_blocks: 1 << 25,
         }
     }
 }
@@ -56,22 +50,6 @@ impl ApiConfig {
             let text = "every booking would expire immediately; set the longest time between two \
             calls of a client, for example 300s";
             problems.push(Problem::of("booking_timeout", text));
-        }
-        if self.max_bookings == 0 {
-            problems.push(Problem::of(
-                "max_bookings",
-                "no request could be booked; set at least 1",
-            ));
-        }
-        if self.max_prompt_blocks == 0 {
-            problems.push(Problem::of(
-                "max_prompt_blocks",
-                "no prompt could be queried; set at least 1",
-            ));
-        }
-        if self.max_booked_blocks < self.max_prompt_blocks {
-            let text = "a prompt of `max_prompt_blocks` could not be booked; set at least as many";
-            problems.push(Problem::of("max_booked_blocks", text));
         }
         problems
     }
@@ -96,15 +74,13 @@ impl ApiConfig {
 
     /// Returns the limits of the ledger.
     pub fn ledger_rules(&self) -> LedgerRules {
-        let max_bookings = self.max_bookings as usize;
-        // This number suffices to recognize repeated calls. An ended attempt beyond it could be
-        // booked again.
-        let max_ended = (max_bookings / 8).max(64);
+        let rules = LedgerRules::default();
         LedgerRules {
             idle_timeout: self.booking_timeout.get(),
-            max_bookings,
-            max_blocks: self.max_booked_blocks as usize,
-            max_ended,
+            // This number suffices to recognize repeated calls. An ended attempt beyond it could be
+            // booked again.
+            max_ended: rules.max_bookings / 8,
+            ..rules
         }
     }
 }

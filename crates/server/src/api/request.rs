@@ -13,6 +13,7 @@ use warmroute_core::policy::{RouterOverrides, WorkerPin};
 use warmroute_core::router::{Reason, RequestPriority, RoutePrompt, RouteRequest};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
+use super::config::MAX_PROMPT_BLOCKS;
 use super::error::ApiError;
 use super::pb;
 use crate::dispatch::RequestSession;
@@ -30,29 +31,12 @@ pub(super) struct ParsedQuery {
     pub(super) tokens: Vec<Vec<u32>>,
 }
 
-/// Options for parsing a query.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct QueryOptions {
-    /// Maximum number of blocks of a prompt. Each block causes several lookups.
-    pub(super) max_blocks: usize,
-    /// Whether the shared cache is queried.
-    pub(super) query_shared_cache: bool,
-}
-
-impl QueryOptions {
-    fn check_blocks(self, blocks: usize) -> Result<(), ApiError> {
-        let limit = self.max_blocks;
-        let text = || {
-            format!(
-                "the prompt has {blocks} blocks; `listeners.api.max_prompt_blocks` allows {limit}"
-            )
-        };
-        if blocks > limit {
-            Err(ApiError::InvalidArgument(text()))
-        } else {
-            Ok(())
-        }
+fn check_blocks(blocks: usize) -> Result<(), ApiError> {
+    if blocks > MAX_PROMPT_BLOCKS {
+        let text = format!("the prompt has {blocks} blocks; the maximum is {MAX_PROMPT_BLOCKS}");
+        return Err(ApiError::InvalidArgument(text));
     }
+    Ok(())
 }
 
 /// The `model` field of a body.
@@ -61,11 +45,11 @@ struct QueryModel {
     model: Option<String>,
 }
 
-/// Parses a query and looks up external caches.
+/// Parses a query and looks up external caches. Bodies always query the shared cache.
 pub(super) async fn parse_query(
     preprocessor: &Arc<RequestPreprocessor>,
     query: Option<pb::PromptQuery>,
-    options: QueryOptions,
+    query_shared_cache: bool,
 ) -> Result<ParsedQuery, ApiError> {
     let Some(mut query) = query else {
         return Err(ApiError::invalid_argument("query is missing"));
@@ -76,17 +60,17 @@ pub(super) async fn parse_query(
         .ok_or_else(|| ApiError::invalid_argument("query.prompt is missing"))?;
     let mut query = match prompt {
         pb::prompt_query::Prompt::Body(body) => {
-            return parse_body_query(preprocessor, &query, body, options).await;
+            return parse_body_query(preprocessor, &query, body).await;
         }
         pb::prompt_query::Prompt::Tokens(tokens) => {
-            parse_token_query(preprocessor, query, tokens.ids, options)?
+            parse_token_query(preprocessor, query, tokens.ids)?
         }
         pb::prompt_query::Prompt::Blocks(blocks) => {
-            parse_block_query(preprocessor, &query, blocks, options)?
+            parse_block_query(preprocessor, &query, blocks)?
         }
     };
     preprocessor
-        .query_caches(&mut query.request, options.query_shared_cache)
+        .query_caches(&mut query.request, query_shared_cache)
         .await;
     Ok(query)
 }
@@ -95,7 +79,6 @@ async fn parse_body_query(
     preprocessor: &Arc<RequestPreprocessor>,
     query: &pb::PromptQuery,
     body: pb::Body,
-    options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
     if [&query.model, &query.adapter, &query.cache_salt]
         .into_iter()
@@ -131,7 +114,7 @@ async fn parse_body_query(
             _ => {}
         }
     }
-    options.check_blocks(
+    check_blocks(
         preprocessed
             .route_request
             .prompt
@@ -151,13 +134,12 @@ fn parse_token_query(
     preprocessor: &Arc<RequestPreprocessor>,
     query: pb::PromptQuery,
     tokens: Vec<u32>,
-    options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
     if tokens.is_empty() {
         return Err(ApiError::invalid_argument("the prompt has no tokens"));
     }
     let resolved = resolve_model(preprocessor, &query)?;
-    options.check_blocks(tokens.len() / resolved.model.block_size.tokens())?;
+    check_blocks(tokens.len() / resolved.model.block_size.tokens())?;
     let salt = Some(query.cache_salt).filter(|salt| !salt.is_empty());
     let request = preprocessor.preprocess_tokens(&resolved, tokens.clone(), salt);
     Ok(ParsedQuery {
@@ -171,7 +153,6 @@ fn parse_block_query(
     preprocessor: &Arc<RequestPreprocessor>,
     query: &pb::PromptQuery,
     blocks: pb::BlockHashes,
-    options: QueryOptions,
 ) -> Result<ParsedQuery, ApiError> {
     if !query.cache_salt.is_empty() {
         return Err(ApiError::invalid_argument(
@@ -187,7 +168,7 @@ fn parse_block_query(
             "there are {count} local hashes but {sequence_count} sequence hashes"
         )));
     }
-    options.check_blocks(count)?;
+    check_blocks(count)?;
     let tokens = usize::try_from(blocks.isl_tokens).unwrap_or(usize::MAX);
     if tokens == 0 || tokens / size.tokens() < count {
         let text = format!(

@@ -1,4 +1,6 @@
 //! Publishes endpoints to Envoy, by file and by xDS, and waits until Envoy uses them.
+//!
+//! Decision 0010.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use tokio_util::task::TaskTracker;
-use warmroute_tokens::openai::paths::ApiPaths;
 
 use crate::config::{Config, FirstToken};
 use crate::dispatch::Dispatcher;
@@ -148,7 +147,7 @@ fn options(config: &Config) -> ExchangeOptions {
         },
     };
     ExchangeOptions {
-        paths: Arc::new(ApiPaths::new(&config.requests.paths)),
+        paths: Arc::new(config.requests.api_paths()),
         body_limit: config.requests.limits.max_body_size.bytes(),
         routing_headers: routing_headers(config),
         clear_route_cache: config.gateway.clear_route_cache,

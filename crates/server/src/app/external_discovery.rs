@@ -1,6 +1,8 @@
 //! Discovery clients outside this crate. Clients of Kubernetes and DNS need large libraries, which
 //! a program that reads a workers file should not build. The caller of [`App::start`](super::App)
 //! provides them.
+//!
+//! Decision 0048.
 
 use std::convert::Infallible;
 use std::sync::Arc;

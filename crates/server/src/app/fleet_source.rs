@@ -15,10 +15,10 @@ use warmroute_core::engine_settings::ConfiguredSettings;
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_engines::kv_events::MediaTokens;
 use warmroute_metrics::Metrics;
+use warmroute_runtime::lifecycle::file_watcher::SETTINGS_WATCH;
 
 use super::external_discovery::{ExternalDiscovery, ExternalSource, ExternalWatch};
 use crate::config::{Config, ModelConfig, WorkerSource};
-use crate::fleet::discovery::config::DiscoveryConfig;
 use crate::fleet::discovery::file::WorkersFile;
 use crate::fleet::discovery::worker_list_filter::{REMOVAL_GRACE_PERIOD, WorkerListFilter};
 use crate::fleet::discovery::{self, WorkerModel};
@@ -35,7 +35,6 @@ pub(super) type ConfiguredSettingsByModel = HashMap<ModelName, ConfiguredSetting
 pub(super) struct FleetSource {
     source: WorkerSource,
     models: Vec<WorkerModel>,
-    follow: DiscoveryConfig,
     media: Arc<MediaTokensByModel>,
     configured: Arc<ConfiguredSettingsByModel>,
 }
@@ -72,7 +71,6 @@ impl From<&Config> for FleetSource {
         Self {
             source: config.worker_source(),
             models: config.served_models(),
-            follow: config.workers.file_watch.clone(),
             media: Arc::new(media),
             configured: Arc::new(configured),
         }
@@ -183,7 +181,7 @@ async fn run_source(
             let file = WorkersFile {
                 path,
                 models: source.models,
-                settings: source.follow,
+                timing: SETTINGS_WATCH,
             };
             Ok(discovery::file::watch(file, deps.metrics.clone(), send).await)
         }
@@ -223,7 +221,6 @@ mod tests {
                 block_size,
                 uses_bootstrap: false,
             }],
-            follow: DiscoveryConfig::default(),
             media: Arc::default(),
             configured: Arc::default(),
         }

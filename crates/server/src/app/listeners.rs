@@ -60,8 +60,8 @@ const RESETS: ResetLimits = ResetLimits {
 };
 
 /// Time without messages after which a connection with open streams may be evicted when the
-/// listener is full. Clients of the unix socket and clients with a certificate are trusted: their
-/// connections with open streams stay.
+/// listener is full. On the ext_proc listener, such a connection stays if clients need a
+/// certificate, or on the unix socket, because these clients are trusted.
 const QUIET_PERIOD: Duration = Duration::from_secs(300);
 
 /// Maximum idle time of a health connection.
@@ -307,7 +307,7 @@ impl ListenerFactory {
         GrpcListener {
             socket,
             header_list: self.header_list(),
-            streams: self.limits.max_concurrent_streams,
+            streams: None,
             stream_limit: self.stream_limit(name),
             resets: EXT_PROC_RESETS,
         }

@@ -130,11 +130,7 @@ impl ScrapeTasks {
             .map(|worker| (worker.id, worker.endpoint))
             .collect();
         let settings = &context.config.settings;
-        let interval = effective_interval(
-            settings.interval.get(),
-            engines.len(),
-            settings.max_scrapes_per_second,
-        );
+        let interval = effective_interval(settings.interval.get(), engines.len());
         let nanos = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
         context.interval.store(nanos, Ordering::Relaxed);
         self.by_engine.retain(|engine, task| {
@@ -150,7 +146,7 @@ impl ScrapeTasks {
             .collect();
         let count = added.len();
         for engine in added {
-            let delay = start_delay(count, settings.max_scrapes_per_second, rand::random());
+            let delay = start_delay(count, rand::random());
             let scraper = WorkerScraper::new(engine, context.clone());
             let task = self.running.spawn(scraper.run(delay));
             self.by_engine.insert(engine, task);

@@ -11,7 +11,7 @@ use warmroute_core::sessions::{SessionRecording, SessionStore};
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::shared_cache::HttpSharedCache;
 use warmroute_metrics::Metrics;
-use warmroute_tokens::openai::{ApiPaths, MessageCache};
+use warmroute_tokens::openai::MessageCache;
 
 use super::core_listener::CoreListener;
 use crate::cluster::remote_index::RemoteIndexClient;
@@ -157,7 +157,7 @@ pub(super) fn preprocessor(
             .with_adapters(router.sources().adapters().clone())
             .with_windows(router.sources().windows().clone()),
         message_cache,
-        paths: ApiPaths::new(&config.requests.paths),
+        paths: config.requests.api_paths(),
         clients: config.requests.clients.clone(),
         nvext: NvExtScope::new(&config.requests.clients, config.gateway.is_dynamo()),
         pool_routes: config.routing.pool_routes.clone(),

@@ -21,7 +21,7 @@ use warmroute_engines::engine_client::EngineClient;
 use warmroute_metrics::{Metrics, OutcomeLabel};
 use warmroute_runtime::causes::describe_failure;
 use warmroute_runtime::files;
-use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
+use warmroute_runtime::lifecycle::file_watcher::{FileWatcher, SETTINGS_WATCH};
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, PathStep, Problem};
 use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::Encoder;
@@ -368,23 +368,19 @@ pub(super) async fn follow(reloader: Arc<Reloader>, file: Arc<ConfigFile>) -> an
     let mut requested = false;
     let mut last_reload = None;
     loop {
-        let settings = reloader.running().process.reload.clone();
+        let is_watched = reloader.running().process.reload.watch;
         let now = files::read(&file.path, MAX_SETTINGS_FILE).await.ok();
         let differs =
-            settings.watch && std::mem::replace(&mut *file.last_bytes.lock(), now.clone()) != now;
+            is_watched && std::mem::replace(&mut *file.last_bytes.lock(), now.clone()) != now;
         if requested || differs {
             last_reload = Some(Instant::now());
             let reading = file.clone();
             let read = tokio::task::spawn_blocking(move || (reading.read)()).await?;
             reloader.reload(read).await;
         }
-        let timing = FileWatchTiming {
-            poll: settings.poll_interval.get(),
-            debounce: settings.debounce.get(),
-        };
         requested = tokio::select! {
             () = file.reload_requested.notified() => true,
-            () = watcher.changed(timing), if settings.watch => false,
+            () = watcher.changed(SETTINGS_WATCH), if is_watched => false,
         };
         if requested {
             // Requests that arrive in this time are served by one reload.

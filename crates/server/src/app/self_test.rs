@@ -33,6 +33,9 @@ use crate::self_test::config::SelfTestConfig;
 /// Interval of checks for due workers and requests.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
 
+/// Delay between a response and the comparison of its events, which arrive later.
+const EVENT_DELAY: Duration = Duration::from_secs(2);
+
 /// Maximum number of concurrent tests.
 const MAX_CONCURRENT_TESTS: usize = 4;
 
@@ -296,7 +299,7 @@ impl SelfTestRunner {
             self.pending_checks.clear();
         }
         while let Some((since, ..)) = self.pending_checks.front()
-            && since.elapsed() >= config.event_delay.get()
+            && since.elapsed() >= EVENT_DELAY
             && let Some((_, model, check)) = self.pending_checks.pop_front()
         {
             let worker = check.rank().worker;

@@ -16,7 +16,7 @@ use crate::admin::explain::ExplainContext;
 use crate::admin::{
     self, AdminState, ModelStatus, ProcessStatus, ProcessStatusSource, TokenizerKind,
 };
-use crate::api::{self, ApiConfig, ApiService};
+use crate::api::{self, ApiService};
 use crate::cluster::remote_index::{self, IndexService, IndexedModel};
 use crate::cluster::replica::ReplicaSync;
 use crate::config::{Config, ModelConfig, PoolConfig, WorkerSource};
@@ -294,7 +294,7 @@ impl App {
     }
 
     /// Creates the index service, for processes that keep no index of their own.
-    fn served_index(&self, parts: &api::ApiDependencies, settings: &ApiConfig) -> IndexService {
+    fn served_index(&self, parts: &api::ApiDependencies) -> IndexService {
         let preprocessor = parts.preprocessor.clone();
         let find_model = move |name: Option<&str>| {
             let resolved = preprocessor.load().resolve_model(name)?;
@@ -311,7 +311,7 @@ impl App {
             find_model: Box::new(find_model),
             readiness: self.readiness.clone(),
             metrics: parts.metrics.clone(),
-            max_blocks: settings.max_prompt_blocks as usize,
+            max_blocks: api::MAX_PROMPT_BLOCKS,
         })
     }
 
@@ -327,7 +327,7 @@ impl App {
         };
         let metrics = parts.metrics.clone();
         let stop = self.stop.clone();
-        let index = self.served_index(&parts, settings);
+        let index = self.served_index(&parts);
         let api = ApiService::new(parts, settings);
         let listener = sockets.bind_api(settings).await?;
         self.api_address = listener.address();

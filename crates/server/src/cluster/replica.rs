@@ -5,6 +5,8 @@
 //! each one knows the bookings of the others. Batches of changes are numbered. A replica that has
 //! just started or has missed a batch requests a snapshot. If a replica times out, its reservations
 //! are dropped. While NATS is unavailable, each replica considers only its own bookings.
+//!
+//! Decision 0056.
 
 pub mod config;
 

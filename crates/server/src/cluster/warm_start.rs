@@ -38,7 +38,6 @@ pub struct WarmStart {
 /// Snapshot file, and its contents after the first read.
 struct SnapshotFile {
     path: PathBuf,
-    max_age: Duration,
     ranks: OnceCell<HashMap<WorkerRank, Arc<RankDump>>>,
 }
 
@@ -63,7 +62,6 @@ impl WarmStart {
     pub fn new(settings: &WarmStartConfig) -> anyhow::Result<Self> {
         let file = |path: &PathBuf| SnapshotFile {
             path: path.clone(),
-            max_age: settings.max_snapshot_age.get(),
             ranks: OnceCell::new(),
         };
         Ok(Self {
@@ -124,24 +122,20 @@ impl WarmStart {
                 }
             }
         }
-        let SnapshotFile { path, max_age, .. } = self.file.as_ref()?;
-        let path = path.clone();
-        let max_age = *max_age;
-        let read = move || snapshot::read_latency(&path, max_age, SystemTime::now());
+        let path = self.file.as_ref()?.path.clone();
+        let read = move || snapshot::read_latency(&path, SystemTime::now());
         tokio::task::spawn_blocking(read).await.ok()?
     }
 
     async fn load_from_file(&self, rank: WorkerRank) -> Option<Arc<RankDump>> {
         let SnapshotFile {
             path,
-            max_age,
             ranks: contents,
         } = self.file.as_ref()?;
         let read = async || {
             let path = path.clone();
-            let max_age = *max_age;
             let read = tokio::task::spawn_blocking(move || {
-                snapshot::read_snapshot(&path, max_age, SystemTime::now())
+                snapshot::read_snapshot(&path, SystemTime::now())
             })
             .await;
             read.unwrap_or_default()

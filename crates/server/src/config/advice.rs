@@ -1,6 +1,8 @@
 //! Warnings about valid settings that are probably mistakes: phases or pools without workers, and
 //! suspicious values. The process can serve with them, and the workers may change at any time, so
 //! these are warnings and not errors.
+//!
+//! Decision 0044.
 
 #[cfg(test)]
 mod tests;

@@ -58,7 +58,6 @@ impl SectionProblems {
     }
 
     fn check_engines(&mut self, config: &Config) {
-        self.add("workers.file_watch", config.workers.file_watch.problems());
         let engines = &config.engines;
         self.add("engines.http", engines.http.problems());
         self.add("engines.discovery", engines.discovery.problems());
@@ -95,10 +94,6 @@ impl SectionProblems {
         self.add("routing.load", load(config));
         self.add("routing.block_hash", routing.block_hash.load().err());
         self.add("routing.overload", routing.overload.problems());
-        self.add(
-            "routing.outlier_detection",
-            routing.outlier_detection.problems(),
-        );
         self.add("routing.disaggregation", disaggregation(config));
         self.add("routing.pool_routes", routing.pool_routes.problems());
         self.add("routing.model_rewrites", rewrites(config));
@@ -113,7 +108,7 @@ impl SectionProblems {
 
     fn check_requests(&mut self, config: &Config) {
         let requests = &config.requests;
-        self.add("requests.paths", requests.paths.problems());
+        self.add("requests", requests.path_problems());
         self.add("requests.clients", requests.clients.problems());
         self.add("requests.limits", requests.limits.problems());
         self.add("gateway", config.gateway.problems());
@@ -121,7 +116,6 @@ impl SectionProblems {
         if let Some(pool) = &config.process.pool {
             self.add("process.pool", pool.problems());
         }
-        self.add("process.reload", config.process.reload.problems());
     }
 }
 

@@ -16,13 +16,9 @@ const MIN_INTERVAL: Duration = Duration::from_millis(100);
 pub struct EngineLoadConfig {
     /// True to read running requests, waiting requests and KV usage from each worker's metrics page.
     pub enabled: bool,
-    /// Interval between two scrapes of one worker.
+    /// Interval between two scrapes of one worker. It is longer with more than 200 workers per
+    /// second of the interval.
     pub interval: DurationSetting,
-    /// Maximum duration of a scrape.
-    pub timeout: DurationSetting,
-    /// Maximum number of scrapes per second over all workers. With more workers, the interval is
-    /// longer.
-    pub max_scrapes_per_second: u32,
 }
 
 impl Default for EngineLoadConfig {
@@ -30,8 +26,6 @@ impl Default for EngineLoadConfig {
         Self {
             enabled: true,
             interval: DurationSetting::seconds(1),
-            timeout: DurationSetting::seconds(1),
-            max_scrapes_per_second: 200,
         }
     }
 }
@@ -46,14 +40,6 @@ impl EngineLoadConfig {
                 self.interval
             );
             problems.push(Problem::of("interval", text));
-        }
-        if self.timeout.get().is_zero() {
-            let text = "every scrape would time out after 0s; the default is 1s";
-            problems.push(Problem::of("timeout", text));
-        }
-        if self.max_scrapes_per_second == 0 {
-            let text = "no engine could be scraped; the default is 200. To scrape no engine, set `enabled: false`";
-            problems.push(Problem::of("max_scrapes_per_second", text));
         }
         problems
     }

@@ -29,8 +29,6 @@ impl Config {
         config.listeners.limits.max_connections = self.listeners.limits.max_connections;
         config.listeners.limits.handshake_timeout = self.listeners.limits.handshake_timeout;
         config.listeners.limits.max_header_list_size = self.listeners.limits.max_header_list_size;
-        config.listeners.limits.max_concurrent_streams =
-            self.listeners.limits.max_concurrent_streams;
         config.routing.block_hash = self.routing.block_hash.clone();
         config.engines.kv_events = self.engines.kv_events;
         config.routing.load.prefill_decay = self.routing.load.prefill_decay;

@@ -32,8 +32,6 @@ pub struct SessionsConfig {
     pub max_sessions: usize,
     /// Maximum number of sessions of one tenant, identified by `requests.clients.tenant_header`.
     pub max_sessions_per_tenant: usize,
-    /// Maximum length of a session or tenant id in bytes. Longer ids are ignored.
-    pub max_id_length: usize,
     /// Calls that open and close sessions on engines. `None`: no calls.
     pub engine: Option<EngineSessionsConfig>,
 }
@@ -55,7 +53,7 @@ impl Default for SessionsConfig {
             ttl,
             max_sessions,
             max_sessions_per_tenant,
-            max_id_length,
+            ..
         } = SessionRules::default();
         Self {
             affinity: AffinityMode::default(),
@@ -67,7 +65,6 @@ impl Default for SessionsConfig {
             wait_timeout: DurationSetting::millis(500),
             max_sessions,
             max_sessions_per_tenant,
-            max_id_length,
             engine: None,
         }
     }
@@ -80,7 +77,7 @@ impl SessionsConfig {
             ttl: self.ttl.get(),
             max_sessions: self.max_sessions,
             max_sessions_per_tenant: self.max_sessions_per_tenant,
-            max_id_length: self.max_id_length,
+            ..SessionRules::default()
         }
     }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use crate::fleet::discovery::config::{DiscoveryConfig, WorkerConfig};
+use crate::fleet::discovery::config::WorkerConfig;
 use crate::fleet::discovery::dns::DnsConfig;
 use crate::fleet::discovery::kubernetes::KubernetesConfig;
 
@@ -16,8 +16,6 @@ pub struct WorkersSection {
     /// File that lists the workers. It is reloaded when it changes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub file: Option<PathBuf>,
-    /// Monitoring of that file.
-    pub file_watch: DiscoveryConfig,
     /// Fixed list of workers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub list: Option<Vec<WorkerConfig>>,

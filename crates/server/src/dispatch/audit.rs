@@ -2,6 +2,8 @@
 //! the forecast made when the request was routed. A match is counted at once. A difference is
 //! attributed to a cause a moment later, after the engine's events of that time have arrived:
 //! either they explain it, or the index was wrong.
+//!
+//! Decision 0027.
 
 mod attribution;
 pub mod table;

@@ -119,7 +119,8 @@ impl Dispatcher {
             .request()
             .has_prompt()
             .then(|| self.queue.class_of(&queue_metadata(&self.router, &context)));
-        self.router.explain_prepared(context, class)
+        let threshold = self.queue.busy_threshold();
+        self.router.explain_prepared(context, class, threshold)
     }
 
     /// Routes a request through session and queue. If it has to wait, `on_wait` is called once with

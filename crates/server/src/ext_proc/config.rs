@@ -153,10 +153,9 @@ pub struct LimitsConfig {
     /// computed so far.
     pub decision_timeout: DurationSetting,
     /// Maximum time for the body of a request in full-duplex mode, where Envoy sets no limit.
-    /// Afterwards, the request is routed by the part that has arrived.
+    /// Afterwards, the request is routed by load.
     pub upload_timeout: DurationSetting,
-    /// Maximum total size of buffered request bodies. Beyond it, requests are routed by the part
-    /// that has arrived.
+    /// Maximum total size of buffered request bodies. Beyond it, requests are routed by load.
     pub max_buffered_bytes: ByteSize,
 }
 
@@ -223,9 +222,6 @@ pub struct ListenerLimitsConfig {
     pub handshake_timeout: DurationSetting,
     /// Maximum size of the header list of one gRPC call, as HTTP/2 defines it.
     pub max_header_list_size: ByteSize,
-    /// Maximum number of concurrent streams of one connection to ext_proc. `None`: unlimited. Envoy
-    /// may exceed a limit until it has received it.
-    pub max_concurrent_streams: Option<u32>,
     /// Maximum number of open gRPC streams of each listener, over all its connections. Each ext_proc
     /// filter opens one per request. Further streams are refused with UNAVAILABLE. Envoy then serves
     /// the request without warmroute if `failure_mode_allow` is true.
@@ -239,7 +235,6 @@ impl Default for ListenerLimitsConfig {
             max_connections_per_peer: 512,
             handshake_timeout: DurationSetting::seconds(10),
             max_header_list_size: ByteSize::kib(64),
-            max_concurrent_streams: None,
             max_streams: 65_536,
         }
     }
@@ -280,12 +275,6 @@ impl ListenerLimitsConfig {
             problems.push(Problem::of(
                 "max_streams",
                 "no exchange could begin; the default is 65536",
-            ));
-        }
-        if self.max_concurrent_streams == Some(0) {
-            problems.push(Problem::of(
-                "max_concurrent_streams",
-                "no exchange could begin; leave this out for no bound",
             ));
         }
         problems

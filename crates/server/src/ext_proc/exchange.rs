@@ -4,6 +4,8 @@
 //! mode the reply to the headers is held until the body has ended, has exceeded the limit, or has
 //! timed out. Afterwards, every byte is returned to Envoy: closing the stream earlier would
 //! silently lose the body.
+//!
+//! Decision 0001.
 
 mod context;
 mod effect;

@@ -1,5 +1,7 @@
 //! Resources and metrics of one exchange. The resources are RAII guards, so any end of the stream
 //! releases them.
+//!
+//! Decision 0003.
 
 mod cache_report;
 mod measurements;

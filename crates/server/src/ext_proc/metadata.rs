@@ -1,6 +1,8 @@
 //! Metadata of the gateway, in `metadata_context`: the endpoints that a request is restricted to,
 //! and the endpoint that served it. An empty value of the subset key allows no endpoint; a missing
 //! key allows all.
+//!
+//! Decision 0002.
 
 use envoy_types::pb::envoy::config::core::v3::Metadata;
 use envoy_types::pb::google::protobuf::Value;

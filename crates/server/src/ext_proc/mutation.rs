@@ -1,5 +1,7 @@
 //! Replies to Envoy as wire messages. Headers are always overwritten. The endpoint is also set as
 //! dynamic metadata, where `override_host` reads it and clients cannot write it.
+//!
+//! Decision 0028, Decision 0029.
 
 use std::collections::HashMap;
 use std::time::Duration;

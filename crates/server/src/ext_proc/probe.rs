@@ -1,6 +1,8 @@
 //! The filter that only observes the first token. It replies before it reports the first token, and
 //! it ends its stream after the first content of the response body. It also replies on streams of
 //! unknown exchanges, such as Envoy's own responses, so that it never blocks a response.
+//!
+//! Decision 0004.
 
 use warmroute_tokens::openai::usage::ContentDetector;
 

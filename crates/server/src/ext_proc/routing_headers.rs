@@ -82,10 +82,8 @@ const RESERVED: [&str; 6] = [
 pub struct HeaderNames {
     /// Instance id of the worker.
     pub worker_id: Option<Vec<String>>,
-    /// Data-parallel rank of the worker.
+    /// Data-parallel rank of the worker. The name of the header for vLLM's front end is fixed.
     pub dp_rank: Option<Vec<String>>,
-    /// Data-parallel rank, only for workers with several ranks.
-    pub data_parallel_rank: Option<Vec<String>>,
     /// `ip:port` of the worker.
     pub endpoint: Option<Vec<String>>,
     /// Instance id of the prefill worker.
@@ -106,15 +104,10 @@ impl HeaderNames {
             .filter_map(|(key, _, names)| Some((key, names.as_deref()?)))
     }
 
-    fn fields(&self) -> [(&'static str, HeaderField, &Option<Vec<String>>); 8] {
+    fn fields(&self) -> [(&'static str, HeaderField, &Option<Vec<String>>); 7] {
         [
             ("worker_id", HeaderField::WorkerId, &self.worker_id),
             ("dp_rank", HeaderField::DpRank, &self.dp_rank),
-            (
-                "data_parallel_rank",
-                HeaderField::SharedRank,
-                &self.data_parallel_rank,
-            ),
             ("endpoint", HeaderField::Endpoint, &self.endpoint),
             (
                 "prefill_worker_id",

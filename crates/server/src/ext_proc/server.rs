@@ -1,4 +1,6 @@
 //! The gRPC server of ext_proc: one method, with the codec of [`wire`](super::wire).
+//!
+//! Decision 0008.
 
 use std::convert::Infallible;
 use std::task::{Context, Poll};

@@ -1,5 +1,7 @@
 //! One HTTP exchange over its gRPC stream: the task that feeds the state machine and applies its
 //! effects.
+//!
+//! Decision 0005.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

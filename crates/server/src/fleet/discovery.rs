@@ -2,6 +2,8 @@
 //!
 //! Each source reports the complete list of workers; the fleet computes the difference from the
 //! current list. Pure functions resolve the configuration text into `Worker`s.
+//!
+//! Decision 0012.
 
 pub mod config;
 pub mod dns;

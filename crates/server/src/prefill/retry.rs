@@ -2,6 +2,8 @@
 //! the first has failed. The KV of the first attempt is lost: its bootstrap room is empty, or its
 //! blocks were fetched and freed. The request is prefilled again, which is cheap if the prompt is
 //! still cached.
+//!
+//! Decision 0041.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -2,8 +2,6 @@
 
 use bytes::Bytes;
 
-use warmroute_core::router::Reason;
-
 /// The received part of a request body.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RequestBody {
@@ -36,19 +34,4 @@ pub enum RequestBody {
         /// The model of the body, if a quick search found it.
         model: Option<String>,
     },
-}
-
-/// The received bytes of a body.
-pub(super) struct ReceivedBody {
-    pub(super) bytes: Bytes,
-    /// Set if the bytes are only the beginning of the body.
-    pub(super) truncation: Option<BodyTruncation>,
-}
-
-/// Truncation of a body.
-#[derive(Clone, Copy)]
-pub(super) struct BodyTruncation {
-    /// The announced length.
-    pub(super) length: Option<u64>,
-    pub(super) reason: Reason,
 }

@@ -1,6 +1,8 @@
 //! Encodes a body: parses it, tokenizes its prompt and hashes the blocks. Bodies that are expected
 //! to be quick are encoded on the caller's thread, others on encoder threads behind a bounded queue
 //! with a deadline.
+//!
+//! Decision 0006.
 
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,7 +15,7 @@ use warmroute_core::router::{Reason, RoutePrompt};
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, ParseError};
 use warmroute_tokens::prompt::PromptTokens;
 
-use super::body::{BodyTruncation, ReceivedBody, RequestBody};
+use super::body::RequestBody;
 use super::encode_time::{EncodeKind, thread_cpu_time};
 use super::encoder_pool;
 use super::header_context::HeaderContext;
@@ -22,6 +24,7 @@ use super::partial_request::{PartialRequest, estimate_tokens};
 use super::preprocessor::RequestPreprocessor;
 use super::queue_slot::EncodeQueueSlot;
 use super::tokenized::{ParsedRequest, StageTimer, TokenizedPrompts, unknown_prompt_reason};
+use crate::dispatch::ResponseReference;
 use crate::tracking_hash::{TrackingHash, TrackingScope};
 
 impl RequestPreprocessor {
@@ -32,7 +35,7 @@ impl RequestPreprocessor {
         context: HeaderContext,
         body: &RequestBody,
     ) -> PartialRequest {
-        let received = match body {
+        let body = match body {
             RequestBody::Absent => return PartialRequest::without_body(api, 0, Reason::NoBody),
             RequestBody::NotReceived => {
                 return PartialRequest::without_body(api, 0, Reason::BodyNotSent);
@@ -43,47 +46,30 @@ impl RequestPreprocessor {
             RequestBody::OverBudget { bytes, model } => {
                 return self.without_body(api, *bytes, model.clone(), Reason::TokenizerBusy);
             }
-            RequestBody::Whole(body) => ReceivedBody {
-                bytes: body.clone(),
-                truncation: None,
-            },
-            RequestBody::Truncated { received, length } => ReceivedBody {
-                bytes: received.clone(),
-                truncation: Some(BodyTruncation {
-                    length: *length,
-                    reason: Reason::BodyTruncated,
-                }),
-            },
-            RequestBody::TooLarge { received, bytes } => {
-                let truncation = BodyTruncation {
-                    length: Some(*bytes),
-                    reason: Reason::BodyTooLarge,
-                };
-                ReceivedBody {
-                    bytes: received.clone(),
-                    truncation: Some(truncation),
-                }
+            RequestBody::Truncated { received, length } => {
+                let bytes = length.map_or(received.len(), saturate_length);
+                let partial = PartialRequest::without_body(api, bytes, Reason::BodyTruncated);
+                return self.read_beginning(api, &context, received, partial);
             }
+            RequestBody::TooLarge { received, bytes } => {
+                let bytes = saturate_length(*bytes);
+                let partial = PartialRequest::without_body(api, bytes, Reason::BodyTooLarge);
+                return self.read_beginning(api, &context, received, partial);
+            }
+            RequestBody::Whole(body) => body,
         };
-        let bytes = received.bytes.len();
+        let bytes = body.len();
         if self.encode_time.is_quick(bytes, self.parts.limits.inline) {
-            return self.encode_blocking(api, &context, &received);
+            return self.encode_blocking(api, &context, body);
         }
-        let is_too_large = matches!(body, RequestBody::TooLarge { .. });
-        let body = received.bytes.clone();
         let deadline = context.remaining_deadline(self.parts.limits.deadline);
-        let reason = match tokio::time::timeout(
-            deadline,
-            self.encode_queued(api, context, received),
-        )
-        .await
-        {
+        let encoded = self.encode_queued(api, context, body.clone());
+        let reason = match tokio::time::timeout(deadline, encoded).await {
             Ok(Some(partial)) => return partial,
-            Ok(None) | Err(_) if is_too_large => Reason::BodyTooLarge,
             Ok(None) => Reason::TokenizerBusy,
             Err(_) => Reason::DecisionTimeout,
         };
-        self.without_body(api, bytes, openai::read_model_from_prefix(&body), reason)
+        self.without_body(api, bytes, openai::read_model_from_prefix(body), reason)
     }
 
     /// Returns a request without a readable body. A known model restricts it to the workers that
@@ -102,14 +88,47 @@ impl RequestPreprocessor {
         partial
     }
 
+    /// Reads the fields that select workers from the beginning of a body: the model, the session
+    /// and the stored response. Its prompt stays unknown.
+    fn read_beginning(
+        &self,
+        api: ApiKind,
+        context: &HeaderContext,
+        received: &[u8],
+        mut partial: PartialRequest,
+    ) -> PartialRequest {
+        let prefix = openai::searched_prefix(received);
+        let boundary = context.form_boundary.as_deref();
+        let model = match boundary.filter(|_| !api.has_text_body()) {
+            // A form may name its model before its files.
+            Some(_) => openai::parse_body(api, boundary, received)
+                .ok()
+                .and_then(|form| form.model),
+            None => openai::text_at_path(prefix, "model"),
+        };
+        if model.is_some() {
+            partial.set_model(model, &self.parts.models);
+        }
+        partial.session = self.session_in_body(context, prefix);
+        if api == ApiKind::Responses {
+            partial.response_reference = ResponseReference {
+                id: openai::text_at_path(prefix, "previous_response_id")
+                    .filter(|id| !id.is_empty()),
+                may_store_response: true,
+                tenant: None,
+            };
+        }
+        partial
+    }
+
     /// Encodes a body on an encoder thread. Returns `None` if the queue is full.
     async fn encode_queued(
         self: &Arc<Self>,
         api: ApiKind,
         context: HeaderContext,
-        received: ReceivedBody,
+        body: Bytes,
     ) -> Option<PartialRequest> {
-        let large_body_slot = self.large_bodies.acquire(received.bytes.len()).await?;
+        let large_body_slot = self.large_bodies.acquire(body.len()).await?;
         let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)?;
         // The semaphore is never closed. A panic of the encoder has already become an error.
         let permit = self.encoders.clone().acquire_owned().await.ok()?;
@@ -118,7 +137,7 @@ impl RequestPreprocessor {
             // Held until the job is done: a timeout ends the wait, but does not stop the job.
             let _permit = permit;
             let _large_body_slot = large_body_slot;
-            preprocessor.encode_blocking(api, &context, &received)
+            preprocessor.encode_blocking(api, &context, &body)
         };
         encoder_pool::run(encode).await
     }
@@ -128,19 +147,15 @@ impl RequestPreprocessor {
         &self,
         api: ApiKind,
         context: &HeaderContext,
-        received: &ReceivedBody,
+        body: &Bytes,
     ) -> PartialRequest {
-        let ReceivedBody { bytes, truncation } = received;
         // Small bodies are not measured.
-        let started = (bytes.len() > self.parts.limits.inline).then(thread_cpu_time);
+        let started = (body.len() > self.parts.limits.inline).then(thread_cpu_time);
         // Tokenizers are large external code. Their panics must not end the exchange.
-        let result = catch_unwind(AssertUnwindSafe(|| match truncation {
-            None => self.encode_whole(api, context, bytes),
-            Some(truncation) => self.encode_truncated(api, context, bytes, *truncation),
-        }));
+        let result = catch_unwind(AssertUnwindSafe(|| self.encode_whole(api, context, body)));
         let partial = result.unwrap_or_else(|_| {
             warn!("tokenizer panicked");
-            PartialRequest::without_body(api, bytes.len(), Reason::EncodeFailed)
+            PartialRequest::without_body(api, body.len(), Reason::EncodeFailed)
         });
         // The time of a partial tokenization says nothing about the time of a whole body.
         if let Some(started) = started
@@ -152,13 +167,13 @@ impl RequestPreprocessor {
                 EncodeKind::ParsedOnly
             };
             self.encode_time
-                .record(kind, bytes.len(), thread_cpu_time() - started);
+                .record(kind, body.len(), thread_cpu_time() - started);
         }
         self.apply_parity(context, partial)
     }
 
     /// Returns the session id in a body, if no header can contain it.
-    pub(super) fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
+    fn session_in_body(&self, context: &HeaderContext, body: &[u8]) -> Option<String> {
         self.parts
             .session_fields
             .as_ref()
@@ -186,12 +201,7 @@ impl RequestPreprocessor {
 
     /// Parses, tokenizes and hashes a whole body. The model is kept even if the prompt fails, so
     /// that the request still goes to a worker that serves it.
-    pub(super) fn encode_whole(
-        &self,
-        api: ApiKind,
-        context: &HeaderContext,
-        body: &Bytes,
-    ) -> PartialRequest {
+    fn encode_whole(&self, api: ApiKind, context: &HeaderContext, body: &Bytes) -> PartialRequest {
         let mut clock = StageTimer::start(context.deadline);
         let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
         let decoded = match decode_utf8(body) {
@@ -289,6 +299,32 @@ impl RequestPreprocessor {
         partial.stage_times.push(("hash", clock.lap()));
     }
 
+    /// Sets the first tokens of an estimated prompt. The estimate and its reason do not change.
+    pub(super) fn set_prefix(
+        &self,
+        model: &SaltedModel,
+        mut tokens: PromptTokens,
+        partial: &mut PartialRequest,
+    ) {
+        let Some(reason) = partial.prompt.reason() else {
+            return;
+        };
+        let size = model.resolved.model.block_size.tokens();
+        tokens.truncate(tokens.len() / size * size);
+        if tokens.is_empty() {
+            return;
+        }
+        let known = model.resumed_block_hashes(&tokens);
+        let prompts = [tokens.into_ids()];
+        partial.tracked_blocks = self.tracked_blocks(model, &prompts, std::slice::from_ref(&known));
+        let tokens = partial.prompt.tokens().max(known.tokens() as u64);
+        partial.prompt = RoutePrompt::Truncated {
+            known,
+            tokens,
+            reason,
+        };
+    }
+
     /// Returns the hashes that identify the blocks in load tracking; `None` if they equal the
     /// sequence hashes.
     pub(super) fn tracked_blocks(
@@ -327,6 +363,11 @@ impl RequestPreprocessor {
             self.parts.tracking_hash.sequences(content, hashes, scope),
         ])
     }
+}
+
+/// Converts an announced length.
+fn saturate_length(bytes: u64) -> usize {
+    usize::try_from(bytes).unwrap_or(usize::MAX)
 }
 
 /// Converts a body to UTF-8 without a byte order mark. Only bodies in other encodings are copied.

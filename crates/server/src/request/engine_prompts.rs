@@ -326,7 +326,7 @@ impl RequestPreprocessor {
     pub(super) fn differing_end(&self, model: &SaltedModel, request: &openai::ApiRequest) -> usize {
         let has_generation_prompt = matches!(
             &request.prompt,
-            openai::PromptInput::Chat(chat) if chat.add_generation_prompt && !chat.is_partial
+            openai::PromptInput::Chat(chat) if chat.add_generation_prompt
         );
         let source = self.parts.token_sources.get(&model.resolved.model.name);
         let end = source

@@ -10,7 +10,7 @@ pub mod config;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
@@ -34,6 +34,9 @@ use warmroute_tokens::openai::{self, ApiKind};
 
 /// Maximum number of servers called for one request.
 const MAX_TRIES: usize = 2;
+
+/// Delay after which a second server is called.
+const HEDGE_DELAY: Duration = Duration::from_millis(100);
 
 /// Fields that change the prompt and that `/tokenize` ignores.
 const UNTOKENIZED_FIELDS: [&str; 6] = [
@@ -83,6 +86,7 @@ pub struct EngineTokensClient {
     pub(super) metrics: Arc<Metrics>,
     breakers: Mutex<HashMap<EngineUrl, CircuitBreaker>>,
     pub(super) next_target: AtomicUsize,
+    pub(super) hedge_delay: Duration,
     /// One permit per running request, acquired before its body is parsed.
     pub(super) in_flight: Semaphore,
 }
@@ -120,6 +124,7 @@ impl EngineTokensClient {
             metrics,
             breakers: Mutex::default(),
             next_target: AtomicUsize::new(0),
+            hedge_delay: HEDGE_DELAY,
             in_flight: Semaphore::new(
                 (config.max_concurrency as usize).min(Semaphore::MAX_PERMITS),
             ),
@@ -166,7 +171,7 @@ impl EngineTokensClient {
         breakers
             .entry(url.clone())
             .or_default()
-            .admits(Instant::now(), self.config.cooldown.get())
+            .admits(Instant::now())
     }
 
     /// Returns the first usable result.
@@ -180,7 +185,7 @@ impl EngineTokensClient {
         let mut calls = FuturesUnordered::new();
         calls.push(self.call(next().ok_or("no_engine")?, query.clone()));
         let mut tries = 1;
-        let hedge = tokio::time::sleep(self.config.hedge_delay.get());
+        let hedge = tokio::time::sleep(self.hedge_delay);
         tokio::pin!(hedge);
         let mut is_hedge_pending = true;
         loop {
@@ -252,11 +257,7 @@ impl EngineTokensClient {
             // The server did not cause the failure.
             Err(EngineError::Busy | EngineError::Client(_)) => {}
             Err(error) if !error.is_rejection() => {
-                breaker.record_failure(
-                    Instant::now(),
-                    self.config.max_consecutive_failures,
-                    self.config.cooldown.get(),
-                );
+                breaker.record_failure(Instant::now());
             }
             _ => breaker.record_success(),
         }
@@ -324,22 +325,11 @@ impl RenderCall<'_> {
 
 impl Drop for RenderCall<'_> {
     fn drop(&mut self) {
-        let EngineTokensClient {
-            breakers, config, ..
-        } = self.client;
-        if self
-            .started
-            .is_some_and(|since| since.elapsed() >= config.hedge_delay.get())
-        {
-            let mut breakers = breakers.lock();
-            breakers
-                .entry(self.url.clone())
-                .or_default()
-                .record_failure(
-                    Instant::now(),
-                    config.max_consecutive_failures,
-                    config.cooldown.get(),
-                );
+        let is_slow = |since: Instant| since.elapsed() >= self.client.hedge_delay;
+        if self.started.is_some_and(is_slow) {
+            let mut breakers = self.client.breakers.lock();
+            let breaker = breakers.entry(self.url.clone()).or_default();
+            breaker.record_failure(Instant::now());
         }
     }
 }

@@ -87,19 +87,14 @@ impl PartialRequest {
     /// Sets the properties of the request that do not depend on the prompt. As in vLLM, a request for
     /// log probabilities of the prompt does not read the prefix cache. This is assumed of all engines.
     pub(super) fn apply_options(&mut self, request: &openai::ApiRequest) {
-        self.set_response_reference(request);
-        self.max_output_tokens = request.max_output_tokens;
-        self.is_streamed = request.stream;
-        self.reads_prefix_cache = !request.returns_prompt_logprobs;
-    }
-
-    /// Sets the stored response that the request continues, and whether its response is stored.
-    pub(super) fn set_response_reference(&mut self, request: &openai::ApiRequest) {
         self.response_reference = ResponseReference {
             id: request.previous_response_id.clone(),
             may_store_response: request.stores_response,
             tenant: None,
         };
+        self.max_output_tokens = request.max_output_tokens;
+        self.is_streamed = request.stream;
+        self.reads_prefix_cache = !request.returns_prompt_logprobs;
     }
 
     /// Takes the cache salt of the client, and the fields of `nvext` that apply.
@@ -152,36 +147,6 @@ impl PartialRequest {
             .and_then(|resolved| resolved.adapter.clone())
             .or(loaded_adapter);
         resolved
-    }
-
-    /// Limits the request to the first blocks, because its body exceeds the limit.
-    pub(super) fn into_too_large(mut self) -> Self {
-        let reason = Reason::BodyTooLarge;
-        let tokens = self.prompt.tokens();
-        self.prompt = match self.prompt {
-            RoutePrompt::Hashed(mut prompts) if prompts.len() == 1 => match prompts.pop() {
-                Some(known) => RoutePrompt::Truncated {
-                    known,
-                    tokens,
-                    reason,
-                },
-                None => RoutePrompt::Estimated { tokens, reason },
-            },
-            RoutePrompt::Truncated { known, tokens, .. } => RoutePrompt::Truncated {
-                known,
-                tokens,
-                reason,
-            },
-            none @ RoutePrompt::Estimated {
-                reason: Reason::NotInference | Reason::UnknownModel,
-                ..
-            } => none,
-            RoutePrompt::Hashed(_) | RoutePrompt::Estimated { .. } => {
-                RoutePrompt::Estimated { tokens, reason }
-            }
-        };
-        self.tokens = Vec::new();
-        self
     }
 
     pub(super) fn set_reason(&mut self, new_reason: Reason) {

@@ -1,6 +1,8 @@
 //! Restriction of requests to the workers of one pool: by the authority of the gRPC call, by a
 //! header that the gateway sets, or by host and path. The most specific rule applies, as in gateway
 //! routes: first by host, then by the longest path.
+//!
+//! Decision 0013.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;

@@ -7,7 +7,7 @@ use bytes::Bytes;
 use warmroute_core::router::{Reason, RouteRequest};
 use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
 
-use super::body::{ReceivedBody, RequestBody};
+use super::body::RequestBody;
 use super::engine_tokens::EngineTokensResult;
 use super::header_context::HeaderContext;
 use super::partial_request::PartialRequest;
@@ -92,11 +92,8 @@ impl RequestPreprocessor {
         let api = self.api(path, headers);
         let partial = match api {
             Some(api) => {
-                let received = ReceivedBody {
-                    bytes: Bytes::copy_from_slice(body),
-                    truncation: None,
-                };
-                self.encode_blocking(api, &self.header_context(headers), &received)
+                let body = Bytes::copy_from_slice(body);
+                self.encode_blocking(api, &self.header_context(headers), &body)
             }
             None => self.unknown_path(path),
         };

@@ -24,7 +24,6 @@ mod bounds;
 mod clients;
 mod multimodal;
 mod queueing;
-mod truncation;
 
 fn preprocessor_parts(
     models: ModelRegistry,

@@ -18,8 +18,6 @@ pub struct SelfTestConfig {
     /// Whether the blocks of sampled requests are compared with the events of the worker that
     /// computed them.
     pub sample_requests: bool,
-    /// Delay between the response and the comparison.
-    pub event_delay: DurationSetting,
 }
 
 impl Default for SelfTestConfig {
@@ -29,7 +27,6 @@ impl Default for SelfTestConfig {
             interval: DurationSetting::seconds(300),
             timeout: DurationSetting::seconds(5),
             sample_requests: true,
-            event_delay: DurationSetting::seconds(2),
         }
     }
 }
@@ -47,11 +44,6 @@ impl SelfTestConfig {
                 "timeout",
                 self.timeout,
                 "no response could arrive within 0s; the default is 5s",
-            ),
-            (
-                "event_delay",
-                self.event_delay,
-                "events arrive after the response, not with it; the default is 2s",
             ),
         ];
         let zero = cases

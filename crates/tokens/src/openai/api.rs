@@ -3,10 +3,17 @@
 
 use std::sync::LazyLock;
 
-use super::paths::{ApiPaths, ApiPathsConfig};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use super::paths::ApiPaths;
 
 /// An API of vLLM, SGLang or Dynamo.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(
+    rename_all = "snake_case",
+    expecting = "an API, as in `talk/v2: chat_completions`"
+)]
 pub enum ApiKind {
     /// `/v1/chat/completions`
     ChatCompletions,
@@ -70,8 +77,7 @@ pub enum ApiWorkload {
 impl ApiKind {
     /// Returns the API of a path with the default path configuration.
     pub fn from_path(path: &str) -> Option<Self> {
-        static DEFAULT_PATHS: LazyLock<ApiPaths> =
-            LazyLock::new(|| ApiPaths::new(&ApiPathsConfig::default()));
+        static DEFAULT_PATHS: LazyLock<ApiPaths> = LazyLock::new(ApiPaths::default);
         DEFAULT_PATHS.find_api(path)
     }
 

@@ -23,7 +23,7 @@ enum BodyEncoding {
 }
 
 /// Removes the byte order mark of UTF-8.
-pub fn without_byte_order_mark(body: &[u8]) -> &[u8] {
+pub(super) fn without_byte_order_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(UTF8_MARK).unwrap_or(body)
 }
 

@@ -55,8 +55,6 @@ pub struct ChatPrompt {
     pub allows_inline_system_messages: bool,
     /// True for the pooling APIs, whose prompts engines render without their default variables.
     pub is_pooling: bool,
-    /// True if the end of the last message, or later messages, may be missing.
-    pub is_partial: bool,
 }
 
 /// One message of a conversation.
@@ -356,7 +354,6 @@ fn parse_body(
             .is_some_and(|params| params.has_tokens()),
         allows_inline_system_messages: false,
         is_pooling: false,
-        is_partial: false,
     };
     let prompt = PromptInput::Chat(Box::new(chat));
     Ok(ApiRequest {

@@ -83,14 +83,6 @@ impl JsonValue {
         self.as_object()?.get(key)
     }
 
-    /// Returns a mutable entry, if the value is an object.
-    pub(crate) fn get_mut(&mut self, key: &str) -> Option<&mut Self> {
-        match self {
-            Self::Object(object) => object.get_mut(key),
-            _ => None,
-        }
-    }
-
     /// Returns true for a string.
     pub fn is_string(&self) -> bool {
         matches!(self, Self::String(_))

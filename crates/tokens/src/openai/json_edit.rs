@@ -5,7 +5,6 @@
 use std::ops::Range;
 
 use serde_json::Value;
-use serde_json::value::RawValue;
 
 use super::decode_body;
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals, skip_space};
@@ -121,20 +120,42 @@ pub fn find_values<'b>(body: &'b [u8], keys: &[&str]) -> Option<Vec<(usize, &'b 
     Some(found)
 }
 
-/// Returns the text at a dotted path in a JSON body. Of repeated keys, the last one is used.
+/// Returns the text at a dotted path in a JSON object, whose end may be missing. Of repeated keys,
+/// the last one is used.
 pub fn text_at_path(body: &[u8], path: &str) -> Option<String> {
-    let document: &RawValue = serde_json::from_slice(body).ok()?;
-    let mut value = document.get().as_bytes();
-    for step in path.split('.') {
-        let mut found = None;
-        scan_fields(value, |key, inner| {
-            if raw_text_equals(key, step) {
-                found = Some(inner);
+    let steps: Vec<&str> = path.split('.').collect();
+    let mut scanner = JsonScanner::new();
+    let mut at = 0;
+    let mut key = 0..0;
+    let mut value_start = None;
+    let mut text = None;
+    loop {
+        let depth = scanner.depth();
+        let (scanned, boundary) = scanner.advance(&body[at..]);
+        at += scanned;
+        match boundary {
+            Some(JsonBoundary::KeyBegin) => key.start = at - 1,
+            Some(JsonBoundary::KeyEnd) => key.end = at,
+            Some(JsonBoundary::ValueBegin) if depth == 0 => {}
+            Some(JsonBoundary::ValueBegin) => {
+                let is_step = raw_text_equals(&body[key.clone()], steps[depth - 1]);
+                let is_last = depth == steps.len();
+                if is_step {
+                    text = None;
+                    value_start = is_last.then_some(at - 1);
+                }
+                if !is_step || is_last || scanner.state() == ScanState::ListStart {
+                    scanner.skip_value();
+                }
             }
-        })?;
-        value = &value[found?];
+            Some(JsonBoundary::ValueEnd) => {
+                if let Some(start) = value_start.take() {
+                    text = serde_json::from_slice(&body[start..at]).ok();
+                }
+            }
+            None => return text,
+        }
     }
-    serde_json::from_slice(value).ok()
 }
 
 /// The beginning of a scanned object.

@@ -7,6 +7,8 @@
 //! end of a message determine that message and its position, so a cached message equals a newly
 //! parsed one. The cache stores the positions of plain texts, which the body of each turn repeats.
 //! Only system messages are stored with their texts.
+//!
+//! Decision 0050.
 
 use std::sync::Arc;
 

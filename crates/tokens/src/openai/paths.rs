@@ -2,137 +2,79 @@
 //! of the path determines the API. Some gateways rewrite paths, so the suffixes are configurable.
 
 use std::borrow::Cow;
-
-use schemars::JsonSchema;
-use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
 
 use super::ApiKind;
-use warmroute_settings::{PathStep, Problem};
+use warmroute_settings::Problem;
 
-macro_rules! paths {
-    ($($(#[$doc:meta])* $key:ident: $api:ident = [$($suffix:literal),*];)*) => {
-        /// `paths:`: the path suffixes of each API. An empty list or null disables an API: its
-        /// requests are handled like those of an unknown path.
-        #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-        #[serde(deny_unknown_fields, default)]
-        pub struct ApiPathsConfig {
-            /// Headers that carry the original path, for gateways that rewrite paths. They are read
-            /// in this order if the path itself is unknown. Empty by default, because clients can
-            /// set headers too.
-            pub headers: Vec<String>,
-            $($(#[$doc])* #[serde(deserialize_with = "list_or_null")] #[schemars(with = "Option<Vec<String>>")] pub $key: Vec<String>,)*
-        }
+/// `requests.paths:`: APIs by path suffix, which extend or override the defaults. `None`: requests
+/// are handled like those of an unknown path.
+pub type ApiPathsConfig = BTreeMap<String, Option<ApiKind>>;
 
-        impl Default for ApiPathsConfig {
-            fn default() -> Self {
-                Self { headers: Vec::new(), $($key: vec![$($suffix.to_owned()),*],)* }
-            }
-        }
+/// APIs of path suffixes that the configuration does not override.
+const DEFAULT_PATHS: [(&str, ApiKind); 28] = [
+    ("chat/completions", ApiKind::ChatCompletions),
+    ("completions", ApiKind::Completions),
+    ("embeddings", ApiKind::Embeddings),
+    ("pooling", ApiKind::Pooling),
+    ("classify", ApiKind::Classify),
+    ("responses", ApiKind::Responses),
+    ("v1/messages", ApiKind::Messages),
+    ("messages/count_tokens", ApiKind::CountTokens),
+    ("conversations", ApiKind::Conversations),
+    ("score", ApiKind::Score),
+    ("v1/decisions", ApiKind::Score),
+    ("v1/systemone", ApiKind::Score),
+    ("rerank", ApiKind::Rerank),
+    ("tokenize", ApiKind::Tokenize),
+    ("detokenize", ApiKind::Detokenize),
+    ("chat/completions/render", ApiKind::Render),
+    ("completions/render", ApiKind::Render),
+    ("responses/render", ApiKind::Render),
+    ("messages/render", ApiKind::Render),
+    ("v1/models", ApiKind::Models),
+    ("audio/transcriptions", ApiKind::Transcriptions),
+    ("audio/translations", ApiKind::Translations),
+    ("audio/speech", ApiKind::Speech),
+    ("images/generations", ApiKind::ImageGenerations),
+    ("images/edits", ApiKind::ImageEdits),
+    ("images/variations", ApiKind::ImageVariations),
+    ("generate", ApiKind::SglangGenerate),
+    ("inference/v1/generate", ApiKind::VllmGenerate),
+];
 
-        impl ApiPathsConfig {
-            fn lists(&self) -> impl Iterator<Item = (ApiKind, &'static str, &[String])> {
-                [$((ApiKind::$api, stringify!($key), self.$key.as_slice()),)*].into_iter()
-            }
-        }
-    };
-}
-
-paths! {
-    /// OpenAI chat completions.
-    chat_completions: ChatCompletions = ["chat/completions"];
-    /// OpenAI completions.
-    completions: Completions = ["completions"];
-    /// OpenAI embeddings.
-    embeddings: Embeddings = ["embeddings"];
-    /// vLLM pooling.
-    pooling: Pooling = ["pooling"];
-    /// vLLM classification.
-    classify: Classify = ["classify"];
-    /// OpenAI responses.
-    responses: Responses = ["responses"];
-    /// Anthropic messages.
-    messages: Messages = ["v1/messages"];
-    /// Anthropic token counting.
-    count_tokens: CountTokens = ["messages/count_tokens"];
-    /// OpenAI conversations.
-    conversations: Conversations = ["conversations"];
-    /// vLLM scores and decisions, whose prompts the engine builds.
-    score: Score = ["score", "v1/decisions", "v1/systemone"];
-    /// Rerank, as defined by Jina and Cohere.
-    rerank: Rerank = ["rerank"];
-    /// Text to tokens.
-    tokenize: Tokenize = ["tokenize"];
-    /// Tokens to text.
-    detokenize: Detokenize = ["detokenize"];
-    /// vLLM prompt rendering without generation.
-    render: Render = ["chat/completions/render", "completions/render", "responses/render", "messages/render"];
-    /// The list of models.
-    models: Models = ["v1/models"];
-    /// Speech to text.
-    transcriptions: Transcriptions = ["audio/transcriptions"];
-    /// Speech to English text.
-    translations: Translations = ["audio/translations"];
-    /// Text to speech.
-    speech: Speech = ["audio/speech"];
-    /// Text to images.
-    image_generations: ImageGenerations = ["images/generations"];
-    /// Images to images.
-    image_edits: ImageEdits = ["images/edits"];
-    /// Images to images without a prompt.
-    image_variations: ImageVariations = ["images/variations"];
-    /// SGLang's native generation.
-    sglang_generate: SglangGenerate = ["generate"];
-    /// vLLM's generation from token ids.
-    vllm_generate: VllmGenerate = ["inference/v1/generate"];
-}
-
-fn list_or_null<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<String>, D::Error> {
-    Ok(Option::deserialize(deserializer)?.unwrap_or_default())
-}
-
-impl ApiPathsConfig {
-    /// Returns the invalid suffixes and header names.
-    pub fn problems(&self) -> Vec<Problem> {
-        let mut problems = Vec::new();
-        let mut seen: Vec<(&str, &str)> = Vec::new();
-        for (_, key, list) in self.lists() {
-            for (at, written) in list.iter().enumerate() {
-                let place = [PathStep::from(key), at.into()];
-                let suffix = written.trim_matches('/');
-                if suffix.is_empty() || suffix.contains(['?', '#', ' ']) {
-                    let text = format!(
-                        "`{written}` is not the end of a path; write for example chat/completions"
-                    );
-                    problems.push(Problem::at(place, text));
-                } else if let Some((other, _)) = seen.iter().find(|(_, known)| *known == suffix) {
-                    let text = format!(
-                        "`{written}` is a path of `{other}` already; leave one of them out"
-                    );
-                    problems.push(Problem::at(place, text));
-                } else {
-                    seen.push((key, suffix));
-                }
-            }
-        }
-        for (at, name) in self
-            .headers
-            .iter()
-            .enumerate()
-            .filter(|(_, name)| !is_header_name(name))
-        {
+/// Returns the invalid suffixes of a configuration.
+pub fn suffix_problems(config: &ApiPathsConfig) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    let mut seen = BTreeMap::new();
+    let configured = config.iter().filter(|(_, api)| api.is_some());
+    let configured = configured.map(|(suffix, _)| suffix.trim_matches('/'));
+    let endings: Vec<_> = DEFAULT_PATHS
+        .iter()
+        .map(|(suffix, _)| *suffix)
+        .chain(configured)
+        .collect();
+    for (written, api) in config {
+        let suffix = written.trim_matches('/');
+        if suffix.is_empty() || suffix.contains(['?', '#', ' ']) {
             let text =
-                format!("`{name}` is not the name of a header; write for example x-original-path");
-            problems.push(Problem::at([PathStep::from("headers"), at.into()], text));
+                format!("`{written}` is not the end of a path; write for example chat/completions");
+            problems.push(Problem::of(written, text));
+        } else if api.is_none() && !endings.iter().any(|known| ends_with(suffix, known)) {
+            let text = format!("no API has the path `{written}`, so null has no effect");
+            problems.push(Problem::of(written, text));
+        } else if let Some(other) = seen.insert(suffix, written) {
+            let text = format!("`{written}` is the same path as `{other}`; leave one of them out");
+            problems.push(Problem::of(written, text));
         }
-        problems
     }
+    problems
 }
 
-fn is_header_name(name: &str) -> bool {
-    !name.is_empty()
-        && name
-            .bytes()
-            .all(|byte| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_')
+/// Returns true if a path ends with whole segments.
+fn ends_with(path: &str, suffix: &str) -> bool {
+    path.strip_suffix(suffix)
+        .is_some_and(|before| before.is_empty() || before.ends_with('/'))
 }
 
 /// Decodes percent escapes. Invalid escapes are not changed.
@@ -168,36 +110,35 @@ fn plain_path(path: &str) -> Cow<'_, str> {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ApiPaths {
     /// Suffixes without surrounding slashes, longest first.
-    suffixes: Vec<(Box<str>, ApiKind)>,
+    suffixes: Vec<(Box<str>, Option<ApiKind>)>,
     headers: Vec<String>,
 }
 
 impl Default for ApiPaths {
     fn default() -> Self {
-        Self::new(&ApiPathsConfig::default())
+        Self::new(&ApiPathsConfig::default(), &[])
     }
 }
 
 impl ApiPaths {
-    /// Creates the mapping of a configuration.
-    pub fn new(config: &ApiPathsConfig) -> Self {
-        let endings = |(api, _, list): (ApiKind, _, &[String])| -> Vec<(Box<str>, ApiKind)> {
-            list.iter()
-                .map(|suffix| (suffix.trim_matches('/').into(), api))
-                .collect()
-        };
-        let mut suffixes: Vec<_> = config
-            .lists()
-            .flat_map(endings)
-            .filter(|(suffix, _)| !suffix.is_empty())
+    /// Creates the mapping of a configuration. `headers` are the names of the headers that carry
+    /// the original path.
+    pub fn new(config: &ApiPathsConfig, headers: &[String]) -> Self {
+        let mut by_suffix: BTreeMap<&str, Option<ApiKind>> = DEFAULT_PATHS
+            .map(|(suffix, api)| (suffix, Some(api)))
+            .into();
+        let configured = config.iter();
+        by_suffix.extend(configured.map(|(suffix, api)| (suffix.trim_matches('/'), *api)));
+        let mut suffixes: Vec<_> = by_suffix
+            .into_iter()
+            .map(|(suffix, api)| (suffix.into(), api))
             .collect();
-        suffixes.sort_by_key(|(suffix, _)| std::cmp::Reverse(suffix.len()));
-        let headers = config
-            .headers
-            .iter()
-            .map(|name| name.to_ascii_lowercase())
-            .collect();
-        Self { suffixes, headers }
+        suffixes.sort_by_key(|(suffix, _): &(Box<str>, _)| std::cmp::Reverse(suffix.len()));
+        let headers = headers.iter().map(|name| name.to_ascii_lowercase());
+        Self {
+            suffixes,
+            headers: headers.collect(),
+        }
     }
 
     /// Returns the API of a path by its longest known suffix of whole segments. The query and
@@ -223,14 +164,10 @@ impl ApiPaths {
     }
 
     fn api_of_plain_path(&self, path: &str) -> Option<ApiKind> {
-        let ends = |suffix: &str| {
-            path.strip_suffix(suffix)
-                .is_some_and(|before| before.is_empty() || before.ends_with('/'))
-        };
         self.suffixes
             .iter()
-            .find(|(suffix, _)| ends(suffix))
-            .map(|(_, api)| *api)
+            .find(|(suffix, _)| ends_with(path, suffix))
+            .and_then(|(_, api)| *api)
     }
 
     /// Returns the API of a request. If its path is unknown, uses the first configured header that

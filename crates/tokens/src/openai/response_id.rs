@@ -1,7 +1,6 @@
 //! Id of a response, read from the beginning of its body. The id leads later requests to the engine
 //! that stores the response.
 
-use super::json_repair::{CutPoint, PathSegment, repair};
 use super::{text_at_path, without_byte_order_mark};
 
 /// Maximum number of bytes that are searched for the id. Engines send it first.
@@ -35,20 +34,15 @@ impl ResponseIdReader {
 fn find_response_id(body: &[u8]) -> Option<String> {
     let body = without_byte_order_mark(body).trim_ascii_start();
     if body.starts_with(b"{") {
-        return id_at(body, &["id"]);
+        return id_at(body, "id");
     }
     let mut lines = body.split(|byte| matches!(byte, b'\n' | b'\r'));
-    lines.find_map(|line| id_at(line.strip_prefix(b"data:")?, &["response", "id"]))
+    lines.find_map(|line| id_at(line.strip_prefix(b"data:")?, "response.id"))
 }
 
 /// Returns the id at a path of a document whose end may be missing.
-fn id_at(document: &[u8], path: &[&str]) -> Option<String> {
-    let repaired = repair(document.trim_ascii())?;
-    let path_of_id: Vec<PathSegment> = path.iter().map(|key| (*key).into()).collect();
-    if repaired.cut == CutPoint::InText(path_of_id) {
-        return None;
-    }
-    text_at_path(&repaired.json, &path.join(".")).filter(|id| !id.is_empty())
+fn id_at(document: &[u8], path: &str) -> Option<String> {
+    text_at_path(document, path).filter(|id| !id.is_empty())
 }
 
 #[cfg(test)]

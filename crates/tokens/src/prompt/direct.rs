@@ -4,6 +4,8 @@
 //! plan. If the evaluation reaches unsupported code, it ends, and minijinja renders the whole
 //! template. Both always produce the same text.
 //! `docs/decisions/0047-evaluate-common-templates-directly.md` records the measured gain.
+//!
+//! Decision 0047.
 
 mod compile;
 mod eval;

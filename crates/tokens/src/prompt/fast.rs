@@ -4,6 +4,8 @@
 //! so very long words are tokenized by `bpe`, which takes linear time. Both are compared with the
 //! engines' library: on difficult texts before the fast path is used, and on samples of real texts
 //! afterwards ([`verified`]).
+//!
+//! Decision 0009.
 
 pub(in crate::prompt) mod hard_texts;
 mod long_s;

@@ -20,7 +20,7 @@ use super::PromptTokens;
 use crate::openai::{MediaItem, MediaModality};
 use warmroute_core::block::{ObjectHash, PromptObject};
 
-pub use config::{MediaConfig, MediaItemRule, TokenCountRule};
+pub use config::{ImageRule, MediaConfig, MediaItemRule};
 pub(super) use expand::{common_prefix, expand_placeholders};
 use size::MediaTokenCounter;
 
@@ -115,24 +115,28 @@ impl MediaRules {
         name: &str,
         id_of: impl Fn(&str) -> Option<u32>,
     ) -> Result<Self, String> {
-        let placed = |rule: &Option<MediaItemRule>| -> Result<Option<ModalityRule>, String> {
-            let Some(rule) = rule else { return Ok(None) };
-            let token = id_of(&rule.token).ok_or_else(|| {
-                format!(
-                    "the tokenizer has no token `{}` for media placeholders",
-                    rule.token
-                )
-            })?;
-            Ok(Some(ModalityRule {
-                token,
+        let token_id = |token: &str| {
+            let text = || format!("the tokenizer has no token `{token}` for media placeholders");
+            id_of(token).ok_or_else(text)
+        };
+        let fixed = |rule: &MediaItemRule| -> Result<ModalityRule, String> {
+            Ok(ModalityRule {
+                token: token_id(&rule.token)?,
                 placeholder: rule.placeholder.clone(),
-                counter: MediaTokenCounter::from_rule(rule)?,
-            }))
+                counter: MediaTokenCounter::fixed(rule.tokens_per_item),
+            })
+        };
+        let image = |rule: &ImageRule| -> Result<ModalityRule, String> {
+            Ok(ModalityRule {
+                token: token_id(&rule.token)?,
+                placeholder: rule.placeholder.clone(),
+                counter: MediaTokenCounter::from_image_rule(rule)?,
+            })
         };
         let rules = [
-            placed(&config.image)?,
-            placed(&config.audio)?,
-            placed(&config.video)?,
+            config.image.as_ref().map(image).transpose()?,
+            config.audio.as_ref().map(fixed).transpose()?,
+            config.video.as_ref().map(fixed).transpose()?,
         ];
         let tokens: Vec<u32> = rules.iter().flatten().map(|placed| placed.token).collect();
         if tokens

@@ -11,7 +11,6 @@ use super::media::{
     EngineModelName, MultimodalPrompt, ResolvedMediaItem, common_prefix, expand_placeholders,
 };
 use super::media_renderer::{MARK, MediaDisplay};
-use super::partial_chat::common_prefix_len;
 use super::template::ChatTemplates;
 use super::{
     BoundedTokens, EncodeError, Encoder, EngineKind, PromptSource, PromptTokens, RenderedPrompt,
@@ -172,6 +171,16 @@ impl Encoder {
             .pop()
             .ok_or_else(|| EncodeError::uncertain("no prompt"))
     }
+}
+
+/// Returns the length in bytes of the common prefix of two texts, up to a character boundary.
+fn common_prefix_len(one: &str, other: &str) -> usize {
+    let differ = |(one, other): ((usize, char), char)| (one.1 != other).then_some(one.0);
+    let shorter = one.len().min(other.len());
+    one.char_indices()
+        .zip(other.chars())
+        .find_map(differ)
+        .unwrap_or(shorter)
 }
 
 /// Tokenization options of a prompt with media items.

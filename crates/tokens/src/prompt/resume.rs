@@ -27,6 +27,8 @@
 //!
 //! Normalized added tokens are matched later, in each piece, and are no boundaries. Tokenizers with
 //! unsupported parts or randomness (dropout, sampling) are not resumed ([`tokenizer_parts`]).
+//!
+//! Decision 0023.
 
 mod boundary_tokens;
 mod prompt_tokens;

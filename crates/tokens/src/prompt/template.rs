@@ -17,14 +17,13 @@ use super::content_format::{self, ContentFormat};
 use super::conversation::{self, TemplateMessage};
 use super::direct::{DirectRenderer, RenderOutput};
 use super::inline_systems::InlineSystemMode;
-use super::media::MediaRules;
 use super::media_renderer::{MediaDisplay, MediaRenderer};
 use super::model_files::{LoadError, TemplateSources};
 use super::python::{self, POISON, PythonDict};
 use super::python_methods::{self, TemplateClock};
 use super::{
     ContentFormatOption, EncodeError, EngineKind, RenderOptions, TokenExactness, continuation,
-    partial_chat, sglang, template_support,
+    sglang, template_support,
 };
 use crate::openai::{ChatPrompt, JsonValue};
 pub(super) use checkpoints::RenderedChat;
@@ -139,29 +138,12 @@ impl ChatTemplates {
             .filter(|_| !(is_none && self.options.exclude_tools_when_tool_choice_none))
     }
 
-    /// Renders the prompt of a conversation without media. For a partial conversation, renders the
-    /// known beginning.
+    /// Renders the prompt of a conversation without media.
     pub(super) fn render(
         &self,
         chat: &ChatPrompt,
     ) -> Result<(String, TokenExactness), EncodeError> {
-        if !chat.is_partial {
-            return self.render_as(chat, MediaDisplay::Rejected);
-        }
-        let no_rules = MediaRules::default();
-        let show = |chat: &ChatPrompt| {
-            if chat.has_media() {
-                MediaDisplay::AsEngine(&no_rules)
-            } else {
-                MediaDisplay::Rejected
-            }
-        };
-        let format = match self.engine {
-            EngineKind::Vllm => self.format_for(self.template_for(chat)?),
-            // SGLang's rendering of images is not reproduced.
-            EngineKind::Sglang => ContentFormat::Text,
-        };
-        partial_chat::render_known_prefix(chat, format, |chat| self.render_as(chat, show(chat)))
+        self.render_as(chat, MediaDisplay::Rejected)
     }
 
     /// Returns true if the template of a conversation takes lists of parts.

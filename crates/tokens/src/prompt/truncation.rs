@@ -1,4 +1,6 @@
 //! Truncation of prompts to the length that a request permits.
+//!
+//! Decision 0025.
 
 use std::ops::Range;
 

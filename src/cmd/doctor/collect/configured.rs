@@ -5,7 +5,7 @@ use warmroute_core::worker::{ModelName, Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
 use warmroute_engines::engine_client::{MetricsPage, RankEventSource};
 use warmroute_server::app;
-use warmroute_server::config::{ApproximatePolicy, WorkerSource};
+use warmroute_server::config::{ApproximatePolicy, ModelConfig, WorkerSource};
 
 use super::FactCollector;
 
@@ -29,13 +29,15 @@ impl FactCollector<'_> {
         }
     }
 
+    /// Returns the configuration of a model.
+    pub(super) fn model_config(&self, name: &ModelName) -> Option<&ModelConfig> {
+        let mut models = self.config.models.iter();
+        models.find(|model| model.name == *name)
+    }
+
     /// Returns the configured cache of a worker.
     pub(super) fn configured_cache(&self, worker: &Worker) -> ConfiguredCache {
-        let model = self
-            .config
-            .models
-            .iter()
-            .find(|known| known.name == worker.model);
+        let model = self.model_config(&worker.model);
         ConfiguredCache {
             block_size: model.and_then(|model| model.block_size),
             total_kv_blocks: worker.capacity.total_kv_blocks,
@@ -64,22 +66,14 @@ impl FactCollector<'_> {
 
     /// Returns the configured adapters of a model.
     pub(super) fn model_adapters(&self, model: &ModelName) -> Vec<ModelName> {
-        let found = self.config.models.iter().find(|known| known.name == *model);
-        found
-            .map(|known| known.adapters.clone())
-            .unwrap_or_default()
+        let found = self.model_config(model);
+        found.map_or(Vec::new(), |known| known.adapters.clone())
     }
 
     /// Returns the model name in the cache keys of images; `None` without image support, or if the
     /// engines report it.
     pub(super) fn image_model(&self, model: &ModelName) -> Option<String> {
-        let media = self
-            .config
-            .models
-            .iter()
-            .find(|known| known.name == *model)?
-            .multimodal
-            .as_ref()?;
+        let media = self.model_config(model)?.multimodal.as_ref()?;
         media.image.as_ref()?;
         let served = (!self.config.engines.discovery.enabled).then(|| model.to_string());
         media.model.clone().or(served)

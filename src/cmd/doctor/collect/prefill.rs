@@ -12,22 +12,15 @@ use super::FactCollector;
 impl FactCollector<'_> {
     /// Fills in the facts about the KV handoff of a prefill worker.
     pub(super) async fn collect_prefill(&self, engine: &EngineUrl, facts: &mut WorkerFacts) {
-        facts.bootstrap = if self.uses_bootstrap(&facts.worker) {
-            Some(self.probe_bootstrap(&facts.worker).await)
-        } else {
-            None
-        };
+        if self.uses_bootstrap(&facts.worker) {
+            facts.bootstrap = Some(self.probe_bootstrap(&facts.worker).await);
+        }
         facts.kv_handoff = self.probe_kv_handoff(engine, &facts.worker).await;
     }
 
     /// Returns the prefill configuration of the worker's model.
     fn prefill_config(&self, worker: &Worker) -> Option<&PrefillConfig> {
-        self.config
-            .models
-            .iter()
-            .find(|known| known.name == worker.model)?
-            .prefill
-            .as_ref()
+        self.model_config(&worker.model)?.prefill.as_ref()
     }
 
     /// Returns whether the worker runs requests only in pairs, by bootstrap.
@@ -65,14 +58,10 @@ impl FactCollector<'_> {
         let (text, _) = self.new_prompt(engine, worker).await;
         let mut body: serde_json::Value = serde_json::from_slice(&text).ok()?;
         body["kv_transfer_params"] = json!({"do_remote_decode": true, "do_remote_prefill": false});
+        let body = body.to_string().into();
         Some(
             self.client
-                .post(
-                    engine,
-                    "v1/completions",
-                    body.to_string().into(),
-                    self.timeout,
-                )
+                .post(engine, "v1/completions", body, self.timeout)
                 .await,
         )
     }

@@ -55,11 +55,10 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
         |configs| {
             configs.warmroute["listeners"]["ext_proc"] =
                 json!({"address": "127.0.0.1:9002", "tls": {"self_signed": true}});
-            for cluster in ["ext_proc", "first_token_probe"] {
-                configs.cluster(cluster)["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
-                    ["address"] =
-                    json!({"socket_address": {"address": "127.0.0.1", "port_value": 9002}});
-            }
+            let pipe = r#"{"pipe":{"path":"/tmp/warmroute/ext_proc.sock"}}"#;
+            let socket = r#"{"socket_address":{"address":"127.0.0.1","port_value":9002}}"#;
+            let text = configs.envoy.to_string().replace(pipe, socket);
+            configs.envoy = serde_json::from_str(&text).unwrap();
         },
         &[(Error, "envoy.tls"), (Error, "envoy.tls")],
         "write a `transport_socket` as in envoy/README.md",

@@ -98,16 +98,18 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
         &[(Error, "envoy.endpoints_file")],
         "write `watched_directory: {path: /tmp/",
     ),
-    in_file(
-        "xds",
-        standalone(
-            "cluster not published",
-            |configs| {
-                configs.cluster("workers")["eds_cluster_config"]["service_name"] = json!("engines")
-            },
-            &[(Error, "envoy.xds"), (Error, "envoy.endpoints")],
-            "`envoy: {cluster: engines}`",
-        ),
+    standalone(
+        "cluster not published",
+        |configs| {
+            configs.warmroute["envoy"] = json!({"xds": {}});
+            let source = json!({"api_type": "DELTA_GRPC", "grpc_services": [
+                {"envoy_grpc": {"cluster_name": "ext_proc"}},
+            ]});
+            configs.cluster("workers")["eds_cluster_config"] =
+                json!({"service_name": "engines", "eds_config": {"api_config_source": source}});
+        },
+        &[(Error, "envoy.xds")],
+        "`envoy: {cluster: engines}`",
     ),
     standalone(
         "no cluster uses xDS",

@@ -47,7 +47,6 @@ fn class_configs() -> impl Strategy<Value = Vec<QueueClass>> {
             name: format!("class-{at}").into(),
             policy,
             quantum,
-            busy_threshold: BusyThreshold::default(),
             limits: QueueLimits {
                 requests,
                 prompt_tokens: prompt,
@@ -227,7 +226,6 @@ fn queue_of(quanta: &[u64]) -> (Arc<QueueClasses>, FairQueue<usize>, Instant) {
         name: format!("class-{index}").into(),
         policy: QueuePolicy::default(),
         quantum: *quantum,
-        busy_threshold: BusyThreshold::default(),
         limits: QueueLimits::default(),
     };
     let classes = Arc::new(selected_by_name(

@@ -21,8 +21,8 @@ pub struct RouteExplanation {
     pub requested_model: Option<String>,
     /// Queue class of the request.
     pub class: Option<Arc<str>>,
-    /// Whether the request would be queued because all candidates are busy for its class. The
-    /// explanation then shows the choice without waiting.
+    /// Whether the request would be queued because all candidates are busy. The explanation
+    /// then shows the choice without waiting.
     pub busy: bool,
     /// Routing mode.
     pub mode: Mode,

@@ -274,7 +274,7 @@ fn truncated_request(known: BlockHashes) -> RouteRequest {
     let prompt = RoutePrompt::Truncated {
         known,
         tokens: 41,
-        reason: Reason::BodyTruncated,
+        reason: Reason::PromptTooLong,
     };
     RouteRequest::new(None, prompt)
 }
@@ -314,7 +314,7 @@ fn truncated_prompt_counts_known_blocks() {
     } = router.route(truncated_request(known_blocks())).unwrap();
     assert_eq!(
         (route.to.rank, route.mode, route.reason),
-        (rank(2), Mode::Partial, Some(Reason::BodyTruncated))
+        (rank(2), Mode::Partial, Some(Reason::PromptTooLong))
     );
     assert_eq!(
         (route.prompt_tokens, route.prompt_blocks, route.hit_rate()),
@@ -332,7 +332,7 @@ fn truncated_prompt_counts_known_blocks() {
         (11, 41.0 / 4.0)
     );
     assert_eq!(load_of(&router, 2), (3, 29, 1));
-    assert!(route.summary_line().ends_with("reason=body_truncated"));
+    assert!(route.summary_line().ends_with("reason=prompt_too_long"));
     drop(reservation);
 }
 
@@ -343,12 +343,12 @@ fn truncated_prompt_without_blocks_is_routed_by_load() {
     let unknown = router.preview(truncated_request(nothing)).unwrap();
     assert_eq!(
         (unknown.mode, unknown.reason, unknown.prompt_tokens),
-        (Mode::LoadOnly, Some(Reason::BodyTruncated), 41)
+        (Mode::LoadOnly, Some(Reason::PromptTooLong), 41)
     );
     let short = RoutePrompt::Truncated {
         known: known_blocks(),
         tokens: 1,
-        reason: Reason::BodyTruncated,
+        reason: Reason::PromptTooLong,
     };
     assert_eq!(short.tokens(), 12, "the known part is the minimum length");
 }
@@ -365,7 +365,7 @@ fn truncated_prompt_uses_predictions() {
         .unwrap();
     assert_eq!(
         (route.mode, route.reason),
-        (Mode::Approximate, Some(Reason::BodyTruncated))
+        (Mode::Approximate, Some(Reason::PromptTooLong))
     );
     assert_eq!(route.target().predicted_cached_tokens, Some(12));
 }

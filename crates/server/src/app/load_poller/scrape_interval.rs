@@ -7,6 +7,8 @@ const NO_COUNTERS_DELAY: Duration = Duration::from_secs(60);
 /// Maximum delay after failed scrapes, unless the interval is longer. Each attempt to connect costs
 /// about as much CPU time as a scrape.
 const MAX_FAILURE_DELAY: Duration = Duration::from_secs(30);
+/// Maximum rate of the scrapes of all workers.
+const MAX_SCRAPES_PER_SECOND: f64 = 200.0;
 /// Relative deviation of a delay, so that scrapes do not synchronize.
 const JITTER: f64 = 0.1;
 
@@ -23,13 +25,13 @@ pub(super) enum ScrapeOutcome {
 
 /// Returns the interval between two scrapes of a worker, so that all workers together do not exceed
 /// the maximum rate.
-pub(super) fn effective_interval(interval: Duration, workers: usize, max_rate: u32) -> Duration {
-    interval.max(duration_at_rate(workers, max_rate))
+pub(super) fn effective_interval(interval: Duration, workers: usize) -> Duration {
+    interval.max(duration_at_max_rate(workers))
 }
 
 /// Returns the delay before the first scrape of one of `added` new workers. `random` is in 0..1.
-pub(super) fn start_delay(added: usize, max_rate: u32, random: f64) -> Duration {
-    duration_at_rate(added, max_rate).mul_f64(random.clamp(0.0, 1.0))
+pub(super) fn start_delay(added: usize, random: f64) -> Duration {
+    duration_at_max_rate(added).mul_f64(random.clamp(0.0, 1.0))
 }
 
 /// Returns the delay until the next scrape. `random` is in 0..1.
@@ -46,8 +48,8 @@ pub(super) fn next_delay(outcome: ScrapeOutcome, interval: Duration, random: f64
     delay.mul_f64(1.0 + JITTER * (2.0 * random.clamp(0.0, 1.0) - 1.0))
 }
 
-fn duration_at_rate(scrapes: usize, max_rate: u32) -> Duration {
-    Duration::from_secs_f64(scrapes as f64 / f64::from(max_rate.max(1)))
+fn duration_at_max_rate(scrapes: usize) -> Duration {
+    Duration::from_secs_f64(scrapes as f64 / MAX_SCRAPES_PER_SECOND)
 }
 
 #[cfg(test)]
@@ -59,17 +61,17 @@ mod tests {
     #[test]
     fn interval_is_stretched_above_the_maximum_rate() {
         for (workers, expected) in [(0, 1.0), (1, 1.0), (200, 1.0), (201, 1.005), (1000, 5.0)] {
-            let interval = effective_interval(SECOND, workers, 200);
+            let interval = effective_interval(SECOND, workers);
             assert_eq!(interval, Duration::from_secs_f64(expected), "{workers}");
         }
-        assert_eq!(effective_interval(9 * SECOND, 1000, 200), 9 * SECOND);
+        assert_eq!(effective_interval(9 * SECOND, 1000), 9 * SECOND);
     }
 
     #[test]
     fn new_workers_start_within_the_maximum_rate() {
-        assert_eq!(start_delay(1000, 200, 0.0), Duration::ZERO);
-        assert_eq!(start_delay(1000, 200, 1.0), 5 * SECOND);
-        assert!(start_delay(1, 200, 1.0) <= Duration::from_millis(5));
+        assert_eq!(start_delay(1000, 0.0), Duration::ZERO);
+        assert_eq!(start_delay(1000, 1.0), 5 * SECOND);
+        assert!(start_delay(1, 1.0) <= Duration::from_millis(5));
     }
 
     #[test]

@@ -1,7 +1,5 @@
 //! Scrapes of real HTTP servers on the loopback interface.
 
-mod cost;
-
 use std::sync::atomic::AtomicUsize;
 use std::time::Instant;
 
@@ -98,7 +96,6 @@ impl Drop for TestPoller {
 fn settings() -> EngineLoadConfig {
     EngineLoadConfig {
         interval: DurationSetting::millis(100),
-        timeout: DurationSetting::millis(200),
         ..EngineLoadConfig::default()
     }
 }

@@ -17,6 +17,9 @@ use crate::app::settings_poller::EngineKey;
 /// Number of intervals for which a report counts.
 const VALID_INTERVALS: u32 = 3;
 
+/// Maximum duration of a scrape.
+const TIMEOUT: Duration = Duration::from_secs(1);
+
 /// Scraper of one worker.
 pub(super) struct WorkerScraper {
     engine: EngineKey,
@@ -123,8 +126,7 @@ impl WorkerScraper {
         let mut result = Ok(EngineGauges::default());
         for &path in paths {
             let config = &self.context.config;
-            let timeout = config.settings.timeout.get();
-            let page = config.client.load_gauges(&self.url, path, timeout).await;
+            let page = config.client.load_gauges(&self.url, path, TIMEOUT).await;
             match page {
                 Ok(counters) if !counters.is_empty() => {
                     self.path = Some(path);
@@ -169,8 +171,7 @@ impl WorkerScraper {
 
     fn record(&self, ranks: &ScrapedRanks, counters: &EngineGauges) {
         let load = self.context.router.load();
-        let timeout = self.context.config.settings.timeout.get();
-        let valid_for = self.context.interval() * VALID_INTERVALS + timeout;
+        let valid_for = self.context.interval() * VALID_INTERVALS + TIMEOUT;
         for booked in &ranks.bookings {
             let Some(rank) = counters.for_rank(ranks.range, booked.rank.rank) else {
                 continue;

@@ -251,8 +251,7 @@ async fn engine_settings_follow_reload() {
 
 /// Returns a configuration of models whose multimodal model differs from that of the engine.
 fn other_model_files() -> String {
-    let media =
-        "multimodal: {model: other, image: {token: '<s>', token_count: fixed, tokens_per_item: 4}}";
+    let media = "multimodal: {model: other, image: {token: '<s>', tokens_per_item: 4}}";
     let files = format!("tokenizer: {REPOSITORY}/examples/models/tinyllama/tokenizer.json.gz");
     format!("models: [{{name: m, {files}, {media}}}]\n")
 }

@@ -1,6 +1,8 @@
 //! Client of remote index servers. It selects the servers in turn. If a response is slow, it sends
 //! a second query (a hedge) to another server. The first valid response is used, and the other
 //! pending queries are dropped, which cancels them. No query exceeds the deadline.
+//!
+//! Decision 0019.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -28,6 +30,15 @@ use super::{pb, wire};
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);
 const PROBE_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Share of the timeout after which a second server is queried.
+const HEDGE_SHARE: f64 = 0.3;
+
+/// Maximum delay after which a second server is queried.
+const MAX_HEDGE_DELAY: Duration = Duration::from_millis(100);
+
+/// Maximum number of concurrent queries. Beyond it, requests are routed without a query.
+pub(super) const MAX_CONCURRENCY: usize = 256;
+
 /// A query for the cached blocks of prompts.
 #[derive(Clone, Copy, Debug)]
 pub struct OverlapQuery<'a> {
@@ -45,7 +56,6 @@ pub struct RemoteIndexClient {
     pool: Mutex<ServerPool>,
     pub(super) permits: Semaphore,
     deadline: Duration,
-    hedge: Option<Duration>,
     metrics: Arc<Metrics>,
     /// Set while no server responds.
     is_unreachable: AtomicBool,
@@ -62,11 +72,8 @@ impl RemoteIndexClient {
         Ok(Self {
             pool: Mutex::new(ServerPool::new(servers.len())),
             servers,
-            permits: Semaphore::new(
-                (settings.max_concurrency as usize).min(Semaphore::MAX_PERMITS),
-            ),
+            permits: Semaphore::new(MAX_CONCURRENCY),
             deadline: settings.timeout.get(),
-            hedge: settings.hedge_delay.map(|hedge| hedge.get()),
             metrics,
             is_unreachable: AtomicBool::new(false),
         })
@@ -127,7 +134,8 @@ impl RemoteIndexClient {
         started: Instant,
     ) -> Result<(RemoteAnswer, bool), QueryError> {
         let deadline = sleep_until(started + self.deadline);
-        let hedge = sleep_until(started + self.hedge.unwrap_or(self.deadline));
+        let hedge_delay = self.deadline.mul_f64(HEDGE_SHARE).min(MAX_HEDGE_DELAY);
+        let hedge = sleep_until(started + hedge_delay);
         tokio::pin!(deadline, hedge);
         let mut hedged_query = HedgedQuery::new(self);
         let mut in_flight = FuturesUnordered::new();
@@ -137,7 +145,7 @@ impl RemoteIndexClient {
                 .start(ServerPool::pick_first)
                 .ok_or(QueryError::NoServer)?,
         ));
-        let mut may_hedge = self.hedge.is_some();
+        let mut may_hedge = true;
         loop {
             tokio::select! {
                 // A response that has already arrived is used even if the deadline has passed.

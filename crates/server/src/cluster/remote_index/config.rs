@@ -15,15 +15,10 @@ use warmroute_settings::{DurationSetting, PathStep, Problem};
 pub struct RemoteIndexConfig {
     /// Addresses of the servers' `api` services: `http://host:port` or `https://host:port`.
     pub servers: Vec<String>,
-    /// Maximum time that a request waits for a response. After that, it is routed by predictions.
+    /// Maximum time that a request waits for a response. After that, it is routed by predictions. After
+    /// 30 % of it, at most 100 ms, a second server is queried.
     #[serde(default = "timeout")]
     pub timeout: DurationSetting,
-    /// Time after which a second server is queried; `null` disables it.
-    #[serde(default = "hedge_delay")]
-    pub hedge_delay: Option<DurationSetting>,
-    /// Maximum number of concurrent queries. Beyond it, requests are routed without a query.
-    #[serde(default = "max_concurrency")]
-    pub max_concurrency: u32,
     /// CA certificates (PEM) that verify the servers. Default: the CAs of the system.
     #[serde(default)]
     pub ca_file: Option<PathBuf>,
@@ -39,23 +34,12 @@ fn timeout() -> DurationSetting {
     DurationSetting::millis(10)
 }
 
-#[expect(clippy::unnecessary_wraps, reason = "the default of an optional key")]
-fn hedge_delay() -> Option<DurationSetting> {
-    Some(DurationSetting::millis(3))
-}
-
-fn max_concurrency() -> u32 {
-    256
-}
-
 impl RemoteIndexConfig {
     /// Returns a configuration with these servers and default limits.
     pub fn with_servers(servers: impl IntoIterator<Item = String>) -> Self {
         Self {
             servers: servers.into_iter().collect(),
             timeout: timeout(),
-            hedge_delay: hedge_delay(),
-            max_concurrency: max_concurrency(),
             ca_file: None,
             cert_file: None,
             key_file: None,
@@ -80,20 +64,6 @@ impl RemoteIndexConfig {
                 "timeout",
                 "every request would time out after 0s; the default is 10ms",
             ));
-        }
-        let is_useless =
-            |hedge: &DurationSetting| *hedge >= self.timeout && !self.timeout.get().is_zero();
-        if let Some(hedge) = self.hedge_delay.filter(is_useless) {
-            let text = format!(
-                "{hedge} is not less than `timeout` ({}), so no hedge would ever be sent; the default is 3ms, and \
-                 `null` disables hedging",
-                self.timeout
-            );
-            problems.push(Problem::of("hedge_delay", text));
-        }
-        if self.max_concurrency == 0 {
-            let text = "no query would ever be sent; the default is 256";
-            problems.push(Problem::of("max_concurrency", text));
         }
         problems.extend(
             self.files().problems(

@@ -1,5 +1,7 @@
 //! gRPC service of the index. It answers a query from the current index. It refuses a query whose
 //! block hashes are not comparable with those of the index.
+//!
+//! Decision 0018.
 
 use std::sync::Arc;
 

@@ -30,7 +30,7 @@ pub(super) fn max_query_bytes(max_blocks: usize) -> usize {
 pub(super) enum IndexMessageError {
     #[error("the query has {0} prompts, more than the maximum of {MAX_PROMPTS}")]
     TooManyPrompts(usize),
-    #[error("the prompts have {blocks} blocks; `listeners.api.max_prompt_blocks` allows {max}")]
+    #[error("the prompts have {blocks} blocks; the maximum is {max}")]
     TooManyBlocks { blocks: usize, max: usize },
     #[error("{blocks} blocks of {size} tokens do not fit into a prompt of {tokens}")]
     TooFewTokens {

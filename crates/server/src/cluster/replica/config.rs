@@ -20,9 +20,6 @@ pub struct ReplicasConfig {
     /// Display name of this replica. Default: the host name.
     #[serde(default)]
     pub name: Option<String>,
-    /// Time for which events are collected into a batch.
-    #[serde(default = "batch_interval")]
-    pub batch_interval: DurationSetting,
     /// Time without a message after which the reservations of a peer are dropped.
     #[serde(default = "lease")]
     pub lease: DurationSetting,
@@ -57,10 +54,6 @@ fn group() -> String {
     "default".to_owned()
 }
 
-fn batch_interval() -> DurationSetting {
-    DurationSetting::millis(1)
-}
-
 fn lease() -> DurationSetting {
     DurationSetting::seconds(5)
 }
@@ -93,12 +86,6 @@ impl ReplicasConfig {
             add_problem(
                 "group",
                 "the group is part of a NATS subject; use only letters, digits, - and _",
-            );
-        }
-        if self.batch_interval.get() > std::time::Duration::from_secs(1) {
-            add_problem(
-                "batch_interval",
-                "replicas would receive bookings too late; the default is 1ms, the maximum is 1s",
             );
         }
         if self.lease.get() < std::time::Duration::from_millis(200) {

@@ -1,5 +1,7 @@
 //! Mirror of the reservations of one peer. They are booked in the local load tracker, and dropping
 //! the mirror releases them.
+//!
+//! Decision 0015.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;

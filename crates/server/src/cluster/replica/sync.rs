@@ -43,6 +43,9 @@ const HEARTBEATS_PER_LEASE: u32 = 4;
 /// Time that peers have to respond to the hello message at startup.
 const HELLO_TIMEOUT: Duration = Duration::from_millis(300);
 
+/// Time for which events are collected into a batch.
+const BATCH_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Interval between timeout checks.
 const TICK_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -204,11 +207,11 @@ impl ReplicaSync {
                         bail!("the channel of local events is closed");
                     }
                     self.record(received.drain(..));
-                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch_interval.get());
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + BATCH_INTERVAL);
                 }
                 () = self.events.session_updates.notified() => {
                     self.record_session_updates();
-                    due.get_or_insert_with(|| tokio::time::Instant::now() + self.settings.batch_interval.get());
+                    due.get_or_insert_with(|| tokio::time::Instant::now() + BATCH_INTERVAL);
                 }
                 message = subscriptions.next() => self.on_message(&link, message).await?,
                 _ = heartbeats.tick() => self.send_heartbeat(&link, Batch::default()).await,
@@ -346,11 +349,7 @@ impl ReplicaSync {
             };
             fleet.members().filter(has_kind).count()
         };
-        router.set_in_flight_estimates(rates.estimate(
-            elapsed,
-            self.settings.batch_interval.get(),
-            ranks,
-        ));
+        router.set_in_flight_estimates(rates.estimate(elapsed, BATCH_INTERVAL, ranks));
     }
 
     fn update_state(

@@ -36,12 +36,10 @@ pub struct WarmStartConfig {
     #[serde(default)]
     pub on_timeout: DeadlineAction,
     /// Snapshot file. It is written at shutdown, and read at startup for ranks that cannot be
-    /// copied from the peer. The learned latency is in `<snapshot_file>.latency.json`.
+    /// copied from the peer, unless it is older than 5 minutes. The learned latency is in
+    /// `<snapshot_file>.latency.json`.
     #[serde(default)]
     pub snapshot_file: Option<PathBuf>,
-    /// Maximum age of the snapshot file.
-    #[serde(default = "max_snapshot_age")]
-    pub max_snapshot_age: DurationSetting,
 }
 
 /// Behavior if the peer has not responded by the deadline.
@@ -64,10 +62,6 @@ fn is_service(address: &str) -> bool {
 
 fn timeout() -> DurationSetting {
     DurationSetting::seconds(10)
-}
-
-fn max_snapshot_age() -> DurationSetting {
-    DurationSetting::seconds(300)
 }
 
 impl WarmStartConfig {

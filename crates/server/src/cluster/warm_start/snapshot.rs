@@ -26,6 +26,9 @@ const BUFFER_BYTES: usize = 1 << 20;
 /// Maximum size of the snapshot file, which is read as a stream.
 const MAX_SNAPSHOT_FILE: ByteSize = ByteSize::mib(64 << 10);
 
+/// Maximum age of a file that is read.
+const MAX_SNAPSHOT_AGE: Duration = Duration::from_secs(300);
+
 /// Maximum size of the file with the learned latency.
 const MAX_LATENCY_FILE: ByteSize = ByteSize::mib(64);
 
@@ -100,12 +103,8 @@ fn write_temporary(
 }
 
 /// Returns the learned latency. Returns `None` if the file does not exist, is too old or is damaged.
-pub(super) fn read_latency(
-    path: &Path,
-    max_age: Duration,
-    now: SystemTime,
-) -> Option<LatencySnapshot> {
-    read_recent(&latency_path(path), max_age, now, |file| {
+pub(super) fn read_latency(path: &Path, now: SystemTime) -> Option<LatencySnapshot> {
+    read_recent(&latency_path(path), now, |file| {
         Ok(serde_json::from_slice(&read_limited(
             file,
             MAX_LATENCY_FILE,
@@ -115,12 +114,8 @@ pub(super) fn read_latency(
 
 /// Returns the contents of the file. Returns an empty map if the file does not exist, is too old or
 /// is damaged.
-pub(super) fn read_snapshot(
-    path: &Path,
-    max_age: Duration,
-    now: SystemTime,
-) -> HashMap<WorkerRank, Arc<RankDump>> {
-    let ranks = read_recent(path, max_age, now, read_ranks);
+pub(super) fn read_snapshot(path: &Path, now: SystemTime) -> HashMap<WorkerRank, Arc<RankDump>> {
+    let ranks = read_recent(path, now, read_ranks);
     if let Some(ranks) = &ranks {
         info!(path = %path.display(), ranks = ranks.len(), "warm start: snapshot file read");
     }
@@ -134,17 +129,16 @@ fn read_ranks(file: File) -> anyhow::Result<HashMap<WorkerRank, Arc<RankDump>>> 
         .collect::<Result<_, _>>()?)
 }
 
-/// Reads a file that is at most this old. Returns `None` if it does not exist or is not usable.
+/// Reads a file unless it is too old. Returns `None` if it does not exist or is not usable.
 fn read_recent<T>(
     path: &Path,
-    max_age: Duration,
     now: SystemTime,
     read: impl FnOnce(File) -> anyhow::Result<T>,
 ) -> Option<T> {
     if !path.exists() {
         return None;
     }
-    let read = open_recent(path, max_age, now).and_then(read);
+    let read = open_recent(path, now).and_then(read);
     read.inspect_err(|problem| {
         let problem = format!("{problem:#}");
         warn!(path = %path.display(), problem, "warm start: snapshot file not usable");
@@ -152,18 +146,18 @@ fn read_recent<T>(
     .ok()
 }
 
-/// Opens a file that is at most this old.
-fn open_recent(path: &Path, max_age: Duration, now: SystemTime) -> anyhow::Result<File> {
+/// Opens a file unless it is too old.
+fn open_recent(path: &Path, now: SystemTime) -> anyhow::Result<File> {
     let file = open_regular_file(path, MAX_SNAPSHOT_FILE)?;
     // If the modification time is in the future, the clock was set back, and the age counts as 0.
     let age = now
         .duration_since(file.metadata()?.modified()?)
         .unwrap_or_default();
     ensure!(
-        age <= max_age,
-        "it is {} s old, the maximum is {} s (`index.warm_start.max_snapshot_age`)",
+        age <= MAX_SNAPSHOT_AGE,
+        "it is {} s old, the maximum is {} s",
         age.as_secs(),
-        max_age.as_secs()
+        MAX_SNAPSHOT_AGE.as_secs()
     );
     Ok(file)
 }
@@ -195,8 +189,6 @@ mod tests {
         })
     }
 
-    const MINUTE: Duration = Duration::from_secs(60);
-
     /// Returns ranks 1 and 2 in the form that `read_snapshot` returns.
     fn two_ranks() -> HashMap<WorkerRank, Arc<RankDump>> {
         [rank_dump(1), rank_dump(2)]
@@ -213,23 +205,22 @@ mod tests {
     fn missing_old_or_damaged_snapshot_is_ignored() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("index.warmroute");
-        let minute = MINUTE;
         let now = SystemTime::now();
         assert_eq!(
-            read_snapshot(&path, minute, now),
+            read_snapshot(&path, now),
             HashMap::new(),
             "a missing file returned ranks"
         );
         write_two_ranks(&path);
         let both = two_ranks();
-        assert_eq!(read_snapshot(&path, minute, now), both);
+        assert_eq!(read_snapshot(&path, now), both);
         assert_eq!(
-            read_snapshot(&path, minute, now - minute),
+            read_snapshot(&path, now - MAX_SNAPSHOT_AGE),
             both,
             "a file from the future was rejected"
         );
         assert_eq!(
-            read_snapshot(&path, minute, now + 2 * minute),
+            read_snapshot(&path, now + 2 * MAX_SNAPSHOT_AGE),
             HashMap::new(),
             "an old file was read"
         );
@@ -237,7 +228,7 @@ mod tests {
         bytes.truncate(bytes.len() - 1);
         std::fs::write(&path, bytes).unwrap();
         assert_eq!(
-            read_snapshot(&path, minute, now),
+            read_snapshot(&path, now),
             HashMap::new(),
             "a truncated file was read"
         );
@@ -258,7 +249,7 @@ mod tests {
             write_snapshot(&path, [rank_dump(3)].into_iter()).unwrap_err()
         );
         assert!(problem.contains("index.warmroute"), "{problem}");
-        assert_eq!(read_snapshot(&path, MINUTE, SystemTime::now()), two_ranks());
+        assert_eq!(read_snapshot(&path, SystemTime::now()), two_ranks());
     }
 
     #[test]
@@ -285,7 +276,7 @@ mod tests {
         );
         assert_eq!(write_snapshot(&path, std::iter::empty()).unwrap(), 0);
         assert_eq!(
-            read_snapshot(&path, MINUTE, SystemTime::now()),
+            read_snapshot(&path, SystemTime::now()),
             two_ranks(),
             "an empty snapshot replaced the file"
         );

@@ -16,7 +16,7 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
     let overload = &config.routing.overload;
     let queue = &config.queue;
     let conditional = config.routing.disaggregation.conditional.as_ref();
-    let mut found = vec![
+    let found = vec![
         (
             steps("routing.overload.prefill_tokens_threshold"),
             overload.prefill_tokens_threshold.is_some(),
@@ -38,17 +38,6 @@ pub(super) fn uncounted_thresholds(config: &Config) -> Vec<Problem> {
             conditional.is_some_and(|conditional| conditional.prefill_busy_threshold.is_some()),
         ),
     ];
-    for (at, class) in queue.classes.iter().enumerate() {
-        let path = |key: &str| vec!["queue".into(), "classes".into(), at.into(), key.into()];
-        found.push((
-            path("prefill_busy_threshold"),
-            class.prefill_busy_threshold.is_some(),
-        ));
-        found.push((
-            path("prefill_busy_threshold_frac"),
-            class.prefill_busy_threshold_frac.is_some(),
-        ));
-    }
     let text = "prefill tokens are not counted, so this is never reached; set `routing.load.prefill_tokens: true`, or leave it out";
     found
         .into_iter()

@@ -10,8 +10,8 @@ use tokio::sync::{Notify, oneshot};
 use tokio::time::{Instant, MissedTickBehavior, interval_at};
 use tracing::error;
 use warmroute_core::queue::{
-    AdmissionError, ClassCounters, ClassId, ClassStatus, FairQueue, PlaceOutcome, Placer,
-    QueueClass, QueueClasses, QueueEntry, QueueMetadata, QueueTicket,
+    AdmissionError, BusyThreshold, ClassCounters, ClassId, ClassStatus, FairQueue, PlaceOutcome,
+    Placer, QueueClass, QueueClasses, QueueEntry, QueueMetadata, QueueTicket,
 };
 
 use super::config::QueueConfig;
@@ -58,6 +58,7 @@ pub struct AdmissionQueue<P: Placer> {
 }
 
 pub(super) struct QueueSettings {
+    pub(super) busy_threshold: BusyThreshold,
     pub(super) deadline: Duration,
     pub(super) refresh_after: Duration,
     pub(super) retry_after: Duration,
@@ -93,6 +94,7 @@ impl<P: Placer> AdmissionQueue<P> {
             placer,
             classes,
             settings: QueueSettings {
+                busy_threshold: config.busy_threshold(),
                 deadline: config.timeout.get(),
                 refresh_after: config.refresh_after.get(),
                 retry_after: config.retry_after.get(),
@@ -122,11 +124,14 @@ impl<P: Placer> AdmissionQueue<P> {
         self.classes.get(self.class_id(metadata))
     }
 
-    /// Returns whether requests of any class can be queued.
+    /// Returns the threshold above which a worker is busy.
+    pub fn busy_threshold(&self) -> BusyThreshold {
+        self.settings.busy_threshold
+    }
+
+    /// Returns whether requests can be queued.
     pub fn may_wait(&self) -> bool {
-        self.classes
-            .iter()
-            .any(|class| !class.busy_threshold.is_unset())
+        !self.settings.busy_threshold.is_unset()
     }
 
     /// Checks the queued requests again, because load decreased or the fleet changed. Cheap, and
@@ -209,17 +214,13 @@ impl<P: Placer> AdmissionQueue<P> {
                 error!("refreshing a queued request panicked");
             }
         }
-        self.try_place(&mut queued.request, entry.class)
+        self.try_place(&mut queued.request)
     }
 
     /// Attempts to place a request. Returns `None` if all workers are busy. A panic fails this
     /// request only.
-    pub(super) fn try_place(
-        &self,
-        request: &mut P::Request,
-        class: ClassId,
-    ) -> Option<PlaceResult<P>> {
-        let threshold = &self.classes.get(class).busy_threshold;
+    pub(super) fn try_place(&self, request: &mut P::Request) -> Option<PlaceResult<P>> {
+        let threshold = &self.settings.busy_threshold;
         match catch_unwind(AssertUnwindSafe(|| self.placer.place(request, threshold))) {
             Ok(PlaceOutcome::Placed(placed)) => Some(Ok(placed)),
             Ok(PlaceOutcome::Refused(error)) => Some(Err(AdmissionError::Refused(error))),

@@ -69,13 +69,6 @@ pub struct ClassConfig {
     /// Tokens that the class may place per round, relative to the other classes.
     #[serde(default = "default_quantum")]
     pub quantum: u64,
-    /// Busy threshold of this class, in outstanding prefill tokens. If the class sets neither
-    /// threshold, the queue's thresholds apply.
-    #[serde(default)]
-    pub prefill_busy_threshold: Option<u64>,
-    /// The same threshold, as a multiple of the tokens per engine step.
-    #[serde(default)]
-    pub prefill_busy_threshold_frac: Option<f64>,
     /// Maximum number of queued requests per worker; 0 queues none.
     #[serde(default)]
     pub max_requests_per_worker: Option<u64>,
@@ -114,19 +107,22 @@ impl QueueConfig {
         QueueClasses::new(self.definitions(), self.default_family.as_deref())
     }
 
+    /// Returns the threshold above which a worker is busy.
+    pub fn busy_threshold(&self) -> BusyThreshold {
+        BusyThreshold {
+            prefill_tokens: self.prefill_busy_threshold,
+            prefill_fraction: self.prefill_busy_threshold_frac,
+        }
+    }
+
     /// Returns the classes with the queue's defaults applied, or a single class if none are
     /// configured.
     fn definitions(&self) -> Vec<ClassDefinition> {
-        let busy_threshold = BusyThreshold {
-            prefill_tokens: self.prefill_busy_threshold,
-            prefill_fraction: self.prefill_busy_threshold_frac,
-        };
         if self.classes.is_empty() {
             let class = QueueClass {
                 name: DEFAULT_CLASS.into(),
                 policy: self.policy,
                 quantum: 1,
-                busy_threshold,
                 limits: QueueLimits::default(),
             };
             return vec![ClassDefinition {
@@ -136,21 +132,16 @@ impl QueueConfig {
         }
         self.classes
             .iter()
-            .map(|class| self.definition(class, busy_threshold))
+            .map(|class| self.definition(class))
             .collect()
     }
 
-    fn definition(&self, class: &ClassConfig, queue_threshold: BusyThreshold) -> ClassDefinition {
-        let own = BusyThreshold {
-            prefill_tokens: class.prefill_busy_threshold,
-            prefill_fraction: class.prefill_busy_threshold_frac,
-        };
+    fn definition(&self, class: &ClassConfig) -> ClassDefinition {
         ClassDefinition {
             class: QueueClass {
                 name: class.name.as_str().into(),
                 policy: class.policy.unwrap_or(self.policy),
                 quantum: class.quantum,
-                busy_threshold: if own.is_unset() { queue_threshold } else { own },
                 limits: QueueLimits {
                     requests: class.max_requests_per_worker,
                     prompt_tokens: class.max_prompt_tokens_per_worker,

@@ -28,20 +28,18 @@ impl<P: Placer> AdmissionQueue<P> {
         metadata: QueueMetadata,
     ) -> EnterOutcome<P> {
         let class = self.class_id(&metadata);
-        if self.can_bypass(class)
-            && let Some(outcome) = self.try_place(&mut request, class)
+        if self.can_bypass()
+            && let Some(outcome) = self.try_place(&mut request)
         {
             return EnterOutcome::Done(outcome);
         }
         self.enqueue(request, metadata, class)
     }
 
-    /// Returns whether a request may skip the queue: its class has no threshold, the queue is
-    /// empty, or there are no workers.
-    fn can_bypass(&self, class: ClassId) -> bool {
-        self.classes.get(class).busy_threshold.is_unset()
-            || self.waiting.load(Ordering::SeqCst) == 0
-            || self.placer.workers() == 0
+    /// Returns whether a request may skip the queue: there is no threshold, the queue is empty, or
+    /// there are no workers.
+    fn can_bypass(&self) -> bool {
+        !self.may_wait() || self.waiting.load(Ordering::SeqCst) == 0 || self.placer.workers() == 0
     }
 
     fn enqueue(

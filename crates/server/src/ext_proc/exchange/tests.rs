@@ -2,14 +2,12 @@
 //! a glance.
 
 use envoy_types::pb::envoy::config::core::v3::{HeaderMap, HeaderValue};
-use warmroute_core::policy::EndpointSubset;
 use warmroute_core::router::{Mode, RankEndpoint, RouteTarget};
 use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
 mod any_order;
 mod contract;
 mod first_token;
-mod full_duplex;
 mod transcript;
 
 use super::*;
@@ -126,36 +124,6 @@ const ROUTE_HEADERS: &str = "x-worker-instance-id=18446744073709551615 x-dp-rank
                        x-gateway-destination-endpoint=10.0.0.1:8000 +metadata";
 
 #[test]
-fn unary_response_of_buffered_body_ends_prefill() {
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    assert_eq!(
-        describe(exchange.on_message(headers(CHAT, false))),
-        ["request headers"]
-    );
-    assert_eq!(
-        describe(exchange.on_message(body(b"{}", true))),
-        ["route whole 2"]
-    );
-    assert_eq!(
-        describe(exchange.on_route(to_worker())),
-        [format!("request body {ROUTE_HEADERS}")]
-    );
-    let expected = [
-        "response headers x-warmroute-mode=exact",
-        "status 200",
-        "first token",
-    ];
-    assert_eq!(
-        describe(exchange.on_message(response(false, false))),
-        expected
-    );
-    assert_eq!(
-        describe(exchange.on_message(ExchangeMessage::ResponseTrailers)),
-        ["response trailers", "finished"]
-    );
-}
-
-#[test]
 fn forged_routing_headers_are_removed_or_overwritten() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     let removed = "request headers -x-warmroute-mode -x-worker-instance-id";
@@ -250,115 +218,6 @@ fn hints_of_untrusted_clients_are_removed() {
 }
 
 #[test]
-fn request_without_body_is_routed_at_its_headers() {
-    let buffered = [
-        BodyMode::None,
-        BodyMode::Buffered,
-        BodyMode::BufferedPartial,
-    ];
-    for mode in
-        buffered
-            .into_iter()
-            .chain([BodyMode::Streamed, BodyMode::FullDuplex, BodyMode::Grpc])
-    {
-        let mut exchange = exchange(mode, BodyMode::None);
-        assert_eq!(
-            describe(exchange.on_message(headers("/v1/models", true))),
-            ["route absent"],
-            "{mode:?}"
-        );
-        assert_eq!(
-            describe(exchange.on_route(to_worker())),
-            [format!("request headers {ROUTE_HEADERS}")],
-            "{mode:?}"
-        );
-        assert!(exchange.on_message(body(b"", true)).is_empty(), "{mode:?}");
-    }
-}
-
-#[test]
-fn body_of_other_path_is_suppressed() {
-    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
-    assert_eq!(
-        describe(buffered.on_message(headers("/v1/files", false))),
-        ["route body not received"]
-    );
-    assert_eq!(
-        describe(buffered.on_route(to_worker())),
-        [format!("request headers {ROUTE_HEADERS} mode 0/0")]
-    );
-    // With `allow_mode_override: false`, Envoy ignores the mode override silently, and then waits
-    // for a reply.
-    assert_eq!(
-        describe(buffered.on_message(body(b"abc", true))),
-        ["request body"]
-    );
-    // Full-duplex mode cannot be overridden. Every byte is returned.
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
-    assert_eq!(
-        describe(duplex.on_message(headers("/v1/files", false))),
-        ["route body not received"]
-    );
-    duplex.on_route(to_worker());
-    assert_eq!(
-        describe(duplex.on_message(body(b"abc", false))),
-        ["request body 3"]
-    );
-    assert_eq!(
-        describe(duplex.on_message(body(b"", true))),
-        ["request body 0 end"]
-    );
-    assert!(duplex.on_message(body(b"", true)).is_empty());
-}
-
-fn tunnel_headers(method: &str, fields: &[(&str, &str)]) -> ExchangeMessage {
-    let header = |&(name, value): &(&str, &str)| HeaderValue {
-        key: name.into(),
-        value: value.into(),
-        ..HeaderValue::default()
-    };
-    let head = RequestHead {
-        method: method.into(),
-        path: CHAT.into(),
-        headers: Arc::new(HeaderMap {
-            headers: fields.iter().map(header).collect(),
-        }),
-        ..RequestHead::default()
-    };
-    ExchangeMessage::RequestHeaders {
-        head,
-        end_of_stream: false,
-    }
-}
-
-#[test]
-fn upgrade_is_routed_at_its_headers() {
-    let upgrade = [
-        ("connection", "keep-alive"),
-        ("connection", "x, Upgrade"),
-        ("upgrade", "websocket"),
-    ];
-    let cases: [(&str, &[_], bool); 4] = [
-        ("GET", &upgrade, true),
-        ("CONNECT", &[(":protocol", "websocket")], true),
-        ("GET", &upgrade[..2], false),
-        ("POST", &upgrade[2..], false),
-    ];
-    for mode in [
-        BodyMode::Buffered,
-        BodyMode::BufferedPartial,
-        BodyMode::FullDuplex,
-    ] {
-        for (method, fields, is_tunnel) in cases {
-            let mut exchange = exchange(mode, BodyMode::None);
-            let effects = describe(exchange.on_message(tunnel_headers(method, fields)));
-            let is_routed = effects == ["route body not received"];
-            assert_eq!(is_routed, is_tunnel, "{mode:?} {method} {effects:?}");
-        }
-    }
-}
-
-#[test]
 fn exchange_starting_with_body_passes_through() {
     let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
     assert_eq!(
@@ -369,81 +228,6 @@ fn exchange_starting_with_body_passes_through() {
     assert_eq!(
         describe(duplex.on_message(body(b"{}", true))),
         ["request body 2 end"]
-    );
-}
-
-#[test]
-fn oversize_body_is_routed_by_load_and_unchanged() {
-    let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(&[0; 150_000], false));
-    assert_eq!(
-        describe(exchange.on_message(body(&[0; 60_000], false))),
-        ["route too large 210000"]
-    );
-    assert!(
-        exchange.on_message(body(&[0; 1_000], false)).is_empty(),
-        "held while the route is chosen"
-    );
-    let returned_bytes: usize = describe(exchange.on_route(to_worker()))
-        .iter()
-        .filter_map(|line| line.strip_prefix("request body ")?.parse::<usize>().ok())
-        .sum();
-    assert_eq!(returned_bytes, 211_000);
-    assert_eq!(
-        describe(exchange.on_message(body(&[0; 10], true))),
-        ["request body 10 end"]
-    );
-}
-
-#[test]
-fn streamed_body_is_routed_by_its_headers() {
-    let mut exchange = exchange(BodyMode::Streamed, BodyMode::None);
-    assert_eq!(
-        describe(exchange.on_message(headers(CHAT, false))),
-        ["route streamed"]
-    );
-    assert_eq!(
-        describe(exchange.on_route(to_worker())),
-        [format!("request headers {ROUTE_HEADERS}")]
-    );
-    assert_eq!(
-        describe(exchange.on_message(body(b"abc", false))),
-        ["request body"]
-    );
-    assert_eq!(
-        describe(exchange.on_message(body(b"", true))),
-        ["request body"]
-    );
-}
-
-#[test]
-fn grpc_messages_are_routed_by_headers_and_returned() {
-    let mut exchange = exchange(BodyMode::Grpc, BodyMode::Grpc);
-    assert_eq!(
-        describe(exchange.on_message(headers(CHAT, false))),
-        ["route streamed"]
-    );
-    assert_eq!(
-        describe(exchange.on_route(to_worker())),
-        [format!("request headers {ROUTE_HEADERS}")]
-    );
-    assert_eq!(
-        describe(exchange.on_message(body(&[1; 70_000], false))),
-        ["request body 70000"]
-    );
-    assert_eq!(
-        describe(exchange.on_message(body(b"", true))),
-        ["request body 0 end"]
-    );
-    exchange.on_message(response(false, false));
-    assert_eq!(
-        describe(exchange.on_message(response_body(&[1; 70_000], false))),
-        ["response body 70000"]
-    );
-    assert_eq!(
-        describe(exchange.on_message(ExchangeMessage::ResponseTrailers)),
-        ["response trailers", "finished"]
     );
 }
 
@@ -464,70 +248,6 @@ fn passthrough_is_named_in_response_header() {
     assert_eq!(
         describe(exchange.on_message(response(true, false))),
         expected
-    );
-}
-
-#[test]
-fn route_after_local_reply_is_not_sent() {
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    let expected = [
-        "response headers",
-        "status 200",
-        "content missing Empty",
-        "finished",
-    ];
-    assert_eq!(
-        describe(exchange.on_message(response(false, true))),
-        expected
-    );
-    assert!(exchange.on_route(to_worker()).is_empty());
-}
-
-fn rejection() -> ImmediateReply {
-    ImmediateReply {
-        status: 429,
-        headers: vec![("retry-after", "2".to_owned())],
-        body: b"{}".to_vec(),
-        details: "test",
-    }
-}
-
-const IMMEDIATE: &str = "immediate 429 content-type=application/json retry-after=2 {}";
-
-#[test]
-fn rejected_request_gets_immediate_response_in_every_mode() {
-    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
-    buffered.on_message(headers(CHAT, false));
-    buffered.on_message(body(b"{}", true));
-    assert_eq!(describe(buffered.on_immediate(&rejection())), [IMMEDIATE]);
-    assert_eq!(
-        describe(buffered.on_route(to_worker())),
-        [""; 0],
-        "a late route is not sent"
-    );
-    assert_eq!(
-        describe(buffered.on_immediate(&rejection())),
-        [""; 0],
-        "a second response is not sent"
-    );
-
-    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
-    duplex.on_message(headers(CHAT, false));
-    duplex.on_message(body(b"{}", true));
-    assert_eq!(describe(duplex.on_immediate(&rejection())), [IMMEDIATE]);
-
-    let mut bodiless = exchange(BodyMode::Buffered, BodyMode::None);
-    bodiless.on_message(headers(CHAT, true));
-    assert_eq!(describe(bodiless.on_immediate(&rejection())), [IMMEDIATE]);
-
-    let mut early = exchange(BodyMode::Buffered, BodyMode::None);
-    early.on_message(headers(CHAT, false));
-    assert_eq!(
-        describe(early.on_immediate(&rejection())),
-        [""; 0],
-        "no route was requested"
     );
 }
 
@@ -557,28 +277,24 @@ fn timeout_is_extended_only_in_modes_with_timeout() {
 }
 
 #[test]
-fn prefill_worker_is_named_in_headers() {
-    let rank = WorkerRank {
-        worker: WorkerId(7),
-        rank: DpRank(1),
-    };
-    let endpoint = "10.0.0.7:8000".parse().unwrap();
-    let prefill = Some(RankEndpoint {
-        rank,
-        endpoint,
-        via: Default::default(),
-        several_ranks: true,
-    });
-    let target = RouteTarget {
-        prefill,
-        why: Some("because".into()),
-        ..to_worker()
-    };
-    let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-    exchange.on_message(headers(CHAT, false));
-    exchange.on_message(body(b"{}", true));
-    let expected = "request body x-worker-instance-id=18446744073709551615 x-dp-rank=3 \
-                    x-prefill-instance-id=7 x-prefill-dp-rank=1 x-gateway-destination-endpoint=10.0.0.1:8000 \
-                    x-prefiller-host-port=10.0.0.7:8000 +metadata";
-    assert_eq!(describe(exchange.on_route(target)), [expected]);
+fn trailers_without_body_get_one_reply() {
+    let mut duplex = exchange(BodyMode::FullDuplex, BodyMode::None);
+    duplex.on_message(headers(CHAT, false));
+    assert_eq!(
+        describe(duplex.on_message(ExchangeMessage::RequestTrailers)),
+        ["route whole 0"]
+    );
+    assert_eq!(
+        describe(duplex.on_route(to_worker())),
+        [
+            format!("request headers {ROUTE_HEADERS}"),
+            "request trailers".into()
+        ]
+    );
+    let mut buffered = exchange(BodyMode::Buffered, BodyMode::None);
+    buffered.on_message(headers(CHAT, false));
+    assert_eq!(
+        describe(buffered.on_message(ExchangeMessage::RequestTrailers)),
+        ["request trailers"]
+    );
 }

@@ -6,10 +6,8 @@ use std::num::{NonZeroU16, NonZeroU32};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, BootstrapAddress, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId,
-    WorkerRole,
+    BootstrapAddress, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
 };
-use warmroute_settings::{DurationSetting, Problem};
 
 use super::zmq::ZmqEndpoint;
 
@@ -34,9 +32,6 @@ pub struct WorkerConfig {
     /// Role: `aggregated`, `prefill` or `decode`.
     #[serde(default)]
     pub role: WorkerRole,
-    /// Tokens per KV block; must equal those of the model, which are the default.
-    #[serde(default)]
-    pub block_size: Option<BlockSize>,
     /// Data-parallel ranks.
     #[serde(default)]
     pub data_parallel: DataParallel,
@@ -158,34 +153,4 @@ pub struct RankSource {
     /// ZMQ replay endpoint.
     #[serde(default)]
     pub replay_endpoint: Option<ZmqEndpoint>,
-}
-
-/// The `workers.file_watch:` section: monitoring of the workers file.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct DiscoveryConfig {
-    /// Poll interval, in case a file notification is lost.
-    pub poll_interval: DurationSetting,
-    /// Time without changes before the file is read, so that several writes cause one read.
-    pub debounce: DurationSetting,
-}
-
-impl Default for DiscoveryConfig {
-    fn default() -> Self {
-        Self {
-            poll_interval: DurationSetting::seconds(5),
-            debounce: DurationSetting::millis(100),
-        }
-    }
-}
-
-impl DiscoveryConfig {
-    /// Returns semantic errors.
-    pub fn problems(&self) -> Vec<Problem> {
-        let zero = self.poll_interval.get().is_zero();
-        let text = "an interval of 0s would poll without pause; the default is 5s";
-        zero.then(|| Problem::of("poll_interval", text))
-            .into_iter()
-            .collect()
-    }
 }

@@ -13,7 +13,6 @@ use warmroute_runtime::lifecycle::file_watcher::{FileWatchTiming, FileWatcher};
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE};
 
 use super::WorkerModel;
-use super::config::DiscoveryConfig;
 
 /// A workers file and the settings to follow it.
 #[derive(Clone, Debug)]
@@ -23,7 +22,7 @@ pub struct WorkersFile {
     /// Models that its workers may serve.
     pub models: Vec<WorkerModel>,
     /// Poll and debounce intervals.
-    pub settings: DiscoveryConfig,
+    pub timing: FileWatchTiming,
 }
 
 /// Result of reading the workers file.
@@ -112,10 +111,6 @@ pub async fn watch(
 ) -> Infallible {
     // The watcher starts before the first read, so that no change is missed.
     let watcher = FileWatcher::new(slice::from_ref(&file.path));
-    let timing = FileWatchTiming {
-        poll: file.settings.poll_interval.get(),
-        debounce: file.settings.debounce.get(),
-    };
     let mut state = WorkersFileState::new(file.path.clone(), file.models);
     loop {
         let update = state.apply(files::read(&file.path, MAX_SETTINGS_FILE).await);
@@ -123,7 +118,7 @@ pub async fn watch(
         if let WorkersFileUpdate::Applied(workers) = update {
             on_fleet(workers);
         }
-        watcher.changed(timing).await;
+        watcher.changed(file.timing).await;
     }
 }
 

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{WorkerId, pool_taint};
 use warmroute_settings::{DurationSetting, Problem};
 
-use crate::fleet::discovery::config::WorkerConfig;
+use crate::fleet::discovery::config::{DataParallel, WorkerConfig};
 use crate::fleet::discovery::template::TemplateConfig;
 
 /// Maximum number of ports of a pod, as in an InferencePool.
@@ -30,9 +30,6 @@ pub struct KubernetesConfig {
     /// Context of the kubeconfig; the current context if omitted.
     #[serde(default)]
     pub context: Option<String>,
-    /// Names of the labels and annotations that describe pods.
-    #[serde(default)]
-    pub labels: LabelsConfig,
     /// Time after which the API server ends a watch. A request without a response fails after this
     /// time plus 5 s.
     #[serde(default = "watch_timeout")]
@@ -88,32 +85,6 @@ pub enum WorkerIdSource {
     Dynamo,
 }
 
-/// Names of labels and annotations.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct LabelsConfig {
-    /// Label with the role: `prefill`, `decode`, `both`.
-    pub role: String,
-    /// Label with the engine, which becomes the taint `engine=..`.
-    pub engine: String,
-    /// Label with the worker id; several ids, one per port, are separated by dots.
-    pub worker_id: String,
-    /// Annotation with the active ports.
-    pub active_ports: String,
-}
-
-impl Default for LabelsConfig {
-    fn default() -> Self {
-        Self {
-            role: "llm-d.ai/role".to_owned(),
-            engine: "llm-d.ai/engine-type".to_owned(),
-            worker_id: "warmroute.dev/worker-id".to_owned(),
-            active_ports: "llm-d.ai/active-ports".to_owned(),
-        }
-    }
-}
-
-/// Formats labels as a selector of the API server.
 /// Returns the label selector of the labels in the syntax of the Kubernetes API.
 pub fn label_selector(labels: &BTreeMap<String, String>) -> String {
     labels
@@ -208,9 +179,9 @@ impl PodsConfig {
                 "Dynamo has one id per pod, but each port is a separate worker; set one port",
             );
         }
-        if self.ports.len() > 1 && self.worker.data_parallel_size.is_some() {
+        if self.ports.len() > 1 && self.worker.data_parallel != DataParallel::default() {
             let text = "with several ports, each port is one rank; remove this, or set the one port that all ranks share";
-            problems.push(Problem::of("ranks", text).within("worker"));
+            problems.push(Problem::of("data_parallel", text).within("worker"));
         }
         problems
     }

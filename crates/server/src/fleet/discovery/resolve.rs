@@ -88,10 +88,6 @@ impl WorkerConfig {
         if let (None, [only]) = (&self.model, models) {
             self.model = Some(only.name.clone());
         }
-        let model = models
-            .iter()
-            .find(|model| Some(&model.name) == self.model.as_ref());
-        self.block_size = self.block_size.or(model.map(|model| model.block_size));
     }
 }
 
@@ -159,41 +155,29 @@ fn find_model<'m>(
     models: &'m [WorkerModel],
 ) -> Result<&'m WorkerModel, Problem> {
     let names = || models.iter().map(|model| model.name.as_str());
-    let model = match (&config.model, models) {
-        (None, [only]) => only,
+    match (&config.model, models) {
+        (None, [only]) => Ok(only),
         // A name that is configured twice is reported at the models.
-        (None, [first, rest @ ..]) if rest.iter().all(|model| model.name == first.name) => first,
+        (None, [first, rest @ ..]) if rest.iter().all(|model| model.name == first.name) => {
+            Ok(first)
+        }
         (None, _) => {
             let all = names().collect::<Vec<_>>().join(", ");
-            return Err(Problem::at(
-                [],
-                format!("`model` is missing; with several models it must be one of {all}"),
-            ));
+            let text = format!("`model` is missing; with several models it must be one of {all}");
+            Err(Problem::at([], text))
         }
-        (Some(name), _) => models
-            .iter()
-            .find(|model| model.name == *name)
-            .ok_or_else(|| {
+        (Some(name), _) => {
+            let found = models.iter().find(|model| model.name == *name);
+            found.ok_or_else(|| {
                 let hint = match nearest(name.as_str(), names()) {
                     Some(suggestion) => format!("did you mean `{suggestion}`?"),
                     None => format!("known are {}", names().collect::<Vec<_>>().join(", ")),
                 };
-                Problem::of(
-                    "model",
-                    format!("no model of the name `{name}` is configured under `models`; {hint}"),
-                )
-            })?,
-    };
-    match config.block_size {
-        Some(size) if size != model.block_size => {
-            let text = format!(
-                "block size {} differs from the {} of the model {}, so its blocks would never match; all workers of a \
-                 model must run with one block size",
-                size.0, model.block_size.0, model.name
-            );
-            Err(Problem::of("block_size", text))
+                let text =
+                    format!("no model of the name `{name}` is configured under `models`; {hint}");
+                Problem::of("model", text)
+            })
         }
-        _ => Ok(model),
     }
 }
 

@@ -3,12 +3,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
-use std::num::{NonZeroU16, NonZeroU32};
+use std::num::NonZeroU16;
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use warmroute_core::worker::{
-    BlockSize, EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
+    EndpointKind, ModelName, SocketAttach, WorkerEndpoint, WorkerId, WorkerRole,
 };
 
 use super::config::{
@@ -24,10 +24,8 @@ pub struct TemplateConfig {
     pub model: Option<ModelName>,
     /// Role: `aggregated`, `prefill` or `decode`.
     pub role: WorkerRole,
-    /// Tokens per KV block; must equal those of the model, which are the default.
-    pub block_size: Option<BlockSize>,
-    /// Number of data-parallel ranks behind one address.
-    pub data_parallel_size: Option<NonZeroU32>,
+    /// Data-parallel ranks behind one address.
+    pub data_parallel: DataParallel,
     /// `ip:port` of a front end that the workers share, such as the cluster address of its Service:
     /// the endpoint of each worker, in place of its own address, with `via: front_end`.
     pub front_end: Option<WorkerEndpoint>,
@@ -45,8 +43,8 @@ pub struct TemplateConfig {
     pub topology: BTreeMap<String, String>,
     /// Topology constraint on the decode worker that receives KV from this worker.
     pub kv_transfer: Option<KvTransferConfig>,
-    /// Bootstrap port of prefill workers (SGLang); defaults to 8998.
-    pub bootstrap_port: Option<NonZeroU16>,
+    /// Bootstrap address (SGLang); defaults to port 8998 of the worker's host.
+    pub bootstrap: Option<BootstrapConfig>,
 }
 
 /// Ports of the KV events at the worker's address. Rank r uses port + r.
@@ -77,11 +75,10 @@ impl TemplateConfig {
             replay_endpoint: events.replay_port.map(tcp),
             ranks: Vec::new(),
         });
-        let size = if rank.is_some() {
-            None
-        } else {
-            self.data_parallel_size
-        };
+        let data_parallel = rank.map_or(self.data_parallel, |start| DataParallel {
+            start,
+            ..DataParallel::default()
+        });
         WorkerConfig {
             id,
             name: None,
@@ -92,11 +89,7 @@ impl TemplateConfig {
             },
             model: self.model.clone(),
             role: self.role,
-            block_size: self.block_size,
-            data_parallel: DataParallel {
-                start: rank.unwrap_or_default(),
-                size: size.unwrap_or(NonZeroU32::MIN),
-            },
+            data_parallel,
             kv_events,
             max_num_batched_tokens: self.max_num_batched_tokens,
             total_kv_blocks: self.total_kv_blocks,
@@ -104,9 +97,7 @@ impl TemplateConfig {
             adapters: self.adapters.clone(),
             topology: self.topology.clone(),
             kv_transfer: self.kv_transfer.clone(),
-            bootstrap: self
-                .bootstrap_port
-                .map(|port| BootstrapConfig { host: None, port }),
+            bootstrap: self.bootstrap.clone(),
             draining: false,
         }
     }

@@ -3,6 +3,8 @@
 //! Only one response is unacknowledged at a time. Later changes are combined into the next
 //! response, so a slow Envoy causes no queue. A request contains all names in the
 //! state-of-the-world variant, and the difference in the delta variant.
+//!
+//! Decision 0011.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -21,16 +21,10 @@ pub struct EngineTokensConfig {
     /// Timeout of a request. Afterwards, the request is routed by the local tokens, or by load
     /// only.
     pub timeout: DurationSetting,
-    /// Delay after which a second server is called.
-    pub hedge_delay: DurationSetting,
     /// File with the bearer token. Default: that of `engines`.
     pub token_file: Option<PathBuf>,
     /// Maximum number of concurrent queries. Further requests use the local tokens.
     pub max_concurrency: u32,
-    /// Number of consecutive failures after which a server is not called for a while.
-    pub max_consecutive_failures: u32,
-    /// Time for which a failing server is not called.
-    pub cooldown: DurationSetting,
 }
 
 /// Requests for which engines are queried.
@@ -64,11 +58,8 @@ impl Default for EngineTokensConfig {
             endpoint: RenderPath::Render,
             urls: Vec::new(),
             timeout: DurationSetting::millis(300),
-            hedge_delay: DurationSetting::millis(100),
             token_file: None,
             max_concurrency: 64,
-            max_consecutive_failures: 3,
-            cooldown: DurationSetting::seconds(5),
         }
     }
 }
@@ -110,12 +101,6 @@ impl EngineTokensConfig {
             problems.push(Problem::of(
                 "max_concurrency",
                 "no query could run; the default is 64",
-            ));
-        }
-        if self.max_consecutive_failures == 0 {
-            problems.push(Problem::of(
-                "max_consecutive_failures",
-                "at least one failure is needed before the cooldown; the default is 3",
             ));
         }
         problems

@@ -304,6 +304,82 @@ async fn request_without_prompt_never_counts_as_load() {
     );
 }
 
+/// Returns a truncated body and a body above the size limit, of which the same bytes were received.
+fn incomplete_bodies(received: &Bytes) -> [(RequestBody, Reason); 2] {
+    let truncated = RequestBody::Truncated {
+        received: received.clone(),
+        length: Some(400),
+    };
+    let too_large = RequestBody::TooLarge {
+        received: received.clone(),
+        bytes: 400,
+    };
+    [
+        (truncated, Reason::BodyTruncated),
+        (too_large, Reason::BodyTooLarge),
+    ]
+}
+
+#[tokio::test]
+async fn incomplete_body_is_routed_by_load_to_its_model() {
+    let preprocessor = RequestPreprocessor::new(PreprocessorParts {
+        session_fields: Some(SessionFields {
+            body_field: Some("metadata.session".into()),
+            ..SessionFields::default()
+        }),
+        ..parts_without_tokenizer(ClientsConfig::default())
+    });
+    let form = form("base");
+    let cases = [
+        (
+            "/v1/responses",
+            JSON,
+            r#"{"model":"alias","previous_response_id":"r","metadata":{"session":"s"},"input":"x"#,
+            (Some("base"), Some("r"), Some("s")),
+        ),
+        (
+            "/v1/completions",
+            JSON,
+            r#"{"prompt":"x","model":"ba"#,
+            (None, None, None),
+        ),
+        (
+            "/v1/chat/completions",
+            JSON,
+            "\u{feff}{\"model\":\"base\",\"metadata\":{\"session\":\"s",
+            (Some("base"), None, None),
+        ),
+        (
+            "/v1/audio/transcriptions",
+            FORM,
+            form.as_str(),
+            (Some("base"), None, None),
+        ),
+    ];
+    for (path, content_type, received, expected) in cases {
+        let headers = |name: &str| (name == "content-type").then(|| content_type.into());
+        let received = Bytes::copy_from_slice(received.as_bytes());
+        for (body, reason) in incomplete_bodies(&received) {
+            let preprocessed = preprocessor.preprocess(path, &headers, &body).await;
+            let session = preprocessed.session.as_ref().map(|session| &*session.id);
+            let model = preprocessed
+                .route_request
+                .model
+                .as_ref()
+                .map(ModelName::as_str);
+            let response = preprocessed.response_reference.id.as_deref();
+            assert_eq!((model, response, session), expected, "{path}");
+            let prompt = preprocessed.route_request.prompt;
+            let tokens = if content_type == FORM { 0 } else { 100 };
+            assert!(
+                matches!(prompt, RoutePrompt::Estimated { .. }) && prompt.tokens() == tokens,
+                "{path}: {prompt:?}"
+            );
+            assert_eq!(prompt.reason(), Some(reason), "{path}");
+        }
+    }
+}
+
 #[test]
 fn only_needed_bodies_are_requested() {
     let preprocessor = preprocessor_without_tokenizer(ClientsConfig::default());

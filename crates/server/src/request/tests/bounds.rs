@@ -128,48 +128,6 @@ fn token_data_is_truncated_to_model_length() {
     assert_eq!(known.locals(), exact.locals());
 }
 
-/// The rest of a truncated body may change the last tokens, even if the model limit ends the
-/// prompt.
-#[tokio::test]
-async fn truncated_prompt_beyond_model_length_keeps_stable_blocks() {
-    const WORD: &str = "counterrevolutionaryinternationalizationuncharacteristicallyunderstandable";
-    let preprocessor = preprocessor_for_length(32, limits_with_long_deadline());
-    let exact = preprocessor_with_tokenizer(limits_with_long_deadline());
-    let mut known_prompts = 0;
-    for before in 16..32 {
-        let sent = body(&format!("{}{WORD}", "a ".repeat(before)));
-        let locals = complete_prompt(
-            exact
-                .preprocess_blocking(None, PATH, &|_| None, &sent)
-                .route_request
-                .prompt,
-        )
-        .locals()
-        .to_vec();
-        for cut in sent.len() - WORD.len()..sent.len() - 2 {
-            let cut = RequestBody::Truncated {
-                received: sent.slice(..cut),
-                length: Some(sent.len() as u64),
-            };
-            let prompt = preprocessor
-                .preprocess(PATH, &|_| None, &cut)
-                .await
-                .route_request
-                .prompt;
-            if let RoutePrompt::Truncated {
-                known,
-                reason: Reason::PromptTooLong,
-                ..
-            } = prompt
-            {
-                assert!(locals.starts_with(known.locals()), "{cut:?}");
-                known_prompts += 1;
-            }
-        }
-    }
-    assert!(known_prompts > 50, "{known_prompts}");
-}
-
 #[tokio::test]
 async fn prompt_of_20_mb_is_routed_by_prefix() {
     let prompt = words(20_000_000);
@@ -190,68 +148,6 @@ async fn prompt_of_20_mb_is_routed_by_prefix() {
     );
     assert_eq!((known.len(), reason), (16_384 / 16, Reason::PromptTooLong));
     assert_eq!(known.locals(), &exact.locals()[..known.len()]);
-}
-
-#[tokio::test]
-async fn body_above_limit_is_routed_by_its_prefix() {
-    let prompt = words(100_000);
-    let preprocessor = preprocessor_with_tokenizer(limits_with_long_deadline());
-    let exact = complete_prompt(
-        preprocessor
-            .preprocess_blocking(None, PATH, &|_| None, &body(&prompt))
-            .route_request
-            .prompt,
-    );
-    let received = body(&prompt).slice(..60_000);
-    let sent = RequestBody::TooLarge {
-        received,
-        bytes: 100_000,
-    };
-    let (known, tokens, reason) = known_prefix(
-        preprocessor
-            .preprocess(PATH, &|_| None, &sent)
-            .await
-            .route_request
-            .prompt,
-    );
-    assert_eq!(reason, Reason::BodyTooLarge);
-    assert!(
-        known.len() > exact.len() / 2,
-        "{} of {} blocks",
-        known.len(),
-        exact.len()
-    );
-    assert_eq!(known.locals(), &exact.locals()[..known.len()]);
-    assert!(tokens > known.tokens() as u64);
-}
-
-#[tokio::test]
-async fn whole_body_above_limit_keeps_reason() {
-    let preprocessor = preprocessor_for_length(1000, limits_with_long_deadline());
-    for prompt in [words(1000), words(100_000)] {
-        let sent = RequestBody::TooLarge {
-            received: body(&prompt),
-            bytes: 100_000,
-        };
-        let (known, _, reason) = known_prefix(
-            preprocessor
-                .preprocess(PATH, &|_| None, &sent)
-                .await
-                .route_request
-                .prompt,
-        );
-        assert_eq!((reason, known.is_empty()), (Reason::BodyTooLarge, false));
-    }
-    let unreadable = RequestBody::TooLarge {
-        received: Bytes::from_static(b"{\"model\":\"m\"}"),
-        bytes: 100_000,
-    };
-    let prompt = preprocessor
-        .preprocess(PATH, &|_| None, &unreadable)
-        .await
-        .route_request
-        .prompt;
-    assert_eq!(prompt.reason(), Some(Reason::BodyTooLarge), "{prompt:?}");
 }
 
 #[tokio::test]

@@ -278,9 +278,12 @@ fn text_is_found_by_path_only() {
         &b"\xff"[..],
         b"",
         b"[]",
-        br#"{"t":"top"} x"#,
-        br#"{"t":"top""#,
+        br#"{"t":"to"#,
+        br#"{"t":"top","t":"to"#,
     ] {
         assert_eq!(text_at_path(bad, "t"), None);
+    }
+    for incomplete in [&br#"{"t":"top""#[..], br#"{"t":"top","a":[{"t"#] {
+        assert_eq!(text_at_path(incomplete, "t").as_deref(), Some("top"));
     }
 }

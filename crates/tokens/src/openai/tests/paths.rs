@@ -86,35 +86,24 @@ fn stored_response_is_named_by_path() {
 }
 
 #[test]
-fn configured_paths_rename_and_disable_apis() {
-    let config = ApiPathsConfig {
-        chat_completions: vec!["/talk/".into(), "x/talk/more".into()],
-        completions: vec![],
-        models: vec!["more".into()],
-        ..ApiPathsConfig::default()
-    };
-    assert!(config.problems().is_empty());
-    let paths = ApiPaths::new(&config);
+fn configured_paths_extend_and_override_defaults() {
+    let config = [
+        ("/talk/", Some(ApiKind::ChatCompletions)),
+        ("talk/more", Some(ApiKind::Models)),
+        ("score", Some(ApiKind::Rerank)),
+        ("chat/completions", None),
+    ]
+    .map(|(suffix, api)| (suffix.to_owned(), api));
+    let paths = ApiPaths::new(&config.into(), &[]);
     for (path, api) in [
-        ("/talk", Some(ApiKind::ChatCompletions)),
-        ("/x/talk/more", Some(ApiKind::ChatCompletions)),
+        ("/v1/talk", Some(ApiKind::ChatCompletions)),
         ("/talk/more", Some(ApiKind::Models)),
+        ("/v1/score", Some(ApiKind::Rerank)),
         ("/v1/chat/completions", None),
-        ("/v1/completions", None),
-        ("/v1/models", None),
-        ("/v1/embeddings", Some(ApiKind::Embeddings)),
+        ("/v1/completions", Some(ApiKind::Completions)),
     ] {
         assert_eq!(paths.find_api(path), api, "{path}");
     }
-    let nothing = ApiPathsConfig {
-        chat_completions: vec!["/".into()],
-        ..ApiPathsConfig::default()
-    };
-    assert_eq!(
-        ApiPaths::new(&nothing).find_api("/"),
-        None,
-        "an empty suffix is an error, and does not match every path"
-    );
 }
 
 #[test]
@@ -124,15 +113,8 @@ fn configured_headers_resolve_unknown_paths() {
         "x-forwarded-path" => Some(Cow::Borrowed(" /v1/embeddings?x ")),
         _ => None,
     };
-    let listed = ApiPathsConfig {
-        headers: vec![
-            "x-missing".into(),
-            "x-original-path".into(),
-            "X-Forwarded-Path".into(),
-        ],
-        ..ApiPathsConfig::default()
-    };
-    let paths = ApiPaths::new(&listed);
+    let headers = ["x-missing", "x-original-path", "X-Forwarded-Path"].map(str::to_owned);
+    let paths = ApiPaths::new(&ApiPathsConfig::default(), &headers);
     assert_eq!(
         paths.api_of_request("/rewritten", header),
         Some(ApiKind::Embeddings)

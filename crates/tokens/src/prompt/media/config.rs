@@ -19,14 +19,34 @@ pub struct MediaConfig {
     /// reports it. If they report different values, the ids of content are unknown.
     pub model: Option<String>,
     /// Images.
-    pub image: Option<MediaItemRule>,
+    pub image: Option<ImageRule>,
     /// Audio. Its id is known only if the client sends one.
     pub audio: Option<MediaItemRule>,
     /// Video. Its id is known only if the client sends one.
     pub video: Option<MediaItemRule>,
 }
 
-/// Placeholder of one modality.
+/// Placeholder of images. Exactly one of `tokens_per_item` and `preprocessor_config` is set.
+#[derive(Deserialize, JsonSchema, Serialize, Clone, Debug, PartialEq, Eq)]
+#[serde(deny_unknown_fields)]
+pub struct ImageRule {
+    /// Text of the repeated token in the tokenizer.
+    pub token: String,
+    /// Text that the engine inserts for an image if the chat template takes strings instead of
+    /// lists of parts. `{i}` is replaced with the number of the image.
+    #[serde(default)]
+    pub placeholder: Option<String>,
+    /// Number of repetitions, if it is constant.
+    #[serde(default)]
+    pub tokens_per_item: Option<NonZeroU32>,
+    /// `preprocessor_config.json` of the model, if the number of repetitions depends on the size of
+    /// the image, as in Qwen2-VL and its successors. If the engine runs with other limits of pixels,
+    /// a copy with these limits.
+    #[serde(default)]
+    pub preprocessor_config: Option<PathBuf>,
+}
+
+/// Placeholder of audio or video.
 #[derive(Deserialize, JsonSchema, Serialize, Clone, Debug, PartialEq, Eq)]
 #[serde(deny_unknown_fields)]
 pub struct MediaItemRule {
@@ -36,127 +56,58 @@ pub struct MediaItemRule {
     /// of parts. `{i}` is replaced with the number of the item.
     #[serde(default)]
     pub placeholder: Option<String>,
-    /// Rule for the number of repetitions.
-    pub token_count: TokenCountRule,
-    /// Number of repetitions for the rule `fixed`.
-    #[serde(default)]
-    pub tokens_per_item: Option<NonZeroU32>,
-    /// `preprocessor_config.json` of the model, for values that are not set here.
-    #[serde(default)]
-    pub preprocessor_config: Option<PathBuf>,
-    /// Side length of a patch in pixels.
-    #[serde(default)]
-    pub patch_size: Option<NonZeroU32>,
-    /// Side length of a token in patches.
-    #[serde(default)]
-    pub merge_size: Option<NonZeroU32>,
-    /// Minimum number of pixels. Smaller images are enlarged.
-    #[serde(default)]
-    pub min_pixels: Option<u64>,
-    /// Maximum number of pixels. Larger images are reduced.
-    #[serde(default)]
-    pub max_pixels: Option<u64>,
-}
-
-/// Rule for the number of tokens of an item.
-#[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, PartialEq, Eq)]
-#[serde(rename_all = "snake_case")]
-pub enum TokenCountRule {
-    /// A constant number.
-    Fixed,
-    /// By image size, as in Qwen2-VL and its successors.
-    Qwen2Vl,
+    /// Number of repetitions.
+    pub tokens_per_item: NonZeroU32,
 }
 
 impl MediaConfig {
     /// Makes relative file names absolute.
     pub fn resolve(&mut self, directory: &Path) {
-        for rule in [&mut self.image, &mut self.audio, &mut self.video]
-            .into_iter()
-            .flatten()
-        {
-            if let Some(file) = &mut rule.preprocessor_config {
-                *file = directory.join(&*file);
-            }
+        let images = self.image.iter_mut();
+        for file in images.filter_map(|image| image.preprocessor_config.as_mut()) {
+            *file = directory.join(&*file);
         }
     }
 
     /// Returns the files that the configuration names.
     pub fn files(&self) -> impl Iterator<Item = &Path> {
-        let rules = [&self.image, &self.audio, &self.video]
-            .into_iter()
-            .flatten();
-        rules.filter_map(|rule| rule.preprocessor_config.as_deref())
+        let images = self.image.iter();
+        images.filter_map(|image| image.preprocessor_config.as_deref())
     }
 
     /// Returns the configuration errors.
     pub fn problems(&self) -> Vec<Problem> {
-        let rules = [
-            ("image", &self.image),
-            ("audio", &self.audio),
-            ("video", &self.video),
-        ];
         let mut problems: Vec<Problem> = Vec::new();
-        for (name, rule) in rules
-            .into_iter()
-            .filter_map(|(name, rule)| Some((name, rule.as_ref()?)))
+        let tokens = [
+            ("image", self.image.as_ref().map(|rule| &rule.token)),
+            ("audio", self.audio.as_ref().map(|rule| &rule.token)),
+            ("video", self.video.as_ref().map(|rule| &rule.token)),
+        ];
+        for (name, _) in tokens
+            .iter()
+            .filter(|(_, token)| token.is_some_and(String::is_empty))
         {
-            problems.extend(
-                rule.problems(name == "image")
-                    .into_iter()
-                    .map(|problem| problem.within(name)),
+            let text = "is empty; write the token as the tokenizer does, like <|image_pad|>";
+            problems.push(Problem::of("token", text).within(*name));
+        }
+        if let Some(image) = &self.image
+            && image.tokens_per_item.is_some() == image.preprocessor_config.is_some()
+        {
+            let text = "needs either `tokens_per_item`, the number of tokens of an image, or `preprocessor_config`";
+            problems.push(Problem::of("image", text));
+        }
+        for file in self.files().filter(|file| !file.is_file()) {
+            let text = format!(
+                "{} does not exist; relative paths are resolved against the directory of the file that contains them",
+                file.display()
             );
+            problems.push(Problem::of("preprocessor_config", text).within("image"));
         }
         if self.model.as_deref() == Some("") {
             problems.push(Problem::of(
                 "model",
                 "is empty; write what the engines were started with, or leave it out",
             ));
-        }
-        problems
-    }
-}
-
-impl MediaItemRule {
-    fn problems(&self, of_images: bool) -> Vec<Problem> {
-        let mut problems = Vec::new();
-        if self.token.is_empty() {
-            problems.push(Problem::of(
-                "token",
-                "is empty; write the token as the tokenizer does, like <|image_pad|>",
-            ));
-        }
-        let sizes = self.patch_size.is_some() && self.merge_size.is_some();
-        let pixels = self.min_pixels.is_some() && self.max_pixels.is_some();
-        match self.token_count {
-            TokenCountRule::Qwen2Vl if !of_images => {
-                problems.push(Problem::of(
-                    "token_count",
-                    "qwen2_vl counts the tokens of images only; write fixed, or leave the entry out",
-                ));
-            }
-            TokenCountRule::Qwen2Vl if self.preprocessor_config.is_none() && !(sizes && pixels) => {
-                let text = "needs `preprocessor_config`, or all of `patch_size`, `merge_size`, `min_pixels` and `max_pixels`";
-                problems.push(Problem::of("token_count", text));
-            }
-            TokenCountRule::Fixed if self.tokens_per_item.is_none() => {
-                problems.push(Problem::of(
-                    "token_count",
-                    "needs `tokens_per_item`, the number of tokens of an item",
-                ));
-            }
-            _ => {}
-        }
-        if let Some(file) = self
-            .preprocessor_config
-            .as_ref()
-            .filter(|file| !file.is_file())
-        {
-            let text = format!(
-                "{} does not exist; relative paths are resolved against the directory of the file that contains them",
-                file.display()
-            );
-            problems.push(Problem::of("preprocessor_config", text));
         }
         problems
     }

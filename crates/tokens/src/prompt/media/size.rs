@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::Deserialize;
 use warmroute_settings::read_regular_file;
 
-use super::config::{MediaItemRule, TokenCountRule};
+use super::config::ImageRule;
 use super::image_header::ImageHeader;
 use crate::prompt::model_files::MAX_MODEL_FILE;
 
@@ -30,7 +30,7 @@ pub(super) struct PatchGrid {
 }
 
 /// Parameters in the model's `preprocessor_config.json`.
-#[derive(Default, Deserialize)]
+#[derive(Deserialize)]
 struct PreprocessorFile {
     #[serde(default)]
     image_processor_type: Option<String>,
@@ -55,43 +55,30 @@ struct EdgeLimits {
 }
 
 impl MediaTokenCounter {
-    /// Resolves a configured rule with the parameters of its files.
-    pub(super) fn from_rule(rule: &MediaItemRule) -> Result<Self, String> {
-        match rule.token_count {
-            TokenCountRule::Fixed => {
-                let tokens = rule
-                    .tokens_per_item
-                    .ok_or("the rule `fixed` needs `tokens_per_item`")?;
-                usize::try_from(tokens.get())
-                    .map(Self::Fixed)
-                    .map_err(|error| error.to_string())
-            }
-            TokenCountRule::Qwen2Vl => {
-                let file = rule
-                    .preprocessor_config
-                    .as_deref()
-                    .map(read_preprocessor)
-                    .transpose()?
-                    .unwrap_or_default();
-                let edges = file.size.unwrap_or_default();
-                let missing = |what: &str| format!("the rule `qwen2_vl` needs `{what}`");
-                let patch = rule
-                    .patch_size
-                    .or(file.patch_size)
-                    .ok_or_else(|| missing("patch_size"))?;
-                let merge = rule
-                    .merge_size
-                    .or(file.merge_size)
-                    .ok_or_else(|| missing("merge_size"))?;
-                let min = rule.min_pixels.or(file.min_pixels).or(edges.shortest_edge);
-                let max = rule.max_pixels.or(file.max_pixels).or(edges.longest_edge);
-                Ok(Self::Patches(PatchGrid {
-                    side: u64::from(patch.get()) * u64::from(merge.get()),
-                    min_pixels: min.ok_or_else(|| missing("min_pixels"))?,
-                    max_pixels: max.ok_or_else(|| missing("max_pixels"))?,
-                }))
-            }
-        }
+    /// Creates the rule of a constant number.
+    pub(super) fn fixed(tokens: NonZeroU32) -> Self {
+        Self::Fixed(tokens.get() as usize)
+    }
+
+    /// Resolves the configured rule of images with the parameters of its file.
+    pub(super) fn from_image_rule(rule: &ImageRule) -> Result<Self, String> {
+        let path = match (rule.tokens_per_item, &rule.preprocessor_config) {
+            (Some(tokens), _) => return Ok(Self::fixed(tokens)),
+            (None, Some(path)) => path,
+            (None, None) => return Err("the number of tokens of an image is unknown".to_owned()),
+        };
+        let file = read_preprocessor(path)?;
+        let edges = file.size.unwrap_or_default();
+        let missing = |what: &str| format!("{}: `{what}` is missing", path.display());
+        let patch = file.patch_size.ok_or_else(|| missing("patch_size"))?;
+        let merge = file.merge_size.ok_or_else(|| missing("merge_size"))?;
+        let min = file.min_pixels.or(edges.shortest_edge);
+        let max = file.max_pixels.or(edges.longest_edge);
+        Ok(Self::Patches(PatchGrid {
+            side: u64::from(patch.get()) * u64::from(merge.get()),
+            min_pixels: min.ok_or_else(|| missing("min_pixels"))?,
+            max_pixels: max.ok_or_else(|| missing("max_pixels"))?,
+        }))
     }
 
     /// Returns true if the count depends on the image size.

@@ -89,7 +89,6 @@ impl ChatTemplates {
         rendered_count: usize,
     ) -> Result<Option<PreparedChat<'c>>, EncodeError> {
         let needs_other_renderer = self.engine == EngineKind::Sglang
-            || chat.is_partial
             || chat.continue_final_message
             || chat.allows_inline_system_messages;
         if needs_other_renderer {

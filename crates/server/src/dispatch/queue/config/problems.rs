@@ -112,7 +112,6 @@ impl QueueConfig {
     fn check_class(&self, at: usize, class: &ClassConfig) -> Vec<Problem> {
         let mut problems: Vec<Problem> = Vec::new();
         problems.extend(check_name(&class.name).map(|text| Problem::of("name", text)));
-        problems.extend(check_fraction(class.prefill_busy_threshold_frac));
         let before = &self.classes[..at];
         if before.iter().any(|other| other.name == class.name) {
             problems.push(Problem::of(

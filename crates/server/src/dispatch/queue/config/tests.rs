@@ -1,4 +1,4 @@
-use warmroute_core::queue::{BusyThreshold, QueuePolicy};
+use warmroute_core::queue::QueuePolicy;
 use warmroute_settings::{DurationSetting, PathStep, Problem};
 
 use super::*;
@@ -58,13 +58,6 @@ const GENERAL_FAULTS: &[ConfigFault] = &[
     ("prefill_busy_threshold_frac", "-1 is not", |queue| {
         queue.prefill_busy_threshold_frac = Some(-1.0)
     }),
-    (
-        "classes.2.prefill_busy_threshold_frac",
-        "NaN is not",
-        |queue| {
-            queue.classes[2].prefill_busy_threshold_frac = Some(f64::NAN);
-        },
-    ),
 ];
 
 const CLASS_FAULTS: &[ConfigFault] = &[
@@ -191,34 +184,16 @@ fn path_of(problem: &Problem) -> String {
 }
 
 #[test]
-fn class_thresholds_replace_those_of_the_queue_together() {
+fn class_policy_replaces_that_of_the_queue() {
     let mut queue = QueueConfig {
-        prefill_busy_threshold: Some(7),
         policy: QueuePolicy::Wspt,
         ..valid_config()
     };
-    queue.classes[1].prefill_busy_threshold_frac = Some(0.5);
     queue.classes[1].policy = Some(QueuePolicy::Fcfs);
     let classes = queue.to_classes();
-    let classes: Vec<_> = classes.iter().collect();
-    assert_eq!(
-        classes[0].busy_threshold,
-        BusyThreshold {
-            prefill_tokens: Some(7),
-            prefill_fraction: None
-        }
-    );
-    assert_eq!(
-        classes[1].busy_threshold,
-        BusyThreshold {
-            prefill_tokens: None,
-            prefill_fraction: Some(0.5)
-        }
-    );
-    assert_eq!(
-        (classes[0].policy, classes[1].policy),
-        (QueuePolicy::Wspt, QueuePolicy::Fcfs)
-    );
+    let policies: Vec<_> = classes.iter().map(|class| class.policy).collect();
+    let expected = [QueuePolicy::Wspt, QueuePolicy::Fcfs, QueuePolicy::Wspt];
+    assert_eq!(policies, expected);
 }
 
 #[test]

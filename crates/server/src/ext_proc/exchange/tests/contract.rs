@@ -3,7 +3,6 @@
 
 use super::*;
 use crate::ext_proc::config::ObserveMode;
-use crate::ext_proc::headers::ResponseSource;
 use crate::ext_proc::metadata::GatewayMetadata;
 
 fn pending_route(options: ExchangeOptions) -> Exchange {
@@ -51,62 +50,6 @@ fn route_cache_is_cleared_if_configured() {
 }
 
 #[test]
-fn endpoint_list_and_scores_are_in_metadata() {
-    let second = "[2001:db8::1]:8000".parse().unwrap();
-    let first = to_worker().to.unwrap().endpoint;
-    let target = RouteTarget {
-        fallbacks: vec![second],
-        scores: vec![(first, 0.0), (second, 3.0)],
-        ..to_worker()
-    };
-    let mut exchange = pending_route(options());
-    let Effect::Reply(reply) = exchange.on_route(target).remove(0) else {
-        panic!("no reply")
-    };
-    let message = reply.clone().into_message();
-    let lb = &message.dynamic_metadata.as_ref().unwrap().fields["envoy.lb"];
-    let text = format!("{lb:?}");
-    assert!(text.contains("10.0.0.1:8000,[2001:db8::1]:8000"), "{text}");
-    assert!(
-        text.contains("NumberValue(1.0)") && text.contains("NumberValue(0.25)"),
-        "{text}"
-    );
-    let line = describe_one(Effect::Reply(reply));
-    assert!(
-        line.contains("x-gateway-destination-endpoint=10.0.0.1:8000,[2001:db8::1]:8000"),
-        "{line}"
-    );
-}
-
-#[test]
-fn edited_body_has_own_length_and_restores_model() {
-    let mut exchange = pending_route(options());
-    let lines = describe(exchange.on_route(reply_with_edit(b"{\"model\":\"target\"}")));
-    let expected = format!(
-        "request body content-length=18 {} body {{\"model\":\"target\"}} +metadata",
-        ROUTE_HEADERS.strip_suffix(" +metadata").unwrap()
-    );
-    assert_eq!(lines, [expected]);
-    let head = "response headers x-warmroute-mode=exact -content-length mode 2/1";
-    assert_eq!(
-        describe(exchange.on_message(response(false, false))),
-        [head, "status 200", "first token"]
-    );
-    let first = describe(exchange.on_message(response_body(b"{\"id\":1,\"mod", false)));
-    let second = describe(exchange.on_message(response_body(b"el\": \"target\"}", true)));
-    let body = |lines: &[String]| {
-        lines[0]
-            .strip_prefix("response body body ")
-            .unwrap()
-            .to_owned()
-    };
-    assert_eq!(
-        body(&first) + &body(&second),
-        "{\"id\":1,\"model\": \"requested\"}"
-    );
-}
-
-#[test]
 fn edited_body_is_returned_whole_in_full_duplex() {
     let mut exchange = exchange(BodyMode::FullDuplex, BodyMode::FullDuplex);
     exchange.on_message(headers(CHAT, false));
@@ -124,29 +67,6 @@ fn edited_body_is_returned_whole_in_full_duplex() {
     let lines =
         describe(exchange.on_message(response_body(b"data: {\"model\":\"target\"}\n\n", true)));
     assert_eq!(lines[0], "response body 29 end");
-}
-
-#[test]
-fn partially_buffered_body_is_routed_by_its_beginning() {
-    let mut partial = exchange(BodyMode::BufferedPartial, BodyMode::None);
-    partial.on_message(headers(CHAT, false));
-    assert_eq!(
-        describe(partial.on_message(body(b"{\"a", false))),
-        ["route truncated 3 of None"]
-    );
-    let mut whole = exchange(BodyMode::BufferedPartial, BodyMode::None);
-    whole.on_message(headers(CHAT, false));
-    assert_eq!(
-        describe(whole.on_message(body(b"{}", true))),
-        ["route whole 2"]
-    );
-    // A buffered body followed by trailers is complete.
-    let mut trailers = exchange(BodyMode::Buffered, BodyMode::None);
-    trailers.on_message(headers(CHAT, false));
-    assert_eq!(
-        describe(trailers.on_message(body(b"{}", false))),
-        ["route whole 2"]
-    );
 }
 
 #[test]
@@ -226,66 +146,6 @@ fn body_is_not_requested_beside_probe_filter() {
 }
 
 #[test]
-fn observe_mode_decides_shown_response_body() {
-    let plain = [
-        "response headers x-warmroute-mode=exact",
-        "status 200",
-        "first token",
-    ];
-    let observed = [
-        "response headers x-warmroute-mode=exact mode 2/1",
-        "status 200",
-        "first token",
-    ];
-    let headers_only = RouteReply {
-        first_token_with_headers: true,
-        ..to_worker().into()
-    };
-    let reply = || RouteReply::from(to_worker());
-    let half = ObserveMode::Sampled(0.5);
-    let cases: [(ObserveMode, bool, RouteReply, bool, &[&str]); 6] = [
-        (ObserveMode::Off, false, reply(), true, &plain),
-        (ObserveMode::FirstToken, false, headers_only, true, &plain),
-        (
-            ObserveMode::FirstToken,
-            false,
-            reply(),
-            true,
-            &observed[..2],
-        ),
-        (ObserveMode::Usage, false, reply(), false, &observed),
-        (half, true, reply(), false, &observed),
-        (half, false, reply(), false, &plain),
-    ];
-    for (observe, sampled, route_reply, event_stream, expected) in cases {
-        let start = ExchangeStart {
-            is_sampled: sampled,
-            ..ExchangeStart::default()
-        };
-        let modes = BodyModes {
-            request: BodyMode::Buffered,
-            response: BodyMode::None,
-        };
-        let mut exchange = exchange_with(
-            ExchangeOptions {
-                observe,
-                ..options()
-            },
-            start,
-            modes,
-        );
-        exchange.on_message(headers(CHAT, false));
-        exchange.on_message(body(b"{}", true));
-        exchange.on_route(route_reply);
-        assert_eq!(
-            describe(exchange.on_message(response(event_stream, false))),
-            expected,
-            "{observe} {sampled}"
-        );
-    }
-}
-
-#[test]
 fn response_id_is_read_if_response_is_stored() {
     let event: &[u8] =
         b"data: {\"type\":\"response.created\",\"response\":{\"id\":\"resp_1\",\"output\":[]}}\n\n";
@@ -348,36 +208,6 @@ fn response_id_is_read_if_response_is_stored() {
 }
 
 #[test]
-fn subset_is_accepted_with_headers_or_body() {
-    let subset = |entries: &str| GatewayMetadata {
-        subset: Some(EndpointSubset::parse([entries])),
-        ..GatewayMetadata::default()
-    };
-    for with_body in [false, true] {
-        let mut exchange = exchange(BodyMode::Buffered, BodyMode::None);
-        exchange.apply_metadata(if with_body {
-            GatewayMetadata::default()
-        } else {
-            subset("10.0.0.1:8000")
-        });
-        exchange.on_message(headers(CHAT, false));
-        exchange.apply_metadata(if with_body {
-            subset("10.0.0.1:8000")
-        } else {
-            GatewayMetadata::default()
-        });
-        let Effect::Route(inbound) = exchange.on_message(body(b"{}", true)).remove(0) else {
-            panic!("no route")
-        };
-        assert_eq!(
-            inbound.subset,
-            Some(EndpointSubset::parse(["10.0.0.1:8000"])),
-            "{with_body}"
-        );
-    }
-}
-
-#[test]
 fn pool_is_accepted_with_headers_or_body() {
     let pool = |name: &str| GatewayMetadata {
         pool: Some(name.to_owned()),
@@ -398,60 +228,6 @@ fn pool_is_accepted_with_headers_or_body() {
         };
         assert_eq!(inbound.pool.as_deref(), expected);
     }
-}
-
-#[test]
-fn request_without_id_is_assigned_one() {
-    let start = ExchangeStart {
-        request_id: "made".into(),
-        ..ExchangeStart::default()
-    };
-    let modes = BodyModes {
-        request: BodyMode::FullDuplex,
-        response: BodyMode::None,
-    };
-    let mut exchange = exchange_with(options(), start, modes);
-    exchange.on_message(headers(CHAT, true));
-    let line = describe(exchange.on_route(to_worker())).remove(0);
-    assert!(line.contains(" x-request-id=made "), "{line}");
-}
-
-#[test]
-fn conformance_headers_name_chosen_and_serving_endpoint() {
-    let mut exchange = pending_route(ExchangeOptions {
-        conformance: true,
-        ..options()
-    });
-    let line = describe(exchange.on_route(to_worker())).remove(0);
-    assert!(
-        line.contains("x-echo-set-header=x-conformance-test-served-endpoint:10.0.0.1:8000"),
-        "{line}"
-    );
-    let from = ResponseSource::Worker("10.0.0.2:8000".parse().unwrap());
-    let head = ResponseHead {
-        status: 200,
-        source: from,
-        ..ResponseHead::default()
-    };
-    let line = describe(exchange.on_message(ExchangeMessage::ResponseHeaders {
-        head,
-        end_of_stream: true,
-    }))
-    .remove(0);
-    assert!(
-        line.ends_with("x-conformance-test-served-endpoint=10.0.0.2:8000"),
-        "{line}"
-    );
-    let mut exchange = pending_route(ExchangeOptions {
-        conformance: true,
-        ..options()
-    });
-    exchange.on_route(to_worker());
-    let line = describe(exchange.on_message(response(false, true))).remove(0);
-    assert!(
-        line.contains("x-conformance-test-served-endpoint=fail:"),
-        "{line}"
-    );
 }
 
 #[test]

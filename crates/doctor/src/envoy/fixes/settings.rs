@@ -1,0 +1,382 @@
+//! The settings of Envoy that findings refer to, each with its fixes.
+
+use super::EnvoySetting;
+
+/// Places of fixes. A fix with the name of a place at its start is written into its sentence.
+pub(crate) const PLACES: [(&str, &str); 14] = [
+    ("{Cluster} ", "in cluster `{cluster}` write `{text}`"),
+    (
+        "{Http2Options} ",
+        "in the `http2_protocol_options` of cluster `{cluster}` write `{text}`",
+    ),
+    (
+        "{Filter} ",
+        "in the filter `{filter}` of listener `{listener}` write {text}",
+    ),
+    (
+        "{IstioFilter} ",
+        "in an EnvoyFilter with `applyTo: HTTP_FILTER` write {text} in the \
+        `typed_config` of `{filter}`",
+    ),
+    (
+        "{IstioOverrides} ",
+        "in an EnvoyFilter with `applyTo: HTTP_ROUTE{routes} write {text} in \
+        the `overrides` of `{filter}`",
+    ),
+    (
+        "{IstioRoutes} ",
+        "in an EnvoyFilter with `applyTo: HTTP_ROUTE{routes} write {text}",
+    ),
+    (
+        "{IstioHttp2Options} ",
+        "in an EnvoyFilter with `applyTo: CLUSTER` write `{text}` in the \
+        `http2_protocol_options` of `{cluster}`",
+    ),
+    (
+        "{IstioConnections} ",
+        "in an EnvoyFilter with `applyTo: NETWORK_FILTER` write {text}",
+    ),
+    (
+        "{DestinationRule} ",
+        "in the DestinationRule of the host `{host}` write `trafficPolicy: \
+        {text}`",
+    ),
+    (
+        "{ExtensionPolicy} ",
+        "in `extProc` of the EnvoyExtensionPolicy{policy} write `{text}`",
+    ),
+    (
+        "{BackendSettings} ",
+        "in `extProc` of the EnvoyExtensionPolicy{policy} write \
+        `backendSettings: {{text}}`",
+    ),
+    (
+        "{TrafficPolicy} ",
+        "in a BackendTrafficPolicy for the HTTPRoute{http_route} write `{text}`",
+    ),
+    (
+        "{ClientPolicy} ",
+        "in a ClientTrafficPolicy for the Gateway{gateway} write `{text}`",
+    ),
+    (
+        "{PoolAnnotation} ",
+        "annotate the InferencePool with `{text}`",
+    ),
+];
+
+/// Circuit breakers of the cluster of warmroute. Envoy AI Gateway adds this cluster after it applies
+/// all policies, but runtime keys affect it.
+pub(crate) static PICKER_LIMITS: EnvoySetting = EnvoySetting {
+    envoy: ENVOY_LIMITS,
+    istio: "{DestinationRule} {connectionPool: {http: {http1MaxPendingRequests: 100000, \
+        http2MaxRequests: 100000}}}",
+    envoy_gateway: Some(
+        "{BackendSettings} circuitBreaker: {maxConnections: 100000, \
+        maxPendingRequests: 100000, maxParallelRequests: 100000}",
+    ),
+    ai_gateway: Some(
+        "in the EnvoyProxy that the Gateway{gateway} refers to write `bootstrap: \
+        {type: JSONPatch, jsonPatches: [{op: add, path: \
+        /layered_runtime/layers/0/static_layer/circuit_breakers.{cluster}.default.max_requests, \
+        value: 100000}]}`, and the same for max_pending_requests",
+    ),
+};
+/// HTTP/2 pings on the connections to warmroute.
+pub(crate) static PICKER_KEEPALIVE: EnvoySetting = EnvoySetting {
+    envoy: "{Http2Options} connection_keepalive: {interval: 2s, timeout: 2s}",
+    istio: "{IstioHttp2Options} connection_keepalive: {interval: 2s, timeout: 2s}",
+    envoy_gateway: Some(
+        "{BackendSettings} http2: {connectionKeepalive: {interval: 2s, timeout: \
+        1s}}",
+    ),
+    ai_gateway: None,
+};
+/// HTTP/2 windows of the connections to warmroute: a small part of each body is on the connection.
+pub(crate) static PICKER_WINDOW: EnvoySetting = EnvoySetting {
+    envoy: "{Http2Options} initial_stream_window_size: 65536, initial_connection_window_size: \
+        1048576",
+    istio: "{IstioHttp2Options} initial_stream_window_size: 65536, \
+        initial_connection_window_size: 1048576",
+    envoy_gateway: Some(
+        "{BackendSettings} http2: {initialStreamWindowSize: 64Ki, \
+        initialConnectionWindowSize: 1Mi}",
+    ),
+    ai_gateway: None,
+};
+/// Connect timeout of the connections to warmroute.
+pub(crate) static PICKER_CONNECT_TIMEOUT: EnvoySetting = EnvoySetting {
+    envoy: "{Cluster} connect_timeout: 1s",
+    istio: "{DestinationRule} {connectionPool: {tcp: {connectTimeout: 1s}}}",
+    envoy_gateway: Some("{BackendSettings} timeout: {tcp: {connectTimeout: 1s}}"),
+    ai_gateway: None,
+};
+/// TLS to warmroute.
+pub(crate) static PICKER_TLS: EnvoySetting = EnvoySetting {
+    envoy: "in cluster `{cluster}` write a `transport_socket` as in envoy/README.md, \"warmroute \
+        on another machine\"",
+    istio: "{DestinationRule} {tls: {mode: SIMPLE, insecureSkipVerify: true, sni: {host}}}",
+    envoy_gateway: Some(
+        "write `tls: {insecureSkipVerify: true}` in the Backend that the \
+        EnvoyExtensionPolicy refers to, or attach a BackendTLSPolicy to the Service",
+    ),
+    ai_gateway: None,
+};
+/// No TLS to warmroute.
+pub(crate) static PICKER_PLAINTEXT: EnvoySetting = EnvoySetting {
+    envoy: "remove the `transport_socket` from cluster `{cluster}`",
+    istio: "{DestinationRule} {tls: {mode: DISABLE}}",
+    envoy_gateway: Some("remove `tls` from the Backend that the EnvoyExtensionPolicy refers to"),
+    ai_gateway: None,
+};
+/// The server name (SNI) of the connections to warmroute.
+pub(crate) static SERVER_NAME: EnvoySetting = EnvoySetting {
+    envoy: "in the `UpstreamTlsContext` of cluster `{cluster}` write `sni`, and remove \
+        `auto_sni` from its HttpProtocolOptions",
+    istio: "{DestinationRule} {tls: {sni: {host}}}",
+    envoy_gateway: None,
+    ai_gateway: None,
+};
+/// HTTP/2 to warmroute.
+pub(crate) static PICKER_HTTP2: EnvoySetting = EnvoySetting {
+    envoy: "in cluster `{cluster}` write `typed_extension_protocol_options` as in cluster \
+        `ext_proc` of envoy/standalone.yaml",
+    istio: "in the Service `{host}` write `appProtocol: grpc` for the port of warmroute",
+    envoy_gateway: None,
+    ai_gateway: None,
+};
+/// Address of warmroute.
+pub(crate) static PICKER_ADDRESS: EnvoySetting = EnvoySetting {
+    envoy: "{own}",
+    istio: "in the Service `{host}` write the port {port} as `targetPort`",
+    envoy_gateway: Some(PORT_IN_SERVICE),
+    ai_gateway: Some(PORT_IN_SERVICE),
+};
+/// Circuit breakers of the cluster of the workers.
+pub(crate) static WORKER_LIMITS: EnvoySetting = EnvoySetting {
+    envoy: ENVOY_LIMITS,
+    istio: "{DestinationRule} {connectionPool: {tcp: {maxConnections: 100000}, http: \
+        {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
+    ..in_gateways(
+        "{TrafficPolicy} circuitBreaker: {maxConnections: 100000, maxPendingRequests: \
+        100000, maxParallelRequests: 100000}",
+    )
+};
+/// Idle timeout of the connections to the workers.
+pub(crate) static WORKER_IDLE_TIMEOUT: EnvoySetting = EnvoySetting {
+    envoy: "in the HttpProtocolOptions of cluster `{cluster}` write \
+        `common_http_protocol_options: {idle_timeout: 4s}`, as in cluster `workers` of \
+        envoy/standalone.yaml",
+    istio: "{DestinationRule} {connectionPool: {http: {idleTimeout: 4s}}}",
+    ..in_gateways("{TrafficPolicy} timeout: {http: {connectionIdleTimeout: 4s}}")
+};
+/// Endpoints of the workers.
+pub(crate) static WORKER_ENDPOINTS: EnvoySetting = EnvoySetting {
+    envoy: "write them into the cluster, or let warmroute do it: `envoy: {endpoints_file: .., \
+        cluster: ..}` in its configuration",
+    istio: "in the InferencePool write a `selector` and `targetPorts` that select these pods, as \
+        `workers.kubernetes.pools` in the configuration of warmroute does",
+    ..in_gateways(
+        "in the Service of the HTTPRoute's `backendRefs` write a `selector` that \
+        selects these pods",
+    )
+};
+/// Selection of the worker by the endpoint from warmroute.
+pub(crate) static ENDPOINT_OVERRIDE: EnvoySetting = EnvoySetting {
+    envoy: "{own}",
+    istio: "in the rule of the HTTPRoute refer to the InferencePool in `backendRefs`",
+    envoy_gateway: Some(
+        "{TrafficPolicy} loadBalancer: {type: LeastRequest, endpointOverride: \
+        {extractFrom: [{header: x-gateway-destination-endpoint}]}}",
+    ),
+    ai_gateway: None,
+};
+/// Retries of requests to unreachable workers.
+pub(crate) static RETRY: EnvoySetting = EnvoySetting {
+    envoy: "{own}",
+    istio: "{IstioRoutes} {own}",
+    envoy_gateway: Some(
+        "{TrafficPolicy} retry: {numRetries: 5, retryOn: {triggers: \
+        [connect-failure, refused-stream, reset-before-request]}}",
+    ),
+    ai_gateway: None,
+};
+/// Timeout of a route.
+pub(crate) static ROUTE_TIMEOUT: EnvoySetting = EnvoySetting {
+    envoy: "write `timeout: 0s` in the {route}",
+    istio: TIMEOUT_OF_RULE,
+    envoy_gateway: Some(TIMEOUT_OF_RULE),
+    ai_gateway: Some(TIMEOUT_OF_RULE),
+};
+/// Maximum size of a buffered body.
+pub(crate) static BODY_LIMIT: EnvoySetting = EnvoySetting {
+    envoy: "in the virtual host `{host}` write `request_body_buffer_limit: {limit}`",
+    istio: "{IstioRoutes} in the virtual host `{host}` write `request_body_buffer_limit: {limit}`",
+    envoy_gateway: Some("{ClientPolicy} connection: {bufferLimit: \"{limit}\"}"),
+    ai_gateway: Some(
+        "remove the annotation `aigateway.envoyproxy.io/processing-body-mode: \
+        buffered` from the InferencePool: with full duplex no body is buffered",
+    ),
+};
+/// The `x-envoy-*` headers of responses.
+pub(crate) static ENVOY_HEADERS: EnvoySetting = EnvoySetting {
+    envoy: "remove `suppress_envoy_headers` from the router filter of listener `{listener}`, or \
+        in the filter `{filter}` of listener `{listener}` write `response_attributes: \
+        [upstream.address, response.flags]`",
+    istio: "remove `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` from the MeshConfig or \
+        from the annotation `proxy.istio.io/config`",
+    ..in_gateways("{ClientPolicy} headers: {enableEnvoyHeaders: true}")
+};
+/// Request headers that Envoy removes early.
+pub(crate) static CLIENT_HEADERS: EnvoySetting = EnvoySetting {
+    envoy: "in the connection manager of listener `{listener}`, under \
+        `early_header_mutation_extensions` as in envoy/standalone.yaml, write {removals}",
+    istio: "{IstioConnections} under `early_header_mutation_extensions` as in \
+        envoy/standalone.yaml, write {removals}",
+    ..in_gateways("{ClientPolicy} headers: {earlyRequestHeaders: {remove: [{names}]}}")
+};
+/// The idle timeout of streams.
+pub(crate) static IDLE_TIMEOUT: EnvoySetting = EnvoySetting {
+    envoy: "in the connection manager of listener `{listener}` write `stream_idle_timeout: \
+        {length}`",
+    istio: "{IstioConnections} `stream_idle_timeout: {length}`",
+    ..in_gateways("{ClientPolicy} timeout: {http: {streamIdleTimeout: {seconds}}}")
+};
+
+const ENVOY_LIMITS: &str = "{Cluster} circuit_breakers: {thresholds: [{max_connections: 100000, \
+    max_pending_requests: 100000, max_requests: 100000}]}";
+const PORT_IN_SERVICE: &str = "in the Service of warmroute write the port {port} as \
+    `targetPort`, and refer to that Service and its port";
+const TIMEOUT_OF_RULE: &str = "in the rule of the HTTPRoute write `timeouts: {request: 0s}`";
+
+/// Returns a setting with one fix for both gateways; its other fixes are placeholders.
+const fn in_gateways(text: &'static str) -> EnvoySetting {
+    EnvoySetting {
+        envoy: text,
+        istio: text,
+        envoy_gateway: Some(text),
+        ai_gateway: Some(text),
+    }
+}
+
+/// A field of the ext_proc filter, with the fix in an EnvoyExtensionPolicy and the one for Envoy AI
+/// Gateway. Envoy also reads the fields of `IstioOverrides` in the overrides of a route.
+macro_rules! field {
+    ($scope:literal, $text:literal, $policy:expr, $pool:expr) => {
+        EnvoySetting {
+            envoy: concat!("{Filter} ", $text),
+            istio: concat!("{", $scope, "} ", $text),
+            envoy_gateway: $policy,
+            ai_gateway: $pool,
+        }
+    };
+}
+
+const DUPLEX_REQUEST: Option<&str> = Some(
+    "{ExtensionPolicy} processingMode: {request: {body: \
+    FullDuplexStreamed}}",
+);
+const DUPLEX_RESPONSE: Option<&str> =
+    Some("{ExtensionPolicy} processingMode: {response: {body: FullDuplexStreamed}}");
+const DUPLEX_POOL: Option<&str> = Some(
+    "{PoolAnnotation} \
+    aigateway.envoyproxy.io/processing-body-mode: duplex",
+);
+
+pub(crate) static OBSERVABILITY: EnvoySetting =
+    field!("IstioFilter", "`observability_mode: false`", None, None);
+pub(crate) static REQUEST_HEADERS: EnvoySetting = field!(
+    "IstioOverrides",
+    "`request_header_mode: SEND` under `processing_mode`",
+    DUPLEX_REQUEST,
+    None
+);
+pub(crate) static REQUEST_BODY: EnvoySetting = field!(
+    "IstioOverrides",
+    "`request_body_mode: \
+    BUFFERED` under `processing_mode` (or FULL_DUPLEX_STREAMED with `request_trailer_mode: \
+    SEND`, for bodies of any length)",
+    DUPLEX_REQUEST,
+    DUPLEX_POOL
+);
+pub(crate) static REQUEST_TRAILERS: EnvoySetting = field!(
+    "IstioOverrides",
+    "`request_trailer_mode: SEND` under `processing_mode`",
+    None,
+    None
+);
+pub(crate) static CONTENT_LENGTH: EnvoySetting = field!(
+    "IstioFilter",
+    "`allow_content_length_header: true`",
+    None,
+    None
+);
+pub(crate) static RESPONSE_HEADERS: EnvoySetting = field!(
+    "IstioOverrides",
+    "`response_header_mode: SEND` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    None
+);
+pub(crate) static RESPONSE_BODY: EnvoySetting = field!(
+    "IstioOverrides",
+    "`response_body_mode: \
+    NONE` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    DUPLEX_POOL
+);
+pub(crate) static RESPONSE_TRAILERS: EnvoySetting = field!(
+    "IstioOverrides",
+    "`response_trailer_mode: SEND` under `processing_mode`",
+    DUPLEX_RESPONSE,
+    DUPLEX_POOL
+);
+pub(crate) static FAILURE_MODE: EnvoySetting = field!(
+    "IstioOverrides",
+    "`failure_mode_allow: true`",
+    Some(
+        "{ExtensionPolicy} failOpen: \
+        true"
+    ),
+    None
+);
+pub(crate) static MODE_OVERRIDE: EnvoySetting = field!(
+    "IstioFilter",
+    "`allow_mode_override: \
+    true`",
+    Some("{ExtensionPolicy} processingMode: {allowModeOverride: true}"),
+    Some("{PoolAnnotation} aigateway.envoyproxy.io/allow-mode-override: \"true\"")
+);
+/// Response attributes. Envoy accepts attributes in the overrides of a route, but ignores them.
+pub(crate) static RESPONSE_ATTRIBUTES: EnvoySetting = field!(
+    "IstioFilter",
+    "`response_attributes: [upstream.address, response.flags]`",
+    Some(
+        "{ExtensionPolicy} \
+    processingMode: {response: {attributes: [upstream.address, response.flags]}}"
+    ),
+    None
+);
+pub(crate) static MESSAGE_TIMEOUT: EnvoySetting = field!(
+    "IstioFilter",
+    "`message_timeout: \
+    {length}`",
+    Some("{ExtensionPolicy} messageTimeout: {milliseconds}"),
+    None
+);
+pub(crate) static MAX_MESSAGE_TIMEOUT: EnvoySetting =
+    field!("IstioFilter", "`max_message_timeout: {length}`", None, None);
+/// Metadata of a namespace that Envoy accepts.
+pub(crate) static RECEIVED_NAMESPACE: EnvoySetting = field!(
+    "IstioOverrides",
+    "`{namespace}` \
+    into `receiving_namespaces: {untyped: [..]}` under `metadata_options`",
+    Some("{ExtensionPolicy} metadata: {writableNamespaces: [{namespace}]}"),
+    None
+);
+/// Metadata of a namespace that Envoy sends.
+pub(crate) static FORWARDED_NAMESPACE: EnvoySetting = field!(
+    "IstioOverrides",
+    "`{namespace}` \
+    into `forwarding_namespaces: {untyped: [..]}` under `metadata_options`",
+    Some("{ExtensionPolicy} metadata: {accessibleNamespaces: [{namespace}]}"),
+    None
+);
