@@ -1,6 +1,6 @@
-//! Recent observed and predicted times of the ranks of a model. If all ranks become faster or
-//! slower, for example because other work on their machine ends, only ranks in use show it. Their
-//! factors must not change, because one of several equal ranks would then get all requests.
+//! Recent observed and predicted times of the ranks of a model. If all ranks become faster, for
+//! example because other work on their machine ends, only ranks in use show it. Their factors must
+//! not change, because one of several equal ranks would then get all requests.
 
 use super::slowdown::TimeSums;
 
@@ -17,9 +17,8 @@ const CHANGE_VARIANCE: f64 = 0.1;
 /// Precision of the assumption that the ranks are as fast as predicted, in observations.
 const PRIOR_PRECISION: f64 = 0.1;
 
-/// Range of the common ratio.
+/// Minimum common ratio.
 const MIN_RATIO: f64 = 0.1;
-const MAX_RATIO: f64 = 10.0;
 
 /// Sums of the recent times of a rank or of a model, weighted as in the average of a factor. Observed
 /// times are divided by the factor of the rank.
@@ -44,10 +43,10 @@ impl RecentTimes {
         }
     }
 
-    /// Returns the ratio of observed to predicted times that all ranks are assumed to have now. It is
-    /// the mean of the ratios of the other ranks and of this rank, weighted by their precision. If
-    /// this rank is slower than predicted, its ratio counts as 1, because other ranks get the next
-    /// requests.
+    /// Returns the ratio of observed to predicted times that all ranks are assumed to have now, at
+    /// most 1. It is the mean of the ratios of the other ranks and of this rank, weighted by their
+    /// precision. Ranks are not assumed to be slower than predicted: one slow rank would raise the
+    /// mean, and if all are slower, the other ranks get the next requests and show it.
     pub(super) fn common_ratio(&self, model_recent: &Self) -> f64 {
         let own = self.weighted(model_recent.updated_at);
         let others = TimeSums {
@@ -61,7 +60,7 @@ impl RecentTimes {
             + others_precision * others.ratio()
             + own_precision * own.ratio().min(1.0);
         let ratio = ratios / (PRIOR_PRECISION + others_precision + own_precision);
-        ratio.clamp(MIN_RATIO, MAX_RATIO)
+        ratio.clamp(MIN_RATIO, 1.0)
     }
 
     /// Removes the times of a rank whose factor has changed, also from those of its model.
@@ -118,7 +117,7 @@ mod tests {
         );
         assert!((common_ratio([1.0, 0.5, 0.5, 0.5]) - 0.6).abs() < 0.05);
         assert!((common_ratio([3.0, 1.0, 1.0, 1.0]) - 1.0).abs() < 1e-9);
-        assert!((common_ratio([1.0, 2.0, 2.0, 2.0]) - 1.8).abs() < 0.05);
+        assert_eq!(common_ratio([1.0, 2.0, 2.0, 2.0]), 1.0);
     }
 
     #[test]

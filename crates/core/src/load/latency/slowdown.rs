@@ -115,7 +115,7 @@ struct ObservationWeights {
 struct FactorObservation {
     times: TimeSums,
     weights: ObservationWeights,
-    /// Ratio of observed to predicted times that all ranks are assumed to have now.
+    /// Ratio of observed to predicted times that all ranks are assumed to have now, at most 1.
     common_ratio: f64,
 }
 
@@ -329,12 +329,10 @@ impl FactorEstimate {
         self.squared_errors = retention * retention * self.squared_errors + error * error;
         self.sums = self.sums.scaled(retention);
         self.sums.add(compared);
-        // The times of other ranks can explain a change of this rank, but cannot be evidence for one.
-        // They are uncertain, so an observation counts for less if all ranks are faster than predicted.
-        let evidence = times.scaled(weights.change);
-        let slower = evidence.relative_to(common_ratio.max(1.0));
-        let speedup = common_ratio.min(1.0);
-        let faster = evidence.relative_to(speedup).scaled(speedup);
+        // The common ratio can explain a change of this rank, but is no evidence for one. It is
+        // uncertain, so an observation counts for less if all ranks are faster than predicted.
+        let slower = times.scaled(weights.change);
+        let faster = observation.compared().scaled(weights.change * common_ratio);
         let changed = self.slower.add(slower, factor);
         let changed = self.faster.add(faster, factor).or(changed);
         if let Some(since) = changed {
