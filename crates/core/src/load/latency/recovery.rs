@@ -43,6 +43,10 @@ const RECOVERY_RATING: f64 = 2.0;
 /// Sum of ratings that permits an early trial of a rank that has been slow for long.
 const EARLY_TRIAL_RATING: f64 = 0.5;
 
+/// Time after the last rating in which the sum permits that. Decode steps that are discarded as
+/// stalls are not rated, so a sum may be older.
+const MAX_RATING_AGE: Duration = Duration::from_secs(8);
+
 /// Minimum interval between ratings. All times of an interval are added up: an engine may complete
 /// two prefills in one step, so that the second one seems to take no time.
 const MIN_RATING_INTERVAL: Duration = Duration::from_millis(500);
@@ -136,7 +140,7 @@ impl TrialLimit {
     /// Returns whether a rank with these trials may be tried.
     fn permits(&self, trials: &RecoveryTrials, now: Instant) -> bool {
         let is_recent = |at: Instant| now.saturating_duration_since(at) < LONG_SLOW_INTERVAL;
-        let must_wait = trials.needs_long_pause() && self.tried_at.is_some_and(is_recent);
+        let must_wait = trials.needs_long_pause(now) && self.tried_at.is_some_and(is_recent);
         self.requests + 1 >= REQUESTS_PER_TRIAL && !must_wait
     }
 }
@@ -209,14 +213,14 @@ impl RecoveryTrials {
     }
 
     /// Returns whether the last observations of one phase were fast.
-    fn has_evidence(&self) -> bool {
-        self.prefill.sum.max(self.decode.sum) >= EARLY_TRIAL_RATING
+    fn has_evidence(&self, now: Instant) -> bool {
+        self.prefill.permits_early_trial(now) || self.decode.permits_early_trial(now)
     }
 
     /// Returns whether the long pause between trials applies: the rank has been slow for long, and its
     /// last observations were slow. Fast observations may be noise, but they justify an early trial.
-    fn needs_long_pause(&self) -> bool {
-        self.slow_bookings >= LONG_SLOW_BOOKINGS && !self.has_evidence()
+    fn needs_long_pause(&self, now: Instant) -> bool {
+        self.slow_bookings >= LONG_SLOW_BOOKINGS && !self.has_evidence(now)
     }
 
     /// Returns whether the time since the last booking or prefill permits a trial.
@@ -224,9 +228,9 @@ impl RecoveryTrials {
         let Some(last) = self.booked_at.max(self.prefill_at) else {
             return true;
         };
-        let interval = if self.has_evidence() {
+        let interval = if self.has_evidence(now) {
             MIN_INTERVAL
-        } else if is_slow && self.needs_long_pause() {
+        } else if is_slow && self.needs_long_pause(now) {
             LONG_SLOW_PAUSE
         } else {
             MIN_INTERVAL * (1 << self.slow_bookings.min(MAX_DOUBLINGS))
@@ -268,6 +272,11 @@ impl RecoveryTrials {
 }
 
 impl RecoveryEvidence {
+    fn permits_early_trial(&self, now: Instant) -> bool {
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < MAX_RATING_AGE;
+        self.sum >= EARLY_TRIAL_RATING && self.rated_at.is_some_and(is_recent)
+    }
+
     /// Adds observed and expected times. Returns whether the evidence suffices.
     fn add(&mut self, times: TimeSums, range: FactorRange, now: Instant) -> bool {
         if range.own <= MIN_TRIAL_RATIO * range.fastest {

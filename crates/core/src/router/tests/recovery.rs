@@ -336,3 +336,15 @@ fn equal_workers_share_prompts_despite_late_prefills() {
         }
     }
 }
+
+/// At first, the decode factor of the worker is just above that of the others. While it is slow, its
+/// decode steps are discarded as stalls, so that it has only ratings of the time before.
+#[test]
+fn old_ratings_permit_no_trials() {
+    let rate = 4.225930279186158;
+    let mut fleet = VirtualFleet::new(4, rate, 712332555405014581);
+    fleet.run(30.0 + 160.0 / rate, 1.0);
+    fleet.run(15.0, SLOW_FACTOR);
+    let (counts, _) = fleet.run(15.0, SLOW_FACTOR);
+    assert!(counts[0] <= 4, "{counts:?}");
+}
