@@ -58,7 +58,7 @@ async fn exits_well(bed: &FaultBed) -> Instant {
 #[cfg_attr(not(long_tests), ignore = "long: set WARMROUTE_LONG_TESTS=1")]
 async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
     let bed = FaultBed::of(&[slow_engine()], TimeoutLength::Shipped, json!({})).await;
-    let streams = begin(&bed, 4, 150).await;
+    let streams = begin(&bed, 4, 300).await;
     bed.stack.router().unwrap().terminate();
 
     let mut page = Value::Null;
@@ -75,6 +75,12 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
     };
     assert!(until(SOON, draining).await, "{page}");
     assert_eq!(page, json!({"ready": false, "pending": ["draining"]}));
+    // Envoy may begin exchanges until it has read the GOAWAY frame.
+    let is_unrouted = async || {
+        let answers = join_answers(bed.send_many_in_background(1, "late", 2)).await;
+        answers.iter().all(|answer| answer.mode.is_none())
+    };
+    assert!(until(SOON, is_unrouted).await, "Envoy begins exchanges");
     for answer in join_answers(bed.send_many_in_background(4, "new", 2)).await {
         assert_eq!(answer.mode, None, "no new exchange is begun while draining");
     }
@@ -82,7 +88,7 @@ async fn drain_finishes_streams_and_leaves_requests_to_envoy() {
         bed.load("active_requests").await > 0,
         "the streams ended early, so the test proves nothing"
     );
-    end(streams, 150).await;
+    end(streams, 300).await;
     exits_well(&bed).await;
     let log = bed.stack.router().unwrap().log_tail();
     assert!(!log.contains("drain deadline exceeded"), "{log}");

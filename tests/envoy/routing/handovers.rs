@@ -129,8 +129,8 @@ impl ChaosOutcome {
     }
 
     /// Returns true if the decode worker had begun the stream, and Envoy had not yet forwarded its
-    /// headers. This is a lost response at any [`HeaderTiming`]: Envoy does not retry a request
-    /// after it has received response headers.
+    /// headers. This is a lost response: Envoy does not retry a request after it has received
+    /// response headers.
     fn is_cut_before_headers(&self, worker: u64) -> bool {
         call::DECODE.contains(&worker)
             && !self.body["stream"].is_null()
@@ -229,21 +229,12 @@ async fn chaos(bed: &mut RoutingBed, pools: &[&[u64]]) -> ChaosRun {
     }
 }
 
-/// Time at which engines send the headers of a stream.
-#[derive(Clone, Copy, PartialEq)]
-enum HeaderTiming {
-    /// At once, like vLLM. No gateway can retry a request after the response headers, so a stream
-    /// is lost if its worker dies before the first token.
-    AtOnce,
-    /// With the first token, like SGLang.
-    WithFirstToken,
-}
-
 impl ChaosRun {
     /// Asserts that the only lost responses had begun on a killed decode worker, and that all
-    /// others equal those of a single engine.
+    /// others equal those of a single engine. Some engines send the headers of a stream with the
+    /// first token, but a worker may die after it has written them alone.
     #[expect(clippy::print_stdout, reason = "the figures of the run")]
-    async fn assert_only_begun_lost(&self, headers: HeaderTiming) {
+    async fn assert_only_begun_lost(&self) {
         let Self {
             outcomes,
             downtimes,
@@ -256,12 +247,11 @@ impl ChaosRun {
             outcome.body["stream"].is_null() || tokens_seen(&outcome.answer.text) > 0
         };
         let excused = |outcome: &ChaosOutcome| {
-            let at_once = headers == HeaderTiming::AtOnce;
             downtimes
                 .iter()
                 .filter(|downtime| downtime.overlaps(outcome))
                 .any(|downtime| {
-                    (outcome.is_cut_on(downtime.worker) && (at_once || has_token(outcome)))
+                    outcome.is_cut_on(downtime.worker)
                         || outcome.is_cut_before_headers(downtime.worker)
                 })
         };
@@ -354,7 +344,7 @@ async fn assert_no_leases(bed: &RoutingBed, chaos: &ChaosRun) {
 async fn call_loses_nothing_when_prefill_workers_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL]).await;
-    chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
+    chaos.assert_only_begun_lost().await;
     assert_no_leases(&bed, &chaos).await;
 }
 
@@ -363,7 +353,7 @@ async fn call_loses_nothing_when_prefill_workers_die() {
 async fn call_loses_only_begun_when_decode_workers_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::DECODE]).await;
-    chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
+    chaos.assert_only_begun_lost().await;
     assert_no_leases(&bed, &chaos).await;
 }
 
@@ -372,7 +362,7 @@ async fn call_loses_only_begun_when_decode_workers_die() {
 async fn call_loses_only_begun_when_both_pools_die() {
     let mut bed = start_call_bed().await;
     let chaos = chaos(&mut bed, &[&call::PREFILL, &call::DECODE]).await;
-    chaos.assert_only_begun_lost(HeaderTiming::AtOnce).await;
+    chaos.assert_only_begun_lost().await;
     assert_no_leases(&bed, &chaos).await;
 }
 
@@ -380,9 +370,7 @@ async fn call_loses_only_begun_when_both_pools_die() {
 async fn mirror_chaos(pools: &[&[u64]]) {
     let mut bed = mirror::start("20", json!({})).await;
     let chaos = chaos(&mut bed, pools).await;
-    chaos
-        .assert_only_begun_lost(HeaderTiming::WithFirstToken)
-        .await;
+    chaos.assert_only_begun_lost().await;
     mirror::assert_no_room_waits(&bed).await;
 }
 
