@@ -2,7 +2,7 @@
 //! to be quick are encoded on the caller's thread, others on encoder threads behind a bounded queue
 //! with a deadline.
 //!
-//! Decision 0006.
+//! Decision 0006. An incomplete body is routed by load, which supersedes Decision 0025.
 
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};

@@ -1,6 +1,4 @@
 //! Truncation of prompts to the length that a request permits.
-//!
-//! Decision 0025.
 
 use std::ops::Range;
 

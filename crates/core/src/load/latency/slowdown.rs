@@ -324,15 +324,16 @@ impl FactorEstimate {
             common_ratio,
         } = observation;
         let factor = self.factor();
-        let compared = observation.compared().scaled(weights.average);
-        let error = compared.observed - factor * compared.expected;
+        let compared = observation.compared();
+        let weighted = compared.scaled(weights.average);
+        let error = weighted.observed - factor * weighted.expected;
         self.squared_errors = retention * retention * self.squared_errors + error * error;
         self.sums = self.sums.scaled(retention);
-        self.sums.add(compared);
+        self.sums.add(weighted);
         // The common ratio can explain a change of this rank, but is no evidence for one. It is
         // uncertain, so an observation counts for less if all ranks are faster than predicted.
         let slower = times.scaled(weights.change);
-        let faster = observation.compared().scaled(weights.change * common_ratio);
+        let faster = compared.scaled(weights.change * common_ratio);
         let changed = self.slower.add(slower, factor);
         let changed = self.faster.add(faster, factor).or(changed);
         if let Some(since) = changed {

@@ -132,11 +132,10 @@ fn arrival_delay_is_proportional_to_prefill_factor() {
     assert!(before.arrival_delay > 0.0, "{before:?}");
 }
 
-#[test]
-fn missing_kv_blocks_delay_the_first_token() {
-    let input = seconds_input(1_600);
+/// Returns a rank whose running requests hold 400 blocks, for a prompt of 100 more.
+fn full_rank(requests: u64) -> Candidate {
     let mut candidate = rank(CandidateParams {
-        requests: 4,
+        requests,
         prefills: 0,
         prefill_tokens: 0.0,
         context_tokens: 6_400.0,
@@ -144,6 +143,13 @@ fn missing_kv_blocks_delay_the_first_token() {
     });
     candidate.load.active_blocks = 400;
     candidate.additional_blocks = 100;
+    candidate
+}
+
+#[test]
+fn missing_kv_blocks_delay_the_first_token() {
+    let input = seconds_input(1_600);
+    let candidate = full_rank(4);
     let answer = 0.5 * input.output_tokens / 16.0;
     let wait = |total| {
         let candidate = Candidate {
@@ -169,15 +175,7 @@ fn missing_kv_blocks_delay_the_first_token() {
 
 #[test]
 fn single_running_request_holds_blocks_for_mean_answer() {
-    let mut candidate = rank(CandidateParams {
-        requests: 1,
-        prefills: 0,
-        prefill_tokens: 0.0,
-        context_tokens: 6_400.0,
-        cached_blocks: 0,
-    });
-    candidate.load.active_blocks = 400;
-    candidate.additional_blocks = 100;
+    let mut candidate = full_rank(1);
     candidate.total_blocks = Some(450);
     let terms = terms_of(&seconds_input(1_600), &candidate);
     let answers = terms.kv_wait / terms.decode;

@@ -297,6 +297,18 @@ fn late_request_of_working_engine_costs_nothing() {
     assert_eq!(delay(&fleet), 0.0);
 }
 
+/// Sends 200 requests to two workers. Asserts that each gets 40 to 60 % of them.
+fn assert_prompts_are_shared(fleet: &mut VirtualFleet, case: &str) {
+    let rate = fleet.rate;
+    let (counts, _) = fleet.run(200.0 / rate, 1.0);
+    let share = f64::from(counts[0]) / f64::from(counts[0] + counts[1]);
+    assert!(
+        (0.4..0.6).contains(&share),
+        "{rate}/s, {case}: {counts:?}, {:?}",
+        fleet.factors()
+    );
+}
+
 #[test]
 fn idle_fleet_shares_cold_prompts() {
     for rate in [1.0, 4.0, 10.0] {
@@ -305,13 +317,7 @@ fn idle_fleet_shares_cold_prompts() {
             fleet.run(100.0, 1.0);
             fleet.run(60.0, former);
             fleet.run(60.0, 1.0);
-            let (counts, _) = fleet.run(200.0 / rate, 1.0);
-            let share = f64::from(counts[0]) / f64::from(counts[0] + counts[1]);
-            assert!(
-                (0.4..0.6).contains(&share),
-                "{rate}/s, formerly {former}: {counts:?}, {:?}",
-                fleet.factors()
-            );
+            assert_prompts_are_shared(&mut fleet, &format!("formerly {former}, seed {seed}"));
         }
     }
 }
@@ -326,13 +332,7 @@ fn equal_workers_share_prompts_despite_late_prefills() {
             fleet.delayed_share = 0.1;
             fleet.run(300.0 / rate, former);
             fleet.run(100.0 / rate, 1.0);
-            let (counts, _) = fleet.run(200.0 / rate, 1.0);
-            let share = f64::from(counts[0]) / f64::from(counts[0] + counts[1]);
-            assert!(
-                (0.4..0.6).contains(&share),
-                "{rate}/s, formerly {former}, seed {seed}: {counts:?}, {:?}",
-                fleet.factors()
-            );
+            assert_prompts_are_shared(&mut fleet, &format!("formerly {former}, seed {seed}"));
         }
     }
 }

@@ -38,8 +38,7 @@ pub(crate) const PLACES: [(&str, &str); 14] = [
     ),
     (
         "{DestinationRule} ",
-        "in the DestinationRule of the host `{host}` write `trafficPolicy: \
-        {text}`",
+        "in the DestinationRule of the host `{host}` write `trafficPolicy: {text}`",
     ),
     (
         "{ExtensionPolicy} ",
@@ -47,8 +46,7 @@ pub(crate) const PLACES: [(&str, &str); 14] = [
     ),
     (
         "{BackendSettings} ",
-        "in `extProc` of the EnvoyExtensionPolicy{policy} write \
-        `backendSettings: {{text}}`",
+        "in `extProc` of the EnvoyExtensionPolicy{policy} write `backendSettings: {{text}}`",
     ),
     (
         "{TrafficPolicy} ",
@@ -81,16 +79,17 @@ pub(crate) static PICKER_LIMITS: EnvoySetting = EnvoySetting {
         value: 100000}]}`, and the same for max_pending_requests",
     ),
 };
+
 /// HTTP/2 pings on the connections to warmroute.
 pub(crate) static PICKER_KEEPALIVE: EnvoySetting = EnvoySetting {
     envoy: "{Http2Options} connection_keepalive: {interval: 2s, timeout: 2s}",
     istio: "{IstioHttp2Options} connection_keepalive: {interval: 2s, timeout: 2s}",
     envoy_gateway: Some(
-        "{BackendSettings} http2: {connectionKeepalive: {interval: 2s, timeout: \
-        1s}}",
+        "{BackendSettings} http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}",
     ),
     ai_gateway: None,
 };
+
 /// HTTP/2 windows of the connections to warmroute: a small part of each body is on the connection.
 pub(crate) static PICKER_WINDOW: EnvoySetting = EnvoySetting {
     envoy: "{Http2Options} initial_stream_window_size: 65536, initial_connection_window_size: \
@@ -103,6 +102,7 @@ pub(crate) static PICKER_WINDOW: EnvoySetting = EnvoySetting {
     ),
     ai_gateway: None,
 };
+
 /// Connect timeout of the connections to warmroute.
 pub(crate) static PICKER_CONNECT_TIMEOUT: EnvoySetting = EnvoySetting {
     envoy: "{Cluster} connect_timeout: 1s",
@@ -110,6 +110,7 @@ pub(crate) static PICKER_CONNECT_TIMEOUT: EnvoySetting = EnvoySetting {
     envoy_gateway: Some("{BackendSettings} timeout: {tcp: {connectTimeout: 1s}}"),
     ai_gateway: None,
 };
+
 /// TLS to warmroute.
 pub(crate) static PICKER_TLS: EnvoySetting = EnvoySetting {
     envoy: "in cluster `{cluster}` write a `transport_socket` as in envoy/README.md, \"warmroute \
@@ -121,6 +122,7 @@ pub(crate) static PICKER_TLS: EnvoySetting = EnvoySetting {
     ),
     ai_gateway: None,
 };
+
 /// No TLS to warmroute.
 pub(crate) static PICKER_PLAINTEXT: EnvoySetting = EnvoySetting {
     envoy: "remove the `transport_socket` from cluster `{cluster}`",
@@ -128,6 +130,7 @@ pub(crate) static PICKER_PLAINTEXT: EnvoySetting = EnvoySetting {
     envoy_gateway: Some("remove `tls` from the Backend that the EnvoyExtensionPolicy refers to"),
     ai_gateway: None,
 };
+
 /// The server name (SNI) of the connections to warmroute.
 pub(crate) static SERVER_NAME: EnvoySetting = EnvoySetting {
     envoy: "in the `UpstreamTlsContext` of cluster `{cluster}` write `sni`, and remove \
@@ -136,6 +139,7 @@ pub(crate) static SERVER_NAME: EnvoySetting = EnvoySetting {
     envoy_gateway: None,
     ai_gateway: None,
 };
+
 /// HTTP/2 to warmroute.
 pub(crate) static PICKER_HTTP2: EnvoySetting = EnvoySetting {
     envoy: "in cluster `{cluster}` write `typed_extension_protocol_options` as in cluster \
@@ -144,6 +148,7 @@ pub(crate) static PICKER_HTTP2: EnvoySetting = EnvoySetting {
     envoy_gateway: None,
     ai_gateway: None,
 };
+
 /// Address of warmroute.
 pub(crate) static PICKER_ADDRESS: EnvoySetting = EnvoySetting {
     envoy: "{own}",
@@ -151,35 +156,35 @@ pub(crate) static PICKER_ADDRESS: EnvoySetting = EnvoySetting {
     envoy_gateway: Some(PORT_IN_SERVICE),
     ai_gateway: Some(PORT_IN_SERVICE),
 };
+
 /// Circuit breakers of the cluster of the workers.
-pub(crate) static WORKER_LIMITS: EnvoySetting = EnvoySetting {
-    envoy: ENVOY_LIMITS,
-    istio: "{DestinationRule} {connectionPool: {tcp: {maxConnections: 100000}, http: \
+pub(crate) static WORKER_LIMITS: EnvoySetting = with_one_gateway_fix(
+    ENVOY_LIMITS,
+    "{DestinationRule} {connectionPool: {tcp: {maxConnections: 100000}, http: \
         {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}",
-    ..in_gateways(
-        "{TrafficPolicy} circuitBreaker: {maxConnections: 100000, maxPendingRequests: \
+    "{TrafficPolicy} circuitBreaker: {maxConnections: 100000, maxPendingRequests: \
         100000, maxParallelRequests: 100000}",
-    )
-};
+);
+
 /// Idle timeout of the connections to the workers.
-pub(crate) static WORKER_IDLE_TIMEOUT: EnvoySetting = EnvoySetting {
-    envoy: "in the HttpProtocolOptions of cluster `{cluster}` write \
+pub(crate) static WORKER_IDLE_TIMEOUT: EnvoySetting = with_one_gateway_fix(
+    "in the HttpProtocolOptions of cluster `{cluster}` write \
         `common_http_protocol_options: {idle_timeout: 4s}`, as in cluster `workers` of \
         envoy/standalone.yaml",
-    istio: "{DestinationRule} {connectionPool: {http: {idleTimeout: 4s}}}",
-    ..in_gateways("{TrafficPolicy} timeout: {http: {connectionIdleTimeout: 4s}}")
-};
+    "{DestinationRule} {connectionPool: {http: {idleTimeout: 4s}}}",
+    "{TrafficPolicy} timeout: {http: {connectionIdleTimeout: 4s}}",
+);
+
 /// Endpoints of the workers.
-pub(crate) static WORKER_ENDPOINTS: EnvoySetting = EnvoySetting {
-    envoy: "write them into the cluster, or let warmroute do it: `envoy: {endpoints_file: .., \
+pub(crate) static WORKER_ENDPOINTS: EnvoySetting = with_one_gateway_fix(
+    "write them into the cluster, or let warmroute do it: `envoy: {endpoints_file: .., \
         cluster: ..}` in its configuration",
-    istio: "in the InferencePool write a `selector` and `targetPorts` that select these pods, as \
+    "in the InferencePool write a `selector` and `targetPorts` that select these pods, as \
         `workers.kubernetes.pools` in the configuration of warmroute does",
-    ..in_gateways(
-        "in the Service of the HTTPRoute's `backendRefs` write a `selector` that \
+    "in the Service of the HTTPRoute's `backendRefs` write a `selector` that \
         selects these pods",
-    )
-};
+);
+
 /// Selection of the worker by the endpoint from warmroute.
 pub(crate) static ENDPOINT_OVERRIDE: EnvoySetting = EnvoySetting {
     envoy: "{own}",
@@ -190,6 +195,7 @@ pub(crate) static ENDPOINT_OVERRIDE: EnvoySetting = EnvoySetting {
     ),
     ai_gateway: None,
 };
+
 /// Retries of requests to unreachable workers.
 pub(crate) static RETRY: EnvoySetting = EnvoySetting {
     envoy: "{own}",
@@ -200,6 +206,7 @@ pub(crate) static RETRY: EnvoySetting = EnvoySetting {
     ),
     ai_gateway: None,
 };
+
 /// Timeout of a route.
 pub(crate) static ROUTE_TIMEOUT: EnvoySetting = EnvoySetting {
     envoy: "write `timeout: 0s` in the {route}",
@@ -207,6 +214,7 @@ pub(crate) static ROUTE_TIMEOUT: EnvoySetting = EnvoySetting {
     envoy_gateway: Some(TIMEOUT_OF_RULE),
     ai_gateway: Some(TIMEOUT_OF_RULE),
 };
+
 /// Maximum size of a buffered body.
 pub(crate) static BODY_LIMIT: EnvoySetting = EnvoySetting {
     envoy: "in the virtual host `{host}` write `request_body_buffer_limit: {limit}`",
@@ -217,30 +225,33 @@ pub(crate) static BODY_LIMIT: EnvoySetting = EnvoySetting {
         buffered` from the InferencePool: with full duplex no body is buffered",
     ),
 };
+
 /// The `x-envoy-*` headers of responses.
-pub(crate) static ENVOY_HEADERS: EnvoySetting = EnvoySetting {
-    envoy: "remove `suppress_envoy_headers` from the router filter of listener `{listener}`, or \
+pub(crate) static ENVOY_HEADERS: EnvoySetting = with_one_gateway_fix(
+    "remove `suppress_envoy_headers` from the router filter of listener `{listener}`, or \
         in the filter `{filter}` of listener `{listener}` write `response_attributes: \
         [upstream.address, response.flags]`",
-    istio: "remove `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` from the MeshConfig or \
+    "remove `proxyHeaders: {envoyDebugHeaders: {disabled: true}}` from the MeshConfig or \
         from the annotation `proxy.istio.io/config`",
-    ..in_gateways("{ClientPolicy} headers: {enableEnvoyHeaders: true}")
-};
+    "{ClientPolicy} headers: {enableEnvoyHeaders: true}",
+);
+
 /// Request headers that Envoy removes early.
-pub(crate) static CLIENT_HEADERS: EnvoySetting = EnvoySetting {
-    envoy: "in the connection manager of listener `{listener}`, under \
+pub(crate) static CLIENT_HEADERS: EnvoySetting = with_one_gateway_fix(
+    "in the connection manager of listener `{listener}`, under \
         `early_header_mutation_extensions` as in envoy/standalone.yaml, write {removals}",
-    istio: "{IstioConnections} under `early_header_mutation_extensions` as in \
+    "{IstioConnections} under `early_header_mutation_extensions` as in \
         envoy/standalone.yaml, write {removals}",
-    ..in_gateways("{ClientPolicy} headers: {earlyRequestHeaders: {remove: [{names}]}}")
-};
+    "{ClientPolicy} headers: {earlyRequestHeaders: {remove: [{names}]}}",
+);
+
 /// The idle timeout of streams.
-pub(crate) static IDLE_TIMEOUT: EnvoySetting = EnvoySetting {
-    envoy: "in the connection manager of listener `{listener}` write `stream_idle_timeout: \
+pub(crate) static IDLE_TIMEOUT: EnvoySetting = with_one_gateway_fix(
+    "in the connection manager of listener `{listener}` write `stream_idle_timeout: \
         {length}`",
-    istio: "{IstioConnections} `stream_idle_timeout: {length}`",
-    ..in_gateways("{ClientPolicy} timeout: {http: {streamIdleTimeout: {seconds}}}")
-};
+    "{IstioConnections} `stream_idle_timeout: {length}`",
+    "{ClientPolicy} timeout: {http: {streamIdleTimeout: {seconds}}}",
+);
 
 const ENVOY_LIMITS: &str = "{Cluster} circuit_breakers: {thresholds: [{max_connections: 100000, \
     max_pending_requests: 100000, max_requests: 100000}]}";
@@ -248,13 +259,17 @@ const PORT_IN_SERVICE: &str = "in the Service of warmroute write the port {port}
     `targetPort`, and refer to that Service and its port";
 const TIMEOUT_OF_RULE: &str = "in the rule of the HTTPRoute write `timeouts: {request: 0s}`";
 
-/// Returns a setting with one fix for both gateways; its other fixes are placeholders.
-const fn in_gateways(text: &'static str) -> EnvoySetting {
+/// Returns a setting that Envoy Gateway and Envoy AI Gateway fix in the same way.
+const fn with_one_gateway_fix(
+    envoy: &'static str,
+    istio: &'static str,
+    gateway: &'static str,
+) -> EnvoySetting {
     EnvoySetting {
-        envoy: text,
-        istio: text,
-        envoy_gateway: Some(text),
-        ai_gateway: Some(text),
+        envoy,
+        istio,
+        envoy_gateway: Some(gateway),
+        ai_gateway: Some(gateway),
     }
 }
 
@@ -271,25 +286,23 @@ macro_rules! field {
     };
 }
 
-const DUPLEX_REQUEST: Option<&str> = Some(
-    "{ExtensionPolicy} processingMode: {request: {body: \
-    FullDuplexStreamed}}",
-);
+const DUPLEX_REQUEST: Option<&str> =
+    Some("{ExtensionPolicy} processingMode: {request: {body: FullDuplexStreamed}}");
 const DUPLEX_RESPONSE: Option<&str> =
     Some("{ExtensionPolicy} processingMode: {response: {body: FullDuplexStreamed}}");
-const DUPLEX_POOL: Option<&str> = Some(
-    "{PoolAnnotation} \
-    aigateway.envoyproxy.io/processing-body-mode: duplex",
-);
+const DUPLEX_POOL: Option<&str> =
+    Some("{PoolAnnotation} aigateway.envoyproxy.io/processing-body-mode: duplex");
 
 pub(crate) static OBSERVABILITY: EnvoySetting =
     field!("IstioFilter", "`observability_mode: false`", None, None);
+
 pub(crate) static REQUEST_HEADERS: EnvoySetting = field!(
     "IstioOverrides",
     "`request_header_mode: SEND` under `processing_mode`",
     DUPLEX_REQUEST,
     None
 );
+
 pub(crate) static REQUEST_BODY: EnvoySetting = field!(
     "IstioOverrides",
     "`request_body_mode: \
@@ -298,53 +311,56 @@ pub(crate) static REQUEST_BODY: EnvoySetting = field!(
     DUPLEX_REQUEST,
     DUPLEX_POOL
 );
+
 pub(crate) static REQUEST_TRAILERS: EnvoySetting = field!(
     "IstioOverrides",
     "`request_trailer_mode: SEND` under `processing_mode`",
     None,
     None
 );
+
 pub(crate) static CONTENT_LENGTH: EnvoySetting = field!(
     "IstioFilter",
     "`allow_content_length_header: true`",
     None,
     None
 );
+
 pub(crate) static RESPONSE_HEADERS: EnvoySetting = field!(
     "IstioOverrides",
     "`response_header_mode: SEND` under `processing_mode`",
     DUPLEX_RESPONSE,
     None
 );
+
 pub(crate) static RESPONSE_BODY: EnvoySetting = field!(
     "IstioOverrides",
-    "`response_body_mode: \
-    NONE` under `processing_mode`",
+    "`response_body_mode: NONE` under `processing_mode`",
     DUPLEX_RESPONSE,
     DUPLEX_POOL
 );
+
 pub(crate) static RESPONSE_TRAILERS: EnvoySetting = field!(
     "IstioOverrides",
     "`response_trailer_mode: SEND` under `processing_mode`",
     DUPLEX_RESPONSE,
     DUPLEX_POOL
 );
+
 pub(crate) static FAILURE_MODE: EnvoySetting = field!(
     "IstioOverrides",
     "`failure_mode_allow: true`",
-    Some(
-        "{ExtensionPolicy} failOpen: \
-        true"
-    ),
+    Some("{ExtensionPolicy} failOpen: true"),
     None
 );
+
 pub(crate) static MODE_OVERRIDE: EnvoySetting = field!(
     "IstioFilter",
-    "`allow_mode_override: \
-    true`",
+    "`allow_mode_override: true`",
     Some("{ExtensionPolicy} processingMode: {allowModeOverride: true}"),
     Some("{PoolAnnotation} aigateway.envoyproxy.io/allow-mode-override: \"true\"")
 );
+
 /// Response attributes. Envoy accepts attributes in the overrides of a route, but ignores them.
 pub(crate) static RESPONSE_ATTRIBUTES: EnvoySetting = field!(
     "IstioFilter",
@@ -355,28 +371,29 @@ pub(crate) static RESPONSE_ATTRIBUTES: EnvoySetting = field!(
     ),
     None
 );
+
 pub(crate) static MESSAGE_TIMEOUT: EnvoySetting = field!(
     "IstioFilter",
-    "`message_timeout: \
-    {length}`",
+    "`message_timeout: {length}`",
     Some("{ExtensionPolicy} messageTimeout: {milliseconds}"),
     None
 );
+
 pub(crate) static MAX_MESSAGE_TIMEOUT: EnvoySetting =
     field!("IstioFilter", "`max_message_timeout: {length}`", None, None);
+
 /// Metadata of a namespace that Envoy accepts.
 pub(crate) static RECEIVED_NAMESPACE: EnvoySetting = field!(
     "IstioOverrides",
-    "`{namespace}` \
-    into `receiving_namespaces: {untyped: [..]}` under `metadata_options`",
+    "`{namespace}` into `receiving_namespaces: {untyped: [..]}` under `metadata_options`",
     Some("{ExtensionPolicy} metadata: {writableNamespaces: [{namespace}]}"),
     None
 );
+
 /// Metadata of a namespace that Envoy sends.
 pub(crate) static FORWARDED_NAMESPACE: EnvoySetting = field!(
     "IstioOverrides",
-    "`{namespace}` \
-    into `forwarding_namespaces: {untyped: [..]}` under `metadata_options`",
+    "`{namespace}` into `forwarding_namespaces: {untyped: [..]}` under `metadata_options`",
     Some("{ExtensionPolicy} metadata: {accessibleNamespaces: [{namespace}]}"),
     None
 );
