@@ -5,7 +5,7 @@
 //! reporting it, and the id is reused only when no trie contains it.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 use parking_lot::Mutex;
 
@@ -34,12 +34,24 @@ type RankStates = Vec<Option<Arc<SharedRankState>>>;
 #[derive(Clone, Debug, Default)]
 pub struct DeviceBlockCounts(Arc<RankStates>);
 
+/// Device blocks of one slot.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DeviceBlockCount {
+    /// Number of cached blocks.
+    pub blocks: u64,
+    /// Whether the engine has evicted blocks since its cache was cleared.
+    pub has_evicted: bool,
+}
+
 impl DeviceBlockCounts {
-    /// Returns the device blocks of a slot; 0 if it has no writer.
+    /// Returns the device blocks of a slot; none if it has no writer.
     #[inline]
-    pub fn get(&self, slot: RankSlot) -> u64 {
+    pub fn get(&self, slot: RankSlot) -> DeviceBlockCount {
         let state = self.0.get(slot.index()).and_then(Option::as_ref);
-        state.map_or(0, |state| state.block_count(StorageTier::Device))
+        state.map_or_else(DeviceBlockCount::default, |state| DeviceBlockCount {
+            blocks: state.block_count(StorageTier::Device),
+            has_evicted: state.has_evicted.load(Ordering::Relaxed),
+        })
     }
 }
 
@@ -244,6 +256,8 @@ pub(super) struct SharedRankState {
     stores: AtomicU64,
     /// Number of gaps in the event stream.
     gaps: AtomicU32,
+    /// Whether the engine has removed device blocks since the last clear.
+    has_evicted: AtomicBool,
     pub(super) stale: Mutex<StaleBlocks>,
     pub(super) reinsertions: Mutex<ReinsertionLog>,
     pub(super) watches: PrefixWatches,
@@ -260,6 +274,7 @@ impl Default for SharedRankState {
             waiting: AtomicU64::default(),
             stores: AtomicU64::default(),
             gaps: AtomicU32::default(),
+            has_evicted: AtomicBool::default(),
             stale: Mutex::default(),
             reinsertions: Mutex::default(),
             watches: PrefixWatches::default(),
@@ -326,7 +341,12 @@ impl SharedRankState {
         }
     }
 
+    pub(super) fn record_eviction(&self) {
+        self.has_evicted.store(true, Ordering::Relaxed);
+    }
+
     pub(super) fn reset(&self) {
+        self.has_evicted.store(false, Ordering::Relaxed);
         self.stale.lock().reset();
         self.reinsertions.lock().clear(self.event_cursor().stores);
         for count in self.blocks.iter().chain([&self.copies, &self.waiting]) {

@@ -231,11 +231,12 @@ impl RankWriter {
     }
 
     fn record_evicted(&mut self, engine: EngineHash, tier: StorageTier) {
-        if tier == StorageTier::Device
-            && let Some(unknown_until) = self
-                .evicted
-                .insert(engine, self.shared.event_cursor().stores)
-        {
+        if tier != StorageTier::Device {
+            return;
+        }
+        self.shared.record_eviction();
+        let stores = self.shared.event_cursor().stores;
+        if let Some(unknown_until) = self.evicted.insert(engine, stores) {
             self.shared.reinsertions.lock().mark_unknown(unknown_until);
         }
     }

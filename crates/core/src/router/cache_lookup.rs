@@ -38,7 +38,12 @@ pub(super) struct CachedBlockCounts<'a> {
 pub(super) struct RankBlocks {
     /// All blocks. `None` if their number is unknown.
     pub(super) total: Option<u64>,
-    /// Blocks that are neither cached nor needed by outstanding prefills; 0 if the total is unknown.
+    /// Blocks that new ones use before the engine evicts others: neither cached nor needed by
+    /// outstanding prefills. 0 if the total is unknown.
+    ///
+    /// An engine that has evicted blocks has none. It evicts the blocks that were unused for the
+    /// longest time, and empty blocks, such as the last one of a prompt, count among them. If they
+    /// counted as free, the rank that was used last would be preferred.
     pub(super) free: u64,
     /// Value of the blocks that are evicted next, relative to those of other ranks.
     pub(super) eviction_value: f64,
@@ -70,11 +75,16 @@ impl CachedBlockCounts<'_> {
             Some((predictor, age)) => predictor.usage(slot, age),
             None => PredictedUsage::NONE,
         };
-        let cached = self.reported.get(slot).max(predicted.used_blocks);
+        let reported = self.reported.get(slot);
+        let used = if reported.has_evicted {
+            blocks
+        } else {
+            reported.blocks.max(predicted.used_blocks)
+        };
         let block = member.worker.block_size.tokens() as u64;
         RankBlocks {
             total,
-            free: blocks.saturating_sub(cached + load.active_prefill_tokens / block),
+            free: blocks.saturating_sub(used + load.active_prefill_tokens / block),
             eviction_value: predicted.eviction_value,
         }
     }

@@ -1,5 +1,7 @@
 //! Sessions that fit into the caches of the fleet, but not into that of one worker.
 
+use std::collections::HashSet;
+
 use super::freshness::rank;
 use super::*;
 use crate::block::{EngineHash, StorageTier};
@@ -280,4 +282,21 @@ fn free_blocks_decide_between_almost_equal_costs() {
         }
         assert_eq!(requests, [1, 1], "{source:?}");
     }
+}
+
+/// Engines count the last block of a prompt as empty after the request. It is evicted in its turn.
+#[test]
+fn empty_blocks_of_full_caches_decide_nothing() {
+    let clock = Clock::default();
+    let (router, mut caches) = two_small_workers(&clock, SessionCacheSource::Events);
+    for (cache, empty) in caches.iter_mut().zip([100, 10]) {
+        cache.report_stored(0, 0..CAPACITY);
+        cache.report_evicted(0, CAPACITY - empty..CAPACITY);
+    }
+    let prompt: Vec<u64> = (0..SESSION_BLOCKS).map(|at| block(1, at + 100)).collect();
+    let chosen: HashSet<WorkerId> = (0..64)
+        .map(|_| router.preview(request(&[prompt.clone()])).unwrap())
+        .map(|route| route.to.rank.worker)
+        .collect();
+    assert_eq!(chosen.len(), 2, "only {chosen:?} are chosen");
 }
