@@ -4,31 +4,24 @@
 //! client.
 
 mod body;
-mod cache_queries;
 mod cluster_rules;
 pub mod config;
 mod encode;
 mod encode_time;
 mod encoder_pool;
-mod engine_prompts;
-mod engine_settings;
 pub mod engine_tokens;
 mod header_context;
 mod large_bodies;
 mod models;
-mod multimodal;
 mod partial_request;
 pub mod pool_routes;
 mod preprocess;
 mod preprocessor;
-mod queue_slot;
+mod prompt_encoder;
 pub mod rewrite;
 mod routing_hints;
-mod rules;
 mod sessions;
 mod shared_cache;
-mod token_requests;
-mod tokenized;
 
 pub use body::RequestBody;
 pub use cluster_rules::{ClusterRules, SharedClusterRules};

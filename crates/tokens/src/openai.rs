@@ -10,6 +10,7 @@ mod body_encoding;
 mod chat;
 mod completion;
 mod content_part;
+mod error;
 mod generate;
 mod json;
 pub mod json_edit;
@@ -24,6 +25,7 @@ mod parsed_message;
 pub mod paths;
 mod plain_messages;
 mod pooling;
+mod request;
 mod response_id;
 mod responses;
 pub mod restore;
@@ -36,9 +38,7 @@ mod tests;
 use bytes::Bytes;
 use serde::Deserialize;
 use serde::de::IgnoredAny;
-use serde_json::error::Category;
 use serde_json::value::RawValue;
-use thiserror::Error;
 
 pub use api::{ApiKind, ApiWorkload};
 pub use body_encoding::decode_body;
@@ -47,227 +47,21 @@ pub use chat::{ChatMessage, ChatPrompt, MessageContent};
 pub use content_part::{
     ContentPart, MediaItem, MediaModality, MediaSource, PartExtras, PartMeaning, TypedPart,
 };
+pub use error::ParseError;
 pub use json::{JsonError, JsonObject, JsonValue};
 pub use json_edit::text_at_path;
-pub(crate) use message_cache::{ChunkMessages, MessagePrefix};
+use json_scan::MAX_JSON_VALUES;
+pub(crate) use message_cache::MessagePrefix;
 pub use message_cache::{MessageCache, MessageReuse};
 pub use message_text::MessageText;
 pub use multipart::multipart_boundary;
 pub use nvext::{AgentHints, NvExt, RoutingConstraints, SessionAction, SessionControl};
 pub use paths::ApiPaths;
+pub use request::{
+    ApiRequest, PromptInput, TokenizationOptions, TruncationSide, UnknownPrompt,
+    UnknownPromptReason,
+};
 pub use response_id::ResponseIdReader;
-
-/// Maximum number of JSON values in a conversation and its tools; real requests have far fewer.
-const MAX_JSON_VALUES: usize = 1 << 17;
-
-/// One request with the fields that routing needs.
-#[derive(Clone, Debug, PartialEq)]
-pub struct ApiRequest {
-    /// Requested model or LoRA adapter.
-    pub model: Option<String>,
-    /// True if the response is a stream of server-sent events.
-    pub stream: bool,
-    /// The input that the engine continues.
-    pub prompt: PromptInput,
-    /// Cache salt that separates equal prompts of different tenants.
-    pub cache_salt: Option<String>,
-    /// Maximum number of output tokens; `None` means as many as the context allows.
-    pub max_output_tokens: Option<u64>,
-    /// Options of the conversion from text to tokens.
-    pub tokenization: TokenizationOptions,
-    /// Raw JSON of `nvext`, if present. It is parsed later, because most clients are not trusted.
-    pub nvext: Option<Box<str>>,
-    /// Id of the stored response that the request continues.
-    pub previous_response_id: Option<String>,
-    /// True if the engine may store the response under its id.
-    pub stores_response: bool,
-    /// True if a parameter of vLLM requests log probabilities of prompt tokens. vLLM then computes
-    /// the whole prompt. Not detected in SGLang's own API.
-    pub returns_prompt_logprobs: bool,
-}
-
-impl ApiRequest {
-    fn with_prompt(model: Option<String>, prompt: PromptInput) -> Self {
-        Self {
-            model,
-            stream: false,
-            prompt,
-            cache_salt: None,
-            max_output_tokens: None,
-            tokenization: TokenizationOptions::default(),
-            nvext: None,
-            previous_response_id: None,
-            stores_response: false,
-            returns_prompt_logprobs: false,
-        }
-    }
-
-    /// Replaces `truncate_prompt_tokens: -1` by the number of prompt tokens that vLLM keeps.
-    /// `max_model_len` is the model's context length in tokens, output included.
-    pub fn resolve_truncation(&mut self, max_model_len: u64) {
-        if self.tokenization.truncate_prompt_tokens != Some(-1) {
-            return;
-        }
-        let room = match self.max_output_tokens {
-            None | Some(0) => max_model_len,
-            // vLLM reserves one token for the output if its length was requested.
-            Some(_) => max_model_len.saturating_sub(1),
-        };
-        // Without room for the prompt, the engine decides how to reject the request.
-        self.tokenization.truncate_prompt_tokens = i64::try_from(room)
-            .ok()
-            .filter(|room| *room > 0)
-            .or(Some(-1));
-    }
-
-    /// Creates a request whose tokens cannot be known, with `text_bytes` bytes of text.
-    fn untokenized(model: Option<String>, text_bytes: usize) -> Self {
-        Self::with_prompt(
-            model,
-            PromptInput::Unknown(UnknownPrompt {
-                text_bytes,
-                reason: UnknownPromptReason::BuiltByEngine,
-            }),
-        )
-    }
-
-    /// Creates a request that continues from state stored in an engine, with `text_bytes` bytes of
-    /// new text.
-    fn stored_in_engine(model: Option<String>, text_bytes: usize) -> Self {
-        Self::with_prompt(
-            model,
-            PromptInput::Unknown(UnknownPrompt {
-                text_bytes,
-                reason: UnknownPromptReason::StoredInEngine,
-            }),
-        )
-    }
-}
-
-impl PromptInput {
-    /// Returns the number of bytes of text in the prompt.
-    fn text_bytes(&self) -> usize {
-        match self {
-            Self::Chat(chat) => chat.text_bytes(),
-            Self::Texts(texts) => texts.iter().map(String::len).sum(),
-            Self::Unknown(unknown) => unknown.text_bytes,
-            Self::Tokens(_) | Self::Embeddings | Self::OverLimit | Self::NoPrompt => 0,
-        }
-    }
-}
-
-/// The input that the engine continues.
-#[derive(Clone, Debug, PartialEq)]
-pub enum PromptInput {
-    /// A conversation, rendered by the chat template.
-    Chat(Box<ChatPrompt>),
-    /// One or several texts.
-    Texts(Vec<String>),
-    /// One or several lists of token ids.
-    Tokens(Vec<Vec<u32>>),
-    /// Embeddings instead of tokens, or in addition to them.
-    Embeddings,
-    /// More prompts or JSON values than warmroute reads.
-    OverLimit,
-    /// A prompt whose tokens only the engine knows.
-    Unknown(UnknownPrompt),
-    /// No prompt: the request needs no computation.
-    NoPrompt,
-}
-
-/// A prompt whose tokens cannot be known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnknownPrompt {
-    /// Number of bytes of text in the prompt.
-    pub text_bytes: usize,
-    /// Reason why the tokens are unknown.
-    pub reason: UnknownPromptReason,
-}
-
-/// Reason why the tokens of a request cannot be known.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum UnknownPromptReason {
-    /// The engine or the model builds the prompt in its own way.
-    BuiltByEngine,
-    /// The prompt continues from state stored in an engine.
-    StoredInEngine,
-}
-
-/// Request options that change the conversion from text to tokens.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct TokenizationOptions {
-    /// Overrides whether the tokenizer adds its special tokens. By default it does for completions
-    /// and not for chats.
-    pub add_special_tokens: Option<bool>,
-    /// Maximum number of prompt tokens; -1 means the model's context length.
-    pub truncate_prompt_tokens: Option<i64>,
-    /// Side that truncation removes, special tokens included. `None` means the tokenizer's side,
-    /// where special tokens are never removed.
-    pub truncation_side: Option<TruncationSide>,
-    /// Truncation side of the engine's tokenizer.
-    pub tokenizer_side: TruncationSide,
-}
-
-impl TokenizationOptions {
-    /// Returns the side that truncation removes.
-    pub fn removed_side(&self) -> TruncationSide {
-        self.truncation_side.unwrap_or(self.tokenizer_side)
-    }
-}
-
-/// The side of a prompt that truncation removes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum TruncationSide {
-    /// Truncation removes the beginning.
-    #[default]
-    Left,
-    /// Truncation removes the end.
-    Right,
-}
-
-/// A request body that cannot be read.
-#[derive(Debug, Error)]
-pub enum ParseError {
-    /// The body is not UTF-8; holds the offset of the first invalid byte.
-    #[error("the request body is not UTF-8 (byte {0})")]
-    NotUtf8(usize),
-    /// The body is a JSON list or a bare value.
-    #[error("the request body is not a JSON object")]
-    NotAnObject,
-    /// The body is not JSON or has an unexpected structure. The message is logged, so it contains
-    /// no content of the body.
-    #[error("the request body is invalid: {0}")]
-    Json(String),
-    /// A required field is missing.
-    #[error("the request has no `{0}`")]
-    Missing(&'static str),
-    /// A list is empty where the engine requires an entry.
-    #[error("`{0}` is empty")]
-    Empty(&'static str),
-}
-
-impl From<serde_json::Error> for ParseError {
-    fn from(error: serde_json::Error) -> Self {
-        let text = error.to_string();
-        if error.classify() != Category::Data {
-            return Self::Json(text);
-        }
-        // serde's message begins with the invalid value, which must not be logged, and ends with
-        // the expected type.
-        let place = format!(" at line {} column {}", error.line(), error.column());
-        let message = text.strip_suffix(&place).unwrap_or(&text);
-        let named = ["missing field `", "duplicate field `"]
-            .iter()
-            .any(|known| message.starts_with(known));
-        let what = match message.rfind(", expected ") {
-            _ if named => message,
-            Some(at) => &message[at + 2..],
-            None => "a value of another shape",
-        };
-        Self::Json(format!("{what}{place}"))
-    }
-}
 
 /// Reads only the model name of a body. Engines accept some bodies that [`parse`] rejects. Such a
 /// request can then still be routed to a worker that serves its model.
@@ -355,7 +149,7 @@ fn retains_json_values(api: ApiKind, text: &str) -> bool {
 pub fn exceeds_value_limit(api: ApiKind, body: &[u8]) -> bool {
     std::str::from_utf8(body).is_ok_and(|text| match api {
         ApiKind::Completions => completion::exceeds_prompt_limit(text),
-        api => retains_json_values(api, text) && json_scan::has_more_values(body, MAX_JSON_VALUES),
+        api => retains_json_values(api, text) && json_scan::has_too_many_values(body),
     })
 }
 
@@ -369,7 +163,7 @@ pub fn parse(api: ApiKind, body: &[u8]) -> Result<ApiRequest, ParseError> {
     if text.trim_start().starts_with(|c| c != '{') {
         return Err(ParseError::NotAnObject);
     }
-    let exceeds_limit = || json_scan::has_more_values(text.as_bytes(), MAX_JSON_VALUES);
+    let exceeds_limit = || json_scan::has_too_many_values(text.as_bytes());
     if retains_json_values(api, text) && exceeds_limit() {
         return Ok(ApiRequest::with_prompt(
             read_model(&body),

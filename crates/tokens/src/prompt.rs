@@ -9,9 +9,9 @@ mod cached_render;
 mod content_format;
 mod continuation;
 mod conversation;
-mod decode;
 mod direct;
 mod engine;
+mod error;
 mod fast;
 mod inline_systems;
 mod load;
@@ -37,12 +37,9 @@ mod truncation;
 mod white_space;
 
 use std::borrow::Cow;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::openai::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
-use serde::{Deserialize, Serialize};
-use thiserror::Error;
 use tokenizers::Encoding;
 
 pub use crate::prompt_cache::PromptCache;
@@ -50,42 +47,20 @@ pub use bounded_tokens::BoundedTokens;
 pub use engine::{
     ContentFormatOption, EngineKind, ModelTraits, RenderOptions, TransformersVersion,
 };
+pub use error::EncodeError;
 use fast::VerifiedTokenizer;
 use media::MediaRules;
 pub use media::{MediaConfig, MultimodalPrompt};
-pub use model_files::{LoadError, ModelFingerprint};
+pub use model_files::{Config, LoadError, ModelFingerprint};
 pub use pieces::{StopReason, TokenBudget};
 pub use resume::PromptTokens;
-pub(crate) use resume::RenderedPrefix;
 use resume::{ResumableText, ResumingTokenizer};
 use template::ChatTemplates;
+pub use template::TokenExactness;
 use tokenizer_parts::SpecialTokenFrame;
-use truncation::{retained_range, truncate_encoding, truncate_tokens, truncation_limit};
-
-/// Files of one model's tokenizer and chat template. They may be `.json` or `.json.gz`.
-#[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
-#[serde(deny_unknown_fields)]
-pub struct Config {
-    /// `tokenizer.json` of the model.
-    pub tokenizer: PathBuf,
-    /// `tokenizer_config.json`; by default the one next to the tokenizer, if present. The model's
-    /// `config.json` is expected next to it.
-    #[serde(default)]
-    pub tokenizer_config: Option<PathBuf>,
-    /// Chat template that overrides the model's own, like the engine's `--chat-template`.
-    #[serde(default)]
-    pub chat_template: Option<PathBuf>,
-}
-
-/// Certainty that the engine computes the same tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum TokenExactness {
-    /// The engine computes these tokens.
-    Exact,
-    /// The template reads the time. The tokens are exact only while the engine's clock and time
-    /// zone agree with those of this process.
-    ClockDependent,
-}
+use truncation::{
+    retained_range, text_token_limit, truncate_encoding, truncate_tokens, truncation_limit,
+};
 
 /// Prompts before tokenization: rendered texts, or token ids of the request.
 #[derive(Clone, Debug)]
@@ -132,64 +107,6 @@ pub struct EncodedPrompt {
     pub prompts: Vec<Vec<u32>>,
     /// Certainty that the engine computes the same tokens.
     pub exactness: TokenExactness,
-}
-
-/// The tokens of a request are not known. The request may still be valid and is then routed without
-/// them.
-#[derive(Clone, Debug, Error, PartialEq, Eq)]
-pub enum EncodeError {
-    /// The prompt has a part that is not text.
-    #[error("the prompt has a part of type {0}")]
-    Multimodal(String),
-    /// The prompt consists of embeddings.
-    #[error("the prompt is made of embeddings")]
-    Embeddings,
-    /// The request has too many prompts.
-    #[error("the request has too many prompts")]
-    TooManyPrompts,
-    /// The model has no chat template.
-    #[error("the model has no chat template")]
-    NoTemplate,
-    /// The client sent its own chat template.
-    #[error("the request has its own chat template")]
-    RequestTemplate,
-    /// The engine rejects the request.
-    #[error("the engine rejects this request: {0}")]
-    Rejected(String),
-    /// The engine's behavior is unknown or differs between versions.
-    #[error("the engine's tokens are uncertain: {0}")]
-    Uncertain(String),
-    /// The chat template failed.
-    #[error("the chat template failed: {0}")]
-    Render(String),
-    /// The tokenizer failed.
-    #[error("the tokenizer failed: {0}")]
-    Tokenize(String),
-}
-
-impl EncodeError {
-    /// Returns the metric label of the error. It contains no text of the prompt.
-    pub fn label(&self) -> &'static str {
-        match self {
-            Self::Multimodal(_) => "multimodal",
-            Self::Embeddings => "embeddings",
-            Self::TooManyPrompts => "too_many_prompts",
-            Self::NoTemplate => "no_template",
-            Self::RequestTemplate => "request_template",
-            Self::Rejected(_) => "rejected_by_engine",
-            Self::Uncertain(_) => "uncertain",
-            Self::Render(_) => "template_failed",
-            Self::Tokenize(_) => "tokenizer_failed",
-        }
-    }
-
-    pub(crate) fn uncertain(reason: impl Into<String>) -> Self {
-        Self::Uncertain(reason.into())
-    }
-
-    pub(crate) fn rejected(reason: impl Into<String>) -> Self {
-        Self::Rejected(reason.into())
-    }
 }
 
 /// Renders and tokenizes the requests of one model. Can be shared between threads.
@@ -342,6 +259,15 @@ impl Encoder {
         }
     }
 
+    /// Decodes tokens to text, including special tokens. Ids that the tokenizer does not know are
+    /// printed as numbers.
+    pub fn decode_tokens(&self, ids: &[u32]) -> String {
+        self.tokenizer
+            .library()
+            .decode(ids, false)
+            .unwrap_or_else(|_| format!("{ids:?}"))
+    }
+
     /// Tokenizes rendered prompts, reusing the tokens of prefixes shared with earlier prompts. The
     /// result equals that of [`Encoder::tokenize`]. Prompts with different `cache_namespace` (the
     /// engine's cache salt) share nothing, so timing does not reveal other tenants' prompts.
@@ -455,11 +381,4 @@ fn tokenizer_error(error: tokenizers::Error) -> EncodeError {
 
 fn encoding_ids(encoding: &Encoding) -> Vec<u32> {
     encoding.get_ids().to_vec()
-}
-
-/// Returns the maximum number of tokens of the text itself.
-fn text_token_limit(limit: usize, added: usize) -> Result<usize, EncodeError> {
-    limit
-        .checked_sub(added)
-        .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
 }

@@ -1,22 +1,16 @@
-//! LRU cache of prompt pieces, parsed messages and rendered prefixes, with a limit in bytes. All
-//! tokenizers of the process share one table; keys are secret hashes, so entries of different
-//! owners never collide. The pieces of a prompt are touched from the last to the first, so the last
-//! ones are evicted first.
+//! LRU cache of the pieces of prompts, with a limit in bytes. All tokenizers of the process share
+//! one table; keys are secret hashes, so entries of different owners never collide. The pieces of a
+//! prompt are touched from the last to the first, so the last ones are evicted first.
 
-mod hash_key;
-
+use std::any::Any;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use hashbrown::HashMap;
+use highway::{HighwayHash as _, HighwayHasher, Key};
 use parking_lot::Mutex;
 
-use warmroute_core::block::{LocalHash, SequenceHash};
 use warmroute_metrics::{Metrics, OutcomeLabel};
-
-use crate::openai::ChunkMessages;
-use crate::prompt::RenderedPrefix;
-pub(crate) use hash_key::HashKey;
 
 /// Number of pieces that are read or evicted under one lock.
 const LOCK_BATCH: usize = 64;
@@ -32,60 +26,49 @@ const MAX_PROMPT_SHARE: usize = 4;
 /// Index of the list head.
 const RING_HEAD: u32 = 0;
 
-/// Value of one cache entry.
-#[derive(Clone, Debug)]
-pub(crate) enum CachedPiece {
-    /// Tokens of the piece.
-    Tokens(Arc<[u32]>),
-    /// Hashes of the blocks that the piece completes.
-    Blocks(Arc<[(LocalHash, SequenceHash)]>),
-    /// Messages that end in a chunk of a request body.
-    Messages(Arc<ChunkMessages>),
-    /// Beginning of a rendered conversation.
-    Rendered(Arc<RenderedPrefix>),
+/// Value of one cache entry, of any type.
+pub(crate) type CachedPiece = Arc<dyn CachedValue>;
+
+/// Value with a known use of memory.
+pub(crate) trait CachedValue: Any + Send + Sync {
+    /// Returns the used memory in bytes.
+    fn memory_bytes(&self) -> usize;
 }
 
-impl CachedPiece {
-    pub(crate) fn tokens(&self) -> Option<Arc<[u32]>> {
-        match self {
-            Self::Tokens(tokens) => Some(tokens.clone()),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn blocks(&self) -> Option<Arc<[(LocalHash, SequenceHash)]>> {
-        match self {
-            Self::Blocks(blocks) => Some(blocks.clone()),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn chunk_messages(&self) -> Option<Arc<ChunkMessages>> {
-        match self {
-            Self::Messages(chunk) => Some(chunk.clone()),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn rendered_prefix(&self) -> Option<Arc<RenderedPrefix>> {
-        match self {
-            Self::Rendered(prefix) => Some(prefix.clone()),
-            _ => None,
-        }
-    }
-
-    fn bytes(&self) -> usize {
-        ENTRY_OVERHEAD_BYTES
-            + match self {
-                Self::Tokens(tokens) => size_of_val::<[u32]>(tokens),
-                Self::Blocks(blocks) => size_of_val::<[_]>(blocks),
-                Self::Messages(chunk) => chunk.memory_bytes(),
-                Self::Rendered(prefix) => prefix.memory_bytes(),
-            }
+impl<T: Copy + Send + Sync + 'static> CachedValue for Vec<T> {
+    fn memory_bytes(&self) -> usize {
+        size_of::<Self>() + self.capacity() * size_of::<T>()
     }
 }
 
-/// Cache of the messages, tokens and block hashes of prompts.
+fn entry_bytes(value: &dyn CachedValue) -> usize {
+    ENTRY_OVERHEAD_BYTES + value.memory_bytes()
+}
+
+/// Secret key of the hashes. Without it, clients cannot construct texts with equal hashes.
+#[derive(Clone, Copy)]
+pub(crate) struct HashKey([u64; 4]);
+
+impl HashKey {
+    /// Creates a random key.
+    pub(crate) fn random() -> Self {
+        Self(rand::random())
+    }
+
+    /// Hashes parts with a secret key, so that clients cannot construct collisions. All parts
+    /// except the last have a fixed length. HighwayHash is keyed and as fast as a plain hash, which
+    /// matters because it reads every prompt completely.
+    pub(crate) fn hash_parts(&self, parts: &[&[u8]]) -> u128 {
+        let mut hasher = HighwayHasher::new(Key(self.0));
+        for part in parts {
+            hasher.append(part);
+        }
+        let [low, high] = hasher.finalize128();
+        u128::from(high) << 64 | u128::from(low)
+    }
+}
+
+/// Cache of the pieces of prompts.
 pub struct PromptCache {
     limit: AtomicUsize,
     table: Mutex<PromptCacheTable>,
@@ -141,30 +124,18 @@ impl PromptCache {
         self.table.lock().bytes
     }
 
-    /// Returns the cached piece of a key.
-    pub(crate) fn find<T>(
-        &self,
-        key: u128,
-        piece: impl Fn(&CachedPiece) -> Option<T>,
-    ) -> Option<T> {
-        self.table.lock().get(key).and_then(piece)
+    /// Returns the cached value of a key.
+    pub(crate) fn find<T: CachedValue>(&self, key: u128) -> Option<Arc<T>> {
+        self.table.lock().get(key)
     }
 
-    /// Returns the cached pieces of the leading keys, up to the first key without one.
-    pub(crate) fn find_leading<T>(
-        &self,
-        keys: &[u128],
-        piece: impl Fn(&CachedPiece) -> Option<T>,
-    ) -> Vec<T> {
+    /// Returns the cached values of the leading keys, up to the first key without one.
+    pub(crate) fn find_leading<T: CachedValue>(&self, keys: &[u128]) -> Vec<Arc<T>> {
         let mut found = Vec::with_capacity(keys.len().min(LOCK_BATCH));
         for batch in keys.chunks(LOCK_BATCH) {
             let before = found.len();
             let table = self.table.lock();
-            found.extend(
-                batch
-                    .iter()
-                    .map_while(|key| table.get(*key).and_then(&piece)),
-            );
+            found.extend(batch.iter().map_while(|key| table.get(*key)));
             if found.len() - before < batch.len() {
                 break;
             }
@@ -175,40 +146,38 @@ impl PromptCache {
     /// Marks the keys in `known` as used and stores the pieces that follow them.
     pub(crate) fn store(&self, known: &[u128], mut new_pieces: Vec<(u128, CachedPiece)>) {
         let mut room = self.limit() / MAX_PROMPT_SHARE;
-        let fits = new_pieces.iter().position(|(_, value)| {
-            let bytes = value.bytes();
-            let fits = bytes <= room;
-            room = room.saturating_sub(bytes);
-            !fits
-        });
-        new_pieces.truncate(fits.unwrap_or(new_pieces.len()));
+        let mut fitting = 0;
+        for (_, value) in &new_pieces {
+            let Some(rest) = room.checked_sub(entry_bytes(&**value)) else {
+                break;
+            };
+            room = rest;
+            fitting += 1;
+        }
+        new_pieces.truncate(fitting);
         let changed = !new_pieces.is_empty();
-        for (key, value) in new_pieces.into_iter().rev() {
-            self.insert_piece(key, value);
+        for (key, value) in new_pieces.iter().rev() {
+            self.insert_piece(*key, value);
         }
         for batch in known.rchunks(LOCK_BATCH) {
             let mut table = self.table.lock();
-            batch.iter().rev().for_each(|key| table.touch(*key));
+            for key in batch.iter().rev() {
+                table.touch(*key);
+            }
         }
         if changed {
             self.report();
         }
     }
 
-    fn insert_piece(&self, key: u128, value: CachedPiece) {
-        let bytes = value.bytes();
-        let mut value = Some(value);
-        while value.is_some() && bytes <= self.limit() {
-            self.evict_for(bytes, |table| {
-                if let Some(value) = value.take() {
-                    table.insert(key, value);
-                }
-            });
-        }
+    fn insert_piece(&self, key: u128, value: &CachedPiece) {
+        let bytes = entry_bytes(&**value);
+        let insert = |table: &mut PromptCacheTable| table.insert(key, value.clone());
+        while bytes <= self.limit() && !self.evict_for(bytes, insert) {}
     }
 
-    /// Evicts a batch of pieces. If there is then room for `bytes`, calls `then`.
-    fn evict_for(&self, bytes: usize, then: impl FnOnce(&mut PromptCacheTable)) {
+    /// Evicts a batch of pieces. If there is then room for `bytes`, calls `then` and returns true.
+    fn evict_for(&self, bytes: usize, then: impl FnOnce(&mut PromptCacheTable)) -> bool {
         // The pieces are freed after the lock is released.
         let mut evicted = Vec::new();
         let mut table = self.table.lock();
@@ -218,7 +187,8 @@ impl PromptCache {
             };
             evicted.push(value);
         }
-        if table.bytes + bytes <= self.limit() {
+        let has_room = table.bytes + bytes <= self.limit();
+        if has_room {
             then(&mut table);
         }
         drop(table);
@@ -226,6 +196,7 @@ impl PromptCache {
             .tokens
             .prompt_cache_evictions
             .inc_by(evicted.len() as u64);
+        has_room
     }
 
     /// Counts a prompt with this many cached tokens.
@@ -277,9 +248,10 @@ impl Default for PromptCacheTable {
 }
 
 impl PromptCacheTable {
-    fn get(&self, key: u128) -> Option<&CachedPiece> {
+    fn get<T: CachedValue>(&self, key: u128) -> Option<Arc<T>> {
         let index = *self.positions.get(&key)?;
-        self.entries[index as usize].value.as_ref()
+        let value: Arc<dyn Any + Send + Sync> = self.entries[index as usize].value.clone()?;
+        value.downcast().ok()
     }
 
     fn touch(&mut self, key: u128) {
@@ -294,7 +266,7 @@ impl PromptCacheTable {
         if self.positions.contains_key(&key) {
             return self.touch(key);
         }
-        let bytes = value.bytes();
+        let bytes = entry_bytes(&*value);
         let entry = PromptCacheEntry {
             key,
             value: Some(value),
@@ -327,7 +299,7 @@ impl PromptCacheTable {
         self.unlink(oldest);
         self.positions.remove(&self.entries[oldest as usize].key);
         self.free.push(oldest);
-        self.bytes -= value.bytes();
+        self.bytes -= entry_bytes(&*value);
         Some(value)
     }
 

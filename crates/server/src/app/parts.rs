@@ -188,13 +188,13 @@ fn token_sources(
     metrics: &Arc<Metrics>,
 ) -> TokenSources {
     let engine = |tokens: &EngineTokensConfig| {
-        EngineTokensClient::new(
+        Arc::new(EngineTokensClient::new(
             tokens,
             &config.engines.http,
             client,
             router.clone(),
             metrics.clone(),
-        )
+        ))
     };
     let source = |model: &ModelConfig| TokenSource {
         parity: router

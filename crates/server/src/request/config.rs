@@ -5,6 +5,8 @@ use serde::{Deserialize, Serialize};
 
 use warmroute_settings::{PathStep, Problem};
 
+use super::routing_hints::HeaderLookup;
+
 /// The `requests.clients:` section: routing hints of clients.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -37,6 +39,12 @@ impl Default for ClientsConfig {
 }
 
 impl ClientsConfig {
+    /// Returns the tenant of a client, if its header is configured.
+    pub(super) fn tenant(&self, headers: HeaderLookup<'_>) -> Option<String> {
+        let tenant = self.tenant_header.as_deref().and_then(headers)?;
+        Some(tenant.trim().to_owned()).filter(|tenant| !tenant.is_empty())
+    }
+
     /// Returns the semantic errors of the configuration.
     pub fn problems(&self) -> Vec<Problem> {
         let is_invalid = |name: &&String| {

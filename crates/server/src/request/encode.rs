@@ -7,25 +7,26 @@
 use std::borrow::Cow;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::time::Instant;
 
 use bytes::Bytes;
 use tracing::{debug, warn};
-use warmroute_core::block::{BlockHashes, PromptContent, SequenceHash};
 use warmroute_core::router::{Reason, RoutePrompt};
-use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, ParseError};
-use warmroute_tokens::prompt::PromptTokens;
+use warmroute_core::worker::ModelName;
+use warmroute_engines::engine_client::{EngineRendering, RenderApi};
+use warmroute_metrics::ModelOutcomeLabels;
+use warmroute_tokens::openai::{
+    self, ApiKind, ApiWorkload, MessageReuse, NvExt, ParseError, PromptInput,
+};
 
 use super::body::RequestBody;
 use super::encode_time::{EncodeKind, thread_cpu_time};
-use super::encoder_pool;
+use super::engine_tokens::{EngineTokensClient, EngineTokensResult, RenderQuery};
 use super::header_context::HeaderContext;
-use super::models::{ResolvedModel, SaltedModel};
-use super::partial_request::{PartialRequest, estimate_tokens};
+use super::partial_request::{BodyFields, HashedPrompts, PartialRequest, estimate_tokens};
 use super::preprocessor::RequestPreprocessor;
-use super::queue_slot::EncodeQueueSlot;
-use super::tokenized::{ParsedRequest, StageTimer, TokenizedPrompts, unknown_prompt_reason};
+use super::prompt_encoder::{ParsedRequest, PromptEncoder, StageTimer, unknown_prompt_reason};
 use crate::dispatch::ResponseReference;
-use crate::tracking_hash::{TrackingHash, TrackingScope};
 
 impl RequestPreprocessor {
     /// Encodes a body, on this thread or on an encoder thread.
@@ -35,68 +36,70 @@ impl RequestPreprocessor {
         context: HeaderContext,
         body: &RequestBody,
     ) -> PartialRequest {
-        let body = match body {
-            RequestBody::Absent => return PartialRequest::without_body(api, 0, Reason::NoBody),
-            RequestBody::NotReceived => {
-                return PartialRequest::without_body(api, 0, Reason::BodyNotSent);
-            }
-            RequestBody::Streamed => {
-                return PartialRequest::without_body(api, 0, Reason::BodyStreamed);
-            }
+        let (fields, bytes, reason) = match body {
+            RequestBody::Whole(body) => return self.encode_received(api, context, body).await,
+            RequestBody::Absent => (BodyFields::default(), 0, Reason::NoBody),
+            RequestBody::NotReceived => (BodyFields::default(), 0, Reason::BodyNotSent),
+            RequestBody::Streamed => (BodyFields::default(), 0, Reason::BodyStreamed),
             RequestBody::OverBudget { bytes, model } => {
-                return self.without_body(api, *bytes, model.clone(), Reason::TokenizerBusy);
+                let fields = self.fields_of_model(model.clone());
+                (fields, *bytes, Reason::TokenizerBusy)
             }
             RequestBody::Truncated { received, length } => {
                 let bytes = length.map_or(received.len(), saturate_length);
-                let partial = PartialRequest::without_body(api, bytes, Reason::BodyTruncated);
-                return self.read_beginning(api, &context, received, partial);
+                let fields = self.read_beginning(api, &context, received);
+                (fields, bytes, Reason::BodyTruncated)
             }
             RequestBody::TooLarge { received, bytes } => {
-                let bytes = saturate_length(*bytes);
-                let partial = PartialRequest::without_body(api, bytes, Reason::BodyTooLarge);
-                return self.read_beginning(api, &context, received, partial);
+                let fields = self.read_beginning(api, &context, received);
+                (fields, saturate_length(*bytes), Reason::BodyTooLarge)
             }
-            RequestBody::Whole(body) => body,
         };
+        PartialRequest {
+            fields,
+            ..PartialRequest::without_body(api, bytes, reason)
+        }
+    }
+
+    async fn encode_received(
+        self: &Arc<Self>,
+        api: ApiKind,
+        context: HeaderContext,
+        body: &Bytes,
+    ) -> PartialRequest {
         let bytes = body.len();
         if self.encode_time.is_quick(bytes, self.parts.limits.inline) {
             return self.encode_blocking(api, &context, body);
         }
-        let deadline = context.remaining_deadline(self.parts.limits.deadline);
+        let deadline = self
+            .parts
+            .limits
+            .deadline
+            .saturating_sub(context.engine_wait);
         let encoded = self.encode_queued(api, context, body.clone());
         let reason = match tokio::time::timeout(deadline, encoded).await {
             Ok(Some(partial)) => return partial,
             Ok(None) => Reason::TokenizerBusy,
             Err(_) => Reason::DecisionTimeout,
         };
-        self.without_body(api, bytes, openai::read_model_from_prefix(body), reason)
+        PartialRequest {
+            fields: self.fields_of_model(openai::read_model_from_prefix(body)),
+            ..PartialRequest::without_body(api, bytes, reason)
+        }
     }
 
-    /// Returns a request without a readable body. A known model restricts it to the workers that
-    /// serve the model.
-    fn without_body(
-        &self,
-        api: ApiKind,
-        bytes: usize,
-        model: Option<String>,
-        reason: Reason,
-    ) -> PartialRequest {
-        let mut partial = PartialRequest::without_body(api, bytes, reason);
-        if model.is_some() {
-            partial.set_model(model, &self.parts.models);
+    /// Returns the fields of a body without a readable prompt. A known model restricts the request
+    /// to the workers that serve the model.
+    fn fields_of_model(&self, model: Option<String>) -> BodyFields {
+        match model {
+            Some(_) => BodyFields::of_model(model, &self.parts.models),
+            None => BodyFields::default(),
         }
-        partial
     }
 
     /// Reads the fields that select workers from the beginning of a body: the model, the session
     /// and the stored response. Its prompt stays unknown.
-    fn read_beginning(
-        &self,
-        api: ApiKind,
-        context: &HeaderContext,
-        received: &[u8],
-        mut partial: PartialRequest,
-    ) -> PartialRequest {
+    fn read_beginning(&self, api: ApiKind, context: &HeaderContext, received: &[u8]) -> BodyFields {
         let prefix = openai::searched_prefix(received);
         let boundary = context.form_boundary.as_deref();
         let model = match boundary.filter(|_| !api.has_text_body()) {
@@ -106,19 +109,20 @@ impl RequestPreprocessor {
                 .and_then(|form| form.model),
             None => openai::text_at_path(prefix, "model"),
         };
-        if model.is_some() {
-            partial.set_model(model, &self.parts.models);
-        }
-        partial.session = self.session_in_body(context, prefix);
-        if api == ApiKind::Responses {
-            partial.response_reference = ResponseReference {
+        let response_reference = match api {
+            ApiKind::Responses => ResponseReference {
                 id: openai::text_at_path(prefix, "previous_response_id")
                     .filter(|id| !id.is_empty()),
                 may_store_response: true,
                 tenant: None,
-            };
+            },
+            _ => ResponseReference::default(),
+        };
+        BodyFields {
+            session: self.session_in_body(context, prefix),
+            response_reference,
+            ..self.fields_of_model(model)
         }
-        partial
     }
 
     /// Encodes a body on an encoder thread. Returns `None` if the queue is full.
@@ -128,18 +132,15 @@ impl RequestPreprocessor {
         context: HeaderContext,
         body: Bytes,
     ) -> Option<PartialRequest> {
-        let large_body_slot = self.large_bodies.acquire(body.len()).await?;
-        let _slot = EncodeQueueSlot::try_acquire(&self.queued_bodies, self.parts.limits.queue)?;
-        // The semaphore is never closed. A panic of the encoder has already become an error.
-        let permit = self.encoders.clone().acquire_owned().await.ok()?;
+        let slot = self.large_bodies.acquire(body.len()).await?;
         let preprocessor = self.clone();
         let encode = move || {
-            // Held until the job is done: a timeout ends the wait, but does not stop the job.
-            let _permit = permit;
-            let _large_body_slot = large_body_slot;
+            // Held until the job is done.
+            let _slot = slot;
             preprocessor.encode_blocking(api, &context, &body)
         };
-        encoder_pool::run(encode).await
+        // A panic of the encoder has already become an error.
+        self.encoders.run(encode).await.ok()
     }
 
     /// Encodes a body on this thread.
@@ -153,15 +154,16 @@ impl RequestPreprocessor {
         let started = (body.len() > self.parts.limits.inline).then(thread_cpu_time);
         // Tokenizers are large external code. Their panics must not end the exchange.
         let result = catch_unwind(AssertUnwindSafe(|| self.encode_whole(api, context, body)));
-        let partial = result.unwrap_or_else(|_| {
+        let mut partial = result.unwrap_or_else(|_| {
             warn!("tokenizer panicked");
             PartialRequest::without_body(api, body.len(), Reason::EncodeFailed)
         });
+        let PartialRequest { fields, blocks, .. } = &partial;
         // The time of a partial tokenization says nothing about the time of a whole body.
         if let Some(started) = started
-            && !matches!(partial.prompt, RoutePrompt::Truncated { .. })
+            && !matches!(blocks.prompt, RoutePrompt::Truncated { .. })
         {
-            let kind = if partial.is_own_tokenization {
+            let kind = if blocks.is_own_tokenization() {
                 EncodeKind::Tokenized
             } else {
                 EncodeKind::ParsedOnly
@@ -169,7 +171,18 @@ impl RequestPreprocessor {
             self.encode_time
                 .record(kind, body.len(), thread_cpu_time() - started);
         }
-        self.apply_parity(context, partial)
+        let resolved = fields.resolved.as_ref();
+        let source =
+            resolved.and_then(|resolved| self.parts.token_sources.get(&resolved.model.name));
+        if !matches!(context.engine_tokens, EngineTokensResult::NotRequested) {
+            partial
+                .stage_times
+                .push(("engine_tokens", context.engine_wait));
+        }
+        PartialRequest {
+            blocks: partial.blocks.degrade_without_parity(source),
+            ..partial
+        }
     }
 
     /// Returns the session id in a body, if no header can contain it.
@@ -187,182 +200,158 @@ impl RequestPreprocessor {
         api: ApiKind,
         context: &HeaderContext,
         body: &Bytes,
-    ) -> Result<ParsedRequest, ParseError> {
+    ) -> Result<(openai::ApiRequest, MessageReuse), ParseError> {
         let boundary = context.form_boundary.as_deref();
         match &self.parts.message_cache {
             Some(cache) => {
                 let tenant = context.tenant.as_deref();
-                let parsed = openai::parse_body_cached(api, boundary, body, cache, tenant);
-                parsed.map(|(request, reuse)| ParsedRequest { request, reuse })
+                openai::parse_body_cached(api, boundary, body, cache, tenant)
             }
-            None => openai::parse_body(api, boundary, body).map(ParsedRequest::from),
+            None => openai::parse_body(api, boundary, body)
+                .map(|request| (request, MessageReuse::default())),
         }
     }
 
     /// Parses, tokenizes and hashes a whole body. The model is kept even if the prompt fails, so
     /// that the request still goes to a worker that serves it.
     fn encode_whole(&self, api: ApiKind, context: &HeaderContext, body: &Bytes) -> PartialRequest {
-        let mut clock = StageTimer::start(context.deadline);
-        let mut partial = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
-        let decoded = match decode_utf8(body) {
+        let mut timer = StageTimer::start(context.deadline);
+        let unread = PartialRequest::without_body(api, body.len(), Reason::Unparseable);
+        let body = match decode_utf8(body) {
             Ok(decoded) => decoded,
-            Err(error) => {
-                partial.parse_error = Some(error.to_string());
-                return partial;
-            }
+            Err(error) => return unread.with_parse_error(BodyFields::default(), &error),
         };
-        let body = &decoded;
-        partial.session = self.session_in_body(context, body);
-        let mut parsed = match self.parse(api, context, body) {
+        let session = self.session_in_body(context, &body);
+        let models = &self.parts.models;
+        let (mut request, reuse) = match self.parse(api, context, &body) {
             Ok(parsed) => parsed,
             Err(error) => {
                 debug!(%error, "unreadable body");
-                partial.parse_error = Some(error.to_string());
-                partial.set_model(openai::read_model(body), &self.parts.models);
-                return partial;
+                let fields = BodyFields {
+                    session,
+                    ..BodyFields::of_model(openai::read_model(&body), models)
+                };
+                return unread.with_parse_error(fields, &error);
             }
         };
-        partial.stage_times.push(("parse", clock.lap()));
-        let request = &mut parsed.request;
-        partial.apply_options(request);
-        if let Some((text_bytes, reason)) = untokenized_prompt(&request.prompt) {
-            // The size of an image is unrelated to its tokens, and far exceeds that of the text.
-            let tokens = estimate_tokens(text_bytes);
-            partial.prompt = RoutePrompt::Estimated { tokens, reason };
-        }
-        let cache = partial.take_cache_salt(context.tenant.as_deref(), request, self.parts.nvext);
-        let Some(resolved) = partial.set_model(request.model.take(), &self.parts.models) else {
-            if api.workload() != ApiWorkload::None {
-                partial.set_reason(Reason::UnknownModel);
-            }
-            return partial;
+        timer.finish("parse");
+        let mut fields = BodyFields {
+            session,
+            ..BodyFields::take_from(&mut request, self.parts.nvext, models)
         };
-        if request.prompt == openai::PromptInput::NoPrompt {
-            return partial;
+        let extension = fields.extension.as_mut();
+        let token_data = extension.and_then(|extension| extension.token_data.take());
+        let parsed = ParsedRequest {
+            request,
+            reuse,
+            token_data,
+        };
+        let estimated = untokenized_prompt(&parsed.request.prompt).unwrap_or(unread.blocks);
+        let estimate = estimated.prompt.tokens();
+        let blocks = match &fields.resolved {
+            None if api.workload() == ApiWorkload::None => estimated,
+            None => HashedPrompts::estimated(estimate, Reason::UnknownModel),
+            Some(_) if parsed.request.prompt == PromptInput::NoPrompt => estimated,
+            Some(resolved) => {
+                let cache = cache_salt(context, fields.extension.as_deref(), &parsed);
+                let encoder = PromptEncoder::new(&self.parts, resolved, cache);
+                encoder.encode(context, parsed, estimate, &mut timer)
+            }
+        };
+        PartialRequest {
+            blocks,
+            fields,
+            stage_times: timer.into_times(),
         }
-        self.set_max_length(&resolved, request);
-        let model = SaltedModel::new(resolved, cache);
-        if self.apply_engine_tokens(&model, context, request, &mut partial) {
-            return partial;
-        }
-        let has_token_data = partial
-            .extension
-            .as_ref()
-            .is_some_and(|extension| extension.token_data.is_some());
-        if matches!(&request.prompt, openai::PromptInput::Chat(chat) if chat.has_media())
-            && !has_token_data
+    }
+
+    /// Fetches the tokens of a body from an engine, if configured for its model.
+    pub(super) async fn fetch_engine_tokens(
+        &self,
+        api: ApiKind,
+        body: &RequestBody,
+    ) -> Option<EngineTokensResult> {
+        let RequestBody::Whole(body) = body else {
+            return None;
+        };
+        let sources = &self.parts.token_sources;
+        if sources
+            .values()
+            .all(|source| source.engine_tokens.is_none())
         {
-            self.encode_multimodal(&model, request, &mut partial, &mut clock);
-            return partial;
-        }
-        match self.tokenize(&model, &parsed, &mut partial, &mut clock) {
-            Ok(mut prompts) => {
-                self.remove_differing_end(&model, &parsed.request, &mut prompts, &mut partial);
-                self.hash_prompts(&model, prompts, &mut partial, &mut clock);
-            }
-            Err(reason) => partial.set_reason(reason),
-        }
-        partial
-    }
-
-    /// Hashes all prompts. If tokenization stopped early, hashes the first tokens of a single
-    /// prompt.
-    fn hash_prompts(
-        &self,
-        model: &SaltedModel,
-        tokenized: TokenizedPrompts,
-        partial: &mut PartialRequest,
-        clock: &mut StageTimer,
-    ) {
-        let TokenizedPrompts {
-            mut prompts,
-            stop_reason,
-        } = tokenized;
-        if let Some(reason) = stop_reason {
-            partial.set_reason(reason);
-            if prompts.len() == 1
-                && let Some(tokens) = prompts.pop()
-            {
-                self.set_prefix(model, tokens, partial);
-                partial.stage_times.push(("hash", clock.lap()));
-            }
-            return;
-        }
-        let hashes: Vec<_> = prompts
-            .iter()
-            .map(|tokens| model.resumed_block_hashes(tokens))
-            .collect();
-        let prompts: Vec<_> = prompts.into_iter().map(PromptTokens::into_ids).collect();
-        partial.tracked_blocks = self.tracked_blocks(model, &prompts, &hashes);
-        partial.prompt = RoutePrompt::Hashed(hashes);
-        partial.tokens = prompts;
-        partial.stage_times.push(("hash", clock.lap()));
-    }
-
-    /// Sets the first tokens of an estimated prompt. The estimate and its reason do not change.
-    pub(super) fn set_prefix(
-        &self,
-        model: &SaltedModel,
-        mut tokens: PromptTokens,
-        partial: &mut PartialRequest,
-    ) {
-        let Some(reason) = partial.prompt.reason() else {
-            return;
-        };
-        let size = model.resolved.model.block_size.tokens();
-        tokens.truncate(tokens.len() / size * size);
-        if tokens.is_empty() {
-            return;
-        }
-        let known = model.resumed_block_hashes(&tokens);
-        let prompts = [tokens.into_ids()];
-        partial.tracked_blocks = self.tracked_blocks(model, &prompts, std::slice::from_ref(&known));
-        let tokens = partial.prompt.tokens().max(known.tokens() as u64);
-        partial.prompt = RoutePrompt::Truncated {
-            known,
-            tokens,
-            reason,
-        };
-    }
-
-    /// Returns the hashes that identify the blocks in load tracking; `None` if they equal the
-    /// sequence hashes.
-    pub(super) fn tracked_blocks(
-        &self,
-        model: &SaltedModel,
-        prompts: &[Vec<u32>],
-        hashes: &[BlockHashes],
-    ) -> Option<Vec<Arc<[SequenceHash]>>> {
-        if self.parts.tracking_hash == TrackingHash::Public {
             return None;
         }
-        let tracked = prompts.iter().zip(hashes).map(|(tokens, hashes)| {
-            self.tracked_content_blocks(&model.resolved, &model.content(tokens), hashes)
-                .unwrap_or_default()
-                .pop()
-        });
-        tracked.collect()
+        let requested = openai::read_model_from_prefix(body);
+        let resolved = self.parts.models.resolve(requested.as_deref())?;
+        let model = &resolved.model.name;
+        let source = sources.get(model)?;
+        let engine = source.engine_tokens.as_ref();
+        let engine = engine.filter(|engine| engine.is_wanted(&source.parity))?;
+        let result = self.query_engines(engine, api, model, body).await;
+        let result = result.transpose()?;
+        let outcome = result.as_ref().err().copied().unwrap_or("ok");
+        engine
+            .metrics
+            .tokens
+            .remote_tokenizer_requests
+            .get_or_create(&ModelOutcomeLabels::new(model, outcome))
+            .inc();
+        Some(result.map_or(EngineTokensResult::Failed, |rendered| {
+            EngineTokensResult::Tokens(model.clone(), rendered)
+        }))
     }
 
-    /// Returns the hashes that identify one prompt's blocks in load tracking; `None` if they equal
-    /// the sequence hashes.
-    pub(super) fn tracked_content_blocks(
+    /// Returns the tokens of a body; `None` if engines cannot be queried for it.
+    async fn query_engines(
         &self,
-        resolved: &ResolvedModel,
-        content: &PromptContent<'_>,
-        hashes: &BlockHashes,
-    ) -> Option<Vec<Arc<[SequenceHash]>>> {
-        if self.parts.tracking_hash == TrackingHash::Public {
-            return None;
-        }
-        let scope = TrackingScope {
-            model: resolved.model.name.as_str(),
-            routing_group: "",
+        engine: &Arc<EngineTokensClient>,
+        api: ApiKind,
+        model: &ModelName,
+        body: &Bytes,
+    ) -> Result<Option<Vec<EngineRendering>>, &'static str> {
+        let started = Instant::now();
+        // Acquired first, so that bodies beyond the limit are not parsed.
+        let _permit = engine.in_flight.try_acquire().map_err(|_| "busy")?;
+        let prepared = self.prepare_query(engine, api, body);
+        let prepared = tokio::time::timeout(engine.config.timeout.get(), prepared).await;
+        let Some((api, body)) = prepared.map_err(|_| "timeout")?? else {
+            return Ok(None);
         };
-        Some(vec![
-            self.parts.tracking_hash.sequences(content, hashes, scope),
-        ])
+        let query = RenderQuery { api, body, started };
+        engine.fetch(model, query).await.map(Some)
     }
+
+    /// Prepares the query. For a long body, this happens on an encoder thread, in the same queue as
+    /// prompts.
+    async fn prepare_query(
+        &self,
+        engine: &Arc<EngineTokensClient>,
+        api: ApiKind,
+        body: &Bytes,
+    ) -> Result<Option<(RenderApi, Bytes)>, &'static str> {
+        if body.len() <= self.parts.limits.inline {
+            return Ok(engine.render_query(api, body));
+        }
+        let engine = engine.clone();
+        let body = body.clone();
+        self.encoders
+            .run(move || engine.render_query(api, &body))
+            .await
+    }
+}
+
+/// Returns the salt that separates the cached prompts of a client.
+fn cache_salt(
+    context: &HeaderContext,
+    extension: Option<&NvExt>,
+    parsed: &ParsedRequest,
+) -> Option<String> {
+    context
+        .tenant
+        .as_ref()
+        .or(extension.and_then(|extension| extension.cache_salt.as_ref()))
+        .or(parsed.request.cache_salt.as_ref())
+        .cloned()
 }
 
 /// Converts an announced length.
@@ -378,16 +367,14 @@ fn decode_utf8(body: &Bytes) -> Result<Bytes, ParseError> {
     })
 }
 
-/// Returns the bytes of text in a prompt that is not tokenized, and the reason.
-fn untokenized_prompt(prompt: &openai::PromptInput) -> Option<(usize, Reason)> {
-    match prompt {
-        openai::PromptInput::Chat(chat) if chat.has_media() => {
-            Some((chat.text_bytes(), Reason::Multimodal))
-        }
-        openai::PromptInput::Unknown(opaque) => {
-            Some((opaque.text_bytes, unknown_prompt_reason(*opaque)))
-        }
-        openai::PromptInput::NoPrompt => Some((0, Reason::NotInference)),
-        _ => None,
-    }
+/// Returns the estimated length of a prompt that is not tokenized, and the reason.
+fn untokenized_prompt(prompt: &PromptInput) -> Option<HashedPrompts> {
+    let (bytes, reason) = match prompt {
+        // The size of an image is unrelated to its tokens, and far exceeds that of the text.
+        PromptInput::Chat(chat) if chat.has_media() => (chat.text_bytes(), Reason::Multimodal),
+        PromptInput::Unknown(unknown) => (unknown.text_bytes, unknown_prompt_reason(*unknown)),
+        PromptInput::NoPrompt => (0, Reason::NotInference),
+        _ => return None,
+    };
+    Some(HashedPrompts::estimated(estimate_tokens(bytes), reason))
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, LazyLock};
 use std::thread::{self, Thread};
 
 use parking_lot::Mutex;
-use tokio::sync::oneshot;
+use tokio::sync::{Semaphore, oneshot};
 
 /// Shared by all configurations, since reloads replace the preprocessor.
 static ENCODER_POOL: LazyLock<EncoderPool> = LazyLock::new(EncoderPool::start);
@@ -24,8 +24,44 @@ pub(super) fn thread_count() -> usize {
         .max(2)
 }
 
+/// Limits of the jobs on encoder threads.
+pub(super) struct EncoderLimiter {
+    /// One permit per encoder thread.
+    pub(super) threads: Arc<Semaphore>,
+    /// One permit per job that uses or awaits a thread.
+    pub(super) queue: Semaphore,
+}
+
+impl EncoderLimiter {
+    /// Creates a limiter for a queue of this length.
+    pub(super) fn new(queue: usize) -> Self {
+        Self {
+            // One encoder per core. More would share the same cores and delay the async threads.
+            threads: Arc::new(Semaphore::new(thread_count())),
+            queue: Semaphore::new(queue.min(Semaphore::MAX_PERMITS)),
+        }
+    }
+
+    /// Runs a job on an encoder thread. The error is `busy` if the queue is full, and `client` if
+    /// the job panics.
+    pub(super) async fn run<T: Send + 'static>(
+        &self,
+        job: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, &'static str> {
+        let _slot = self.queue.try_acquire().map_err(|_| "busy")?;
+        let thread = self.threads.clone().acquire_owned().await;
+        let thread = thread.map_err(|_| "busy")?;
+        let job = move || {
+            // Held until the job is done: a timeout ends the wait, but does not stop the job.
+            let _thread = thread;
+            job()
+        };
+        run(job).await.ok_or("client")
+    }
+}
+
 /// Runs a job on an encoder thread. Returns `None` if it panics.
-pub(super) async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+async fn run<T: Send + 'static>(job: impl FnOnce() -> T + Send + 'static) -> Option<T> {
     let (result_tx, result_rx) = oneshot::channel();
     ENCODER_POOL.submit(Box::new(move || _ = result_tx.send(job())));
     result_rx.await.ok()

@@ -56,7 +56,7 @@ pub struct TokenSource {
     /// Parity status of the local tokens.
     pub parity: Arc<ParityStatus>,
     /// Client for tokens of engines, if configured.
-    pub engine_tokens: Option<EngineTokensClient>,
+    pub engine_tokens: Option<Arc<EngineTokensClient>>,
     /// Settings that engines report.
     pub engine_settings: SharedCommonSettings,
 }

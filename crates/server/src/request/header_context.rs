@@ -20,10 +20,3 @@ pub(super) struct HeaderContext {
     /// Deadline of tokenization.
     pub(super) deadline: Option<Instant>,
 }
-
-impl HeaderContext {
-    /// Returns the remaining part of a deadline after the wait for engines.
-    pub(super) fn remaining_deadline(&self, deadline: Duration) -> Duration {
-        deadline.saturating_sub(self.engine_wait)
-    }
-}

@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use warmroute_core::adapters::SharedAdapters;
 use warmroute_core::block::fingerprint::hash_fingerprint;
-use warmroute_core::block::{BlockHashes, BlockWindows, CacheSalt, MediaTokens, PromptContent};
+use warmroute_core::block::{BlockWindows, MediaTokens};
 use warmroute_core::router::SharedWindows;
 use warmroute_core::worker::{BlockSize, ModelName};
-use warmroute_tokens::prompt::{Encoder, PromptTokens};
+use warmroute_tokens::prompt::Encoder;
 
 /// A configured model.
 pub struct ConfiguredModel {
@@ -121,40 +121,5 @@ impl ModelRegistry {
             resolved.windows = *windows;
         }
         Some(resolved)
-    }
-}
-
-/// A resolved model, with the salt of one request.
-pub(super) struct SaltedModel {
-    pub(super) resolved: ResolvedModel,
-    pub(super) salt: CacheSalt,
-}
-
-impl SaltedModel {
-    /// Combines a model with the cache salt of a request.
-    pub(super) fn new(resolved: ResolvedModel, cache: Option<String>) -> Self {
-        let salt = CacheSalt {
-            lora: resolved.adapter.clone(),
-            cache,
-        };
-        Self { resolved, salt }
-    }
-
-    /// Returns the block hashes of one prompt.
-    pub(super) fn block_hashes(&self, tokens: &[u32]) -> BlockHashes {
-        BlockHashes::from_content(&self.content(tokens), self.resolved.model.block_size)
-    }
-
-    /// Returns the block hashes of one prompt, continued from those of a cached prompt.
-    pub(super) fn resumed_block_hashes(&self, tokens: &PromptTokens) -> BlockHashes {
-        let model = &self.resolved.model;
-        tokens.block_hashes(&self.salt, model.block_size, self.resolved.windows)
-    }
-
-    pub(super) fn content<'a>(&'a self, tokens: &'a [u32]) -> PromptContent<'a> {
-        PromptContent {
-            windows: self.resolved.windows,
-            ..PromptContent::text(tokens, &self.salt)
-        }
     }
 }

@@ -1,15 +1,15 @@
-//! Result of reading a body. It starts with an estimate from the length and is refined by each
-//! stage, so that it remains usable wherever reading stops.
+//! Result of reading a body. Each step returns a value that is usable wherever reading stops: at
+//! first, the length of the prompt is estimated from the length of the body.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use warmroute_core::block::SequenceHash;
+use warmroute_core::block::{BlockHashes, SequenceHash};
 use warmroute_core::parity::ParityExpectation;
 use warmroute_core::router::{Reason, RoutePrompt};
-use warmroute_core::worker::ModelName;
-use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
+use warmroute_tokens::openai::{ApiKind, ApiRequest, ApiWorkload, NvExt, ParseError};
 
+use super::engine_tokens::TokenSource;
 use super::models::{ModelRegistry, ResolvedModel};
 use super::preprocessor::NvExtScope;
 use crate::dispatch::ResponseReference;
@@ -23,135 +23,155 @@ pub(super) const MAX_ESTIMATED_TOKENS: u64 = 131_072;
 
 /// Result of reading a body.
 pub(super) struct PartialRequest {
+    pub(super) fields: BodyFields,
+    pub(super) blocks: HashedPrompts,
+    pub(super) stage_times: Vec<(&'static str, Duration)>,
+}
+
+/// Fields of a body other than its prompt.
+#[derive(Default)]
+pub(super) struct BodyFields {
     pub(super) requested_model: Option<String>,
-    pub(super) model: Option<ModelName>,
+    /// The configured model that the requested name refers to.
+    pub(super) resolved: Option<ResolvedModel>,
     pub(super) adapter: Option<String>,
-    pub(super) prompt: RoutePrompt,
-    /// Whether the prompt was tokenized here, from text.
-    pub(super) is_own_tokenization: bool,
-    /// Whether the prompt contains images or other media.
-    pub(super) has_media: bool,
-    pub(super) parity_expectation: ParityExpectation,
-    pub(super) tracked_blocks: Option<Vec<Arc<[SequenceHash]>>>,
-    pub(super) tokens: Vec<Vec<u32>>,
     pub(super) extension: Option<Box<NvExt>>,
     pub(super) session: Option<String>,
     /// Maximum length of the answer.
     pub(super) max_output_tokens: Option<u64>,
     /// Whether the client requests a stream.
     pub(super) is_streamed: bool,
-    /// Whether the engine may find the prompt cached.
-    pub(super) reads_prefix_cache: bool,
+    /// Whether the engine ignores its prefix cache.
+    pub(super) skips_prefix_cache: bool,
     /// Stored responses that the request refers to or creates.
     pub(super) response_reference: ResponseReference,
     /// The parse error.
     pub(super) parse_error: Option<String>,
-    pub(super) stage_times: Vec<(&'static str, Duration)>,
 }
 
-impl NvExtScope {
-    fn parse(self, raw: &str) -> Option<NvExt> {
-        match self {
-            NvExtScope::Nothing => None,
-            NvExtScope::Content => Some(NvExt::parse(raw).into_content()),
-            NvExtScope::All => Some(NvExt::parse(raw)),
-        }
-    }
+/// The prompts of a request, as far as they are known.
+pub(super) struct HashedPrompts {
+    pub(super) prompt: RoutePrompt,
+    /// Blocks in load tracking, if they differ from those of the prompt.
+    pub(super) tracked_blocks: Option<Vec<Arc<[SequenceHash]>>>,
+    /// Tokens of each prompt, if all are known.
+    pub(super) tokens: Vec<Vec<u32>>,
+    pub(super) parity: ParityExpectation,
 }
 
 impl PartialRequest {
-    pub(super) fn estimated(tokens: u64, reason: Reason) -> Self {
-        let prompt = RoutePrompt::Estimated { tokens, reason };
-        let times = Vec::with_capacity(4);
-        Self {
-            requested_model: None,
-            model: None,
-            adapter: None,
-            prompt,
-            is_own_tokenization: false,
-            has_media: false,
-            parity_expectation: ParityExpectation::NotPredicted,
-            tracked_blocks: None,
-            tokens: vec![],
-            extension: None,
-            session: None,
-            max_output_tokens: None,
-            is_streamed: false,
-            reads_prefix_cache: true,
-            response_reference: ResponseReference::default(),
-            parse_error: None,
-            stage_times: times,
-        }
-    }
-
-    /// Sets the properties of the request that do not depend on the prompt. As in vLLM, a request for
-    /// log probabilities of the prompt does not read the prefix cache. This is assumed of all engines.
-    pub(super) fn apply_options(&mut self, request: &openai::ApiRequest) {
-        self.response_reference = ResponseReference {
-            id: request.previous_response_id.clone(),
-            may_store_response: request.stores_response,
-            tenant: None,
-        };
-        self.max_output_tokens = request.max_output_tokens;
-        self.is_streamed = request.stream;
-        self.reads_prefix_cache = !request.returns_prompt_logprobs;
-    }
-
-    /// Takes the cache salt of the client, and the fields of `nvext` that apply.
-    pub(super) fn take_cache_salt(
-        &mut self,
-        tenant: Option<&str>,
-        request: &mut openai::ApiRequest,
-        scope: NvExtScope,
-    ) -> Option<String> {
-        let raw = request.nvext.take();
-        self.extension = raw.and_then(|raw| scope.parse(&raw)).map(Box::new);
-        let in_extension = self
-            .extension
-            .as_ref()
-            .and_then(|extension| extension.cache_salt.clone());
-        tenant
-            .map(str::to_owned)
-            .or(in_extension)
-            .or(request.cache_salt.take())
-    }
-
     /// Returns a request whose body was not read, and the reason.
     pub(super) fn without_body(api: ApiKind, bytes: usize, reason: Reason) -> Self {
-        match api.workload() {
+        let blocks = match api.workload() {
             // A request without a prompt causes no load, whatever its error.
-            ApiWorkload::None => Self::estimated(0, Reason::NotInference),
+            ApiWorkload::None => HashedPrompts::estimated(0, Reason::NotInference),
             ApiWorkload::Prompt | ApiWorkload::LoadOnly if api.has_text_body() => {
-                Self::estimated(estimate_tokens(bytes), reason)
+                HashedPrompts::estimated(estimate_tokens(bytes), reason)
             }
-            ApiWorkload::Prompt | ApiWorkload::LoadOnly => Self::estimated(0, reason),
+            ApiWorkload::Prompt | ApiWorkload::LoadOnly => HashedPrompts::estimated(0, reason),
+        };
+        Self {
+            fields: BodyFields::default(),
+            blocks,
+            stage_times: Vec::new(),
         }
     }
 
-    /// Sets the requested model, and the model that serves it.
-    pub(super) fn set_model(
-        &mut self,
-        requested: Option<String>,
-        models: &ModelRegistry,
-    ) -> Option<ResolvedModel> {
+    /// Returns a request with an unreadable body, of which some fields may be known.
+    pub(super) fn with_parse_error(self, fields: BodyFields, error: &ParseError) -> Self {
+        let fields = BodyFields {
+            parse_error: Some(error.to_string()),
+            ..fields
+        };
+        Self { fields, ..self }
+    }
+}
+
+impl BodyFields {
+    /// Returns the fields of a body of which only the model's name is known.
+    pub(super) fn of_model(requested: Option<String>, models: &ModelRegistry) -> Self {
         let resolved = models.resolve(requested.as_deref());
-        self.requested_model = requested;
-        // The base model of an adapter may be served without being configured.
-        let is_adapter = |name: &&String| resolved.is_none() && models.is_loaded_adapter(name);
-        let loaded_adapter = self.requested_model.as_ref().filter(is_adapter).cloned();
-        self.model = resolved
-            .as_ref()
-            .map(|resolved| resolved.model.name.clone());
-        self.adapter = resolved
-            .as_ref()
-            .and_then(|resolved| resolved.adapter.clone())
-            .or(loaded_adapter);
-        resolved
+        let adapter = match &resolved {
+            Some(resolved) => resolved.adapter.clone(),
+            // The base model of an adapter may be served without being configured.
+            None => requested
+                .clone()
+                .filter(|name| models.is_loaded_adapter(name)),
+        };
+        Self {
+            requested_model: requested,
+            resolved,
+            adapter,
+            ..Self::default()
+        }
     }
 
-    pub(super) fn set_reason(&mut self, new_reason: Reason) {
-        if let RoutePrompt::Estimated { reason, .. } = &mut self.prompt {
-            *reason = new_reason;
+    /// Moves the fields out of a parsed body. As in vLLM, a request for log probabilities of the
+    /// prompt does not read the prefix cache. This is assumed of all engines.
+    pub(super) fn take_from(
+        request: &mut ApiRequest,
+        scope: NvExtScope,
+        models: &ModelRegistry,
+    ) -> Self {
+        let raw = request.nvext.take();
+        Self {
+            extension: raw.and_then(|raw| scope.parse(&raw)).map(Box::new),
+            max_output_tokens: request.max_output_tokens,
+            is_streamed: request.stream,
+            skips_prefix_cache: request.returns_prompt_logprobs,
+            response_reference: ResponseReference {
+                id: request.previous_response_id.take(),
+                may_store_response: request.stores_response,
+                tenant: None,
+            },
+            ..Self::of_model(request.model.take(), models)
+        }
+    }
+}
+
+impl HashedPrompts {
+    /// Returns prompts of which only the estimated length is known, and the reason.
+    pub(super) fn estimated(tokens: u64, reason: Reason) -> Self {
+        Self {
+            prompt: RoutePrompt::Estimated { tokens, reason },
+            tracked_blocks: None,
+            tokens: Vec::new(),
+            parity: ParityExpectation::NotPredicted,
+        }
+    }
+
+    /// Returns whether the tokens were computed here, from text.
+    pub(super) fn is_own_tokenization(&self) -> bool {
+        matches!(
+            self.parity,
+            ParityExpectation::Prompt | ParityExpectation::Multimodal
+        )
+    }
+
+    /// Degrades prompts whose own tokens have broken parity.
+    pub(super) fn degrade_without_parity(self, source: Option<&TokenSource>) -> Self {
+        if !self.is_own_tokenization()
+            || source.is_some_and(|source| !source.parity.are_tokens_disabled())
+        {
+            return self;
+        }
+        // An estimated prompt is not affected.
+        if source.is_none() || matches!(self.prompt, RoutePrompt::Estimated { .. }) {
+            return Self {
+                parity: ParityExpectation::NotPredicted,
+                ..self
+            };
+        }
+        let estimated = Self::estimated(self.prompt.tokens(), Reason::ParityMismatch);
+        let RoutePrompt::Hashed(prompts) = self.prompt else {
+            return estimated;
+        };
+        match (self.parity, <[BlockHashes; 1]>::try_from(prompts)) {
+            (ParityExpectation::Prompt, Ok([hashes])) => Self {
+                parity: ParityExpectation::Shadow(Box::new(hashes)),
+                ..estimated
+            },
+            _ => estimated,
         }
     }
 }

@@ -4,15 +4,19 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use warmroute_core::router::{Reason, RouteRequest};
-use warmroute_tokens::openai::{self, ApiKind, ApiWorkload};
+use warmroute_core::policy::Constraints;
+use warmroute_core::router::{Reason, RemoteOverlaps, RoutePrompt, RouteRequest, SharedBlocks};
+use warmroute_tokens::openai::{self, ApiKind, ApiWorkload, NvExt};
 
 use super::body::RequestBody;
 use super::engine_tokens::EngineTokensResult;
 use super::header_context::HeaderContext;
-use super::partial_request::PartialRequest;
+use super::models::ResolvedModel;
+use super::partial_request::{BodyFields, HashedPrompts, PartialRequest};
 use super::preprocessor::RequestPreprocessor;
+use super::prompt_encoder::PromptEncoder;
 use super::routing_hints::{HeaderLookup, RoutingHints};
+use crate::cluster::remote_index::{OverlapQuery, RemoteIndexClient};
 use crate::dispatch::{RequestSession, ResponseReference};
 
 /// A preprocessed request.
@@ -61,23 +65,24 @@ impl RequestPreprocessor {
         let api = self.api(path, headers);
         let partial = match api {
             Some(api) => {
-                let mut context = self.header_context(headers);
-                // The rest of the deadline is for hashing the tokenized part.
-                context.deadline = Instant::now().checked_add(self.parts.limits.deadline / 8 * 7);
-                self.fetch_engine_tokens(api, &mut context, body).await;
+                let started = Instant::now();
+                let engine_tokens = self.fetch_engine_tokens(api, body).await;
+                let context = HeaderContext {
+                    engine_tokens: engine_tokens.unwrap_or_default(),
+                    engine_wait: started.elapsed(),
+                    // The rest of the deadline is for hashing the tokenized part.
+                    deadline: started.checked_add(self.parts.limits.deadline / 8 * 7),
+                    ..self.header_context(headers)
+                };
                 self.encode(api, context, body).await
             }
             None => self.unknown_path(path),
         };
-        let mut preprocessed = PreprocessedRequest {
-            api,
-            ..self.build_preprocessed(partial, headers, pool)
-        };
-        preprocessed.route_request.computes = computes_prompt(api);
-        preprocessed.stage_times.extend(
-            self.query_caches(&mut preprocessed.route_request, true)
-                .await,
-        );
+        let mut preprocessed = self.build_preprocessed(api, partial, headers, pool);
+        let route_request = &mut preprocessed.route_request;
+        if let Some(time) = self.query_caches(route_request, true).await {
+            preprocessed.stage_times.push(time);
+        }
         preprocessed
     }
 
@@ -97,97 +102,203 @@ impl RequestPreprocessor {
             }
             None => self.unknown_path(path),
         };
-        let mut preprocessed = PreprocessedRequest {
-            api,
-            ..self.build_preprocessed(partial, headers, pool)
-        };
-        preprocessed.route_request.computes = computes_prompt(api);
-        preprocessed
+        self.build_preprocessed(api, partial, headers, pool)
+    }
+
+    /// Returns a request with these tokens, for a model and optionally an adapter.
+    pub fn preprocess_tokens(
+        &self,
+        resolved: &ResolvedModel,
+        tokens: Vec<u32>,
+        cache_salt: Option<String>,
+    ) -> RouteRequest {
+        let encoder = PromptEncoder::new(&self.parts, resolved, cache_salt);
+        let hashes = vec![encoder.block_hashes(&tokens)];
+        let tracked_blocks = encoder.tracked_blocks(&[tokens], &hashes);
+        let model = resolved.model.name.clone();
+        RouteRequest {
+            tracked_blocks,
+            constraints: Constraints {
+                adapter: resolved.adapter.clone(),
+                ..Constraints::default()
+            },
+            ..RouteRequest::new(Some(model), RoutePrompt::Hashed(hashes))
+        }
     }
 
     /// Returns a request whose path belongs to no API. It may refer to a stored response.
     fn unknown_path(&self, path: &str) -> PartialRequest {
-        let mut partial = PartialRequest::estimated(0, Reason::NotInference);
-        partial.response_reference.id = self.parts.paths.stored_response_id(path);
-        partial
+        let response_reference = ResponseReference {
+            id: self.parts.paths.stored_response_id(path),
+            ..ResponseReference::default()
+        };
+        PartialRequest {
+            fields: BodyFields {
+                response_reference,
+                ..BodyFields::default()
+            },
+            blocks: HashedPrompts::estimated(0, Reason::NotInference),
+            stage_times: Vec::new(),
+        }
     }
 
     fn build_preprocessed(
         &self,
+        api: Option<ApiKind>,
         partial: PartialRequest,
         headers: HeaderLookup<'_>,
         pool: Option<Arc<str>>,
     ) -> PreprocessedRequest {
-        let mut request = RouteRequest::new(partial.model, partial.prompt);
-        let mut query = false;
-        if self.parts.clients.trusted {
-            let hints = RoutingHints::parse(headers, partial.extension.as_deref());
-            query = hints.is_query;
-            request.constraints = hints.constraints;
-            request.prefill_pin = hints.prefill_pin;
-            request.overrides = hints.overrides;
-            request.expected_output_tokens = hints.expected_output_tokens;
-            request.priority = hints.priority;
-        }
-        if request.priority.strict == 0 {
-            request.priority.strict = self
-                .objective_priority(headers, pool.as_deref())
-                .unwrap_or(0);
-        }
-        request.constraints.pool = pool;
-        request.constraints.adapter = partial.adapter;
-        request.tracked_blocks = partial.tracked_blocks;
-        request.parity = partial.parity_expectation;
-        request.max_output_tokens = partial.max_output_tokens;
-        request.is_streamed = partial.is_streamed;
-        request.reads_prefix_cache = partial.reads_prefix_cache;
-        let control = partial
-            .extension
-            .as_ref()
-            .and_then(|extension| extension.session_control.as_ref());
-        let session = self.session(headers, partial.session, control);
         let PartialRequest {
-            requested_model,
-            tokens,
+            fields,
+            blocks,
             stage_times,
-            parse_error,
-            response_reference,
-            ..
         } = partial;
+        let tenant = self.parts.clients.tenant(headers);
+        let extension = fields.extension.as_deref();
+        let hints = self.routing_hints(headers, extension, pool.as_deref());
+        let control = extension.and_then(|extension| extension.session_control.as_ref());
+        let session_fields = self.parts.session_fields.as_ref();
+        let session = session_fields
+            .and_then(|session_fields| session_fields.parse(headers, fields.session, control))
+            .map(|session| RequestSession {
+                tenant: tenant.clone(),
+                ..session
+            });
+        let model = fields.resolved.map(|resolved| resolved.model.name.clone());
         PreprocessedRequest {
-            route_request: request,
-            api: None,
-            requested_model,
-            parse_error,
+            route_request: RouteRequest {
+                constraints: Constraints {
+                    pool,
+                    adapter: fields.adapter,
+                    ..hints.constraints
+                },
+                prefill_pin: hints.prefill_pin,
+                overrides: hints.overrides,
+                expected_output_tokens: hints.expected_output_tokens,
+                priority: hints.priority,
+                tracked_blocks: blocks.tracked_blocks,
+                parity: blocks.parity,
+                max_output_tokens: fields.max_output_tokens,
+                is_streamed: fields.is_streamed,
+                reads_prefix_cache: !fields.skips_prefix_cache,
+                // Engines may also compute a prompt for unknown paths.
+                computes: api.is_none_or(|api| api.workload() != ApiWorkload::None),
+                ..RouteRequest::new(model, blocks.prompt)
+            },
+            api,
+            requested_model: fields.requested_model,
+            parse_error: fields.parse_error,
             session,
             response_reference: ResponseReference {
-                tenant: self.tenant(headers),
-                ..response_reference
+                tenant,
+                ..fields.response_reference
             },
-            is_query: query,
-            tokens,
+            is_query: hints.is_query,
+            tokens: blocks.tokens,
             stage_times,
         }
     }
 
+    /// Returns the hints of a trusted client, else no hints, with the priority of the objective.
+    fn routing_hints(
+        &self,
+        headers: HeaderLookup<'_>,
+        extension: Option<&NvExt>,
+        pool: Option<&str>,
+    ) -> RoutingHints {
+        let mut hints = if self.parts.clients.trusted {
+            RoutingHints::parse(headers, extension)
+        } else {
+            RoutingHints::default()
+        };
+        if hints.priority.strict == 0 {
+            let priority = self.objective_priority(headers, pool);
+            hints.priority.strict = priority.unwrap_or(0);
+        }
+        hints
+    }
+
+    /// Returns the priority of the objective that a request names. Every client may name an
+    /// objective, because only the cluster defines objectives.
+    fn objective_priority(&self, headers: HeaderLookup<'_>, pool: Option<&str>) -> Option<i64> {
+        let cluster = self.parts.cluster.load();
+        if !cluster.has_objectives() {
+            return None;
+        }
+        let mut names = self.parts.clients.objective_headers.iter();
+        let name = names.find_map(|header| headers(header))?;
+        cluster.priority(name.trim(), pool)
+    }
+
     fn header_context(&self, headers: HeaderLookup<'_>) -> HeaderContext {
-        let tenant = self.tenant(headers);
         let session_fields = self.parts.session_fields.as_ref();
-        let boundary = headers("content-type").and_then(|value| openai::multipart_boundary(&value));
-        let session_in_body =
-            session_fields.is_some_and(|session_fields| session_fields.is_only_in_body(headers));
         HeaderContext {
-            form_boundary: boundary,
-            tenant,
-            is_session_in_body: session_in_body,
+            form_boundary: headers("content-type")
+                .and_then(|value| openai::multipart_boundary(&value)),
+            tenant: self.parts.clients.tenant(headers),
+            is_session_in_body: session_fields
+                .is_some_and(|session_fields| session_fields.is_only_in_body(headers)),
             engine_tokens: EngineTokensResult::NotRequested,
             engine_wait: Duration::ZERO,
             deadline: None,
         }
     }
-}
 
-/// Returns whether an engine computes a prompt for requests of this API. Unknown paths may do so.
-fn computes_prompt(api: Option<ApiKind>) -> bool {
-    api.is_none_or(|api| api.workload() != ApiWorkload::None)
+    /// Adds the answers of the remote index to a request, and those of the shared cache if
+    /// `queries_shared_cache`. Both are queried concurrently, each with its own deadline. A missing
+    /// answer counts as no information. Returns the duration of the index query.
+    pub async fn query_caches(
+        &self,
+        request: &mut RouteRequest,
+        queries_shared_cache: bool,
+    ) -> Option<(&'static str, Duration)> {
+        let shared = self
+            .parts
+            .shared_cache
+            .as_ref()
+            .filter(|_| queries_shared_cache);
+        let blocks = async {
+            match shared {
+                // Boxed, because the future is large and few deployments have a shared cache.
+                Some(shared) => Box::pin(shared.query(request)).await,
+                None => SharedBlocks::NotQueried,
+            }
+        };
+        let remote = async {
+            let started = Instant::now();
+            let answer = self
+                .query_index(self.parts.index_client.as_deref()?, request)
+                .await;
+            Some((answer, started.elapsed()))
+        };
+        let (blocks, remote) = tokio::join!(blocks, remote);
+        request.shared = blocks;
+        let (answer, elapsed) = remote?;
+        request.remote_overlaps = answer;
+        Some(("remote_index", elapsed))
+    }
+
+    async fn query_index(
+        &self,
+        client: &RemoteIndexClient,
+        request: &RouteRequest,
+    ) -> RemoteOverlaps {
+        // Without a complete block there is nothing to query, and the request is routed load-only.
+        if matches!(&request.prompt, RoutePrompt::Truncated { known, .. } if known.is_empty()) {
+            return RemoteOverlaps::NotQueried;
+        }
+        let model = request.model.as_ref();
+        let Some(resolved) = self.resolve_model(model.map(|model| model.as_str())) else {
+            return RemoteOverlaps::NotQueried;
+        };
+        let hashing = resolved.hash_fingerprint();
+        client
+            .query(OverlapQuery {
+                model,
+                hashing,
+                prompts: request.prompt.blocks(),
+            })
+            .await
+    }
 }

@@ -1,23 +1,23 @@
 //! The preprocessor, its components, and its limits of concurrent encoding.
 
+use std::borrow::Cow;
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use bytes::Bytes;
 use warmroute_core::parity::ParityStatus;
 use warmroute_core::worker::ModelName;
-use warmroute_tokens::openai::{ApiKind, ApiPaths, MessageCache};
+use warmroute_tokens::openai::{self, ApiKind, ApiPaths, MessageCache, NvExt};
 
-use super::cluster_rules::SharedClusterRules;
+use super::cluster_rules::{ClusterRules, SharedClusterRules};
 use super::config::ClientsConfig;
 use super::encode_time::EncodeTimeEstimator;
-use super::encoder_pool;
+use super::encoder_pool::{self, EncoderLimiter};
 use super::engine_tokens::TokenSources;
 use super::large_bodies::LargeBodies;
-use super::models::ModelRegistry;
+use super::models::{ModelRegistry, ResolvedModel};
 use super::pool_routes::{PoolAuthorities, PoolRoutesConfig};
-use super::rewrite::RewriteRules;
+use super::rewrite::{RequestedModel, RewriteRules, RewrittenBody};
 use super::routing_hints::HeaderLookup;
 use super::sessions::SessionFields;
 use super::shared_cache::SharedCacheLookup;
@@ -55,6 +55,15 @@ impl NvExtScope {
             (true, _) => NvExtScope::All,
             (false, true) => NvExtScope::Content,
             (false, false) => NvExtScope::Nothing,
+        }
+    }
+
+    /// Parses the fields that apply.
+    pub(super) fn parse(self, raw: &str) -> Option<NvExt> {
+        match self {
+            NvExtScope::Nothing => None,
+            NvExtScope::Content => Some(NvExt::parse(raw).into_content()),
+            NvExtScope::All => Some(NvExt::parse(raw)),
         }
     }
 }
@@ -97,8 +106,7 @@ pub struct PreprocessorParts {
 pub struct RequestPreprocessor {
     pub(super) parts: PreprocessorParts,
     pub(super) pool_authorities: PoolAuthorities,
-    pub(super) encoders: Arc<Semaphore>,
-    pub(super) queued_bodies: AtomicUsize,
+    pub(super) encoders: EncoderLimiter,
     pub(super) large_bodies: LargeBodies,
     pub(super) encode_time: EncodeTimeEstimator,
 }
@@ -106,17 +114,13 @@ pub struct RequestPreprocessor {
 impl RequestPreprocessor {
     /// Creates a preprocessor.
     pub fn new(parts: PreprocessorParts) -> Arc<Self> {
-        // One encoder per core. More would share the same cores and delay the async threads.
-        let encoders = Arc::new(Semaphore::new(encoder_pool::thread_count()));
-        let large = LargeBodies::new(encoder_pool::thread_count(), parts.limits.queue);
-        let pool_authorities = PoolAuthorities::from(&parts.pool_routes);
+        let queue = parts.limits.queue;
         Arc::new(Self {
-            parts,
-            pool_authorities,
-            encoders,
-            queued_bodies: AtomicUsize::new(0),
-            large_bodies: large,
+            pool_authorities: PoolAuthorities::from(&parts.pool_routes),
+            encoders: EncoderLimiter::new(queue),
+            large_bodies: LargeBodies::new(encoder_pool::thread_count(), queue),
             encode_time: EncodeTimeEstimator::default(),
+            parts,
         })
     }
 
@@ -137,5 +141,79 @@ impl RequestPreprocessor {
     /// bodies.
     pub fn wants_body(&self, path: &str, headers: HeaderLookup<'_>) -> bool {
         self.api(path, headers).is_some_and(ApiKind::wants_body)
+    }
+
+    /// Returns the pools by the authority of a call.
+    pub fn pool_authorities(&self) -> &PoolAuthorities {
+        &self.pool_authorities
+    }
+
+    /// Returns the pool of a request; `None` allows any worker.
+    pub fn pool_of(&self, path: &str, headers: HeaderLookup<'_>) -> Option<Arc<str>> {
+        self.parts.pool_routes.pool_of(path, headers)
+    }
+
+    /// Replaces the model of a body, if a header or a rule requires it. `random` is at least 0 and
+    /// below 1, and selects among weighted models.
+    pub fn rewrite_model(
+        &self,
+        pool: Option<&str>,
+        headers: HeaderLookup<'_>,
+        body: &Bytes,
+        random: f64,
+    ) -> Option<RewrittenBody> {
+        let PreprocessorParts {
+            rewrites,
+            rewrite_headers,
+            ..
+        } = &self.parts;
+        let header = rewrite_headers
+            .iter()
+            .find_map(|name| headers(name))
+            .map(Cow::into_owned);
+        let cluster = self.cluster_rules();
+        if rewrites.is_empty() && cluster.rewrites().is_empty() && header.is_none() {
+            return None;
+        }
+        let requested = openai::read_model(body);
+        // A long name is not rewritten, because the requested name is restored in every piece of
+        // the response.
+        let is_too_long = |name: &str| name.len() > openai::MAX_MODEL_NAME_BYTES;
+        if [&requested, &header]
+            .into_iter()
+            .flatten()
+            .any(|name| is_too_long(name))
+        {
+            return None;
+        }
+        let model = RequestedModel {
+            name: requested.as_deref(),
+            header: header.as_deref(),
+            pool,
+        };
+        let chosen = rewrites.choose_model(cluster.rewrites(), model, random);
+        let served = chosen.filter(|name| !is_too_long(name))?.to_owned();
+        // A body that is not a JSON object has no model. The engine rejects it.
+        let bytes: Bytes = openai::json_edit::set_model(body, &served)?.into();
+        Some(RewrittenBody {
+            bytes,
+            served,
+            requested,
+        })
+    }
+
+    /// Returns the current rules of the cluster.
+    pub fn cluster_rules(&self) -> Arc<ClusterRules> {
+        self.parts.cluster.load_full()
+    }
+
+    /// Resolves a model name. Without a name, returns the only configured model.
+    pub fn resolve_model(&self, name: Option<&str>) -> Option<ResolvedModel> {
+        self.parts.models.resolve(name)
+    }
+
+    /// Returns whether the workers share a cache.
+    pub fn has_shared_cache(&self) -> bool {
+        self.parts.shared_cache.is_some()
     }
 }

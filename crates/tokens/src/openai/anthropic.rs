@@ -13,8 +13,10 @@ use serde_json::value::RawValue;
 
 use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
+use super::error::ParseError;
 use super::json::{self, JsonObject, JsonValue};
-use super::{ApiRequest, ParseError, PromptInput, lax};
+use super::lax;
+use super::request::{ApiRequest, PromptInput};
 
 mod fold;
 mod image_source;

@@ -3,7 +3,7 @@
 
 use std::borrow::Cow;
 
-use super::ParseError;
+use super::error::ParseError;
 
 /// Byte order mark of UTF-8.
 const UTF8_MARK: &[u8] = &[0xef, 0xbb, 0xbf];

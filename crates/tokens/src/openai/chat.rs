@@ -12,11 +12,13 @@ use serde::de::{Deserializer, IgnoredAny, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
 use super::content_part::{ContentPart, MediaItem};
+use super::error::ParseError;
 use super::json::{self, JsonObject, JsonValue};
+use super::lax;
 use super::message_cache::{MessageCache, MessageReuse};
 use super::message_text::MessageText;
 use super::plain_messages::{self, PlainMessages};
-use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide, lax};
+use super::request::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
 
 /// A conversation and the options that its rendering depends on.
 #[derive(Clone, Debug, Default, PartialEq)]

@@ -11,7 +11,9 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, SeqAccess, Unexpected, Visitor};
 use serde_json::value::RawValue;
 
-use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, lax};
+use super::error::ParseError;
+use super::lax;
+use super::request::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
 
 /// Maximum number of prompts per request.
 const MAX_PROMPTS: usize = 1024;
@@ -40,7 +42,7 @@ struct CompletionBody<'a> {
     #[serde(default, borrow)]
     nvext: Option<&'a RawValue>,
     #[serde(default)]
-    truncation_side: Option<super::TruncationSide>,
+    truncation_side: Option<TruncationSide>,
     #[serde(default)]
     prompt_logprobs: Option<IgnoredAny>,
     #[serde(default, deserialize_with = "lax::flag")]

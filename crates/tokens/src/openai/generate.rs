@@ -11,9 +11,10 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::completion::PromptList;
+use super::error::ParseError;
 use super::lax::{self, LaxInteger};
+use super::request::{ApiRequest, PromptInput, UnknownPrompt, UnknownPromptReason};
 use super::untokenized::BYTES_PER_TOKEN;
-use super::{ApiRequest, ParseError, PromptInput, UnknownPrompt, UnknownPromptReason};
 
 #[derive(Deserialize)]
 struct SglangGenerateBody<'a> {
@@ -101,7 +102,14 @@ pub(super) fn parse_sglang(text: &str) -> Result<ApiRequest, ParseError> {
         .any(Option::is_some);
     let prompt = match (body.text, body.input_ids) {
         _ if body.session_params.is_some() => {
-            return Ok(ApiRequest::stored_in_engine(model, text.len()));
+            let unknown = UnknownPrompt {
+                text_bytes: text.len(),
+                reason: UnknownPromptReason::StoredInEngine,
+            };
+            return Ok(ApiRequest::with_prompt(
+                model,
+                PromptInput::Unknown(unknown),
+            ));
         }
         (prompt, _) if media || body.extra_key.is_some() => {
             let texts = prompt.map_or(0, |PromptList(prompt)| prompt.text_bytes());

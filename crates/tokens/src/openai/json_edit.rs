@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use serde_json::Value;
 
-use super::decode_body;
+use super::body_encoding::decode_body;
 use super::json_scan::{JsonBoundary, JsonScanner, ScanState, raw_text_equals, skip_space};
 
 /// Maximum number of occurrences of a key. Real bodies have one. Replacing many short values with a
@@ -68,15 +68,13 @@ pub fn set_field(body: &[u8], key: &str, json: &[u8]) -> Option<Vec<u8>> {
 /// complete JSON object or repeats a key more than [`MAX_KEY_REPEATS`] times.
 pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
     let body = &decode_body(body).ok()?;
-    let mut spans = Vec::new();
-    let ObjectStart {
+    let keys: Vec<_> = edits.iter().map(|edit| edit.key).collect();
+    let ScannedFields {
         first_field,
         is_empty,
-    } = scan_fields(body, |key, value| {
-        let edit = edits.iter().position(|edit| raw_text_equals(key, edit.key));
-        spans.extend(edit.map(|edit| (edit, value)));
-    })?;
-    let times = |at: usize| spans.iter().filter(|(edit, _)| *edit == at).count();
+        values,
+    } = scan_fields(body, &keys)?;
+    let times = |at: usize| values.iter().filter(|(edit, _)| *edit == at).count();
     if (0..edits.len()).any(|at| times(at) > MAX_KEY_REPEATS) {
         return None;
     }
@@ -100,7 +98,7 @@ pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
     }
     edited.extend_from_slice(if any && !is_empty { b"," } else { b"" });
     let mut copied = first_field;
-    for (edit, value) in spans {
+    for (edit, value) in values {
         edited.extend_from_slice(&body[copied..value.start]);
         edited.extend_from_slice(edits[edit].json);
         copied = value.end;
@@ -112,12 +110,9 @@ pub fn apply_edits(body: &[u8], edits: &[FieldEdit<'_>]) -> Option<Vec<u8>> {
 /// Returns the raw values of top-level keys in body order, each with the index of its key in
 /// `keys`. Returns `None` if the body is not a complete JSON object.
 pub fn find_values<'b>(body: &'b [u8], keys: &[&str]) -> Option<Vec<(usize, &'b [u8])>> {
-    let mut found = Vec::new();
-    scan_fields(body, |name, value| {
-        let key = keys.iter().position(|key| raw_text_equals(name, key));
-        found.extend(key.map(|key| (key, &body[value])));
-    })?;
-    Some(found)
+    let values = scan_fields(body, keys)?.values;
+    let raw = values.into_iter().map(|(key, value)| (key, &body[value]));
+    Some(raw.collect())
 }
 
 /// Returns the text at a dotted path in a JSON object, whose end may be missing. Of repeated keys,
@@ -158,19 +153,19 @@ pub fn text_at_path(body: &[u8], path: &str) -> Option<String> {
     }
 }
 
-/// The beginning of a scanned object.
-struct ObjectStart {
+/// Fields of an object.
+struct ScannedFields {
     /// Position after the opening brace.
     first_field: usize,
     /// True if the object has no fields.
     is_empty: bool,
+    /// Index of each found key, and the bounds of its value.
+    values: Vec<(usize, Range<usize>)>,
 }
 
-/// Calls `on_field` with the raw key and the bounds of the value of each top-level field.
-fn scan_fields<'b>(
-    body: &'b [u8],
-    mut on_field: impl FnMut(&'b [u8], Range<usize>),
-) -> Option<ObjectStart> {
+/// Finds the values of top-level keys.
+fn scan_fields(body: &[u8], keys: &[&str]) -> Option<ScannedFields> {
+    let mut values = Vec::new();
     let mut scanner = JsonScanner::new();
     let mut first_field = None;
     let mut key = 0..0;
@@ -188,17 +183,23 @@ fn scan_fields<'b>(
                 scanner.skip_value();
             }
             JsonBoundary::ValueEnd if scanner.state() == ScanState::Done => {}
-            JsonBoundary::ValueEnd => on_field(&body[key.clone()], value_start..at),
+            JsonBoundary::ValueEnd => {
+                let name = &body[key.clone()];
+                if let Some(key) = keys.iter().position(|key| raw_text_equals(name, key)) {
+                    values.push((key, value_start..at));
+                }
+            }
         }
     }
     let first_field = first_field?;
     // A body with trailing data is rejected, because other parsers might read it differently.
     let is_complete = skip_space(body, at) == body.len();
-    is_complete.then(|| ObjectStart {
+    is_complete.then(|| ScannedFields {
         first_field,
         is_empty: body[skip_space(body, first_field)] == b'}',
+        values,
     })
 }
 
 #[cfg(test)]
-pub(in crate::openai) mod tests;
+pub(crate) mod tests;

@@ -6,6 +6,9 @@ use memchr::memchr2;
 /// Maximum nesting. The scanner stores one byte per level.
 const MAX_NESTING: usize = 1 << 20;
 
+/// Maximum number of JSON values in a conversation and its tools; real requests have far fewer.
+pub(super) const MAX_JSON_VALUES: usize = 1 << 17;
+
 /// Boundary of a key or value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum JsonBoundary {
@@ -354,14 +357,14 @@ fn end_of_container(bytes: &[u8], start: usize) -> Option<usize> {
     }
 }
 
-/// Returns true if a document has more than `max` values. Keys are not counted.
-pub(super) fn has_more_values(bytes: &[u8], max: usize) -> bool {
+/// Returns true if a document has more values than warmroute reads. Keys are not counted.
+pub(super) fn has_too_many_values(bytes: &[u8]) -> bool {
     // The separators inside strings are counted as well, so this is an upper bound. Unlike the
     // search for the ends of strings, it reads vectors of bytes.
-    if count_separators(bytes) < max {
+    if count_separators(bytes) < MAX_JSON_VALUES {
         return false;
     }
-    count_values_to(bytes, max) > max
+    count_values_to(bytes, MAX_JSON_VALUES) > MAX_JSON_VALUES
 }
 
 /// Returns the number of values of a document. Keys are not counted.

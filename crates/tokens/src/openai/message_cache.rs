@@ -14,17 +14,18 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 
+use super::chat::ChatMessage;
+use super::json_scan;
 use super::message_text::MessageText;
 use super::parsed_message::ParsedMessage;
-use super::{ChatMessage, json_scan};
-use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
+use crate::prompt_cache::{CachedPiece, CachedValue, HashKey, PromptCache};
 
 /// Length of a chunk in bytes.
 pub(super) const CHUNK_BYTES: usize = 4 << 10;
 
 /// Messages that end in one chunk of a list.
 #[derive(Debug)]
-pub(crate) struct ChunkMessages {
+struct ChunkMessages {
     messages: Box<[ParsedMessage]>,
     /// Upper bound on the number of JSON values that begin in the chunk.
     value_count: usize,
@@ -70,9 +71,8 @@ pub struct MessageCache {
     key: HashKey,
 }
 
-impl ChunkMessages {
-    /// Returns the estimated memory in bytes.
-    pub(crate) fn memory_bytes(&self) -> usize {
+impl CachedValue for ChunkMessages {
+    fn memory_bytes(&self) -> usize {
         self.messages
             .iter()
             .map(|message| message.memory_bytes)
@@ -116,14 +116,12 @@ impl MessageCache {
         let mut key = self
             .key
             .hash_parts(&[tenant.unwrap_or_default().as_bytes()]);
-        let chunks = bytes.chunks_exact(CHUNK_BYTES).map(|chunk| {
+        let mut keys = Vec::with_capacity(bytes.len() / CHUNK_BYTES);
+        for chunk in bytes.chunks_exact(CHUNK_BYTES) {
             key = self.key.hash_parts(&[&key.to_le_bytes(), chunk]);
-            key
-        });
-        let keys: Vec<u128> = chunks.collect();
-        let chunks = self
-            .prompt_cache
-            .find_leading(&keys, CachedPiece::chunk_messages);
+            keys.push(key);
+        }
+        let chunks = self.prompt_cache.find_leading(&keys);
         CachedMessages { keys, chunks }
     }
 
@@ -138,8 +136,9 @@ impl MessageCache {
         let cached_chunks = cached.chunks.len();
         let cached_count = cached.messages().count();
         let mut remaining = &new_messages[..];
+        let mut pieces = Vec::new();
         let chunks = list.chunks_exact(CHUNK_BYTES).enumerate();
-        let pieces = chunks.skip(cached_chunks).map(|(at, chunk)| {
+        for (at, chunk) in chunks.skip(cached_chunks) {
             let chunk_end = (at + 1) * CHUNK_BYTES;
             let count = remaining.partition_point(|parsed| parsed.end <= chunk_end);
             let (messages, later) = remaining.split_at(count);
@@ -148,9 +147,8 @@ impl MessageCache {
                 messages: messages.into(),
                 value_count: json_scan::count_separators(chunk),
             };
-            (cached.keys[at], CachedPiece::Messages(Arc::new(messages)))
-        });
-        let pieces: Vec<_> = pieces.collect();
+            pieces.push((cached.keys[at], Arc::new(messages) as CachedPiece));
+        }
         let stored_chunks = cached_chunks + pieces.len();
         let stored_count = cached_count + new_messages.len() - remaining.len();
         self.prompt_cache

@@ -4,7 +4,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
-use super::ApiKind;
+use super::api::ApiKind;
 use warmroute_settings::Problem;
 
 /// `requests.paths:`: APIs by path suffix, which extend or override the defaults. `None`: requests

@@ -13,10 +13,10 @@ use memchr::memmem;
 use serde::Deserialize;
 
 use super::chat::ChatMessage;
+use super::json_scan::{self, MAX_JSON_VALUES};
 use super::message_cache::{BodyMessages, CHUNK_BYTES, MessageCache};
 use super::message_text::{end_of_valid_string, unescape};
 use super::parsed_message::{ParsedMessage, PlainMessage};
-use super::{MAX_JSON_VALUES, json_scan};
 
 /// Minimum length of a body. For shorter ones, `serde_json` alone is fast enough.
 const MIN_BYTES: usize = 2 << 10;

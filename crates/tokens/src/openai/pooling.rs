@@ -11,8 +11,9 @@ use serde_json::value::RawValue;
 
 use super::chat::{self, ChatMessage, ChatPrompt};
 use super::completion::PromptList;
+use super::error::ParseError;
 use super::json::{self, JsonObject};
-use super::{ApiRequest, ParseError, PromptInput, TokenizationOptions, TruncationSide};
+use super::request::{ApiRequest, PromptInput, TokenizationOptions, TruncationSide};
 
 #[derive(Deserialize)]
 struct PoolingBody<'a> {

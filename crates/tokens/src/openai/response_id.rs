@@ -1,7 +1,8 @@
 //! Id of a response, read from the beginning of its body. The id leads later requests to the engine
 //! that stores the response.
 
-use super::{text_at_path, without_byte_order_mark};
+use super::body_encoding::without_byte_order_mark;
+use super::json_edit::text_at_path;
 
 /// Maximum number of bytes that are searched for the id. Engines send it first.
 const MAX_BYTES: usize = 64 << 10;

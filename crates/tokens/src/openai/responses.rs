@@ -17,10 +17,11 @@ use serde_json::value::RawValue;
 
 use super::chat::{self, ChatMessage, ChatPrompt, ForwardedPrompt, MessageContent};
 use super::content_part::{ContentPart, TypedPart};
+use super::error::ParseError;
 use super::json::{self, JsonObject, JsonValue};
-use super::{
-    ApiRequest, ParseError, PromptInput, TokenizationOptions, UnknownPrompt, UnknownPromptReason,
-    lax,
+use super::lax;
+use super::request::{
+    ApiRequest, PromptInput, TokenizationOptions, UnknownPrompt, UnknownPromptReason,
 };
 
 #[derive(Deserialize)]

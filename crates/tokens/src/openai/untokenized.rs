@@ -7,7 +7,8 @@ use std::fmt;
 use serde::Deserialize;
 use serde::de::{Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{ApiRequest, ParseError};
+use super::error::ParseError;
+use super::request::ApiRequest;
 
 /// Estimated bytes of text per token. It converts the number of token ids in a body to bytes.
 pub(super) const BYTES_PER_TOKEN: usize = 4;

@@ -3,13 +3,13 @@
 
 use std::borrow::Cow;
 
+use super::error::EncodeError;
 use super::pieces::{self, StopReason, TokenBudget};
-use super::resume::{ResumableText, UnframedTokens};
+use super::resume::{PromptTokens, ResumableText, UnframedTokens};
 use super::tokenizer_parts::SpecialTokenFrame;
-use super::{
-    EncodeError, Encoder, PromptSource, PromptTokens, RenderedPrompt, TruncationSide,
-    retained_range, text_token_limit, tokenizer_error, truncate_tokens, truncation_limit,
-};
+use super::truncation::{retained_range, text_token_limit, truncate_tokens, truncation_limit};
+use super::{Encoder, PromptSource, RenderedPrompt, tokenizer_error};
+use crate::openai::TruncationSide;
 
 /// Tokens of one prompt within a budget.
 #[derive(Clone, Debug, PartialEq, Eq)]

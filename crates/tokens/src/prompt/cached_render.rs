@@ -2,9 +2,11 @@
 
 use std::borrow::Cow;
 
+use super::engine::EngineKind;
+use super::error::EncodeError;
 use super::resume::{ConversationCheckpoint, ResumableText, ResumingTokenizer};
-use super::template::{ChatTemplates, RenderedChat};
-use super::{EncodeError, Encoder, EngineKind, PromptSource, RenderedPrompt, TokenExactness};
+use super::template::{ChatTemplates, RenderedChat, TokenExactness};
+use super::{Encoder, PromptSource, RenderedPrompt};
 use crate::openai::{ApiRequest, ChatPrompt, MessagePrefix, MessageReuse, PromptInput};
 
 impl Encoder {
@@ -54,8 +56,8 @@ impl Encoder {
         resumer: &ResumingTokenizer,
         reuse: MessageReuse,
     ) -> Option<(ResumableText<'static>, TokenExactness)> {
-        let library_only = self.tokenizer.disabled_reason().is_some();
-        let prefix = resumer.find_prefix(reuse.found?, library_only)?;
+        let uses_library = self.tokenizer.disabled_reason().is_some();
+        let prefix = resumer.find_prefix(reuse.found?, uses_library)?;
         let prefixes = [None, reuse.stored];
         let rendered =
             templates.render_after(chat, prefix.checkpoint(), &prefix_lengths(prefixes))?;

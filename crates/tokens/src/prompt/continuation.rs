@@ -2,8 +2,8 @@
 //! transformers, the end of that message is marked before rendering, and the rendered text is
 //! truncated at the mark. The template thus decides which text remains.
 
-use super::EncodeError;
 use super::conversation::TemplateMessage;
+use super::error::EncodeError;
 use super::white_space;
 
 const MARK: &str = "CONTINUE_FINAL_MESSAGE_TAG ";

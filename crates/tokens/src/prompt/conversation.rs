@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use minijinja::Value;
 
-use super::EncodeError;
 use super::content_format::ContentFormat;
+use super::error::EncodeError;
 use super::media_renderer::MediaRenderer;
 use super::python::{self, PythonDict};
 use crate::openai::{

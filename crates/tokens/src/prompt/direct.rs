@@ -25,9 +25,6 @@ pub(super) use eval::{CheckpointPosition, RenderCheckpoint};
 use plan::{RenderPlan, VariableSlot};
 use value::TemplateValue;
 
-/// The template or a value is not supported.
-struct UnsupportedError;
-
 /// Text rendered from a template.
 pub(super) struct RenderOutput {
     pub(super) text: String,

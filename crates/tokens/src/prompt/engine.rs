@@ -3,8 +3,25 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-use super::MediaConfig;
-use super::template::RESERVED_VARIABLES;
+use super::media::config::MediaConfig;
+
+/// Template variables that clients may not set, because they control rendering in engine-specific
+/// ways.
+pub(super) const RESERVED_VARIABLES: [&str; 13] = [
+    "chat_template",
+    "tokenize",
+    "conversation",
+    "messages",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+    "sanitize_control_tokens",
+    "self",
+];
 
 /// Engine that serves a model.
 #[derive(Deserialize, JsonSchema, Serialize, Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -7,7 +7,7 @@
 //!
 //! Decision 0009.
 
-pub(in crate::prompt) mod hard_texts;
+pub(crate) mod hard_texts;
 mod long_s;
 mod long_words;
 mod single_core;
@@ -138,4 +138,4 @@ impl FastTokenizer {
 }
 
 #[cfg(test)]
-pub(in crate::prompt) mod tests;
+pub(crate) mod tests;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use minijinja::{Environment, ErrorKind, Value};
 
-use super::EncodeError;
+use super::error::EncodeError;
 use super::python::{self, PythonDict};
 use crate::openai::{ChatMessage, ChatPrompt, MessageContent};
 

@@ -1,10 +1,11 @@
 //! Loading of encoders.
 
+use super::engine::ModelTraits;
 use super::fast::FastPath;
 use super::media::MediaRules;
-use super::model_files::{self, LoadError, ModelFiles};
+use super::model_files::{self, Config, LoadError, ModelFiles};
 use super::template::ChatTemplates;
-use super::{Config, Encoder, ModelTraits, tokenizer_parts};
+use super::{Encoder, tokenizer_parts};
 
 impl Encoder {
     /// Loads tokenizer and chat template. Fails with the name of the first feature that cannot be

@@ -16,7 +16,7 @@ mod tests;
 
 use std::ops::Range;
 
-use super::PromptTokens;
+use super::resume::prompt_tokens::PromptTokens;
 use crate::openai::{MediaItem, MediaModality};
 use warmroute_core::block::{ObjectHash, PromptObject};
 

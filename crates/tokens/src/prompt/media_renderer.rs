@@ -1,7 +1,7 @@
 //! Rendering of media items for a template. The items are rejected, rendered as in the engine, or
 //! rendered with a mark in the place of one item. The text before that item ends at the mark.
 
-use super::EncodeError;
+use super::error::EncodeError;
 use super::media::MediaRules;
 use crate::openai::MediaModality;
 

@@ -10,21 +10,36 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use flate2::read::GzDecoder;
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use thiserror::Error;
 use tokenizers::Tokenizer;
 use warmroute_settings::{ByteSize, read_limited, read_regular_file};
 
+use super::engine::{EngineKind, ModelTraits, TransformersVersion};
 use super::fast::{FastPath, VerifiedTokenizer};
-use super::rebuild::{TokenizerClass, TokenizerMetadata};
-use super::{Config, EngineKind, ModelTraits, TransformersVersion, sglang};
+use super::rebuild::{SPECIAL_TOKENS, TokenizerClass, TokenizerMetadata};
 pub use fingerprint::ModelFingerprint;
 use tokenizer_source::TokenizerSource;
 
 /// Maximum size of a file of a model, also after decompression.
-pub(in crate::prompt) const MAX_MODEL_FILE: ByteSize = ByteSize::mib(256);
+pub(crate) const MAX_MODEL_FILE: ByteSize = ByteSize::mib(256);
+
+/// Files of one model's tokenizer and chat template. They may be `.json` or `.json.gz`.
+#[derive(Deserialize, Serialize, Clone, Debug, PartialEq, Eq)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    /// `tokenizer.json` of the model.
+    pub tokenizer: PathBuf,
+    /// `tokenizer_config.json`; by default the one next to the tokenizer, if present. The model's
+    /// `config.json` is expected next to it.
+    #[serde(default)]
+    pub tokenizer_config: Option<PathBuf>,
+    /// Chat template that overrides the model's own, like the engine's `--chat-template`.
+    #[serde(default)]
+    pub chat_template: Option<PathBuf>,
+}
 
 /// A model's files cannot be used.
 #[derive(Debug, Error)]
@@ -67,17 +82,6 @@ impl LoadError {
         }
     }
 }
-
-/// Names of the special tokens in templates.
-pub(super) const SPECIAL_TOKENS: [&str; 7] = [
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-];
 
 /// Content of a model's files.
 pub(super) struct ModelFiles {
@@ -423,9 +427,10 @@ fn read_templates(
             path: path.clone(),
             problem: error.to_string(),
         })?;
-        let given = engine == EngineKind::Sglang && config.chat_template.is_some();
-        let source = if given {
-            sglang::read_template_file(&source)
+        // SGLang converts the file of an operator.
+        let is_converted = engine == EngineKind::Sglang && config.chat_template.is_some();
+        let source = if is_converted {
+            source.trim_matches('\n').replace("\\n", "\n")
         } else {
             source
         };

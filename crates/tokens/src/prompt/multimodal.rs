@@ -7,15 +7,17 @@
 
 use std::borrow::Cow;
 
+use super::bounded_tokens::BoundedTokens;
+use super::engine::EngineKind;
+use super::error::EncodeError;
 use super::media::{
     EngineModelName, MultimodalPrompt, ResolvedMediaItem, common_prefix, expand_placeholders,
 };
 use super::media_renderer::{MARK, MediaDisplay};
-use super::template::ChatTemplates;
-use super::{
-    BoundedTokens, EncodeError, Encoder, EngineKind, PromptSource, PromptTokens, RenderedPrompt,
-    TokenBudget, TokenExactness,
-};
+use super::pieces::TokenBudget;
+use super::resume::PromptTokens;
+use super::template::{ChatTemplates, TokenExactness};
+use super::{Encoder, PromptSource, RenderedPrompt};
 use crate::openai::{ApiRequest, ChatPrompt, MediaModality, PromptInput, TokenizationOptions};
 
 impl Encoder {

@@ -6,8 +6,9 @@
 use std::fmt::{self, Write};
 use std::sync::Arc;
 
+use super::error::EncodeError;
+use super::number;
 use super::printable::is_printable;
-use super::{EncodeError, number};
 use crate::openai::JsonValue;
 use hashbrown::HashMap;
 use minijinja::value::{Enumerator, Kwargs, Object, ObjectExt, ObjectRepr, ValueKind};

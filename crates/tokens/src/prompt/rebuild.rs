@@ -13,8 +13,8 @@ mod class_table;
 
 use serde_json::{Value, json};
 
-use super::{EngineKind, TransformersVersion};
-pub(super) use added_tokens::AddedTokens;
+use super::engine::{EngineKind, TransformersVersion};
+pub(super) use added_tokens::{AddedTokens, SPECIAL_TOKENS};
 use class_table::{CLASS_TABLE, ClassBehavior};
 
 /// Tokenizer class. Classes that build the same tokenizer share a variant.

@@ -31,7 +31,7 @@
 //! Decision 0023.
 
 mod boundary_tokens;
-mod prompt_tokens;
+pub(super) mod prompt_tokens;
 mod rendered_prefix;
 
 use std::ops::Range;
@@ -46,7 +46,6 @@ use crate::prompt_cache::{CachedPiece, HashKey, PromptCache};
 use boundary_tokens::{BoundaryTokens, ResumePoint};
 pub use prompt_tokens::PromptTokens;
 use prompt_tokens::ResumePoints;
-pub(crate) use rendered_prefix::RenderedPrefix;
 pub(super) use rendered_prefix::{CachedPrefix, ConversationCheckpoint, ResumableText};
 
 /// Separates text hashes from other uses of the key.
@@ -78,7 +77,7 @@ impl<'t> TokenizedPrefix<'t> {
     /// of all resume points, and `max_tokens` bounds the reserved space.
     fn from_pieces<'p>(
         text: &'t str,
-        pieces: impl Iterator<Item = &'p Arc<[u32]>> + Clone,
+        pieces: impl Iterator<Item = &'p Arc<Vec<u32>>> + Clone,
         keys: &[u128],
         max_tokens: usize,
     ) -> Self {
@@ -137,25 +136,23 @@ impl ResumingTokenizer {
             return Ok(None);
         }
         let text = input.text();
-        let library_only = tokenizer.disabled_reason().is_some();
+        let uses_library = tokenizer.disabled_reason().is_some();
         // The fast path was disabled since the prefix was found, so its tokens may be wrong.
-        let is_outdated = |prefix: &CachedPrefix| prefix.is_library_only() != library_only;
+        let is_outdated = |prefix: &CachedPrefix| prefix.uses_library != uses_library;
         if input.prefix().is_some_and(is_outdated) {
             return Ok(None);
         }
         let points = match input.prefix() {
             Some(prefix) => self.points_after_prefix(text, prefix),
-            None => self.points(text, library_only, cache_namespace),
+            None => self.points(text, uses_library, cache_namespace),
         };
         if points.is_empty() {
             self.cache.record_outcome("not_resumable");
             return Ok(None);
         }
         let keys: Vec<u128> = points.iter().map(|point| point.key).collect();
-        let known = input.prefix().map_or(&[][..], CachedPrefix::pieces);
-        let found = self
-            .cache
-            .find_leading(&keys[known.len()..], CachedPiece::tokens);
+        let known = input.prefix().map_or(&[][..], |prefix| &prefix.pieces);
+        let found = self.cache.find_leading(&keys[known.len()..]);
         let pieces = known.iter().chain(&found);
         let mut prefix = TokenizedPrefix::from_pieces(text, pieces, &keys, budget.max_tokens);
         let resumed = prefix.ids.len();
@@ -174,13 +171,15 @@ impl ResumingTokenizer {
         }
         resume_points.retain(|(_, tokens)| *tokens <= ids.len());
         // If the fast path was disabled meanwhile, the tokens may be wrong and are not cached.
-        if tokenizer.disabled_reason().is_some() != library_only {
+        if tokenizer.disabled_reason().is_some() != uses_library {
             new_pieces.clear();
         } else {
-            new_pieces.extend(self.new_prefix_entries(input, &points, library_only));
+            new_pieces.extend(self.new_prefix_entries(input, &points, uses_library));
         }
         let mut used_keys = keys[..known.len() + found.len()].to_vec();
-        used_keys.extend(input.prefix().map(CachedPrefix::key));
+        if let Some(prefix) = input.prefix() {
+            used_keys.push(prefix.key);
+        }
         self.cache.store(&used_keys, new_pieces);
         self.cache.record_lookup(resumed.min(ids.len()), ids.len());
         Ok(Some(UnframedTokens {
@@ -203,16 +202,15 @@ impl ResumingTokenizer {
         let mut last = cached.checked_sub(1).map(|at| points[at]);
         for point in &points[cached..] {
             let rest = budget.remaining_after(prefix.ids.len());
-            let piece = self.tokenize_after(tokenizer, &text[..point.end], last, &rest)?;
+            let mut piece = self.tokenize_after(tokenizer, &text[..point.end], last, &rest)?;
             prefix.ids.extend_from_slice(&piece.ids);
             prefix.stopped = piece.stopped;
             if prefix.stopped.is_some() {
                 return Ok(());
             }
             prefix.points.push((point.key, prefix.ids.len()));
-            prefix
-                .new_pieces
-                .push((point.key, CachedPiece::Tokens(piece.ids.into())));
+            piece.ids.shrink_to_fit();
+            prefix.new_pieces.push((point.key, Arc::new(piece.ids)));
             last = Some(*point);
         }
         let rest = budget.remaining_after(prefix.ids.len());
@@ -254,7 +252,7 @@ impl ResumingTokenizer {
     fn points(
         &self,
         text: &str,
-        library_only: bool,
+        uses_library: bool,
         cache_namespace: Option<&str>,
     ) -> Vec<ResumePoint> {
         let mut points = self.boundaries.points_after(text, 0);
@@ -263,7 +261,7 @@ impl ResumingTokenizer {
         }
         let key = self.key.hash_parts(&[
             TEXT_DOMAIN,
-            &[library_only.into()],
+            &[uses_library.into()],
             cache_namespace.unwrap_or_default().as_bytes(),
         ]);
         self.hash_points(&mut points, text, key, 0);
@@ -286,8 +284,8 @@ impl ResumingTokenizer {
         self.cache.record_outcome("failed");
     }
 
-    /// Adds special tokens if `special` is set, and attaches the resume points.
-    pub(super) fn add_frame(&self, unframed: UnframedTokens, special: bool) -> PromptTokens {
+    /// Adds special tokens if `is_framed` is set, and attaches the resume points.
+    pub(super) fn add_frame(&self, unframed: UnframedTokens, is_framed: bool) -> PromptTokens {
         let UnframedTokens {
             ids,
             stopped,
@@ -295,11 +293,15 @@ impl ResumingTokenizer {
         } = unframed;
         let points = self.resume_points(
             points,
-            special,
-            if special { self.frame.before.len() } else { 0 },
+            is_framed,
+            if is_framed {
+                self.frame.before.len()
+            } else {
+                0
+            },
         );
         let ids = match stopped {
-            _ if !special => ids,
+            _ if !is_framed => ids,
             None => self.frame.surround(&ids),
             Some(_) => self.frame.prepend_to(&ids),
         };
@@ -309,14 +311,14 @@ impl ResumingTokenizer {
     fn resume_points(
         &self,
         mut points: Vec<(u128, usize)>,
-        special: bool,
+        is_framed: bool,
         before: usize,
     ) -> Option<ResumePoints> {
         for (_, end) in &mut points {
             *end += before;
         }
         (!points.is_empty())
-            .then(|| ResumePoints::new(self.cache.clone(), self.key, special, points))
+            .then(|| ResumePoints::new(self.cache.clone(), self.key, is_framed, points))
     }
 }
 

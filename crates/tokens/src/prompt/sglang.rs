@@ -10,9 +10,9 @@ use std::borrow::Cow;
 use minijinja::Value;
 use minijinja::machinery::ast::{Expr, Stmt};
 
-use super::EncodeError;
 use super::content_format::{self, ContentFormat};
 use super::conversation::{TemplateContent, TemplateMessage};
+use super::error::EncodeError;
 use super::python::{self, PythonDict};
 use super::syntax::{SyntaxNode, walk};
 use crate::openai::{
@@ -345,9 +345,4 @@ pub(super) fn template_variables(chat: &ChatPrompt) -> Result<Vec<(String, Value
     variables.push(("tools".to_owned(), template_tools(chat)?));
     variables.push(("add_generation_prompt".to_owned(), Value::from(true)));
     Ok(variables)
-}
-
-/// Converts the source of an operator's template file as SGLang does.
-pub(super) fn read_template_file(source: &str) -> String {
-    source.trim_matches('\n').replace("\\n", "\n")
 }

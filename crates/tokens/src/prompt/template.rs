@@ -16,15 +16,14 @@ use minijinja::{Environment, Error, ErrorKind, Value};
 use super::content_format::{self, ContentFormat};
 use super::conversation::{self, TemplateMessage};
 use super::direct::{DirectRenderer, RenderOutput};
+use super::engine::{ContentFormatOption, EngineKind, RenderOptions};
+use super::error::EncodeError;
 use super::inline_systems::InlineSystemMode;
 use super::media_renderer::{MediaDisplay, MediaRenderer};
 use super::model_files::{LoadError, TemplateSources};
 use super::python::{self, POISON, PythonDict};
 use super::python_methods::{self, TemplateClock};
-use super::{
-    ContentFormatOption, EncodeError, EngineKind, RenderOptions, TokenExactness, continuation,
-    sglang, template_support,
-};
+use super::{continuation, sglang, template_support};
 use crate::openai::{ChatPrompt, JsonValue};
 pub(super) use checkpoints::RenderedChat;
 use request_support::{check_supported, is_kwarg_set, tools_of_kwargs};
@@ -33,23 +32,15 @@ use request_support::{check_supported, is_kwarg_set, tools_of_kwargs};
 /// a second.
 const FUEL: u64 = 20_000_000;
 
-/// Template variables that clients may not set, because they control rendering in engine-specific
-/// ways.
-pub(super) const RESERVED_VARIABLES: [&str; 13] = [
-    "chat_template",
-    "tokenize",
-    "conversation",
-    "messages",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-    "sanitize_control_tokens",
-    "self",
-];
+/// Certainty that the engine computes the same tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TokenExactness {
+    /// The engine computes these tokens.
+    Exact,
+    /// The template reads the time. The tokens are exact only while the engine's clock and time
+    /// zone agree with those of this process.
+    ClockDependent,
+}
 
 /// Chat templates of a model.
 #[derive(Clone)]

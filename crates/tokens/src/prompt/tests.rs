@@ -7,7 +7,8 @@ use tokenizers::{Encoding, Token, TruncationDirection};
 
 use super::model_files::TemplateSources;
 use super::template::ChatTemplates;
-use super::{EncodeError, EngineKind, TokenExactness, truncate_encoding};
+use super::truncation::truncate_encoding;
+use super::{EncodeError, EngineKind, TokenExactness};
 use crate::openai::{self, ApiKind, ChatPrompt, JsonValue, PromptInput, TruncationSide};
 
 fn chat(request: &Json) -> ChatPrompt {

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tokenizers::Encoding;
 
-use super::EncodeError;
+use super::error::EncodeError;
 use crate::openai::{TokenizationOptions, TruncationSide};
 
 /// Returns the maximum number of prompt tokens, if truncation is requested.
@@ -61,4 +61,11 @@ pub(super) fn retained_range(length: usize, limit: usize, side: TruncationSide) 
         TruncationSide::Left => length - limit..length,
         TruncationSide::Right => 0..limit,
     }
+}
+
+/// Returns the maximum number of tokens of the text itself.
+pub(super) fn text_token_limit(limit: usize, added: usize) -> Result<usize, EncodeError> {
+    limit
+        .checked_sub(added)
+        .ok_or_else(|| EncodeError::uncertain("truncation leaves no room for the special tokens"))
 }

@@ -1,7 +1,5 @@
 //! Limits of concurrent encoding.
 
-use std::sync::atomic::Ordering;
-
 use super::*;
 
 #[tokio::test]
@@ -46,8 +44,8 @@ async fn full_queue_and_deadline_have_their_reasons() {
         ("decision_timeout", "tokenizer_busy")
     );
     assert_eq!(
-        preprocessor.queued_bodies.load(Ordering::Relaxed),
-        0,
+        preprocessor.encoders.queue.available_permits(),
+        limits.queue,
         "no body waits"
     );
 }
@@ -55,7 +53,7 @@ async fn full_queue_and_deadline_have_their_reasons() {
 #[tokio::test]
 async fn late_encoder_keeps_its_permit_until_done() {
     let preprocessor = preprocessor_with_short_deadline();
-    let permits = preprocessor.encoders.available_permits();
+    let permits = preprocessor.encoders.threads.available_permits();
     // Parsing its JSON takes hundreds of milliseconds. On a busy machine, this thread may wait
     // longer for a core, or the deadline may pass before the encoder starts.
     let prompt = "a prompt that takes longer than a millisecond ".repeat(1_000_000);
@@ -78,7 +76,7 @@ async fn late_encoder_keeps_its_permit_until_done() {
                 ..
             }
         ));
-        is_running = preprocessor.encoders.available_permits() == permits - 1;
+        is_running = preprocessor.encoders.threads.available_permits() == permits - 1;
         if is_running {
             break;
         }
@@ -86,7 +84,7 @@ async fn late_encoder_keeps_its_permit_until_done() {
     assert!(is_running, "the encoder still runs after the deadline");
     let done = tokio::time::timeout(
         Duration::from_secs(60),
-        preprocessor.encoders.acquire_many(permits as u32),
+        preprocessor.encoders.threads.acquire_many(permits as u32),
     )
     .await;
     assert!(done.is_ok(), "the permit is released");

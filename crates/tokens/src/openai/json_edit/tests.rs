@@ -115,7 +115,7 @@ fn incomplete_object_is_not_edited() {
 }
 
 /// Generates small JSON values of every kind.
-pub(in crate::openai) fn any_json() -> impl Strategy<Value = Value> {
+pub(crate) fn any_json() -> impl Strategy<Value = Value> {
     let leaf = prop_oneof![
         Just(Value::Null),
         any::<bool>().prop_map(Value::from),
@@ -133,7 +133,7 @@ pub(in crate::openai) fn any_json() -> impl Strategy<Value = Value> {
 }
 
 /// Generates texts with structural characters and characters that need escapes.
-pub(in crate::openai) fn any_text() -> impl Strategy<Value = String> {
+pub(crate) fn any_text() -> impl Strategy<Value = String> {
     prop_oneof![
         Just("model".to_owned()),
         Just("\"model\":\"served\"".to_owned()),

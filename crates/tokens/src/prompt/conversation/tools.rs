@@ -4,7 +4,7 @@
 use minijinja::Value;
 
 use crate::openai::{JsonError, JsonObject, JsonValue};
-use crate::prompt::EncodeError;
+use crate::prompt::error::EncodeError;
 use crate::prompt::python::{self, POISON, PythonDict};
 
 /// Returns a tool call after the engine's validation: known keys in schema order, then the others
@@ -79,7 +79,7 @@ fn arguments_value(text: &str) -> Result<Value, EncodeError> {
 
 /// Returns the tools after the engine's validation: known keys in schema order, with `null` for
 /// missing ones.
-pub(in crate::prompt) fn template_tools(tools: &[JsonValue]) -> Result<Value, EncodeError> {
+pub(crate) fn template_tools(tools: &[JsonValue]) -> Result<Value, EncodeError> {
     Ok(python::list(
         tools.iter().map(template_tool).collect::<Result<_, _>>()?,
     ))

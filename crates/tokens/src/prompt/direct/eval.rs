@@ -10,13 +10,12 @@ use std::rc::Rc;
 
 use minijinja::value::ValueKind;
 
-use super::UnsupportedError;
 use super::operations::{arithmetic, join, matches_test, print};
 use super::plan::{ComparisonOp, LoopStep, PlanMacro, PlanStep, PlanTerm, VariableSlot};
-use super::value::{LoopCounter, TemplateValue, message_field};
+use super::value::{EvalResult, LoopCounter, TemplateValue, UnsupportedError, message_field};
 use crate::prompt::conversation::TemplateMessage;
 use crate::prompt::python_methods::{self, TemplateClock};
-pub(in crate::prompt) use checkpoints::{CheckpointPosition, RenderCheckpoint};
+pub(crate) use checkpoints::{CheckpointPosition, RenderCheckpoint};
 use dependency_tracker::DependencyTracker;
 
 /// Maximum number of iterations and macro calls. minijinja renders longer runs and limits them by
@@ -89,7 +88,7 @@ impl<'a> PlanRun<'a> {
         &mut self,
         steps: &'a [PlanStep],
         out: &mut String,
-    ) -> Result<LoopFlow, UnsupportedError> {
+    ) -> EvalResult<LoopFlow> {
         for step in steps {
             let flow = match step {
                 PlanStep::Raw(text) => {
@@ -149,11 +148,7 @@ impl<'a> PlanRun<'a> {
         Ok(LoopFlow::On)
     }
 
-    fn for_loop(
-        &mut self,
-        node: &'a LoopStep,
-        out: &mut String,
-    ) -> Result<LoopFlow, UnsupportedError> {
+    fn for_loop(&mut self, node: &'a LoopStep, out: &mut String) -> EvalResult<LoopFlow> {
         let over = self.term(&node.over)?;
         let length = match &over {
             // The length of such a value is known only after the iteration.
@@ -224,7 +219,7 @@ impl<'a> PlanRun<'a> {
         &mut self,
         called: &'a PlanMacro,
         given: &'a [(VariableSlot, PlanTerm)],
-    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+    ) -> EvalResult<TemplateValue<'a>> {
         let body = called.body.as_ref().ok_or(UnsupportedError)?;
         self.count_iteration()?;
         let mut values = Vec::with_capacity(called.parameters.len());
@@ -264,7 +259,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Counts an iteration or a call of a macro. Returns an error if there are too many.
-    fn count_iteration(&mut self) -> Result<(), UnsupportedError> {
+    fn count_iteration(&mut self) -> EvalResult<()> {
         self.iterations += 1;
         if self.iterations > MAX_ITERATIONS {
             Err(UnsupportedError)
@@ -278,7 +273,7 @@ impl<'a> PlanRun<'a> {
         space: VariableSlot,
         name: &'a str,
         value: TemplateValue<'a>,
-    ) -> Result<(), UnsupportedError> {
+    ) -> EvalResult<()> {
         self.has_loop_state |= self.depth > 0;
         let TemplateValue::Namespace(space) = &self.slots[space.at()] else {
             return Err(UnsupportedError);
@@ -291,7 +286,7 @@ impl<'a> PlanRun<'a> {
         Ok(())
     }
 
-    fn term(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+    fn term(&mut self, term: &'a PlanTerm) -> EvalResult<TemplateValue<'a>> {
         Ok(match term {
             PlanTerm::Text(text) => TemplateValue::Text(text),
             PlanTerm::Int(number) => TemplateValue::Int(*number),
@@ -346,7 +341,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Returns whether a term is true. Logical operators and comparisons need no value for that.
-    fn is_true(&mut self, term: &'a PlanTerm) -> Result<bool, UnsupportedError> {
+    fn is_true(&mut self, term: &'a PlanTerm) -> EvalResult<bool> {
         match term {
             PlanTerm::Not(term) => Ok(!self.is_true(term)?),
             PlanTerm::And(pair) => Ok(self.is_true(&pair.0)? && self.is_true(&pair.1)?),
@@ -363,7 +358,7 @@ impl<'a> PlanRun<'a> {
         &mut self,
         comparison: ComparisonOp,
         pair: &'a (PlanTerm, PlanTerm),
-    ) -> Result<bool, UnsupportedError> {
+    ) -> EvalResult<bool> {
         if let (Some(left), Some(right)) =
             (self.borrowed_text(&pair.0), self.borrowed_text(&pair.1))
         {
@@ -404,7 +399,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Evaluates a term that combines others.
-    fn operation(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+    fn operation(&mut self, term: &'a PlanTerm) -> EvalResult<TemplateValue<'a>> {
         Ok(match term {
             PlanTerm::Not(_) => TemplateValue::Bool(self.is_true(term)?),
             PlanTerm::And(pair) => {
@@ -444,7 +439,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Evaluates a filter, test, method, macro or function.
-    fn call(&mut self, term: &'a PlanTerm) -> Result<TemplateValue<'a>, UnsupportedError> {
+    fn call(&mut self, term: &'a PlanTerm) -> EvalResult<TemplateValue<'a>> {
         Ok(match term {
             PlanTerm::Filtered(over, filter) => {
                 let over = self.term(over)?;
@@ -474,7 +469,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Returns true if a value is truthy, and records the dependency on messages.
-    fn is_truthy(&self, value: &TemplateValue<'a>) -> Result<bool, UnsupportedError> {
+    fn is_truthy(&self, value: &TemplateValue<'a>) -> EvalResult<bool> {
         if let Some(messages) = value.messages() {
             self.dependencies.record_item(messages, 0);
         }
@@ -482,7 +477,7 @@ impl<'a> PlanRun<'a> {
     }
 
     /// Evaluates a bound of a slice.
-    fn slice_bound(&mut self, term: Option<&'a PlanTerm>) -> Result<Option<i64>, UnsupportedError> {
+    fn slice_bound(&mut self, term: Option<&'a PlanTerm>) -> EvalResult<Option<i64>> {
         match term.map(|term| self.term(term)).transpose()? {
             None | Some(TemplateValue::None) => Ok(None),
             Some(TemplateValue::Int(number)) => Ok(Some(number)),

@@ -3,13 +3,12 @@
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::UnsupportedError;
 use super::plan::{TermOperation, ValueTest};
-use super::value::TemplateValue;
+use super::value::{EvalResult, TemplateValue, UnsupportedError};
 use crate::prompt::python::{self, POISON};
 
 /// Writes a value as the output `{{ value }}` does.
-pub(super) fn print(value: &TemplateValue<'_>, out: &mut String) -> Result<(), UnsupportedError> {
+pub(super) fn print(value: &TemplateValue<'_>, out: &mut String) -> EvalResult<()> {
     let TemplateValue::Other(other) = value else {
         return join(value, out);
     };
@@ -22,7 +21,7 @@ pub(super) fn print(value: &TemplateValue<'_>, out: &mut String) -> Result<(), U
 }
 
 /// Writes a value as the operator `~` does.
-pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> Result<(), UnsupportedError> {
+pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> EvalResult<()> {
     match (value, value.text()) {
         (_, Some(text)) => out.push_str(text),
         (TemplateValue::Undefined, _) => {}
@@ -36,7 +35,7 @@ pub(super) fn join(value: &TemplateValue<'_>, out: &mut String) -> Result<(), Un
 pub(super) fn map_text<'a>(
     value: &TemplateValue<'a>,
     part: impl for<'t> Fn(&'t str) -> &'t str,
-) -> Result<TemplateValue<'a>, UnsupportedError> {
+) -> EvalResult<TemplateValue<'a>> {
     match value {
         TemplateValue::Text(text) => Ok(TemplateValue::Text(part(text))),
         _ => value
@@ -50,7 +49,7 @@ pub(super) fn arithmetic<'a>(
     operation: TermOperation,
     left: &TemplateValue<'a>,
     right: &TemplateValue<'a>,
-) -> Result<TemplateValue<'a>, UnsupportedError> {
+) -> EvalResult<TemplateValue<'a>> {
     if let (TermOperation::Add, Some(left), Some(right)) = (operation, left.text(), right.text()) {
         return Ok(TemplateValue::owned([left, right].concat()));
     }
@@ -67,10 +66,7 @@ pub(super) fn arithmetic<'a>(
     result.map(TemplateValue::Int).ok_or(UnsupportedError)
 }
 
-pub(super) fn matches_test(
-    value: &TemplateValue<'_>,
-    kind: ValueTest,
-) -> Result<bool, UnsupportedError> {
+pub(super) fn matches_test(value: &TemplateValue<'_>, kind: ValueTest) -> EvalResult<bool> {
     Ok(match kind {
         ValueTest::Defined => !matches!(value, TemplateValue::Undefined),
         ValueTest::Undefined => matches!(value, TemplateValue::Undefined),
@@ -98,7 +94,7 @@ pub(super) fn matches_test(
 }
 
 /// Converts a value to a minijinja value.
-pub(super) fn value_of(value: &TemplateValue<'_>) -> Result<Value, UnsupportedError> {
+pub(super) fn value_of(value: &TemplateValue<'_>) -> EvalResult<Value> {
     match value {
         TemplateValue::Other(value) => Ok(value.clone()),
         TemplateValue::Int(number) => Ok(Value::from(*number)),

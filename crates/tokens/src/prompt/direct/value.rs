@@ -7,8 +7,13 @@ use std::rc::Rc;
 use minijinja::Value;
 use minijinja::value::ValueKind;
 
-use super::UnsupportedError;
 use crate::prompt::conversation::{TemplateContent, TemplateField, TemplateMessage, TemplatePart};
+
+/// The template or a value is not supported.
+pub(super) struct UnsupportedError;
+
+/// Result of an evaluation.
+pub(super) type EvalResult<T> = Result<T, UnsupportedError>;
 
 /// Value of a term.
 #[derive(Clone)]
@@ -52,7 +57,7 @@ pub(super) struct LoopCounter {
 
 impl LoopCounter {
     /// Returns the message at the distance `away` from the current one.
-    pub(super) fn neighbor(self, away: i64) -> Result<Option<usize>, UnsupportedError> {
+    pub(super) fn neighbor(self, away: i64) -> EvalResult<Option<usize>> {
         let over = self.over.ok_or(UnsupportedError)?;
         let place = i64::from(self.index) + away;
         Ok(if place < 0 { None } else { over.at(place) })
@@ -100,11 +105,7 @@ impl MessageRange {
     }
 
     /// Returns the messages from `start` to `stop`, with the semantics of Python slices.
-    pub(super) fn slice(
-        self,
-        start: Option<i64>,
-        stop: Option<i64>,
-    ) -> Result<Self, UnsupportedError> {
+    pub(super) fn slice(self, start: Option<i64>, stop: Option<i64>) -> EvalResult<Self> {
         if self.backwards {
             return Err(UnsupportedError);
         }
@@ -181,7 +182,7 @@ impl<'a> TemplateValue<'a> {
         }
     }
 
-    pub(super) fn is_true(&self) -> Result<bool, UnsupportedError> {
+    pub(super) fn is_true(&self) -> EvalResult<bool> {
         Ok(match self {
             Self::Undefined | Self::None => false,
             Self::Bool(flag) => *flag,
@@ -200,7 +201,7 @@ impl<'a> TemplateValue<'a> {
 
     /// Returns true for equal values. Returns an error if the comparison is not supported for their
     /// types.
-    pub(super) fn equals(&self, other: &Self) -> Result<bool, UnsupportedError> {
+    pub(super) fn equals(&self, other: &Self) -> EvalResult<bool> {
         if let (Some(one), Some(other)) = (self.text(), other.text()) {
             return Ok(one == other);
         }
@@ -221,7 +222,7 @@ impl<'a> TemplateValue<'a> {
         }
     }
 
-    pub(super) fn len(&self) -> Result<usize, UnsupportedError> {
+    pub(super) fn len(&self) -> EvalResult<usize> {
         match self {
             Self::Messages(messages) => Ok(messages.len()),
             Self::Parts(parts) => Ok(parts.len()),
@@ -243,7 +244,7 @@ impl<'a> TemplateValue<'a> {
 pub(super) fn message_field<'a>(
     turn: &'a TemplateMessage<'a>,
     key: &str,
-) -> Result<TemplateValue<'a>, UnsupportedError> {
+) -> EvalResult<TemplateValue<'a>> {
     Ok(match key {
         "tool_calls" if turn.has_omitted_tool_calls => return Err(UnsupportedError),
         "role" => TemplateValue::Text(turn.role),

@@ -1,7 +1,7 @@
 //! Difficult texts, on which a fast tokenizer must agree with the library before it is used.
 
 /// Pieces of the difficult texts.
-pub(in crate::prompt) const PIECES: &[&str] = &[
+pub(crate) const PIECES: &[&str] = &[
     " ",
     "  ",
     "   ",

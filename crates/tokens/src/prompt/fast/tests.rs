@@ -12,7 +12,7 @@ use super::hard_texts::PIECES;
 use super::*;
 
 /// Patterns of tokenizers in use, by model.
-pub(in crate::prompt) const PATTERNS: [(&str, &[&str]); 9] = [
+pub(crate) const PATTERNS: [(&str, &[&str]); 9] = [
     ("gpt-2", &["gpt-2"]),
     (
         "llama-3",
@@ -76,20 +76,20 @@ fn file(path: &str) -> Value {
 }
 
 /// Returns the content of Qwen's `tokenizer.json`.
-pub(in crate::prompt) fn qwen_file() -> Value {
+pub(crate) fn qwen_file() -> Value {
     static QWEN: LazyLock<Value> =
         LazyLock::new(|| file("examples/models/qwen2.5/tokenizer.json.gz"));
     QWEN.clone()
 }
 
 /// Returns Qwen's tokenizer with changed parts.
-pub(in crate::prompt) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
+pub(crate) fn with_parts(change: impl Fn(&mut Value)) -> Tokenizer {
     let mut written = qwen_file();
     change(&mut written);
     Tokenizer::from_bytes(serde_json::to_vec(&written).unwrap()).unwrap()
 }
 
-pub(in crate::prompt) fn pre_tokenizer(patterns: &[&str]) -> Value {
+pub(crate) fn pre_tokenizer(patterns: &[&str]) -> Value {
     let part = |pattern: &&str| match *pattern {
         "digits" => json!({"type": "Digits", "individual_digits": true}),
         "gpt-2" => {
@@ -108,7 +108,7 @@ pub(in crate::prompt) fn pre_tokenizer(patterns: &[&str]) -> Value {
 }
 
 /// Returns Qwen's tokenizer without changes.
-pub(in crate::prompt) fn qwen() -> Tokenizer {
+pub(crate) fn qwen() -> Tokenizer {
     with_parts(|_| ())
 }
 

@@ -22,7 +22,7 @@ const MAX_SAMPLE_BYTES: usize = 32 << 10;
 const PANICKED: &str = "the fast tokenizer panicked";
 
 /// A library tokenizer with a verified fast path.
-pub(in crate::prompt) struct VerifiedTokenizer {
+pub(crate) struct VerifiedTokenizer {
     library: Tokenizer,
     /// True if texts can be split at joints.
     has_joints: bool,
@@ -38,7 +38,7 @@ pub(in crate::prompt) struct VerifiedTokenizer {
 
 impl VerifiedTokenizer {
     /// Creates the tokenizer without the fast path.
-    pub(in crate::prompt) fn new(library: Tokenizer) -> Self {
+    pub(crate) fn new(library: Tokenizer) -> Self {
         let has_joints = pieces::supports_joints(&library);
         Self {
             library,
@@ -52,7 +52,7 @@ impl VerifiedTokenizer {
 
     /// Builds and enables the fast path if it agrees on difficult texts. The error is the reason
     /// why it is disabled.
-    pub(in crate::prompt) fn enable_fast_path(&self) -> Result<(), &'static str> {
+    pub(crate) fn enable_fast_path(&self) -> Result<(), &'static str> {
         if self.fast.get().is_none() && self.disabled_reason.get().is_none() {
             let enabled = self.verify(FastTokenizer::new);
             if let Err(disabled_reason) = enabled {
@@ -64,10 +64,7 @@ impl VerifiedTokenizer {
 
     /// Enables the fast path with a tokenizer that was built together with the library's. If it is
     /// not usable, the fast path is built from the library's tokenizer.
-    pub(in crate::prompt) fn enable_base(
-        &self,
-        fast_base: BaseFastTokenizer,
-    ) -> Result<(), &'static str> {
+    pub(crate) fn enable_base(&self, fast_base: BaseFastTokenizer) -> Result<(), &'static str> {
         self.verify(|library| fast_base.complete(library))
             .or_else(|_| self.enable_fast_path())
     }
@@ -105,28 +102,28 @@ impl VerifiedTokenizer {
     }
 
     /// Returns the library tokenizer.
-    pub(in crate::prompt) fn library(&self) -> &Tokenizer {
+    pub(crate) fn library(&self) -> &Tokenizer {
         &self.library
     }
 
     /// Returns true if the fast path was built.
     #[cfg(test)]
-    pub(in crate::prompt) fn has_fast_path(&self) -> bool {
+    pub(crate) fn has_fast_path(&self) -> bool {
         self.fast.get().is_some()
     }
 
     /// Returns true if texts can be split at joints.
-    pub(in crate::prompt) fn has_joints(&self) -> bool {
+    pub(crate) fn has_joints(&self) -> bool {
         self.has_joints
     }
 
     /// Returns the reason why only the library is used.
-    pub(in crate::prompt) fn disabled_reason(&self) -> Option<&'static str> {
+    pub(crate) fn disabled_reason(&self) -> Option<&'static str> {
         self.disabled_reason.get().copied()
     }
 
     /// Returns the tokens of a text without special tokens.
-    pub(in crate::prompt) fn ids(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
+    pub(crate) fn ids(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         if let Some(ids) = self.fast_ids(text) {
             self.take_sample(text);
             return Ok(ids);
@@ -164,7 +161,7 @@ impl VerifiedTokenizer {
 
     /// Compares the stored sample with the library and requests another one. Returns whether they
     /// differ, or `None` without a sample.
-    pub(in crate::prompt) fn verify_sample(&self) -> Option<bool> {
+    pub(crate) fn verify_sample(&self) -> Option<bool> {
         let sample = self.sample.lock().take();
         let differs = sample.and_then(|(text, ids)| self.differs_from_library(&text, &ids));
         if differs == Some(true) {

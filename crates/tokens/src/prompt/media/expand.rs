@@ -2,13 +2,14 @@
 
 use super::{MediaRules, MultimodalPrompt, PlacedMediaItem, ResolvedMediaItem};
 use crate::openai::MediaModality;
-use crate::prompt::{EncodeError, PromptTokens};
+use crate::prompt::error::EncodeError;
+use crate::prompt::resume::prompt_tokens::PromptTokens;
 
 /// Maximum number of expanded tokens. No model has a larger context.
 const MAX_EXPANDED_TOKENS: usize = 1 << 21;
 
 /// Returns the common prefix of the tokens of two prompts.
-pub(in crate::prompt) fn common_prefix(mut one: PromptTokens, other: &[u32]) -> PromptTokens {
+pub(crate) fn common_prefix(mut one: PromptTokens, other: &[u32]) -> PromptTokens {
     let same = one
         .iter()
         .zip(other)
@@ -50,7 +51,7 @@ impl ModalityQueue {
 /// placeholders of a modality to its items in order, even those in the text of the client. It does
 /// not repeat surplus placeholders. If `all` is false, only the first items are known, and the
 /// result ends before the next placeholder.
-pub(in crate::prompt) fn expand_placeholders(
+pub(crate) fn expand_placeholders(
     tokens: PromptTokens,
     items: &[(MediaModality, ResolvedMediaItem)],
     rules: &MediaRules,

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use warmroute_settings::read_regular_file;
 
-use super::{LoadError, MAX_MODEL_FILE, MODEL_CONFIG_NAME, find_file};
-use crate::prompt::{Config, MediaConfig, ModelTraits};
+use super::{Config, LoadError, MAX_MODEL_FILE, MODEL_CONFIG_NAME, find_file};
+use crate::prompt::engine::ModelTraits;
+use crate::prompt::media::config::MediaConfig;
 
 /// Hash of a model's files and traits. Equal fingerprints produce equal encoders.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -7,10 +7,20 @@ use serde_json::{Map, Value};
 use tokenizers::{AddedToken, Tokenizer};
 
 use super::TokenizerClass;
-use crate::prompt::model_files::SPECIAL_TOKENS;
+
+/// Names of the special tokens in templates.
+pub(crate) const SPECIAL_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
 
 /// Tokens to append to the vocabulary.
-pub(in crate::prompt) struct AddedTokens {
+pub(crate) struct AddedTokens {
     /// Listed tokens, ordered by id.
     listed: Vec<AddedToken>,
     /// Special tokens, the named ones first.
@@ -22,11 +32,7 @@ pub(in crate::prompt) struct AddedTokens {
 
 impl AddedTokens {
     /// Reads the tokens of the configuration, or of `tokenizer.json` if it lists none.
-    pub(in crate::prompt) fn new(
-        class: TokenizerClass,
-        settings: &Map<String, Value>,
-        whole: &Value,
-    ) -> Self {
+    pub(crate) fn new(class: TokenizerClass, settings: &Map<String, Value>, whole: &Value) -> Self {
         let mut listed = match settings
             .get("added_tokens_decoder")
             .and_then(Value::as_object)
@@ -66,7 +72,7 @@ impl AddedTokens {
         }
     }
 
-    pub(in crate::prompt) fn add_to(&self, tokenizer: &mut Tokenizer) -> tokenizers::Result<()> {
+    pub(crate) fn add_to(&self, tokenizer: &mut Tokenizer) -> tokenizers::Result<()> {
         let there = tokenizer.get_added_tokens_decoder();
         let known = |token: &AddedToken| there.values().any(|one| one.content == token.content);
         let mut adding: Vec<AddedToken> = self

@@ -25,7 +25,7 @@ pub struct PromptTokens {
 pub(super) struct ResumePoints {
     cache: Arc<PromptCache>,
     key: HashKey,
-    special: bool,
+    is_framed: bool,
     points: Vec<(u128, usize)>,
 }
 
@@ -41,13 +41,13 @@ impl ResumePoints {
     pub(super) fn new(
         cache: Arc<PromptCache>,
         key: HashKey,
-        special: bool,
+        is_framed: bool,
         points: Vec<(u128, usize)>,
     ) -> Self {
         Self {
             cache,
             key,
-            special,
+            is_framed,
             points,
         }
     }
@@ -55,7 +55,7 @@ impl ResumePoints {
     /// Returns the cache keys of the blocks at the resume points.
     fn block_keys(&self, seed: u64, block_size: BlockSize, windows: BlockWindows) -> Vec<u128> {
         let flags = [
-            u8::from(self.special),
+            u8::from(self.is_framed),
             u8::from(windows == BlockWindows::Eagle),
         ];
         let kind = self.key.hash_parts(&[
@@ -88,7 +88,7 @@ impl PromptTokens {
 
     /// Replaces the token ids with `ids`. The first `unchanged` ids must be equal, so the resume
     /// points up to there remain valid.
-    pub(in crate::prompt) fn with_ids(self, ids: Vec<u32>, unchanged: usize) -> Self {
+    pub(crate) fn with_ids(self, ids: Vec<u32>, unchanged: usize) -> Self {
         let resume_points = self.resume_points.map(|mut resume_points| {
             resume_points
                 .points
@@ -126,31 +126,24 @@ impl PromptTokens {
             return placeholders::prompt_hashes(content, block_size, media);
         };
         let keys = resume_points.block_keys(content.salt.seed(), block_size, windows);
-        let found = resume_points.cache.find_leading(&keys, CachedPiece::blocks);
-        let known: Vec<(LocalHash, SequenceHash)> = found
+        let found: Vec<Arc<Vec<(LocalHash, SequenceHash)>>> =
+            resume_points.cache.find_leading(&keys);
+        let known: Vec<_> = found
             .iter()
             .flat_map(|piece| piece.iter().copied())
             .collect();
         let mut from = known.len();
         let hashes = placeholders::resume_hashes(content, block_size, media, &known);
-        let all = || {
-            hashes
-                .locals()
-                .iter()
-                .copied()
-                .zip(hashes.sequences().iter().copied())
-        };
-        let new_pieces = keys
-            .iter()
-            .zip(&resume_points.points)
-            .skip(found.len())
-            .map(|(key, (_, tokens))| {
-                let end = windows.blocks(*tokens, block_size);
-                let piece: Arc<[_]> = all().skip(from).take(end - from).collect();
-                from = end;
-                (*key, CachedPiece::Blocks(piece))
-            });
-        let new_pieces = new_pieces.collect();
+        let all = hashes.locals().iter().zip(hashes.sequences());
+        let mut new_pieces = Vec::new();
+        let points = keys.iter().zip(&resume_points.points);
+        for (key, (_, tokens)) in points.skip(found.len()) {
+            let end = windows.blocks(*tokens, block_size);
+            let piece = all.clone().skip(from).take(end - from);
+            let piece: Vec<_> = piece.map(|(local, sequence)| (*local, *sequence)).collect();
+            new_pieces.push((*key, Arc::new(piece) as CachedPiece));
+            from = end;
+        }
         resume_points.cache.store(&keys[..found.len()], new_pieces);
         hashes
     }

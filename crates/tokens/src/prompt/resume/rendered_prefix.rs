@@ -6,10 +6,11 @@
 use std::borrow::Cow;
 use std::sync::Arc;
 
+use super::ResumingTokenizer;
 use super::boundary_tokens::ResumePoint;
-use super::{CachedPiece, ResumingTokenizer};
 use crate::openai::MessagePrefix;
 use crate::prompt::direct::{CheckpointPosition, RenderCheckpoint};
+use crate::prompt_cache::{CachedPiece, CachedValue};
 
 /// Separates hashes of messages from other uses of the key.
 const PREFIX_DOMAIN: &[u8] = b"rendered";
@@ -20,7 +21,7 @@ const MAX_TAIL_BYTES: usize = 4 << 10;
 /// Resume points of a rendered conversation before a checkpoint, and the text after the last of
 /// them.
 #[derive(Debug)]
-pub(crate) struct RenderedPrefix {
+struct RenderedPrefix {
     checkpoint: RenderCheckpoint,
     /// Boundary tokens and hashes of the resume points.
     points: Box<[(usize, u128)]>,
@@ -30,64 +31,47 @@ pub(crate) struct RenderedPrefix {
 
 /// A rendered prefix from the cache, with its tokens.
 #[derive(Clone, Debug)]
-pub(in crate::prompt) struct CachedPrefix {
+pub(crate) struct CachedPrefix {
     rendered: Arc<RenderedPrefix>,
     /// Cache key of `rendered`.
-    key: u128,
+    pub(super) key: u128,
     /// True if the fast path was disabled, so that the tokens are those of the library.
-    library_only: bool,
+    pub(super) uses_library: bool,
     /// Tokens of the piece that ends at each resume point.
-    pieces: Vec<Arc<[u32]>>,
+    pub(super) pieces: Vec<Arc<Vec<u32>>>,
 }
 
 /// A checkpoint in a text, and the messages on which the text before it depends.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::prompt) struct ConversationCheckpoint {
-    pub(in crate::prompt) messages: MessagePrefix,
-    pub(in crate::prompt) position: CheckpointPosition,
+pub(crate) struct ConversationCheckpoint {
+    pub(crate) messages: MessagePrefix,
+    pub(crate) position: CheckpointPosition,
 }
 
 /// A text to tokenize, with or without a cached prefix before it.
 #[derive(Clone, Debug)]
-pub(in crate::prompt) struct ResumableText<'t> {
+pub(crate) struct ResumableText<'t> {
     text: Cow<'t, str>,
     prefix: Option<CachedPrefix>,
     checkpoints: Vec<ConversationCheckpoint>,
 }
 
-impl RenderedPrefix {
-    /// Returns the memory of the prefix in bytes.
-    pub(crate) fn memory_bytes(&self) -> usize {
+impl CachedValue for RenderedPrefix {
+    fn memory_bytes(&self) -> usize {
         size_of::<Self>() + size_of_val(&*self.points) + self.tail.len()
     }
 }
 
 impl CachedPrefix {
     /// Returns the checkpoint after which the text must be rendered.
-    pub(in crate::prompt) fn checkpoint(&self) -> RenderCheckpoint {
+    pub(crate) fn checkpoint(&self) -> RenderCheckpoint {
         self.rendered.checkpoint
-    }
-
-    pub(super) fn key(&self) -> u128 {
-        self.key
-    }
-
-    pub(super) fn is_library_only(&self) -> bool {
-        self.library_only
-    }
-
-    /// Returns the tokens of the piece that ends at each resume point.
-    pub(super) fn pieces(&self) -> &[Arc<[u32]>] {
-        &self.pieces
     }
 }
 
 impl<'t> ResumableText<'t> {
     /// Creates a text. `checkpoints` identify the prefixes to store.
-    pub(in crate::prompt) fn new(
-        text: Cow<'t, str>,
-        checkpoints: Vec<ConversationCheckpoint>,
-    ) -> Self {
+    pub(crate) fn new(text: Cow<'t, str>, checkpoints: Vec<ConversationCheckpoint>) -> Self {
         Self {
             text,
             prefix: None,
@@ -96,7 +80,7 @@ impl<'t> ResumableText<'t> {
     }
 
     /// Creates the text that follows a cached prefix. `checkpoints` identify the prefixes to store.
-    pub(in crate::prompt) fn after_prefix(
+    pub(crate) fn after_prefix(
         prefix: CachedPrefix,
         text: &str,
         mut checkpoints: Vec<ConversationCheckpoint>,
@@ -112,31 +96,31 @@ impl<'t> ResumableText<'t> {
         }
     }
 
-    pub(in crate::prompt) fn text(&self) -> &str {
+    pub(crate) fn text(&self) -> &str {
         &self.text
     }
 
     /// Returns the cached prefix. The text then begins with its last boundary token.
-    pub(in crate::prompt) fn prefix(&self) -> Option<&CachedPrefix> {
+    pub(crate) fn prefix(&self) -> Option<&CachedPrefix> {
         self.prefix.as_ref()
     }
 }
 
 impl ResumingTokenizer {
     /// Returns the cached prefix of a conversation, if all of its tokens are cached.
-    pub(in crate::prompt) fn find_prefix(
+    pub(crate) fn find_prefix(
         &self,
         messages: MessagePrefix,
-        library_only: bool,
+        uses_library: bool,
     ) -> Option<CachedPrefix> {
-        let key = self.prefix_key(messages, library_only);
-        let rendered = self.cache.find(key, CachedPiece::rendered_prefix)?;
+        let key = self.prefix_key(messages, uses_library);
+        let rendered: Arc<RenderedPrefix> = self.cache.find(key)?;
         let keys: Vec<u128> = rendered.points.iter().map(|(_, key)| *key).collect();
-        let pieces = self.cache.find_leading(&keys, CachedPiece::tokens);
+        let pieces = self.cache.find_leading(&keys);
         (pieces.len() == keys.len()).then_some(CachedPrefix {
             rendered,
             key,
-            library_only,
+            uses_library,
             pieces,
         })
     }
@@ -168,12 +152,12 @@ impl ResumingTokenizer {
         &self,
         input: &ResumableText<'_>,
         points: &[ResumePoint],
-        library_only: bool,
+        uses_library: bool,
     ) -> Vec<(u128, CachedPiece)> {
         let entry = |checkpoint: &ConversationCheckpoint| {
             let rendered = self.rendered_prefix(&input.text, points, checkpoint.position)?;
-            let key = self.prefix_key(checkpoint.messages, library_only);
-            Some((key, CachedPiece::Rendered(Arc::new(rendered))))
+            let key = self.prefix_key(checkpoint.messages, uses_library);
+            Some((key, Arc::new(rendered) as CachedPiece))
         };
         input.checkpoints.iter().filter_map(entry).collect()
     }
@@ -201,10 +185,10 @@ impl ResumingTokenizer {
         })
     }
 
-    fn prefix_key(&self, messages: MessagePrefix, library_only: bool) -> u128 {
+    fn prefix_key(&self, messages: MessagePrefix, uses_library: bool) -> u128 {
         self.key.hash_parts(&[
             PREFIX_DOMAIN,
-            &[library_only.into()],
+            &[uses_library.into()],
             &messages.key.to_le_bytes(),
         ])
     }

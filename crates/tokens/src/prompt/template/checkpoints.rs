@@ -4,19 +4,20 @@ use std::collections::BTreeMap;
 
 use minijinja::Value;
 
-use super::{ChatTemplates, CompiledTemplate, check_supported};
+use super::{ChatTemplates, CompiledTemplate, TokenExactness, check_supported};
 use crate::openai::ChatPrompt;
 use crate::prompt::conversation::{self, TemplateMessage};
 use crate::prompt::direct::{CheckpointPosition, RenderCheckpoint};
+use crate::prompt::engine::EngineKind;
+use crate::prompt::error::EncodeError;
 use crate::prompt::media_renderer::{MediaDisplay, MediaRenderer};
-use crate::prompt::{EncodeError, EngineKind, TokenExactness};
 
 /// A rendered conversation, or its end after a checkpoint.
-pub(in crate::prompt) struct RenderedChat {
-    pub(in crate::prompt) text: String,
-    pub(in crate::prompt) exactness: TokenExactness,
+pub(crate) struct RenderedChat {
+    pub(crate) text: String,
+    pub(crate) exactness: TokenExactness,
     /// The last checkpoint of each requested prefix that has one.
-    pub(in crate::prompt) checkpoints: Vec<CheckpointPosition>,
+    pub(crate) checkpoints: Vec<CheckpointPosition>,
 }
 
 impl RenderedChat {
@@ -38,7 +39,7 @@ impl ChatTemplates {
     /// Renders the part of a conversation after a checkpoint. Also returns the last checkpoint of
     /// each requested prefix, if there is one. `prefix_lengths` are the lengths of these prefixes in
     /// messages. Returns `None` on any error, or if the template cannot resume there.
-    pub(in crate::prompt) fn render_after(
+    pub(crate) fn render_after(
         &self,
         chat: &ChatPrompt,
         start: RenderCheckpoint,
@@ -60,7 +61,7 @@ impl ChatTemplates {
 
     /// Renders a whole conversation without media. Also returns the last checkpoint of each
     /// requested prefix, if there is one.
-    pub(in crate::prompt) fn render_with_checkpoints(
+    pub(crate) fn render_with_checkpoints(
         &self,
         chat: &ChatPrompt,
         prefix_lengths: &[usize],

@@ -1,8 +1,8 @@
 //! Requests that a template can render exactly.
 
-use super::RESERVED_VARIABLES;
 use crate::openai::{ChatPrompt, JsonValue};
-use crate::prompt::EncodeError;
+use crate::prompt::engine::RESERVED_VARIABLES;
+use crate::prompt::error::EncodeError;
 
 /// Returns true if an entry of chat_template_kwargs is set. vLLM treats `null` and `auto` as
 /// absent.

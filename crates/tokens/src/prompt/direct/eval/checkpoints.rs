@@ -1,42 +1,38 @@
 //! Checkpoints of an evaluation: positions at which the rendering of another conversation can start.
 
 use super::PlanRun;
-use crate::prompt::direct::UnsupportedError;
 use crate::prompt::direct::plan::PlanStep;
-use crate::prompt::direct::value::MessageRange;
+use crate::prompt::direct::value::{EvalResult, MessageRange, UnsupportedError};
 
 /// Start of an iteration over the messages, at which another conversation can be resumed. The output
 /// before it depends only on the variables and on the first `prefix_length` messages, which may be
 /// more than `message_count`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::prompt) struct RenderCheckpoint {
+pub(crate) struct RenderCheckpoint {
     /// Number of messages before the iteration.
-    pub(in crate::prompt) message_count: usize,
+    pub(crate) message_count: usize,
     /// Length of the requested prefix in messages.
-    pub(in crate::prompt) prefix_length: usize,
+    pub(crate) prefix_length: usize,
     /// Position of the loop among the outermost loops over messages, from 1.
     loop_number: u32,
 }
 
 /// A checkpoint and its position in the rendered text.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::prompt) struct CheckpointPosition {
-    pub(in crate::prompt) checkpoint: RenderCheckpoint,
+pub(crate) struct CheckpointPosition {
+    pub(crate) checkpoint: RenderCheckpoint,
     /// Length of the text before the checkpoint in bytes.
-    pub(in crate::prompt) text_length: usize,
+    pub(crate) text_length: usize,
 }
 
 impl<'a> PlanRun<'a> {
     /// Sets the checkpoint at which the output begins.
-    pub(in crate::prompt::direct) fn starting_at(self, start: Option<RenderCheckpoint>) -> Self {
+    pub(crate) fn starting_at(self, start: Option<RenderCheckpoint>) -> Self {
         Self { start, ..self }
     }
 
     /// Requests the last checkpoint of the prefixes with these lengths.
-    pub(in crate::prompt::direct) fn with_prefix_lengths(
-        self,
-        prefix_lengths: &'a [usize],
-    ) -> Self {
+    pub(crate) fn with_prefix_lengths(self, prefix_lengths: &'a [usize]) -> Self {
         Self {
             prefix_lengths,
             ..self
@@ -45,11 +41,11 @@ impl<'a> PlanRun<'a> {
 
     /// Evaluates all steps of a template. Returns the last checkpoint of each requested prefix that
     /// has one.
-    pub(in crate::prompt::direct) fn run(
+    pub(crate) fn run(
         mut self,
         steps: &'a [PlanStep],
         out: &mut String,
-    ) -> Result<Vec<CheckpointPosition>, UnsupportedError> {
+    ) -> EvalResult<Vec<CheckpointPosition>> {
         self.steps(steps, out)?;
         // The loop of the start checkpoint was not reached.
         if self.start.is_some() {
@@ -64,7 +60,7 @@ impl<'a> PlanRun<'a> {
         &mut self,
         messages: MessageRange,
         out: &mut String,
-    ) -> Result<u32, UnsupportedError> {
+    ) -> EvalResult<u32> {
         self.message_loops += 1;
         let is_start = |start: &RenderCheckpoint| start.loop_number == self.message_loops;
         let Some(start) = self.start.filter(is_start) else {

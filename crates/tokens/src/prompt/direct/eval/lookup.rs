@@ -4,21 +4,16 @@ use memchr::memmem;
 use minijinja::Value;
 use minijinja::value::{Kwargs, ValueKind};
 
-use crate::prompt::direct::UnsupportedError;
 use crate::prompt::direct::eval::PlanRun;
 use crate::prompt::direct::operations::{map_text, value_of};
 use crate::prompt::direct::plan::{ComparisonOp, KnownFilter, StringMethod};
 use crate::prompt::direct::value::{
-    LoopCounter, TemplateValue, message_field, part_field, position,
+    EvalResult, LoopCounter, TemplateValue, UnsupportedError, message_field, part_field, position,
 };
 use crate::prompt::{python, white_space};
 
 impl<'a> PlanRun<'a> {
-    pub(super) fn field(
-        &self,
-        of: &TemplateValue<'a>,
-        key: &str,
-    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+    pub(super) fn field(&self, of: &TemplateValue<'a>, key: &str) -> EvalResult<TemplateValue<'a>> {
         Ok(match of {
             TemplateValue::Message(number) => message_field(&self.turns[*number], key)?,
             TemplateValue::Part(part) => part_field(part, key),
@@ -72,11 +67,7 @@ impl<'a> PlanRun<'a> {
         }
     }
 
-    pub(super) fn item(
-        &self,
-        of: &TemplateValue<'a>,
-        at: i64,
-    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+    pub(super) fn item(&self, of: &TemplateValue<'a>, at: i64) -> EvalResult<TemplateValue<'a>> {
         Ok(match of {
             TemplateValue::Messages(messages) => {
                 self.dependencies.record_item(*messages, at);
@@ -107,7 +98,7 @@ impl<'a> PlanRun<'a> {
         comparison: ComparisonOp,
         left: &TemplateValue<'a>,
         right: &TemplateValue<'a>,
-    ) -> Result<bool, UnsupportedError> {
+    ) -> EvalResult<bool> {
         let ordered = || match (left, right) {
             (TemplateValue::Int(left), TemplateValue::Int(right)) => Ok(left.cmp(right)),
             _ => Err(UnsupportedError),
@@ -124,11 +115,7 @@ impl<'a> PlanRun<'a> {
         })
     }
 
-    fn contains(
-        &self,
-        whole: &TemplateValue<'a>,
-        item: &TemplateValue<'a>,
-    ) -> Result<bool, UnsupportedError> {
+    fn contains(&self, whole: &TemplateValue<'a>, item: &TemplateValue<'a>) -> EvalResult<bool> {
         let key = || item.text().ok_or(UnsupportedError);
         if let Some(whole) = whole.text() {
             return Ok(memmem::find(whole.as_bytes(), key()?.as_bytes()).is_some());
@@ -160,7 +147,7 @@ impl<'a> PlanRun<'a> {
         &mut self,
         over: TemplateValue<'a>,
         filter: &'a KnownFilter,
-    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+    ) -> EvalResult<TemplateValue<'a>> {
         match filter {
             KnownFilter::Trim => map_text(&over, white_space::strip),
             KnownFilter::Length => {
@@ -210,7 +197,7 @@ impl<'a> PlanRun<'a> {
         over: &TemplateValue<'a>,
         method: StringMethod,
         args: &[TemplateValue<'a>],
-    ) -> Result<TemplateValue<'a>, UnsupportedError> {
+    ) -> EvalResult<TemplateValue<'a>> {
         let text = |place: usize| {
             args.get(place)
                 .and_then(TemplateValue::text)

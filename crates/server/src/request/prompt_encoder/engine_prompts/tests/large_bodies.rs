@@ -36,8 +36,8 @@ async fn wait_until(condition: impl Fn() -> bool) {
 
 /// Takes all encoder permits, so that no encoder thread is free until they are dropped.
 async fn occupy_encoders(preprocessor: &RequestPreprocessor) -> OwnedSemaphorePermit {
-    let count = preprocessor.encoders.available_permits() as u32;
-    let encoders = preprocessor.encoders.clone();
+    let encoders = preprocessor.encoders.threads.clone();
+    let count = encoders.available_permits() as u32;
     encoders.acquire_many_owned(count).await.unwrap()
 }
 
@@ -57,7 +57,7 @@ async fn large_queries_are_prepared_on_encoder_threads() {
     // A full queue rejects the query.
     let (preprocessor, metrics) =
         new_preprocessor(&config_with_long_timeout(vec![url]), MediaTokens::default());
-    let slot = EncodeQueueSlot::try_acquire(&preprocessor.queued_bodies, 1).unwrap();
+    let slot = preprocessor.encoders.queue.try_acquire().unwrap();
     spawn_preprocess(&preprocessor, large_body()).await.unwrap();
     drop(slot);
     assert_eq!(

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use axum::Router as Routes;
 use axum::http::StatusCode;
+use bytes::Bytes;
 use serde_json::{Value, json};
 use tokio::net::TcpListener;
 use warmroute_core::block::{BlockWindows, CacheSalt};
@@ -16,13 +17,18 @@ use warmroute_core::worker::BlockSize;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
 use warmroute_engines::kv_events::{ConvertedEvent, EventNormalizer, MediaTokens, wire};
-use warmroute_metrics::Metrics;
+use warmroute_metrics::{Metrics, ModelOutcomeLabels};
 use warmroute_settings::DurationSetting;
+use warmroute_tokens::openai::ApiKind;
 
 use super::*;
 use crate::REPOSITORY;
 use crate::request::engine_tokens::config::EngineTokensConfig;
-use crate::request::{ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts};
+use crate::request::engine_tokens::{EngineTokensClient, TokenSource};
+use crate::request::{
+    ConfiguredModel, EncodeLimits, ModelRegistry, PreprocessorParts, RequestBody,
+    RequestPreprocessor,
+};
 
 mod large_bodies;
 
@@ -78,7 +84,7 @@ fn new_hedging_preprocessor(
     engine.hedge_delay = hedge_delay;
     let source = TokenSource {
         parity: Arc::default(),
-        engine_tokens: Some(engine),
+        engine_tokens: Some(Arc::new(engine)),
         engine_settings: Default::default(),
     };
     let block_size = BlockSize::new(32).unwrap();
@@ -223,7 +229,7 @@ async fn engine_tokens_respect_the_deadline() {
 /// Returns the local hashes in the first event of a real engine that computed the same image.
 fn event_blocks(media: MediaTokens) -> Vec<warmroute_core::block::LocalHash> {
     let capture: Value = serde_json::from_str(include_str!(
-        "../../../../../tests/data/kv_events/e02-image.json"
+        "../../../../../../tests/data/kv_events/e02-image.json"
     ))
     .unwrap();
     let frame = capture["frames"][0][2].as_str().unwrap();
@@ -241,7 +247,7 @@ fn event_blocks(media: MediaTokens) -> Vec<warmroute_core::block::LocalHash> {
 
 #[tokio::test]
 async fn rendered_image_blocks_match_engine_events() {
-    let rendered = include_str!("../../../../../tests/data/engines/render-image.json");
+    let rendered = include_str!("../../../../../../tests/data/engines/render-image.json");
     let (url, _) = server(200, rendered.to_owned(), Duration::ZERO).await;
     for image in [None, Some(151_655)] {
         let media = MediaTokens { image, video: None };
@@ -365,13 +371,12 @@ async fn shadow_tokenization_has_the_limits_of_prompts() {
         &[],
     );
     let resolved = preprocessor.parts.models.resolve(Some("m")).unwrap();
-    let model = SaltedModel::new(resolved, None);
-    let source = &preprocessor.parts.token_sources[&"m".into()];
+    let encoder = PromptEncoder::new(&preprocessor.parts, &resolved, None);
     let is_compared = |repeats: usize, deadline: Option<Instant>| {
         let body =
             json!({"model": "m", "prompt": "one two three four ".repeat(repeats)}).to_string();
         let request = openai::parse(ApiKind::Completions, body.as_bytes()).unwrap();
-        let expectation = preprocessor.shadow_expectation(&model, source, deadline, &request);
+        let expectation = encoder.shadow_expectation(deadline, &request);
         matches!(expectation, ParityExpectation::Shadow(_))
     };
     assert!(is_compared(100, None));
