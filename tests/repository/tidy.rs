@@ -5,43 +5,37 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Layer of each module of the server. A module may use lower layers and its own directory.
-/// Adapters (layer 4) use only the adapters that [`EXCEPTIONS`] lists. Cargo enforces the
-/// dependencies between crates.
+/// Layer of each module of the server. A module may use lower layers and its own directory. Cargo
+/// enforces the dependencies between crates.
 const LAYERS: &[(&str, u8)] = &[
-    ("dispatch", 3),
-    ("tracking_hash", 3),
-    ("version", 3),
-    ("request", 4),
+    ("dispatch", 1),
+    ("proto", 1),
+    ("tracking_hash", 1),
+    ("version", 1),
+    ("cluster", 2),
+    ("request", 3),
     ("prefill", 4),
-    ("ext_proc", 4),
-    ("self_test", 4),
-    ("cluster", 4),
-    ("fleet", 4),
-    ("admin", 4),
-    ("api", 4),
-    ("app", 5),
-    ("config", 5),
-    ("serve", 5),
-    ("lib", 5),
+    ("admin", 5),
+    ("api", 5),
+    ("ext_proc", 5),
+    ("fleet", 5),
+    ("self_test", 5),
+    ("app", PROCESS),
+    ("config", PROCESS),
+    ("serve", PROCESS),
+    ("lib", PROCESS),
 ];
 
-/// Pairs of adapters of which the first may use the second.
-const EXCEPTIONS: &[(&str, &str)] = &[
-    ("admin", "request"),
-    ("api", "request"),
-    ("ext_proc", "request"),
-    ("ext_proc", "prefill"),
-    ("prefill", "request"),
-    ("cluster", "api"),
-    ("request", "cluster"),
-    ("self_test", "request"),
-];
+/// The only layer whose modules may use each other.
+const PROCESS: u8 = 6;
 
 /// Texts that may appear only in the listed modules of the server.
 const CONFINED: &[(&str, &[&str])] = &[
     ("envoy_types", &["ext_proc", "fleet", "app"]),
-    ("tonic", &["api", "cluster", "ext_proc", "fleet", "app"]),
+    (
+        "tonic",
+        &["api", "app", "cluster", "ext_proc", "fleet", "proto"],
+    ),
     ("async_nats::", &["cluster"]),
     ("std::env", &["app"]),
     ("env::var", &["app"]),
@@ -177,14 +171,8 @@ fn layer(module: &str) -> u8 {
 }
 
 fn may_use(from: &str, to: &str) -> bool {
-    if from == to || from == "lib" {
-        return true;
-    }
-    match (layer(from), layer(to)) {
-        (4, 4) => EXCEPTIONS.contains(&(from, to)),
-        // Outside layer 4, modules may use lower layers and other modules of their own layer.
-        (user, used) => used <= user,
-    }
+    let user = layer(from);
+    from == to || user == PROCESS || layer(to) < user
 }
 
 /// Files in which files are opened without the helper: it itself, directories, devices, kernel files,

@@ -8,7 +8,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 use tonic::Request;
-use warmroute_server::api::pb;
+use warmroute_server::proto::router as pb;
 use warmroute_testbed::child_process::ChildProcess;
 use warmroute_testbed::debian::NATS;
 use warmroute_testbed::merge_config;

@@ -19,9 +19,9 @@ use serde_json::{Value, json};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Channel;
-use warmroute_server::api::pb;
-use warmroute_server::api::pb::router_client::RouterClient;
 use warmroute_server::config::Config;
+use warmroute_server::proto::router as pb;
+use warmroute_server::proto::router::router_client::RouterClient;
 
 use crate::start_app;
 

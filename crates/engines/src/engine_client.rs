@@ -119,6 +119,13 @@ pub struct ForwardedRequest<'a> {
     pub deadline: Duration,
 }
 
+/// Clients are equal if they share their connections and settings.
+impl PartialEq for EngineClient {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.shared, &other.shared)
+    }
+}
+
 impl EngineClient {
     /// Creates a client. It connects on the first call.
     pub fn new(config: &EnginesConfig) -> Result<Self, EngineError> {
@@ -134,11 +141,6 @@ impl EngineClient {
         } else {
             Self::build(config, authorities)
         }
-    }
-
-    /// Returns true if both are the same client.
-    pub fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.shared, &other.shared)
     }
 
     /// Returns a client that shares the connections, with another token and another limit of

@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use futures_util::FutureExt as _;
 use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::watch;
+use tokio::time::{Interval, MissedTickBehavior};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -147,6 +148,13 @@ impl Readiness {
             pending.insert(DRAINING.to_owned());
         });
     }
+}
+
+/// Returns periodic ticks. After a late tick, the next one follows a full period later.
+pub fn ticks(period: Duration) -> Interval {
+    let mut ticks = tokio::time::interval(period);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
 /// Runs a task and restarts it with jittered backoff when it ends, until the token is cancelled.

@@ -19,20 +19,13 @@ use std::time::Duration;
 
 use arc_swap::ArcSwap;
 use tokio::sync::Semaphore;
-use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 use tracing::info;
 use warmroute_core::load::ledger::{LedgerChange, LedgerError};
 use warmroute_core::router::{ExternalRouteOptions, SharedBlocks};
 use warmroute_metrics::{ApiCallLabels, Metrics};
-use warmroute_runtime::lifecycle::Readiness;
-
-/// Generated messages, client and server.
-#[expect(clippy::too_many_lines, reason = "generated")]
-pub mod pb {
-    tonic::include_proto!("warmroute.v1");
-}
+use warmroute_runtime::lifecycle::{Readiness, ticks};
 
 pub use config::{ApiConfig, MAX_PROMPT_BLOCKS};
 pub use error::ApiError;
@@ -41,9 +34,10 @@ pub use index_dump::DumpStream;
 pub use writers::{RankWriters, RegisteredWriter};
 
 use crate::dispatch::Dispatcher;
+use crate::proto::router as pb;
+use crate::proto::router::router_server::{Router, RouterServer};
 use crate::request::RequestPreprocessor;
 use bookings::{BookOutcome, BookingSummary, BookingTable};
-use pb::router_server::{Router, RouterServer};
 
 /// Maximum number of fleet watchers. Each receives the whole fleet after every change.
 const MAX_WATCHERS: usize = 256;
@@ -123,11 +117,10 @@ impl ApiService {
     }
 
     /// Releases expired bookings periodically. Never returns.
-    pub async fn run_expiry(&self) {
+    pub async fn run_expiry(self) -> anyhow::Result<()> {
         let interval =
             (self.0.idle_timeout / 8).clamp(Duration::from_millis(20), Duration::from_secs(30));
-        let mut tick = tokio::time::interval(interval);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut tick = ticks(interval);
         loop {
             tick.tick().await;
             let expired = self.0.bookings.expire();

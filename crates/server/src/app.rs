@@ -15,7 +15,6 @@ mod fleet_controller;
 mod fleet_source;
 mod health;
 mod health_checks;
-mod incarnation;
 mod listeners;
 mod load_poller;
 mod offline;
@@ -23,7 +22,6 @@ mod parity_log;
 mod parts;
 mod poll_config;
 mod reload;
-mod reloadable_service;
 mod self_test;
 mod self_test_subjects;
 mod servers;
@@ -33,6 +31,7 @@ mod stream_limit;
 pub mod telemetry;
 mod tokenizer_checks;
 mod unix_socket;
+mod worker_schedule;
 
 use std::collections::BTreeSet;
 use std::future::Future;
@@ -52,7 +51,7 @@ use warmroute_core::wall_time::WallTime;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{KnownLabels, Metrics, PoolLabels};
 use warmroute_runtime::descriptors::DescriptorReserve;
-use warmroute_runtime::lifecycle::{Readiness, supervise};
+use warmroute_runtime::lifecycle::Readiness;
 use warmroute_runtime::tls::ReloadableFiles;
 use warmroute_settings::format_elapsed;
 
@@ -62,11 +61,12 @@ use crate::app::telemetry::LogControl;
 use crate::cluster::replica::LocalEventChannel;
 use crate::config::Config;
 use crate::dispatch::audit::{CacheAudit, MissCause};
-use crate::request::{ModelRegistry, RequestPreprocessor};
+use crate::request::RequestPreprocessor;
+use background::BackgroundTasks;
 use core_listener::CoreListener;
 use health::GrpcHealth;
 use listeners::ListenerFactory;
-use parts::PreprocessorDeps;
+use reload::ReloadCandidate;
 use stream_limit::MaxStreams;
 use unix_socket::{SocketIdentity, SuccessorLock};
 
@@ -122,15 +122,13 @@ pub struct App {
     abort: CancellationToken,
     /// Tasks that outlive their exchange: prefills and engine notifications.
     exchange_tasks: TaskTracker,
-    /// Stops all other tasks.
-    stop: CancellationToken,
     /// Servers that end with `closing`.
     servers: JoinSet<anyhow::Result<()>>,
-    /// Closes the admin and health listeners; child of `stop`.
+    /// Closes the admin and health listeners; ends with the background tasks.
     close_pages: CancellationToken,
     /// Servers that end with `close_pages`.
     pages: JoinSet<anyhow::Result<()>>,
-    background: JoinSet<()>,
+    background: BackgroundTasks,
 }
 
 impl App {
@@ -165,7 +163,7 @@ impl App {
         let writers = Arc::new(RankWriters::default());
         app.start_fleet_controller(&config, &dispatcher, writers.clone(), envoys.clone())?;
         let discovery = app.start_xds(&sockets, &config, envoys).await?;
-        app.start_timers(&dispatcher, &metrics);
+        app.start_timers(&dispatcher);
         app.start_index_client();
         app.start_engine_sessions(
             &config,
@@ -176,7 +174,8 @@ impl App {
         let models = app.reloader.load_models().await?;
         let listeners = app.bind_ext_proc(&sockets, &config).await?;
         drop(successor_lock);
-        let preprocessor = app.build_preprocessor(&config, models, &router)?;
+        let client = app.reloader.client();
+        let preprocessor = app.reloader.build_preprocessor(&config, models, &client)?;
         router.parity().configure(preprocessor.parity_statuses());
         explain.preprocessor.store(Some(preprocessor.clone()));
         let parts = api::ApiDependencies {
@@ -189,9 +188,11 @@ impl App {
         };
         app.follow_models(router.clone(), explain, parts.preprocessor.clone());
         // The checks need the parity status of each model, which was created above.
-        app.start_checks(&config, &router);
+        self_test::start(&mut app.background, &app.reloader);
+        health_checks::start(&mut app.background, &app.reloader);
+        tokenizer_checks::start(&mut app.background, &app.reloader);
         app.serve_api(&sockets, &config, parts).await?;
-        app.follow_files(&metrics);
+        app.follow_files();
         let service = app.ext_proc_service(&config, preprocessor, dispatcher, replica)?;
         app.serve_ext_proc(listeners, &service, discovery.as_ref());
         loading.complete();
@@ -228,29 +229,6 @@ impl App {
         })
     }
 
-    fn build_preprocessor(
-        &self,
-        config: &Config,
-        models: ModelRegistry,
-        router: &Arc<Router>,
-    ) -> anyhow::Result<Arc<RequestPreprocessor>> {
-        let deps = PreprocessorDeps {
-            cluster: &self.reloader.cluster,
-            client: &self.reloader.client(),
-            router,
-            metrics: &self.reloader.metrics,
-            message_cache: Some(self.reloader.message_cache()),
-            remote_index: self.reloader.index_client.clone(),
-        };
-        parts::preprocessor(config, models, deps)
-    }
-
-    fn start_checks(&mut self, config: &Config, router: &Arc<Router>) {
-        self.start_self_test(config, router);
-        self.start_health_checks(config, router);
-        self.start_tokenizer_checks(router);
-    }
-
     /// Creates the process state without starting tasks.
     fn new(
         config: Arc<Config>,
@@ -279,9 +257,9 @@ impl App {
             };
             metrics.process.pool_info.get_or_create(&labels).set(1);
         }
-        let stop = CancellationToken::new();
+        let background = BackgroundTasks::new(metrics.clone());
         Ok(Self {
-            _stop_first: stop.clone().drop_guard(),
+            _stop_first: background.stop.clone().drop_guard(),
             started: Instant::now(),
             started_at: SystemTime::now().into(),
             origin: ProcessOrigin::default(),
@@ -302,30 +280,23 @@ impl App {
             closing: CancellationToken::new(),
             abort: CancellationToken::new(),
             exchange_tasks: TaskTracker::new(),
-            close_pages: stop.child_token(),
-            stop,
+            close_pages: background.stop.child_token(),
             servers: JoinSet::new(),
             pages: JoinSet::new(),
-            background: JoinSet::new(),
+            background,
         })
     }
 
     /// Reloads the configuration when its file changes or a reload is requested.
     pub fn follow_config_file(&mut self, file: ConfigFile, log: Arc<LogControl>) {
-        self.reloader.register("log.level", move |next| {
-            let log = log.clone();
-            let level = next.config.process.log.level;
-            Ok(Box::new(move || log.set_level(level)))
-        });
+        self.reloader.follow(
+            |next| next.config.process.log.level,
+            move |level| log.set_level(level),
+        );
         let reloader = self.reloader.clone();
         let file = Arc::new(file);
-        let stop = self.stop.clone();
-        let metrics = reloader.metrics.clone();
-        self.background.spawn(async move {
-            supervise("configuration", &metrics, stop, || {
-                reload::follow(reloader.clone(), file.clone())
-            })
-            .await;
+        self.background.supervise("configuration", move || {
+            reload::follow(reloader.clone(), file.clone())
         });
     }
 
@@ -362,7 +333,7 @@ impl App {
             health.publish(&self.readiness).await;
         }
         self.drain().await?;
-        self.stop.cancel();
+        self.background.stop.cancel();
         self.abort_open().await;
         info!(uptime = format_elapsed(self.started.elapsed()), "stopped");
         Ok(())
@@ -374,7 +345,7 @@ impl App {
             // Servers end by themselves only on failure.
             ended = self.servers.join_next() => ended.context("there is no server")??,
             ended = self.pages.join_next() => ended.context("there are no pages")??,
-            ended = self.background.join_next() => {
+            ended = self.background.running.join_next() => {
                 // Background tasks end only on failure, too. Without the fleet controller, the
                 // fleet would silently stay unchanged.
                 ended.context("there is no background task")?.context("a background task failed")?;
@@ -387,11 +358,10 @@ impl App {
     fn max_streams(&self, config: &Config) -> MaxStreams {
         let max_streams = MaxStreams::new(config.listeners.limits.max_streams);
         let current = max_streams.clone();
-        self.reloader.register("listeners.limits", move |next| {
-            let current = current.clone();
-            let count = next.config.listeners.limits.max_streams;
-            Ok(Box::new(move || current.set(count)))
-        });
+        self.reloader.follow(
+            |next| next.config.listeners.limits.max_streams,
+            move |count| current.set(count),
+        );
         max_streams
     }
 
@@ -402,19 +372,17 @@ impl App {
         explain: ExplainContext,
         api: Arc<ArcSwap<RequestPreprocessor>>,
     ) {
-        self.reloader.register("models", move |next| {
-            let explain = explain.clone();
-            let api = api.clone();
-            let preprocessor = next.preprocessor.clone();
-            let router = router.clone();
+        let select = |next: &ReloadCandidate| {
             let body_limit = next.config.requests.limits.max_body_size.bytes();
-            Ok(Box::new(move || {
+            (next.preprocessor.clone(), body_limit)
+        };
+        self.reloader
+            .follow(select, move |(preprocessor, body_limit)| {
                 router.parity().configure(preprocessor.parity_statuses());
                 explain.set_body_limit(body_limit);
                 explain.preprocessor.store(Some(preprocessor.clone()));
                 api.store(preprocessor);
-            }))
-        });
+            });
     }
 }
 
@@ -462,7 +430,9 @@ mod tests {
         )
         .await
         .unwrap();
-        app.background.spawn(async { panic!("injected failure") });
+        app.background
+            .running
+            .spawn(async { panic!("injected failure") });
         let ended = app.run_until(std::future::pending()).await.unwrap_err();
         assert!(
             format!("{ended:#}").contains("a background task failed"),

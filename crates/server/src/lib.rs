@@ -10,22 +10,29 @@
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
 
-// Layer 3: application.
+// Layer 1: application.
 pub mod dispatch;
+pub mod proto;
 pub mod tracking_hash;
 pub mod version;
 
-// Layer 4: adapters.
+// Layer 2: shared state.
+pub mod cluster;
+
+// Layer 3: requests.
+pub mod request;
+
+// Layer 4: remote prefill.
+pub mod prefill;
+
+// Layer 5: adapters.
 pub mod admin;
 pub mod api;
-pub mod cluster;
 pub mod ext_proc;
 pub mod fleet;
-pub mod prefill;
-pub mod request;
 pub mod self_test;
 
-// Layer 5: process.
+// Layer 6: process.
 pub mod app;
 pub mod config;
 pub mod serve;

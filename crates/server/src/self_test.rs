@@ -59,6 +59,13 @@ pub struct CanarySuite {
     canaries: Vec<PreparedCanary>,
 }
 
+/// The canaries are a function of the other fields.
+impl PartialEq for CanarySuite {
+    fn eq(&self, other: &Self) -> bool {
+        self.shares_encoder(other) && self.name == other.name && self.block_size == other.block_size
+    }
+}
+
 /// Engine API that returns tokens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TokenApi {

@@ -5,8 +5,9 @@ mod hints;
 use std::collections::HashMap;
 
 use tonic::{Code, Status};
-use warmroute_server::api::pb::prompt_query::Prompt;
-use warmroute_server::api::{MAX_PROMPT_BLOCKS, pb};
+use warmroute_server::api::MAX_PROMPT_BLOCKS;
+use warmroute_server::proto::router as pb;
+use warmroute_server::proto::router::prompt_query::Prompt;
 
 use crate::api::site::{ApiSite, attempt, book, rank, tokens, worker};
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde_json::Value;
 use tokio_util::sync::CancellationToken;
 use tonic::{Code, Request};
-use warmroute_server::api::pb;
+use warmroute_server::proto::router as pb;
 
 use crate::api::site::{ApiSite, PATIENCE, attempt, book, rank, tokens, worker};
 

@@ -12,9 +12,9 @@ use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tonic::Status;
 use tonic::transport::Channel;
-use warmroute_server::api::pb;
-use warmroute_server::api::pb::router_client::RouterClient;
 use warmroute_server::config::Config;
+use warmroute_server::proto::router as pb;
+use warmroute_server::proto::router::router_client::RouterClient;
 use warmroute_testbed::merge_config;
 use zeromq::{PubSocket, Socket, SocketSend};
 

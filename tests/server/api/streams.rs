@@ -13,8 +13,8 @@ use warmroute_core::block::{BlockHashes, CacheSalt};
 use warmroute_core::index::dump::{DumpReader, VERSION};
 use warmroute_core::index::{KvEvent, Overlaps, PrefixIndex, RankWriter};
 use warmroute_core::worker::{BlockSize, RankSlot};
-use warmroute_server::api::pb;
-use warmroute_server::api::pb::dump_events_response::Kind;
+use warmroute_server::proto::router as pb;
+use warmroute_server::proto::router::dump_events_response::Kind;
 
 use crate::api::site::{ApiSite, PATIENCE, StubEngine, rank, tokens, worker};
 

@@ -6,8 +6,8 @@ use std::num::NonZeroU32;
 use warmroute_core::block::{EngineHash, LocalHash, StorageTier};
 use warmroute_core::index::{GroupNeed, KvEvent, StoredBlock};
 
-use super::pb;
-use super::pb::event::Change;
+use crate::proto::router as pb;
+use crate::proto::router::event::Change;
 
 impl From<KvEvent> for pb::Event {
     fn from(event: KvEvent) -> Self {

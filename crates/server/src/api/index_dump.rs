@@ -15,9 +15,10 @@ use warmroute_core::fleet::Fleet;
 use warmroute_core::worker::WorkerRank;
 
 use super::error::ApiError;
-use super::pb::dump_events_response::Kind;
+use super::response;
 use super::writers::RankWriters;
-use super::{pb, response};
+use crate::proto::router as pb;
+use crate::proto::router::dump_events_response::Kind;
 
 /// Number of messages buffered for a slow caller.
 const CHANNEL_CAPACITY: usize = 64;

@@ -17,8 +17,8 @@ use warmroute_core::worker::WorkerRank;
 
 use super::error::ApiError;
 use super::index_dump::SEND_TIMEOUT;
-use super::pb;
 use super::writers::RankWriters;
+use crate::proto::router as pb;
 
 /// Size of a chunk in bytes.
 const CHUNK_BYTES: usize = 256 * 1024;

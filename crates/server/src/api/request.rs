@@ -15,8 +15,8 @@ use warmroute_core::worker::{DpRank, WorkerId, WorkerRank};
 
 use super::config::MAX_PROMPT_BLOCKS;
 use super::error::ApiError;
-use super::pb;
 use crate::dispatch::RequestSession;
+use crate::proto::router as pb;
 use crate::request::{RequestBody, RequestPreprocessor, ResolvedModel};
 
 /// Maximum length of a request id in bytes.

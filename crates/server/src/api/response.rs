@@ -10,7 +10,7 @@ use warmroute_core::policy::{Choice, Cost, CostTerm, LinearTerms};
 use warmroute_core::router::{Mode, RankEndpoint, Route, SharedBlocks, WorkerEstimate};
 use warmroute_core::worker::{BlockSize, ModelName, Worker, WorkerRank, WorkerRole};
 
-use super::pb;
+use crate::proto::router as pb;
 
 pub(super) fn rank_to_proto(rank: WorkerRank) -> pb::WorkerRank {
     pb::WorkerRank {

@@ -8,7 +8,8 @@ use warmroute_core::index::dump::VERSION;
 
 use super::error::ApiError;
 use super::index_dump::{self, DumpStream};
-use super::{ApiService, ApiState, MAX_WATCHERS, pb, rank_copy, request, response};
+use super::{ApiService, ApiState, MAX_WATCHERS, rank_copy, request, response};
+use crate::proto::router as pb;
 
 /// Stream of fleet snapshots.
 pub(super) type WatchStream =

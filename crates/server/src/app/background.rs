@@ -4,19 +4,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
 use tracing::info;
 use warmroute_core::router::Router;
 use warmroute_engines::engine_sessions::{EngineAccess, EngineSessions, RecordedSessions};
 use warmroute_engines::kv_events::SharedResync;
 use warmroute_metrics::Metrics;
 use warmroute_runtime::lifecycle::file_watcher::FileWatchTiming;
-use warmroute_runtime::lifecycle::{ReadyGuard, supervise};
+use warmroute_runtime::lifecycle::{ReadyGuard, supervise, ticks};
 use warmroute_runtime::tls;
 
 use super::endpoint_publisher::EndpointPublisher;
 use super::fleet_controller::{self, FleetController};
 use super::fleet_source::{self, DesiredFleet, FleetSource, FleetSourceDeps};
-use super::{App, settings_poller};
+use super::{App, load_poller, settings_poller};
 use crate::api::RankWriters;
 use crate::cluster::replica::{LocalEventChannel, ReplicaSync, ReplicaSyncParts};
 use crate::cluster::warm_start::WarmStart;
@@ -41,6 +43,61 @@ const REPLICAS: &str = "replica sync";
 /// Time that engines have at shutdown to close the sessions that this process opened.
 const SESSION_CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// Background tasks of the process. They end only when the process stops.
+pub(super) struct BackgroundTasks {
+    metrics: Arc<Metrics>,
+    /// Stops all tasks.
+    pub(super) stop: CancellationToken,
+    pub(super) running: JoinSet<()>,
+}
+
+impl BackgroundTasks {
+    pub(super) fn new(metrics: Arc<Metrics>) -> Self {
+        Self {
+            metrics,
+            stop: CancellationToken::new(),
+            running: JoinSet::new(),
+        }
+    }
+
+    /// Starts a task that runs again after each failure.
+    pub(super) fn supervise<F, Fut>(&mut self, name: &'static str, task: F)
+    where
+        F: FnMut() -> Fut + Send + 'static,
+        Fut: Future<Output = anyhow::Result<()>> + Send + 'static,
+    {
+        self.supervise_then(name, task, std::future::ready(()));
+    }
+
+    /// Starts a task that runs again after each failure. `at_stop` runs when the process stops.
+    fn supervise_then<F, Fut>(
+        &mut self,
+        name: &'static str,
+        task: F,
+        at_stop: impl Future<Output = ()> + Send + 'static,
+    ) where
+        F: FnMut() -> Fut + Send + 'static,
+        Fut: Future<Output = anyhow::Result<()>> + Send + 'static,
+    {
+        let metrics = self.metrics.clone();
+        let stop = self.stop.clone();
+        self.running.spawn(async move {
+            supervise(name, &metrics, stop, task).await;
+            at_stop.await;
+        });
+    }
+
+    /// Starts a task that may end before the process stops.
+    pub(super) fn run_until_stop(&mut self, task: impl Future<Output = ()> + Send + 'static) {
+        let stop = self.stop.clone();
+        self.running.spawn(async move {
+            stop.run_until_cancelled(task).await;
+            // The end of a background task would stop the process.
+            stop.cancelled().await;
+        });
+    }
+}
+
 /// Continues from the learned latency of another process.
 async fn restore_latency(warm_start: Arc<WarmStart>, router: Arc<Router>, ready: ReadyGuard) {
     if let Some(latency) = warm_start.fetch_latency().await {
@@ -53,21 +110,13 @@ async fn restore_latency(warm_start: Arc<WarmStart>, router: Arc<Router>, ready:
 impl App {
     /// Reloads certificates and tokens when their files change and when the configuration is
     /// reloaded.
-    pub(super) fn follow_files(&mut self, metrics: &Arc<Metrics>) {
+    pub(super) fn follow_files(&mut self) {
         let files = self.reloadable_files.clone();
-        let reloaded_files = self.reloadable_files.clone();
-        self.reloader.register("secrets", move |_| {
-            let files = reloaded_files.clone();
-            Ok(Box::new(move || files.reload()))
-        });
-        let metrics = metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("secrets", &metrics, stop, || {
-                let files = files.clone();
-                async move { match files.follow(SECRETS_WATCH).await {} }
-            })
-            .await;
+        self.reloader.follow(|_| (), move |()| files.reload());
+        let files = self.reloadable_files.clone();
+        self.background.supervise("secrets", move || {
+            let files = files.clone();
+            async move { match files.follow(SECRETS_WATCH).await {} }
         });
     }
 
@@ -95,10 +144,9 @@ impl App {
             .clone()
             .or_else(tls::host_name)
             .unwrap_or_default();
-        let metrics = self.reloader.metrics.clone();
         let parts = ReplicaSyncParts {
             dispatcher: dispatcher.clone(),
-            metrics: metrics.clone(),
+            metrics: self.reloader.metrics.clone(),
             ready: self.readiness.begin_step(REPLICAS),
             readiness: self.readiness.clone(),
             key,
@@ -106,15 +154,11 @@ impl App {
         };
         let replica = ReplicaSync::new(settings, name, parts);
         let sync = replica.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("replicas", &metrics, stop, || {
-                let replica = sync.clone();
-                async move { replica.run().await }
-            })
-            .await;
-            sync.leave().await;
-        });
+        let leaving = replica.clone();
+        self.background
+            .supervise_then("replicas", move || sync.clone().run(), async move {
+                leaving.leave().await
+            });
         Ok(Some(replica))
     }
 
@@ -156,88 +200,56 @@ impl App {
                 .readiness
                 .begin_step("warm start of the learned latency");
             let router = dispatcher.router().clone();
-            let stop = self.stop.clone();
-            self.background.spawn(async move {
-                stop.run_until_cancelled(restore_latency(warm_start, router, ready))
-                    .await;
-                // The end of a background task would stop the process.
-                stop.cancelled().await;
-            });
+            self.background
+                .run_until_stop(restore_latency(warm_start, router, ready));
         }
         let controller = FleetController::new(config, parts, self.readiness.clone());
-        self.poll_engine_settings(config, dispatcher.router(), reports_tx);
-        self.poll_engine_load(config, dispatcher.router());
-        self.background
-            .spawn(controller.run(sets, self.stop.clone()));
+        settings_poller::start(&mut self.background, &self.reloader, reports_tx);
+        load_poller::start(&mut self.background, &self.reloader);
+        let stop = self.background.stop.clone();
+        self.background.running.spawn(controller.run(sets, stop));
         self.follow_workers(config, desired);
         let router = dispatcher.router().clone();
-        self.reloader.register("router", move |next| {
-            let router = router.clone();
-            let settings = next.config.router_settings();
-            let resync = resync.clone();
-            Ok(Box::new(move || {
+        self.reloader.follow(
+            |next| next.config.router_settings(),
+            move |settings| {
                 resync.set(settings.freshness.resync);
                 router.set_settings(settings);
-            }))
-        });
+            },
+        );
         Ok(())
     }
 
     /// Follows the configured source of workers, and sends each desired set.
     fn follow_workers(&mut self, config: &Config, desired: mpsc::UnboundedSender<DesiredFleet>) {
-        let (source_tx, source_rx) = watch::channel(FleetSource::from(config));
-        self.reloader.register("workers", move |next| {
-            let source_tx = source_tx.clone();
-            let next = FleetSource::from(&*next.config);
-            Ok(Box::new(move || {
-                source_tx.send_if_modified(|current| {
-                    let changed = *current != next;
-                    *current = next;
-                    changed
-                });
-            }))
+        let source_rx = self.reloader.watch(FleetSource::from(config), |next| {
+            FleetSource::from(&*next.config)
         });
-        let metrics = self.reloader.metrics.clone();
         let deps = FleetSourceDeps {
             discovery: self.discovery.clone(),
             cluster_rules: self.reloader.cluster.clone(),
-            metrics: metrics.clone(),
+            metrics: self.reloader.metrics.clone(),
             list_filter: Arc::default(),
         };
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            let follow = || {
-                fleet_source::follow_fleet_source(source_rx.clone(), desired.clone(), deps.clone())
-            };
-            supervise("workers", &metrics, stop, follow).await;
+        self.background.supervise("workers", move || {
+            fleet_source::follow_fleet_source(source_rx.clone(), desired.clone(), deps.clone())
         });
     }
 
     /// Starts the queue timer and the expiry of old entries.
-    pub(super) fn start_timers(&mut self, dispatcher: &Arc<Dispatcher>, metrics: &Arc<Metrics>) {
-        let sweep_metrics = metrics.clone();
+    pub(super) fn start_timers(&mut self, dispatcher: &Arc<Dispatcher>) {
         let queue_dispatcher = dispatcher.clone();
-        let metrics = metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("admission", &metrics, stop, || {
-                let queue_dispatcher = queue_dispatcher.clone();
-                async move {
-                    queue_dispatcher.queue().run().await;
-                    Ok(())
-                }
-            })
-            .await;
+        self.background.supervise("admission", move || {
+            let dispatcher = queue_dispatcher.clone();
+            async move {
+                dispatcher.queue().run().await;
+                Ok(())
+            }
         });
         let dispatcher = dispatcher.clone();
         let audit = self.audit.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("sweep", &sweep_metrics, stop, || {
-                sweep(dispatcher.clone(), audit.clone())
-            })
-            .await;
-        });
+        self.background
+            .supervise("sweep", move || sweep(dispatcher.clone(), audit.clone()));
     }
 
     /// Starts the client of the remote index.
@@ -245,14 +257,9 @@ impl App {
         let Some(index_client) = self.reloader.index_client.clone() else {
             return;
         };
-        let metrics = self.reloader.metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("remote_index", &metrics, stop, || {
-                let index_client = index_client.clone();
-                async move { match index_client.run_probes().await {} }
-            })
-            .await;
+        self.background.supervise("remote_index", move || {
+            let index_client = index_client.clone();
+            async move { match index_client.run_probes().await {} }
         });
     }
 
@@ -264,7 +271,6 @@ impl App {
         moves: &Arc<Notify>,
         replica: Option<Arc<ReplicaSync>>,
     ) {
-        let metrics = self.reloader.metrics.clone();
         let engine = config
             .sessions
             .as_ref()
@@ -281,14 +287,13 @@ impl App {
                 moves: moves.clone(),
             },
             dispatcher.router().clone(),
-            metrics.clone(),
+            self.reloader.metrics.clone(),
         );
         let reloaded = engines.clone();
-        self.reloader.register("engine_sessions", move |next| {
-            let engines = reloaded.clone();
-            let access = EngineAccess::new(&next.client, &next.config.engines.http);
-            Ok(Box::new(move || engines.set_access(access)))
-        });
+        self.reloader.follow(
+            |next| EngineAccess::new(&next.client, &next.config.engines.http),
+            move |access| reloaded.set_access(access),
+        );
         let opener = engines.clone();
         dispatcher.on_session_open(engines.deadline(), move |rank, session| {
             let engines = opener.clone();
@@ -296,32 +301,29 @@ impl App {
             let tenant = session.tenant.as_deref().map(Into::into);
             Box::pin(async move { engines.wait_until_open(rank, id, tenant).await })
         });
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("engine_sessions", &metrics, stop, || {
+        let opened = engines.clone();
+        self.background.supervise_then(
+            "engine_sessions",
+            move || {
                 let engines = engines.clone();
                 async move {
                     engines.run().await;
                     Ok(())
                 }
-            })
-            .await;
+            },
             // Without other replicas the sessions end with this process, because its successor
             // would open them again.
-            engines
-                .close_all(
-                    SESSION_CLOSE_TIMEOUT,
-                    replica.is_some_and(|replica| replica.has_remaining_peers()),
-                )
-                .await;
-        });
+            async move {
+                let has_peers = replica.is_some_and(|replica| replica.has_remaining_peers());
+                opened.close_all(SESSION_CLOSE_TIMEOUT, has_peers).await;
+            },
+        );
     }
 }
 
 /// Removes expired entries periodically.
 async fn sweep(dispatcher: Arc<Dispatcher>, audit: Arc<CacheAudit>) -> anyhow::Result<()> {
-    let mut tick = tokio::time::interval(SWEEP_INTERVAL);
-    tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut tick = ticks(SWEEP_INTERVAL);
     loop {
         tick.tick().await;
         dispatcher.router().predictors().expire();

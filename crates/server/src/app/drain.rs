@@ -88,7 +88,7 @@ impl App {
         let _in_time = tokio::time::timeout(ABORT_GRACE, notified).await;
         self.servers.shutdown().await;
         self.pages.shutdown().await;
-        while self.background.join_next().await.is_some() {}
+        while self.background.running.join_next().await.is_some() {}
     }
 
     /// Releases the admin and health addresses, which a successor waits for.

@@ -150,30 +150,21 @@ impl EncoderRegistry {
 }
 
 fn tokenizer_files(model: &ModelConfig) -> Option<prompt::Config> {
-    let tokenizer = model.tokenizer.clone()?;
-    let tokenizer_config = model.tokenizer_config.clone();
-    let chat_template = model.chat_template.clone();
     Some(prompt::Config {
-        tokenizer,
-        tokenizer_config,
-        chat_template,
+        tokenizer: model.tokenizer.clone()?,
+        tokenizer_config: model.tokenizer_config.clone(),
+        chat_template: model.chat_template.clone(),
     })
 }
 
 fn template_traits(model: &ModelConfig) -> ModelTraits {
-    let name = model.name.as_str().to_owned();
-    let engine = model.engine;
-    let transformers = model.transformers_version;
-    let tokenizer_class = model.tokenizer_class.clone();
-    let media = model.multimodal.clone();
-    let render = model.render_options();
     ModelTraits {
-        name,
-        engine,
-        transformers,
-        tokenizer_class,
-        media,
-        render,
+        name: model.name.as_str().to_owned(),
+        engine: model.engine,
+        transformers: model.transformers_version,
+        tokenizer_class: model.tokenizer_class.clone(),
+        media: model.multimodal.clone(),
+        render: model.render_options(),
     }
 }
 

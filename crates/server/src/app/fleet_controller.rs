@@ -40,25 +40,19 @@ const MAX_LISTED_WORKERS: usize = 16;
 
 /// Controller of the fleet and of its event sources.
 pub(super) struct FleetController {
+    parts: FleetControllerParts,
     router: Arc<Router>,
-    dispatcher: Arc<Dispatcher>,
-    writers: Arc<RankWriters>,
-    metrics: Arc<Metrics>,
     readiness: Readiness,
     sources: HashMap<WorkerRank, SourceHandle>,
     initial_workers: Option<(usize, ReadyGuard)>,
     /// Initial workers whose settings have not been queried yet.
     pending_settings: Option<PendingEngineSettings>,
     sources_deadline: Instant,
-    publisher: EndpointPublisher,
     media: Arc<MediaTokensByModel>,
-    engine_reports: watch::Receiver<Arc<EngineReports>>,
     /// Reports applied to the last set.
     applied_reports: Arc<EngineReports>,
     configured: Arc<ConfiguredSettingsByModel>,
-    resync: SharedResync,
     max_event_message: usize,
-    warm_start: Option<Arc<WarmStart>>,
     snapshot_path: Option<PathBuf>,
     /// Last desired set.
     desired: Option<DesiredFleet>,
@@ -88,15 +82,6 @@ struct PendingEngineSettings {
 
 impl FleetController {
     pub(super) fn new(config: &Config, parts: FleetControllerParts, readiness: Readiness) -> Self {
-        let FleetControllerParts {
-            dispatcher,
-            writers,
-            metrics,
-            engine_reports: reports,
-            resync,
-            publisher,
-            warm_start,
-        } = parts;
         let min_workers = config.process.readiness.min_workers as usize;
         let prefill = if config.disaggregation().enforce {
             ", and prefill workers (`routing.disaggregation.enforce`)"
@@ -106,22 +91,16 @@ impl FleetController {
         let guard =
             readiness.begin_step(format!("initial workers: at least {min_workers}{prefill}"));
         Self {
-            router: dispatcher.router().clone(),
-            dispatcher,
-            writers,
-            metrics,
+            router: parts.dispatcher.router().clone(),
+            parts,
             sources: HashMap::new(),
             initial_workers: Some((min_workers, guard)),
             pending_settings: None,
             sources_deadline: Instant::now() + config.process.readiness.event_sources_timeout.get(),
-            publisher,
             media: Arc::default(),
-            engine_reports: reports,
             applied_reports: Arc::default(),
             configured: Arc::default(),
-            resync,
             max_event_message: config.engines.kv_events.max_message_size.bytes(),
-            warm_start,
             snapshot_path: config
                 .index
                 .warm_start
@@ -143,7 +122,7 @@ impl FleetController {
             let next = tokio::select! {
                 () = stop.cancelled() => break,
                 set = sets.recv() => set,
-                Ok(()) = self.engine_reports.changed(), if self.desired.is_some() => self.desired.clone(),
+                Ok(()) = self.parts.engine_reports.changed(), if self.desired.is_some() => self.desired.clone(),
                 () = tokio::time::sleep_until(self.sources_deadline), if self.pending_settings.is_some() => {
                     self.finish_startup();
                     continue;
@@ -158,7 +137,7 @@ impl FleetController {
             self.set_media(desired.media).await;
             self.configured = desired.configured;
             let workers = self.apply_engine_settings(desired.workers);
-            if self.publisher.is_enabled()
+            if self.parts.publisher.is_enabled()
                 && let Some(retained) = without_removed(&self.router.fleet(), &workers)
             {
                 self.apply_fleet(retained).await;
@@ -170,9 +149,9 @@ impl FleetController {
         if let Some(file) = self
             .snapshot_path
             .take()
-            .filter(|_| self.warm_start.is_none())
+            .filter(|_| self.parts.warm_start.is_none())
         {
-            let writers = self.writers.clone();
+            let writers = self.parts.writers.clone();
             let router = self.router.clone();
             let written = tokio::task::spawn_blocking(move || {
                 source_task::save_snapshot(&file, &writers, &router)
@@ -190,7 +169,7 @@ impl FleetController {
 
     /// Fills in the settings reported by engines, and logs differences from the configuration.
     fn apply_engine_settings(&mut self, mut workers: Vec<Worker>) -> Vec<Worker> {
-        let reports = self.engine_reports.borrow_and_update().clone();
+        let reports = self.parts.engine_reports.borrow_and_update().clone();
         self.applied_reports = reports.clone();
         let before = self.router.sources().all_engine_settings();
         let mut all = EngineSettingsByWorker::new();
@@ -257,41 +236,41 @@ impl FleetController {
             self.start_source(member);
         }
         self.update_capacity(&before, &change.updated);
-        if !before.is_empty() && !change.added.is_empty() && self.publisher.is_enabled() {
+        if !before.is_empty() && !change.added.is_empty() && self.parts.publisher.is_enabled() {
             // Envoy must know new endpoints before they are chosen. Removed endpoints stay
             // published until they are no longer chosen.
             let receipt = self
+                .parts
                 .publisher
                 .publish(before.workers().chain(fleet.workers()));
-            self.publisher.wait_applied(receipt).await;
+            self.parts.publisher.wait_applied(receipt).await;
         }
         // A rank takes its bookings to its new slot when decisions begin to use it.
-        let leaving = change.removed.iter();
-        leaving
-            .filter(has_moved)
-            .for_each(|member| load.leave(member));
-        let joining = change.added.iter();
-        joining
-            .filter(has_moved)
-            .for_each(|member| load.join(member));
+        for member in change.removed.iter().filter(has_moved) {
+            load.leave(member);
+        }
+        for member in change.added.iter().filter(has_moved) {
+            load.join(member);
+        }
         self.router.set_fleet(fleet.clone());
-        self.writers.publish_fleet(&fleet);
+        self.parts.writers.publish_fleet(&fleet);
         // Not waited for: removed endpoints are no longer chosen, so additional ones in Envoy do no
         // harm.
-        let _receipt = self.publisher.publish(fleet.workers());
+        let _receipt = self.parts.publisher.publish(fleet.workers());
         for member in &change.removed {
             if !has_moved(&member) {
                 load.leave(member);
             }
             self.router.predictors().close_rank(member);
-            self.metrics
+            self.parts
+                .metrics
                 .remove_rank(&RankLabels::new(member.rank, Some(member.worker.role)));
         }
-        if let Some(sessions) = self.dispatcher.sessions() {
+        if let Some(sessions) = self.parts.dispatcher.sessions() {
             sessions.retain(|worker| fleet.worker(worker).is_some());
         }
         // Queued requests may have a worker now.
-        self.dispatcher.queue().wake();
+        self.parts.dispatcher.queue().wake();
         if fleet.generation() != before.generation() {
             let workers = fleet.workers().count();
             let [added, updated, removed] =
@@ -306,7 +285,7 @@ impl FleetController {
     }
 
     fn set_fleet_gauges(&self, fleet: &Fleet) {
-        let metrics = &self.metrics.workers;
+        let metrics = &self.parts.metrics.workers;
         metrics.workers.set(fleet.workers().count() as i64);
         metrics.fleet_generation.set(fleet.generation() as i64);
     }
@@ -361,7 +340,7 @@ impl FleetController {
                 ready.give_up()
             }
         }
-        self.warm_start = None;
+        self.parts.warm_start = None;
     }
 
     /// Updates the capacity of changed workers, which bounds the predicted blocks.

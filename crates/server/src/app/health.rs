@@ -66,7 +66,6 @@ impl GrpcHealth {
                 break;
             }
         }
-        std::future::pending().await
     }
 
     /// Removes all services, which ends their watches.

@@ -5,17 +5,15 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::stream::{self, StreamExt as _};
-use tokio::sync::watch;
 use tracing::info;
 use warmroute_core::router::Router;
 use warmroute_core::worker::WorkerId;
-use warmroute_engines::engine_client::config::EnginesConfig;
-use warmroute_engines::engine_client::{EngineClient, EngineError};
-use warmroute_runtime::lifecycle::supervise;
+use warmroute_engines::engine_client::EngineError;
+use warmroute_runtime::lifecycle::ticks;
 
-use super::App;
-use super::reload::ReloadCandidate;
-use crate::config::Config;
+use super::background::BackgroundTasks;
+use super::poll_config::{PollConfig, PollConfigReceiver};
+use super::reload::Reloader;
 use crate::dispatch::log_tick_changes;
 
 /// Interval at which overdue requests are detected.
@@ -27,53 +25,25 @@ const DEADLINE: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent checks.
 const CONCURRENCY: usize = 64;
 
-/// Engine client, and the settings that determine the URL of an engine.
-#[derive(Clone)]
-struct HealthCheckClient {
-    engines: EnginesConfig,
-    client: EngineClient,
-}
-
-impl App {
-    /// Starts the health checks.
-    pub(super) fn start_health_checks(&mut self, config: &Config, router: &Arc<Router>) {
-        let access = HealthCheckClient {
-            engines: config.engines.http.clone(),
-            client: self.reloader.client(),
-        };
-        let (access_tx, access_rx) = watch::channel(access);
-        self.reloader
-            .register("health checks", move |next: &ReloadCandidate| {
-                let access = HealthCheckClient {
-                    engines: next.config.engines.http.clone(),
-                    client: next.client.clone(),
-                };
-                let access_tx = access_tx.clone();
-                Ok(Box::new(move || _ = access_tx.send_replace(access)))
-            });
+/// Starts the health checks.
+pub(super) fn start(tasks: &mut BackgroundTasks, reloader: &Reloader) {
+    let config_rx = PollConfig::watch(reloader, |_, _| ());
+    let router = reloader.router().clone();
+    tasks.supervise("health_checks", move || {
+        let checks = check_ejected(router.clone(), config_rx.clone());
         let router = router.clone();
-        let metrics = self.reloader.metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("health_checks", &metrics, stop, || {
-                let checks = check_ejected(router.clone(), access_rx.clone());
-                let router = router.clone();
-                async move {
-                    tokio::select! {
-                        ended = checks => ended,
-                        () = watch_health(&router) => Ok(()),
-                    }
-                }
-            })
-            .await;
-        });
-    }
+        async move {
+            tokio::select! {
+                ended = checks => ended,
+                () = watch_health(&router) => Ok(()),
+            }
+        }
+    });
 }
 
 /// Passes the time to the router, which detects overdue requests and slow ranks.
 async fn watch_health(router: &Router) {
-    let mut ticks = tokio::time::interval(TICK_INTERVAL);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut ticks = ticks(TICK_INTERVAL);
     loop {
         ticks.tick().await;
         log_tick_changes(router, router.on_tick());
@@ -82,17 +52,16 @@ async fn watch_health(router: &Router) {
 
 async fn check_ejected(
     router: Arc<Router>,
-    access: watch::Receiver<HealthCheckClient>,
+    config_rx: PollConfigReceiver<()>,
 ) -> anyhow::Result<()> {
-    let mut ticks = tokio::time::interval(INTERVAL);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let mut ticks = ticks(INTERVAL);
     loop {
         ticks.tick().await;
-        let access = access.borrow().clone();
+        let config = config_rx.borrow().clone();
         let checks = router
             .ejected_workers()
             .into_iter()
-            .map(|worker| check(&router, &access, worker));
+            .map(|worker| check(&router, &config, worker));
         stream::iter(checks)
             .buffer_unordered(CONCURRENCY)
             .collect::<()>()
@@ -102,15 +71,15 @@ async fn check_ejected(
 
 /// Checks one worker. A response that does not show the health of the engine has no effect, as that
 /// of a front end that workers share.
-async fn check(router: &Router, access: &HealthCheckClient, id: WorkerId) {
+async fn check(router: &Router, config: &PollConfig<()>, id: WorkerId) {
     let Some(worker) = router.fleet().worker(id).cloned() else {
         return;
     };
     if !worker.via.is_direct() {
         return;
     }
-    let engine = access.engines.url(worker.endpoint);
-    let answer = tokio::time::timeout(DEADLINE, access.client.health(&engine)).await;
+    let engine = config.engines.url(worker.endpoint);
+    let answer = tokio::time::timeout(DEADLINE, config.client.health(&engine)).await;
     let answer = answer.unwrap_or(Err(EngineError::Timeout));
     if let Some(has_answered) = EngineError::has_answered(&answer) {
         router.record_reachability(id, has_answered);

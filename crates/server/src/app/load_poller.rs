@@ -12,17 +12,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use tokio::sync::watch;
-use tokio::task::{AbortHandle, JoinSet};
-use warmroute_core::fleet::Fleet;
+use tokio_util::task::AbortOnDropHandle;
 use warmroute_core::router::Router;
 use warmroute_metrics::Metrics;
-use warmroute_runtime::lifecycle::supervise;
 
-use super::App;
-use super::poll_config::PollConfig;
+use super::background::BackgroundTasks;
+use super::poll_config::{PollConfig, PollConfigReceiver};
+use super::reload::Reloader;
 use super::settings_poller::EngineKey;
-use crate::config::{Config, EngineLoadConfig};
+use crate::config::EngineLoadConfig;
 use scrape_interval::{effective_interval, start_delay};
 use worker_scraper::WorkerScraper;
 
@@ -40,28 +38,17 @@ struct LoadPollContext {
     interval: AtomicU64,
 }
 
-/// Running tasks. Dropping the value ends them.
-#[derive(Default)]
-struct ScrapeTasks {
-    running: JoinSet<()>,
-    by_engine: HashMap<EngineKey, AbortHandle>,
-}
+/// Task of each engine. Dropping the value ends them.
+type ScrapeTasks = HashMap<EngineKey, AbortOnDropHandle<()>>;
 
-impl App {
-    /// Starts the poller of the engines' load.
-    pub(super) fn poll_engine_load(&mut self, config: &Config, router: &Arc<Router>) {
-        let config_rx =
-            self.watch_poll_config("engine load", config, |config| config.engines.load.clone());
-        let router = router.clone();
-        let metrics = self.reloader.metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("engine_load", &metrics, stop, || {
-                run(router.clone(), metrics.clone(), config_rx.clone())
-            })
-            .await;
-        });
-    }
+/// Starts the poller of the engines' load.
+pub(super) fn start(tasks: &mut BackgroundTasks, reloader: &Reloader) {
+    let config_rx = PollConfig::watch(reloader, |config, _| config.engines.load.clone());
+    let router = reloader.router().clone();
+    let metrics = reloader.metrics.clone();
+    tasks.supervise("engine_load", move || {
+        run(router.clone(), metrics.clone(), config_rx.clone())
+    });
 }
 
 /// Scrapes the engines until the task is cancelled. After a change of the settings, all tasks start
@@ -69,7 +56,7 @@ impl App {
 async fn run(
     router: Arc<Router>,
     metrics: Arc<Metrics>,
-    mut config_rx: watch::Receiver<Arc<LoadPollConfig>>,
+    mut config_rx: PollConfigReceiver<EngineLoadConfig>,
 ) -> anyhow::Result<()> {
     loop {
         let config = config_rx.borrow_and_update().clone();
@@ -92,25 +79,13 @@ async fn scrape_fleet(context: Arc<LoadPollContext>) -> anyhow::Result<()> {
         return future::pending().await;
     }
     let mut tasks = ScrapeTasks::default();
-    let mut known: Option<Arc<Fleet>> = None;
     let mut ticks = tokio::time::interval(SCAN_INTERVAL);
     loop {
-        tokio::select! {
-            _ = ticks.tick() => {}
-            Some(ended) = tasks.running.join_next() => {
-                if ended.is_err_and(|error| error.is_panic()) {
-                    anyhow::bail!("a scrape panicked");
-                }
-            }
+        ticks.tick().await;
+        if tasks.values().any(AbortOnDropHandle::is_finished) {
+            anyhow::bail!("a scrape panicked");
         }
-        let fleet = context.router.fleet();
-        if !known
-            .as_ref()
-            .is_some_and(|known| Arc::ptr_eq(known, &fleet))
-        {
-            tasks.reconcile(&fleet, &context);
-            known = Some(fleet);
-        }
+        reconcile(&mut tasks, &context);
     }
 }
 
@@ -120,37 +95,29 @@ impl LoadPollContext {
     }
 }
 
-impl ScrapeTasks {
-    /// Ends the tasks of engines that left, and starts those of new ones.
-    fn reconcile(&mut self, fleet: &Fleet, context: &Arc<LoadPollContext>) {
-        let engines: HashSet<EngineKey> = fleet
-            .workers()
-            // A shared front end does not report the load of single workers.
-            .filter(|worker| worker.via.is_direct())
-            .map(|worker| (worker.id, worker.endpoint))
-            .collect();
-        let settings = &context.config.settings;
-        let interval = effective_interval(settings.interval.get(), engines.len());
-        let nanos = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
-        context.interval.store(nanos, Ordering::Relaxed);
-        self.by_engine.retain(|engine, task| {
-            let stays = engines.contains(engine);
-            if !stays {
-                task.abort();
-            }
-            stays
-        });
-        let added: Vec<_> = engines
-            .into_iter()
-            .filter(|engine| !self.by_engine.contains_key(engine))
-            .collect();
-        let count = added.len();
-        for engine in added {
-            let delay = start_delay(count, rand::random());
-            let scraper = WorkerScraper::new(engine, context.clone());
-            let task = self.running.spawn(scraper.run(delay));
-            self.by_engine.insert(engine, task);
+/// Ends the tasks of engines that left, and starts those of new ones.
+fn reconcile(tasks: &mut ScrapeTasks, context: &Arc<LoadPollContext>) {
+    let fleet = context.router.fleet();
+    let engines: HashSet<EngineKey> = fleet
+        .workers()
+        // A shared front end does not report the load of single workers.
+        .filter(|worker| worker.via.is_direct())
+        .map(|worker| (worker.id, worker.endpoint))
+        .collect();
+    let settings = &context.config.settings;
+    let interval = effective_interval(settings.interval.get(), engines.len());
+    let nanos = u64::try_from(interval.as_nanos()).unwrap_or(u64::MAX);
+    context.interval.store(nanos, Ordering::Relaxed);
+    tasks.retain(|engine, _| engines.contains(engine));
+    let added = engines.len() - tasks.len();
+    for engine in engines {
+        if tasks.contains_key(&engine) {
+            continue;
         }
+        let delay = start_delay(added, rand::random());
+        let scraper = WorkerScraper::new(engine, context.clone());
+        let task = tokio::spawn(scraper.run(delay));
+        tasks.insert(engine, AbortOnDropHandle::new(task));
     }
 }
 

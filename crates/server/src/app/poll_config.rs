@@ -1,4 +1,4 @@
-//! Reloadable configuration of a task that polls engines.
+//! Reloadable configuration of a task that queries engines.
 
 use std::sync::Arc;
 
@@ -6,56 +6,38 @@ use tokio::sync::watch;
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_engines::engine_client::config::EnginesConfig;
 
-use super::App;
-use super::reload::ReloadCandidate;
+use super::reload::Reloader;
+use super::self_test_subjects::Subjects;
 use crate::config::Config;
 
 /// Settings of a poller, with the engine client.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 pub(super) struct PollConfig<S> {
     pub(super) settings: S,
     pub(super) engines: EnginesConfig,
     pub(super) client: EngineClient,
 }
 
-impl<S: PartialEq> PollConfig<S> {
-    fn new(config: &Config, client: &EngineClient, select: fn(&Config) -> S) -> Arc<Self> {
-        Arc::new(Self {
-            settings: select(config),
-            engines: config.engines.http.clone(),
-            client: client.clone(),
+/// Receives the configuration of a poller after each change.
+pub(super) type PollConfigReceiver<S> = watch::Receiver<Arc<PollConfig<S>>>;
+
+impl<S: PartialEq + Send + Sync + 'static> PollConfig<S> {
+    /// Follows the reloads that change the configuration. `select` returns the poller's own
+    /// settings.
+    pub(super) fn watch(
+        reloader: &Reloader,
+        select: fn(&Config, &Arc<Subjects>) -> S,
+    ) -> PollConfigReceiver<S> {
+        let create = move |config: &Config, client: EngineClient, subjects: &Arc<Subjects>| {
+            Arc::new(Self {
+                settings: select(config, subjects),
+                engines: config.engines.http.clone(),
+                client,
+            })
+        };
+        let initial = create(&reloader.running(), reloader.client(), &reloader.subjects());
+        reloader.watch(initial, move |next| {
+            create(&next.config, next.client.clone(), &next.subjects)
         })
-    }
-
-    fn is_equivalent(&self, other: &Self) -> bool {
-        self.settings == other.settings
-            && self.engines == other.engines
-            && self.client.is_same(&other.client)
-    }
-}
-
-impl App {
-    /// Returns the configuration of a poller, which follows the reloads that change it. `select`
-    /// returns the poller's own settings.
-    pub(super) fn watch_poll_config<S: PartialEq + Send + Sync + 'static>(
-        &mut self,
-        name: &'static str,
-        config: &Config,
-        select: fn(&Config) -> S,
-    ) -> watch::Receiver<Arc<PollConfig<S>>> {
-        let first = PollConfig::new(config, &self.reloader.client(), select);
-        let (config_tx, config_rx) = watch::channel(first);
-        self.reloader.register(name, move |next: &ReloadCandidate| {
-            let config_tx = config_tx.clone();
-            let poll_config = PollConfig::new(&next.config, &next.client, select);
-            Ok(Box::new(move || {
-                config_tx.send_if_modified(|running| {
-                    let changed = !running.is_equivalent(&poll_config);
-                    *running = poll_config;
-                    changed
-                });
-            }))
-        });
-        config_rx
     }
 }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use arc_swap::ArcSwap;
 use serde_json::Value;
-use tokio::sync::{Mutex, Notify};
+use tokio::sync::{Mutex, Notify, watch};
 use tokio::time::{Instant, sleep_until};
 use tracing::{error, info, warn};
 use warmroute_core::router::Router;
@@ -23,7 +23,6 @@ use warmroute_runtime::causes::describe_failure;
 use warmroute_runtime::files;
 use warmroute_runtime::lifecycle::file_watcher::{FileWatcher, SETTINGS_WATCH};
 use warmroute_settings::{ConfigError, MAX_SETTINGS_FILE, PathStep, Problem};
-use warmroute_tokens::openai::MessageCache;
 use warmroute_tokens::prompt::Encoder;
 
 use super::encoders::{EncoderRegistry, LoadedModels};
@@ -32,7 +31,7 @@ use super::self_test_subjects::{self, Subjects};
 use crate::admin::ReloadReport;
 use crate::cluster::remote_index::RemoteIndexClient;
 use crate::config::{Config, ReloadedConfig};
-use crate::request::{RequestPreprocessor, SharedClusterRules};
+use crate::request::{ModelRegistry, RequestPreprocessor, SharedClusterRules};
 
 /// New configuration and the components built from it; the input of the participants.
 pub(super) struct ReloadCandidate {
@@ -95,7 +94,7 @@ pub struct Reloader {
     encoders: EncoderRegistry,
     client: ArcSwap<EngineClient>,
     subjects: ArcSwap<Subjects>,
-    participants: parking_lot::Mutex<Vec<(&'static str, ReloadPrepare)>>,
+    participants: parking_lot::Mutex<Vec<ReloadPrepare>>,
     running: ArcSwap<Config>,
     /// State of the configuration, for status pages.
     status: ArcSwap<ConfigStatus>,
@@ -140,20 +139,45 @@ impl Reloader {
     /// Registers a participant, which prepares and then applies its part of a reload.
     pub(super) fn register(
         &self,
-        name: &'static str,
         prepare: impl Fn(&ReloadCandidate) -> anyhow::Result<ReloadCommit> + Send + Sync + 'static,
     ) {
-        self.participants.lock().push((name, Box::new(prepare)));
+        self.participants.lock().push(Box::new(prepare));
+    }
+
+    /// Registers a participant that cannot fail. `select` prepares a value, which `apply` uses.
+    pub(super) fn follow<T: Send + 'static>(
+        &self,
+        select: impl Fn(&ReloadCandidate) -> T + Send + Sync + 'static,
+        apply: impl Fn(T) + Send + Sync + 'static,
+    ) {
+        let apply = Arc::new(apply);
+        self.register(move |next| {
+            let value = select(next);
+            let apply = apply.clone();
+            Ok(Box::new(move || apply(value)))
+        });
+    }
+
+    /// Returns a value that follows the reloads that change it.
+    pub(super) fn watch<T: PartialEq + Send + Sync + 'static>(
+        &self,
+        initial: T,
+        select: impl Fn(&ReloadCandidate) -> T + Send + Sync + 'static,
+    ) -> watch::Receiver<T> {
+        let (value_tx, value_rx) = watch::channel(initial);
+        self.follow(select, move |next| {
+            value_tx.send_if_modified(|running| {
+                let is_changed = *running != next;
+                *running = next;
+                is_changed
+            });
+        });
+        value_rx
     }
 
     /// Returns the tokenizers in use, by model.
     pub(super) fn tokenizers(&self) -> Vec<(ModelName, Arc<Encoder>)> {
         self.encoders.by_model()
-    }
-
-    /// Returns the cache of the messages of earlier bodies.
-    pub(super) fn message_cache(&self) -> Arc<MessageCache> {
-        self.encoders.message_cache()
     }
 
     /// Returns the router, which is independent of reloads.
@@ -182,7 +206,7 @@ impl Reloader {
     }
 
     /// Loads the models of the initial configuration, with their tokenizers and self-test subjects.
-    pub(super) async fn load_models(&self) -> anyhow::Result<crate::request::ModelRegistry> {
+    pub(super) async fn load_models(&self) -> anyhow::Result<ModelRegistry> {
         let config = self.running();
         let loaded = self.encoders.load(&config).await?;
         self.subjects.store(Arc::new(
@@ -298,16 +322,8 @@ impl Reloader {
             .load()
             .with_config(&config.engines.http)
             .context("engine client cannot be created")?;
-        let deps = PreprocessorDeps {
-            cluster: &self.cluster,
-            client: &client,
-            router: &self.router,
-            metrics: &self.metrics,
-            message_cache: Some(self.message_cache()),
-            remote_index: self.index_client.clone(),
-        };
         Ok(ReloadCandidate {
-            preprocessor: parts::preprocessor(config, loaded.models.clone(), deps)?,
+            preprocessor: self.build_preprocessor(config, loaded.models.clone(), &client)?,
             subjects: Arc::new(
                 self_test_subjects::load(config, &loaded.models, &self.subjects.load()).await?,
             ),
@@ -316,11 +332,27 @@ impl Reloader {
         })
     }
 
-    fn prepare(&self, next: &ReloadCandidate) -> anyhow::Result<Vec<ReloadCommit>> {
-        let prepared = |(name, prepare): &(&'static str, ReloadPrepare)| {
-            prepare(next).with_context(|| format!("{name} cannot be reloaded"))
+    /// Creates the preprocessor of a configuration.
+    pub(super) fn build_preprocessor(
+        &self,
+        config: &Config,
+        models: ModelRegistry,
+        client: &EngineClient,
+    ) -> anyhow::Result<Arc<RequestPreprocessor>> {
+        let deps = PreprocessorDeps {
+            cluster: &self.cluster,
+            client,
+            router: &self.router,
+            metrics: &self.metrics,
+            message_cache: Some(self.encoders.message_cache()),
+            remote_index: self.index_client.clone(),
         };
-        self.participants.lock().iter().map(prepared).collect()
+        parts::preprocessor(config, models, deps)
+    }
+
+    fn prepare(&self, next: &ReloadCandidate) -> anyhow::Result<Vec<ReloadCommit>> {
+        let participants = self.participants.lock();
+        participants.iter().map(|prepare| prepare(next)).collect()
     }
 
     fn report(&self, outcome: &ReloadOutcome, generation: u64) {

@@ -7,8 +7,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::stream::{self, StreamExt as _};
-use tokio::sync::watch;
-use tokio::time::MissedTickBehavior;
 use tracing::{info, warn};
 use warmroute_core::fleet::Fleet;
 use warmroute_core::parity::{
@@ -16,18 +14,16 @@ use warmroute_core::parity::{
 };
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, Worker, WorkerId};
-use warmroute_engines::engine_client::config::EnginesConfig;
-use warmroute_engines::engine_client::{EngineClient, EngineUrl};
 use warmroute_metrics::{Metrics, ModelLabel, ModelOutcomeLabels};
-use warmroute_runtime::lifecycle::supervise;
+use warmroute_runtime::lifecycle::ticks;
 
-use super::App;
-use super::incarnation::{self, Incarnation, REQUERY_DELAY};
+use super::background::BackgroundTasks;
 use super::parity_log;
-use super::reload::ReloadCandidate;
+use super::poll_config::{PollConfig, PollConfigReceiver};
+use super::reload::Reloader;
 use super::self_test_subjects::Subjects;
+use super::worker_schedule::{Incarnation, WorkerSchedule};
 use crate::config::{CanaryHeaders, Config};
-use crate::self_test::CanarySuite;
 use crate::self_test::config::SelfTestConfig;
 
 /// Interval of checks for due workers and requests.
@@ -39,89 +35,44 @@ const EVENT_DELAY: Duration = Duration::from_secs(2);
 /// Maximum number of concurrent tests.
 const MAX_CONCURRENT_TESTS: usize = 4;
 
-/// Settings, engine client and subjects of the self-test.
-struct SelfTestPlan {
+/// Settings and subjects of the self-test.
+#[derive(PartialEq)]
+struct SelfTestSettings {
     config: SelfTestConfig,
-    engines: EnginesConfig,
     canary_headers: CanaryHeaders,
-    client: EngineClient,
     subjects: Arc<Subjects>,
 }
 
-impl SelfTestPlan {
-    fn is_equivalent(&self, other: &Self) -> bool {
-        let known = |(name, subject): (&ModelName, &Arc<CanarySuite>)| {
-            other
-                .subjects
-                .get(name)
-                .is_some_and(|other| Arc::ptr_eq(subject, other))
-        };
-        let same = self.subjects.len() == other.subjects.len() && self.subjects.iter().all(known);
-        same && self.config == other.config
-            && self.engines == other.engines
-            && self.canary_headers == other.canary_headers
-            && self.client.is_same(&other.client)
+impl SelfTestSettings {
+    fn new(config: &Config, subjects: &Arc<Subjects>) -> Self {
+        Self {
+            config: config.engines.parity_check.clone(),
+            canary_headers: CanaryHeaders::new(config),
+            subjects: subjects.clone(),
+        }
     }
 }
 
-/// Test state of a worker.
-struct SelfTestTarget {
-    incarnation: Incarnation,
-    /// Time of the next test.
-    next_test: Instant,
-    /// Time of the last test.
-    last_test: Option<Instant>,
-}
+type SelfTestPlan = PollConfig<SelfTestSettings>;
 
 /// State of the self-test.
 struct SelfTestRunner {
     router: Arc<Router>,
     metrics: Arc<Metrics>,
-    targets: HashMap<WorkerId, SelfTestTarget>,
+    schedules: HashMap<WorkerId, WorkerSchedule>,
     /// Completed requests to be checked, oldest first, with their completion time.
     pending_checks: VecDeque<(Instant, ModelName, ParityCheck)>,
 }
 
-impl App {
-    /// Starts the self-test.
-    pub(super) fn start_self_test(&mut self, config: &Config, router: &Arc<Router>) {
-        let plan = |config: &Config, client: EngineClient, subjects: Arc<Subjects>| {
-            Arc::new(SelfTestPlan {
-                config: config.engines.parity_check.clone(),
-                engines: config.engines.http.clone(),
-                canary_headers: CanaryHeaders::new(config),
-                client,
-                subjects,
-            })
-        };
-        let (plan_tx, plan_rx) = watch::channel(plan(
-            config,
-            self.reloader.client(),
-            self.reloader.subjects(),
-        ));
-        self.reloader
-            .register("self_test", move |next: &ReloadCandidate| {
-                let plan_tx = plan_tx.clone();
-                let plan = plan(&next.config, next.client.clone(), next.subjects.clone());
-                Ok(Box::new(move || {
-                    plan_tx.send_if_modified(|running| {
-                        let changed = !running.is_equivalent(&plan);
-                        *running = plan;
-                        changed
-                    });
-                }))
-            });
-        let router = router.clone();
-        let metrics = self.reloader.metrics.clone();
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("self_test", &metrics, stop, || {
-                let runner = SelfTestRunner::new(router.clone(), metrics.clone());
-                runner.run(plan_rx.clone())
-            })
-            .await;
-        });
-    }
+/// Starts the self-test.
+pub(super) fn start(tasks: &mut BackgroundTasks, reloader: &Reloader) {
+    let plan_rx = PollConfig::watch(reloader, SelfTestSettings::new);
+    let router = reloader.router().clone();
+    let metrics = reloader.metrics.clone();
+    tasks.supervise("self_test", move || {
+        let runner = SelfTestRunner::new(router.clone(), metrics.clone());
+        runner.run(plan_rx.clone())
+    });
 }
 
 impl SelfTestRunner {
@@ -129,18 +80,20 @@ impl SelfTestRunner {
         Self {
             router,
             metrics,
-            targets: HashMap::new(),
+            schedules: HashMap::new(),
             pending_checks: VecDeque::new(),
         }
     }
 
-    async fn run(mut self, mut plan_rx: watch::Receiver<Arc<SelfTestPlan>>) -> anyhow::Result<()> {
-        let mut tick = tokio::time::interval(SCAN_INTERVAL);
-        tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    async fn run(
+        mut self,
+        mut plan_rx: PollConfigReceiver<SelfTestSettings>,
+    ) -> anyhow::Result<()> {
+        let mut tick = ticks(SCAN_INTERVAL);
         // Tests wait for engines. They run concurrently, because the checks of real requests must
         // not wait for them.
         let mut tests = None;
-        let mut subjects = plan_rx.borrow().subjects.clone();
+        let mut subjects = plan_rx.borrow().settings.subjects.clone();
         loop {
             tokio::select! {
                 _ = tick.tick() => {}
@@ -149,24 +102,22 @@ impl SelfTestRunner {
                     changed?;
                     // Tokenizers or connections have changed, so results of running tests are
                     // obsolete.
-                    self.targets.clear();
+                    self.schedules.clear();
                     tests = None;
                 }
             }
             // The value is not marked as seen, so that a concurrent change triggers another
             // iteration.
             let plan = plan_rx.borrow().clone();
-            self.reset_changed_subjects(
-                &std::mem::replace(&mut subjects, plan.subjects.clone()),
-                &plan.subjects,
-            );
+            let before = std::mem::replace(&mut subjects, plan.settings.subjects.clone());
+            self.reset_changed_subjects(&before, &subjects);
             if tests.is_none() {
-                let due = self.due_workers(&plan);
+                let due = self.due_workers(&plan.settings);
                 if !due.is_empty() {
                     tests = Some(Box::pin(run_tests(plan.clone(), self.router.fleet(), due)));
                 }
             }
-            self.check_events(&plan.config);
+            self.check_events(&plan.settings.config);
             self.publish_metrics();
         }
     }
@@ -193,46 +144,35 @@ impl SelfTestRunner {
     }
 
     /// Returns the workers to test now, and removes findings that no longer apply.
-    fn due_workers(&mut self, plan: &SelfTestPlan) -> Vec<Arc<Worker>> {
+    fn due_workers(&mut self, settings: &SelfTestSettings) -> Vec<Arc<Worker>> {
         let fleet = self.router.fleet();
-        let now = Instant::now();
-        let ejected = incarnation::ejected_workers(&self.router);
-        self.targets.retain(|id, _| fleet.worker(*id).is_some());
+        let ejected = self.router.ejected_workers().into_iter().collect();
+        self.schedules.retain(|id, _| fleet.worker(*id).is_some());
         for (model, status) in self.router.parity().statuses() {
             let serves = |id| fleet.worker(id).is_some_and(|worker| worker.model == model);
             self.log_change(&model, None, status.retain(serves), "fleet changed");
-            if !plan.subjects.contains_key(&model) {
+            if !settings.subjects.contains_key(&model) {
                 self.log_change(&model, None, status.clear_canaries(), "canaries disabled");
             }
-            if !plan.config.sample_requests {
+            if !settings.config.sample_requests {
                 self.log_change(&model, None, status.clear_events(), "event checks disabled");
             }
         }
         let tested = fleet
             .workers()
-            .filter(|worker| plan.subjects.contains_key(&worker.model));
+            .filter(|worker| settings.subjects.contains_key(&worker.model));
         let mut due = Vec::new();
         for worker in tested {
             let incarnation = Incarnation::of(worker, &self.router, &ejected);
-            let known = self
-                .targets
-                .entry(worker.id)
-                .or_insert_with(|| SelfTestTarget {
-                    incarnation: incarnation.clone(),
-                    next_test: now,
-                    last_test: None,
-                });
-            if incarnation.may_differ_from(&known.incarnation) {
-                known.next_test = known.next_test.min(
-                    now + incarnation::requery_delay(known.last_test.map(|tested| now - tested)),
-                );
-                if let Some(status) = self.router.parity().model_status(&worker.model) {
-                    status.mark_restarted(worker.id);
-                }
+            let is_ejected = incarnation.is_ejected;
+            let schedule = self.schedules.entry(worker.id).or_default();
+            if schedule.observe(incarnation)
+                && let Some(status) = self.router.parity().model_status(&worker.model)
+            {
+                status.mark_restarted(worker.id);
             }
-            known.incarnation = incarnation;
-            if known.next_test <= now && !known.incarnation.is_ejected {
-                (known.next_test, known.last_test) = (now + plan.config.interval.get(), Some(now));
+            if schedule.is_due() && !is_ejected {
+                schedule.start(settings.config.interval.get());
                 due.push(worker.clone());
             }
         }
@@ -244,6 +184,16 @@ impl SelfTestRunner {
         // The log of a difference depends on the workers that agree.
         tested.sort_by_key(|tested| !matches!(tested.verdict, CanaryVerdict::Agrees { .. }));
         for SelfTestResult { worker, verdict } in tested {
+            let is_transient = matches!(
+                verdict,
+                CanaryVerdict::CannotTest {
+                    is_transient: true,
+                    ..
+                }
+            );
+            if let Some(schedule) = self.schedules.get_mut(&worker.id) {
+                schedule.finish(is_transient);
+            }
             let Some(status) = self.router.parity().model_status(&worker.model) else {
                 continue;
             };
@@ -256,15 +206,6 @@ impl SelfTestRunner {
                 .canaries;
             let labels = ModelOutcomeLabels::new(&worker.model, verdict.label());
             self.metrics.parity.checks.get_or_create(&labels).inc();
-            if let (
-                CanaryVerdict::CannotTest {
-                    is_transient: true, ..
-                },
-                Some(known),
-            ) = (&verdict, self.targets.get_mut(&worker.id))
-            {
-                known.next_test = known.next_test.min(Instant::now() + REQUERY_DELAY);
-            }
             let change = status.record_canaries(worker.id, verdict.clone());
             if before != verdict {
                 let has_agreeing_worker = status.parity().has_agreeing_worker();
@@ -423,15 +364,17 @@ async fn run_tests(
 ) -> Vec<SelfTestResult> {
     let test_worker = |worker: Arc<Worker>| {
         let plan = plan.clone();
+        let settings = &plan.settings;
         let workers = fleet.workers().map(|worker| &**worker);
         let client = plan
             .client
-            .with_headers(plan.canary_headers.headers(&worker, None, workers));
+            .with_headers(settings.canary_headers.headers(&worker, None, workers));
         async move {
-            let url: EngineUrl = plan.engines.url(worker.endpoint);
-            let subject = plan.subjects.get(&worker.model)?;
+            let url = plan.engines.url(worker.endpoint);
+            let settings = &plan.settings;
+            let subject = settings.subjects.get(&worker.model)?;
             let verdict = subject
-                .compare(&client, &url, plan.config.timeout.get())
+                .compare(&client, &url, settings.config.timeout.get())
                 .await;
             Some(SelfTestResult { worker, verdict })
         }
@@ -442,55 +385,4 @@ async fn run_tests(
         .filter_map(std::future::ready)
         .collect()
         .await
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use warmroute_core::index::PrefixIndex;
-    use warmroute_core::load::LoadTracker;
-    use warmroute_core::router::RouterSettings;
-    use warmroute_core::worker::BlockSize;
-
-    #[test]
-    fn only_retryable_failures_are_retested_soon() {
-        let load = LoadTracker::new(Instant::now);
-        let router = Arc::new(Router::new(
-            PrefixIndex::new(),
-            load,
-            RouterSettings::default(),
-            1,
-        ));
-        router.parity().configure([("m".into(), Arc::default())]);
-        let mut runner = SelfTestRunner::new(router.clone(), Arc::new(Metrics::new()));
-        let endpoint = "127.0.0.1:8000".parse().unwrap();
-        let worker = Arc::new(Worker::new(
-            WorkerId(1),
-            endpoint,
-            "m".into(),
-            BlockSize::new(16).unwrap(),
-        ));
-        for is_transient in [false, true] {
-            let due = Instant::now() + Duration::from_secs(300);
-            let incarnation =
-                Incarnation::of(&worker, &router, &incarnation::ejected_workers(&router));
-            runner.targets.insert(
-                worker.id,
-                SelfTestTarget {
-                    incarnation,
-                    next_test: due,
-                    last_test: None,
-                },
-            );
-            let verdict = CanaryVerdict::CannotTest {
-                reason: String::new(),
-                is_transient,
-            };
-            runner.apply_results(vec![SelfTestResult {
-                worker: worker.clone(),
-                verdict,
-            }]);
-            assert_eq!(runner.targets[&worker.id].next_test < due, is_transient);
-        }
-    }
 }

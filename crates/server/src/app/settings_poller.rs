@@ -13,20 +13,18 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use tokio::sync::watch;
-use tokio::time::Instant;
 use warmroute_core::engine_settings::EngineSettings;
-use warmroute_core::fleet::Fleet;
 use warmroute_core::health::HealthSignal;
 use warmroute_core::router::Router;
 use warmroute_core::worker::{ModelName, WorkerEndpoint, WorkerId};
 use warmroute_engines::engine_client::EngineError;
 use warmroute_metrics::{Metrics, OutcomeLabel};
-use warmroute_runtime::lifecycle::supervise;
 
-use super::App;
-use super::incarnation::{self, Incarnation, REQUERY_DELAY};
-use super::poll_config::PollConfig;
-use crate::config::{Config, EngineDiscoveryConfig};
+use super::background::BackgroundTasks;
+use super::poll_config::{PollConfig, PollConfigReceiver};
+use super::reload::Reloader;
+use super::worker_schedule::{Incarnation, WorkerSchedule};
+use crate::config::EngineDiscoveryConfig;
 use responses::{EngineResponses, ListedModels};
 
 pub use responses::parse_engine_settings;
@@ -47,12 +45,8 @@ pub(super) struct EngineReports {
 
 /// Interval of checks for new workers.
 const SCAN_INTERVAL: Duration = Duration::from_millis(250);
-/// Maximum time between two scans of an unchanged fleet.
-const MAX_SCAN_AGE: Duration = Duration::from_secs(1);
 /// Maximum number of concurrent queries.
 const MAX_CONCURRENT_QUERIES: usize = 16;
-
-type SettingsPollConfig = PollConfig<EngineDiscoveryConfig>;
 
 /// Poller of engine settings.
 struct EngineSettingsPoller {
@@ -62,69 +56,47 @@ struct EngineSettingsPoller {
 }
 
 /// Polling state of an engine.
+#[derive(Default)]
 struct PolledEngine {
-    incarnation: Incarnation,
-    /// Time of the next query; `None` during a query.
-    next_query: Option<Instant>,
-    /// Time of the last query.
-    last_query: Option<Instant>,
+    schedule: WorkerSchedule,
     /// Whether the engine has listed its model.
     has_listed_model: bool,
 }
 
 type PendingQueries = FuturesUnordered<BoxFuture<'static, (EngineKey, EngineResponses)>>;
 
-impl App {
-    /// Starts the poller, which publishes to `reports`.
-    pub(super) fn poll_engine_settings(
-        &mut self,
-        config: &Config,
-        router: &Arc<Router>,
-        reports: watch::Sender<Arc<EngineReports>>,
-    ) {
-        let config_rx =
-            self.watch_poll_config("learn", config, |config| config.engines.discovery.clone());
-        let metrics = self.reloader.metrics.clone();
-        let poller = Arc::new(EngineSettingsPoller {
-            router: router.clone(),
-            metrics: metrics.clone(),
-            reports,
-        });
-        let stop = self.stop.clone();
-        self.background.spawn(async move {
-            supervise("engine_settings", &metrics, stop, || {
-                let poller = poller.clone();
-                let config_rx = config_rx.clone();
-                async move { poller.run(config_rx).await }
-            })
-            .await;
-        });
-    }
+/// Starts the poller, which publishes to `reports`.
+pub(super) fn start(
+    tasks: &mut BackgroundTasks,
+    reloader: &Reloader,
+    reports: watch::Sender<Arc<EngineReports>>,
+) {
+    let config_rx = PollConfig::watch(reloader, |config, _| config.engines.discovery.clone());
+    let poller = Arc::new(EngineSettingsPoller {
+        router: reloader.router().clone(),
+        metrics: reloader.metrics.clone(),
+        reports,
+    });
+    tasks.supervise("engine_settings", move || {
+        poller.clone().run(config_rx.clone())
+    });
 }
 
 impl EngineSettingsPoller {
     /// Queries due engines until the task is cancelled.
     async fn run(
-        &self,
-        mut config_rx: watch::Receiver<Arc<SettingsPollConfig>>,
+        self: Arc<Self>,
+        mut config_rx: PollConfigReceiver<EngineDiscoveryConfig>,
     ) -> anyhow::Result<()> {
         let mut known: HashMap<EngineKey, PolledEngine> = HashMap::new();
         let mut queries = PendingQueries::new();
         let mut ticks = tokio::time::interval(SCAN_INTERVAL);
-        let mut last_scan = None;
         loop {
             tokio::select! {
-                _ = ticks.tick() => {
-                    let fleet = self.router.fleet();
-                    if is_recent_scan(last_scan.as_ref(), &fleet) {
-                        continue;
-                    }
-                    last_scan = Some((fleet, Instant::now()));
-                }
+                _ = ticks.tick() => {}
                 Some((key, responses)) = queries.next(), if !queries.is_empty() => {
                     if let Some(known) = known.get_mut(&key) {
-                        let wait = if responses.is_retryable() { REQUERY_DELAY } else { config_rx.borrow().settings.interval.get() };
-                        known.next_query = Some(Instant::now() + wait);
+                        known.schedule.finish(responses.is_retryable());
                         if let Ok(models) = &responses.models {
                             let is_lost = models.lost_model(&mut known.has_listed_model);
                             self.router.set_signal(key.0, HealthSignal::ModelList, is_lost);
@@ -135,7 +107,8 @@ impl EngineSettingsPoller {
                 changed = config_rx.changed() => {
                     changed?;
                     // Running queries use the old settings, so all engines are queried again.
-                    (known, queries) = (HashMap::new(), PendingQueries::new());
+                    known.clear();
+                    queries = PendingQueries::new();
                 }
             }
             // The value is not marked as seen, so that a concurrent change triggers another
@@ -148,10 +121,11 @@ impl EngineSettingsPoller {
                 continue;
             }
             self.retain(&mut known);
-            for (key, model) in self.due_engines(
-                &mut known,
-                MAX_CONCURRENT_QUERIES.saturating_sub(queries.len()),
-            ) {
+            let limit = MAX_CONCURRENT_QUERIES.saturating_sub(queries.len());
+            for (key, model) in self.due_engines(&mut known, limit) {
+                if let Some(known) = known.get_mut(&key) {
+                    known.schedule.start(poll_config.settings.interval.get());
+                }
                 queries.push(Box::pin(query_engine(
                     poll_config.clone(),
                     self.metrics.clone(),
@@ -184,46 +158,25 @@ impl EngineSettingsPoller {
         });
     }
 
-    /// Returns the engines to query now, at most `limit`. Engines that were never queried come
-    /// first.
+    /// Returns the engines to query now, at most `limit`. Engines that were never queried come first.
     fn due_engines(
         &self,
         known: &mut HashMap<EngineKey, PolledEngine>,
         limit: usize,
     ) -> Vec<(EngineKey, ModelName)> {
         let fleet = self.router.fleet();
-        let now = Instant::now();
-        let ejected = incarnation::ejected_workers(&self.router);
+        let ejected = self.router.ejected_workers().into_iter().collect();
         let mut due = Vec::new();
         for worker in fleet.workers() {
             let key = (worker.id, worker.endpoint);
-            let incarnation = Incarnation::of(worker, &self.router, &ejected);
-            let known = known.entry(key).or_insert_with(|| PolledEngine {
-                incarnation: incarnation.clone(),
-                next_query: Some(now),
-                last_query: None,
-                has_listed_model: false,
-            });
-            // An engine that restarts during a query is queried again.
-            if known.next_query.is_some() {
-                if incarnation.may_differ_from(&known.incarnation) {
-                    let earliest =
-                        now + incarnation::requery_delay(known.last_query.map(|last| now - last));
-                    known.next_query = known.next_query.map(|due| due.min(earliest));
-                }
-                known.incarnation = incarnation;
-            }
-            if known.next_query.is_some_and(|due| due <= now) {
-                due.push((known.last_query.is_some(), key, worker.model.clone()));
+            let schedule = &mut known.entry(key).or_default().schedule;
+            schedule.observe(Incarnation::of(worker, &self.router, &ejected));
+            if schedule.is_due() {
+                due.push((schedule.was_queried(), key, worker.model.clone()));
             }
         }
         due.sort_by_key(|(was_queried, ..)| *was_queried);
         due.truncate(limit);
-        for (_, key, _) in &due {
-            if let Some(known) = known.get_mut(key) {
-                (known.next_query, known.last_query) = (None, Some(now));
-            }
-        }
         due.into_iter()
             .map(|(_, key, model)| (key, model))
             .collect()
@@ -263,14 +216,8 @@ pub(super) fn disabled() -> Arc<EngineReports> {
     })
 }
 
-/// Returns true if the last scan covered this fleet and is newer than [`MAX_SCAN_AGE`].
-fn is_recent_scan(last_scan: Option<&(Arc<Fleet>, Instant)>, fleet: &Arc<Fleet>) -> bool {
-    last_scan
-        .is_some_and(|(scanned, at)| Arc::ptr_eq(scanned, fleet) && at.elapsed() < MAX_SCAN_AGE)
-}
-
 async fn query_engine(
-    poll_config: Arc<SettingsPollConfig>,
+    poll_config: Arc<PollConfig<EngineDiscoveryConfig>>,
     metrics: Arc<Metrics>,
     key: EngineKey,
     model: ModelName,
@@ -311,72 +258,5 @@ fn count_outcome<T: Default>(
     match answer {
         Err(EngineError::NotOffered(_)) => Ok(T::default()),
         answer => answer,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use warmroute_core::worker::BlockSize;
-
-    #[test]
-    fn repeated_restarts_limit_query_rate() {
-        let load = warmroute_core::load::LoadTracker::new(std::time::Instant::now);
-        let settings = warmroute_core::router::RouterSettings::default();
-        let router = Arc::new(Router::new(
-            warmroute_core::index::PrefixIndex::new(),
-            load,
-            settings,
-            1,
-        ));
-        let endpoint = "127.0.0.1:8000".parse().unwrap();
-        let worker = warmroute_core::worker::Worker::new(
-            WorkerId(1),
-            endpoint,
-            "m".into(),
-            BlockSize::new(16).unwrap(),
-        );
-        let rank = warmroute_core::worker::WorkerRank {
-            worker: worker.id,
-            rank: worker.ranks.iter().next().unwrap(),
-        };
-        router.set_fleet(Arc::new(
-            warmroute_core::fleet::Fleet::empty()
-                .reconcile(vec![worker])
-                .fleet,
-        ));
-        let source = Arc::new(parking_lot::Mutex::new(
-            warmroute_core::freshness::EventSourceState::new(Default::default()),
-        ));
-        router.sources().register(rank, source.clone());
-        let poller = EngineSettingsPoller {
-            router,
-            metrics: Arc::new(Metrics::new()),
-            reports: watch::Sender::new(disabled()),
-        };
-        let mut known = HashMap::new();
-        let key = (WorkerId(1), endpoint);
-        assert_eq!(
-            poller.due_engines(&mut known, 1).len(),
-            1,
-            "the worker is new"
-        );
-        let later = Instant::now() + Duration::from_secs(300);
-        known.get_mut(&key).unwrap().next_query = Some(later);
-        for _ in 0..3 {
-            source.lock().record_restart();
-            assert!(
-                poller.due_engines(&mut known, 1).is_empty(),
-                "the engine was queried a moment ago"
-            );
-        }
-        let due = known[&key].next_query.unwrap();
-        assert!(
-            due <= Instant::now() + REQUERY_DELAY,
-            "the engine is queried again soon"
-        );
-        known.get_mut(&key).unwrap().last_query = Some(Instant::now() - REQUERY_DELAY);
-        source.lock().record_restart();
-        assert_eq!(poller.due_engines(&mut known, 1).len(), 1);
     }
 }

@@ -160,7 +160,9 @@ impl SourceTask {
             tokio::select! {
                 changed = states.changed() => if changed.is_err() { std::future::pending::<()>().await },
                 () = tokio::time::sleep_until(self.deadline), if ready.is_some() => {
-                    ready.take().into_iter().for_each(ReadyGuard::give_up);
+                    if let Some(ready) = ready.take() {
+                        ready.give_up();
+                    }
                 }
                 () = monitor.changed() => {}
                 () = tokio::time::sleep_until(next_check) => {
@@ -206,11 +208,10 @@ impl SourceTask {
         let was_silent = monitor.source().lock().is_silent();
         // Responses may have resolved stale blocks since the last batch.
         monitor.update(|source| {
-            self.router
-                .index()
-                .stale_block_count(self.member.slot)
-                .into_iter()
-                .for_each(|stale| source.set_stale_blocks(stale));
+            let stale = self.router.index().stale_block_count(self.member.slot);
+            if let Some(stale) = stale {
+                source.set_stale_blocks(stale);
+            }
             source.check_silence(std::time::Instant::now(), &rules);
         });
         if !was_silent && monitor.source().lock().is_silent() {

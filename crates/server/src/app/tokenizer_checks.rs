@@ -4,39 +4,26 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::time::MissedTickBehavior;
 use tracing::{error, info};
-use warmroute_core::router::Router;
 use warmroute_core::worker::ModelName;
 use warmroute_metrics::{Metrics, ModelOutcomeLabels};
-use warmroute_runtime::lifecycle::supervise;
+use warmroute_runtime::lifecycle::ticks;
 use warmroute_tokens::prompt::Encoder;
 
-use super::App;
+use super::background::BackgroundTasks;
 use super::reload::Reloader;
 
 /// Interval of comparisons per model; each takes milliseconds of CPU time.
 const COMPARE_INTERVAL: Duration = Duration::from_secs(5);
 
-impl App {
-    /// Starts the comparison.
-    pub(super) fn start_tokenizer_checks(&mut self, router: &Arc<Router>) {
-        let router = router.clone();
-        let reloader = self.reloader.clone();
-        let stop = self.stop.clone();
-        let metrics = reloader.metrics.clone();
-        self.background.spawn(async move {
-            supervise("tokenizers", &metrics, stop, || {
-                compare(reloader.clone(), router.clone())
-            })
-            .await;
-        });
-    }
+/// Starts the comparison.
+pub(super) fn start(tasks: &mut BackgroundTasks, reloader: &Arc<Reloader>) {
+    let reloader = reloader.clone();
+    tasks.supervise("tokenizers", move || compare(reloader.clone()));
 }
 
-async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result<()> {
-    let mut tick = tokio::time::interval(COMPARE_INTERVAL);
-    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+async fn compare(reloader: Arc<Reloader>) -> anyhow::Result<()> {
+    let mut tick = ticks(COMPARE_INTERVAL);
     let mut before: Vec<(Arc<Encoder>, Option<&str>)> = Vec::new();
     loop {
         tick.tick().await;
@@ -56,7 +43,7 @@ async fn compare(reloader: Arc<Reloader>, router: Arc<Router>) -> anyhow::Result
                 }
                 _ => {}
             }
-            if let Some(status) = router.parity().model_status(&model) {
+            if let Some(status) = reloader.router().parity().model_status(&model) {
                 status.set_slow_reason(reason);
             }
             now.push((encoder, reason));

@@ -11,13 +11,6 @@ mod server_pool;
 mod service;
 mod wire;
 
-/// Generated messages, client and server of the index protocol.
-#[expect(missing_docs, reason = "generated")]
-#[expect(clippy::too_many_lines, reason = "generated")]
-pub mod pb {
-    tonic::include_proto!("warmroute.index.v1");
-}
-
 pub use client::{OverlapQuery, RemoteIndexClient};
 pub use service::{IndexService, IndexServiceParts, IndexedModel, ModelLookup};
 

@@ -16,8 +16,6 @@ mod mirror;
 mod nats;
 mod outbox;
 mod peers;
-mod prediction_gate;
-mod session_failover;
 mod sync;
 mod wire;
 
@@ -31,18 +29,12 @@ use warmroute_core::router::RoutedPrompts;
 use warmroute_core::sessions::SessionUpdate;
 use warmroute_core::worker::WorkerId;
 
+pub use crate::proto::replica::{Batch, SnapshotPart};
 pub use local_events::{LocalEventChannel, LocalEvents};
 pub use mirror::LocalView;
 pub use outbox::ReplicaOutbox;
 pub use peers::{PeerAction, PeerChange, PeerTable, PeerUpdate};
-pub use proto::{Batch, SnapshotPart};
 pub use sync::{ReplicaSync, ReplicaSyncParts};
-
-/// Generated messages.
-mod proto {
-    #![allow(missing_docs, clippy::all, unreachable_pub)]
-    include!(concat!(env!("OUT_DIR"), "/warmroute.replica.v1.rs"));
-}
 
 /// Random id that identifies a process among the replicas.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]

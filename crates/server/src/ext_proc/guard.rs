@@ -3,28 +3,27 @@
 //!
 //! Decision 0003.
 
-mod cache_report;
 mod measurements;
 mod response_origin;
+mod started_response;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use tracing::debug;
-
-use cache_report::CacheReportSource;
 use warmroute_core::block::BlockHashes;
 use warmroute_core::health::RequestOutcome;
-use warmroute_core::load::{CompleteOutput, FirstTokenObservation};
+use warmroute_core::load::FirstTokenObservation;
 use warmroute_core::router::{Mode, Router};
-use warmroute_metrics::{Metrics, ModelLabel, ModelRoleLabels, OutcomeLabel};
-use warmroute_tokens::openai::usage::{TokenUsage, UsageScanner};
+use warmroute_metrics::{Metrics, ModelRoleLabels, OutcomeLabel};
 
 use super::response_content::{MissingContent, ResponseContent};
 use super::retries::RetryDecision;
-use crate::dispatch::audit::{CacheAudit, ReportedUsage};
+use crate::dispatch::audit::CacheAudit;
 use crate::dispatch::{ActiveRequest, Dispatcher, log_health_changes};
 use crate::prefill::{PrefillEvent, RemotePrefill, RetriedRequest};
+use measurements::CacheReportSource;
+use started_response::StartedResponse;
 
 /// Resources and metrics of one exchange.
 pub(super) struct ExchangeGuard {
@@ -34,39 +33,21 @@ pub(super) struct ExchangeGuard {
     arrived: Instant,
     active: Option<Box<ActiveRequest>>,
     /// The prefill on another worker, until the first token.
-    remote_prefill: Option<RemotePrefill>,
-    /// Time at which another worker completed the prefill. Removed at the first token.
-    prefill_done: Option<Instant>,
-    label: Option<ModelLabel>,
+    prefill: Option<ExchangePrefill>,
     /// The model and the role of the decode worker.
-    role_labels: Option<ModelRoleLabels>,
-    /// Time of the first token of a streamed response.
-    first_token_at: Option<Instant>,
-    /// Time of the end of the response.
-    completed_at: Option<Instant>,
+    labels: Option<ModelRoleLabels>,
     /// The response with the cache report.
     cache_report_source: Option<CacheReportSource>,
-    /// The prompts of the request, after its end.
-    prompts: Vec<BlockHashes>,
-    /// Whether another worker than the chosen one served the request.
-    served_elsewhere: bool,
-    /// Whether the usage scanner reads the response body.
-    body_scanned: bool,
-    /// Content of the response, observed by this filter or by the probe filter.
-    content: ResponseContent,
-    usage: Box<UsageScanner>,
-    status: u16,
-    /// Whether the response is a stream of events.
-    event_stream: bool,
-    /// Whether the body of the response is too short for an answer.
-    has_short_body: bool,
+    response: Option<StartedResponse>,
     end: ExchangeEnd,
-    /// Whether output blocks count as load.
-    books_output_blocks: bool,
-    /// Output blocks booked so far.
-    output_blocks: u64,
-    /// Output tokens reported to the load tracker so far, including the first one.
-    output_tokens: u64,
+    /// Output blocks booked so far. `None` if they do not count as load.
+    output_blocks: Option<u64>,
+}
+
+/// The prefill on another worker.
+struct ExchangePrefill {
+    remote: RemotePrefill,
+    completed_at: Option<Instant>,
 }
 
 /// Outcome of the exchange if its stream closes now.
@@ -77,8 +58,8 @@ enum ExchangeEnd {
     /// The response has begun, and its end was not observed: it is complete, or the client
     /// disconnected.
     Closed,
-    /// The end of the response was observed.
-    Complete,
+    /// The end of the response was observed at this time.
+    Complete(Instant),
     /// warmroute responded itself.
     Immediate,
 }
@@ -86,45 +67,32 @@ enum ExchangeEnd {
 impl ExchangeGuard {
     pub(super) fn open(metrics: Arc<Metrics>, router: Arc<Router>, audit: Arc<CacheAudit>) -> Self {
         metrics.ext_proc.open_exchanges.inc();
-        let now = Instant::now();
         Self {
             metrics,
             audit,
-            arrived: now,
+            arrived: Instant::now(),
             active: None,
-            remote_prefill: None,
-            prefill_done: None,
-            label: None,
-            role_labels: None,
-            first_token_at: None,
-            completed_at: None,
+            prefill: None,
+            labels: None,
             cache_report_source: None,
-            prompts: Vec::new(),
-            served_elsewhere: false,
-            body_scanned: false,
-            content: ResponseContent::default(),
-            usage: Box::default(),
-            status: 0,
-            event_stream: false,
-            has_short_body: false,
+            response: None,
             end: ExchangeEnd::Abandoned,
-            books_output_blocks: router.settings().tracking.output_blocks,
-            output_blocks: 0,
-            output_tokens: 1,
+            output_blocks: router.settings().tracking.output_blocks.then_some(0),
             router,
         }
     }
 
-    /// Records the placement of the request. `remote_prefill` is the prefill on another worker.
-    fn on_placed(&mut self, remote_prefill: Option<RemotePrefill>) {
+    /// Records the placement of the request. `remote` is the prefill on another worker.
+    fn on_placed(&mut self, remote: Option<RemotePrefill>) {
         let route = self.active.as_ref().map(|active| &active.placement.route);
         self.cache_report_source =
-            route.map(|route| CacheReportSource::new(route, remote_prefill.as_ref(), &self.audit));
-        // warmroute calls the prefill worker before it forwards the request, so the prefill is
-        // complete.
-        self.prefill_done =
-            matches!(remote_prefill, Some(RemotePrefill::Call(_))).then(Instant::now);
-        self.remote_prefill = remote_prefill;
+            route.map(|route| CacheReportSource::new(route, remote.as_ref(), &self.audit));
+        self.prefill = remote.map(|remote| ExchangePrefill {
+            // warmroute calls the prefill worker before it forwards the request, so the prefill is
+            // complete.
+            completed_at: matches!(remote, RemotePrefill::Call(_)).then(Instant::now),
+            remote,
+        });
     }
 
     pub(super) fn on_route(
@@ -132,10 +100,7 @@ impl ExchangeGuard {
         active: Option<Box<ActiveRequest>>,
         remote_prefill: Option<RemotePrefill>,
     ) {
-        self.label = active
-            .as_ref()
-            .map(|active| ModelLabel::from(&active.placement.route.model));
-        self.role_labels = active.as_ref().map(|active| {
+        self.labels = active.as_ref().map(|active| {
             let route = &active.placement.route;
             ModelRoleLabels::new(&route.model, self.router.role_of(route.to.rank))
         });
@@ -151,8 +116,8 @@ impl ExchangeGuard {
 
     /// Completes at the next event of the prefill on another worker.
     pub(super) async fn next_prefill_event(&mut self) -> PrefillEvent {
-        match &mut self.remote_prefill {
-            Some(remote_prefill) => remote_prefill.next_event().await,
+        match &mut self.prefill {
+            Some(prefill) => prefill.remote.next_event().await,
             None => std::future::pending().await,
         }
     }
@@ -164,14 +129,19 @@ impl ExchangeGuard {
         event: &PrefillEvent,
         is_content_missing: bool,
     ) -> bool {
-        let (Some(RemotePrefill::Mirror(mirrored_prefill)), Some(active)) =
-            (&self.remote_prefill, &mut self.active)
+        let (
+            Some(ExchangePrefill {
+                remote: RemotePrefill::Mirror(mirrored_prefill),
+                completed_at,
+            }),
+            Some(active),
+        ) = (&mut self.prefill, &mut self.active)
         else {
             return false;
         };
         match event {
             PrefillEvent::Done => {
-                self.prefill_done = Some(Instant::now());
+                *completed_at = Some(Instant::now());
                 self.router.complete_remote_prefill(&mut active.placement);
                 false
             }
@@ -180,10 +150,10 @@ impl ExchangeGuard {
                 false
             }
             // The first token of a response that has begun may be missed by the probe.
-            PrefillEvent::TimedOut if self.status != 0 && !is_content_missing => false,
+            PrefillEvent::TimedOut if self.response.is_some() && !is_content_missing => false,
             PrefillEvent::TimedOut => {
                 mirrored_prefill.on_timeout(&self.router, active);
-                self.remote_prefill = None;
+                self.prefill = None;
                 true
             }
         }
@@ -196,14 +166,14 @@ impl ExchangeGuard {
         retried: RetriedRequest,
     ) -> RetryDecision {
         // A request whose response has begun is not retried.
-        let Some(remote_prefill) = self.remote_prefill.take() else {
+        let Some(prefill) = self.prefill.take() else {
             return RetryDecision::Unchanged;
         };
         let Some(active) = self.active.take() else {
             return RetryDecision::Unchanged;
         };
         // Boxed, because the future is large and retries are rare.
-        let repeated = Box::pin(remote_prefill.retry(dispatcher, active, retried)).await;
+        let repeated = Box::pin(prefill.remote.retry(dispatcher, active, retried)).await;
         match repeated {
             Ok(repeated) => {
                 self.active = Some(repeated.active);
@@ -220,43 +190,44 @@ impl ExchangeGuard {
     /// Handles the first token of the response, which was `observed` or is assumed to arrive with
     /// the headers.
     pub(super) fn on_first_token(&mut self, observed: bool) {
-        self.content = match (observed, self.event_stream) {
-            (true, _) => ResponseContent::Delivered,
-            (false, false) => ResponseContent::Assumed,
-            (false, true) => self.content,
+        if self.end == ExchangeEnd::Abandoned {
+            self.end = ExchangeEnd::Closed;
+        }
+        let Some(response) = &mut self.response else {
+            return;
         };
-        self.end = self.end_at_least(ExchangeEnd::Closed);
-        // An error has no first token.
-        let is_success = (200..300).contains(&self.status);
-        // After the first token the prefill is complete.
-        self.end_remote_prefill(is_success);
         // A unary response begins when it is complete, and the headers of an event stream precede
         // the computation.
-        let is_measured = is_success && observed && self.event_stream;
+        let is_measured = response.on_first_token(observed);
+        let is_success = response.is_success();
+        let head = response.head;
+        // After the first token the prefill is complete.
+        let prefill_completed_at = self.end_remote_prefill(is_success);
+        // An error has no first token.
+        if !is_success {
+            return;
+        }
         // A failed request may stay booked after its end, with its prefill.
-        let is_delivered = is_success && !self.has_short_body;
-        if is_delivered && let Some(observation) = self.end_prefill(is_measured) {
+        if !head.has_short_body
+            && let Some(observation) = self.end_prefill(is_measured)
+        {
             self.observe_prediction(observation);
         }
-        if is_success {
-            self.report_outcome(if is_delivered {
-                RequestOutcome::Delivered
-            } else {
-                RequestOutcome::Empty
-            });
-            self.observe_first_token();
+        self.report_outcome(if head.has_short_body {
+            RequestOutcome::Empty
         } else {
-            self.prefill_done = None;
-        }
-        if is_success && observed && self.event_stream {
-            self.first_token_at.get_or_insert_with(Instant::now);
-        }
+            RequestOutcome::Delivered
+        });
+        self.observe_first_token(prefill_completed_at.filter(|_| head.is_event_stream));
     }
 
     /// Handles the end of a response without content.
     pub(super) fn on_content_missing(&mut self, missing: MissingContent) {
-        self.content = ResponseContent::Missing(missing);
-        if (200..300).contains(&self.status) {
+        let Some(response) = &mut self.response else {
+            return;
+        };
+        response.content = ResponseContent::Missing(missing);
+        if response.is_success() {
             debug!(?missing, "response without content");
             self.report_outcome(match missing {
                 MissingContent::Empty => RequestOutcome::Empty,
@@ -267,13 +238,14 @@ impl ExchangeGuard {
         }
     }
 
-    /// Ends the prefill on another worker. A mirrored prefill that is not complete is aborted.
-    fn end_remote_prefill(&mut self, is_complete: bool) {
-        if let Some(RemotePrefill::Mirror(mirrored_prefill)) =
-            self.remote_prefill.take().filter(|_| is_complete)
-        {
+    /// Ends the prefill on another worker, and returns the time at which it was reported complete.
+    /// A mirrored prefill that is not complete is aborted.
+    fn end_remote_prefill(&mut self, is_complete: bool) -> Option<Instant> {
+        let prefill = self.prefill.take()?;
+        if is_complete && let RemotePrefill::Mirror(mirrored_prefill) = prefill.remote {
             mirrored_prefill.complete();
         }
+        prefill.completed_at
     }
 
     /// Ends the prefill share at the first token, whose time was measured or is unknown. Returns the
@@ -298,97 +270,64 @@ impl ExchangeGuard {
     }
 
     pub(super) fn on_response_chunk(&mut self, chunk: &[u8]) {
-        self.body_scanned = true;
-        let had_usage = self.usage.usage().is_some();
-        let events = self.usage.content_events();
-        self.usage.push(chunk);
-        let is_final_usage = self.usage.usage().is_some() && !had_usage;
-        let has_content = self.usage.content_events() > events;
-        if self.event_stream && has_content && !is_final_usage {
-            self.count_output(chunk.len());
-        }
-        if self.books_output_blocks {
-            self.book_output();
-        }
-    }
-
-    /// Reports the new output tokens of a chunk to the load tracker. The usage at the end of a stream
-    /// is not counted, because it may correct the number of tokens at once. A token has at least one
-    /// byte.
-    fn count_output(&mut self, chunk_bytes: usize) {
-        let generated = self.usage.output_tokens();
-        if let Some(active) = &mut self.active
-            && generated > self.output_tokens
-        {
-            let count = (generated - self.output_tokens).min(chunk_bytes as u64);
-            self.router.on_output_tokens(&mut active.placement, count);
-            self.output_tokens = generated;
-        }
-    }
-
-    /// Books an output block whenever prompt and output together begin another block.
-    fn book_output(&mut self) {
+        let Some(response) = &mut self.response else {
+            return;
+        };
+        let new_tokens = response.scan(chunk);
         let Some(active) = &mut self.active else {
             return;
         };
-        let route = &active.placement.route;
-        let size = route.block_size.tokens() as u64;
-        let generated = self.usage.output_tokens();
-        let grown =
-            (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
-        let expected = route.expected_output_tokens;
-        let fraction =
-            expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
-        while self.output_blocks < grown {
-            self.output_blocks += 1;
-            active.placement.reservation.add_output_block(fraction);
-            active.placement.add_output_block();
+        if let Some(tokens) = new_tokens {
+            self.router.on_output_tokens(&mut active.placement, tokens);
+        }
+        if let (Some(booked), Some(scan)) = (&mut self.output_blocks, &response.scan) {
+            book_output(active, booked, scan.scanner.output_tokens());
         }
     }
 
     /// Releases all resources at the end of the response, although Envoy may keep the stream open.
     pub(super) fn on_completed(&mut self) {
-        self.end = ExchangeEnd::Complete;
-        self.completed_at = Some(Instant::now());
-        let is_success = (200..300).contains(&self.status);
-        self.end_remote_prefill(is_success && !self.content.excludes_prefill());
-        self.release();
+        self.end = ExchangeEnd::Complete(Instant::now());
+        let is_success = self.successful_response().is_some();
+        self.end_remote_prefill(is_success);
+        let prompts = self.release();
         self.observe_duration();
-        // The last event may lack the empty line that ends it.
-        self.usage.finish();
+        self.observe_usage();
+        self.audit_response(prompts);
     }
 
-    /// Releases the resources of the exchange. A successful response proves that the prompt's
-    /// blocks are cached. The headers of an event stream do not: they precede the computation, and
-    /// the client may disconnect before the first token.
-    fn release(&mut self) {
-        let has_begun = match self.end {
-            ExchangeEnd::Complete => !self.content.excludes_prefill(),
-            ExchangeEnd::Closed => self.content == ResponseContent::Delivered || !self.event_stream,
-            ExchangeEnd::Abandoned | ExchangeEnd::Immediate => false,
-        };
-        let is_success = has_begun && (200..300).contains(&self.status);
+    /// Releases the resources of the exchange, and returns the prompts of a request that has
+    /// succeeded.
+    fn release(&mut self) -> Vec<BlockHashes> {
         if matches!(self.end, ExchangeEnd::Abandoned | ExchangeEnd::Closed) {
             self.report_outcome(RequestOutcome::Cancelled);
         }
         let Some(mut active) = self.active.take() else {
-            return;
+            return Vec::new();
         };
-        if is_success {
-            if self.end == ExchangeEnd::Complete {
-                self.router.on_completed_response(&active.placement);
+        let mut prompts = Vec::new();
+        if let Some(response) = self.successful_response() {
+            let placement = &mut active.placement;
+            if matches!(self.end, ExchangeEnd::Complete(_)) {
+                self.router.on_completed_response(placement);
             }
-            if let Some(cached) = self.usage.usage().and_then(|usage| usage.cached_tokens) {
-                self.router
-                    .apply_reported_cached_tokens(&mut active.placement, cached);
+            if let Some(cached) = response.usage().and_then(|usage| usage.cached_tokens) {
+                self.router.apply_reported_cached_tokens(placement, cached);
             }
-            if let Some(output) = self.complete_output() {
-                active.placement.reservation.learn_output(output);
+            if let Some(output) = response.complete_output() {
+                placement.reservation.learn_output(output);
             }
-            self.router.start_parity_check(&mut active.placement);
-            self.prompts = active.placement.take_prompts();
+            self.router.start_parity_check(placement);
+            prompts = placement.take_prompts();
         }
         self.router.finish(active.placement);
+        prompts
+    }
+
+    /// Returns the response, if it proves that the prompt's blocks are cached.
+    fn successful_response(&self) -> Option<&StartedResponse> {
+        let response = self.response.as_ref()?;
+        response.proves_prefill(self.end).then_some(response)
     }
 
     /// Reports the outcome of the request to the health of its ranks, unless one was reported.
@@ -398,28 +337,21 @@ impl ExchangeGuard {
             log_health_changes(&self.router, changes);
         }
     }
+}
 
-    /// Returns the answer to learn from. A stream whose end was not observed may have been cancelled,
-    /// but its time is all that is known with `gateway.observe: first_token`.
-    fn complete_output(&self) -> Option<CompleteOutput> {
-        let reported = self.usage.usage().map(|usage| usage.completion_tokens);
-        if self.event_stream {
-            // The length has the unit of the learned steps: an event may have several tokens.
-            let counted = Some(self.output_tokens).filter(|tokens| *tokens > 1);
-            let tokens = counted.or(reported);
-            Some(CompleteOutput::Stream { tokens })
-        } else {
-            let tokens = reported.filter(|tokens| *tokens > 0)?;
-            Some(CompleteOutput::Unary { tokens })
-        }
-    }
-
-    fn end_at_least(&self, end: ExchangeEnd) -> ExchangeEnd {
-        if matches!(self.end, ExchangeEnd::Complete | ExchangeEnd::Immediate) {
-            self.end
-        } else {
-            end
-        }
+/// Books an output block whenever prompt and output together begin another block.
+fn book_output(active: &mut ActiveRequest, booked: &mut u64, generated: u64) {
+    let route = &active.placement.route;
+    let size = route.block_size.tokens() as u64;
+    let grown =
+        (route.prompt_tokens + generated).div_ceil(size) - route.prompt_tokens.div_ceil(size);
+    let expected = route.expected_output_tokens;
+    let fraction =
+        expected.map(|expected| (1.0 - generated as f64 / expected.max(1) as f64).max(0.0));
+    while *booked < grown {
+        *booked += 1;
+        active.placement.reservation.add_output_block(fraction);
+        active.placement.add_output_block();
     }
 }
 
@@ -430,7 +362,7 @@ impl Drop for ExchangeGuard {
         let outcome = match self.end {
             ExchangeEnd::Abandoned => "cancelled",
             ExchangeEnd::Closed => "response_not_observed",
-            ExchangeEnd::Complete => "completed",
+            ExchangeEnd::Complete(_) => "completed",
             ExchangeEnd::Immediate => "immediate_response",
         };
         self.metrics
@@ -440,30 +372,10 @@ impl Drop for ExchangeGuard {
             .inc();
         if self.end == ExchangeEnd::Closed {
             self.observe_duration();
-            self.usage.finish();
         }
-        if self.label.is_none() {
-            return;
+        if !matches!(self.end, ExchangeEnd::Complete(_)) {
+            self.observe_usage();
         }
-        let usage = self.usage.usage();
-        let output = usage.map_or(self.usage.output_tokens(), |usage| usage.completion_tokens);
-        self.observe_output(output);
-        if let Some(TokenUsage {
-            prompt_tokens,
-            cached_tokens: Some(cached),
-            ..
-        }) = usage
-            && let Some(CacheReportSource::InResponse(forecast)) = &self.cache_report_source
-        {
-            self.audit.count_delivered_tokens(
-                forecast,
-                ReportedUsage {
-                    prompt_tokens,
-                    cached_tokens: cached,
-                },
-            );
-        }
-        self.audit_response();
     }
 }
 

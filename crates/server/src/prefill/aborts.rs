@@ -97,7 +97,7 @@ impl AbortClient {
         engines: &EnginesConfig,
     ) -> Result<Arc<Self>, EngineError> {
         let client = self.client.with_config(&client_config(engines))?;
-        if client.is_same(&self.client) && self.engines == *engines {
+        if client == self.client && self.engines == *engines {
             return Ok(self.clone());
         }
         let metrics = self.metrics.clone();

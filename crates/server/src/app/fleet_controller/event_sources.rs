@@ -59,7 +59,7 @@ impl FleetController {
                 .get(&member.worker.model)
                 .copied()
                 .unwrap_or_default(),
-            resync: self.resync.clone(),
+            resync: self.parts.resync.clone(),
             max_message: self.max_event_message,
         };
         // A worker that joins later does not affect readiness: it is routed by load until its
@@ -74,11 +74,12 @@ impl FleetController {
             spec,
             member: member.clone(),
             router: self.router.clone(),
-            writers: self.writers.clone(),
-            metrics: self.metrics.clone(),
+            writers: self.parts.writers.clone(),
+            metrics: self.parts.metrics.clone(),
             deadline: self.sources_deadline,
             // Peers have no more events than this process of a worker that joins later.
             warm_start: self
+                .parts
                 .warm_start
                 .clone()
                 .filter(|_| starting)
@@ -102,6 +103,6 @@ impl FleetController {
         source.stop.cancel();
         let _ended = source.task.await;
         self.router.sources().remove(rank);
-        lifecycle::remove_task_metrics(&task_labels(rank), &self.metrics);
+        lifecycle::remove_task_metrics(&task_labels(rank), &self.parts.metrics);
     }
 }

@@ -278,7 +278,7 @@ async fn log_level_change_repeats_no_self_test() {
         "canaries were tokenized again"
     );
     assert!(
-        app.reloader.client().is_same(&client),
+        app.reloader.client() == client,
         "the engine client was replaced"
     );
     reload(

@@ -24,7 +24,8 @@ use warmroute_metrics::{Metrics, OutcomeLabel};
 use super::config::RemoteIndexConfig;
 use super::server_connection::{QueryError, ServerConnection, is_rejection};
 use super::server_pool::{PoolChange, QueryOutcome, ServerPick, ServerPool};
-use super::{pb, wire};
+use super::wire;
+use crate::proto::index as pb;
 
 /// Timeout of a probe, and interval between checks for due probes.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(2);

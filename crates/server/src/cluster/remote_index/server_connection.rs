@@ -12,8 +12,9 @@ use warmroute_core::block::BlockHashes;
 use warmroute_core::router::{RemoteAnswer, RemoteRanks};
 
 use super::config::RemoteIndexConfig;
-use super::pb::index_client::IndexClient;
-use super::{pb, wire};
+use super::wire;
+use crate::proto::index as pb;
+use crate::proto::index::index_client::IndexClient;
 
 /// Maximum size of a response in bytes: enough for the blocks of a prompt on a hundred thousand
 /// worker ranks.

@@ -100,10 +100,9 @@ impl ServerPool {
                 .is_some_and(|ejection| !ejection.is_probed && ejection.until <= now)
         };
         let server = self.servers.iter().position(due)?;
-        self.servers[server]
-            .ejection
-            .iter_mut()
-            .for_each(|ejection| ejection.is_probed = true);
+        if let Some(ejection) = &mut self.servers[server].ejection {
+            ejection.is_probed = true;
+        }
         Some(ServerPick {
             server,
             is_probe: true,

@@ -15,8 +15,9 @@ use warmroute_metrics::{ApiCallLabels, Metrics};
 use warmroute_runtime::lifecycle::Readiness;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::pb::index_server::{Index, IndexServer};
-use super::{pb, wire};
+use super::wire;
+use crate::proto::index as pb;
+use crate::proto::index::index_server::{Index, IndexServer};
 
 /// A model whose index is served.
 #[derive(Clone, Debug)]

@@ -9,7 +9,7 @@ use warmroute_core::index::TierBlocks;
 use warmroute_core::router::{RemoteRank, RemoteRanks};
 use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
-use super::pb;
+use crate::proto::index as pb;
 
 /// Maximum number of prompts in a query. It limits the size of a response, which lists all worker
 /// ranks with blocks of each prompt.

@@ -65,11 +65,11 @@ fn sync_timeout() -> DurationSetting {
 impl ReplicasConfig {
     /// Resolves file names relative to the directory of the configuration file.
     pub fn resolve(&mut self, directory: &Path) {
-        self.nats.files().into_iter().for_each(|(_, file)| {
+        for (_, file) in self.nats.files() {
             if let Some(file) = file {
                 *file = directory.join(&*file);
             }
-        });
+        }
     }
 
     /// Returns the semantic errors of the configuration.

@@ -1,6 +1,7 @@
 //! Queue of local changes, which the event loop of replica sync publishes.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::sync::{Notify, mpsc};
@@ -10,8 +11,10 @@ use warmroute_core::load::ReservationEvent;
 use warmroute_core::router::RoutedPrompts;
 use warmroute_core::worker::WorkerId;
 
-use super::prediction_gate::PredictionGate;
 use super::{ReplicaEvent, ReplicaId};
+
+/// Maximum number of queued predictions.
+const MAX_WAITING: usize = 4096;
 
 /// Sends local changes to the event loop without waiting.
 #[derive(Clone, Debug)]
@@ -89,5 +92,51 @@ impl LocalEvents {
     fn send(&self, event: ReplicaEvent) {
         // Without an event loop, the process is shutting down.
         self.events_tx.send(event).ok();
+    }
+}
+
+/// Admission of predictions to the queue: none without peers, and otherwise a limited number. A
+/// prediction is as large as its prompts and only a hint, so it may be dropped.
+#[derive(Debug, Default)]
+pub(super) struct PredictionGate {
+    peers: AtomicUsize,
+    waiting: AtomicUsize,
+}
+
+impl PredictionGate {
+    /// Sets the number of peers.
+    pub(super) fn set_peers(&self, peers: usize) {
+        self.peers.store(peers, Ordering::Relaxed);
+    }
+
+    /// Reserves a slot in the queue. Returns false if there are no peers or the queue is full.
+    pub(super) fn try_admit(&self) -> bool {
+        let increment = |waiting: usize| (waiting < MAX_WAITING).then_some(waiting + 1);
+        self.peers.load(Ordering::Relaxed) > 0
+            && self
+                .waiting
+                .fetch_update(Ordering::Relaxed, Ordering::Relaxed, increment)
+                .is_ok()
+    }
+
+    /// Releases a slot of the queue.
+    pub(super) fn release(&self) {
+        self.waiting.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gate_needs_peers_and_is_bounded() {
+        let gate = PredictionGate::default();
+        assert!(!gate.try_admit());
+        gate.set_peers(2);
+        assert!((0..MAX_WAITING).all(|_| gate.try_admit()));
+        assert!(!gate.try_admit());
+        gate.release();
+        assert_eq!((gate.try_admit(), gate.try_admit()), (true, false));
     }
 }

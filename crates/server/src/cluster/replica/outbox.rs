@@ -8,9 +8,9 @@ use std::collections::{BTreeMap, HashMap};
 use prost::Message as _;
 use warmroute_core::load::{BookingId, ReservationEvent, ReservationState};
 
-use super::proto::event::Event as Any;
-use super::proto::{Batch, Event, SnapshotPart};
 use super::{ReplicaEvent, ReplicaId, wire};
+use crate::proto::replica::event::Event as Any;
+use crate::proto::replica::{Batch, Event, SnapshotPart};
 use crate::tracking_hash::TrackingKey;
 
 /// Maximum message size, unless the server allows less.

@@ -14,10 +14,10 @@ use warmroute_core::load::{BookingId, ReservationEvent, ReservationState};
 use warmroute_core::sessions::UpdateKind;
 
 use super::mirror::{LocalView, ReservationMirror, ReservationTotals};
-use super::proto::event::Event as Any;
-use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::BlockNamer;
 use super::{ReplicaEvent, ReplicaId, wire};
+use crate::proto::replica::event::Event as Any;
+use crate::proto::replica::{Batch, Event, SnapshotPart};
 
 /// Maximum number of peers.
 const MAX_PEERS: usize = 128;

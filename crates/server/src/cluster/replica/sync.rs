@@ -14,12 +14,12 @@ use rand::SeedableRng as _;
 use rand::rngs::SmallRng;
 use serde_json::{Value, json};
 use tokio::sync::mpsc;
-use tracing::warn;
+use tracing::{debug, warn};
 use warmroute_core::fleet::FleetMember;
 use warmroute_core::load::BookingEnd;
 use warmroute_core::worker::WorkerRole;
 use warmroute_metrics::Metrics;
-use warmroute_runtime::lifecycle::{Readiness, ReadyGuard};
+use warmroute_runtime::lifecycle::{self, Readiness, ReadyGuard};
 
 use super::arrival_rates::{ArrivalRates, BookingKind};
 use super::config::ReplicasConfig;
@@ -28,9 +28,9 @@ use super::mirror::LocalView;
 use super::nats::NatsLink;
 use super::outbox::ReplicaOutbox;
 use super::peers::{PeerTable, PeerUpdate};
-use super::proto::Batch;
 use super::{ReplicaEvent, ReplicaId};
 use crate::dispatch::Dispatcher;
+use crate::proto::replica::Batch;
 use crate::tracking_hash::TrackingKey;
 
 /// Maximum number of local events received at a time.
@@ -56,14 +56,14 @@ type OnFirstToken = Box<dyn Fn(&str) + Send + Sync>;
 
 /// Replica sync of this process.
 pub struct ReplicaSync {
-    pub(super) settings: ReplicasConfig,
+    settings: ReplicasConfig,
     id: ReplicaId,
-    pub(super) dispatcher: Arc<Dispatcher>,
+    dispatcher: Arc<Dispatcher>,
     metrics: Arc<Metrics>,
-    pub(super) state: Mutex<ReplicaState>,
-    pub(super) readiness: Readiness,
+    state: Mutex<ReplicaState>,
+    readiness: Readiness,
     /// Time at which the connection was established; `None` while disconnected.
-    pub(super) connected_since: Mutex<Option<Instant>>,
+    connected_since: Mutex<Option<Instant>>,
     link: Mutex<Option<Arc<NatsLink>>>,
     events: LocalEvents,
     first_token: OnceLock<OnFirstToken>,
@@ -77,9 +77,9 @@ pub struct ReplicaSync {
     last_error: Mutex<String>,
 }
 
-pub(super) struct ReplicaState {
-    pub(super) outbox: ReplicaOutbox,
-    pub(super) peers: PeerTable,
+struct ReplicaState {
+    outbox: ReplicaOutbox,
+    peers: PeerTable,
     random: SmallRng,
 }
 
@@ -176,7 +176,7 @@ impl ReplicaSync {
     }
 
     /// Runs the event loop.
-    pub async fn run(&self) -> anyhow::Result<()> {
+    pub async fn run(self: Arc<Self>) -> anyhow::Result<()> {
         let mut events = self.events_rx.lock().await;
         let (link, mut subscriptions) = loop {
             match NatsLink::open(&self.settings, self.id).await {
@@ -186,8 +186,8 @@ impl ReplicaSync {
         };
         let link = Arc::new(link);
         *self.link.lock() = Some(link.clone());
-        let mut heartbeats = ticks_every(self.settings.lease.get() / HEARTBEATS_PER_LEASE);
-        let mut ticks = ticks_every(TICK_INTERVAL);
+        let mut heartbeats = lifecycle::ticks(self.settings.lease.get() / HEARTBEATS_PER_LEASE);
+        let mut ticks = lifecycle::ticks(TICK_INTERVAL);
         let mut received = Vec::with_capacity(MAX_EVENTS_PER_POLL);
         let mut due = None::<tokio::time::Instant>;
         loop {
@@ -240,7 +240,7 @@ impl ReplicaSync {
             "NATS not usable; routing only considers bookings of this replica"
         );
         let deadline = tokio::time::Instant::now() + RETRY_DELAY;
-        let mut ticks = ticks_every(TICK_INTERVAL);
+        let mut ticks = lifecycle::ticks(TICK_INTERVAL);
         let mut received = Vec::with_capacity(MAX_EVENTS_PER_POLL);
         loop {
             tokio::select! {
@@ -260,7 +260,7 @@ impl ReplicaSync {
         }
     }
 
-    pub(super) fn is_connected(&self) -> bool {
+    fn is_connected(&self) -> bool {
         self.connected_since.lock().is_some()
     }
 
@@ -376,10 +376,9 @@ impl ReplicaSync {
             },
             on_routed: &|routed| router.record_remote_route(routed),
             on_first_token: &|name| {
-                self.first_token
-                    .get()
-                    .into_iter()
-                    .for_each(|listener| listener(name))
+                if let Some(listener) = self.first_token.get() {
+                    listener(name);
+                }
             },
         };
         let mut state = self.state.lock();
@@ -392,11 +391,36 @@ impl ReplicaSync {
             .set(state.peers.reservations() as i64);
         update
     }
-}
 
-/// Creates an interval that does not catch up on missed ticks.
-fn ticks_every(period: Duration) -> tokio::time::Interval {
-    let mut ticks = tokio::time::interval(period);
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    ticks
+    /// Returns whether any connected peer is not draining and can take over the sessions of this
+    /// replica.
+    pub fn has_remaining_peers(&self) -> bool {
+        self.is_connected() && self.state.lock().peers.remaining() > 0
+    }
+
+    /// Marks this replica as draining during shutdown. Returns true once, when the caller has to
+    /// notify the peers.
+    fn start_draining(&self) -> bool {
+        self.readiness.is_draining() && self.state.lock().outbox.set_draining()
+    }
+
+    /// Adopts the sessions of departed replicas. After a reconnect, sessions are adopted only after
+    /// a full lease, because the timeouts of peers are not detected earlier.
+    fn adopt_sessions(&self) {
+        let Some(sessions) = self.dispatcher.sessions() else {
+            return;
+        };
+        if !self
+            .connected_since
+            .lock()
+            .is_some_and(|since| since.elapsed() >= self.settings.lease.get())
+        {
+            return;
+        }
+        let peers = &mut self.state.lock().peers;
+        if peers.should_adopt_sessions(Instant::now()) {
+            let sessions = sessions.take_over_orphans(|router| peers.contains(ReplicaId(router)));
+            debug!(sessions, "sessions of departed replicas adopted");
+        }
+    }
 }

@@ -29,9 +29,10 @@ use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 use super::mirror::{LocalView, MAX_BLOCKS_OF_ALL_PEERS, ReservationMirror};
 use super::outbox::ReplicaOutbox;
 use super::peers::{PeerAction, PeerChange, PeerTable};
-use super::proto::{Batch, Event, SnapshotPart};
 use super::wire::{BlockNamer, MAX_BLOCKS_PER_PEER};
-use super::{ReplicaEvent, ReplicaId, proto, wire};
+use super::{ReplicaEvent, ReplicaId, wire};
+use crate::proto::replica as proto;
+use crate::proto::replica::{Batch, Event, SnapshotPart};
 use crate::tracking_hash::TrackingKey;
 
 const LEASE: Duration = Duration::from_secs(5);

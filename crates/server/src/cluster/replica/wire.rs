@@ -18,8 +18,9 @@ use warmroute_core::sessions::{BindingVersion, SessionKey, SessionUpdate};
 use warmroute_core::worker::{BlockSize, DpRank, RankSlot, WorkerId, WorkerRank};
 
 use super::ReplicaEvent;
-use super::proto::event::Event as Any;
-use super::proto::{self, Event};
+use crate::proto::replica as proto;
+use crate::proto::replica::Event;
+use crate::proto::replica::event::Event as Any;
 use crate::tracking_hash::TrackingKey;
 
 /// Slot of an unknown worker, and of a decoded booking before the slot of its worker is looked up.

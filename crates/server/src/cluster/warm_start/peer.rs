@@ -18,8 +18,8 @@ use warmroute_core::load::LatencySnapshot;
 use warmroute_core::worker::WorkerRank;
 
 use super::config::WarmStartConfig;
-use crate::api::pb;
-use crate::api::pb::router_client::RouterClient;
+use crate::proto::router as pb;
+use crate::proto::router::router_client::RouterClient;
 
 /// Maximum number of concurrent copies. The peer allows four in total for all clients.
 const MAX_CONCURRENT_COPIES: usize = 2;

@@ -3,33 +3,77 @@
 
 use std::time::Instant;
 
+use warmroute_core::block::BlockHashes;
 use warmroute_core::load::FirstTokenObservation;
-use warmroute_metrics::ResponseLabels;
+use warmroute_core::router::Route;
+use warmroute_core::worker::ModelName;
+use warmroute_metrics::{ModelLabel, ModelRoleLabels, ResponseLabels};
 use warmroute_tokens::openai::usage::TokenUsage;
 
-use super::cache_report::CacheReportSource;
+use super::started_response::UsageScan;
 use super::{ExchangeEnd, ExchangeGuard};
-use crate::dispatch::audit::{AuditedResponse, ReportedUsage};
+use crate::dispatch::audit::{AuditedResponse, CacheAudit, HitForecast, ReportedUsage};
+use crate::prefill::RemotePrefill;
+
+/// The response that carries the cache report of the worker that computes the prompt.
+#[derive(Debug)]
+pub(super) enum CacheReportSource {
+    /// The response of the exchange, whose worker computes the prompt.
+    InResponse(Box<HitForecast>),
+    /// The response of the prefill worker, which warmroute receives and audits itself.
+    InPrefillResponse,
+    /// The response of the prefill worker, which does not pass through warmroute.
+    NotReceived(ModelName),
+}
+
+impl CacheReportSource {
+    pub(super) fn new(
+        route: &Route,
+        remote_prefill: Option<&RemotePrefill>,
+        audit: &CacheAudit,
+    ) -> Self {
+        let is_received = remote_prefill.is_some_and(RemotePrefill::receives_response);
+        match route.prefill() {
+            None => Self::InResponse(Box::new(audit.forecast(route))),
+            Some(_) if is_received => Self::InPrefillResponse,
+            Some(_) => Self::NotReceived(route.model.clone()),
+        }
+    }
+}
+
+/// Returns the tokens of the prompt, if the usage reports how many were cached.
+fn cache_report(usage: TokenUsage) -> Option<ReportedUsage> {
+    Some(ReportedUsage {
+        prompt_tokens: usage.prompt_tokens,
+        cached_tokens: usage.cached_tokens?,
+    })
+}
+
+fn model_label(labels: &ModelRoleLabels) -> ModelLabel {
+    ModelLabel {
+        model: labels.model.clone(),
+    }
+}
 
 impl ExchangeGuard {
-    /// Observes the time from the end of the prefill, and from the arrival of the request, to the
-    /// first token.
-    pub(super) fn observe_first_token(&mut self) {
-        let prefill_done = self.prefill_done.take().filter(|_| self.event_stream);
-        if let (Some(done), Some(label)) = (prefill_done, &self.label) {
+    /// Observes the time from the arrival of the request to the first token, and from the end of a
+    /// prefill on another worker.
+    pub(super) fn observe_first_token(&self, prefill_completed_at: Option<Instant>) {
+        let Some(labels) = &self.labels else {
+            return;
+        };
+        if let Some(completed_at) = prefill_completed_at {
             self.metrics
                 .prefill
                 .to_first_token_seconds
-                .get_or_create(label)
-                .observe(done.elapsed().as_secs_f64());
+                .get_or_create(&model_label(labels))
+                .observe(completed_at.elapsed().as_secs_f64());
         }
-        if let Some(labels) = &self.role_labels {
-            self.metrics
-                .requests
-                .time_to_first_token_seconds
-                .get_or_create(labels)
-                .observe(self.arrived.elapsed().as_secs_f64());
-        }
+        self.metrics
+            .requests
+            .time_to_first_token_seconds
+            .get_or_create(labels)
+            .observe(self.arrived.elapsed().as_secs_f64());
     }
 
     /// Counts a response by model, class of its status and source.
@@ -42,7 +86,7 @@ impl ExchangeGuard {
             500..600 => "5xx",
             _ => "other",
         };
-        let model = self.label.as_ref().map(|label| label.model.clone());
+        let model = self.labels.as_ref().map(|labels| labels.model.clone());
         let labels = ResponseLabels {
             model: model.unwrap_or_else(|| "unknown".into()),
             code_class,
@@ -53,20 +97,20 @@ impl ExchangeGuard {
 
     /// Observes the ratio of an observed time to first token to the predicted one.
     pub(super) fn observe_prediction(&self, times: FirstTokenObservation) {
-        if let Some(label) = &self.label
+        if let Some(labels) = &self.labels
             && let Some(ratio) = times.ratio()
         {
             self.metrics
                 .latency
                 .first_token_ratio
-                .get_or_create(label)
+                .get_or_create(&model_label(labels))
                 .observe(ratio);
         }
     }
 
     /// Observes the duration of the exchange.
     pub(super) fn observe_duration(&self) {
-        let Some(labels) = &self.role_labels else {
+        let Some(labels) = &self.labels else {
             return;
         };
         let elapsed = self.arrived.elapsed().as_secs_f64();
@@ -77,37 +121,54 @@ impl ExchangeGuard {
             .observe(elapsed);
     }
 
-    /// Observes the output tokens, and the latency between them.
-    pub(super) fn observe_output(&self, tokens: u64) {
-        let Some(labels) = self.role_labels.as_ref().filter(|_| tokens > 0) else {
+    /// Ends the scan of the body, and observes its usage.
+    pub(super) fn observe_usage(&mut self) {
+        let Some(response) = &mut self.response else {
             return;
         };
-        self.metrics
-            .requests
-            .output_tokens
-            .get_or_create(labels)
-            .observe(tokens as f64);
-        let (Some(first), Some(completed)) = (self.first_token_at, self.completed_at) else {
+        let Some(UsageScan { scanner, .. }) = response.scan.as_deref_mut() else {
             return;
         };
-        if tokens > 1 {
-            let latency =
-                completed.saturating_duration_since(first).as_secs_f64() / (tokens - 1) as f64;
+        if matches!(self.end, ExchangeEnd::Complete(_) | ExchangeEnd::Closed) {
+            scanner.finish();
+        }
+        let Some(labels) = &self.labels else {
+            return;
+        };
+        let usage = scanner.usage();
+        let tokens = usage.map_or(scanner.output_tokens(), |usage| usage.completion_tokens);
+        if tokens > 0 {
+            self.metrics
+                .requests
+                .output_tokens
+                .get_or_create(labels)
+                .observe(tokens as f64);
+        }
+        if tokens > 1
+            && let (Some(first), ExchangeEnd::Complete(completed)) =
+                (response.first_token_at, self.end)
+        {
+            let duration = completed.saturating_duration_since(first).as_secs_f64();
             self.metrics
                 .requests
                 .inter_token_latency_seconds
                 .get_or_create(labels)
-                .observe(latency);
+                .observe(duration / (tokens - 1) as f64);
+        }
+        if let Some(reported) = usage.and_then(cache_report)
+            && let Some(CacheReportSource::InResponse(forecast)) = &self.cache_report_source
+        {
+            self.audit.count_delivered_tokens(forecast, reported);
         }
     }
 
-    /// Compares the cache report with the prediction, if the whole response was observed and has
-    /// succeeded.
-    pub(super) fn audit_response(&mut self) {
-        if !self.body_scanned
-            || self.end != ExchangeEnd::Complete
-            || !(200..300).contains(&self.status)
-        {
+    /// Compares the cache report of a complete response with the prediction, if the response has
+    /// succeeded and its body was scanned.
+    pub(super) fn audit_response(&mut self, prompts: Vec<BlockHashes>) {
+        let Some(response) = &self.response else {
+            return;
+        };
+        if !response.is_success() || response.scan.is_none() {
             return;
         }
         let forecast = match self.cache_report_source.take() {
@@ -117,24 +178,15 @@ impl ExchangeGuard {
             }
             Some(CacheReportSource::InPrefillResponse) | None => return,
         };
-        match self.usage.usage() {
-            Some(TokenUsage {
-                prompt_tokens,
-                cached_tokens: Some(cached),
-                ..
-            }) if prompt_tokens > 0 => {
-                let reported = ReportedUsage {
-                    prompt_tokens,
-                    cached_tokens: cached,
-                };
-                let prompts = std::mem::take(&mut self.prompts);
-                let response = AuditedResponse::new(forecast, reported, prompts)
-                    .with_served_elsewhere(self.served_elsewhere);
-                self.audit.record_response(response, Instant::now());
-            }
-            usage => self
-                .audit
-                .record_without_report(&forecast.model, usage.is_some()),
+        let usage = response.usage();
+        let reported = usage.and_then(cache_report);
+        if let Some(reported) = reported.filter(|reported| reported.prompt_tokens > 0) {
+            let audited = AuditedResponse::new(forecast, reported, prompts)
+                .with_served_elsewhere(response.is_served_elsewhere);
+            self.audit.record_response(audited, Instant::now());
+        } else {
+            self.audit
+                .record_without_report(&forecast.model, usage.is_some());
         }
     }
 }

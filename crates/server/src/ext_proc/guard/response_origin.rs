@@ -7,9 +7,9 @@ use warmroute_core::router::{
 };
 use warmroute_core::worker::WorkerEndpoint;
 use warmroute_metrics::{Metrics, OutcomeLabel};
-use warmroute_tokens::openai::usage::{ResponseEncoding, UsageScanner};
 
 use super::ExchangeGuard;
+use super::started_response::StartedResponse;
 use crate::dispatch::{Dispatcher, log_health_changes};
 use crate::ext_proc::exchange::ServingWorker;
 use crate::ext_proc::headers::{ResponseHead, ResponseSource};
@@ -31,14 +31,7 @@ impl ExchangeGuard {
     /// Handles the headers of the response: reports the status to the router, and moves the load to
     /// the worker that sent it.
     pub(in crate::ext_proc) fn on_response_headers(&mut self, head: ResponseHead) {
-        self.status = head.status;
-        self.event_stream = head.is_event_stream;
-        self.has_short_body = head.has_short_body;
-        *self.usage = UsageScanner::new(if head.is_event_stream {
-            ResponseEncoding::EventStream
-        } else {
-            ResponseEncoding::Document
-        });
+        self.response = Some(StartedResponse::new(head));
         self.count_response(head.status, head.source.name());
         match self.attribute_response(head.source) {
             None => {}
@@ -117,7 +110,9 @@ impl ExchangeGuard {
                 RelocationOutcome::Released => Some("released"),
             };
             if let Some(outcome) = outcome {
-                self.served_elsewhere = true;
+                if let Some(response) = &mut self.response {
+                    response.is_served_elsewhere = true;
+                }
                 count_endpoint_mismatch(&self.metrics, outcome);
             }
         }

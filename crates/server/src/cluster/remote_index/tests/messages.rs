@@ -1,6 +1,7 @@
 //! Tests of decoding the messages of index queries.
 
 use super::*;
+use crate::proto::index as pb;
 
 #[test]
 fn invalid_prompts_are_reported() {

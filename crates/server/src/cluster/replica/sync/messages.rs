@@ -11,8 +11,8 @@ use warmroute_metrics::OutcomeLabel;
 use super::{ReplicaState, ReplicaSync};
 use crate::cluster::replica::nats::{NatsLink, NatsMessage};
 use crate::cluster::replica::peers::{PeerAction, PeerChange, PeerUpdate};
-use crate::cluster::replica::proto::{Batch, SnapshotPart};
 use crate::cluster::replica::{ReplicaEvent, ReplicaId};
+use crate::proto::replica::{Batch, SnapshotPart};
 
 /// Error of the NATS client for a server that it cannot connect to.
 const UNREACHABLE: &str = "client error: nats: IO error";
