@@ -404,8 +404,7 @@ fn check_logits(case: &SelectionCase, members: &[&FleetMember]) {
     assert_eq!(logits.len(), members.len());
     for (member, cost) in members.iter().zip(costs) {
         let logit = logits.iter().find(|logit| named(logit, member)).unwrap();
-        let terms = cost.linear().unwrap();
-        let ours = terms.prefill_cost + terms.decode_cost + terms.request_cost;
+        let ours: f64 = cost.terms.summands().map(|term| term.value).sum();
         assert!(
             (ours - logit.logit).abs() <= 0.000_501,
             "{ours} against {}",

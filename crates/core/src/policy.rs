@@ -28,24 +28,20 @@ pub use conditional_prefill::{
     ConditionalPrefillConfig, ConditionalPrefillInputs, ConditionalPrefillPolicy,
     DisaggregationConfig, LocalPrefillReason, PhaseCosts,
 };
-pub use cost::{Cost, CostTerm, CostTerms};
+pub use cost::{Cost, CostTerm, CostTerms, TermNames};
 pub use eligibility::{
     Constraints, EligibilityError, ExclusionReason, MissingTopologyError, WorkerAvailability,
     eligible_members, exclusion_reasons, taint_preference,
 };
 pub use in_flight::InFlightEstimate;
-pub use least_loaded::LeastLoadedTerms;
-pub use linear::LinearTerms;
-pub use lmetric::LmetricTerms;
 pub use overload::{
     LatchMode, OverloadThresholds, OverloadTracker, OverloadedWorkers, RankOccupancy,
 };
 pub use overrides::RouterOverrides;
 pub use pins::{RequestedWorkers, WorkerPin};
-pub use round_robin::RoundRobinTerms;
-pub use seconds::{SecondsSettings, SecondsTerms};
+pub use seconds::SecondsSettings;
 pub use settings::{PolicyName, PolicySettings, RoutingPolicy};
-pub use sticky::{StickySettings, StickyTerms};
+pub use sticky::StickySettings;
 pub use subset::EndpointSubset;
 pub use weights::Weights;
 

@@ -3,18 +3,20 @@
 //! one critical section. Neither waits, and neither fails for a reason that Envoy could not route
 //! around. The result is a [`Placement`]: the route, and RAII guards that release everything the
 //! request holds.
+//!
+//! The methods of [`Router`] are grouped by responsibility: `state` has its parts, the remote index,
+//! and the overload and health of workers; `decide` the decisions; `feedback` the responses, first
+//! tokens and predictions of placed requests; `served` requests that Envoy sent elsewhere;
+//! `parity_checks`, `explain` and `external` what their names say.
 
 mod cache_lookup;
-mod confirm;
 mod context;
 mod decide;
 mod event_sources;
 mod explain;
 mod external;
 mod feedback;
-mod held;
 mod last_block;
-mod listener;
 mod parity_checks;
 mod phase_decider;
 mod phase_plan;
@@ -25,7 +27,6 @@ mod ranking;
 mod reason;
 mod recomputation;
 mod remote;
-mod remote_query;
 mod request;
 mod route;
 mod route_builder;
@@ -42,7 +43,6 @@ pub use explain::{PhaseExplanation, RouteExplanation, WorkerExplanation};
 pub use external::{ExternalBooking, ExternalRouteOptions, WorkerEstimate};
 pub use feedback::{ResponseOrigin, TickChanges, WorkerResponse};
 pub use last_block::{LastBlockEvidence, LastBlockReuse};
-pub use listener::RouterListener;
 pub use phase_decider::InFlightEstimates;
 pub use placement::Placement;
 pub use predictions::{PredictorSet, PromptPrediction, RequestPredictions, RoutedPrompts};
@@ -59,6 +59,7 @@ pub use route::{
 pub use served::RelocationOutcome;
 pub use settings::{LoadTracking, OverloadAction, RouterSettings};
 pub use state::Router;
+pub use worker_feedback::RouterListener;
 
 #[cfg(test)]
 mod tests;

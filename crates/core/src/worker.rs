@@ -36,13 +36,21 @@ impl schemars::JsonSchema for WorkerId {
 
 impl Serialize for WorkerId {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(self)
+        if serializer.is_human_readable() {
+            serializer.collect_str(self)
+        } else {
+            self.0.serialize(serializer)
+        }
     }
 }
 
 impl<'de> Deserialize<'de> for WorkerId {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(WorkerIdVisitor)
+        if deserializer.is_human_readable() {
+            deserializer.deserialize_any(WorkerIdVisitor)
+        } else {
+            u64::deserialize(deserializer).map(WorkerId)
+        }
     }
 }
 

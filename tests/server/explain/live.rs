@@ -218,8 +218,8 @@ fn short_of(report: &Value) -> BTreeMap<String, String> {
     [
         ("worker", rank_name(&won["rank"])),
         ("cost", term("total")),
-        ("prefill", term("prefill_cost")),
-        ("decode", term("decode_cost")),
+        ("prefill", term("prefill")),
+        ("decode", term("decode")),
         ("blocks", report["prompt_blocks"].to_string()),
         ("device", won["overlap"]["device"].to_string()),
         ("cached_tokens", won["cached_tokens"].to_string()),
@@ -381,15 +381,15 @@ fn assert_rows(explanation: &Value, table: &str) {
     };
     let terms = [
         "prefill_blocks",
+        "credit_decay",
+        "freshness_credit",
         "device_credit",
         "host_credit",
         "disk_credit",
         "shared_credit",
-        "credit_decay",
-        "freshness_credit",
-        "prefill_cost",
-        "decode_cost",
-        "request_cost",
+        "prefill",
+        "decode",
+        "requests",
         "taint_factor",
         "total",
     ];

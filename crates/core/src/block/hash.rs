@@ -50,7 +50,7 @@ impl SequenceHash {
 }
 
 /// Tokens that the hash of each block covers.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BlockWindows {
     /// The tokens of the block.
     #[default]

@@ -8,10 +8,12 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 
+use serde::{Deserialize, Serialize};
+
 use super::layers::{BlockLayer, LayerSet};
 
 /// Blocks that a cache group must hold so that a prefix can be reused.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum GroupNeed {
     /// The last blocks of the prefix, or all of them if it has fewer.
     Trailing {

@@ -1,23 +1,19 @@
 //! Binary format of the index, for operators and for the warm start of peers.
 //!
 //! Every rank is written by its own writer, which alone knows the engine hashes. A dump consists of
-//! a header, one record per rank, and an end frame. Records are sequences of small frames. The
-//! checksum of each frame also covers the preceding frames, so a reader never relies on an
-//! unchecked length or on damaged data.
+//! a header, one record per rank, and an end record. A record is a length, a value that is encoded
+//! with postcard, and a checksum, which is verified before the value is decoded.
 
 mod events;
-mod format;
-mod frame;
 mod order_free;
-mod position;
 mod rank_dump;
 
-use std::io::{Read, Write};
+use std::io::{Error, ErrorKind, Read, Write};
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
 
 pub(in crate::index) use events::CopyReplay;
-use format::MAGIC;
-pub use format::{DumpError, VERSION};
-use frame::{DumpFrameKind, FrameReader, FrameWriter};
 #[doc(hidden)]
 pub use order_free::order_free_content;
 pub use rank_dump::RankDump;
@@ -25,6 +21,56 @@ pub(in crate::index) use rank_dump::{BlockRow, CopyCounts, GroupShare, HashRow, 
 
 use super::position::EventPosition;
 use crate::worker::WorkerRank;
+
+/// First bytes of a dump.
+const MAGIC: [u8; 8] = *b"wrmindex";
+
+/// Version of the format.
+pub const VERSION: u16 = 3;
+
+/// Maximum length of an encoded record. A block has about 40 bytes.
+const MAX_RECORD_BYTES: u64 = 1 << 30;
+
+/// Record of a dump.
+#[derive(Serialize, Deserialize)]
+enum DumpRecord<R> {
+    /// Content of a rank.
+    Rank(R),
+    /// End of the dump, with its number of ranks.
+    End(u32),
+}
+
+/// Reasons why a dump cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum DumpError {
+    /// Reading the bytes failed.
+    #[error("the dump cannot be read: {0}")]
+    Io(Error),
+    /// The bytes are not a dump.
+    #[error("this is not an index dump")]
+    Magic,
+    /// The dump has another format version.
+    #[error("the dump has format version {0}, but only version {VERSION} is supported")]
+    Version(u16),
+    /// A checksum does not match.
+    #[error("the dump is damaged: a checksum does not match")]
+    Checksum,
+    /// The dump ends early.
+    #[error("the dump is truncated")]
+    Truncated,
+    /// The checksums match, but the content is inconsistent.
+    #[error("the dump is inconsistent: {0}")]
+    Malformed(&'static str),
+}
+
+impl From<Error> for DumpError {
+    fn from(error: Error) -> Self {
+        match error.kind() {
+            ErrorKind::UnexpectedEof => DumpError::Truncated,
+            _ => DumpError::Io(error),
+        }
+    }
+}
 
 /// Writes the header of a dump.
 pub fn write_header(out: &mut impl Write) -> std::io::Result<()> {
@@ -34,7 +80,14 @@ pub fn write_header(out: &mut impl Write) -> std::io::Result<()> {
 
 /// Writes the end of a dump with this number of ranks.
 pub fn write_end(out: &mut impl Write, ranks: u32) -> std::io::Result<()> {
-    FrameWriter::new(out).write(DumpFrameKind::End, &ranks.to_le_bytes())
+    write_record(out, &DumpRecord::End(ranks))
+}
+
+fn write_record(out: &mut impl Write, record: &DumpRecord<&RankDump>) -> std::io::Result<()> {
+    let bytes = postcard::to_stdvec(record).map_err(Error::other)?;
+    out.write_all(&(bytes.len() as u64).to_le_bytes())?;
+    out.write_all(&bytes)?;
+    out.write_all(&xxh3_64(&bytes).to_le_bytes())
 }
 
 /// Reads a dump rank by rank.
@@ -42,24 +95,22 @@ pub fn write_end(out: &mut impl Write, ranks: u32) -> std::io::Result<()> {
 pub struct DumpReader<R> {
     input: R,
     ranks: u32,
-    done: bool,
+    is_done: bool,
 }
 
 impl<R: Read> DumpReader<R> {
     /// Reads the header.
-    pub fn new(mut input: R) -> Result<Self, DumpError> {
-        let mut head = [0; MAGIC.len() + size_of::<u16>()];
-        frame::read_exact(&mut input, &mut head)?;
-        let (magic, version) = head.split_at(MAGIC.len());
-        if magic != MAGIC {
+    pub fn new(input: R) -> Result<Self, DumpError> {
+        let mut reader = Self {
+            input,
+            ranks: 0,
+            is_done: false,
+        };
+        if reader.read_array()? != MAGIC {
             return Err(DumpError::Magic);
         }
-        match u16::from_le_bytes([version[0], version[1]]) {
-            VERSION => Ok(Self {
-                input,
-                ranks: 0,
-                done: false,
-            }),
+        match u16::from_le_bytes(reader.read_array()?) {
+            VERSION => Ok(reader),
             other => Err(DumpError::Version(other)),
         }
     }
@@ -76,25 +127,37 @@ impl<R: Read> DumpReader<R> {
         }
     }
 
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], DumpError> {
+        let mut bytes = [0; N];
+        self.input.read_exact(&mut bytes)?;
+        Ok(bytes)
+    }
+
     fn read_record(&mut self) -> Result<Option<RankDump>, DumpError> {
-        let mut frames = FrameReader::new(&mut self.input);
-        let (kind, payload) = frames.read()?;
-        match kind {
-            DumpFrameKind::Rank => {
+        let length = u64::from_le_bytes(self.read_array()?);
+        if length > MAX_RECORD_BYTES {
+            return Err(DumpError::Malformed("a record is too long"));
+        }
+        // Grows as the bytes arrive, so a claimed length reserves no memory.
+        let mut bytes = Vec::new();
+        self.input.by_ref().take(length).read_to_end(&mut bytes)?;
+        if self.read_array()? != xxh3_64(&bytes).to_le_bytes() {
+            return Err(DumpError::Checksum);
+        }
+        match postcard::take_from_bytes::<DumpRecord<RankDump>>(&bytes) {
+            Ok((DumpRecord::Rank(rank), [])) => {
                 self.ranks = self.ranks.saturating_add(1);
-                RankDump::read(&payload, &mut frames).map(Some)
+                rank.validate().map_err(DumpError::Malformed)?;
+                Ok(Some(rank))
             }
-            DumpFrameKind::End if payload == self.ranks.to_le_bytes() => {
-                let mut extra = [0];
-                match self.input.read(&mut extra)? {
+            Ok((DumpRecord::End(ranks), [])) if ranks == self.ranks => {
+                match self.input.read(&mut [0])? {
                     0 => Ok(None),
-                    _ => Err(DumpError::Malformed("data follows the end frame")),
+                    _ => Err(DumpError::Malformed("data follows the end record")),
                 }
             }
-            DumpFrameKind::End => Err(DumpError::Malformed("a rank is missing")),
-            _ => Err(DumpError::Malformed(
-                "a record does not begin with a rank frame",
-            )),
+            Ok((DumpRecord::End(_), [])) => Err(DumpError::Malformed("a rank is missing")),
+            _ => Err(DumpError::Malformed("a record cannot be decoded")),
         }
     }
 }
@@ -103,16 +166,21 @@ impl<R: Read> Iterator for DumpReader<R> {
     type Item = Result<RankDump, DumpError>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.done {
+        if self.is_done {
             return None;
         }
         let record = self.read_record().transpose();
-        self.done = !matches!(record, Some(Ok(_)));
+        self.is_done = !matches!(record, Some(Ok(_)));
         record
     }
 }
 
 impl RankDump {
+    /// Writes the record of this rank.
+    pub fn write(&self, out: &mut impl Write) -> std::io::Result<()> {
+        write_record(out, &DumpRecord::Rank(self))
+    }
+
     /// Returns the rank.
     pub fn rank(&self) -> WorkerRank {
         self.rank
@@ -126,9 +194,9 @@ impl RankDump {
     /// Marks the position as detached: events may have been missed since the dump was taken.
     #[must_use]
     pub fn into_detached(mut self) -> Self {
-        self.position
-            .iter_mut()
-            .for_each(|position| position.is_live = false);
+        if let Some(position) = &mut self.position {
+            position.is_live = false;
+        }
         self
     }
 }

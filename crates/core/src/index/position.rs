@@ -2,10 +2,12 @@
 //!
 //! Decision 0016.
 
+use serde::{Deserialize, Serialize};
+
 use crate::block::{BlockWindows, StorageTier};
 
 /// Newest batch of events in the index, and the state needed to continue after it.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EventPosition {
     /// Sequence number of the batch.
     pub seq: u64,
@@ -22,7 +24,7 @@ pub struct EventPosition {
 }
 
 /// State that later events depend on and the index does not contain.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReaderState {
     /// Cache group whose engine hashes identify the blocks.
     pub main_group: Option<u32>,
@@ -40,7 +42,7 @@ pub struct ReaderState {
 }
 
 /// Known cache group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ReaderGroup {
     /// Number of the group, assigned by the engine.
     pub id: u32,

@@ -7,6 +7,7 @@
 use std::sync::Arc;
 
 use hashbrown::HashMap;
+use serde::{Deserialize, Serialize};
 
 use super::sizes::{MAX_SALT_BYTES, MAX_SALTED_BLOCKS};
 use crate::block::{EngineHash, StorageTier};
@@ -236,7 +237,7 @@ impl SaltTable {
 const MAX_SALT_LEN: usize = 1 << 16;
 
 /// Copy of a [`SaltTable`].
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SaltTableDump {
     pub(super) has_salts: bool,
     pub(super) is_full: bool,
@@ -245,7 +246,7 @@ pub(super) struct SaltTableDump {
 }
 
 /// Salt of one block.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct SaltRow {
     pub(super) engine: EngineHash,
     pub(super) salt: SaltRef,
@@ -255,7 +256,7 @@ pub(super) struct SaltRow {
 }
 
 /// Reference to a salt.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum SaltRef {
     /// No salt.
     None,

@@ -181,14 +181,14 @@ impl<B: BookingAttachment> BookingLedger<B> {
         if self.is_duplicate(attempt, bookings.iter(), blocks)? {
             return Ok(LedgerChange::Unchanged);
         }
-        let reservation = self.load.book_with(|view| {
+        let (reservation, ()) = self.load.book_with(|view| {
             let missing = bookings
                 .iter()
                 .find(|booking| view.load(booking.slot, booking.rank).is_none());
             missing.map_or(Ok(()), |booking| {
                 Err(LedgerError::NotServing { rank: booking.rank })
             })?;
-            Ok(bookings)
+            Ok((bookings, ()))
         })?;
         self.insert(attempt, reservation);
         Ok(LedgerChange::Applied)

@@ -34,21 +34,23 @@ const TOKEN_BATCH: u64 = 4;
 
 impl LoadTracker {
     /// Decides and books in one critical section. `decide` must be fast and must not call the
-    /// tracker. Either all bookings are made, or none if one of the ranks is gone.
-    pub fn book_with<E>(
+    /// tracker. Either all bookings are made, or none if one of the ranks is gone. Also returns the
+    /// decision on which the bookings are based.
+    pub fn book_with<T, E>(
         self: &Arc<Self>,
-        decide: impl FnOnce(&LoadView<'_>) -> Result<Vec<LoadBooking>, E>,
-    ) -> Result<Reservation, E> {
+        decide: impl FnOnce(&LoadView<'_>) -> Result<(Vec<LoadBooking>, T), E>,
+    ) -> Result<(Reservation, T), E> {
         let mut table = self.table.lock();
         let now = (self.clock)();
-        let bookings = decide(&LoadView::new(&table, now))?;
+        let (bookings, decision) = decide(&LoadView::new(&table, now))?;
         let shares = table.book(&bookings, now);
         if shares.is_some() {
             table.on_routed(&bookings, now);
         }
         drop(table);
         let event_id = shares.as_ref().and_then(|_| self.notify_booked(&bookings));
-        Ok(Reservation::new(self.clone(), bookings, shares, event_id))
+        let reservation = Reservation::new(self.clone(), bookings, shares, event_id);
+        Ok((reservation, decision))
     }
 
     /// Books the state of another replica's reservation. Returns `None` and books nothing if one of

@@ -34,7 +34,8 @@ fn booking(slot: u32, worker: u64, sequences: &[u64], tokens: u64) -> LoadBookin
 }
 
 fn book(tracker: &Arc<LoadTracker>, booking: LoadBooking) -> Reservation {
-    tracker.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap()
+    let booked = tracker.book_with(|_| Ok::<_, ()>((vec![booking], ())));
+    booked.unwrap().0
 }
 
 fn loads(tracker: &LoadTracker) -> Vec<(u32, u64, u64, u64)> {
@@ -135,7 +136,7 @@ fn closed_or_reassigned_slot_is_not_booked() {
                 .for_slot(RankSlot(7)),
             1
         );
-        Err("no")
+        Err::<(_, ()), _>("no")
     });
     assert_eq!(rejected.map(|_| ()), Err("no"));
 }
@@ -151,7 +152,7 @@ fn concurrent_bookings_see_each_other() {
                 .active_requests
         };
         let slot = (0..4).min_by_key(requests).unwrap();
-        Ok::<_, ()>(vec![booking(slot, u64::from(slot), &[1, 2], 32)])
+        Ok::<_, ()>((vec![booking(slot, u64::from(slot), &[1, 2], 32)], ()))
     };
     let held: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..4)
@@ -238,8 +239,8 @@ fn first_token_releases_prefill_booking() {
         track_prefill: false,
         ..booking(1, 1, &[1, 2], 32)
     };
-    let mut both = tracker
-        .book_with(|_| Ok::<_, ()>(vec![decode, prefill]))
+    let (mut both, ()) = tracker
+        .book_with(|_| Ok::<_, ()>((vec![decode, prefill], ())))
         .unwrap();
     assert_eq!(
         both.booked_slots().collect::<Vec<_>>(),
@@ -269,8 +270,8 @@ fn relocated_booking_keeps_its_progress() {
         cached_tokens: 16,
         ..booking(1, 1, &[1, 2], 32)
     };
-    let mut both = tracker
-        .book_with(|_| Ok::<_, ()>(vec![decode, prefill]))
+    let (mut both, ()) = tracker
+        .book_with(|_| Ok::<_, ()>((vec![decode, prefill], ())))
         .unwrap();
     both.add_output_block(None);
     let to = |slot: u32, worker: u64, cached_tokens: u64| {
@@ -324,7 +325,7 @@ fn relocated_booking_keeps_its_progress() {
 fn missing_rank_prevents_both_bookings() {
     let (tracker, _) = timed();
     let both = vec![booking(0, 0, &[1], 16), booking(1, 7, &[1], 16)];
-    let none = tracker.book_with(|_| Ok::<_, ()>(both)).unwrap();
+    let (none, ()) = tracker.book_with(|_| Ok::<_, ()>((both, ()))).unwrap();
     assert!(!none.is_active());
     assert_eq!(loads(&tracker), [(0, 0, 0, 0), (1, 0, 0, 0)]);
 }

@@ -4,14 +4,10 @@
 use rand::{Rng, RngExt};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{Cost, CostModel, cost, total};
-use super::least_loaded::LeastLoadedModel;
-use super::linear::{LinearModel, effective_blocks, round_to_u64};
-use super::lmetric::LmetricModel;
-use super::round_robin::RoundRobinModel;
+use super::cost::{Cost, CostModel, ModelVisitor, cost, total};
+use super::linear::{effective_blocks, round_to_u64};
 use super::seconds::{SecondsModel, SecondsSettings};
 use super::settings::{PolicySettings, RoutingPolicy};
-use super::sticky::StickyModel;
 
 /// Chosen candidate, with the figures that explain the choice.
 #[derive(Clone, Debug, PartialEq, serde::Serialize)]
@@ -49,7 +45,7 @@ pub fn choose(
         temperature: settings.weights.router_temperature,
         rng,
     };
-    let (selected, cost) = with_model(input, candidates, settings, visitor)?;
+    let (selected, cost) = settings.visit_model(input, candidates, visitor)?;
     let SelectedCandidate {
         index,
         ties,
@@ -77,7 +73,7 @@ pub fn costs(
     candidates: &[Candidate],
     settings: &PolicySettings,
 ) -> Vec<Cost> {
-    with_model(input, candidates, settings, CostVisitor { candidates })
+    settings.visit_model(input, candidates, CostVisitor { candidates })
 }
 
 /// Returns the cost in seconds of the candidate at a position, by the policy `seconds` with the
@@ -109,37 +105,8 @@ pub(super) fn cheapest_index(
         temperature: 0.0,
         rng,
     };
-    with_model(input, candidates, settings, visitor).map(|(selected, _)| selected.index)
-}
-
-/// Operation on the cost function of a choice, compiled once for each policy.
-trait ModelVisitor {
-    type Output;
-
-    fn visit(self, model: &impl CostModel) -> Self::Output;
-}
-
-/// Creates the cost function of the policy and applies `visitor` to it.
-fn with_model<V: ModelVisitor>(
-    input: &PolicyInput,
-    candidates: &[Candidate],
-    settings: &PolicySettings,
-    visitor: V,
-) -> V::Output {
-    let weights = &settings.weights;
-    let count = candidates.len();
-    match settings.routing {
-        RoutingPolicy::Seconds(seconds) => {
-            visitor.visit(&SecondsModel::new(input, count, seconds, weights))
-        }
-        RoutingPolicy::Linear => visitor.visit(&LinearModel::new(input, candidates, weights)),
-        RoutingPolicy::Lmetric => visitor.visit(&LmetricModel { input }),
-        RoutingPolicy::Sticky(sticky) => {
-            visitor.visit(&StickyModel::new(input, candidates, sticky))
-        }
-        RoutingPolicy::LeastLoaded => visitor.visit(&LeastLoadedModel),
-        RoutingPolicy::RoundRobin => visitor.visit(&RoundRobinModel::new(input, count)),
-    }
+    let (selected, _) = settings.visit_model(input, candidates, visitor)?;
+    Some(selected.index)
 }
 
 struct CostVisitor<'a> {

@@ -1,15 +1,12 @@
 //! Cost of a candidate, as all policies report it.
 
-use serde::Serialize;
+use serde::ser::SerializeMap;
+use serde::{Serialize, Serializer};
 
 use super::candidate::Candidate;
-use super::least_loaded::LeastLoadedTerms;
-use super::linear::LinearTerms;
-use super::lmetric::LmetricTerms;
-use super::round_robin::RoundRobinTerms;
-use super::seconds::SecondsTerms;
-use super::settings::PolicyName;
-use super::sticky::StickyTerms;
+
+/// Maximum number of terms of a policy.
+const MAX_TERMS: usize = 10;
 
 /// Cost, term by term; lower is better.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
@@ -23,26 +20,27 @@ pub struct Cost {
     pub total: f64,
 }
 
+/// Names of a policy and its terms. Policies declare them as `const`, because the compiler does not
+/// read a `static` of another crate, and the sum of a cost needs their number.
+#[derive(Debug, PartialEq)]
+pub struct TermNames {
+    /// Name of the policy.
+    pub policy: &'static str,
+    /// Names of the terms: first those that only explain the cost, then those that are added up.
+    pub terms: &'static [&'static str],
+    /// Number of terms that are added up.
+    pub summands: usize,
+}
+
 /// Terms of one policy.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-#[serde(tag = "policy", rename_all = "snake_case")]
-pub enum CostTerms {
-    /// Terms of `seconds`.
-    Seconds(SecondsTerms),
-    /// Terms of `linear`.
-    Linear(LinearTerms),
-    /// Terms of `lmetric`.
-    Lmetric(LmetricTerms),
-    /// Terms of `sticky`.
-    Sticky(StickyTerms),
-    /// Terms of `least_loaded`.
-    LeastLoaded(LeastLoadedTerms),
-    /// Terms of `round_robin`.
-    RoundRobin(RoundRobinTerms),
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CostTerms {
+    names: &'static TermNames,
+    values: [f64; MAX_TERMS],
 }
 
 /// Named part of a cost, in the unit of the policy.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CostTerm {
     /// Name of the term.
     pub name: &'static str,
@@ -51,60 +49,67 @@ pub struct CostTerm {
 }
 
 impl CostTerms {
-    fn as_term_sum(&self) -> &dyn TermSum {
-        match self {
-            CostTerms::Seconds(terms) => terms,
-            CostTerms::Linear(terms) => terms,
-            CostTerms::Lmetric(terms) => terms,
-            CostTerms::Sticky(terms) => terms,
-            CostTerms::LeastLoaded(terms) => terms,
-            CostTerms::RoundRobin(terms) => terms,
-        }
+    /// Creates the terms with these values.
+    #[inline(always)]
+    pub fn new<const N: usize>(names: &'static TermNames, values: [f64; N]) -> Self {
+        const { assert!(N <= MAX_TERMS) };
+        debug_assert_eq!(names.terms.len(), N);
+        let mut terms = Self {
+            names,
+            values: [0.0; MAX_TERMS],
+        };
+        terms.values[..N].copy_from_slice(&values);
+        terms
     }
 
     /// Returns the name of the policy.
     pub fn policy(&self) -> &'static str {
-        let name = match self {
-            CostTerms::Seconds(_) => PolicyName::Seconds,
-            CostTerms::Linear(_) => PolicyName::Linear,
-            CostTerms::Lmetric(_) => PolicyName::Lmetric,
-            CostTerms::Sticky(_) => PolicyName::Sticky,
-            CostTerms::LeastLoaded(_) => PolicyName::LeastLoaded,
-            CostTerms::RoundRobin(_) => PolicyName::RoundRobin,
-        };
-        name.as_str()
+        self.names.policy
+    }
+
+    /// Iterates over all terms.
+    pub fn iter(&self) -> impl Iterator<Item = CostTerm> + '_ {
+        let terms = self.names.terms.iter().zip(&self.values);
+        terms.map(|(&name, &value)| CostTerm { name, value })
+    }
+
+    /// Iterates over the terms that are added up, in the order of their addition.
+    pub fn summands(&self) -> impl Iterator<Item = CostTerm> + '_ {
+        let inputs = self.names.terms.len() - self.names.summands;
+        self.iter().skip(inputs)
+    }
+
+    /// Returns the value of a term, if the policy has it.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        let term = self.iter().find(|term| term.name == name);
+        term.map(|term| term.value)
+    }
+
+    #[inline(always)]
+    pub(super) fn sum(&self) -> f64 {
+        let end = self.names.terms.len();
+        self.values[end - self.names.summands..end].iter().sum()
     }
 }
 
-impl CostTerm {
-    pub(super) fn new(name: &'static str, value: f64) -> Self {
-        Self { name, value }
-    }
-}
-
-/// Terms whose sum is compared.
-pub(super) trait TermSum {
-    /// Returns the sum of [`TermSum::summands`], added in their order.
-    fn sum(&self) -> f64;
-
-    /// Returns the parts of the sum.
-    fn summands(&self) -> Vec<CostTerm>;
-
-    /// Returns all numbers that explain the sum.
-    fn figures(&self) -> Vec<CostTerm> {
-        self.summands()
+impl Serialize for CostTerms {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        map.serialize_entry("policy", self.policy())?;
+        for term in self.iter() {
+            map.serialize_entry(term.name, &term.value)?;
+        }
+        map.end()
     }
 }
 
 /// Cost function of one policy for one choice. It is created from all candidates, so terms that
 /// they share are computed once.
 pub(super) trait CostModel {
-    type Terms: TermSum + Into<CostTerms>;
-
     /// Computes all terms of the candidate at a position.
-    fn terms(&self, index: usize, candidate: &Candidate) -> Self::Terms;
+    fn terms(&self, index: usize, candidate: &Candidate) -> CostTerms;
 
-    /// Returns the sum of the terms.
+    /// Returns the sum of the terms that are added up.
     #[inline(always)]
     fn sum(&self, index: usize, candidate: &Candidate) -> f64 {
         self.terms(index, candidate).sum()
@@ -115,6 +120,13 @@ pub(super) trait CostModel {
     fn lower_bound(&self, _candidate: &Candidate) -> f64 {
         f64::NEG_INFINITY
     }
+}
+
+/// Operation on the cost function of a choice, compiled once for each policy.
+pub(super) trait ModelVisitor {
+    type Output;
+
+    fn visit(self, model: &impl CostModel) -> Self::Output;
 }
 
 /// Returns the total cost that is compared. NaN counts as infinity, so it is never chosen over a
@@ -130,9 +142,9 @@ pub(super) fn cost(model: &impl CostModel, index: usize, candidate: &Candidate) 
     let terms = model.terms(index, candidate);
     let taint_factor = taint_factor(candidate);
     Cost {
-        total: terms.sum() * taint_factor,
-        terms: terms.into(),
+        terms,
         taint_factor,
+        total: terms.sum() * taint_factor,
     }
 }
 
@@ -142,35 +154,5 @@ fn taint_factor(candidate: &Candidate) -> f64 {
         1.0
     } else {
         (-candidate.taint_preference.tanh()).exp()
-    }
-}
-
-impl Cost {
-    /// Returns the parts that add up to the total before the taint factor, in the order of their
-    /// addition.
-    pub fn summands(&self) -> Vec<CostTerm> {
-        self.terms.as_term_sum().summands()
-    }
-
-    /// Returns all numbers that explain the total, without the taint factor.
-    pub fn figures(&self) -> Vec<CostTerm> {
-        self.terms.as_term_sum().figures()
-    }
-
-    /// Returns the terms of the policy `linear`, if it computed the cost.
-    pub fn linear(&self) -> Option<&LinearTerms> {
-        match &self.terms {
-            CostTerms::Linear(terms) => Some(terms),
-            _ => None,
-        }
-    }
-
-    /// Returns the terms of the policy `seconds`, if it computed the cost.
-    #[cfg(test)]
-    pub(super) fn seconds(&self) -> Option<&SecondsTerms> {
-        match &self.terms {
-            CostTerms::Seconds(terms) => Some(terms),
-            _ => None,
-        }
     }
 }

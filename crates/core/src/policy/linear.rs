@@ -3,80 +3,27 @@
 //! The order of the f64 operations follows the reference implementation: exact ties are broken at
 //! random, and a different rounding would turn a tie into a preference.
 
-use serde::Serialize;
-
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::cost::{CostModel, CostTerms, TermNames};
 use super::weights::Weights;
 use crate::worker::WorkerRole;
 
-/// Terms of the policy `linear`. The cost is `prefill_cost + decode_cost + request_cost`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct LinearTerms {
-    /// Prefill that would be outstanding, including this request's whole prompt, in blocks.
-    pub prefill_blocks: f64,
-    /// Decay of the device credit with the prefill backlog; 1 without decay.
-    pub credit_decay: f64,
-    /// Factor on the credit by the freshness of the event source; 1 if it is exact.
-    pub freshness_credit: f64,
-    /// Credit for blocks on the device, after both factors.
-    pub device_credit: f64,
-    /// Credit for blocks in host memory.
-    pub host_credit: f64,
-    /// Credit for blocks on disk or in external storage.
-    pub disk_credit: f64,
-    /// Credit for blocks in the shared cache.
-    pub shared_credit: f64,
-    /// Outstanding prefill less credit, at least 0, scaled.
-    pub prefill_cost: f64,
-    /// Blocks held by running requests, including this one; in a decode choice, less the credit.
-    pub decode_cost: f64,
-    /// Running requests, weighted.
-    pub request_cost: f64,
-}
-
-impl LinearTerms {
-    /// Returns the credit for cached blocks, in blocks.
-    pub fn credit(&self) -> f64 {
-        self.device_credit + self.host_credit + self.disk_credit + self.shared_credit
-    }
-}
-
-impl TermSum for LinearTerms {
-    #[inline(always)]
-    fn sum(&self) -> f64 {
-        self.prefill_cost + self.decode_cost + self.request_cost
-    }
-
-    fn summands(&self) -> Vec<CostTerm> {
-        vec![
-            CostTerm::new("prefill", self.prefill_cost),
-            CostTerm::new("decode", self.decode_cost),
-            CostTerm::new("requests", self.request_cost),
-        ]
-    }
-
-    fn figures(&self) -> Vec<CostTerm> {
-        vec![
-            CostTerm::new("prefill_blocks", self.prefill_blocks),
-            CostTerm::new("device_credit", self.device_credit),
-            CostTerm::new("host_credit", self.host_credit),
-            CostTerm::new("disk_credit", self.disk_credit),
-            CostTerm::new("shared_credit", self.shared_credit),
-            CostTerm::new("credit_decay", self.credit_decay),
-            CostTerm::new("freshness_credit", self.freshness_credit),
-            CostTerm::new("prefill_cost", self.prefill_cost),
-            CostTerm::new("decode_cost", self.decode_cost),
-            CostTerm::new("request_cost", self.request_cost),
-        ]
-    }
-}
-
-impl From<LinearTerms> for CostTerms {
-    fn from(terms: LinearTerms) -> Self {
-        CostTerms::Linear(terms)
-    }
-}
+const TERMS: TermNames = TermNames {
+    policy: "linear",
+    terms: &[
+        "prefill_blocks",
+        "credit_decay",
+        "freshness_credit",
+        "device_credit",
+        "host_credit",
+        "disk_credit",
+        "shared_credit",
+        "prefill",
+        "decode",
+        "requests",
+    ],
+    summands: 3,
+};
 
 /// Cost function of the policy `linear`.
 pub(super) struct LinearModel<'a> {
@@ -205,11 +152,9 @@ impl<'a> LinearModel<'a> {
 }
 
 impl CostModel for LinearModel<'_> {
-    type Terms = LinearTerms;
-
     /// Computes all terms. Inlined, so callers that need only the sum skip the rest.
     #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> LinearTerms {
+    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
         let weights = self.weights;
         let overlap = candidate.expected_overlap();
         let credit_decay = self.credit_decay(candidate);
@@ -233,18 +178,21 @@ impl CostModel for LinearModel<'_> {
             prefill_cost = weights.prefill_load_scale * (prefill_blocks - credit).max(0.0);
             decode_cost = decode_blocks;
         }
-        LinearTerms {
-            prefill_blocks,
-            credit_decay,
-            freshness_credit,
-            device_credit,
-            host_credit,
-            disk_credit,
-            shared_credit,
-            prefill_cost,
-            decode_cost,
-            request_cost: self.request_cost(candidate),
-        }
+        CostTerms::new(
+            &TERMS,
+            [
+                prefill_blocks,
+                credit_decay,
+                freshness_credit,
+                device_credit,
+                host_credit,
+                disk_credit,
+                shared_credit,
+                prefill_cost,
+                decode_cost,
+                self.request_cost(candidate),
+            ],
+        )
     }
 
     #[inline(always)]

@@ -1,45 +1,13 @@
 //! Policy `lmetric`: prefill tokens that would be outstanding, times the requests that would run.
 
-use serde::Serialize;
-
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::cost::{CostModel, CostTerms, TermNames};
 
-/// Terms of the policy `lmetric`. The cost is `prefill_tokens * requests`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct LmetricTerms {
-    /// Prefill tokens that would be outstanding, without cached ones.
-    pub prefill_tokens: f64,
-    /// Requests that would run.
-    pub requests: f64,
-    /// Product of the two.
-    pub product: f64,
-}
-
-impl TermSum for LmetricTerms {
-    #[inline(always)]
-    fn sum(&self) -> f64 {
-        self.product
-    }
-
-    fn summands(&self) -> Vec<CostTerm> {
-        vec![CostTerm::new("product", self.product)]
-    }
-
-    fn figures(&self) -> Vec<CostTerm> {
-        vec![
-            CostTerm::new("prefill_tokens", self.prefill_tokens),
-            CostTerm::new("requests", self.requests),
-            CostTerm::new("product", self.product),
-        ]
-    }
-}
-
-impl From<LmetricTerms> for CostTerms {
-    fn from(terms: LmetricTerms) -> Self {
-        CostTerms::Lmetric(terms)
-    }
-}
+const TERMS: TermNames = TermNames {
+    policy: "lmetric",
+    terms: &["prefill_tokens", "requests", "product"],
+    summands: 1,
+};
 
 /// Cost function of the policy `lmetric`.
 pub(super) struct LmetricModel<'a> {
@@ -47,17 +15,16 @@ pub(super) struct LmetricModel<'a> {
 }
 
 impl CostModel for LmetricModel<'_> {
-    type Terms = LmetricTerms;
-
+    /// The tokens are those that would be outstanding, without cached ones, and the requests those
+    /// that would run. Their product is the cost.
     #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> LmetricTerms {
+    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
         let prefill_tokens =
             candidate.load.active_prefill_tokens as f64 + self.input.uncached_tokens(candidate);
         let requests = candidate.load.active_requests as f64 + 1.0;
-        LmetricTerms {
-            prefill_tokens,
-            requests,
-            product: prefill_tokens * requests,
-        }
+        CostTerms::new(
+            &TERMS,
+            [prefill_tokens, requests, prefill_tokens * requests],
+        )
     }
 }

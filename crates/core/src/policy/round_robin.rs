@@ -2,34 +2,14 @@
 //! the model, so the policy has no state of its own. Requests without prefill tracking do not
 //! advance it.
 
-use serde::Serialize;
-
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::cost::{CostModel, CostTerms, TermNames};
 
-/// Terms of the policy `round_robin`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct RoundRobinTerms {
-    /// Number of turns until this rank is next, which is the cost.
-    pub distance: f64,
-}
-
-impl TermSum for RoundRobinTerms {
-    #[inline(always)]
-    fn sum(&self) -> f64 {
-        self.distance
-    }
-
-    fn summands(&self) -> Vec<CostTerm> {
-        vec![CostTerm::new("distance", self.distance)]
-    }
-}
-
-impl From<RoundRobinTerms> for CostTerms {
-    fn from(terms: RoundRobinTerms) -> Self {
-        CostTerms::RoundRobin(terms)
-    }
-}
+const TERMS: TermNames = TermNames {
+    policy: "round_robin",
+    terms: &["distance"],
+    summands: 1,
+};
 
 /// Cost function of the policy `round_robin`.
 pub(super) struct RoundRobinModel {
@@ -49,17 +29,14 @@ impl RoundRobinModel {
 }
 
 impl CostModel for RoundRobinModel {
-    type Terms = RoundRobinTerms;
-
+    /// The distance is the number of turns until the rank is next.
     #[inline(always)]
-    fn terms(&self, index: usize, _candidate: &Candidate) -> RoundRobinTerms {
+    fn terms(&self, index: usize, _candidate: &Candidate) -> CostTerms {
         let distance = if index >= self.next {
             index - self.next
         } else {
             index + self.candidates - self.next
         };
-        RoundRobinTerms {
-            distance: distance as f64,
-        }
+        CostTerms::new(&TERMS, [distance as f64])
     }
 }

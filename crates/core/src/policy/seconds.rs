@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::cost::{CostModel, CostTerms, TermNames};
 use super::weights::Weights;
 use crate::load::{DecodeBatch, LatencyCoefficients, PrefillWork};
 use crate::worker::WorkerRole;
@@ -59,64 +59,30 @@ impl SecondsSettings {
 
 /// Terms of the policy `seconds`. The cost is `first_token + decode + running_delay +
 /// arrival_delay + eviction`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct SecondsTerms {
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct SecondsTerms {
     /// Prompt tokens that are not computed again.
-    pub cached_tokens: f64,
+    pub(super) cached_tokens: f64,
     /// Prefill that is booked on the rank and not done, without fixed parts, plus the overdue time
     /// of its oldest request, in seconds.
-    pub queue: f64,
+    pub(super) queue: f64,
     /// Wait for KV blocks that running requests hold, in seconds.
-    pub kv_wait: f64,
+    pub(super) kv_wait: f64,
     /// Prefill of this request, in seconds.
-    pub prefill: f64,
+    pub(super) prefill: f64,
     /// KV transfer from the prefill worker, in seconds.
-    pub transfer: f64,
+    pub(super) transfer: f64,
     /// Time to the first token, in seconds, times its weight.
-    pub first_token: f64,
+    pub(super) first_token: f64,
     /// Decode time of this request, in seconds.
-    pub decode: f64,
+    pub(super) decode: f64,
     /// Delay of the requests that run on the rank, in seconds.
-    pub running_delay: f64,
+    pub(super) running_delay: f64,
     /// Delay of the requests that arrive before the prefill backlog is done, in seconds.
-    pub arrival_delay: f64,
+    pub(super) arrival_delay: f64,
     /// Expected delay caused by later requests that compute evicted blocks again, in seconds, with the
     /// weight of the first token. These requests may run on any rank, so no prefill factor applies.
-    pub eviction: f64,
-}
-
-impl TermSum for SecondsTerms {
-    #[inline(always)]
-    fn sum(&self) -> f64 {
-        self.first_token + self.decode + self.running_delay + self.arrival_delay + self.eviction
-    }
-
-    fn summands(&self) -> Vec<CostTerm> {
-        vec![
-            CostTerm::new("first_token", self.first_token),
-            CostTerm::new("decode", self.decode),
-            CostTerm::new("running_delay", self.running_delay),
-            CostTerm::new("arrival_delay", self.arrival_delay),
-            CostTerm::new("eviction", self.eviction),
-        ]
-    }
-
-    fn figures(&self) -> Vec<CostTerm> {
-        let inputs = [
-            CostTerm::new("cached_tokens", self.cached_tokens),
-            CostTerm::new("queue", self.queue),
-            CostTerm::new("kv_wait", self.kv_wait),
-            CostTerm::new("prefill", self.prefill),
-            CostTerm::new("transfer", self.transfer),
-        ];
-        inputs.into_iter().chain(self.summands()).collect()
-    }
-}
-
-impl From<SecondsTerms> for CostTerms {
-    fn from(terms: SecondsTerms) -> Self {
-        CostTerms::Seconds(terms)
-    }
+    pub(super) eviction: f64,
 }
 
 /// Phases that the chosen rank runs.
@@ -126,6 +92,23 @@ enum PricedPhase {
     Prefill,
     Decode,
 }
+
+const TERMS: TermNames = TermNames {
+    policy: "seconds",
+    terms: &[
+        "cached_tokens",
+        "queue",
+        "kv_wait",
+        "prefill",
+        "transfer",
+        "first_token",
+        "decode",
+        "running_delay",
+        "arrival_delay",
+        "eviction",
+    ],
+    summands: 5,
+};
 
 /// Cost function of the policy `seconds`.
 pub(super) struct SecondsModel<'a> {
@@ -296,11 +279,9 @@ struct LowerTiers {
     cost_tokens: f64,
 }
 
-impl CostModel for SecondsModel<'_> {
-    type Terms = SecondsTerms;
-
+impl SecondsModel<'_> {
     #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> SecondsTerms {
+    pub(super) fn compute_terms(&self, candidate: &Candidate) -> SecondsTerms {
         let timing = &candidate.timing;
         let latency = &self.latency;
         let output = self.output_tokens;
@@ -362,5 +343,27 @@ impl CostModel for SecondsModel<'_> {
             }
         }
         terms
+    }
+}
+
+impl CostModel for SecondsModel<'_> {
+    #[inline(always)]
+    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
+        let terms = self.compute_terms(candidate);
+        CostTerms::new(
+            &TERMS,
+            [
+                terms.cached_tokens,
+                terms.queue,
+                terms.kv_wait,
+                terms.prefill,
+                terms.transfer,
+                terms.first_token,
+                terms.decode,
+                terms.running_delay,
+                terms.arrival_delay,
+                terms.eviction,
+            ],
+        )
     }
 }

@@ -1,9 +1,15 @@
-//! Routing policies and their settings.
+//! List of the routing policies, with their settings and cost functions.
 
 use serde::{Deserialize, Serialize};
 
-use super::seconds::SecondsSettings;
-use super::sticky::StickySettings;
+use super::candidate::{Candidate, PolicyInput};
+use super::cost::ModelVisitor;
+use super::least_loaded::LeastLoadedModel;
+use super::linear::LinearModel;
+use super::lmetric::LmetricModel;
+use super::round_robin::RoundRobinModel;
+use super::seconds::{SecondsModel, SecondsSettings};
+use super::sticky::{StickyModel, StickySettings};
 use super::weights::Weights;
 
 /// Policy that computes the cost of a candidate.
@@ -145,6 +151,28 @@ impl PolicySettings {
             PolicyName::Sticky => other(RoutingPolicy::Sticky(StickySettings::default())),
             PolicyName::LeastLoaded => other(RoutingPolicy::LeastLoaded),
             PolicyName::RoundRobin => other(RoutingPolicy::RoundRobin),
+        }
+    }
+    /// Creates the cost function of the policy and applies `visitor` to it.
+    pub(super) fn visit_model<V: ModelVisitor>(
+        &self,
+        input: &PolicyInput,
+        candidates: &[Candidate],
+        visitor: V,
+    ) -> V::Output {
+        let weights = &self.weights;
+        let count = candidates.len();
+        match self.routing {
+            RoutingPolicy::Seconds(seconds) => {
+                visitor.visit(&SecondsModel::new(input, count, seconds, weights))
+            }
+            RoutingPolicy::Linear => visitor.visit(&LinearModel::new(input, candidates, weights)),
+            RoutingPolicy::Lmetric => visitor.visit(&LmetricModel { input }),
+            RoutingPolicy::Sticky(sticky) => {
+                visitor.visit(&StickyModel::new(input, candidates, sticky))
+            }
+            RoutingPolicy::LeastLoaded => visitor.visit(&LeastLoadedModel),
+            RoutingPolicy::RoundRobin => visitor.visit(&RoundRobinModel::new(input, count)),
         }
     }
 }

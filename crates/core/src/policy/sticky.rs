@@ -4,7 +4,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::candidate::{Candidate, PolicyInput};
-use super::cost::{CostModel, CostTerm, CostTerms, TermSum};
+use super::cost::{CostModel, CostTerms, TermNames};
 
 /// A warm rank holds at least this share of the longest cached prefix, and
 const MIN_SHARE_OF_BEST: f64 = 0.8;
@@ -31,43 +31,14 @@ impl Default for StickySettings {
     }
 }
 
-/// Terms of the policy `sticky`. The cost is `queue + uncached + requests + cold`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct StickyTerms {
-    /// Outstanding prefill tokens.
-    pub queue: f64,
-    /// Prompt tokens that are not cached.
-    pub uncached: f64,
-    /// Running requests, weighted.
-    pub requests: f64,
-    /// Penalty of a rank that is not warm while a warm one is preferred, in tokens.
-    pub cold: f64,
-}
-
-impl TermSum for StickyTerms {
-    #[inline(always)]
-    fn sum(&self) -> f64 {
-        self.queue + self.uncached + self.requests + self.cold
-    }
-
-    fn summands(&self) -> Vec<CostTerm> {
-        vec![
-            CostTerm::new("queue", self.queue),
-            CostTerm::new("uncached", self.uncached),
-            CostTerm::new("requests", self.requests),
-            CostTerm::new("cold", self.cold),
-        ]
-    }
-}
-
-impl From<StickyTerms> for CostTerms {
-    fn from(terms: StickyTerms) -> Self {
-        CostTerms::Sticky(terms)
-    }
-}
-
 /// Penalty of a cold rank: more tokens than any queue has.
 const COLD_TOKENS: f64 = (1_u64 << 62) as f64;
+
+const TERMS: TermNames = TermNames {
+    policy: "sticky",
+    terms: &["queue", "uncached", "requests", "cold"],
+    summands: 4,
+};
 
 /// Cost function of the policy `sticky`.
 pub(super) struct StickyModel<'a> {
@@ -103,18 +74,21 @@ impl<'a> StickyModel<'a> {
 }
 
 impl CostModel for StickyModel<'_> {
-    type Terms = StickyTerms;
-
+    /// All terms are in tokens. `cold` is the penalty of a rank that is not warm while a warm one is
+    /// preferred.
     #[inline(always)]
-    fn terms(&self, _index: usize, candidate: &Candidate) -> StickyTerms {
+    fn terms(&self, _index: usize, candidate: &Candidate) -> CostTerms {
         let is_cold = self
             .warm_tokens
             .is_some_and(|warm| self.input.cached_tokens(candidate) < warm);
-        StickyTerms {
-            queue: candidate.load.active_prefill_tokens as f64,
-            uncached: self.input.uncached_tokens(candidate),
-            requests: REQUEST_TOKENS * candidate.load.active_requests as f64,
-            cold: if is_cold { COLD_TOKENS } else { 0.0 },
-        }
+        CostTerms::new(
+            &TERMS,
+            [
+                candidate.load.active_prefill_tokens as f64,
+                self.input.uncached_tokens(candidate),
+                REQUEST_TOKENS * candidate.load.active_requests as f64,
+                if is_cold { COLD_TOKENS } else { 0.0 },
+            ],
+        )
     }
 }

@@ -238,15 +238,21 @@ fn cost_terms_add_up_to_total() {
         &mut StdRng::seed_from_u64(1),
     )
     .unwrap();
-    let cost = choice.cost.linear().unwrap();
-    let credit = cost.credit();
-    assert_eq!(credit, 1.0 + 0.75 + 0.25 + 1.0);
-    assert_eq!(cost.prefill_cost, cost.prefill_blocks - credit);
-    assert_eq!((cost.decode_cost, cost.request_cost), (11.0, 1.5));
+    let term = |name| choice.cost.terms.get(name).unwrap();
+    let credits = [
+        "device_credit",
+        "host_credit",
+        "disk_credit",
+        "shared_credit",
+    ]
+    .map(term);
+    assert_eq!(credits, [1.0, 0.75, 0.25, 1.0]);
+    assert_eq!(term("prefill"), term("prefill_blocks") - 3.0);
+    assert_eq!((term("decode"), term("requests")), (11.0, 1.5));
     assert_eq!(choice.cost.taint_factor, (-0.5f64.tanh()).exp());
     assert_eq!(
         choice.cost.total,
-        (cost.prefill_cost + cost.decode_cost + cost.request_cost) * choice.cost.taint_factor
+        (term("prefill") + 11.0 + 1.5) * choice.cost.taint_factor
     );
     assert_eq!(
         (
@@ -347,8 +353,8 @@ fn decode_cost_is_not_negative() {
     let none = PolicySettings::linear(none);
     let choice = choose(&input, &candidates, &none, &mut StdRng::seed_from_u64(1)).unwrap();
     assert_eq!(
-        (choice.cost.linear().unwrap().decode_cost, choice.ties),
-        (4.0, 3),
+        (choice.cost.terms.get("decode"), choice.ties),
+        (Some(4.0), 3),
         "without credit only the blocks count"
     );
 }

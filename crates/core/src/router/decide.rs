@@ -141,10 +141,9 @@ impl Router {
             in_flight: Some(&self.in_flight_estimates.load()),
             engine_loads: &self.load.engine_loads().view(self.load.now()),
             cached_blocks: &self.lookup.cached_block_counts(),
-            recomputed_share: self.recomputed_share(pools),
+            recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
         };
-        let mut decided = None;
-        let reservation = self.load.book_with(|view| {
+        let (reservation, (plan, tracked)) = self.load.book_with(|view| {
             let mut rng = self.rng.lock();
             let plan = decider.decide(view, &mut *rng)?;
             let mut bookings = plan.bookings(context, |count| random_sequences(count, &mut *rng));
@@ -158,20 +157,22 @@ impl Router {
                 booking.content_time = view.prefill_time(booking).and(expected);
             }
             let tracked = self.track(&plan, pools, expected, view.now())?;
-            decided = Some((plan, tracked));
-            Ok(bookings)
+            Ok((bookings, (plan, tracked)))
         })?;
-        // `book_with` succeeds only after a decision.
-        let (plan, tracked) = decided.ok_or(DecideError::Busy)?;
         let route = self
             .route_builder(context)
             .build(&plan, &pools.availability);
         self.record_recomputation(context, &plan, &route);
+        let predicted_members = plan
+            .booked_members()
+            .filter(|member| self.lookup.predictors.covers(member))
+            .cloned()
+            .collect();
         Ok(Placement {
             chosen: plan.decode.member().rank,
             placed_at: self.load.now(),
             mismatched_workers: context.mismatched_workers.clone(),
-            predicted_members: self.predicted_members(&plan),
+            predicted_members,
             route,
             reservation,
             tracked,
@@ -224,7 +225,7 @@ impl Router {
             in_flight: None,
             engine_loads: &self.load.engine_loads().view(self.load.now()),
             cached_blocks: &self.lookup.cached_block_counts(),
-            recomputed_share: self.recomputed_share(&pools),
+            recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
         };
         let plan = self
             .load

@@ -124,7 +124,7 @@ impl Router {
                 in_flight: None,
                 engine_loads: &engine_loads,
                 cached_blocks: &cached_blocks,
-                recomputed_share: self.recomputed_share(pools),
+                recomputed_share: self.recomputation.recomputed_share(pools.decode.model()),
             };
             decider.decide(view, &mut self.rng.lock().clone())
         };

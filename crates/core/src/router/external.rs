@@ -203,10 +203,10 @@ impl Router {
     /// Predicts that the prompts of an external booking are cached on its rank.
     pub fn predict_external(&self, external: &ExternalBooking) -> RequestPredictions {
         let blocks = external.context.request.prompt.blocks();
-        let mut answering = self.predict(&external.member, blocks);
-        answering
-            .iter_mut()
-            .for_each(|prediction| self.confirm(prediction, blocks));
+        let mut answering = self.lookup.predictors.predict(&external.member, blocks);
+        if let Some(prediction) = &mut answering {
+            prediction.confirm(blocks, &*self.feedback.listener);
+        }
         RequestPredictions {
             answering,
             prefilling: None,

@@ -1,24 +1,16 @@
-//! Feedback of routed requests, as far as later decisions depend on it: the health of workers, the
-//! duration of prefills, and the confirmation of predictions.
+//! Life of a request after its decision, as far as later decisions depend on it: its responses, the
+//! duration of its prefill, and its predictions.
 
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::last_block::{LastBlockEvidence, LastBlockReuse};
 use super::placement::Placement;
-use super::pools::{FleetAvailability, PhasePools};
 use super::predictions::RequestPredictions;
 use super::reason::Reason;
-use super::request::RouteRequest;
 use super::route::{ComputingRank, Mode, PrefillRoute, Route};
 use super::state::Router;
 use super::worker_feedback::{OutcomeTarget, first_prompt};
-use crate::fleet::FleetMember;
 use crate::freshness::IndexFreshness;
-use crate::health::{
-    DeliveryTransition, FailingPeerGroup, HealthSignal, HealthState, HealthTransition,
-    RankHealthReport, RequestOutcome, TrackedRequest,
-};
+use crate::health::{DeliveryTransition, HealthTransition, RequestOutcome, TrackedRequest};
 use crate::load::{CachedTokenSource, FirstTokenObservation, SpeedTransition};
 use crate::worker::{WorkerId, WorkerRank};
 
@@ -246,11 +238,11 @@ impl Router {
         let Some(rank) = placement.route.prefill().map(|prefill| prefill.to.rank) else {
             return Vec::new();
         };
-        if outcome.is_failure() && outcome != RequestOutcome::Overloaded {
-            let prediction = placement.predictions.prefilling.take();
-            prediction
-                .into_iter()
-                .for_each(|prediction| _ = prediction.revoke(&placement.prompts));
+        if outcome.is_failure()
+            && outcome != RequestOutcome::Overloaded
+            && let Some(prediction) = placement.predictions.prefilling.take()
+        {
+            prediction.revoke(&placement.prompts);
         }
         self.record_for_rank(placement, rank, outcome)
     }
@@ -275,37 +267,6 @@ impl Router {
                 .reservation
                 .learn_prefill(CachedTokenSource::Known);
         }
-    }
-
-    /// Avoids a worker for this time, because another replica reported its overload status.
-    pub fn mark_overloaded(&self, worker: WorkerId, time: Duration) {
-        if self.fleet.load().worker(worker).is_some() {
-            self.feedback
-                .overload
-                .mark_at_most(worker, self.load.now(), time);
-        }
-    }
-
-    /// Returns the workers marked as overloaded, and the remaining time of each mark.
-    pub fn overload_marks(&self) -> Vec<(WorkerId, Duration)> {
-        self.feedback.overload.marks(self.load.now())
-    }
-
-    /// Returns whether overload is the only obstacle to serving a request on a rank.
-    pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
-        let fleet = self.fleet.load();
-        let availability = |_: &[&FleetMember]| FleetAvailability {
-            unhealthy: self.unhealthy_ranks(),
-            ..FleetAvailability::default()
-        };
-        let pools = PhasePools::find(&fleet, request, &self.settings(), availability);
-        pools.is_ok_and(|pools| {
-            pools
-                .decode
-                .members
-                .iter()
-                .any(|member| member.rank == rank)
-        })
     }
 
     /// Learns from the first token of a request. After a local prefill, returns the predicted and
@@ -353,80 +314,42 @@ impl Router {
         }
     }
 
-    /// Records which part of a matched prefix a worker reused. Returns the states before and after
-    /// it.
-    pub fn record_last_block(
-        &self,
-        worker: WorkerId,
-        evidence: LastBlockEvidence,
-    ) -> (LastBlockReuse, LastBlockReuse) {
-        self.feedback.last_blocks.record(worker, evidence)
-    }
-
-    /// Returns whether a worker computes the last matched block of each prompt again.
-    pub fn recomputes_last_block(&self, worker: WorkerId) -> bool {
-        let dropping = self.feedback.last_blocks.recomputing_workers();
-        dropping.contains(&worker)
-    }
-
-    /// Records the result of a health check of an ejected worker. Returns whether the next request
-    /// may probe it now.
-    pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool) -> bool {
-        self.feedback
-            .health
-            .on_health_check(worker, is_healthy, self.load.now())
-    }
-
-    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
-    /// suffices to eject a rank.
-    pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
-        let health = &self.feedback.health;
-        health.set_signal(worker, signal, is_failing);
-    }
-
-    /// Records whether a worker answered a query of this process. Any response is an answer.
-    pub fn record_reachability(&self, worker: WorkerId, has_answered: bool) {
-        if self.fleet.load().worker(worker).is_some() {
-            let reachability = &self.feedback.reachability;
-            reachability.record(worker, has_answered, self.load.now());
+    /// Records that the request is being sent: its prompts count as cached on the predicted
+    /// members.
+    pub fn predict_placement(&self, placement: &mut Placement) {
+        for member in placement.predicted_members.drain(..) {
+            let prediction = self.lookup.predictors.predict(&member, &placement.prompts);
+            if member.rank == placement.chosen {
+                placement.predictions.answering = prediction;
+            } else {
+                placement.predictions.prefilling = prediction;
+            }
         }
     }
 
-    /// Returns the workers that answer neither requests nor queries, and the time since the first
-    /// failure.
-    pub fn unreachable_workers(&self) -> BTreeMap<WorkerId, Duration> {
-        self.feedback.reachability.unreachable(self.load.now())
+    /// Confirms the predictions of a request, for a caller that does not report the response
+    /// status.
+    pub fn confirm_predictions(&self, placement: &mut Placement) {
+        if let Some(prediction) = &mut placement.predictions.answering {
+            prediction.confirm(&placement.prompts, &*self.feedback.listener);
+        }
+        self.confirm_prefill(placement);
     }
 
-    /// Returns the peer groups in which no rank delivers.
-    pub fn failing_groups(&self) -> Vec<FailingPeerGroup> {
-        let unreachable = self.unreachable_workers();
-        let health = &self.feedback.health;
-        health.failing_groups(&unreachable, self.load.now())
+    /// Records that the prefill worker of a request has computed its prompts.
+    pub fn confirm_prefill(&self, placement: &mut Placement) {
+        if let Some(prediction) = &mut placement.predictions.prefilling {
+            prediction.confirm(&placement.prompts, &*self.feedback.listener);
+        }
     }
 
-    /// Returns the workers with an ejected rank.
-    pub fn ejected_workers(&self) -> Vec<WorkerId> {
-        let mut ranks = self.unhealthy_ranks();
-        ranks.retain(|_, health| *health != HealthState::Suspect);
-        let mut workers: Vec<_> = ranks.into_keys().map(|rank| rank.worker).collect();
-        workers.dedup();
-        workers
-    }
-
-    /// Returns the ranks that are not healthy, with their health.
-    pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, HealthState> {
-        self.feedback.health.unhealthy_ranks(&[], self.load.now())
-    }
-
-    /// Returns the number of failed requests of each rank by kind.
-    pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
-        self.feedback.health.failed_requests()
-    }
-
-    /// Returns the ranks that are not healthy or have failed recently, with the evidence.
-    pub fn health_report(&self) -> Vec<RankHealthReport> {
-        self.feedback.health.health_report(self.load.now())
+    /// Applies the response status. Success confirms the predictions; any other status removes
+    /// them.
+    pub fn resolve_predictions(&self, placement: &mut Placement, status: u16) {
+        match status {
+            200..300 => self.confirm_predictions(placement),
+            _ => placement.predictions = RequestPredictions::default(),
+        }
     }
 }
 

@@ -6,8 +6,9 @@
 use std::sync::Arc;
 
 use super::remote::OverlapSource;
+use super::worker_feedback::RouterListener;
 use crate::block::{BlockHashes, LocalHash};
-use crate::fleet::FleetMember;
+use crate::fleet::{Fleet, FleetMember};
 use crate::index::Overlaps;
 use crate::predict::{EffectivePolicy, InFlightPrompt, PredictionLease, Predictor, RankPrediction};
 use crate::worker::{BlockSize, WorkerRank};
@@ -119,27 +120,43 @@ impl PredictorSet {
         }
     }
 
-    /// Records prompts that a rank has accepted.
-    pub(super) fn record(&self, member: &FleetMember, prompts: &[BlockHashes]) {
+    /// Records prompts that another replica has routed. The end of their requests is not known
+    /// here, so their blocks may be evicted before unused ones, but not before older ones.
+    pub fn record_remote_route(&self, fleet: &Fleet, routed: RoutedPrompts) {
+        let member = fleet.slot(routed.rank).and_then(|slot| fleet.member(slot));
+        let Some(member) = member.filter(|member| member.worker.block_size == routed.block_size)
+        else {
+            return;
+        };
+        let hashes = |locals: Vec<LocalHash>| {
+            let tokens = locals.len().saturating_mul(routed.block_size.tokens());
+            BlockHashes::from_locals(tokens, routed.block_size, locals)
+        };
+        let prompts: Vec<BlockHashes> = routed.prompts.into_iter().map(hashes).collect();
         for predictor in self.predictors_of(member) {
-            prompts
-                .iter()
-                .for_each(|hashes| drop(predictor.record(member.slot, member.rank, hashes)));
+            for hashes in &prompts {
+                drop(predictor.record(member.slot, member.rank, hashes));
+            }
         }
     }
 
-    /// Records prompts that are sent to a rank: predictor by predictor, and for each in the order
-    /// of the prompts.
-    pub(super) fn record_in_flight(
+    /// Records prompts that are sent to a rank, if its cache is predicted.
+    pub(super) fn predict(
         &self,
         member: &FleetMember,
         prompts: &[BlockHashes],
-    ) -> Vec<InFlightPrompt> {
+    ) -> Option<Box<PromptPrediction>> {
         let of_prompts = |predictor: &Arc<Predictor>| {
             let send = |hashes| predictor.record_in_flight(member.slot, member.rank, hashes);
             prompts.iter().map(send).collect::<Vec<_>>()
         };
-        self.predictors_of(member).flat_map(of_prompts).collect()
+        let in_flight = self.predictors_of(member).flat_map(of_prompts).collect();
+        self.covers(member).then(|| {
+            Box::new(PromptPrediction {
+                member: member.clone(),
+                phase: PredictionPhase::InFlight(in_flight),
+            })
+        })
     }
 
     pub(super) fn has_predictors(&self) -> bool {
@@ -154,26 +171,43 @@ impl PredictorSet {
 /// Predicted cache of one request's prompts on one rank.
 #[derive(Debug)]
 pub struct PromptPrediction {
-    pub(super) member: FleetMember,
-    pub(super) phase: PredictionPhase,
+    member: FleetMember,
+    phase: PredictionPhase,
 }
 
 #[derive(Debug)]
-pub(super) enum PredictionPhase {
-    /// The response has not started, so the engine may still reject the request.
+enum PredictionPhase {
+    /// The prompts in their order, predictor by predictor. The response has not started, so the
+    /// engine may still reject the request.
     InFlight(Vec<InFlightPrompt>),
     /// The engine has accepted the request. The first lease also covers the output.
     Confirmed(Vec<PredictionLease>),
 }
 
 impl PromptPrediction {
+    /// Records that the engine accepted the request: its prompts count as cached there, and the
+    /// listener is notified.
+    pub(super) fn confirm(&mut self, prompts: &[BlockHashes], listener: &dyn RouterListener) {
+        let PredictionPhase::InFlight(in_flight) = &mut self.phase else {
+            return;
+        };
+        let in_flight = std::mem::take(in_flight);
+        let leases = in_flight
+            .into_iter()
+            .zip(prompts.iter().cycle())
+            .map(|(prompt, hashes)| prompt.confirm(hashes));
+        self.phase = PredictionPhase::Confirmed(leases.collect());
+        if prompts.iter().any(|hashes| !hashes.is_empty()) {
+            listener.on_routed(&self.member, prompts);
+        }
+    }
+
     /// Records further output blocks.
     pub(super) fn add_output_blocks(&mut self, blocks: u64) {
-        if let PredictionPhase::Confirmed(leases) = &mut self.phase {
-            leases
-                .first_mut()
-                .into_iter()
-                .for_each(|lease| lease.grow(blocks));
+        if let PredictionPhase::Confirmed(leases) = &mut self.phase
+            && let Some(lease) = leases.first_mut()
+        {
+            lease.grow(blocks);
         }
     }
 
@@ -225,9 +259,9 @@ impl RequestPredictions {
 
     /// Records one more output block on the rank that generates it.
     pub fn add_output_block(&mut self) {
-        self.answering
-            .iter_mut()
-            .for_each(|prediction| prediction.add_output_blocks(1));
+        if let Some(prediction) = &mut self.answering {
+            prediction.add_output_blocks(1);
+        }
     }
 }
 

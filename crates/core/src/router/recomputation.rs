@@ -2,8 +2,6 @@
 
 use dashmap::DashMap;
 
-use super::pools::PhasePools;
-use super::state::Router;
 use crate::block::BlockHashes;
 use crate::index::AgingBloomFilter;
 use crate::worker::ModelName;
@@ -57,13 +55,6 @@ impl RecomputationEstimator {
             let mut prompts = self.0.entry(model.clone()).or_default();
             prompts.record(prompt, cached, evicted);
         }
-    }
-}
-
-impl Router {
-    /// Returns the share of evicted prompt tokens that are computed again.
-    pub(super) fn recomputed_share(&self, pools: &PhasePools<'_>) -> f64 {
-        self.recomputation.recomputed_share(pools.decode.model())
     }
 }
 

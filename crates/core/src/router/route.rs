@@ -343,7 +343,7 @@ impl Route {
         let cost = &self.choice.cost;
         let overlap = self.overlap;
         let mut line = format!("worker={} cost={:.3}", self.to.rank, cost.total);
-        for CostTerm { name, value } in cost.summands() {
+        for CostTerm { name, value } in cost.terms.summands() {
             if value != 0.0 || name != "requests" {
                 line.push_str(&format!(" {name}={value:.3}"));
             }

@@ -84,10 +84,8 @@ impl Router {
             recomputes_last_block: recomputing_workers.contains(&member.rank.worker),
         };
         let mismatched_workers = placement.mismatched_workers.clone();
-        let mut found = None;
         let is_booked = placement.reservation.relocate(|view, before| {
             let member = least_loaded(view, serving, named)?;
-            found = Some(member);
             let has_mismatch = mismatched_workers.contains(&member.rank.worker);
             let cached = if has_mismatch {
                 0
@@ -109,7 +107,8 @@ impl Router {
         self.lookup
             .buffers
             .release(overlaps.into_iter().map(|prompt| prompt.table));
-        found.filter(|_| is_booked)
+        let booked = placement.reservation.rank().filter(|_| is_booked)?;
+        serving.iter().copied().find(|member| member.rank == booked)
     }
 
     /// Moves the predictions from the chosen rank to the serving one.
@@ -122,12 +121,11 @@ impl Router {
         else {
             return;
         };
-        placement.predictions.answering = self.predict(member, &placement.prompts);
-        placement
-            .predictions
-            .answering
-            .iter_mut()
-            .for_each(|prediction| prediction.add_output_blocks(generated));
+        let mut prediction = self.lookup.predictors.predict(member, &placement.prompts);
+        if let Some(prediction) = &mut prediction {
+            prediction.add_output_blocks(generated);
+        }
+        placement.predictions.answering = prediction;
     }
 
     /// Returns whether a rank is in the fleet, not draining and not ejected.

@@ -1,6 +1,9 @@
-//! The router: state that decisions read, its settings, and access to its parts.
+//! The router: state that decisions read, its settings, and access to its parts, among them the
+//! overload and health of the workers. Decision 0020 describes the remote index.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use arc_swap::ArcSwap;
 use parking_lot::Mutex;
@@ -9,20 +12,25 @@ use rand::rngs::SmallRng;
 
 use super::cache_lookup::CacheLookup;
 use super::event_sources::EventSources;
-use super::held::HeldReservations;
-use super::listener::RouterListener;
+use super::last_block::{LastBlockEvidence, LastBlockReuse};
 use super::phase_decider::InFlightEstimates;
+use super::pools::{FleetAvailability, PhasePools};
 use super::predictions::PredictorSet;
 use super::recomputation::RecomputationEstimator;
+use super::remote::RemoteAnswer;
+use super::request::RouteRequest;
 use super::settings::RouterSettings;
-use super::worker_feedback::WorkerFeedback;
+use super::worker_feedback::{RouterListener, WorkerFeedback};
+use crate::block::BlockHashes;
 use crate::fleet::{Fleet, FleetMember};
 use crate::freshness::{SourceStatus, StaleReason};
-use crate::health::HealthSignal;
-use crate::index::{BlockLimits, PrefixIndex};
-use crate::load::LoadTracker;
+use crate::health::{
+    FailingPeerGroup, HealthSignal, HealthState, RankHealthReport, RequestOutcome,
+};
+use crate::index::{BlockLimits, Overlaps, PrefixIndex, TierBlocks};
+use crate::load::{LoadTracker, Reservation};
 use crate::parity::ParityRegistry;
-use crate::worker::{WorkerRank, WorkerRole};
+use crate::worker::{ModelName, RankSlot, WorkerId, WorkerRank, WorkerRole};
 
 /// State that decisions read, and the API of the router.
 pub struct Router {
@@ -164,5 +172,192 @@ impl Router {
             .values()
             .map(|estimate| estimate.bookings)
             .sum()
+    }
+
+    /// Uses a remote index: the overlaps arrive with the requests.
+    #[must_use]
+    pub fn with_remote_index(mut self) -> Self {
+        self.lookup.has_remote_index = true;
+        self.lookup.predictors.covers_all_ranks = true;
+        self
+    }
+
+    /// Returns whether a remote server holds the index.
+    pub fn has_remote_index(&self) -> bool {
+        self.lookup.has_remote_index
+    }
+
+    /// Queries the local index on behalf of a remote router, for the ranks that serve a model, or
+    /// for all.
+    pub fn query_index(&self, model: Option<&ModelName>, prompts: &[BlockHashes]) -> RemoteAnswer {
+        let mut table = self.lookup.buffers.acquire();
+        let answer = loop {
+            let fleet = self.fleet.load_full();
+            // Statuses are read before the index, as in a local decision.
+            let ranks = self.lookup.rank_statuses(&fleet);
+            let found = prompts.iter().map(|hashes| {
+                self.lookup.index.query_overlaps(hashes, &mut table);
+                overlaps_by_rank(&table, &fleet, model)
+            });
+            let prompts = found.collect();
+            // If the fleet changed, the slots belong to other ranks.
+            if self.fleet.load().generation() == fleet.generation() {
+                break RemoteAnswer { ranks, prompts };
+            }
+        };
+        self.lookup.buffers.release([table]);
+        answer
+    }
+
+    /// Avoids a worker for this time, because another replica reported its overload status.
+    pub fn mark_overloaded(&self, worker: WorkerId, time: Duration) {
+        if self.fleet.load().worker(worker).is_some() {
+            self.feedback
+                .overload
+                .mark_at_most(worker, self.load.now(), time);
+        }
+    }
+
+    /// Returns the workers marked as overloaded, and the remaining time of each mark.
+    pub fn overload_marks(&self) -> Vec<(WorkerId, Duration)> {
+        self.feedback.overload.marks(self.load.now())
+    }
+
+    /// Returns whether overload is the only obstacle to serving a request on a rank.
+    pub fn is_only_overloaded(&self, request: &RouteRequest, rank: WorkerRank) -> bool {
+        let fleet = self.fleet.load();
+        let availability = |_: &[&FleetMember]| FleetAvailability {
+            unhealthy: self.unhealthy_ranks(),
+            ..FleetAvailability::default()
+        };
+        let pools = PhasePools::find(&fleet, request, &self.settings(), availability);
+        pools.is_ok_and(|pools| {
+            pools
+                .decode
+                .members
+                .iter()
+                .any(|member| member.rank == rank)
+        })
+    }
+
+    /// Records which part of a matched prefix a worker reused. Returns the states before and after
+    /// it.
+    pub fn record_last_block(
+        &self,
+        worker: WorkerId,
+        evidence: LastBlockEvidence,
+    ) -> (LastBlockReuse, LastBlockReuse) {
+        self.feedback.last_blocks.record(worker, evidence)
+    }
+
+    /// Returns whether a worker computes the last matched block of each prompt again.
+    pub fn recomputes_last_block(&self, worker: WorkerId) -> bool {
+        let dropping = self.feedback.last_blocks.recomputing_workers();
+        dropping.contains(&worker)
+    }
+
+    /// Records the result of a health check of an ejected worker. Returns whether the next request
+    /// may probe it now.
+    pub fn on_health_check(&self, worker: WorkerId, is_healthy: bool) -> bool {
+        self.feedback
+            .health
+            .on_health_check(worker, is_healthy, self.load.now())
+    }
+
+    /// Records whether a signal indicates a failing worker. While a signal is set, one failed request
+    /// suffices to eject a rank.
+    pub fn set_signal(&self, worker: WorkerId, signal: HealthSignal, is_failing: bool) {
+        let health = &self.feedback.health;
+        health.set_signal(worker, signal, is_failing);
+    }
+
+    /// Records whether a worker answered a query of this process. Any response is an answer.
+    pub fn record_reachability(&self, worker: WorkerId, has_answered: bool) {
+        if self.fleet.load().worker(worker).is_some() {
+            let reachability = &self.feedback.reachability;
+            reachability.record(worker, has_answered, self.load.now());
+        }
+    }
+
+    /// Returns the workers that answer neither requests nor queries, and the time since the first
+    /// failure.
+    pub fn unreachable_workers(&self) -> BTreeMap<WorkerId, Duration> {
+        self.feedback.reachability.unreachable(self.load.now())
+    }
+
+    /// Returns the peer groups in which no rank delivers.
+    pub fn failing_groups(&self) -> Vec<FailingPeerGroup> {
+        let unreachable = self.unreachable_workers();
+        let health = &self.feedback.health;
+        health.failing_groups(&unreachable, self.load.now())
+    }
+
+    /// Returns the workers with an ejected rank.
+    pub fn ejected_workers(&self) -> Vec<WorkerId> {
+        let mut ranks = self.unhealthy_ranks();
+        ranks.retain(|_, health| *health != HealthState::Suspect);
+        let mut workers: Vec<_> = ranks.into_keys().map(|rank| rank.worker).collect();
+        workers.dedup();
+        workers
+    }
+
+    /// Returns the ranks that are not healthy, with their health.
+    pub fn unhealthy_ranks(&self) -> BTreeMap<WorkerRank, HealthState> {
+        self.feedback.health.unhealthy_ranks(&[], self.load.now())
+    }
+
+    /// Returns the number of failed requests of each rank by kind.
+    pub fn failed_requests(&self) -> Vec<(WorkerRank, RequestOutcome, u64)> {
+        self.feedback.health.failed_requests()
+    }
+
+    /// Returns the ranks that are not healthy or have failed recently, with the evidence.
+    pub fn health_report(&self) -> Vec<RankHealthReport> {
+        self.feedback.health.health_report(self.load.now())
+    }
+}
+
+fn overlaps_by_rank(
+    table: &Overlaps,
+    fleet: &Fleet,
+    model: Option<&ModelName>,
+) -> Vec<(WorkerRank, TierBlocks)> {
+    let by_rank = |(slot, blocks): (RankSlot, TierBlocks)| {
+        let member = fleet
+            .member(slot)
+            .filter(|member| model.is_none_or(|model| member.worker.model == *model))?;
+        (blocks.total() > 0).then_some((member.rank, blocks))
+    };
+    let mut found: Vec<_> = table.iter().filter_map(by_rank).collect();
+    found.sort_unstable_by_key(|(rank, _)| *rank);
+    found
+}
+
+/// Maximum number of held reservations. Further ones are released at once.
+const MAX_HELD: usize = 4096;
+
+/// Reservations of requests that failed before their first token, with the time of their release.
+/// They are held for the expected service time, so that a rank that fails at once does not appear
+/// less loaded than its peers.
+#[derive(Debug, Default)]
+pub(super) struct HeldReservations(Mutex<Vec<(Instant, Reservation)>>);
+
+impl HeldReservations {
+    /// Holds a reservation until a time.
+    pub(super) fn hold(&self, reservation: Reservation, until: Instant) {
+        let mut held = self.0.lock();
+        if held.len() < MAX_HELD {
+            held.push((until, reservation));
+        }
+    }
+
+    /// Releases the reservations whose time has passed.
+    pub(super) fn release_expired(&self, now: Instant) {
+        let expired: Vec<_> = self
+            .0
+            .lock()
+            .extract_if(.., |(until, _)| *until <= now)
+            .collect();
+        drop(expired);
     }
 }

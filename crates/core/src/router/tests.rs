@@ -136,7 +136,7 @@ proptest! {
         for (prompts, leaves) in requests.iter().zip(leaves) {
             let Placement { route, reservation, .. } = router.route(request(prompts)).unwrap();
             let busy = router.load().snapshot()[0].active_blocks;
-            prop_assert_eq!(route.choice.cost.linear().unwrap().decode_cost, busy as f64);
+            prop_assert_eq!(route.choice.cost.terms.get("decode"), Some(busy as f64));
             let complete: usize = prompts.iter().map(Vec::len).sum();
             prop_assert_eq!(route.prompt_blocks, complete as u64);
             live.push(reservation);
@@ -155,15 +155,9 @@ fn overlaps_cover_very_many_prompts() {
     let router = router();
     let prompts: Vec<_> = (0..1000).map(|prompt| vec![prompt]).collect();
     let first = router.route(request(&prompts)).unwrap();
-    assert_eq!(
-        first.route.choice.cost.linear().unwrap().decode_cost,
-        1000.0
-    );
+    assert_eq!(first.route.choice.cost.terms.get("decode"), Some(1000.0));
     let second = router.route(request(&prompts)).unwrap();
-    assert_eq!(
-        second.route.choice.cost.linear().unwrap().decode_cost,
-        1000.0
-    );
+    assert_eq!(second.route.choice.cost.terms.get("decode"), Some(1000.0));
     assert_eq!(router.load().snapshot()[0].active_blocks, 1000);
 }
 

@@ -2,10 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use super::last_block::LastBlockTable;
-use super::listener::RouterListener;
 use super::pools::FleetAvailability;
 use super::request::RouteRequest;
 use super::settings::RouterSettings;
@@ -17,7 +16,19 @@ use crate::health::{
 };
 use crate::load::{EngineLoadTable, LoadView};
 use crate::policy::{LatchMode, OverloadTracker, RankOccupancy};
-use crate::worker::{WorkerRank, WorkerRole};
+use crate::worker::{WorkerId, WorkerRank, WorkerRole};
+
+/// Receives changes of the router. The methods must be fast.
+pub trait RouterListener: Send + Sync {
+    /// Handles a worker that answered with an overload status and is avoided for this time.
+    fn on_overloaded(&self, _worker: WorkerId, _time: Duration) {}
+
+    /// Handles prompts that were accepted by a rank whose cache is predicted.
+    fn on_routed(&self, _member: &FleetMember, _prompts: &[BlockHashes]) {}
+}
+
+/// Ignores all changes.
+impl RouterListener for () {}
 
 /// State of all workers.
 pub(super) struct WorkerFeedback {

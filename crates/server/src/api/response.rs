@@ -6,7 +6,7 @@ use warmroute_core::block::BlockHashes;
 use warmroute_core::fleet::Fleet;
 use warmroute_core::index::TierBlocks;
 use warmroute_core::load::RankLoad;
-use warmroute_core::policy::{Choice, Cost, CostTerm, LinearTerms};
+use warmroute_core::policy::{Choice, Cost, CostTerm};
 use warmroute_core::router::{Mode, RankEndpoint, Route, SharedBlocks, WorkerEstimate};
 use warmroute_core::worker::{BlockSize, ModelName, Worker, WorkerRank, WorkerRole};
 
@@ -124,38 +124,52 @@ fn tiers_to_proto(blocks: TierBlocks) -> pb::Tiers {
 }
 
 fn cost_to_proto(cost: &Cost) -> pb::Cost {
-    let linear = cost.linear().copied().unwrap_or_default();
+    let linear = |name| linear_term(cost, name).unwrap_or_default();
     let term = |term: CostTerm| pb::CostTerm {
         name: term.name.to_owned(),
         value: term.value,
     };
     pb::Cost {
-        prefill_blocks: linear.prefill_blocks,
-        credit_decay: linear.credit_decay,
-        device_credit: linear.device_credit,
-        host_credit: linear.host_credit,
-        disk_credit: linear.disk_credit,
-        shared_credit: linear.shared_credit,
-        prefill_cost: linear.prefill_cost,
-        decode_cost: linear.decode_cost,
-        request_cost: linear.request_cost,
+        prefill_blocks: linear("prefill_blocks"),
+        credit_decay: linear("credit_decay"),
+        device_credit: linear("device_credit"),
+        host_credit: linear("host_credit"),
+        disk_credit: linear("disk_credit"),
+        shared_credit: linear("shared_credit"),
+        prefill_cost: linear("prefill"),
+        decode_cost: linear("decode"),
+        request_cost: linear("requests"),
         taint_factor: cost.taint_factor,
         total: cost.total,
         policy: cost.terms.policy().to_owned(),
-        terms: cost.summands().into_iter().map(term).collect(),
+        terms: cost.terms.summands().map(term).collect(),
     }
 }
 
+/// Returns a term of the policy `linear`, if it computed the cost.
+fn linear_term(cost: &Cost, name: &str) -> Option<f64> {
+    cost.terms
+        .get(name)
+        .filter(|_| cost.terms.policy() == "linear")
+}
+
 pub(super) fn overlap_score_to_proto(estimate: &WorkerEstimate) -> pb::OverlapScore {
-    let cost = &estimate.cost;
+    let credits = [
+        "device_credit",
+        "host_credit",
+        "disk_credit",
+        "shared_credit",
+    ];
+    let credit: Option<f64> = credits
+        .into_iter()
+        .map(|name| linear_term(&estimate.cost, name))
+        .sum();
     pb::OverlapScore {
         worker: Some(rank_to_proto(estimate.rank)),
         blocks: Some(tiers_to_proto(estimate.overlap)),
         shared_blocks_beyond_device: estimate.shared_beyond_device,
         effective_blocks: estimate.effective_blocks,
-        credit_blocks: cost
-            .linear()
-            .map_or(estimate.effective_blocks, LinearTerms::credit),
+        credit_blocks: credit.unwrap_or(estimate.effective_blocks),
         cached_tokens: estimate.cached_tokens,
     }
 }

@@ -1,6 +1,6 @@
 //! Comparison of dumps without the order of their blocks.
 
-use super::{HashRow, RankDump};
+use super::rank_dump::{HashRow, RankDump};
 use crate::block::LocalHash;
 use crate::index::salts::{SaltRef, SaltRow};
 

@@ -73,7 +73,8 @@ fn bytes() -> Vec<u8> {
     let mut bytes = Vec::new();
     write_header(&mut bytes).unwrap();
     for (number, writer) in writers.iter().enumerate() {
-        writer.dump(rank(number as u64), &mut bytes).unwrap();
+        let dump = writer.snapshot(rank(number as u64));
+        dump.write(&mut bytes).unwrap();
     }
     write_end(&mut bytes, 2).unwrap();
     bytes
@@ -150,9 +151,13 @@ fn replayed_dump_restores_all_but_staleness() {
 fn foreign_file_or_version_is_an_error() {
     assert!(matches!(read(b"{}"), Err(DumpError::Truncated)));
     assert!(matches!(read(b"{\"version\": 1}"), Err(DumpError::Magic)));
-    let mut newer = bytes();
-    newer[8] = 3;
-    assert!(matches!(read(&newer), Err(DumpError::Version(3))));
+    let mut other = bytes();
+    for version in [VERSION - 1, VERSION + 1] {
+        other[8] = version as u8;
+        let error = read(&other).unwrap_err().to_string();
+        let expected = format!("the dump has format version {version}, but only version 3");
+        assert!(error.starts_with(&expected), "{error}");
+    }
     assert!(matches!(
         read(&[bytes(), vec![0]].concat()),
         Err(DumpError::Malformed(_))
@@ -167,15 +172,15 @@ fn foreign_file_or_version_is_an_error() {
 fn claimed_length_reserves_no_memory() {
     let mut huge = Vec::new();
     write_header(&mut huge).unwrap();
-    huge.extend([DumpFrameKind::Rank as u8, 0xff, 0xff, 0xff, 0xff]);
+    huge.extend((MAX_RECORD_BYTES + 1).to_le_bytes());
     assert!(matches!(
         read(&huge),
-        Err(DumpError::Malformed("a frame is too long"))
+        Err(DumpError::Malformed("a record is too long"))
     ));
 }
 
 #[test]
-fn inconsistent_frames_are_rejected() {
+fn inconsistent_records_are_rejected() {
     let mut valid = read(&bytes()).unwrap().remove(0);
     let row = |engine| SaltRow {
         engine: EngineHash(engine),
@@ -186,7 +191,7 @@ fn inconsistent_frames_are_rejected() {
     valid.salts.names.push("tenant".into());
     valid.salts.rows = vec![row(1), row(2)];
     type Damage = fn(&mut RankDump);
-    let cases: [(&str, Damage); 10] = [
+    let cases: [(&str, Damage); 11] = [
         ("a block refers to a missing salt", |dump| {
             dump.salts.rows[0].salt = SaltRef::Named(1)
         }),
@@ -207,6 +212,9 @@ fn inconsistent_frames_are_rejected() {
         }),
         ("an engine hash has no copy", |dump| {
             dump.hashes[0].copies = CopyCounts::default()
+        }),
+        ("a tier without copies is marked stale", |dump| {
+            dump.hashes[0].copies.stale[3] = true
         }),
         ("an orphan is stored on the device", |dump| {
             dump.orphans[0].copies.counts[0] = 1
@@ -249,12 +257,32 @@ proptest! {
     }
 
     #[test]
-    fn arbitrary_bytes_after_header_are_an_error(tail in prop::collection::vec(any::<u8>(), 0..200)) {
-        let mut dump = Vec::new();
-        write_header(&mut dump).unwrap();
-        dump.extend(tail);
-        prop_assert!(read(&dump).is_err());
+    fn damaged_record_with_valid_checksum_is_harmless(at in any::<prop::sample::Index>(), flip in 1..=255u8) {
+        let dump = read(BYTES.get_or_init(bytes)).unwrap().remove(0);
+        let mut payload = postcard::to_stdvec(&DumpRecord::Rank(dump)).unwrap();
+        let at = at.index(payload.len());
+        payload[at] ^= flip;
+        if let Ok(ranks) = read(&dump_of(&payload)) {
+            let index = PrefixIndex::new();
+            ranks.iter().for_each(|dump| index.create_writer(RankSlot(0)).restore(dump));
+        }
     }
+
+    #[test]
+    fn arbitrary_record_is_an_error(payload in prop::collection::vec(any::<u8>(), 0..200)) {
+        let is_end = payload.first() == Some(&1);
+        prop_assert!(is_end || read(&dump_of(&payload)).is_err());
+    }
+}
+
+/// Returns a dump with one record and without an end.
+fn dump_of(payload: &[u8]) -> Vec<u8> {
+    let mut dump = Vec::new();
+    write_header(&mut dump).unwrap();
+    dump.extend((payload.len() as u64).to_le_bytes());
+    dump.extend(payload);
+    dump.extend(xxh3_64(payload).to_le_bytes());
+    dump
 }
 
 static BYTES: std::sync::OnceLock<Vec<u8>> = std::sync::OnceLock::new();

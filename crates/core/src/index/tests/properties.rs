@@ -498,7 +498,7 @@ fn dump_and_read(writer: &RankWriter) -> dump::RankDump {
     };
     let mut bytes = Vec::new();
     dump::write_header(&mut bytes).unwrap();
-    writer.dump(rank, &mut bytes).unwrap();
+    writer.snapshot(rank).write(&mut bytes).unwrap();
     dump::write_end(&mut bytes, 1).unwrap();
     let mut ranks = dump::DumpReader::new(&bytes[..]).unwrap();
     let dump = ranks.next().unwrap().unwrap();

@@ -1,7 +1,6 @@
 //! Snapshot of a rank: copies its content out of the index and restores it. The engine hashes come
 //! from the writer, and the prefixes from the tries.
 
-use std::io::Write;
 use std::sync::Arc;
 
 use super::{MappedBlock, RankWriter};
@@ -21,11 +20,6 @@ use crate::worker::WorkerRank;
 const BLOCKS_PER_LOCK: usize = 1024;
 
 impl RankWriter {
-    /// Writes the content of the rank as one record of a dump.
-    pub fn dump(&self, rank: WorkerRank, out: &mut impl Write) -> std::io::Result<()> {
-        self.snapshot(rank).write(out)
-    }
-
     /// Copies the content of the rank.
     pub fn snapshot(&self, rank: WorkerRank) -> RankDump {
         let mut dump = RankDump {

@@ -71,7 +71,8 @@ impl TestTracker {
             content_time: None,
             end: BookingEnd::RequestEnd,
         };
-        self.load.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap()
+        let booked = self.load.book_with(|_| Ok::<_, ()>((vec![booking], ())));
+        booked.unwrap().0
     }
 }
 

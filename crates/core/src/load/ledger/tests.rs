@@ -389,10 +389,9 @@ fn add_expires_idle_bookings() {
 fn booking_survives_or_ends_with_serving_endpoint() {
     let mut test_ledger = TestLedger::new(LedgerRules::default());
     let book = |booking: LoadBooking| {
-        test_ledger
-            .load
-            .book_with(|_| Ok::<_, ()>(vec![booking]))
-            .unwrap()
+        let load = &test_ledger.load;
+        let booked = load.book_with(|_| Ok::<_, ()>((vec![booking], ())));
+        booked.unwrap().0
     };
     let first = book(booking(0, 1));
     let same = book(booking(0, 1));

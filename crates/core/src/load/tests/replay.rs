@@ -313,7 +313,7 @@ fn read(tracker: &Arc<LoadTracker>, sequences: &PromptSequences) -> [(ActiveLoad
             let load = view.load(RankSlot(slot), rank(u64::from(slot))).unwrap();
             (load, additional.for_slot(RankSlot(slot)))
         };
-        Err::<Vec<LoadBooking>, _>([row(0), row(1), row(2)])
+        Err::<(_, ()), _>([row(0), row(1), row(2)])
     });
     result.unwrap_err()
 }

@@ -142,17 +142,16 @@ fn estimates() -> impl Strategy<Value = LatencyEstimate> {
 }
 
 fn policies() -> impl Strategy<Value = RoutingPolicy> {
+    let named = prop::sample::select(PolicyName::ALL.to_vec())
+        .prop_map(|name| PolicySettings::named(name, &Weights::default()).routing);
     prop_oneof![
-        2 => Just(RoutingPolicy::Linear),
+        6 => named,
         2 => (0.1..100.0).prop_map(|first_token_weight| {
             RoutingPolicy::Seconds(SecondsSettings { first_token_weight })
         }),
-        1 => Just(RoutingPolicy::Lmetric),
         1 => any::<u64>().prop_map(|max_excess_tokens| {
             RoutingPolicy::Sticky(StickySettings { max_excess_tokens })
         }),
-        1 => Just(RoutingPolicy::LeastLoaded),
-        1 => Just(RoutingPolicy::RoundRobin),
     ]
 }
 
@@ -225,8 +224,8 @@ proptest! {
         (input, candidates, settings) in (inputs(), candidates(), settings()),
     ) {
         for cost in costs(&input, &candidates, &settings) {
-            let summands = cost.summands();
-            let sum = summands.iter().skip(1).fold(summands[0].value, |sum, term| sum + term.value);
+            let summands = cost.terms.summands().map(|term| term.value);
+            let sum = summands.reduce(|sum, value| sum + value).unwrap();
             prop_assert_eq!((sum * cost.taint_factor).to_bits(), cost.total.to_bits());
         }
     }

@@ -1,6 +1,7 @@
 use proptest::prelude::*;
 use warmroute_property_tests::property_config;
 
+use super::super::seconds::{SecondsModel, SecondsTerms};
 use super::*;
 
 /// Load and cache of one candidate.
@@ -50,8 +51,8 @@ fn seconds_input(prompt_tokens: u64) -> PolicyInput {
 }
 
 fn terms_of(input: &PolicyInput, candidate: &Candidate) -> SecondsTerms {
-    let costs = costs(input, std::slice::from_ref(candidate), &settings());
-    *costs[0].seconds().unwrap()
+    let weights = Weights::default();
+    SecondsModel::new(input, 1, SecondsSettings::default(), &weights).compute_terms(candidate)
 }
 
 fn total_of(input: &PolicyInput, facts: CandidateParams) -> f64 {

@@ -90,11 +90,11 @@ fn stale_source_reduces_credit_and_is_reported() {
     let cost = row.cost.unwrap();
     assert_eq!(
         (
-            cost.linear().unwrap().freshness_credit,
-            cost.linear().unwrap().device_credit,
+            cost.terms.get("freshness_credit"),
+            cost.terms.get("device_credit"),
             row.overlap.device
         ),
-        (0.5, 4.0, 8)
+        (Some(0.5), Some(4.0), 8)
     );
     assert_eq!(row.source, stale());
 
@@ -151,10 +151,10 @@ fn unusable_sources_route_by_load_only() {
         );
         assert_eq!(
             (
-                route.choice.cost.linear().unwrap().freshness_credit,
+                route.choice.cost.terms.get("freshness_credit"),
                 route.freshness
             ),
-            (0.5, IndexFreshness::CatchingUp)
+            (Some(0.5), IndexFreshness::CatchingUp)
         );
     }
     drop(writer);

@@ -327,9 +327,9 @@ fn truncated_prompt_counts_known_blocks() {
     assert_eq!(
         (
             route.choice.required_blocks,
-            route.choice.cost.linear().unwrap().prefill_blocks
+            route.choice.cost.terms.get("prefill_blocks")
         ),
-        (11, 41.0 / 4.0)
+        (11, Some(41.0 / 4.0))
     );
     assert_eq!(load_of(&router, 2), (3, 29, 1));
     assert!(route.summary_line().ends_with("reason=prompt_too_long"));

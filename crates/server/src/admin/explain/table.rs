@@ -5,7 +5,7 @@ use std::cmp::Ordering;
 use std::fmt::Write as _;
 
 use warmroute_core::load::LatencyEstimate;
-use warmroute_core::policy::{Cost, CostTerms, PolicySettings, RoutingPolicy};
+use warmroute_core::policy::{CostTerm, PolicySettings, RoutingPolicy};
 use warmroute_core::router::{
     ComputingRank, PhaseExplanation, RouteExplanation, WorkerExplanation,
 };
@@ -29,20 +29,6 @@ const STATE_HEADINGS: [[&str; 2]; 13] = [
     ["", "with this"],
     ["decode blocks:", "active"],
     ["", "with this"],
-];
-
-/// Two-line headings of the terms of the policy `linear`.
-const LINEAR_HEADINGS: [[&str; 2]; 10] = [
-    ["prefill", "blocks"],
-    ["credit:", "device"],
-    ["", "host"],
-    ["", "disk"],
-    ["", "shared"],
-    ["", "decay"],
-    ["", "freshness"],
-    ["cost:", "prefill"],
-    ["", "decode"],
-    ["", "requests"],
 ];
 
 /// Two-line headings of the learned latency of a worker rank, relative to its model.
@@ -156,9 +142,7 @@ fn format_policy(settings: &PolicySettings) -> String {
             sticky.max_excess_tokens
         ),
         RoutingPolicy::Linear => format_linear(settings),
-        RoutingPolicy::Lmetric | RoutingPolicy::LeastLoaded | RoutingPolicy::RoundRobin => {
-            name.to_owned()
-        }
+        _ => name.to_owned(),
     }
 }
 
@@ -269,13 +253,8 @@ fn state_row(worker: &WorkerExplanation) -> Vec<String> {
 fn cost_headings(phase: &PhaseExplanation) -> Vec<[&'static str; 2]> {
     let cost = phase.workers.iter().find_map(|worker| worker.cost.as_ref());
     let mut headings = vec![["", "worker"]];
-    match cost {
-        Some(Cost {
-            terms: CostTerms::Linear(_),
-            ..
-        }) => headings.extend(LINEAR_HEADINGS),
-        Some(cost) => headings.extend(cost.figures().iter().map(|term| ["", term.name])),
-        None => {}
+    if let Some(cost) = cost {
+        headings.extend(cost.terms.iter().map(term_heading));
     }
     if phase.latency.is_some() {
         headings.extend(FACTOR_HEADINGS);
@@ -284,11 +263,17 @@ fn cost_headings(phase: &PhaseExplanation) -> Vec<[&'static str; 2]> {
     headings
 }
 
+fn term_heading(term: CostTerm) -> [&'static str; 2] {
+    term.name
+        .split_once('_')
+        .map_or(["", term.name], |(first, second)| [first, second])
+}
+
 fn cost_row(phase: &PhaseExplanation, worker: &WorkerExplanation) -> Vec<String> {
     let columns = cost_headings(phase).len() - 2;
     let terms: Vec<String> = match &worker.cost {
         Some(cost) => {
-            let terms = cost.figures().into_iter().map(|term| term.value);
+            let terms = cost.terms.iter().map(|term| term.value);
             let timing = worker.timing.iter();
             let factors = timing.flat_map(|timing| [timing.prefill_factor, timing.decode_factor]);
             terms

@@ -374,7 +374,11 @@ impl ReplicaSync {
                         .record_booking((member.worker.model.clone(), booking.end), booking);
                 }
             },
-            on_routed: &|routed| router.record_remote_route(routed),
+            on_routed: &|routed| {
+                router
+                    .predictors()
+                    .record_remote_route(&router.fleet(), routed)
+            },
             on_first_token: &|name| {
                 if let Some(listener) = self.first_token.get() {
                     listener(name);

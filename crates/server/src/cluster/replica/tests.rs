@@ -162,8 +162,8 @@ impl Replica {
 
     fn book(&mut self, worker: u64, blocks: &[u64]) {
         let booking = self.booking(worker, blocks);
-        let held = self.load.book_with(|_| Ok::<_, ()>(vec![booking])).unwrap();
-        self.held.push(held);
+        let booked = self.load.book_with(|_| Ok::<_, ()>((vec![booking], ())));
+        self.held.push(booked.unwrap().0);
     }
 
     fn move_reservation(&mut self, index: usize, worker: u64) {

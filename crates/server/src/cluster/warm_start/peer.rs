@@ -1,6 +1,6 @@
 //! Client of the warmroute process (peer) from which index contents are copied.
 
-use std::io::{self, BufReader, Read as _};
+use std::io::{self, BufReader};
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
@@ -23,9 +23,6 @@ use crate::proto::router::router_client::RouterClient;
 
 /// Maximum number of concurrent copies. The peer allows four in total for all clients.
 const MAX_CONCURRENT_COPIES: usize = 2;
-
-/// Maximum size in bytes of the copy of one rank.
-const MAX_COPY_BYTES: u64 = 4 << 30;
 
 /// Maximum size in bytes of the learned latency: about 300 bytes for each rank.
 const MAX_LATENCY_BYTES: usize = 64 << 20;
@@ -124,13 +121,8 @@ impl PeerClient {
         let cancelled = CancellationToken::new();
         let _cancel_guard = cancelled.clone().drop_guard();
         let bytes = SyncIoBridge::new(StreamReader::new(Box::pin(chunk_bytes(chunks, cancelled))));
-        // The bytes are decoded as they arrive, so that they are never all in memory.
         let read = move || {
-            DumpReader::new(BufReader::with_capacity(
-                READ_BUFFER_BYTES,
-                bytes.take(MAX_COPY_BYTES),
-            ))?
-            .read_single()
+            DumpReader::new(BufReader::with_capacity(READ_BUFFER_BYTES, bytes))?.read_single()
         };
         let read = tokio::task::spawn_blocking(read)
             .await

@@ -1,6 +1,6 @@
 use warmroute_core::index::TierBlocks;
 use warmroute_core::load::{ActiveLoad, LatencyCoefficients, LatencyEstimate, RankTiming};
-use warmroute_core::policy::{LinearTerms, Weights};
+use warmroute_core::policy::{Cost, CostTerms, TermNames, Weights};
 use warmroute_core::router::{ComputingRank, Mode, Reason};
 use warmroute_core::worker::{BlockSize, DpRank, WorkerId, WorkerRank};
 
@@ -13,13 +13,15 @@ fn rank(id: u64) -> WorkerRank {
     }
 }
 
+const TERMS: TermNames = TermNames {
+    policy: "linear",
+    terms: &["prefill", "decode"],
+    summands: 2,
+};
+
 fn worker_explanation(id: u64, total: Option<f64>, excluded: Option<&str>) -> WorkerExplanation {
     let cost = total.map(|total| Cost {
-        terms: CostTerms::Linear(LinearTerms {
-            prefill_cost: total - 1.0,
-            decode_cost: 1.0,
-            ..LinearTerms::default()
-        }),
+        terms: CostTerms::new(&TERMS, [total - 1.0, 1.0]),
         taint_factor: 1.0,
         total,
     });
