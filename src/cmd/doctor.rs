@@ -3,6 +3,7 @@
 //! [`warmroute_doctor`] checks them.
 
 mod collect;
+mod host;
 mod inputs;
 mod probes;
 mod process;
@@ -18,7 +19,7 @@ use serde_json::json;
 use warmroute_core::worker::Worker;
 use warmroute_doctor::envoy::counters::check_counters;
 use warmroute_doctor::finding::{CheckVerdict, Finding, error, exit_code, ok, skipped};
-use warmroute_doctor::{engine, envoy, host, kubernetes, table};
+use warmroute_doctor::{engine, envoy, kubernetes, table};
 use warmroute_engines::engine_client::EngineClient;
 use warmroute_runtime::descriptors;
 
@@ -32,8 +33,6 @@ use progress::DoctorProgress;
 use warmroute_server::app;
 use warmroute_server::config::{Config, WorkerSource};
 use warmroute_server::serve::EXIT_MISCONFIGURED;
-
-pub use inputs::expected_envoy;
 
 /// Prints the findings. Returns the exit code: 0 ok, 1 warnings, 2 errors or an invalid
 /// configuration.
@@ -77,20 +76,12 @@ async fn run_checks(
     };
     drop(part);
     let file = args.config_file();
-    let mut findings = vec![host::check_config(&inputs::config_summary(
-        file.display().to_string(),
-        config,
-        &workers,
-    ))];
+    let mut findings = vec![host::check_config(file, config, &workers)];
     if let Some(cluster) = &cluster {
         findings.extend(kubernetes::check_pools(&cluster.pools, &cluster.conflicts));
     }
-    findings.extend(
-        config
-            .advice(&workers)
-            .into_iter()
-            .map(inputs::advice_finding),
-    );
+    let advice = config.advice(&workers).into_iter();
+    findings.extend(advice.map(host::advice_finding));
     findings.push(host::check_open_files(
         &app::descriptor_demand(config, &workers),
         descriptors::hard_limit(),
@@ -131,11 +122,7 @@ async fn check_engines(
     for model in &config.models {
         let _part = progress.open(format!("model {}", model.name), "tokenizer");
         let loaded = app::load_model(config, model).await;
-        let encoder = loaded
-            .as_ref()
-            .map(|loaded| loaded.as_ref().and_then(|model| model.encoder.as_deref()));
-        let tokenizer = inputs::tokenizer_state(encoder.map_err(|error| format!("{error:#}")));
-        findings.push(host::check_tokenizer(model.name.as_str(), &tokenizer));
+        findings.push(host::check_tokenizer(model.name.as_str(), &loaded));
         if let Ok(Some(loaded)) = loaded {
             models.insert(model.name.clone(), loaded);
         }
@@ -190,8 +177,8 @@ async fn check_envoy(
         }
         Err(problem) => vec![about(error(
             problem,
-            "start Envoy with an `admin` address, and pass it with --envoy-admin \
-            http://127.0.0.1:9900",
+            "start Envoy with an `admin` address, \
+            and pass it with --envoy-admin http://127.0.0.1:9900",
         ))],
     }
 }

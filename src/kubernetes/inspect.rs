@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use warmroute_core::worker::Worker;
-use warmroute_doctor::kubernetes::{MissingRight, PoolFailure, PoolReport, RequestCause};
+use warmroute_doctor::finding::{CheckVerdict, error};
+use warmroute_doctor::kubernetes::{MissingRight, PoolReport};
 use warmroute_server::fleet::discovery::config::WorkerConfig;
 use warmroute_server::fleet::discovery::kubernetes::{KubernetesConfig, PodsConfig};
 use warmroute_server::fleet::discovery::{WorkerModel, resolve_each};
@@ -27,20 +28,38 @@ pub struct ClusterReport {
     pub conflicts: Vec<String>,
 }
 
-impl From<RequestError> for PoolFailure {
-    fn from(error: RequestError) -> Self {
-        let cause = match &error.failure {
-            RequestFailure::Credentials(_) => RequestCause::Credentials,
-            RequestFailure::Status { code: 401, .. } => RequestCause::Unauthorized,
-            RequestFailure::Status { code: 403, .. } => RequestCause::Forbidden,
-            RequestFailure::Status { code: 404, .. } => RequestCause::NotInstalled,
-            RequestFailure::Transport(reason) if reason.contains("certificate") => {
-                RequestCause::Certificate
+impl From<RequestError> for CheckVerdict {
+    fn from(failed: RequestError) -> Self {
+        let fix = match &failed.failure {
+            RequestFailure::Credentials(_) => {
+                "set `automountServiceAccountToken: true` in the pod of warmroute, \
+                or `workers.kubernetes.kubeconfig`"
             }
-            RequestFailure::Transport(_) | RequestFailure::Timeout(_) => RequestCause::Unreachable,
-            RequestFailure::Status { .. } | RequestFailure::Malformed(_) => RequestCause::Other,
+            RequestFailure::Status { code: 401, .. } => {
+                "write a valid token to that file (`kubectl create token SERVICEACCOUNT`); \
+                the ServiceAccount must still exist"
+            }
+            RequestFailure::Status { code: 403, .. } => {
+                "add the verb to the Role, and bind the Role to the ServiceAccount \
+                (deploy/base/rbac.yaml)"
+            }
+            RequestFailure::Status { code: 404, .. } => {
+                "install the CustomResourceDefinitions of the Gateway API inference extension, \
+                or write `selector` and `ports` in place of `name`"
+            }
+            RequestFailure::Transport(reason) if reason.contains("certificate") => {
+                "write the certificate authority of the API server to that file, \
+                as `kubectl get configmap kube-root-ca.crt -o yaml` shows it"
+            }
+            RequestFailure::Transport(_) | RequestFailure::Timeout(_) => {
+                "check that the API server answers there (`kubectl get --raw /readyz`), \
+                and the NetworkPolicies of the pod of warmroute"
+            }
+            RequestFailure::Status { .. } | RequestFailure::Malformed(_) => {
+                "check the log of the API server, and of any proxy before it"
+            }
         };
-        Self::Request(error.to_string(), cause)
+        error(failed.to_string(), fix)
     }
 }
 
@@ -70,7 +89,7 @@ async fn inspect_pool(client: &ApiClient, pool: &PodsConfig) -> (PoolReport, Vec
     };
     match rights {
         Ok(missing) => report.missing_rights = missing,
-        Err(error) => report.rights_error = Some(error),
+        Err(reason) => report.rights_error = Some(reason),
     }
     let workers = match pods {
         Ok((membership, mut pods)) => {
@@ -92,7 +111,7 @@ async fn inspect_pool(client: &ApiClient, pool: &PodsConfig) -> (PoolReport, Vec
 async fn read_pods(
     client: &ApiClient,
     pool: &PodsConfig,
-) -> Result<(PoolMembership, PoolPods), PoolFailure> {
+) -> Result<(PoolMembership, PoolPods), CheckVerdict> {
     let query = |resource| ObjectQuery {
         resource,
         namespace: pool.namespace.clone(),
@@ -106,15 +125,27 @@ async fn read_pods(
                 fields,
                 ..query(objects::inference_pools())
             };
-            let found = client
-                .list::<InferencePool>(&query)
-                .await?
-                .objects
-                .into_iter()
-                .next();
-            let found = found.ok_or(PoolFailure::Missing)?.object;
-            let found = found.map_err(|object| PoolFailure::Unreadable(object.reason))?;
-            PoolMembership::from_pool(&found).ok_or(PoolFailure::NoSelector)?
+            let found = client.list::<InferencePool>(&query).await?.objects;
+            let Some(found) = found.into_iter().next() else {
+                let fix = format!(
+                    "create the InferencePool, or correct `name` and `namespace` of the pool {} \
+                    under `workers.kubernetes.pools`",
+                    pool.title()
+                );
+                return Err(error("there is no such InferencePool", fix));
+            };
+            let found = found.object.map_err(|object| {
+                error(
+                    format!("the InferencePool cannot be read: {}", object.reason),
+                    "correct the InferencePool (`kubectl get inferencepools -o yaml`)",
+                )
+            })?;
+            PoolMembership::from_pool(&found).ok_or_else(|| {
+                error(
+                    "the InferencePool has no selector",
+                    "set `spec.selector.matchLabels` of the InferencePool",
+                )
+            })?
         }
         None => PoolMembership::from_config(pool).unwrap_or_default(),
     };

@@ -69,7 +69,7 @@ pub async fn list_workers(
         .iter()
         .find_map(|pool| Some((pool, pool.failure.as_ref()?)))
     {
-        Some((pool, failure)) => anyhow::bail!("pool {}: {failure}", pool.title),
+        Some((pool, failure)) => anyhow::bail!("pool {}: {}", pool.title, failure.message()),
         None => Ok(report.workers),
     }
 }

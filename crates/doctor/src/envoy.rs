@@ -65,11 +65,11 @@ fn missing_filter(dump: &ConfigDump, expected: &ExpectedEnvoy) -> Finding {
     let managers = dump.listeners.len();
     let (listen, _) = expected.listen_text();
     let message = format!(
-        "none of its {managers} HTTP connection managers has an ext_proc filter that calls \
-        warmroute, which listens at {listen}"
+        "none of its {managers} HTTP connection managers has an ext_proc filter \
+        that calls warmroute, which listens at {listen}"
     );
-    let fix = "add the filter `envoy.filters.http.ext_proc` and the cluster `ext_proc` of \
-        envoy/standalone.yaml";
+    let fix = "add the filter `envoy.filters.http.ext_proc` and the cluster `ext_proc` \
+        of envoy/standalone.yaml";
     error(message, fix).about("envoy.filter", "Envoy")
 }
 
@@ -87,15 +87,15 @@ fn judge_filter_routes(site: &FilterSite<'_>) -> CheckVerdict {
     match site.active.iter().flat_map(ActiveRoute::routes).count() {
         0 if site.main.config.is_idle() => site.report(
             FindingLevel::Error,
-            "it sends warmroute neither headers nor bodies, and no route overrides it: no request \
-            is routed",
+            "it sends warmroute neither headers nor bodies, and no route overrides it: \
+            no request is routed",
             &REQUEST_HEADERS,
         ),
         0 => error(
             "it is disabled on every route: warmroute is never called",
             format!(
-                "remove `disabled: true` for `{}` from the `typed_per_filter_config` of the \
-                inference routes",
+                "remove `disabled: true` for `{}` from the `typed_per_filter_config` \
+                of the inference routes",
                 site.main.name
             ),
         ),
@@ -141,8 +141,8 @@ fn missing_override(site: &FilterSite<'_>, route: ConfigNode<'_>) -> Finding {
         ),
         _ => error(
             format!(
-                "it selects workers, and `{filter}` sends warmroute nothing on it: its requests \
-                are served unrouted"
+                "it selects workers, and `{filter}` sends warmroute nothing on it: \
+                its requests are served unrouted"
             ),
             format!(
                 "write the `overrides` of `{filter}` in the `typed_per_filter_config` of the {name}"

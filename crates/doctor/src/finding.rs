@@ -70,6 +70,11 @@ impl CheckVerdict {
         Self { fix, ..self }
     }
 
+    /// Returns the observed and the expected value.
+    pub fn message(&self) -> &str {
+        &self.message
+    }
+
     /// Returns the finding of the check `check` about `subject`.
     pub fn about(self, check: &'static str, subject: impl Into<String>) -> Finding {
         Finding {

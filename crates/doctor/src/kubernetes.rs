@@ -1,7 +1,5 @@
 //! Checks of the Kubernetes pools: pure functions from reports of the pools to findings.
 
-use std::fmt;
-
 use warmroute_settings::format_count;
 
 use super::finding::{
@@ -16,8 +14,8 @@ const MAX_NAMES: usize = 5;
 pub struct PoolReport {
     /// Name in the configuration.
     pub title: String,
-    /// Reason why its pods are unknown.
-    pub failure: Option<PoolFailure>,
+    /// Reason why its pods are unknown, with its fix.
+    pub failure: Option<CheckVerdict>,
     /// Missing permissions.
     pub missing_rights: Vec<MissingRight>,
     /// Reason why the permissions are unknown.
@@ -32,38 +30,6 @@ pub struct PoolReport {
     pub unusable: Vec<String>,
 }
 
-/// Reason why the pods of a pool are unknown.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum PoolFailure {
-    /// There is no InferencePool of this name.
-    Missing,
-    /// The InferencePool has no selector.
-    NoSelector,
-    /// The InferencePool does not have the expected form.
-    Unreadable(String),
-    /// A request failed, with its error and the kind of its cause.
-    Request(String, RequestCause),
-}
-
-/// Kind of cause of a failed request.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RequestCause {
-    /// There are no usable credentials.
-    Credentials,
-    /// Status 401.
-    Unauthorized,
-    /// Status 403.
-    Forbidden,
-    /// Status 404: the resource kind is not installed.
-    NotInstalled,
-    /// The certificate of the API server is not accepted.
-    Certificate,
-    /// The API server cannot be reached or does not respond.
-    Unreachable,
-    /// Another error status.
-    Other,
-}
-
 /// Verb that a Role lacks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MissingRight {
@@ -73,17 +39,6 @@ pub struct MissingRight {
     pub resource: &'static str,
     /// API group; empty for pods.
     pub group: &'static str,
-}
-
-impl fmt::Display for PoolFailure {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Missing => f.write_str("there is no such InferencePool"),
-            Self::NoSelector => f.write_str("the InferencePool has no selector"),
-            Self::Unreadable(reason) => write!(f, "the InferencePool cannot be read: {reason}"),
-            Self::Request(error, _) => f.write_str(error),
-        }
-    }
 }
 
 impl CheckFacts for PoolReport {
@@ -97,8 +52,8 @@ pub fn check_pools(pools: &[PoolReport], conflicts: &[String]) -> Vec<Finding> {
     let conflicts = conflicts.iter().map(|conflict| {
         let verdict = warning(
             format!("not used: {conflict}"),
-            "give each pod an address, a port and an id of its own, and let each pod be selected \
-            by one pool only",
+            "give each pod an address, a port and an id of its own, \
+            and let each pod be selected by one pool only",
         );
         verdict.about("kubernetes.pods", "all pools")
     });
@@ -122,7 +77,7 @@ fn check_pool(pool: &PoolReport) -> Vec<Finding> {
 
 fn check_pods(pool: &PoolReport) -> Option<CheckVerdict> {
     if let Some(failure) = &pool.failure {
-        return Some(error(failure.to_string(), failure_fix(pool, failure)));
+        return Some(failure.clone());
     }
     let pods = format_count(pool.pods, "pod");
     Some(match (pool.pods, pool.workers) {
@@ -137,52 +92,6 @@ fn check_pods(pool: &PoolReport) -> Option<CheckVerdict> {
         ),
         (_, workers) => ok(format!("{pods}, {}", format_count(workers, "worker"))),
     })
-}
-
-fn failure_fix(pool: &PoolReport, failure: &PoolFailure) -> String {
-    let fix = match failure {
-        PoolFailure::Missing => {
-            return format!(
-                "create the InferencePool, or correct `name` and `namespace` of the pool {} under \
-                `workers.kubernetes.pools`",
-                pool.title
-            );
-        }
-        PoolFailure::NoSelector => "set `spec.selector.matchLabels` of the InferencePool",
-        PoolFailure::Unreadable(_) => {
-            "correct the InferencePool (`kubectl get inferencepools -o yaml`)"
-        }
-        PoolFailure::Request(_, cause) => match cause {
-            RequestCause::Credentials => {
-                "set `automountServiceAccountToken: true` in the pod of warmroute, or \
-                `workers.kubernetes.kubeconfig`"
-            }
-            RequestCause::Unauthorized => {
-                "write a valid token to that file (`kubectl create token SERVICEACCOUNT`); the \
-                ServiceAccount must still exist"
-            }
-            RequestCause::Forbidden => {
-                "add the verb to the Role, and bind the Role to the ServiceAccount \
-                (deploy/base/rbac.yaml)"
-            }
-            RequestCause::NotInstalled => {
-                "install the CustomResourceDefinitions of the Gateway API inference extension, or \
-                write `selector` and `ports` \
-                 in place of `name`"
-            }
-            RequestCause::Certificate => {
-                "write the certificate authority of the API server to that file, as `kubectl get \
-                configmap kube-root-ca.crt -o \
-                 yaml` shows it"
-            }
-            RequestCause::Unreachable => {
-                "check that the API server answers there (`kubectl get --raw /readyz`), and the \
-                NetworkPolicies of the pod of warmroute"
-            }
-            RequestCause::Other => "check the log of the API server, and of any proxy before it",
-        },
-    };
-    fix.to_owned()
 }
 
 fn check_unready(pool: &PoolReport) -> Option<CheckVerdict> {
@@ -277,56 +186,23 @@ mod tests {
     }
 
     #[test]
-    fn each_failure_is_an_error_with_fix() {
-        let request = |cause| PoolFailure::Request("cannot list pods".to_owned(), cause);
-        let cases = [
+    fn failure_of_pool_leaves_others_healthy() {
+        let failed = PoolReport {
+            failure: Some(error("cannot list pods", "add the verb")),
+            ..pool("other/p")
+        };
+        let findings = found(&[failed, pool("q")]);
+        for (level, subject, text) in [
             (
-                PoolFailure::Missing,
-                "correct `name` and `namespace` of the pool other/p",
+                FindingLevel::Error,
+                "pool other/p",
+                "cannot list pods | add the verb",
             ),
-            (PoolFailure::NoSelector, "spec.selector.matchLabels"),
-            (
-                PoolFailure::Unreadable("port".to_owned()),
-                "correct the InferencePool",
-            ),
-            (
-                request(RequestCause::Credentials),
-                "automountServiceAccountToken: true",
-            ),
-            (request(RequestCause::Unauthorized), "kubectl create token"),
-            (request(RequestCause::Forbidden), "add the verb to the Role"),
-            (
-                request(RequestCause::NotInstalled),
-                "install the CustomResourceDefinitions",
-            ),
-            (request(RequestCause::Certificate), "certificate authority"),
-            (
-                request(RequestCause::Unreachable),
-                "kubectl get --raw /readyz",
-            ),
-            (request(RequestCause::Other), "log of the API server"),
-        ];
-        for (failure, fix) in cases {
-            let findings = found(&[
-                PoolReport {
-                    failure: Some(failure),
-                    ..pool("other/p")
-                },
-                pool("q"),
-            ]);
-            let (level, check, subject, text) = &findings[0];
-            assert_eq!(
-                (*level, *check, subject.as_str()),
-                (FindingLevel::Error, "kubernetes.pool", "pool other/p")
-            );
-            assert!(text.contains(fix), "{text}: not {fix}");
-            let healthy = (
-                FindingLevel::Ok,
-                "kubernetes.pool",
-                "pool q".to_owned(),
-                "2 pods, 2 workers | ".to_owned(),
-            );
-            assert!(findings.contains(&healthy), "{findings:#?}");
+            (FindingLevel::Ok, "pool q", "2 pods, 2 workers | "),
+        ] {
+            let subject = subject.to_owned();
+            let expected = (level, "kubernetes.pool", subject, text.to_owned());
+            assert!(findings.contains(&expected), "{findings:#?}");
         }
     }
 
@@ -348,9 +224,9 @@ mod tests {
             .filter(|one| one.0 == FindingLevel::Warning)
             .map(|one| one.3.as_str())
             .collect();
-        let first = "7 of 9 pods not ready: n/p0: its phase is Pending; n/p1: its phase is \
-        Pending; n/p2: its phase is Pending; \
-                     n/p3: its phase is Pending; n/p4: its phase is Pending; and 2 more | see why: `kubectl -n n describe pod p0`";
+        let first = "7 of 9 pods not ready: n/p0: its phase is Pending; \
+        n/p1: its phase is Pending; n/p2: its phase is Pending; n/p3: its phase is Pending; n/p4: \
+        its phase is Pending; and 2 more | see why: `kubectl -n n describe pod p0`";
         assert!(texts[0].starts_with(first), "{texts:#?}");
         assert!(
             texts[1].contains("not used: pod n/odd: its role `encode`"),

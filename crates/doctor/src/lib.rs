@@ -1,5 +1,5 @@
-//! Checks of `warmroute doctor`: pure functions from observed facts and expected settings to
-//! findings. The caller collects the facts.
+//! Checks of `warmroute doctor` on engines, Envoy and Kubernetes: pure functions from observed
+//! facts and expected settings to findings. The caller collects the facts.
 
 #![forbid(unsafe_code)]
 #![cfg_attr(test, allow(clippy::unwrap_used))]
@@ -7,7 +7,5 @@
 pub mod engine;
 pub mod envoy;
 pub mod finding;
-pub mod host;
 pub mod kubernetes;
-pub mod process;
 pub mod table;

@@ -17,7 +17,7 @@ use reqwest::header::HeaderMap;
 use warmroute_core::parity::CanaryVerdict;
 use warmroute_core::worker::{DpRank, ModelName, Worker, WorkerRole};
 use warmroute_doctor::engine::facts::{
-    OverdueStep, WorkerFacts, WorkerOrigin, record_agreeing_workers,
+    ConfiguredCache, OverdueStep, WorkerFacts, WorkerOrigin, record_agreeing_workers,
 };
 use warmroute_doctor::engine::is_reachable;
 use warmroute_engines::engine_client::{EngineClient, EngineError, EngineUrl};
@@ -53,22 +53,17 @@ impl FactCollector<'_> {
     /// Returns the facts about every worker, in the order of `workers`.
     pub(super) async fn collect_workers(&self) -> Vec<WorkerFacts> {
         let workers = self.workers;
-        let facts = stream::iter(workers).map(async |worker| WorkerFacts {
-            origin: self.worker_origin(worker, workers),
-            has_remote_decoders: has_remote_decoders(worker, workers),
-            ..self.collect_worker(worker).await
+        let facts = stream::iter(workers).map(async |worker| {
+            let deadline = self.timeout * STEP_FACTOR + RANK_TIME * worker.ranks.size.get();
+            WorkerFacts {
+                origin: self.worker_origin(worker, workers),
+                has_remote_decoders: has_remote_decoders(worker, workers),
+                ..self.collect_within(worker, deadline).await
+            }
         });
         let mut facts: Vec<_> = facts.buffered(MAX_CONCURRENT).collect().await;
         record_agreeing_workers(&mut facts);
         facts
-    }
-
-    async fn collect_worker(&self, worker: &Worker) -> WorkerFacts {
-        self.collect_within(
-            worker,
-            self.timeout * STEP_FACTOR + RANK_TIME * worker.ranks.size.get(),
-        )
-        .await
     }
 
     /// Returns the facts of the steps that are complete at the deadline.
@@ -92,12 +87,16 @@ impl FactCollector<'_> {
 
     /// Returns the facts before any request to the engine.
     fn initial_facts(&self, worker: &Worker) -> WorkerFacts {
+        let model = self.model_config(&worker.model);
         WorkerFacts {
             origin: WorkerOrigin::Listed,
-            configured: self.configured_cache(worker),
+            configured: ConfiguredCache {
+                block_size: model.and_then(|model| model.block_size),
+                total_kv_blocks: worker.capacity.total_kv_blocks,
+            },
             has_discovered_sources: false,
             worker: worker.clone(),
-            adapters: self.model_adapters(&worker.model),
+            adapters: model.map_or(Vec::new(), |model| model.adapters.clone()),
             has_discovery: self.config.engines.discovery.enabled,
             image_model: self.image_model(&worker.model),
             needs_capacity: self.needs_capacity(),
@@ -125,7 +124,8 @@ impl FactCollector<'_> {
         }
         part.step("/v1/models, /metrics and KV event publishers");
         self.collect_settings(engine, facts).await;
-        if let Some(suite) = self.canary_suite(&facts.worker.model) {
+        let model = self.models.get(&facts.worker.model);
+        if let Some(suite) = model.and_then(|model| CanarySuite::new(model)) {
             part.step("comparison of tokens");
             let timeout = self.config.engines.parity_check.timeout.get();
             let client = self
@@ -162,12 +162,6 @@ impl FactCollector<'_> {
         facts.models = models;
         facts.metrics = metrics;
         facts.publishers = publishers;
-    }
-
-    /// Returns the prompts that compare the tokens of a model with those of its engines.
-    fn canary_suite(&self, model: &ModelName) -> Option<CanarySuite> {
-        let model = self.models.get(model)?;
-        CanarySuite::new(model)
     }
 
     /// Returns the routing headers of a canary.

@@ -1,16 +1,12 @@
-//! Inputs of the checks, from the configuration of warmroute.
+//! The settings of warmroute that Envoy's configuration must match.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use warmroute_core::worker::{ModelName, Worker};
 use warmroute_doctor::envoy::expected::{ExpectedEnvoy, XdsServer};
-use warmroute_doctor::finding::{Finding, warning};
-use warmroute_doctor::host::{ConfigSummary, FleetOrigin, TokenizerState};
 use warmroute_http2_filter::service_of_authority;
-use warmroute_tokens::prompt::Encoder;
-
-use warmroute_server::config::{Advice, Config, SessionsConfig};
+use warmroute_server::config::Config;
 use warmroute_server::ext_proc::config::FailureMode;
 use warmroute_server::prefill::{PrefillConfig, PrefillMode};
 
@@ -32,45 +28,8 @@ const PIN_HEADERS: [&str; 9] = [
     "x-dynamo-prefill-dp-rank",
 ];
 
-/// Returns the finding for a warning about the configuration.
-pub(super) fn advice_finding(advice: Advice) -> Finding {
-    warning(advice.finding, advice.fix).about("config.advice", advice.subject)
-}
-
-/// Returns the summary of a configuration file and its workers.
-pub(super) fn config_summary(file: String, config: &Config, workers: &[Worker]) -> ConfigSummary {
-    let source = match &config.workers.file {
-        Some(file) => FleetOrigin::File(file.clone()),
-        None if !config.workers.dns.is_empty() => FleetOrigin::Dns,
-        None if config.workers.kubernetes.is_some() => FleetOrigin::Kubernetes,
-        None => FleetOrigin::List,
-    };
-    ConfigSummary {
-        file,
-        models: config.models.len(),
-        workers: workers.len(),
-        source,
-    }
-}
-
-/// Returns the state of a tokenizer, or of the failed attempt to load it.
-pub(super) fn tokenizer_state(loaded: Result<Option<&Encoder>, String>) -> TokenizerState {
-    let encoder = match loaded {
-        Ok(Some(encoder)) => encoder,
-        Ok(None) => return TokenizerState::Unconfigured,
-        Err(problem) => return TokenizerState::Failed(problem),
-    };
-    if !encoder.has_chat_template() {
-        return TokenizerState::WithoutTemplate;
-    }
-    match encoder.enable_fast_path() {
-        Ok(()) => TokenizerState::Fast,
-        Err(reason) => TokenizerState::Slow(reason.to_owned()),
-    }
-}
-
 /// Returns the settings that Envoy's configuration must match.
-pub fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
+pub(super) fn expected_envoy(config: &Config, workers: &[Worker]) -> ExpectedEnvoy {
     let routing_headers = config.gateway.routing_headers();
     let names =
         |names: &mut dyn Iterator<Item = &str>| names.map(str::to_owned).collect::<Vec<_>>();
@@ -128,15 +87,10 @@ fn xds_server(config: &Config) -> Option<XdsServer> {
 fn mirror_clusters(config: &Config) -> BTreeMap<String, BTreeSet<ModelName>> {
     let mut mirrors: BTreeMap<String, BTreeSet<ModelName>> = BTreeMap::new();
     for model in &config.models {
-        if let Some(prefill) = model
-            .prefill
-            .as_ref()
-            .filter(|prefill| prefill.mode == PrefillMode::Mirror)
-        {
-            mirrors
-                .entry(prefill.cluster.clone())
-                .or_default()
-                .insert(model.name.clone());
+        let prefill = model.prefill.as_ref();
+        if let Some(prefill) = prefill.filter(|prefill| prefill.mode == PrefillMode::Mirror) {
+            let models = mirrors.entry(prefill.cluster.clone()).or_default();
+            models.insert(model.name.clone());
         }
     }
     mirrors
@@ -159,16 +113,11 @@ fn longest_wait(config: &Config) -> Option<Duration> {
     let queue = &config.queue;
     let is_queued = !queue.busy_threshold().is_unset();
     let queue_wait = is_queued.then(|| queue.timeout.get());
-    let open_timeout = |sessions: &SessionsConfig| {
-        sessions
-            .engine
-            .as_ref()
-            .map_or(Duration::ZERO, |engine| engine.timeout.get())
-    };
-    let session_wait = config
-        .sessions
-        .as_ref()
-        .map(|sessions| sessions.wait_timeout.get() + open_timeout(sessions));
+    let session_wait = config.sessions.as_ref().map(|sessions| {
+        let engine = sessions.engine.as_ref();
+        let open_timeout = engine.map(|engine| engine.timeout.get());
+        sessions.wait_timeout.get() + open_timeout.unwrap_or_default()
+    });
     let longest: Duration = queue_wait
         .into_iter()
         .chain(session_wait)

@@ -2,6 +2,7 @@
 //! files and configurations that control planes generate, unchanged and with one injected fault
 //! each.
 
+mod faults;
 mod gateways;
 mod prefill;
 mod shipped;
@@ -91,17 +92,41 @@ fn print(findings: &[Finding]) -> String {
 /// Changes a configuration dump and the configuration of warmroute.
 type Fault = fn(&mut Value, &mut Value);
 
-/// Replaces a text in the dump of `standalone` and returns the resulting problems.
-fn problems_after(from: &str, to: &str) -> Vec<(FindingLevel, &'static str)> {
-    let text = page("standalone").to_string();
-    assert!(text.contains(from), "{from}");
-    let page = serde_json::from_str(&text.replace(from, to)).unwrap();
-    let found = findings(&page, &config("standalone"));
-    found
-        .into_iter()
-        .filter(|finding| finding.level < FindingLevel::Skipped)
+/// Expects one finding of a check, and these texts in its message or its fix.
+fn expect_finding(found: &[Finding], level: FindingLevel, check: &str, texts: &[&str]) {
+    let matching = found.iter().filter(|finding| finding.check == check);
+    let [finding] = matching.collect::<Vec<_>>()[..] else {
+        panic!("not one {check}:\n{}", print(found));
+    };
+    assert_eq!(finding.level, level, "{finding:?}");
+    let fix = finding.fix.as_deref().unwrap_or_default();
+    for text in texts {
+        let is_found = finding.message.contains(text) || fix.contains(text);
+        assert!(is_found, "no {text}: {finding:?}");
+    }
+}
+
+/// Expects no finding of a check.
+fn expect_none(found: &[Finding], check: &str) {
+    let mut found = found.iter();
+    assert_eq!(found.find(|finding| finding.check == check), None);
+}
+
+/// Returns level and check of the problems.
+fn problems(found: &[Finding]) -> Vec<(FindingLevel, &'static str)> {
+    let problems = found
+        .iter()
+        .filter(|finding| finding.level < FindingLevel::Skipped);
+    problems
         .map(|finding| (finding.level, finding.check))
         .collect()
+}
+
+/// Replaces a text in the dump of `standalone` and returns the resulting problems.
+fn problems_after(from: &str, to: &str) -> Vec<(FindingLevel, &'static str)> {
+    let mut page = page("standalone");
+    replace_text(&mut page, from, to);
+    problems(&findings(&page, &config("standalone")))
 }
 
 /// Replaces a text everywhere in a dump.
@@ -162,19 +187,9 @@ fn inject_fault(
     let mut config = config(name);
     change(&mut page, &mut config);
     let found = findings(&page, &config);
-    let problems = || {
-        found
-            .iter()
-            .filter(|finding| finding.level < FindingLevel::Skipped)
-    };
-    let fixes = problems()
+    let fixes: Vec<&str> = found
+        .iter()
         .filter_map(|finding| finding.fix.as_deref())
-        .collect::<Vec<_>>()
-        .join("\n");
-    (
-        problems()
-            .map(|finding| (finding.level, finding.check))
-            .collect(),
-        fixes,
-    )
+        .collect();
+    (problems(&found), fixes.join("\n"))
 }

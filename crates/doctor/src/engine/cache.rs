@@ -162,8 +162,8 @@ fn check_ranks(facts: &WorkerFacts) -> Option<CheckVerdict> {
     };
     Some(error(
         format!(
-            "the engine has the data-parallel ranks {listed} by {source}, configured are {} from \
-            {}",
+            "the engine has the data-parallel ranks {listed} by {source}, \
+            configured are {} from {}",
             ours.size, ours.start
         ),
         format!(
@@ -233,8 +233,8 @@ fn difference_fix(difference: &TokenDifference, facts: &WorkerFacts) -> String {
     let model = &facts.worker.model;
     match &difference.matching_settings {
         _ if facts.has_agreeing_worker => format!(
-            "start all workers of the model {model} with the same options: the tokens of another \
-            worker agree"
+            "start all workers of the model {model} with the same options: \
+            the tokens of another worker agree"
         ),
         Some(settings) => format!(
             "set `{settings}` for the model {model}: with it, the tokens of all canaries are equal"

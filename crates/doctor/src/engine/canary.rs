@@ -45,8 +45,8 @@ fn check_answered(at: &RankCheck<'_>) -> Option<CheckVerdict> {
             "set a longer timeout for a busy engine (`--timeout 60s`), and check its log"
         }
         _ => {
-            "send the engine a request by hand (POST /v1/completions, max_tokens 1), and check its \
-            log"
+            "send the engine a request by hand (POST /v1/completions, max_tokens 1), \
+            and check its log"
         }
     };
     let message = format!("the canary got no response: {}", describe_error(failure));
@@ -57,8 +57,8 @@ fn check_details(at: &RankCheck<'_>) -> Option<CheckVerdict> {
     Some(match at.canary()?.cached {
         Some(_) => ok("usage reports the cached tokens"),
         None => warning(
-            "usage.prompt_tokens_details has no cached tokens: predictions cannot be audited or \
-            corrected",
+            "usage.prompt_tokens_details has no cached tokens: \
+            predictions cannot be audited or corrected",
             "start the engine with `--enable-prompt-tokens-details`",
         ),
     })
@@ -80,20 +80,20 @@ fn check_reused(at: &RankCheck<'_>) -> Option<CheckVerdict> {
         _ if cached == expected => ok(message),
         // The block is dropped after the match, so the events and the index are right.
         _ if cached > 0 && cached + block == expected => ok(format!(
-            "{message}. The engine recomputes the last matched block, as vLLM up to 0.32 does with \
-            EAGLE or MTP speculative decoding. This is normal: `warmroute serve` learns it from \
-            responses"
+            "{message}. The engine recomputes the last matched block, \
+            as vLLM up to 0.32 does with EAGLE or MTP speculative decoding. This is normal: \
+            `warmroute serve` learns it from responses"
         )),
         0 => error(
             message,
-            "start the engine with `--enable-prefix-caching`, and with more KV blocks if its cache \
-            is full",
+            "start the engine with `--enable-prefix-caching`, \
+            and with more KV blocks if its cache is full",
         ),
         _ => warning(
             message,
             format!(
-                "check whether the cache of the engine of {} is full, or retains only a part of \
-                each prefix",
+                "check whether the cache of the engine of {} is full, \
+                or retains only a part of each prefix",
                 at.worker.title()
             ),
         ),
@@ -192,8 +192,8 @@ fn judge_silence(at: &RankCheck<'_>, source: &EventSource) -> CheckVerdict {
     }
     error(
         format!(
-            "the engine answered the canary, but its blocks did not arrive at {} within {:?} ({} \
-            other messages did)",
+            "the engine answered the canary, \
+            but its blocks did not arrive at {} within {:?} ({} other messages did)",
             source.endpoint,
             at.rank.listen_timeout,
             messages.len()
@@ -213,8 +213,8 @@ fn check_topic(arrived: &ArrivedPrompt<'_>) -> Option<CheckVerdict> {
     (!theirs.starts_with(ours)).then(|| {
         error(
             format!(
-                "events have the topic {theirs:?}, but warmroute subscribes to {ours:?}: none \
-                arrives"
+                "events have the topic {theirs:?}, but warmroute subscribes to {ours:?}: \
+                none arrives"
             ),
             format!("write `topic: \"{theirs}\"` in the `kv_events` of {section}"),
         )
@@ -231,8 +231,8 @@ fn check_rank(arrived: &ArrivedPrompt<'_>) -> Option<CheckVerdict> {
                 "the events are from rank {named}, but expected from rank {rank}: all are dropped"
             ),
             format!(
-                "write `data_parallel: {{start: {named}, size: 1}}` for {section}, or the endpoint \
-                of rank {rank} (vLLM adds the rank to the port)"
+                "write `data_parallel: {{start: {named}, size: 1}}` for {section}, \
+                or the endpoint of rank {rank} (vLLM adds the rank to the port)"
             ),
         )
     })
@@ -248,12 +248,12 @@ fn check_event_tokens(arrived: &ArrivedPrompt<'_>) -> Option<CheckVerdict> {
     let model = &arrived.at.worker.worker.model;
     Some(error(
         format!(
-            "token {position} of the canary is {ours} in warmroute and {theirs} in the event: no \
-            later block is ever found"
+            "token {position} of the canary is {ours} in warmroute and {theirs} in the event: \
+            no later block is ever found"
         ),
         format!(
-            "set `tokenizer` and `tokenizer_config` of the model {model} to the files that the \
-            engine loads"
+            "set `tokenizer` and `tokenizer_config` of the model {model} to the files \
+            that the engine loads"
         ),
     ))
 }
@@ -280,8 +280,8 @@ fn check_event_hashes(arrived: &ArrivedPrompt<'_>) -> Option<CheckVerdict> {
     (equal < all).then(|| {
         error(
             format!(
-                "{equal} of {all} blocks of the canary have the expected hashes, although the \
-                tokens agree"
+                "{equal} of {all} blocks of the canary have the expected hashes, \
+                although the tokens agree"
             ),
             "start the engine without a salt or an adapter of its own for plain requests",
         )

@@ -16,7 +16,8 @@ const MAX_CLOCK_SKEW: Duration = Duration::from_secs(5);
 
 /// Returns the findings about how a worker serves requests.
 pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
-    // Equal messages and fixes of several engines are printed once, so neither contains the address.
+    // Equal messages and fixes of several engines are printed once, so neither contains the
+    // address.
     let subject = format!("{} at {}", facts.title(), facts.worker.endpoint);
     let mut findings = vec![judge_health(facts).about("engine.reachable", subject)];
     let rows = [
@@ -24,12 +25,10 @@ pub(super) fn check(facts: &WorkerFacts) -> Vec<Finding> {
         row("engine.model", check_model),
         row("engine.image_names", check_images),
         row("engine.clock", check_clock),
-        row("engine.adapters", check_absent_adapters),
-        row("engine.adapters", check_unlisted_adapters),
-        row("engine.adapters", check_other_adapters),
-        row("engine.adapters", check_served_adapters),
     ];
     findings.extend(run_checks(facts, &rows));
+    let adapters = check_adapters(facts).into_iter();
+    findings.extend(adapters.map(|verdict| verdict.about("engine.adapters", facts.title())));
     findings
 }
 
@@ -70,12 +69,12 @@ fn judge_health(facts: &WorkerFacts) -> CheckVerdict {
         );
     }
     let fix = match &facts.origin {
-        WorkerOrigin::Listed => "start the engine at this address, or write its `--host` and \
-            `--port` as `endpoint` of the worker"
+        WorkerOrigin::Listed => "start the engine at this address, \
+            or write its `--host` and `--port` as `endpoint` of the worker"
             .to_owned(),
         WorkerOrigin::Pod { pool, .. } => format!(
-            "check the log of the pod, and compare the port of its engine with the ports of the \
-            pool {pool}; its readiness probe should fail while the engine does not respond"
+            "check the log of the pod, and compare the port of its engine with the ports \
+            of the pool {pool}; its readiness probe should fail while the engine does not respond"
         ),
     };
     error(format!("the engine does not respond: {reason}"), fix)
@@ -90,8 +89,8 @@ fn check_deadline(facts: &WorkerFacts) -> Option<CheckVerdict> {
         DurationSetting(step.deadline),
         step.name
     );
-    let fix = "check the engine's log for this request; if the engine needs this long, set a \
-        longer `--timeout`";
+    let fix = "check the engine's log for this request; if the engine needs this long, \
+        set a longer `--timeout`";
     Some(error(message, fix))
 }
 
@@ -102,8 +101,8 @@ fn check_model(facts: &WorkerFacts) -> Option<CheckVerdict> {
         Err(failure) if failure.is_unauthorized() => {
             return Some(error(
                 "the engine requires a token (--api-key), and warmroute has none",
-                "set its file as `engines: {http: {token_file: ..}}` in the configuration of \
-                warmroute",
+                "set its file \
+                as `engines: {http: {token_file: ..}}` in the configuration of warmroute",
             ));
         }
         Err(_) if !is_reachable(facts) => return None,
@@ -120,8 +119,8 @@ fn check_model(facts: &WorkerFacts) -> Option<CheckVerdict> {
     Some(error(
         format!("it serves {names}, but is configured with {name}: every request gets 404"),
         format!(
-            "start the engine with `--served-model-name {name}`, or write `model: {other}` for {} \
-            and the same `name` under `models`",
+            "start the engine with `--served-model-name {name}`, \
+            or write `model: {other}` for {} and the same `name` under `models`",
             facts.config_section()
         ),
     ))
@@ -140,99 +139,69 @@ fn check_images(facts: &WorkerFacts) -> Option<CheckVerdict> {
     } else {
         error(
             format!(
-                "the engine hashes images with the model name {theirs}, warmroute with {ours}: no \
-                block is found from the first image on"
+                "the engine hashes images with the model name {theirs}, warmroute with {ours}: \
+                no block is found from the first image on"
             ),
             format!("write `multimodal: {{model: {theirs}, ..}}` for the model {model}"),
         )
     })
 }
 
-/// Adapters of a worker. Requests for an adapter go only to workers that list it or are configured
+/// Compares the adapters. Requests for an adapter go only to workers that list it or are configured
 /// with it.
-struct AdapterNames<'f> {
-    /// Served by the engine.
-    served: Vec<&'f str>,
-    /// Configured for the worker, but not loaded.
-    absent: Vec<&'f str>,
-    /// Served, but not configured.
-    unlisted: Vec<&'f str>,
-    /// Configured for the model, but not served here.
-    elsewhere: Vec<&'f str>,
-}
-
-impl<'f> AdapterNames<'f> {
-    fn read(facts: &'f WorkerFacts) -> Option<Self> {
-        let models = facts.models.as_ref().ok()?;
-        let is_adapter = |model: &&EngineModel| {
-            let parent = model.parent.as_deref();
-            parent.is_some_and(|parent| parent != model.id)
-        };
-        let served = models.iter().filter(is_adapter);
-        let served: Vec<&str> = served.map(|model| model.id.as_str()).collect();
-        let is_listed = |name: &str| models.iter().any(|model| model.id == name);
-        let mut absent: Vec<&str> = facts.worker.adapters.iter().map(String::as_str).collect();
-        let mut elsewhere: Vec<&str> = facts.adapters.iter().map(ModelName::as_str).collect();
-        let mut unlisted = served.clone();
-        unlisted.retain(|name| {
-            !facts.has_discovery && !absent.contains(name) && !elsewhere.contains(name)
-        });
-        absent.retain(|name| !is_listed(name));
-        elsewhere.retain(|name| !is_listed(name) && !absent.contains(name));
-        Some(Self {
-            served,
-            absent,
-            unlisted,
-            elsewhere,
-        })
+fn check_adapters(facts: &WorkerFacts) -> Vec<CheckVerdict> {
+    let Ok(models) = &facts.models else {
+        return Vec::new();
+    };
+    let is_adapter = |model: &&EngineModel| {
+        let parent = model.parent.as_deref();
+        parent.is_some_and(|parent| parent != model.id)
+    };
+    let served = models.iter().filter(is_adapter);
+    let served: Vec<&str> = served.map(|model| model.id.as_str()).collect();
+    let is_listed = |name: &str| models.iter().any(|model| model.id == name);
+    let mut absent: Vec<&str> = facts.worker.adapters.iter().map(String::as_str).collect();
+    let mut elsewhere: Vec<&str> = facts.adapters.iter().map(ModelName::as_str).collect();
+    let mut unlisted = served.clone();
+    unlisted
+        .retain(|name| !facts.has_discovery && !absent.contains(name) && !elsewhere.contains(name));
+    absent.retain(|name| !is_listed(name));
+    elsewhere.retain(|name| !is_listed(name) && !absent.contains(name));
+    let section = facts.config_section();
+    let mut verdicts = Vec::new();
+    if let Some(first) = absent.first() {
+        let names = absent.join(", ");
+        verdicts.push(error(
+            format!(
+                "it is configured with {names}, which it has not loaded: such requests get 404"
+            ),
+            format!(
+                "start the engine with `--enable-lora --lora-modules {first}=..`, \
+                or remove it from the `adapters` of {section}"
+            ),
+        ));
     }
-}
-
-fn check_absent_adapters(facts: &WorkerFacts) -> Option<CheckVerdict> {
-    let absent = AdapterNames::read(facts)?.absent;
-    let first = absent.first()?;
-    Some(error(
-        format!(
-            "it is configured with {}, which it has not loaded: such requests get 404",
-            absent.join(", ")
-        ),
-        format!(
-            "start the engine with `--enable-lora --lora-modules {first}=..`, or remove it from \
-            the `adapters` of {}",
-            facts.config_section()
-        ),
-    ))
-}
-
-fn check_unlisted_adapters(facts: &WorkerFacts) -> Option<CheckVerdict> {
-    let names = AdapterNames::read(facts)?.unlisted.join(", ");
-    (!names.is_empty()).then(|| {
-        warning(
+    if !unlisted.is_empty() {
+        let names = unlisted.join(", ");
+        let model = &facts.worker.model;
+        verdicts.push(warning(
             format!("it serves {names}, which the configuration does not list for this worker"),
             format!(
-                "write `adapters: [{names}]` for the model {} and for {}, or enable \
-                `engines.discovery`",
-                facts.worker.model,
-                facts.config_section()
+                "write `adapters: [{names}]` for the model {model} and for {section}, \
+                or enable `engines.discovery`"
             ),
-        )
-    })
-}
-
-fn check_other_adapters(facts: &WorkerFacts) -> Option<CheckVerdict> {
-    let names = AdapterNames::read(facts)?.elsewhere.join(", ");
-    (!names.is_empty()).then(|| {
-        note(format!(
+        ));
+    }
+    if !elsewhere.is_empty() {
+        let names = elsewhere.join(", ");
+        verdicts.push(note(format!(
             "it does not list {names}: requests for them go only to workers that do"
-        ))
-    })
-}
-
-fn check_served_adapters(facts: &WorkerFacts) -> Option<CheckVerdict> {
-    let names = AdapterNames::read(facts)?;
-    let problems = [&names.absent, &names.unlisted, &names.elsewhere];
-    let is_ok = !names.served.is_empty() && problems.iter().all(|names| names.is_empty());
-    is_ok.then(|| ok(names.served.join(", ")))
+        )));
+    }
+    if verdicts.is_empty() && !served.is_empty() {
+        verdicts.push(ok(served.join(", ")));
+    }
+    verdicts
 }
 
 fn check_clock(facts: &WorkerFacts) -> Option<CheckVerdict> {
@@ -258,8 +227,8 @@ fn check_clock(facts: &WorkerFacts) -> Option<CheckVerdict> {
     } else {
         warning(
             format!(
-                "its clock is {seconds} s {which} the local one: templates with a date and the \
-                age of events are wrong"
+                "its clock is {seconds} s {which} the local one: \
+                templates with a date and the age of events are wrong"
             ),
             "synchronize both machines with one time server, for example with chrony",
         )
@@ -270,8 +239,9 @@ fn check_clock(facts: &WorkerFacts) -> Option<CheckVerdict> {
 fn check_bootstrap(facts: &WorkerFacts) -> Option<CheckVerdict> {
     let (host, port) = facts.worker.bootstrap_address();
     let fix = format!(
-        "start the engine with `--disaggregation-mode prefill --disaggregation-bootstrap-port \
-        {port}`, or write `bootstrap: {{host: .., port: ..}}` for {}",
+        "start the engine \
+        with `--disaggregation-mode prefill --disaggregation-bootstrap-port {port}`, \
+        or write `bootstrap: {{host: .., port: ..}}` for {}",
         facts.config_section()
     );
     let server = format!("its bootstrap port {port} at {host}");
@@ -303,8 +273,8 @@ fn check_kv_handoff(facts: &WorkerFacts) -> Option<CheckVerdict> {
     let params = &answer["kv_transfer_params"];
     if !params.is_object() {
         return Some(error(
-            "its response to a prefill with KV handoff has no kv_transfer_params: every prompt is \
-            computed twice",
+            "its response to a prefill with KV handoff has no kv_transfer_params: \
+            every prompt is computed twice",
             "start it with `--kv-transfer-config \
             '{\"kv_connector\":\"NixlConnector\",\"kv_role\":\"kv_both\",\
              \"kv_load_failure_policy\":\"recompute\"}'`",
@@ -316,12 +286,12 @@ fn check_kv_handoff(facts: &WorkerFacts) -> Option<CheckVerdict> {
     if is_loopback(host) && facts.has_remote_decoders {
         return Some(error(
             format!(
-                "it makes decode workers fetch KV from {host}, which on other machines is not this \
-                engine"
+                "it makes decode workers fetch KV from {host}, \
+                which on other machines is not this engine"
             ),
             format!(
-                "start it with `VLLM_NIXL_SIDE_CHANNEL_HOST={}`, or another address that decode \
-                workers can reach",
+                "start it with `VLLM_NIXL_SIDE_CHANNEL_HOST={}`, \
+                or another address that decode workers can reach",
                 facts.worker.endpoint.0.ip()
             ),
         ));

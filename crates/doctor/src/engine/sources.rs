@@ -110,9 +110,10 @@ fn check_configured(at: &RankCheck<'_>) -> Option<CheckVerdict> {
         return Some(warning(
             "no KV events: its cache is predicted from the routed requests",
             format!(
-                "start the engine with `--kv-events-config '{{\"enable_kv_cache_events\": true, \
-                \"publisher\": \"zmq\", \"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \
-                \"tcp://*:5558\"}}'`, and write `kv_events: {{{}, {}}}` for {section}",
+                "start the engine with \
+                `--kv-events-config '{{\"enable_kv_cache_events\": true, \"publisher\": \"zmq\", \
+                \"endpoint\": \"tcp://*:5557\", \"replay_endpoint\": \"tcp://*:5558\"}}'`, \
+                and write `kv_events: {{{}, {}}}` for {section}",
                 setting_of(facts, "endpoint", "tcp://*:5557"),
                 setting_of(facts, "replay_endpoint", "tcp://*:5558")
             ),
@@ -130,8 +131,8 @@ fn check_configured(at: &RankCheck<'_>) -> Option<CheckVerdict> {
     let replay = replay.map(|replay| format!(", {}", setting_of(facts, "replay_endpoint", replay)));
     Some(warning(
         format!(
-            "the engine publishes its events at {endpoint}, and the configuration has no \
-            `kv_events` for it"
+            "the engine publishes its events at {endpoint}, \
+            and the configuration has no `kv_events` for it"
         ),
         format!(
             "write `kv_events: {{{}, topic: \"{topic}\"{attach}{}}}` for {section}",
@@ -166,12 +167,12 @@ fn check_attachment(at: &RankCheck<'_>) -> Option<CheckVerdict> {
         }
         AttachOutcome::ConnectRefused(why) => judge_refused_connection(at, source, why),
         AttachOutcome::BindRefused(why) => skipped(format!(
-            "{endpoint} cannot be bound ({why}): a running warmroute, or another program, uses \
-            it; /debug/fleet shows the events that warmroute receives"
+            "{endpoint} cannot be bound ({why}): a running warmroute, or another program, uses it; \
+            /debug/fleet shows the events that warmroute receives"
         )),
         AttachOutcome::EngineMayBind(other) if at.rank.messages.is_empty() => skipped(format!(
-            "{endpoint} cannot be bound, and {other} accepts connections but sent no message: a \
-            running warmroute or the engine uses it"
+            "{endpoint} cannot be bound, and {other} accepts connections but sent no message: \
+            a running warmroute or the engine uses it"
         )),
         AttachOutcome::EngineMayBind(other) | AttachOutcome::EngineBinds(other) => error(
             format!(
@@ -185,8 +186,8 @@ fn check_attachment(at: &RankCheck<'_>) -> Option<CheckVerdict> {
                 at.rank.listen_timeout
             ),
             format!(
-                "start the engine with the endpoint of this machine, without `*`, so that it \
-                connects: `{}`; or, if the engine binds, {}",
+                "start the engine with the endpoint of this machine, without `*`, \
+                so that it connects: `{}`; or, if the engine binds, {}",
                 kv_events_flag(source),
                 connect(&to_config_endpoint(
                     facts,
@@ -220,19 +221,19 @@ fn judge_refused_connection(at: &RankCheck<'_>, source: &EventSource, why: &str)
                 "`attach: bind` in the `kv_events`".to_owned()
             };
             let message = format!(
-                "{message}; the engine's endpoint is {theirs}, and vLLM connects unless its \
-                endpoint contains `*` or `::`: both sides connect and neither binds"
+                "{message}; the engine's endpoint is {theirs}, and vLLM connects unless \
+                its endpoint contains `*` or `::`: both sides connect and neither binds"
             );
             (message, format!(", or write {listed} of {section}"))
         }
         None => {
             let message = format!(
-                "{message}; vLLM connects unless its endpoint contains `*` or `::`: then both \
-                sides connect and neither binds"
+                "{message}; vLLM connects unless its endpoint contains `*` or `::`: \
+                then both sides connect and neither binds"
             );
             let or = format!(
-                "; or, if the engine should connect, write `attach: bind` in the `kv_events` of \
-                {section}"
+                "; or, if the engine should connect, \
+                write `attach: bind` in the `kv_events` of {section}"
             );
             (message, or)
         }
@@ -243,8 +244,8 @@ fn judge_refused_connection(at: &RankCheck<'_>, source: &EventSource, why: &str)
 }
 
 fn check_replay(at: &RankCheck<'_>) -> Option<CheckVerdict> {
-    const LOST: &str = "lost batches stay lost, and blocks cached before warmroute started stay \
-        invisible";
+    const LOST: &str = "lost batches stay lost, \
+        and blocks cached before warmroute started stay invisible";
     let facts = at.worker;
     let source = at.rank.source.as_ref()?;
     let theirs = find_publisher(at).and_then(|publisher| publisher.replay_endpoint.as_deref());
@@ -252,8 +253,8 @@ fn check_replay(at: &RankCheck<'_>) -> Option<CheckVerdict> {
         return Some(match theirs {
             Some(theirs) => warning(
                 format!(
-                    "the engine replays lost batches at {theirs}, but no replay endpoint is \
-                    configured"
+                    "the engine replays lost batches at {theirs}, \
+                    but no replay endpoint is configured"
                 ),
                 write_fix(facts, "replay_endpoint", theirs),
             ),
@@ -279,8 +280,8 @@ fn check_replay(at: &RankCheck<'_>) -> Option<CheckVerdict> {
     Some(match other {
         Some(theirs) => error(
             format!(
-                "{ours} does not respond, and the engine's replay endpoint is {theirs}: lost \
-                batches stay lost"
+                "{ours} does not respond, and the engine's replay endpoint is {theirs}: \
+                lost batches stay lost"
             ),
             write_fix(facts, "replay_endpoint", theirs),
         ),

@@ -1,7 +1,9 @@
 //! The control plane that generated Envoy's configuration. Its users cannot edit that
 //! configuration, so a fix names a field of a resource.
 
-use super::dump::ConfigDump;
+use super::cluster::EnvoyCluster;
+use super::dump::{ConfigDump, HttpListener};
+use super::site::{ActiveRoute, action_clusters};
 
 /// Prefix of cluster names in Istio.
 const ISTIO_PREFIX: &str = "outbound|";
@@ -40,40 +42,35 @@ pub(super) fn resource_name(name: &str, skip: usize) -> String {
     }
 }
 
-/// Names in a generated configuration that identify its control plane.
-#[derive(Clone, Debug)]
-pub(super) struct GeneratedNames<'a> {
-    /// Name of the listener.
-    pub(super) listener: &'a str,
-    /// Clusters of the gRPC calls to warmroute.
-    pub(super) pickers: Vec<&'a str>,
-    /// Names of the routes that use the filter.
-    pub(super) routes: Vec<&'a str>,
-    /// Clusters of all routes.
-    pub(super) targets: Vec<&'a str>,
-}
-
 impl ControlPlane {
-    /// Detects the control plane.
-    pub(super) fn detect(dump: &ConfigDump, names: &GeneratedNames<'_>) -> Self {
+    /// Detects the control plane of a listener by the clusters that its filter calls, and by those
+    /// of its routes.
+    pub(super) fn detect(
+        dump: &ConfigDump,
+        listener: &HttpListener,
+        pickers: &[&str],
+        active: &[ActiveRoute<'_>],
+    ) -> Self {
+        let targets = target_clusters(dump, listener);
         let any = |prefix: &str| {
-            let mut clusters = names.pickers.iter().chain(&names.targets);
+            let mut clusters = pickers.iter().chain(&targets);
             clusters.any(|name| name.starts_with(prefix))
         };
         // Listeners are named namespace/gateway/listener.
-        let gateway = resource_name(names.listener, 0);
+        let gateway = resource_name(&listener.name, 0);
         if any(AI_GATEWAY_PREFIX) {
             return Self::EnvoyAiGateway(gateway);
         }
         if any(POLICY_PREFIX) || ENVOY_GATEWAY_PREFIXES.into_iter().any(any) {
-            let mut pickers = names.pickers.iter();
-            let policy = pickers.find(|name| name.starts_with(POLICY_PREFIX));
+            let policy = pickers.iter().find(|name| name.starts_with(POLICY_PREFIX));
             let policy = policy.map_or(String::new(), |name| resource_name(name, 1));
             return Self::EnvoyGateway { gateway, policy };
         }
         if any(ISTIO_PREFIX) || dump.is_istio_proxy {
-            let named = names.routes.iter().filter(|name| !name.is_empty());
-            let mut routes: Vec<String> = named.map(|&name| name.to_owned()).collect();
+            let names = active.iter().flat_map(ActiveRoute::routes);
+            let names = names.filter_map(|route| route.given_text("name"));
+            let mut routes: Vec<String> = names.map(str::to_owned).collect();
+            routes.retain(|name| !name.is_empty());
             routes.dedup();
             return Self::Istio(routes);
         }
@@ -89,4 +86,14 @@ impl ControlPlane {
             Self::Other => "Envoy",
         }
     }
+}
+
+/// Returns the clusters of all routes, or every cluster if the dump does not contain the routes.
+fn target_clusters<'d>(dump: &'d ConfigDump, listener: &'d HttpListener) -> Vec<&'d str> {
+    let Some(routes) = listener.routes() else {
+        return dump.clusters().map(EnvoyCluster::name).collect();
+    };
+    let hosts = routes.items("virtual_hosts");
+    let routes = hosts.flat_map(|host| host.items("routes"));
+    routes.flat_map(action_clusters).collect()
 }

@@ -132,8 +132,8 @@ fn check_reader(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
     } else {
         error(
             format!(
-                "watched_directory: {}; Envoy does not notice a new file that is renamed into \
-                {directory}",
+                "watched_directory: {}; \
+                Envoy does not notice a new file that is renamed into {directory}",
                 watched.unwrap_or("none")
             ),
             format!("in its `path_config_source` write `watched_directory: {{path: {directory}}}`"),
@@ -164,12 +164,12 @@ fn check_fallback(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
     let roles = list(roles);
     Some(warning(
         format!(
-            "without a route Envoy chooses among workers with `role: {role}`, and the workers \
-            have {roles}: 503"
+            "without a route Envoy chooses among workers with `role: {role}`, \
+            and the workers have {roles}: 503"
         ),
         format!(
-            "in the `default_subset` of cluster `{}` write a role of the workers, or write \
-            `role: {role}` for some of them in the configuration of warmroute",
+            "in the `default_subset` of cluster `{}` write a role of the workers, \
+            or write `role: {role}` for some of them in the configuration of warmroute",
             at.cluster.name()
         ),
     ))
@@ -221,8 +221,8 @@ fn check_workers_known(site: &FilterSite<'_>) -> Option<Finding> {
         }
         Ok(missing) => error(
             format!(
-                "Envoy has no endpoint for the workers {missing}: requests routed to them go to \
-                other workers"
+                "Envoy has no endpoint for the workers {missing}: \
+                requests routed to them go to other workers"
             ),
             missing_endpoints_fix(site),
         ),
@@ -234,21 +234,21 @@ fn check_workers_known(site: &FilterSite<'_>) -> Option<Finding> {
 fn missing_endpoints_fix(site: &FilterSite<'_>) -> String {
     match &site.expected.endpoints_file {
         Some((file, _)) => format!(
-            "start warmroute, which writes {}; if it runs, check its log, and that Envoy may read \
-            the file",
+            "start warmroute, which writes {}; if it runs, check its log, \
+            and that Envoy may read the file",
             file.display()
         ),
         None if site.expected.xds.is_some() => {
-            "start warmroute, which publishes them; if it runs, check in its /debug/envoys that \
-            this Envoy is connected"
+            "start warmroute, which publishes them; if it runs, \
+            check in its /debug/envoys that this Envoy is connected"
                 .to_owned()
         }
         None => site.fix(&settings::WORKER_ENDPOINTS).unwrap_or_default(),
     }
 }
 
-/// Checks clusters that get their endpoints by gRPC from warmroute's xDS server. A cluster must call
-/// warmroute, with a service name that warmroute publishes.
+/// Checks clusters that get their endpoints by gRPC from warmroute's xDS server. A cluster must
+/// call warmroute, with a service name that warmroute publishes.
 fn check_xds(site: &FilterSite<'_>) -> Vec<Finding> {
     let Some(ours) = &site.expected.xds else {
         return Vec::new();
@@ -263,11 +263,11 @@ fn check_xds(site: &FilterSite<'_>) -> Vec<Finding> {
         let missing = warning(
             "no cluster requests its endpoints from warmroute, although `envoy.xds` is configured",
             format!(
-                "in the cluster of the workers write `eds_cluster_config: {{service_name: \
-                {first}, eds_config: {{resource_api_version: V3, api_config_source: {{api_type: \
-                DELTA_GRPC, transport_api_version: V3, grpc_services: [{{envoy_grpc: \
-                {{cluster_name: xds}}}}]}}}}}}` and add the cluster `xds` of envoy/xds.yaml; or \
-                remove `envoy.xds`"
+                "in the cluster of the workers write `eds_cluster_config: {{service_name: {first}, \
+                eds_config: {{resource_api_version: V3, \
+                api_config_source: {{api_type: DELTA_GRPC, transport_api_version: V3, \
+                grpc_services: [{{envoy_grpc: {{cluster_name: xds}}}}]}}}}}}` \
+                and add the cluster `xds` of envoy/xds.yaml; or remove `envoy.xds`"
             ),
         );
         findings.push(missing.about("envoy.xds", format!("cluster {first}")));
@@ -293,18 +293,18 @@ fn check_service_name(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
     let cluster = at.cluster.name();
     let fix = if at.site.expected.mirror_clusters.contains_key(cluster) {
         format!(
-            "in the `eds_cluster_config` of cluster `{cluster}` write `service_name:` and one of \
-            {known}"
+            "in the `eds_cluster_config` of cluster `{cluster}` write `service_name:` and one \
+            of {known}"
         )
     } else {
         format!(
-            "in the configuration of warmroute write `envoy: {{cluster: {service_name}}}`, or a \
-            cluster `{service_name}` under `envoy.xds.clusters`"
+            "in the configuration of warmroute write `envoy: {{cluster: {service_name}}}`, \
+            or a cluster `{service_name}` under `envoy.xds.clusters`"
         )
     };
     let message = format!(
-        "it requests the endpoints of {service_name} from warmroute, which publishes {known}: it \
-        never gets any"
+        "it requests the endpoints of {service_name} from warmroute, which publishes {known}: \
+        it never gets any"
     );
     Some(error(message, fix))
 }

@@ -129,12 +129,12 @@ fn check_pool_authority(at: &ServiceFacts<'_, '_>) -> Option<CheckVerdict> {
         )),
         None => warning(
             format!(
-                "its calls have the authority `{authority}`, which has no pool in \
-                `routing.pool_routes.authorities`: their requests may be routed to workers of \
-                every pool"
+                "its calls have the authority `{authority}`, \
+                which has no pool in `routing.pool_routes.authorities`: \
+                their requests may be routed to workers of every pool"
             ),
-            "write `routing: {pool_routes: {authorities: {<service>.<namespace>: <pool>}}}` in \
-            the configuration of warmroute, with the Service of this cluster",
+            "write `routing: {pool_routes: {authorities: {<service>.<namespace>: <pool>}}}` in the \
+            configuration of warmroute, with the Service of this cluster",
         ),
     })
 }
@@ -205,15 +205,15 @@ fn check_keepalive(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         Some(interval) => ok(format!("connection_keepalive: {interval}")),
         None => at.site.report(
             Warning,
-            "no connection_keepalive: requests hang while warmroute is frozen; after the loss of \
-            its node they hang until the connection times out",
+            "no connection_keepalive: requests hang while warmroute is frozen; \
+            after the loss of its node they hang until the connection times out",
             settings::PICKER_KEEPALIVE.of(at.cluster),
         ),
     })
 }
 
-/// Checks the HTTP/2 window of streams in full-duplex mode. Envoy queues that much of each body on the
-/// connection, before the messages of other requests.
+/// Checks the HTTP/2 window of streams in full-duplex mode. Envoy queues that much of each body on
+/// the connection, before the messages of other requests.
 fn check_stream_window(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
     let options = at.cluster.http2_options()?;
     let mut callers = at.site.callers_of(at.cluster.name());
@@ -258,11 +258,10 @@ fn check_single_address(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         [one] if one.numeric().is_some() => Some(warning(
             format!(
                 "its name resolves to {one} alone, and `replicas` is set: unless only one replica \
-                runs, this is the address of a Service, and every connection stays with one \
-                replica"
+                runs, this is the address of a Service, and every connection stays with one replica"
             ),
-            "write `clusterIP: None` in the Service of warmroute, so that its name resolves to \
-            the address of every replica",
+            "write `clusterIP: None` in the Service of warmroute, \
+            so that its name resolves to the address of every replica",
         )),
         [_] if kind == "LOGICAL_DNS" => Some(warning(
             "LOGICAL_DNS connects to one address, and `replicas` is set",
@@ -324,8 +323,8 @@ fn check_tls(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         (encrypted, true) if encrypted == sockets.len() => Some(ok("TLS on both sides")),
         (_, true) => Some(at.site.report(
             Error,
-            "Envoy connects in plaintext, and `listeners.ext_proc.tls` is set: no exchange \
-            succeeds",
+            "Envoy connects in plaintext, and `listeners.ext_proc.tls` is set: \
+            no exchange succeeds",
             settings::PICKER_TLS.of(at.cluster),
         )),
     }
@@ -333,8 +332,8 @@ fn check_tls(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
 
 fn tls_to_plaintext(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
     let fix = at.site.fix(settings::PICKER_PLAINTEXT.of(at.cluster));
-    let ours = "write `tls: {self_signed: true}`, or a certificate, under `listeners: {ext_proc: \
-        ..}` in the configuration of warmroute";
+    let ours = "write `tls: {self_signed: true}`, or a certificate, \
+        under `listeners: {ext_proc: ..}` in the configuration of warmroute";
     error(
         "Envoy connects with TLS, and warmroute listens in plaintext there: no exchange succeeds",
         fix.map_or(ours.to_owned(), |fix| format!("{ours}; or {fix}")),
@@ -358,8 +357,8 @@ fn check_server_name(at: &ServiceFacts<'_, '_>) -> Option<CheckVerdict> {
         return None;
     }
     let message = format!(
-        "it sends the server name (SNI) `{host}`, which is not a DNS name: warmroute refuses \
-        every handshake"
+        "it sends the server name (SNI) `{host}`, which is not a DNS name: \
+        warmroute refuses every handshake"
     );
     Some(
         at.site

@@ -54,8 +54,8 @@ fn check_request_headers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
     if at.filter.sends_headers("request_header_mode") {
         return None;
     }
-    let message = "request_header_mode: SKIP: warmroute gets neither path nor headers, and routes \
-        no request";
+    let message = "request_header_mode: SKIP: warmroute gets neither path nor headers, \
+        and routes no request";
     Some(at.site.report(Error, message, &settings::REQUEST_HEADERS))
 }
 
@@ -79,8 +79,8 @@ fn check_full_duplex(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
         return None;
     }
     if !at.filter.sends_trailers("request_trailer_mode") {
-        let message = "request_body_mode: FULL_DUPLEX_STREAMED without request trailers: a body \
-            followed by trailers never ends for warmroute";
+        let message = "request_body_mode: FULL_DUPLEX_STREAMED without request trailers: \
+            a body followed by trailers never ends for warmroute";
         return Some(at.site.report(Error, message, &settings::REQUEST_TRAILERS));
     }
     let message =
@@ -99,8 +99,8 @@ fn check_response_headers(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
     if at.filter.sends_headers("response_header_mode") {
         return Some(ok("response_header_mode: SEND"));
     }
-    let message = "response_header_mode: SKIP: warmroute detects neither worker failures nor the \
-        end of a prefill, and responses lack the routing headers";
+    let message = "response_header_mode: SKIP: warmroute detects neither worker failures nor \
+        the end of a prefill, and responses lack the routing headers";
     Some(
         at.site
             .report(Warning, message, &settings::RESPONSE_HEADERS),
@@ -116,8 +116,8 @@ fn check_response_body(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
             let fixes = [&settings::RESPONSE_BODY, &settings::MODE_OVERRIDE];
             let fixes = fixes.map(|setting| at.site.fix(setting).unwrap_or_default());
             let message = format!(
-                "{message}: every token passes warmroute and costs some microseconds; warmroute \
-                requests bodies only when it needs them"
+                "{message}: every token passes warmroute and costs some microseconds; \
+                warmroute requests bodies only when it needs them"
             );
             warning(message, fixes.join("; and "))
         }
@@ -154,8 +154,8 @@ fn check_failure_mode(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
                 regardless of this setting"
             ),
             "write `gateway: {failure: {mode: fail_closed}}` in the configuration of warmroute, \
-            or set BUFFERED bodies and `failure_mode_allow: true` in the filter, to serve \
-            requests without warmroute",
+            or set BUFFERED bodies and `failure_mode_allow: true` in the filter, \
+            to serve requests without warmroute",
         ),
         // Envoy applies the setting only if the stream to warmroute fails before a part of the body
         // is sent. While an endpoint is listed, this is not the case.
@@ -163,8 +163,8 @@ fn check_failure_mode(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
             "{message}; in full duplex Envoy serves requests without warmroute only if it has no \
             endpoint of warmroute. If it has one, most requests get 500 while warmroute is down. \
             While warmroute is frozen, requests wait until keepalive pings close the connection, \
-            or without a limit if there are no pings. With buffered bodies, Envoy serves requests \
-            in both cases"
+            or without a limit if there are no pings. With buffered bodies, \
+            Envoy serves requests in both cases"
         )),
         (false, false, false) => {
             let ours = "`gateway: {failure: {mode: fail_closed}}` in the configuration of \
@@ -172,8 +172,8 @@ fn check_failure_mode(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
             let fix = at.site.fix(&settings::FAILURE_MODE);
             warning(
                 format!(
-                    "{message}; without warmroute every request gets 500, and open responses are \
-                    cut"
+                    "{message}; without warmroute every request gets 500, \
+                    and open responses are cut"
                 ),
                 fix.map_or(format!("write {ours}"), |fix| format!("{fix}; or {ours}")),
             )
@@ -205,8 +205,8 @@ fn check_message_timeout(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
     let fix = at.site.fix(settings::MESSAGE_TIMEOUT.lasting(length));
     Some(error(
         format!(
-            "{message}; Envoy forwards long prompts unrouted before warmroute falls back to \
-            load-only routing"
+            "{message}; Envoy forwards long prompts unrouted before warmroute falls back \
+            to load-only routing"
         ),
         fix.map_or(ours.clone(), |fix| format!("{fix}, or {ours}")),
     ))
@@ -225,8 +225,8 @@ fn check_max_message_timeout(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
         return Some(ok(message));
     }
     let message = format!(
-        "{message}; requests that wait in the queue, for a session or for a prefill are forwarded \
-        unrouted"
+        "{message}; requests that wait in the queue, \
+        for a session or for a prefill are forwarded unrouted"
     );
     let setting = settings::MAX_MESSAGE_TIMEOUT.lasting(needed);
     Some(at.site.report(Error, message, setting))
@@ -250,8 +250,8 @@ fn check_mode_override(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
     let lost = match at.site.probe {
         Some(_) => "bodies that warmroute does not need are buffered and sent anyway",
         None => {
-            "warmroute cannot request the bodies of event streams, so a prefill counts as \
-            complete when the engine sends its headers"
+            "warmroute cannot request the bodies of event streams, \
+            so a prefill counts as complete when the engine sends its headers"
         }
     };
     let message = format!("allow_mode_override: false: {lost}");
@@ -305,8 +305,8 @@ fn check_attributes(at: &FilterFacts<'_, '_>) -> Option<CheckVerdict> {
         )));
     }
     let message = format!(
-        "{missing}: after a retry the failed worker is not detected, and a 503 of Envoy counts as \
-        the response of an overloaded worker"
+        "{missing}: after a retry the failed worker is not detected, \
+        and a 503 of Envoy counts as the response of an overloaded worker"
     );
     Some(site.report(Warning, message, &settings::RESPONSE_ATTRIBUTES))
 }

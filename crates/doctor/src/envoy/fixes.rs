@@ -14,14 +14,14 @@ use crate::finding::{CheckVerdict, FindingLevel, error, note, warning};
 const DEFAULT_PORT: u16 = 9002;
 
 /// A setting of Envoy: its fix in Envoy's own configuration, and the fixes in the resources of
-/// control planes that have a field for it. Names in braces are replaced by places and by values of
-/// [`SettingFix`].
+/// control planes. A fix is empty if the control plane has no field for the setting. Names in
+/// braces are replaced by places and by values of [`SettingFix`].
 #[derive(Clone, Copy, Debug)]
 pub(super) struct EnvoySetting {
     pub(super) envoy: &'static str,
     pub(super) istio: &'static str,
-    pub(super) envoy_gateway: Option<&'static str>,
-    pub(super) ai_gateway: Option<&'static str>,
+    pub(super) envoy_gateway: &'static str,
+    pub(super) ai_gateway: &'static str,
 }
 
 impl EnvoySetting {
@@ -77,12 +77,12 @@ impl FilterSite<'_> {
         let fix = fix.into();
         let setting = fix.setting;
         let template = match &self.plane {
-            ControlPlane::Istio(_) => Some(setting.istio),
+            ControlPlane::Istio(_) => setting.istio,
             ControlPlane::EnvoyGateway { .. } => setting.envoy_gateway,
             ControlPlane::EnvoyAiGateway(_) => setting.ai_gateway,
-            ControlPlane::Other => Some(setting.envoy),
+            ControlPlane::Other => setting.envoy,
         };
-        template.map(|template| self.render(template, &fix.values))
+        (!template.is_empty()).then(|| self.render(template, &fix.values))
     }
 
     /// Returns a verdict with its fix. A warning without a fix becomes a note about a limit of the

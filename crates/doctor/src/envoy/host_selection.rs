@@ -62,8 +62,8 @@ fn check_override_host(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         metadata_source_yaml(ENDPOINT)
     );
     let message = format!(
-        "override_host reads {sources}, and warmroute writes {LB_NAMESPACE}: {ENDPOINT}: the \
-        chosen worker is ignored"
+        "override_host reads {sources}, and warmroute writes {LB_NAMESPACE}: {ENDPOINT}: \
+        the chosen worker is ignored"
     );
     let setting = settings::ENDPOINT_OVERRIDE.of(at.cluster).with("own", own);
     Some(at.site.report(Error, message, setting))
@@ -77,8 +77,8 @@ fn check_metadata(site: &FilterSite<'_>) -> Option<CheckVerdict> {
         .filter_map(|routed| routed.cluster.override_policy());
     policies.find(|policy| loses_metadata(site, *policy))?;
     let message = format!(
-        "the receiving_namespaces of the filter have no {LB_NAMESPACE}: Envoy drops the chosen \
-        endpoint"
+        "the receiving_namespaces of the filter have no {LB_NAMESPACE}: \
+        Envoy drops the chosen endpoint"
     );
     let setting = settings::RECEIVED_NAMESPACE.with("namespace", LB_NAMESPACE);
     Some(site.report(Error, message, setting))
@@ -106,8 +106,8 @@ fn check_served(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
             "{UPSTREAM_ADDRESS} names the endpoint that served"
         )));
     }
-    let message = "Envoy does not report the endpoint that served: after a retry the load is \
-        counted at the wrong worker";
+    let message = "Envoy does not report the endpoint that served: \
+        after a retry the load is counted at the wrong worker";
     if is_noted {
         let setting = settings::FORWARDED_NAMESPACE.with("namespace", LB_NAMESPACE);
         return Some(at.site.report(Warning, message, setting));
@@ -168,8 +168,8 @@ fn judge_subset(site: &FilterSite<'_>, config: ConfigNode<'_>) -> CheckVerdict {
         "no header_to_metadata filter after the ext_proc filter converts the header of warmroute \
         to worker_id: 503",
         format!(
-            "add the filter `envoy.filters.http.header_to_metadata` of envoy/subset.yaml after \
-            `{main}`"
+            "add the filter `envoy.filters.http.header_to_metadata` of envoy/subset.yaml \
+            after `{main}`"
         ),
     )
 }
@@ -193,8 +193,8 @@ fn judge_original_dst(site: &FilterSite<'_>, header: &str) -> CheckVerdict {
     if fallbacks > 0 {
         return error(
             format!(
-                "gateway.fallback_endpoints: {fallbacks}, and ORIGINAL_DST accepts one address in \
-                {header}: every request gets 503"
+                "gateway.fallback_endpoints: {fallbacks}, \
+                and ORIGINAL_DST accepts one address in {header}: every request gets 503"
             ),
             "write `gateway: {fallback_endpoints: 0}` in the configuration of warmroute",
         );
@@ -205,8 +205,8 @@ fn judge_original_dst(site: &FilterSite<'_>, header: &str) -> CheckVerdict {
     error(
         format!("the address comes from {header}, which warmroute does not set: 503"),
         format!(
-            "write `http_header_name: {ENDPOINT}` in its `original_dst_lb_config`, or `gateway: \
-            {{header_names: {{endpoint: [{header}]}}}}` in the configuration of warmroute"
+            "write `http_header_name: {ENDPOINT}` in its `original_dst_lb_config`, or \
+            `gateway: {{header_names: {{endpoint: [{header}]}}}}` in the configuration of warmroute"
         ),
     )
 }
@@ -227,8 +227,8 @@ fn judge_cluster_policy(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
     if !workers.is_empty() && workers.iter().all(|worker| !worker.via.is_direct()) {
         return ok("front ends send each request to the worker that the headers name");
     }
-    let own = "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml \
-        (override_host), or another host selection in envoy/README.md";
+    let own = "write the `load_balancing_policy` of cluster `workers` \
+        in envoy/standalone.yaml (override_host), or another host selection in envoy/README.md";
     let message = "its load balancer ignores the chosen worker";
     let setting = settings::ENDPOINT_OVERRIDE.of(at.cluster).with("own", own);
     site.report(Error, message, setting)
@@ -249,8 +249,8 @@ fn check_route_cache(site: &FilterSite<'_>) -> Option<CheckVerdict> {
         config.flag("disable_clear_route_cache") || config.text("route_cache_action") == "RETAIN";
     Some(if !site.expected.clear_route_cache {
         error(
-            "gateway.clear_route_cache: false, but routes match headers of warmroute: none is \
-            ever selected",
+            "gateway.clear_route_cache: false, but routes match headers of warmroute: \
+            none is ever selected",
             "write `gateway: {clear_route_cache: true}` in the configuration of warmroute",
         )
     } else if is_retained {

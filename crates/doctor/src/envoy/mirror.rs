@@ -33,11 +33,11 @@ pub(super) fn check(site: &FilterSite<'_>) -> Vec<Finding> {
         Some(cluster) => run_checks(&ClusterFacts::new(site, cluster), &rows),
         None => {
             let missing = error(
-                "the cluster does not exist, so requests are not mirrored: decode workers wait in \
-                vain",
+                "the cluster does not exist, so requests are not mirrored: \
+                decode workers wait in vain",
                 format!(
-                    "add the cluster `{name}`, as cluster `prefill` in \
-                    envoy/disaggregated-mirror.yaml"
+                    "add the cluster `{name}`, \
+                    as cluster `prefill` in envoy/disaggregated-mirror.yaml"
                 ),
             );
             vec![missing.about("envoy.mirror_cluster", format!("cluster {name}"))]
@@ -124,8 +124,8 @@ fn check_route(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
     let share = policy.at("runtime_fraction").present();
     Some(if share.is_some_and(|share| !is_always(share)) {
         error(
-            "runtime_fraction: only a fraction of the requests is mirrored: the other decode \
-            workers wait in vain",
+            "runtime_fraction: only a fraction of the requests is mirrored: \
+            the other decode workers wait in vain",
             format!("remove `runtime_fraction` from the `request_mirror_policies` of the {title}"),
         )
     } else if removes_header(at, PREFILL_CLUSTER) {
@@ -135,8 +135,8 @@ fn check_route(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
                 requests are not mirrored"
             ),
             format!(
-                "remove `{PREFILL_CLUSTER}` from `request_headers_to_remove`; headers of clients \
-                are removed early"
+                "remove `{PREFILL_CLUSTER}` from `request_headers_to_remove`; \
+                headers of clients are removed early"
             ),
         )
     } else {
@@ -175,8 +175,8 @@ fn check_selection(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         ok("mirrored requests reach the chosen prefill worker")
     } else {
         error(
-            "mirrored requests reach any of its workers, but only the chosen one has the \
-            bootstrap room",
+            "mirrored requests reach any of its workers, \
+            but only the chosen one has the bootstrap room",
             format!(
                 "in the `override_host_sources` of cluster `{}` write `{}`",
                 at.cluster.name(),
@@ -194,8 +194,8 @@ fn check_fallback(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         && matches!(fallback.text("fallback_policy"), "" | "NO_FALLBACK");
     (!is_dropped).then(|| {
         warning(
-            "if Envoy does not know the chosen prefill worker, another one gets the request and \
-            waits for a decode worker that never connects",
+            "if Envoy does not know the chosen prefill worker, \
+            another one gets the request and waits for a decode worker that never connects",
             format!(
                 "write the `fallback_policy` of cluster `{}` as in envoy/disaggregated-mirror.yaml",
                 at.cluster.name()
@@ -222,12 +222,12 @@ fn check_workers_known(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
         Ok(missing) if missing.is_empty() => None,
         Ok(missing) => Some(error(
             format!(
-                "it has no endpoint for the prefill workers {missing}: their requests are not \
-                mirrored"
+                "it has no endpoint for the prefill workers {missing}: \
+                their requests are not mirrored"
             ),
             format!(
-                "let cluster `{name}` read the endpoints that warmroute writes, as cluster \
-                `prefill` in envoy/disaggregated-mirror.yaml"
+                "let cluster `{name}` read the endpoints that warmroute writes, \
+                as cluster `prefill` in envoy/disaggregated-mirror.yaml"
             ),
         )),
     }

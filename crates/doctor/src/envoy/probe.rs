@@ -57,12 +57,12 @@ fn check_missing_probe(site: &FilterSite<'_>) -> Option<CheckVerdict> {
     (site.main.declared_role() == Some(PROBED_FILTER)).then(|| {
         warning(
             format!(
-                "{FILTER_ROLE}: {PROBED_FILTER}, but there is no probe: first tokens are not \
-                detected"
+                "{FILTER_ROLE}: {PROBED_FILTER}, \
+                but there is no probe: first tokens are not detected"
             ),
             format!(
-                "remove {FILTER_ROLE} from the `initial_metadata` of the filter `{}`, or add the \
-                filter `first_token_probe` of envoy/standalone.yaml before it",
+                "remove {FILTER_ROLE} from the `initial_metadata` of the filter `{}`, \
+                or add the filter `first_token_probe` of envoy/standalone.yaml before it",
                 site.main.name
             ),
         )
@@ -95,8 +95,8 @@ fn check_metadata(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
             filter.name
         ),
         format!(
-            "in its `grpc_service` write `initial_metadata: [{{key: {FILTER_ROLE}, value: \
-            {role}}}]`"
+            "in its `grpc_service` \
+            write `initial_metadata: [{{key: {FILTER_ROLE}, value: {role}}}]`"
         ),
     ))
 }
@@ -111,8 +111,8 @@ fn check_modes(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
         "`request_body_mode: NONE` and `response_body_mode: STREAMED` under `processing_mode`";
     Some(error(
         format!(
-            "request_body_mode: {request}, response_body_mode: {response}: it needs streamed \
-            response bodies and nothing else"
+            "request_body_mode: {request}, response_body_mode: {response}: \
+            it needs streamed response bodies and nothing else"
         ),
         at.write_in(at.probe, fix),
     ))
@@ -161,8 +161,8 @@ fn check_namespaces(at: &ProbeFacts<'_, '_>) -> Option<CheckVerdict> {
         format!("`{WARMROUTE_NAMESPACE}` into `{key}: {{untyped: [..]}}` under `metadata_options`");
     Some(warning(
         format!(
-            "the {key} of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot assign first tokens \
-            to exchanges",
+            "the {key} of {} have no {WARMROUTE_NAMESPACE}: \
+            warmroute cannot assign first tokens to exchanges",
             filter.name
         ),
         at.write_in(filter, &fix),

@@ -125,8 +125,8 @@ fn judge_missing_filter(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
         .unwrap_or_default();
     let (effect, filter, mode) = if at.site.expected.prefill_retry_wait.is_some() {
         (
-            "the next decode worker reads the blocks of the first attempt, which may belong to \
-            another request by then",
+            "the next decode worker reads the blocks of the first attempt, \
+            which may belong to another request by then",
             "prefill_retry",
             "call",
         )
@@ -139,14 +139,14 @@ fn judge_missing_filter(at: &ClusterFacts<'_, '_>) -> CheckVerdict {
     };
     error(
         format!(
-            "a request is retried after {}, and no upstream filter sends these retries to \
-            warmroute: {effect}",
+            "a request is retried after {}, \
+            and no upstream filter sends these retries to warmroute: {effect}",
             conditions.join(" or ")
         ),
         format!(
-            "in cluster `{}` write the `http_filters` with the filter `{filter}` of \
-            envoy/disaggregated-{mode}.yaml, or in the `retry_policy` of the {} `retry_on: \
-            connect-failure,refused-stream,reset-before-request`",
+            "in cluster `{}` write the `http_filters` with the filter `{filter}` \
+            of envoy/disaggregated-{mode}.yaml, or in the `retry_policy` \
+            of the {} `retry_on: connect-failure,refused-stream,reset-before-request`",
             at.cluster.name(),
             first.title()
         ),
@@ -168,8 +168,8 @@ impl RetryProblems<'_, '_, '_> {
         if !last.at("typed_config").has_type("UpstreamCodec") {
             let name = self.at.cluster.name();
             let fix = format!(
-                "in the `http_filters` of cluster `{name}` move `envoy.filters.http.upstream_codec` \
-                to the end"
+                "in the `http_filters` \
+                of cluster `{name}` move `envoy.filters.http.upstream_codec` to the end"
             );
             let last = last.text("name");
             let message =
@@ -207,8 +207,8 @@ impl RetryProblems<'_, '_, '_> {
         if !filter.config.sends_headers("request_header_mode") || body != BUFFERED {
             self.add(
                 format!("request_body_mode: {body}: the body of a retry cannot be replaced"),
-                "`request_header_mode: SEND` and `request_body_mode: BUFFERED` under \
-                `processing_mode`",
+                "`request_header_mode: SEND` and `request_body_mode: BUFFERED` \
+                under `processing_mode`",
             );
         }
     }
@@ -222,8 +222,8 @@ impl RetryProblems<'_, '_, '_> {
         {
             self.add(
                 format!(
-                    "request_attributes has no {UPSTREAM_ADDRESS}: warmroute does not know the \
-                    worker of a retry, and leaves it unchanged"
+                    "request_attributes has no {UPSTREAM_ADDRESS}: \
+                    warmroute does not know the worker of a retry, and leaves it unchanged"
                 ),
                 &format!("`request_attributes: [{UPSTREAM_ADDRESS}]`"),
             );
@@ -231,8 +231,8 @@ impl RetryProblems<'_, '_, '_> {
         if !config.forwards(WARMROUTE_NAMESPACE) {
             self.add(
                 format!(
-                    "forwarding_namespaces has no {WARMROUTE_NAMESPACE}: warmroute cannot assign \
-                    a retry to its request, and leaves it unchanged"
+                    "forwarding_namespaces has no {WARMROUTE_NAMESPACE}: \
+                    warmroute cannot assign a retry to its request, and leaves it unchanged"
                 ),
                 &format!(
                     "`metadata_options: {{forwarding_namespaces: {{untyped: \
@@ -244,13 +244,13 @@ impl RetryProblems<'_, '_, '_> {
         let mut variants = site.variants().into_iter();
         if !variants.all(|filter| filter.receives(WARMROUTE_NAMESPACE)) {
             let message = format!(
-                "the receiving_namespaces of {} have no {WARMROUTE_NAMESPACE}: warmroute cannot \
-                assign a retry to its request",
+                "the receiving_namespaces of {} have no {WARMROUTE_NAMESPACE}: \
+                warmroute cannot assign a retry to its request",
                 site.main.name
             );
             let fix = site.in_main_filter(&format!(
-                "`{WARMROUTE_NAMESPACE}` into `receiving_namespaces: {{untyped: [..]}}` under \
-                `metadata_options`"
+                "`{WARMROUTE_NAMESPACE}` into `receiving_namespaces: {{untyped: [..]}}` \
+                under `metadata_options`"
             ));
             self.verdicts.push(error(message, fix));
         }
@@ -276,9 +276,9 @@ impl RetryProblems<'_, '_, '_> {
         }
         if config.allows_failure() {
             self.add(
-                "failure_mode_allow: true: if warmroute is unavailable or late, the next decode \
-                worker reads the blocks of the first attempt, which may belong to another request \
-                by then"
+                "failure_mode_allow: true: if warmroute is unavailable or late, \
+                the next decode worker reads the blocks of the first attempt, \
+                which may belong to another request by then"
                     .to_owned(),
                 "`failure_mode_allow: false`",
             );
@@ -296,11 +296,10 @@ fn check_matcher(matcher: ConfigNode<'_>, actives: &[&ActiveRoute<'_>]) -> Optio
     if !header.eq_ignore_ascii_case(ATTEMPT_COUNT) || !first.has_type("SkipFilter") {
         return Some(error(
             format!(
-                "it is matched by {header}, but must skip only the first attempt by \
-                {ATTEMPT_COUNT}"
+                "it is matched by {header}, but must skip only the first attempt by {ATTEMPT_COUNT}"
             ),
-            "write its `xds_matcher` as in envoy/disaggregated-call.yaml, or remove it to process \
-            every attempt",
+            "write its `xds_matcher` as in envoy/disaggregated-call.yaml, \
+            or remove it to process every attempt",
         ));
     }
     let mut hosts = actives.iter().map(|active| active.host);

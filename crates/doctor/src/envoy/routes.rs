@@ -76,8 +76,8 @@ fn check_body_limit(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
         // The connection buffers of Envoy Gateway are too small even for average prompts.
         Ordering::Less if limit < DEFAULT_BUFFER => error(
             format!(
-                "{message}; longer bodies get 413, and prompts of a few thousand tokens exceed \
-                the limit"
+                "{message}; longer bodies get 413, \
+                and prompts of a few thousand tokens exceed the limit"
             ),
             fix,
         ),
@@ -156,8 +156,8 @@ fn check_retry(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
     // retry filter is checked separately.
     if !late.is_empty() && !has_remote_prefill(at.site, at.active) {
         let message = format!(
-            "retry_on: {retry_on}: after {} a prompt that a worker has already started is computed \
-            again",
+            "retry_on: {retry_on}: \
+            after {} a prompt that a worker has already started is computed again",
             late.join(" and ")
         );
         let fix = "`retry_on: connect-failure,refused-stream,reset-before-request`";
@@ -167,8 +167,8 @@ fn check_retry(at: &RouteFacts<'_, '_>) -> Option<CheckVerdict> {
     if !overrides || predicates.any(|one| one.text("name").contains("previous_hosts")) {
         return Some(ok(format!("retry_on: {retry_on}")));
     }
-    let fix = "the `retry_host_predicate` and the `host_selection_retry_max_attempts` of \
-        envoy/standalone.yaml";
+    let fix = "the `retry_host_predicate` and the `host_selection_retry_max_attempts` \
+        of envoy/standalone.yaml";
     let message = "no previous_hosts predicate: a retry may go to the same dead worker";
     Some(warning(message, retry_fix(at, fix)))
 }
@@ -226,8 +226,8 @@ fn check_idle_timeout(site: &FilterSite<'_>) -> Option<CheckVerdict> {
     ))
 }
 
-/// Checks that Envoy closes idle connections before the worker does. Otherwise a request can be sent
-/// on a connection that the worker is closing. Zero disables the timeout.
+/// Checks that Envoy closes idle connections before the worker does. Otherwise a request can be
+/// sent on a connection that the worker is closing. Zero disables the timeout.
 fn check_worker_idle_timeout(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> {
     let given = at.cluster.idle_timeout();
     let timeout = given.unwrap_or(DEFAULT_CONNECTION_IDLE_TIMEOUT);
@@ -237,8 +237,8 @@ fn check_worker_idle_timeout(at: &ClusterFacts<'_, '_>) -> Option<CheckVerdict> 
         return Some(ok(message));
     }
     let message = format!(
-        "{message}; vLLM closes idle connections after {}, and a request sent at that moment gets \
-        503",
+        "{message}; vLLM closes idle connections after {}, \
+        and a request sent at that moment gets 503",
         DurationSetting(VLLM_KEEP_ALIVE)
     );
     let setting = settings::WORKER_IDLE_TIMEOUT.of(at.cluster);
@@ -266,8 +266,8 @@ fn check_client_headers(site: &FilterSite<'_>) -> Option<CheckVerdict> {
     let variants = site.variants();
     Some(if !dangerous.is_empty() {
         let message = format!(
-            "Envoy accepts {} from clients: a client can choose its worker while warmroute is \
-            unavailable",
+            "Envoy accepts {} from clients: \
+            a client can choose its worker while warmroute is unavailable",
             dangerous.join(", ")
         );
         error(message, fix)
@@ -281,8 +281,8 @@ fn check_client_headers(site: &FilterSite<'_>) -> Option<CheckVerdict> {
     // later.
     } else if variants.iter().any(|filter| filter.allows_failure()) {
         note(format!(
-            "Envoy accepts {count} routing headers from clients, such as {first}: they select no \
-            worker, but without warmroute they reach the workers"
+            "Envoy accepts {count} routing headers from clients, such as {first}: \
+            they select no worker, but without warmroute they reach the workers"
         ))
     } else {
         ok(format!(

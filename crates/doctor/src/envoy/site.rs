@@ -3,7 +3,7 @@
 
 use super::cluster::EnvoyCluster;
 use super::config_node::ConfigNode;
-use super::control_plane::{ControlPlane, GeneratedNames};
+use super::control_plane::ControlPlane;
 use super::dump::{ConfigDump, HttpListener};
 use super::expected::ExpectedEnvoy;
 use super::ext_proc_filter::{ExtProcFilter, FilterConfig, service_addresses};
@@ -83,17 +83,9 @@ impl<'d> FilterSite<'d> {
         let site = |main: &ExtProcFilter| {
             let FilterRoutes { active, idle } = FilterRoutes::find(listener, main);
             let configs = active.iter().map(|active| &active.filter);
-            let routes = active.iter().flat_map(ActiveRoute::routes);
-            let names = GeneratedNames {
-                listener: &listener.name,
-                pickers: configs
-                    .chain([&main.config])
-                    .filter_map(FilterConfig::cluster)
-                    .collect(),
-                routes: routes.map(|route| route.text("name")).collect(),
-                targets: target_clusters(dump, listener),
-            };
-            let plane = ControlPlane::detect(dump, &names);
+            let configs = configs.chain([&main.config]);
+            let pickers: Vec<&str> = configs.filter_map(FilterConfig::cluster).collect();
+            let plane = ControlPlane::detect(dump, listener, &pickers, &active);
             Self {
                 dump,
                 expected,
@@ -171,16 +163,6 @@ impl CheckFacts for ClusterFacts<'_, '_> {
     fn subject(&self) -> String {
         format!("cluster {}", self.cluster.name())
     }
-}
-
-/// Returns the clusters of all routes, or every cluster if the dump does not contain the routes.
-fn target_clusters<'d>(dump: &'d ConfigDump, listener: &'d HttpListener) -> Vec<&'d str> {
-    let Some(routes) = listener.routes() else {
-        return dump.clusters().map(EnvoyCluster::name).collect();
-    };
-    let hosts = routes.items("virtual_hosts");
-    let routes = hosts.flat_map(|host| host.items("routes"));
-    routes.flat_map(action_clusters).collect()
 }
 
 /// Returns the names of the clusters that a route may forward to.

@@ -2,7 +2,7 @@
 
 use warmroute_core::engine_settings::ConfiguredSettings;
 use warmroute_core::worker::{ModelName, Worker, WorkerRole};
-use warmroute_doctor::engine::facts::{ConfiguredCache, WorkerOrigin};
+use warmroute_doctor::engine::facts::WorkerOrigin;
 use warmroute_engines::engine_client::{MetricsPage, RankEventSource};
 use warmroute_server::app;
 use warmroute_server::config::{ApproximatePolicy, ModelConfig, WorkerSource};
@@ -35,15 +35,6 @@ impl FactCollector<'_> {
         models.find(|model| model.name == *name)
     }
 
-    /// Returns the configured cache of a worker.
-    pub(super) fn configured_cache(&self, worker: &Worker) -> ConfiguredCache {
-        let model = self.model_config(&worker.model);
-        ConfiguredCache {
-            block_size: model.and_then(|model| model.block_size),
-            total_kv_blocks: worker.capacity.total_kv_blocks,
-        }
-    }
-
     /// Returns the worker, completed by the settings that a running warmroute would query from the
     /// engine, and whether its event sources are among these.
     pub(super) fn with_discovered_settings(
@@ -62,12 +53,6 @@ impl FactCollector<'_> {
         let has_discovered_sources =
             worker.event_sources.is_empty() && !completed.event_sources.is_empty();
         (completed, has_discovered_sources)
-    }
-
-    /// Returns the configured adapters of a model.
-    pub(super) fn model_adapters(&self, model: &ModelName) -> Vec<ModelName> {
-        let found = self.model_config(model);
-        found.map_or(Vec::new(), |known| known.adapters.clone())
     }
 
     /// Returns the model name in the cache keys of images; `None` without image support, or if the

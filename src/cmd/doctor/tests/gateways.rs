@@ -8,21 +8,17 @@ use std::path::Path;
 use serde_json::{Value, json};
 use warmroute_doctor::finding::{Finding, FindingLevel};
 
-use super::{HTTP_PROTOCOL_OPTIONS, cluster, findings, items, print, remove};
+use super::{
+    HTTP_PROTOCOL_OPTIONS, cluster, expect_finding, expect_none, findings, items, print, remove,
+};
 use FindingLevel::{Error, Note, Skipped, Warning};
 
 const ISTIO: &str = "istio";
-
 const ISTIO_BUFFERED: &str = "istio-buffered";
-
 const AI_GATEWAY: &str = "envoy-ai-gateway";
-
 const ENVOY_GATEWAY: &str = "envoy-gateway";
-
 const PICKER: &str = "outbound|9002||warmroute.inference.svc.cluster.local";
-
 const ISTIO_WORKERS: &str = "outbound|54321||vllm-qwen-ip-b7595ee7.inference.svc.cluster.local";
-
 const AI_PICKER: &str = "envoy.clusters.endpointpicker_vllm-qwen_inference_ext_proc";
 
 /// Returns the configuration dump that Envoy shows for a generated configuration file.
@@ -45,23 +41,16 @@ fn generated(name: &str) -> Value {
 /// Returns the warmroute.yaml of the manifests, with the addresses of the workers.
 fn shipped(name: &str, page: &Value) -> Value {
     let clusters = page["configs"][1]["static_clusters"].as_array().unwrap();
-    let endpoints = clusters
-        .iter()
-        .filter(|item| item.to_string().contains("OverrideHost"))
-        .flat_map(|item| {
-            let hosts = item["cluster"]["load_assignment"]["endpoints"][0]["lb_endpoints"]
-                .as_array()
-                .unwrap();
-            hosts.iter().map(|host| {
-                host["endpoint"]["address"]["socket_address"]["address"]
-                    .as_str()
-                    .unwrap()
-                    .to_owned()
-            })
-        });
-    let mut hosts: Vec<String> = endpoints.collect();
+    let clusters = clusters.iter().map(|item| &item["cluster"]);
+    let selecting = clusters.filter(|cluster| cluster.to_string().contains("OverrideHost"));
+    let endpoints = selecting.flat_map(|cluster| {
+        let hosts = &cluster["load_assignment"]["endpoints"][0]["lb_endpoints"];
+        hosts.as_array().unwrap()
+    });
+    let addresses = endpoints.map(|host| &host["endpoint"]["address"]["socket_address"]["address"]);
+    let mut hosts: Vec<&str> = addresses.map(|address| address.as_str().unwrap()).collect();
     if hosts.is_empty() {
-        hosts.push("10.244.1.1".to_owned());
+        hosts.push("10.244.1.1");
     }
     let workers: Value = hosts
         .iter()
@@ -107,23 +96,10 @@ fn checks(found: &[Finding]) -> Vec<(FindingLevel, &'static str)> {
     checks
 }
 
-/// Returns the only finding of a check.
-fn finding_of<'f>(found: &'f [Finding], check: &str) -> &'f Finding {
-    let mut matching = found.iter().filter(|finding| finding.check == check);
-    let first = matching
-        .next()
-        .unwrap_or_else(|| panic!("no {check}:\n{}", print(found)));
-    assert!(matching.next().is_none(), "two {check}:\n{}", print(found));
-    first
-}
-
-/// Returns the fix of the only finding of a check.
-fn fix<'f>(found: &'f [Finding], check: &str) -> &'f str {
-    let finding = finding_of(found, check);
-    finding
-        .fix
-        .as_deref()
-        .unwrap_or_else(|| panic!("no fix: {finding:?}"))
+/// Expects no finding that is worse than a note.
+fn expect_only_notes(found: &[Finding]) {
+    let has_only_notes = found.iter().all(|finding| finding.level == Note);
+    assert!(has_only_notes, "{}", print(found));
 }
 
 /// Returns the HTTP connection manager.
@@ -139,6 +115,11 @@ fn manager(page: &mut Value) -> &mut Value {
 
 fn route(page: &mut Value) -> &mut Value {
     &mut manager(page)["route_config"]["virtual_hosts"][0]["routes"][0]
+}
+
+fn push_route(page: &mut Value, route: Value) {
+    let routes = &mut manager(page)["route_config"]["virtual_hosts"][0]["routes"];
+    routes.as_array_mut().unwrap().push(route);
 }
 
 fn overrides(page: &mut Value) -> &mut Value {
@@ -175,20 +156,10 @@ fn authority_without_pool_is_found() {
                     json!({"authorities": {service: "inference/vllm-qwen"}})
             })
         };
-        let found = found_with_authority("warmroute.inference");
-        assert!(
-            found
-                .iter()
-                .all(|finding| finding.check != "envoy.pool_authority"),
-            "{}",
-            print(&found)
-        );
+        let check = "envoy.pool_authority";
+        expect_none(&found_with_authority("warmroute.inference"), check);
         let found = found_with_authority("warmroute-other.inference");
-        assert_eq!(
-            finding_of(&found, "envoy.pool_authority").level,
-            Warning,
-            "{name}"
-        );
+        expect_finding(&found, Warning, check, &[]);
     }
 }
 
@@ -253,101 +224,61 @@ fn generated_configurations_have_only_valid_findings() {
 #[test]
 fn istio_with_shipped_settings_has_no_warnings() {
     for name in [ISTIO, "istio-as-generated"] {
-        let found = found_after(name, |page, _| apply_manifest_settings(page));
-        assert!(
-            found.iter().all(|finding| finding.level == Note),
-            "{name}:\n{}",
-            print(&found)
-        );
+        expect_only_notes(&found_after(name, |page, _| apply_manifest_settings(page)));
     }
 }
 
 #[test]
 fn full_duplex_failure_mode_is_a_note() {
-    let found = found_after(ISTIO, |_, _| {});
-    let note = finding_of(&found, "envoy.failure_mode");
-    assert_eq!(note.level, Note);
-    assert!(
-        note.message
-            .contains("only if it has no endpoint of warmroute"),
-        "{}",
-        note.message
-    );
-    assert!(
-        !found_after(ISTIO_BUFFERED, |_, _| {})
-            .iter()
-            .any(|finding| finding.check == "envoy.failure_mode")
-    );
+    let check = "envoy.failure_mode";
+    let text = "only if it has no endpoint of warmroute";
+    expect_finding(&found_after(ISTIO, |_, _| {}), Note, check, &[text]);
+    expect_none(&found_after(ISTIO_BUFFERED, |_, _| {}), check);
 }
 
 #[test]
 fn suppressed_headers_need_client_traffic_policy() {
-    let found = found_after(AI_GATEWAY, |_, _| {});
-    let text = fix(&found, "envoy.suppressed_headers");
-    assert_eq!(
-        text,
-        "in a ClientTrafficPolicy for the Gateway `inference/inference-gateway` write `headers: \
-        {enableEnvoyHeaders: true}`"
-    );
+    let check = "envoy.suppressed_headers";
+    let fix = "in a ClientTrafficPolicy for the Gateway `inference/inference-gateway` \
+        write `headers: {enableEnvoyHeaders: true}`";
+    expect_finding(&found_after(AI_GATEWAY, |_, _| {}), Warning, check, &[fix]);
     let found = found_after(AI_GATEWAY, |page, _| {
-        let router = manager(page)["http_filters"]
-            .as_array_mut()
-            .unwrap()
-            .last_mut()
-            .unwrap();
+        let filters = manager(page)["http_filters"].as_array_mut().unwrap();
+        let router = filters.last_mut().unwrap();
         remove(&mut router["typed_config"], "suppress_envoy_headers");
     });
-    assert!(!found.iter().any(|finding| matches!(
-        finding.check,
-        "envoy.suppressed_headers" | "envoy.response_attributes"
-    )));
+    expect_none(&found, check);
+    expect_none(&found, "envoy.response_attributes");
     // Envoy Gateway without the AI Gateway also suppresses them, but its policy requests
     // attributes.
     let found = found_after(ENVOY_GATEWAY, |page, _| {
-        drop(remove(
-            &mut manager(page)["http_filters"][0]["typed_config"],
-            "response_attributes",
-        ));
+        let filter = &mut manager(page)["http_filters"][0]["typed_config"];
+        drop(remove(filter, "response_attributes"));
     });
-    assert_eq!(
-        finding_of(&found, "envoy.suppressed_headers").level,
-        Warning
-    );
+    expect_finding(&found, Warning, check, &[]);
 }
 
 #[test]
 fn attributes_of_route_override_do_not_count() {
+    let check = "envoy.response_attributes";
+    let remove_host_key = |page: &mut Value| {
+        let policy = &mut cluster(page, ISTIO_WORKERS)["load_balancing_policy"]["policies"][0];
+        let config = &mut policy["typed_extension_config"]["typed_config"];
+        drop(remove(config, "selected_host_key"));
+    };
     // Envoy 1.40 sends no attributes that only the overrides of a route list.
-    let found = found_after(ISTIO_BUFFERED, |page, _| {
-        let policy = &mut cluster(page, ISTIO_WORKERS)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
-        drop(remove(&mut policy["typed_config"], "selected_host_key"));
-    });
-    let finding = finding_of(&found, "envoy.response_attributes");
-    assert!(
-        finding
-            .message
-            .contains("Envoy ignores those in the `overrides` of a route"),
-        "{}",
-        finding.message
-    );
-    let text = fix(&found, "envoy.response_attributes");
-    assert!(
-        text.starts_with("in an EnvoyFilter with `applyTo: HTTP_FILTER`"),
-        "{text}"
-    );
+    let found = found_after(ISTIO_BUFFERED, |page, _| remove_host_key(page));
+    let texts = [
+        "Envoy ignores those in the `overrides` of a route",
+        "in an EnvoyFilter with `applyTo: HTTP_FILTER`",
+    ];
+    expect_finding(&found, Warning, check, &texts);
     let found = found_after(ISTIO, |page, _| {
-        let policy = &mut cluster(page, ISTIO_WORKERS)["load_balancing_policy"]["policies"][0]["typed_extension_config"];
-        drop(remove(&mut policy["typed_config"], "selected_host_key"));
+        remove_host_key(page);
         manager(page)["http_filters"][0]["typed_config"]["response_attributes"] =
             json!(["upstream.address", "response.flags"]);
     });
-    assert!(
-        !found
-            .iter()
-            .any(|finding| finding.check == "envoy.response_attributes"),
-        "{}",
-        print(&found)
-    );
+    expect_none(&found, check);
 }
 
 #[test]
@@ -365,107 +296,65 @@ fn overrides_of_several_levels_are_merged() {
             json!({"forwarding_namespaces": {"untyped": ["envoy.lb", "other"]}});
         overrides(page)["grpc_initial_metadata"] = json!([{"key": "x", "value": "y"}]);
     });
-    assert!(
-        found.iter().all(|finding| finding.level == Note),
-        "{}",
-        print(&found)
-    );
+    expect_only_notes(&found);
     let found = found_after(ISTIO, |page, _| {
         overrides(page)["metadata_options"] =
             json!({"receiving_namespaces": {"untyped": ["other"]}});
     });
-    assert!(
-        fix(&found, "envoy.metadata")
-            .contains("`applyTo: HTTP_ROUTE` that names the route `inference.qwen.0`")
-    );
+    let fix = "`applyTo: HTTP_ROUTE` that names the route `inference.qwen.0`";
+    expect_finding(&found, Error, "envoy.metadata", &[fix]);
 }
 
 #[test]
 fn cors_filter_is_cause_of_lost_override() {
+    let check = "envoy.route_override";
     let cors = |page: &mut Value| {
         route(page)["typed_per_filter_config"] = json!({"envoy.filters.http.cors": {
             "@type": "type.googleapis.com/envoy.extensions.filters.http.cors.v3.CorsPolicy",
         }});
     };
+    let texts = [
+        "Istio drops the override of a rule with CORS",
+        "remove the CORS filter from the rule of the HTTPRoute",
+    ];
     let found = found_after(ISTIO, |page, _| cors(page));
-    let finding = finding_of(&found, "envoy.route_override");
-    assert_eq!(
-        (finding.level, finding.subject.as_str()),
-        (Error, "listener 0.0.0.0_80, route inference.qwen.0")
-    );
-    assert!(
-        finding
-            .message
-            .contains("Istio drops the override of a rule with CORS"),
-        "{}",
-        finding.message
-    );
-    assert!(
-        fix(&found, "envoy.route_override")
-            .starts_with("remove the CORS filter from the rule of the HTTPRoute")
-    );
+    expect_finding(&found, Error, check, &texts);
+    let subject = "listener 0.0.0.0_80, route inference.qwen.0";
+    assert!(found.iter().any(|finding| finding.subject == subject));
     // A route with its override does not hide the finding of the other route.
     let found = found_after(ISTIO, |page, _| {
         let mut other = route(page).clone();
         other["name"] = json!("inference.other.0");
         cors(page);
-        manager(page)["route_config"]["virtual_hosts"][0]["routes"]
-            .as_array_mut()
-            .unwrap()
-            .push(other);
+        push_route(page, other);
     });
-    assert!(
-        finding_of(&found, "envoy.route_override")
-            .message
-            .contains("CORS")
-    );
-    assert!(
-        !found
-            .iter()
-            .any(|finding| finding.level == Error && finding.check != "envoy.route_override"),
-        "{}",
-        print(&found)
-    );
+    expect_finding(&found, Error, check, &texts);
+    let errors = found.iter().filter(|finding| finding.level == Error);
+    assert_eq!(errors.count(), 1, "{}", print(&found));
     // A route of the same Gateway to another service does not concern warmroute.
     let found = found_after(ISTIO, |page, _| {
         let mut other_service = route(page).clone();
         remove(&mut other_service, "typed_per_filter_config");
         other_service["route"]["cluster"] = json!(PICKER);
-        manager(page)["route_config"]["virtual_hosts"][0]["routes"]
-            .as_array_mut()
-            .unwrap()
-            .push(other_service);
+        push_route(page, other_service);
     });
-    assert!(
-        !found.iter().any(|finding| finding.level == Error),
-        "{}",
-        print(&found)
-    );
+    let mut found = found.iter();
+    assert_eq!(found.find(|finding| finding.level == Error), None);
 }
 
 #[test]
 fn missing_retry_names_what_control_plane_can_set() {
+    let check = "envoy.retry";
     let found = found_after(ENVOY_GATEWAY, |_, _| {});
-    let text = fix(&found, "envoy.retry");
-    assert!(
-        text.contains(
-            "BackendTrafficPolicy for the HTTPRoute `inference/qwen` write `retry: {numRetries: 5"
-        ),
-        "{text}"
-    );
+    let fix = "BackendTrafficPolicy for the HTTPRoute `inference/qwen` \
+        write `retry: {numRetries: 5";
+    expect_finding(&found, Warning, check, &[fix]);
     let found = found_after(AI_GATEWAY, |_, _| {});
-    let note = finding_of(&found, "envoy.retry");
-    assert!(
-        note.message.contains("requests to a dead worker get 503"),
-        "{}",
-        note.message
-    );
-    assert!(
-        note.message
-            .ends_with("Envoy AI Gateway has no field for it"),
-        "{}",
-        note.message
-    );
+    let texts = [
+        "requests to a dead worker get 503",
+        "Envoy AI Gateway has no field for it",
+    ];
+    expect_finding(&found, Note, check, &texts);
 }
 
 #[test]
@@ -475,23 +364,13 @@ fn buffered_ai_gateway_names_annotation() {
         modes["request_body_mode"] = json!("BUFFERED");
         modes["response_body_mode"] = json!("BUFFERED");
     });
-    let limit = finding_of(&found, "envoy.body_limit");
-    assert_eq!(limit.level, Error);
-    assert!(
-        limit
-            .message
-            .starts_with("32KiB (per_connection_buffer_limit_bytes"),
-        "{}",
-        limit.message
-    );
-    assert!(
-        fix(&found, "envoy.body_limit")
-            .contains("`aigateway.envoyproxy.io/processing-body-mode: buffered`")
-    );
-    assert!(
-        fix(&found, "envoy.response_body")
-            .contains("`aigateway.envoyproxy.io/processing-body-mode: duplex`")
-    );
+    let texts = [
+        "32KiB (per_connection_buffer_limit_bytes",
+        "`aigateway.envoyproxy.io/processing-body-mode: buffered`",
+    ];
+    expect_finding(&found, Error, "envoy.body_limit", &texts);
+    let annotation = "`aigateway.envoyproxy.io/processing-body-mode: duplex`";
+    expect_finding(&found, Error, "envoy.response_body", &[annotation]);
 }
 
 #[test]
@@ -505,17 +384,14 @@ fn filter_of_second_pool_is_checked() {
         filter["typed_config"]["processing_mode"]["response_trailer_mode"] = json!("SKIP");
         let mut picker = cluster(page, AI_PICKER).clone();
         picker["name"] = json!(second);
-        manager(page)["http_filters"]
-            .as_array_mut()
-            .unwrap()
-            .insert(0, filter);
+        let filters = &mut manager(page)["http_filters"];
+        filters.as_array_mut().unwrap().insert(0, filter);
         items(page, "static_clusters").push(json!({"cluster": picker}));
     });
-    let pickers = found
-        .iter()
-        .filter(|finding| finding.check == "envoy.circuit_breakers" && finding.level == Error);
-    assert_eq!(pickers.count(), 2, "{}", print(&found));
-    assert_eq!(finding_of(&found, "envoy.response_trailers").level, Error);
+    let mut checks = checks(&found);
+    checks.retain(|check| *check == (Error, "envoy.circuit_breakers"));
+    assert_eq!(checks.len(), 2, "{}", print(&found));
+    expect_finding(&found, Error, "envoy.response_trailers", &[]);
 }
 
 #[test]
@@ -528,10 +404,6 @@ fn unseen_routes_of_istio_are_skipped_without_findings() {
             "timeout",
         );
     });
-    assert!(
-        checks(&found).iter().all(|(level, _)| *level >= Note),
-        "{}",
-        print(&found)
-    );
-    assert_eq!(finding_of(&found, "envoy.filter").level, Skipped);
+    assert!(found.iter().all(|finding| finding.level >= Note));
+    expect_finding(&found, Skipped, "envoy.filter", &[]);
 }

@@ -8,90 +8,55 @@ fn cluster_of_route_override_is_checked() {
         apply_manifest_settings(page);
         drop(remove(cluster(page, PICKER), "transport_socket"));
     });
-    assert_eq!(finding_of(&found, "envoy.tls").level, Error);
-    assert!(
-        fix(&found, "envoy.tls")
-            .contains("DestinationRule of the host `warmroute.inference.svc.cluster.local`")
-    );
+    let fix = "DestinationRule of the host `warmroute.inference.svc.cluster.local`";
+    expect_finding(&found, Error, "envoy.tls", &[fix]);
     let found = found_after(ISTIO, |page, _| {
         apply_manifest_settings(page);
         cluster(page, PICKER)["circuit_breakers"]["thresholds"][0]["max_requests"] = json!(1000);
     });
-    assert!(fix(&found, "envoy.circuit_breakers").contains(
-        "`trafficPolicy: {connectionPool: {http: {http1MaxPendingRequests: 100000, \
-        http2MaxRequests: 100000}}}`"
-    ));
+    let fix = "`trafficPolicy: {connectionPool: {http: \
+        {http1MaxPendingRequests: 100000, http2MaxRequests: 100000}}}`";
+    expect_finding(&found, Error, "envoy.circuit_breakers", &[fix]);
     let found = found_after(ISTIO, |page, _| {
         let hosts = &mut cluster(page, PICKER)["load_assignment"]["endpoints"][0]["lb_endpoints"];
         for host in hosts.as_array_mut().unwrap() {
             host["endpoint"]["address"]["socket_address"]["port_value"] = json!(9003);
         }
     });
-    assert!(
-        finding_of(&found, "envoy.address")
-            .message
-            .contains("10.244.2.1:9003"),
-        "{}",
-        print(&found)
-    );
+    expect_finding(&found, Error, "envoy.address", &["10.244.2.1:9003"]);
     let found = found_after(ISTIO, |page, _| {
         overrides(page)["grpc_service"]["envoy_grpc"]["cluster_name"] = json!("missing")
     });
-    assert!(
-        finding_of(&found, "envoy.ext_proc_cluster")
-            .message
-            .contains("the cluster missing")
-    );
+    let text = "the cluster missing";
+    expect_finding(&found, Error, "envoy.ext_proc_cluster", &[text]);
 }
 
 #[test]
 fn cluster_name_as_server_name_names_destination_rule() {
     let found = found_after("istio-as-generated", |_, _| {});
-    assert!(
-        finding_of(&found, "envoy.server_name")
-            .message
-            .contains(&format!("`{PICKER}`"))
-    );
-    let text = "write `trafficPolicy: {tls: {sni: warmroute.inference.svc.cluster.local}}`";
-    assert!(
-        fix(&found, "envoy.server_name").contains(text),
-        "{}",
-        fix(&found, "envoy.server_name")
-    );
+    let message = format!("`{PICKER}`");
+    let fix = "write `trafficPolicy: {tls: {sni: warmroute.inference.svc.cluster.local}}`";
+    expect_finding(&found, Error, "envoy.server_name", &[&message, fix]);
 }
 
 #[test]
 fn stall_detection_fixes_name_control_plane_fields() {
     let found = found_after(ISTIO, |_, _| {});
-    assert!(
-        fix(&found, "envoy.keepalive").starts_with("in an EnvoyFilter with `applyTo: CLUSTER`")
-    );
-    assert!(
-        fix(&found, "envoy.connect_timeout")
-            .contains("`trafficPolicy: {connectionPool: {tcp: {connectTimeout: 1s}}}`")
-    );
+    let fix = "in an EnvoyFilter with `applyTo: CLUSTER`";
+    expect_finding(&found, Warning, "envoy.keepalive", &[fix]);
+    let fix = "`trafficPolicy: {connectionPool: {tcp: {connectTimeout: 1s}}}`";
+    expect_finding(&found, Warning, "envoy.connect_timeout", &[fix]);
     let found = found_after(ENVOY_GATEWAY, |_, _| {});
-    let keepalive = fix(&found, "envoy.keepalive");
-    assert!(
-        keepalive.contains("EnvoyExtensionPolicy `inference/warmroute`"),
-        "{keepalive}"
-    );
-    assert!(
-        keepalive.contains(
-            "`backendSettings: {http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}}`"
-        ),
-        "{keepalive}"
-    );
-    assert!(
-        fix(&found, "envoy.connect_timeout")
-            .contains("backendSettings: {timeout: {tcp: {connectTimeout: 1s}}}")
-    );
+    let texts = [
+        "EnvoyExtensionPolicy `inference/warmroute`",
+        "`backendSettings: {http2: {connectionKeepalive: {interval: 2s, timeout: 1s}}}`",
+    ];
+    expect_finding(&found, Warning, "envoy.keepalive", &texts);
+    let fix = "backendSettings: {timeout: {tcp: {connectTimeout: 1s}}}";
+    expect_finding(&found, Warning, "envoy.connect_timeout", &[fix]);
     let found = found_after(AI_GATEWAY, |_, _| {});
-    assert!(
-        finding_of(&found, "envoy.keepalive")
-            .message
-            .ends_with("Envoy AI Gateway has no field for it")
-    );
+    let text = "Envoy AI Gateway has no field for it";
+    expect_finding(&found, Note, "envoy.keepalive", &[text]);
 }
 
 #[test]
@@ -146,13 +111,8 @@ fn worker_idle_timeout_names_control_plane_fields() {
         ),
     ] {
         let found = found_after(name, |_, _| {});
-        let text = fix(&found, "envoy.worker_idle_timeout");
-        assert!(text.contains(resource), "{name}: {text}");
-        assert!(text.contains(field), "{name}: {text}");
-        assert_eq!(
-            finding_of(&found, "envoy.worker_idle_timeout").level,
-            Warning
-        );
+        let texts = [resource, field];
+        expect_finding(&found, Warning, "envoy.worker_idle_timeout", &texts);
     }
 }
 
@@ -241,7 +201,8 @@ fn tls_of_matching_transport_socket_is_checked() {
     let found = found_after(ENVOY_GATEWAY, |_, config| {
         drop(remove(&mut config["listeners"]["ext_proc"], "tls"))
     });
-    assert!(super::fix(&found, "envoy.tls").contains("`tls: {self_signed: true}`"));
+    let fix = "`tls: {self_signed: true}`";
+    expect_finding(&found, Error, "envoy.tls", &[fix]);
 }
 
 #[test]
@@ -324,37 +285,23 @@ fn endpoints_of_second_pool_are_known() {
         other["route"]["cluster"] = json!("httproute/inference/other/rule/0");
         let config = remove(&mut other["typed_per_filter_config"], &own);
         other["typed_per_filter_config"][filter["name"].as_str().unwrap()] = config;
-        manager(page)["http_filters"]
-            .as_array_mut()
-            .unwrap()
-            .insert(0, filter);
-        manager(page)["route_config"]["virtual_hosts"][0]["routes"]
-            .as_array_mut()
-            .unwrap()
-            .push(other);
+        let filters = &mut manager(page)["http_filters"];
+        filters.as_array_mut().unwrap().insert(0, filter);
+        push_route(page, other);
     };
     let worker = json!({"id": 9, "endpoint": "10.244.1.9:8000"});
+    let add_worker = |config: &mut Value| {
+        let workers = &mut config["workers"]["list"];
+        workers.as_array_mut().unwrap().push(worker.clone());
+    };
     let found = found_after(ENVOY_GATEWAY, |page, config| {
         second(page);
-        config["workers"]["list"]
-            .as_array_mut()
-            .unwrap()
-            .push(worker.clone());
+        add_worker(config);
     });
-    assert!(
-        !found
-            .iter()
-            .any(|finding| finding.check == "envoy.endpoints"),
-        "{}",
-        print(&found)
-    );
-    let found = found_after(ENVOY_GATEWAY, |_, config| {
-        config["workers"]["list"]
-            .as_array_mut()
-            .unwrap()
-            .push(worker)
-    });
-    assert!(fix(&found, "envoy.endpoints").contains("a `selector` that selects these pods"));
+    expect_none(&found, "envoy.endpoints");
+    let found = found_after(ENVOY_GATEWAY, |_, config| add_worker(config));
+    let fix = "a `selector` that selects these pods";
+    expect_finding(&found, Error, "envoy.endpoints", &[fix]);
 }
 
 #[test]
@@ -365,42 +312,31 @@ fn picker_protocol_and_balancer_name_control_plane_fields() {
             "typed_extension_protocol_options",
         ))
     });
-    assert!(fix(&found, "envoy.http2").contains("`appProtocol: grpc`"));
+    expect_finding(&found, Error, "envoy.http2", &["`appProtocol: grpc`"]);
     let found = found_after(ENVOY_GATEWAY, |page, _| {
         drop(remove(
             cluster(page, "httproute/inference/qwen/rule/0"),
             "load_balancing_policy",
         ));
     });
-    let text = fix(&found, "envoy.host_selection");
-    assert!(
-        text.contains(
-            "`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:"
-        ),
-        "{text}"
-    );
+    let fix = "`loadBalancer: {type: LeastRequest, endpointOverride: {extractFrom: [{header:";
+    expect_finding(&found, Error, "envoy.host_selection", &[fix]);
 }
 
 #[test]
 fn original_dst_with_fallbacks_is_an_error() {
-    let found = found_after(AI_GATEWAY, |_, config| {
-        config["gateway"]["fallback_endpoints"] = json!(2)
-    });
-    assert!(
-        finding_of(&found, "envoy.host_selection")
-            .message
-            .contains("gateway.fallback_endpoints: 2")
-    );
-    assert!(fix(&found, "envoy.host_selection").contains("`gateway: {fallback_endpoints: 0}`"));
-    for name in [ISTIO, ENVOY_GATEWAY] {
-        let found = found_after(name, |_, config| {
+    let check = "envoy.host_selection";
+    let found_with_fallbacks = |name: &str| {
+        found_after(name, |_, config| {
             config["gateway"]["fallback_endpoints"] = json!(2)
-        });
-        assert!(
-            !found
-                .iter()
-                .any(|finding| finding.check == "envoy.host_selection"),
-            "{name}"
-        );
+        })
+    };
+    let texts = [
+        "gateway.fallback_endpoints: 2",
+        "`gateway: {fallback_endpoints: 0}`",
+    ];
+    expect_finding(&found_with_fallbacks(AI_GATEWAY), Error, check, &texts);
+    for name in [ISTIO, ENVOY_GATEWAY] {
+        expect_none(&found_with_fallbacks(name), check);
     }
 }

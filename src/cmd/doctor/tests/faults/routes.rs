@@ -5,7 +5,7 @@ use super::*;
 pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
     standalone(
         "Envoy's default body limit",
-        |configs| ConfigPair::without(configs.host(), "request_body_buffer_limit"),
+        |configs| without(configs.host(), "request_body_buffer_limit"),
         &[(Warning, "envoy.body_limit")],
         "write `request_body_buffer_limit: 33554432`, or in the configuration of warmroute \
             `requests: {limits: {max_body_size: 1MiB}}`",
@@ -19,7 +19,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
     standalone(
         "listener body limit above that of warmroute",
         |configs| {
-            ConfigPair::without(configs.host(), "request_body_buffer_limit");
+            without(configs.host(), "request_body_buffer_limit");
             configs.listener()["per_connection_buffer_limit_bytes"] = json!(64 << 20);
         },
         &[(Error, "envoy.body_limit")],
@@ -27,7 +27,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "route timeout truncates responses",
-        |configs| ConfigPair::without(configs.action(), "timeout"),
+        |configs| without(configs.action(), "timeout"),
         &[(Error, "envoy.route_timeout")],
         "write `timeout: 0s` in the route /v1/",
     ),
@@ -40,7 +40,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
     standalone(
         "retries may reach the same dead worker",
         |configs| {
-            ConfigPair::without(
+            without(
                 &mut configs.action()["retry_policy"],
                 "retry_host_predicate",
             )
@@ -50,7 +50,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "no retries",
-        |configs| ConfigPair::without(configs.action(), "retry_policy"),
+        |configs| without(configs.action(), "retry_policy"),
         &[(Warning, "envoy.retry")],
         "write the `retry_policy` of envoy/standalone.yaml",
     ),
@@ -71,7 +71,7 @@ pub(super) const ROUTE_FAULTS: &[EnvoyFault] = &[
         "original-dst",
         standalone(
             "clients can choose their worker",
-            |configs| ConfigPair::without(configs.manager(), "early_header_mutation_extensions"),
+            |configs| without(configs.manager(), "early_header_mutation_extensions"),
             &[(Error, "envoy.client_headers")],
             "- remove: x-gateway-destination-endpoint;",
         ),

@@ -5,7 +5,7 @@ use super::*;
 pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
     standalone(
         "default circuit breakers of the ext_proc cluster",
-        |configs| ConfigPair::without(configs.cluster("ext_proc"), "circuit_breakers"),
+        |configs| without(configs.cluster("ext_proc"), "circuit_breakers"),
         &[(Error, "envoy.circuit_breakers")],
         "in cluster `ext_proc` write `circuit_breakers: {thresholds: [{max_connections: 100000",
     ),
@@ -21,7 +21,7 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
     standalone(
         "default idle timeout of the workers",
         |configs| {
-            ConfigPair::without(
+            without(
                 configs.cluster("workers"),
                 "typed_extension_protocol_options",
             )
@@ -32,7 +32,7 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
     standalone(
         "HTTP/1 to warmroute",
         |configs| {
-            ConfigPair::without(
+            without(
                 configs.cluster("ext_proc"),
                 "typed_extension_protocol_options",
             )
@@ -83,14 +83,14 @@ pub(super) const CLUSTER_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "served endpoint not reported",
-        |configs| ConfigPair::without(configs.policy(), "selected_host_key"),
+        |configs| without(configs.policy(), "selected_host_key"),
         &[(Warning, "envoy.served")],
         "write `selected_host_key: {key: envoy.lb, path: [{key: \
             x-gateway-destination-endpoint-served}]}`",
     ),
     standalone(
         "load balancing without the override",
-        |configs| ConfigPair::without(configs.cluster("workers"), "load_balancing_policy"),
+        |configs| without(configs.cluster("workers"), "load_balancing_policy"),
         &[(Error, "envoy.host_selection")],
         "write the `load_balancing_policy` of cluster `workers` in envoy/standalone.yaml",
     ),

@@ -85,14 +85,14 @@ pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "message timeout too short",
-        |configs| ConfigPair::without(configs.main(), "message_timeout"),
+        |configs| without(configs.main(), "message_timeout"),
         &[(Error, "envoy.message_timeout")],
         "`message_timeout: 1s`",
     ),
     standalone(
         "maximum message timeout shorter than the queue timeout",
         |configs| {
-            ConfigPair::without(configs.main(), "max_message_timeout");
+            without(configs.main(), "max_message_timeout");
             configs.warmroute["queue"] = json!({"prefill_busy_threshold": 8192});
         },
         &[(Error, "envoy.max_message_timeout")],
@@ -123,7 +123,7 @@ pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "no response attributes",
-        |configs| ConfigPair::without(configs.main(), "response_attributes"),
+        |configs| without(configs.main(), "response_attributes"),
         &[(Warning, "envoy.response_attributes")],
         "`response_attributes: [upstream.address, response.flags]`",
     ),
@@ -131,7 +131,7 @@ pub(super) const FILTER_FAULTS: &[EnvoyFault] = &[
         "gateway-api",
         standalone(
             "full duplex without content length",
-            |configs| ConfigPair::without(configs.main(), "allow_content_length_header"),
+            |configs| without(configs.main(), "allow_content_length_header"),
             &[(Warning, "envoy.full_duplex")],
             "`allow_content_length_header: true`",
         ),
@@ -169,7 +169,7 @@ pub(super) const PROBE_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "probe without its identifying metadata",
-        |configs| ConfigPair::without(&mut configs.probe()["grpc_service"], "initial_metadata"),
+        |configs| without(&mut configs.probe()["grpc_service"], "initial_metadata"),
         &[(Warning, "envoy.probe")],
         "`initial_metadata: [{key: x-warmroute-filter, value: probe}]`",
     ),
@@ -185,7 +185,7 @@ pub(super) const PROBE_FAULTS: &[EnvoyFault] = &[
     ),
     standalone(
         "probe that does not forward the exchange key",
-        |configs| ConfigPair::without(configs.probe(), "metadata_options"),
+        |configs| without(configs.probe(), "metadata_options"),
         &[(Warning, "envoy.probe")],
         "`warmroute` into `forwarding_namespaces",
     ),
